@@ -1,0 +1,1 @@
+"""dilocox: one model, trained on GPUs in several places."""

@@ -1,0 +1,455 @@
+"""One run, one TOML file: every section and key that a run file may hold.
+
+`load_run` reads a file, applies command-line overrides, fills in what the method (see
+`dilocox.methods`) leaves to its own defaults, and checks everything that can be checked without
+touching a GPU or the network. A `RunConfig` is frozen: what was resolved is what runs.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tomli_w
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from dilocox.errors import ConfigError
+from dilocox.methods import METHODS, method_defaults
+
+Positive = Annotated[int, Field(gt=0)]
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+SiteName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,30}$")]
+
+
+class Section(BaseModel):
+    """Base of all sections: unknown keys are refused and values cannot be changed later."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class RunSection(Section):
+    """`[run]`: name, place and seed."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,60}$")] = "run"
+    folder: str = "runs/{name}"
+    """Where the run is written; `{name}` is replaced."""
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
+
+
+class ModelSection(Section):
+    """`[model]`: a Hugging Face causal LM, by folder, by hub name, or inline."""
+
+    path: str | None = None
+    """A local folder or a hub name."""
+    revision: str | None = None
+    pretrained: bool = True
+    """With `path`: start from its weights (true) or from its configuration alone (false)."""
+    architecture: dict[str, Any] | None = None
+    """Inline architecture: `model_type` and the keys of that type's configuration."""
+    attention: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
+    activation_checkpointing: bool = False
+    compile: bool = False
+
+    @model_validator(mode="after")
+    def _one_source(self) -> ModelSection:
+        if (self.path is None) == (self.architecture is None):
+            raise ValueError("give exactly one of path and architecture")
+        if self.architecture is not None and "model_type" not in self.architecture:
+            raise ValueError('architecture needs model_type, for example "qwen3"')
+        return self
+
+
+class DataSection(Section):
+    """`[data]`: text to token files."""
+
+    source: str | list[str] | None = None
+    """`python-stdlib`, or files and folders, or a hub dataset name (with `format = "hub"`)."""
+    format: Literal["auto", "text", "jsonl", "parquet", "code", "hub"] = "auto"
+    text_field: str = "text"
+    """Field or column that holds the text in JSONL, Parquet and hub datasets."""
+    subset: str | None = None
+    """Hub datasets: the configuration name."""
+    split: str = "train"
+    """Hub datasets: the split."""
+    revision: str | None = None
+    licence: str | None = None
+    max_documents: Positive | None = None
+    folder: str = "{run}/data"
+    """Where the token files are; `{run}` is the run's folder."""
+    tokenizer: str = "train"
+    """A local folder or hub name, or `train`: byte-level BPE trained on the corpus."""
+    vocabulary_size: Annotated[int, Field(ge=257)] = 4096
+    """Size of a trained tokenizer."""
+    sequence_length: Positive = 256
+    validation_fraction: Annotated[float, Field(gt=0.0, le=0.5)] = 0.02
+    validation_sequences: Positive = 64
+    """How many held-out sequences an evaluation reads, at most."""
+
+
+class SiteSection(Section):
+    """`[site]`: what every site looks like inside. Stages × shards are the same at all sites."""
+
+    stages: Positive = 1
+    shards: Positive = 1
+    chunks: Positive = 1
+    """Model slices per stage; more than one for the interleaved and zero-bubble schedules."""
+    schedule: Literal["gpipe", "1f1b", "interleaved-1f1b", "interleaved-zero-bubble", "zbv"] = "1f1b"
+    batch_size: Positive = 16
+    """Sequences per inner step and site, over all of its shards."""
+    micro_batch_size: Positive = 4
+    """Sequences per micro-batch and shard."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    threads: Annotated[int, Field(ge=0)] = 0
+    """CPU threads per rank; 0 shares the machine's cores among the ranks that start on it."""
+    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    """Compute dtype. Parameters and optimizer states are fp32 in every case."""
+    deterministic: bool = True
+
+    @model_validator(mode="after")
+    def _consistent(self) -> SiteSection:
+        if self.batch_size % (self.shards * self.micro_batch_size):
+            raise ValueError(
+                f"batch_size {self.batch_size} is not divisible into micro-batches: make it a "
+                f"multiple of shards x micro_batch_size = {self.shards * self.micro_batch_size}"
+            )
+        looped = self.schedule in ("interleaved-1f1b", "interleaved-zero-bubble", "zbv")
+        if looped and self.stages < 2:
+            raise ValueError(f'schedule "{self.schedule}" needs stages of 2 or more')
+        if looped and self.chunks < 2:
+            raise ValueError(f'schedule "{self.schedule}" needs chunks of 2 or more')
+        if not looped and self.chunks != 1:
+            raise ValueError(f'schedule "{self.schedule}" has one chunk per stage: set chunks = 1')
+        if self.schedule == "zbv" and self.chunks != 2:
+            raise ValueError('schedule "zbv" has exactly two chunks per stage: set chunks = 2')
+        micro_batches = self.batch_size // (self.shards * self.micro_batch_size)
+        if self.schedule in ("interleaved-1f1b", "interleaved-zero-bubble") and (
+            micro_batches % self.stages
+        ):
+            raise ValueError(
+                f'schedule "{self.schedule}" needs the {micro_batches} micro-batches of a step to '
+                f"be a multiple of stages = {self.stages}"
+            )
+        if self.stages > 1 and micro_batches < self.stages and self.schedule != "gpipe":
+            raise ValueError(
+                f'schedule "{self.schedule}" needs at least as many micro-batches as stages: '
+                f"{micro_batches} < {self.stages}; lower micro_batch_size or raise batch_size"
+            )
+        return self
+
+    @property
+    def ranks(self) -> int:
+        """Ranks (processes) of one site."""
+        return self.stages * self.shards
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches per inner step and shard."""
+        return self.batch_size // (self.shards * self.micro_batch_size)
+
+
+class InnerSection(Section):
+    """`[inner]`: the optimizer of the local steps."""
+
+    optimizer: Literal["adamw", "sgd"] = "adamw"
+    learning_rate: Annotated[float, Field(gt=0.0)] = 1e-3
+    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    eps: Annotated[float, Field(gt=0.0)] = 1e-8
+    weight_decay: Annotated[float, Field(ge=0.0)] = 0.1
+    clip: Annotated[float, Field(ge=0.0)] = 1.0
+    """Largest global gradient norm, over stages and shards; 0 switches clipping off."""
+    schedule: Literal["cosine", "wsd", "constant"] = "cosine"
+    warmup_steps: Annotated[int, Field(ge=0)] = 20
+    decay_steps: Annotated[int, Field(ge=0)] = 0
+    """`wsd`: steps of the final decay; 0 means a fifth of the run."""
+    final_fraction: Fraction = 0.1
+    """Learning rate at the end of `cosine` and `wsd`, as a fraction of the peak."""
+
+
+class OuterSection(Section):
+    """`[outer]`: rounds between sites. Keys left out take the method's value."""
+
+    method: Literal["allreduce", "diloco", "opendiloco", "intellect1", "dilocox"] = "dilocox"
+    rounds: Positive = 10
+    inner_steps: Positive
+    """H: inner steps per round."""
+    slots: Positive
+    """S: slots per round; divides inner_steps."""
+    fragments: Positive
+    """F: fragments per stage."""
+    delay: Annotated[int, Field(ge=0)]
+    """Slots between a fragment's boundary and its landing, at most `slots`."""
+    overlap: Literal["none", "naive", "keep", "eager"]
+    keep: Fraction = 1.0
+    """kappa of overlap `keep`: the share of fresh progress kept on top of the new anchor."""
+    learning_rate: Annotated[float, Field(gt=0.0)]
+    """gamma, the outer learning rate."""
+    momentum: Annotated[float, Field(ge=0.0, lt=1.0)]
+    """mu, the outer Nesterov momentum."""
+    exchange: Literal["gather", "reduce"] = "gather"
+    device: Literal["cpu", "model"] = "cpu"
+    """Where anchor, momentum and residual live: host memory or the model's device."""
+    min_sites: Positive = 1
+    """Fewer live sites than this: wait instead of going on."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> OuterSection:
+        if self.inner_steps % self.slots:
+            raise ValueError(
+                f"inner_steps {self.inner_steps} is not divisible by slots {self.slots}"
+            )
+        if self.overlap == "none" and self.delay != 0:
+            raise ValueError('overlap "none" lands at the boundary: set delay = 0')
+        if self.overlap in ("naive", "eager") and self.delay != self.slots:
+            raise ValueError(
+                f'overlap "{self.overlap}" lands a whole round later: set delay = {self.slots}'
+            )
+        if self.overlap == "keep" and not 1 <= self.delay <= self.slots:
+            raise ValueError(f'overlap "keep" needs delay from 1 to slots = {self.slots}')
+        if self.fragments > self.slots:
+            raise ValueError(f"fragments {self.fragments} is above slots {self.slots}")
+        return self
+
+
+class CompressionSection(Section):
+    """`[compression]`: what a pseudo-gradient travels as."""
+
+    codec: Literal["none", "fp16", "bf16", "int8", "int4"]
+    error_feedback: bool
+    residual_decay: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    """beta: how much of the residual enters the next contribution."""
+
+
+class SiteOverride(Section):
+    """`[sites.NAME]`: what one site has of its own. An empty table is a site like all others."""
+
+    batch_size: Positive | None = None
+    """Sequences per inner step at this site; weighs its contribution."""
+    data: str | None = None
+    """Folder of this site's own token files (private text): its own space of token ranges."""
+    interface: str | None = None
+    """Network interface that the exchange binds to."""
+    advertise: str | None = None
+    """Address under which the other sites reach this one, if not the interface's own (NAT)."""
+    ports: str | None = None
+    """Port range FIRST-LAST for incoming exchange connections, one port per rank."""
+
+
+class NetworkSection(Section):
+    """`[network]`: the coordinator's address and the one time-out."""
+
+    host: str = "127.0.0.1"
+    """Address that the coordinator listens on."""
+    port: Annotated[int, Field(ge=0, le=65535)] = 0
+    """0 takes a free port."""
+    advertise: str | None = None
+    """Address that the join line shows, if not `host`."""
+    interface: str | None = None
+    """Default interface of the exchange; none: the one that reaches the coordinator."""
+    link_timeout: Annotated[float, Field(ge=5.0)] = 120.0
+    """Seconds that a link may be silent; all other time-outs are derived from it."""
+    heartbeat: Annotated[float, Field(gt=0.0)] = 5.0
+    """Seconds without a beat after which a rank counts as dead."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> NetworkSection:
+        if self.heartbeat > self.link_timeout:
+            raise ValueError(
+                f"heartbeat {self.heartbeat:g} s is above link_timeout {self.link_timeout:g} s"
+            )
+        return self
+
+
+class CheckpointSection(Section):
+    """`[checkpoint]`: what is kept to go on from, and what is published."""
+
+    every_rounds: Annotated[int, Field(ge=0)] = 5
+    """0 writes only the one at the end."""
+    keep: Positive = 2
+    hugging_face: bool = False
+    """Also write every checkpoint as a Hugging Face folder."""
+
+
+class EvaluationSection(Section):
+    """`[evaluation]`: held-out loss of the anchor."""
+
+    every_rounds: Annotated[int, Field(ge=0)] = 0
+    """0 evaluates before the first and after the last round only."""
+    prompt: str = ""
+    """Prompt of the sampled completion at the end."""
+    completion_tokens: Annotated[int, Field(ge=0)] = 48
+
+
+class MetricsSection(Section):
+    """`[metrics]`: JSONL is always written; others by name."""
+
+    sinks: list[Literal["tensorboard", "wandb", "trackio"]] = []
+    project: str = "dilocox"
+
+
+class RunConfig(Section):
+    """A whole run file, resolved."""
+
+    run: RunSection = RunSection()
+    model: ModelSection
+    data: DataSection = DataSection()
+    site: SiteSection = SiteSection()
+    inner: InnerSection = InnerSection()
+    outer: OuterSection
+    compression: CompressionSection
+    sites: dict[SiteName, SiteOverride]
+    network: NetworkSection = NetworkSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    evaluation: EvaluationSection = EvaluationSection()
+    metrics: MetricsSection = MetricsSection()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> RunConfig:
+        if not self.sites:
+            raise ValueError("name at least one site: add a table [sites.NAME]")
+        if self.outer.min_sites > len(self.sites):
+            raise ValueError(
+                f"outer.min_sites {self.outer.min_sites} is above the {len(self.sites)} sites named"
+            )
+        group = self.site.shards * self.site.micro_batch_size
+        for name, site in self.sites.items():
+            if site.batch_size is not None and site.batch_size % group:
+                raise ValueError(
+                    f"sites.{name}.batch_size {site.batch_size} is not divisible into "
+                    f"micro-batches: make it a multiple of {group}"
+                )
+        return self
+
+    @property
+    def folder(self) -> Path:
+        """The run's folder."""
+        return Path(self.run.folder.replace("{name}", self.run.name))
+
+    @property
+    def data_folder(self) -> Path:
+        """Folder of the token files that all sites share."""
+        return Path(self.data.folder.replace("{run}", str(self.folder)))
+
+    @property
+    def total_steps(self) -> int:
+        """Inner steps that a site takes in the whole run."""
+        return self.outer.rounds * self.outer.inner_steps
+
+    def site_batch(self, site: str) -> int:
+        """Sequences per inner step at `site`."""
+        return self.sites[site].batch_size or self.site.batch_size
+
+    def weights(self, sites: Sequence[str]) -> dict[str, float]:
+        """w_i of ALGORITHM.md §2: tokens per step of each of `sites` over their mean."""
+        batches = {name: self.site_batch(name) for name in sites}
+        mean = sum(batches.values()) / len(batches)
+        return {name: batch / mean for name, batch in batches.items()}
+
+    def to_toml(self) -> str:
+        """The resolved run file. Keys that are none are left out."""
+        return tomli_w.dumps(self.model_dump(mode="json", exclude_none=True))
+
+    def digest(self) -> str:
+        """sha256 over what all sites must agree on (all but places on one machine), as hex."""
+        shared = self.model_dump(mode="json", exclude={"network": True, "metrics": True})
+        shared["run"].pop("folder")
+        shared["data"].pop("folder")
+        shared["site"].pop("device")
+        shared["site"].pop("threads")
+        for site in shared["sites"].values():
+            for local in ("interface", "advertise", "ports", "data"):
+                site.pop(local)
+        text = json.dumps(shared, sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()
+
+
+def load_run(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read a run file and resolve it.
+
+    `overrides` are `section.key=value` texts; values are TOML, bare words are strings.
+    Raises `ConfigError` with the key, the reason and the mend.
+    """
+    file = Path(path)
+    try:
+        raw = tomllib.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{file}: no such run file; see examples/ for ones that work") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file}: cannot be read ({error})") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{file}: not valid TOML: {error}") from None
+    for override in overrides:
+        _apply_override(raw, override)
+    return resolve_run(raw, where=str(file))
+
+
+def resolve_run(raw: dict[str, Any], where: str = "run file") -> RunConfig:
+    """Fill in the method's defaults and validate `raw`. Raises `ConfigError`."""
+    raw = {key: dict(value) if isinstance(value, dict) else value for key, value in raw.items()}
+    outer = raw.get("outer", {})
+    if isinstance(outer, dict):
+        method = outer.get("method", "dilocox")
+        if isinstance(method, str) and method in METHODS:
+            defaults = method_defaults(method, outer)
+            raw["outer"] = {**defaults["outer"], **outer}
+            given = raw.get("compression", {})
+            if isinstance(given, dict):
+                raw["compression"] = {**defaults["compression"], **given}
+        else:
+            known = ", ".join(sorted(METHODS))
+            raise ConfigError(f"{where}: outer.method: no method {method!r}; use one of: {known}")
+    try:
+        return RunConfig.model_validate(raw)
+    except ValidationError as error:
+        raise ConfigError(f"{where}: {_first_problem(error, raw)}") from None
+
+
+def _apply_override(raw: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    parts = [part for part in key.strip().split(".") if part]
+    if not equals or len(parts) < 2:
+        raise ConfigError(f"--set {override!r}: write it as section.key=value")
+    try:
+        value = tomllib.loads(f"value = {text.strip()}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text.strip()
+    table = raw
+    for part in parts[:-1]:
+        inner = table.setdefault(part, {})
+        if not isinstance(inner, dict):
+            raise ConfigError(f"--set {override!r}: {part} is a value, not a section")
+        table = inner
+    table[parts[-1]] = value
+
+
+def _first_problem(error: ValidationError, raw: dict[str, Any]) -> str:
+    problem = error.errors()[0]
+    where = [str(part) for part in problem["loc"]]
+    key = ".".join(where) or "run file"
+    if problem["type"] == "extra_forbidden":
+        near = difflib.get_close_matches(where[-1], _keys_of(where[:-1]), n=1, cutoff=0.5)
+        mend = f'; did you mean "{near[0]}"?' if near else ""
+        return f"{key}: no such key{mend}"
+    if problem["type"] == "missing":
+        return f"{key}: missing; add it to the run file"
+    if problem["type"] == "value_error":
+        return f"{key}: {problem['ctx']['error']}"
+    return f"{key}: {problem['msg'].lower()} (given: {problem['input']!r})"
+
+
+def _keys_of(path: Sequence[str]) -> list[str]:
+    section: type[BaseModel] = RunConfig
+    for part in path:
+        if section is RunConfig and part == "sites":
+            section = SiteOverride
+            continue
+        field = section.model_fields.get(part)
+        if field is None:
+            break
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            section = field.annotation
+    return list(section.model_fields)
