@@ -1,0 +1,1 @@
+"""Between sites: coordinator, exchange, overlap rule and outer optimizer."""

@@ -1,0 +1,74 @@
+"""Enrolment of a site: from a join line to an identity."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+
+from pydantic import ValidationError
+
+from dilocox.errors import JoinError
+from dilocox.outer.coordinator import messages as m
+from dilocox.outer.coordinator.errors import CoordinatorError, CoordinatorUnreachableError
+from dilocox.outer.coordinator.identity import Identity, JoinToken, new_request
+from dilocox.outer.coordinator.transport import Transport, pool_of_stranger
+from dilocox.version import __version__
+
+
+def installed_versions() -> m.Versions:
+    """Versions of this process's interpreter, dilocox and torch (read without importing it)."""
+    return m.Versions(
+        dilocox=__version__,
+        torch=importlib.metadata.version("torch"),
+        python=platform.python_version(),
+    )
+
+
+def enrol(
+    url: str,
+    token: str,
+    *,
+    site: str,
+    run_digest: str,
+    stages: int,
+    shards: int,
+    versions: m.Versions | None = None,
+    data_digest: str | None = None,
+    timeout: float = 30.0,
+) -> tuple[Identity, m.EnrolReply]:
+    """Enrol a site, once per start of it: its identity, for all of its ranks, and the run file.
+
+    The server's certificate is checked against the token before the secret is said. `versions`
+    are those of this process if none. An unreachable coordinator is tried for `timeout` seconds.
+    Raises `JoinError`.
+    """
+    parsed = JoinToken.parse(token)
+    key, csr = new_request(site)
+    try:
+        request = m.EnrolRequest(
+            site=site,
+            token=str(parsed),
+            run_digest=run_digest,
+            versions=versions or installed_versions(),
+            stages=stages,
+            shards=shards,
+            csr=csr,
+            data_digest=data_digest,
+        )
+    except ValidationError as error:
+        problem = error.errors()[0]
+        where = ".".join(map(str, problem["loc"]))
+        raise JoinError(f"site {site!r}: {where}: {problem['msg'].lower()}") from None
+    transport = Transport(
+        pool_of_stranger(url, parsed.fingerprint), request=min(timeout, 10.0), away=timeout
+    )
+    try:
+        reply = transport.call("POST", "enrol", request, m.EnrolReply)
+    except (CoordinatorError, CoordinatorUnreachableError) as error:
+        raise JoinError(str(error)) from None
+    finally:
+        transport.close()
+    identity = Identity(
+        site, reply.incarnation, key, reply.certificate, reply.authority, parsed.fingerprint
+    )
+    return identity, reply

@@ -1,0 +1,502 @@
+"""Requests and responses of the coordinator, version 1: JSON over mutually authenticated TLS.
+
+A request is a POST of one model to `/v1/<name>`, or a GET with a query (plan, status, checkpoints,
+ledger); a response is one model, or `Refusal` with a status of 400 or above. Unknown keys and
+values out of bounds are refused.
+Time is (round, slot); a *tick* is a number of slots that have ended since the start of the run.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from dilocox.config import SiteName
+from dilocox.outer.coordinator.keys import KEY_PATTERN
+from dilocox.outer.coordinator.keys import ExchangeKey as ExchangeKey
+
+VERSION = 1
+MAX_BODY = 1 << 20
+"""Largest request that is read, in bytes."""
+MAX_VALUE = 64 * 1024
+"""Largest value of the key-value store, in bytes before base64."""
+MAX_POLL = 20.0
+"""Longest time that one request waits at the server, in seconds."""
+
+Count = Annotated[int, Field(ge=0, le=2**53)]
+Small = Annotated[int, Field(ge=0, le=65535)]
+Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+Wait = Annotated[float, Field(ge=0.0, le=MAX_POLL)]
+Line = Annotated[str, Field(max_length=500)]
+Sites = Annotated[list[SiteName], Field(max_length=4096)]
+KeyText = Annotated[str, Field(pattern=KEY_PATTERN)]
+StoreKey = Annotated[str, Field(pattern=r"^(epoch/\d{1,15}|site/[a-z0-9-]{1,31}|run)/.{1,400}$")]
+StoreValue = Annotated[str, Field(max_length=(MAX_VALUE + 2) // 3 * 4)]
+
+
+class Message(BaseModel):
+    """Base of all messages: closed and immutable."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Rank(Message):
+    """One process of one site."""
+
+    site: SiteName
+    stage: Small
+    shard: Small
+
+    def __str__(self) -> str:
+        return f"{self.site} stage {self.stage} shard {self.shard}"
+
+
+class Refusal(Message):
+    """Why a call was refused: one line with the thing, the reason and the mend."""
+
+    error: str
+    kind: Literal["malformed", "refused", "join", "gone", "conflict"]
+
+
+class Done(Message):
+    """Nothing to say but that it is recorded."""
+
+
+# --- membership -----------------------------------------------------------------------------
+
+
+class Versions(Message):
+    """Versions that must be equal at all sites (python: major.minor; torch: without +local)."""
+
+    dilocox: Annotated[str, Field(max_length=64)]
+    torch: Annotated[str, Field(max_length=64)]
+    python: Annotated[str, Field(max_length=64)]
+
+
+class EnrolRequest(Message):
+    """`enrol`: the one call without a client certificate, made once per site."""
+
+    site: SiteName
+    token: Annotated[str, Field(max_length=200)]
+    run_digest: Digest
+    versions: Versions
+    stages: Small
+    shards: Small
+    csr: Annotated[str, Field(max_length=8192)]
+    """PEM certificate signing request of the site's key."""
+    data_digest: Digest | None = None
+    """Digest of the token files' manifest, if the site has them already."""
+
+
+class EpochMember(Message):
+    """One live site of a membership epoch."""
+
+    site: SiteName
+    incarnation: Count
+    role: Literal["active", "entering"]
+
+
+class Epoch(Message):
+    """A membership epoch: the live sites in the run file's order. Id 0: the run has not begun."""
+
+    id: Count
+    members: list[EpochMember]
+
+
+class EnrolReply(Message):
+    """What an enrolled site needs to know."""
+
+    incarnation: Count
+    certificate: str
+    """PEM, CN = site, signed by the run's certificate authority."""
+    authority: str
+    """PEM of the run's certificate authority."""
+    run_toml: str
+    """The resolved run file."""
+    epoch: Epoch
+
+
+class ReadyRequest(Message):
+    """`ready`: this rank of an entering site holds the full state."""
+
+    rank: Rank
+
+
+class Entering(Message):
+    """A site that is fetching state. `donor` is none for the founder, which makes theta_0."""
+
+    site: SiteName
+    incarnation: Count
+    donor: SiteName | None
+
+
+class BeatRequest(Message):
+    """`beat`: this rank is alive. `tick` = slots it has finished since the start of the run."""
+
+    rank: Rank
+    tick: Count
+    round: Count
+    slot: Count
+    slot_seconds: Annotated[float, Field(gt=0.0, le=1e7)] | None = None
+    """Seconds per slot lately, waits for the lease not counted, if known."""
+
+
+Phase = Literal["enrolling", "starting", "running", "stopping", "finished", "stopped", "failed"]
+
+
+class BeatReply(Message):
+    """What every rank must know all the time."""
+
+    phase: Phase
+    reason: str
+    """Of `failed` and `stopping`; else empty."""
+    role: Literal["enrolled", "entering", "active"]
+    """Of this rank's site."""
+    donor: SiteName | None
+    """While entering: the site to fetch from; none for the founder."""
+    founder: SiteName | None
+    """The site that makes theta_0 (or loads the checkpoint); none before the start."""
+    lease: Count
+    """Slots may be finished up to and including this tick."""
+    stop_tick: Count | None
+    """All ranks stop at the end of this slot and write a checkpoint."""
+    epoch: Epoch
+    entering: list[Entering]
+
+
+class LeaveRequest(Message):
+    """`leave`: this site goes, at once. `failed`: because something broke."""
+
+    rank: Rank
+    reason: Line
+    failed: bool = False
+
+
+class StopRequest(Message):
+    """`stop`: end the run at a slot end, with a checkpoint that can be resumed."""
+
+    reason: Line
+
+
+class StopReply(Message):
+    """Where the run will stop."""
+
+    stop_tick: Count
+
+
+class FailRequest(Message):
+    """`fail`: this run cannot go on."""
+
+    rank: Rank
+    reason: Line
+
+
+class FinishRequest(Message):
+    """`finish`: this rank is done. `complete`: with the whole run (not only up to a stop)."""
+
+    rank: Rank
+    complete: bool = True
+
+
+# --- plans and rounds ------------------------------------------------------------------------
+
+
+class MemberPlan(Message):
+    """What one site does in a round."""
+
+    weight: float
+    """w_i of ALGORITHM.md §2 among the plan's members."""
+    batch: Count
+    """Sequences per inner step."""
+    ranges: list[tuple[Count, Count]]
+    """(start, count) of sequence numbers in `space`; together batch x inner_steps, to be read in
+    this order, `batch` of them per inner step."""
+    space: Annotated[str, Field(max_length=64)]
+    """`shared`, or `site/NAME` for a site with token files of its own."""
+
+
+class RoundPlan(Message):
+    """All decisions of one round, made once. Of a "flush" only members, codec and the outer
+    optimizer's numbers count: its inner_steps and slots are 0."""
+
+    round: Count
+    kind: Literal["train", "flush"]
+    first_tick: Count
+    """Slots before this round: its slot s (from 0) ends at tick first_tick + s + 1."""
+    members: dict[SiteName, MemberPlan]
+    inner_steps: Count
+    slots: Count
+    fragments: Count
+    delay: Count
+    overlap: Literal["none", "naive", "keep", "eager"]
+    keep: float
+    learning_rate: float
+    momentum: float
+    codec: str
+    residual_decay: float
+    exchange: Literal["gather", "reduce"]
+    checkpoint: bool
+    """Write a checkpoint at the end of this round (always true of the flush)."""
+    evaluate: bool
+    """Evaluate the anchor at the end of this round (always true of the flush)."""
+    last: bool
+    """No training round follows: true of the last training round and of the flush."""
+
+
+class PlanReply(Message):
+    """`plan/ROUND?wait=SECONDS`: the plan, or what it waits for."""
+
+    plan: RoundPlan | None
+    waiting_for: str
+
+
+class RoundDoneRequest(Message):
+    """`round_done`: this rank is through with a round and its ranges are trained on."""
+
+    rank: Rank
+    round: Count
+
+
+# --- exchange --------------------------------------------------------------------------------
+
+
+class ExchangeMember(Message):
+    """One site of an exchange. A "member" contributes and votes; "entering" only receives."""
+
+    site: SiteName
+    incarnation: Count
+    role: Literal["member", "entering"]
+
+
+class BeginRequest(Message):
+    """`exchange/begin`: which group carries this exchange?"""
+
+    key: KeyText
+    rank: Rank
+
+
+class BeginReply(Message):
+    """The group of one attempt of an exchange; the same for all ranks of the key."""
+
+    epoch: Count
+    attempt: Count
+    """From 1; a new attempt is a new group or a new set of votes."""
+    members: list[ExchangeMember]
+    """Run file order."""
+    decided: bool
+    """The contribution set is fixed already: ask for it with a vote."""
+
+
+class VoteRequest(Message):
+    """`exchange/vote`: what this rank holds, and wait for the decision.
+
+    Phase "held": transfers are over. Phase "done": the average is computed (exchange "reduce").
+    `failed` names sites whose link broke: the attempt is then repeated for everyone.
+    """
+
+    key: KeyText
+    rank: Rank
+    attempt: Count
+    phase: Literal["held", "done"] = "held"
+    held: Sites = []
+    """Sites whose contribution is whole here, this site's own among them."""
+    contributes: bool = True
+    """This rank's own contribution may be counted."""
+    digests: Annotated[dict[SiteName, Digest], Field(max_length=4096)] = {}
+    """SHA-256 of each held payload; the own one is logged."""
+    broken: bool = False
+    """The attempt cannot be completed here; `failed` says by whose link, if known."""
+    failed: Sites = []
+    observer: bool = False
+    """An entering rank: waits for the decision without a vote."""
+    wait: Wait = MAX_POLL
+
+
+class VoteReply(Message):
+    """The decision, or that there is none yet.
+
+    commit   apply `set` (gather) or the average that was computed (reduce); final.
+    average  reduce only: compute over `set`, then vote "done".
+    repeat   this attempt is over: begin again; `attempt` and `epoch` are the new ones.
+    wait     ask again; `waiting_for` names who has not voted.
+    """
+
+    decision: Literal["commit", "average", "repeat", "wait"]
+    set: list[SiteName]
+    """Contribution set, run file order; may be empty."""
+    attempt: Count
+    epoch: Count
+    waiting_for: list[str]
+
+
+# --- checkpoints, reports, status -------------------------------------------------------------
+
+
+class CheckpointRequest(Message):
+    """`checkpoint`: this rank's part of a checkpoint is on disk."""
+
+    rank: Rank
+    tick: Count
+    round: Count
+    slot: Count
+    """Slots of the round that are finished."""
+    digests: Annotated[dict[Annotated[str, Field(max_length=200)], Digest], Field(max_length=1000)]
+    """SHA-256 by file name."""
+
+
+class Checkpoint(Message):
+    """A checkpoint as the coordinator knows it."""
+
+    tick: Count
+    round: Count
+    slot: Count
+    complete: bool
+    sites: list[SiteName]
+    written: int
+    """Ranks that have written it."""
+    digests: dict[str, dict[str, str]]
+    """By rank text, by file name."""
+
+
+class Checkpoints(Message):
+    """`checkpoints`: in order of tick; those of an abandoned course are not among them."""
+
+    checkpoints: list[Checkpoint]
+
+
+class ReportRequest(Message):
+    """`report`: metrics of a site's round, from one rank of the site. The same (round, kind)
+    twice counts once."""
+
+    rank: Rank
+    round: Count
+    kind: Annotated[str, Field(pattern=r"^[a-z_]{1,32}$")] = "round"
+    metrics: Annotated[dict[str, Any], Field(max_length=1000)]
+
+
+class SiteStatus(Message):
+    """One site for the display."""
+
+    site: SiteName
+    incarnation: Count
+    role: Literal["absent", "enrolled", "entering", "active", "finished", "gone"]
+    reason: str
+    rounds_done: Count
+    metrics: dict[str, dict[str, Any]]
+    """Latest report by kind, with its `round`."""
+
+
+class FeedMessage(Message):
+    """One line of what happened."""
+
+    sequence: Count
+    time: float
+    """Unix seconds."""
+    kind: Literal["join", "leave", "plan", "decision", "checkpoint", "phase"]
+    text: str
+
+
+class Status(Message):
+    """The run in one picture."""
+
+    phase: Phase
+    reason: str
+    run: str
+    rounds: Count
+    plans: Count
+    """Rounds planned so far."""
+    lease: Count
+    stop_tick: Count | None
+    epoch: Epoch
+    sites: list[SiteStatus]
+    messages: list[FeedMessage]
+    """Those after `since`, at most the latest 1,000."""
+    sequence: Count
+    """Rises with everything that a display shows; give it back as `since`."""
+
+
+class RangeEntry(Message):
+    """One line of the ledger of token ranges."""
+
+    site: SiteName
+    incarnation: Count
+    round: Count
+    space: str
+    start: Count
+    count: Count
+    state: Literal["issued", "committed", "returned"]
+
+
+class Ledger(Message):
+    """`ledger`: who was given which sequence numbers, and what became of them."""
+
+    entries: list[RangeEntry]
+    next: dict[str, Count]
+    """First number never issued, per space."""
+    pool: dict[str, list[tuple[Count, Count]]]
+    """Returned (start, count) not issued again yet, per space."""
+
+
+# --- key-value store -------------------------------------------------------------------------
+
+
+class StoreSetRequest(Message):
+    """`kv/set`. Keys begin with `epoch/ID/` (dropped with its epoch, lost when the coordinator
+    restarts), `site/NAME/` (written by that site only, dropped when it goes) or `run/`."""
+
+    key: StoreKey
+    value: StoreValue
+    """Base64, at most 64 KiB decoded."""
+
+
+class StoreGetRequest(Message):
+    """`kv/get`: waits until all keys are there."""
+
+    keys: Annotated[list[StoreKey], Field(min_length=1, max_length=1024)]
+    wait: Wait = MAX_POLL
+
+
+class StoreGetReply(Message):
+    """Values by key; `missing` is not empty when the wait was over first."""
+
+    values: dict[str, str]
+    missing: list[str]
+
+
+class StoreAddRequest(Message):
+    """`kv/add`: adds to a decimal number, absent counts as 0. `nonce` makes a retry harmless."""
+
+    key: StoreKey
+    amount: Annotated[int, Field(ge=-(2**53), le=2**53)]
+    nonce: Annotated[str, Field(pattern=r"^[0-9a-f]{16,64}$")]
+
+
+class StoreAddReply(Message):
+    """The sum."""
+
+    value: int
+
+
+class StoreCheckRequest(Message):
+    """`kv/check`: are all keys there?"""
+
+    keys: Annotated[list[StoreKey], Field(max_length=1024)]
+
+
+class StoreCheckReply(Message):
+    """True if all are."""
+
+    present: bool
+
+
+class StoreDeleteRequest(Message):
+    """`kv/delete`."""
+
+    key: StoreKey
+
+
+class StoreDeleteReply(Message):
+    """Whether the key was there."""
+
+    deleted: bool

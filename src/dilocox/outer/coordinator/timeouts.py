@@ -1,0 +1,80 @@
+"""Every limit of the control plane and the exchange, derived from two numbers of the run file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from dilocox.config import NetworkSection
+from dilocox.outer.coordinator.messages import MAX_POLL
+
+
+@dataclass(frozen=True)
+class Timeouts:
+    """All limits in seconds. Order: beat < heartbeat < reconnect <= first_beat <= link_timeout
+    <= form <= exchange <= stall, so that an outer wait never ends before what it waits for."""
+
+    beat: float
+    """A rank beats this often."""
+    heartbeat: float
+    """A rank without a beat for this long is dead, and its site gone."""
+    reconnect: float
+    """Silence that is allowed after the coordinator itself has restarted."""
+    first_beat: float
+    """From a site's enrolment to the first beat of each of its ranks."""
+    request: float
+    """One request to the coordinator, the time it waits there not counted."""
+    poll: float
+    """Longest time that one request waits at the coordinator."""
+    coordinator: float
+    """The coordinator may be out of reach this long before a rank gives up."""
+    link: float
+    """A link between sites may be silent this long: `link_timeout` itself."""
+    form: float
+    """Forming the process groups of an epoch, or of one attempt of an exchange."""
+    exchange: float
+    """One exchange from begin to decision, with all of its attempts."""
+    entry: float
+    """One request of an entering site to its donor."""
+    stall: float
+    """No round ends anywhere for this long, beyond the time that its slots take: say so."""
+
+    @classmethod
+    def derive(cls, network: NetworkSection) -> Timeouts:
+        """All limits of a run from `network.link_timeout` and `network.heartbeat`."""
+        link, heartbeat = network.link_timeout, network.heartbeat
+        return cls(
+            beat=heartbeat / 5,
+            heartbeat=heartbeat,
+            reconnect=min(2 * heartbeat, link) if link > heartbeat else heartbeat,
+            first_beat=link,
+            request=min(link, max(5.0, 2 * heartbeat)),
+            poll=min(MAX_POLL, link / 2),
+            coordinator=2 * link,
+            link=link,
+            form=link + heartbeat,
+            exchange=4 * link + heartbeat,
+            entry=link,
+            stall=5 * link + heartbeat,
+        )
+
+    def table(self) -> str:
+        """One line per limit, for the start of a run."""
+        names = {
+            "beat": "a rank beats every",
+            "heartbeat": "a rank is dead after silence of",
+            "reconnect": "the same, after a coordinator restart",
+            "first_beat": "from enrolment to the first beat",
+            "request": "one request to the coordinator",
+            "poll": "one wait at the coordinator",
+            "coordinator": "the coordinator may be away for",
+            "link": "a link may be silent for (link_timeout)",
+            "form": "forming a process group",
+            "exchange": "one exchange with all its attempts",
+            "entry": "one request of a joiner to its donor",
+            "stall": "no round ends anywhere for",
+        }
+        width = max(map(len, names.values()))
+        return "\n".join(
+            f"{names[item.name]:<{width}}  {getattr(self, item.name):8.1f} s"
+            for item in fields(self)
+        )
