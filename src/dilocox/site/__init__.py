@@ -1,0 +1,33 @@
+"""Inside one site: device mesh, pipeline schedule, FSDP and the inner optimizer."""
+
+from __future__ import annotations
+
+from dilocox.site.machine import (
+    available_cores,
+    resolve_device,
+    resolve_precision,
+    set_determinism,
+    set_threads,
+)
+from dilocox.site.mesh import SiteMesh, place_of_rank, start_site_group
+from dilocox.site.model import SiteModel, mean_cross_entropy
+from dilocox.site.pipeline import chunks_of_stage, stage_of_chunk
+from dilocox.site.rates import learning_rate
+from dilocox.site.step import StepResult
+
+__all__ = [
+    "SiteMesh",
+    "SiteModel",
+    "StepResult",
+    "available_cores",
+    "chunks_of_stage",
+    "learning_rate",
+    "mean_cross_entropy",
+    "place_of_rank",
+    "resolve_device",
+    "resolve_precision",
+    "set_determinism",
+    "set_threads",
+    "stage_of_chunk",
+    "start_site_group",
+]

@@ -1,0 +1,99 @@
+"""What a rank finds on its machine: device, compute dtype, CPU threads, determinism."""
+
+from __future__ import annotations
+
+import os
+import platform
+
+import torch
+
+from dilocox.config import SiteSection
+from dilocox.errors import ConfigError
+
+
+def resolve_device(site: SiteSection, local_rank: int = 0) -> torch.device:
+    """The device of the rank that is number `local_rank` on its machine.
+
+    `auto` takes a GPU where PyTorch sees one. Raises `ConfigError` if a GPU is asked for and
+    missing, or if more ranks start on the machine than it has GPUs.
+    """
+    if site.device == "cpu" or (site.device == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            'site.device: "cuda" but PyTorch sees no GPU here; use "auto" or "cpu", or check the '
+            "driver and that PyTorch is a CUDA build"
+        )
+    if local_rank >= torch.cuda.device_count():
+        raise ConfigError(
+            f"site.device: rank {local_rank} of this machine has no GPU, there are "
+            f'{torch.cuda.device_count()}; start fewer ranks here or use device = "cpu"'
+        )
+    return torch.device("cuda", local_rank)
+
+
+def resolve_precision(site: SiteSection, device: torch.device) -> torch.dtype:
+    """Compute dtype, `torch.float32` or `torch.bfloat16`.
+
+    `auto` takes bf16 where the hardware multiplies it natively: GPUs since Ampere, CPUs with
+    AVX-512 BF16, AMX or Arm's BF16 instructions. Elsewhere bf16 is emulated and slower than fp32.
+    """
+    if site.precision == "fp32":
+        return torch.float32
+    if site.precision == "bf16":
+        return torch.bfloat16
+    if device.type == "cuda":
+        native = torch.cuda.get_device_capability(device) >= (8, 0)
+    else:
+        capabilities = torch.cpu.get_capabilities()
+        keys = ("avx512_bf16", "amx_bf16")
+        if platform.machine() in ("aarch64", "arm64"):
+            keys = ("bf16", "sve_bf16")
+        native = any(bool(capabilities.get(key)) for key in keys)
+    return torch.bfloat16 if native else torch.float32
+
+
+def available_cores() -> int:
+    """CPU cores that this process may use: its affinity mask, capped by its cgroup's quota."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    quota = _cgroup_quota()
+    return max(1, min(cores or 1, quota) if quota else cores or 1)
+
+
+def set_threads(threads: int, ranks_here: int) -> int:
+    """Set this rank's CPU threads and return their number.
+
+    `threads` 0 shares the machine's cores among the `ranks_here` ranks that run on it.
+    """
+    count = threads or max(1, available_cores() // max(1, ranks_here))
+    torch.set_num_threads(count)
+    return count
+
+
+def set_determinism(deterministic: bool) -> None:
+    """Prefer kernels that give the same bits in every run.
+
+    An operation that has no such kernel goes on with a warning instead of ending the run. Call
+    before the first CUDA operation: cuBLAS reads its workspace setting once.
+    """
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(deterministic, warn_only=True)
+    # Filling every new tensor with NaN finds reads of memory nobody wrote, at the price of a
+    # pass over memory per allocation.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    if torch.cuda.is_available():
+        torch.backends.cudnn.deterministic = deterministic
+        torch.backends.cudnn.benchmark = not deterministic
+
+
+def _cgroup_quota() -> int | None:
+    """Whole cores that the process's cgroup (version 2) may use, none if it is not limited."""
+    try:
+        with open("/proc/self/cgroup", encoding="ascii") as lines:
+            paths = [line.strip().split(":", 2)[2] for line in lines if line.startswith("0::")]
+        with open(f"/sys/fs/cgroup{paths[0].rstrip('/')}/cpu.max", encoding="ascii") as file:
+            quota, period = file.read().split()
+    except (OSError, IndexError, ValueError):
+        return None
+    return None if quota == "max" else max(1, int(quota) // int(period))

@@ -1,0 +1,288 @@
+"""One rank's part of one site's model, and the inner step that trains it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from dilocox.config import InnerSection, SiteSection
+from dilocox.errors import ConfigError, ModelError, TrainingError
+from dilocox.site.mesh import SiteMesh
+from dilocox.site.optimizer import InnerOptimizer
+from dilocox.site.pipeline import (
+    ZERO_BUBBLE,
+    Computation,
+    LossFunction,
+    Pipeline,
+    cast_boundary,
+    chunks_of_stage,
+    stage_of_chunk,
+)
+from dilocox.site.sharding import drop_gathered, finish_sharding, local, shard_chunk
+from dilocox.site.step import StepResult, status_of_rank
+from dilocox.site.tied import TiedPair
+
+Fill = Callable[[nn.Module, torch.device], None]
+ExchangeGradients = Callable[[dict[str, Tensor]], None]
+
+
+def mean_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    """Mean cross-entropy in fp32 of logits [b, L, V] (any dtype) against labels int64 [b, L]."""
+    return F.cross_entropy(logits.flatten(0, -2).float(), labels.flatten())
+
+
+class SiteModel:
+    """The chunks that one rank of a site holds, trained together with the site's other ranks.
+
+    `chunks` are this rank's chunks in model order, on the meta device, each with `layers` (the
+    modules FSDP wraps one by one) and `full_names()` (local parameter name to full Hugging Face
+    name). `fill(chunk, device)` gives a chunk its values after sharding. `hidden_size` is the last
+    dimension of what chunks hand on. `precision` is the compute dtype; parameters, gradients and
+    optimizer state are fp32. `tied` names (owner, copy) of a tensor that the first and the last
+    chunk share. `loss(logits [b, L, V], labels [b, L])` is the mean over a micro-batch.
+
+    Building is collective over the site. Raises `ConfigError` for combinations that cannot run,
+    `ModelError` for a tied tensor that is not where it should be.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[nn.Module],
+        fill: Fill,
+        mesh: SiteMesh,
+        site: SiteSection,
+        inner: InnerSection,
+        *,
+        hidden_size: int,
+        precision: torch.dtype = torch.float32,
+        tied: tuple[str, str] | None = None,
+        loss: LossFunction = mean_cross_entropy,
+        compile_layers: bool = False,
+    ) -> None:
+        numbers = chunks_of_stage(site.schedule, mesh.stages, site.chunks, mesh.stage)
+        if len(chunks) != len(numbers):
+            raise ConfigError(
+                f"site.chunks: stage {mesh.stage} was given {len(chunks)} chunks and needs "
+                f"{len(numbers)}"
+            )
+        if compile_layers and site.schedule in ZERO_BUBBLE:
+            raise ConfigError(
+                f'model.compile: cannot be used with site.schedule "{site.schedule}", which splits '
+                "the backward pass; set compile = false or use another schedule"
+            )
+        self._mesh = mesh
+        self._clip = inner.clip
+        self._chunks = list(chunks)
+        computation = Computation(mesh.device, precision, sharded=mesh.shards > 1)
+        total = mesh.stages * site.chunks
+        for number, chunk in zip(numbers, chunks, strict=True):
+            self._prepare(chunk, computation, number == total - 1, fill, precision, compile_layers)
+        self._pipeline = Pipeline(
+            chunks, mesh, site.schedule, computation, loss, site.micro_batch_size, hidden_size
+        )
+        self._parameters = _parameters_by_name(chunks, tied)
+        self._trained = {n: p for n, p in self._parameters.items() if p.requires_grad}
+        self._last_stage = stage_of_chunk(site.schedule, mesh.stages, site.chunks, total - 1)
+        self._tied: TiedPair | None = None
+        self._owner, self._copy = self._find_tied(tied)
+        # FSDP keeps a shard's storage for good, so an optimizer may hold a plain view of it.
+        self._locals = {
+            name: nn.Parameter(local(parameter)) if mesh.shards > 1 else parameter
+            for name, parameter in self._trained.items()
+        }
+        self._optimizer = InnerOptimizer(self._locals, inner)
+        self._counted = [
+            name for name, p in self._locals.items() if p.numel() > 0 and name != self._copy
+        ]
+        self._names = mesh.gather_names(self._counted)
+        self._checked = False
+        self.sync_tied()
+
+    def _prepare(
+        self,
+        chunk: nn.Module,
+        computation: Computation,
+        is_last: bool,
+        fill: Fill,
+        precision: torch.dtype,
+        compile_layers: bool,
+    ) -> None:
+        layers = [layer for layer in chunk.layers if isinstance(layer, nn.Module)]  # type: ignore[union-attr]
+        if compile_layers:
+            for layer in layers:
+                layer.compile()
+        if not is_last:
+            cast_boundary(chunk, computation.boundary_dtype)
+        if self._mesh.shards > 1:
+            # Split backward passes need gathered parameters to stay: FSDP's hooks do not see the
+            # weight half, and gradients of parameters it has let go are lost without a word. In
+            # other pipelines a micro-batch is too short to gather a stage twice for it.
+            reshard = self._mesh.stages == 1
+            shard_chunk(chunk, layers, self._mesh.shard_mesh, precision, reshard)
+        fill(chunk, self._mesh.device)
+        finish_sharding(chunk)
+        chunk.train()
+
+    def _find_tied(self, tied: tuple[str, str] | None) -> tuple[str | None, str | None]:
+        """Full names of the owner and of the copy as far as this rank holds them."""
+        if tied is None:
+            return None, None
+        owner, copy = tied
+        if self._mesh.stages == 1:
+            if owner not in self._trained or copy in self._trained:
+                raise ModelError(
+                    f"{owner} and {copy} are tied, but the one chunk of this site does not hold "
+                    "them as one parameter; tie them before and after it is filled"
+                )
+            return None, None
+        holds = (owner in self._trained, copy in self._trained)
+        expected = (self._pipeline.is_first, self._pipeline.is_last)
+        if holds != expected:
+            raise ModelError(
+                f"stage {self._mesh.stage}: {owner} belongs to the first and {copy} to the last "
+                "chunk, but this cut has them elsewhere; untie them or use one stage"
+            )
+        self._tied = TiedPair(self._mesh, 0, self._last_stage)
+        return owner if holds[0] else None, copy if holds[1] else None
+
+    def local_tensors(self) -> dict[str, Tensor]:
+        """Full name to this rank's fp32 storage, in model order, to be read and written in place.
+
+        Under FSDP it is the rank's shard along the first dimension, possibly of 0 rows. The copy
+        of a tied tensor is left out: call `sync_tied` after the owner was written.
+        """
+        return {
+            name: local(parameter)
+            for name, parameter in self._parameters.items()
+            if name != self._copy
+        }
+
+    def sync_tied(self) -> None:
+        """Set the copy of a tied tensor from its owner.
+
+        Collective between the owner's and the copy's rank, to be called at the same moment by all
+        ranks of the site; nothing is sent by the others or without a tied tensor.
+        """
+        if self._tied is not None:
+            self._tied.send(self._storage(self._owner), self._storage(self._copy))
+
+    def _storage(self, name: str | None) -> Tensor | None:
+        return None if name is None else local(self._parameters[name])
+
+    def inner_step(
+        self,
+        input_ids: Tensor,
+        labels: Tensor,
+        learning_rate: float,
+        exchange_gradients: ExchangeGradients | None = None,
+    ) -> StepResult:
+        """One optimizer step on this shard's rows of the site's batch. Collective over the site.
+
+        `input_ids`, `labels`: int64 [b, L], the same shape on all ranks; the first stage reads the
+        one, the last the other. Gradients are means over the site's batch. `exchange_gradients`
+        is handed full name to local fp32 gradient before clipping and may change them in place.
+        If loss or norm is not finite no step is taken, and the result says so.
+        Raises `TrainingError` naming a trained parameter that got no gradient.
+        """
+        loss = self._pipeline.accumulate(
+            input_ids.to(self._mesh.device, non_blocking=True),
+            labels.to(self._mesh.device, non_blocking=True),
+        )
+        with torch.no_grad():
+            gradients = self._gradients()
+            owner = None if self._owner is None else gradients[self._owner]
+            copy = None if self._copy is None else gradients[self._copy]
+            if self._tied is not None:
+                self._tied.sum_gradients(owner, copy)
+            if exchange_gradients is not None:
+                exchange_gradients({n: g for n, g in gradients.items() if n != self._copy})
+                if self._tied is not None:
+                    self._tied.send(owner, copy)
+            status = status_of_rank(loss, [gradients[name] for name in self._counted])
+            result = StepResult(
+                self._mesh.gather(status), self._mesh.shards, self._last_stage, self._names
+            )
+            self._optimizer.step(learning_rate, *result.divisor_and_skip(self._clip))
+        for name, parameter in self._trained.items():
+            parameter.grad = None
+            self._locals[name].grad = None
+        return result
+
+    def _gradients(self) -> dict[str, Tensor]:
+        """Local fp32 gradients by full name, also set as `.grad` of what the optimizer holds."""
+        for chunk in self._chunks:
+            drop_gathered(chunk)
+        missing = [name for name, p in self._trained.items() if p.grad is None]
+        self._refuse_missing(missing)
+        gradients: dict[str, Tensor] = {}
+        for name, parameter in self._trained.items():
+            assert parameter.grad is not None
+            gradients[name] = local(parameter.grad)
+            if self._mesh.shards > 1:
+                self._locals[name].grad = gradients[name]
+        return gradients
+
+    def _refuse_missing(self, missing: list[str]) -> None:
+        where = self._mesh.stage
+        # All ranks compare notes after the first step, when a wrong model or schedule shows.
+        # Later steps look at their own parameters only.
+        if not self._checked:
+            everywhere = self._mesh.gather_names(missing)
+            for rank, names in enumerate(everywhere):
+                if names:
+                    where, missing = rank // self._mesh.shards, names
+                    break
+        if missing:
+            raise TrainingError(
+                f"stage {where}: {missing[0]} got no gradient ({len(missing)} such tensors); it is "
+                "not used by the model's forward pass, freeze it (requires_grad = False)"
+            )
+        self._checked = True
+
+    def evaluate(self, input_ids: Tensor, labels: Tensor) -> float:
+        """Mean loss over the rows of all shards, forward only. Collective over the site.
+
+        `input_ids`, `labels`: int64 [b, L] with the same b and L on all ranks. The same number on
+        all ranks.
+        """
+        for chunk in self._chunks:
+            chunk.eval()
+        loss = self._pipeline.mean_loss(
+            input_ids.to(self._mesh.device), labels.to(self._mesh.device)
+        )
+        for chunk in self._chunks:
+            chunk.train()
+        losses = self._mesh.gather(loss.double().unsqueeze(0))[:, 0]
+        return float(losses.sum().item()) / self._mesh.shards
+
+    def optimizer_state(self) -> dict[str, Tensor]:
+        """Live inner-optimizer state by `moment/FULL NAME` and `step`, the tied copy's included."""
+        return self._optimizer.state()
+
+    def load_optimizer_state(self, state: Mapping[str, Tensor]) -> None:
+        """Set the inner optimizer's state, bit for bit. Raises `CheckpointError`."""
+        self._optimizer.load(state)
+
+    def reset_optimizer(self) -> None:
+        """Start the inner optimizer anew: no moments, step 0."""
+        self._optimizer.reset()
+
+
+def _parameters_by_name(
+    chunks: Sequence[nn.Module], tied: tuple[str, str] | None
+) -> dict[str, nn.Parameter]:
+    parameters: dict[str, nn.Parameter] = {}
+    for chunk in chunks:
+        names: Any = chunk.full_names()  # type: ignore[operator]
+        for name, parameter in chunk.named_parameters():
+            parameters[names[name]] = parameter
+    # In one chunk a tied tensor is one parameter, known by the owner's name.
+    if tied is not None and tied[0] not in parameters and len(chunks) == 1:
+        holds_both = any(True for name in chunks[0].full_names().values() if name == tied[0])  # type: ignore[operator]
+        if holds_both:
+            parameters = {tied[0] if n == tied[1] else n: p for n, p in parameters.items()}
+    return parameters

@@ -1,0 +1,154 @@
+"""What the workers run: one site of the toy model, beside the same model in one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dilocox.config import InnerSection, SiteSection
+from dilocox.site import SiteMesh, SiteModel, chunks_of_stage, mean_cross_entropy
+from tests.site import toy
+
+CPU = torch.device("cpu")
+Reference = dict[str, Tensor]
+
+
+def build(
+    *,
+    stages: int = 1,
+    shards: int = 1,
+    schedule: str = "1f1b",
+    rows: int = 8,
+    micro: int = 1,
+    checkpointing: bool = False,
+    tied: bool = False,
+    unused: int | None = None,
+    precision: torch.dtype = torch.float32,
+    inner: InnerSection | None = None,
+    compile_layers: bool = False,
+) -> SiteModel:
+    """A rank's toy site model. `unused`: the chunk that has a parameter it does not use."""
+    looped = schedule in ("interleaved-1f1b", "interleaved-zero-bubble", "zbv")
+    per_stage = 2 if looped else 1
+    site = SiteSection(
+        stages=stages,
+        shards=shards,
+        chunks=per_stage,
+        schedule=schedule,  # type: ignore[arg-type]
+        batch_size=rows,
+        micro_batch_size=micro,
+    )
+    mesh = SiteMesh.create(stages, shards, CPU)
+    total = stages * per_stage
+    chunks = [
+        toy.ToyChunk(
+            number, total, checkpointing=checkpointing, unused=number == unused, tied=tied
+        )
+        for number in chunks_of_stage(schedule, stages, per_stage, mesh.stage)
+    ]
+    return SiteModel(
+        chunks,
+        toy.fill,
+        mesh,
+        site,
+        inner or InnerSection(),
+        hidden_size=toy.WIDTH,
+        precision=precision,
+        tied=(toy.OWNER, toy.COPY) if tied else None,
+        compile_layers=compile_layers,
+    )
+
+
+def reference_model(tied: bool) -> toy.ToyChunk:
+    model = toy.ToyChunk(0, 1, tied=tied)
+    toy.fill(model, CPU)
+    return model
+
+
+def rows_of(mesh_shard: int, shards: int, tensor: Tensor) -> Tensor:
+    return tensor.chunk(shards)[mesh_shard]
+
+
+def gradients(**setting: Any) -> dict[str, Any]:
+    """Largest difference of any gradient to the single process, over two steps, and the norms."""
+    shards, rows = setting.get("shards", 1), setting.get("rows", 8)
+    clip = 0.5
+    model = build(inner=InnerSection(optimizer="sgd", clip=clip), **setting)
+    shard = model._mesh.shard
+    whole = reference_model(setting.get("tied", False))
+    names = whole.full_names()
+    seen: Reference = {}
+    worst, norms, losses = 0.0, [], []
+    for step in range(2):
+        ids, labels = toy.batch(rows, seed=step)
+        whole.zero_grad()
+        loss = mean_cross_entropy(whole(ids), labels)
+        loss.backward()
+        wanted = {
+            names[name]: toy.rows_of_shard(parameter.grad.clone(), shards, shard)
+            for name, parameter in whole.named_parameters()
+            if parameter.grad is not None
+        }
+        norm = torch.nn.utils.clip_grad_norm_(whole.parameters(), clip)
+        seen.clear()
+        result = model.inner_step(
+            rows_of(shard, shards, ids),
+            rows_of(shard, shards, labels),
+            0.1,
+            lambda grads: seen.update({k: v.clone() for k, v in grads.items()}),
+        )
+        with torch.no_grad():
+            for parameter in whole.parameters():
+                parameter -= 0.1 * parameter.grad
+        assert seen.keys() == model.local_tensors().keys()
+        for name, gradient in seen.items():
+            assert gradient.shape == wanted[name].shape, name
+            assert gradient.dtype == torch.float32
+            if gradient.numel():
+                worst = max(worst, float((gradient - wanted[name]).abs().max()))
+        norms.append((result.grad_norm, float(norm)))
+        losses.append((result.loss, float(loss)))
+    return {"worst": worst, "norms": norms, "losses": losses}
+
+
+def trained(steps: int = 4, exchange: bool = False, **setting: Any) -> dict[str, Any]:
+    """Local tensors (numpy), tied copy and losses after AdamW steps; also an evaluation."""
+    shards, rows = setting.get("shards", 1), setting.get("rows", 8)
+    model = build(inner=InnerSection(clip=0.5), **setting)
+    shard = model._mesh.shard
+
+    def double(grads: dict[str, Tensor]) -> None:
+        for gradient in grads.values():
+            gradient.mul_(2.0)
+
+    losses, norms = [], []
+    for step in range(steps):
+        ids, labels = (rows_of(shard, shards, part) for part in toy.batch(rows, seed=step))
+        result = model.inner_step(ids, labels, 0.02, double if exchange else None)
+        losses.append(result.loss)
+        norms.append(result.grad_norm)
+    ids, labels = (rows_of(shard, shards, part) for part in toy.batch(2 * rows, seed=99))
+    first = model.evaluate(ids, labels)
+    copy = model._storage(model._copy)
+    # What the outer loop does at a landing: write in place. The next pass must see it.
+    held = {name: tensor.clone() for name, tensor in model.local_tensors().items()}
+    for tensor in model.local_tensors().values():
+        tensor.mul_(0.5)
+    model.sync_tied()
+    halved = model.evaluate(ids, labels)
+    owner_after = model._storage(model._owner)
+    copy_after = model._storage(model._copy)
+    return {
+        "stage": model._mesh.stage,
+        "shard": shard,
+        "tensors": {name: tensor.numpy() for name, tensor in held.items()},
+        "copy": None if copy is None else (copy * 2.0).numpy(),
+        "losses": losses,
+        "norms": norms,
+        "evaluated": first,
+        "halved": halved,
+        "owner_after": None if owner_after is None else owner_after.clone().numpy(),
+        "copy_after": None if copy_after is None else copy_after.clone().numpy(),
+    }
