@@ -1,0 +1,113 @@
+"""Frames: what was packed comes out, and nothing else does."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from dilocox.compression.base import BLOCK
+from dilocox.compression.codec import CODECS, codec
+from dilocox.compression.frame import HEADER_BYTES, frame_bytes, pack_frame, unpack_frame
+from dilocox.errors import ExchangeError
+
+N = 2 * BLOCK
+
+
+def frame_of(name: str = "int4", n: int = N) -> tuple[Tensor, Tensor]:
+    payload = codec(name).encode(torch.arange(n, dtype=torch.float32).sub_(100))
+    return pack_frame(codec(name), n, payload), payload
+
+
+def rewritten(frame: Tensor, offset: int, form: str, value: object) -> bytes:
+    data = bytearray(frame.numpy().tobytes())
+    struct.pack_into(form, data, offset, value)
+    return bytes(data)
+
+
+@pytest.mark.parametrize("name", list(CODECS))
+@pytest.mark.parametrize("n", [0, BLOCK, 5 * BLOCK])
+def test_round_trip_and_size(name: str, n: int) -> None:
+    frame, payload = frame_of(name, n)
+    assert frame.shape == (frame_bytes(codec(name), n),)
+    assert frame.numel() == 64 + payload.numel()
+    for given_as in (frame, frame.numpy().tobytes(), memoryview(frame.numpy().tobytes())):
+        assert torch.equal(unpack_frame(given_as, codec(name), n), payload)
+
+
+def test_header_is_the_documented_one() -> None:
+    frame, payload = frame_of()
+    raw = frame.numpy().tobytes()
+    assert raw[:4] == b"DLCX"
+    assert struct.unpack_from("<HHQQ", raw, 4) == (1, codec("int4").identifier, N, 132)
+    assert raw[24:56] == hashlib.sha256(payload.numpy().tobytes()).digest()
+    assert raw[56:64] == bytes(8)
+
+
+@pytest.mark.parametrize(
+    ("offset", "form", "value", "reason"),
+    [
+        (0, "4s", b"GIFx", "does not start"),
+        (4, "<H", 2, "format version 2"),
+        (6, "<H", 4, r"codec number 4, expected 5 \(int4\)"),
+        (8, "<Q", N + BLOCK, "384 values, expected 256"),
+        (16, "<Q", 131, "header says 131"),
+        (30, "B", 7, "digest"),
+        (60, "B", 1, "reserved"),
+        (HEADER_BYTES + 9, "B", 255, "digest"),
+    ],
+)
+def test_each_difference_has_its_reason(offset: int, form: str, value: object, reason: str) -> None:
+    frame, _ = frame_of()
+    with pytest.raises(ExchangeError, match=reason):
+        unpack_frame(rewritten(frame, offset, form, value), codec("int4"), N)
+
+
+def test_frames_of_other_codecs_and_lengths_are_refused() -> None:
+    frame, payload = frame_of()
+    with pytest.raises(ExchangeError, match="codec number 5, expected 4"):
+        unpack_frame(frame, codec("int8"), N)
+    with pytest.raises(ExchangeError, match="256 values, expected 128"):
+        unpack_frame(frame, codec("int4"), BLOCK)
+    with pytest.raises(ExchangeError, match="not a flat uint8"):
+        unpack_frame(frame.to(torch.int16), codec("int4"), N)
+    with pytest.raises(ExchangeError, match=r"must be uint8 \[260\]"):
+        pack_frame(codec("int8"), N, payload)
+
+
+@given(length=st.integers(0, 64 + 132 - 1))
+@settings(max_examples=40, deadline=None, derandomize=True)
+def test_cut_frames_are_refused(length: int) -> None:
+    frame, _ = frame_of()
+    for short in (frame[:length], frame.numpy().tobytes()[:length]):
+        with pytest.raises(ExchangeError, match="refused"):
+            unpack_frame(short, codec("int4"), N)
+
+
+@given(extra=st.binary(min_size=1, max_size=80))
+@settings(max_examples=20, deadline=None, derandomize=True)
+def test_longer_frames_are_refused(extra: bytes) -> None:
+    frame, _ = frame_of()
+    with pytest.raises(ExchangeError, match="cut or padded"):
+        unpack_frame(frame.numpy().tobytes() + extra, codec("int4"), N)
+
+
+@given(position=st.integers(0, 64 + 132 - 1), change=st.integers(1, 255))
+@settings(max_examples=120, deadline=None, derandomize=True)
+def test_any_changed_byte_is_refused(position: int, change: int) -> None:
+    frame, _ = frame_of()
+    frame[position] = frame[position] ^ change
+    with pytest.raises(ExchangeError, match="frame refused"):
+        unpack_frame(frame, codec("int4"), N)
+
+
+@given(junk=st.binary(max_size=300))
+@settings(max_examples=60, deadline=None, derandomize=True)
+def test_junk_is_refused(junk: bytes) -> None:
+    with pytest.raises(ExchangeError, match="frame refused"):
+        unpack_frame(junk, codec("int4"), N)
