@@ -1,0 +1,146 @@
+"""Documents of one file: text, code, JSONL or Parquet, one after another, never the whole file."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, cast
+
+from dilocox.errors import DataError
+
+TEXT_FORMATS = ("text", "code")
+"""Formats whose files are plain UTF-8 text."""
+
+CUT = {"text": 32 * 1024, "code": 512 * 1024}
+"""Characters after which a file of more than twice as many is cut into documents."""
+
+BLOCK = 1 << 20
+
+
+def read_documents(path: Path, kind: str, text_field: str) -> Iterator[str]:
+    """Yield the documents of `path` in file order; blank ones are left out.
+
+    A text or code file is one document; a long one is cut where `cut_point` says, so that a single
+    big file can be held out in part and never has to fit in memory. A JSONL line and a Parquet row
+    are a document each.
+    Raises `DataError` that names the file and, for JSONL, the line.
+    """
+    if kind == "jsonl":
+        documents = _jsonl(path, text_field)
+    elif kind == "parquet":
+        documents = _parquet(path, text_field)
+    else:
+        documents = _text(path, CUT[kind])
+    for document in documents:
+        if document and not document.isspace():
+            yield clean(document)
+
+
+def clean(text: str) -> str:
+    """`text` with lone surrogates, which have no UTF-8 form, as U+FFFD."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
+
+
+def cut_point(text: str, start: int, after: int) -> int | None:
+    """Where the document that begins at `start` ends, or None if `text` holds too little to tell.
+
+    It ends behind the first blank line that follows `after` characters; without one within twice as
+    many, behind a line end; else at twice as many.
+    """
+    limit = start + 2 * after
+    if len(text) <= limit:
+        return None
+    for end in ("\n\n", "\n"):
+        found = text.find(end, start + after, limit)
+        if found >= 0:
+            return found + len(end)
+    return limit
+
+
+def _text(path: Path, after: int) -> Iterator[str]:
+    try:
+        with path.open(encoding="utf-8", newline="") as stream:
+            pending = stream.read(BLOCK).removeprefix("\ufeff")
+            while pending:
+                start = 0
+                while (end := cut_point(pending, start, after)) is not None:
+                    yield pending[start:end]
+                    start = end
+                pending = pending[start:]
+                block = stream.read(BLOCK)
+                if not block:
+                    yield pending
+                    return
+                pending += block
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path}: cannot be read ({error})") from None
+
+
+def _jsonl(path: Path, field: str) -> Iterator[str]:
+    number = 0
+    try:
+        with _binary(path) as stream:
+            for number, line in enumerate(stream, start=1):
+                if not line.strip():
+                    continue
+                yield _line_text(line, field, f"{path}:{number}")
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"{path}: cannot be read after line {number} ({error})") from None
+
+
+def _binary(path: Path) -> IO[bytes]:
+    return cast(IO[bytes], gzip.open(path)) if path.suffix == ".gz" else path.open("rb")
+
+
+def _line_text(line: bytes, field: str, where: str) -> str:
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{where}: not valid JSON ({error}); mend or remove the line") from None
+    if not isinstance(record, dict):
+        raise DataError(f'{where}: not a JSON object; each line must be one with a "{field}" field')
+    text = record.get(field)
+    if not isinstance(text, str):
+        if field in record:
+            raise DataError(f'{where}: field "{field}" is not text; set data.text_field')
+        names = ", ".join(sorted(record)[:8]) or "none"
+        raise DataError(f'{where}: no field "{field}" (fields: {names}); set data.text_field')
+    return text
+
+
+def _parquet(path: Path, field: str) -> Iterator[str]:
+    # Imported here: reading token files must not need Arrow's start-up time.
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        with pq.ParquetFile(path) as table:
+            schema = table.schema_arrow
+            if field not in schema.names:
+                names = ", ".join(schema.names[:8]) or "none"
+                raise DataError(
+                    f'{path}: no column "{field}" (columns: {names}); set data.text_field'
+                )
+            kind = schema.field(field).type
+            if not (
+                pa.types.is_string(kind)
+                or pa.types.is_large_string(kind)
+                or pa.types.is_string_view(kind)
+            ):
+                raise DataError(
+                    f'{path}: column "{field}" holds {kind}, not text; set data.text_field'
+                )
+            for batch in table.iter_batches(batch_size=256, columns=[field]):
+                for value in batch.column(0).to_pylist():
+                    if value is not None:
+                        yield value
+    except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise DataError(f"{path}: not a readable Parquet file ({reason})") from None

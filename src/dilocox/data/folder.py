@@ -1,0 +1,103 @@
+"""The folder of token files: made whole or not at all, and used again only for the same options."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from dilocox.config import DataSection
+from dilocox.data.files import TokenFiles
+from dilocox.data.manifest import MANIFEST
+from dilocox.data.sources import list_files
+from dilocox.errors import DataError
+
+
+@contextmanager
+def partial_folder(folder: Path) -> Iterator[Path]:
+    """A new folder beside `folder` to write into; gone afterwards unless it was published.
+
+    What a killed process of this machine left beside `folder` is removed first.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    start = f".{folder.name}.partial-"
+    here = f"{start}{socket.gethostname()}-"
+    for left in folder.parent.iterdir():
+        process = left.name.removeprefix(here)
+        if left.name.startswith(here) and process.isdigit() and not _alive(int(process)):
+            shutil.rmtree(left, ignore_errors=True)
+    partial = folder.with_name(f"{here}{os.getpid()}")
+    partial.mkdir()
+    try:
+        yield partial
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def publish(partial: Path, folder: Path) -> bool:
+    """Give `partial` its name at once; false if another process made `folder` meanwhile."""
+    try:
+        partial.rename(folder)
+    except OSError:
+        if (folder / MANIFEST).is_file():
+            return False
+        raise
+    descriptor = os.open(folder.parent, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    return True
+
+
+def reuse(folder: Path, data: DataSection, names: list[str], options: dict[str, Any]) -> TokenFiles:
+    """Open `folder` if it was made with the same options from files that still are the same."""
+    if not folder.is_dir():
+        raise DataError(f"{folder}: is a file; set data.folder to a folder")
+    if not (folder / MANIFEST).is_file():
+        raise DataError(
+            f"{folder}: not empty and without token files; set data.folder to another folder"
+        )
+    files = TokenFiles.open(folder)
+    made_with = files.manifest["made_with"]["options"]
+    other = sorted(key for key in options if made_with.get(key) != options[key])
+    if other:
+        key = other[0]
+        raise DataError(
+            f"{folder}: its token files were made with other options ({key} "
+            f"{made_with.get(key)!r} instead of {options[key]!r}); set data.folder to another "
+            "folder or delete this one"
+        )
+    for name, source in zip(names, files.content["sources"], strict=True):
+        if source["kind"] == "files" and Path(name).expanduser().exists():
+            _check_unchanged(folder, name, source, data)
+    return files
+
+
+def _check_unchanged(folder: Path, name: str, source: dict[str, Any], data: DataSection) -> None:
+    """Names and sizes only: a corpus that grew must not be passed over in silence. One that is
+    gone is no reason to refuse."""
+    recorded = {file["name"]: file["bytes"] for file in source["files"]}
+    found = {file.name: file.size for file in list_files(name, data)}
+    changed = sorted(key for key in recorded if recorded[key] != found.get(key))
+    added = len(found) - len(recorded) - source["skipped_files"]
+    if changed or added:
+        what = changed[0] if changed else f"{added:+,} files"
+        raise DataError(
+            f"{folder}: data.source {name} has changed since these token files were made ({what}); "
+            "set data.folder to another folder or delete this one"
+        )
+
+
+def _alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

@@ -1,0 +1,124 @@
+"""Hub datasets as sources, streamed through the optional package `datasets`."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from dilocox.config import DataSection
+from dilocox.data.documents import clean
+from dilocox.errors import DataError
+
+
+class HubSource:
+    """One split of a hub dataset (or of a local folder in a layout that `datasets` loads).
+
+    The revision is resolved to a commit first, so that the record names what was read and every
+    pass reads the same. The digest is over the documents that were read, each behind its length.
+    """
+
+    size: int | None = None
+
+    def __init__(self, name: str, data: DataSection) -> None:
+        try:
+            import datasets
+        except ImportError:
+            raise DataError(
+                f"data.source {name}: hub datasets need the package datasets; "
+                'run: pip install "dilocox[hub]"'
+            ) from None
+        self.name = name
+        self.field = data.text_field
+        self.subset, self.split = data.subset, data.split
+        self.local = Path(name).is_dir()
+        self.revision, self.licence = data.revision, data.licence
+        try:
+            if not self.local:
+                self._resolve()
+            self.rows = datasets.load_dataset(
+                name,
+                data.subset,
+                split=data.split,
+                revision=None if self.local else self.revision,
+                streaming=True,
+            )
+        except Exception as error:  # the package's errors have no common base
+            raise DataError(
+                f"data.source {name}: cannot be loaded ({_first_line(error)})"
+            ) from None
+        columns = self.rows.column_names
+        if columns is not None and self.field not in columns:
+            names = ", ".join(columns[:8]) or "none"
+            raise DataError(
+                f'data.source {name}: no column "{self.field}" (columns: {names}); '
+                "set data.text_field"
+            )
+        self._begin()
+
+    def _resolve(self) -> None:
+        from huggingface_hub import HfApi
+
+        info = HfApi().dataset_info(self.name, revision=self.revision)
+        self.revision = info.sha
+        card = info.card_data
+        if self.licence is None and card is not None:
+            licence = card.get("license")
+            self.licence = ", ".join(licence) if isinstance(licence, list) else licence
+
+    def _begin(self) -> None:
+        self._digest = hashlib.sha256()
+        self._documents = self._bytes = 0
+
+    def documents(self) -> Iterator[str]:
+        """Yield the rows' texts in the dataset's order. Raises `DataError`."""
+        self._begin()
+        rows = iter(self.rows)
+        number = 0
+        while True:
+            try:
+                row = next(rows, None)
+            except Exception as error:  # network, decoder or loader: no common base
+                raise DataError(
+                    f"data.source {self.name}: reading stopped at row {number} "
+                    f"({_first_line(error)}); try again"
+                ) from None
+            if row is None:
+                return
+            text = row.get(self.field)
+            if text is not None and not isinstance(text, str):
+                raise DataError(
+                    f'data.source {self.name}: column "{self.field}" of row {number} holds '
+                    f"{type(text).__name__}, not text; set data.text_field"
+                )
+            number += 1
+            if text and not text.isspace():
+                text = clean(text)
+                raw = text.encode()
+                self._digest.update(len(raw).to_bytes(8, "little") + raw)
+                self._documents += 1
+                self._bytes += len(raw)
+                yield text
+
+    def describe(self) -> dict[str, Any]:
+        """The manifest's entry, about what the last pass read."""
+        return {
+            "kind": "hub",
+            # A local folder's place says nothing elsewhere.
+            "name": None if self.local else self.name,
+            "subset": self.subset,
+            "split": self.split,
+            "licence": self.licence,
+            "revision": self.revision,
+            "documents": {
+                "count": self._documents,
+                "bytes": self._bytes,
+                "sha256": self._digest.hexdigest(),
+            },
+        }
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).splitlines()
+    return lines[0].strip() if lines else type(error).__name__

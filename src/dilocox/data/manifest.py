@@ -1,0 +1,88 @@
+"""The manifest of token files: what they hold, where it came from, and the digest over both.
+
+`manifest.json` has four parts. `content` is everything that is the same for the same corpus on any
+machine; `digest` is the sha256 over its canonical JSON. `made_with` holds the options and versions
+of the machine that made the files; `checksum` covers the whole, so that no byte can change unseen.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from dilocox.errors import DataError
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+"""Version of the layout of token files."""
+
+
+def canonical(content: Any) -> bytes:
+    """Canonical JSON: sorted keys, no spaces, ASCII."""
+    return json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+
+
+def digest_of(content: Any) -> str:
+    """sha256 over the canonical JSON of `content`, as hex."""
+    return hashlib.sha256(canonical(content)).hexdigest()
+
+
+def render(content: dict[str, Any], made_with: dict[str, Any]) -> str:
+    """The text of `manifest.json`."""
+    manifest: dict[str, Any] = {
+        "format": FORMAT,
+        "digest": digest_of(content),
+        "content": content,
+        "made_with": made_with,
+    }
+    manifest["checksum"] = digest_of(manifest)
+    return json.dumps(manifest, indent=1, sort_keys=True, allow_nan=False) + "\n"
+
+
+def write_manifest(folder: Path, content: dict[str, Any], made_with: dict[str, Any]) -> None:
+    """Write `folder`'s manifest; it is on the disk afterwards."""
+    with (folder / MANIFEST).open("x", encoding="utf-8") as stream:
+        stream.write(render(content, made_with))
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """Read and check `folder`'s manifest. Raises `DataError`."""
+    path = folder / MANIFEST
+    try:
+        text = path.read_text(encoding="utf-8")
+        manifest = json.loads(text)
+    except FileNotFoundError:
+        raise DataError(
+            f"{folder}: no token files here (no {MANIFEST}); run: dilocox data prepare"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path}: cannot be read ({error}); prepare the data again") from None
+    if not isinstance(manifest, dict) or "format" not in manifest:
+        raise DataError(f"{path}: not a manifest of token files; name another folder")
+    if manifest["format"] != FORMAT:
+        raise DataError(
+            f"{path}: format {manifest['format']!r}, this version of dilocox reads {FORMAT}; "
+            "prepare the data again in another folder"
+        )
+    content, made_with = manifest.get("content"), manifest.get("made_with")
+    if (
+        not isinstance(content, dict)
+        or not isinstance(made_with, dict)
+        or text != render(content, made_with)
+    ):
+        raise DataError(f"{path}: changed since it was written; prepare the data again")
+    return manifest
+
+
+def hash_file(path: Path) -> str:
+    """sha256 of a file as hex. Raises `DataError` if it cannot be read."""
+    try:
+        with path.open("rb") as stream:
+            return hashlib.file_digest(stream, "sha256").hexdigest()
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror})") from None

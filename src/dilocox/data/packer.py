@@ -1,0 +1,87 @@
+"""Writing token shards: documents one after another, each closed by end-of-text."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+SHARD_BYTES = 256 * 1024 * 1024
+"""Size of a token shard; the last one of a split is smaller."""
+
+
+def token_dtype(vocabulary_size: int) -> np.dtype[Any]:
+    """Smallest of little-endian uint16 and uint32 that holds every token id."""
+    return np.dtype("<u2" if vocabulary_size <= 1 << 16 else "<u4")
+
+
+class Packer:
+    """Writes one split into numbered files and keeps their counts and digests."""
+
+    def __init__(
+        self, folder: Path, split: str, vocabulary_size: int, end_of_text: int, shard_bytes: int
+    ) -> None:
+        self.folder = folder
+        self.split = split
+        self.dtype = token_dtype(vocabulary_size)
+        self.per_shard = shard_bytes // self.dtype.itemsize
+        self.documents = self.tokens = self.text_bytes = 0
+        self.shards: list[dict[str, Any]] = []
+        self._end_of_text = end_of_text
+        self._stream: IO[bytes] | None = None
+        self._room = 0
+        self._hash = hashlib.sha256()
+
+    def add(self, documents: Iterable[list[int]], text_bytes: int) -> None:
+        """Append documents; `text_bytes` is the UTF-8 size of all of them."""
+        packed: list[int] = []
+        for ids in documents:
+            packed.extend(ids)
+            packed.append(self._end_of_text)
+            self.documents += 1
+        self.text_bytes += text_bytes
+        tokens = np.array(packed, dtype=self.dtype)
+        self.tokens += len(tokens)
+        while len(tokens):
+            if self._room == 0:
+                self._next_shard()
+            part, tokens = tokens[: self._room], tokens[self._room :]
+            self._write(part)
+
+    def close(self) -> None:
+        """Finish the last shard; everything is on the disk afterwards."""
+        if self._stream is not None:
+            self._stream.flush()
+            os.fsync(self._stream.fileno())
+            self._stream.close()
+            self._stream = None
+            self.shards[-1]["sha256"] = self._hash.hexdigest()
+
+    def describe(self) -> dict[str, Any]:
+        """The manifest's entry of this split."""
+        return {
+            "tokens": self.tokens,
+            "documents": self.documents,
+            "bytes": self.text_bytes,
+            "shards": self.shards,
+        }
+
+    def _next_shard(self) -> None:
+        self.close()
+        name = f"{self.split}-{len(self.shards):05d}.bin"
+        self.shards.append({"file": name, "tokens": 0, "sha256": ""})
+        self._stream = (self.folder / name).open("xb")
+        self._hash = hashlib.sha256()
+        self._room = self.per_shard
+
+    def _write(self, part: np.ndarray[Any, Any]) -> None:
+        assert self._stream is not None
+        raw = part.tobytes()
+        self._stream.write(raw)
+        self._hash.update(raw)
+        self.shards[-1]["tokens"] += len(part)
+        self._room -= len(part)

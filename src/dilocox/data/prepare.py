@@ -1,0 +1,297 @@
+"""Corpus -> tokenizer -> token files, in one pass over the text per step and bounded memory."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from dilocox.config import DataSection
+from dilocox.data.files import SPLITS, TOKENIZER, TokenFiles
+from dilocox.data.folder import partial_folder, publish, reuse
+from dilocox.data.hub import HubSource
+from dilocox.data.manifest import hash_file, write_manifest
+from dilocox.data.packer import SHARD_BYTES, Packer
+from dilocox.data.sequences import check_lengths
+from dilocox.data.sources import Source, read_source
+from dilocox.data.tokenizer import Encoder, load_tokenizer, train_tokenizer
+from dilocox.errors import DataError
+from dilocox.version import __version__
+
+SAMPLE_BYTES = 64 * 1024 * 1024
+"""Text that a tokenizer is trained on, at most: more changes little and costs memory."""
+
+BATCH_CHARACTERS = 4 * 1024 * 1024
+"""Text that is encoded at once; what bounds memory."""
+
+RANGE = 1 << 64
+"""Scores of documents are in 0..RANGE-1."""
+
+# What decides the token files. The rest of `[data]` says how they are read.
+_READING = {"folder", "sequence_length", "validation_sequences"}
+
+Progress = Callable[[str, float], None]
+
+
+@dataclass
+class Held:
+    """Which documents are held out: those whose score is below `below`.
+
+    The score is a hash of the seed and the text, so it does not hang on a document's position,
+    and two copies of one document never lie on both sides.
+    """
+
+    seed: int
+    below: int
+    least: int = field(default=RANGE)
+    most: int = field(default=-1)
+
+    def score(self, raw: bytes) -> tuple[bool, int]:
+        """Whether a document is held out, and a second score that is independent of the first."""
+        digest = hashlib.sha256(f"dilocox/held-out/1|{self.seed}|".encode() + raw).digest()
+        score = int.from_bytes(digest[:8], "little")
+        self.least, self.most = min(self.least, score), max(self.most, score)
+        return score < self.below, int.from_bytes(digest[8:16], "little")
+
+    def settled(self) -> int:
+        """`below`, moved as little as needed for both splits to have a document."""
+        if self.most < 0:
+            raise DataError("data.source: no text in it; name files that hold some")
+        if self.least == self.most:
+            raise DataError(
+                "data.source: one document is not enough, some must be held out; give more text"
+            )
+        return min(max(self.below, self.least + 1), self.most)
+
+
+def prepare(
+    data: DataSection, folder: Path, seed: int, progress: Progress | None = None
+) -> TokenFiles:
+    """Make the token files of `data` in `folder`, or open them if they are there already.
+
+    `seed` decides which documents are held out. The folder appears whole or not at all.
+    `progress` is called with the step's name and the done share of it, 0 to 1.
+    Raises `DataError` for text that is missing, unreadable, empty or too small, and for a folder
+    that holds something else.
+    """
+    options = data.model_dump(mode="json", exclude=_READING) | {"seed": seed}
+    names = _names(data)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        files = reuse(folder, data, names, options)
+        check_lengths(files, data.sequence_length)
+        return files
+    report = progress or _silent
+    sources: list[Source] = [
+        HubSource(name, data) if data.format == "hub" else read_source(name, data, report)
+        for name in names
+    ]
+    try:
+        with partial_folder(folder) as partial:
+            _check_disk(sources, partial)
+            content = _fill(partial, data, seed, sources, report)
+            write_manifest(partial, content, _made_with(options))
+            check_lengths(TokenFiles.open(partial), data.sequence_length)
+            if publish(partial, folder):
+                return TokenFiles.open(folder)
+    except OSError as error:
+        raise DataError(
+            f"{folder}: token files cannot be written ({error.strerror}); name another folder or "
+            "make room"
+        ) from None
+    return reuse(folder, data, names, options)
+
+
+def _silent(step: str, share: float) -> None:
+    """Progress that nobody asked for."""
+
+
+def _names(data: DataSection) -> list[str]:
+    names = [data.source] if isinstance(data.source, str) else data.source
+    if not names:
+        raise DataError(
+            'data.source: missing; name files or folders of text, or "python-stdlib" for a corpus '
+            "that every machine has"
+        )
+    return names
+
+
+def _fill(
+    partial: Path, data: DataSection, seed: int, sources: list[Source], report: Progress
+) -> dict[str, Any]:
+    """Write tokenizer and shards into `partial` and return the manifest's content."""
+    held = Held(seed, int(data.validation_fraction * RANGE))
+    while True:
+        encoder, tokenizer = _make_tokenizer(partial / TOKENIZER, data, sources, held, report)
+        splits = _encode(partial, data, sources, held, encoder, report)
+        settled = held.settled()
+        if settled == held.below:
+            break
+        # So few documents that one split got none: once more, with the boundary moved.
+        held = Held(seed, settled)
+        for written in partial.iterdir():
+            shutil.rmtree(written) if written.is_dir() else written.unlink()
+    token = encoder.tokenizer.id_to_token(encoder.end_of_text)
+    return {
+        "dtype": splits["train"].dtype.name,
+        "vocabulary_size": encoder.vocabulary_size,
+        "end_of_text": {"token": token, "id": encoder.end_of_text},
+        "tokenizer": tokenizer,
+        "seed": seed,
+        "validation_fraction": data.validation_fraction,
+        "held_out_below": f"{held.below:016x}",
+        "max_documents": data.max_documents,
+        "splits": {split: splits[split].describe() for split in SPLITS},
+        "sources": [source.describe() for source in sources],
+    }
+
+
+def _make_tokenizer(
+    folder: Path, data: DataSection, sources: list[Source], held: Held, report: Progress
+) -> tuple[Encoder, dict[str, Any]]:
+    if data.tokenizer == "train":
+        sample = Sample(sources, data, held, report)
+        encoder = train_tokenizer(sample.batches(), data.vocabulary_size, folder)
+        report("training the tokenizer", 1.0)
+        entry: dict[str, Any] = {
+            "kind": "trained",
+            "sample": {"bytes": sample.bytes, "documents": sample.documents},
+        }
+    else:
+        encoder = load_tokenizer(data.tokenizer, folder)
+        entry = {"kind": "loaded"}
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    entry["files"] = {
+        path.relative_to(folder).as_posix(): {
+            "bytes": path.stat().st_size,
+            "sha256": hash_file(path),
+        }
+        for path in files
+    }
+    return encoder, entry
+
+
+class Sample:
+    """The training text of a tokenizer: training documents only, `SAMPLE_BYTES` at most.
+
+    From local files of more than that, documents are taken by their second score, so that they are
+    spread over the whole corpus; from hub datasets, whose size is not known, the first ones.
+    """
+
+    def __init__(
+        self, sources: list[Source], data: DataSection, held: Held, report: Progress
+    ) -> None:
+        self.bytes = self.documents = 0
+        self._sources, self._data, self._held, self._report = sources, data, held, report
+        self._total = _total(sources)
+        share = min(1.0, SAMPLE_BYTES / self._total) if self._total else 1.0
+        self._below = int(share * RANGE)
+
+    def batches(self) -> Iterator[list[str]]:
+        """Documents in batches of about `BATCH_CHARACTERS`."""
+        expected = min(self._total or SAMPLE_BYTES, SAMPLE_BYTES)
+        for batch in _batches(_documents(self._sources, self._data)):
+            taken = []
+            for text in batch:
+                raw = text.encode()
+                held_out, second = self._held.score(raw)
+                if held_out or second >= self._below:
+                    continue
+                taken.append(text)
+                self.bytes += len(raw)
+                self.documents += 1
+            self._report("training the tokenizer", min(0.99, self.bytes / expected))
+            if taken:
+                yield taken
+            if self.bytes >= SAMPLE_BYTES:
+                return
+        self._held.settled()  # Too little text is said before the trainer complains about it.
+
+
+def _encode(
+    partial: Path,
+    data: DataSection,
+    sources: list[Source],
+    held: Held,
+    encoder: Encoder,
+    report: Progress,
+) -> dict[str, Packer]:
+    packers = {
+        split: Packer(partial, split, encoder.vocabulary_size, encoder.end_of_text, SHARD_BYTES)
+        for split in SPLITS
+    }
+    total, done = _total(sources), 0
+    try:
+        for batch in _batches(_documents(sources, data)):
+            parts: dict[str, list[list[int]]] = {split: [] for split in SPLITS}
+            sizes = dict.fromkeys(SPLITS, 0)
+            for text, ids in zip(batch, encoder.encode(batch), strict=True):
+                raw = text.encode()
+                held_out, _ = held.score(raw)
+                split = "validation" if held_out else "train"
+                parts[split].append(ids)
+                sizes[split] += len(raw)
+            for split in SPLITS:
+                packers[split].add(parts[split], sizes[split])
+            done += sum(sizes.values())
+            report("encoding", min(0.99, done / total) if total else 0.0)
+    finally:
+        for packer in packers.values():
+            packer.close()
+    report("encoding", 1.0)
+    return packers
+
+
+def _documents(sources: list[Source], data: DataSection) -> Iterator[str]:
+    everything = (text for source in sources for text in source.documents())
+    return islice(everything, data.max_documents)
+
+
+def _batches(documents: Iterator[str]) -> Iterator[list[str]]:
+    batch: list[str] = []
+    size = 0
+    for text in documents:
+        batch.append(text)
+        size += len(text)
+        if size >= BATCH_CHARACTERS:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _total(sources: list[Source]) -> int | None:
+    """Bytes of all sources, or None if one of them does not know."""
+    total = 0
+    for source in sources:
+        if source.size is None:
+            return None
+        total += source.size
+    return total
+
+
+def _check_disk(sources: list[Source], folder: Path) -> None:
+    """Refuse early what cannot fit: few tokenizers pack more than 5 bytes of text into a token."""
+    total = _total(sources)
+    least = total * 2 // 5 if total is not None else 0
+    free = shutil.disk_usage(folder).free
+    if free < least:
+        raise DataError(
+            f"{folder.parent}: token files need {least / 1e9:.1f} GB or more, {free / 1e9:.1f} GB "
+            "are free; make room or set data.folder"
+        )
+
+
+def _made_with(options: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "options": options,
+        "dilocox": __version__,
+        "python": platform.python_version(),
+        "tokenizers": tokenizers.__version__,
+    }

@@ -1,0 +1,130 @@
+"""Sequences by number: (token files, seed, number) -> tokens, a pure function.
+
+Training data is an endless numbered space of sequences. A *token range* is an interval of these
+numbers. Every `sequences_per_epoch` numbers visit every sequence of the split once, in an order
+that the epoch, the seed and the data's digest fix; so what a range holds can be computed by anyone
+who has the token files, without having read anything before it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+import numpy.typing as npt
+
+from dilocox.data.files import SPLITS, TokenFiles
+from dilocox.errors import DataError
+
+ROUNDS = 8
+"""Feistel rounds; 4 make a pseudo-random permutation (Luby and Rackoff 1988), 8 are for small
+domains and a mixing function that is not a cipher."""
+
+Numbers = npt.NDArray[np.uint64]
+
+
+def permute(positions: Numbers, size: int, key: bytes) -> Numbers:
+    """A bijection of 0..size-1 keyed by `key`, applied to uint64 `positions`, in O(1) memory.
+
+    A Feistel network permutes the next power of 4; a value that falls outside is permuted again
+    until it falls inside (cycle-walking, Black and Rogaway 2002): less than 4 times on average.
+    """
+    half = max(1, ((size - 1).bit_length() + 1) // 2)
+    keys = [
+        np.uint64(int.from_bytes(hashlib.sha256(key + bytes([i])).digest()[:8], "little"))
+        for i in range(ROUNDS)
+    ]
+    result = _feistel(positions, half, keys)
+    outside = np.flatnonzero(result >= size)
+    while len(outside):
+        result[outside] = _feistel(result[outside], half, keys)
+        outside = outside[result[outside] >= size]
+    return result
+
+
+def _feistel(values: Numbers, half: int, keys: list[np.uint64]) -> Numbers:
+    shift, mask = np.uint64(half), np.uint64((1 << half) - 1)
+    left, right = values >> shift, values & mask
+    for key in keys:
+        left, right = right, left ^ (_mix(right ^ key) & mask)
+    return (left << shift) | right
+
+
+def _mix(values: Numbers) -> Numbers:
+    """The finaliser of SplitMix64 (Steele et al. 2014): every output bit hangs on every input
+    bit. Products wrap at 2^64 on purpose."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
+
+
+class SequenceSpace:
+    """The numbered sequences of one split of token files.
+
+    Sequence p of a split is its tokens p·L .. p·L + L, L being `sequence_length`: the last token
+    of one is the first of the next, so that every token but the first is a label once per epoch.
+    """
+
+    def __init__(
+        self, files: TokenFiles, *, seed: int, sequence_length: int, split: str = "train"
+    ) -> None:
+        self.files = files
+        self.seed = seed
+        self.sequence_length = sequence_length
+        self._tokens = files.tokens(split)
+        self.sequences_per_epoch = _sequences(files, split, sequence_length)
+        self._identity = f"dilocox/sequences/1|{files.digest}|{split}|{sequence_length}|{seed}|"
+
+    def positions(self, start: int, count: int) -> npt.NDArray[np.int64]:
+        """Which sequence of the split each number of [start, start + count) is: int64 [count]."""
+        if start < 0 or count < 0:
+            raise ValueError(f"token range [{start}, {start} + {count}) is not an interval")
+        parts: list[Numbers] = []
+        end = start + count
+        while start < end:
+            epoch, first = divmod(start, self.sequences_per_epoch)
+            last = min(self.sequences_per_epoch, first + end - start)
+            key = hashlib.sha256(f"{self._identity}{epoch}".encode()).digest()
+            inside = np.arange(first, last, dtype=np.uint64)
+            parts.append(permute(inside, self.sequences_per_epoch, key))
+            start += last - first
+        joined = np.concatenate(parts) if parts else np.empty(0, dtype=np.uint64)
+        return joined.astype(np.int64)
+
+    def read(self, start: int, count: int) -> npt.NDArray[np.int64]:
+        """The token range [start, start + count): int64 [count, sequence_length + 1].
+
+        Inputs are `[:, :-1]`, labels `[:, 1:]`.
+        """
+        offsets = self.positions(start, count) * self.sequence_length
+        return self._tokens.gather(offsets, self.sequence_length + 1)
+
+
+def held_out(files: TokenFiles, sequence_length: int, limit: int) -> npt.NDArray[np.int64]:
+    """At most `limit` validation sequences, evenly spread: int64 [n, sequence_length + 1]."""
+    available = _sequences(files, "validation", sequence_length)
+    count = min(limit, available)
+    positions = np.arange(count, dtype=np.int64) * available // count
+    return files.tokens("validation").gather(positions * sequence_length, sequence_length + 1)
+
+
+def check_lengths(files: TokenFiles, sequence_length: int) -> None:
+    """Raise `DataError` unless both splits hold at least one sequence."""
+    for split in SPLITS:
+        _sequences(files, split, sequence_length)
+
+
+def _sequences(files: TokenFiles, split: str, sequence_length: int) -> int:
+    tokens = files.token_count(split)
+    count = (tokens - 1) // sequence_length
+    if count < 1:
+        raise DataError(_too_small(split, tokens, sequence_length))
+    return count
+
+
+def _too_small(split: str, tokens: int, sequence_length: int) -> str:
+    need = f"sequence_length {sequence_length} needs {sequence_length + 1}"
+    mend = "give more text or lower data.sequence_length"
+    if split == "validation":
+        mend += " or raise data.validation_fraction"
+    return f"data.source: the {split} split has {tokens:,} tokens, {need}; {mend}"

@@ -1,0 +1,128 @@
+"""Tokenizers: trained on the corpus, or loaded by name; always kept as a Hugging Face folder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from dilocox.errors import DataError
+
+END_OF_TEXT = "<|endoftext|>"
+"""End-of-text token of a trained tokenizer."""
+
+# Keys that say where a tokenizer was loaded from: not part of what it does, and not the same on
+# the next machine.
+_PLACES = ("name_or_path", "tokenizer_file", "vocab_file", "merges_file", "is_local", "cache_dir")
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """A tokenizer ready to encode documents."""
+
+    tokenizer: Tokenizer
+    end_of_text: int
+    vocabulary_size: int
+    """Largest token id + 1."""
+
+    def encode(self, documents: list[str]) -> list[list[int]]:
+        """Token ids of each document. Text never turns into a special token: only the packer
+        writes end-of-text."""
+        encodings = self.tokenizer.encode_batch_fast(documents, add_special_tokens=False)
+        return [encoding.ids for encoding in encodings]
+
+
+def train_tokenizer(documents: Iterable[list[str]], vocabulary_size: int, folder: Path) -> Encoder:
+    """Train a byte-level BPE on batches of documents and write it to `folder`.
+
+    All 256 bytes are in the vocabulary, so every text can be encoded and there is no unknown token.
+    The same documents in the same order give the same file.
+    Raises `DataError` if the text has too few different pieces for `vocabulary_size`.
+    """
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary_size,
+        min_frequency=2,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(documents, trainer)
+    reached = tokenizer.get_vocab_size()
+    if reached < vocabulary_size:
+        raise DataError(
+            f"data.vocabulary_size {vocabulary_size}: the text gives {reached} tokens only; "
+            "give more text or lower it"
+        )
+    folder.mkdir(parents=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": END_OF_TEXT,
+        "bos_token": None,
+        "unk_token": None,
+        "clean_up_tokenization_spaces": False,
+    }
+    _write_json(folder / "tokenizer_config.json", config)
+    return _encoder(folder, END_OF_TEXT)
+
+
+def load_tokenizer(name: str, folder: Path) -> Encoder:
+    """Load a tokenizer by local folder or hub name and write it to `folder`.
+
+    Raises `DataError` if there is none, it has no end-of-text token, or no fast version.
+    """
+    # Imported here: transformers costs seconds and is not needed to read token files.
+    from transformers import AutoTokenizer
+
+    local = Path(name).expanduser()
+    if not local.is_dir() and (name.startswith(("/", ".", "~")) or name.count("/") > 1):
+        raise DataError(
+            f"data.tokenizer {name}: no such folder; give an existing one or a hub name"
+        )
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(local) if local.is_dir() else name)
+    except Exception as error:  # OSError, ValueError, KeyError, by kind of folder
+        reason = (str(error).splitlines() or [type(error).__name__])[0].strip()
+        raise DataError(
+            f"data.tokenizer {name}: cannot be loaded ({reason}); check the name and the "
+            "connection, or give a local folder"
+        ) from None
+    if tokenizer.eos_token is None:
+        raise DataError(
+            f"data.tokenizer {name}: has no end-of-text token; set eos_token in its "
+            "tokenizer_config.json"
+        )
+    tokenizer.save_pretrained(folder)
+    if not (folder / "tokenizer.json").is_file():
+        raise DataError(
+            f"data.tokenizer {name}: has no tokenizer.json (a fast tokenizer); use one that has"
+        )
+    config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    for key in _PLACES:
+        config.pop(key, None)
+    _write_json(folder / "tokenizer_config.json", config)
+    return _encoder(folder, str(tokenizer.eos_token))
+
+
+def _encoder(folder: Path, end_of_text: str) -> Encoder:
+    """What encodes is read back from what was written: the two cannot differ."""
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    tokenizer.encode_special_tokens = True
+    end = tokenizer.token_to_id(end_of_text)
+    if end is None:
+        raise DataError(
+            f"{folder}: end-of-text token {end_of_text!r} is not in the tokenizer's vocabulary"
+        )
+    return Encoder(tokenizer, end, max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1)
+
+
+def _write_json(path: Path, content: Mapping[str, object]) -> None:
+    path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
