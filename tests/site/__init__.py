@@ -1,1 +1,1 @@
-"""Tests of the site room."""
+"""Tests of the site room."""  # noqa: A005

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from dilocox.config import InnerSection, SiteSection
+from dilocox.errors import TrainingError
 from dilocox.site import SiteMesh, SiteModel, chunks_of_stage, mean_cross_entropy
 from tests.site import toy
 
@@ -43,9 +44,7 @@ def build(
     mesh = SiteMesh.create(stages, shards, CPU)
     total = stages * per_stage
     chunks = [
-        toy.ToyChunk(
-            number, total, checkpointing=checkpointing, unused=number == unused, tied=tied
-        )
+        toy.ToyChunk(number, total, checkpointing=checkpointing, unused=number == unused, tied=tied)
         for number in chunks_of_stage(schedule, stages, per_stage, mesh.stage)
     ]
     return SiteModel(
@@ -152,3 +151,91 @@ def trained(steps: int = 4, exchange: bool = False, **setting: Any) -> dict[str,
         "owner_after": None if owner_after is None else owner_after.clone().numpy(),
         "copy_after": None if copy_after is None else copy_after.clone().numpy(),
     }
+
+
+def resumed(**setting: Any) -> dict[str, Any]:
+    """Bits after a break (tensors and state carried to a new model) against no break."""
+    shards, rows = setting.get("shards", 1), setting.get("rows", 8)
+    through = build(**setting)
+    shard = through._mesh.shard
+
+    def steps(model: SiteModel, first: int, last: int) -> None:
+        for step in range(first, last):
+            ids, labels = (rows_of(shard, shards, part) for part in toy.batch(rows, seed=step))
+            model.inner_step(ids, labels, 0.02)
+
+    steps(through, 0, 2)
+    tensors = {name: tensor.clone() for name, tensor in through.local_tensors().items()}
+    state = {name: tensor.clone() for name, tensor in through.optimizer_state().items()}
+    steps(through, 2, 4)
+    later = build(**setting)
+    for name, tensor in later.local_tensors().items():
+        tensor.copy_(tensors[name])
+    later.sync_tied()
+    later.load_optimizer_state(state)
+    steps(later, 2, 4)
+    fresh = build(**setting)
+    fresh.load_optimizer_state(state)
+    fresh.reset_optimizer()
+    return {
+        "tensors": all(
+            torch.equal(tensor, later.local_tensors()[name])
+            for name, tensor in through.local_tensors().items()
+        ),
+        "state": all(
+            torch.equal(tensor, later.optimizer_state()[name])
+            for name, tensor in through.optimizer_state().items()
+        ),
+        "step": float(through.optimizer_state()["step"]),
+        "moved": any(float(t.abs().max()) > 0 for t in state.values() if t.numel()),
+        "reset": all(not t.any() for t in fresh.optimizer_state().values()),
+        "keys": sorted(state),
+    }
+
+
+def unused_parameter(**setting: Any) -> str:
+    """The error of a step in which a parameter got no gradient."""
+    model = build(**setting)
+    ids, labels = toy.batch(setting["rows"] // setting["shards"], seed=0)
+    try:
+        model.inner_step(ids, labels, 0.1)
+    except TrainingError as error:
+        return str(error)
+    return "no error"
+
+
+def spoiled(name: str, place: float, **setting: Any) -> dict[str, Any]:
+    """A step with one bad value in the tensor called `name`, then one in which it is mended."""
+    model = build(**setting)
+    ids, labels = toy.batch(setting["rows"] // setting["shards"], seed=0)
+    before = {key: tensor.clone() for key, tensor in model.local_tensors().items()}
+
+    def poison(gradients: dict[str, Tensor]) -> None:
+        if name in gradients and gradients[name].numel():
+            gradients[name].view(-1)[0] = place
+
+    bad = model.inner_step(ids, labels, 0.1, poison)
+    kept = all(torch.equal(t, before[key]) for key, t in model.local_tensors().items())
+    step = float(model.optimizer_state()["step"])
+    good = model.inner_step(ids, labels, 0.1)
+    moved = all(
+        not torch.equal(t, before[k]) for k, t in model.local_tensors().items() if t.numel()
+    )
+    return {
+        "finite": (bad.finite, good.finite),
+        "culprit": (bad.culprit, good.culprit),
+        "kept": kept,
+        "step": step,
+        "moved": moved,
+    }
+
+
+def poisoned_weight(**setting: Any) -> dict[str, Any]:
+    """A step from a parameter that is already infinite: loss and gradients are not finite."""
+    model = build(**setting)
+    tensor = model.local_tensors().get("model.layers.7.up.weight")
+    if tensor is not None:
+        tensor.fill_(float("inf"))
+    ids, labels = toy.batch(setting["rows"] // setting["shards"], seed=0)
+    result = model.inner_step(ids, labels, 0.1)
+    return {"finite": result.finite, "culprit": result.culprit}

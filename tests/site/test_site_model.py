@@ -48,3 +48,147 @@ def check_gradients(pool: Pool, ranks: int, setting: dict[str, Any]) -> None:
             assert mine == pytest.approx(single, rel=2e-6)
     # Not only close to the reference: the same bits on every rank.
     assert len({str((r["norms"], r["losses"])) for r in results}) == 1
+
+
+def whole(results: list[dict[str, Any]]) -> dict[str, np.ndarray]:
+    """The whole model's tensors from all ranks' shards, put together in rank order."""
+    parts: dict[str, list[np.ndarray]] = {}
+    for result in results:
+        for name, tensor in result["tensors"].items():
+            parts.setdefault(name, []).append(tensor)
+    return {name: np.concatenate(tensors) for name, tensors in parts.items()}
+
+
+TRAINED = [
+    (2, 1, "gpipe"),
+    (4, 1, "1f1b"),
+    (1, 2, "1f1b"),
+    (1, 4, "1f1b"),
+    (2, 2, "1f1b"),
+    (2, 2, "interleaved-1f1b"),
+    (2, 2, "interleaved-zero-bubble"),
+    (2, 1, "zbv"),
+    (2, 2, "zbv"),
+]
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_training_is_the_same_in_every_layout(pool: Pool, tied: bool) -> None:
+    single = pool.run(1, "tests.site.cases", "trained", tied=tied)
+    wanted = whole(single)
+    for stages, shards, schedule in TRAINED:
+        results = pool.run(
+            stages * shards,
+            "tests.site.cases",
+            "trained",
+            stages=stages,
+            shards=shards,
+            schedule=schedule,
+            tied=tied,
+        )
+        found = whole(results)
+        assert found.keys() == wanted.keys()
+        for name, tensor in wanted.items():
+            np.testing.assert_allclose(found[name], tensor, atol=2e-5, err_msg=name)
+        for key in ("losses", "norms", "evaluated", "halved"):
+            assert results[0][key] == pytest.approx(single[0][key], rel=2e-5)
+            assert all(result[key] == results[0][key] for result in results)
+        assert results[0]["halved"] != results[0]["evaluated"]
+        if tied and stages > 1:
+            check_tied(results)
+
+
+def check_tied(results: list[dict[str, Any]]) -> None:
+    """Owner and copy hold the same bits after training, and after a landing wrote the owner."""
+    name = "model.embed_tokens.weight"
+    owners = {
+        r["shard"]: (r["tensors"][name], r["owner_after"]) for r in results if name in r["tensors"]
+    }
+    copies = {r["shard"]: (r["copy"], r["copy_after"]) for r in results if r["copy"] is not None}
+    assert owners.keys() == copies.keys()
+    assert all("lm_head.weight" not in result["tensors"] for result in results)
+    for shard, (trained, landed) in owners.items():
+        np.testing.assert_array_equal(landed, copies[shard][1])
+        np.testing.assert_array_equal(trained, copies[shard][0])
+
+
+def test_exchanged_gradients_reach_both_tied_copies(pool: Pool) -> None:
+    single = pool.run(1, "tests.site.cases", "trained", tied=True, exchange=True)
+    results = pool.run(
+        2, "tests.site.cases", "trained", stages=2, tied=True, exchange=True, schedule="1f1b"
+    )
+    plain = pool.run(1, "tests.site.cases", "trained", tied=True)
+    assert single[0]["norms"][0] == pytest.approx(2 * plain[0]["norms"][0])
+    assert results[0]["norms"] == pytest.approx(single[0]["norms"], rel=2e-5)
+    check_tied(results)
+    for name, tensor in whole(single).items():
+        np.testing.assert_allclose(whole(results)[name], tensor, atol=2e-5, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    ("stages", "shards", "schedule"), [(1, 1, "1f1b"), (2, 1, "1f1b"), (2, 2, "zbv")]
+)
+def test_optimizer_state_is_exact(pool: Pool, stages: int, shards: int, schedule: str) -> None:
+    for result in pool.run(
+        stages * shards,
+        "tests.site.cases",
+        "resumed",
+        stages=stages,
+        shards=shards,
+        schedule=schedule,
+        tied=True,
+    ):
+        assert result["tensors"]
+        assert result["state"]
+        assert result["moved"]
+        assert result["reset"]
+        assert result["step"] == 4.0
+        assert "step" in result["keys"]
+        assert any(key.startswith("exp_avg_sq/model.layers.") for key in result["keys"])
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved-zero-bubble"])
+@pytest.mark.parametrize("shards", [1, 2])
+def test_missing_gradient_is_an_error_on_every_rank(pool: Pool, schedule: str, shards: int) -> None:
+    errors = pool.run(
+        2 * shards,
+        "tests.site.cases",
+        "unused_parameter",
+        stages=2,
+        shards=shards,
+        schedule=schedule,
+        rows=4 * shards,
+        unused=1,
+    )
+    assert len(set(errors)) == 1
+    assert errors[0].startswith("stage 1: model.unused got no gradient")
+
+
+@pytest.mark.parametrize("place", [float("nan"), float("inf")])
+@pytest.mark.parametrize("shards", [1, 2])
+def test_non_finite_gradient_skips_the_step_and_is_named(
+    pool: Pool, shards: int, place: float
+) -> None:
+    name = "model.layers.5.down.weight"
+    for result in pool.run(
+        2 * shards,
+        "tests.site.cases",
+        "spoiled",
+        name=name,
+        place=place,
+        stages=2,
+        shards=shards,
+        rows=4 * shards,
+    ):
+        assert result["finite"] == (False, True)
+        assert result["culprit"] == (f"stage 1, shard 0: gradient of {name}", None)
+        assert result["kept"]
+        assert result["step"] == 0.0
+        assert result["moved"]
+
+
+def test_non_finite_loss_skips_the_step(pool: Pool) -> None:
+    results = pool.run(2, "tests.site.cases", "poisoned_weight", stages=2, shards=1, rows=4)
+    assert {result["finite"] for result in results} == {False}
+    assert len({result["culprit"] for result in results}) == 1
+    assert "gradient of model." in results[0]["culprit"]
