@@ -1,0 +1,144 @@
+"""`[model]` of the run file -> a Hugging Face configuration that can be cut and trained.
+
+Everything here reads configurations only: no weights, no modelling code.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from dilocox.config import ModelSection
+from dilocox.errors import ModelError
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+# Keys that types use without declaring them: `head_dim` is looked up by modelling code, the others
+# come from older checkpoints and are turned into `rope_parameters`.
+_UNDECLARED_KEYS = (
+    "head_dim",
+    "rope_theta",
+    "rope_scaling",
+    "partial_rotary_factor",
+    "rotary_pct",
+)
+_TOKEN_IDS = ("pad_token_id", "bos_token_id", "eos_token_id")
+
+
+def load_model_config(model: ModelSection, vocabulary_size: int | None) -> PretrainedConfig:
+    """The configuration that `[model]` names, checked; its `use_cache` is off.
+
+    `vocabulary_size` is the tokenizer's (None: not known yet). An inline architecture without
+    `vocab_size` takes it; without it the type's own default stays. Special token ids that an
+    inline architecture does not give are none, because the defaults of the type belong to
+    another tokenizer and a padding id would freeze that row of the embedding.
+
+    Raises `ModelError` with the name, the reason and the mend.
+    """
+    if model.architecture is not None:
+        name = f'model.architecture (model_type "{model.architecture.get("model_type")}")'
+        config = _inline(model.architecture, vocabulary_size)
+    else:
+        name = f"model.path {model.path}"
+        config = _from_path(str(model.path), model.revision)
+    config.use_cache = False
+    _check_kind(config, name)
+    if vocabulary_size is not None and vocabulary_size > config.vocab_size:
+        raise ModelError(
+            f"{name}: the tokenizer has {vocabulary_size} tokens, the model's vocabulary "
+            f"{config.vocab_size}: use the model's own tokenizer, lower data.vocabulary_size, or "
+            f"give the architecture vocab_size = {vocabulary_size}"
+        )
+    return config
+
+
+def one_line(error: BaseException) -> str:
+    """The text of `error` on one line of at most 300 characters, for the end of a message."""
+    text = " ".join(str(error).split())
+    return text if len(text) <= 300 else text[:297] + "..."
+
+
+def _from_path(path: str, revision: str | None) -> PretrainedConfig:
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(path, revision=revision)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ModelError(
+            f"model.path {path}: no usable configuration there ({one_line(error)}); give a folder "
+            "with a config.json, or a hub name that this machine can reach"
+        ) from None
+
+
+def _inline(architecture: dict[str, Any], vocabulary_size: int | None) -> PretrainedConfig:
+    from transformers import CONFIG_MAPPING
+
+    keys = dict(architecture)
+    model_type = keys.pop("model_type")
+    if model_type not in CONFIG_MAPPING:
+        raise ModelError(
+            f'model.architecture.model_type: no model type "{model_type}" in transformers'
+            f"{_nearest(str(model_type), CONFIG_MAPPING.keys())}"
+        )
+    kind = CONFIG_MAPPING[model_type]
+    valid = _valid_keys(kind)
+    for key in keys:
+        if key not in valid:
+            raise ModelError(
+                f'model.architecture.{key}: "{model_type}" has no such key{_nearest(key, valid)}'
+            )
+    if vocabulary_size is not None:
+        keys.setdefault("vocab_size", vocabulary_size)
+    try:
+        config = kind(**keys)
+    except Exception as error:  # a configuration class may raise anything at bad values
+        raise ModelError(
+            f'model.architecture: "{model_type}" refuses these values: {one_line(error)}'
+        ) from None
+    for key in _TOKEN_IDS:
+        # Some types insist on an id; theirs stays.
+        if key not in keys and hasattr(config, key):
+            with suppress(Exception):
+                setattr(config, key, None)
+    return config
+
+
+def _valid_keys(kind: type) -> set[str]:
+    """Keys that configurations of `kind` know: fields, their aliases and the undeclared ones."""
+    fields = set(getattr(kind, "__dataclass_fields__", {}))
+    return {*fields, *getattr(kind, "attribute_map", {}), *_UNDECLARED_KEYS}
+
+
+def _nearest(word: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    return f'; did you mean "{near[0]}"?' if near else ""
+
+
+def _check_kind(config: PretrainedConfig, name: str) -> None:
+    """Refuse what is no decoder-only text model that can be cut. Raises `ModelError`."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    kind = config.model_type
+    text = config.get_text_config()
+    if text is not config:
+        raise ModelError(
+            f'{name}: type "{kind}" holds more than a text model; save its text part alone and '
+            f'use that (model_type "{text.model_type}")'
+        )
+    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or config.is_encoder_decoder:
+        raise ModelError(
+            f'{name}: type "{kind}" is not a causal language model; use one such as "llama", '
+            '"qwen3" or "olmo2"'
+        )
+    if not getattr(config, "base_model_pp_plan", None) and kind != "opt":
+        raise ModelError(
+            f'{name}: type "{kind}" has no pipeline plan (base_model_pp_plan) in transformers, so '
+            'it cannot be cut; use one that has, such as "llama", "qwen3", "mistral" or "olmo2"'
+        )
+    if getattr(config, "quantization_config", None) is not None:
+        raise ModelError(
+            f"{name}: its weights are quantised and cannot be trained; use the unquantised model"
+        )

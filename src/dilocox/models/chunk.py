@@ -1,0 +1,151 @@
+"""One chunk: the model's own code with the layers of all other chunks taken out."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from dilocox.models.cut import ChunkSpec
+from dilocox.models.skeleton import Layout, build_skeleton, find_layout, tied_names
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+
+class ModelChunk(nn.Module):
+    """A run of a causal LM's layers, usable as the module of a pipeline stage.
+
+    `forward` takes token ids (int64 [B, L]) if the chunk embeds, else hidden states [B, L, d], and
+    gives logits [B, L, V] if it has the head, else hidden states [B, L, d]. Every token attends
+    to all tokens before it in its row; there is no padding mask.
+    """
+
+    def __init__(
+        self, lm: nn.Module, spec: ChunkSpec, layout: Layout, tied: tuple[str, str] | None
+    ):
+        super().__init__()
+        self.lm = lm
+        self.spec = spec
+        self._layout = layout
+        self._names = self._translate(tied)
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        """The chunk's layers, first to last (for FSDP wrapping)."""
+        body = self.lm.get_submodule(self._layout.body)
+        return list(body.get_submodule(self._layout.layers).children())
+
+    def full_names(self) -> dict[str, str]:
+        """Local name -> name in the whole model's state dict, of parameters and saved buffers.
+
+        A tied head beside its embedding is left out: it is the embedding's parameter. A tied head
+        in another chunk has the head's own name.
+        """
+        return dict(self._names)
+
+    def full_name(self, local_name: str) -> str:
+        """The whole model's name of one parameter or saved buffer. Raises `KeyError`."""
+        return self._names[local_name]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Run the chunk; see the class for shapes."""
+        given = {"input_ids": x} if self.spec.embeds else {"inputs_embeds": x}
+        if self.spec.head:
+            output: torch.Tensor = self.lm(**given, use_cache=False).logits
+            return output
+        # The causal LM's own forward may scale or cap logits; hidden states pass it by.
+        body = self.lm.get_submodule(str(self.lm.base_model_prefix))
+        hidden: torch.Tensor = body(**given, use_cache=False).last_hidden_state
+        return hidden
+
+    def _translate(self, tied: tuple[str, str] | None) -> dict[str, str]:
+        prefix = self._layout.layer_prefix
+        names: dict[str, str] = {}
+        for name in self.lm.state_dict():
+            full = name
+            if name.startswith(prefix):
+                number, dot, rest = name[len(prefix) :].partition(".")
+                full = f"{prefix}{int(number) + self.spec.first_layer}{dot}{rest}"
+            names[f"lm.{name}"] = full
+        if tied is not None and self.spec.embeds and self.spec.head:
+            del names[f"lm.{tied[1]}"]
+        return names
+
+
+class NoPositions(nn.Module):
+    """Stands for a learned position embedding after the first chunk, where it was added already."""
+
+    def forward(self, *_: Any, **__: Any) -> torch.Tensor:
+        """A scalar zero; adding it changes no value."""
+        return torch.zeros(())
+
+
+def build_chunk(
+    hf_config: PretrainedConfig,
+    spec: ChunkSpec,
+    *,
+    attention: str,
+    activation_checkpointing: bool,
+    dtype: torch.dtype = torch.float32,
+) -> ModelChunk:
+    """Build one chunk on the meta device; `materialise` fills it.
+
+    `attention` is an attention implementation of transformers. With `activation_checkpointing`
+    each layer is recomputed in the backward pass (non-reentrant).
+
+    Raises `ModelError` if the model cannot be built or cut.
+    """
+    lm = build_skeleton(hf_config, attention=attention, dtype=dtype)
+    layout = find_layout(lm)
+    tied = tied_names(lm)
+    body = lm.get_submodule(layout.body)
+    # Layers keep the number they were built with and the whole configuration; only the loop over
+    # them sees the sliced one.
+    layers = list(body.get_submodule(layout.layers).children())
+    kept = layers[spec.first_layer : spec.end_layer]
+    setattr(body, layout.layers, nn.ModuleList(kept))
+    body.config = sliced_config(body.config, spec.first_layer, spec.end_layer)
+    if not spec.embeds:
+        setattr(body, layout.embedding, None)
+        _pass_through(body, layout.entry)
+        if layout.positions is not None:
+            setattr(body, layout.positions, NoPositions())
+        _undo_input_scale(body)
+    if not spec.head:
+        _pass_through(body, layout.exit)
+        parent, _, name = layout.head.rpartition(".")
+        setattr(lm.get_submodule(parent), name, None)
+    if activation_checkpointing:
+        for layer in kept:
+            # Around `forward`, not the call, so that the hooks of FSDP stay outside.
+            setattr(layer, "forward", partial(checkpoint, layer.forward, use_reentrant=False))  # noqa: B010
+    return ModelChunk(lm, spec, layout, tied)
+
+
+def sliced_config(config: Any, first_layer: int, end_layer: int) -> Any:
+    """A copy of `config` for layers `first_layer` up to `end_layer`: per-layer lists are cut."""
+    count = config.num_hidden_layers
+    part = copy.deepcopy(config)
+    part.num_hidden_layers = end_layer - first_layer
+    for key, value in vars(config).items():
+        if "layer" in key and isinstance(value, list | tuple) and len(value) == count:
+            setattr(part, key, value[first_layer:end_layer])
+    return part
+
+
+def _pass_through(body: nn.Module, names: tuple[str, ...]) -> None:
+    for name in names:
+        # None is how some types say that they have no such part.
+        if getattr(body, name) is not None:
+            setattr(body, name, nn.Identity())
+
+
+def _undo_input_scale(body: nn.Module) -> None:
+    """Granite's body multiplies its input; hidden states of a later chunk are scaled already."""
+    if hasattr(body, "embedding_multiplier"):
+        body.embedding_multiplier = 1.0  # type: ignore[assignment]

@@ -1,0 +1,255 @@
+"""Chunks back to one Hugging Face folder.
+
+Every stage writes one file (`write_stage_file`), from its own rank; then one rank completes the
+folder (`finish_model_folder`). The index is written last: a folder without it is not finished, and
+transformers does not load it.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from dilocox.errors import CheckpointError
+from dilocox.models.architecture import one_line
+from dilocox.models.pretrained import INDEX_FILE, find_recipes
+from dilocox.models.skeleton import build_skeleton, tied_names
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+_STAGE_FILES = "model-*-of-*.safetensors"
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "tokenizer.model",
+    "spiece.model",
+)
+_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+
+def stage_file_name(index: int, count: int) -> str:
+    """File name of stage `index` (from 0) of `count`."""
+    return f"model-{index + 1:05d}-of-{count:05d}.safetensors"
+
+
+def write_stage_file(
+    path: Path, tensors: Mapping[str, torch.Tensor], hf_config: PretrainedConfig
+) -> None:
+    """Write whole tensors, by their full names, as safetensors; atomic.
+
+    Names and layout are those that `save_pretrained` would write. The copy of a tied pair is left
+    out. Raises `CheckpointError` if the file cannot be written.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    model = build_skeleton(hf_config)
+    pair = tied_names(model)
+    whole = {
+        name: tensor.detach().cpu().contiguous()
+        for name, tensor in tensors.items()
+        if pair is None or name != pair[1]
+    }
+    published = _published(model, whole)
+    temporary = path.with_name(f".{path.name}.part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_file(published, temporary, metadata={"format": "pt"})
+        os.replace(temporary, path)
+    except (OSError, SafetensorError) as error:
+        temporary.unlink(missing_ok=True)
+        raise CheckpointError(
+            f"{path}: cannot be written ({one_line(error)}); free disk space or choose another "
+            "folder"
+        ) from None
+
+
+def finish_model_folder(
+    folder: Path, hf_config: PretrainedConfig, tokenizer_folder: Path | None
+) -> None:
+    """Make the stage files in `folder` a model that `from_pretrained` loads.
+
+    Writes config.json, generation_config.json and the index, and copies the tokenizer's files.
+    Raises `CheckpointError` if a tensor of the model is missing, stored twice or unknown.
+    """
+    model = build_skeleton(hf_config)
+    stored, sizes, dtypes = _read_headers(folder)
+    _check_complete(folder, model, stored)
+    files: list[Path] = []
+    try:
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".finish-") as name:
+            work = Path(name)
+            _write_configs(work, model, hf_config, dtypes, tokenizer_folder)
+            if tokenizer_folder is not None:
+                _copy_tokenizer(tokenizer_folder, work)
+            files = sorted(work.iterdir())
+            index = {
+                "metadata": {"total_size": sum(sizes.values()), "total_parameters": _count(model)},
+                "weight_map": dict(sorted(stored.items())),
+            }
+            text = json.dumps(index, indent=2) + "\n"
+            (work / INDEX_FILE).write_text(text, encoding="utf-8")
+            for file in [*files, work / INDEX_FILE]:
+                os.replace(file, folder / file.name)
+    except OSError as error:
+        raise CheckpointError(
+            f"{folder}: cannot be finished ({one_line(error)}); free disk space or choose another "
+            "folder"
+        ) from None
+
+
+def _published(model: nn.Module, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """`tensors` under the names, and in the parts, of a published checkpoint of this type."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    reverted = revert_weight_conversion(model, tensors)
+    # Parts of one tensor may share memory, which the format does not allow.
+    return {name: tensor.contiguous() for name, tensor in _unshared(reverted).items()}
+
+
+def _unshared(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    seen: set[int] = set()
+    result: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        storage = tensor.untyped_storage().data_ptr()
+        result[name] = tensor.clone() if storage in seen and tensor.numel() else tensor
+        seen.add(storage)
+    return result
+
+
+def _read_headers(folder: Path) -> tuple[dict[str, str], dict[str, int], set[str]]:
+    """Stored name -> file, stored name -> bytes, and the floating dtypes that occur."""
+    from safetensors import SafetensorError, safe_open
+
+    stored: dict[str, str] = {}
+    sizes: dict[str, int] = {}
+    dtypes: set[str] = set()
+    for path in sorted(folder.glob(_STAGE_FILES)):
+        try:
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118
+                    if name in stored:
+                        raise CheckpointError(
+                            f"{folder}: {name} is in both {stored[name]} and {path.name}; remove "
+                            "the files that another cut left there"
+                        )
+                    part = file.get_slice(name)
+                    stored[name] = path.name
+                    dtype = part.get_dtype()
+                    elements = 1
+                    for extent in part.get_shape():
+                        elements *= extent
+                    sizes[name] = elements * _bytes_of(dtype)
+                    if dtype in _DTYPES:
+                        dtypes.add(_DTYPES[dtype])
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(
+                f"{path}: cannot be read ({one_line(error)}); write the checkpoint again"
+            ) from None
+    if not stored:
+        raise CheckpointError(f"{folder}: no stage files ({_STAGE_FILES}) there to finish")
+    return stored, sizes, dtypes
+
+
+def _bytes_of(dtype: str) -> int:
+    digits = "".join(character for character in dtype if character.isdigit())
+    return max(1, int(digits[:2]) // 8) if digits else 1
+
+
+def _check_complete(folder: Path, model: nn.Module, stored: Mapping[str, str]) -> None:
+    recipes, unknown = find_recipes(model, stored)
+    pair = tied_names(model)
+    copies = {pair[1]} if pair is not None else set()
+    missing = sorted(set(model.state_dict()) - set(recipes) - copies)
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise CheckpointError(
+            f"{folder}: {missing[0]}{more} is in no stage file; a stage has not written its part: "
+            "write the checkpoint again"
+        )
+    if unknown or copies & set(recipes):
+        name = sorted([*unknown, *(copies & set(recipes))])[0]
+        raise CheckpointError(
+            f"{folder}: {name} in {stored.get(name, 'a stage file')} does not belong to the model; "
+            "remove the files that another run left there"
+        )
+
+
+def _write_configs(
+    work: Path,
+    model: nn.Module,
+    hf_config: PretrainedConfig,
+    dtypes: set[str],
+    tokenizer_folder: Path | None,
+) -> None:
+    config: Any = copy.deepcopy(hf_config)
+    config.use_cache = True  # off while training; without it generation is slow
+    config.architectures = [type(model).__name__]
+    config.dtype = dtypes.pop() if len(dtypes) == 1 else "float32"
+    special = _special_tokens(tokenizer_folder)
+    for key in ("bos_token_id", "eos_token_id"):
+        if getattr(config, key, None) is None and key in special:
+            setattr(config, key, special[key])
+    config.save_pretrained(work)
+    generation = _generation_config(hf_config, config)
+    for key, value in special.items():
+        if getattr(generation, key, None) is None:
+            setattr(generation, key, value)
+    generation.save_pretrained(work)
+
+
+def _generation_config(source: Any, config: Any) -> Any:
+    """The one that came with the model, if there is one on this machine; else the type's own."""
+    from transformers import GenerationConfig
+
+    name = getattr(source, "_name_or_path", "")
+    if name:
+        try:
+            return GenerationConfig.from_pretrained(name, local_files_only=True)
+        except (OSError, ValueError):
+            # Most models come without one.
+            return GenerationConfig.from_model_config(config)
+    return GenerationConfig.from_model_config(config)
+
+
+def _special_tokens(tokenizer_folder: Path | None) -> dict[str, int]:
+    if tokenizer_folder is None:
+        return {}
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
+    except (OSError, ValueError, KeyError) as error:
+        raise CheckpointError(
+            f"{tokenizer_folder}: no usable tokenizer there ({one_line(error)})"
+        ) from None
+    keys = ("bos_token_id", "eos_token_id", "pad_token_id")
+    found = {key: getattr(tokenizer, key, None) for key in keys}
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def _copy_tokenizer(source: Path, target: Path) -> None:
+    for name in _TOKENIZER_FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, target / name)
+
+
+def _count(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())

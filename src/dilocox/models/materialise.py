@@ -1,0 +1,117 @@
+"""Fill a meta chunk with its own part of the weights, and no more than that."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from dilocox.models.chunk import ModelChunk
+from dilocox.models.source import WeightSource, initialise_module
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+
+def materialise(chunk: ModelChunk, source: WeightSource, device: torch.device | str) -> None:
+    """Give a chunk built on the meta device its memory on `device` and its values, in place.
+
+    Also for a chunk (and layers) that `fully_shard` was applied to: each rank then fills its own
+    shard. Beside what the chunk holds, at most one whole tensor of the model is in memory. The
+    compute is local; nothing is sent between ranks.
+
+    Raises `ModelError` from `source`.
+    """
+    shared = _shared_parameters(chunk)
+    chunk.to_empty(device=device)
+    # to_empty gives every place its own memory; shared parameters become one again.
+    for first, others in shared:
+        for path, name in others:
+            owner_path, owner_name = first
+            owner = chunk.get_submodule(owner_path)._parameters[owner_name]
+            chunk.get_submodule(path)._parameters[name] = owner
+    state = chunk.state_dict(keep_vars=True)
+    with torch.no_grad():
+        for local, full in chunk.full_names().items():
+            value = source.tensor(full)
+            _local(state[local]).copy_(local_part(state[local], value))
+            del value
+    _fill_computed_buffers(chunk)
+
+
+def local_part(target: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """This rank's part of the whole `value` for `target`: all of it unless `target` is sharded.
+
+    Cuts as `torch.chunk` does along each sharded dimension, which is DTensor's rule.
+    """
+    from torch.distributed.tensor import DTensor, Shard
+
+    if value.shape != target.shape:
+        raise ValueError(f"shape {tuple(value.shape)} given for {tuple(target.shape)}")
+    if not isinstance(target, DTensor):
+        return value
+    coordinate = target.device_mesh.get_coordinate()
+    if coordinate is None:
+        return value.flatten()[:0]
+    for dim, placement in enumerate(target.placements):
+        if isinstance(placement, Shard):
+            parts = torch.chunk(value, target.device_mesh.size(dim), dim=placement.dim)
+            empty = value.narrow(placement.dim, 0, 0)
+            value = parts[coordinate[dim]] if coordinate[dim] < len(parts) else empty
+    return value
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    from torch.distributed.tensor import DTensor
+
+    if not isinstance(tensor, DTensor):
+        return tensor
+    sharded: DTensor = tensor
+    return sharded.to_local()
+
+
+def _shared_parameters(
+    chunk: nn.Module,
+) -> list[tuple[tuple[str, str], list[tuple[str, str]]]]:
+    """Parameters held in several places: first place, other places; a place is (path, name)."""
+    places: dict[int, list[tuple[str, str]]] = {}
+    for path, module in chunk.named_modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                places.setdefault(id(parameter), []).append((path, name))
+    return [(found[0], found[1:]) for found in places.values() if len(found) > 1]
+
+
+def _fill_computed_buffers(chunk: ModelChunk) -> None:
+    """Compute the buffers that no checkpoint holds (rotary frequencies, embedding scales).
+
+    The model's own initialisation computes them. Around it the module's parameters are on the
+    meta device, so that they keep their values and drawing new ones costs nothing.
+    """
+    for path, module in list(chunk.lm.named_modules()):
+        names = [
+            n for n in module._non_persistent_buffers_set if module._buffers.get(n) is not None
+        ]
+        if not names:
+            continue
+        buffers = {name: module._buffers[name] for name in names}
+        parameters = dict(module._parameters)
+        try:
+            for name, buffer in buffers.items():
+                assert buffer is not None
+                module._buffers[name] = torch.empty_like(buffer, device="cpu")
+            for name, parameter in parameters.items():
+                if parameter is not None:
+                    meta = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+                    module._parameters[name] = nn.Parameter(meta)
+            with torch.no_grad():
+                initialise_module(chunk.lm, path)
+                for name, buffer in buffers.items():
+                    made = module._buffers[name]
+                    assert buffer is not None
+                    assert made is not None
+                    buffer.copy_(made)
+        finally:
+            module._parameters.update(parameters)
+            module._buffers.update(buffers)

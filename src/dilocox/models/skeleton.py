@@ -1,0 +1,171 @@
+"""The whole model on the meta device, and the names by which it is taken apart.
+
+A skeleton costs no memory for weights, whatever the model's size. Cutting, counting, fresh
+initialisation and name translation all start from it.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from dilocox.errors import ModelError
+from dilocox.models.architecture import one_line
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the parts of a model type are.
+
+    `body` is the path of the module that runs the layers. The other names are its children:
+    `entry` modules work before the first layer and `exit` modules after the last one, each
+    taking one tensor. `positions` is a learned position embedding that the body adds to its
+    input by itself. `head` is the path of the output projection.
+    """
+
+    body: str
+    embedding: str
+    entry: tuple[str, ...]
+    positions: str | None
+    layers: str
+    exit: tuple[str, ...]
+    head: str
+
+    @property
+    def layer_prefix(self) -> str:
+        """Start of the names of everything inside the layers, up to the layer number."""
+        return f"{self.body}.{self.layers}."
+
+
+def build_skeleton(
+    hf_config: PretrainedConfig,
+    *,
+    attention: str = "eager",
+    dtype: torch.dtype = torch.float32,
+    device: str = "meta",
+) -> nn.Module:
+    """The whole causal LM, with a copy of `hf_config` as its configuration.
+
+    On the meta device, unless `device` says otherwise. `attention` matters only to a model that
+    runs; every type has "eager". Raises `ModelError` where transformers cannot build it.
+    """
+    from transformers import AutoModelForCausalLM
+
+    config = copy.deepcopy(hf_config)
+    config.use_cache = False
+    try:
+        with torch.device(device):
+            model = AutoModelForCausalLM.from_config(
+                config, attn_implementation=attention, dtype=dtype
+            )
+    except Exception as error:  # modelling code may raise anything at values it cannot use
+        mend = "check the values of its configuration"
+        if attention != "eager":
+            mend += ', or set model.attention = "eager"'
+        raise ModelError(
+            f'model type "{hf_config.model_type}" cannot be built with attention "{attention}" '
+            f"({one_line(error)}); {mend}"
+        ) from None
+    return model
+
+
+def find_layout(model: nn.Module) -> Layout:
+    """The layout of a whole model (see `build_skeleton`).
+
+    Raises `ModelError` if a parameter lies outside the parts that a cut knows, or belongs to two
+    layers: no chunk could own it alone.
+    """
+    config: Any = model.config
+    head = _name_of(model, model.get_output_embeddings())  # type: ignore[operator]
+    if config.model_type == "opt":
+        # No plan in transformers: learned positions and the two projections are its own.
+        layout = Layout(
+            body="model.decoder",
+            embedding="embed_tokens",
+            entry=("project_in",),
+            positions="embed_positions",
+            layers="layers",
+            exit=("final_layer_norm", "project_out"),
+            head=head,
+        )
+    else:
+        plan = dict(config.base_model_pp_plan)
+        names = list(plan)
+        if "layers" not in plan or names.index("layers") == 0:
+            raise ModelError(
+                f'model type "{config.model_type}": its pipeline plan ({", ".join(names)}) is not '
+                "embedding, layers, norm; it cannot be cut"
+            )
+        at = names.index("layers")
+        layout = Layout(
+            body=str(model.base_model_prefix),
+            embedding=names[0],
+            entry=tuple(names[1:at]),
+            positions=None,
+            layers="layers",
+            exit=tuple(names[at + 1 :]),
+            head=head,
+        )
+    _check_owned(model, layout)
+    return layout
+
+
+def tied_pair(hf_config: PretrainedConfig) -> tuple[str, str] | None:
+    """(owner, copy) of tied embeddings as full names: embedding and head; none if not tied."""
+    return tied_names(build_skeleton(hf_config))
+
+
+def tied_names(model: nn.Module) -> tuple[str, str] | None:
+    """`tied_pair` of a whole model. Raises `ModelError` if other parameters are tied, too."""
+    tied: dict[str, str] = dict(model.all_tied_weights_keys)  # type: ignore[arg-type]
+    if not tied:
+        return None
+    layout = find_layout(model)
+    expected = {f"{layout.head}.weight": f"{layout.body}.{layout.embedding}.weight"}
+    if tied != expected:
+        raise ModelError(
+            f"the model ties {', '.join(sorted(tied))}; only a head tied to the embedding can be "
+            "cut: use an untied model"
+        )
+    ((head, embedding),) = tied.items()
+    return embedding, head
+
+
+def count_parameters(hf_config: PretrainedConfig) -> int:
+    """Parameters of the model; tied ones count once."""
+    return sum(parameter.numel() for parameter in build_skeleton(hf_config).parameters())
+
+
+def _name_of(model: nn.Module, wanted: nn.Module) -> str:
+    for name, module in model.named_modules():
+        if module is wanted:
+            return name
+    raise ModelError(f"{type(model).__name__} has no output projection; it cannot be trained")
+
+
+def _check_owned(model: nn.Module, layout: Layout) -> None:
+    parts = (layout.embedding, layout.positions, layout.layers, *layout.entry, *layout.exit)
+    prefixes = [f"{layout.body}.{part}." for part in parts if part is not None]
+    prefixes.append(f"{layout.head}.")
+    state = model.state_dict(keep_vars=True)
+    layer_of: dict[int, str] = {}
+    for name, tensor in state.items():
+        if not any(name.startswith(prefix) for prefix in prefixes):
+            raise ModelError(
+                f'model type "{model.config.model_type}": {name} is outside embedding, layers, '  # type: ignore[union-attr]
+                "norm and head, so no stage would own it; use another model type"
+            )
+        if name.startswith(layout.layer_prefix):
+            number = name[len(layout.layer_prefix) :].partition(".")[0]
+            if layer_of.setdefault(id(tensor), number) != number:
+                raise ModelError(
+                    f"{name} is shared between layers {layer_of[id(tensor)]} and {number}; "
+                    "such a model cannot be cut: use another model type"
+                )

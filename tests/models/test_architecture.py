@@ -1,0 +1,84 @@
+"""Configurations are read as given, and what cannot be trained is refused in one line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dilocox.config import ModelSection
+from dilocox.errors import ModelError
+from dilocox.models import load_model_config
+from tests.models.architectures import ARCHITECTURES, small_config
+
+
+def _refusal(vocabulary: int | None = 96, **architecture: Any) -> str:
+    with pytest.raises(ModelError) as caught:
+        load_model_config(ModelSection(architecture=architecture), vocabulary)
+    text = str(caught.value)
+    assert "\n" not in text
+    return text
+
+
+def test_inline_architecture_takes_the_tokenizers_vocabulary() -> None:
+    config = small_config("qwen3")
+    assert config.model_type == "qwen3"
+    assert config.vocab_size == 96
+    assert config.hidden_size == 32
+    assert config.use_cache is False
+    assert config.pad_token_id is None
+    assert small_config("opt").pad_token_id is None
+    assert small_config("opt", eos_token_id=5, vocab_size=128).eos_token_id == 5
+    assert small_config("opt", vocab_size=128).vocab_size == 128
+
+
+def test_configuration_of_a_folder(tmp_path: Path) -> None:
+    small_config("llama", vocab_size=100).save_pretrained(tmp_path)
+    section = ModelSection(path=str(tmp_path))
+    config = load_model_config(section, 100)
+    assert config.vocab_size == 100
+    assert config.use_cache is False
+    with pytest.raises(ModelError, match=r"101 tokens.*vocabulary 100.*own tokenizer"):
+        load_model_config(section, 101)
+
+
+def test_unknown_names_come_with_the_nearest_valid_one() -> None:
+    assert 'did you mean "qwen3"' in _refusal(model_type="qwen33")
+    text = _refusal(model_type="llama", hiden_size=64)
+    assert "model.architecture.hiden_size" in text
+    assert 'did you mean "hidden_size"' in text
+
+
+def test_known_legacy_keys_and_aliases_are_taken() -> None:
+    config = small_config("llama", rope_theta=5000.0)
+    assert config.rope_parameters["rope_theta"] == 5000.0
+
+
+def test_what_is_no_causal_lm_with_a_pipeline_plan_is_refused() -> None:
+    assert "no pipeline plan" in _refusal(model_type="gpt2")
+    assert "no pipeline plan" in _refusal(model_type="bert")
+    assert "not a causal language model" in _refusal(model_type="t5")
+    assert "not a causal language model" in _refusal(model_type="vit", vocabulary=None)
+    assert "more than a text model" in _refusal(model_type="gemma3", vocabulary=None)
+
+
+def test_wrong_values_are_refused_with_the_types_own_reason() -> None:
+    assert "hidden_size" in _refusal(model_type="llama", hidden_size="large")
+    assert "tokenizer has 96" in _refusal(**{**ARCHITECTURES["llama"], "vocab_size": 95})
+
+
+def test_quantised_weights_are_refused(tmp_path: Path) -> None:
+    small_config("llama").save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    keys = json.loads(file.read_text())
+    keys["quantization_config"] = {"quant_method": "gptq", "bits": 4}
+    file.write_text(json.dumps(keys))
+    with pytest.raises(ModelError, match="quantised"):
+        load_model_config(ModelSection(path=str(tmp_path)), None)
+
+
+def test_missing_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="no usable configuration"):
+        load_model_config(ModelSection(path=str(tmp_path / "absent")), None)

@@ -1,0 +1,188 @@
+"""Weights out: stage files become a folder that transformers loads, equal to the bit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from dilocox.config import ModelSection
+from dilocox.errors import CheckpointError
+from dilocox.models import (
+    ModelChunk,
+    finish_model_folder,
+    load_model_config,
+    open_weights,
+    stage_file_name,
+    write_stage_file,
+)
+from tests.models.architectures import (
+    StateSource,
+    cut_model,
+    reference_model,
+    small_config,
+    token_ids,
+)
+
+
+def _whole_tensors(chunk: ModelChunk) -> dict[str, torch.Tensor]:
+    state = chunk.state_dict()
+    return {full: state[local] for local, full in chunk.full_names().items()}
+
+
+def _write(folder: Path, config: Any, chunks: list[ModelChunk]) -> None:
+    for chunk in chunks:
+        name = stage_file_name(chunk.spec.index, chunk.spec.count)
+        write_stage_file(folder / name, _whole_tensors(chunk), config)
+
+
+def _tokenizer(folder: Path) -> Path:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {word: i for i, word in enumerate(["<|end|>", "<|unk|>", "a", "b", "c"])}
+    inner = Tokenizer(models.WordLevel(vocabulary, unk_token="<|unk|>"))
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(
+        tokenizer_object=inner, eos_token="<|end|>", unk_token="<|unk|>"
+    ).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize(
+    "name", ["qwen3", "gemma3_text", "gpt_neox", "opt", "opt-projected", "qwen3_moe", "phi3"]
+)
+def test_round_trip_is_equal_to_the_bit(name: str, tied: bool, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    config = small_config(name, tie_word_embeddings=tied)
+    model = reference_model(config, seed=7)
+    source, target = tmp_path / "in", tmp_path / "out"
+    model.save_pretrained(source)  # type: ignore[operator]
+    path = ModelSection(path=str(source))
+    config = load_model_config(path, 96)
+    _write(target, config, cut_model(config, 3, open_weights(path, config, 0)))
+    finish_model_folder(target, config, _tokenizer(tmp_path / "tokenizer"))
+
+    loaded, report = AutoModelForCausalLM.from_pretrained(target, output_loading_info=True)
+    assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    expected = model.state_dict()
+    state = loaded.state_dict()
+    assert state.keys() == expected.keys()
+    for full, value in state.items():
+        assert value.dtype == torch.float32
+        assert torch.equal(value, expected[full]), full
+    ids = token_ids()
+    with torch.no_grad():
+        assert torch.equal(loaded.eval()(input_ids=ids).logits, model(input_ids=ids).logits)
+    assert loaded.config.use_cache is True
+    assert loaded.config.eos_token_id == 0
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    assert tokenizer("a c b")["input_ids"] == [2, 4, 3]
+    out = loaded.generate(ids[:1, :4], max_new_tokens=3, do_sample=False)
+    assert out.shape[1] > 4
+
+    # The same names and the same split of tensors as save_pretrained writes.
+    assert _stored(target) == _stored(source)
+    files = {p.name for p in target.glob("*.safetensors")}
+    assert files == {stage_file_name(i, 3) for i in range(3)}
+    assert not [p for p in target.iterdir() if p.name.startswith(".")]
+
+
+def _stored(folder: Path) -> set[str]:
+    names: set[str] = set()
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, framework="pt") as opened:
+            assert opened.metadata()["format"] == "pt"
+            names |= set(opened.keys())
+    return names
+
+
+def test_index_counts_what_is_stored(tmp_path: Path) -> None:
+    config = small_config("qwen3", tie_word_embeddings=True)
+    model = reference_model(config)
+    _write(tmp_path, config, cut_model(config, 2, StateSource(model)))
+    finish_model_folder(tmp_path, config, None)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    total = sum(p.numel() for p in model.parameters())
+    assert index["metadata"] == {"total_size": 4 * total, "total_parameters": total}
+    assert "lm_head.weight" not in index["weight_map"]
+    assert set(index["weight_map"].values()) == {stage_file_name(i, 2) for i in range(2)}
+
+
+def test_dtype_of_the_files_is_the_dtype_that_is_loaded(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    config = small_config("qwen3")
+    (chunk,) = cut_model(config, 1, StateSource(reference_model(config)))
+    tensors = {full: t.bfloat16() for full, t in _whole_tensors(chunk).items()}
+    write_stage_file(tmp_path / stage_file_name(0, 1), tensors, config)
+    finish_model_folder(tmp_path, config, None)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert loaded.dtype == torch.bfloat16
+    for full, value in loaded.state_dict().items():
+        if full in tensors:
+            assert torch.equal(value, tensors[full])
+
+
+def test_generation_settings_of_the_source_are_kept(tmp_path: Path) -> None:
+    source, target = tmp_path / "in", tmp_path / "out"
+    model = reference_model(small_config("llama"))
+    model.generation_config.top_k = 7  # type: ignore[union-attr]
+    model.generation_config.do_sample = True  # type: ignore[union-attr]
+    model.save_pretrained(source)  # type: ignore[operator]
+    path = ModelSection(path=str(source))
+    config = load_model_config(path, None)
+    _write(target, config, cut_model(config, 1, open_weights(path, config, 0)))
+    finish_model_folder(target, config, None)
+    assert json.loads((target / "generation_config.json").read_text())["top_k"] == 7
+
+
+def test_an_incomplete_folder_is_refused_and_not_loadable(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    config = small_config("llama", tie_word_embeddings=False)
+    first, last = cut_model(config, 2, StateSource(reference_model(config)))
+    with pytest.raises(CheckpointError, match="no stage files"):
+        finish_model_folder(tmp_path, config, None)
+    _write(tmp_path, config, [first])
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight and \d+ more is in no stage file"):
+        finish_model_folder(tmp_path, config, None)
+    assert [p.name for p in tmp_path.iterdir()] == [stage_file_name(0, 2)]
+    with pytest.raises(OSError, match="no file named"):
+        AutoModelForCausalLM.from_pretrained(tmp_path, config=config)
+    _write(tmp_path, config, [last])
+    finish_model_folder(tmp_path, config, None)
+    AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+def test_doubled_and_foreign_tensors_are_refused(tmp_path: Path) -> None:
+    config = small_config("llama", tie_word_embeddings=False)
+    chunks = cut_model(config, 2, StateSource(reference_model(config)))
+    _write(tmp_path, config, chunks)
+    extra = tmp_path / stage_file_name(0, 3)
+    write_stage_file(extra, {"model.norm.weight": torch.ones(32)}, config)
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight is in both"):
+        finish_model_folder(tmp_path, config, None)
+    write_stage_file(extra, {"model.layers.9.foreign": torch.ones(2)}, config)
+    with pytest.raises(CheckpointError, match=r"model\.layers\.9\.foreign.*does not belong"):
+        finish_model_folder(tmp_path, config, None)
+    extra.unlink()
+    finish_model_folder(tmp_path, config, None)
+
+
+def test_a_stage_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+    config = small_config("llama")
+    path = tmp_path / stage_file_name(0, 1)
+    write_stage_file(path, {"model.norm.weight": torch.ones(32)}, config)
+    before = path.read_bytes()
+    blocked = tmp_path / f".{path.name}.part"
+    blocked.mkdir()
+    with pytest.raises((CheckpointError, OSError)):
+        write_stage_file(path, {"model.norm.weight": torch.zeros(32)}, config)
+    assert path.read_bytes() == before
