@@ -10,7 +10,7 @@ import hashlib
 import torch
 from torch import Tensor
 
-from dilocox.compression.codec import CODECS
+from dilocox.compression.registry import CODECS
 
 
 def patterns(n: int) -> Tensor:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dilocox.compression.base import BLOCK, Codec, first_non_finite, require_finite
-from dilocox.compression.codec import CODECS, codec
+from dilocox.compression.registry import CODECS, codec
 from dilocox.errors import ConfigError, ExchangeError
 from tests.compression.patterns import digests, patterns
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dilocox.compression.base import BLOCK
-from dilocox.compression.codec import CODECS, codec
 from dilocox.compression.frame import HEADER_BYTES, frame_bytes, pack_frame, unpack_frame
+from dilocox.compression.registry import CODECS, codec
 from dilocox.errors import ExchangeError
 
 N = 2 * BLOCK

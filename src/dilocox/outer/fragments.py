@@ -1,0 +1,165 @@
+"""Fragments: which tensors are exchanged together, and how they lie in one flat buffer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dilocox.compression import BLOCK
+from dilocox.errors import ConfigError, ExchangeError
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where each of one fragment's tensors lies in a flat fp32 buffer.
+
+    Every tensor starts at a multiple of 128 values, so that no quantisation block mixes two
+    tensors; what lies between them is zero and stays so. A tensor may have no elements (FSDP
+    shards are uneven), and so may the whole fragment.
+    """
+
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    offsets: tuple[int, ...]
+    length: int
+    """Values in the buffer; a multiple of 128."""
+
+    @classmethod
+    def of(cls, shapes: Mapping[str, Sequence[int]]) -> Layout:
+        """The layout of tensors with these (local) shapes, in this order."""
+        offsets = []
+        length = 0
+        for shape in shapes.values():
+            offsets.append(length)
+            length += -(-math.prod(shape) // BLOCK) * BLOCK
+        plain = tuple(tuple(int(size) for size in shape) for shape in shapes.values())
+        return cls(tuple(shapes), plain, tuple(offsets), length)
+
+    def views(self, flat: Tensor) -> dict[str, Tensor]:
+        """Each tensor as a view of `flat` [length], in its own shape."""
+        if flat.shape != (self.length,):
+            raise ExchangeError(f"layout of {self.length} values got {list(flat.shape)}")
+        return {
+            name: flat[offset : offset + math.prod(shape)].view(shape)
+            for name, shape, offset in zip(self.names, self.shapes, self.offsets, strict=True)
+        }
+
+    def pack(
+        self,
+        tensors: Mapping[str, Tensor],
+        out: Tensor | None = None,
+        device: torch.device | None = None,
+    ) -> Tensor:
+        """Copy `tensors` (fp32, any device) into a flat fp32 [length] tensor.
+
+        It is `out`, whose gaps must be zero already, or a new one on `device` (default CPU).
+        Raises `ExchangeError` for a tensor that is missing or has another shape or dtype.
+        """
+        flat = torch.zeros(self.length, device=device) if out is None else out
+        views = self.views(flat)
+        self._check(tensors)
+        for name, view in views.items():
+            view.copy_(tensors[name].detach())
+        return flat
+
+    def unpack(self, flat: Tensor, tensors: Mapping[str, Tensor]) -> None:
+        """Copy `flat` [length] into `tensors` in place. Raises `ExchangeError` as `pack` does."""
+        self._check(tensors)
+        with torch.no_grad():
+            for name, view in self.views(flat).items():
+                tensors[name].copy_(view)
+
+    def locate(self, position: int) -> str:
+        """`name[index]` of the value at `position` of the buffer, for messages."""
+        for name, shape, offset in zip(self.names, self.shapes, self.offsets, strict=True):
+            if offset <= position < offset + math.prod(shape):
+                return f"{name}[{position - offset}]"
+        return f"padding[{position}]"
+
+    def _check(self, tensors: Mapping[str, Tensor]) -> None:
+        for name, shape in zip(self.names, self.shapes, strict=True):
+            tensor = tensors.get(name)
+            if tensor is None:
+                raise ExchangeError(f"{name}: belongs to this fragment but was not given")
+            if tensor.shape != shape or tensor.dtype != torch.float32:
+                raise ExchangeError(
+                    f"{name}: expected fp32 {list(shape)}, got {tensor.dtype} {list(tensor.shape)}"
+                )
+
+
+def layer_number(name: str) -> int | None:
+    """The first whole number among the dotted parts of a parameter's name, or None."""
+    return next((int(part) for part in name.split(".") if part.isdecimal()), None)
+
+
+def split_fragments(
+    sizes: Mapping[str, int],
+    fragments: int,
+    layer_of: Callable[[str], int | None] = layer_number,
+) -> list[list[str]]:
+    """Names in `fragments` contiguous groups, as equal in size as whole layers allow.
+
+    `sizes` are numbers of elements of the whole (unsharded) tensors in model order, so that all
+    shards of a stage split alike. A layer stays together; tensors without a layer number that
+    follow one another (embedding; final norm and head) count as a layer of their own, alone in
+    a fragment only where that is the better balance. If there are fewer layers than fragments,
+    layers are divided between their tensors. Raises `ConfigError` if there are fewer tensors, too.
+    """
+    units: list[list[str]] = []
+    last: int | None = None
+    for name in sizes:
+        layer = layer_of(name)
+        if not units or layer != last:
+            units.append([])
+        units[-1].append(name)
+        last = layer
+    if len(units) < fragments:
+        units = [[name] for name in sizes]
+    if not 1 <= fragments <= len(units):
+        raise ConfigError(
+            f"outer.fragments: a stage of {len(units)} tensors cannot be split into {fragments}; "
+            "lower outer.fragments or site.stages"
+        )
+    weights = [sum(sizes[name] for name in unit) for unit in units]
+    ends = _partition(weights, fragments)
+    starts = [0, *ends[:-1]]
+    return [
+        [name for unit in units[start:end] for name in unit]
+        for start, end in zip(starts, ends, strict=True)
+    ]
+
+
+def _partition(weights: Sequence[int], parts: int) -> list[int]:
+    """Ends of `parts` non-empty runs of `weights` with the least sum of squared run weights.
+
+    Whole numbers and a fixed order of comparison: every rank finds the same answer.
+    """
+    count = len(weights)
+    before = [0]
+    for weight in weights:
+        before.append(before[-1] + weight)
+    # best[end]: least cost of weights[:end] in the runs so far; choice: where the last run starts.
+    best: list[int | None] = [0] + [None] * count
+    choices: list[list[int]] = []
+    for part in range(1, parts + 1):
+        costs: list[int | None] = [None] * (count + 1)
+        choice = [0] * (count + 1)
+        for end in range(part, count + 1):
+            for start in range(part - 1, end):
+                cost = best[start]
+                if cost is None:
+                    continue
+                cost += (before[end] - before[start]) ** 2
+                known = costs[end]
+                if known is None or cost < known:
+                    costs[end], choice[end] = cost, start
+        best = costs
+        choices.append(choice)
+    ends = [count]
+    for choice in reversed(choices[1:]):
+        ends.append(choice[ends[-1]])
+    return ends[::-1]

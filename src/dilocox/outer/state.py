@@ -1,0 +1,228 @@
+"""The outer state of one fragment at one rank: anchor, momentum, residual, reference.
+
+A fragment's reference is the point from which displacements count. At a boundary it becomes the
+live parameters x; when a landing makes x jump, it jumps along. So at any time
+
+    reference − x = −(sum of the inner optimizer's displacements since the last boundary) = δ,
+
+whatever jumps lay between. (ALGORITHM.md §1, §2.)
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from dilocox.compression import first_non_finite
+from dilocox.errors import CheckpointError, ExchangeError, TrainingError
+from dilocox.outer.fragments import Layout
+from dilocox.outer.optimizer import nesterov_step
+from dilocox.outer.overlap import Rule, local_view
+
+
+class FragmentState:
+    """Flat fp32 buffers of one fragment, all [layout.length] on `device`.
+
+    `live` arguments are this rank's parameters by full name (fp32, any device, a superset of
+    the layout's names); copies between devices are explicit and complete on return. Order per
+    round: `boundary`, then `committed` when the contribution set is known, then `land`. With a
+    delay of a round, the next boundary follows the landing at the same slot end.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        live: Mapping[str, Tensor],
+        *,
+        error_feedback: bool,
+        eager: bool = False,
+        device: torch.device | None = None,
+    ) -> None:
+        """Start with the anchor at `live`, no momentum, no residual.
+
+        `eager`: keep the last pseudo-gradient, which overlap `eager` needs (4 more bytes per
+        parameter).
+        """
+        self.layout = layout
+        self.anchor = layout.pack(live, device=device)
+        """θ."""
+        self.momentum = torch.zeros_like(self.anchor)
+        """m of the outer optimizer."""
+        self.reference = self.anchor.clone()
+        self.residual = torch.zeros_like(self.anchor) if error_feedback else None
+        """e; none without error feedback."""
+        self.previous = torch.zeros_like(self.anchor) if eager else None
+        """δ of the last boundary; none unless `eager`."""
+        self.non_finite: str | None = None
+        """`name[index]` of a non-finite value that the last `boundary` met, or None."""
+
+    def boundary(
+        self, live: Mapping[str, Tensor], weight: float, decay: float
+    ) -> tuple[Tensor, bool]:
+        """The contribution u = w·δ + β·e, flat fp32 [length], and whether it is finite.
+
+        The residual moves into u and comes back with `committed`: it is never in two
+        contributions, even if the next boundary comes before this one's commit.
+
+        Where u is not finite, δ is given up: the fragment's `live` parameters go back to the
+        anchor, u is the residual alone, False is returned and `non_finite` names the value. This
+        u is not to be contributed; `committed(u, None)` then leaves the residual as it was.
+        """
+        now = self.layout.pack(live, device=self.anchor.device)
+        delta = self.reference.sub_(now)
+        self.reference = now
+        u = delta.mul(weight)
+        if self.residual is not None:
+            u.add_(self.residual.mul(decay))
+        position = first_non_finite(u)
+        if position is not None:
+            self.non_finite = self.layout.locate(position)
+            u = torch.zeros_like(u) if self.residual is None else self.residual.clone()
+            delta.zero_()
+            self.layout.unpack(self.anchor, live)
+            self.reference.copy_(self.anchor)
+        else:
+            self.non_finite = None
+        if self.residual is not None:
+            self.residual.zero_()
+        if self.previous is not None:
+            self.previous = delta
+        return u, position is None
+
+    def committed(
+        self, u: Tensor, sent: Tensor | None, second_error: tuple[int, Tensor] | None = None
+    ) -> None:
+        """The contribution set is fixed: keep what compression has withheld of u.
+
+        `sent` is what the others saw of this site, None if it was left out (then all of u stays
+        here). `second_error`: start and values of (Σw)·ε of the chunk that this site averaged in
+        exchange `reduce`. Without error feedback there is nothing to keep.
+        """
+        if self.residual is None:
+            return
+        if sent is not None:
+            self.residual.add_(u.to(self.residual.device) - sent.to(self.residual.device))
+        else:
+            self.residual.add_(u.to(self.residual.device))
+        if second_error is not None:
+            start, values = second_error
+            self.residual[start : start + values.numel()].add_(values.to(self.residual.device))
+
+    def land(self, live: Mapping[str, Tensor], average: Tensor | None, rule: Rule) -> None:
+        """Outer step on the anchor, then the overlap rule's jump of `live` and reference.
+
+        `average` is Δ, flat fp32 [length]; None for an empty contribution set, which leaves anchor
+        and momentum as they are. Raises `TrainingError`, with nothing changed, if Δ is not finite
+        (finite contributions can overflow together): all sites see the same Δ and end alike.
+        """
+        if average is not None:
+            self._check_average(average)
+        displacement = self.layout.pack(live, device=self.anchor.device).sub_(self.reference)
+        if average is not None:
+            landed = average.to(self.anchor.device)
+            nesterov_step(self.anchor, self.momentum, landed, rule.learning_rate, rule.momentum)
+        view = local_view(rule, self.anchor, displacement, self.previous)
+        self.layout.unpack(view, live)
+        self.reference = view.sub_(displacement)
+
+    def _check_average(self, average: Tensor) -> None:
+        if average.shape != self.anchor.shape or average.dtype != torch.float32:
+            raise ExchangeError(
+                f"an average of {average.dtype} {list(average.shape)} cannot land on a fragment of "
+                f"{self.layout.length} fp32 values"
+            )
+        position = first_non_finite(average)
+        if position is not None:
+            raise TrainingError(
+                f"the averaged pseudo-gradient of {self.layout.locate(position)} is "
+                f"{float(average[position])}; go on from the last checkpoint with a lower "
+                "inner.learning_rate"
+            )
+
+    def reset_to_anchor(self, live: Mapping[str, Tensor], keep_residual: bool = True) -> None:
+        """Go on from the anchor: what was trained since the last boundary is given up.
+
+        After non-finite values the residual stays (it is finite); one who enters a run has none.
+        """
+        self.layout.unpack(self.anchor, live)
+        self.reference.copy_(self.anchor)
+        if self.residual is not None and not keep_residual:
+            self.residual.zero_()
+
+    def adopt(self, live: Mapping[str, Tensor], anchor: Tensor, momentum: Tensor) -> None:
+        """Enter a run: take a peer's anchor and momentum, and go on from there without residual.
+
+        Raises `ExchangeError` if they are not flat fp32 [length].
+        """
+        _copy_all(
+            {"anchor": self.anchor, "momentum": self.momentum},
+            {"anchor": anchor, "momentum": momentum},
+            ExchangeError,
+        )
+        if self.previous is not None:
+            self.previous.zero_()
+        self.reset_to_anchor(live, keep_residual=False)
+
+    def take_anchor_from(self, live: Mapping[str, Tensor]) -> None:
+        """Make the anchor what `live` is: method `allreduce`, whose sites never differ."""
+        self.layout.pack(live, out=self.anchor)
+        self.reference.copy_(self.anchor)
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """Everything to go on from, by name (not copies). What is in flight is the caller's."""
+        found = {
+            "anchor": self.anchor,
+            "momentum": self.momentum,
+            "reference": self.reference,
+            "residual": self.residual,
+            "previous": self.previous,
+        }
+        return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take over what `state_tensors` gave. Raises `CheckpointError` if it does not fit."""
+        _copy_all(self.state_tensors(), tensors, CheckpointError)
+
+    def digest(self) -> str:
+        """SHA-256 of anchor and momentum, hex: equal at all sites after every landing."""
+        views = {
+            f"{kind}/{name}": view
+            for kind, flat in (("anchor", self.anchor), ("momentum", self.momentum))
+            for name, view in self.layout.views(flat).items()
+        }
+        return tensors_digest(views)
+
+
+def tensors_digest(tensors: Mapping[str, Tensor]) -> str:
+    """SHA-256, hex, over each tensor's name, dtype, shape and little-endian bytes, by name."""
+    total = hashlib.sha256()
+    for name in sorted(tensors):
+        tensor = tensors[name].detach().cpu().contiguous()
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        total.update(f"{name}\0{dtype}\0{list(tensor.shape)}\0".encode())
+        total.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return total.hexdigest()
+
+
+def _copy_all(
+    into: Mapping[str, Tensor],
+    given: Mapping[str, Tensor],
+    error: type[CheckpointError] | type[ExchangeError],
+) -> None:
+    """Copy tensors of equal names, shapes and dtypes; nothing is changed if one does not fit."""
+    if into.keys() != given.keys():
+        raise error(
+            f"fragment state holds {', '.join(sorted(given))}, expected {', '.join(sorted(into))}; "
+            "overlap or error feedback differ from the run that wrote it"
+        )
+    for name, tensor in into.items():
+        if given[name].shape != tensor.shape or given[name].dtype != tensor.dtype:
+            raise error(
+                f"fragment state {name}: expected {tensor.dtype} {list(tensor.shape)}, got "
+                f"{given[name].dtype} {list(given[name].shape)}"
+            )
+    for name, tensor in into.items():
+        tensor.copy_(given[name])
