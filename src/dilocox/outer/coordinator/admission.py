@@ -1,0 +1,60 @@
+"""Who may join: every reason why a site is refused, with its mend."""
+
+from __future__ import annotations
+
+import hmac
+
+from dilocox.outer.coordinator.messages import EnrolRequest
+from dilocox.outer.coordinator.refusals import Refused
+from dilocox.outer.coordinator.state import CoordinatorState
+from dilocox.version import __version__
+
+
+def check_admission(state: CoordinatorState, token: str, request: EnrolRequest) -> None:
+    """Raise `Refused` unless the request is one of a site of this run. Nothing about the run is
+    told to a caller without the token."""
+    if not hmac.compare_digest(request.token.encode(), token.encode()):
+        raise Refused("join", "token: not this run's; copy the join line again")
+    site = request.site
+    if request.site not in state.sites:
+        known = ", ".join(state.sites)
+        raise Refused("join", f"site {site}: not in the run file; use one of: {known}")
+    if not hmac.compare_digest(request.run_digest, state.digest):
+        raise Refused(
+            "join",
+            f"site {site}: its run file differs from this run's; use the same file and the same "
+            "--set options everywhere",
+        )
+    if state.over or state.phase == "stopping":
+        raise Refused("join", f"site {site}: the run is {state.phase}; resume it to go on")
+    wanted = (state.config.site.stages, state.config.site.shards)
+    if (request.stages, request.shards) != wanted:
+        raise Refused(
+            "join",
+            f"site {site}: {request.stages} stages x {request.shards} shards, but this run has "
+            f"{wanted[0]} x {wanted[1]} at every site; start it so",
+        )
+    theirs = request.versions.model_dump()
+    for name, version in {**(state.versions or {}), "dilocox": __version__}.items():
+        if _comparable(name, theirs[name]) != _comparable(name, version):
+            raise Refused(
+                "join",
+                f"site {site}: {name} {theirs[name]}, but this run has {version}; install the same "
+                "version at every site",
+            )
+    private = state.config.sites[site].data is not None
+    if private or request.data_digest is None or state.data_digest is None:
+        return
+    if request.data_digest != state.data_digest:
+        raise Refused(
+            "join",
+            f"site {site}: its token files differ from the first site's; copy the data folder from "
+            "there, or prepare it from the same source",
+        )
+
+
+def _comparable(name: str, version: str) -> str:
+    """What of a version has to be equal: torch without +cpu or +cu126, python major.minor."""
+    if name == "python":
+        return ".".join(version.split(".")[:2])
+    return version.split("+")[0] if name == "torch" else version

@@ -1,0 +1,466 @@
+"""The coordinator without its network: requests in, events logged, replies out.
+
+`Coordinator` owns the state, the log, the keys and the clock. Every method that a site calls takes
+the caller that its certificate names, and raises `Refused` with one line.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from dilocox.config import RunConfig
+from dilocox.errors import JoinError, TrainingError
+from dilocox.outer.coordinator import events as e
+from dilocox.outer.coordinator import messages as m
+from dilocox.outer.coordinator import views
+from dilocox.outer.coordinator.admission import check_admission
+from dilocox.outer.coordinator.decisions import decide, plan_round, writers
+from dilocox.outer.coordinator.exchanges import Exchange
+from dilocox.outer.coordinator.identity import Authority
+from dilocox.outer.coordinator.liveness import LEASE_LEAST, Liveness
+from dilocox.outer.coordinator.log import EventLog
+from dilocox.outer.coordinator.refusals import Caller, Refused
+from dilocox.outer.coordinator.resume import resume_point
+from dilocox.outer.coordinator.state import CoordinatorState
+from dilocox.outer.coordinator.store import Store
+from dilocox.outer.coordinator.timeouts import Timeouts
+
+Report = Callable[[str, int, str, dict[str, Any]], None]
+"""(site, round, kind, metrics)."""
+_TOPICS: dict[type[e.Event], tuple[str, ...]] = {
+    e.Started: ("plan",),
+    e.Activated: ("plan", "exchange"),
+    e.Gone: ("plan", "exchange", "store"),
+    e.Planned: ("plan",),
+    e.RoundDone: ("plan",),
+    e.Ended: ("plan", "exchange", "store"),
+}
+_log = logging.getLogger(__name__)
+
+
+class Coordinator:
+    """The control plane of one run, on the log in `folder`."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        folder: str | Path,
+        *,
+        wait_for: int | None = None,
+        on_report: Report | None = None,
+        now: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        """Begin a run, or go on with the one whose log and keys are in `folder`.
+
+        `wait_for`: sites that the run begins with (default: all of the run file). `now` is a
+        monotonic clock for liveness, `wall` stamps events. Raises `TrainingError`.
+        """
+        folder = Path(folder)
+        self.config, self.timeouts = config, Timeouts.derive(config.network)
+        self.wait_for = len(config.sites) if wait_for is None else wait_for
+        if not config.outer.min_sites <= self.wait_for <= len(config.sites):
+            raise TrainingError(
+                f"wait_for {self.wait_for}: give a number of sites from outer.min_sites = "
+                f"{config.outer.min_sites} to the {len(config.sites)} of the run file"
+            )
+        self._now, self._wall, self._on_report = now, wall, on_report
+        self.on_change: Callable[[str], None] = lambda topic: None
+        """Called with a topic when something that callers wait for may have happened."""
+        self.state = CoordinatorState(config)
+        self.store = Store(self.state, self._store)
+        self.log = EventLog(folder)
+        try:
+            self.authority = Authority(folder, _hosts(config))
+            self._open()
+        except BaseException:
+            self.log.close()
+            raise
+
+    def _open(self) -> None:
+        for event in self.log.events():
+            self.state.apply(event)
+        self.liveness = Liveness(self.timeouts)
+        digest = self.config.digest()
+        if self.state.digest and self.state.digest != digest:
+            raise TrainingError(
+                f"{self.log.path}: belongs to a run with another run file; give this run a folder "
+                "of its own, or use the run file in that folder"
+            )
+        if not self.state.digest:
+            self.record(e.Created(self._wall(), digest, self.config.run.name))
+        for name in self.state.live:
+            beaten = self.state.sites[name].role != "enrolled"
+            self._expect(name, self.timeouts.reconnect if beaten else self.timeouts.first_beat)
+        self._follow(None)
+
+    def resume(self, tick: int | None = None) -> e.Resumed:
+        """Go on from the checkpoint at `tick` (none: the latest complete one), with sites that
+        enrol again. What is in the log after it stays there and is superseded. Raises
+        `CheckpointError`."""
+        event = resume_point(self.config, self.log.events(), self._wall(), tick)
+        for site in self.state.sites:
+            self.liveness.forget(site)
+        self.record(event)
+        return event
+
+    def close(self) -> None:
+        """Let go of the log."""
+        self.log.close()
+
+    def record(self, event: e.Event, key: str | None = None) -> None:
+        """Log and apply an event and all that follows from it. `key`: the only exchange that the
+        event can have decided."""
+        self._apply(event)
+        self._follow(key)
+
+    def _apply(self, event: e.Event) -> None:
+        sequence, epoch = self.state.sequence, self.state.epoch
+        self.log.append(event)
+        self.state.apply(event)
+        if isinstance(event, e.Gone):
+            self.liveness.forget(event.site)
+        if isinstance(event, e.Decided | e.Retried):
+            self.on_change(f"key/{event.key}")
+        for topic in _TOPICS.get(type(event), ()):
+            self.on_change(topic)
+        if self.state.sequence != sequence:
+            self.on_change("status")
+        if self.state.epoch != epoch:
+            self.store.forget_old_epochs()
+            self.on_change("store")
+
+    def _follow(self, key: str | None) -> None:
+        while (event := decide(self.state, self.wait_for, self._wall(), key)) is not None:
+            if not isinstance(event, e.Decided | e.Retried):
+                key = None
+            self._apply(event)
+
+    def _expect(self, site: str, limit: float) -> None:
+        now = self._now()
+        for rank in self.state.ranks:
+            if rank not in self.state.sites[site].finished:
+                self.liveness.expect((site, *rank), now, limit)
+
+    def _store(self, key: str, value: str | None) -> None:
+        self.record(e.Stored(self._wall(), key, value))
+
+    def expire(self) -> None:
+        """Take sites whose ranks no longer beat for dead. To be called every `timeouts.beat`."""
+        if self.state.over:
+            return
+        for site, reason in self.liveness.overdue(self._now()).items():
+            if site in self.state.live:
+                incarnation = self.state.sites[site].incarnation
+                self.record(e.Gone(self._wall(), site, incarnation, reason, True))
+
+    # --- who may speak ----------------------------------------------------------------------
+
+    def check(self, caller: Caller, rank: m.Rank) -> None:
+        """Raise `Refused` unless `caller` may speak for `rank` now."""
+        if rank.site != caller.site or caller.operator:
+            raise Refused(
+                "refused", f"site {rank.site}: this certificate speaks for {caller.site} only"
+            )
+        if (rank.stage, rank.shard) not in self.state.ranks:
+            site = self.config.site
+            raise Refused(
+                "refused", f"{rank}: a site has {site.stages} stages x {site.shards} shards"
+            )
+        state = self.state.sites.get(rank.site)
+        if state is None or state.incarnation != caller.incarnation:
+            raise Refused(
+                "gone",
+                f"site {rank.site}: incarnation {caller.incarnation} was replaced by a newer one; "
+                "stop this process",
+            )
+        if state.role in ("gone", "absent"):
+            raise Refused("gone", f"site {rank.site}: gone ({state.reason}); join the run again")
+
+    def check_site(self, caller: Caller) -> None:
+        """Raise `Refused` unless `caller` is the operator or the present incarnation of a site."""
+        if not caller.operator:
+            self.check(caller, m.Rank(site=caller.site, stage=0, shard=0))
+
+    def _check_running(self) -> None:
+        if self.state.phase in ("stopped", "failed"):
+            raise Refused("refused", f"run {self.state.phase}: {self.state.reason}")
+        if not self.state.running:
+            raise Refused("conflict", f"the run is {self.state.phase}: nothing to exchange")
+
+    # --- membership -------------------------------------------------------------------------
+
+    def enrol(self, request: m.EnrolRequest) -> m.EnrolReply:
+        """Admit a site, or say why not."""
+        check_admission(self.state, str(self.authority.token), request)
+        state = self.state.sites[request.site]
+        digest = hashlib.sha256(request.csr.encode()).hexdigest()
+        if state.role not in ("absent", "gone"):
+            # The same request again: its answer was lost on the way.
+            if state.request != digest:
+                raise Refused(
+                    "join",
+                    f"site {request.site}: taken, it is {state.role} already; use another name, or "
+                    f"wait {self.timeouts.heartbeat:g} s if its processes have died",
+                )
+            return self._admission(request.site)
+        incarnation = state.incarnation + 1
+        try:
+            certificate = self.authority.sign(request.csr, request.site, incarnation)
+        except JoinError as error:
+            raise Refused("join", str(error)) from None
+        versions = request.versions.model_dump()
+        event = e.Enrolled(
+            self._wall(), request.site, incarnation, digest, certificate, versions,
+            request.data_digest,
+        )  # fmt: skip
+        self._expect(request.site, self.timeouts.first_beat)
+        self.record(event)
+        return self._admission(request.site)
+
+    def _admission(self, site: str) -> m.EnrolReply:
+        state = self.state.sites[site]
+        return m.EnrolReply(
+            incarnation=state.incarnation,
+            certificate=state.certificate,
+            authority=self.authority.pem,
+            run_toml=self.config.to_toml(),
+            epoch=views.epoch(self.state),
+        )
+
+    def ready(self, request: m.ReadyRequest) -> m.Done:
+        """A rank of an entering site holds the full state."""
+        rank = request.rank
+        state = self.state.sites[rank.site]
+        if state.role == "enrolled":
+            raise Refused("conflict", f"{rank}: ready before the run has let its site enter")
+        if state.role == "entering" and (rank.stage, rank.shard) not in state.ready:
+            self.record(e.Ready(self._wall(), rank.site, rank.stage, rank.shard))
+        return m.Done()
+
+    def beat(self, request: m.BeatRequest) -> m.BeatReply:
+        """A rank is alive."""
+        rank, state = request.rank, self.state
+        if request.tick > state.lease and state.running:
+            raise Refused(
+                "conflict",
+                f"{rank}: reports slot {request.tick} beyond its lease {state.lease}",
+            )
+        site = state.sites[rank.site]
+        key = (rank.site, rank.stage, rank.shard)
+        if site.role != "finished" and key[1:] not in site.finished:
+            self.liveness.beat(key, self._now(), request.tick, request.slot_seconds)
+        if site.role == "enrolled" and (state.running or state.phase == "starting"):
+            donor = state.donor_for(rank.site) or state.founder
+            if donor is not None and self.liveness.all_beaten(rank.site):
+                self.record(e.Entered(self._wall(), rank.site, donor))
+        if state.phase == "running":
+            lease = self.liveness.lease(state.lease, state.with_role("active"))
+            if lease > state.lease:
+                self.record(e.Leased(self._wall(), lease))
+        return views.beat_reply(state, rank.site)
+
+    def leave(self, request: m.LeaveRequest) -> m.Done:
+        """A site goes at once."""
+        site = self.state.sites[request.rank.site]
+        if site.role != "finished" and not self.state.over:
+            self.record(
+                e.Gone(self._wall(), site.name, site.incarnation, request.reason, request.failed)
+            )
+        return m.Done()
+
+    def stop(self, request: m.StopRequest) -> m.StopReply:
+        """End the run at the highest slot that anyone may have been allowed to reach."""
+        state = self.state
+        if state.phase in ("enrolling", "starting"):
+            self.record(e.Ended(self._wall(), "stopped", request.reason))
+        elif state.phase == "running":
+            tick = max(state.lease, state.first_tick + LEASE_LEAST)
+            self.record(e.Stopping(self._wall(), tick, request.reason))
+        return m.StopReply(stop_tick=state.lease if state.stop_tick is None else state.stop_tick)
+
+    def fail(self, request: m.FailRequest) -> m.Done:
+        """The run cannot go on."""
+        if not self.state.over:
+            reason = f"{request.rank}: {request.reason}"
+            self.record(e.Ended(self._wall(), "failed", reason))
+        return m.Done()
+
+    def finish(self, request: m.FinishRequest) -> m.Done:
+        """A rank is done."""
+        rank = request.rank
+        site = self.state.sites[rank.site]
+        if site.role == "active" and (rank.stage, rank.shard) not in site.finished:
+            self.liveness.forget(rank.site, (rank.stage, rank.shard))
+            self.record(
+                e.Finished(self._wall(), rank.site, rank.stage, rank.shard, request.complete)
+            )
+        elif site.role in ("enrolled", "entering") and not self.state.over:
+            reason = "finished before it had entered"
+            self.record(e.Gone(self._wall(), site.name, site.incarnation, reason, False))
+        return m.Done()
+
+    # --- plans ------------------------------------------------------------------------------
+
+    def plan(self, round_: int, caller: Caller) -> m.PlanReply:
+        """The plan of a round, made now if an active site asks for it and it may be made."""
+        state = self.state
+        if round_ in state.plans:
+            return m.PlanReply(plan=state.plans[round_], waiting_for="")
+        if state.over:
+            raise Refused("refused", f"run {state.phase}: {state.reason}")
+        if round_ > self.config.outer.rounds or round_ < state.first_round:
+            raise Refused(
+                "conflict",
+                f"round {round_}: this run plans rounds {state.first_round} to "
+                f"{self.config.outer.rounds}, the last for the flush",
+            )
+        planned = plan_round(state, round_, self._wall())
+        site = state.sites.get(caller.site)
+        if isinstance(planned, e.Planned) and site is not None and site.role == "active":
+            self.record(planned)
+            return m.PlanReply(plan=state.plans[round_], waiting_for="")
+        waiting = planned if isinstance(planned, str) else "an active site to ask for it"
+        return m.PlanReply(plan=None, waiting_for=waiting)
+
+    def round_done(self, request: m.RoundDoneRequest) -> m.Done:
+        """A rank is through with a round."""
+        rank, round_ = request.rank, request.round
+        site = self.state.sites[rank.site]
+        if round_ < site.rounds_done:
+            return m.Done()
+        if not self.state.takes_part(rank.site, round_):
+            raise Refused("conflict", f"{rank}: round {round_} was not planned for it")
+        if (rank.stage, rank.shard) not in site.done.get(round_, ()):
+            self.record(e.RoundDone(self._wall(), rank.site, rank.stage, rank.shard, round_))
+        return m.Done()
+
+    # --- exchange ---------------------------------------------------------------------------
+
+    def begin(self, request: m.BeginRequest) -> m.BeginReply:
+        """Pin an exchange to the present epoch, or say what it is pinned to."""
+        self._check_running()
+        key = m.ExchangeKey.parse(request.key)
+        if key.stage != request.rank.stage:
+            raise Refused("conflict", f"{request.rank}: begins an exchange of stage {key.stage}")
+        exchange = self.state.exchanges.get(request.key)
+        if exchange is None:
+            if key.round not in self.state.plans or not self._fresh(key.round):
+                raise Refused(
+                    "conflict", f"exchange {request.key}: round {key.round} is not in progress"
+                )
+            if not self.state.takes_part(request.rank.site, key.round):
+                raise Refused(
+                    "conflict",
+                    f"exchange {request.key}: not begun yet, and {request.rank} does not vote on "
+                    "it; ask again",
+                )
+            self.record(e.Pinned(self._wall(), request.key), request.key)
+            exchange = self.state.exchanges[request.key]
+        return views.begin_reply(self.state, exchange)
+
+    def _fresh(self, round_: int) -> bool:
+        """No decision of this round has been forgotten yet."""
+        return round_ >= self.state.next_round - 1 - views.REMEMBERED
+
+    def vote(self, request: m.VoteRequest) -> m.VoteReply:
+        """Count a vote or a broken attempt, and say what is decided."""
+        self._check_running()
+        exchange = self._exchange(request)
+        rank = request.rank
+        voter = (rank.site, rank.stage, rank.shard)
+        if exchange.decision is None and not request.observer:
+            if voter not in self.state.voters(exchange):
+                raise Refused("conflict", f"{rank}: does not vote on exchange {request.key}")
+            if request.broken:
+                self._broke(request, exchange)
+            elif request.attempt == exchange.attempt:
+                self._count(request, exchange)
+        return self.verdict(request)
+
+    def _broke(self, request: m.VoteRequest, exchange: Exchange) -> None:
+        rank = request.rank
+        if (rank.site, rank.stage, rank.shard) in exchange.broken.get(request.attempt, {}):
+            return
+        event = e.Broke(
+            self._wall(), rank.site, rank.stage, rank.shard, request.key, request.attempt,
+            list(request.failed),
+        )  # fmt: skip
+        self.record(event, request.key)
+
+    def _count(self, request: m.VoteRequest, exchange: Exchange) -> None:
+        rank = request.rank
+        voter = (rank.site, rank.stage, rank.shard)
+        if voter in (exchange.votes if request.phase == "held" else exchange.done):
+            return
+        if request.phase == "done" and exchange.averaging is None:
+            raise Refused("conflict", f"{rank}: done with {request.key} before its set was fixed")
+        event = e.Voted(
+            self._wall(), rank.site, rank.stage, rank.shard, request.key, request.attempt,
+            request.phase, list(request.held), request.contributes,
+            request.digests.get(rank.site),
+        )  # fmt: skip
+        self.record(event, request.key)
+
+    def _exchange(self, request: m.VoteRequest) -> Exchange:
+        exchange = self.state.exchanges.get(request.key)
+        if exchange is None or exchange.stage != request.rank.stage:
+            raise Refused("conflict", f"exchange {request.key}: not begun by this stage; begin it")
+        if not 1 <= request.attempt <= exchange.attempt:
+            raise Refused(
+                "conflict", f"exchange {request.key}: there is no attempt {request.attempt} yet"
+            )
+        return exchange
+
+    def verdict(self, request: m.VoteRequest) -> m.VoteReply:
+        """What is decided for a vote that was counted."""
+        self._check_running()
+        return views.vote_reply(self.state, self._exchange(request), request)
+
+    # --- checkpoints and reports ------------------------------------------------------------
+
+    def checkpoint(self, request: m.CheckpointRequest) -> m.Done:
+        """A rank's part of a checkpoint is on disk."""
+        rank, state = request.rank, self.state
+        known = state.checkpoints.get(request.tick)
+        if known is not None and (known.round, known.slot) != (request.round, request.slot):
+            raise Refused(
+                "conflict",
+                f"checkpoint at slot {request.tick}: {rank} places it in round {request.round} "
+                f"slot {request.slot}, others in round {known.round} slot {known.slot}",
+            )
+        if rank.site not in writers(state, request.round):
+            raise Refused("conflict", f"{rank}: writes no checkpoint in round {request.round}")
+        if known is None or (rank.site, rank.stage, rank.shard) not in known.written:
+            event = e.Wrote(
+                self._wall(), rank.site, rank.stage, rank.shard, request.tick, request.round,
+                request.slot, dict(request.digests),
+            )  # fmt: skip
+            self.record(event)
+        return m.Done()
+
+    def report(self, request: m.ReportRequest) -> m.Done:
+        """Metrics of a round; the same round and kind twice counts once."""
+        site = self.state.sites[request.rank.site]
+        latest = site.metrics.get(request.kind)
+        if latest is None or request.round > latest["round"]:
+            self.record(
+                e.Reported(self._wall(), site.name, request.round, request.kind, request.metrics)
+            )
+            if self._on_report is not None:
+                try:
+                    self._on_report(site.name, request.round, request.kind, dict(request.metrics))
+                except Exception:
+                    # A full disk of the metrics writer must not take the control plane down.
+                    _log.exception("metrics of %s round %d not written", site.name, request.round)
+        return m.Done()
+
+
+def _hosts(config: RunConfig) -> list[str]:
+    hosts = [config.network.host, config.network.advertise, "localhost", "127.0.0.1"]
+    return list(dict.fromkeys(host for host in hosts if host))

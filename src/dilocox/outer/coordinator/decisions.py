@@ -1,0 +1,152 @@
+"""What follows from a state: pure functions from `CoordinatorState` to the next event."""
+
+from __future__ import annotations
+
+from dilocox.outer.coordinator import events as e
+from dilocox.outer.coordinator.exchanges import Exchange, RankKey
+from dilocox.outer.coordinator.plans import AHEAD, make_plan
+from dilocox.outer.coordinator.state import CoordinatorState
+
+
+def decide(
+    state: CoordinatorState, wait_for: int, time: float, key: str | None = None
+) -> e.Event | None:
+    """The next event that follows by itself, or none.
+
+    To be called until it returns none, after every event; `key` limits the search among the
+    exchanges to the one that was touched. `wait_for`: sites that the run begins with; `time` only
+    stamps the event.
+    """
+    if state.over:
+        return None
+    begun = _begin(state, wait_for, time)
+    if begun is not None:
+        return begun
+    if state.running and len(state.with_role("active")) >= state.config.outer.min_sites:
+        for text in [key] if key in state.undecided else [] if key else state.undecided:
+            decided = _decide_exchange(state, state.exchanges[str(text)], time)
+            if decided is not None:
+                return decided
+    if key is not None:
+        return None
+    return _checkpoint(state, time) or _end(state, time)
+
+
+def _begin(state: CoordinatorState, wait_for: int, time: float) -> e.Event | None:
+    if state.phase == "enrolling":
+        enrolled = state.with_role("enrolled")
+        if len(enrolled) >= wait_for:
+            return e.Started(time, enrolled, enrolled[0])
+        return None
+    ready = [
+        name
+        for name in state.with_role("entering")
+        if len(state.sites[name].ready) == state.config.site.ranks
+    ]
+    if state.phase == "starting":
+        starters = state.starters
+        if len(starters) < state.config.outer.min_sites or not starters:
+            return None
+        if not all(name in ready for name in starters):
+            return None
+    if ready and (state.phase == "starting" or state.running):
+        return e.Activated(time, {name: _first_round(state, name) for name in ready})
+    return None
+
+
+def _first_round(state: CoordinatorState, name: str) -> int:
+    """The first round without a plan; after a resume, the recorded one that names the site."""
+    plan = state.plans.get(state.first_round)
+    if state.phase == "starting" and plan is not None and name in plan.members:
+        return state.first_round
+    return state.next_round
+
+
+def plan_round(state: CoordinatorState, round_: int, time: float) -> e.Planned | str:
+    """The plan of `round_` if it may be made now, or what it waits for."""
+    active = state.with_role("active")
+    if not state.running:
+        entering = [name for name in state.starters if state.sites[name].role == "entering"]
+        return f"the start ({', '.join(entering) or state.phase})"
+    if round_ != state.next_round:
+        return f"the plan of round {state.next_round}"
+    if len(active) < max(1, state.config.outer.min_sites):
+        return f"min_sites = {state.config.outer.min_sites} (active now: {len(active)})"
+    slow = [name for name in active if state.sites[name].rounds_done + AHEAD < round_]
+    if slow:
+        return f"the end of round {round_ - AHEAD - 1} at {', '.join(slow)}"
+    before = state.plans.get(round_ - 1)
+    first_tick = before.first_tick + before.slots if before else round_ * state.config.outer.slots
+    plan = make_plan(state.config, round_, first_tick, active, state.ledger)
+    return e.Planned(time, plan.model_dump(mode="json"))
+
+
+def _decide_exchange(state: CoordinatorState, exchange: Exchange, time: float) -> e.Event | None:
+    voters = state.voters(exchange)
+    if not voters:
+        return None
+    if exchange.broken:
+        sites = list(dict.fromkeys(site for site, _, _ in voters))
+        drop = exchange.site_to_drop(sites)
+        if drop is not None:
+            return e.Gone(time, drop, state.sites[drop].incarnation, "unreachable", True)
+        if exchange.exhausted:
+            return e.Ended(
+                time,
+                "failed",
+                f"exchange {exchange.key}: broken {len(exchange.broken)} times and no site named; "
+                "see the ranks' logs",
+            )
+        if exchange.attempt in exchange.broken:
+            return e.Retried(time, exchange.key)
+    if exchange.waiting_for(voters):
+        return None
+    if exchange.averaging is not None:
+        return e.Decided(time, exchange.key, exchange.attempt, "commit", exchange.averaging)
+    chosen = exchange.contribution_set(voters, list(state.sites))
+    decision = "average" if state.config.outer.exchange == "reduce" else "commit"
+    return e.Decided(time, exchange.key, exchange.attempt, decision, chosen)
+
+
+def writers(state: CoordinatorState, round_: int) -> list[str]:
+    """Sites whose ranks all write a checkpoint that lies in `round_`."""
+    sites = state.with_role("active", "finished")
+    if round_ not in state.plans:
+        return sites
+    return [
+        name
+        for name in sites
+        if name in state.plans[round_].members and state.sites[name].active_from <= round_
+    ]
+
+
+def _checkpoint(state: CoordinatorState, time: float) -> e.Event | None:
+    for tick, checkpoint in state.checkpoints.items():
+        if checkpoint.sites is not None:
+            continue
+        sites = writers(state, checkpoint.round)
+        expected: list[RankKey] = [(site, *rank) for site in sites for rank in state.ranks]
+        if expected and all(rank in checkpoint.written for rank in expected):
+            return e.Kept(time, tick, sites)
+    return None
+
+
+def _end(state: CoordinatorState, time: float) -> e.Event | None:
+    if state.phase == "enrolling":
+        return None
+    finished = state.with_role("finished")
+    if state.with_role("active"):
+        return None
+    if finished:
+        complete = all(state.sites[name].complete for name in finished)
+        return e.Ended(
+            time, "finished" if complete else "stopped", "" if complete else state.reason
+        )
+    gone = [f"{name}: {state.sites[name].reason}" for name in state.with_role("gone")]
+    if not state.live:
+        return e.Ended(time, "failed", f"all sites are gone ({'; '.join(gone)})"[:500])
+    if state.running:
+        return e.Ended(
+            time, "failed", f"no active site is left to enter from ({'; '.join(gone)})"[:500]
+        )
+    return None

@@ -1,0 +1,237 @@
+"""Everything that can happen to a run, as facts. The log of these is the state.
+
+An event is a frozen dataclass of JSON values. Inputs (a vote, a report) and decisions that follow
+from them (a plan, a contribution set) are events alike, so that replay never decides anything.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any, ClassVar
+
+
+@dataclass(frozen=True)
+class Event:
+    """Base of all events. `time`: Unix seconds, for people only; no decision reads it."""
+
+    kinds: ClassVar[dict[str, type[Event]]] = {}
+    time: float
+
+    def __init_subclass__(cls) -> None:
+        Event.kinds[cls.__name__] = cls
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields, by name. Inverse: `decode`."""
+        return asdict(self)
+
+    @staticmethod
+    def decode(kind: str, data: dict[str, Any]) -> Event:
+        """The event of class `kind`. Raises KeyError or TypeError for what no version wrote."""
+        return Event.kinds[kind](**data)
+
+
+@dataclass(frozen=True)
+class OfRank(Event):
+    """Base of what one rank did."""
+
+    site: str
+    stage: int
+    shard: int
+
+
+@dataclass(frozen=True)
+class Created(Event):
+    """The log begins. `digest` is the run file's."""
+
+    digest: str
+    run: str
+
+
+@dataclass(frozen=True)
+class Enrolled(Event):
+    """A site was admitted. `request` is the SHA-256 of its signing request."""
+
+    site: str
+    incarnation: int
+    request: str
+    certificate: str
+    versions: dict[str, str]
+    data_digest: str | None
+
+
+@dataclass(frozen=True)
+class Started(Event):
+    """Enough sites are there: all of them enter."""
+
+    sites: list[str]
+    founder: str
+
+
+@dataclass(frozen=True)
+class Entered(Event):
+    """A site that came later begins to fetch state."""
+
+    site: str
+    donor: str
+
+
+@dataclass(frozen=True)
+class Ready(OfRank):
+    """A rank of an entering site holds the full state."""
+
+
+@dataclass(frozen=True)
+class Activated(Event):
+    """Sites contribute and vote from these rounds on, by site."""
+
+    rounds: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Gone(Event):
+    """A site has left, or is taken for dead. `failed`: not on purpose."""
+
+    site: str
+    incarnation: int
+    reason: str
+    failed: bool
+
+
+@dataclass(frozen=True)
+class Planned(Event):
+    """A round was planned; `plan` is a `RoundPlan` as JSON."""
+
+    plan: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class RoundDone(OfRank):
+    """A rank is through with a round."""
+
+    round: int
+
+
+@dataclass(frozen=True)
+class Pinned(Event):
+    """An exchange begins in the current epoch."""
+
+    key: str
+
+
+@dataclass(frozen=True)
+class Voted(OfRank):
+    """A rank's vote in an attempt of an exchange. `digest`: of its own payload, if given."""
+
+    key: str
+    attempt: int
+    phase: str
+    held: list[str]
+    contributes: bool
+    digest: str | None
+
+
+@dataclass(frozen=True)
+class Broke(OfRank):
+    """A rank could not complete an attempt; `failed` names sites whose link broke."""
+
+    key: str
+    attempt: int
+    failed: list[str]
+
+
+@dataclass(frozen=True)
+class Retried(Event):
+    """The attempt is over and another begins, in a group formed afresh."""
+
+    key: str
+
+
+@dataclass(frozen=True)
+class Decided(Event):
+    """The contribution set of an exchange: final if `decision` is "commit"; "average" fixes it for
+    this attempt only."""
+
+    key: str
+    attempt: int
+    decision: str
+    set: list[str]
+
+
+@dataclass(frozen=True)
+class Leased(Event):
+    """Slots may be finished up to `tick`."""
+
+    tick: int
+
+
+@dataclass(frozen=True)
+class Stopping(Event):
+    """The run ends at `tick`, to be resumed."""
+
+    tick: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Wrote(OfRank):
+    """A rank's part of a checkpoint is on disk."""
+
+    tick: int
+    round: int
+    slot: int
+    digests: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Kept(Event):
+    """The checkpoint at `tick` is complete for `sites`."""
+
+    tick: int
+    sites: list[str]
+
+
+@dataclass(frozen=True)
+class Reported(Event):
+    """Metrics of a site's round."""
+
+    site: str
+    round: int
+    kind: str
+    metrics: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Finished(OfRank):
+    """A rank is done."""
+
+    complete: bool
+
+
+@dataclass(frozen=True)
+class Ended(Event):
+    """The run is over: `phase` is finished, stopped or failed."""
+
+    phase: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Stored(Event):
+    """A lasting key of the key-value store; value none: deleted."""
+
+    key: str
+    value: str | None
+
+
+@dataclass(frozen=True)
+class Resumed(Event):
+    """The run goes on from a checkpoint: what the log says after it is superseded.
+
+    `plans` (those of rounds up to `round`) and `ledger` are in force again, as recorded.
+    """
+
+    tick: int
+    round: int
+    slot: int
+    plans: list[dict[str, Any]] = field(default_factory=list)
+    ledger: dict[str, Any] = field(default_factory=dict)

@@ -1,0 +1,95 @@
+"""Contribution sets: one exchange of one stage, its attempts and its votes, without I/O."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+RankKey = tuple[str, int, int]
+"""(site, stage, shard)."""
+Member = tuple[str, int]
+"""(site, incarnation)."""
+MAX_BROKEN = 4
+"""So many broken attempts of one exchange, and the site with the worst links has to go."""
+
+
+@dataclass
+class Vote:
+    """What a rank holds whole, and whether its own contribution may be counted."""
+
+    held: list[str]
+    contributes: bool
+
+
+@dataclass
+class Exchange:
+    """State of one key. `members` are the sites of the epoch that it is pinned to."""
+
+    key: str
+    round: int
+    stage: int
+    epoch: int
+    members: list[Member]
+    attempt: int = 1
+    votes: dict[RankKey, Vote] = field(default_factory=dict)
+    done: set[RankKey] = field(default_factory=set)
+    averaging: list[str] | None = None
+    """`reduce`: the set that this attempt averages over."""
+    decision: list[str] | None = None
+    """The contribution set, once and for all."""
+    broken: dict[int, dict[RankKey, list[str]]] = field(default_factory=dict)
+    """By attempt: who could not complete it, and whose links that rank names."""
+
+    def repin(self, epoch: int, members: list[Member]) -> None:
+        """A new attempt in another epoch: all votes are void."""
+        self.epoch, self.members = epoch, list(members)
+        self.attempt += 1
+        self.votes, self.done, self.averaging = {}, set(), None
+
+    def waiting_for(self, voters: Sequence[RankKey]) -> list[RankKey]:
+        """Voters without a vote in the present phase."""
+        there = self.votes.keys() if self.averaging is None else self.done
+        return [voter for voter in voters if voter not in there]
+
+    def contribution_set(self, voters: Sequence[RankKey], order: Sequence[str]) -> list[str]:
+        """Sites that every voter holds whole and all of whose own ranks let count, in `order`."""
+        sites = {site for site, _, _ in voters}
+        for voter in voters:
+            vote = self.votes[voter]
+            sites &= set(vote.held)
+            if not vote.contributes:
+                sites.discard(voter[0])
+        return [site for site in order if site in sites]
+
+    def site_to_drop(self, sites: Sequence[str]) -> str | None:
+        """A site of the voting `sites` (run file order) that the others cannot reach.
+
+        One that all others, two or more, name in two attempts goes at once. After `MAX_BROKEN`
+        broken attempts the most often named goes, of equals the last in the run file: with two
+        sites each names the other, and one of them has to go on.
+        """
+        unreached: Counter[str] = Counter()
+        named: Counter[str] = Counter()
+        for reports in self.broken.values():
+            by_site: dict[str, set[str]] = {}
+            for (site, _, _), failed in reports.items():
+                by_site.setdefault(site, set()).update(name for name in failed if name != site)
+            for site in sites:
+                others = [other for other in sites if other != site]
+                naming = [other for other in others if site in by_site.get(other, set())]
+                named[site] += len(naming)
+                if len(others) >= 2 and len(naming) == len(others):
+                    unreached[site] += 1
+        for site in sites:
+            if unreached[site] >= 2:
+                return site
+        if len(self.broken) < MAX_BROKEN or not named.total():
+            return None
+        worst = max(named.values())
+        return [site for site in sites if named[site] == worst][-1]
+
+    @property
+    def exhausted(self) -> bool:
+        """Broken too often, with nobody to blame."""
+        return len(self.broken) >= MAX_BROKEN

@@ -1,0 +1,147 @@
+"""The ledger of token ranges: each sequence number is given out once, unless it was given back."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+Range = tuple[int, int]
+"""(start, count)."""
+
+
+@dataclass
+class Entry:
+    """One range that one site was given for one round."""
+
+    site: str
+    incarnation: int
+    round: int
+    space: str
+    start: int
+    count: int
+    state: str = "issued"
+    """issued, committed or returned."""
+
+
+@dataclass
+class Ledger:
+    """Who has which numbers. `next`: first number never issued, per space; `pool`: returned and
+    not yet issued again, per space, sorted and merged."""
+
+    entries: list[Entry] = field(default_factory=list)
+    next: dict[str, int] = field(default_factory=dict)
+    pool: dict[str, list[Range]] = field(default_factory=dict)
+    until: int | None = None
+    """Later rounds are not recorded: for a ledger as it was at a checkpoint."""
+    _open: dict[tuple[str, int], list[Entry]] = field(
+        default_factory=dict, compare=False, repr=False
+    )
+
+    def __post_init__(self) -> None:
+        for entry in self.entries:
+            if entry.state == "issued":
+                self._open.setdefault((entry.site, entry.incarnation), []).append(entry)
+
+    def allocate(self, space: str, needed: int, offset: int, spare: list[Range]) -> list[Range]:
+        """Ranges of `needed` numbers, out of `spare` (which is shortened) and then the counter
+        advanced by `offset`. Changes nothing else."""
+        ranges: list[Range] = []
+        while needed and spare:
+            start, count = spare.pop(0)
+            if count > needed:
+                spare.insert(0, (start + needed, count - needed))
+                count = needed
+            ranges.append((start, count))
+            needed -= count
+        if needed:
+            ranges.append((self.next.get(space, 0) + offset, needed))
+        return ranges
+
+    def issue(
+        self, site: str, incarnation: int, round_: int, space: str, ranges: list[Range]
+    ) -> None:
+        """Record ranges that `allocate` proposed. Raises ValueError if one is not free."""
+        if self.until is not None and round_ > self.until:
+            return
+        for start, count in ranges:
+            if start == self.next.get(space, 0):
+                self.next[space] = start + count
+            else:
+                self._take(space, start, count)
+            entry = Entry(site, incarnation, round_, space, start, count)
+            self.entries.append(entry)
+            self._open.setdefault((site, incarnation), []).append(entry)
+
+    def commit(self, site: str, incarnation: int, round_: int) -> None:
+        """The round's ranges of a site are trained on."""
+        left = []
+        for entry in self._open.get((site, incarnation), []):
+            if entry.round == round_:
+                entry.state = "committed"
+            else:
+                left.append(entry)
+        self._open[site, incarnation] = left
+
+    def give_back(self, site: str, incarnation: int) -> None:
+        """All ranges that a site has not committed go back."""
+        for entry in self._open.pop((site, incarnation), []):
+            entry.state = "returned"
+            self._put(entry.space, entry.start, entry.count)
+
+    def adopt(self, site: str, incarnation: int) -> None:
+        """A site that resumed goes on with the ranges of its earlier incarnation."""
+        entries = [
+            entry for key in list(self._open) if key[0] == site for entry in self._open.pop(key)
+        ]
+        for entry in entries:
+            entry.incarnation = incarnation
+        self._open[site, incarnation] = entries
+
+    @property
+    def holders(self) -> list[tuple[str, int]]:
+        """(site, incarnation) of those with ranges that are neither committed nor returned."""
+        return [key for key, entries in self._open.items() if entries]
+
+    def settle(self, round_: int, sites: list[str]) -> None:
+        """A checkpoint of `sites` within `round_` contains what they did in earlier rounds."""
+        for site, incarnation in self.holders:
+            if site in sites:
+                for earlier in {entry.round for entry in self._open[site, incarnation]}:
+                    if earlier < round_:
+                        self.commit(site, incarnation, earlier)
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it. Inverse: `from_json`."""
+        return {
+            "entries": [asdict(entry) for entry in self.entries],
+            "next": dict(self.next),
+            "pool": {space: [list(item) for item in items] for space, items in self.pool.items()},
+        }
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any], until: int | None = None) -> Ledger:
+        """Inverse of `to_json`."""
+        return cls(
+            [Entry(**entry) for entry in data["entries"]],
+            dict(data["next"]),
+            {space: [(a, b) for a, b in ranges] for space, ranges in data["pool"].items()},
+            until,
+        )
+
+    def _take(self, space: str, start: int, count: int) -> None:
+        pool = self.pool.get(space, [])
+        for index, (first, length) in enumerate(pool):
+            if first <= start and start + count <= first + length:
+                rest = [(first, start - first), (start + count, first + length - start - count)]
+                pool[index : index + 1] = [part for part in rest if part[1]]
+                return
+        raise ValueError(f"range {start}+{count} of {space} is not free")
+
+    def _put(self, space: str, start: int, count: int) -> None:
+        merged: list[Range] = []
+        for first, length in sorted([*self.pool.get(space, []), (start, count)]):
+            if merged and merged[-1][0] + merged[-1][1] == first:
+                merged[-1] = (merged[-1][0], merged[-1][1] + length)
+            else:
+                merged.append((first, length))
+        self.pool[space] = merged

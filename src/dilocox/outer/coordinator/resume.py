@@ -1,0 +1,59 @@
+"""Going on from a checkpoint: what of the log is in force again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from dilocox.config import RunConfig
+from dilocox.errors import CheckpointError
+from dilocox.outer.coordinator import events as e
+from dilocox.outer.coordinator.state import REMEMBERED, CoordinatorState
+
+
+def resume_point(
+    config: RunConfig, log: Iterable[e.Event], time: float, tick: int | None = None
+) -> e.Resumed:
+    """The event that rolls the run of `log` back to the checkpoint at `tick` (none: the latest).
+
+    Plans of rounds up to the checkpoint's are kept as recorded; later ones are superseded, and the
+    ledger is as it was when the checkpoint was complete, without them. Raises `CheckpointError`.
+    """
+    events = list(log)
+    state = _fold(CoordinatorState(config), events)
+    complete = [at for at, item in state.checkpoints.items() if item.sites is not None]
+    if tick is None and complete:
+        tick = max(complete)
+    if tick is None or tick not in complete:
+        there = ", ".join(map(str, sorted(complete))) or "none"
+        wanted = "" if tick is None else f" at slot {tick}"
+        raise CheckpointError(
+            f"run {config.run.name}: no complete checkpoint{wanted} (there are: {there}); "
+            "choose one of these, or start anew in another folder"
+        )
+    end = max(
+        index
+        for index, event in enumerate(events)
+        if isinstance(event, e.Kept) and event.tick == tick
+    )
+    checkpoint = state.checkpoints[tick]
+    rolled = CoordinatorState(config)
+    rolled.ledger.until = checkpoint.round
+    _fold(rolled, events[: end + 1])
+    rolled.ledger.settle(checkpoint.round, checkpoint.sites or [])
+    # Exchanges reach back a round or two; older plans are only of interest to who reads the log.
+    recent = range(checkpoint.round - REMEMBERED, checkpoint.round + 1)
+    plans = [rolled.plans[round_] for round_ in recent if round_ in rolled.plans]
+    return e.Resumed(
+        time,
+        tick,
+        checkpoint.round,
+        checkpoint.slot,
+        [plan.model_dump(mode="json") for plan in plans],
+        rolled.ledger.to_json(),
+    )
+
+
+def _fold(state: CoordinatorState, events: list[e.Event]) -> CoordinatorState:
+    for event in events:
+        state.apply(event)
+    return state

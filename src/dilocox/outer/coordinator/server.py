@@ -1,0 +1,304 @@
+"""The coordinator's HTTPS server: certificates, bounds, long polls; no decisions."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ssl
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from aiohttp import web
+from pydantic import ValidationError
+
+from dilocox.errors import TrainingError
+from dilocox.outer.coordinator import messages as m
+from dilocox.outer.coordinator import views
+from dilocox.outer.coordinator.core import Coordinator
+from dilocox.outer.coordinator.refusals import Caller, Refused
+
+_STATUS = {"malformed": 400, "refused": 403, "join": 403, "gone": 410, "conflict": 409}
+Model = TypeVar("Model", bound=m.Message)
+Answer = TypeVar("Answer", bound=m.Message)
+
+
+class Waiters:
+    """Requests that wait for something to change, by topic."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[str, set[asyncio.Future[None]]] = {}
+
+    def wake(self, topic: str) -> None:
+        """Let everyone look again who waits for `topic`."""
+        for future in self._waiting.get(topic, ()):
+            if not future.done():
+                future.set_result(None)
+
+    def wake_all(self) -> None:
+        """Let everyone look again."""
+        for topic in self._waiting:
+            self.wake(topic)
+
+    async def poll(
+        self,
+        topics: tuple[str, ...],
+        seconds: float,
+        look: Callable[[], Answer],
+        enough: Callable[[Answer], bool],
+    ) -> Answer:
+        """`look()` until the answer is `enough` or `seconds` are over; the last answer."""
+        loop = asyncio.get_running_loop()
+        end = loop.time() + seconds
+        answer = look()
+        while not enough(answer) and (left := end - loop.time()) > 0:
+            future: asyncio.Future[None] = loop.create_future()
+            for topic in topics:
+                self._waiting.setdefault(topic, set()).add(future)
+            try:
+                await asyncio.wait((future,), timeout=left)
+            finally:
+                for topic in topics:
+                    self._waiting[topic].discard(future)
+                    if not self._waiting[topic]:
+                        del self._waiting[topic]
+            answer = look()
+        return answer
+
+
+class CoordinatorServer:
+    """Serves one `Coordinator` on one address."""
+
+    def __init__(self, coordinator: Coordinator) -> None:
+        self.coordinator = coordinator
+        self._waiters = Waiters()
+        self._runner: web.AppRunner | None = None
+        self._watch: asyncio.Task[None] | None = None
+        self.over = asyncio.Event()
+        """Set when the run has ended."""
+
+    async def start(self, host: str, port: int) -> int:
+        """Listen; the port. Raises `TrainingError` in one line if that cannot be."""
+        self.coordinator.on_change = self._changed
+        app = web.Application(client_max_size=m.MAX_BODY, middlewares=[_refusals])
+        app.add_routes(self._routes())
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+        await self._runner.setup()
+        try:
+            site = web.TCPSite(self._runner, host, port, ssl_context=_context(self.coordinator))
+            await site.start()
+        except OSError as error:
+            await self._runner.cleanup()
+            reason = error.strerror or str(error)
+            raise TrainingError(
+                f"coordinator: cannot listen on {host}:{port} ({reason}); choose another "
+                "network.host or network.port (0 takes a free one)"
+            ) from None
+        self._watch = asyncio.create_task(self._expire())
+        self._changed("plan")
+        return int(self._runner.addresses[0][1])
+
+    async def stop(self) -> None:
+        """Answer who waits, and close."""
+        if self._watch is not None:
+            self._watch.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._watch
+        self._waiters.wake_all()
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    def _changed(self, topic: str) -> None:
+        self._waiters.wake(topic)
+        if self.coordinator.state.over:
+            self.over.set()
+
+    async def _expire(self) -> None:
+        while True:
+            await asyncio.sleep(self.coordinator.timeouts.beat / 2)
+            self.coordinator.expire()
+
+    # --- routes -----------------------------------------------------------------------------
+
+    def _routes(self) -> list[web.RouteDef]:
+        core, store = self.coordinator, self.coordinator.store
+        posts: list[tuple[str, type[m.Message], Callable[[Any, Caller], Any]]] = [
+            ("ready", m.ReadyRequest, lambda r, c: core.ready(r)),
+            ("beat", m.BeatRequest, lambda r, c: core.beat(r)),
+            ("leave", m.LeaveRequest, lambda r, c: core.leave(r)),
+            ("stop", m.StopRequest, lambda r, c: core.stop(r)),
+            ("fail", m.FailRequest, lambda r, c: core.fail(r)),
+            ("finish", m.FinishRequest, lambda r, c: core.finish(r)),
+            ("round_done", m.RoundDoneRequest, lambda r, c: core.round_done(r)),
+            ("exchange/begin", m.BeginRequest, lambda r, c: core.begin(r)),
+            ("exchange/vote", m.VoteRequest, self._vote),
+            ("checkpoint", m.CheckpointRequest, lambda r, c: core.checkpoint(r)),
+            ("report", m.ReportRequest, lambda r, c: core.report(r)),
+            ("kv/set", m.StoreSetRequest, self._store_change(store.set)),
+            ("kv/add", m.StoreAddRequest, self._store_change(store.add)),
+            ("kv/delete", m.StoreDeleteRequest, store.delete),
+            ("kv/check", m.StoreCheckRequest, lambda r, c: store.check(r)),
+            ("kv/get", m.StoreGetRequest, self._store_get),
+        ]
+        routes = [web.post(f"/v1/{name}", self._post(model, act)) for name, model, act in posts]
+        return [
+            *routes,
+            web.post("/v1/enrol", self._enrol),
+            web.get(r"/v1/plan/{round:[0-9]{1,9}}", self._plan),
+            web.get("/v1/status", self._status),
+            web.get("/v1/checkpoints", self._view(lambda: views.checkpoints(core.state))),
+            web.get("/v1/ledger", self._view(lambda: views.ledger(core.state))),
+        ]
+
+    def _post(
+        self, model: type[m.Message], act: Callable[[Any, Caller], Any]
+    ) -> Callable[[web.Request], Awaitable[web.Response]]:
+        async def handle(request: web.Request) -> web.Response:
+            caller = _caller(request)
+            message = await _read(request, model)
+            rank = getattr(message, "rank", None)
+            if isinstance(rank, m.Rank):
+                self.coordinator.check(caller, rank)
+            else:
+                self.coordinator.check_site(caller)
+            reply = act(message, caller)
+            return _reply(await reply if isinstance(reply, Awaitable) else reply)
+
+        return handle
+
+    def _view(self, look: Callable[[], m.Message]) -> Any:
+        async def handle(request: web.Request) -> web.Response:
+            self.coordinator.check_site(_caller(request))
+            return _reply(look())
+
+        return handle
+
+    async def _enrol(self, request: web.Request) -> web.Response:
+        return _reply(self.coordinator.enrol(await _read(request, m.EnrolRequest)))
+
+    async def _vote(self, request: m.VoteRequest, caller: Caller) -> m.VoteReply:
+        first = self.coordinator.vote(request)
+        if first.decision != "wait":
+            return first
+
+        def look() -> m.VoteReply:
+            self.coordinator.check(caller, request.rank)
+            return self.coordinator.verdict(request)
+
+        return await self._waiters.poll(
+            (f"key/{request.key}", "exchange"),
+            request.wait,
+            look,
+            lambda reply: reply.decision != "wait",
+        )
+
+    async def _plan(self, request: web.Request) -> web.Response:
+        caller, round_ = _caller(request), int(request.match_info["round"])
+
+        def look() -> m.PlanReply:
+            self.coordinator.check_site(caller)
+            return self.coordinator.plan(round_, caller)
+
+        reply = await self._waiters.poll(
+            ("plan",), _seconds(request), look, lambda reply: reply.plan is not None
+        )
+        return _reply(reply)
+
+    async def _status(self, request: web.Request) -> web.Response:
+        self.coordinator.check_site(_caller(request))
+        since = _integer(request, "since")
+        state = self.coordinator.state
+        reply = await self._waiters.poll(
+            ("status",),
+            _seconds(request),
+            lambda: views.status(state, since),
+            lambda reply: reply.sequence > since or since == 0,
+        )
+        return _reply(reply)
+
+    async def _store_get(self, request: m.StoreGetRequest, caller: Caller) -> m.StoreGetReply:
+        def look() -> m.StoreGetReply:
+            self.coordinator.check_site(caller)
+            return self.coordinator.store.get(request, caller)
+
+        topics = ("store", *(f"store/{key}" for key in request.keys))
+        return await self._waiters.poll(topics, request.wait, look, lambda reply: not reply.missing)
+
+    def _store_change(self, change: Callable[[Any, Caller], m.Message]) -> Any:
+        def act(request: Any, caller: Caller) -> m.Message:
+            reply = change(request, caller)
+            self._waiters.wake(f"store/{request.key}")
+            return reply
+
+        return act
+
+
+@web.middleware
+async def _refusals(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except Refused as refused:
+        refusal = m.Refusal(error=str(refused), kind=refused.kind)
+    except web.HTTPRequestEntityTooLarge:
+        refusal = m.Refusal(error=f"request: above {m.MAX_BODY} bytes", kind="malformed")
+    except web.HTTPException as error:
+        refusal = m.Refusal(error=f"{request.path[:200]}: {error.reason}", kind="malformed")
+    return _reply(refusal, _STATUS[refusal.kind])
+
+
+def _reply(message: m.Message, status: int = 200) -> web.Response:
+    return web.Response(
+        body=message.model_dump_json().encode(), status=status, content_type="application/json"
+    )
+
+
+async def _read(request: web.Request, model: type[Model]) -> Model:
+    try:
+        return model.model_validate_json(await request.read())
+    except ValidationError as error:
+        problem = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(str(part) for part in problem["loc"]) or "body"
+        raise Refused("malformed", f"{request.path}: {where}: {problem['msg']}"[:500]) from None
+
+
+def _caller(request: web.Request) -> Caller:
+    transport = request.transport
+    certificate = transport.get_extra_info("peercert") if transport is not None else None
+    if not certificate:
+        raise Refused("refused", f"{request.path}: needs a site's certificate; join the run first")
+    names = {key: value for part in certificate["subject"] for key, value in part}
+    try:
+        return Caller(names["commonName"], int(names["serialNumber"]))
+    except (KeyError, ValueError):
+        raise Refused("refused", "certificate: not one of a site of this run") from None
+
+
+def _integer(request: web.Request, name: str) -> int:
+    text = request.query.get(name, "0")
+    if not text.isascii() or not text.isdigit() or len(text) > 15:
+        raise Refused("malformed", f"{request.path}: {name}: not a number")
+    return int(text)
+
+
+def _seconds(request: web.Request) -> float:
+    text = request.query.get("wait", "0")
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0.0 <= seconds <= m.MAX_POLL:
+        raise Refused("malformed", f"{request.path}: wait: give 0 to {m.MAX_POLL:g} seconds")
+    return seconds
+
+
+def _context(coordinator: Coordinator) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    certificate: Path = coordinator.authority.certificate_path
+    context.load_cert_chain(certificate)
+    context.load_verify_locations(cadata=coordinator.authority.pem)
+    # Optional, since a site that enrols has none yet; `_caller` demands it everywhere else.
+    context.verify_mode = ssl.CERT_OPTIONAL
+    return context

@@ -1,0 +1,115 @@
+"""Runs a coordinator in this process until its run is over."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import signal
+import threading
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from dilocox.config import RunConfig
+from dilocox.outer.coordinator import messages as m
+from dilocox.outer.coordinator import views
+from dilocox.outer.coordinator.core import Coordinator, Report
+from dilocox.outer.coordinator.identity import write_private
+from dilocox.outer.coordinator.server import CoordinatorServer
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Where a coordinator listens and how to get in."""
+
+    url: str
+    """`https://HOST:PORT` under the address that other machines use."""
+    token: str
+    operator: str
+    """File with the `Identity` of the coordinator's own tools (status, stop)."""
+
+    @classmethod
+    def load(cls, path: str | Path) -> Endpoint:
+        """Read a ready file that `serve` wrote."""
+        return cls(**json.loads(Path(path).read_text(encoding="utf-8")))
+
+
+def serve(
+    config: RunConfig,
+    folder: str | Path,
+    *,
+    host: str | None = None,
+    port: int | None = None,
+    wait_for: int | None = None,
+    resume: bool | int = False,
+    on_report: Report | None = None,
+    on_ready: Callable[[Endpoint], None] | None = None,
+    ready_file: str | Path | None = None,
+) -> m.Status:
+    """Serve the run of `config` with its log and keys in `folder` until it is over; how it ended.
+
+    On a folder with a log it goes on where that ends; with `resume` it goes back to the latest
+    complete checkpoint (true) or the one at a tick. `host` and `port` default to `[network]`.
+    When it listens, `on_ready` is called and `ready_file` is written (mode 0600). The first SIGINT
+    or SIGTERM stops the run at a slot end, the second ends the server at once. Blocks; raises
+    `TrainingError` (port taken, folder in use, log damaged) and `CheckpointError`.
+    """
+    coordinator = Coordinator(config, folder, wait_for=wait_for, on_report=on_report)
+    try:
+        if resume is not False:
+            coordinator.resume(None if resume is True else resume)
+        where = (host or config.network.host, config.network.port if port is None else port)
+
+        def ready(bound: int) -> None:
+            name = config.network.advertise or where[0]
+            if ":" in name:
+                name = f"[{name}]"
+            endpoint = Endpoint(
+                f"https://{name}:{bound}",
+                str(coordinator.authority.token),
+                str(coordinator.authority.operator_path),
+            )
+            if ready_file is not None:
+                write_private(Path(ready_file), json.dumps(asdict(endpoint)).encode())
+            if on_ready is not None:
+                on_ready(endpoint)
+
+        asyncio.run(_serve(coordinator, *where, ready))
+        return views.status(coordinator.state, 0)
+    finally:
+        coordinator.close()
+
+
+async def _serve(
+    coordinator: Coordinator, host: str, port: int, ready: Callable[[int], None]
+) -> None:
+    server = CoordinatorServer(coordinator)
+    bound = await server.start(host, port)
+    quit_now = asyncio.Event()
+    interrupts = 0
+
+    def interrupted() -> None:
+        nonlocal interrupts
+        interrupts += 1
+        if interrupts > 1:
+            quit_now.set()
+        else:
+            coordinator.stop(m.StopRequest(reason="interrupted at the coordinator"))
+
+    loop = asyncio.get_running_loop()
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, interrupted)
+    try:
+        ready(bound)
+        ends = [asyncio.create_task(event.wait()) for event in (server.over, quit_now)]
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        for end in ends:
+            end.cancel()
+        if not quit_now.is_set():
+            # Ranks and displays learn the end by their next call.
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(quit_now.wait(), 2 * coordinator.timeouts.beat)
+    finally:
+        await server.stop()

@@ -1,0 +1,418 @@
+"""The state of a run: what the events of its log add up to. Replay gives the same state.
+
+`CoordinatorState.apply` only records; what follows from a state is decided in `decisions`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from dilocox.config import RunConfig
+from dilocox.outer.coordinator import events as e
+from dilocox.outer.coordinator.exchanges import Exchange, Member, RankKey, Vote
+from dilocox.outer.coordinator.keys import ExchangeKey
+from dilocox.outer.coordinator.ledger import Ledger
+from dilocox.outer.coordinator.messages import RoundPlan
+
+FEED = 1000
+"""So many messages of the feed are kept."""
+REMEMBERED = 4
+"""Decisions of rounds older than this, counted from the newest plan, are only in the log."""
+
+
+@dataclass
+class SiteState:
+    """One site of the run file, from its first enrolment on."""
+
+    name: str
+    incarnation: int = 0
+    role: str = "absent"
+    """absent, enrolled, entering, active, finished or gone."""
+    reason: str = ""
+    donor: str | None = None
+    request: str = ""
+    certificate: str = ""
+    ready: set[tuple[int, int]] = field(default_factory=set)
+    """(stage, shard) that hold the full state."""
+    active_from: int = 0
+    """First round that this incarnation contributes to."""
+    rounds_done: int = 0
+    """The round that it is in."""
+    done: dict[int, set[tuple[int, int]]] = field(default_factory=dict)
+    """Ranks that are through with a round, per unfinished round."""
+    finished: set[tuple[int, int]] = field(default_factory=set)
+    complete: bool = True
+    metrics: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+
+@dataclass
+class CheckpointState:
+    """One checkpoint: which ranks wrote what, and the sites that it is complete for."""
+
+    round: int
+    slot: int
+    written: dict[RankKey, dict[str, str]] = field(default_factory=dict)
+    sites: list[str] | None = None
+
+
+@dataclass
+class CoordinatorState:
+    """All that the coordinator knows and has decided."""
+
+    config: RunConfig
+    digest: str = ""
+    phase: str = "enrolling"
+    reason: str = ""
+    sites: dict[str, SiteState] = field(default_factory=dict)
+    """In run file order."""
+    versions: dict[str, str] | None = None
+    data_digest: str | None = None
+    epoch: int = 0
+    members: list[Member] = field(default_factory=list)
+    """Live sites of the epoch: entering and active ones, run file order."""
+    starters: list[str] = field(default_factory=list)
+    founder: str | None = None
+    first_round: int = 0
+    """0, or the round of the checkpoint that the run was resumed from."""
+    first_tick: int = 0
+    """0, or the tick of that checkpoint."""
+    plans: dict[int, RoundPlan] = field(default_factory=dict)
+    next_round: int = 0
+    """First round without a plan."""
+    ledger: Ledger = field(default_factory=Ledger)
+    exchanges: dict[str, Exchange] = field(default_factory=dict)
+    undecided: dict[str, None] = field(default_factory=dict)
+    """Keys of exchanges without a decision, in order."""
+    lease: int = 0
+    stop_tick: int | None = None
+    checkpoints: dict[int, CheckpointState] = field(default_factory=dict)
+    store: dict[str, str] = field(default_factory=dict)
+    feed: list[tuple[int, float, str, str]] = field(default_factory=list)
+    """(sequence, time, kind, text)."""
+    sequence: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.sites:
+            self.sites = {name: SiteState(name) for name in self.config.sites}
+
+    # --- questions --------------------------------------------------------------------------
+
+    @property
+    def running(self) -> bool:
+        """Rounds are being trained."""
+        return self.phase in ("running", "stopping")
+
+    @property
+    def over(self) -> bool:
+        """Nothing will change any more, but by resuming."""
+        return self.phase in ("finished", "stopped", "failed")
+
+    def with_role(self, *roles: str) -> list[str]:
+        """Sites with one of these roles, run file order."""
+        return [site.name for site in self.sites.values() if site.role in roles]
+
+    @property
+    def live(self) -> list[str]:
+        """Sites that the run counts on."""
+        return self.with_role("enrolled", "entering", "active")
+
+    @property
+    def ranks(self) -> list[tuple[int, int]]:
+        """(stage, shard) of every rank of a site."""
+        site = self.config.site
+        return [(stage, shard) for stage in range(site.stages) for shard in range(site.shards)]
+
+    def takes_part(self, site: str, round_: int) -> bool:
+        """The site's present incarnation contributes to and votes on this round."""
+        state, plan = self.sites[site], self.plans.get(round_)
+        return (
+            state.role == "active"
+            and plan is not None
+            and site in plan.members
+            and state.active_from <= round_
+        )
+
+    def voters(self, exchange: Exchange) -> list[RankKey]:
+        """Ranks whose votes decide an exchange."""
+        return [
+            (site, exchange.stage, shard)
+            for site, incarnation in exchange.members
+            if self.sites[site].incarnation == incarnation and self.takes_part(site, exchange.round)
+            for shard in range(self.config.site.shards)
+        ]
+
+    def donor_for(self, site: str) -> str | None:
+        """The active site with the fewest entering sites to feed; none if nobody is active."""
+        load = {name: 0 for name in self.with_role("active") if name != site}
+        for other in self.sites.values():
+            if other.role == "entering" and other.donor in load and other.name != site:
+                load[other.donor] += 1
+        return min(load, key=lambda name: load[name]) if load else None
+
+    # --- recording --------------------------------------------------------------------------
+
+    def apply(self, event: e.Event) -> None:
+        """Record one event."""
+        _APPLY[type(event)](self, event)
+
+    def _say(self, event: e.Event, kind: str, text: str) -> None:
+        self.sequence += 1
+        self.feed.append((self.sequence, event.time, kind, text))
+        del self.feed[:-FEED]
+
+    def _new_epoch(self) -> None:
+        self.epoch += 1
+        self.members = [
+            (name, self.sites[name].incarnation) for name in self.with_role("entering", "active")
+        ]
+
+    def _created(self, event: e.Created) -> None:
+        self.digest = event.digest
+
+    def _enrolled(self, event: e.Enrolled) -> None:
+        self.sites[event.site] = SiteState(
+            event.site,
+            event.incarnation,
+            "enrolled",
+            request=event.request,
+            certificate=event.certificate,
+            metrics=self.sites[event.site].metrics,
+        )
+        if self.versions is None:
+            self.versions = dict(event.versions)
+        if self.data_digest is None and self.config.sites[event.site].data is None:
+            self.data_digest = event.data_digest
+        again = f" again (incarnation {event.incarnation})" if event.incarnation > 1 else ""
+        self._say(event, "join", f"{event.site} enrolled{again}")
+
+    def _started(self, event: e.Started) -> None:
+        self.phase, self.founder, self.starters = "starting", event.founder, list(event.sites)
+        for name in event.sites:
+            self.sites[name].role = "entering"
+            self.sites[name].donor = None if name == event.founder else event.founder
+        self._new_epoch()
+        self._say(event, "phase", f"starting with {', '.join(event.sites)}")
+
+    def _entered(self, event: e.Entered) -> None:
+        self.sites[event.site].role, self.sites[event.site].donor = "entering", event.donor
+        self._new_epoch()
+        self._say(event, "join", f"{event.site} enters, fetching from {event.donor}")
+
+    def _ready(self, event: e.Ready) -> None:
+        self.sites[event.site].ready.add((event.stage, event.shard))
+
+    def _activated(self, event: e.Activated) -> None:
+        for name, round_ in event.rounds.items():
+            site = self.sites[name]
+            site.role, site.donor = "active", None
+            site.active_from = site.rounds_done = round_
+            if self.phase == "starting":
+                # After a resume: exchanges of recorded rounds that are still in flight are its too.
+                while name in self._members_of(site.active_from - 1):
+                    site.active_from -= 1
+                if name in self._members_of(round_):
+                    self.ledger.adopt(name, site.incarnation)
+            self._say(event, "join", f"{name} contributes from round {round_} on")
+        if self.phase == "starting":
+            self.phase = "running"
+            # After a resume: who has not come back loses its ranges to the others.
+            for name, incarnation in self.ledger.holders:
+                if self.sites[name].role != "active" or self.sites[name].incarnation != incarnation:
+                    self.ledger.give_back(name, incarnation)
+            self._say(event, "phase", "running")
+        # Not a new epoch: the members are the same, and roles are looked up when needed.
+
+    def _members_of(self, round_: int) -> dict[str, Any]:
+        return dict(self.plans[round_].members) if round_ in self.plans else {}
+
+    def _gone(self, event: e.Gone) -> None:
+        site = self.sites[event.site]
+        member = (event.site, event.incarnation)
+        site.role, site.reason, site.donor = "gone", event.reason, None
+        self.ledger.give_back(*member)
+        self.starters = [name for name in self.starters if name != event.site]
+        prefix = f"site/{event.site}/"
+        self.store = {key: value for key, value in self.store.items() if not key.startswith(prefix)}
+        self._say(event, "leave", f"{event.site} is gone: {event.reason}")
+        if member not in self.members:
+            return
+        self._new_epoch()
+        for key in self.undecided:
+            exchange = self.exchanges[key]
+            if member in exchange.members:
+                exchange.repin(self.epoch, self.members)
+                exchange.broken = {}
+        self._new_donors(event.site)
+
+    def _new_donors(self, gone: str) -> None:
+        if self.phase == "starting" and self.founder == gone:
+            whole = [name for name in self.starters if self._is_ready(name)]
+            self.founder = next(iter([*whole, *self.starters]), None)
+            for name in self.starters:
+                site = self.sites[name]
+                site.donor = None if name == self.founder else self.founder
+                # State that came in part from the old founder and in part from the new one would
+                # not be one state.
+                if name not in whole:
+                    site.ready = set()
+            return
+        for site in self.sites.values():
+            if site.role == "entering" and site.donor == gone:
+                site.donor = self.donor_for(site.name) or self.founder
+
+    def _is_ready(self, name: str) -> bool:
+        return len(self.sites[name].ready) == self.config.site.ranks
+
+    def _planned(self, event: e.Planned) -> None:
+        plan = RoundPlan.model_validate(event.plan)
+        self.plans[plan.round] = plan
+        self.next_round = plan.round + 1
+        for name, member in plan.members.items():
+            self.ledger.issue(
+                name, self.sites[name].incarnation, plan.round, member.space, member.ranges
+            )
+        self._forget(plan.round - REMEMBERED)
+        what = "flush" if plan.kind == "flush" else f"round {plan.round}"
+        self._say(event, "plan", f"{what} planned for {', '.join(plan.members)}")
+
+    def _forget(self, oldest: int) -> None:
+        for key in [key for key, item in self.exchanges.items() if item.round < oldest]:
+            del self.exchanges[key]
+            self.undecided.pop(key, None)
+
+    def _round_done(self, event: e.RoundDone) -> None:
+        site = self.sites[event.site]
+        ranks = site.done.setdefault(event.round, set())
+        ranks.add((event.stage, event.shard))
+        if len(ranks) == self.config.site.ranks:
+            del site.done[event.round]
+            site.rounds_done = max(site.rounds_done, event.round + 1)
+            self.ledger.commit(event.site, site.incarnation, event.round)
+            self.sequence += 1
+
+    def _pinned(self, event: e.Pinned) -> None:
+        key = ExchangeKey.parse(event.key)
+        self.exchanges[event.key] = Exchange(
+            event.key, key.round, key.stage, self.epoch, list(self.members)
+        )
+        self.undecided[event.key] = None
+
+    def _voted(self, event: e.Voted) -> None:
+        exchange = self.exchanges[event.key]
+        rank = (event.site, event.stage, event.shard)
+        if event.phase == "done":
+            exchange.done.add(rank)
+        else:
+            exchange.votes[rank] = Vote(list(event.held), event.contributes)
+
+    def _broke(self, event: e.Broke) -> None:
+        reports = self.exchanges[event.key].broken.setdefault(event.attempt, {})
+        reports[event.site, event.stage, event.shard] = list(event.failed)
+
+    def _retried(self, event: e.Retried) -> None:
+        exchange = self.exchanges[event.key]
+        # The first broken exchange of an epoch ends it for all; the others only follow.
+        if exchange.epoch == self.epoch:
+            self._new_epoch()
+        exchange.repin(self.epoch, self.members)
+        self._say(event, "decision", f"exchange {event.key} begins attempt {exchange.attempt}")
+
+    def _decided(self, event: e.Decided) -> None:
+        exchange = self.exchanges[event.key]
+        if event.decision == "average":
+            exchange.averaging = list(event.set)
+            return
+        exchange.decision = list(event.set)
+        exchange.votes, exchange.done, exchange.broken = {}, set(), {}
+        self.undecided.pop(event.key, None)
+        left_out = [name for name in self.plans[exchange.round].members if name not in event.set]
+        if left_out:
+            self._say(event, "decision", f"exchange {event.key} without {', '.join(left_out)}")
+
+    def _leased(self, event: e.Leased) -> None:
+        self.lease = event.tick
+
+    def _stopping(self, event: e.Stopping) -> None:
+        self.phase, self.reason = "stopping", event.reason
+        self.stop_tick = self.lease = event.tick
+        self._say(event, "phase", f"stopping at slot {event.tick}: {event.reason}")
+
+    def _wrote(self, event: e.Wrote) -> None:
+        checkpoint = self.checkpoints.setdefault(
+            event.tick, CheckpointState(event.round, event.slot)
+        )
+        checkpoint.written[event.site, event.stage, event.shard] = dict(event.digests)
+
+    def _kept(self, event: e.Kept) -> None:
+        self.checkpoints[event.tick].sites = list(event.sites)
+        where = self.checkpoints[event.tick]
+        self._say(event, "checkpoint", f"checkpoint at round {where.round} slot {where.slot}")
+
+    def _reported(self, event: e.Reported) -> None:
+        metrics = self.sites[event.site].metrics
+        metrics[event.kind] = {**event.metrics, "round": event.round}
+        self.sequence += 1
+
+    def _finished(self, event: e.Finished) -> None:
+        site = self.sites[event.site]
+        site.finished.add((event.stage, event.shard))
+        site.complete = site.complete and event.complete
+        if len(site.finished) == self.config.site.ranks:
+            site.role = "finished"
+            self._say(event, "leave", f"{event.site} has finished")
+
+    def _ended(self, event: e.Ended) -> None:
+        self.phase, self.reason = event.phase, event.reason
+        self._say(event, "phase", f"{event.phase}: {event.reason}" if event.reason else event.phase)
+
+    def _stored(self, event: e.Stored) -> None:
+        if event.value is None:
+            self.store.pop(event.key, None)
+        else:
+            self.store[event.key] = event.value
+
+    def _resumed(self, event: e.Resumed) -> None:
+        self.plans = {plan.round: plan for plan in map(RoundPlan.model_validate, event.plans)}
+        self.ledger = Ledger.from_json(event.ledger, self.ledger.until)
+        self.first_round, self.first_tick = event.round, event.tick
+        self.next_round = event.round + 1 if event.round in self.plans else event.round
+        self.exchanges, self.undecided, self.store = {}, {}, {}
+        self.checkpoints = {
+            tick: item for tick, item in self.checkpoints.items() if tick <= event.tick
+        }
+        for site in self.sites.values():
+            if site.role != "absent":
+                site.role, site.reason = "gone", "the run was resumed"
+        self.members, self.starters, self.founder, self.versions = [], [], None, None
+        self.phase, self.reason, self.stop_tick = "enrolling", "", None
+        self.lease = event.tick
+        self._say(event, "phase", f"resumed at round {event.round} slot {event.slot}")
+
+
+_APPLY: dict[type[e.Event], Callable[[CoordinatorState, Any], None]] = {
+    e.Created: CoordinatorState._created,
+    e.Enrolled: CoordinatorState._enrolled,
+    e.Started: CoordinatorState._started,
+    e.Entered: CoordinatorState._entered,
+    e.Ready: CoordinatorState._ready,
+    e.Activated: CoordinatorState._activated,
+    e.Gone: CoordinatorState._gone,
+    e.Planned: CoordinatorState._planned,
+    e.RoundDone: CoordinatorState._round_done,
+    e.Pinned: CoordinatorState._pinned,
+    e.Voted: CoordinatorState._voted,
+    e.Broke: CoordinatorState._broke,
+    e.Retried: CoordinatorState._retried,
+    e.Decided: CoordinatorState._decided,
+    e.Leased: CoordinatorState._leased,
+    e.Stopping: CoordinatorState._stopping,
+    e.Wrote: CoordinatorState._wrote,
+    e.Kept: CoordinatorState._kept,
+    e.Reported: CoordinatorState._reported,
+    e.Finished: CoordinatorState._finished,
+    e.Ended: CoordinatorState._ended,
+    e.Stored: CoordinatorState._stored,
+    e.Resumed: CoordinatorState._resumed,
+}
