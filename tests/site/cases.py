@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import os
+from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from dilocox.config import InnerSection, SiteSection
-from dilocox.errors import TrainingError
-from dilocox.site import SiteMesh, SiteModel, chunks_of_stage, mean_cross_entropy
+from dilocox.errors import ConfigError, TrainingError
+from dilocox.site import (
+    SiteMesh,
+    SiteModel,
+    chunks_of_stage,
+    mean_cross_entropy,
+    place_of_rank,
+    start_site_group,
+)
 from tests.site import toy
 
 CPU = torch.device("cpu")
@@ -239,3 +249,147 @@ def poisoned_weight(**setting: Any) -> dict[str, Any]:
     ids, labels = toy.batch(setting["rows"] // setting["shards"], seed=0)
     result = model.inner_step(ids, labels, 0.1)
     return {"finite": result.finite, "culprit": result.culprit}
+
+
+def half_precision(micros: int = 4, **setting: Any) -> dict[str, Any]:
+    """bf16 gradients (numpy) of the rank, and how far they are from fp32 ones, relatively."""
+    shards, rows = setting.get("shards", 1), micros * setting.get("shards", 1)
+    seen: list[Reference] = []
+    losses = []
+    for precision in (torch.float32, torch.bfloat16):
+        model = build(precision=precision, rows=rows, **setting)
+        shard = model._mesh.shard
+        ids, labels = (rows_of(shard, shards, part) for part in toy.batch(rows, seed=5))
+        for _ in range(2):
+            found: Reference = {}
+            result = model.inner_step(
+                ids,
+                labels,
+                0.0,
+                lambda g, found=found: found.update({k: v.clone() for k, v in g.items()}),
+            )
+        seen.append(found)
+        losses.append(result.loss)
+    exact, rough = seen
+    scale = max(float(g.abs().max()) for g in exact.values() if g.numel())
+    errors = [float((rough[k] - exact[k]).abs().max()) for k in exact if exact[k].numel()]
+    return {
+        "error": max(errors) / scale,
+        "losses": losses,
+        "gradients": {name: gradient.numpy() for name, gradient in rough.items()},
+        "fp32": all(t.dtype == torch.float32 for t in model.local_tensors().values()),
+    }
+
+
+def real_model(stages: int, shards: int, schedule: str) -> dict[str, Any]:
+    """Losses and norms of a tiny tied Qwen3 from the models room, cut as the setting says."""
+    from dilocox.config import ModelSection
+    from dilocox.models import (
+        build_chunk,
+        load_model_config,
+        materialise,
+        open_weights,
+        plan_cut,
+        tied_pair,
+    )
+
+    section = ModelSection(
+        architecture={
+            "model_type": "qwen3",
+            "vocab_size": 64,
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "tie_word_embeddings": True,
+        }
+    )
+    hf_config = load_model_config(section, 64)
+    per_stage = 2 if schedule == "zbv" else 1
+    cut = plan_cut(hf_config, stages * per_stage, toy.LENGTH)
+    mesh = SiteMesh.create(stages, shards, CPU)
+    source = open_weights(section, hf_config, seed=3)
+    model = SiteModel(
+        [
+            build_chunk(hf_config, cut[number], attention="sdpa", activation_checkpointing=True)
+            for number in chunks_of_stage(schedule, stages, per_stage, mesh.stage)
+        ],
+        lambda chunk, device: materialise(chunk, source, device),  # type: ignore[arg-type]
+        mesh,
+        SiteSection(
+            stages=stages,
+            shards=shards,
+            chunks=per_stage,
+            schedule=schedule,  # type: ignore[arg-type]
+            batch_size=8,
+            micro_batch_size=1,
+        ),
+        InnerSection(clip=0.5),
+        hidden_size=32,
+        tied=tied_pair(hf_config),
+    )
+    values = []
+    for step in range(3):
+        ids, labels = (rows_of(mesh.shard, shards, part) for part in toy.batch(8, seed=step))
+        result = model.inner_step(ids, labels, 0.01)
+        values += [result.loss, result.grad_norm, model.evaluate(ids, labels)]
+    return {"values": values, "names": sorted(model.local_tensors())}
+
+
+def compiled(backend: str) -> list[float]:
+    """Losses of three steps without and with compiled layers."""
+    plain, losses = torch.nn.Module.compile, []
+    torch.nn.Module.compile = lambda module: plain(module, backend=backend)  # type: ignore
+    try:
+        for compile_layers in (False, True):
+            model = build(compile_layers=compile_layers, rows=4, micro=2)
+            for step in range(3):
+                losses.append(model.inner_step(*toy.batch(4, seed=step), 0.01).loss)
+    finally:
+        torch.nn.Module.compile = plain  # type: ignore[method-assign]
+    return losses
+
+
+def joined(rank: int, stages: int, shards: int, place: str, launcher: bool) -> tuple[int, ...]:
+    """Where a rank stands after joining by a store, or by a launcher's variables."""
+    if launcher:
+        given = {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(stages * shards),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": place,
+        }
+        os.environ.update(given)
+        mesh = start_site_group(stages, shards, CPU, timedelta(seconds=30))
+        for key in given:
+            del os.environ[key]
+    else:
+        stage, shard = place_of_rank(rank, shards)
+        mesh = start_site_group(
+            stages,
+            shards,
+            CPU,
+            timedelta(seconds=30),
+            stage=stage,
+            shard=shard,
+            store=dist.FileStore(place, stages * shards),
+        )
+    names = mesh.gather_names([f"é{mesh.rank}"] * mesh.rank)
+    assert names == [[f"é{i}"] * i for i in range(mesh.ranks)]
+    return (
+        mesh.stage,
+        mesh.shard,
+        dist.get_rank(mesh.pipeline_group),
+        mesh.shard_mesh.get_local_rank(),
+    )
+
+
+def refusal(**setting: Any) -> str:
+    """Why a site model cannot be built."""
+    try:
+        build(**setting)
+    except ConfigError as error:
+        return str(error)
+    return "built"

@@ -24,8 +24,10 @@ def _serve(rank: int, pipe: Connection) -> None:
         if job is None:
             return
         module, function, ranks, store, arguments = job
+        if store is None:
+            arguments = {"rank": rank, **arguments}
         try:
-            if ranks > 1:
+            if ranks > 1 and store is not None:
                 dist.init_process_group(
                     "gloo",
                     store=dist.FileStore(store, ranks),
@@ -49,7 +51,9 @@ class Pool:
         # A server forks the workers: clean children, whatever this process did before, and one
         # import of torch for all four.
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([__name__, "dilocox.site"])
+        context.set_forkserver_preload(
+            [__name__, "tests.site.cases", "transformers.models.qwen3.modeling_qwen3"]
+        )
         self._folder = tempfile.TemporaryDirectory()
         self._count = 0
         self._pipes, self._processes = [], []
@@ -61,10 +65,15 @@ class Pool:
             self._pipes.append(mine)
             self._processes.append(process)
 
-    def run(self, ranks: int, module: str, function: str, **arguments: Any) -> list[Any]:
-        """What the function returned in each rank. Raises `AssertionError` with its traceback."""
+    def run(
+        self, ranks: int, module: str, function: str, *, join: bool = True, **arguments: Any
+    ) -> list[Any]:
+        """What the function returned in each rank. Raises `AssertionError` with its traceback.
+
+        Without `join` the function makes its process group itself and is told its `rank`.
+        """
         self._count += 1
-        store = str(Path(self._folder.name) / f"store-{self._count}")
+        store = str(Path(self._folder.name) / f"store-{self._count}") if join else None
         for pipe in self._pipes[:ranks]:
             pipe.send((module, function, ranks, store, arguments))
         answers = []

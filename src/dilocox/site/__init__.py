@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dilocox.site.machine import (
     available_cores,
+    keep_freed_memory,
     resolve_device,
     resolve_precision,
     set_determinism,
@@ -21,6 +22,7 @@ __all__ = [
     "StepResult",
     "available_cores",
     "chunks_of_stage",
+    "keep_freed_memory",
     "learning_rate",
     "mean_cross_entropy",
     "place_of_rank",

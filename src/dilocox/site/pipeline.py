@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import (
     Schedule1F1B,
@@ -277,8 +276,3 @@ class Pipeline:
 def cast_boundary(chunk: nn.Module, dtype: torch.dtype) -> None:
     """Let `chunk` put out `dtype` and contiguous, as the next stage expects to receive it."""
     chunk.register_forward_hook(lambda _module, _inputs, output: output.to(dtype).contiguous())
-
-
-def is_sharded(chunk: nn.Module) -> bool:
-    """Whether `chunk` runs under FSDP."""
-    return isinstance(chunk, FSDPModule)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -69,8 +67,3 @@ def local(tensor: Tensor) -> Tensor:
     """This rank's part of `tensor` as a plain tensor on the same storage, outside autograd."""
     plain = tensor.detach()
     return plain.to_local() if isinstance(plain, DTensor) else plain
-
-
-def named_trainable(chunk: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """The chunk's parameters that training changes, in model order."""
-    return ((name, p) for name, p in chunk.named_parameters() if p.requires_grad)

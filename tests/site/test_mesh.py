@@ -1,0 +1,30 @@
+"""Joining a site's ranks by a store and under an existing launcher."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from tests.site.pool import Pool
+
+
+@pytest.mark.parametrize("launcher", [False, True], ids=["store", "launcher"])
+def test_every_rank_finds_its_place(pool: Pool, tmp_path: Path, launcher: bool) -> None:
+    place = str(tmp_path / "store")
+    if launcher:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            place = str(probe.getsockname()[1])
+    places = pool.run(
+        4,
+        "tests.site.cases",
+        "joined",
+        join=False,
+        stages=2,
+        shards=2,
+        place=place,
+        launcher=launcher,
+    )
+    assert places == [(0, 0, 0, 0), (0, 1, 0, 1), (1, 0, 1, 0), (1, 1, 1, 1)]
