@@ -79,6 +79,18 @@ def test_quantised_weights_are_refused(tmp_path: Path) -> None:
         load_model_config(ModelSection(path=str(tmp_path)), None)
 
 
+def test_layers_with_attributes_of_their_own_are_refused() -> None:
+    assert "layers differ in" in _refusal(model_type="gemma4_text", vocabulary=None)
+
+
+def test_code_that_comes_with_a_model_is_not_run(tmp_path: Path) -> None:
+    keys = {"model_type": "own", "auto_map": {"AutoConfig": "code.OwnConfig"}}
+    (tmp_path / "config.json").write_text(json.dumps(keys))
+    (tmp_path / "code.py").write_text("raise SystemExit('ran')")
+    with pytest.raises(ModelError, match="no usable configuration"):
+        load_model_config(ModelSection(path=str(tmp_path)), None)
+
+
 def test_missing_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="no usable configuration"):
         load_model_config(ModelSection(path=str(tmp_path / "absent")), None)

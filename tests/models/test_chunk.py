@@ -55,7 +55,7 @@ def test_gradients_of_the_chunks_are_those_of_the_whole(name: str, checkpointing
     model = reference_model(config).train()
     ids = token_ids()
     model(input_ids=ids).logits.square().mean().backward()
-    expected = {n: p.grad for n, p in model.named_parameters()}
+    expected = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
     chunks = cut_model(config, 3, StateSource(model), activation_checkpointing=checkpointing)
     for chunk in chunks:
         chunk.train()

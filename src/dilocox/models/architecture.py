@@ -65,8 +65,9 @@ def _from_path(path: str, revision: str | None) -> PretrainedConfig:
     from transformers import AutoConfig
 
     try:
-        return AutoConfig.from_pretrained(path, revision=revision)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        # Code that comes with a model is never run, and never asked about on the terminal.
+        return AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=False)
+    except Exception as error:  # missing, unreachable, unknown type, bad values: many kinds
         raise ModelError(
             f"model.path {path}: no usable configuration there ({one_line(error)}); give a folder "
             "with a config.json, or a hub name that this machine can reach"
@@ -137,6 +138,12 @@ def _check_kind(config: PretrainedConfig, name: str) -> None:
         raise ModelError(
             f'{name}: type "{kind}" has no pipeline plan (base_model_pp_plan) in transformers, so '
             'it cannot be cut; use one that has, such as "llama", "qwen3", "mistral" or "olmo2"'
+        )
+    if getattr(config, "per_layer_attributes", None):
+        varying = ", ".join(sorted(config.per_layer_attributes))
+        raise ModelError(
+            f"{name}: its layers differ in {varying}, which the cut does not weigh; use another "
+            "model type"
         )
     if getattr(config, "quantization_config", None) is not None:
         raise ModelError(

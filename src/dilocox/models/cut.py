@@ -82,10 +82,10 @@ def plan_cut(
     entry = sum(_size(getattr(body, name)) for name in outside if name is not None)
     exit_ = sum(_size(getattr(body, name)) for name in layout.exit)
     head = _size(model.get_submodule(layout.head))
+    head_compute = float(head)
     if chunks == 1 and model.all_tied_weights_keys:
         head = 0  # held once, with the embedding
     weights[0] += Weight(entry, 0.0)
-    head_compute = float(hf_config.vocab_size * hf_config.hidden_size)
     weights[-1] += Weight(exit_ + head, head_compute)
 
     total = Weight(sum(w.parameters for w in weights), sum(w.compute for w in weights))

@@ -1,8 +1,8 @@
 """Chunks back to one Hugging Face folder.
 
-Every stage writes one file (`write_stage_file`), from its own rank; then one rank completes the
-folder (`finish_model_folder`). The index is written last: a folder without it is not finished, and
-transformers does not load it.
+Every stage writes one file (`write_stage_file`), from its own rank, into a new folder; then one
+rank completes the folder (`finish_model_folder`). The index is written last: a folder without it is
+not finished, and transformers does not load it.
 """
 
 from __future__ import annotations
@@ -235,7 +235,7 @@ def _special_tokens(tokenizer_folder: Path | None) -> dict[str, int]:
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
+        tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         raise CheckpointError(
             f"{tokenizer_folder}: no usable tokenizer there ({one_line(error)})"

@@ -63,7 +63,7 @@ def build_skeleton(
     try:
         with torch.device(device):
             model = AutoModelForCausalLM.from_config(
-                config, attn_implementation=attention, dtype=dtype
+                config, attn_implementation=attention, dtype=dtype, trust_remote_code=False
             )
     except Exception as error:  # modelling code may raise anything at values it cannot use
         mend = "check the values of its configuration"
