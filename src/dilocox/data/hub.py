@@ -46,7 +46,8 @@ class HubSource:
             )
         except Exception as error:  # the package's errors have no common base
             raise DataError(
-                f"data.source {name}: cannot be loaded ({_first_line(error)})"
+                f"data.source {name}: cannot be loaded ({_first_line(error)}); check name, subset, "
+                "split and connection"
             ) from None
         columns = self.rows.column_names
         if columns is not None and self.field not in columns:

@@ -6,7 +6,7 @@ import hashlib
 import platform
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,7 @@ _READING = {"folder", "sequence_length", "validation_sequences"}
 Progress = Callable[[str, float], None]
 
 
-@dataclass
+@dataclass(frozen=True)
 class Held:
     """Which documents are held out: those whose score is below `below`.
 
@@ -50,25 +50,30 @@ class Held:
 
     seed: int
     below: int
-    least: int = field(default=RANGE)
-    most: int = field(default=-1)
 
-    def score(self, raw: bytes) -> tuple[bool, int]:
-        """Whether a document is held out, and a second score that is independent of the first."""
+    def scores(self, raw: bytes) -> tuple[int, int]:
+        """Two independent scores of a document, given as UTF-8."""
         digest = hashlib.sha256(f"dilocox/held-out/1|{self.seed}|".encode() + raw).digest()
-        score = int.from_bytes(digest[:8], "little")
-        self.least, self.most = min(self.least, score), max(self.most, score)
-        return score < self.below, int.from_bytes(digest[8:16], "little")
+        return int.from_bytes(digest[:8], "little"), int.from_bytes(digest[8:16], "little")
 
-    def settled(self) -> int:
-        """`below`, moved as little as needed for both splits to have a document."""
-        if self.most < 0:
+    def settled(self, documents: Iterator[str]) -> Held:
+        """With `below` moved as little as needed for both splits to have a document.
+
+        Reads no further than that takes. Raises `DataError` if no boundary can do it.
+        """
+        least, most = RANGE, -1
+        for text in documents:
+            score, _ = self.scores(text.encode())
+            least, most = min(least, score), max(most, score)
+            if least < self.below <= most:
+                return self
+        if most < 0:
             raise DataError("data.source: no text in it; name files that hold some")
-        if self.least == self.most:
+        if least == most:
             raise DataError(
                 "data.source: one document is not enough, some must be held out; give more text"
             )
-        return min(max(self.below, self.least + 1), self.most)
+        return Held(self.seed, min(max(self.below, least + 1), most))
 
 
 def prepare(
@@ -126,17 +131,9 @@ def _fill(
     partial: Path, data: DataSection, seed: int, sources: list[Source], report: Progress
 ) -> dict[str, Any]:
     """Write tokenizer and shards into `partial` and return the manifest's content."""
-    held = Held(seed, int(data.validation_fraction * RANGE))
-    while True:
-        encoder, tokenizer = _make_tokenizer(partial / TOKENIZER, data, sources, held, report)
-        splits = _encode(partial, data, sources, held, encoder, report)
-        settled = held.settled()
-        if settled == held.below:
-            break
-        # So few documents that one split got none: once more, with the boundary moved.
-        held = Held(seed, settled)
-        for written in partial.iterdir():
-            shutil.rmtree(written) if written.is_dir() else written.unlink()
+    held = Held(seed, int(data.validation_fraction * RANGE)).settled(_documents(sources, data))
+    encoder, tokenizer = _make_tokenizer(partial / TOKENIZER, data, sources, held, report)
+    splits = _encode(partial, data, sources, held, encoder, report)
     token = encoder.tokenizer.id_to_token(encoder.end_of_text)
     return {
         "dtype": splits["train"].dtype.name,
@@ -200,8 +197,8 @@ class Sample:
             taken = []
             for text in batch:
                 raw = text.encode()
-                held_out, second = self._held.score(raw)
-                if held_out or second >= self._below:
+                score, second = self._held.scores(raw)
+                if score < self._held.below or second >= self._below:
                     continue
                 taken.append(text)
                 self.bytes += len(raw)
@@ -211,7 +208,6 @@ class Sample:
                 yield taken
             if self.bytes >= SAMPLE_BYTES:
                 return
-        self._held.settled()  # Too little text is said before the trainer complains about it.
 
 
 def _encode(
@@ -233,8 +229,7 @@ def _encode(
             sizes = dict.fromkeys(SPLITS, 0)
             for text, ids in zip(batch, encoder.encode(batch), strict=True):
                 raw = text.encode()
-                held_out, _ = held.score(raw)
-                split = "validation" if held_out else "train"
+                split = "validation" if held.scores(raw)[0] < held.below else "train"
                 parts[split].append(ids)
                 sizes[split] += len(raw)
             for split in SPLITS:

@@ -1,0 +1,144 @@
+from __future__ import annotations
+
+import gzip
+import json
+import unicodedata
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dilocox.data import documents
+from dilocox.data.documents import clean, cut_point, read_documents
+from dilocox.errors import DataError
+
+SETTINGS = settings(derandomize=True, deadline=None, max_examples=60)
+
+
+def read(path: Path, kind: str, field: str = "text") -> list[str]:
+    return list(read_documents(path, kind, field))
+
+
+@SETTINGS
+@given(
+    text=st.text(alphabet="ab\n", max_size=400),
+    after=st.integers(1, 40),
+)
+def test_cutting_loses_nothing_and_bounds_documents(text: str, after: int) -> None:
+    pieces, start = [], 0
+    while (end := cut_point(text, start, after)) is not None:
+        pieces.append(text[start:end])
+        start = end
+    pieces.append(text[start:])
+    assert "".join(pieces) == text
+    assert all(after < len(piece) <= 2 * after + 2 for piece in pieces[:-1])
+    assert len(pieces[-1]) <= 2 * after
+
+
+def test_cut_prefers_blank_lines_then_line_ends() -> None:
+    assert cut_point("aaaa\naa\n\naaaaaaaaaaaaa", 0, 5) == 9
+    assert cut_point("aaaaaa\naaaaaaaaaaaaaaa", 0, 5) == 7
+    assert cut_point("a" * 11, 0, 5) == 10
+    assert cut_point("a" * 10, 0, 5) is None
+
+
+def test_short_text_file_is_one_document(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_bytes("\ufeffgrüße\r\n\r\nzwei\n".encode())
+    assert read(path, "text") == ["grüße\r\n\r\nzwei\n"]
+
+
+@pytest.mark.parametrize("block", [7, 100, 1 << 20])
+def test_long_text_file_is_cut_alike_for_any_block(
+    tmp_path: Path, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "".join(f"line {number} é\n" + "\n" * (number % 5 == 0) for number in range(500))
+    path = tmp_path / "a.txt"
+    path.write_text(text, encoding="utf-8")
+    monkeypatch.setitem(documents.CUT, "text", 200)
+    whole = read(path, "text")
+    monkeypatch.setattr(documents, "BLOCK", block)
+    assert read(path, "text") == whole
+    assert "".join(whole) == text
+    assert len(whole) > 10
+
+
+def test_blank_documents_are_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "a"}\n\n{"text": " \\n"}\n{"text": ""}\n{"text": "b"}\n')
+    assert read(path, "jsonl") == ["a", "b"]
+
+
+def test_jsonl_plain_and_compressed(tmp_path: Path) -> None:
+    lines = "".join(json.dumps({"body": f"text {number} ☃"}) + "\n" for number in range(20))
+    (tmp_path / "a.jsonl").write_text(lines)
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    expected = [f"text {number} ☃" for number in range(20)]
+    assert read(tmp_path / "a.jsonl", "jsonl", "body") == expected
+    assert read(tmp_path / "a.jsonl.gz", "jsonl", "body") == expected
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (b'{"text": ', "not valid JSON"),
+        (b'{"text": "\xff"}', "not valid JSON"),
+        (b"[" * 100_000, "not valid JSON"),
+        (b"[1]", "not a JSON object"),
+        (b'{"txt": "a", "id": 1}', r'no field "text" \(fields: id, txt\); set data.text_field'),
+        (b'{"text": 3}', 'field "text" is not text'),
+    ],
+)
+def test_bad_jsonl_line_is_named(tmp_path: Path, line: bytes, reason: str) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_bytes(b'{"text": "good"}\n\n' + line + b"\n")
+    with pytest.raises(DataError, match=rf"bad\.jsonl:3: {reason}") as caught:
+        read(path, "jsonl")
+    assert "\n" not in str(caught.value)
+
+
+def test_broken_gzip_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl.gz"
+    path.write_bytes(gzip.compress(b'{"text": "a"}\n' * 1000)[:-20])
+    with pytest.raises(DataError, match=r"a\.jsonl\.gz: cannot be read"):
+        read(path, "jsonl")
+
+
+@pytest.mark.parametrize("kind", [pa.string(), pa.large_string()])
+def test_parquet(tmp_path: Path, kind: pa.DataType) -> None:
+    texts = ["one", None, "two", "  "] * 400
+    table = pa.table({"id": list(range(1600)), "body": pa.array(texts, kind)})
+    pq.write_table(table, tmp_path / "a.parquet", row_group_size=300)
+    assert read(tmp_path / "a.parquet", "parquet", "body") == ["one", "two"] * 400
+
+
+def test_bad_parquet_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"id": [1], "n": [2]}), path)
+    with pytest.raises(DataError, match=r'a\.parquet: no column "text" \(columns: id, n\); set'):
+        read(path, "parquet")
+    with pytest.raises(DataError, match=r'column "id" holds int64, not text'):
+        read(path, "parquet", "id")
+    path.write_bytes(path.read_bytes()[:-10])
+    with pytest.raises(DataError, match=r"a\.parquet: not a readable Parquet file"):
+        read(path, "parquet", "id")
+    with pytest.raises(DataError, match=r"b\.parquet: not a readable Parquet file"):
+        read(tmp_path / "b.parquet", "parquet")
+
+
+def test_lone_surrogates_become_replacement_characters(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "a\\ud800b \\ud83d\\ude00"}\n')
+    assert read(path, "jsonl") == ["a\ufffdb 😀"]
+
+
+@SETTINGS
+@given(st.text(st.characters(codec=None, categories=("L", "N", "Cs", "So"))))
+def test_clean_text_always_encodes(text: str) -> None:
+    cleaned = clean(text)
+    cleaned.encode()
+    if not any(unicodedata.category(character) == "Cs" for character in text):
+        assert cleaned == text

@@ -1,0 +1,255 @@
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from dilocox.data import prepare
+from dilocox.data.hub import HubSource
+from dilocox.data.sources import STDLIB, list_files, read_source
+from dilocox.errors import DataError
+from tests.data.conftest import section, story, write_corpus
+
+
+def quiet(step: str, share: float) -> None:
+    """Progress that nobody looks at."""
+
+
+STORIES = [story(number) for number in range(40)]
+
+
+def write_jsonl(path: Path) -> Path:
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in STORIES))
+    return path
+
+
+def write_parquet(path: Path) -> Path:
+    pq.write_table(pa.table({"text": STORIES}), path)
+    return path
+
+
+def test_every_format_gives_the_same_tokens(tmp_path: Path) -> None:
+    (tmp_path / "text").mkdir()
+    (tmp_path / "code").mkdir()
+    for number, text in enumerate(STORIES):
+        (tmp_path / "text" / f"{number:02d}.txt").write_text(text)
+        (tmp_path / "code" / f"{number:02d}.py").write_text(text)
+    sources = [
+        tmp_path / "text",
+        tmp_path / "code",
+        write_jsonl(tmp_path / "a.jsonl"),
+        write_parquet(tmp_path / "a.parquet"),
+    ]
+    shards = set()
+    for number, source in enumerate(sources):
+        files = prepare(section(source), tmp_path / f"data{number}", seed=0)
+        assert files.document_count("train") + files.document_count("validation") == 40
+        shards.add(files.content["splits"]["train"]["shards"][0]["sha256"])
+    assert len(shards) == 1
+
+
+def test_several_sources_in_the_order_given(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "b.jsonl")
+    write_corpus(tmp_path / "a", documents=3)
+    names = [str(tmp_path / "b.jsonl"), str(tmp_path / "a")]
+    files = prepare(section(names), tmp_path / "data", seed=0)
+    entries = files.content["sources"]
+    assert [len(entry["files"]) for entry in entries] == [1, 3]
+    back = prepare(section(names[::-1]), tmp_path / "back", seed=0)
+    assert back.digest != files.digest
+
+
+def test_manifest_names_every_file_with_its_digest(tmp_path: Path) -> None:
+    corpus = write_corpus(tmp_path / "corpus", documents=5)
+    source = read_source(str(corpus), section(corpus, licence="CC0-1.0", revision="v1"), quiet)
+    entry = source.describe()
+    assert (entry["kind"], entry["licence"], entry["revision"]) == ("files", "CC0-1.0", "v1")
+    assert [file["name"] for file in entry["files"]] == [
+        "part0/000.txt",
+        "part0/003.txt",
+        "part1/001.txt",
+        "part1/004.txt",
+        "part2/002.txt",
+    ]
+    for file in entry["files"]:
+        raw = (corpus / file["name"]).read_bytes()
+        assert file["bytes"] == len(raw)
+        assert file["sha256"] == hashlib.sha256(raw).hexdigest()
+
+
+def test_folder_takes_text_and_leaves_the_rest(tmp_path: Path) -> None:
+    for name in ("b.txt", "a.md", "c.py", "d.jsonl", "e.parquet", "x.bin", "y.png", ".h.txt"):
+        (tmp_path / name).write_text("{}")
+    for folder in (".git", "__pycache__"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "f.py").write_text("x")
+
+    def names(**change: Any) -> list[str]:
+        return [file.name for file in list_files(str(tmp_path), section(tmp_path, **change))]
+
+    assert names() == ["a.md", "b.txt", "c.py", "d.jsonl", "e.parquet"]
+    assert names(format="code") == ["c.py"]
+    assert names(format="text") == ["a.md", "b.txt"]
+
+
+def test_named_file_is_taken_whatever_its_suffix(tmp_path: Path) -> None:
+    path = tmp_path / "notes"
+    path.write_text("x")
+    assert list_files(str(path), section(path))[0].format == "text"
+    assert list_files(str(path), section(path, format="jsonl"))[0].format == "jsonl"
+
+
+def test_files_that_are_not_text_are_skipped_and_counted(tmp_path: Path) -> None:
+    corpus = write_corpus(tmp_path / "corpus")
+    (corpus / "latin.txt").write_bytes("é".encode("latin-1"))
+    (corpus / "cut.txt").write_bytes("aé".encode()[:-1])
+    (corpus / "nul.txt").write_bytes(b"a\0b")
+    files = prepare(section(corpus), tmp_path / "data", seed=0)
+    assert files.content["sources"][0]["skipped_files"] == 3
+    assert len(files.content["sources"][0]["files"]) == 40
+    assert prepare(section(corpus), tmp_path / "data", seed=0).digest == files.digest
+    with pytest.raises(DataError, match=r"latin\.txt: not UTF-8 text; convert it"):
+        read_source(str(corpus / "latin.txt"), section(corpus), quiet)
+
+
+def test_nothing_to_read_is_said(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"none: no such file or folder; for a hub dataset set"):
+        list_files(str(tmp_path / "none"), section(tmp_path))
+    with pytest.raises(DataError, match=r"no file with text in this folder; taken: .*\.txt"):
+        list_files(str(tmp_path), section(tmp_path))
+    with pytest.raises(DataError, match=r"data\.source: missing; name files or folders"):
+        prepare(section(None), tmp_path / "data", seed=0)
+
+
+def test_unreadable_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a patched `open`, since root may read everything."""
+    corpus = write_corpus(tmp_path / "corpus")
+    plain_open = Path.open
+
+    def guarded(self: Path, *given: Any, **options: Any) -> Any:
+        if self.name == "003.txt":
+            raise PermissionError(13, "Permission denied", str(self))
+        return plain_open(self, *given, **options)
+
+    monkeypatch.setattr(Path, "open", guarded)
+    with pytest.raises(DataError, match=r"003\.txt: cannot be read \(Permission denied\)"):
+        read_source(str(corpus), section(corpus), quiet)
+
+
+def test_standard_library() -> None:
+    source = read_source(STDLIB, section(STDLIB), quiet)
+    names = [file.name for file in source.files]
+    assert names == sorted(names)
+    assert {"argparse.py", "json/decoder.py", "asyncio/tasks.py"} <= set(names)
+    assert not [name for name in names if "site-packages" in name or "/test" in f"/{name}"]
+    assert not [name for name in names if name.startswith("_sysconfigdata")]
+    assert source.size > 8_000_000
+    assert source.licence == "PSF-2.0"
+    assert source.revision == f"CPython {platform.python_version()}"
+    first = next(source.documents())
+    assert first == source.files[0].path.read_text(encoding="utf-8")
+
+
+@pytest.fixture
+def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_OFFLINE", True)
+
+
+@pytest.mark.usefixtures("hub_cache")
+def test_dataset_folder_through_datasets(tmp_path: Path) -> None:
+    folder = tmp_path / "set"
+    folder.mkdir()
+    write_jsonl(folder / "train.jsonl")
+    data = section(folder, format="hub", licence="MIT")
+    files = prepare(data, tmp_path / "data", seed=0)
+    plain = prepare(section(folder / "train.jsonl"), tmp_path / "plain", seed=0)
+    for split in ("train", "validation"):
+        assert files.content["splits"][split] == plain.content["splits"][split]
+    raw = [text.encode() for text in STORIES]
+    digest = hashlib.sha256(b"".join(len(r).to_bytes(8, "little") + r for r in raw)).hexdigest()
+    assert files.content["sources"] == [
+        {
+            "kind": "hub",
+            "name": None,
+            "subset": None,
+            "split": "train",
+            "licence": "MIT",
+            "revision": None,
+            "documents": {"count": 40, "bytes": sum(map(len, raw)), "sha256": digest},
+        }
+    ]
+    assert prepare(data, tmp_path / "data", seed=0).digest == files.digest
+    few = prepare(section(folder, format="hub", max_documents=30), tmp_path / "few", seed=0)
+    assert few.content["sources"][0]["documents"]["count"] == 30
+    with pytest.raises(DataError, match=r'no column "body" \(columns: text\); set data.text_field'):
+        HubSource(str(folder), section(folder, format="hub", text_field="body"))
+    with pytest.raises(DataError, match=r"cannot be loaded \(.*\); check name, subset, split"):
+        HubSource(str(folder), section(folder, format="hub", split="nope"))
+
+
+@pytest.mark.usefixtures("hub_cache")
+def test_hub_name_is_resolved_to_a_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+    import huggingface_hub
+
+    class Api:
+        def dataset_info(self, name: str, revision: str | None) -> SimpleNamespace:
+            assert (name, revision) == ("team/words", "v1")
+            return SimpleNamespace(sha="c0ffee", card_data={"license": ["mit", "cc0-1.0"]})
+
+    asked: list[Any] = []
+
+    def load(*given: Any, **options: Any) -> Any:
+        asked.append((given, options))
+        rows = [{"text": text} for text in ("one", None, " ", "two")]
+        return datasets.IterableDataset.from_generator(lambda: iter(rows))
+
+    monkeypatch.setattr(huggingface_hub, "HfApi", Api)
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    data = section("team/words", format="hub", subset="en", split="test", revision="v1")
+    source = HubSource("team/words", data)
+    assert asked == [
+        (("team/words", "en"), {"split": "test", "revision": "c0ffee", "streaming": True})
+    ]
+    assert list(source.documents()) == ["one", "two"]
+    entry = source.describe()
+    assert (entry["name"], entry["revision"]) == ("team/words", "c0ffee")
+    assert entry["licence"] == "mit, cc0-1.0"
+    assert entry["documents"]["count"] == 2
+    assert list(source.documents()) == ["one", "two"]
+    assert source.describe() == entry
+
+
+@pytest.mark.usefixtures("hub_cache")
+def test_hub_rows_that_break_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    def rows() -> Any:
+        yield {"text": "one"}
+        raise ConnectionError("reset by peer")
+
+    made = datasets.IterableDataset.from_generator(rows)
+    monkeypatch.setattr(datasets, "load_dataset", lambda *a, **k: made)
+    source = HubSource(str(tmp_path), section(tmp_path, format="hub"))
+    with pytest.raises(DataError, match=r"reading stopped at row 1 \(.*\); try again"):
+        list(source.documents())
+    made = datasets.IterableDataset.from_generator(lambda: iter([{"text": "a"}, {"text": 3}]))
+    source = HubSource(str(tmp_path), section(tmp_path, format="hub"))
+    with pytest.raises(DataError, match=r'column "text" of row 1 holds int, not text'):
+        list(source.documents())
+
+
+def test_hub_without_datasets_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(DataError, match=r'run: pip install "dilocox\[hub\]"'):
+        HubSource("team/words", section("team/words", format="hub"))
