@@ -53,6 +53,7 @@ class Coordinator:
         *,
         wait_for: int | None = None,
         on_report: Report | None = None,
+        on_message: Callable[[str], None] | None = None,
         now: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
@@ -70,6 +71,7 @@ class Coordinator:
                 f"{config.outer.min_sites} to the {len(config.sites)} of the run file"
             )
         self._now, self._wall, self._on_report = now, wall, on_report
+        self._on_message = on_message
         self.on_change: Callable[[str], None] = lambda topic: None
         """Called with a topic when something that callers wait for may have happened."""
         self.state = CoordinatorState(config)
@@ -131,6 +133,10 @@ class Coordinator:
             self.on_change(topic)
         if self.state.sequence != sequence:
             self.on_change("status")
+            if self._on_message is not None:
+                for number, _, kind, text in self.state.feed:
+                    if number > sequence and kind in ("join", "leave", "phase"):
+                        self._on_message(text)
         if self.state.epoch != epoch:
             self.store.forget_old_epochs()
             self.on_change("store")

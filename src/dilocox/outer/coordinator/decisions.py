@@ -77,7 +77,12 @@ def plan_round(state: CoordinatorState, round_: int, time: float) -> e.Planned |
         return f"the end of round {round_ - AHEAD - 1} at {', '.join(slow)}"
     before = state.plans.get(round_ - 1)
     first_tick = before.first_tick + before.slots if before else round_ * state.config.outer.slots
-    plan = make_plan(state.config, round_, first_tick, active, state.ledger)
+    first_step = (
+        before.first_step + before.inner_steps
+        if before
+        else round_ * state.config.outer.inner_steps
+    )
+    plan = make_plan(state.config, round_, first_tick, first_step, active, state.ledger)
     return e.Planned(time, plan.model_dump(mode="json"))
 
 

@@ -66,28 +66,31 @@ class Exchange:
         """A site of the voting `sites` (run file order) that the others cannot reach.
 
         One that all others, two or more, name in two attempts goes at once. After `MAX_BROKEN`
-        broken attempts the most often named goes, of equals the last in the run file: with two
-        sites each names the other, and one of them has to go on.
+        broken attempts the one with the most broken links goes, of equals the last in the run
+        file: of two sites that cannot reach each other, one has to go on.
         """
         unreached: Counter[str] = Counter()
-        named: Counter[str] = Counter()
+        links: Counter[str] = Counter()
         for reports in self.broken.values():
-            by_site: dict[str, set[str]] = {}
-            for (site, _, _), failed in reports.items():
-                by_site.setdefault(site, set()).update(name for name in failed if name != site)
+            pairs = {
+                frozenset((reporter, name))
+                for (reporter, _, _), failed in reports.items()
+                for name in failed
+                if name != reporter
+            }
+            links.update(name for pair in pairs for name in pair)
+            named = {(site, name) for (site, _, _), failed in reports.items() for name in failed}
             for site in sites:
                 others = [other for other in sites if other != site]
-                naming = [other for other in others if site in by_site.get(other, set())]
-                named[site] += len(naming)
-                if len(others) >= 2 and len(naming) == len(others):
+                if len(others) >= 2 and all((other, site) in named for other in others):
                     unreached[site] += 1
         for site in sites:
             if unreached[site] >= 2:
                 return site
-        if len(self.broken) < MAX_BROKEN or not named.total():
+        worst = max((links[site] for site in sites), default=0)
+        if len(self.broken) < MAX_BROKEN or worst == 0:
             return None
-        worst = max(named.values())
-        return [site for site in sites if named[site] == worst][-1]
+        return [site for site in sites if links[site] == worst][-1]
 
     @property
     def exhausted(self) -> bool:

@@ -14,8 +14,12 @@ from dilocox.outer.coordinator import events as e
 
 FORMAT = 1
 NAME = "coordinator.sqlite"
-# What a rank acts upon must survive a power cut; a lost vote or report is only sent again.
-_SOFT = (e.Voted, e.Broke, e.Ready, e.RoundDone, e.Wrote, e.Reported, e.Stored)
+# Everything survives the death of the process. The death of the machine may take the last moments
+# of these kinds, which are many and cheap to lose: votes are sent again, and a decision that all
+# voters have heard is not asked for again. Epochs, plans, leases and stops wait for the disk.
+_SOFT = (
+    e.Pinned, e.Voted, e.Broke, e.Decided, e.Ready, e.RoundDone, e.Wrote, e.Reported, e.Stored,
+)  # fmt: skip
 
 
 class EventLog:
@@ -55,8 +59,7 @@ class EventLog:
             raise self._damaged(str(error)) from None
 
     def append(self, event: e.Event) -> None:
-        """Write one event; it is on disk when this returns (votes and the like: with the next
-        event that is not). Raises `TrainingError`."""
+        """Write one event before it takes effect. Raises `TrainingError`."""
         hard = not isinstance(event, _SOFT)
         data = json.dumps(event.to_json(), separators=(",", ":"))
         try:

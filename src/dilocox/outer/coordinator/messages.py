@@ -129,6 +129,8 @@ class Entering(Message):
     site: SiteName
     incarnation: Count
     donor: SiteName | None
+    from_round: Count
+    """First round none of whose exchanges was begun without it: it receives from there on."""
 
 
 class BeatRequest(Message):
@@ -224,6 +226,8 @@ class RoundPlan(Message):
     kind: Literal["train", "flush"]
     first_tick: Count
     """Slots before this round: its slot s (from 0) ends at tick first_tick + s + 1."""
+    first_step: Count
+    """Inner steps of a site before this round, if it was there from the start."""
     members: dict[SiteName, MemberPlan]
     inner_steps: Count
     slots: Count

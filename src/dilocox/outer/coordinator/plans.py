@@ -20,7 +20,12 @@ def space_of(config: RunConfig, site: str) -> str:
 
 
 def make_plan(
-    config: RunConfig, round_: int, first_tick: int, members: Sequence[str], ledger: Ledger
+    config: RunConfig,
+    round_: int,
+    first_tick: int,
+    first_step: int,
+    members: Sequence[str],
+    ledger: Ledger,
 ) -> RoundPlan:
     """Plan of round `round_` for `members` (run file order). Round `outer.rounds` is the flush."""
     flush = round_ == config.outer.rounds
@@ -44,6 +49,7 @@ def make_plan(
         round=round_,
         kind="flush" if flush else "train",
         first_tick=first_tick,
+        first_step=first_step,
         members=planned,
         inner_steps=steps,
         slots=0 if flush else outer.slots,

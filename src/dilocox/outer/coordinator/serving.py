@@ -44,6 +44,8 @@ def serve(
     wait_for: int | None = None,
     resume: bool | int = False,
     on_report: Report | None = None,
+    on_message: Callable[[str], None] | None = None,
+    on_resumed: Callable[[int], None] | None = None,
     on_ready: Callable[[Endpoint], None] | None = None,
     ready_file: str | Path | None = None,
 ) -> m.Status:
@@ -51,14 +53,19 @@ def serve(
 
     On a folder with a log it goes on where that ends; with `resume` it goes back to the latest
     complete checkpoint (true) or the one at a tick. `host` and `port` default to `[network]`.
+    `on_message` gets a line when sites come and go, `on_resumed` the round that is resumed in.
     When it listens, `on_ready` is called and `ready_file` is written (mode 0600). The first SIGINT
     or SIGTERM stops the run at a slot end, the second ends the server at once. Blocks; raises
     `TrainingError` (port taken, folder in use, log damaged) and `CheckpointError`.
     """
-    coordinator = Coordinator(config, folder, wait_for=wait_for, on_report=on_report)
+    coordinator = Coordinator(
+        config, folder, wait_for=wait_for, on_report=on_report, on_message=on_message
+    )
     try:
         if resume is not False:
             coordinator.resume(None if resume is True else resume)
+            if on_resumed is not None:
+                on_resumed(coordinator.state.first_round)
         where = (host or config.network.host, config.network.port if port is None else port)
 
         def ready(bound: int) -> None:

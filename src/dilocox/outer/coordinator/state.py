@@ -36,6 +36,8 @@ class SiteState:
     certificate: str = ""
     ready: set[tuple[int, int]] = field(default_factory=set)
     """(stage, shard) that hold the full state."""
+    from_round: int = 0
+    """While entering: first round none of whose exchanges was begun without it."""
     active_from: int = 0
     """First round that this incarnation contributes to."""
     rounds_done: int = 0
@@ -192,11 +194,15 @@ class CoordinatorState:
         for name in event.sites:
             self.sites[name].role = "entering"
             self.sites[name].donor = None if name == event.founder else event.founder
+            self.sites[name].from_round = self.first_round
         self._new_epoch()
         self._say(event, "phase", f"starting with {', '.join(event.sites)}")
 
     def _entered(self, event: e.Entered) -> None:
-        self.sites[event.site].role, self.sites[event.site].donor = "entering", event.donor
+        site = self.sites[event.site]
+        site.role, site.donor = "entering", event.donor
+        begun = [exchange.round for exchange in self.exchanges.values()]
+        site.from_round = max(begun, default=self.first_round - 1) + 1
         self._new_epoch()
         self._say(event, "join", f"{event.site} enters, fetching from {event.donor}")
 
@@ -289,7 +295,7 @@ class CoordinatorState:
         if len(ranks) == self.config.site.ranks:
             del site.done[event.round]
             site.rounds_done = max(site.rounds_done, event.round + 1)
-            self.ledger.commit(event.site, site.incarnation, event.round)
+            self.ledger.settle(event.round + 1, [event.site])
             self.sequence += 1
 
     def _pinned(self, event: e.Pinned) -> None:
@@ -385,6 +391,8 @@ class CoordinatorState:
         for site in self.sites.values():
             if site.role != "absent":
                 site.role, site.reason = "gone", "the run was resumed"
+            # Rounds that are trained again are reported again.
+            site.metrics = {}
         self.members, self.starters, self.founder, self.versions = [], [], None, None
         self.phase, self.reason, self.stop_tick = "enrolling", "", None
         self.lease = event.tick

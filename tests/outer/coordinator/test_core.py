@@ -1,0 +1,555 @@
+"""Life of a run on the coordinator without its network."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dilocox.errors import CheckpointError, TrainingError
+from dilocox.outer.coordinator import messages as m
+from dilocox.outer.coordinator import views
+from dilocox.outer.coordinator.core import Coordinator
+from dilocox.outer.coordinator.refusals import Caller, Refused
+from dilocox.outer.coordinator.state import CoordinatorState
+from tests.outer.coordinator.helpers import VERSIONS, Driver, run_config
+
+OUTER = m.ExchangeKey.outer
+
+
+def numbers(plan: m.RoundPlan) -> list[int]:
+    return [
+        number
+        for member in plan.members.values()
+        for start, count in member.ranges
+        for number in range(start, start + count)
+    ]
+
+
+def replayed(driver: Driver) -> CoordinatorState:
+    state = CoordinatorState(driver.config)
+    for event in driver.core.log.events():
+        state.apply(event)
+    return state
+
+
+@pytest.fixture
+def driver(tmp_path: Path) -> Any:
+    made = Driver(tmp_path, run_config())
+    yield made
+    made.core.close()
+
+
+def test_start_waits_for_all_sites_and_their_ranks(driver: Driver) -> None:
+    driver.enrol("c")
+    driver.enrol("a")
+    assert driver.core.state.phase == "enrolling"
+    assert driver.core.state.epoch == 0
+    driver.enrol("b")
+    state = driver.core.state
+    assert (state.phase, state.founder, state.epoch) == ("starting", "a", 1)
+    assert [state.sites[name].donor for name in "abc"] == [None, "a", "a"]
+    for site in "ab":
+        driver.ready(site)
+    assert driver.plan(0, "a") is None
+    driver.ready("c")
+    plan = driver.plan(0, "a")
+    assert plan is not None
+    assert list(plan.members) == ["a", "b", "c"]
+    assert sorted(numbers(plan)) == list(range(3 * 4 * 4))
+
+
+def test_wait_for_fewer_sites(tmp_path: Path) -> None:
+    driver = Driver(tmp_path, run_config(), wait_for=2)
+    driver.enrol("c")
+    driver.enrol("b")
+    assert driver.core.state.founder == "b"
+    with pytest.raises(TrainingError, match="wait_for 9"):
+        Coordinator(run_config(), tmp_path / "other", wait_for=9)
+    driver.core.close()
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"token": "dilocox1-" + "0" * 64 + "-" + "0" * 32}, "token: not this run's"),
+        ({"run_digest": "1" * 64}, "run file differs"),
+        ({"stages": 2}, "2 stages x 1 shards, but this run has 1 x 1"),
+        ({"versions": VERSIONS.model_copy(update={"torch": "2.12.0"})}, "torch 2.12.0, but"),
+        ({"versions": VERSIONS.model_copy(update={"dilocox": "9"})}, "dilocox 9, but"),
+        ({"versions": VERSIONS.model_copy(update={"python": "3.11.9"})}, "python 3.11.9, but"),
+        ({"data_digest": "2" * 64}, "token files differ"),
+        ({"site": "x"}, "not in the run file; use one of: a, b, c"),
+        ({"site": "a"}, "taken, it is enrolled already"),
+        ({"csr": "hello"}, "signing request is not a valid"),
+    ],
+)
+def test_enrolment_refusals(driver: Driver, changes: dict[str, Any], text: str) -> None:
+    driver.enrol("a", data_digest="0" * 64)
+    with pytest.raises(Refused, match=text) as refused:
+        driver.enrol(**{"site": "b", **changes})
+    assert refused.value.kind == "join"
+    assert "\n" not in str(refused.value)
+    assert driver.core.state.live == ["a"]
+
+
+def test_enrolment_that_is_the_same_for_all_purposes(driver: Driver) -> None:
+    first = driver.enrol("a")
+    again = driver.enrol("a", csr=driver_csr(driver, "a"))
+    assert again == first
+    other = VERSIONS.model_copy(update={"torch": "2.13.0+cu130", "python": "3.12.9"})
+    assert driver.enrol("b", versions=other).incarnation == 1
+
+
+def driver_csr(driver: Driver, site: str) -> str:
+    """The signing request that `site` used first (the first of all has no added newline)."""
+    from tests.outer.coordinator.helpers import CSR
+
+    assert driver.incarnations == {site: 1}
+    return CSR
+
+
+def test_gather_commits_the_intersection_once_all_have_voted(tmp_path: Path) -> None:
+    driver = Driver(tmp_path, run_config(shards=2))
+    driver.start()
+    driver.plan(0, "a")
+    key = OUTER(0, 0, 1)
+    assert [item.site for item in driver.begin(key, "b").members] == ["a", "b", "c"]
+    everyone, replies = list("cab"), []
+    for site in "abc":
+        for shard in (0, 1):
+            held = ["b", "a"] if (site, shard) == ("a", 1) else everyone
+            says = (site, shard) != ("b", 0)
+            replies.append(driver.vote(key, site, shard=shard, held=held, contributes=says))
+    assert [reply.decision for reply in replies] == ["wait"] * 5 + ["commit"]
+    # c is not whole at (a, 1), b does not contribute with all its shards.
+    assert replies[-1].set == ["a"]
+    assert replies[0].waiting_for[0] == "a stage 0 shard 1"
+    late = driver.vote(key, "a", held=everyone)
+    assert (late.decision, late.set) == ("commit", ["a"])
+    assert replayed(driver) == driver.core.state
+    driver.core.close()
+
+
+def test_reduce_fixes_the_set_then_waits_for_the_average(tmp_path: Path) -> None:
+    driver = Driver(tmp_path, run_config(outer={"exchange": "reduce"}))
+    driver.start()
+    driver.plan(0, "a")
+    key = m.ExchangeKey.gradient(0, 3, 0)
+    driver.begin(key, "a")
+    for site in "ab":
+        assert driver.vote(key, site, held=list("abc")).decision == "wait"
+    with pytest.raises(Refused, match="before its set was fixed"):
+        driver.vote(key, "a", phase="done")
+    last = driver.vote(key, "c", held=list("abc"), contributes=False)
+    assert (last.decision, last.set) == ("average", ["a", "b"])
+    assert driver.vote(key, "a", held=list("abc")).decision == "average"
+    assert driver.vote(key, "a", phase="done").decision == "wait"
+    driver.leave("c")
+    assert driver.vote(key, "a", phase="done").decision == "repeat"
+    for site, decision in (("a", "wait"), ("b", "average")):
+        assert driver.vote(key, site, 2, held=["a", "b"]).decision == decision
+    driver.vote(key, "a", 2, phase="done")
+    final = driver.vote(key, "b", 2, phase="done")
+    assert (final.decision, final.set) == ("commit", ["a", "b"])
+    driver.core.close()
+
+
+def test_a_site_that_dies_midway_is_left_out_and_its_ranges_return(driver: Driver) -> None:
+    driver.start()
+    plan = driver.plan(0, "a")
+    assert plan is not None
+    key = OUTER(0, 0, 0)
+    driver.begin(key, "a")
+    for site in "ac":
+        driver.vote(key, site, held=list("abc"))
+    for site in "abc":
+        driver.beat(site)
+    driver.clock.time += 4
+    for site in "ac":
+        driver.beat(site)
+    driver.core.expire()
+    assert driver.core.state.live == ["a", "b", "c"]
+    driver.clock.time += 1.5
+    driver.core.expire()
+    assert driver.core.state.sites["b"].reason == "no beat from stage 0 shard 0 for 5 s"
+    assert driver.begin(key, "a").attempt == 2
+    assert [item.site for item in driver.begin(key, "c").members] == ["a", "c"]
+    assert driver.vote(key, "a", 1, held=list("abc")).decision == "repeat"
+    # c still holds what b sent, but b cannot be counted any more.
+    driver.vote(key, "a", 2, held=list("abc"))
+    assert driver.vote(key, "c", 2, held=list("abc")).set == ["a", "c"]
+    with pytest.raises(Refused, match="gone"):
+        driver.beat("b")
+    # Its numbers come first in the next plan.
+    next_plan = driver.plan(1, "c")
+    assert next_plan is not None
+    lost = plan.members["b"].ranges
+    assert next_plan.members["a"].ranges == lost
+    assert next_plan.members["c"].ranges == [(48, 16)]
+
+
+def test_rejoin_has_a_new_incarnation_and_contributes_from_the_next_plan(driver: Driver) -> None:
+    driver.start()
+    driver.plan(0, "a")
+    driver.plan(1, "a")
+    driver.leave("b", "broken", failed=True)
+    before = driver.core.state.epoch
+    assert driver.enrol("b").incarnation == 2
+    assert driver.core.state.epoch == before
+    with pytest.raises(Refused, match="replaced by a newer one"):
+        driver.core.check(Caller("b", 1), m.Rank(site="b", stage=0, shard=0))
+    reply = driver.beat("b")
+    assert (reply.role, reply.donor, reply.epoch.id) == ("entering", "a", before + 1)
+    key = OUTER(0, 0, 0)
+    roles = {item.site: item.role for item in driver.begin(key, "a").members}
+    assert roles == {"a": "member", "b": "entering", "c": "member"}
+    with pytest.raises(Refused, match="does not vote"):
+        driver.vote(key, "b", held=["a"])
+    assert driver.vote(key, "b", observer=True).decision == "wait"
+    driver.ready("b")
+    # Plans 0 and 1 name the incarnation that is gone: the new one has no vote there.
+    assert driver.core.state.sites["b"].active_from == 2
+    driver.vote(key, "a", held=["a", "c"])
+    assert driver.vote(key, "c", held=["a", "b", "c"]).set == ["a", "c"]
+    assert driver.vote(key, "b", observer=True).set == ["a", "c"]
+    plan = driver.plan(2, "a")
+    assert plan is not None
+    assert list(plan.members) == ["a", "b", "c"]
+
+
+def test_donor_and_founder_are_replaced(driver: Driver) -> None:
+    for site in "abc":
+        driver.enrol(site)
+    driver.ready("c")
+    driver.leave("a")
+    # c has all of theta_0, so it is the founder now.
+    assert driver.core.state.founder == "c"
+    assert driver.beat("b").donor == "c"
+    driver.ready("b")
+    driver.enrol("a")
+    assert driver.beat("a").donor == "b"
+    driver.leave("b")
+    assert driver.beat("a").donor == "c"
+    driver.leave("c")
+    assert driver.core.state.phase == "failed"
+    assert "no active site is left" in driver.core.state.reason
+
+
+def test_plans_run_at_most_two_rounds_ahead(driver: Driver) -> None:
+    driver.start()
+    seen = [driver.plan(round_, "a") is not None for round_ in (0, 1, 2, 3)]
+    assert seen == [True, True, True, False]
+    driver.round_done("a", 0)
+    driver.round_done("b", 0)
+    waiting = driver.core.plan(3, Caller("a", 1)).waiting_for
+    assert waiting == "the end of round 0 at c"
+    driver.round_done("c", 0)
+    plan = driver.plan(3, "a")
+    assert plan is not None
+    assert (plan.last, plan.checkpoint, plan.first_tick) == (True, False, 12)
+    for site in "abc":
+        driver.round_done(site, 1)
+    flush = driver.plan(4, "b")
+    assert flush is not None
+    assert (flush.kind, flush.slots, flush.codec, flush.first_tick) == ("flush", 0, "int8", 16)
+    assert (flush.checkpoint, flush.evaluate, flush.last) == (True, True, True)
+    assert numbers(flush) == []
+    with pytest.raises(Refused, match="round 5"):
+        driver.plan(5, "a")
+    for site in "abc":
+        driver.finish(site)
+    assert driver.core.state.phase == "finished"
+    states = {entry.state for entry in views.ledger(driver.core.state).entries}
+    assert states == {"issued", "committed"}
+
+
+def test_spaces_of_private_text_and_weights(tmp_path: Path) -> None:
+    config = run_config("ab", checkpoint={"every_rounds": 2})
+    raw = config.model_copy(
+        update={
+            "sites": {
+                **config.sites,
+                "b": config.sites["b"].model_copy(update={"data": "own", "batch_size": 12}),
+            }
+        }
+    )
+    driver = Driver(tmp_path, raw)
+    driver.start()
+    plan = driver.plan(0, "a")
+    assert plan is not None
+    assert plan.members["a"].ranges == [(0, 16)]
+    assert (plan.members["b"].ranges, plan.members["b"].space) == ([(0, 48)], "site/b")
+    assert [member.weight for member in plan.members.values()] == [0.5, 1.5]
+    second = driver.plan(1, "a")
+    assert second is not None
+    assert (plan.checkpoint, second.checkpoint) == (False, True)
+    # A private range waits for its own site.
+    driver.leave("b")
+    third = driver.plan(2, "a")
+    assert third is not None
+    assert third.members["a"].ranges == [(32, 16)]
+    assert driver.core.state.ledger.pool == {"site/b": [(0, 96)]}
+    driver.core.close()
+
+
+def test_min_sites_waits_instead_of_deciding(tmp_path: Path) -> None:
+    driver = Driver(tmp_path, run_config(outer={"min_sites": 2}))
+    driver.start()
+    driver.plan(0, "a")
+    key = OUTER(0, 0, 0)
+    driver.begin(key, "a")
+    driver.leave("b")
+    driver.leave("c")
+    assert driver.vote(key, "a", 3, held=["a"]).decision == "wait"
+    assert driver.plan(1, "a") is None
+    driver.join("b")
+    assert driver.vote(key, "a", 3, held=["a"]).decision == "commit"
+    assert driver.plan(1, "a") is not None
+    driver.core.close()
+
+
+def test_a_broken_attempt_is_repeated_in_a_new_epoch(driver: Driver) -> None:
+    driver.start()
+    driver.plan(0, "a")
+    first, second = OUTER(0, 0, 0), OUTER(0, 0, 1)
+    for key in (first, second):
+        driver.begin(key, "a")
+    epoch = driver.core.state.epoch
+    reply = driver.vote(first, "b", broken=True, failed=["c"])
+    assert (reply.decision, reply.attempt, reply.epoch) == ("repeat", 2, epoch + 1)
+    # The other exchange of the broken group follows into the same epoch.
+    assert driver.vote(second, "b", broken=True, failed=["c"]).epoch == epoch + 1
+    # Named again by all others, in two attempts: out.
+    driver.vote(first, "a", broken=True, failed=["c"])
+    assert driver.core.state.live == ["a", "b", "c"]
+    driver.vote(first, "a", 2, broken=True, failed=["c"])
+    driver.vote(first, "b", 2, broken=True, failed=["c"])
+    assert driver.core.state.sites["c"].reason == "unreachable"
+    attempt = driver.begin(first, "a").attempt
+    driver.vote(first, "a", attempt, held=["a", "b"])
+    assert driver.vote(first, "b", attempt, held=["a", "b"]).set == ["a", "b"]
+    assert replayed(driver) == driver.core.state
+
+
+def test_two_sites_without_a_link_do_not_drop_each_other_both(tmp_path: Path) -> None:
+    driver = Driver(tmp_path, run_config("ab"))
+    driver.start()
+    driver.plan(0, "a")
+    key = OUTER(0, 0, 0)
+    driver.begin(key, "a")
+    for attempt in (1, 2, 3, 4):
+        assert driver.core.state.live == ["a", "b"]
+        driver.vote(key, "b", attempt, broken=True, failed=["a"])
+        if attempt < 4:
+            driver.vote(key, "a", attempt, broken=True, failed=["b"])
+    assert driver.core.state.live == ["a"]
+    driver.core.close()
+
+
+def test_broken_for_no_reason_ends_the_run(driver: Driver) -> None:
+    driver.start()
+    driver.plan(0, "a")
+    key = OUTER(0, 0, 0)
+    driver.begin(key, "a")
+    for attempt in (1, 2, 3):
+        driver.vote(key, "a", attempt, broken=True)
+    with pytest.raises(Refused, match="run failed: exchange outer/0/0/0: broken 4 times"):
+        driver.vote(key, "a", 4, broken=True)
+
+
+def test_lease_and_stop(driver: Driver) -> None:
+    driver.start()
+    assert driver.beat("a").lease == 2
+    assert driver.beat("a", 2, slot_seconds=0.01).lease == 202
+    assert driver.beat("b", 50, slot_seconds=0.01).lease == 202
+    assert driver.beat("a", 150, slot_seconds=0.01).lease == 350
+    with pytest.raises(Refused, match="beyond its lease"):
+        driver.beat("c", 351)
+    assert driver.core.stop(m.StopRequest(reason="SIGINT")).stop_tick == 350
+    assert driver.core.stop(m.StopRequest(reason="again")).stop_tick == 350
+    reply = driver.beat("c", 20)
+    assert (reply.phase, reply.stop_tick, reply.lease) == ("stopping", 350, 350)
+    driver.reopen()
+    assert driver.core.state.stop_tick == 350
+    for site in "abc":
+        driver.write_checkpoint(site, 350, 0, 4)
+        driver.finish(site, complete=False)
+    assert driver.core.state.phase == "stopped"
+    assert views.checkpoints(driver.core.state).checkpoints[0].complete
+
+
+def test_coordinator_that_was_asleep_does_not_take_all_for_dead(driver: Driver) -> None:
+    driver.start()
+    for site in "abc":
+        driver.beat(site)
+    driver.core.expire()
+    driver.clock.time += 1000
+    driver.core.expire()
+    assert driver.core.state.live == ["a", "b", "c"]
+    for _ in range(4):
+        driver.clock.time += 2
+        driver.beat("a")
+        driver.core.expire()
+    assert driver.core.state.live == ["a"]
+
+
+def test_restart_replays_and_gives_time_to_come_back(driver: Driver) -> None:
+    driver.start()
+    driver.plan(0, "a")
+    key = OUTER(0, 0, 0)
+    driver.begin(key, "a")
+    driver.vote(key, "a", held=list("abc"))
+    before, token = driver.core.state, str(driver.core.authority.token)
+    with pytest.raises(TrainingError, match="another coordinator is running"):
+        Coordinator(driver.config, driver.folder)
+    driver.reopen()
+    assert driver.core.state == before
+    assert str(driver.core.authority.token) == token
+    driver.clock.time += 9
+    driver.core.expire()
+    assert driver.core.state.live == ["a", "b", "c"]
+    driver.vote(key, "b", held=list("abc"))
+    assert driver.vote(key, "c", held=list("abc")).set == ["a", "b", "c"]
+    driver.core.close()
+    other = run_config(run={"seed": 7})
+    with pytest.raises(TrainingError, match="another run file"):
+        Coordinator(other, driver.folder)
+    driver.core = Coordinator(driver.config, driver.folder)
+
+
+def test_private_files_are_private(driver: Driver) -> None:
+    for name in ("secret", "authority.pem", "server.pem", "operator.json", "coordinator.sqlite"):
+        assert (driver.folder / name).stat().st_mode & 0o077 == 0, name
+
+
+def test_damaged_log_is_recognised(tmp_path: Path) -> None:
+    Coordinator(run_config(), tmp_path).close()
+    (tmp_path / "coordinator.sqlite").write_bytes(b"not a database at all" * 100)
+    (tmp_path / "coordinator.sqlite-wal").unlink(missing_ok=True)
+    with pytest.raises(TrainingError, match="not a readable event log"):
+        Coordinator(run_config(), tmp_path)
+
+
+def test_reports_count_once_and_a_broken_writer_does_not_stop_the_run(tmp_path: Path) -> None:
+    seen: list[tuple[str, int]] = []
+
+    def writer(site: str, round_: int, kind: str, metrics: dict[str, Any]) -> None:
+        seen.append((site, round_))
+        raise OSError("disk full")
+
+    driver = Driver(tmp_path, run_config(), on_report=writer)
+    driver.start()
+    rank = driver.ranks("a")[0]
+    for loss in (1.0, 2.0):
+        driver.core.report(m.ReportRequest(rank=rank, round=0, metrics={"loss": loss}))
+    assert seen == [("a", 0)]
+    assert views.status(driver.core.state, 0).sites[0].metrics["round"]["loss"] == 1.0
+    driver.core.close()
+
+
+def run_two_rounds(driver: Driver) -> list[m.RoundPlan]:
+    """Rounds 0 and 1 of all sites; a checkpoint within round 1; then plan 2."""
+    plans = run_two_rounds_of(driver, ["a", "b", "c"])
+    third = driver.plan(2, "a")
+    assert third is not None
+    return [*plans, third]
+
+
+def test_resume_twice_keeps_the_recorded_plan_and_the_ranges(driver: Driver) -> None:
+    driver.start()
+    plans = run_two_rounds(driver)
+    epochs = [driver.core.state.epoch]
+    for _ in range(2):
+        driver.reopen()
+        event = driver.core.resume()
+        assert (event.tick, event.round, event.slot) == (6, 1, 2)
+        assert driver.core.state.phase == "enrolling"
+        driver.start()
+        assert driver.core.state.lease == 6
+        assert driver.plan(1, "b") == plans[1]
+        # Exchanges of round 0 that were in flight are voted on again.
+        key = OUTER(0, 0, 1)
+        driver.begin(key, "a")
+        for site in "abc":
+            reply = driver.vote(key, site, held=list("abc"))
+        assert reply.set == ["a", "b", "c"]
+        assert driver.plan(2, "c") == plans[2]
+        epochs.append(driver.core.state.epoch)
+        for site in "abc":
+            driver.round_done(site, 1)
+        assert replayed(driver) == driver.core.state
+    assert epochs == sorted(set(epochs))
+    entries = driver.core.state.ledger.entries
+    assert {entry.state for entry in entries if entry.round < 2} == {"committed"}
+
+
+def test_resume_without_a_site_gives_its_ranges_to_the_others(tmp_path: Path) -> None:
+    driver = Driver(tmp_path, run_config(outer={"min_sites": 1}), wait_for=2)
+    for site in "ab":
+        driver.enrol(site)
+    for site in "ab":
+        driver.ready(site)
+    plans = run_two_rounds_of(driver, ["a", "b"])
+    driver.core.resume()
+    driver.enrol("a")
+    driver.enrol("c")
+    driver.ready("a")
+    driver.ready("c")
+    assert driver.plan(1, "a") == plans[1]
+    assert driver.core.state.sites["c"].active_from == 2
+    plan = driver.plan(2, "a")
+    assert plan is not None
+    assert plan.members["a"].ranges == plans[1].members["b"].ranges
+    taken = [*numbers(plan), *(n for n in numbers(plans[1]))]
+    owned = [
+        number
+        for entry in driver.core.state.ledger.entries
+        if entry.state != "returned"
+        for number in range(entry.start, entry.start + entry.count)
+    ]
+    assert len(owned) == len(set(owned))
+    assert set(taken) <= set(owned)
+    driver.core.close()
+
+
+def run_two_rounds_of(driver: Driver, sites: list[str]) -> list[m.RoundPlan]:
+    plans = [driver.plan(0, sites[0]), driver.plan(1, sites[0])]
+    for site in sites:
+        driver.round_done(site, 0)
+    for site in sites:
+        driver.write_checkpoint(site, 6, 1, 2)
+    assert all(plan is not None for plan in plans)
+    return [plan for plan in plans if plan is not None]
+
+
+def test_resume_needs_a_complete_checkpoint(driver: Driver) -> None:
+    driver.start()
+    driver.plan(0, "a")
+    driver.write_checkpoint("a", 3, 0, 3)
+    with pytest.raises(CheckpointError, match="no complete checkpoint"):
+        driver.core.resume()
+    for site in "bc":
+        driver.write_checkpoint(site, 3, 0, 3)
+    with pytest.raises(CheckpointError, match="at slot 4 .there are: 3"):
+        driver.core.resume(4)
+    assert driver.core.resume(3).slot == 3
+    with pytest.raises(Refused, match="gone"):
+        driver.beat("a")
+
+
+def test_unknown_event_in_the_log_is_refused(driver: Driver) -> None:
+    driver.core.log.append(Strange(0.0))  # type: ignore[arg-type]
+    with pytest.raises(TrainingError, match="not a readable event log .event 2: KeyError"):
+        list(driver.core.log.events())
+
+
+class Strange:
+    """An event of some other program."""
+
+    def __init__(self, time: float) -> None:
+        self.time = time
+
+    def to_json(self) -> dict[str, Any]:
+        return {}
