@@ -18,8 +18,3 @@ def nesterov_step(
     step = momentum * momentum_factor
     step.add_(average).mul_(learning_rate)
     anchor.sub_(step)
-
-
-def gain(learning_rate: float, momentum_factor: float) -> float:
-    """How far one outer step moves the anchor per unit of Δ: γ·(1 + μ)."""
-    return learning_rate * (1.0 + momentum_factor)

@@ -6,12 +6,17 @@ displacement (sum of inner updates) since the fragment's last boundary:
 
 - `none`, `naive`: x = θ. With `none` d is zero, because nothing was trained since the boundary.
 - `keep`: x = θ + κ·d. Fresh progress stays, damped by κ.
-- `eager` (arXiv 2502.12996): the site knows its own next pseudo-gradient δ_t = −d already, while
-  the Δ that lands holds its last one, δ_{t−1}, with the share s = w_i / Σw. It looks at what the
-  same outer step would give had its own part been up to date: Δ' = Δ + s·(δ_t − δ_{t−1}). With m
-  the momentum and θ_0 the anchor before the step, θ(Δ) = θ_0 − γ·(Δ + μ·(μ·m + Δ)), so a change
-  of Δ enters with −γ·(1 + μ): x = θ + γ·(1 + μ)·s·(d + δ_{t−1}). Nothing of it enters anchor or
-  momentum. A site whose contribution was left out has s = 0: x = θ.
+- `eager` (arXiv 2502.12996): when Δ_{t−1} lands, the site knows its own part of Δ_t already: s·δ_t
+  with δ_t = −d and its share s = w_i / Σw. It goes on from where the next outer step would lead if
+  that part were all of it: with m_i the site's own part of the momentum (m_i = μ·m_i + s·δ_{t−1} at
+  every outer step, so that the sum of all m_i is m),
+  x = θ − γ·(s·δ_t + μ·(μ·m_i + s·δ_t)).
+  In the paper every site applies to its own view the outer step of Δ_{t−1} + s·(δ_t − δ_{t−1}):
+  its old part is exchanged for the fresh one. The outer step is linear and the differences add
+  up over the rounds, to exactly this distance from the anchor. One such step from the *anchor*,
+  which does not hold the eager parts of earlier rounds, would take δ_{t−1} away without having
+  given it: with one site, γ = 1 and μ = 0, x would be θ_0 + d_0 + d_2 after three rounds instead of
+  θ_0 + d_0 + d_1 + d_2, and strong momentum then diverges. Nothing of it enters anchor or momentum.
 
 A rule moves x by a jump, and a jump is no displacement: what d counts is the same before and
 after, so all of d, undamped, is in the next pseudo-gradient (see `FragmentState.land`).
@@ -25,7 +30,7 @@ from typing import Literal
 from torch import Tensor
 
 from dilocox.errors import TrainingError
-from dilocox.outer.optimizer import gain
+from dilocox.outer.optimizer import nesterov_step
 
 
 @dataclass(frozen=True)
@@ -44,20 +49,21 @@ class Rule:
     `eager` only."""
 
 
-def local_view(rule: Rule, anchor: Tensor, displacement: Tensor, previous: Tensor | None) -> Tensor:
+def local_view(rule: Rule, anchor: Tensor, displacement: Tensor, own: Tensor | None) -> Tensor:
     """Where the site goes on from: a new flat fp32 tensor like `anchor`, which stays as it is.
 
-    `anchor` is θ after the step, `displacement` is d, `previous` is δ_{t−1}, this site's
-    pseudo-gradient in the average that lands. Raises `TrainingError` if `eager` lacks it.
+    `anchor` is θ after the step, `displacement` is d, `own` is m_i, the site's part of the momentum
+    after the step. Raises `TrainingError` if `eager` lacks it.
     """
     if rule.overlap == "keep":
         return displacement.mul(rule.keep).add_(anchor)
-    if rule.overlap == "eager" and rule.share:
-        if previous is None:
+    view = anchor.clone()
+    if rule.overlap == "eager":
+        if own is None:
             raise TrainingError(
-                'overlap "eager" needs the last pseudo-gradient, which was not kept: make the '
-                "fragment's state with eager=True"
+                'overlap "eager" needs the site\'s own part of the outer momentum, which was not '
+                "kept: make the fragment's state with eager=True"
             )
-        fresh = displacement.add(previous)
-        return fresh.mul_(gain(rule.learning_rate, rule.momentum) * rule.share).add_(anchor)
-    return anchor.clone()
+        fresh = displacement.mul(-rule.share)
+        nesterov_step(view, own.clone(), fresh, rule.learning_rate, rule.momentum)
+    return view

@@ -43,8 +43,8 @@ class FragmentState:
     ) -> None:
         """Start with the anchor at `live`, no momentum, no residual.
 
-        `eager`: keep the last pseudo-gradient, which overlap `eager` needs (4 more bytes per
-        parameter).
+        `eager`: keep the last pseudo-gradient and the site's own part of the momentum, which
+        overlap `eager` needs (8 more bytes per parameter).
         """
         self.layout = layout
         self.anchor = layout.pack(live, device=device)
@@ -56,6 +56,8 @@ class FragmentState:
         """e; none without error feedback."""
         self.previous = torch.zeros_like(self.anchor) if eager else None
         """δ of the last boundary; none unless `eager`."""
+        self.own = torch.zeros_like(self.anchor) if eager else None
+        """m_i of `dilocox.outer.overlap`; none unless `eager`."""
         self.non_finite: str | None = None
         """`name[index]` of a non-finite value that the last `boundary` met, or None."""
 
@@ -124,7 +126,9 @@ class FragmentState:
         if average is not None:
             landed = average.to(self.anchor.device)
             nesterov_step(self.anchor, self.momentum, landed, rule.learning_rate, rule.momentum)
-        view = local_view(rule, self.anchor, displacement, self.previous)
+            if self.own is not None and self.previous is not None:
+                self.own.mul_(rule.momentum).add_(self.previous.mul(rule.share))
+        view = local_view(rule, self.anchor, displacement, self.own)
         self.layout.unpack(view, live)
         self.reference = view.sub_(displacement)
 
@@ -162,8 +166,9 @@ class FragmentState:
             {"anchor": anchor, "momentum": momentum},
             ExchangeError,
         )
-        if self.previous is not None:
-            self.previous.zero_()
+        for kept in (self.previous, self.own):
+            if kept is not None:
+                kept.zero_()
         self.reset_to_anchor(live, keep_residual=False)
 
     def take_anchor_from(self, live: Mapping[str, Tensor]) -> None:
@@ -179,6 +184,7 @@ class FragmentState:
             "reference": self.reference,
             "residual": self.residual,
             "previous": self.previous,
+            "own": self.own,
         }
         return {name: tensor for name, tensor in found.items() if tensor is not None}
 

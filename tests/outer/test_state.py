@@ -1,0 +1,285 @@
+"""One fragment's state: jumps, residuals, bad values, saving and loading."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from dilocox.compression import codec
+from dilocox.errors import CheckpointError, ExchangeError, TrainingError
+from dilocox.outer.fragments import Layout
+from dilocox.outer.optimizer import nesterov_step
+from dilocox.outer.overlap import Rule, local_view
+from dilocox.outer.state import FragmentState, tensors_digest
+
+SHAPES = {"a.weight": (5, 7), "a.bias": (0,), "b": (130,)}
+LAYOUT = Layout.of(SHAPES)
+PLAIN = Rule("none", learning_rate=1.0, momentum=0.0)
+
+
+def live_of(seed: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+
+
+def flat_of(seed: int) -> Tensor:
+    return LAYOUT.pack(live_of(seed))
+
+
+def move(live: dict[str, Tensor], by: float) -> None:
+    for tensor in live.values():
+        tensor.add_(by)
+
+
+def make(
+    live: dict[str, Tensor], error_feedback: bool = True, eager: bool = False
+) -> FragmentState:
+    return FragmentState(LAYOUT, live, error_feedback=error_feedback, eager=eager)
+
+
+def test_contribution_is_the_weighted_displacement_and_the_decayed_residual() -> None:
+    live = live_of(0)
+    state = make(live)
+    before = LAYOUT.pack(live)
+    assert state.residual is not None
+    state.residual.copy_(flat_of(5))
+    move(live, 0.25)
+    u, finite = state.boundary(live, weight=1.5, decay=0.5)
+    assert finite
+    expected = (before - LAYOUT.pack(live)) * 1.5 + flat_of(5) * 0.5
+    assert torch.allclose(u, expected, rtol=0, atol=1e-6)
+    again, _ = state.boundary(live, weight=1.5, decay=0.5)
+    assert not again.any(), "the residual and the displacement are in the first contribution"
+    state.committed(again, again)
+    sent = codec("int4").decode(codec("int4").encode(u), LAYOUT.length)
+    state.committed(u, sent, (128, torch.full((128,), 2.0)))
+    error = u - sent
+    error[128:256] += 2.0
+    assert torch.equal(state.residual, error)
+
+
+def test_without_error_feedback_nothing_is_kept() -> None:
+    live = live_of(0)
+    state = make(live, error_feedback=False)
+    move(live, 1.0)
+    u, _ = state.boundary(live, 1.0, 1.0)
+    state.committed(u, None, None)
+    assert state.residual is None
+    again, _ = state.boundary(live, 1.0, 1.0)
+    assert not again.any()
+
+
+@given(
+    overlap=st.sampled_from(["none", "naive", "keep", "eager"]),
+    keep=st.floats(0, 1),
+    share=st.floats(0, 1),
+    jumps=st.integers(1, 4),
+)
+@settings(max_examples=60, deadline=None, derandomize=True)
+def test_no_jump_is_a_displacement(overlap: str, keep: float, share: float, jumps: int) -> None:
+    rule = Rule(overlap, 0.7, 0.5, keep, share)  # type: ignore[arg-type]
+    live = live_of(0)
+    state = make(live, eager=True)
+    state.boundary(live, 1.0, 1.0)
+    for number in range(jumps):
+        move(live, 0.125)
+        state.land(live, flat_of(number), rule)
+    u, _ = state.boundary(live, 1.0, 1.0)
+    for view in LAYOUT.views(u).values():
+        assert torch.allclose(view, torch.full_like(view, -0.125 * jumps), rtol=0, atol=3e-6)
+
+
+def test_rules_put_the_site_where_they_say() -> None:
+    anchor, moved, own = flat_of(1), flat_of(2), flat_of(3)
+    kept = anchor.clone(), moved.clone(), own.clone()
+    for overlap in ("none", "naive"):
+        assert torch.equal(local_view(Rule(overlap, 1, 0), anchor, moved, None), anchor)
+    keep = local_view(Rule("keep", 1, 0, keep=0.65), anchor, moved, None)
+    assert torch.allclose(keep, anchor + 0.65 * moved)
+    assert torch.equal(local_view(Rule("keep", 1, 0), anchor, moved, None), moved + anchor)
+    eager = local_view(Rule("eager", 0.7, 0.9, share=0.25), anchor, moved, own)
+    fresh = -0.25 * moved
+    expected = anchor - 0.7 * (fresh + 0.9 * (0.9 * own + fresh))
+    assert torch.allclose(eager, expected, rtol=0, atol=1e-6)
+    assert all(torch.equal(a, b) for a, b in zip(kept, (anchor, moved, own), strict=True))
+    with pytest.raises(TrainingError, match="eager=True"):
+        local_view(Rule("eager", 1, 0), anchor, moved, None)
+
+
+def test_own_parts_of_the_momentum_add_up_to_it() -> None:
+    """Two sites, overlap `eager`: what every site thinks its own is, is the whole together."""
+    lives = [live_of(0), live_of(0)]
+    states = [make(live, eager=True) for live in lives]
+    weights = [0.5, 1.5]
+    for number in range(4):
+        us = []
+        for site, (state, live, weight) in enumerate(zip(states, lives, weights, strict=True)):
+            move(live, 0.1 * (number + 1) * (site + 1))
+            us.append(state.boundary(live, weight, 1.0)[0])
+        mean = (us[0] + us[1]) / sum(weights)
+        for state, live, weight in zip(states, lives, weights, strict=True):
+            rule = Rule("eager", 0.7, 0.9, share=weight / sum(weights))
+            state.land(live, mean, rule)
+    assert states[0].own is not None
+    assert states[1].own is not None
+    assert states[0].own.abs().max() > 0.1
+    assert torch.allclose(states[0].own + states[1].own, states[0].momentum, atol=1e-6)
+
+
+def test_landing_steps_the_anchor_once_and_none_leaves_it() -> None:
+    live = live_of(0)
+    state = make(live)
+    anchor, momentum = state.anchor.clone(), state.momentum.clone()
+    move(live, 1.0)
+    state.land(live, None, Rule("keep", 0.7, 0.9, keep=1.0))
+    assert torch.equal(state.anchor, anchor)
+    assert not state.momentum.any()
+    assert torch.allclose(live["b"], live_of(0)["b"] + 1.0, atol=1e-6)
+    state.land(live, flat_of(3), Rule("naive", 0.7, 0.9))
+    nesterov_step(anchor, momentum, flat_of(3), 0.7, 0.9)
+    assert torch.equal(state.anchor, anchor)
+    assert torch.equal(state.momentum, momentum)
+    assert torch.equal(LAYOUT.pack(live), anchor)
+
+
+@pytest.mark.parametrize("error_feedback", [True, False])
+def test_non_finite_displacement_is_given_up(error_feedback: bool) -> None:
+    live = live_of(0)
+    state = make(live, error_feedback=error_feedback, eager=True)
+    if state.residual is not None:
+        state.residual.copy_(flat_of(5))
+    live["b"][17] = float("nan")
+    u, finite = state.boundary(live, 1.0, 0.5)
+    assert not finite
+    assert state.non_finite == "b[17]"
+    state.committed(u, None)
+    if state.residual is not None:
+        assert torch.equal(state.residual, flat_of(5))
+    assert torch.equal(LAYOUT.pack(live), state.anchor)
+    move(live, 0.5)
+    u, finite = state.boundary(live, 1.0, 1.0)
+    assert finite
+    assert state.non_finite is None
+    expected = torch.full((130,), -0.5) + (flat_of(5)[128:258] if error_feedback else 0.0)
+    assert torch.allclose(u[128:258], expected, atol=1e-6)
+
+
+def test_bad_averages_change_nothing() -> None:
+    live = live_of(0)
+    state = make(live)
+    digest = state.digest()
+    move(live, 1.0)
+    bad = flat_of(1)
+    bad[130] = float("inf")
+    with pytest.raises(TrainingError, match=r"of b\[2\] is inf"):
+        state.land(live, bad, PLAIN)
+    with pytest.raises(ExchangeError, match="cannot land on a fragment of 384"):
+        state.land(live, flat_of(1)[:128], PLAIN)
+    assert state.digest() == digest
+    assert torch.equal(live["b"], live_of(0)["b"] + 1.0)
+
+
+def test_going_on_from_the_anchor() -> None:
+    live = live_of(0)
+    state = make(live)
+    assert state.residual is not None
+    state.residual.copy_(flat_of(5))
+    move(live, 3.0)
+    state.reset_to_anchor(live)
+    assert torch.equal(live["b"], live_of(0)["b"])
+    assert torch.equal(state.residual, flat_of(5))
+    state.reset_to_anchor(live, keep_residual=False)
+    u, _ = state.boundary(live, 1.0, 1.0)
+    assert not u.any()
+
+
+def test_entering_takes_over_what_is_agreed() -> None:
+    donor_live, live = live_of(0), live_of(1)
+    donor, state = make(donor_live), make(live, eager=True)
+    donor.land(donor_live, flat_of(2), Rule("none", 0.7, 0.9))
+    assert state.residual is not None
+    state.residual.copy_(flat_of(5))
+    with pytest.raises(ExchangeError, match="momentum: expected"):
+        state.adopt(live, donor.anchor, donor.momentum[:128])
+    state.adopt(live, donor.anchor, donor.momentum)
+    assert state.digest() == donor.digest()
+    assert torch.equal(LAYOUT.pack(live), donor.anchor)
+    assert not state.residual.any()
+    assert not state.boundary(live, 1.0, 1.0)[0].any()
+
+
+def test_anchor_from_live_parameters() -> None:
+    live = live_of(0)
+    state = make(live)
+    move(live, 1.0)
+    state.take_anchor_from(live)
+    assert torch.equal(state.anchor, LAYOUT.pack(live))
+    assert not state.boundary(live, 1.0, 1.0)[0].any()
+
+
+@pytest.mark.parametrize(("overlap", "eager"), [("keep", False), ("eager", True)])
+def test_saved_and_loaded_it_goes_on_the_same(overlap: str, eager: bool) -> None:
+    rule = Rule(overlap, 0.7, 0.9, keep=0.6, share=0.5)  # type: ignore[arg-type]
+
+    def round_of(state: FragmentState, live: dict[str, Tensor], number: int) -> None:
+        move(live, 0.01 * number)
+        u, _ = state.boundary(live, 1.25, 0.95)
+        sent = codec("int4").decode(codec("int4").encode(u), LAYOUT.length)
+        state.committed(u, sent)
+        move(live, 0.02)
+        state.land(live, sent, rule)
+
+    live = live_of(0)
+    state = make(live, eager=eager)
+    for number in range(3):
+        round_of(state, live, number)
+    saved = {name: tensor.clone() for name, tensor in state.state_tensors().items()}
+    other_live = {name: tensor.clone() for name, tensor in live.items()}
+    other = make(live_of(9), eager=eager)
+    other.load(saved)
+    for number in range(3, 6):
+        round_of(state, live, number)
+        round_of(other, other_live, number)
+    assert tensors_digest(state.state_tensors()) == tensors_digest(other.state_tensors())
+    assert tensors_digest(live) == tensors_digest(other_live)
+
+
+def test_what_does_not_fit_is_not_loaded() -> None:
+    live = live_of(0)
+    state = make(live)
+    before = tensors_digest(state.state_tensors())
+    with pytest.raises(CheckpointError, match="overlap or error feedback differ"):
+        state.load(make(live_of(1), error_feedback=False).state_tensors())
+    wrong = make(live_of(1)).state_tensors()
+    wrong["momentum"] = wrong["momentum"].half()
+    with pytest.raises(CheckpointError, match="momentum: expected"):
+        state.load(wrong)
+    assert tensors_digest(state.state_tensors()) == before
+
+
+def test_digest_sees_names_shapes_dtypes_and_bits() -> None:
+    base = {"a": torch.zeros(4), "b": torch.ones(2, 2)}
+    others = [
+        {"a": torch.zeros(4), "c": torch.ones(2, 2)},
+        {"a": torch.zeros(2, 2), "b": torch.ones(2, 2)},
+        {"a": torch.zeros(4, dtype=torch.int32), "b": torch.ones(2, 2)},
+        {"a": -torch.zeros(4), "b": torch.ones(2, 2)},
+        {"a": torch.ones(2, 2), "b": torch.zeros(4)},
+    ]
+    digests = {tensors_digest(each) for each in [base, *others]}
+    assert len(digests) == 6
+    assert tensors_digest(dict(reversed(base.items()))) == tensors_digest(base)
+
+
+def test_a_fragment_without_values_works() -> None:
+    live = {"empty": torch.empty(0, 3)}
+    state = FragmentState(Layout.of({"empty": (0, 3)}), live, error_feedback=True)
+    u, finite = state.boundary(live, 1.0, 1.0)
+    assert finite
+    assert u.numel() == 0
+    state.committed(u, u, (0, u))
+    state.land(live, u, PLAIN)
+    assert state.digest() == FragmentState(state.layout, live, error_feedback=False).digest()
