@@ -96,3 +96,14 @@ def test_a_changed_plan_keeps_the_delay_of_the_boundary() -> None:
 def test_impossible_numbers_are_refused(numbers: tuple[int, int, int, int]) -> None:
     with pytest.raises(ConfigError, match="no boundaries for stage"):
         boundary_slots(*numbers)
+
+
+def test_stages_have_their_own_ticks() -> None:
+    timings = rounds(1, slots=4, fragments=1, delay=1)
+    ticks = {
+        stage: [e.tick for tick in range(1, 6) for e in events_at(tick, timings, stage, 2)]
+        for stage in (0, 1)
+    }
+    assert ticks == {0: [2, 3], 1: [4, 5]}
+    assert landings_after(4, timings, 0, 2) == []
+    assert landings_after(4, timings, 1, 2) == [Event("landing", 5, 0, 0)]
