@@ -532,7 +532,7 @@ def test_resume_needs_a_complete_checkpoint(driver: Driver) -> None:
         driver.core.resume()
     for site in "bc":
         driver.write_checkpoint(site, 3, 0, 3)
-    with pytest.raises(CheckpointError, match="at slot 4 .there are: 3"):
+    with pytest.raises(CheckpointError, match=r"at slot 4 .there are: 3"):
         driver.core.resume(4)
     assert driver.core.resume(3).slot == 3
     with pytest.raises(Refused, match="gone"):
@@ -541,7 +541,7 @@ def test_resume_needs_a_complete_checkpoint(driver: Driver) -> None:
 
 def test_unknown_event_in_the_log_is_refused(driver: Driver) -> None:
     driver.core.log.append(Strange(0.0))  # type: ignore[arg-type]
-    with pytest.raises(TrainingError, match="not a readable event log .event 2: KeyError"):
+    with pytest.raises(TrainingError, match=r"not a readable event log .event 2: KeyError"):
         list(driver.core.log.events())
 
 
