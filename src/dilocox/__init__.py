@@ -1,1 +1,16 @@
-"""dilocox: one model, trained on GPUs in several places."""
+"""dilocox: one model, trained on GPUs in several places, over ordinary links."""
+
+from dilocox.api import RunConfig, export, generate, load_run, resolve_run, train
+from dilocox.errors import DilocoxError
+from dilocox.version import __version__
+
+__all__ = [
+    "DilocoxError",
+    "RunConfig",
+    "__version__",
+    "export",
+    "generate",
+    "load_run",
+    "resolve_run",
+    "train",
+]

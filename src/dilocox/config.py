@@ -98,7 +98,9 @@ class SiteSection(Section):
     shards: Positive = 1
     chunks: Positive = 1
     """Model slices per stage; more than one for the interleaved and zero-bubble schedules."""
-    schedule: Literal["gpipe", "1f1b", "interleaved-1f1b", "interleaved-zero-bubble", "zbv"] = "1f1b"
+    schedule: Literal["gpipe", "1f1b", "interleaved-1f1b", "interleaved-zero-bubble", "zbv"] = (
+        "1f1b"
+    )
     batch_size: Positive = 16
     """Sequences per inner step and site, over all of its shards."""
     micro_batch_size: Positive = 4

@@ -164,6 +164,8 @@ class Coordinator:
             if site in self.state.live:
                 incarnation = self.state.sites[site].incarnation
                 self.record(e.Gone(self._wall(), site, incarnation, reason, True))
+        # Catches up with what a full disk kept from being recorded.
+        self._follow(None)
 
     # --- who may speak ----------------------------------------------------------------------
 
@@ -360,12 +362,8 @@ class Coordinator:
                 raise Refused(
                     "conflict", f"exchange {request.key}: round {key.round} is not in progress"
                 )
-            if not self.state.takes_part(request.rank.site, key.round):
-                raise Refused(
-                    "conflict",
-                    f"exchange {request.key}: not begun yet, and {request.rank} does not vote on "
-                    "it; ask again",
-                )
+            if self.state.sites[request.rank.site].role not in ("entering", "active"):
+                raise Refused("conflict", f"{request.rank}: its site has not entered yet")
             self.record(e.Pinned(self._wall(), request.key), request.key)
             exchange = self.state.exchanges[request.key]
         return views.begin_reply(self.state, exchange)
@@ -391,7 +389,11 @@ class Coordinator:
 
     def _broke(self, request: m.VoteRequest, exchange: Exchange) -> None:
         rank = request.rank
-        if (rank.site, rank.stage, rank.shard) in exchange.broken.get(request.attempt, {}):
+        known = exchange.broken.get(request.attempt)
+        # Of an attempt that ended for another reason, such as a site that left, it is no news.
+        if known is None and request.attempt != exchange.attempt:
+            return
+        if known is not None and (rank.site, rank.stage, rank.shard) in known:
             return
         event = e.Broke(
             self._wall(), rank.site, rank.stage, rank.shard, request.key, request.attempt,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import ssl
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -19,6 +20,7 @@ from dilocox.outer.coordinator.core import Coordinator
 from dilocox.outer.coordinator.refusals import Caller, Refused
 
 _STATUS = {"malformed": 400, "refused": 403, "join": 403, "gone": 410, "conflict": 409}
+_log = logging.getLogger(__name__)
 Model = TypeVar("Model", bound=m.Message)
 Answer = TypeVar("Answer", bound=m.Message)
 
@@ -116,7 +118,10 @@ class CoordinatorServer:
     async def _expire(self) -> None:
         while True:
             await asyncio.sleep(self.coordinator.timeouts.beat / 2)
-            self.coordinator.expire()
+            try:
+                self.coordinator.expire()
+            except TrainingError as error:
+                _log.error("%s", error)
 
     # --- routes -----------------------------------------------------------------------------
 
@@ -245,6 +250,10 @@ async def _refusals(
         refusal = m.Refusal(error=f"request: above {m.MAX_BODY} bytes", kind="malformed")
     except web.HTTPException as error:
         refusal = m.Refusal(error=f"{request.path[:200]}: {error.reason}", kind="malformed")
+    except TrainingError as error:
+        # The log cannot be written: nothing has happened, and the caller tries again.
+        _log.error("%s", error)
+        return _reply(m.Refusal(error=str(error), kind="conflict"), 503)
     return _reply(refusal, _STATUS[refusal.kind])
 
 

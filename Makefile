@@ -1,0 +1,35 @@
+# Two commands to begin with: `make quickstart` and `make test`. Both set up .venv themselves.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: quickstart test test-all lint setup setup-dev clean
+
+quickstart: $(VENV)/.ready
+	$(BIN)/dilocox train examples/quickstart.toml
+
+test: $(VENV)/.ready-dev lint
+	$(BIN)/python -m pytest -m "not slow"
+
+test-all: $(VENV)/.ready-dev lint
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.ready-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+setup: $(VENV)/.ready
+setup-dev: $(VENV)/.ready-dev
+
+$(VENV)/.ready: pyproject.toml constraints.txt tools/setup_venv.py
+	$(PYTHON) tools/setup_venv.py $(VENV)
+	@touch $@
+
+$(VENV)/.ready-dev: $(VENV)/.ready
+	$(PYTHON) tools/setup_venv.py $(VENV) --dev
+	@touch $@
+
+clean:
+	rm -rf $(VENV) runs

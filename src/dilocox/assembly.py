@@ -1,0 +1,279 @@
+"""Everything that one rank holds, put together from a run file: model, data, fragments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+
+from dilocox.config import RunConfig
+from dilocox.data import SequenceSpace, TokenFiles, held_out
+from dilocox.models import (
+    ChunkSpec,
+    build_chunk,
+    load_model_config,
+    materialise,
+    open_weights,
+    plan_cut,
+    tied_pair,
+)
+from dilocox.outer.fragments import Layout, split_fragments
+from dilocox.outer.state import FragmentState
+from dilocox.site import (
+    SiteMesh,
+    SiteModel,
+    chunks_of_stage,
+    keep_freed_memory,
+    mean_cross_entropy,
+    resolve_device,
+    resolve_precision,
+    set_determinism,
+    set_threads,
+    start_site_group,
+)
+
+Sequences = npt.NDArray[np.int64]
+Dataset = Callable[[int, int], Sequences]
+"""(start, count) -> int64 [count, sequence_length + 1]; a pure function of the numbers."""
+Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""(logits [b, L, V], labels int64 [b, L]) -> scalar mean."""
+
+
+@dataclass(frozen=True)
+class Hooks:
+    """What a user of the Python API may replace. All run in the ranks' processes."""
+
+    dataset: Dataset | None = None
+    """Instead of the token files; must give the same tokens at every site."""
+    loss: Loss = mean_cross_entropy
+    on_evaluation: Callable[[int, float], None] | None = None
+    """Called on the first rank of the first site with (round, held-out loss)."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which rank of which site this is."""
+
+    site: str
+    stage: int
+    shard: int
+
+    @property
+    def leads(self) -> bool:
+        """The rank that speaks for its site."""
+        return self.stage == 0 and self.shard == 0
+
+    def __str__(self) -> str:
+        return f"{self.site} stage {self.stage} shard {self.shard}"
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """The model's shape, known before any weight is: the same at every rank of a run."""
+
+    hf_config: Any
+    cut: tuple[ChunkSpec, ...]
+    tied: tuple[str, str] | None
+
+    @classmethod
+    def of(cls, config: RunConfig, vocabulary_size: int | None) -> Blueprint:
+        """Raises `ModelError` for a model that cannot be trained or cut."""
+        hf_config = load_model_config(config.model, vocabulary_size)
+        chunks = config.site.stages * config.site.chunks
+        cut = plan_cut(hf_config, chunks, config.data.sequence_length)
+        return cls(hf_config, cut, tied_pair(hf_config))
+
+
+@dataclass
+class Rank:
+    """One rank's model and fragments."""
+
+    place: Place
+    blueprint: Blueprint
+    mesh: SiteMesh
+    model: SiteModel
+    live: dict[str, torch.Tensor]
+    shapes: dict[str, torch.Size]
+    """Whole shapes by full name, of what `live` holds parts of."""
+    states: list[FragmentState] = field(default_factory=list)
+
+
+def build_rank(
+    config: RunConfig,
+    blueprint: Blueprint,
+    place: Place,
+    hooks: Hooks,
+    *,
+    store: dist.Store | None,
+    local_rank: int,
+    ranks_here: int,
+    timeout: float,
+) -> Rank:
+    """Build and fill this rank's part of the model. Collective over the site.
+
+    `store`: where the site's ranks meet; none under an existing launcher. `local_rank` of
+    `ranks_here` on this machine. `timeout` in seconds, of collectives inside the site.
+    """
+    set_threads(config.site.threads, ranks_here)
+    set_determinism(config.site.deterministic)
+    device = resolve_device(config.site, local_rank)
+    if device.type == "cpu":
+        keep_freed_memory()
+    mesh = start_site_group(
+        config.site.stages,
+        config.site.shards,
+        device,
+        timedelta(seconds=timeout),
+        stage=place.stage,
+        shard=place.shard,
+        store=store,
+    )
+    numbers = chunks_of_stage(
+        config.site.schedule, config.site.stages, config.site.chunks, place.stage
+    )
+    chunks = [
+        build_chunk(
+            blueprint.hf_config,
+            blueprint.cut[number],
+            attention=config.model.attention,
+            activation_checkpointing=config.model.activation_checkpointing,
+        )
+        for number in numbers
+    ]
+    shapes = {
+        chunk.full_name(name): parameter.shape
+        for chunk in chunks
+        for name, parameter in chunk.named_parameters()
+    }
+    source = open_weights(config.model, blueprint.hf_config, config.run.seed)
+    model = SiteModel(
+        chunks,
+        lambda chunk, where: materialise(chunk, source, where),  # type: ignore[arg-type]
+        mesh,
+        config.site,
+        config.inner,
+        hidden_size=blueprint.hf_config.hidden_size,
+        precision=resolve_precision(config.site, device),
+        tied=blueprint.tied,
+        loss=hooks.loss,
+        compile_layers=config.model.compile,
+    )
+    live = model.local_tensors()
+    if blueprint.tied is not None:
+        owner, copy = blueprint.tied
+        shapes.setdefault(owner, shapes.get(copy, torch.Size()))
+    rank = Rank(place, blueprint, mesh, model, live, {name: shapes[name] for name in live})
+    rank.states = build_states(config, rank)
+    return rank
+
+
+def build_states(config: RunConfig, rank: Rank) -> list[FragmentState]:
+    """The outer state of this rank's fragments. Raises `ConfigError` for too many fragments."""
+    fragments = 1 if config.outer.method == "allreduce" else config.outer.fragments
+    sizes = {name: shape.numel() for name, shape in rank.shapes.items()}
+    device = torch.device("cpu") if config.outer.device == "cpu" else rank.mesh.device
+    states = []
+    for names in split_fragments(sizes, fragments):
+        layout = Layout.of({name: rank.live[name].shape for name in names})
+        states.append(
+            FragmentState(
+                layout,
+                rank.live,
+                error_feedback=config.compression.error_feedback,
+                eager=config.outer.overlap == "eager",
+                device=device,
+            )
+        )
+    return states
+
+
+class Batches:
+    """Batches of one site, by token range."""
+
+    def __init__(self, read: Dataset, shard: int, shards: int) -> None:
+        self._read = read
+        self._shard = shard
+        self._shards = shards
+
+    @classmethod
+    def open(cls, config: RunConfig, place: Place, hooks: Hooks, files: TokenFiles) -> Batches:
+        """From the token files of the run or of the site, or the user's own dataset."""
+        read = hooks.dataset
+        if read is None:
+            own = config.sites[place.site].data
+            space = SequenceSpace(
+                TokenFiles.open(Path(own)) if own else files,
+                seed=config.run.seed,
+                sequence_length=config.data.sequence_length,
+            )
+            read = space.read
+        return cls(read, place.shard, config.site.shards)
+
+    def step(
+        self, ranges: list[tuple[int, int]], batch: int, number: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Inputs and labels, int64 [batch / shards, L] each, of inner step `number` of the round.
+
+        `ranges` are (start, count) of sequence numbers, read one after the other.
+        """
+        parts = list(_interval(ranges, number * batch, batch))
+        rows = [self._read(start, count) for start, count in parts]
+        sequences = rows[0] if len(rows) == 1 else np.concatenate(rows)
+        share = batch // self._shards
+        mine = torch.from_numpy(
+            np.ascontiguousarray(sequences[self._shard * share : (self._shard + 1) * share])
+        )
+        return mine[:, :-1].contiguous(), mine[:, 1:].contiguous()
+
+
+def _interval(ranges: list[tuple[int, int]], skip: int, count: int) -> list[tuple[int, int]]:
+    """The part of concatenated `ranges` that begins after `skip` numbers, `count` long."""
+    parts = []
+    for start, length in ranges:
+        if skip >= length:
+            skip -= length
+            continue
+        take = min(length - skip, count)
+        parts.append((start + skip, take))
+        count -= take
+        skip = 0
+        if count == 0:
+            return parts
+    raise ValueError("token ranges are shorter than the round needs")
+
+
+def validation_batches(
+    config: RunConfig, files: TokenFiles, shard: int
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Held-out batches for this shard, each of whole micro-batches.
+
+    A last batch that would not be whole is left out; raises nothing, but at least one batch is
+    given by repeating sequences where the held-out text is very small.
+    """
+    group = config.site.micro_batch_size * config.site.shards * config.site.stages
+    sequences = held_out(files, config.data.sequence_length, config.data.validation_sequences)
+    if len(sequences) < group:
+        sequences = np.resize(sequences, (group, sequences.shape[1]))
+    batches = []
+    for start in range(0, len(sequences) - group + 1, group):
+        rows = sequences[start : start + group]
+        share = group // config.site.shards
+        mine = torch.from_numpy(np.ascontiguousarray(rows[shard * share : (shard + 1) * share]))
+        batches.append((mine[:, :-1].contiguous(), mine[:, 1:].contiguous()))
+    return batches
+
+
+def anchors(rank: Rank) -> Mapping[str, torch.Tensor]:
+    """This rank's part of the anchor, full name to fp32 view in the parameter's local shape."""
+    return {
+        name: view
+        for state in rank.states
+        for name, view in state.layout.views(state.anchor).items()
+    }

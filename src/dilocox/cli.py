@@ -1,0 +1,212 @@
+"""The `dilocox` command: parse, call one function, print."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+
+from dilocox.errors import DilocoxError
+from dilocox.version import __version__
+
+EXAMPLES = """\
+examples:
+  dilocox train examples/quickstart.toml
+  dilocox train run.toml --set outer.rounds=20 --set inner.learning_rate=2e-3
+  dilocox train run.toml --resume
+  dilocox coordinator run.toml               (prints the join line for every site)
+  dilocox join HOST:PORT --site lyon --run run.toml --token dilocox1-...
+  dilocox data prepare run.toml
+  dilocox data show runs/quickstart/data
+  dilocox generate runs/quickstart --prompt "def main():"
+  dilocox export runs/quickstart --to my-model
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Entry point of `dilocox` and `python -m dilocox`."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if not hasattr(options, "call"):
+        parser.print_help()
+        sys.exit(2)
+    try:
+        sys.exit(options.call(options))
+    except DilocoxError as error:
+        if options.debug:
+            traceback.print_exc()
+        print(f"dilocox: {error}", file=sys.stderr)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        print("dilocox: interrupted", file=sys.stderr)
+        sys.exit(130)
+    except BrokenPipeError:
+        # The reader of our output has gone, as `dilocox ... | head` does.
+        sys.stderr.close()
+        sys.exit(1)
+
+
+def _parser() -> argparse.ArgumentParser:
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--debug", action="store_true", help="show tracebacks")
+    parser = argparse.ArgumentParser(
+        prog="dilocox",
+        description="Train one language model on GPUs in several places, over ordinary links.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"dilocox {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+
+    run_file = argparse.ArgumentParser(add_help=False)
+    run_file.add_argument("run", metavar="RUN.toml", type=Path, help="run file")
+    run_file.add_argument(
+        "--set",
+        dest="overrides",
+        metavar="section.key=value",
+        action="append",
+        default=[],
+        help="override a key of the run file; may be given several times",
+    )
+
+    train = commands.add_parser(
+        "train", parents=[common, run_file], help="train a run, all of its sites on this machine"
+    )
+    train.add_argument("--resume", action="store_true", help="go on from the last checkpoint")
+    train.add_argument(
+        "--overwrite", action="store_true", help="replace an earlier run in the same folder"
+    )
+    train.set_defaults(call=_train)
+
+    coordinator = commands.add_parser(
+        "coordinator",
+        parents=[common, run_file],
+        help="start the coordinator of a run over a real network",
+    )
+    coordinator.add_argument("--resume", action="store_true", help="go on with a stopped run")
+    coordinator.add_argument(
+        "--wait-for", type=int, metavar="N", help="begin with N sites (default: all of the file)"
+    )
+    coordinator.set_defaults(call=_coordinator)
+
+    join = commands.add_parser("join", parents=[common], help="join a run as one site")
+    join.add_argument("address", metavar="HOST:PORT", help="the coordinator's address")
+    join.add_argument("--site", required=True, help="name of this site in the run file")
+    join.add_argument("--run", required=True, type=Path, metavar="RUN.toml", help="the run file")
+    join.add_argument("--token", required=True, help="the join token the coordinator printed")
+    join.add_argument(
+        "--set", dest="overrides", metavar="section.key=value", action="append", default=[],
+        help="override a key of the run file",
+    )  # fmt: skip
+    join.set_defaults(call=_join)
+
+    data = commands.add_parser("data", help="prepare and show token files")
+    actions = data.add_subparsers(metavar="ACTION", required=True)
+    prepare = actions.add_parser(
+        "prepare", parents=[common, run_file], help="text to token files, as [data] says"
+    )
+    prepare.set_defaults(call=_data_prepare)
+    show = actions.add_parser("show", parents=[common], help="what token files hold")
+    show.add_argument("folder", type=Path)
+    show.add_argument("--verify", action="store_true", help="check every file against its digest")
+    show.set_defaults(call=_data_show)
+
+    export = commands.add_parser(
+        "export", parents=[common], help="copy a run's model as a Hugging Face folder"
+    )
+    export.add_argument("run_folder", type=Path, metavar="RUN_FOLDER")
+    export.add_argument("--to", type=Path, required=True, metavar="FOLDER")
+    export.add_argument("--dtype", choices=["fp32", "bf16", "fp16"], default="fp32")
+    export.set_defaults(call=_export)
+
+    generate = commands.add_parser(
+        "generate", parents=[common], help="sample text from a run's model"
+    )
+    generate.add_argument("model", type=Path, help="a run folder or a Hugging Face folder")
+    generate.add_argument("--prompt", default="")
+    generate.add_argument("--tokens", type=int, default=100)
+    generate.add_argument("--temperature", type=float, default=0.8)
+    generate.add_argument("--seed", type=int, default=0)
+    generate.set_defaults(call=_generate)
+    return parser
+
+
+def _train(options: argparse.Namespace) -> int:
+    from dilocox.api import load_run, train
+
+    result = train(
+        load_run(options.run, options.overrides),
+        resume=options.resume,
+        overwrite=options.overwrite,
+        debug=options.debug,
+    )
+    return 0 if result.finished else 130 if result.stopped else 1
+
+
+def _coordinator(options: argparse.Namespace) -> int:
+    from dilocox.config import load_run
+    from dilocox.launch import coordinate
+
+    return coordinate(
+        load_run(options.run, options.overrides),
+        run_file=options.run,
+        overrides=options.overrides,
+        wait_for=options.wait_for,
+        resume=options.resume,
+    )
+
+
+def _join(options: argparse.Namespace) -> int:
+    from dilocox.config import load_run
+    from dilocox.launch import join
+
+    return join(
+        load_run(options.run, options.overrides),
+        site=options.site,
+        address=options.address,
+        token=options.token,
+        debug=options.debug,
+    )
+
+
+def _data_prepare(options: argparse.Namespace) -> int:
+    from dilocox.config import load_run
+    from dilocox.data import show
+    from dilocox.launch import prepare_data
+
+    print(show(prepare_data(load_run(options.run, options.overrides))))
+    return 0
+
+
+def _data_show(options: argparse.Namespace) -> int:
+    from dilocox.data import TokenFiles, show
+
+    files = TokenFiles.open(options.folder)
+    if options.verify:
+        files.verify()
+    print(show(files))
+    return 0
+
+
+def _export(options: argparse.Namespace) -> int:
+    from dilocox.api import export
+
+    print(export(options.run_folder, options.to, options.dtype))
+    return 0
+
+
+def _generate(options: argparse.Namespace) -> int:
+    from dilocox.api import generate
+
+    print(
+        generate(
+            options.model,
+            options.prompt,
+            tokens=options.tokens,
+            temperature=options.temperature,
+            seed=options.seed,
+        )
+    )
+    return 0

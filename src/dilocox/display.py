@@ -1,0 +1,128 @@
+"""What a person sees of a run: one line a round, what happened, and the end."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from dilocox.config import RunConfig
+
+Record = dict[str, Any]
+
+
+def size(count: float) -> str:
+    """Bytes for people: `1.2 MB` (decimal units, as networks count)."""
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if abs(count) < 1000 or unit == "TB":
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    raise AssertionError("unreachable")
+
+
+def number(count: float) -> str:
+    """A count for people: `12.3k`."""
+    for unit in ("", "k", "M", "G"):
+        if abs(count) < 1000 or unit == "G":
+            return f"{count:.0f}" if not unit else f"{count:.1f}{unit}"
+        count /= 1000
+    raise AssertionError("unreachable")
+
+
+def round_line(record: Record, rounds: int) -> str:
+    """One combined round as a line of text."""
+    loss = f"{record['loss']:.3f}" if "loss" in record else "-"
+    width = len(str(rounds))
+    return (
+        f"round {record['round'] + 1:>{width}}/{rounds}  loss {loss}  "
+        f"{number(record['tokens_per_second']):>6} tokens/s  "
+        f"waited {record['wait_share']:5.1%}  "
+        f"sent {size(record['payload_bytes']):>8} (synchronous {size(record['allreduce_bytes'])}; "
+        f"{record['ratio_per_transfer']:.1f}x per transfer, "
+        f"{record['ratio_per_token']:.0f}x per token)"
+    )
+
+
+class Display:
+    """Prints a run's records. Off a terminal it is quiet: events and the end only."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self._rounds = config.outer.rounds
+        self._console = Console(highlight=False, soft_wrap=True)
+        self._lively = self._console.is_terminal
+        self._progress: Progress | None = None
+        self._task: Any = None
+
+    def start(self) -> None:
+        """Show the bar, on a terminal."""
+        if not self._lively:
+            return
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=30),
+            TextColumn("{task.completed:.0f}/{task.total:.0f} rounds"),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            console=self._console,
+            transient=True,
+        )
+        self._task = self._progress.add_task("training", total=self._rounds)
+        self._progress.start()
+
+    def stop(self) -> None:
+        """Take the bar away."""
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+
+    def line(self, text: str) -> None:
+        """A line that is always shown."""
+        self._console.print(escape(text))
+
+    def step(self, text: str, share: float | None = None) -> None:
+        """A step of the preparation, in place, on a terminal."""
+        if not self._lively:
+            return
+        done = "" if share is None else f" {share:4.0%}"
+        sys.stdout.write(f"\r\x1b[K{text}{done}")
+        sys.stdout.flush()
+
+    def step_done(self) -> None:
+        """Clear the line of `step`."""
+        if self._lively:
+            sys.stdout.write("\r\x1b[K")
+            sys.stdout.flush()
+
+    def show(self, record: Record) -> None:
+        """A record of the recorder (see `dilocox.recorder`)."""
+        kind = record.get("kind")
+        if kind == "round" and not record.get("site"):
+            if self._lively:
+                self.line(round_line(record, self._rounds))
+            if self._progress is not None:
+                self._progress.update(self._task, completed=record["round"] + 1)
+        elif kind == "evaluation":
+            when = "before training" if record["after_round"] < 0 else "of the anchor"
+            self.line(f"held-out loss {when}: {record['val_loss']:.4f}")
+        elif kind == "message":
+            self.line(record["text"])
+
+    def summary(self, record: Record) -> None:
+        """The end of a run, in a few lines."""
+        first, last = record.get("val_loss_first"), record.get("val_loss_last")
+        if first is not None and last is not None:
+            self.line(f"held-out loss     {first:.4f} before, {last:.4f} after")
+        self.line(
+            f"trained           {number(record['tokens'])} tokens in {record['seconds']:.0f} s, "
+            f"{number(record['tokens_per_second'])} tokens/s, "
+            f"waited for the network {record['wait_share']:.1%}"
+        )
+        if record["payload_bytes"]:
+            self.line(
+                f"sent              {size(record['payload_bytes'])} between sites; synchronous "
+                f"training would have sent {size(record['allreduce_bytes'])} "
+                f"({record['ratio_per_token']:.0f}x)"
+            )

@@ -1,0 +1,85 @@
+"""Ranks that an existing launcher has started: torchrun's variables, or Slurm's."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from dilocox.errors import JoinError
+
+
+@dataclass(frozen=True)
+class RankVariables:
+    """What a launcher says about this process."""
+
+    rank: int
+    world: int
+    local_rank: int
+    local_world: int
+    master_address: str
+    master_port: str
+
+    def export(self) -> None:
+        """Set the variables that `torch.distributed` reads."""
+        os.environ.update(
+            RANK=str(self.rank),
+            WORLD_SIZE=str(self.world),
+            LOCAL_RANK=str(self.local_rank),
+            MASTER_ADDR=self.master_address,
+            MASTER_PORT=self.master_port,
+        )
+
+
+def rank_variables(environment: Mapping[str, str] | None = None) -> RankVariables | None:
+    """The launcher's variables, or none if this process was started by hand.
+
+    torchrun's come first. Slurm's count only inside `srun` (a batch script has them too, but is no
+    rank); the ranks then meet at the first node of the step, on a port made of the job's number.
+    Raises `JoinError` for variables that are not numbers.
+    """
+    env = os.environ if environment is None else environment
+    try:
+        if {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"} <= env.keys():
+            return RankVariables(
+                int(env["RANK"]),
+                int(env["WORLD_SIZE"]),
+                int(env["LOCAL_RANK"]),
+                int(env.get("LOCAL_WORLD_SIZE", env["WORLD_SIZE"])),
+                env["MASTER_ADDR"],
+                env["MASTER_PORT"],
+            )
+        if {"SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"} <= env.keys():
+            if env.get("SLURM_STEP_ID", "").startswith("429496"):
+                return None  # the batch or extern step of a job, not a step of ranks
+            world = int(env["SLURM_STEP_NUM_TASKS"])
+            nodes = int(env.get("SLURM_STEP_NUM_NODES", "1"))
+            return RankVariables(
+                int(env["SLURM_PROCID"]),
+                world,
+                int(env["SLURM_LOCALID"]),
+                max(1, world // nodes),
+                env.get("MASTER_ADDR") or _first_node(env.get("SLURM_STEP_NODELIST", "")),
+                env.get("MASTER_PORT") or str(20000 + int(env.get("SLURM_JOB_ID", "0")) % 20000),
+            )
+    except ValueError as error:
+        raise JoinError(f"launcher variables: {error}; start the ranks with torchrun") from None
+    return None
+
+
+def _first_node(nodes: str) -> str:
+    if "[" not in nodes:
+        return nodes.split(",", maxsplit=1)[0] or "127.0.0.1"
+    try:
+        answer = subprocess.run(
+            ["scontrol", "show", "hostnames", nodes],  # noqa: S607
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    except (OSError, subprocess.CalledProcessError):
+        raise JoinError(
+            f"Slurm nodes {nodes!r}: scontrol cannot list them; set MASTER_ADDR to the first node"
+        ) from None
+    return answer.stdout.split()[0]

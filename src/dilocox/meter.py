@@ -1,0 +1,130 @@
+"""What one round of one site was like, in numbers with units."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from typing import Any
+
+import torch
+
+from dilocox.assembly import Rank
+from dilocox.config import RunConfig
+from dilocox.models import count_parameters
+from dilocox.outer.coordinator.messages import RoundPlan
+from dilocox.outer.loop import Counts, OuterLoop
+from dilocox.site import StepResult
+
+
+class RoundMeter:
+    """Collects a round's losses, times and bytes; `end` makes the site's record of it."""
+
+    def __init__(self, config: RunConfig, rank: Rank) -> None:
+        self._config = config
+        self._parameters = count_parameters(rank.blueprint.hf_config)
+        self._results: list[StepResult] = []
+        self._rate = 0.0
+        self._start = time.monotonic()
+        self._held = 0.0
+        self.dropped: str | None = None
+        """The tensor whose values were not finite, if the site dropped out of this round."""
+        self.slot_seconds: float | None = None
+
+    def begin(self, plan: RoundPlan, slot: int) -> None:
+        """The round begins, or goes on after `slot` of its slots."""
+        self._results = []
+        self._start = time.monotonic()
+        self._held = 0.0
+        self.dropped = None
+
+    def held(self, seconds: float) -> None:
+        """The rank waited for the coordinator's leave to go on."""
+        self._held += seconds
+
+    def add(self, result: StepResult, rate: float) -> None:
+        """An inner step at learning rate `rate`."""
+        self._results.append(result)
+        self._rate = rate
+
+    def non_finite(self) -> str | None:
+        """What was not finite first in this round, or none."""
+        for result in self._results:
+            if not result.finite:
+                return result.culprit
+        return None
+
+    def end(self, plan: RoundPlan, outer: OuterLoop, rank: Rank) -> dict[str, Any]:
+        """The round's record, the same on all ranks of the site. Collective over the site."""
+        seconds = time.monotonic() - self._start
+        counts, outer.counts = outer.counts, Counts()
+        totals = _over_site(rank, counts, self._held)
+        losses = [result.loss for result in self._results]
+        steps = len(losses)
+        member = plan.members.get(rank.place.site)
+        sequences = steps * member.batch if member else 0
+        tokens = sequences * self._config.data.sequence_length
+        sites = len(plan.members)
+        dense = 8 * (sites - 1) / sites * self._parameters if sites else 0.0
+        if steps:
+            self.slot_seconds = seconds * plan.inner_steps / steps / max(plan.slots, 1)
+        factor = sites - 1 if plan.exchange == "gather" else 2 * (sites - 1) / max(sites, 1)
+        payload = totals["payload_bytes"]
+        record: dict[str, Any] = {
+            "site": rank.place.site,
+            "step": plan.first_step + plan.inner_steps,
+            "steps": steps,
+            "tokens": tokens,
+            "seconds": seconds,
+            "tokens_per_second": tokens / seconds if seconds > 0 else 0.0,
+            "learning_rate": self._rate,
+            "wait_seconds": totals["wait_seconds"],
+            "wait_share": totals["wait_seconds"] / seconds if seconds > 0 else 0.0,
+            "exchange_seconds": totals["exchange_seconds"],
+            "payload_bytes": int(payload),
+            "allreduce_bytes": int(steps * dense),
+            "ratio_per_transfer": 4 * totals["values"] * factor / payload if payload else 0.0,
+            "ratio_per_token": steps * dense / payload if payload else 0.0,
+            "members": sites,
+            "contributors": min(counts.contributors, default=0),
+            "repeated_exchanges": counts.attempts - counts.exchanges,
+            "anchor_digest": site_digest(rank),
+        }
+        if losses:
+            record["loss"] = sum(losses) / steps
+            record["grad_norm"] = self._results[-1].grad_norm
+        if self.dropped:
+            record["dropped"] = self.dropped
+        return record
+
+
+def _over_site(rank: Rank, counts: Counts, held: float) -> dict[str, float]:
+    """Bytes and values summed over the site's ranks, times of the slowest."""
+    mine = torch.tensor(
+        [
+            float(counts.payload_bytes),
+            float(counts.values),
+            counts.wait_seconds + held,
+            counts.exchange_seconds,
+        ],
+        dtype=torch.float64,
+        device=rank.mesh.device,
+    )
+    rows = rank.mesh.gather(mine).cpu()
+    return {
+        "payload_bytes": float(rows[:, 0].sum()),
+        "values": float(rows[:, 1].sum()),
+        "wait_seconds": float(rows[:, 2].max()),
+        "exchange_seconds": float(rows[:, 3].max()),
+    }
+
+
+def site_digest(rank: Rank) -> str:
+    """sha256 over the anchors of all ranks of the site, hex: equal at all sites after a landing.
+
+    Every rank hashes its own fragments; the site's digest is over the ranks' in order.
+    """
+    own = hashlib.sha256()
+    for state in rank.states:
+        own.update(state.digest().encode())
+    ranks = rank.mesh.gather_names([own.hexdigest()])
+    return hashlib.sha256("".join(row[0] for row in ranks).encode()).hexdigest()

@@ -1,0 +1,132 @@
+"""One rank's line to the coordinator: beats beside the training, and what they bring back."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from typing import Protocol
+
+from dilocox.errors import DilocoxError, TrainingError
+from dilocox.outer.coordinator.messages import BeatReply
+
+log = logging.getLogger(__name__)
+
+
+class Beats(Protocol):
+    """The calls of `CoordinatorClient` that this needs."""
+
+    def beat(
+        self, tick: int, round_: int, slot: int, slot_seconds: float | None = None
+    ) -> BeatReply:
+        """Say where this rank is."""
+
+
+class RankControl:
+    """Beats from a thread of its own and holds the newest reply.
+
+    It beats only while the training loop makes progress (`touch`): a rank whose loop hangs must
+    not look alive. All waiting methods raise what ended the rank's part in the run: `SiteGone`,
+    `CoordinatorUnreachable`, or `TrainingError` when the run has failed.
+    """
+
+    def __init__(self, beats: Beats, every: float, stall: float) -> None:
+        self._beats = beats
+        self._every = every
+        self._stall = stall
+        self._position = (0, 0, 0)
+        self._slot_seconds: float | None = None
+        self._touched = time.monotonic()
+        self._reply: BeatReply | None = None
+        self._error: DilocoxError | None = None
+        self._changed = threading.Condition()
+        self._hurry = threading.Event()
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="beats", daemon=True)
+
+    def start(self) -> None:
+        """Begin to beat; returns after the first reply."""
+        self._thread.start()
+        with self._changed:
+            while self._reply is None:
+                self._raise_if_over()
+                self._changed.wait(1.0)
+
+    def close(self) -> None:
+        """Stop beating."""
+        self._closed = True
+        self._hurry.set()
+        self._thread.join(timeout=5.0)
+
+    def touch(self) -> None:
+        """The training loop makes progress."""
+        self._touched = time.monotonic()
+
+    def at(self, tick: int, round_: int, slot: int, slot_seconds: float | None) -> None:
+        """Slots finished so far, and how long one takes."""
+        self._position = (tick, round_, slot)
+        self._slot_seconds = slot_seconds
+        self.touch()
+
+    @property
+    def news(self) -> BeatReply:
+        """The newest reply."""
+        self._raise_if_over()
+        assert self._reply is not None
+        return self._reply
+
+    def epoch(self) -> int:
+        """Id of the newest membership epoch heard of."""
+        return self.news.epoch.id
+
+    def may_finish(self, tick: int) -> bool:
+        """Wait until the slot that ends at `tick` may be finished; False if the run stops before.
+
+        While it may not, the rank beats as fast as it can to hear of a longer lease.
+        """
+        while True:
+            news = self.news
+            if news.stop_tick is not None and news.stop_tick < tick:
+                return False
+            if news.lease >= tick:
+                return True
+            with self._changed:
+                self._hurry.set()
+                self._changed.wait(0.05)
+            self.touch()
+
+    def wait_while_role(self, role: str) -> None:
+        """Wait until this rank's site no longer has `role`."""
+        with self._changed:
+            while self.news.role == role:
+                self._changed.wait(1.0)
+                self.touch()
+
+    def _raise_if_over(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        while not self._closed:
+            silent = time.monotonic() - self._touched
+            if silent < self._stall:
+                try:
+                    reply = self._beats.beat(*self._position, self._slot_seconds)
+                except DilocoxError as error:
+                    self._end(error)
+                    return
+                with self._changed:
+                    self._reply = reply
+                    self._changed.notify_all()
+                if reply.phase == "failed":
+                    self._end(TrainingError(f"the run has failed: {reply.reason}"))
+                    return
+            else:
+                log.error("no progress for %.0f s: this rank no longer counts as alive", silent)
+            self._hurry.wait(self._every)
+            self._hurry.clear()
+
+    def _end(self, error: DilocoxError) -> None:
+        with self._changed:
+            self._error = error
+            self._changed.notify_all()

@@ -1,0 +1,241 @@
+"""Gloo groups between sites: one per (stage, shard) and membership epoch.
+
+A group's rendezvous runs over the coordinator (mutual TLS), not over a TCPStore. Gloo itself
+authenticates nobody: the links that it opens belong on a private network (docs/architecture.md).
+Groups are never repaired: a change of members forms a new one.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from dilocox.errors import ExchangeError
+
+
+class KeyValue(Protocol):
+    """The coordinator's rendezvous store, as `CoordinatorClient` offers it."""
+
+    def kv_set(self, key: str, value: bytes) -> None:
+        """Store `value` under `key`."""
+
+    def kv_check(self, keys: Sequence[str]) -> bool:
+        """True if all `keys` are there."""
+
+    def kv_get(self, keys: Sequence[str], limit: float) -> dict[str, bytes]:
+        """The values of `keys`. Raises `ExchangeError` if one is missing after `limit` s."""
+
+
+class EpochChangedError(ExchangeError):
+    """The membership changed while a group was being formed or used."""
+
+
+PIECE_BYTES = 4 << 20
+PIECES_UNDER_WAY = 4
+"""Together 16 MiB: what is on the way on 1 Gbps at a round trip of 130 ms."""
+
+Rewrite = Callable[[str, bytes], bytes]
+"""(key, value) -> value: changes what a group's members tell each other (see tunnel.py)."""
+
+
+class CoordinatorStore(dist.Store):
+    """A `torch.distributed` store whose keys live at the coordinator.
+
+    Waits are cut into short polls, so that a change of membership (`cancelled`) ends them.
+    """
+
+    def __init__(
+        self,
+        kv: KeyValue,
+        prefix: str,
+        timeout: float,
+        cancelled: Callable[[], bool],
+        on_set: Rewrite | None = None,
+        on_get: Rewrite | None = None,
+    ) -> None:
+        super().__init__()
+        self._kv = kv
+        self._prefix = prefix
+        self._limit = timeout
+        self._cancelled = cancelled
+        self._on_set = on_set
+        self._on_get = on_get
+
+    def set(self, key: str, value: str | bytes | Sequence[int]) -> None:  # type: ignore[override]
+        """Store `value` under `key`."""
+        data = value.encode() if isinstance(value, str) else bytes(value)
+        if self._on_set:
+            data = self._on_set(key, data)
+        self._kv.kv_set(self._prefix + key, data)
+
+    def get(self, key: str) -> bytes:  # type: ignore[override]
+        """The value under `key`, waiting for it. Raises `ExchangeError`, `EpochChangedError`."""
+        deadline = time.monotonic() + self._limit
+        while True:
+            if self._cancelled():
+                raise EpochChangedError(f"the members changed while waiting for {key}")
+            name = self._prefix + key
+            try:
+                value = self._kv.kv_get([name], 1.0)[name]
+            except ExchangeError:
+                value = None
+            if value is not None:
+                return self._on_get(key, value) if self._on_get else value
+            if time.monotonic() > deadline:
+                raise ExchangeError(
+                    f"no peer has answered for {self._prefix}{key} within {self._limit:g} s; "
+                    "is network.interface the one that reaches the other sites?"
+                )
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:  # type: ignore[override]
+        """Wait until all `keys` are there."""
+        for key in keys:
+            self.get(key)
+
+    def check(self, keys: Sequence[str]) -> bool:  # type: ignore[override]
+        """True if all `keys` are there."""
+        return self._kv.kv_check([self._prefix + key for key in keys])
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """The wait limit is fixed at construction: all time-outs derive from one."""
+
+
+class Transfer:
+    """One tensor on its way to or from a site, in a thread of its own.
+
+    It travels in pieces, some of them under way at a time, so that a large tensor on a slow link
+    is not taken for silence: only a piece that does not move for the group's time-out ends it.
+    """
+
+    def __init__(
+        self, start: Callable[[torch.Tensor], dist.Work], site: str, tensor: torch.Tensor
+    ) -> None:
+        self.site = site
+        self._start = start
+        self._tensor = tensor
+        self._ended = threading.Event()
+        self._given_up = False
+        self._failure: str | None = None
+        threading.Thread(target=self._run, name=f"link-{site}", daemon=True).start()
+
+    def poll(self, seconds: float = 0.0) -> bool:
+        """True once it has ended well, waiting up to `seconds`.
+
+        Raises `ExchangeError` if the link broke.
+        """
+        if not self._ended.wait(seconds):
+            return False
+        if self._failure is not None:
+            raise ExchangeError(f"link to {self.site} broke: {self._failure}")
+        return True
+
+    def wait(self, seconds: float) -> None:
+        """Wait up to `seconds` for its end, good or bad."""
+        self._ended.wait(seconds)
+
+    def give_up(self) -> None:
+        """Start no more pieces; those under way end with their time-out."""
+        self._given_up = True
+
+    def _run(self) -> None:
+        under_way: deque[dist.Work] = deque()
+        try:
+            for piece in self._tensor.split(PIECE_BYTES):
+                if self._given_up:
+                    break
+                under_way.append(self._start(piece))
+                if len(under_way) == PIECES_UNDER_WAY:
+                    under_way.popleft().wait()
+            while under_way:
+                under_way.popleft().wait()
+        except RuntimeError as error:
+            self._failure = _first_line(error)
+        self._ended.set()
+
+
+class PeerGroup:
+    """This rank and its peers (·, stage, shard) at the other sites of one membership epoch.
+
+    `sites` in the order of the epoch; `address` is the interface name or the IP address that
+    the sockets bind to. Forming it blocks until every peer has formed its own.
+    A transfer fails when nothing moves for `silence` seconds. Raises `ExchangeError` when a peer
+    does not come within `timeout` seconds and `EpochChangedError` once `cancelled()` is true.
+    """
+
+    def __init__(
+        self,
+        kv: KeyValue,
+        name: str,
+        sites: Sequence[str],
+        me: str,
+        address: str,
+        timeout: float,
+        silence: float,
+        cancelled: Callable[[], bool],
+        on_set: Rewrite | None = None,
+        on_get: Rewrite | None = None,
+    ) -> None:
+        self.sites = list(sites)
+        self.me = me
+        self._index = {site: number for number, site in enumerate(self.sites)}
+        self._backend: dist.ProcessGroupGloo | None = None
+        if len(self.sites) == 1:
+            return
+        options = dist.ProcessGroupGloo._Options()
+        options._devices = [gloo_device(address)]
+        # One piece may be silent for so long; what has timed out is not used again.
+        options._timeout = timedelta(seconds=silence)
+        options._threads = 1
+        store = CoordinatorStore(kv, f"{name}/", timeout, cancelled, on_set, on_get)
+        self._store = store
+        try:
+            self._backend = dist.ProcessGroupGloo(store, self._index[me], len(self.sites), options)
+        except (ExchangeError, dist.DistError):
+            raise
+        except RuntimeError as error:
+            if cancelled():
+                raise EpochChangedError("the members changed while the group was formed") from None
+            raise ExchangeError(f"group {name}: {_first_line(error)}") from None
+
+    def send(self, tensor: torch.Tensor, site: str, tag: int) -> Transfer:
+        """Start sending a contiguous uint8 CPU tensor to `site`."""
+        backend, peer = self._backend, self._index[site]
+        assert backend is not None
+        return Transfer(lambda piece: backend.send([piece], peer, tag), site, tensor)
+
+    def receive(self, tensor: torch.Tensor, site: str, tag: int) -> Transfer:
+        """Start filling a contiguous uint8 CPU tensor from `site`."""
+        backend, peer = self._backend, self._index[site]
+        assert backend is not None
+        return Transfer(lambda piece: backend.recv([piece], peer, tag), site, tensor)
+
+    def close(self) -> None:
+        """Drop the connections; operations under way fail at the peers."""
+        self._backend = None
+
+
+def gloo_device(address: str) -> object:
+    """A Gloo device on an interface name or an IP address.
+
+    Raises `ExchangeError` if this machine has neither.
+    """
+    make = dist.ProcessGroupGloo.create_device
+    looks_like_ip = ":" in address or address.replace(".", "").isdigit()
+    try:
+        return make(hostname=address) if looks_like_ip else make(interface=address)
+    except RuntimeError as error:
+        raise ExchangeError(
+            f'interface "{address}" cannot be used ({_first_line(error)}); '
+            "set network.interface or sites.NAME.interface to one of this machine"
+        ) from None
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -1,0 +1,276 @@
+"""The outer loop of one rank: boundaries, exchanges under way, landings (ALGORITHM.md §2)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from dataclasses import dataclass, field
+
+import torch
+
+from dilocox.compression import codec, first_non_finite
+from dilocox.errors import TrainingError
+from dilocox.outer.calendar import boundary_slots
+from dilocox.outer.coordinator.messages import ExchangeKey, RoundPlan
+from dilocox.outer.exchange import Contribution, Outcome
+from dilocox.outer.fragments import Layout
+from dilocox.outer.overlap import Rule
+from dilocox.outer.state import FragmentState
+
+FLUSH_CODEC = "int8"
+"""At the end of training the last pseudo-gradient and residual travel in 8 bits."""
+
+
+@dataclass
+class Pending:
+    """An exchange between its boundary and its landing."""
+
+    key: ExchangeKey
+    plan: RoundPlan
+    lands_at: int
+    """Tick of the landing."""
+    outcome: Future[Outcome]
+    contribution: torch.Tensor | None
+    """u, kept for the residual; none if this site only received."""
+    contributes: bool
+
+    @classmethod
+    def waiting(
+        cls,
+        key: ExchangeKey,
+        plan: RoundPlan,
+        lands_at: int,
+        contribution: torch.Tensor | None,
+        contributes: bool,
+    ) -> Pending:
+        """An exchange that has not been handed in yet."""
+        return cls(key, plan, lands_at, Future(), contribution, contributes)
+
+
+@dataclass
+class Counts:
+    """What a round cost, reset when it is reported."""
+
+    wait_seconds: float = 0.0
+    """Training stood still for data that had not come."""
+    exchange_seconds: float = 0.0
+    exchanges: int = 0
+    payload_bytes: int = 0
+    values: int = 0
+    """fp32 values that the payloads stand for."""
+    attempts: int = 0
+    contributors: list[int] = field(default_factory=list)
+
+
+Submit = Callable[[Contribution], "Future[Outcome]"]
+
+
+class OuterLoop:
+    """All fragments of one rank.
+
+    `live` are the rank's local parameters, full name to fp32 tensor, which landings change in
+    place. `touch` is called while waiting, so that the rank keeps counting as alive.
+    """
+
+    def __init__(
+        self,
+        states: Sequence[FragmentState],
+        live: Mapping[str, torch.Tensor],
+        me: str,
+        stage: int,
+        stages: int,
+        submit: Submit,
+        touch: Callable[[], None],
+    ) -> None:
+        self.states = list(states)
+        self.live = live
+        self.pending: list[Pending] = []
+        self.counts = Counts()
+        self.dropping = False
+        """This site's contributions do not count until the round ends (non-finite values)."""
+        self._me = me
+        self._stage = stage
+        self._stages = stages
+        self._submit = submit
+        self._touch = touch
+        self.owner_landings: list[int] = []
+        """Ticks at which the first stage's first fragment will land."""
+        self.awaiting: set[int] = set()
+        """While entering: fragments whose state has not come yet."""
+        self._held_back: list[Pending] = []
+
+    def has_boundary(self, plan: RoundPlan, slot: int) -> bool:
+        """True if a fragment of any stage has its boundary at the end of `slot`."""
+        return any(slot in self._boundaries(plan, stage) for stage in range(self._stages))
+
+    def under_way(self, fragment: int, before_round: int) -> bool:
+        """True if an exchange of `fragment` from before `before_round` has not landed."""
+        return any(
+            item.key.fragment == fragment and item.key.round < before_round for item in self.pending
+        )
+
+    def adopt(self, fragment: int, tick: int, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Entering: take over a fragment as it was after the landings of `tick`.
+
+        Empty `tensors`: what this rank holds is the same. Landings since then follow at once.
+        """
+        state = self.states[fragment]
+        if tensors:
+            state.adopt(self.live, tensors["anchor"], tensors["momentum"])
+        self.awaiting.discard(fragment)
+        waiting = [item for item in self._held_back if item.key.fragment == fragment]
+        self._held_back = [item for item in self._held_back if item not in waiting]
+        for item in sorted(waiting, key=lambda item: item.lands_at):
+            if item.lands_at > tick:
+                self._land(item)
+
+    def average_gradients(
+        self,
+        plan: RoundPlan,
+        key: ExchangeKey,
+        layout: Layout,
+        gradients: Mapping[str, torch.Tensor],
+    ) -> None:
+        """Method `allreduce`: replace `gradients` by their weighted mean over the sites.
+
+        Raises `TrainingError` if no site's gradients are finite.
+        """
+        flat = layout.pack(gradients).cpu()
+        flat.mul_(plan.members[self._me].weight)
+        contributes = first_non_finite(flat) is None
+        item = Pending.waiting(key, plan, 0, flat, contributes)
+        self._hand_in(item)
+        outcome = self._wait(item)
+        self._count(outcome, layout.length)
+        if outcome.average is None:
+            raise TrainingError(f"{key.text}: no site has finite gradients")
+        for name, view in layout.views(outcome.average).items():
+            gradients[name].copy_(view)
+
+    def end_of_slot(self, plan: RoundPlan, slot: int) -> bool:
+        """Land, then begin, what is due at the end of the round's slot `slot` (1 to plan.slots).
+
+        Returns True if the first fragment of the first stage landed, at whichever rank: then a
+        tied copy must be set from its owner.
+        """
+        tick = plan.first_tick + slot
+        owner_lands = self._owner_lands(plan, slot, tick, before_boundary=True)
+        self.land_due(tick)
+        for fragment, due in enumerate(self._boundaries(plan, self._stage)):
+            if due == slot:
+                self._begin(plan, fragment, tick)
+        self.land_due(tick)
+        return self._owner_lands(plan, slot, tick, before_boundary=False) or owner_lands
+
+    def land_due(self, tick: int) -> None:
+        """Land everything whose time has come, in order of time and fragment."""
+        due = [item for item in self.pending if item.lands_at <= tick]
+        for item in sorted(due, key=lambda item: (item.lands_at, item.key.fragment)):
+            self.pending.remove(item)
+            self._land(item)
+
+    def flush(self, plan: RoundPlan) -> None:
+        """End of training: land what is pending, then one last outer step of everything left."""
+        self.land_due(2**62)
+        for fragment in range(len(self.states)):
+            self._begin(plan, fragment, plan.first_tick)
+        self.land_due(2**62)
+
+    def reset_to_anchor(self) -> None:
+        """Go on from the anchor: what was trained since the last boundaries is given up."""
+        for state in self.states:
+            state.reset_to_anchor(self.live)
+
+    def _boundaries(self, plan: RoundPlan, stage: int) -> list[int]:
+        return boundary_slots(stage, self._stages, plan.fragments, plan.slots)
+
+    def _owner_lands(self, plan: RoundPlan, slot: int, tick: int, before_boundary: bool) -> bool:
+        """Follow the first stage's first fragment by the calendar alone."""
+        if not before_boundary and self._boundaries(plan, 0)[0] == slot:
+            self.owner_landings.append(tick + plan.delay)
+        due = [when for when in self.owner_landings if when <= tick]
+        self.owner_landings = [when for when in self.owner_landings if when > tick]
+        return bool(due)
+
+    def _begin(self, plan: RoundPlan, fragment: int, tick: int) -> None:
+        state = self.states[fragment]
+        flush = plan.kind == "flush"
+        key = ExchangeKey.outer(plan.round, self._stage, fragment)
+        member = self._me in plan.members
+        u, contributes = None, False
+        if member:
+            weight = plan.members[self._me].weight
+            decay = 1.0 if flush else plan.residual_decay
+            contributes = not self.dropping
+            u, finite = state.boundary(self.live, weight, decay)
+            contributes = contributes and finite
+        lands_at = tick + (0 if flush else plan.delay)
+        self.resume(Pending.waiting(key, plan, lands_at, u, contributes))
+
+    def resume(self, item: Pending) -> None:
+        """Take up an exchange: a new one, or one that a checkpoint holds."""
+        self._hand_in(item)
+        self.pending.append(item)
+
+    def _hand_in(self, item: Pending) -> None:
+        plan = item.plan
+        item.outcome = self._submit(
+            Contribution(
+                key=item.key,
+                length=self.states[item.key.fragment].layout.length,
+                values=item.contribution,
+                codec=codec(FLUSH_CODEC if plan.kind == "flush" else plan.codec),
+                mode=plan.exchange,
+                weights={site: member.weight for site, member in plan.members.items()},
+                contributes=item.contributes,
+            )
+        )
+
+    def _land(self, item: Pending) -> None:
+        if item.key.fragment in self.awaiting:
+            self._held_back.append(item)
+            return
+        outcome = self._wait(item)
+        state = self.states[item.key.fragment]
+        if outcome.missed:
+            raise TrainingError(
+                f"{item.key.text} was carried without this site; it must join again"
+            )
+        if item.contribution is not None:
+            state.committed(item.contribution, outcome.sent, outcome.second_error)
+        plan = item.plan
+        weights = [plan.members[site].weight for site in outcome.contributors]
+        own = plan.members[self._me].weight if self._me in outcome.contributors else 0.0
+        rule = Rule(
+            overlap="none" if plan.kind == "flush" or item.contribution is None else plan.overlap,
+            keep=plan.keep,
+            learning_rate=plan.learning_rate,
+            momentum=plan.momentum,
+            share=own / sum(weights) if weights else 0.0,
+        )
+        state.land(self.live, outcome.average, rule)
+        self._count(outcome, state.layout.length)
+
+    def _count(self, outcome: Outcome, values: int) -> None:
+        counts = self.counts
+        counts.exchange_seconds += outcome.seconds
+        counts.exchanges += 1
+        counts.payload_bytes += outcome.payload_bytes
+        counts.values += values
+        counts.attempts += outcome.attempts
+        counts.contributors.append(len(outcome.contributors))
+
+    def _wait(self, item: Pending) -> Outcome:
+        start = time.monotonic()
+        while True:
+            try:
+                outcome = item.outcome.result(timeout=1.0)
+                break
+            except FutureTimeoutError:
+                if item.outcome.done():
+                    raise
+                self._touch()
+        self.counts.wait_seconds += time.monotonic() - start
+        return outcome

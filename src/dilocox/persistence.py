@@ -1,0 +1,189 @@
+"""What a rank keeps: checkpoints to go on from, and the model to hand out."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from dilocox import checkpoint
+from dilocox.assembly import Rank, anchors
+from dilocox.config import RunConfig
+from dilocox.data import TokenFiles
+from dilocox.models import finish_model_folder, stage_file_name, write_stage_file
+from dilocox.outer.coordinator.messages import Checkpoint, ExchangeKey, RoundPlan
+from dilocox.outer.loop import Pending
+
+if TYPE_CHECKING:
+    from dilocox.trainer import Trainer
+
+log = logging.getLogger(__name__)
+
+
+class Keeper:
+    """Writes this rank's checkpoints and its part of the published model."""
+
+    def __init__(self, config: RunConfig, rank: Rank, files: TokenFiles, shared: bool) -> None:
+        place = rank.place
+        self._config = config
+        self._files = files
+        self._shared = shared
+        """All sites write to one run folder: only the first publishes the model."""
+        self._root = str(config.folder / "checkpoints")
+        self._writer = checkpoint.RankCheckpointer(
+            self._root, place.site, place.stage, place.shard, config.checkpoint.keep
+        )
+
+    def save(self, trainer: Trainer, plan: RoundPlan | None) -> None:
+        """Copy this rank's state now and write it in the background."""
+        at, client = trainer.at, trainer.client
+
+        def written(tick: int, digest: str) -> None:
+            client.checkpoint(tick, position[0], position[1], {"files.json": digest})
+
+        def failed(tick: int, reason: str) -> None:
+            log.error("checkpoint at tick %d was not written: %s", tick, reason)
+
+        position = (at.round, at.slot)
+        tensors, state = capture(trainer)
+        self._writer.save(at.tick, tensors, state, written, failed)
+        if plan is not None and self._config.checkpoint.hugging_face and plan.kind == "train":
+            self._export(trainer.rank, plan, self._config.folder / f"model-tick-{at.tick:08d}")
+
+    def wait(self) -> None:
+        """Wait for the write under way."""
+        self._writer.wait()
+
+    def publish(self, trainer: Trainer, plan: RoundPlan) -> None:
+        """Write the anchor as `model/`, a Hugging Face folder. Collective over the site."""
+        self._export(trainer.rank, plan, self._config.folder / "model")
+
+    def _export(self, rank: Rank, plan: RoundPlan, folder: Path) -> None:
+        if self._shared and next(iter(plan.members)) != rank.place.site:
+            return
+        tensors = whole_anchor(rank)
+        if rank.place.shard == 0:
+            name = stage_file_name(rank.place.stage, rank.mesh.stages)
+            write_stage_file(folder / name, tensors, rank.blueprint.hf_config)
+        rank.mesh.gather_names([])
+        if rank.place.leads:
+            finish_model_folder(folder, rank.blueprint.hf_config, self._files.tokenizer_folder)
+        rank.mesh.gather_names([])
+
+    def load(self, trainer: Trainer, found: Checkpoint) -> bool:
+        """Take up the checkpoint `found`; False if this site does not hold all of it.
+
+        Collective over the site. Raises `CheckpointError` if it was changed.
+        """
+        place, mesh = trainer.rank.place, trainer.rank.mesh
+        digests = found.digests.get(str(place).replace("  ", " "), {})
+        root = self._root
+        here = "files.json" in digests and checkpoint.exists(
+            root, found.tick, place.site, place.stage, place.shard
+        )
+        if not all(row[0] == "yes" for row in mesh.gather_names(["yes" if here else "no"])):
+            return False
+        loaded = checkpoint.load(
+            root, found.tick, place.site, place.stage, place.shard, digests["files.json"]
+        )
+        restore(trainer, loaded)
+        return True
+
+
+def capture(trainer: Trainer) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """All tensors and numbers that make this rank go on bit for bit."""
+    rank, outer = trainer.rank, trainer.outer
+    tensors = {f"live/{name}": tensor for name, tensor in rank.live.items()}
+    tensors |= {f"inner/{name}": tensor for name, tensor in rank.model.optimizer_state().items()}
+    for number, state in enumerate(rank.states):
+        tensors |= {f"outer/{number}/{name}": t for name, t in state.state_tensors().items()}
+    tensors["random/cpu"] = torch.get_rng_state()
+    if rank.mesh.device.type == "cuda":
+        tensors["random/cuda"] = torch.cuda.get_rng_state(rank.mesh.device)
+    pending = []
+    for number, item in enumerate(outer.pending):
+        if item.contribution is not None:
+            tensors[f"pending/{number}"] = item.contribution
+        pending.append(
+            {
+                "key": item.key.text,
+                "plan": item.plan.model_dump(mode="json"),
+                "lands_at": item.lands_at,
+                "contributes": item.contributes,
+                "contribution": item.contribution is not None,
+            }
+        )
+    at = trainer.at
+    state = {
+        "round": at.round,
+        "slot": at.slot,
+        "pending": pending,
+        "owner_landings": outer.owner_landings,
+        "dropping": outer.dropping,
+        "dropped_round": trainer.dropped_round,
+        "stages": rank.mesh.stages,
+        "shards": rank.mesh.shards,
+    }
+    return tensors, state
+
+
+def restore(trainer: Trainer, loaded: checkpoint.Loaded) -> None:
+    """The inverse of `capture`; exchanges that were under way begin again."""
+    rank, outer, tensors, state = trainer.rank, trainer.outer, loaded.tensors, loaded.state
+    for name, tensor in rank.live.items():
+        tensor.copy_(tensors[f"live/{name}"])
+    rank.model.sync_tied()
+    rank.model.load_optimizer_state(_below(tensors, "inner/"))
+    for number, fragment in enumerate(rank.states):
+        fragment.load(_below(tensors, f"outer/{number}/"))
+    torch.set_rng_state(tensors["random/cpu"])
+    if rank.mesh.device.type == "cuda":
+        torch.cuda.set_rng_state(tensors["random/cuda"], rank.mesh.device)
+    outer.owner_landings = list(state["owner_landings"])
+    outer.dropping = bool(state["dropping"])
+    trainer.dropped_round = int(state["dropped_round"])
+    trainer.at.round = int(state["round"])
+    trainer.at.slot = int(state["slot"])
+    trainer.at.tick = int(state["tick"])
+    for number, item in enumerate(state["pending"]):
+        outer.resume(
+            Pending.waiting(
+                ExchangeKey.parse(item["key"]),
+                RoundPlan.model_validate_json(json.dumps(item["plan"])),
+                int(item["lands_at"]),
+                tensors[f"pending/{number}"] if item["contribution"] else None,
+                bool(item["contributes"]),
+            )
+        )
+
+
+def _below(tensors: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
+    return {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
+
+
+def whole_anchor(rank: Rank) -> dict[str, torch.Tensor]:
+    """This stage's anchor in whole tensors, full name to fp32 on the CPU.
+
+    Collective over the stage's shards; only shard 0 gets the tensors.
+    """
+    result = {}
+    for name, view in anchors(rank).items():
+        if rank.mesh.shards == 1:
+            result[name] = view.detach().cpu()
+            continue
+        shape = rank.shapes[name]
+        sharded = DTensor.from_local(
+            view.to(rank.mesh.device),
+            rank.mesh.shard_mesh,
+            [torch.distributed.tensor.Shard(0)],
+            shape=shape,
+            stride=torch.empty(shape, device="meta").stride(),
+        )
+        tensor = sharded.full_tensor()
+        if rank.place.shard == 0:
+            result[name] = tensor.cpu()
+    return result

@@ -1,0 +1,125 @@
+"""Child processes that end with their parent, and one line from each that fails."""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+from dilocox.errors import DilocoxError
+
+# Forking costs milliseconds where a fresh interpreter imports torch for seconds. It is safe because
+# the parents here never compute: they hold no threads and no CUDA context. macOS's frameworks do
+# not survive a fork.
+CONTEXT: Any = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
+_PR_SET_PDEATHSIG = 1
+
+
+def start(target: Callable[..., None], *arguments: Any, name: str) -> BaseProcess:
+    """Start `target(*arguments)` in a child that dies with this process and ignores Ctrl-C.
+
+    The parent decides what an interrupt means. `target`'s exit code is what it passes to
+    `sys.exit`.
+    """
+    process: BaseProcess = CONTEXT.Process(
+        target=_child, args=(target, os.getpid(), arguments), name=name
+    )
+    try:
+        process.start()
+    except (AttributeError, TypeError) as error:
+        raise DilocoxError(
+            f"{name}: a process cannot be started with these functions on this system ({error}); "
+            "define dataset, loss and callbacks at the top level of a module"
+        ) from None
+    return process
+
+
+def _child(target: Callable[..., None], parent: int, arguments: tuple[Any, ...]) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)
+    else:
+        threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    target(*arguments)
+
+
+def _end_with(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os._exit(1)
+
+
+def end(processes: Iterable[BaseProcess], grace: float) -> None:
+    """Wait `grace` seconds for all, then kill the rest."""
+    processes = list(processes)
+    deadline = time.monotonic() + grace
+    for process in processes:
+        process.join(max(0.0, deadline - time.monotonic()))
+    for process in processes:
+        if process.is_alive():
+            process.kill()
+        process.join()
+
+
+def why_ended(process: BaseProcess) -> str:
+    """How a process ended, for people."""
+    code = process.exitcode
+    if code is not None and code < 0:
+        return f"was killed (signal {-code})"
+    return f"ended with code {code}"
+
+
+def call_in_child(
+    function: Callable[..., Any], *arguments: Any, on_progress: Callable[[str, float], None]
+) -> Any:
+    """`function(*arguments, progress)` in a child of its own; its result.
+
+    For work that starts threads: the parent stays fit for forking. Raises the child's
+    `DilocoxError`, or `DilocoxError` if the child was killed.
+    """
+    ours, theirs = CONTEXT.Pipe(duplex=False)
+    process = start(_answer, theirs, function, arguments, name=function.__name__)
+    theirs.close()
+    answer: tuple[str, Any] | None = None
+    try:
+        while True:
+            kind, value = ours.recv()
+            if kind == "progress":
+                on_progress(*value)
+            else:
+                answer = (kind, value)
+                break
+    except EOFError:
+        process.join()
+        raise DilocoxError(
+            f"{function.__name__}: its process {why_ended(process)}; is there enough memory?"
+        ) from None
+    except BaseException:
+        process.kill()
+        raise
+    finally:
+        process.join(5.0)
+    assert answer is not None
+    if answer[0] == "error":
+        raise answer[1]
+    return answer[1]
+
+
+def _answer(pipe: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    try:
+        result = function(*arguments, lambda step, share: pipe.send(("progress", (step, share))))
+    except DilocoxError as error:
+        pipe.send(("error", error))
+    else:
+        pipe.send(("result", result))

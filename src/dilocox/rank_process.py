@@ -1,0 +1,259 @@
+"""The process of one rank: put together, enter the run, train, leave."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch.distributed as dist
+
+from dilocox.assembly import (
+    Batches,
+    Blueprint,
+    Hooks,
+    Place,
+    Rank,
+    build_rank,
+    validation_batches,
+)
+from dilocox.config import RunConfig
+from dilocox.data import TokenFiles
+from dilocox.entering import Newcomer
+from dilocox.errors import DilocoxError
+from dilocox.outer.control import RankControl
+from dilocox.outer.coordinator.client import CoordinatorClient
+from dilocox.outer.coordinator.identity import Identity
+from dilocox.outer.coordinator.messages import BeginReply, Checkpoint, Entering
+from dilocox.outer.coordinator.messages import Rank as RankName
+from dilocox.outer.coordinator.timeouts import Timeouts
+from dilocox.outer.groups import PeerGroup
+from dilocox.outer.loop import OuterLoop
+from dilocox.outer.worker import ExchangeWorker
+from dilocox.persistence import Keeper
+from dilocox.trainer import Stopped, Trainer
+
+log = logging.getLogger(__name__)
+
+KEPT_GROUPS = 3
+"""Groups of past epochs that stay open: a slower peer may still be reading from them."""
+
+
+@dataclass(frozen=True)
+class RankJob:
+    """All that a rank's process is told."""
+
+    config: RunConfig
+    place: Place
+    url: str
+    identity: Identity
+    hooks: Hooks
+    address: str
+    """Interface name or IP address that the exchange binds to."""
+    meeting: str | None
+    """File in which the site's ranks meet; none under an existing launcher."""
+    local_rank: int
+    ranks_here: int
+    shared_folder: bool
+    """All sites of the run write to the same run folder."""
+    log_file: Path | None
+    debug: bool = False
+
+
+@dataclass
+class Network:
+    """The groups that carry this rank's exchanges, and the coordinator's part in them."""
+
+    client: CoordinatorClient
+    control: RankControl
+    place: Place
+    address: str
+    timeouts: Timeouts
+    groups: dict[int, PeerGroup] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.begin = self.client.begin
+        self.vote = self.client.vote
+        self.observe = self.client.observe
+        self.report_broken = self.client.report_broken
+        self.epoch = self.control.epoch
+
+    def group(self, begun: BeginReply, superseded: Callable[[], bool]) -> PeerGroup:
+        """The group of an epoch; formed when it is first needed."""
+        if begun.epoch not in self.groups:
+            place = self.place
+            self.groups[begun.epoch] = PeerGroup(
+                self.client,
+                f"epoch/{begun.epoch}/{place.stage}/{place.shard}",
+                [member.site for member in begun.members],
+                place.site,
+                self.address,
+                self.timeouts.form,
+                self.timeouts.link,
+                superseded,
+            )
+            for old in sorted(self.groups)[:-KEPT_GROUPS]:
+                self.groups.pop(old).close()
+        return self.groups[begun.epoch]
+
+    def pair(self, name: str, donor: str, receiver: str) -> PeerGroup:
+        """The two ranks of an entry."""
+        return PeerGroup(
+            self.client,
+            name,
+            [donor, receiver],
+            self.place.site,
+            self.address,
+            self.timeouts.form,
+            self.timeouts.stall,
+            lambda: False,
+        )
+
+
+def run_rank(job: RankJob, errors: Callable[[str], None]) -> int:
+    """Run one rank to its end; the process's exit code.
+
+    `errors` gets the one line that says why it failed.
+    """
+    _set_up_log(job)
+    try:
+        _train(job)
+    except Stopped:
+        return 0
+    except DilocoxError as error:
+        _say_failed(job, errors, str(error))
+        return 1
+    except Exception as error:
+        _say_failed(job, errors, f"{job.place}: {type(error).__name__}: {error}")
+        return 1
+    finally:
+        if dist.is_initialized():
+            with contextlib.suppress(RuntimeError):
+                dist.destroy_process_group()
+    return 0
+
+
+def _say_failed(job: RankJob, errors: Callable[[str], None], line: str) -> None:
+    log.error("%s", line)
+    log.error("%s", traceback.format_exc())
+    errors(line)
+
+
+def _train(job: RankJob) -> None:
+    config, place = job.config, job.place
+    timeouts = Timeouts.derive(config.network)
+    files = TokenFiles.open(config.data_folder)
+    blueprint = Blueprint.of(config, files.vocabulary_size)
+    store = None
+    if job.meeting is not None and config.site.ranks > 1:
+        store = dist.FileStore(job.meeting, config.site.ranks)
+    rank = build_rank(
+        config,
+        blueprint,
+        place,
+        job.hooks,
+        store=store,
+        local_rank=job.local_rank,
+        ranks_here=job.ranks_here,
+        timeout=timeouts.stall,
+    )
+    client = CoordinatorClient(
+        job.url,
+        job.identity,
+        timeouts,
+        RankName(site=place.site, stage=place.stage, shard=place.shard),
+    )
+    control = RankControl(client, timeouts.beat, timeouts.stall)
+    control.start()
+    try:
+        _take_part(job, rank, files, client, control, timeouts)
+    except DilocoxError as error:
+        if place.leads or not isinstance(error, Stopped):
+            with contextlib.suppress(DilocoxError):
+                client.leave(str(error), failed=True)
+        raise
+    finally:
+        control.close()
+        client.close()
+
+
+def _take_part(
+    job: RankJob,
+    rank: Rank,
+    files: TokenFiles,
+    client: CoordinatorClient,
+    control: RankControl,
+    timeouts: Timeouts,
+) -> None:
+    config, place = job.config, job.place
+    network = Network(client, control, place, job.address, timeouts)
+    worker = ExchangeWorker(network, place.site)
+    outer = OuterLoop(
+        rank.states,
+        rank.live,
+        place.site,
+        place.stage,
+        config.site.stages,
+        worker.submit,
+        control.touch,
+    )
+    trainer = Trainer(
+        config=config,
+        rank=rank,
+        outer=outer,
+        control=control,
+        client=client,
+        batches=Batches.open(config, place, job.hooks, files),
+        validation=validation_batches(config, files, place.shard),
+        keeper=Keeper(config, rank, files, job.shared_folder),
+        hooks=job.hooks,
+        form_group=network.pair,
+        entry_timeout=timeouts.stall,
+    )
+    control.wait_while_role("enrolled")
+    newcomer = _enter(trainer, network, timeouts)
+    trainer.run(newcomer)
+    worker.close()
+
+
+def _enter(trainer: Trainer, network: Network, timeouts: Timeouts) -> Newcomer | None:
+    """Take up a checkpoint, be the founder, or begin to fetch from a donor."""
+    news = trainer.control.news
+    if news.phase == "starting":
+        found = _last_complete(trainer.client.checkpoints())
+        if found is not None and trainer.keeper.load(trainer, found):
+            trainer.client.ready()
+            return None
+        if news.donor is None:
+            trainer.client.ready()
+            return None
+    entry = next(
+        (e for e in news.entering if e.site == trainer.me),
+        Entering(site=trainer.me, incarnation=0, donor=None, from_round=0),
+    )
+    return Newcomer(trainer, entry, network.pair, timeouts.stall)
+
+
+def _last_complete(checkpoints: list[Checkpoint]) -> Checkpoint | None:
+    whole = [item for item in checkpoints if item.complete]
+    return max(whole, key=lambda item: item.tick, default=None)
+
+
+def _set_up_log(job: RankJob) -> None:
+    if job.log_file is not None:
+        job.log_file.parent.mkdir(parents=True, exist_ok=True)
+        stream = os.open(job.log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        os.dup2(stream, sys.stdout.fileno())
+        os.dup2(stream, sys.stderr.fileno())
+        os.close(stream)
+    logging.basicConfig(
+        level=logging.DEBUG if job.debug else logging.INFO,
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        stream=sys.stderr,
+        force=True,
+    )

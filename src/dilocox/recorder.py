@@ -1,0 +1,178 @@
+"""Turns the sites' reports into the run's metrics, its summary and what a display shows."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from dilocox.config import RunConfig
+from dilocox.errors import TrainingError
+from dilocox.metrics import Metrics
+
+Record = dict[str, Any]
+Emit = Callable[[Record], None]
+
+
+def combine(reports: Mapping[str, Record]) -> Record:
+    """One round of the run from its sites' reports (bytes per run, not per site).
+
+    Loss is weighted by tokens; tokens, tokens/s and bytes are sums; the waiting share is the
+    largest of a site. Raises `TrainingError` if two sites hold different anchors.
+    """
+    rows = list(reports.values())
+    digests = {row["anchor_digest"] for row in rows}
+    if len(digests) > 1:
+        held = ", ".join(f"{site} {row['anchor_digest'][:12]}" for site, row in reports.items())
+        raise TrainingError(
+            f"round {rows[0]['round']}: the sites hold different anchors ({held}); this is a "
+            "defect of dilocox or of a machine, the run was stopped"
+        )
+    tokens = sum(row["tokens"] for row in rows)
+    payload = sum(row["payload_bytes"] for row in rows)
+    dense = sum(row["allreduce_bytes"] for row in rows)
+    trained = [row for row in rows if "loss" in row]
+    weight = sum(row["tokens"] for row in trained)
+    combined: Record = {
+        "round": rows[0]["round"],
+        "step": max(row["step"] for row in rows),
+        "sites": len(rows),
+        "tokens": tokens,
+        "seconds": max(row["seconds"] for row in rows),
+        "tokens_per_second": sum(row["tokens_per_second"] for row in rows),
+        "wait_share": max(row["wait_share"] for row in rows),
+        "payload_bytes": payload,
+        "allreduce_bytes": dense,
+        "ratio_per_transfer": sum(row["ratio_per_transfer"] for row in rows) / len(rows),
+        "ratio_per_token": dense / payload if payload else 0.0,
+        "anchor_digest": rows[0]["anchor_digest"],
+    }
+    if weight:
+        combined["loss"] = sum(row["loss"] * row["tokens"] for row in trained) / weight
+    return combined
+
+
+class Recorder:
+    """Writes `metrics.jsonl` and `summary.json` in the run's folder and tells a display.
+
+    `emit` gets every record that a display may show. A resumed run appends and counts on.
+    """
+
+    def __init__(self, config: RunConfig, folder: Path, emit: Emit) -> None:
+        self._config = config
+        self._folder = folder
+        self._emit = emit
+        self._earlier = _read_lines(folder / "metrics.jsonl")
+        self._metrics = Metrics(config, folder)
+        self._open: dict[int, dict[str, Record]] = {}
+        self._rounds: dict[int, Record] = {}
+        self._evaluations: dict[int, float] = {}
+        self._flush: dict[str, Record] = {}
+        for record in self._earlier:
+            if record.get("kind") == "round" and not record.get("site"):
+                self._rounds[record["round"]] = record
+            elif record.get("kind") == "evaluation":
+                self._evaluations[record["after_round"]] = record["val_loss"]
+
+    def forget_after(self, round_: int) -> None:
+        """The run was resumed at `round_`: what came later on the abandoned course is not
+        counted (it stays in the file)."""
+        self._rounds = {r: row for r, row in self._rounds.items() if r < round_}
+        self._evaluations = {r: v for r, v in self._evaluations.items() if r < round_}
+
+    def report(self, site: str, round_: int, kind: str, metrics: Record) -> None:
+        """A site's report.
+
+        Raises `TrainingError` if two sites hold different anchors.
+        """
+        record = {"kind": kind, "round": round_, "site": site, **metrics}
+        if kind in ("evaluation", "first_evaluation"):
+            record["kind"] = "evaluation"
+            self._evaluations[metrics["after_round"]] = metrics["val_loss"]
+            self._write(record)
+            return
+        self._write(record)
+        if kind == "flush":
+            self._flush[site] = record
+            combine(self._flush)
+        elif kind == "round":
+            self._open.setdefault(round_, {})[site] = record
+            ready = [r for r in sorted(self._open) if r < round_]
+            if len(self._open[round_]) >= metrics["members"]:
+                ready.append(round_)
+            for number in ready:
+                self._close_round(number)
+
+    def message(self, text: str) -> None:
+        """Something that happened."""
+        self._write({"kind": "message", "text": text})
+
+    def finish(self, phase: str, reason: str) -> Record:
+        """Write `summary.json`; returns its content."""
+        for number in sorted(self._open):
+            self._close_round(number)
+        rounds = list(self._rounds.values())
+        flush = combine(self._flush) if self._flush else None
+        everything = [*rounds, flush] if flush else rounds
+        seconds = sum(row["seconds"] for row in rounds)
+        tokens = sum(row["tokens"] for row in rounds)
+        config = self._config
+        payload = sum(row["payload_bytes"] for row in everything)
+        dense = sum(row["allreduce_bytes"] for row in everything)
+        first = self._evaluations.get(-1)
+        last = self._evaluations[max(self._evaluations)] if self._evaluations else None
+        summary: Record = {
+            "name": config.run.name,
+            "phase": phase,
+            "reason": reason,
+            "method": config.outer.method,
+            "sites": len(config.sites),
+            "stages": config.site.stages,
+            "shards": config.site.shards,
+            "rounds": len(rounds),
+            "inner_steps": config.outer.inner_steps,
+            "val_loss_first": first,
+            "val_loss_last": last,
+            "loss_last": rounds[-1].get("loss") if rounds else None,
+            "tokens": tokens,
+            "seconds": seconds,
+            "tokens_per_second": tokens / seconds if seconds else 0.0,
+            "wait_share": sum(r["wait_share"] * r["seconds"] for r in rounds) / seconds
+            if seconds
+            else 0.0,
+            "payload_bytes": payload,
+            "allreduce_bytes": dense,
+            "ratio_per_token": dense / payload if payload else 0.0,
+            "anchor_digest": everything[-1]["anchor_digest"] if everything else None,
+        }
+        text = json.dumps(summary, indent=2) + "\n"
+        part = self._folder / ".summary.json.part"
+        part.write_text(text, encoding="utf-8")
+        part.replace(self._folder / "summary.json")
+        self._metrics.close()
+        self._emit({"kind": "summary", **summary})
+        return summary
+
+    def _close_round(self, number: int) -> None:
+        combined = {"kind": "round", **combine(self._open.pop(number))}
+        self._rounds[number] = combined
+        self._write(combined)
+
+    def _write(self, record: Record) -> None:
+        record = {"time": round(time.time(), 3), **record}
+        self._metrics.write(record)
+        self._emit(record)
+
+
+def _read_lines(path: Path) -> list[Record]:
+    if not path.exists():
+        return []
+    records = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            records.append(json.loads(line))
+        except ValueError:
+            continue  # the last line of a run that was killed while writing it
+    return records

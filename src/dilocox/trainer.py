@@ -1,0 +1,244 @@
+"""The training loop of one rank: rounds of slots of inner steps (ALGORITHM.md §2).
+
+Every rank of every site runs this same loop. A single site is the case D = 1; a site that enters
+late runs it without inner steps until a plan counts it in.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass, field
+
+import torch
+
+from dilocox import persistence
+from dilocox.assembly import Batches, Hooks, Rank, anchors
+from dilocox.config import RunConfig
+from dilocox.entering import Donors, FormGroup, Newcomer
+from dilocox.errors import TrainingError
+from dilocox.meter import RoundMeter
+from dilocox.outer.control import RankControl
+from dilocox.outer.coordinator.client import CoordinatorClient
+from dilocox.outer.coordinator.messages import ExchangeKey, RoundPlan
+from dilocox.outer.loop import OuterLoop
+from dilocox.site import learning_rate
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Position:
+    """Where a rank stands. `slot`: slots of round `round` that are finished."""
+
+    round: int = 0
+    slot: int = 0
+    tick: int = 0
+
+
+class Stopped(Exception):  # noqa: N818 - not an error: the run was asked to stop and has
+    """The run stops here; a checkpoint has been written."""
+
+
+@dataclass
+class Trainer:
+    """One rank's training, from its entry to the end of the run."""
+
+    config: RunConfig
+    rank: Rank
+    outer: OuterLoop
+    control: RankControl
+    client: CoordinatorClient
+    batches: Batches
+    validation: list[tuple[torch.Tensor, torch.Tensor]]
+    keeper: persistence.Keeper
+    hooks: Hooks
+    form_group: FormGroup
+    entry_timeout: float
+    at: Position = field(default_factory=Position)
+    dropped_round: int = -2
+    """Last round in which this site met a non-finite value."""
+
+    def __post_init__(self) -> None:
+        self.me = self.rank.place.site
+        self.meter = RoundMeter(self.config, self.rank)
+        self.donors = Donors(self, self.form_group, self.entry_timeout)
+
+    def run(self, newcomer: Newcomer | None) -> None:
+        """Train to the end of the run. `newcomer`: the fetching of state, if this site enters.
+
+        Raises `Stopped` when the run was stopped, and whatever ended it otherwise.
+        """
+        if newcomer is not None:
+            newcomer.follow()
+        while True:
+            plan = self.next_plan()
+            if plan.kind == "flush":
+                break
+            if plan.first_step == 0 and self.at.slot == 0:
+                self.evaluate(plan, -1)
+            self.train_round(plan)
+        self.finish(plan)
+
+    def next_plan(self) -> RoundPlan:
+        """The plan of the round this rank stands in; serves entering sites while it waits."""
+        while True:
+            reply = self.client.poll_plan(self.at.round, 0.0 if self.donors.busy else 1.0)
+            self.control.touch()
+            self.donors.serve()
+            if reply.plan is not None:
+                return reply.plan
+            # Raises when the run has failed or this site was declared gone.
+            if self.control.news.stop_tick == self.at.tick:
+                self.stop()
+            if self.donors.busy:
+                time.sleep(0.02)
+
+    def train_round(self, plan: RoundPlan) -> None:
+        """From the slot where this rank stands to the round's end."""
+        self.meter.begin(plan, self.at.slot)
+        for slot in range(self.at.slot + 1, plan.slots + 1):
+            start = time.monotonic()
+            if not self.control.may_finish(plan.first_tick + slot):
+                self.stop()
+            began = time.monotonic()
+            self.meter.held(began - start)
+            self.train_slot(plan, slot)
+            self.end_slot(plan, slot, time.monotonic() - began)
+        self.end_round(plan)
+
+    def train_slot(self, plan: RoundPlan, slot: int) -> None:
+        """The inner steps of one slot."""
+        member = plan.members[self.me]
+        steps = plan.inner_steps // plan.slots
+        for number in range((slot - 1) * steps, slot * steps):
+            inputs, labels = self.batches.step(member.ranges, member.batch, number)
+            rate = learning_rate(
+                plan.first_step + number, self.config.total_steps, self.config.inner
+            )
+            exchange = None
+            if self.config.outer.method == "allreduce":
+                exchange = GradientExchange(self, plan, number)
+            self.meter.add(self.rank.model.inner_step(inputs, labels, rate, exchange), rate)
+            self.control.touch()
+
+    def end_slot(self, plan: RoundPlan, slot: int, seconds: float) -> None:
+        """Landings and boundaries; then this rank says where it stands."""
+        if self.config.outer.method != "allreduce":
+            if self.outer.has_boundary(plan, slot) or slot == plan.slots:
+                self.check_finite(plan)
+            if self.outer.end_of_slot(plan, slot):
+                self.rank.model.sync_tied()
+        elif slot == plan.slots:
+            self.check_finite(plan)
+            for state in self.rank.states:
+                state.take_anchor_from(self.rank.live)
+        self.at.slot, self.at.tick = slot, plan.first_tick + slot
+        if slot < plan.slots:
+            self.control.at(self.at.tick, plan.round, slot, seconds)
+            self.donors.serve()
+
+    def check_finite(self, plan: RoundPlan) -> None:
+        """Drop this site's contributions of the round if a loss or gradient was not finite.
+
+        The site goes on from the anchor; twice in a row, or alone, it ends the run.
+        """
+        bad = self.meter.non_finite()
+        if bad is None or self.outer.dropping:
+            return
+        where = f"site {self.me}, round {plan.round}: {bad} is not finite"
+        if len(plan.members) == 1 or self.dropped_round == plan.round - 1:
+            again = " for the second round in a row" if len(plan.members) > 1 else ""
+            reason = (
+                f"{where}{again}; the last checkpoint is whole: lower inner.learning_rate and "
+                "resume, or look at the data of these steps"
+            )
+            if self.rank.place.leads:
+                self.client.fail(reason)
+            raise TrainingError(reason)
+        log.warning("%s: its contribution is dropped, it goes on from the anchor", where)
+        self.dropped_round = plan.round
+        self.meter.dropped = bad
+        self.outer.dropping = True
+        self.outer.reset_to_anchor()
+        self.rank.model.sync_tied()
+
+    def end_round(self, plan: RoundPlan) -> None:
+        """Report, evaluate and write a checkpoint as the plan says; then the next round."""
+        self.outer.dropping = False
+        self.at.round, self.at.slot = plan.round + 1, 0
+        metrics = self.meter.end(plan, self.outer, self.rank)
+        if self.rank.place.leads:
+            self.client.report(plan.round, metrics)
+        self.client.round_done(plan.round)
+        self.control.at(self.at.tick, self.at.round, 0, self.meter.slot_seconds)
+        if plan.evaluate:
+            self.evaluate(plan, plan.round)
+        if plan.checkpoint:
+            self.keeper.save(self, plan)
+        self.donors.serve()
+
+    def evaluate(self, plan: RoundPlan, round_: int) -> None:
+        """Held-out loss of the anchor, at the first site of the plan; round -1: before training."""
+        if next(iter(plan.members)) != self.me:
+            return
+        model, live = self.rank.model, self.rank.live
+        own = {name: tensor.detach().clone() for name, tensor in live.items()}
+        with torch.no_grad():
+            for name, anchor in anchors(self.rank).items():
+                live[name].copy_(anchor)
+            model.sync_tied()
+            losses = []
+            for inputs, labels in self.validation:
+                losses.append(model.evaluate(inputs, labels))
+                self.control.touch()
+            for name, tensor in own.items():
+                live[name].copy_(tensor)
+            model.sync_tied()
+        loss = sum(losses) / len(losses)
+        if self.rank.place.leads:
+            self.client.report(
+                max(round_, 0),
+                {"val_loss": loss, "after_round": round_},
+                kind="evaluation" if round_ >= 0 else "first_evaluation",
+            )
+            if self.hooks.on_evaluation is not None:
+                self.hooks.on_evaluation(round_, loss)
+
+    def stop(self) -> None:
+        """Write a checkpoint where the whole run stands still. Raises `Stopped`."""
+        plan = self.client.poll_plan(self.at.round, 0.0).plan
+        self.keeper.save(self, plan)
+        self.keeper.wait()
+        self.client.finish(complete=False)
+        raise Stopped
+
+    def finish(self, plan: RoundPlan) -> None:
+        """Flush, evaluate, publish the model."""
+        if self.config.outer.method != "allreduce" and self.me in plan.members:
+            self.outer.flush(plan)
+        self.meter.begin(plan, 0)
+        metrics = self.meter.end(plan, self.outer, self.rank)
+        if self.rank.place.leads:
+            self.client.report(plan.round, metrics, kind="flush")
+        self.evaluate(plan, plan.round)
+        self.keeper.publish(self, plan)
+        self.keeper.save(self, plan)
+        self.keeper.wait()
+        self.client.finish(complete=True)
+
+
+class GradientExchange:
+    """Method `allreduce`: averages the gradients of an inner step between the sites."""
+
+    def __init__(self, trainer: Trainer, plan: RoundPlan, step: int) -> None:
+        self._trainer = trainer
+        self._plan = plan
+        self._step = step
+
+    def __call__(self, gradients: dict[str, torch.Tensor]) -> None:
+        """Replace local gradients by the weighted mean over the sites."""
+        trainer = self._trainer
+        state = trainer.rank.states[0]
+        key = ExchangeKey.gradient(self._plan.round, self._step, trainer.rank.place.stage)
+        trainer.outer.average_gradients(self._plan, key, state.layout, gradients)
