@@ -348,6 +348,22 @@ def test_two_sites_without_a_link_do_not_drop_each_other_both(tmp_path: Path) ->
     driver.core.close()
 
 
+def test_an_entering_rank_may_begin_first_and_late_blame_is_no_news(driver: Driver) -> None:
+    driver.start()
+    driver.plan(0, "a")
+    driver.leave("c")
+    driver.enrol("c")
+    key = OUTER(0, 0, 0)
+    with pytest.raises(Refused, match="has not entered yet"):
+        driver.begin(key, "c")
+    driver.beat("c")
+    assert [item.role for item in driver.begin(key, "c").members] == ["member"] * 2 + ["entering"]
+    driver.leave("c")
+    reply = driver.vote(key, "a", 1, broken=True, failed=["c"])
+    assert (reply.decision, reply.attempt) == ("repeat", 2)
+    assert driver.core.state.exchanges[key.text].broken == {}
+
+
 def test_broken_for_no_reason_ends_the_run(driver: Driver) -> None:
     driver.start()
     driver.plan(0, "a")

@@ -61,6 +61,14 @@ class Run:
     def call(self, coroutine: Any) -> Any:
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(20)
 
+    def expire(self) -> None:
+        """Look at the clock now, on the server's own thread."""
+
+        async def look() -> None:
+            self.core.expire()
+
+        self.call(look())
+
     def down(self) -> None:
         """Stop the server as a kill would, but for the port."""
         self.call(self.server.stop())
@@ -320,6 +328,28 @@ def test_restart_while_a_rank_waits(run: Run) -> None:
         assert waiting.result(20).set == ["a", "b"]
 
 
+def test_a_full_disk_holds_the_run_up_and_no_more(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run.enrol("a")
+    run.enrol("b")
+    tried = threading.Event()
+    append = run.core.log.append
+
+    def full(event: Any) -> None:
+        tried.set()
+        raise TrainingError("disk full")
+
+    monkeypatch.setattr(run.core.log, "append", full)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(run.client("a").ready)
+        assert tried.wait(20)
+        assert run.core.state.sites["a"].ready == set()
+        monkeypatch.setattr(run.core.log, "append", append)
+        waiting.result(20)
+    assert run.core.state.sites["a"].ready == {(0, 0)}
+
+
 def test_silence_then_rejoin_with_a_new_incarnation(run: Run) -> None:
     clients = run.start()
     for client in clients.values():
@@ -327,10 +357,8 @@ def test_silence_then_rejoin_with_a_new_incarnation(run: Run) -> None:
     run.clock.time += 2
     for _ in range(3):
         clients["a"].beat(0, 0, 0)
-        run.loop.call_soon_threadsafe(run.core.expire)
+        run.expire()
         run.clock.time += 2
-    while run.core.state.sites["b"].role != "gone":
-        threading.Event().wait(0.001)
     with pytest.raises(SiteGoneError, match="no beat from stage 0 shard 0"):
         clients["b"].status()
     assert run.enrol("b").incarnation == 2
@@ -416,6 +444,8 @@ def test_serve_until_the_run_is_over_and_resume(tmp_path: Path) -> None:
         client.close()
         thread.join(20)
     assert [end.phase for end in ends] == ["stopped", "finished"]
+    with pytest.raises(TrainingError, match="its run is finished; resume it"):
+        serve(config, tmp_path)
     assert reports == [("a", 0, "round", {"loss": 1.0})] * 2
 
 

@@ -22,7 +22,8 @@ class CoordinatorClient:
     Thread-safe: every thread that waits has a connection of its own. Connection errors are
     retried with back-off for `timeouts.coordinator` seconds, then `CoordinatorUnreachableError` is
     raised. Every call may raise `SiteGoneError` (this incarnation was declared gone) and
-    `CoordinatorError` (refused). All calls may be repeated without harm.
+    `CoordinatorError` (refused). All calls may be repeated without harm. Make one after a fork,
+    not before.
     """
 
     def __init__(
@@ -74,7 +75,9 @@ class CoordinatorClient:
         request = m.BeatRequest(
             rank=self.rank, tick=tick, round=round_, slot=slot, slot_seconds=slot_seconds
         )
-        return self._post("beat", request, m.BeatReply)
+        # A lost packet must not cost the site its life: try again well within the heartbeat.
+        limit = self.timeouts.heartbeat / 2
+        return self._transport.call("POST", "beat", request, m.BeatReply, limit=limit)
 
     def leave(self, reason: str, *, failed: bool = False) -> None:
         """Take the whole site out of the run, at once."""

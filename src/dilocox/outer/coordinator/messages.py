@@ -1,8 +1,7 @@
 """Requests and responses of the coordinator, version 1: JSON over mutually authenticated TLS.
 
-A request is a POST of one model to `/v1/<name>`, or a GET with a query (plan, status, checkpoints,
-ledger); a response is one model, or `Refusal` with a status of 400 or above. Unknown keys and
-values out of bounds are refused.
+A request is a POST of one model to `/v1/<name>`, or a GET (plan, status, checkpoints, ledger); a
+response is one model, or `Refusal` with status 400 or above. Bounds are checked.
 Time is (round, slot); a *tick* is a number of slots that have ended since the start of the run.
 """
 
@@ -16,11 +15,10 @@ from dilocox.config import SiteName
 from dilocox.outer.coordinator.keys import KEY_PATTERN
 from dilocox.outer.coordinator.keys import ExchangeKey as ExchangeKey
 
-VERSION = 1
 MAX_BODY = 1 << 20
 """Largest request that is read, in bytes."""
 MAX_VALUE = 64 * 1024
-"""Largest value of the key-value store, in bytes before base64."""
+"""Largest value of the key-value store, in bytes."""
 MAX_POLL = 20.0
 """Longest time that one request waits at the server, in seconds."""
 
@@ -61,9 +59,6 @@ class Refusal(Message):
 
 class Done(Message):
     """Nothing to say but that it is recorded."""
-
-
-# --- membership -----------------------------------------------------------------------------
 
 
 class Versions(Message):
@@ -334,9 +329,6 @@ class VoteReply(Message):
     waiting_for: list[str]
 
 
-# --- checkpoints, reports, status -------------------------------------------------------------
-
-
 class CheckpointRequest(Message):
     """`checkpoint`: this rank's part of a checkpoint is on disk."""
 
@@ -440,9 +432,6 @@ class Ledger(Message):
     """First number never issued, per space."""
     pool: dict[str, list[tuple[Count, Count]]]
     """Returned (start, count) not issued again yet, per space."""
-
-
-# --- key-value store -------------------------------------------------------------------------
 
 
 class StoreSetRequest(Message):

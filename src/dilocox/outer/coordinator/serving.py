@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from dilocox.config import RunConfig
+from dilocox.errors import TrainingError
 from dilocox.outer.coordinator import messages as m
 from dilocox.outer.coordinator import views
 from dilocox.outer.coordinator.core import Coordinator, Report
@@ -53,11 +54,15 @@ def serve(
 
     On a folder with a log it goes on where that ends; with `resume` it goes back to the latest
     complete checkpoint (true) or the one at a tick. `host` and `port` default to `[network]`.
+    `on_report` gets (site, round, kind, metrics); the server waits for it, so it must return soon.
     `on_message` gets a line when sites come and go, `on_resumed` the round that is resumed in.
     When it listens, `on_ready` is called and `ready_file` is written (mode 0600). The first SIGINT
     or SIGTERM stops the run at a slot end, the second ends the server at once. Blocks; raises
     `TrainingError` (port taken, folder in use, log damaged) and `CheckpointError`.
     """
+    if ready_file is not None:
+        # One from an earlier start would be read as this one's.
+        Path(ready_file).unlink(missing_ok=True)
     coordinator = Coordinator(
         config, folder, wait_for=wait_for, on_report=on_report, on_message=on_message
     )
@@ -66,6 +71,11 @@ def serve(
             coordinator.resume(None if resume is True else resume)
             if on_resumed is not None:
                 on_resumed(coordinator.state.first_round)
+        elif coordinator.state.over:
+            raise TrainingError(
+                f"{folder}: its run is {coordinator.state.phase}; resume it, or start a new one in "
+                "another folder"
+            )
         where = (host or config.network.host, config.network.port if port is None else port)
 
         def ready(bound: int) -> None:

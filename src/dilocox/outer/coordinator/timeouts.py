@@ -10,7 +10,7 @@ from dilocox.outer.coordinator.messages import MAX_POLL
 
 @dataclass(frozen=True)
 class Timeouts:
-    """All limits in seconds. Order: beat < heartbeat < reconnect <= first_beat <= link_timeout
+    """All limits in seconds. Order: beat < heartbeat <= reconnect <= first_beat <= link_timeout
     <= form <= exchange <= stall, so that an outer wait never ends before what it waits for."""
 
     beat: float

@@ -52,9 +52,17 @@ class Transport:
         self._pool.close()
 
     def call(
-        self, method: str, name: str, body: m.Message | None, reply: type[Reply], wait: float = 0.0
+        self,
+        method: str,
+        name: str,
+        body: m.Message | None,
+        reply: type[Reply],
+        wait: float = 0.0,
+        limit: float | None = None,
     ) -> Reply:
         """`method` `/v1/name` and its reply, which may take `wait` seconds longer than others.
+
+        `limit`: seconds for one try, instead of the usual ones.
 
         Raises `SiteGoneError`, `JoinError`, `CoordinatorError` as the server says, and
         `CoordinatorUnreachableError`.
@@ -62,6 +70,7 @@ class Transport:
         content = None if body is None else body.model_dump_json().encode()
         end = self._now() + wait + self._away
         pause = _BACK_OFF
+        request = self._request if limit is None else limit
         while True:
             if self._closed.is_set():
                 raise CoordinatorError(f"{name}: this client is closed")
@@ -71,7 +80,7 @@ class Transport:
                     f"/v1/{name}",
                     body=content,
                     headers={"Content-Type": "application/json"},
-                    timeout=urllib3.Timeout(connect=self._request, read=wait + self._request),
+                    timeout=urllib3.Timeout(connect=request, read=wait + request),
                     retries=False,
                 )
             except (urllib3.exceptions.HTTPError, OSError) as error:

@@ -1,0 +1,29 @@
+"""Limits that contain each other, whatever the run file says."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dilocox.config import NetworkSection
+from dilocox.outer.coordinator.messages import MAX_POLL
+from dilocox.outer.coordinator.timeouts import Timeouts
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(st.floats(5.0, 1e4), st.floats(0.01, 1.0))
+def test_order_of_limits(link: float, share: float) -> None:
+    limits = Timeouts.derive(NetworkSection(link_timeout=link, heartbeat=link * share))
+    inner = [limits.beat, limits.heartbeat, limits.reconnect, limits.first_beat, limits.link]
+    outer = [limits.link, limits.form, limits.exchange, limits.stall]
+    for chain in (inner, outer):
+        assert chain == sorted(chain)
+    assert limits.beat * 4 < limits.heartbeat
+    assert limits.poll <= MAX_POLL
+    assert limits.poll + limits.request < limits.exchange
+    assert limits.heartbeat < limits.coordinator
+    lines = limits.table().splitlines()
+    assert len(lines) == len(fields(Timeouts))
+    assert len({len(line) for line in lines}) == 1
