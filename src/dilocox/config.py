@@ -7,7 +7,6 @@ touching a GPU or the network. A `RunConfig` is frozen: what was resolved is wha
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 import tomllib
@@ -20,22 +19,34 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from dilocox.errors import ConfigError
 from dilocox.methods import METHODS, method_defaults
+from dilocox.problems import first_problem
 
 Positive = Annotated[int, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+Beta = Annotated[float, Field(ge=0.0, lt=1.0, strict=True)]
 SiteName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,30}$")]
 
 
 class Section(BaseModel):
-    """Base of all sections: unknown keys are refused and values cannot be changed later."""
+    """Base of all sections: unknown keys are refused and values cannot be changed later.
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    Types are strict: TOML has them, so `"8"` or `true` for a number is a mistake.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 class RunSection(Section):
     """`[run]`: name, place and seed."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,60}$")] = "run"
+    name: Annotated[
+        str,
+        Field(
+            pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,60}$",
+            description="up to 61 letters, digits, dots, hyphens and underscores, with a letter or "
+            "digit first",
+        ),
+    ] = "run"
     folder: str = "runs/{name}"
     """Where the run is written; `{name}` is replaced."""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
@@ -114,11 +125,6 @@ class SiteSection(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> SiteSection:
-        if self.batch_size % (self.shards * self.micro_batch_size):
-            raise ValueError(
-                f"batch_size {self.batch_size} is not divisible into micro-batches: make it a "
-                f"multiple of shards x micro_batch_size = {self.shards * self.micro_batch_size}"
-            )
         looped = self.schedule in ("interleaved-1f1b", "interleaved-zero-bubble", "zbv")
         if looped and self.stages < 2:
             raise ValueError(f'schedule "{self.schedule}" needs stages of 2 or more')
@@ -128,20 +134,31 @@ class SiteSection(Section):
             raise ValueError(f'schedule "{self.schedule}" has one chunk per stage: set chunks = 1')
         if self.schedule == "zbv" and self.chunks != 2:
             raise ValueError('schedule "zbv" has exactly two chunks per stage: set chunks = 2')
-        micro_batches = self.batch_size // (self.shards * self.micro_batch_size)
-        if self.schedule in ("interleaved-1f1b", "interleaved-zero-bubble") and (
-            micro_batches % self.stages
-        ):
-            raise ValueError(
-                f'schedule "{self.schedule}" needs the {micro_batches} micro-batches of a step to '
-                f"be a multiple of stages = {self.stages}"
-            )
-        if self.stages > 1 and micro_batches < self.stages and self.schedule != "gpipe":
-            raise ValueError(
-                f'schedule "{self.schedule}" needs at least as many micro-batches as stages: '
-                f"{micro_batches} < {self.stages}; lower micro_batch_size or raise batch_size"
-            )
+        problem = self.batch_problem(self.batch_size)
+        if problem is not None:
+            raise ValueError(f"batch_size {self.batch_size} {problem}")
         return self
+
+    def batch_problem(self, batch_size: int) -> str | None:
+        """Why `batch_size` sequences per step cannot run in this layout, or none."""
+        group = self.shards * self.micro_batch_size
+        if batch_size % group:
+            return (
+                "is not divisible into micro-batches: make it a multiple of shards x "
+                f"micro_batch_size = {group}"
+            )
+        count = batch_size // group
+        if self.schedule.startswith("interleaved") and count % self.stages:
+            return (
+                f'gives {_batches(count)}, schedule "{self.schedule}" needs a multiple of '
+                f"stages = {self.stages}: make it a multiple of {group * self.stages}"
+            )
+        if self.stages > 1 and count < self.stages and self.schedule != "gpipe":
+            return (
+                f'gives {_batches(count)}, schedule "{self.schedule}" needs at least as many '
+                f"as stages: raise it to {group * self.stages}, or lower micro_batch_size"
+            )
+        return None
 
     @property
     def ranks(self) -> int:
@@ -154,12 +171,16 @@ class SiteSection(Section):
         return self.batch_size // (self.shards * self.micro_batch_size)
 
 
+def _batches(count: int) -> str:
+    return f"{count} micro-batch" + ("" if count == 1 else "es")
+
+
 class InnerSection(Section):
     """`[inner]`: the optimizer of the local steps."""
 
     optimizer: Literal["adamw", "sgd"] = "adamw"
     learning_rate: Annotated[float, Field(gt=0.0)] = 1e-3
-    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    betas: Annotated[tuple[Beta, Beta], Field(strict=False)] = (0.9, 0.95)
     eps: Annotated[float, Field(gt=0.0)] = 1e-8
     weight_decay: Annotated[float, Field(ge=0.0)] = 0.1
     clip: Annotated[float, Field(ge=0.0)] = 1.0
@@ -240,6 +261,23 @@ class SiteOverride(Section):
     ports: str | None = None
     """Port range FIRST-LAST for incoming exchange connections, one port per rank."""
 
+    @model_validator(mode="after")
+    def _consistent(self) -> SiteOverride:
+        first, last = self.port_range or (1, 1)
+        if not 1 <= first <= last <= 65535:
+            raise ValueError(
+                f'ports "{self.ports}" is not a range: write FIRST-LAST, for example "29500-29507"'
+            )
+        return self
+
+    @property
+    def port_range(self) -> tuple[int, int] | None:
+        """First and last port of `ports`; (0, 0) if it is not written as a range."""
+        if self.ports is None:
+            return None
+        first, _, last = self.ports.partition("-")
+        return (int(first), int(last)) if first.isdecimal() and last.isdecimal() else (0, 0)
+
 
 class NetworkSection(Section):
     """`[network]`: the coordinator's address and the one time-out."""
@@ -317,12 +355,17 @@ class RunConfig(Section):
             raise ValueError(
                 f"outer.min_sites {self.outer.min_sites} is above the {len(self.sites)} sites named"
             )
-        group = self.site.shards * self.site.micro_batch_size
         for name, site in self.sites.items():
-            if site.batch_size is not None and site.batch_size % group:
+            problem = None
+            if site.batch_size is not None:
+                problem = self.site.batch_problem(site.batch_size)
+            if problem is not None:
+                raise ValueError(f"sites.{name}.batch_size {site.batch_size} {problem}")
+            first, last = site.port_range or (1, self.site.ranks)
+            if last - first + 1 < self.site.ranks:
                 raise ValueError(
-                    f"sites.{name}.batch_size {site.batch_size} is not divisible into "
-                    f"micro-batches: make it a multiple of {group}"
+                    f'sites.{name}.ports "{site.ports}" holds {last - first + 1} ports, the '
+                    f"site's {self.site.ranks} ranks need one each: widen it"
                 )
         return self
 
@@ -395,25 +438,23 @@ def resolve_run(raw: dict[str, Any], where: str = "run file") -> RunConfig:
     outer = raw.get("outer", {})
     if isinstance(outer, dict):
         method = outer.get("method", "dilocox")
-        if isinstance(method, str) and method in METHODS:
-            defaults = method_defaults(method, outer)
-            raw["outer"] = {**defaults["outer"], **outer}
-            given = raw.get("compression", {})
-            if isinstance(given, dict):
-                raw["compression"] = {**defaults["compression"], **given}
-        else:
-            known = ", ".join(sorted(METHODS))
-            raise ConfigError(f"{where}: outer.method: no method {method!r}; use one of: {known}")
+        # What is no method is left to the validation, which lists the methods there are.
+        known = method if isinstance(method, str) and method in METHODS else "dilocox"
+        defaults = method_defaults(known, outer)
+        raw["outer"] = {**defaults["outer"], **outer}
+        given = raw.get("compression", {})
+        if isinstance(given, dict):
+            raw["compression"] = {**defaults["compression"], **given}
     try:
         return RunConfig.model_validate(raw)
     except ValidationError as error:
-        raise ConfigError(f"{where}: {_first_problem(error, raw)}") from None
+        raise ConfigError(f"{where}: {first_problem(error, RunConfig)}") from None
 
 
 def _apply_override(raw: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
-    parts = [part for part in key.strip().split(".") if part]
-    if not equals or len(parts) < 2:
+    parts = key.strip().split(".")
+    if not equals or len(parts) < 2 or not all(parts):
         raise ConfigError(f"--set {override!r}: write it as section.key=value")
     try:
         value = tomllib.loads(f"value = {text.strip()}")["value"]
@@ -426,32 +467,3 @@ def _apply_override(raw: dict[str, Any], override: str) -> None:
             raise ConfigError(f"--set {override!r}: {part} is a value, not a section")
         table = inner
     table[parts[-1]] = value
-
-
-def _first_problem(error: ValidationError, raw: dict[str, Any]) -> str:
-    problem = error.errors()[0]
-    where = [str(part) for part in problem["loc"]]
-    key = ".".join(where) or "run file"
-    if problem["type"] == "extra_forbidden":
-        near = difflib.get_close_matches(where[-1], _keys_of(where[:-1]), n=1, cutoff=0.5)
-        mend = f'; did you mean "{near[0]}"?' if near else ""
-        return f"{key}: no such key{mend}"
-    if problem["type"] == "missing":
-        return f"{key}: missing; add it to the run file"
-    if problem["type"] == "value_error":
-        return f"{key}: {problem['ctx']['error']}"
-    return f"{key}: {problem['msg'].lower()} (given: {problem['input']!r})"
-
-
-def _keys_of(path: Sequence[str]) -> list[str]:
-    section: type[BaseModel] = RunConfig
-    for part in path:
-        if section is RunConfig and part == "sites":
-            section = SiteOverride
-            continue
-        field = section.model_fields.get(part)
-        if field is None:
-            break
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            section = field.annotation
-    return list(section.model_fields)

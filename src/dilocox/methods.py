@@ -57,7 +57,8 @@ def method_defaults(method: str, given: dict[str, Any]) -> dict[str, dict[str, A
     steps = merged.get("inner_steps", 1)
     fragments = merged.get("fragments", 1)
     overlap = merged["overlap"]
-    if not (isinstance(steps, int) and isinstance(fragments, int)):
+    if not (isinstance(steps, int) and isinstance(fragments, int) and isinstance(overlap, str)):
+        # Of a wrong type: the validation says so.
         return {"outer": outer, "compression": dict(chosen["compression"])}
     outer.setdefault("fragments", 1)
     outer["slots"] = steps if fragments > 1 or overlap == "keep" else 1

@@ -1,0 +1,146 @@
+"""What pydantic finds wrong with a run file, in one line for people: key, reason and mend."""
+
+from __future__ import annotations
+
+import difflib
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+
+# What matters most comes first: a misspelt key often makes the right one missing.
+_ORDER = {"extra_forbidden": 0, "missing": 2, "value_error": 3}
+_KINDS: dict[Any, str] = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "a text in quotes",
+}
+_BOUNDS = {
+    "greater_than": ("gt", "above"),
+    "greater_than_equal": ("ge", "at least"),
+    "less_than": ("lt", "below"),
+    "less_than_equal": ("le", "at most"),
+}
+
+
+def first_problem(error: ValidationError, root: type[BaseModel]) -> str:
+    """The most telling of the problems that `error` holds about a `root`."""
+    problems = error.errors(include_url=False)
+    problem = min(problems, key=lambda item: _ORDER.get(item["type"], 1))
+    kind = problem["type"]
+    path, section, field = _locate(problem["loc"], root)
+    key = ".".join(path) or "run file"
+    if kind == "value_error":
+        reason = str(problem["ctx"]["error"])
+        if not path:
+            return reason  # a check of several sections names its keys itself
+        own = _keys_below(path, root)
+        return f"{key}.{reason}" if reason.split()[0] in own else f"{key}: {reason}"
+    if kind == "extra_forbidden":
+        return f"{key}: no such key{_nearest(path[-1], section)}"
+    if kind == "missing" and not isinstance(problem["loc"][-1], int):
+        return f"{key}: missing; add {_place(key, field)}"
+    if problem["loc"][-1] == "[key]":
+        return (
+            f"{key}: not a name; use up to 31 lower-case letters, digits and hyphens, with a "
+            "letter or digit first"
+        )
+    return f"{key}: got {_shown(problem['input'])}, expected {_expected(problem, field)}"
+
+
+def _locate(
+    loc: Sequence[int | str], root: type[BaseModel]
+) -> tuple[list[str], type[BaseModel], FieldInfo | None]:
+    """Path of the key, the section it is in and its field; parts that are no keys are left out."""
+    path: list[str] = []
+    section, field = root, None
+    inside: Any = root
+    for part in loc:
+        if part == "[key]":
+            break
+        if isinstance(inside, type) and issubclass(inside, BaseModel):
+            section, field = inside, inside.model_fields.get(str(part))
+            path.append(str(part))
+            inside = None if field is None else _plain(field.annotation)
+        elif typing.get_origin(inside) is dict:
+            path.append(str(part))
+            inside = typing.get_args(inside)[1]
+        else:
+            break
+    return path, section, field
+
+
+def _plain(annotation: Any) -> Any:
+    """An annotation without its metadata and without None."""
+    if typing.get_origin(annotation) is typing.Annotated:
+        return _plain(typing.get_args(annotation)[0])
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        left = [item for item in typing.get_args(annotation) if item is not type(None)]
+        return _plain(left[0]) if len(left) == 1 else annotation
+    return annotation
+
+
+def _keys_below(path: Sequence[str], root: type[BaseModel]) -> set[str]:
+    """Keys of the section at `path`."""
+    _, section, field = _locate((*path, ""), root)
+    return set(section.model_fields) if field is None else set()
+
+
+def _place(key: str, field: FieldInfo | None) -> str:
+    plain = None if field is None else _plain(field.annotation)
+    if typing.get_origin(plain) is dict:
+        return f"a table [{key}.NAME]"
+    if isinstance(plain, type) and issubclass(plain, BaseModel):
+        return f"the table [{key}]"
+    return "it to the run file"
+
+
+def _nearest(word: str, section: type[BaseModel]) -> str:
+    known = list(section.model_fields)
+    near = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    if near:
+        return f'; did you mean "{near[0]}"?'
+    return f"; known here: {', '.join(known)}"
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        return f'"{value}"'
+    if isinstance(value, Mapping):
+        return "a table"
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _expected(problem: Mapping[str, Any], field: FieldInfo | None) -> str:
+    kind, context = problem["type"], problem.get("ctx", {})
+    if kind in _BOUNDS:
+        limit, words = _BOUNDS[kind]
+        return f"a number {words} {context[limit]:g}"
+    if kind == "string_pattern_mismatch":
+        return (field and field.description) or f"a text of the form {context['pattern']}"
+    if kind == "finite_number":
+        return "a finite number"
+    annotation = None if field is None else _plain(field.annotation)
+    return _words(annotation)
+
+
+def _words(annotation: Any) -> str:
+    annotation = _plain(annotation)
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is Literal:
+        return "one of: " + ", ".join(f'"{choice}"' for choice in arguments)
+    if origin in (typing.Union, types.UnionType):
+        known = [item for item in arguments if item is not type(None)]
+        return " or ".join(_words(item) for item in known)
+    if origin is list:
+        return f"a list, each {_words(arguments[0])}"
+    if origin is tuple:
+        return f"a list of {len(arguments)}, each {_words(arguments[0])}"
+    return _KINDS.get(annotation, "a table")
