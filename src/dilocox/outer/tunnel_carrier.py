@@ -1,0 +1,294 @@
+"""The working half of a tunnel: one public port, and a thread for each connection it carries.
+
+A connection begins with TLS 1.3, both ends certified. The one that connects then names a route (a
+group at the other rank); the one that listens answers with one byte, and from there on the bytes
+are Gloo's. Local ends are on loopback, so users of the same machine are trusted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import logging
+import socket
+import ssl
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from dilocox.errors import ConfigError, ExchangeError
+from dilocox.outer.coordinator.identity import Identity
+from dilocox.outer.tunnel_addresses import CONNECT_HOST, GLOO_HOST
+from dilocox.outer.tunnel_relay import relay
+from dilocox.outer.tunnel_tls import StrangerError, contexts, site_of, tune
+
+log = logging.getLogger(__name__)
+
+GREETING_SECONDS = 10.0
+"""For TLS and the route, from a connection's first moment."""
+STRANGERS_AT_ONCE = 64
+"""Connections that have not shown yet who they are."""
+_ROUTE_BYTES = 32
+_WELCOME, _UNKNOWN = b"1", b"0"
+
+
+class UnreachableError(ExchangeError):
+    """A peer's tunnel cannot be reached at the moment."""
+
+
+@dataclass
+class _Route:
+    port: int
+    sites: frozenset[str]
+    dialled: list[socket.socket] = field(default_factory=list)
+    """Local listeners of this route that Gloo has not connected to yet."""
+
+
+class Carrier:
+    """Listens at `host`:`port` (0: any) as the site of `identity`, until `close`. Thread-safe.
+
+    Raises `ConfigError` if it cannot listen there.
+    """
+
+    def __init__(self, identity: Identity, host: str, port: int) -> None:
+        self._identity = identity
+        self._server, self._client = contexts(identity)
+        self._lock = threading.Lock()
+        self._routes: dict[str, _Route] = {}
+        self._open: set[socket.socket] = set()
+        self._threads: set[threading.Thread] = set()
+        self._closed = False
+        self._strangers = threading.BoundedSemaphore(STRANGERS_AT_ONCE)
+        try:
+            self._listener = socket.create_server((host, port), family=_family(host), backlog=128)
+        except OSError as error:
+            key = f"sites.{identity.site}"
+            raise ConfigError(
+                f"{key}.ports: port {port} on {host} cannot be listened at ({error.strerror}); "
+                f"choose other ports or another {key}.interface, or end what holds the port"
+            ) from None
+        self._start(self._accept, name="tunnel-door")
+
+    def address(self) -> tuple[str, int]:
+        """Host and port that it listens at."""
+        host, port = self._listener.getsockname()[:2]
+        return str(host), int(port)
+
+    def offer(self, route: str, port: int, sites: Sequence[str]) -> None:
+        """Lead connections of `sites` that name `route` to Gloo's `port`."""
+        with self._lock:
+            self._routes[route] = _Route(port, frozenset(sites))
+
+    def withdraw(self, route: str) -> None:
+        """No new connections on `route`; those there are end with Gloo's own."""
+        with self._lock:
+            gone = self._routes.pop(route, None)
+            for listener in gone.dialled if gone else []:
+                _shut(listener)
+
+    def dial(
+        self, mine: str, site: str, host: str, port: int, route: str, wait: float, limit: float
+    ) -> int:
+        """Connect to `route` of `site`'s rank: the loopback port on which Gloo finds it.
+
+        `mine` is the own route that this is for; `limit`: seconds for the connection; `wait`:
+        seconds until Gloo must have come. Raises `UnreachableError`, and `StrangerError` if the
+        other end is not that site or does not accept this one.
+        """
+        secure = self._reach(site, host, port, route, limit)
+        try:
+            local = socket.create_server((CONNECT_HOST, 0), backlog=1)
+        except OSError:
+            secure.close()
+            raise
+        found = int(local.getsockname()[1])
+        with self._lock:
+            known = self._routes.get(mine)
+            if known is not None:
+                known.dialled.append(local)
+        if known is None:
+            local.close()
+            secure.close()
+            raise UnreachableError("the group is closed here")
+        self._start(self._carry_own, known, local, secure, wait, name=f"tunnel-to-{site}")
+        return found
+
+    def connections(self) -> int:
+        """Threads that carry a connection, or are about to."""
+        with self._lock:
+            return len(self._threads) - (not self._closed)
+
+    def close(self) -> None:
+        """Cut all connections and end all threads."""
+        with self._lock:
+            self._closed = True
+            cut = [self._listener, *self._open]
+            cut += [item for route in self._routes.values() for item in route.dialled]
+            self._routes.clear()
+            for item in cut:
+                _shut(item)
+            threads = list(self._threads)
+        for thread in threads:
+            thread.join(GREETING_SECONDS)
+        self._listener.close()
+
+    def _start(self, function: Callable[..., None], *arguments: object, name: str) -> None:
+        def run() -> None:
+            try:
+                function(*arguments)
+            finally:
+                with self._lock:
+                    self._threads.discard(thread)
+
+        thread = threading.Thread(target=run, name=name, daemon=True)
+        with self._lock:
+            self._threads.add(thread)
+        thread.start()
+
+    @contextlib.contextmanager
+    def _cut_by_close(self, held: socket.socket) -> Iterator[None]:
+        """Close `held` in the end; `close` ends it before."""
+        with contextlib.closing(held):
+            with self._lock:
+                if self._closed:
+                    raise UnreachableError("the tunnel is closed")
+                self._open.add(held)
+            try:
+                yield
+            finally:
+                with self._lock:
+                    self._open.discard(held)
+
+    def _accept(self) -> None:
+        while not self._closed:
+            try:
+                connection, where = self._listener.accept()
+            except OSError as error:
+                if not self._closed:
+                    log.warning("tunnel: a connection could not be taken: %s", error)
+                continue
+            if not self._strangers.acquire(blocking=False):
+                log.warning("tunnel: too many strangers at once, %s turned away", where[0])
+                connection.close()
+                continue
+            self._start(self._carry_theirs, connection, where[0], name="tunnel-from")
+
+    def _carry_theirs(self, connection: socket.socket, where: str) -> None:
+        try:
+            try:
+                secure = _secured(self._server, connection, GREETING_SECONDS, server_side=True)
+                with contextlib.ExitStack() as held:
+                    held.enter_context(self._cut_by_close(secure))
+                    plain = self._greet(secure)
+                    held.enter_context(self._cut_by_close(plain))
+                    carried = held.pop_all()
+            finally:
+                self._strangers.release()
+            with carried:
+                relay(plain, secure)
+        except (ExchangeError, OSError) as error:
+            if not self._closed:
+                log.warning("tunnel: refused a connection from %s: %s", where, _reason(error))
+
+    def _greet(self, secure: ssl.SSLSocket) -> socket.socket:
+        """Check who comes and where to; the connection to Gloo."""
+        secure.do_handshake()
+        site = site_of(secure.getpeercert(True), self._identity.authority, _now())
+        name = b""
+        while len(name) < _ROUTE_BYTES:
+            more = secure.recv(_ROUTE_BYTES - len(name))
+            if not more:
+                raise StrangerError(f"site {site} went without a word")
+            name += more
+        with self._lock:
+            route = self._routes.get(name.decode("ascii", "replace"))
+        if route is None or site not in route.sites:
+            secure.sendall(_UNKNOWN)
+            raise StrangerError(f"site {site} asks for a group that is not here or not its own")
+        plain = socket.create_connection((GLOO_HOST, route.port), timeout=GREETING_SECONDS)
+        tune(plain)
+        secure.sendall(_WELCOME)
+        return plain
+
+    def _reach(self, site: str, host: str, port: int, route: str, limit: float) -> ssl.SSLSocket:
+        """A connection that `site` has welcomed."""
+        try:
+            connection = socket.create_connection((host, port), timeout=limit)
+            secure = _secured(self._client, connection, limit, server_side=False)
+        except OSError as error:
+            raise UnreachableError(_reason(error)) from None
+        with contextlib.ExitStack() as held:
+            held.callback(secure.close)
+            try:
+                secure.do_handshake()
+                found = site_of(secure.getpeercert(True), self._identity.authority, _now())
+                if found != site:
+                    raise StrangerError(f"site {found} answers there")
+                secure.sendall(route.encode())
+                answer = secure.recv(1)
+            except (ssl.SSLEOFError, ssl.SSLZeroReturnError) as error:
+                raise UnreachableError(_reason(error)) from None
+            except ssl.SSLError as error:
+                raise StrangerError(f"no tunnel of this run answers ({_reason(error)})") from None
+            except OSError as error:
+                raise UnreachableError(_reason(error)) from None
+            if answer != _WELCOME:
+                why = "its group is closed" if answer else "it closed the connection"
+                raise UnreachableError(why)
+            held.pop_all()
+        return secure
+
+    def _carry_own(
+        self, route: _Route, local: socket.socket, secure: ssl.SSLSocket, wait: float
+    ) -> None:
+        try:
+            with self._cut_by_close(secure):
+                with contextlib.closing(local):
+                    local.settimeout(wait)
+                    try:
+                        plain, _ = local.accept()
+                    finally:
+                        with self._lock:
+                            route.dialled.remove(local)
+                tune(plain)
+                with self._cut_by_close(plain):
+                    relay(plain, secure)
+        except (ExchangeError, OSError) as error:
+            log.debug("tunnel: a connection was not taken up: %s", _reason(error))
+
+
+def _secured(
+    context: ssl.SSLContext, connection: socket.socket, limit: float, *, server_side: bool
+) -> ssl.SSLSocket:
+    """TLS on a TCP connection, not greeted yet; each operation has `limit` seconds."""
+    try:
+        tune(connection)
+        connection.settimeout(limit)
+        return context.wrap_socket(
+            connection, server_side=server_side, do_handshake_on_connect=False
+        )
+    except OSError:
+        connection.close()
+        raise
+
+
+def _shut(item: socket.socket) -> None:
+    """Wake the thread that waits on a socket. TLS is left alone: another thread uses it."""
+    with contextlib.suppress(OSError):
+        socket.socket.shutdown(item, socket.SHUT_RDWR)
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+def _now() -> datetime.datetime:
+    return datetime.datetime.now(datetime.UTC)
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, ssl.SSLError):
+        return f"TLS: {error.reason or error.strerror or 'ended'}".replace("_", " ").lower()
+    if isinstance(error, TimeoutError):
+        return "no answer"
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)

@@ -1,0 +1,60 @@
+"""Runs a tunnel's carrier in a process of its own.
+
+In the rank's process it would share Python's one lock with the training, and move a TLS record
+(16 KiB) each time that the training lets go of it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import signal
+import sys
+from multiprocessing.managers import BaseManager
+from typing import TYPE_CHECKING
+
+from dilocox.errors import ConfigError
+from dilocox.outer.coordinator.identity import Identity
+from dilocox.outer.tunnel_carrier import Carrier
+
+_PR_SET_PDEATHSIG = 1
+
+
+class CarrierProcess(BaseManager):
+    """The process; calls reach it over a socket that only this process and its children know."""
+
+    if TYPE_CHECKING:
+
+        def Carrier(self, identity: Identity, host: str, port: int) -> Carrier:  # noqa: N802
+            """A `Carrier` over there."""
+
+
+CarrierProcess.register("Carrier", Carrier)
+
+
+def start_carrier(identity: Identity, host: str, port: int) -> tuple[CarrierProcess, Carrier]:
+    """A `Carrier` in a new process, which ends with this one; end it by `shutdown`.
+
+    To be called before this process has threads or a CUDA context. Raises `ConfigError` if the
+    carrier cannot listen at `host`:`port`.
+    """
+    if sys.platform != "linux":
+        raise ConfigError(
+            "sites.*.advertise and sites.*.ports need Linux at every site; leave them out, or run "
+            f"the sites that are on {sys.platform} elsewhere"
+        )
+    process = CarrierProcess(ctx=multiprocessing.get_context("fork"))
+    process.start(_end_with, (os.getpid(),))
+    try:
+        return process, process.Carrier(identity, host, port)
+    except BaseException:
+        process.shutdown()
+        raise
+
+
+def _end_with(parent: int) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
