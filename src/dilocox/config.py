@@ -398,8 +398,8 @@ class RunConfig(Section):
         """The resolved run file. Keys that are none are left out."""
         return tomli_w.dumps(self.model_dump(mode="json", exclude_none=True))
 
-    def digest(self) -> str:
-        """sha256 over what all sites must agree on (all but places on one machine), as hex."""
+    def shared(self) -> dict[str, Any]:
+        """What all sites must agree on: all but places on one machine."""
         shared = self.model_dump(mode="json", exclude={"network": True, "metrics": True})
         shared["run"].pop("folder")
         shared["data"].pop("folder")
@@ -408,7 +408,11 @@ class RunConfig(Section):
         for site in shared["sites"].values():
             for local in ("interface", "advertise", "ports", "data"):
                 site.pop(local)
-        text = json.dumps(shared, sort_keys=True, separators=(",", ":"))
+        return shared
+
+    def digest(self) -> str:
+        """sha256 over `shared`, as hex."""
+        text = json.dumps(self.shared(), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
 
 

@@ -6,7 +6,7 @@ Both ways are the same: a coordinator, and sites that join it.
 from __future__ import annotations
 
 import contextlib
-import os
+import json
 import signal
 import socket
 import sys
@@ -58,6 +58,11 @@ class Result:
         return self.phase == "finished"
 
     @property
+    def failed(self) -> bool:
+        """The run could not go on."""
+        return self.phase == "failed"
+
+    @property
     def stopped(self) -> bool:
         """The run was stopped with a checkpoint."""
         return self.phase == "stopped"
@@ -90,6 +95,8 @@ def train_here(
     torch.set_num_threads(1)  # before forking: no thread pool that a child would miss
     display = Display(config)
     folder = preflight.claim_folder(config, resume, overwrite)
+    if resume:
+        _refuse_finished(folder)
     files = prepare_data(config, display)
     preflight.check_run(config, files.vocabulary_size, sites_here=len(config.sites))
     display.line(preflight.headline(config, files))
@@ -101,7 +108,7 @@ def train_here(
     theirs.close()
     sites: dict[str, BaseProcess] = {}
     try:
-        endpoint = _first_word(ours, coordinator)
+        endpoint = _first_word(ours, coordinator, display)
         for site in config.sites:
             sites[site] = processes.start(
                 _site_in_child, config, site, endpoint, hooks, debug, folder, name=site
@@ -112,18 +119,61 @@ def train_here(
         display.stop()
         ours.close()
         processes.end([*sites.values(), coordinator], grace=10.0)
-    return Result(end["phase"], end["reason"], end["summary"], folder)
+    display.summary(end["summary"])
+    result = Result(end["phase"], end["reason"], end["summary"], folder)
+    if result.failed:
+        raise TrainingError(f"run {config.run.name} failed: {end['reason']}")
+    _last_words(config, result, display)
+    return result
 
 
-def _first_word(pipe: Connection, coordinator: BaseProcess) -> Endpoint:
-    try:
-        kind, value = pipe.recv()
-    except EOFError:
-        coordinator.join()
-        raise TrainingError(f"the coordinator {processes.why_ended(coordinator)}") from None
-    if kind == "error":
-        raise TrainingError(value)
-    return Endpoint(**value)
+def _last_words(config: RunConfig, result: Result, display: Display) -> None:
+    """What a user does next: look at the model, or go on."""
+    folder = result.folder
+    if result.stopped:
+        display.line(f"stopped; the same command with --resume goes on ({folder / 'checkpoints'})")
+        return
+    if config.evaluation.completion_tokens:
+        text = processes.call_in_child(_sample, config, folder, on_progress=display.step)
+        display.step_done()
+        display.line(f"completion        {text!r}")
+    display.line(f"model             {folder / 'model'}")
+    display.line(f"checkpoints       {folder / 'checkpoints'}")
+    display.line(f"metrics           {folder / 'metrics.jsonl'}, {folder / 'summary.json'}")
+
+
+def _sample(config: RunConfig, folder: Path, progress: Callable[[str, float], None]) -> str:
+    from dilocox.api import generate
+
+    progress("sampling a completion", 0.0)
+    evaluation = config.evaluation
+    return generate(
+        folder, evaluation.prompt, tokens=evaluation.completion_tokens, seed=config.run.seed
+    )
+
+
+def _refuse_finished(folder: Path) -> None:
+    summary = folder / "summary.json"
+    if summary.exists() and json.loads(summary.read_text(encoding="utf-8"))["phase"] == "finished":
+        raise TrainingError(
+            f"{folder}: this run is finished, its model is in {folder / 'model'}; to train on, "
+            "begin a new run with model.path set to it"
+        )
+
+
+def _first_word(pipe: Connection, coordinator: BaseProcess, display: Display) -> Endpoint:
+    """Wait until the coordinator listens."""
+    while True:
+        try:
+            kind, value = pipe.recv()
+        except EOFError:
+            coordinator.join()
+            raise TrainingError(f"the coordinator {processes.why_ended(coordinator)}") from None
+        if kind == "ready":
+            return Endpoint(**value)
+        if kind != "record":
+            raise TrainingError(value)
+        display.show(value)
 
 
 def _watch(

@@ -16,6 +16,12 @@ from dilocox.outer.loop import Counts, OuterLoop
 from dilocox.site import StepResult
 
 
+NOTHING = dict.fromkeys(
+    ("steps", "loss", "seconds", "wait", "exchange", "payload", "values"), 0.0
+)
+"""Sums over the part of a round that was trained before a stop."""
+
+
 class RoundMeter:
     """Collects a round's losses, times and bytes; `end` makes the site's record of it."""
 
@@ -24,6 +30,7 @@ class RoundMeter:
         self._parameters = count_parameters(rank.blueprint.hf_config)
         self._results: list[StepResult] = []
         self._rate = 0.0
+        self._earlier = dict(NOTHING)
         self._start = time.monotonic()
         self._held = 0.0
         self.dropped: str | None = None
@@ -32,10 +39,29 @@ class RoundMeter:
 
     def begin(self, plan: RoundPlan, slot: int) -> None:
         """The round begins, or goes on after `slot` of its slots."""
+        if slot == 0:
+            self._earlier = dict(NOTHING)
         self._results = []
         self._start = time.monotonic()
         self._held = 0.0
         self.dropped = None
+
+    def so_far(self, outer: OuterLoop) -> dict[str, float]:
+        """What a checkpoint in the middle of a round keeps of it, for `go_on`."""
+        counts, earlier = outer.counts, self._earlier
+        return {
+            "steps": earlier["steps"] + len(self._results),
+            "loss": earlier["loss"] + sum(result.loss for result in self._results),
+            "seconds": earlier["seconds"] + time.monotonic() - self._start,
+            "wait": earlier["wait"] + counts.wait_seconds + self._held,
+            "exchange": earlier["exchange"] + counts.exchange_seconds,
+            "payload": earlier["payload"] + counts.payload_bytes,
+            "values": earlier["values"] + counts.values,
+        }
+
+    def go_on(self, so_far: dict[str, float]) -> None:
+        """The round was begun before a stop, with these sums."""
+        self._earlier = {name: float(so_far[name]) for name in NOTHING}
 
     def held(self, seconds: float) -> None:
         """The rank waited for the coordinator's leave to go on."""
@@ -55,11 +81,10 @@ class RoundMeter:
 
     def end(self, plan: RoundPlan, outer: OuterLoop, rank: Rank) -> dict[str, Any]:
         """The round's record, the same on all ranks of the site. Collective over the site."""
-        seconds = time.monotonic() - self._start
+        sums = self.so_far(outer)
+        seconds, steps = sums["seconds"], int(sums["steps"])
         counts, outer.counts = outer.counts, Counts()
-        totals = _over_site(rank, counts, self._held)
-        losses = [result.loss for result in self._results]
-        steps = len(losses)
+        totals = _over_site(rank, sums)
         member = plan.members.get(rank.place.site)
         sequences = steps * member.batch if member else 0
         tokens = sequences * self._config.data.sequence_length
@@ -89,23 +114,19 @@ class RoundMeter:
             "repeated_exchanges": counts.attempts - counts.exchanges,
             "anchor_digest": site_digest(rank),
         }
-        if losses:
-            record["loss"] = sum(losses) / steps
+        if steps:
+            record["loss"] = sums["loss"] / steps
+        if self._results:
             record["grad_norm"] = self._results[-1].grad_norm
         if self.dropped:
             record["dropped"] = self.dropped
         return record
 
 
-def _over_site(rank: Rank, counts: Counts, held: float) -> dict[str, float]:
+def _over_site(rank: Rank, sums: dict[str, float]) -> dict[str, float]:
     """Bytes and values summed over the site's ranks, times of the slowest."""
     mine = torch.tensor(
-        [
-            float(counts.payload_bytes),
-            float(counts.values),
-            counts.wait_seconds + held,
-            counts.exchange_seconds,
-        ],
+        [sums["payload"], sums["values"], sums["wait"], sums["exchange"]],
         dtype=torch.float64,
         device=rank.mesh.device,
     )

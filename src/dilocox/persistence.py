@@ -80,7 +80,7 @@ class Keeper:
         Collective over the site. Raises `CheckpointError` if it was changed.
         """
         place, mesh = trainer.rank.place, trainer.rank.mesh
-        digests = found.digests.get(str(place).replace("  ", " "), {})
+        digests = found.digests.get(str(place), {})
         root = self._root
         here = "files.json" in digests and checkpoint.exists(
             root, found.tick, place.site, place.stage, place.shard
@@ -125,6 +125,7 @@ def capture(trainer: Trainer) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         "owner_landings": outer.owner_landings,
         "dropping": outer.dropping,
         "dropped_round": trainer.dropped_round,
+        "round_so_far": trainer.meter.so_far(outer),
         "stages": rank.mesh.stages,
         "shards": rank.mesh.shards,
     }
@@ -132,7 +133,7 @@ def capture(trainer: Trainer) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
 
 
 def restore(trainer: Trainer, loaded: checkpoint.Loaded) -> None:
-    """The inverse of `capture`; exchanges that were under way begin again."""
+    """The inverse of `capture`; exchanges that were under way begin again with the run."""
     rank, outer, tensors, state = trainer.rank, trainer.outer, loaded.tensors, loaded.state
     for name, tensor in rank.live.items():
         tensor.copy_(tensors[f"live/{name}"])
@@ -146,11 +147,12 @@ def restore(trainer: Trainer, loaded: checkpoint.Loaded) -> None:
     outer.owner_landings = list(state["owner_landings"])
     outer.dropping = bool(state["dropping"])
     trainer.dropped_round = int(state["dropped_round"])
+    trainer.meter.go_on(state["round_so_far"])
     trainer.at.round = int(state["round"])
     trainer.at.slot = int(state["slot"])
     trainer.at.tick = int(state["tick"])
     for number, item in enumerate(state["pending"]):
-        outer.resume(
+        outer.restored.append(
             Pending.waiting(
                 ExchangeKey.parse(item["key"]),
                 RoundPlan.model_validate_json(json.dumps(item["plan"])),

@@ -1,72 +1,145 @@
-"""What can be refused before any process starts: folders, model, memory, disk."""
+"""What can be refused before any process starts: folder, port, model, data, memory, disk.
+
+In order of a start: `check_folder` and `check_coordinator` (the coordinator's machine),
+`check_model`, then the data is prepared, `check_run`, and `claim_folder` last: until then nothing
+in the run's folder is changed, so that a refused start loses nothing.
+"""
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
+import socket
+import tempfile
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from dilocox import memory
 from dilocox.assembly import Blueprint
 from dilocox.config import RunConfig, resolve_run
-from dilocox.data import TokenFiles
+from dilocox.data import SequenceSpace, TokenFiles
 from dilocox.display import number
-from dilocox.errors import ConfigError, TrainingError
+from dilocox.errors import ConfigError, DataError, TrainingError
 from dilocox.metrics import check_sinks
 from dilocox.models import build_chunk, count_parameters, probe_cut
 from dilocox.outer.fragments import split_fragments
 from dilocox.site import chunks_of_stage
 
-KEPT = ("data",)
-"""What `--overwrite` leaves of an earlier run."""
-GIB = 2**30
+WRITTEN = (
+    "run.toml",
+    "metrics.jsonl",
+    "summary.json",
+    ".summary.json.part",
+    "checkpoints",
+    "coordinator",
+    "logs",
+    "model",
+    "model-tick-*",
+    "tensorboard",
+)
+"""What a run writes into its folder, and all that `--overwrite` takes away."""
 
 
-def claim_folder(config: RunConfig, resume: bool, overwrite: bool = False) -> Path:
-    """Make the run's folder, or open it to go on.
+def check_folder(config: RunConfig, resume: bool, overwrite: bool = False) -> None:
+    """Refuse a folder that a run may not use; changes nothing.
 
     Raises `TrainingError` for a folder that holds a run already (without `resume`), another run,
-    or none (with `resume`).
+    none (with `resume`), a run that is going on, or files that no run wrote.
     """
     folder = config.folder
     written = folder / "run.toml"
-    if resume:
-        if not written.exists():
+    if not written.exists():
+        if resume:
             raise TrainingError(f"{folder}: no run to resume; leave out --resume to begin one")
-        _check_same_run(config, written)
-    elif written.exists() and not overwrite:
+        foreign = _foreign(config)
+        if foreign:
+            raise TrainingError(
+                f"{folder}: holds files that are not of a run ({foreign[0]}); choose another "
+                "run.folder or move them away"
+            )
+        return
+    if not (resume or overwrite):
         raise TrainingError(
             f"{folder}: holds a run already; add --resume to go on, --overwrite to replace it, or "
             "choose another run.name"
         )
-    elif written.exists():
-        for entry in folder.iterdir():
-            if entry.name in KEPT:
-                continue
-            if entry.is_dir() and not entry.is_symlink():
-                shutil.rmtree(entry)
-            else:
-                entry.unlink()
+    if resume:
+        _check_same_run(config, written)
+    if _held(folder / "coordinator" / "coordinator.lock"):
+        raise TrainingError(f"{folder}: its run is going on right now; stop it first")
+
+
+def claim_folder(config: RunConfig, resume: bool, overwrite: bool = False) -> Path:
+    """Make the run's folder, or open it to go on; with `overwrite` an earlier run in it goes.
+
+    Raises `TrainingError` as `check_folder`, and for a folder that cannot be written to.
+    """
+    check_folder(config, resume, overwrite)
+    folder = config.folder
+    if overwrite and not resume:
+        for pattern in WRITTEN:
+            for entry in folder.glob(pattern):
+                if entry.is_dir() and not entry.is_symlink():
+                    shutil.rmtree(entry)
+                else:
+                    entry.unlink()
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
     except OSError as error:
         raise TrainingError(
-            f"{folder}: cannot be made ({error.strerror}); choose another run.folder"
+            f"{folder}: cannot be written to ({error.strerror}); choose another run.folder"
         ) from None
-    if not os.access(folder, os.W_OK):
-        raise TrainingError(f"{folder}: cannot be written to; choose another run.folder")
     return folder
 
 
+def _foreign(config: RunConfig) -> list[str]:
+    """Names in the folder of a run that has not begun, beside its token files."""
+    folder = config.folder
+    if not folder.is_dir():
+        return []
+    own = [config.data_folder, *(Path(s.data) for s in config.sites.values() if s.data)]
+    tokens = [Path(os.path.abspath(place)) for place in own]
+    return sorted(
+        entry.name
+        for entry in folder.iterdir()
+        if not entry.name.startswith(".")
+        and not any(place.is_relative_to(Path(os.path.abspath(entry))) for place in tokens)
+    )
+
+
+def _held(lock: Path) -> bool:
+    """True if a running coordinator holds the file `lock`."""
+    try:
+        with lock.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except BlockingIOError:
+        return True
+    return False
+
+
 def _check_same_run(config: RunConfig, written: Path) -> None:
-    earlier = resolve_run(tomllib.loads(written.read_text(encoding="utf-8")), where=str(written))
+    try:
+        raw = tomllib.loads(written.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise TrainingError(
+            f"{written}: cannot be read ({error}); put back what the run wrote there"
+        ) from None
+    earlier = resolve_run(raw, where=str(written))
     if earlier.digest() == config.digest():
         return
-    before, now = earlier.model_dump(), config.model_dump()
+    before, now = earlier.shared(), config.shared()
     for section, values in now.items():
-        for key, value in values.items() if isinstance(values, dict) else ():
-            if before[section].get(key) != value:
+        for key, value in values.items():
+            if before[section].get(key) != value and section != "sites":
                 raise TrainingError(
                     f"{written.parent}: was begun with {section}.{key} = "
                     f"{before[section].get(key)!r}, the run file says {value!r}; resume with the "
@@ -75,25 +148,128 @@ def _check_same_run(config: RunConfig, written: Path) -> None:
     raise TrainingError(f"{written.parent}: was begun with other sites; choose another run.name")
 
 
-def check_coordinator(config: RunConfig) -> None:
-    """Raise `ConfigError` for what only the coordinator needs."""
+def check_coordinator(config: RunConfig, wait_for: int | None = None) -> None:
+    """Raise `ConfigError` for what only the coordinator needs: sinks, address, number of sites."""
     check_sinks(config)
+    least, most = config.outer.min_sites, len(config.sites)
+    if wait_for is not None and not least <= wait_for <= most:
+        raise ConfigError(
+            f"--wait-for {wait_for}: give a number of sites from outer.min_sites = {least} to the "
+            f"{most} of the run file"
+        )
+    host, port = config.network.host, config.network.port
+    try:
+        family, kind, protocol, _, where = socket.getaddrinfo(
+            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        with socket.socket(family, kind, protocol) as probe:
+            # As the server itself does: the last run's closed connections are no reason.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(where)
+    except socket.gaierror as error:
+        raise ConfigError(
+            f'network.host "{host}": no such address ({error.strerror}); name one of this machine'
+        ) from None
+    except OSError as error:
+        raise ConfigError(
+            f"network.port {port} on {host}: cannot be listened on ({error.strerror}); choose "
+            "another network.port (0 takes a free one) or network.host"
+        ) from None
 
 
-def check_run(config: RunConfig, vocabulary_size: int, sites_here: int) -> None:
+def check_model(config: RunConfig) -> None:
+    """Raise `ModelError` or `ConfigError` for a model that cannot be trained in this layout.
+
+    Needs no data; a tokenizer that is still to be trained will have `data.vocabulary_size` tokens.
+    """
+    known = config.data.vocabulary_size if config.data.tokenizer == "train" else None
+    _check_blueprint(config, Blueprint.of(config, known))
+
+
+def check_data(
+    config: RunConfig, files: TokenFiles, sites: Sequence[str], own_dataset: bool = False
+) -> None:
+    """Raise `DataError` or `ConfigError` for token files that `sites` cannot train on.
+
+    `files` are those that all sites share. With `own_dataset` the sequences come from the user's
+    function, and only the sites' own token files are looked at.
+    """
+    spaces: dict[str, TokenFiles] = {}
+    for site in sites:
+        folder = config.sites[site].data
+        spaces[site] = TokenFiles.open(Path(folder)) if folder else files
+        if folder:
+            _check_same_tokenizer(site, files, spaces[site])
+    if own_dataset:
+        return
+    for site in sites:
+        space = SequenceSpace(
+            spaces[site], seed=config.run.seed, sequence_length=config.data.sequence_length
+        )
+        batch = config.site_batch(site)
+        if batch > space.sequences_per_epoch:
+            private = config.sites[site].data or config.sites[site].batch_size
+            key = f"sites.{site}.batch_size" if private else "site.batch_size"
+            raise ConfigError(
+                f"{key} {batch} is above the {space.sequences_per_epoch} sequences of "
+                f"{spaces[site].folder}: lower it or data.sequence_length, or give more text"
+            )
+
+
+def _check_same_tokenizer(site: str, files: TokenFiles, own: TokenFiles) -> None:
+    for what in ("vocabulary_size", "end_of_text"):
+        if own.content[what] != files.content[what]:
+            raise DataError(
+                f"sites.{site}.data {own.folder}: its {what} is {own.content[what]}, the run's "
+                f"{files.content[what]}; prepare it with data.tokenizer = "
+                f'"{files.tokenizer_folder}"'
+            )
+    if _tokenizer_digest(own) != _tokenizer_digest(files):
+        raise DataError(
+            f"sites.{site}.data {own.folder}: made with another tokenizer than the run's; prepare "
+            f'it with data.tokenizer = "{files.tokenizer_folder}"'
+        )
+
+
+def _tokenizer_digest(files: TokenFiles) -> Any:
+    return files.content["tokenizer"]["files"]["tokenizer.json"]["sha256"]
+
+
+def check_run(
+    config: RunConfig, vocabulary_size: int, sites_here: int, own_dataset: bool = False
+) -> None:
     """Raise the error that a rank would meet later, before any rank is started.
 
-    `sites_here`: sites of the run on this machine.
+    The token files are there. `sites_here`: sites of the run on this machine; a machine with one
+    of several looks at that site's own token files by `check_data`.
     """
-    check_sinks(config)
+    files = TokenFiles.open(config.data_folder)
+    everyone = list(config.sites) if sites_here == len(config.sites) else []
+    check_data(config, files, everyone, own_dataset)
     blueprint = Blueprint.of(config, vocabulary_size)
-    if config.site.stages * config.site.chunks > 1:
-        probe_cut(
-            blueprint.hf_config, config.site.stages * config.site.chunks, config.model.attention
-        )
-    parameters = [_stage_parameters(config, blueprint, s) for s in range(config.site.stages)]
-    _check_memory(config, parameters, sites_here)
+    parameters = _check_blueprint(config, blueprint)
+    on_gpu = _on_gpu(config)
+    available = _available_memory()
+    if available is not None:
+        problem = memory.host_problem(config, parameters, sites_here, available, on_gpu)
+        if problem is not None:
+            raise ConfigError(problem)
     _check_disk(config, sum(parameters), sites_here)
+
+
+def _check_blueprint(config: RunConfig, blueprint: Blueprint) -> list[int]:
+    """Parameters of each stage, after showing that the model can be cut and trained so."""
+    chunks = config.site.stages * config.site.chunks
+    positions = getattr(blueprint.hf_config, "max_position_embeddings", None)
+    if positions is not None and config.data.sequence_length > positions:
+        raise ConfigError(
+            f"data.sequence_length {config.data.sequence_length} is above the model's "
+            f"max_position_embeddings {positions}: lower it to at most {positions}, or raise "
+            "max_position_embeddings in model.architecture"
+        )
+    if chunks > 1:
+        probe_cut(blueprint.hf_config, chunks, config.model.attention)
+    return [_stage_parameters(config, blueprint, stage) for stage in range(config.site.stages)]
 
 
 def _stage_parameters(config: RunConfig, blueprint: Blueprint, stage: int) -> int:
@@ -114,28 +290,11 @@ def _stage_parameters(config: RunConfig, blueprint: Blueprint, stage: int) -> in
     return sum(sizes.values())
 
 
-def outer_bytes_per_parameter(config: RunConfig) -> int:
-    """Anchor, momentum, reference and one fragment in flight, fp32; residual and eager's copy."""
-    extra = 4 * config.compression.error_feedback + 4 * (config.outer.overlap == "eager")
-    return 16 + extra
-
-
-def _check_memory(config: RunConfig, parameters: list[int], sites_here: int) -> None:
-    """fp32 parameters, gradients and two moments, and the outer state; activations not counted."""
-    if config.site.device == "cuda":
-        return  # each rank looks at its own GPU
-    available = _available_memory()
-    if available is None:
-        return
-    per_parameter = 16 + outer_bytes_per_parameter(config)
-    needed = sites_here * sum(parameters) * per_parameter
-    if needed > available:
-        stage = max(range(len(parameters)), key=lambda index: parameters[index])
-        raise ConfigError(
-            f"{sites_here} sites here need {needed / GIB:.1f} GiB of memory (stage {stage} alone "
-            f"{parameters[stage] * per_parameter / GIB:.1f} GiB), {available / GIB:.1f} GiB are "
-            "free; use a smaller model, or put the sites on machines of their own"
-        )
+def _on_gpu(config: RunConfig) -> bool:
+    """Will ranks here use a GPU? Told without CUDA: a process that has used it cannot be forked."""
+    if config.site.device != "auto":
+        return config.site.device == "cuda"
+    return torch.version.cuda is not None and Path("/proc/driver/nvidia/version").exists()
 
 
 def _available_memory() -> int | None:
@@ -150,17 +309,16 @@ def _available_memory() -> int | None:
 
 
 def _check_disk(config: RunConfig, parameters: int, sites_here: int) -> None:
-    """All kept checkpoints, one being written, and the model."""
-    each = parameters * (12 + outer_bytes_per_parameter(config))
-    needed = sites_here * each * (config.checkpoint.keep + 1) + 4 * parameters
+    needed = memory.disk_bytes(config, parameters, sites_here)
     place: Path = config.folder
     while not place.exists():
         place = place.parent
     free = shutil.disk_usage(place).free
     if needed > free:
         raise ConfigError(
-            f"{config.folder}: checkpoints and model need {needed / GIB:.1f} GiB, "
-            f"{free / GIB:.1f} GiB are free; lower checkpoint.keep or choose another run.folder"
+            f"{config.folder}: checkpoints and model need {needed / memory.GIB:.1f} GiB, "
+            f"{free / memory.GIB:.1f} GiB are free; lower checkpoint.keep or choose another "
+            "run.folder"
         )
 
 

@@ -47,11 +47,21 @@ def _child(target: Callable[..., None], parent: int, arguments: tuple[Any, ...])
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        _name_process(multiprocessing.current_process().name)
         if os.getppid() != parent:
             os._exit(1)
     else:
         threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     target(*arguments)
+
+
+def _name_process(name: str) -> None:
+    """Show `name` in process lists (Linux keeps 15 characters)."""
+    try:
+        with open("/proc/self/comm", "w", encoding="utf-8") as file:
+            file.write(name[-15:])
+    except OSError:
+        return  # a name is a convenience
 
 
 def _end_with(parent: int) -> None:

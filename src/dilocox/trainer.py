@@ -71,8 +71,10 @@ class Trainer:
         """
         if newcomer is not None:
             newcomer.follow()
+        self.control.at(self.at.tick, self.at.round, self.at.slot, None)
         while True:
             plan = self.next_plan()
+            self.outer.take_up_again()
             if plan.kind == "flush":
                 break
             if plan.first_step == 0 and self.at.slot == 0:
@@ -86,12 +88,17 @@ class Trainer:
             reply = self.client.poll_plan(self.at.round, 0.0 if self.donors.busy else 1.0)
             self.control.touch()
             self.donors.serve()
-            if reply.plan is not None:
-                return reply.plan
             # Raises when the run has failed or this site was declared gone.
-            if self.control.news.stop_tick == self.at.tick:
+            news = self.control.news
+            # A resumed run has plans before all of its sites are back.
+            started = news.phase != "starting"
+            if reply.plan is not None and started:
+                return reply.plan
+            if news.stop_tick == self.at.tick and started:
                 self.stop()
-            if self.donors.busy:
+            if not started:
+                self.control.hurry()
+            if self.donors.busy or reply.plan is not None:
                 time.sleep(0.02)
 
     def train_round(self, plan: RoundPlan) -> None:

@@ -79,6 +79,10 @@ class RankControl:
         """Id of the newest membership epoch heard of."""
         return self.news.epoch.id
 
+    def hurry(self) -> None:
+        """Beat now: what the next reply says is being waited for."""
+        self._hurry.set()
+
     def may_finish(self, tick: int) -> bool:
         """Wait until the slot that ends at `tick` may be finished; False if the run stops before.
 

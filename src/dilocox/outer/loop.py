@@ -100,6 +100,8 @@ class OuterLoop:
         self.awaiting: set[int] = set()
         """While entering: fragments whose state has not come yet."""
         self._held_back: list[Pending] = []
+        self.restored: list[Pending] = []
+        """Exchanges of a checkpoint that are not handed in again yet."""
 
     def has_boundary(self, plan: RoundPlan, slot: int) -> bool:
         """True if a fragment of any stage has its boundary at the end of `slot`."""
@@ -207,12 +209,17 @@ class OuterLoop:
             u, finite = state.boundary(self.live, weight, decay)
             contributes = contributes and finite
         lands_at = tick + (0 if flush else plan.delay)
-        self.resume(Pending.waiting(key, plan, lands_at, u, contributes))
+        self._start(Pending.waiting(key, plan, lands_at, u, contributes))
 
-    def resume(self, item: Pending) -> None:
-        """Take up an exchange: a new one, or one that a checkpoint holds."""
+    def _start(self, item: Pending) -> None:
         self._hand_in(item)
         self.pending.append(item)
+
+    def take_up_again(self) -> None:
+        """Hand in the exchanges that a checkpoint held; once the run goes on."""
+        restored, self.restored = self.restored, []
+        for item in restored:
+            self._start(item)
 
     def _hand_in(self, item: Pending) -> None:
         plan = item.plan

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from dilocox.outer.coordinator.exchanges import RankKey
 from dilocox.outer.coordinator.timeouts import Timeouts
 
-LEASE_SECONDS = 2.0
-"""A lease lets the fastest rank run on for about this long."""
+LEASE_BEATS = 2
+"""A lease lets the fastest rank run on for about this many of its beats."""
 LEASE_LEAST = 2
 LEASE_MOST = 10_000
 
@@ -48,7 +48,8 @@ class Liveness:
         pulse = self._pulses.setdefault(rank, Pulse(now, self._timeouts.heartbeat))
         if slot_seconds is None:
             slot_seconds = pulse.slot_seconds
-            if pulse.beaten and tick > pulse.tick and now > pulse.seen:
+            # The way from 0 may be a jump: a resumed or entering rank starts further on.
+            if pulse.tick and tick > pulse.tick and now > pulse.seen:
                 slot_seconds = (now - pulse.seen) / (tick - pulse.tick)
         self._pulses[rank] = Pulse(now, self._timeouts.heartbeat, True, tick, slot_seconds)
 
@@ -81,7 +82,10 @@ class Liveness:
         first = max(pulses, key=lambda pulse: pulse.tick)
         slots = LEASE_LEAST
         if first.slot_seconds is not None:
-            slots = min(LEASE_MOST, max(slots, math.ceil(LEASE_SECONDS / first.slot_seconds)))
+            slots = min(
+                LEASE_MOST,
+                max(slots, math.ceil(LEASE_BEATS * self._timeouts.beat / first.slot_seconds)),
+            )
         # Half of it left is enough: not every beat makes an event.
         if granted - first.tick >= max(LEASE_LEAST, slots // 2):
             return granted

@@ -1,0 +1,121 @@
+"""What training needs, as arithmetic: bytes of states and activations, and who has too few.
+
+Figures are lower bounds, so that nothing is refused that would have run; activations are those
+that every implementation keeps for the backward pass.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from dilocox.config import RunConfig
+from dilocox.errors import ConfigError
+
+GIB = 2**30
+INNER_BYTES = 16
+"""fp32 parameter, gradient and AdamW's two moments, per parameter."""
+
+
+def inner_bytes_per_parameter(config: RunConfig) -> int:
+    """Parameter, gradient and the inner optimizer's moments, fp32."""
+    return INNER_BYTES if config.inner.optimizer == "adamw" else 8
+
+
+def outer_bytes_per_parameter(config: RunConfig) -> int:
+    """Anchor, momentum and reference, residual, what `eager` keeps, and one fragment in flight."""
+    extra = 4 * config.compression.error_feedback + 8 * (config.outer.overlap == "eager")
+    return 12 + extra + 4 // config.outer.fragments
+
+
+def activation_bytes(
+    config: RunConfig, hf_config: Any, stage: int, layers: int, head: bool, width: int
+) -> int:
+    """Activations that a rank of `stage` holds at its peak, at least.
+
+    `layers` of the model are on the rank, `head` if the last is; `width`: bytes of the compute
+    dtype. Per layer and token these are the inputs of its two blocks and the feed-forward's
+    hidden values, with activation checkpointing the layer's input alone; for one micro-batch the
+    head's fp32 logits and their gradient.
+    """
+    tokens = config.site.micro_batch_size * config.data.sequence_length
+    hidden = int(hf_config.hidden_size)
+    experts = any(
+        getattr(hf_config, key, None)
+        for key in ("num_experts", "num_local_experts", "n_routed_experts")
+    )
+    inner = 0 if experts else int(getattr(hf_config, "intermediate_size", None) or 0)
+    per_layer = 2 * hidden + inner
+    if config.site.schedule == "gpipe" and config.site.stages > 1:
+        in_flight = config.site.micro_batches
+    elif config.site.schedule == "1f1b":
+        in_flight = min(config.site.micro_batches, config.site.stages - stage)
+    else:
+        in_flight = 1
+    kept = hidden if config.model.activation_checkpointing else per_layer
+    logits = 2 * 4 * tokens * int(hf_config.vocab_size) if head else 0
+    return layers * kept * in_flight * tokens * width + logits
+
+
+def gpu_bytes(config: RunConfig, parameters: int, activations: int) -> int:
+    """Bytes that one rank needs on its GPU. `parameters`: of its stage, over all shards."""
+    per_parameter = inner_bytes_per_parameter(config)
+    if config.outer.device == "model":
+        per_parameter += outer_bytes_per_parameter(config)
+    return parameters * per_parameter // config.site.shards + activations
+
+
+def gpu_problem(site: str, stage: int, needed: int, available: int) -> str | None:
+    """Why a rank with `needed` bytes does not fit into `available`, or none."""
+    if needed <= available:
+        return None
+    return (
+        f'site "{site}": stage {stage} needs {needed / GIB:.1f} GiB, the GPU has '
+        f"{available / GIB:.1f}; raise [site] stages or lower micro_batch_size"
+    )
+
+
+def check_gpu(site: str, stage: int, needed: int, device: torch.device) -> None:
+    """Raise `ConfigError` if `needed` bytes are not free on the GPU `device`; CPUs pass.
+
+    To be called in the rank's process before anything is put on the device.
+    """
+    if device.type != "cuda":
+        return
+    free, _ = torch.cuda.mem_get_info(device)
+    problem = gpu_problem(site, stage, needed, free)
+    if problem is not None:
+        raise ConfigError(problem)
+
+
+def host_bytes_per_parameter(config: RunConfig, on_gpu: bool) -> int:
+    """What a site's ranks hold in the machine's own memory, per parameter of the model."""
+    outer = outer_bytes_per_parameter(config)
+    if on_gpu:
+        return outer if config.outer.device == "cpu" else 0
+    return inner_bytes_per_parameter(config) + outer
+
+
+def host_problem(
+    config: RunConfig, parameters: list[int], sites_here: int, available: int, on_gpu: bool
+) -> str | None:
+    """Why `sites_here` sites with stages of `parameters` do not fit into `available` bytes of
+    the machine's memory, or none."""
+    per_parameter = host_bytes_per_parameter(config, on_gpu)
+    needed = sites_here * sum(parameters) * per_parameter
+    if needed <= available:
+        return None
+    sites = "1 site here needs" if sites_here == 1 else f"{sites_here} sites here need"
+    stage = max(range(len(parameters)), key=lambda index: parameters[index])
+    return (
+        f"{sites} {needed / GIB:.1f} GiB of memory (stage {stage} alone "
+        f"{parameters[stage] * per_parameter / GIB:.1f} GiB), {available / GIB:.1f} GiB are "
+        "free; use a smaller model, or put the sites on machines of their own"
+    )
+
+
+def disk_bytes(config: RunConfig, parameters: int, sites_here: int) -> int:
+    """All kept checkpoints, one being written, and the model."""
+    each = parameters * (inner_bytes_per_parameter(config) - 4 + outer_bytes_per_parameter(config))
+    return sites_here * each * (config.checkpoint.keep + 1) + 4 * parameters

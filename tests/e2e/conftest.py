@@ -1,0 +1,21 @@
+"""One workshop (corpus and token files) for all real runs of a session."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.e2e.harness import Workshop, write_corpus
+
+
+@pytest.fixture(scope="session")
+def shared_workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
+    root = tmp_path_factory.mktemp("runs")
+    return Workshop(root, write_corpus(root))
+
+
+@pytest.fixture
+def workshop(shared_workshop: Workshop) -> Iterator[Workshop]:
+    yield shared_workshop
+    shared_workshop.end_all()
