@@ -309,7 +309,8 @@ class CheckpointSection(Section):
 
     every_rounds: Annotated[int, Field(ge=0)] = 5
     """0 writes only the one at the end."""
-    keep: Positive = 2
+    keep: Annotated[int, Field(ge=2)] = 2
+    """How many are kept; two at least, as the newest may not be whole at every rank yet."""
     hugging_face: bool = False
     """Also write every checkpoint as a Hugging Face folder."""
 
@@ -406,8 +407,11 @@ class RunConfig(Section):
         shared["site"].pop("device")
         shared["site"].pop("threads")
         for site in shared["sites"].values():
-            for local in ("interface", "advertise", "ports", "data"):
+            for local in ("interface", "advertise", "ports"):
                 site.pop(local)
+            # Where private text lies is the site's own matter; that it is private is not: its
+            # token ranges come from a space of their own.
+            site["data"] = site["data"] is not None
         return shared
 
     def digest(self) -> str:

@@ -6,12 +6,14 @@ that every implementation keeps for the backward pass.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from dilocox.config import RunConfig
 from dilocox.errors import ConfigError
+from dilocox.models import ChunkSpec
 
 GIB = 2**30
 INNER_BYTES = 16
@@ -76,13 +78,30 @@ def gpu_problem(site: str, stage: int, needed: int, available: int) -> str | Non
     )
 
 
-def check_gpu(site: str, stage: int, needed: int, device: torch.device) -> None:
-    """Raise `ConfigError` if `needed` bytes are not free on the GPU `device`; CPUs pass.
+def check_gpu(
+    config: RunConfig,
+    hf_config: Any,
+    chunks: Sequence[ChunkSpec],
+    site: str,
+    stage: int,
+    device: torch.device,
+    precision: torch.dtype,
+) -> None:
+    """Raise `ConfigError` if a rank that holds `chunks` does not fit on `device`; CPUs pass.
 
     To be called in the rank's process before anything is put on the device.
     """
     if device.type != "cuda":
         return
+    activations = activation_bytes(
+        config,
+        hf_config,
+        stage,
+        layers=sum(chunk.end_layer - chunk.first_layer for chunk in chunks),
+        head=any(chunk.head for chunk in chunks),
+        width=precision.itemsize,
+    )
+    needed = gpu_bytes(config, sum(chunk.parameters for chunk in chunks), activations)
     free, _ = torch.cuda.mem_get_info(device)
     problem = gpu_problem(site, stage, needed, free)
     if problem is not None:
