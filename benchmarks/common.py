@@ -1,0 +1,196 @@
+"""What all benchmarks share: arguments, the machine, intervals, and how results are written.
+
+A benchmark is run as `python benchmarks/NAME.py [--quick] [--json FILE]`. Its JSON file holds
+`benchmark`, `command`, `machine`, `settings` (what was measured on) and `rows`, a list of flat
+objects.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import random
+import shlex
+import signal
+import statistics
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+Row = dict[str, Any]
+CONFIDENCE = 0.95
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A median and the limits between which it lies with `CONFIDENCE`."""
+
+    median: float
+    low: float
+    high: float
+
+    @property
+    def half_width(self) -> float:
+        """Half the interval, relative to the median."""
+        return (self.high - self.low) / 2 / abs(self.median) if self.median else 0.0
+
+
+def median_interval(values: Sequence[float], resamples: int = 4000) -> Interval:
+    """Median of `values` with a percentile-bootstrap interval; the seed is fixed.
+
+    Raises `ValueError` without values.
+    """
+    if not values:
+        raise ValueError("no values were measured")
+    draw = random.Random(0)
+    medians = sorted(
+        statistics.median(draw.choices(values, k=len(values))) for _ in range(resamples)
+    )
+    cut = int(resamples * (1 - CONFIDENCE) / 2)
+    return Interval(statistics.median(values), medians[cut], medians[-1 - cut])
+
+
+def parser(description: str) -> argparse.ArgumentParser:
+    """Arguments that every benchmark takes: `--quick` and `--json FILE`."""
+    made = argparse.ArgumentParser(
+        description=description.strip().splitlines()[0],
+        epilog=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    made.add_argument("--quick", action="store_true", help="fewer repetitions, wider intervals")
+    made.add_argument("--json", type=Path, metavar="FILE", help="also write the results there")
+    return made
+
+
+def end_on_signals() -> None:
+    """Let SIGTERM and SIGHUP end the benchmark as Ctrl-C does, so that it cleans up."""
+
+    def leave(number: int, _frame: object) -> None:
+        sys.exit(128 + number)
+
+    signal.signal(signal.SIGTERM, leave)
+    signal.signal(signal.SIGHUP, leave)
+
+
+def machine() -> dict[str, Any]:
+    """The machine, without names of hosts or places."""
+    import torch
+    import transformers
+
+    import dilocox
+    from dilocox import processes
+
+    return {
+        "cpu": _cpu_model(),
+        "cores": _cores(),
+        "memory_gib": round(_memory_bytes() / 2**30, 1),
+        "gpu": processes.call_in_child(_ask_for_gpu, on_progress=lambda _step, _share: None),
+        "system": f"{platform.system()} {platform.release().split('-')[0]} {platform.machine()}",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "dilocox": dilocox.__version__,
+        "load_before": round(os.getloadavg()[0], 2),
+    }
+
+
+def _ask_for_gpu(_progress: Callable[[str, float], None]) -> str | None:
+    # In a child: a process that has asked CUDA cannot fork ranks that use it.
+    import torch
+
+    return torch.cuda.get_device_name(0) if torch.cuda.is_available() else None
+
+
+def command() -> str:
+    """The command as it was typed, with the benchmark named as from the repository's root."""
+    script = Path(sys.argv[0])
+    return shlex.join(["python", f"{script.resolve().parent.name}/{script.name}", *_told()])
+
+
+def _told() -> list[str]:
+    """Arguments without the folders of this machine."""
+    told = []
+    for argument in sys.argv[1:]:
+        key, equals, value = argument.rpartition("=")
+        value = Path(value).name if value.startswith("/") else value
+        told.append(f"{key}{equals}{value}")
+    return told
+
+
+def write_json(
+    path: Path,
+    benchmark: str,
+    on: Mapping[str, Any],
+    settings: Mapping[str, Any],
+    rows: Sequence[Row],
+) -> None:
+    """Write results; `on` is `machine()` as it was before the measurement."""
+    for row in rows:
+        for key, value in row.items():
+            if value is not None and not isinstance(value, str | int | float | bool):
+                raise TypeError(f"row value {key} is a {type(value).__name__}, rows are flat")
+    content = {
+        "benchmark": benchmark,
+        "command": command(),
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
+        "machine": dict(on),
+        "settings": dict(settings),
+        "rows": list(rows),
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def table(rows: Sequence[Row], columns: Mapping[str, Callable[[Any], str] | str]) -> str:
+    """Rows as aligned text. `columns`: key to a format such as `,.0f`, or to a function."""
+    lines = [list(columns)]
+    for row in rows:
+        line = []
+        for key, show in columns.items():
+            value = row.get(key)
+            if value is None:
+                line.append("-")
+            else:
+                line.append(show(value) if callable(show) else format(value, show))
+        lines.append(line)
+    widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if index == 0 else cell.rjust(width)
+            for index, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in lines
+    )
+
+
+def say(text: str) -> None:
+    """One line of progress, on the error stream: the table alone goes to standard output."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def mebibytes(value: float) -> str:
+    """Bytes as MiB."""
+    return f"{value / 2**20:,.0f} MiB"
+
+
+def _cpu_model() -> str:
+    described = Path("/proc/cpuinfo")
+    for line in described.read_text(encoding="utf-8").splitlines() if described.exists() else ():
+        if line.startswith(("model name", "Model")):
+            return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _memory_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
