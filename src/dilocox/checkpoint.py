@@ -1,13 +1,16 @@
 """Checkpoints of one rank: everything that it needs to go on bit for bit.
 
-A checkpoint is a folder `tick-00000120/paris/stage0-shard0/` with the tensors
+A checkpoint is a folder `tick-00000120/paris/stage0-shard0/write-1/` with the tensors
 (`torch.distributed.checkpoint`), `state.json`, and, written last, `files.json` with the sha256 of
 the others. Without `files.json` it does not exist; its digest is what the coordinator records, so
 nothing is unpickled (the tensors' metadata is a pickle) that this run did not write itself.
+A tick that is written again (a run that was resumed and stopped at once) gets another folder
+beside the first, which stays until the new one is recorded.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import threading
@@ -19,6 +22,7 @@ import fsspec
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from dilocox.errors import CheckpointError
 
@@ -55,8 +59,6 @@ class RankCheckpointer:
         self._rank = (site, stage, shard)
         self._keep = keep
         self._writing: threading.Thread | None = None
-        self._failure: BaseException | None = None
-        self._written: list[int] = []
 
     def save(
         self,
@@ -69,8 +71,8 @@ class RankCheckpointer:
         """Snapshot now, write in the background.
 
         `tensors` are copied to host memory before this returns. `on_written(tick, digest)` is
-        called from the writing thread when all is on disk, `on_failed(tick, reason)` if not: a
-        full or broken disk is reported and does not end the run.
+        called from the writing thread when all is on disk, `on_failed(tick, reason)` if not, or if
+        `on_written` raises: a full or broken disk is reported and does not end the run.
         """
         self.wait()
         folder = rank_folder(self._root, tick, *self._rank)
@@ -79,12 +81,11 @@ class RankCheckpointer:
 
         def write() -> None:
             try:
-                digest = _write(folder, snapshot, document)
+                attempt, digest = _write(folder, snapshot, document)
+                on_written(tick, digest)
+                self._retire(tick, attempt)
             except Exception as error:
                 on_failed(tick, f"{type(error).__name__}: {error}")
-                return
-            on_written(tick, digest)
-            self._retire(tick)
 
         self._writing = threading.Thread(target=write, name="checkpoint", daemon=True)
         self._writing.start()
@@ -95,47 +96,85 @@ class RankCheckpointer:
             self._writing.join()
             self._writing = None
 
-    def _retire(self, tick: int) -> None:
-        self._written.append(tick)
-        while len(self._written) > self._keep:
-            old = self._written.pop(0)
-            filesystem, path = fsspec.core.url_to_fs(rank_folder(self._root, old, *self._rank))
+    def _retire(self, tick: int, attempt: str) -> None:
+        """Delete what the checkpoint at `tick`, now recorded, makes needless.
+
+        Those of later ticks lie on a course that was left by a resume; they are written anew when
+        the run gets there.
+        """
+        filesystem, root = fsspec.core.url_to_fs(self._root)
+        for other in _attempts(filesystem, rank_folder(root, tick, *self._rank)):
+            if other != attempt:
+                filesystem.rm(other, recursive=True)
+        ticks = [old for old in _ticks(filesystem, root) if old <= tick]
+        for old in ticks[: -self._keep]:
+            path = rank_folder(root, old, *self._rank)
             if filesystem.exists(path):
                 filesystem.rm(path, recursive=True)
             # The last rank of the last site to leave takes the empty folders along.
             for _ in range(2):
                 path = path.rsplit("/", 1)[0]
-                if filesystem.exists(path) and not filesystem.ls(path):
-                    try:
+                try:
+                    if filesystem.exists(path) and not filesystem.ls(path):
                         filesystem.rmdir(path)
-                    except (OSError, NotImplementedError):
-                        break
+                except (OSError, NotImplementedError):
+                    break  # another rank was faster, or object storage, which has no folders
 
 
-def _write(folder: str, tensors: Mapping[str, torch.Tensor], document: str) -> str:
+def _names(filesystem: Any, path: str) -> list[str]:
+    """Names in a folder, sorted; none if it is not there."""
+    filesystem.invalidate_cache()  # other ranks write beside this one
+    if not filesystem.exists(path):
+        return []
+    listed = filesystem.ls(path, detail=False)
+    return sorted(str(entry).rstrip("/").rsplit("/", 1)[-1] for entry in listed)
+
+
+def _ticks(filesystem: Any, root: str) -> list[int]:
+    parts = [name.removeprefix("tick-") for name in _names(filesystem, root)]
+    return sorted(int(part) for part in parts if part.isdecimal())
+
+
+def _attempts(filesystem: Any, path: str) -> list[str]:
+    """Folders of this rank's writes of one tick, oldest first."""
+    parts = [name.removeprefix("write-") for name in _names(filesystem, path)]
+    return [f"{path}/write-{number}" for number in sorted(int(p) for p in parts if p.isdecimal())]
+
+
+def _write(folder: str, tensors: Mapping[str, torch.Tensor], document: str) -> tuple[str, str]:
+    """Write into a new folder below `folder`; its path and the digest of its `files.json`."""
     filesystem, path = fsspec.core.url_to_fs(folder)
-    if filesystem.exists(path):
-        filesystem.rm(path, recursive=True)
-    filesystem.makedirs(path, exist_ok=True)
-    # Already in a thread of its own, on a snapshot: async_save would copy everything again.
-    dcp.save(dict(tensors), storage_writer=FsspecWriter(folder), no_dist=True)
-    with filesystem.open(f"{path}/state.json", "wb") as file:
-        file.write(document.encode())
-    listing = {}
-    for entry in sorted(filesystem.ls(path, detail=False)):
-        name = entry.rsplit("/", 1)[-1]
-        listing[name] = _sha256(filesystem, entry)
-    text = json.dumps({"format": FORMAT_VERSION, "files": listing}, sort_keys=True).encode()
-    with filesystem.open(f"{path}/files.json.part", "wb") as file:
-        file.write(text)
-    filesystem.mv(f"{path}/files.json.part", f"{path}/files.json")
-    return hashlib.sha256(text).hexdigest()
+    earlier = _attempts(filesystem, path)
+    number = 1 + int(earlier[-1].rsplit("-", 1)[1]) if earlier else 1
+    attempt = f"{path}/write-{number}"
+    filesystem.makedirs(attempt, exist_ok=True)
+    try:
+        # In a thread of its own and on a snapshot already: async_save would copy all again.
+        writer = FsspecWriter(f"{folder}/write-{number}")
+        dcp.save(dict(tensors), storage_writer=writer, no_dist=True)
+        with filesystem.open(f"{attempt}/state.json", "wb") as file:
+            file.write(document.encode())
+        listing = {
+            name: _sha256(filesystem, f"{attempt}/{name}") for name in _names(filesystem, attempt)
+        }
+        text = json.dumps({"format": FORMAT_VERSION, "files": listing}, sort_keys=True).encode()
+        with filesystem.open(f"{attempt}/files.json.part", "wb") as file:
+            file.write(text)
+        filesystem.mv(f"{attempt}/files.json.part", f"{attempt}/files.json")
+    except BaseException:
+        # On a full disk the remains would be in the way of the next checkpoint.
+        with contextlib.suppress(OSError):
+            filesystem.rm(attempt, recursive=True)
+        raise
+    return attempt, hashlib.sha256(text).hexdigest()
 
 
 def exists(root: str, tick: int, site: str, stage: int, shard: int) -> bool:
     """True if a whole checkpoint of this rank is there."""
     filesystem, path = fsspec.core.url_to_fs(rank_folder(root, tick, site, stage, shard))
-    return bool(filesystem.exists(f"{path}/files.json"))
+    return any(
+        filesystem.exists(f"{attempt}/files.json") for attempt in _attempts(filesystem, path)
+    )
 
 
 def load(root: str, tick: int, site: str, stage: int, shard: int, digest: str) -> Loaded:
@@ -145,27 +184,49 @@ def load(root: str, tick: int, site: str, stage: int, shard: int, digest: str) -
     """
     folder = rank_folder(root, tick, site, stage, shard)
     filesystem, path = fsspec.core.url_to_fs(folder)
-    if not filesystem.exists(f"{path}/files.json"):
-        raise CheckpointError(f"{folder}: no checkpoint is here; was the folder moved?")
-    text = filesystem.cat_file(f"{path}/files.json")
-    if hashlib.sha256(text).hexdigest() != digest:
-        raise CheckpointError(f"{folder}/files.json: not what the run recorded; it was changed")
-    listing = json.loads(text)
-    if listing["format"] != FORMAT_VERSION:
-        raise CheckpointError(
-            f"{folder}: checkpoint format {listing['format']}, this version reads {FORMAT_VERSION}"
-        )
+    attempt, listing = _recorded(filesystem, path, folder, digest)
     for name, expected in listing["files"].items():
-        entry = f"{path}/{name}"
+        entry = f"{attempt}/{name}"
         if not filesystem.exists(entry) or _sha256(filesystem, entry) != expected:
-            raise CheckpointError(f"{folder}/{name}: missing or changed since it was written")
-    metadata = FsspecReader(folder).read_metadata()
+            raise CheckpointError(
+                f"{entry}: missing or changed since it was written; put it back, or resume from "
+                "another checkpoint"
+            )
+    reader = FsspecReader(f"{folder}/{attempt.rsplit('/', 1)[1]}")
     tensors: dict[str, Any] = {
         name: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in metadata.state_dict_metadata.items()
+        for name, entry in reader.read_metadata().state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
     }
-    dcp.load(tensors, storage_reader=FsspecReader(folder), no_dist=True)
-    return Loaded(tensors, json.loads(filesystem.cat_file(f"{path}/state.json")))
+    if tensors:
+        dcp.load(tensors, storage_reader=reader, no_dist=True)
+    return Loaded(tensors, json.loads(filesystem.cat_file(f"{attempt}/state.json")))
+
+
+def _recorded(filesystem: Any, path: str, folder: str, digest: str) -> tuple[str, dict[str, Any]]:
+    """Folder and list of files of the write whose `files.json` has `digest`."""
+    whole = [
+        attempt
+        for attempt in _attempts(filesystem, path)
+        if filesystem.exists(f"{attempt}/files.json")
+    ]
+    if not whole:
+        raise CheckpointError(f"{folder}: no checkpoint is here; was the folder moved?")
+    for attempt in whole:
+        text = filesystem.cat_file(f"{attempt}/files.json")
+        if hashlib.sha256(text).hexdigest() != digest:
+            continue
+        listing: dict[str, Any] = json.loads(text)
+        if listing["format"] != FORMAT_VERSION:
+            raise CheckpointError(
+                f"{attempt}: checkpoint format {listing['format']}, this version reads "
+                f"{FORMAT_VERSION}; resume with the version that wrote it"
+            )
+        return attempt, listing
+    raise CheckpointError(
+        f"{whole[-1]}/files.json: not what the run recorded; put it back, or resume from another "
+        "checkpoint"
+    )
 
 
 def _sha256(filesystem: Any, path: str) -> str:

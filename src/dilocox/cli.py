@@ -46,6 +46,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         # The reader of our output has gone, as `dilocox ... | head` does.
         sys.stderr.close()
         sys.exit(1)
+    except Exception as error:
+        if options.debug:
+            traceback.print_exc()
+        text = " ".join(f"{type(error).__name__}: {error}".split())
+        print(f"dilocox: unexpected {text}; --debug shows where", file=sys.stderr)
+        sys.exit(1)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -36,7 +36,8 @@ def rank_variables(environment: Mapping[str, str] | None = None) -> RankVariable
     """The launcher's variables, or none if this process was started by hand.
 
     torchrun's come first. Slurm's count only inside `srun` (a batch script has them too, but is no
-    rank); the ranks then meet at the first node of the step, on a port made of the job's number.
+    rank); the ranks then meet at the first node of the step, on a port made of the numbers of job
+    and step.
     Raises `JoinError` for variables that are not numbers.
     """
     env = os.environ if environment is None else environment
@@ -54,14 +55,16 @@ def rank_variables(environment: Mapping[str, str] | None = None) -> RankVariable
             if env.get("SLURM_STEP_ID", "").startswith("429496"):
                 return None  # the batch or extern step of a job, not a step of ranks
             world = int(env["SLURM_STEP_NUM_TASKS"])
-            nodes = int(env.get("SLURM_STEP_NUM_NODES", "1"))
+            nodes = max(1, int(env.get("SLURM_STEP_NUM_NODES", "1")))
+            # Two sites may be two steps of one job, on the same first node.
+            port = int(env.get("SLURM_JOB_ID", "0")) + 251 * int(env.get("SLURM_STEP_ID", "0"))
             return RankVariables(
                 int(env["SLURM_PROCID"]),
                 world,
                 int(env["SLURM_LOCALID"]),
                 max(1, world // nodes),
                 env.get("MASTER_ADDR") or _first_node(env.get("SLURM_STEP_NODELIST", "")),
-                env.get("MASTER_PORT") or str(20000 + int(env.get("SLURM_JOB_ID", "0")) % 20000),
+                env.get("MASTER_PORT") or str(20000 + port % 12000),
             )
     except ValueError as error:
         raise JoinError(f"launcher variables: {error}; start the ranks with torchrun") from None
@@ -72,8 +75,8 @@ def _first_node(nodes: str) -> str:
     if "[" not in nodes:
         return nodes.split(",", maxsplit=1)[0] or "127.0.0.1"
     try:
-        answer = subprocess.run(
-            ["scontrol", "show", "hostnames", nodes],  # noqa: S607
+        answer = subprocess.run(  # noqa: S603 - a list, no shell
+            ["scontrol", "show", "hostnames", nodes],  # noqa: S607 - wherever Slurm is
             capture_output=True,
             text=True,
             check=True,

@@ -8,6 +8,9 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
+import logging
+import math
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,6 +18,9 @@ from typing import Any, Protocol
 from dilocox.config import RunConfig
 from dilocox.errors import ConfigError
 
+log = logging.getLogger(__name__)
+
+_NOT_NUMBERS = ("step", "time", "after_round")
 _PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "trackio": "trackio"}
 
 
@@ -32,34 +38,75 @@ class Metrics:
     """`metrics.jsonl` in the run folder, and the sinks of `[metrics]`."""
 
     def __init__(self, config: RunConfig, folder: Path) -> None:
-        self._file = (folder / "metrics.jsonl").open("a", encoding="utf-8")
-        self._sinks = [_open(name, config, folder) for name in config.metrics.sinks]
+        path = folder / "metrics.jsonl"
+        torn = _is_torn(path)
+        self._file = path.open("a", encoding="utf-8")
+        if torn:
+            # A run was killed while it wrote: what follows must not be lost with that line.
+            self._file.write("\n")
+        self._sinks = {name: _open(name, config, folder) for name in config.metrics.sinks}
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """One record: `kind` and, for kind "round", site, round and numbers."""
-        self._file.write(json.dumps(record, sort_keys=True) + "\n")
-        self._file.flush()
+        """One record: `kind` and, for kind "round", site, round and numbers.
+
+        A sink that fails is left out from then on, and the record of that says so.
+        """
+        self._line(record)
         if record.get("kind") not in ("round", "evaluation"):
             return
         values = {
             key: float(value)
             for key, value in record.items()
-            if isinstance(value, int | float) and not isinstance(value, bool) and key != "step"
+            if isinstance(value, int | float)
+            and not isinstance(value, bool)
+            and key not in _NOT_NUMBERS
         }
-        for sink in self._sinks:
-            sink.write(str(record.get("site", "")), int(record.get("step", 0)), values)
+        for name, sink in list(self._sinks.items()):
+            try:
+                sink.write(str(record.get("site", "")), int(record.get("step", 0)), values)
+            except Exception as error:  # other people's code, over a network
+                del self._sinks[name]
+                self._failed(name, error)
 
     def close(self) -> None:
-        """Close the file and all sinks."""
+        """Close all sinks and the file."""
+        for name, sink in self._sinks.items():
+            try:
+                sink.close()
+            except Exception as error:
+                self._failed(name, error)
         self._file.close()
-        for sink in self._sinks:
-            sink.close()
+
+    def _failed(self, name: str, error: Exception) -> None:
+        text = f"metrics: {name} failed and is left out from now on ({error})"
+        log.warning("%s", text)
+        self._line({"kind": "message", "text": text})
+
+    def _line(self, record: Mapping[str, Any]) -> None:
+        # JSON has no NaN and no infinity: null says that there was no such number.
+        plain = {
+            key: None if isinstance(value, float) and not math.isfinite(value) else value
+            for key, value in record.items()
+        }
+        self._file.write(json.dumps(plain, sort_keys=True, allow_nan=False) + "\n")
+        self._file.flush()
+
+
+def _is_torn(path: Path) -> bool:
+    """True if the last line of a file has no end."""
+    if not path.exists() or path.stat().st_size == 0:
+        return False
+    with path.open("rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read() != b"\n"
 
 
 def check_sinks(config: RunConfig) -> None:
     """Raise `ConfigError` if a sink's package is not installed."""
     for name in config.metrics.sinks:
-        if importlib.util.find_spec(_PACKAGES[name]) is None:
+        found = importlib.util.find_spec(_PACKAGES[name])
+        # A folder of that name, such as the one that wandb itself writes, is no package.
+        if found is None or found.origin is None:
             raise ConfigError(
                 f"metrics.sinks: {name} is not installed; pip install 'dilocox[{name}]'"
             )
@@ -105,7 +152,9 @@ class _WandbLike:
 
     def write(self, site: str, step: int, values: Mapping[str, float]) -> None:
         prefix = f"{site}/" if site else ""
-        self._run.log({f"{prefix}{key}": value for key, value in values.items()} | {"step": step})
+        # `step` itself is a reserved word there, and must not go back as it does between sites.
+        numbers = {f"{prefix}{key}": value for key, value in values.items()}
+        self._run.log({**numbers, "inner_step": step})
 
     def close(self) -> None:
         self._run.finish()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -111,8 +113,9 @@ def generate(
         raise ConfigError(f"temperature {temperature:g}: give 0 (likeliest token) or more")
     folder = model_folder(model)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-        network = AutoModelForCausalLM.from_pretrained(folder).eval()
+        with _no_progress_bar():
+            tokenizer = AutoTokenizer.from_pretrained(folder)
+            network = AutoModelForCausalLM.from_pretrained(folder).eval()
     except Exception as error:  # missing or damaged files: many kinds
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise CheckpointError(f"{folder}: cannot be loaded ({reason}); was it changed?") from None
@@ -128,3 +131,17 @@ def generate(
     choice["pad_token_id"] = tokenizer.pad_token_id or tokenizer.eos_token_id
     output = network.generate(**inputs, max_new_tokens=tokens, **choice)
     return str(tokenizer.decode(output[0], skip_special_tokens=True))
+
+
+@contextlib.contextmanager
+def _no_progress_bar() -> Iterator[None]:
+    """Loading a model that was just written takes no time worth a bar."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()

@@ -14,6 +14,8 @@ from dilocox.metrics import Metrics
 
 Record = dict[str, Any]
 Emit = Callable[[Record], None]
+REMEMBERED = 8
+"""Rounds that a late report can still be added to."""
 
 
 def combine(reports: Mapping[str, Record]) -> Record:
@@ -67,6 +69,7 @@ class Recorder:
         self._earlier = _read_lines(folder / "metrics.jsonl")
         self._metrics = Metrics(config, folder)
         self._open: dict[int, dict[str, Record]] = {}
+        self._closed: dict[int, dict[str, Record]] = {}
         self._rounds: dict[int, Record] = {}
         self._evaluations: dict[int, float] = {}
         self._flush: dict[str, Record] = {}
@@ -80,6 +83,7 @@ class Recorder:
         """The run was resumed at `round_`: what came later on the abandoned course is not
         counted (it stays in the file)."""
         self._rounds = {r: row for r, row in self._rounds.items() if r < round_}
+        self._closed = {r: rows for r, rows in self._closed.items() if r < round_}
         self._evaluations = {r: v for r, v in self._evaluations.items() if r < round_}
 
     def report(self, site: str, round_: int, kind: str, metrics: Record) -> None:
@@ -90,6 +94,7 @@ class Recorder:
         record = {"kind": kind, "round": round_, "site": site, **metrics}
         if kind in ("evaluation", "first_evaluation"):
             record["kind"] = "evaluation"
+            record["step"] = (metrics["after_round"] + 1) * self._config.outer.inner_steps
             self._evaluations[metrics["after_round"]] = metrics["val_loss"]
             self._write(record)
             return
@@ -98,7 +103,8 @@ class Recorder:
             self._flush[site] = record
             combine(self._flush)
         elif kind == "round":
-            self._open.setdefault(round_, {})[site] = record
+            # A report that comes after its round was closed completes it.
+            self._open.setdefault(round_, self._closed.pop(round_, {}))[site] = record
             ready = [r for r in sorted(self._open) if r < round_]
             if len(self._open[round_]) >= metrics["members"]:
                 ready.append(round_)
@@ -113,7 +119,7 @@ class Recorder:
         """Write `summary.json`; returns its content."""
         for number in sorted(self._open):
             self._close_round(number)
-        rounds = list(self._rounds.values())
+        rounds = [self._rounds[number] for number in sorted(self._rounds)]
         flush = combine(self._flush) if self._flush else None
         everything = [*rounds, flush] if flush else rounds
         seconds = sum(row["seconds"] for row in rounds)
@@ -156,7 +162,9 @@ class Recorder:
         return summary
 
     def _close_round(self, number: int) -> None:
-        combined = {"kind": "round", **combine(self._open.pop(number))}
+        rows = self._closed[number] = self._open.pop(number)
+        self._closed = {r: kept for r, kept in self._closed.items() if r > number - REMEMBERED}
+        combined = {"kind": "round", **combine(rows)}
         self._rounds[number] = combined
         self._write(combined)
 
@@ -172,7 +180,9 @@ def _read_lines(path: Path) -> list[Record]:
     records = []
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
-            records.append(json.loads(line))
+            record = json.loads(line)
         except ValueError:
             continue  # the last line of a run that was killed while writing it
+        if isinstance(record, dict):
+            records.append(record)
     return records
