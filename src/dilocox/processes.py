@@ -5,10 +5,12 @@ from __future__ import annotations
 import ctypes
 import multiprocessing
 import os
+import pickle
 import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterable
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -34,7 +36,7 @@ def start(target: Callable[..., None], *arguments: Any, name: str) -> BaseProces
     )
     try:
         process.start()
-    except (AttributeError, TypeError) as error:
+    except (AttributeError, TypeError, pickle.PicklingError) as error:
         raise DilocoxError(
             f"{name}: a process cannot be started with these functions on this system ({error}); "
             "define dataset, loss and callbacks at the top level of a module"
@@ -59,7 +61,7 @@ def _name_process(name: str) -> None:
     """Show `name` in process lists (Linux keeps 15 characters)."""
     try:
         with open("/proc/self/comm", "w", encoding="utf-8") as file:
-            file.write(name[-15:])
+            file.write(name.replace("-stage", ":").replace("-shard", ".")[:15])
     except OSError:
         return  # a name is a convenience
 
@@ -96,7 +98,8 @@ def call_in_child(
     """`function(*arguments, progress)` in a child of its own; its result.
 
     For work that starts threads: the parent stays fit for forking. Raises the child's
-    `DilocoxError`, or `DilocoxError` if the child was killed.
+    `DilocoxError`, or `DilocoxError` if it ended with another error (its traceback is in the
+    notes) or was killed.
     """
     ours, theirs = CONTEXT.Pipe(duplex=False)
     process = start(_answer, theirs, function, arguments, name=function.__name__)
@@ -131,5 +134,9 @@ def _answer(pipe: Connection, function: Callable[..., Any], arguments: tuple[Any
         result = function(*arguments, lambda step, share: pipe.send(("progress", (step, share))))
     except DilocoxError as error:
         pipe.send(("error", error))
+    except Exception as error:
+        crash = DilocoxError(f"{function.__name__}: {type(error).__name__}: {error}")
+        crash.add_note(traceback.format_exc())
+        pipe.send(("error", crash))
     else:
         pipe.send(("result", result))
