@@ -79,8 +79,12 @@ class Tunnel:
                 f"sites.{self.site}.interface: {host} is no address that others could reach; "
                 f"set sites.{self.site}.advertise"
             )
-        self._process, self._carrier = start_carrier(identity, host, door.bind_port)
-        port = self._carrier.address()[1]
+        self._process, self._carrier = start_carrier(identity)
+        try:
+            port = self._carrier.listen(host, door.bind_port)
+        except BaseException:
+            self._process.shutdown()
+            raise
         self.host, self.port = door.host or host, door.port or port
         self._chosen = door.chosen
         log.info("tunnel: listens at %s:%d, reached as %s:%d", host, port, self.host, self.port)
@@ -109,9 +113,16 @@ class Tunnel:
         """Connections that are carried at the moment, or about to be."""
         return self._carrier.connections()
 
+    @property
+    def carrier_pid(self) -> int:
+        """Process that carries the bytes."""
+        return self._process.pid
+
     def close(self) -> None:
-        """Cut all connections and end the carrier's process."""
-        self._carrier.close()
+        """End all connections and the carrier's process; what was sent still goes out."""
+        # A carrier that has died has nothing to close.
+        with contextlib.suppress(OSError, EOFError):
+            self._carrier.close()
         self._process.shutdown()
 
     def _announcement(self) -> Announcement:

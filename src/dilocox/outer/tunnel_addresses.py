@@ -127,17 +127,21 @@ def parse_advertise(name: str, text: str) -> tuple[str, int | None]:
 
     Raises `ConfigError`.
     """
-    try:
-        return str(ipaddress.ip_address(text.strip().strip("[]"))), None
-    except ValueError:
-        match = re.fullmatch(r"(\[[^\]]+\]|[A-Za-z0-9._-]+)(?::(\d{1,5}))?", text.strip(), re.ASCII)
+    text = text.strip()
+    match = re.fullmatch(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(?::(\d{1,5}))?", text, re.ASCII)
+    host = match[1].strip("[]") if match else text
     port = int(match[2]) if match and match[2] else None
-    if match is None or (port is not None and not 1 <= port <= 65535):
+    try:
+        if match is None or ":" in host:
+            host = str(ipaddress.IPv6Address(host))
+        if port is not None and not 1 <= port <= 65535:
+            raise ValueError("no such port")
+    except ValueError:
         raise ConfigError(
             f"sites.{name}.advertise: {text!r} is not an address; write HOST, or HOST:PORT for the "
             "first of the site's outside ports"
-        )
-    return match[1].strip("[]"), port
+        ) from None
+    return host, port
 
 
 def connects(mine: Announcement, my_index: int, peer: Announcement, peer_index: int) -> bool:

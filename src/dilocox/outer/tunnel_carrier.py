@@ -10,10 +10,12 @@ from __future__ import annotations
 import contextlib
 import datetime
 import logging
+import os
 import socket
 import ssl
 import threading
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from dilocox.errors import ConfigError, ExchangeError
@@ -26,9 +28,12 @@ log = logging.getLogger(__name__)
 
 GREETING_SECONDS = 10.0
 """For TLS and the route, from a connection's first moment."""
+CLOSE_SECONDS = 2.0
+"""For the last bytes to go out."""
 STRANGERS_AT_ONCE = 64
 """Connections that have not shown yet who they are."""
 _ROUTE_BYTES = 32
+_OUT_OF_FILES_PAUSE = 0.5
 _WELCOME, _UNKNOWN = b"1", b"0"
 
 
@@ -45,34 +50,33 @@ class _Route:
 
 
 class Carrier:
-    """Listens at `host`:`port` (0: any) as the site of `identity`, until `close`. Thread-safe.
+    """Carries the groups of one rank of `identity`'s site until `close`. Thread-safe."""
 
-    Raises `ConfigError` if it cannot listen there.
-    """
-
-    def __init__(self, identity: Identity, host: str, port: int) -> None:
+    def __init__(self, identity: Identity) -> None:
         self._identity = identity
         self._server, self._client = contexts(identity)
         self._lock = threading.Lock()
+        self._listener: socket.socket | None = None
         self._routes: dict[str, _Route] = {}
         self._open: set[socket.socket] = set()
         self._threads: set[threading.Thread] = set()
         self._closed = False
         self._strangers = threading.BoundedSemaphore(STRANGERS_AT_ONCE)
+
+    def listen(self, host: str, port: int) -> int:
+        """Begin to listen at `host`:`port` (0: any); the port. Raises `ConfigError`."""
         try:
-            self._listener = socket.create_server((host, port), family=_family(host), backlog=128)
+            listener = socket.create_server((host, port), family=_family(host), backlog=128)
         except OSError as error:
-            key = f"sites.{identity.site}"
+            key = f"sites.{self._identity.site}"
+            reason = os.strerror(error.errno) if error.errno else str(error)
             raise ConfigError(
-                f"{key}.ports: port {port} on {host} cannot be listened at ({error.strerror}); "
+                f"{key}.ports: port {port} on {host} cannot be listened at ({reason}); "
                 f"choose other ports or another {key}.interface, or end what holds the port"
             ) from None
-        self._start(self._accept, name="tunnel-door")
-
-    def address(self) -> tuple[str, int]:
-        """Host and port that it listens at."""
-        host, port = self._listener.getsockname()[:2]
-        return str(host), int(port)
+        self._listener = listener
+        self._start(self._accept, listener, name="tunnel-door")
+        return int(listener.getsockname()[1])
 
     def offer(self, route: str, port: int, sites: Sequence[str]) -> None:
         """Lead connections of `sites` that name `route` to Gloo's `port`."""
@@ -84,7 +88,7 @@ class Carrier:
         with self._lock:
             gone = self._routes.pop(route, None)
             for listener in gone.dialled if gone else []:
-                _shut(listener)
+                _shut(listener, socket.SHUT_RDWR)
 
     def dial(
         self, mine: str, site: str, host: str, port: int, route: str, wait: float, limit: float
@@ -116,21 +120,26 @@ class Carrier:
     def connections(self) -> int:
         """Threads that carry a connection, or are about to."""
         with self._lock:
-            return len(self._threads) - (not self._closed)
+            return sum(thread.name != "tunnel-door" for thread in self._threads)
 
     def close(self) -> None:
-        """Cut all connections and end all threads."""
+        """End all connections and threads; what Gloo has handed over by now still goes out."""
         with self._lock:
             self._closed = True
-            cut = [self._listener, *self._open]
+            cut = [self._listener] if self._listener else []
             cut += [item for route in self._routes.values() for item in route.dialled]
             self._routes.clear()
             for item in cut:
-                _shut(item)
+                _shut(item, socket.SHUT_RDWR)
+            for item in self._open:
+                if not isinstance(item, ssl.SSLSocket):
+                    _shut(item, socket.SHUT_RD)  # what has been received is still read
             threads = list(self._threads)
-        for thread in threads:
-            thread.join(GREETING_SECONDS)
-        self._listener.close()
+        _join(threads, CLOSE_SECONDS)
+        with self._lock:
+            for item in self._open:
+                _shut(item, socket.SHUT_RDWR)
+        _join(threads, GREETING_SECONDS)
 
     def _start(self, function: Callable[..., None], *arguments: object, name: str) -> None:
         def run() -> None:
@@ -159,19 +168,21 @@ class Carrier:
                 with self._lock:
                     self._open.discard(held)
 
-    def _accept(self) -> None:
-        while not self._closed:
-            try:
-                connection, where = self._listener.accept()
-            except OSError as error:
-                if not self._closed:
-                    log.warning("tunnel: a connection could not be taken: %s", error)
-                continue
-            if not self._strangers.acquire(blocking=False):
-                log.warning("tunnel: too many strangers at once, %s turned away", where[0])
-                connection.close()
-                continue
-            self._start(self._carry_theirs, connection, where[0], name="tunnel-from")
+    def _accept(self, listener: socket.socket) -> None:
+        with contextlib.closing(listener):
+            while not self._closed:
+                try:
+                    connection, where = listener.accept()
+                except OSError as error:
+                    if not self._closed:
+                        log.warning("tunnel: a connection could not be taken: %s", error)
+                        time.sleep(_OUT_OF_FILES_PAUSE)
+                    continue
+                if not self._strangers.acquire(blocking=False):
+                    log.warning("tunnel: too many strangers at once, %s turned away", where[0])
+                    connection.close()
+                    continue
+                self._start(self._carry_theirs, connection, where[0], name="tunnel-from")
 
     def _carry_theirs(self, connection: socket.socket, where: str) -> None:
         try:
@@ -272,10 +283,17 @@ def _secured(
         raise
 
 
-def _shut(item: socket.socket) -> None:
+def _shut(item: socket.socket, how: int) -> None:
     """Wake the thread that waits on a socket. TLS is left alone: another thread uses it."""
     with contextlib.suppress(OSError):
-        socket.socket.shutdown(item, socket.SHUT_RDWR)
+        socket.socket.shutdown(item, how)
+
+
+def _join(threads: Iterable[threading.Thread], limit: float) -> None:
+    """Wait `limit` seconds for all."""
+    end = time.monotonic() + limit
+    for thread in threads:
+        thread.join(max(0.0, end - time.monotonic()))
 
 
 def _family(host: str) -> socket.AddressFamily:

@@ -26,18 +26,23 @@ class CarrierProcess(BaseManager):
 
     if TYPE_CHECKING:
 
-        def Carrier(self, identity: Identity, host: str, port: int) -> Carrier:  # noqa: N802
+        def Carrier(self, identity: Identity) -> Carrier:  # noqa: N802
             """A `Carrier` over there."""
+
+    @property
+    def pid(self) -> int:
+        """The process's id."""
+        return int(self._process.pid)  # type: ignore[attr-defined]
 
 
 CarrierProcess.register("Carrier", Carrier)
 
 
-def start_carrier(identity: Identity, host: str, port: int) -> tuple[CarrierProcess, Carrier]:
+def start_carrier(identity: Identity) -> tuple[CarrierProcess, Carrier]:
     """A `Carrier` in a new process, which ends with this one; end it by `shutdown`.
 
-    To be called before this process has threads or a CUDA context. Raises `ConfigError` if the
-    carrier cannot listen at `host`:`port`.
+    To be called before this process has threads or a CUDA context. Raises `ConfigError` where
+    there are no such processes.
     """
     if sys.platform != "linux":
         raise ConfigError(
@@ -46,11 +51,7 @@ def start_carrier(identity: Identity, host: str, port: int) -> tuple[CarrierProc
         )
     process = CarrierProcess(ctx=multiprocessing.get_context("fork"))
     process.start(_end_with, (os.getpid(),))
-    try:
-        return process, process.Carrier(identity, host, port)
-    except BaseException:
-        process.shutdown()
-        raise
+    return process, process.Carrier(identity)
 
 
 def _end_with(parent: int) -> None:

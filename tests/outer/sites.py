@@ -1,0 +1,111 @@
+"""Sites as forked processes, with certificates and a rendezvous store, for tests of links."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dilocox.errors import ExchangeError
+from dilocox.outer.coordinator.identity import Authority, Identity, new_request
+
+CONTEXT = multiprocessing.get_context("fork")
+
+
+@dataclass(frozen=True)
+class Keys:
+    """[sites.NAME] of a run file."""
+
+    advertise: str | None = None
+    ports: str | None = None
+
+
+class MemoryStore:
+    """`KeyValue` on a dictionary that processes share."""
+
+    def __init__(self, values: Any) -> None:
+        self._values = values
+
+    def kv_set(self, key: str, value: bytes) -> None:
+        """Store a value."""
+        self._values[key] = value
+
+    def kv_check(self, keys: Sequence[str]) -> bool:
+        """Are all keys there?"""
+        return all(key in self._values for key in keys)
+
+    def kv_get(self, keys: Sequence[str], limit: float) -> dict[str, bytes]:
+        """Values of all keys, waiting for them."""
+        end = time.monotonic() + limit
+        while not self.kv_check(keys):
+            if time.monotonic() > end:
+                raise ExchangeError(f"{keys} not set")
+            time.sleep(0.005)
+        return {key: self._values[key] for key in keys}
+
+
+@contextmanager
+def shared_store() -> Iterator[MemoryStore]:
+    """A store for processes that are forked while it is open."""
+    with CONTEXT.Manager() as manager:
+        yield MemoryStore(manager.dict())
+
+
+def identity_of(authority: Authority, site: str, incarnation: int = 1) -> Identity:
+    """What the coordinator would hand to a site."""
+    key, csr = new_request(site)
+    certificate = authority.sign(csr, site, incarnation)
+    return Identity(site, incarnation, key, certificate, authority.pem, authority.fingerprint)
+
+
+def authority_in(folder: Path) -> Authority:
+    """A run's certificate authority."""
+    return Authority(folder, ["localhost"])
+
+
+def run_each(functions: Mapping[str, Callable[[], Any]], limit: float = 60.0) -> dict[str, Any]:
+    """Run every function in a process of its own; what they returned.
+
+    An exception that one raised is returned in its place, as text. No process is left behind.
+    """
+    processes, pipes = {}, {}
+    try:
+        for name, function in functions.items():
+            pipes[name], theirs = CONTEXT.Pipe(duplex=False)
+            processes[name] = CONTEXT.Process(target=_run, args=(function, theirs), name=name)
+            processes[name].start()
+            theirs.close()
+        results = {}
+        end = time.monotonic() + limit
+        for name, pipe in pipes.items():
+            if not pipe.poll(max(0.0, end - time.monotonic())):
+                raise TimeoutError(f"{name} has not ended within {limit:g} s")
+            results[name] = pipe.recv()
+        return results
+    finally:
+        for process in processes.values():
+            process.join(2.0)
+            process.kill()
+            process.join()
+
+
+def _run(function: Callable[[], Any], pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    try:
+        result = function()
+    except BaseException as error:
+        traceback.print_exc()
+        result = f"{type(error).__name__}: {error}"
+    pipe.send(result)
+    pipe.close()
+    # Nothing of what the test process had open is to be closed from here.
+    os._exit(0)
