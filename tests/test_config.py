@@ -109,7 +109,7 @@ def test_bad_values_are_refused_in_one_line(run_file: Path, override: str, expec
         ("[model]\npath = 'x'\n[sites]\n", "name at least one site: add a table [sites.NAME]"),
         ("outer = 3\n", "outer: got 3, expected a table"),
         ("sites = 3\n[model]\npath = 'x'\n", "sites: got 3, expected a table"),
-        ("[model]\narchitecture = {}\n[sites.a]\n", 'architecture needs model_type, for example'),
+        ("[model]\narchitecture = {}\n[sites.a]\n", "architecture needs model_type, for example"),
         ("[model\n", "not valid TOML: "),
         ("modell = 1\n", 'modell: no such key; did you mean "model"?'),
     ],

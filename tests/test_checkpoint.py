@@ -1,0 +1,258 @@
+"""Checkpoints: exact, checked, never half, and never in the way of the training."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+import torch
+
+from dilocox import checkpoint
+from dilocox.checkpoint import RankCheckpointer, exists, load, rank_folder
+from dilocox.errors import CheckpointError
+from dilocox.processes import CONTEXT
+
+RANK = ("paris", 0, 1)
+
+
+def tensors(value: float = 1.0) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return {
+        "live/w": torch.randn(5, 7, generator=generator) * value,
+        "live/half": torch.randn(4, generator=generator).bfloat16(),
+        "inner/step": torch.tensor(12.0),
+        "inner/empty": torch.empty(0, 3),
+        "outer/0/anchor": torch.tensor([float("nan"), float("inf"), -0.0, value]),
+        "random/cpu": torch.arange(9, dtype=torch.uint8),
+        "pending/0": torch.randn(0),
+    }
+
+
+class Saver:
+    """A checkpointer of one rank, and what it reported."""
+
+    def __init__(self, root: str, keep: int = 2) -> None:
+        self.digests: dict[int, str] = {}
+        self.failures: dict[int, str] = {}
+        self.writer = RankCheckpointer(root, *RANK, keep)
+
+    def save(self, tick: int, values: dict[str, torch.Tensor] | None = None) -> str | None:
+        self.writer.save(
+            tick,
+            tensors() if values is None else values,
+            {"round": tick // 10, "pending": [{"key": "0/1"}]},
+            self.digests.__setitem__,
+            self.failures.__setitem__,
+        )
+        self.writer.wait()
+        return self.digests.get(tick)
+
+
+def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
+    if (left.dtype, left.shape) != (right.dtype, right.shape):
+        return False
+    return left.numpy(force=True).tobytes() == right.numpy(force=True).tobytes() if (
+        left.dtype != torch.bfloat16
+    ) else torch.equal(left.view(torch.int16), right.view(torch.int16))  # fmt: skip
+
+
+@pytest.mark.parametrize("place", ["folder", "memory"])
+def test_what_is_read_is_what_was_written_to_the_bit(tmp_path: Path, place: str) -> None:
+    root = str(tmp_path / "c") if place == "folder" else f"memory://{tmp_path.name}/c"
+    digest = Saver(root).save(40)
+    assert digest is not None
+    assert exists(root, 40, *RANK)
+    loaded = load(root, 40, *RANK, digest)
+    assert set(loaded.tensors) == set(tensors())
+    for name, tensor in tensors().items():
+        assert same_bits(loaded.tensors[name], tensor), name
+    assert loaded.state == {
+        "format": checkpoint.FORMAT_VERSION,
+        "tick": 40,
+        "round": 4,
+        "pending": [{"key": "0/1"}],
+    }
+
+
+def test_a_rank_without_tensors(tmp_path: Path) -> None:
+    digest = Saver(str(tmp_path)).save(1, {})
+    assert digest is not None
+    assert load(str(tmp_path), 1, *RANK, digest).tensors == {}
+
+
+def test_the_snapshot_is_of_the_moment_of_the_call(tmp_path: Path) -> None:
+    live = torch.ones(1000)
+    saver = Saver(str(tmp_path))
+    saver.writer.save(1, {"w": live}, {}, saver.digests.__setitem__, saver.failures.__setitem__)
+    live.zero_()
+    saver.writer.wait()
+    assert torch.equal(
+        load(str(tmp_path), 1, *RANK, saver.digests[1]).tensors["w"], torch.ones(1000)
+    )
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "state.json", "files.json"])
+@pytest.mark.parametrize("damage", ["changed", "shortened", "missing"])
+def test_a_damaged_file_is_named_and_nothing_is_unpickled(
+    tmp_path: Path, name: str, damage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    digest = Saver(str(tmp_path)).save(7)
+    assert digest is not None
+    file = Path(rank_folder(str(tmp_path), 7, *RANK)) / "write-1" / name
+    content = file.read_bytes()
+    if damage == "changed":
+        middle = len(content) // 2
+        file.write_bytes(content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :])
+    elif damage == "shortened":
+        file.write_bytes(content[:-1])
+    else:
+        file.unlink()
+
+    def read(*_: object) -> NoReturn:
+        raise AssertionError("a pickle was read before it was checked")
+
+    monkeypatch.setattr(checkpoint.FsspecReader, "read_metadata", read)
+    with pytest.raises(CheckpointError) as caught:
+        load(str(tmp_path), 7, *RANK, digest)
+    gone = name == "files.json" and damage == "missing"
+    assert ("no checkpoint is here" if gone else name) in str(caught.value)
+
+
+def test_a_newer_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint, "FORMAT_VERSION", 2)
+    digest = Saver(str(tmp_path)).save(7)
+    monkeypatch.undo()
+    assert digest is not None
+    with pytest.raises(CheckpointError, match="format 2, this version reads 1"):
+        load(str(tmp_path), 7, *RANK, digest)
+
+
+def _die(*_: Any, **__: Any) -> NoReturn:
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError("unreachable")
+
+
+def _killed_at(point: str, root: str, tick: int) -> None:
+    """Write a checkpoint in this process and die on the way."""
+    from fsspec.implementations.local import LocalFileSystem
+
+    if point == "tensors":
+        checkpoint.FsspecWriter.finish = _die  # type: ignore[method-assign]
+    elif point == "digests":
+        checkpoint._sha256 = _die
+    else:
+        LocalFileSystem.mv = _die  # type: ignore[method-assign]
+    Saver(root).save(tick, tensors(2.0))
+
+
+@pytest.mark.parametrize("point", ["tensors", "digests", "name"])
+@pytest.mark.parametrize("tick", [10, 20])
+def test_a_kill_while_writing_leaves_the_last_checkpoint_whole(
+    tmp_path: Path, point: str, tick: int
+) -> None:
+    """Also at the tick of the last checkpoint: a run that is resumed and stopped at once writes
+    the same tick again."""
+    root = str(tmp_path)
+    torch.set_num_threads(1)
+    saver = Saver(root)
+    digest = saver.save(10)
+    assert digest is not None
+    process = CONTEXT.Process(target=_killed_at, args=(point, root, tick))
+    process.start()
+    process.join(60)
+    assert process.exitcode == -signal.SIGKILL
+    left = list(Path(rank_folder(root, tick, *RANK)).rglob("*.distcp"))
+    assert len(left) == (2 if tick == 10 else 1), "the kill came before anything was written"
+    assert not exists(root, 20, *RANK)
+    assert torch.equal(load(root, 10, *RANK, digest).tensors["live/w"], tensors()["live/w"])
+    # The next start writes the same tick whole, and what was half is gone.
+    again = saver.save(tick, tensors(3.0))
+    assert again is not None
+    assert torch.equal(load(root, tick, *RANK, again).tensors["live/w"], tensors(3.0)["live/w"])
+    assert len(list(Path(rank_folder(root, tick, *RANK)).iterdir())) == 1
+
+
+def test_a_tick_written_again_replaces_the_first_only_when_it_is_recorded(tmp_path: Path) -> None:
+    root = str(tmp_path)
+    saver = Saver(root)
+    first = saver.save(10)
+    assert first is not None
+
+    def refuse(tick: int, digest: str) -> None:
+        # Both are there until the coordinator knows of the new one.
+        assert load(root, 10, *RANK, digest).state["tick"] == 10
+        raise CheckpointError("coordinator: no answer")
+
+    saver.writer.save(10, tensors(2.0), {}, refuse, saver.failures.__setitem__)
+    saver.writer.wait()
+    assert "coordinator: no answer" in saver.failures[10]
+    assert torch.equal(load(root, 10, *RANK, first).tensors["live/w"], tensors()["live/w"])
+
+
+def ticks(root: Path) -> list[int]:
+    return sorted(int(entry.name.removeprefix("tick-")) for entry in root.iterdir())
+
+
+def test_the_newest_are_kept_over_restarts_too(tmp_path: Path) -> None:
+    saver = Saver(str(tmp_path), keep=2)
+    for tick in (10, 20, 30):
+        assert saver.save(tick)
+    assert ticks(tmp_path) == [20, 30]
+    resumed = Saver(str(tmp_path), keep=2)
+    assert resumed.save(40)
+    assert ticks(tmp_path) == [30, 40]
+
+
+def test_other_ranks_files_are_not_touched(tmp_path: Path) -> None:
+    other = tmp_path / "tick-00000010" / "lyon" / "stage0-shard0" / "write-1" / "x"
+    other.parent.mkdir(parents=True)
+    other.write_text("x", encoding="utf-8")
+    saver = Saver(str(tmp_path), keep=2)
+    for tick in (10, 20, 30):
+        assert saver.save(tick)
+    assert other.exists()
+    assert not Path(rank_folder(str(tmp_path), 10, *RANK)).exists()
+    assert ticks(tmp_path) == [10, 20, 30]
+
+
+def test_checkpoints_of_a_course_that_was_left_do_not_push_out_good_ones(tmp_path: Path) -> None:
+    saver = Saver(str(tmp_path), keep=2)
+    for tick in (10, 20, 90):
+        assert saver.save(tick)
+    # 20 and 90 are there; the run is resumed at 20.
+    resumed = Saver(str(tmp_path), keep=2)
+    assert resumed.save(30)
+    assert {20, 30} <= set(ticks(tmp_path))
+
+
+def test_a_failed_write_is_reported_and_training_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saver = Saver(str(tmp_path))
+    assert saver.save(10)
+    whole: Callable[..., Any] = checkpoint.dcp.save
+
+    def full(*arguments: Any, **options: Any) -> NoReturn:
+        whole(*arguments, **options)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint.dcp, "save", full)
+    assert saver.save(20) is None
+    assert "No space left on device" in saver.failures[20]
+    # What could not be finished does not fill the disk any longer.
+    assert not list(Path(rank_folder(str(tmp_path), 20, *RANK)).rglob("*.distcp"))
+    assert exists(str(tmp_path), 10, *RANK)
+    monkeypatch.undo()
+    assert saver.save(30)
+    assert set(saver.failures) == {20}
+
+
+def test_a_folder_that_cannot_be_made_is_reported(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x", encoding="utf-8")
+    saver = Saver(str(tmp_path / "file"))
+    assert saver.save(10) is None
+    assert saver.failures[10]

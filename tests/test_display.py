@@ -1,0 +1,94 @@
+"""What people read: sizes, counts, the line of a round."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+
+from dilocox.config import resolve_run
+from dilocox.display import Display, number, round_line, size
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (999.6, "1.0 kB"),
+        (1000, "1.0 kB"),
+        (1234567, "1.2 MB"),
+        (999_960, "1.0 MB"),
+        (5e15, "5000.0 TB"),
+    ],
+)
+def test_sizes(count: float, text: str) -> None:
+    assert size(count) == text
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(0, "0"), (12, "12"), (999.7, "1.0k"), (12345, "12.3k"), (5.2e6, "5.2M"), (7e12, "7000.0G")],
+)
+def test_counts(count: float, text: str) -> None:
+    assert number(count) == text
+
+
+UNITS = {"": 1.0, "B": 1.0, "k": 1e3, "kB": 1e3, "M": 1e6, "MB": 1e6, "G": 1e9, "GB": 1e9}
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(count=st.floats(0, 9e11))
+def test_what_is_shown_is_within_its_last_digit(count: float) -> None:
+    for text in (
+        size(count),
+        number(count).replace("k", " k").replace("M", " M").replace("G", " G"),
+    ):
+        digits, _, unit = text.partition(" ")
+        scale = UNITS[unit]
+        assert abs(float(digits) * scale - count) <= (0.5 if scale == 1 else 0.05 * scale) * 1.0001
+        assert float(digits) < 1000 or unit in ("G", "TB")
+
+
+RECORD = {
+    "kind": "round",
+    "round": 4,
+    "loss": 3.14159,
+    "tokens_per_second": 12345.0,
+    "wait_share": 0.256,
+    "payload_bytes": 1_200_000,
+    "allreduce_bytes": 240_000_000,
+    "ratio_per_transfer": 7.9,
+    "ratio_per_token": 200.0,
+}
+
+
+def test_the_line_of_a_round() -> None:
+    assert round_line(RECORD, 10) == (
+        "round  5/10  loss 3.142   12.3k tokens/s  waited 25.6%  sent   1.2 MB "
+        "(synchronous 240.0 MB; 7.9x per transfer, 200x per token)"
+    )
+    without = {key: value for key, value in RECORD.items() if key != "loss"}
+    assert "loss -  " in round_line(without, 10)
+
+
+def shown(*records: dict[str, object], terminal: bool) -> str:
+    display = Display(resolve_run({"model": {"path": "x"}, "sites": {"a": {}}}))
+    stream = io.StringIO()
+    display._console = Console(file=stream, width=300, highlight=False, force_terminal=False)
+    display._lively = terminal
+    for record in records:
+        display.show(record)
+    return stream.getvalue()
+
+
+def test_off_a_terminal_only_events_are_shown() -> None:
+    message = {"kind": "message", "text": "lyon [left]"}
+    loss = {"kind": "evaluation", "after_round": -1, "val_loss": 6.25}
+    text = shown(RECORD, message, loss, terminal=False)
+    assert text == "lyon [left]\nheld-out loss before training: 6.2500\n"
+    lively = shown(RECORD, {**RECORD, "site": "paris"}, terminal=True)
+    assert lively.count("round  5/10") == 1

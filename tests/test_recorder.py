@@ -1,0 +1,202 @@
+"""The run's metrics and summary out of the sites' reports."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dilocox.config import RunConfig, resolve_run
+from dilocox.errors import TrainingError
+from dilocox.recorder import Recorder, combine
+
+
+def config(**outer: Any) -> RunConfig:
+    return resolve_run(
+        {
+            "run": {"name": "r"},
+            "model": {"path": "x"},
+            "outer": {"inner_steps": 20, **outer},
+            "sites": {"paris": {}, "lyon": {}},
+        }
+    )
+
+
+def row(round_: int = 0, **changes: Any) -> dict[str, Any]:
+    return {
+        "round": round_,
+        "step": 20 * (round_ + 1),
+        "tokens": 100,
+        "seconds": 2.0,
+        "tokens_per_second": 50.0,
+        "wait_share": 0.1,
+        "payload_bytes": 10,
+        "allreduce_bytes": 1000,
+        "ratio_per_transfer": 8.0,
+        "ratio_per_token": 100.0,
+        "members": 2,
+        "loss": 3.0,
+        "anchor_digest": f"anchor-{round_}",
+    } | changes
+
+
+def test_a_round_of_two_sites() -> None:
+    combined = combine(
+        {
+            "paris": row(tokens=300, loss=2.0, wait_share=0.3, ratio_per_transfer=6.0),
+            "lyon": row(tokens=100, loss=4.0, seconds=3.0, payload_bytes=30),
+        }
+    )
+    assert combined["loss"] == pytest.approx((300 * 2 + 100 * 4) / 400)
+    assert combined["tokens"] == 400
+    assert combined["tokens_per_second"] == 100
+    assert combined["seconds"] == 3.0
+    assert combined["wait_share"] == 0.3
+    assert (combined["payload_bytes"], combined["allreduce_bytes"]) == (40, 2000)
+    assert combined["ratio_per_transfer"] == 7.0
+    assert combined["ratio_per_token"] == 50.0
+    assert combined["sites"] == 2
+    assert "site" not in combined
+
+
+REPORTS = st.dictionaries(
+    st.sampled_from(["a", "b", "c", "d"]),
+    st.builds(
+        lambda tokens, loss, payload: row(tokens=tokens, loss=loss, payload_bytes=payload),
+        st.integers(1, 10**9),
+        st.floats(0.0, 20.0),
+        st.integers(0, 10**12),
+    ),
+    min_size=1,
+)
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(reports=REPORTS)
+def test_combining_sums_bytes_and_stays_within_the_losses(reports: dict[str, Any]) -> None:
+    combined = combine(reports)
+    losses = [item["loss"] for item in reports.values()]
+    assert min(losses) - 1e-6 <= combined["loss"] <= max(losses) + 1e-6
+    for key in ("tokens", "payload_bytes", "allreduce_bytes"):
+        assert combined[key] == sum(item[key] for item in reports.values())
+    backwards = combine(dict(reversed(reports.items())))
+    assert backwards["loss"] == pytest.approx(combined["loss"])
+    assert {k: v for k, v in backwards.items() if k != "loss"} == {
+        k: v for k, v in combined.items() if k != "loss"
+    }
+
+
+def test_a_site_that_took_no_steps_has_no_say_in_the_loss() -> None:
+    idle = row(tokens=0)
+    del idle["loss"]
+    assert combine({"paris": row(loss=2.0), "lyon": idle})["loss"] == 2.0
+    assert "loss" not in combine({"lyon": idle})
+
+
+def test_different_anchors_end_the_run_with_sites_and_digests_named() -> None:
+    with pytest.raises(TrainingError) as caught:
+        combine({"paris": row(4, anchor_digest="a" * 64), "lyon": row(4, anchor_digest="b" * 64)})
+    text = str(caught.value)
+    assert text.startswith("round 4: the sites hold different anchors")
+    assert f"paris {'a' * 12}" in text
+    assert f"lyon {'b' * 12}" in text
+
+
+class Run:
+    """A recorder and what it emitted."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.emitted: list[dict[str, Any]] = []
+        self.recorder = Recorder(config(), folder, self.emitted.append)
+
+    def report(self, site: str, round_: int, **changes: Any) -> None:
+        values = row(round_, **changes)
+        del values["round"]
+        self.recorder.report(site, round_, "round", values)
+
+    def rounds(self) -> list[dict[str, Any]]:
+        return [r for r in self.emitted if r["kind"] == "round" and "site" not in r]
+
+    def lines(self) -> list[dict[str, Any]]:
+        text = (self.folder / "metrics.jsonl").read_text(encoding="utf-8")
+        return [json.loads(line) for line in text.splitlines()]
+
+
+def test_a_round_is_closed_when_all_members_have_reported(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.report("paris", 0)
+    assert run.rounds() == []
+    run.report("lyon", 0)
+    assert [r["tokens"] for r in run.rounds()] == [200]
+    assert [line.get("site") for line in run.lines()] == ["paris", "lyon", None]
+
+
+def test_a_dead_site_holds_no_round_up_and_a_late_one_still_counts(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.report("paris", 0)
+    run.report("paris", 1)
+    assert [(r["round"], r["tokens"]) for r in run.rounds()] == [(0, 100)]
+    run.report("lyon", 0)
+    assert [(r["round"], r["tokens"]) for r in run.rounds()] == [(0, 100), (0, 200)]
+    summary = run.recorder.finish("finished", "")
+    assert (summary["rounds"], summary["tokens"]) == (2, 300)
+
+
+def test_the_summary(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.recorder.report("paris", 0, "first_evaluation", {"val_loss": 6.0, "after_round": -1})
+    for round_ in (0, 1):
+        run.report("paris", round_)
+        run.report("lyon", round_)
+    flush = row(2, payload_bytes=5, allreduce_bytes=0, anchor_digest="last")
+    for site in ("paris", "lyon"):
+        run.recorder.report(site, 2, "flush", flush)
+    run.recorder.report("paris", 2, "evaluation", {"val_loss": 4.5, "after_round": 2})
+    returned = run.recorder.finish("finished", "")
+    summary = json.loads((tmp_path / "summary.json").read_text(encoding="utf-8"))
+    assert summary == returned
+    assert (summary["val_loss_first"], summary["val_loss_last"]) == (6.0, 4.5)
+    assert (summary["tokens"], summary["rounds"], summary["sites"]) == (400, 2, 2)
+    assert summary["tokens_per_second"] == 100.0
+    # The flush's bytes are counted: they go over the network too.
+    assert (summary["payload_bytes"], summary["allreduce_bytes"]) == (50, 4000)
+    assert summary["anchor_digest"] == "last"
+    assert summary["stages"] == 1
+    evaluations = [line for line in run.lines() if line["kind"] == "evaluation"]
+    assert [line["step"] for line in evaluations] == [0, 60]
+
+
+def test_a_run_that_ended_before_its_first_round_has_a_summary(tmp_path: Path) -> None:
+    summary = Run(tmp_path).recorder.finish("failed", "all sites are gone")
+    assert (summary["phase"], summary["reason"]) == ("failed", "all sites are gone")
+    assert (summary["tokens"], summary["val_loss_first"], summary["anchor_digest"]) == (
+        0,
+        None,
+        None,
+    )
+
+
+def test_a_resumed_run_counts_on_and_forgets_the_course_it_left(tmp_path: Path) -> None:
+    first = Run(tmp_path)
+    for round_ in range(3):
+        for site in ("paris", "lyon"):
+            first.report(site, round_, loss=float("nan") if round_ == 2 else 3.0)
+    first.recorder.finish("stopped", "")
+    with (tmp_path / "metrics.jsonl").open("a", encoding="utf-8") as file:
+        file.write('{"kind": "round", "rou')  # killed while it wrote
+    again = Run(tmp_path)
+    again.recorder.forget_after(2)
+    for site in ("paris", "lyon"):
+        again.report(site, 2, loss=1.5)
+    summary = again.recorder.finish("finished", "")
+    assert (summary["rounds"], summary["tokens"], summary["loss_last"]) == (3, 600, 1.5)
+    text = (tmp_path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    broken = [line for line in text if not line.endswith("}")]
+    assert broken == ['{"kind": "round", "rou']
+    assert all(json.loads(line) for line in text if line not in broken)
+    assert sum('"site": "lyon"' in line for line in text) == 4
