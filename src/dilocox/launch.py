@@ -42,6 +42,10 @@ from dilocox.site import start_site_group
 from dilocox.site.machine import resolve_device
 
 
+ENDPOINT = "endpoint.json"
+"""In the coordinator's folder, readable by its owner: address, join token, operator's identity."""
+
+
 @dataclass(frozen=True)
 class Result:
     """How a run ended."""
@@ -258,6 +262,7 @@ def _coordinate(
         on_message=recorder.message,
         on_resumed=recorder.forget_after,
         on_ready=on_ready,
+        ready_file=folder / "coordinator" / ENDPOINT,
     )
     summary = recorder.finish(status.phase, status.reason)
     return {"phase": status.phase, "reason": status.reason, "summary": summary}
@@ -314,7 +319,8 @@ def join(config: RunConfig, *, site: str, address: str, token: str, debug: bool)
     display = Display(config)
     files = prepare_data(config, display)
     preflight.check_run(config, files.vocabulary_size, sites_here=1)
-    return run_site(config, site, Endpoint(url, token, ""), Hooks(), debug, config.folder, False)
+    shared = (config.folder / "coordinator" / ENDPOINT).exists()
+    return run_site(config, site, Endpoint(url, token, ""), Hooks(), debug, config.folder, shared)
 
 
 def _site_in_child(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
 import os
 import sys
@@ -74,7 +75,7 @@ class Network:
     place: Place
     address: str
     timeouts: Timeouts
-    groups: dict[int, PeerGroup] = field(default_factory=dict)
+    groups: dict[tuple[int, tuple[str, ...]], PeerGroup] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.begin = self.client.begin
@@ -84,22 +85,24 @@ class Network:
         self.epoch = self.control.epoch
 
     def group(self, begun: BeginReply, superseded: Callable[[], bool]) -> PeerGroup:
-        """The group of an epoch; formed when it is first needed."""
-        if begun.epoch not in self.groups:
+        """The group of these members in an epoch; formed when it is first needed."""
+        sites = tuple(member.site for member in begun.members)
+        if (begun.epoch, sites) not in self.groups:
             place = self.place
-            self.groups[begun.epoch] = PeerGroup(
+            between = hashlib.sha256("/".join(sites).encode()).hexdigest()[:8]
+            self.groups[begun.epoch, sites] = PeerGroup(
                 self.client,
-                f"epoch/{begun.epoch}/{place.stage}/{place.shard}",
-                [member.site for member in begun.members],
+                f"epoch/{begun.epoch}/{between}/{place.stage}/{place.shard}",
+                sites,
                 place.site,
                 self.address,
                 self.timeouts.form,
                 self.timeouts.link,
                 superseded,
             )
-            for old in sorted(self.groups)[:-KEPT_GROUPS]:
+            for old in list(self.groups)[:-KEPT_GROUPS]:
                 self.groups.pop(old).close()
-        return self.groups[begun.epoch]
+        return self.groups[begun.epoch, sites]
 
     def pair(self, name: str, donor: str, receiver: str) -> PeerGroup:
         """The two ranks of an entry."""

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from dilocox.errors import ExchangeError
+from dilocox.outer.coordinator.errors import EpochOverError
 
 
 class KeyValue(Protocol):
@@ -73,7 +74,10 @@ class CoordinatorStore(dist.Store):
         data = value.encode() if isinstance(value, str) else bytes(value)
         if self._on_set:
             data = self._on_set(key, data)
-        self._kv.kv_set(self._prefix + key, data)
+        try:
+            self._kv.kv_set(self._prefix + key, data)
+        except EpochOverError as error:
+            raise EpochChangedError(str(error)) from None
 
     def get(self, key: str) -> bytes:  # type: ignore[override]
         """The value under `key`, waiting for it. Raises `ExchangeError`, `EpochChangedError`."""
@@ -84,6 +88,8 @@ class CoordinatorStore(dist.Store):
             name = self._prefix + key
             try:
                 value = self._kv.kv_get([name], 1.0)[name]
+            except EpochOverError as error:
+                raise EpochChangedError(str(error)) from None
             except ExchangeError:
                 value = None
             if value is not None:

@@ -9,6 +9,10 @@ class CoordinatorError(TrainingError):
     """The coordinator refused a call: a bug or another run, not to be retried."""
 
 
+class EpochOverError(CoordinatorError):
+    """A group was to be formed for an epoch that no exchange needs any more: begin again."""
+
+
 class CoordinatorUnreachableError(TrainingError):
     """The coordinator did not answer within the limit that `link_timeout` allows."""
 

@@ -54,7 +54,7 @@ class Refusal(Message):
     """Why a call was refused: one line with the thing, the reason and the mend."""
 
     error: str
-    kind: Literal["malformed", "refused", "join", "gone", "conflict"]
+    kind: Literal["malformed", "refused", "join", "gone", "conflict", "over"]
 
 
 class Done(Message):

@@ -19,7 +19,7 @@ from dilocox.outer.coordinator import views
 from dilocox.outer.coordinator.core import Coordinator
 from dilocox.outer.coordinator.refusals import Caller, Refused
 
-_STATUS = {"malformed": 400, "refused": 403, "join": 403, "gone": 410, "conflict": 409}
+_STATUS = {"malformed": 400, "refused": 403, "join": 403, "gone": 410, "conflict": 409, "over": 409}
 _log = logging.getLogger(__name__)
 Model = TypeVar("Model", bound=m.Message)
 Answer = TypeVar("Answer", bound=m.Message)

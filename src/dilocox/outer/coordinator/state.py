@@ -136,6 +136,18 @@ class CoordinatorState:
             and state.active_from <= round_
         )
 
+    def members_for(self, round_: int) -> list[Member]:
+        """Sites of the epoch that an exchange of `round_` is carried between.
+
+        One that enters receives from the first round on none of whose exchanges was begun without
+        it; its ranks do not wait for earlier ones.
+        """
+        return [
+            (name, incarnation)
+            for name, incarnation in self.members
+            if self.sites[name].role != "entering" or self.sites[name].from_round <= round_
+        ]
+
     def voters(self, exchange: Exchange) -> list[RankKey]:
         """Ranks whose votes decide an exchange."""
         return [
@@ -248,7 +260,7 @@ class CoordinatorState:
         for key in self.undecided:
             exchange = self.exchanges[key]
             if member in exchange.members:
-                exchange.repin(self.epoch, self.members)
+                exchange.repin(self.epoch, self.members_for(exchange.round))
                 exchange.broken = {}
         self._new_donors(event.site)
 
@@ -301,7 +313,7 @@ class CoordinatorState:
     def _pinned(self, event: e.Pinned) -> None:
         key = ExchangeKey.parse(event.key)
         self.exchanges[event.key] = Exchange(
-            event.key, key.round, key.stage, self.epoch, list(self.members)
+            event.key, key.round, key.stage, self.epoch, self.members_for(key.round)
         )
         self.undecided[event.key] = None
 
@@ -322,7 +334,7 @@ class CoordinatorState:
         # The first broken exchange of an epoch ends it for all; the others only follow.
         if exchange.epoch == self.epoch:
             self._new_epoch()
-        exchange.repin(self.epoch, self.members)
+        exchange.repin(self.epoch, self.members_for(exchange.round))
         self._say(event, "decision", f"exchange {event.key} begins attempt {exchange.attempt}")
 
     def _decided(self, event: e.Decided) -> None:

@@ -93,7 +93,7 @@ class Store:
 
     def _check(self, key: str, caller: Caller, *, write: bool) -> None:
         if not self._current(key):
-            raise Refused("conflict", f"key {key}: its epoch is over; begin the exchange again")
+            raise Refused("over", f"key {key}: its epoch is over; begin the exchange again")
         if not write:
             return
         if key.startswith("site/") and key.split("/", 2)[1] != caller.site:

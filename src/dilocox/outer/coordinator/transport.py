@@ -19,6 +19,7 @@ from dilocox.outer.coordinator import messages as m
 from dilocox.outer.coordinator.errors import (
     CoordinatorError,
     CoordinatorUnreachableError,
+    EpochOverError,
     SiteGoneError,
 )
 from dilocox.outer.coordinator.identity import Identity
@@ -178,7 +179,11 @@ def _refusal(status: int, content: bytes, name: str) -> DilocoxError:
         return CoordinatorError(
             f"{name}: refused with status {status}, not by a dilocox coordinator; check the address"
         )
-    kinds: dict[str, type[DilocoxError]] = {"gone": SiteGoneError, "join": JoinError}
+    kinds: dict[str, type[DilocoxError]] = {
+        "gone": SiteGoneError,
+        "join": JoinError,
+        "over": EpochOverError,
+    }
     return kinds.get(refusal.kind, CoordinatorError)(refusal.error)
 
 

@@ -1,0 +1,50 @@
+"""A site that is killed leaves, the others go on; it comes back and contributes again."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+
+import pytest
+
+from tests.e2e.harness import Run, Workshop
+
+
+def join_again(workshop: Workshop, run: Run, site: str, *sets: str) -> Run:
+    endpoint = json.loads((run.folder / "coordinator" / "endpoint.json").read_text())
+    address = endpoint["url"].removeprefix("https://")
+    file, *overrides = workshop.run_file(run.folder.name, *sets)
+    token = endpoint["token"]
+    arguments = ["join", address, "--site", site, "--run", file, "--token", token, *overrides]
+    joined = Run(arguments, run.folder)
+    workshop.runs.append(joined)
+    return joined
+
+
+@pytest.mark.parametrize("exchange", ["gather", "reduce"])
+def test_kill_and_rejoin(workshop: Workshop, exchange: str) -> None:
+    sets = ("outer.rounds=220", "checkpoint.every_rounds=0", f"outer.exchange={exchange}")
+    run = workshop.start(f"killed-{exchange}", *sets)
+    run.until(lambda: len(run.records("round")) >= 3)
+    # The whole site at once, as a power cut does.
+    victims = {n: p for n, p in run.rank_processes().items() if n.startswith("lyon")}
+    assert len(victims) == 3, victims
+    for process in victims.values():
+        os.kill(process, signal.SIGKILL)
+    last_together = max(r["round"] for r in run.records("round", "lyon"))
+    run.until(lambda: "lyon is gone" in run.printed())
+    run.until(lambda: len(run.records("round", "paris")) > last_together + 4)
+    alone = run.records("round")[-1]
+    assert alone["sites"] == 1
+    joined = join_again(workshop, run, "lyon", *sets)
+    run.until(lambda: run.records("round", "lyon")[-1]["round"] > last_together + 4)
+    assert joined.wait() == 0, joined.output()
+    assert run.wait() == 0, run.output()
+    summary = run.summary()
+    # Both sites held the same anchor after every round they shared, else the run had failed.
+    after = [r for r in run.records("round") if r["round"] > last_together + 4]
+    assert [r["sites"] for r in after][-1] == 2
+    shared = [r for r in run.records("round", "lyon") if r["round"] > last_together + 4]
+    assert all(r["contributors"] == 2 for r in shared[2:-1])
+    assert summary["val_loss_last"] < summary["val_loss_first"] - 1.0
