@@ -200,7 +200,9 @@ def test_resolving_leaves_the_callers_values_alone() -> None:
 
 RAW = st.fixed_dictionaries(
     {
-        "run": st.fixed_dictionaries({"name": st.from_regex(r"[a-z][a-z0-9._-]{0,9}", fullmatch=True)}),
+        "run": st.fixed_dictionaries(
+            {"name": st.from_regex(r"[a-z][a-z0-9._-]{0,9}", fullmatch=True)}
+        ),
         "model": st.just({"architecture": {"model_type": "qwen3", "rope": [1.5, "x", True]}}),
         "outer": st.fixed_dictionaries(
             {"method": st.sampled_from(sorted(METHODS))},

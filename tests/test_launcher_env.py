@@ -72,7 +72,7 @@ def test_a_job_without_a_step_is_started_by_hand() -> None:
 
 @pytest.mark.parametrize("broken", [TORCHRUN | {"RANK": "one"}, SLURM | {"SLURM_LOCALID": ""}])
 def test_variables_that_are_no_numbers(broken: dict[str, str]) -> None:
-    with pytest.raises(JoinError, match="launcher variables: .*start the ranks with torchrun"):
+    with pytest.raises(JoinError, match=r"launcher variables: .*start the ranks with torchrun"):
         rank_variables(broken)
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer
 
 from dilocox import memory
 from dilocox.assembly import Blueprint
@@ -224,15 +225,17 @@ def _check_same_tokenizer(site: str, files: TokenFiles, own: TokenFiles) -> None
                 f"{files.content[what]}; prepare it with data.tokenizer = "
                 f'"{files.tokenizer_folder}"'
             )
-    if _tokenizer_digest(own) != _tokenizer_digest(files):
+    # Not the files' digests: a tokenizer that is loaded and saved again is written differently.
+    if _vocabulary(own) != _vocabulary(files):
         raise DataError(
             f"sites.{site}.data {own.folder}: made with another tokenizer than the run's; prepare "
             f'it with data.tokenizer = "{files.tokenizer_folder}"'
         )
 
 
-def _tokenizer_digest(files: TokenFiles) -> Any:
-    return files.content["tokenizer"]["files"]["tokenizer.json"]["sha256"]
+def _vocabulary(files: TokenFiles) -> dict[str, int]:
+    tokenizer = Tokenizer.from_file(str(files.tokenizer_folder / "tokenizer.json"))
+    return dict(tokenizer.get_vocab(with_added_tokens=True))
 
 
 def check_run(
