@@ -72,6 +72,14 @@ def authority_in(folder: Path) -> Authority:
     return Authority(folder, ["localhost"])
 
 
+def until(condition: Callable[[], bool], limit: float = 10.0) -> bool:
+    """Wait for a condition; whether it came true."""
+    end = time.monotonic() + limit
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.01)
+    return condition()
+
+
 def run_each(functions: Mapping[str, Callable[[], Any]], limit: float = 60.0) -> dict[str, Any]:
     """Run every function in a process of its own; what they returned.
 

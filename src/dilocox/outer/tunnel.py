@@ -40,7 +40,7 @@ from dilocox.outer.tunnel_addresses import (
     wanted,
     with_address,
 )
-from dilocox.outer.tunnel_carrier import Carrier, UnreachableError
+from dilocox.outer.tunnel_carrier import Carrier, UnreachableError, listener_at
 from dilocox.outer.tunnel_process import start_carrier
 from dilocox.outer.tunnel_tls import StrangerError
 
@@ -65,6 +65,18 @@ def open_tunnel(
         return None
     door = door_of(identity.site, sites[identity.site], number, ranks)
     return Tunnel(identity, door, address)
+
+
+def check_ports(name: str, site: SiteKeys, ranks: int, address: str) -> None:
+    """Raise the `ConfigError` that a rank of a site on this machine would meet as it listens.
+
+    `address` is the interface name or IP address that the site's exchange binds to.
+    """
+    doors = [door_of(name, site, number, ranks) for number in range(ranks)]
+    if site.ports is not None:
+        host = interface_address(name, address)
+        for door in doors:
+            listener_at(name, host, door.bind_port).close()
 
 
 class Tunnel:
@@ -248,6 +260,25 @@ class TunnelGroup(PeerGroup):
         """Drop the connections; operations under way fail at the peers."""
         super().close()
         self._withdraw()
+
+
+def form_group(
+    tunnel: Tunnel | None,
+    kv: KeyValue,
+    name: str,
+    sites: Sequence[str],
+    me: str,
+    address: str,
+    timeout: float,
+    silence: float,
+    cancelled: Callable[[], bool],
+) -> PeerGroup:
+    """A `PeerGroup`, through the tunnel if there is one, else directly from `address`."""
+    if tunnel is not None:
+        return tunnel.group(kv, name, sites, timeout, silence, cancelled)
+    return PeerGroup(
+        kv, name, sites, me, address, timeout, silence, cancelled, on_get=direct_on_get
+    )
 
 
 def direct_on_get(key: str, value: bytes) -> bytes:

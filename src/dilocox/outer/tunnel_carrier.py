@@ -65,15 +65,7 @@ class Carrier:
 
     def listen(self, host: str, port: int) -> int:
         """Begin to listen at `host`:`port` (0: any); the port. Raises `ConfigError`."""
-        try:
-            listener = socket.create_server((host, port), family=_family(host), backlog=128)
-        except OSError as error:
-            key = f"sites.{self._identity.site}"
-            reason = os.strerror(error.errno) if error.errno else str(error)
-            raise ConfigError(
-                f"{key}.ports: port {port} on {host} cannot be listened at ({reason}); "
-                f"choose other ports or another {key}.interface, or end what holds the port"
-            ) from None
+        listener = listener_at(self._identity.site, host, port)
         self._listener = listener
         self._start(self._accept, listener, name="tunnel-door")
         return int(listener.getsockname()[1])
@@ -266,6 +258,18 @@ class Carrier:
                     relay(plain, secure)
         except (ExchangeError, OSError) as error:
             log.debug("tunnel: a connection was not taken up: %s", _reason(error))
+
+
+def listener_at(site: str, host: str, port: int) -> socket.socket:
+    """A listening socket of `site`. Raises `ConfigError` if the port is taken or not allowed."""
+    try:
+        return socket.create_server((host, port), family=_family(host), backlog=128)
+    except OSError as error:
+        reason = os.strerror(error.errno) if error.errno else str(error)
+        raise ConfigError(
+            f"sites.{site}.ports: port {port} on {host} cannot be listened at ({reason}); choose "
+            f"other ports or another sites.{site}.interface, or end what holds the port"
+        ) from None
 
 
 def _secured(
