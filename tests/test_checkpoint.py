@@ -145,7 +145,7 @@ def _killed_at(point: str, root: str, tick: int) -> None:
     elif point == "digests":
         checkpoint._sha256 = _die
     else:
-        LocalFileSystem.mv = _die  # type: ignore[method-assign]
+        LocalFileSystem.mv = _die
     Saver(root).save(tick, tensors(2.0))
 
 

@@ -92,10 +92,8 @@ def test_python_m_dilocox_works_and_help_needs_no_torch(tmp_path: Path) -> None:
 def test_an_error_is_one_line(command: Command, tmp_path: Path) -> None:
     code, out, err = command("train", tmp_path / "none.toml")
     assert (code, out) == (1, "")
-    assert (
-        err
-        == f"dilocox: {tmp_path / 'none.toml'}: no such run file; see examples/ for ones that work\n"
-    )
+    path = tmp_path / "none.toml"
+    assert err == f"dilocox: {path}: no such run file; see examples/ for ones that work\n"
 
 
 def test_debug_shows_the_traceback_too(command: Command, tmp_path: Path) -> None:

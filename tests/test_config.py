@@ -292,4 +292,4 @@ def test_where_private_text_lies_is_the_sites_own_matter() -> None:
 def test_a_run_cannot_be_changed_after_it_was_checked() -> None:
     config = _with()
     with pytest.raises(ValueError, match="frozen"):
-        config.outer.rounds = 3  # type: ignore[misc]
+        config.outer.rounds = 3

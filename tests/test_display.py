@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -75,7 +76,7 @@ def test_the_line_of_a_round() -> None:
     assert "loss -  " in round_line(without, 10)
 
 
-def shown(*records: dict[str, object], terminal: bool) -> str:
+def shown(*records: dict[str, Any], terminal: bool) -> str:
     display = Display(resolve_run({"model": {"path": "x"}, "sites": {"a": {}}}))
     stream = io.StringIO()
     display._console = Console(file=stream, width=300, highlight=False, force_terminal=False)

@@ -117,7 +117,7 @@ def test_the_check_reads_what_is_free_on_the_device(monkeypatch: pytest.MonkeyPa
         memory.check_gpu(config(), SHAPE, [chunk], "lyon", 0, where, torch.float32)
 
     check(900_000, device)
-    with pytest.raises(ConfigError, match='site "lyon": stage 0 needs 0.0 GiB, the GPU has 0.0;'):
+    with pytest.raises(ConfigError, match='"lyon": stage 0 needs'):
         check(1_100_000, device)
     assert asked == [device, device]
     check(10**12, torch.device("cpu"))

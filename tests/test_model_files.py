@@ -17,8 +17,9 @@ from dilocox.model_files import export, generate, model_folder
 @pytest.fixture(scope="module")
 def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run's folder with a small model in two files and the tokenizer that belongs to it."""
-    from dilocox.data.tokenizer import train_tokenizer
     from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    from dilocox.data.tokenizer import train_tokenizer
 
     folder = tmp_path_factory.mktemp("run")
     target = folder / "model"
@@ -43,7 +44,7 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
-    found = {}
+    found: dict[str, torch.Tensor] = {}
     for file in folder.glob("*.safetensors"):
         with safe_open(file, framework="pt") as reader:
             found |= {name: reader.get_tensor(name) for name in reader.keys()}  # noqa: SIM118

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from dilocox import memory, preflight
+from dilocox import launch, memory, preflight
+from dilocox.assembly import Hooks
 from dilocox.config import RunConfig, resolve_run
 from dilocox.data import TokenFiles, prepare
 from dilocox.errors import ConfigError, DataError, DilocoxError, ModelError, TrainingError
@@ -27,7 +28,7 @@ ARCHITECTURE = {
     "max_position_embeddings": 64,
     "tie_word_embeddings": True,
 }
-WORDS = "alpha beta gamma delta epsilon zeta eta theta iota kappa".split()
+WORDS = ["alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta", "iota", "kappa"]
 
 
 def write_text(folder: Path, seed: int) -> Path:
@@ -48,7 +49,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def config(root: Path, name: str = "run", **sections: dict[str, Any]) -> RunConfig:
+def config(root: Path, name: str = "run", **sections: Any) -> RunConfig:
     raw: dict[str, dict[str, Any]] = {
         "run": {"name": name, "folder": str(root / "{name}")},
         "model": {"architecture": dict(ARCHITECTURE)},
@@ -68,7 +69,7 @@ def config(root: Path, name: str = "run", **sections: dict[str, Any]) -> RunConf
     return resolve_run(raw)
 
 
-def begun(root: Path, **sections: dict[str, Any]) -> RunConfig:
+def begun(root: Path, **sections: Any) -> RunConfig:
     """A run that has written something."""
     run = config(root, **sections)
     run.folder.mkdir()
@@ -417,3 +418,46 @@ def test_errors_of_the_folder_are_of_the_right_kind(tmp_path: Path) -> None:
     with pytest.raises(TrainingError):
         preflight.check_folder(config(tmp_path), resume=True)
     assert memory.GIB == 2**30
+
+
+# --- all of it, by the function that starts a run ---
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"site": {"stages": 5, "batch_size": 20}}, "is above the model's 4 layers"),
+        ({"site": {"batch_size": 40000}}, "site.batch_size 40000 is above the"),
+        ({"data": {"sequence_length": 65}}, "above the model's max_position_embeddings 64"),
+        ({"data": {"source": "/nowhere/at-all"}}, "data.source"),
+        ({"network": {"host": "192.0.2.1"}}, "cannot be listened on"),
+        ({"metrics": {"sinks": ["wandb"]}}, "wandb is not installed"),
+        ({"run": {"folder": "/proc/{name}"}}, "cannot be written to"),
+        ({"sites": {"lyon": {"data": "/nowhere"}}}, "/nowhere: no token files here"),
+    ],
+)
+def test_a_start_is_refused_before_any_process_of_the_run(
+    place: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], expected: str
+) -> None:
+    start = launch.processes.start
+    started = []
+
+    def watched(*arguments: Any, name: str) -> Any:
+        started.append(name)
+        return start(*arguments, name=name)
+
+    monkeypatch.setattr(launch.processes, "start", watched)
+    monkeypatch.setattr(preflight, "check_sinks", _without_wandb)
+    if expected == "data.source":
+        change["data"]["folder"] = str(place / "never")
+    run = config(place, "refused", **change)
+    text = refusal(launch.train_here, run, Hooks(), resume=False, overwrite=False, debug=False)
+    assert expected in text
+    assert set(started) <= {"_prepare"}
+    # The same name can be used for the next try.
+    assert not (run.folder / "run.toml").exists()
+
+
+def _without_wandb(run: RunConfig) -> None:
+    if "wandb" in run.metrics.sinks:
+        raise ConfigError("metrics.sinks: wandb is not installed; pip install 'dilocox[wandb]'")

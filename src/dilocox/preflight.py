@@ -2,7 +2,7 @@
 
 In order of a start: `check_folder` and `check_coordinator` (the coordinator's machine),
 `check_model`, then the data is prepared, `check_run`, and `claim_folder` last: until then nothing
-in the run's folder is changed, so that a refused start loses nothing.
+of an earlier run in the folder is changed, so that a refused start loses nothing.
 """
 
 from __future__ import annotations
@@ -78,9 +78,11 @@ def check_folder(config: RunConfig, resume: bool, overwrite: bool = False) -> No
 def claim_folder(config: RunConfig, resume: bool, overwrite: bool = False) -> Path:
     """Make the run's folder, or open it to go on; with `overwrite` an earlier run in it goes.
 
-    Raises `TrainingError` as `check_folder`, and for a folder that cannot be written to.
+    Raises as `check_folder` and `check_coordinator`, and `TrainingError` for a folder that cannot
+    be written to.
     """
     check_folder(config, resume, overwrite)
+    check_coordinator(config)
     folder = config.folder
     if overwrite and not resume:
         for pattern in WRITTEN:
