@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -55,8 +55,7 @@ completion_tokens = 0
 [network]
 link_timeout = 60.0
 heartbeat = 2.5
-[sites.paris]
-[sites.lyon]
+{sites}
 """
 LIMIT = 90.0
 """Seconds after which a test gives up on a run."""
@@ -91,15 +90,17 @@ class Workshop:
                 run.process.wait()
         self.runs.clear()
 
-    def run_file(self, name: str, *sets: str) -> list[str]:
+    def run_file(
+        self, name: str, *sets: str, sites: Sequence[str] = ("paris", "lyon")
+    ) -> list[str]:
         """Command-line arguments of a run called `name`: its file and its overrides."""
-        file = self.root / "run.toml"
+        file = self.root / f"run-{'-'.join(sites)}.toml"
         if not file.exists():
-            model = ARCHITECTURE
-            file.write_text(
-                RUN.format(name="run", root=self.root, model=model, text=self.text),
-                encoding="utf-8",
+            tables = "\n".join(f"[sites.{site}]" for site in sites)
+            text = RUN.format(
+                name="run", root=self.root, model=ARCHITECTURE, text=self.text, sites=tables
             )
+            file.write_text(text, encoding="utf-8")
         arguments = [str(file), "--set", f"run.name={name}"]
         for item in sets:
             arguments += ["--set", item]
@@ -109,15 +110,22 @@ class Workshop:
         """The folder of a run."""
         return self.root / name
 
-    def start(self, name: str, *sets: str, flags: tuple[str, ...] = ()) -> Run:
+    def start(
+        self,
+        name: str,
+        *sets: str,
+        flags: tuple[str, ...] = (),
+        sites: Sequence[str] = ("paris", "lyon"),
+    ) -> Run:
         """Begin `dilocox train` and return at once."""
-        run = Run(["train", *self.run_file(name, *sets), *flags], self.folder(name))
+        arguments = self.run_file(name, *sets, sites=sites)
+        run = Run(["train", *arguments, *flags], self.folder(name))
         self.runs.append(run)
         return run
 
-    def train(self, name: str, *sets: str, flags: tuple[str, ...] = ()) -> Run:
+    def train(self, name: str, *sets: str, sites: Sequence[str] = ("paris", "lyon")) -> Run:
         """`dilocox train` to its end, which must be a good one."""
-        run = self.start(name, *sets, flags=flags)
+        run = self.start(name, *sets, sites=sites)
         assert run.wait() == 0, run.output()
         return run
 
