@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import multiprocessing
 import os
+import secrets
 import signal
 import sys
 from multiprocessing.managers import BaseManager
@@ -22,7 +23,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 class CarrierProcess(BaseManager):
-    """The process; calls reach it over a socket that only this process and its children know."""
+    """The process; calls reach it over a socket with a secret of this process."""
 
     if TYPE_CHECKING:
 
@@ -49,7 +50,12 @@ def start_carrier(identity: Identity) -> tuple[CarrierProcess, Carrier]:
             "sites.*.advertise and sites.*.ports need Linux at every site; leave them out, or run "
             f"the sites that are on {sys.platform} elsewhere"
         )
-    process = CarrierProcess(ctx=multiprocessing.get_context("fork"))
+    # An abstract socket leaves no file behind, however the process ends.
+    process = CarrierProcess(
+        f"\0dilocox-{secrets.token_hex(16)}",
+        secrets.token_bytes(32),
+        ctx=multiprocessing.get_context("fork"),
+    )
     process.start(_end_with, (os.getpid(),))
     return process, process.Carrier(identity)
 
