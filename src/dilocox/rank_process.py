@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from dilocox.assembly import (
@@ -195,7 +196,7 @@ def _take_part(
 ) -> None:
     config, place = job.config, job.place
     network = Network(client, control, place, job.address, timeouts)
-    worker = ExchangeWorker(network, place.site)
+    worker = ExchangeWorker(network, place.site, _beside_training(rank))
     outer = OuterLoop(
         rank.states,
         rank.live,
@@ -222,6 +223,21 @@ def _take_part(
     newcomer = _enter(trainer, network, timeouts)
     trainer.run(newcomer)
     worker.close()
+
+
+def _beside_training(rank: Rank) -> Callable[[], None] | None:
+    """How the exchange's thread prepares itself, if training computes on the CPU.
+
+    With threads of its own it would own more OpenMP threads together with the training than there
+    are cores. The runtime then lets all of them sleep at every barrier instead of spinning, which
+    costs the inner steps a quarter of their speed.
+    """
+    if rank.mesh.device.type != "cpu":
+        return None
+    # PyTorch sets the calling thread's number, and what threads begin with that have not asked for
+    # theirs yet: the training's thread asks now, so that it keeps its own.
+    torch.get_num_threads()
+    return lambda: torch.set_num_threads(1)
 
 
 def _enter(trainer: Trainer, network: Network, timeouts: Timeouts) -> Newcomer | None:
