@@ -16,6 +16,8 @@ from dilocox.checkpoint import RankCheckpointer, exists, load, rank_folder
 from dilocox.errors import CheckpointError
 from dilocox.processes import CONTEXT
 
+# Without a process group, as here, torch says each time that there is none.
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 RANK = ("paris", 0, 1)
 
 
