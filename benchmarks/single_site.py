@@ -369,7 +369,7 @@ def measure(config: RunConfig, root: Path, pairs: int, rounds_per_turn: int) -> 
             side.process.join()
 
 
-def rows_of(config: RunConfig, result: Result, dtype: str, device: str) -> list[common.Row]:
+def rows_of(result: Result, dtype: str, device: str) -> list[common.Row]:
     """One row per side."""
     ratios = [d / p for d, p in zip(result.rates["dilocox"], result.rates["plain"], strict=True)]
     ratio = common.median_interval(ratios)
@@ -432,7 +432,7 @@ def main() -> int:
     dtype = "bf16"
     if not gpu and resolve_precision(config.site, torch.device("cpu")) is torch.float32:
         dtype = "fp32"
-    rows = rows_of(config, result, dtype, device)
+    rows = rows_of(result, dtype, device)
     extra = rows[1]["peak_bytes"] - rows[0]["peak_bytes"]
     settings = {
         "parameters": parameters,
