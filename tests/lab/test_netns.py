@@ -1,0 +1,105 @@
+"""Networks on one machine: rates, refusal, counters, and that nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dilocox.lab import Counters, LabError, Network, netns, why_not
+
+REASON = why_not()
+needs_network = pytest.mark.skipif(REASON is not None, reason=str(REASON))
+MEGABIT = 1e6
+
+
+def made() -> list[str]:
+    folder = Path("/run/netns")
+    stem = f"dilocox-{os.getpid()}-"
+    return [e.name for e in folder.iterdir() if e.name.startswith(stem)] if folder.exists() else []
+
+
+@needs_network
+def test_a_shaped_link_has_its_rate_both_ways_and_counters_see_it() -> None:
+    with Network(["a", "b"]) as network:
+        network.shape({"a": 20 * MEGABIT, "b": 20 * MEGABIT})
+        before = network.counters("a")
+        links = network.verify(seconds=0.8)
+        counted = network.counters("a").since(before)
+    assert [(link.source, link.target) for link in links] == [("a", "b"), ("b", "a")]
+    assert all(abs(link.off_by) <= netns.TOLERANCE for link in links)
+    # Each way 0.8 s at 2.5 MB/s, acknowledgements on top, no packet above the link's size.
+    assert 0.8 * 2e6 < counted.sent_bytes < 0.8 * 4e6
+    assert counted.received_bytes / counted.received_packets <= netns.FRAME_BYTES
+
+
+@needs_network
+def test_the_slower_of_two_links_counts() -> None:
+    with Network(["a", "b"]) as network:
+        network.shape({"a": 40 * MEGABIT, "b": 10 * MEGABIT})
+        links = network.verify(seconds=0.6)
+    assert [link.asked_bits_per_second for link in links] == [10 * MEGABIT] * 2
+
+
+@needs_network
+def test_a_link_that_is_off_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Network(["a", "b"]) as network:
+        network.shape({"a": 20 * MEGABIT, "b": 20 * MEGABIT})
+        monkeypatch.setattr(network, "measure", lambda *_: 18.9 * MEGABIT)
+        with pytest.raises(LabError, match=r"link a to b: 20.00 .* 18.90 measured \(-5.5%\)"):
+            network.verify()
+
+
+@needs_network
+def test_everything_goes_also_after_an_error_and_with_what_still_runs() -> None:
+    started: list[subprocess.Popen[str]] = []
+
+    def fail() -> None:
+        with Network(["a"]) as network:
+            started.append(network.start("a", ["sleep", "600"]))
+            network.run("a", ["true"])
+            assert made()
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert started[0].wait(5.0) == -9
+    assert made() == []
+
+
+@needs_network
+def test_what_a_killed_process_left_is_removed_by_the_next_one() -> None:
+    script = (
+        "import os, signal\nfrom dilocox.lab import Network\n"
+        "Network(['a']).__enter__()\nprint(os.getpid(), flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    left = Path("/run/netns", f"dilocox-{int(done.stdout)}-a")
+    assert left.exists()
+    with Network(["a"]):
+        assert not left.exists()
+
+
+@needs_network
+def test_a_child_that_enters_a_host_has_its_network() -> None:
+    with Network(["a", "b"]) as network:
+        child = os.fork()
+        if child == 0:
+            network.enter("b")
+            text = Path("/proc/self/net/dev").read_text()
+            os._exit(0 if "eth0" in text else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_without_root_the_reason_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(netns.sys, "platform", "linux")
+    monkeypatch.setattr(netns.os, "geteuid", lambda: 1000)
+    assert why_not() == "network namespaces need root"
+
+
+def test_counters_are_subtracted_field_by_field() -> None:
+    assert Counters(10, 8, 6, 4, 2).since(Counters(1, 2, 3, 4, 2)) == Counters(9, 6, 3, 0, 0)
