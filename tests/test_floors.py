@@ -29,6 +29,7 @@ FLOORS = (
     {"persistence", "entering", "meter", "preflight"},
     {"trainer"},
     {"rank_process"},
+    {"site_process"},
     {"launch"},
     {"api", "lab"},
     {"dilocox"},

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from dilocox.config import RunConfig
 from dilocox.data import SequenceSpace, TokenFiles, held_out
+from dilocox.memory import check_gpu
 from dilocox.models import (
     ChunkSpec,
     build_chunk,
@@ -137,6 +138,15 @@ def build_rank(
     )
     numbers = chunks_of_stage(
         config.site.schedule, config.site.stages, config.site.chunks, place.stage
+    )
+    check_gpu(
+        config,
+        blueprint.hf_config,
+        [blueprint.cut[number] for number in numbers],
+        place.site,
+        place.stage,
+        device,
+        resolve_precision(config.site, device),
     )
     chunks = [
         build_chunk(

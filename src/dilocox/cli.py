@@ -17,7 +17,7 @@ examples:
   dilocox train run.toml --set outer.rounds=20 --set inner.learning_rate=2e-3
   dilocox train run.toml --resume
   dilocox coordinator run.toml               (prints the join line for every site)
-  dilocox join HOST:PORT --site lyon --run run.toml --token dilocox1-...
+  dilocox join HOST:PORT --site lyon --run-file run.toml --token dilocox1-...
   dilocox data prepare run.toml
   dilocox data show runs/quickstart/data
   dilocox generate runs/quickstart --prompt "def main():"
@@ -100,7 +100,9 @@ def _parser() -> argparse.ArgumentParser:
     join = commands.add_parser("join", parents=[common], help="join a run as one site")
     join.add_argument("address", metavar="HOST:PORT", help="the coordinator's address")
     join.add_argument("--site", required=True, help="name of this site in the run file")
-    join.add_argument("--run", required=True, type=Path, metavar="RUN.toml", help="the run file")
+    join.add_argument(
+        "--run-file", required=True, type=Path, metavar="RUN.toml", help="the run file"
+    )
     join.add_argument("--token", required=True, help="the join token the coordinator printed")
     join.add_argument(
         "--set", dest="overrides", metavar="section.key=value", action="append", default=[],
@@ -169,7 +171,7 @@ def _join(options: argparse.Namespace) -> int:
     from dilocox.launch import join
 
     return join(
-        load_run(options.run, options.overrides),
+        load_run(options.run_file, options.overrides),
         site=options.site,
         address=options.address,
         token=options.token,

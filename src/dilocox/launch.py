@@ -7,11 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-import signal
-import socket
 import sys
-import tempfile
-import time
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
@@ -22,25 +19,22 @@ from typing import Any
 import torch
 
 from dilocox import preflight, processes
-from dilocox.assembly import Hooks, Place
+from dilocox.assembly import Hooks
 from dilocox.config import RunConfig
 from dilocox.data import TokenFiles
 from dilocox.data import prepare as prepare_token_files
 from dilocox.display import Display
 from dilocox.errors import DilocoxError, JoinError, TrainingError
-from dilocox.launcher_env import RankVariables, rank_variables
+from dilocox.launcher_env import rank_variables
+from dilocox.model_files import generate
 from dilocox.outer.coordinator.client import CoordinatorClient
 from dilocox.outer.coordinator.identity import Identity
-from dilocox.outer.coordinator.joining import enrol
-from dilocox.outer.coordinator.messages import Rank as RankName
 from dilocox.outer.coordinator.serving import Endpoint, serve
 from dilocox.outer.coordinator.timeouts import Timeouts
 from dilocox.outer.coordinator.transport import host_and_port
-from dilocox.rank_process import RankJob, run_rank
+from dilocox.outer.tunnel import check_ports
 from dilocox.recorder import Record, Recorder
-from dilocox.site import start_site_group
-from dilocox.site.machine import resolve_device
-
+from dilocox.site_process import join_as_rank, run_site
 
 ENDPOINT = "endpoint.json"
 """In the coordinator's folder, readable by its owner: address, join token, operator's identity."""
@@ -98,13 +92,24 @@ def train_here(
     """
     torch.set_num_threads(1)  # before forking: no thread pool that a child would miss
     display = Display(config)
-    folder = preflight.claim_folder(config, resume, overwrite)
+    folder = config.folder
+    preflight.check_folder(config, resume, overwrite)
     if resume:
         _refuse_finished(folder)
+    preflight.check_coordinator(config)
+    preflight.check_model(config)
     files = prepare_data(config, display)
-    preflight.check_run(config, files.vocabulary_size, sites_here=len(config.sites))
+    preflight.check_run(
+        config,
+        files.vocabulary_size,
+        sites_here=len(config.sites),
+        own_dataset=hooks.dataset is not None,
+    )
+    for name, own in config.sites.items():
+        address = own.interface or config.network.interface or config.network.host
+        check_ports(name, own, config.site.ranks, address)
     display.line(preflight.headline(config, files))
-    (folder / "run.toml").write_text(config.to_toml(), encoding="utf-8")
+    preflight.claim_folder(config, resume, overwrite)
     ours, theirs = processes.CONTEXT.Pipe(duplex=False)
     coordinator = processes.start(
         _coordinate_in_child, config, folder, resume, theirs, name="coordinator"
@@ -113,6 +118,7 @@ def train_here(
     sites: dict[str, BaseProcess] = {}
     try:
         endpoint = _first_word(ours, coordinator, display)
+        (folder / "run.toml").write_text(config.to_toml(), encoding="utf-8")
         for site in config.sites:
             sites[site] = processes.start(
                 _site_in_child, config, site, endpoint, hooks, debug, folder, name=site
@@ -147,8 +153,6 @@ def _last_words(config: RunConfig, result: Result, display: Display) -> None:
 
 
 def _sample(config: RunConfig, folder: Path, progress: Callable[[str, float], None]) -> str:
-    from dilocox.api import generate
-
     progress("sampling a completion", 0.0)
     evaluation = config.evaluation
     return generate(
@@ -239,6 +243,11 @@ def _coordinate_in_child(config: RunConfig, folder: Path, resume: bool, pipe: Co
     except DilocoxError as error:
         tell("error", str(error))
         sys.exit(1)
+    except Exception as error:
+        (folder / "logs").mkdir(exist_ok=True)
+        (folder / "logs" / "coordinator.log").write_text(traceback.format_exc(), encoding="utf-8")
+        tell("error", f"coordinator: {type(error).__name__}: {error} (see logs/coordinator.log)")
+        sys.exit(1)
     tell("end", end)
 
 
@@ -278,18 +287,21 @@ def coordinate(
 ) -> int:
     """`dilocox coordinator`: serve a run whose sites join from other machines; exit code."""
     display = Display(config)
+    preflight.check_folder(config, resume)
+    if resume:
+        _refuse_finished(config.folder)
+    preflight.check_coordinator(config, wait_for)
     folder = preflight.claim_folder(config, resume)
-    preflight.check_coordinator(config)
-    (folder / "run.toml").write_text(config.to_toml(), encoding="utf-8")
 
     def ready(endpoint: Endpoint) -> None:
+        (folder / "run.toml").write_text(config.to_toml(), encoding="utf-8")
         host, port = host_and_port(endpoint.url)
         display.line(Timeouts.derive(config.network).table())
         display.line(f"coordinator of run {config.run.name} on {host}:{port}; at each site run")
         sets = "".join(f" --set {item}" for item in overrides)
         for site in config.sites:
             display.line(
-                f"  dilocox join {host}:{port} --site {site} --run {run_file}{sets} "
+                f"  dilocox join {host}:{port} --site {site} --run-file {run_file}{sets} "
                 f"--token {endpoint.token}"
             )
 
@@ -300,6 +312,17 @@ def coordinate(
     if end["phase"] == "failed":
         raise TrainingError(f"run {config.run.name} failed: {end['reason']}")
     return 0 if end["phase"] == "finished" else 130
+
+
+def _site_in_child(
+    config: RunConfig, site: str, endpoint: Endpoint, hooks: Hooks, debug: bool, folder: Path
+) -> None:
+    try:
+        code = run_site(config, site, endpoint, hooks, debug, folder, True)
+    except DilocoxError as error:
+        print(f"dilocox: site {site}: {error}", file=sys.stderr)
+        code = 1
+    sys.exit(code)
 
 
 def join(config: RunConfig, *, site: str, address: str, token: str, debug: bool) -> int:
@@ -315,202 +338,18 @@ def join(config: RunConfig, *, site: str, address: str, token: str, debug: bool)
     host_and_port(url)
     variables = rank_variables()
     if variables is not None:
-        return _join_as_rank(config, site, url, token, variables, debug)
+        return join_as_rank(
+            config,
+            site,
+            Endpoint(url, token, ""),
+            variables,
+            lambda: preflight.check_data(config, prepare_data(config), [site]),
+            debug,
+        )
+    preflight.check_model(config)
     display = Display(config)
     files = prepare_data(config, display)
     preflight.check_run(config, files.vocabulary_size, sites_here=1)
+    preflight.check_data(config, files, [site])
     shared = (config.folder / "coordinator" / ENDPOINT).exists()
     return run_site(config, site, Endpoint(url, token, ""), Hooks(), debug, config.folder, shared)
-
-
-def _site_in_child(
-    config: RunConfig, site: str, endpoint: Endpoint, hooks: Hooks, debug: bool, folder: Path
-) -> None:
-    try:
-        code = run_site(config, site, endpoint, hooks, debug, folder, True)
-    except DilocoxError as error:
-        print(f"dilocox: site {site}: {error}", file=sys.stderr)
-        code = 1
-    sys.exit(code)
-
-
-def run_site(
-    config: RunConfig,
-    site: str,
-    endpoint: Endpoint,
-    hooks: Hooks,
-    debug: bool,
-    folder: Path,
-    shared_folder: bool,
-) -> int:
-    """Enrol a site, start its ranks and watch over them; exit code.
-
-    A rank that dies takes its site down: the others are told at once, and the ranks ended.
-    """
-    identity = _enrol(config, site, endpoint)
-    errors = processes.CONTEXT.SimpleQueue()
-    address = exchange_address(config, site, endpoint.url)
-    ranks_here = config.site.ranks * (len(config.sites) if shared_folder else 1)
-    ranks: list[BaseProcess] = []
-    meeting = tempfile.mktemp(prefix=f"dilocox-{site}-")  # noqa: S306 - FileStore makes it
-    try:
-        for number in range(config.site.ranks):
-            stage, shard = divmod(number, config.site.shards)
-            job = RankJob(
-                config=config,
-                place=Place(site, stage, shard),
-                url=endpoint.url,
-                identity=identity,
-                hooks=hooks,
-                address=address,
-                meeting=meeting,
-                local_rank=number,
-                ranks_here=ranks_here,
-                shared_folder=shared_folder,
-                log_file=folder / "logs" / f"{site}-stage{stage}-shard{shard}.log",
-                debug=debug,
-            )
-            name = f"{site}-stage{stage}-shard{shard}"
-            ranks.append(processes.start(_rank_in_child, job, errors.put, name=name))
-        return _supervise(config, site, endpoint, identity, ranks, errors)
-    finally:
-        processes.end(ranks, grace=0.0)
-        Path(meeting).unlink(missing_ok=True)
-
-
-def _rank_in_child(job: RankJob, errors: Callable[[str], None]) -> None:
-    sys.exit(run_rank(job, errors))
-
-
-def _enrol(config: RunConfig, site: str, endpoint: Endpoint) -> Identity:
-    timeouts = Timeouts.derive(config.network)
-    identity, _ = enrol(
-        endpoint.url,
-        endpoint.token,
-        site=site,
-        run_digest=config.digest(),
-        stages=config.site.stages,
-        shards=config.site.shards,
-        data_digest=TokenFiles.open(config.data_folder).digest,
-        timeout=timeouts.link,
-    )
-    return identity
-
-
-def _supervise(
-    config: RunConfig,
-    site: str,
-    endpoint: Endpoint,
-    identity: Identity,
-    ranks: list[BaseProcess],
-    errors: Any,
-) -> int:
-    stop = {"reason": ""}
-
-    def asked_to_go(number: int, _frame: object) -> None:
-        stop["reason"] = f"asked to go (signal {number})"
-
-    old = {n: signal.signal(n, asked_to_go) for n in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        while True:
-            alive = [rank for rank in ranks if rank.is_alive()]
-            failed = [rank for rank in ranks if rank.exitcode not in (None, 0)]
-            if stop["reason"]:
-                _leave(config, site, endpoint, identity, stop["reason"], failed=False)
-                return 130
-            if failed:
-                # The rank that failed first is the one that knows why.
-                time.sleep(0.2)
-                said = None if errors.empty() else errors.get()
-                reason = said or f"{failed[0].name} {processes.why_ended(failed[0])}"
-                _leave(config, site, endpoint, identity, reason, failed=True)
-                print(f"dilocox: {reason}", file=sys.stderr)
-                return 1
-            if not alive:
-                return 0
-            wait([rank.sentinel for rank in alive], timeout=0.5)
-    finally:
-        for number, handler in old.items():
-            signal.signal(number, handler)
-
-
-def _leave(
-    config: RunConfig,
-    site: str,
-    endpoint: Endpoint,
-    identity: Identity,
-    reason: str,
-    failed: bool,
-) -> None:
-    timeouts = Timeouts.derive(config.network)
-    client = CoordinatorClient(
-        endpoint.url, identity, timeouts, RankName(site=site, stage=0, shard=0)
-    )
-    # The site may be known as gone already, or the coordinator away: beats end in either case.
-    with contextlib.suppress(DilocoxError):
-        client.leave(reason, failed=failed)
-    client.close()
-
-
-def _join_as_rank(
-    config: RunConfig, site: str, url: str, token: str, variables: RankVariables, debug: bool
-) -> int:
-    if variables.world != config.site.ranks:
-        raise JoinError(
-            f"site {site}: {variables.world} ranks were started, the run file asks for stages x "
-            f"shards = {config.site.ranks}; start {config.site.ranks} or change [site]"
-        )
-    variables.export()
-    timeouts = Timeouts.derive(config.network)
-    stage, shard = divmod(variables.rank, config.site.shards)
-    device = resolve_device(config.site, variables.local_rank)
-    from datetime import timedelta
-
-    mesh = start_site_group(
-        config.site.stages, config.site.shards, device, timedelta(seconds=timeouts.stall)
-    )
-    said: list[str] = []
-    if variables.rank == 0:
-        try:
-            prepare_data(config)
-            said = [Identity.to_text(_enrol(config, site, Endpoint(url, token, "")))]
-        except DilocoxError as error:
-            said = ["", str(error)]
-    said = mesh.gather_names(said)[0]
-    if len(said) > 1:
-        raise JoinError(said[1])
-    job = RankJob(
-        config=config,
-        place=Place(site, stage, shard),
-        url=url,
-        identity=Identity.from_text(said[0]),
-        hooks=Hooks(),
-        address=exchange_address(config, site, url),
-        meeting=None,
-        local_rank=variables.local_rank,
-        ranks_here=variables.local_world,
-        shared_folder=False,
-        log_file=None,
-        debug=debug,
-    )
-    return run_rank(job, lambda line: print(f"dilocox: {line}", file=sys.stderr))
-
-
-def exchange_address(config: RunConfig, site: str, url: str) -> str:
-    """Interface name or IP address that this site's exchange binds to.
-
-    The run file's, else this machine's address on the way to the coordinator.
-    """
-    chosen = config.sites[site].interface or config.network.interface
-    if chosen:
-        return chosen
-    host, port = host_and_port(url)
-    try:
-        family, _, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(where)
-            return str(probe.getsockname()[0])
-    except OSError as error:
-        raise JoinError(
-            f"coordinator {host}:{port}: no way there ({error.strerror}); check the address"
-        ) from None

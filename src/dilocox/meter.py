@@ -15,10 +15,7 @@ from dilocox.outer.coordinator.messages import RoundPlan
 from dilocox.outer.loop import Counts, OuterLoop
 from dilocox.site import StepResult
 
-
-NOTHING = dict.fromkeys(
-    ("steps", "loss", "seconds", "wait", "exchange", "payload", "values"), 0.0
-)
+NOTHING = dict.fromkeys(("steps", "loss", "seconds", "wait", "exchange", "payload", "values"), 0.0)
 """Sums over the part of a round that was trained before a stop."""
 
 

@@ -99,8 +99,8 @@ def capture(trainer: Trainer) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     rank, outer = trainer.rank, trainer.outer
     tensors = {f"live/{name}": tensor for name, tensor in rank.live.items()}
     tensors |= {f"inner/{name}": tensor for name, tensor in rank.model.optimizer_state().items()}
-    for number, state in enumerate(rank.states):
-        tensors |= {f"outer/{number}/{name}": t for name, t in state.state_tensors().items()}
+    for number, fragment in enumerate(rank.states):
+        tensors |= {f"outer/{number}/{name}": t for name, t in fragment.state_tensors().items()}
     tensors["random/cpu"] = torch.get_rng_state()
     if rank.mesh.device.type == "cuda":
         tensors["random/cuda"] = torch.cuda.get_rng_state(rank.mesh.device)

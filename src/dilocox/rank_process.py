@@ -36,6 +36,7 @@ from dilocox.outer.coordinator.messages import Rank as RankName
 from dilocox.outer.coordinator.timeouts import Timeouts
 from dilocox.outer.groups import PeerGroup
 from dilocox.outer.loop import OuterLoop
+from dilocox.outer.tunnel import Tunnel, form_group, open_tunnel
 from dilocox.outer.worker import ExchangeWorker
 from dilocox.persistence import Keeper
 from dilocox.trainer import Stopped, Trainer
@@ -76,6 +77,7 @@ class Network:
     place: Place
     address: str
     timeouts: Timeouts
+    tunnel: Tunnel | None
     groups: dict[tuple[int, tuple[str, ...]], PeerGroup] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -91,7 +93,8 @@ class Network:
         if (begun.epoch, sites) not in self.groups:
             place = self.place
             between = hashlib.sha256("/".join(sites).encode()).hexdigest()[:8]
-            self.groups[begun.epoch, sites] = PeerGroup(
+            self.groups[begun.epoch, sites] = form_group(
+                self.tunnel,
                 self.client,
                 f"epoch/{begun.epoch}/{between}/{place.stage}/{place.shard}",
                 sites,
@@ -107,7 +110,8 @@ class Network:
 
     def pair(self, name: str, donor: str, receiver: str) -> PeerGroup:
         """The two ranks of an entry."""
-        return PeerGroup(
+        return form_group(
+            self.tunnel,
             self.client,
             name,
             [donor, receiver],
@@ -153,6 +157,9 @@ def _train(job: RankJob) -> None:
     timeouts = Timeouts.derive(config.network)
     files = TokenFiles.open(config.data_folder)
     blueprint = Blueprint.of(config, files.vocabulary_size)
+    # Before anything that starts threads: the tunnel forks a process.
+    number = place.stage * config.site.shards + place.shard
+    tunnel = open_tunnel(config.sites, job.identity, number, config.site.ranks, job.address)
     store = None
     if job.meeting is not None and config.site.ranks > 1:
         store = dist.FileStore(job.meeting, config.site.ranks)
@@ -175,13 +182,15 @@ def _train(job: RankJob) -> None:
     control = RankControl(client, timeouts.beat, timeouts.stall)
     control.start()
     try:
-        _take_part(job, rank, files, client, control, timeouts)
+        _take_part(job, rank, files, client, control, timeouts, tunnel)
     except DilocoxError as error:
         if place.leads or not isinstance(error, Stopped):
             with contextlib.suppress(DilocoxError):
                 client.leave(str(error), failed=True)
         raise
     finally:
+        if tunnel is not None:
+            tunnel.close()
         control.close()
         client.close()
 
@@ -193,9 +202,10 @@ def _take_part(
     client: CoordinatorClient,
     control: RankControl,
     timeouts: Timeouts,
+    tunnel: Tunnel | None,
 ) -> None:
     config, place = job.config, job.place
-    network = Network(client, control, place, job.address, timeouts)
+    network = Network(client, control, place, job.address, timeouts, tunnel)
     worker = ExchangeWorker(network, place.site, _beside_training(rank))
     outer = OuterLoop(
         rank.states,

@@ -16,7 +16,7 @@ def join_again(workshop: Workshop, run: Run, site: str, *sets: str) -> Run:
     address = endpoint["url"].removeprefix("https://")
     file, *overrides = workshop.run_file(run.folder.name, *sets)
     token = endpoint["token"]
-    arguments = ["join", address, "--site", site, "--run", file, "--token", token, *overrides]
+    arguments = ["join", address, "--site", site, "--run-file", file, "--token", token, *overrides]
     joined = Run(arguments, run.folder)
     workshop.runs.append(joined)
     return joined

@@ -125,6 +125,9 @@ class RankControl:
                 if reply.phase == "failed":
                     self._end(TrainingError(f"the run has failed: {reply.reason}"))
                     return
+                if reply.role != "active" and reply.phase in ("stopped", "finished"):
+                    self._end(TrainingError(f"the run is {reply.phase}: this site never entered"))
+                    return
             else:
                 log.error("no progress for %.0f s: this rank no longer counts as alive", silent)
             self._hurry.wait(self._every)

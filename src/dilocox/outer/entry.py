@@ -39,7 +39,7 @@ class Snapshot:
 
 def digest_of(anchor: torch.Tensor) -> str:
     """sha256 of a flat anchor's bytes, hex."""
-    return hashlib.sha256(memoryview(anchor.contiguous().numpy())).hexdigest()
+    return hashlib.sha256(anchor.contiguous().numpy().data).hexdigest()
 
 
 class Donor:

@@ -348,7 +348,7 @@ class _Attempt:
         else:
             digests = {}
             if own is not None:
-                digests[self._me] = hashlib.sha256(memoryview(own.numpy())).hexdigest()
+                digests[self._me] = hashlib.sha256(own.numpy().data).hexdigest()
             reply = self._ballot.vote(
                 key,
                 attempt,

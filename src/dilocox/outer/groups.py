@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -42,6 +42,8 @@ PIECE_BYTES = 4 << 20
 PIECES_UNDER_WAY = 4
 """Together 16 MiB: what is on the way on 1 Gbps at a round trip of 130 ms."""
 
+_GLOO: Any = dist.ProcessGroupGloo
+
 Rewrite = Callable[[str, bytes], bytes]
 """(key, value) -> value: changes what a group's members tell each other (see tunnel.py)."""
 
@@ -69,7 +71,7 @@ class CoordinatorStore(dist.Store):
         self._on_set = on_set
         self._on_get = on_get
 
-    def set(self, key: str, value: str | bytes | Sequence[int]) -> None:  # type: ignore[override]
+    def set(self, key: str, value: str | bytes | Sequence[int]) -> None:
         """Store `value` under `key`."""
         data = value.encode() if isinstance(value, str) else bytes(value)
         if self._on_set:
@@ -79,7 +81,7 @@ class CoordinatorStore(dist.Store):
         except EpochOverError as error:
             raise EpochChangedError(str(error)) from None
 
-    def get(self, key: str) -> bytes:  # type: ignore[override]
+    def get(self, key: str) -> bytes:
         """The value under `key`, waiting for it. Raises `ExchangeError`, `EpochChangedError`."""
         deadline = time.monotonic() + self._limit
         while True:
@@ -100,12 +102,12 @@ class CoordinatorStore(dist.Store):
                     "is network.interface the one that reaches the other sites?"
                 )
 
-    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:  # type: ignore[override]
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Wait until all `keys` are there."""
         for key in keys:
             self.get(key)
 
-    def check(self, keys: Sequence[str]) -> bool:  # type: ignore[override]
+    def check(self, keys: Sequence[str]) -> bool:
         """True if all `keys` are there."""
         return self._kv.kv_check([self._prefix + key for key in keys])
 
@@ -191,10 +193,10 @@ class PeerGroup:
         self.sites = list(sites)
         self.me = me
         self._index = {site: number for number, site in enumerate(self.sites)}
-        self._backend: dist.ProcessGroupGloo | None = None
+        self._backend: Any = None
         if len(self.sites) == 1:
             return
-        options = dist.ProcessGroupGloo._Options()
+        options = _GLOO._Options()
         options._devices = [gloo_device(address)]
         # One piece may be silent for so long; what has timed out is not used again.
         options._timeout = timedelta(seconds=silence)
@@ -202,7 +204,7 @@ class PeerGroup:
         store = CoordinatorStore(kv, f"{name}/", timeout, cancelled, on_set, on_get)
         self._store = store
         try:
-            self._backend = dist.ProcessGroupGloo(store, self._index[me], len(self.sites), options)
+            self._backend = _GLOO(store, self._index[me], len(self.sites), options)
         except (ExchangeError, dist.DistError):
             raise
         except RuntimeError as error:
@@ -232,7 +234,7 @@ def gloo_device(address: str) -> object:
 
     Raises `ExchangeError` if this machine has neither.
     """
-    make = dist.ProcessGroupGloo.create_device
+    make = _GLOO.create_device
     looks_like_ip = ":" in address or address.replace(".", "").isdigit()
     try:
         return make(hostname=address) if looks_like_ip else make(interface=address)

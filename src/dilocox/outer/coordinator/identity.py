@@ -44,15 +44,24 @@ class Identity:
     fingerprint: str
     """SHA-256 of the coordinator's certificate (DER), hex."""
 
+    def to_text(self) -> str:
+        """As JSON, for a process of the same site."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_text(cls, text: str) -> Identity:
+        """Inverse of `to_text`. Raises `ValueError` or `TypeError`."""
+        return cls(**json.loads(text))
+
     def save(self, path: str | Path) -> None:
         """Write as JSON, readable by the owner only."""
-        write_private(Path(path), json.dumps(asdict(self)).encode())
+        write_private(Path(path), self.to_text().encode())
 
     @classmethod
     def load(cls, path: str | Path) -> Identity:
         """Read what `save` wrote. Raises `JoinError`."""
         try:
-            return cls(**json.loads(Path(path).read_text(encoding="utf-8")))
+            return cls.from_text(Path(path).read_text(encoding="utf-8"))
         except (OSError, ValueError, TypeError) as error:
             raise JoinError(
                 f"identity {path}: cannot be used ({error}); join the run again"

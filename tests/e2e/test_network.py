@@ -1,0 +1,97 @@
+"""Coordinator and joins as separate commands, torchrun, and what may not join."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.harness import Run, Workshop
+
+SETS = ("outer.rounds=4", "checkpoint.every_rounds=0")
+
+
+def start_coordinator(workshop: Workshop, name: str, *sets: str) -> tuple[Run, dict[str, str]]:
+    """A coordinator, and its join line for each site."""
+    run = Run(["coordinator", *workshop.run_file(name, *sets)], workshop.folder(name))
+    workshop.runs.append(run)
+    run.until(lambda: run.printed().count("dilocox join") == 2)
+    lines = re.findall(r"dilocox (join .* --site (\w+) .*)", run.printed())
+    return run, {site: line for line, site in lines}
+
+
+def join(workshop: Workshop, run: Run, line: str, *more: str) -> Run:
+    joined = Run([*line.split(), *more], run.folder)
+    workshop.runs.append(joined)
+    return joined
+
+
+def test_printed_join_lines_make_the_same_run(workshop: Workshop) -> None:
+    here = workshop.train("one-machine", *SETS)
+    run, lines = start_coordinator(workshop, "joined", *SETS)
+    sites = [join(workshop, run, line) for line in lines.values()]
+    assert [site.wait() for site in sites] == [0, 0], sites[0].output()
+    assert run.wait() == 0, run.output()
+    assert run.summary()["anchor_digest"] == here.summary()["anchor_digest"]
+    assert (run.folder / "model" / "config.json").exists()
+    # The time-outs of the run are shown at its start, each derived from link_timeout.
+    assert "link_timeout" in run.printed()
+
+
+def test_who_may_not_join(workshop: Workshop) -> None:
+    run, lines = start_coordinator(workshop, "closed", *SETS)
+    line = lines["lyon"]
+    address = line.split()[1]
+    token = line.split()[-1]
+    wrong_token = token[:-4] + ("0000" if not token.endswith("0000") else "1111")
+    refused = {
+        "--set inner.learning_rate=0.5": "run file",
+        "--set site.stages=1": "run file",
+        "--site nowhere": "nowhere",
+        f"--token {wrong_token}": "token",
+        "--token rubbish": "token",
+    }
+    processes = {more: join(workshop, run, line, *more.split()) for more in refused}
+    for more, process in processes.items():
+        assert process.wait() == 1, process.printed()
+        printed = process.printed().strip()
+        assert refused[more] in printed, printed
+        assert "Traceback" not in printed
+        assert printed.count("\n") == 0, printed
+    unreachable = join(workshop, run, line.replace(address, "127.0.0.1:1"), "--set",
+                       "network.link_timeout=5")  # fmt: skip
+    assert unreachable.wait() == 1
+    assert "127.0.0.1:1" in unreachable.printed()
+    # A name that is taken.
+    first = join(workshop, run, lines["lyon"])
+    run.until(lambda: "lyon enrolled" in run.printed())
+    second = join(workshop, run, lines["lyon"])
+    assert second.wait() == 1
+    assert "lyon" in second.printed()
+    assert "taken" in second.printed() or "already" in second.printed()
+    run.interrupt()
+    assert run.wait() == 130, run.output()
+    first.wait()
+
+
+def test_ranks_of_torchrun_join(workshop: Workshop) -> None:
+    run, lines = start_coordinator(workshop, "launched", *SETS)
+    other = join(workshop, run, lines["lyon"])
+    torchrun = Path(sys.executable).with_name("torchrun")
+    if not torchrun.exists():
+        found = shutil.which("torchrun")
+        if found is None:
+            pytest.skip("torchrun is not installed beside this Python")
+        torchrun = Path(found)
+    command = [str(torchrun), "--nproc-per-node=2", "--standalone", "-m", "dilocox"]
+    ranks = subprocess.run(
+        [*command, *lines["paris"].split()], capture_output=True, text=True, timeout=90, check=False
+    )
+    assert ranks.returncode == 0, ranks.stdout + ranks.stderr
+    assert other.wait() == 0, other.output()
+    assert run.wait() == 0, run.output()
+    assert run.summary()["val_loss_last"] < run.summary()["val_loss_first"]
