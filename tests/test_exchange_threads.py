@@ -2,35 +2,37 @@
 
 from __future__ import annotations
 
-import threading
+import subprocess
+import sys
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from dilocox import processes, rank_process
+from dilocox import rank_process
 
-
-def _numbers(_progress: Any) -> tuple[int, int]:
-    torch.set_num_threads(2)
-    rank: Any = SimpleNamespace(mesh=SimpleNamespace(device=torch.device("cpu")))
-    prepare = rank_process._beside_training(rank)
-    assert prepare is not None
-    seen: list[int] = []
-
-    def work() -> None:
-        prepare()
-        seen.append(torch.get_num_threads())
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    return seen[0], torch.get_num_threads()
+# An interpreter of its own: whether a thread has asked for its number is inherited by forking.
+SCRIPT = """\
+import threading
+from types import SimpleNamespace
+import torch
+from dilocox import rank_process
+torch.set_num_threads(2)
+rank = SimpleNamespace(mesh=SimpleNamespace(device=torch.device("cpu")))
+prepare = rank_process._beside_training(rank)
+def work():
+    prepare()
+    print(torch.get_num_threads())
+thread = threading.Thread(target=work)
+thread.start()
+thread.join()
+print(torch.get_num_threads())
+"""
 
 
 def test_exchange_has_one_thread_and_training_its_own() -> None:
-    numbers = processes.call_in_child(_numbers, on_progress=lambda _step, _share: None)
-    assert numbers == (1, 2)
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True)
+    assert done.stdout.split() == ["1", "2"], done.stderr
 
 
 def test_on_a_gpu_the_exchange_may_use_the_cores() -> None:
