@@ -191,7 +191,7 @@ def test_a_place_that_cannot_be_written_to(tmp_path: Path) -> None:
     assert "cannot be written to (Not a directory); choose another run.folder" in text
     (tmp_path / "run").write_text("x", encoding="utf-8")
     text = refusal(preflight.claim_folder, config(tmp_path), resume=False)
-    assert "cannot be written to (File exists)" in text
+    assert "cannot be written to (Not a directory)" in text
 
 
 def test_a_read_only_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,6 +44,8 @@ WRITTEN = (
     "tensorboard",
 )
 """What a run writes into its folder, and all that `--overwrite` takes away."""
+STARTED = ("metrics.jsonl", "coordinator", "logs")
+"""What a start leaves that failed before anything was trained."""
 
 
 def check_folder(config: RunConfig, resume: bool, overwrite: bool = False) -> None:
@@ -63,6 +65,7 @@ def check_folder(config: RunConfig, resume: bool, overwrite: bool = False) -> No
                 f"{folder}: holds files that are not of a run ({foreign[0]}); choose another "
                 "run.folder or move them away"
             )
+        _check_writable(folder)
         return
     if not (resume or overwrite):
         raise TrainingError(
@@ -84,8 +87,9 @@ def claim_folder(config: RunConfig, resume: bool, overwrite: bool = False) -> Pa
     check_folder(config, resume, overwrite)
     check_coordinator(config)
     folder = config.folder
-    if overwrite and not resume:
-        for pattern in WRITTEN:
+    if not resume:
+        begun = (folder / "run.toml").exists()
+        for pattern in WRITTEN if begun else STARTED:
             for entry in folder.glob(pattern):
                 if entry.is_dir() and not entry.is_symlink():
                     shutil.rmtree(entry)
@@ -102,6 +106,19 @@ def claim_folder(config: RunConfig, resume: bool, overwrite: bool = False) -> Pa
     return folder
 
 
+def _check_writable(folder: Path) -> None:
+    """Make and remove a folder where `folder` is to be; what permissions say is not always so."""
+    place = folder
+    while not place.exists():
+        place = place.parent
+    try:
+        os.rmdir(tempfile.mkdtemp(prefix=".dilocox-", dir=place))
+    except OSError as error:
+        raise TrainingError(
+            f"{folder}: cannot be written to ({error.strerror}); choose another run.folder"
+        ) from None
+
+
 def _foreign(config: RunConfig) -> list[str]:
     """Names in the folder of a run that has not begun, beside its token files."""
     folder = config.folder
@@ -113,6 +130,7 @@ def _foreign(config: RunConfig) -> list[str]:
         entry.name
         for entry in folder.iterdir()
         if not entry.name.startswith(".")
+        and entry.name not in STARTED
         and not any(place.is_relative_to(Path(os.path.abspath(entry))) for place in tokens)
     )
 

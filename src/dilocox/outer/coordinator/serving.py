@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import signal
+import socket
 import threading
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -79,7 +80,7 @@ def serve(
         where = (host or config.network.host, config.network.port if port is None else port)
 
         def ready(bound: int) -> None:
-            name = config.network.advertise or where[0]
+            name = config.network.advertise or reachable_name(where[0])
             if ":" in name:
                 name = f"[{name}]"
             endpoint = Endpoint(
@@ -96,6 +97,23 @@ def serve(
         return views.status(coordinator.state, 0)
     finally:
         coordinator.close()
+
+
+def reachable_name(host: str) -> str:
+    """`host`, or for a wildcard address this machine's own on the way out.
+
+    Nothing is sent: connecting a datagram socket only looks up the route.
+    """
+    probes = {"0.0.0.0": (socket.AF_INET, "192.0.2.1"), "::": (socket.AF_INET6, "2001:db8::1")}
+    if host not in probes:
+        return host
+    family, far = probes[host]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((far, 9))
+        except OSError:
+            return socket.gethostname()
+        return str(probe.getsockname()[0])
 
 
 async def _serve(
