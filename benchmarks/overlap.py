@@ -193,7 +193,7 @@ class Run:
         address, token = self._join_line()
         for site in config.sites:
             place = f"run.folder={root / site}/{{name}}"
-            arguments = ["join", address, "--site", site, "--run", str(file), "--token", token]
+            arguments = ["join", address, "--site", site, "--run-file", str(file), "--token", token]
             self._begin(network, site, cores[site], *arguments, "--set", host, "--set", place)
 
     def _begin(self, network: Network, host: str, cores: set[int] | None, *arguments: str) -> None:
