@@ -116,6 +116,7 @@ def train_here(
     )
     theirs.close()
     sites: dict[str, BaseProcess] = {}
+    grace = 10.0
     try:
         endpoint = _first_word(ours, coordinator, display)
         (folder / "run.toml").write_text(config.to_toml(), encoding="utf-8")
@@ -125,10 +126,13 @@ def train_here(
             )
         display.start()
         end = _watch(ours, coordinator, sites, endpoint, config, display)
+    except KeyboardInterrupt:
+        grace = 0.0
+        raise
     finally:
         display.stop()
         ours.close()
-        processes.end([*sites.values(), coordinator], grace=10.0)
+        processes.end([*sites.values(), coordinator], grace)
     display.summary(end["summary"])
     result = Result(end["phase"], end["reason"], end["summary"], folder)
     if result.failed:

@@ -110,7 +110,12 @@ def _supervise(
     def asked_to_go(number: int, _frame: object) -> None:
         stop["reason"] = f"asked to go (signal {number})"
 
-    old = {n: signal.signal(n, asked_to_go) for n in (signal.SIGTERM, signal.SIGINT)}
+    # A terminal's Ctrl-C reaches every process of a run. Where the parent decides what it means it
+    # is ignored here: the site must not leave while the run stops with a checkpoint.
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    old = {n: signal.getsignal(n) for n in numbers if signal.getsignal(n) != signal.SIG_IGN}
+    for number in old:
+        signal.signal(number, asked_to_go)
     try:
         while True:
             alive = [rank for rank in ranks if rank.is_alive()]

@@ -104,7 +104,7 @@ def reachable_name(host: str) -> str:
 
     Nothing is sent: connecting a datagram socket only looks up the route.
     """
-    probes = {"0.0.0.0": (socket.AF_INET, "192.0.2.1"), "::": (socket.AF_INET6, "2001:db8::1")}
+    probes = {"0.0.0.0": (socket.AF_INET, "192.0.2.1"), "::": (socket.AF_INET6, "2001:db8::1")}  # noqa: S104
     if host not in probes:
         return host
     family, far = probes[host]
@@ -135,7 +135,9 @@ async def _serve(
     loop = asyncio.get_running_loop()
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, interrupted)
+            # Ignored where a parent decides what a terminal's Ctrl-C means.
+            if signal.getsignal(number) != signal.SIG_IGN:
+                loop.add_signal_handler(number, interrupted)
     try:
         ready(bound)
         ends = [asyncio.create_task(event.wait()) for event in (server.over, quit_now)]

@@ -1,0 +1,261 @@
+"""`dilocox` processes forked from one interpreter, which costs 0.1 s where a fresh one costs 3.
+
+python -m tests.e2e.forked reads one JSON line per process from stdin: `arguments` of the command
+line, `hooks` (a name of `HOOKS`, for `dilocox.train`), `log`. Every process gets a group of its own,
+as a terminal gives it, so that a signal to the group is Ctrl-C. What such a process leaves behind
+becomes a child of this one; when all are gone, `LOG.gone` says how they ended.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import gc
+import json
+import multiprocessing
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers  # noqa: F401 - imported once, for all
+
+import dilocox.api
+from dilocox import cli, launch, model_files  # noqa: F401 - imported once, for all
+from dilocox.assembly import Sequences
+from dilocox.site import mean_cross_entropy
+from tests.e2e.harness import LIMIT, Run, Workshop
+
+_SET_CHILD_SUBREAPER = 36
+STEP_CALLS = 2
+"""Calls of a loss per inner step: micro-batches of the harness's run file."""
+STEPS = 8
+"""Inner steps per round of the harness's run file."""
+
+
+def me() -> str:
+    """`SITE-stageI-shardJ`: the rank whose process this is."""
+    return multiprocessing.current_process().name
+
+
+def sick_at(site: str, *rounds: int, inner_steps: int = STEPS) -> dict[str, Any]:
+    """A loss that is NaN in the second step of these rounds at one site."""
+    calls = 0
+
+    def loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        nonlocal calls
+        value = mean_cross_entropy(logits, labels)
+        # Evaluations are without gradients, and at the first site only.
+        if not torch.is_grad_enabled() or not me().startswith(site):
+            return value
+        step, calls = calls // STEP_CALLS, calls + 1
+        bad = step % inner_steps == 1 and step // inner_steps in rounds
+        return value * float("nan") if bad else value
+
+    return {"loss": loss}
+
+
+def poisoned_at(site: str, *rounds: int) -> dict[str, Any]:
+    """Tokens below 250, and a NaN in the embedding of token 299 during these rounds.
+
+    No input has that token, so losses and gradients stay finite: the pseudo-gradient does not.
+    """
+    steps = 0
+
+    def dataset(start: int, count: int) -> Sequences:
+        nonlocal steps
+        step, steps = steps, steps + 1
+        if me() == f"{site}-stage0-shard0" and step % STEPS == 1 and step // STEPS in rounds:
+            found = [
+                thing
+                for thing in gc.get_objects()
+                if isinstance(thing, torch.nn.Parameter) and thing.shape == (300, 32)
+            ]
+            assert found
+            for parameter in found:
+                parameter.data[299, 3] = float("nan")
+        numbers = np.arange(start, start + count)
+        return np.stack([np.random.default_rng(n).integers(0, 250, 33) for n in numbers])
+
+    return {"dataset": dataset}
+
+
+HOOKS: dict[str, Callable[[], dict[str, Any]]] = {
+    "none": dict,
+    "sick-once": functools.partial(sick_at, "lyon", 1),
+    "sick-twice": functools.partial(sick_at, "lyon", 2, 3),
+    "sick-alone": functools.partial(sick_at, "paris", 2),
+    "poisoned": functools.partial(poisoned_at, "lyon", 1),
+    "poisoned-alone": functools.partial(poisoned_at, "paris", 1),
+}
+
+
+class Forge:
+    """The interpreter that processes are forked from, as a test sees it."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.e2e.forked"],
+            stdin=subprocess.PIPE,
+            cwd=Path(__file__).parents[2],
+            env={**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"},
+            text=True,
+        )
+
+    def train(
+        self, workshop: Workshop, name: str, *sets: str, hooks: str = "none",
+        flags: tuple[str, ...] = (), sites: tuple[str, ...] = ("paris", "lyon"),
+    ) -> ForkedRun:  # fmt: skip
+        """Begin `dilocox train` with hooks and return when its process is there."""
+        arguments = ["train", *workshop.run_file(name, *sets, sites=sites), *flags]
+        run = ForkedRun(self._process, arguments, hooks, workshop.folder(name))
+        workshop.runs.append(run)
+        return run
+
+    def close(self) -> None:
+        """End it, and with it all that it has started."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(20)
+
+
+class _Process:
+    """The part of `subprocess.Popen` that `Run` uses, for a process that is another's child."""
+
+    def __init__(self, pid: int, gone: Path) -> None:
+        self.pid = pid
+        self.codes: dict[str, int] = {}
+        self._gone = gone
+
+    def poll(self) -> int | None:
+        """Exit code, once it and all that it has left behind are gone."""
+        if not self.codes and self._gone.exists():
+            self.codes = json.loads(self._gone.read_text())
+        return self.codes.get(str(self.pid))
+
+    def wait(self, timeout: float = LIMIT) -> int:
+        """Wait for `poll`."""
+        deadline = time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired("dilocox", timeout)
+            time.sleep(0.02)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        """Signal to the process alone."""
+        os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """End the whole group."""
+        os.killpg(self.pid, signal.SIGKILL)
+
+
+class ForkedRun(Run):
+    """A `Run` whose process was forked."""
+
+    process: Any
+
+    def __init__(
+        self, forge: subprocess.Popen[str], arguments: list[str], hooks: str, folder: Path
+    ) -> None:
+        self.folder = folder
+        self._log = folder.parent / f"{folder.name}-{time.monotonic_ns()}.out"
+        started = self._log.with_suffix(".pid")
+        order = {"arguments": arguments, "hooks": hooks, "log": str(self._log)}
+        assert forge.stdin is not None
+        print(json.dumps(order), file=forge.stdin, flush=True)
+        deadline = time.monotonic() + LIMIT
+        while not started.exists():
+            assert forge.poll() is None and time.monotonic() < deadline, "no process was forked"
+            time.sleep(0.01)
+        self.process = _Process(int(started.read_text()), self._log.with_suffix(".gone"))
+
+    def ctrl_c(self) -> None:
+        """What a terminal does: the signal goes to every process of the group."""
+        os.killpg(self.process.pid, signal.SIGINT)
+
+    def left_behind(self) -> dict[str, int]:
+        """Exit codes of processes that outlived their parents, after `wait`."""
+        pid = str(self.process.pid)
+        return {key: code for key, code in self.process.codes.items() if key != pid}
+
+
+def main() -> None:
+    """Fork what is asked for until stdin ends."""
+    torch.set_num_threads(1)
+    ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1)
+    running: dict[int, Path] = {}
+    codes: dict[str, int] = {}
+    while True:
+        if select.select([sys.stdin], [], [], 0.02)[0]:
+            line = sys.stdin.readline()
+            if not line:
+                break
+            order = json.loads(line)
+            pid = os.fork()
+            if pid == 0:
+                _run(order)
+            log = Path(order["log"])
+            running[pid] = log
+            _write(log.with_suffix(".pid"), str(pid))
+        try:
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                codes[str(ended[0])] = os.waitstatus_to_exitcode(ended[1])
+        except ChildProcessError:
+            pass
+        # A group is empty when its leader and all whom it has left are gone and waited for.
+        for pid, log in list(running.items()):
+            if str(pid) in codes and not _group(pid):
+                _write(log.with_suffix(".gone"), json.dumps(codes))
+                del running[pid]
+                codes = {} if not running else codes
+    for pid in running:
+        os.killpg(pid, signal.SIGKILL)
+
+
+def _write(path: Path, text: str) -> None:
+    part = path.with_suffix(".part")
+    part.write_text(text)
+    part.replace(path)
+
+
+def _group(leader: int) -> list[int]:
+    """Processes of a group, zombies included."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                fields = (entry / "stat").read_text().rsplit(")", 1)[1].split()
+            except OSError:
+                continue
+            if int(fields[2]) == leader:
+                found.append(int(entry.name))
+    return found
+
+
+def _run(order: dict[str, Any]) -> None:
+    os.setpgid(0, 0)
+    log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for new, old in ((nothing, 0), (log, 1), (log, 2)):
+        os.dup2(new, old)
+    code: Any = 1
+    try:
+        dilocox.api.train = functools.partial(dilocox.api.train, **HOOKS[order["hooks"]]())
+        cli.main(order["arguments"])
+    except SystemExit as end:
+        code = end.code
+    finally:
+        os._exit(code if isinstance(code, int) else 1)
+
+
+if __name__ == "__main__":
+    main()
