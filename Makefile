@@ -1,13 +1,15 @@
 # Two commands to begin with: `make quickstart` and `make test`. Both set up .venv themselves.
 
 PYTHON ?= python3
-VENV := .venv
+VENV ?= .venv
+# More arguments for the quickstart, for example SET="--set outer.rounds=3".
+SET ?=
 BIN := $(VENV)/bin
 
 .PHONY: quickstart test test-all lint setup setup-dev clean
 
 quickstart: $(VENV)/.ready
-	$(BIN)/dilocox train examples/quickstart.toml
+	$(BIN)/dilocox train examples/quickstart.toml --overwrite $(SET)
 
 test: $(VENV)/.ready-dev lint
 	$(BIN)/python -m pytest -m "not slow"

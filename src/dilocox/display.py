@@ -49,9 +49,9 @@ def round_line(record: Record, rounds: int) -> str:
 class Display:
     """Prints a run's records. Off a terminal it is quiet: events and the end only."""
 
-    def __init__(self, config: RunConfig) -> None:
+    def __init__(self, config: RunConfig, console: Console | None = None) -> None:
         self._rounds = config.outer.rounds
-        self._console = Console(highlight=False, soft_wrap=True)
+        self._console = console or Console(highlight=False, soft_wrap=True)
         self._lively = self._console.is_terminal
         self._progress: Progress | None = None
         self._task: Any = None

@@ -15,7 +15,9 @@ from dilocox.outer.coordinator.messages import RoundPlan
 from dilocox.outer.loop import Counts, OuterLoop
 from dilocox.site import StepResult
 
-NOTHING = dict.fromkeys(("steps", "loss", "seconds", "wait", "exchange", "payload", "values"), 0.0)
+NOTHING = dict.fromkeys(
+    ("steps", "finite", "loss", "seconds", "wait", "exchange", "payload", "values"), 0.0
+)
 """Sums over the part of a round that was trained before a stop."""
 
 
@@ -30,25 +32,30 @@ class RoundMeter:
         self._earlier = dict(NOTHING)
         self._start = time.monotonic()
         self._held = 0.0
+        self._bad: str | None = None
         self.dropped: str | None = None
-        """The tensor whose values were not finite, if the site dropped out of this round."""
+        """What was not finite (stage and tensor), if contributions of this round were dropped.
+
+        After `end` the same on all ranks of the site."""
         self.slot_seconds: float | None = None
 
     def begin(self, plan: RoundPlan, slot: int) -> None:
         """The round begins, or goes on after `slot` of its slots."""
         if slot == 0:
             self._earlier = dict(NOTHING)
+            self._bad = self.dropped = None
         self._results = []
         self._start = time.monotonic()
         self._held = 0.0
-        self.dropped = None
 
     def so_far(self, outer: OuterLoop) -> dict[str, float]:
         """What a checkpoint in the middle of a round keeps of it, for `go_on`."""
         counts, earlier = outer.counts, self._earlier
+        finite = [result.loss for result in self._results if result.finite]
         return {
             "steps": earlier["steps"] + len(self._results),
-            "loss": earlier["loss"] + sum(result.loss for result in self._results),
+            "finite": earlier["finite"] + len(finite),
+            "loss": earlier["loss"] + sum(finite),
             "seconds": earlier["seconds"] + time.monotonic() - self._start,
             "wait": earlier["wait"] + counts.wait_seconds + self._held,
             "exchange": earlier["exchange"] + counts.exchange_seconds,
@@ -56,9 +63,10 @@ class RoundMeter:
             "values": earlier["values"] + counts.values,
         }
 
-    def go_on(self, so_far: dict[str, float]) -> None:
-        """The round was begun before a stop, with these sums."""
+    def go_on(self, so_far: dict[str, float], bad: str | None, dropped: str | None) -> None:
+        """The round was begun before a stop, with these sums and `non_finite()`, `dropped`."""
         self._earlier = {name: float(so_far[name]) for name in NOTHING}
+        self._bad, self.dropped = bad, dropped
 
     def held(self, seconds: float) -> None:
         """The rank waited for the coordinator's leave to go on."""
@@ -70,11 +78,11 @@ class RoundMeter:
         self._rate = rate
 
     def non_finite(self) -> str | None:
-        """What was not finite first in this round, or none."""
-        for result in self._results:
-            if not result.finite:
-                return result.culprit
-        return None
+        """What was not finite first in this round's steps, or none."""
+        if self._bad is None:
+            bad = (result.culprit for result in self._results if not result.finite)
+            self._bad = next(bad, None)
+        return self._bad
 
     def end(self, plan: RoundPlan, outer: OuterLoop, rank: Rank) -> dict[str, Any]:
         """The round's record, the same on all ranks of the site. Collective over the site."""
@@ -109,12 +117,14 @@ class RoundMeter:
             "members": sites,
             "contributors": min(counts.contributors, default=0),
             "repeated_exchanges": counts.attempts - counts.exchanges,
-            "anchor_digest": site_digest(rank),
         }
-        if steps:
-            record["loss"] = sums["loss"] / steps
-        if self._results:
-            record["grad_norm"] = self._results[-1].grad_norm
+        record["anchor_digest"], self.dropped = _over_ranks(rank, self.dropped)
+        # Of the steps that were taken: one that met values that are not finite has no loss.
+        if sums["finite"]:
+            record["loss"] = sums["loss"] / sums["finite"]
+        taken = [result for result in self._results if result.finite]
+        if taken:
+            record["grad_norm"] = taken[-1].grad_norm
         if self.dropped:
             record["dropped"] = self.dropped
         return record
@@ -136,13 +146,15 @@ def _over_site(rank: Rank, sums: dict[str, float]) -> dict[str, float]:
     }
 
 
-def site_digest(rank: Rank) -> str:
-    """sha256 over the anchors of all ranks of the site, hex: equal at all sites after a landing.
+def _over_ranks(rank: Rank, dropped: str | None) -> tuple[str, str | None]:
+    """Digest of the site's anchors, and what the first rank that dropped something has dropped.
 
-    Every rank hashes its own fragments; the site's digest is over the ranks' in order.
+    The digest is a sha256 over those of all ranks in order, of their fragments each, hex: equal at
+    all sites after a landing.
     """
     own = hashlib.sha256()
     for state in rank.states:
         own.update(state.digest().encode())
-    ranks = rank.mesh.gather_names([own.hexdigest()])
-    return hashlib.sha256("".join(row[0] for row in ranks).encode()).hexdigest()
+    ranks = rank.mesh.gather_names([own.hexdigest(), dropped or ""])
+    digest = hashlib.sha256("".join(row[0] for row in ranks).encode()).hexdigest()
+    return digest, next((row[1] for row in ranks if row[1]), None)

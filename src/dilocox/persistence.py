@@ -126,6 +126,8 @@ def capture(trainer: Trainer) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         "dropping": outer.dropping,
         "dropped_round": trainer.dropped_round,
         "round_so_far": trainer.meter.so_far(outer),
+        "non_finite": trainer.meter.non_finite(),
+        "dropped": trainer.meter.dropped,
         "stages": rank.mesh.stages,
         "shards": rank.mesh.shards,
     }
@@ -147,7 +149,7 @@ def restore(trainer: Trainer, loaded: checkpoint.Loaded) -> None:
     outer.owner_landings = list(state["owner_landings"])
     outer.dropping = bool(state["dropping"])
     trainer.dropped_round = int(state["dropped_round"])
-    trainer.meter.go_on(state["round_so_far"])
+    trainer.meter.go_on(state["round_so_far"], state["non_finite"], state["dropped"])
     trainer.at.round = int(state["round"])
     trainer.at.slot = int(state["slot"])
     trainer.at.tick = int(state["tick"])

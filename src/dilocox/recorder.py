@@ -99,6 +99,11 @@ class Recorder:
             self._write(record)
             return
         self._write(record)
+        if "dropped" in metrics:
+            self.message(
+                f"{site}, round {round_}: {metrics['dropped']} is not finite; the contribution is "
+                "dropped, the site goes on from the anchor"
+            )
         if kind == "flush":
             self._flush[site] = record
             combine(self._flush)

@@ -6,6 +6,7 @@ late runs it without inner steps until a plan counts it in.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from dilocox import persistence
 from dilocox.assembly import Batches, Hooks, Rank, anchors
 from dilocox.config import RunConfig
 from dilocox.entering import Donors, FormGroup, Newcomer
-from dilocox.errors import TrainingError
+from dilocox.errors import DilocoxError, TrainingError
 from dilocox.meter import RoundMeter
 from dilocox.outer.control import RankControl
 from dilocox.outer.coordinator.client import CoordinatorClient
@@ -136,6 +137,7 @@ class Trainer:
                 self.check_finite(plan)
             if self.outer.end_of_slot(plan, slot):
                 self.rank.model.sync_tied()
+            self.check_pseudo_gradients(plan)
         elif slot == plan.slots:
             self.check_finite(plan)
             for state in self.rank.states:
@@ -153,6 +155,27 @@ class Trainer:
         bad = self.meter.non_finite()
         if bad is None or self.outer.dropping:
             return
+        self.drop(plan, bad)
+        if self.config.outer.method == "allreduce":
+            return  # left out of the mean step by step: all sites took the same steps
+        self.outer.dropping = True
+        self.outer.reset_to_anchor()
+        self.rank.model.sync_tied()
+
+    def check_pseudo_gradients(self, plan: RoundPlan) -> None:
+        """Say which contribution was dropped at a boundary because it was not finite.
+
+        Only this rank knows; its fragment has gone back to the anchor already.
+        """
+        bad, self.outer.non_finite = self.outer.non_finite, None
+        if bad is not None:
+            self.drop(plan, bad)
+
+    def drop(self, plan: RoundPlan, bad: str) -> None:
+        """A contribution is dropped because `bad` is not finite.
+
+        Raises `TrainingError` for a second round in a row, or at a site alone.
+        """
         where = f"site {self.me}, round {plan.round}: {bad} is not finite"
         if len(plan.members) == 1 or self.dropped_round == plan.round - 1:
             again = " for the second round in a row" if len(plan.members) > 1 else ""
@@ -160,21 +183,20 @@ class Trainer:
                 f"{where}{again}; the last checkpoint is whole: lower inner.learning_rate and "
                 "resume, or look at the data of these steps"
             )
-            if self.rank.place.leads:
+            # Every rank says so: if one left first, the others would go on without this site.
+            with contextlib.suppress(DilocoxError):
                 self.client.fail(reason)
             raise TrainingError(reason)
         log.warning("%s: its contribution is dropped, it goes on from the anchor", where)
-        self.dropped_round = plan.round
         self.meter.dropped = bad
-        self.outer.dropping = True
-        self.outer.reset_to_anchor()
-        self.rank.model.sync_tied()
 
     def end_round(self, plan: RoundPlan) -> None:
         """Report, evaluate and write a checkpoint as the plan says; then the next round."""
         self.outer.dropping = False
         self.at.round, self.at.slot = plan.round + 1, 0
         metrics = self.meter.end(plan, self.outer, self.rank)
+        if self.meter.dropped is not None:
+            self.dropped_round = plan.round
         if self.rank.place.leads:
             self.client.report(plan.round, metrics)
         self.client.round_done(plan.round)
@@ -225,6 +247,7 @@ class Trainer:
         if self.config.outer.method != "allreduce" and self.me in plan.members:
             self.outer.flush(plan)
         self.meter.begin(plan, 0)
+        self.check_pseudo_gradients(plan)
         metrics = self.meter.end(plan, self.outer, self.rank)
         if self.rank.place.leads:
             self.client.report(plan.round, metrics, kind="flush")

@@ -90,6 +90,8 @@ class OuterLoop:
         self.counts = Counts()
         self.dropping = False
         """This site's contributions do not count until the round ends (non-finite values)."""
+        self.non_finite: str | None = None
+        """The value that was not finite in the pseudo-gradient of a boundary, until it is read."""
         self._me = me
         self._stage = stage
         self._stages = stages
@@ -208,6 +210,8 @@ class OuterLoop:
             contributes = not self.dropping
             u, finite = state.boundary(self.live, weight, decay)
             contributes = contributes and finite
+            if not finite:
+                self.non_finite = f"stage {self._stage}: pseudo-gradient of {state.non_finite}"
         lands_at = tick + (0 if flush else plan.delay)
         self._start(Pending.waiting(key, plan, lands_at, u, contributes))
 

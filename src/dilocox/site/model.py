@@ -185,7 +185,8 @@ class SiteModel:
         `input_ids`, `labels`: int64 [b, L], the same shape on all ranks; the first stage reads the
         one, the last the other. Gradients are means over the site's batch. `exchange_gradients`
         is handed full name to local fp32 gradient before clipping and may change them in place.
-        If loss or norm is not finite no step is taken, and the result says so.
+        If loss or norm is not finite no step is taken (after `exchange_gradients`: only if the
+        norm is not, so that all sites do the same), and the result says so.
         Raises `TrainingError` naming a trained parameter that got no gradient.
         """
         loss = self._pipeline.accumulate(
@@ -206,7 +207,8 @@ class SiteModel:
             result = StepResult(
                 self._mesh.gather(status), self._mesh.shards, self._last_stage, self._names
             )
-            self._optimizer.step(learning_rate, *result.divisor_and_skip(self._clip))
+            averaged = exchange_gradients is not None
+            self._optimizer.step(learning_rate, *result.divisor_and_skip(self._clip, averaged))
         for name, parameter in self._trained.items():
             parameter.grad = None
             self._locals[name].grad = None

@@ -48,9 +48,13 @@ class StepResult:
         self._norm = statuses[:, 1].sum().sqrt()
         self._read: tuple[float, float] | None = None
 
-    def divisor_and_skip(self, clip: float) -> tuple[Tensor, Tensor]:
-        """fp32 scalars on the device: the divisor of all gradients, and 1 to skip the step."""
-        bad = ~torch.isfinite(self._norm + self._loss)
+    def divisor_and_skip(self, clip: float, averaged: bool = False) -> tuple[Tensor, Tensor]:
+        """fp32 scalars on the device: the divisor of all gradients, and 1 to skip the step.
+
+        `averaged`: the gradients are a mean over sites that all take the same step, so that the
+        loss of one of them does not count.
+        """
+        bad = ~torch.isfinite(self._norm if averaged else self._norm + self._loss)
         divisor = torch.ones_like(self._norm)
         if clip > 0:
             divisor = torch.where(bad, divisor, torch.clamp(self._norm / clip, min=1.0))

@@ -463,6 +463,10 @@ class Coordinator:
             if self._on_report is not None:
                 try:
                     self._on_report(site.name, request.round, request.kind, dict(request.metrics))
+                except TrainingError as error:
+                    # Sites that hold different anchors do not train one model any more.
+                    if not self.state.over:
+                        self.record(e.Ended(self._wall(), "failed", str(error)))
                 except Exception:
                     # A full disk of the metrics writer must not take the control plane down.
                     _log.exception("metrics of %s round %d not written", site.name, request.round)

@@ -1,0 +1,159 @@
+"""Every command of the README, as a stranger would type it (cut short by overrides)."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.harness import Run, Workshop
+
+ROOT = Path(__file__).resolve().parents[2]
+CUT = (
+    "outer.rounds=3",
+    "outer.inner_steps=8",
+    "outer.fragments=2",
+    "site.batch_size=8",
+    "data.sequence_length=128",
+    "inner.warmup_steps=5",
+    "data.validation_sequences=16",
+)
+"""The quickstart in under a minute."""
+RUN_ELSEWHERE = {
+    "make test": "is what runs this",
+    "python benchmarks/single_site.py": "tests/benchmarks",
+    "python benchmarks/overlap.py": "tests/benchmarks",
+    "python -m pytest tests/e2e/test_wire_bytes.py": "itself",
+    "python -m pytest tests/e2e/test_resume.py": "itself",
+    "python -m pytest tests/e2e/test_engine.py": "itself",
+    "python -m pytest tests/e2e/test_rejoin.py": "itself",
+}
+
+
+def commands() -> list[str]:
+    """Commands of the README: its sh blocks, and code spans that begin like one."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    lines = [
+        line.split("#")[0].strip()
+        for block in re.findall(r"```sh\n(.*?)```", text, re.DOTALL)
+        for line in block.splitlines()
+    ]
+    spans = re.findall(
+        r"`((?:python|make|dilocox) [^`]+)`", re.sub(r"```.*?```", "", text, flags=re.S)
+    )
+    return [line for line in [*lines, *spans] if line]
+
+
+@pytest.fixture(scope="module")
+def quickstart(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`make quickstart` in a copy of the checkout, with the interpreter that runs the tests."""
+    place = tmp_path_factory.mktemp("readme")
+    for name in ("Makefile", "examples", "constraints.txt", "pyproject.toml", "tools"):
+        source = ROOT / name
+        if source.is_dir():
+            shutil.copytree(source, place / name)
+        else:
+            shutil.copy2(source, place / name)
+    # The environment is there already: what its making takes is tested by every fresh CI run.
+    binaries = place / "venv" / "bin"
+    binaries.mkdir(parents=True)
+    (binaries / "dilocox").symlink_to(Path(sys.executable).with_name("dilocox"))
+    (place / "venv" / ".ready").touch()
+    sets = " ".join(f"--set {item}" for item in CUT)
+    done = subprocess.run(
+        ["make", "quickstart", "VENV=venv", f"SET={sets}"],
+        cwd=place,
+        capture_output=True,
+        text=True,
+        timeout=170,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "held-out loss" in done.stdout
+    assert "completion" in done.stdout
+    return place / "runs" / "quickstart"
+
+
+def test_every_command_is_known_here() -> None:
+    known = [
+        "make quickstart",
+        'dilocox generate runs/quickstart --prompt "def main():"',
+        "dilocox coordinator examples/two-sites.toml",
+        "dilocox join HOST:29400 --site paris --run-file examples/two-sites.toml --token TOKEN",
+        *RUN_ELSEWHERE,
+    ]
+    unknown = [line for line in commands() if line not in known]
+    assert unknown == [], "run these in a test, then list them here"
+
+
+def test_quickstart_writes_what_the_readme_says(quickstart: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    summary = json.loads((quickstart / "summary.json").read_text(encoding="utf-8"))
+    wanted = {
+        "val_loss_first", "val_loss_last", "tokens", "tokens_per_second", "payload_bytes",
+        "allreduce_bytes", "sites", "stages", "rounds", "anchor_digest",
+    }  # fmt: skip
+    assert wanted <= summary.keys()
+    assert (summary["sites"], summary["stages"], summary["rounds"]) == (2, 2, 3)
+    assert summary["val_loss_last"] < summary["val_loss_first"]
+    assert (quickstart / "run.toml").exists()
+    assert (quickstart / "metrics.jsonl").exists()
+    assert any((quickstart / "checkpoints").iterdir())
+    model, report = AutoModelForCausalLM.from_pretrained(
+        quickstart / "model", output_loading_info=True
+    )
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    assert 4e6 <= sum(p.numel() for p in model.parameters()) <= 6e6
+    tokenizer = AutoTokenizer.from_pretrained(quickstart / "model")
+    ids = tokenizer("import os\n", return_tensors="pt", return_token_type_ids=False)
+    text = tokenizer.decode(model.generate(**ids, max_new_tokens=4, pad_token_id=0)[0])
+    assert text.startswith("import os")
+
+
+def test_generate(quickstart: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from dilocox.cli import main
+
+    with pytest.raises(SystemExit) as end:
+        main(["generate", str(quickstart), "--prompt", "def main():", "--tokens", "8"])
+    assert end.value.code == 0
+    assert capsys.readouterr().out.startswith("def main():")
+
+
+def test_two_real_sites(workshop: Workshop) -> None:
+    """The two-site example over the printed join lines, cut to a small model."""
+    cut = (
+        f"run.folder={workshop.root}/two-sites",
+        f"data.folder={workshop.root}/two-sites-data",
+        "data.max_documents=40",
+        "data.vocabulary_size=600",
+        "data.sequence_length=64",
+        "model.architecture.hidden_size=64",
+        "model.architecture.intermediate_size=128",
+        "model.architecture.head_dim=8",
+        "site.batch_size=8",
+        "outer.rounds=2",
+        "outer.inner_steps=4",
+        "outer.fragments=2",
+        "network.port=0",
+        "data.validation_sequences=8",
+    )
+    sets = [part for item in cut for part in ("--set", item)]
+    file = str(ROOT / "examples" / "two-sites.toml")
+    run = Run(["coordinator", file, *sets], workshop.folder("two-sites"))
+    workshop.runs.append(run)
+    run.until(lambda: run.printed().count("dilocox join") == 2)
+    assert "0.0.0.0" not in run.printed(), "an address that other machines reach"
+    joins = []
+    for line in re.findall(r"dilocox (join .*)", run.printed()):
+        joins.append(Run(line.split(), run.folder))
+        workshop.runs.append(joins[-1])
+    assert [joined.wait() for joined in joins] == [0, 0], joins[0].output()
+    assert run.wait() == 0, run.output()
+    assert run.summary()["val_loss_last"] < run.summary()["val_loss_first"]

@@ -1,0 +1,41 @@
+"""Draw what a finished run printed on a terminal, from its records, as an SVG picture.
+
+    python tools/draw_run.py runs/quickstart docs/quickstart.svg
+
+Nothing is invented: the lines come from the run's own metrics.jsonl and summary.json, through the
+code that prints them on a terminal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+from pathlib import Path
+
+from rich.console import Console
+
+from dilocox.config import load_run
+from dilocox.display import Display
+
+
+def main() -> None:
+    """Read a run folder, write an SVG."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("picture", type=Path)
+    arguments = parser.parse_args()
+    console = Console(
+        record=True, force_terminal=True, width=124, file=io.StringIO(), highlight=False
+    )
+    display = Display(load_run(arguments.folder / "run.toml"), console)
+    console.print("$ make quickstart")
+    for line in (arguments.folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
+        display.show(json.loads(line))
+    display.summary(json.loads((arguments.folder / "summary.json").read_text(encoding="utf-8")))
+    arguments.picture.parent.mkdir(parents=True, exist_ok=True)
+    console.save_svg(str(arguments.picture), title="dilocox", unique_id="dilocox")
+
+
+if __name__ == "__main__":
+    main()
