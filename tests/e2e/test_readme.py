@@ -43,9 +43,8 @@ def commands() -> list[str]:
         for block in re.findall(r"```sh\n(.*?)```", text, re.DOTALL)
         for line in block.splitlines()
     ]
-    spans = re.findall(
-        r"`((?:python|make|dilocox) [^`]+)`", re.sub(r"```.*?```", "", text, flags=re.S)
-    )
+    prose = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+    spans = re.findall(r"`((?:python|make|dilocox) [^`]+)`", prose)
     return [line for line in [*lines, *spans] if line]
 
 

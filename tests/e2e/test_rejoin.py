@@ -22,7 +22,7 @@ def join_again(workshop: Workshop, run: Run, site: str, *sets: str) -> Run:
     return joined
 
 
-@pytest.mark.parametrize("exchange", ["gather", "reduce"])
+@pytest.mark.parametrize("exchange", ["gather", pytest.param("reduce", marks=pytest.mark.slow)])
 def test_kill_and_rejoin(workshop: Workshop, exchange: str) -> None:
     sets = ("outer.rounds=220", "checkpoint.every_rounds=0", f"outer.exchange={exchange}")
     run = workshop.start(f"killed-{exchange}", *sets)
