@@ -1,0 +1,309 @@
+"""The documents say what is: links, commands, keys, tables and snippets."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import io
+import re
+import shlex
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any, get_args, get_origin
+
+import pytest
+from pydantic import BaseModel
+
+from dilocox.cli import _parser
+from dilocox.config import NetworkSection, RunConfig, SiteOverride
+from dilocox.outer.coordinator.timeouts import Timeouts
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = sorted(
+    [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")],
+    key=lambda path: path.relative_to(ROOT).as_posix(),
+)
+NAMES = [path.relative_to(ROOT).as_posix() for path in DOCUMENTS]
+FILE_ENDINGS = ("toml", "json", "jsonl", "py", "md", "safetensors", "sqlite", "log", "svg")
+
+each_document = pytest.mark.parametrize("path", DOCUMENTS, ids=NAMES)
+
+
+# --- reading Markdown -----------------------------------------------------------------------
+
+
+def blocks(text: str) -> list[tuple[str, str]]:
+    """(language, content) of every fenced block."""
+    found = re.findall(r"^```(\w*)[^\n]*\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    return [(language, content) for language, content in found]
+
+
+def prose(text: str) -> str:
+    """The text without its fenced blocks."""
+    return re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+
+
+def spans(text: str) -> list[str]:
+    """Inline code."""
+    return [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", prose(text))]
+
+
+def anchor_of(heading: str) -> str:
+    """GitHub's anchor of a heading."""
+    return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
+
+
+# --- links and paths ------------------------------------------------------------------------
+
+
+def broken_links(path: Path, text: str) -> list[str]:
+    """Relative links of a document that lead nowhere."""
+    bad = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose(text)):
+        if re.match(r"[a-z]+:", target):
+            continue
+        name, _, anchor = target.partition("#")
+        place = (path.parent / name).resolve() if name else path
+        if not place.exists():
+            bad.append(target)
+        elif anchor and place.suffix == ".md":
+            headings = re.findall(r"^#+ (.*)$", place.read_text(encoding="utf-8"), re.MULTILINE)
+            if anchor not in map(anchor_of, headings):
+                bad.append(target)
+    return bad
+
+
+def missing_paths(text: str) -> list[str]:
+    """Files of this repository that are named and not there."""
+    named = re.findall(
+        r"(?<![\w./-])(?:src|tests|tools|benchmarks|examples|docs)/[\w./-]*\w", prose(text)
+    )
+    return [name for name in named if not (ROOT / name).exists()]
+
+
+@each_document
+def test_links_and_paths_lead_somewhere(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert broken_links(path, text) == []
+    assert missing_paths(text) == []
+
+
+def test_a_broken_link_is_found() -> None:
+    text = "## One thing\n[a](docs/nowhere.md) [b](README.md) [c](#one-thing) [d](#two)"
+    assert broken_links(ROOT / "README.md", text)[0] == "docs/nowhere.md"
+    assert "#two" in broken_links(ROOT / "README.md", text)
+    assert missing_paths("see tests/test_docs.py, `src/x.py`") == ["src/x.py"]
+
+
+# --- commands -------------------------------------------------------------------------------
+
+
+def commands(text: str) -> Iterator[list[str]]:
+    """Arguments of every `dilocox` command in a fenced block, behind a launcher too."""
+    for language, content in blocks(text):
+        if language not in ("", "sh", "bash", "console"):
+            continue
+        for line in content.replace("\\\n", " ").splitlines():
+            words = re.split(r"^(?:\$ )?(?:\S+/)?dilocox |^(?:torchrun|srun) .*?dilocox ", line)
+            if len(words) == 2:
+                yield shlex.split(words[1], comments=True)
+
+
+def problem_of(arguments: list[str]) -> str:
+    """What the real parser says against a command; empty if it takes it."""
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
+            _parser().parse_args(arguments)
+    except SystemExit as end:
+        return said.getvalue() if end.code else ""
+    return ""
+
+
+def words_of_commands(parser: argparse.ArgumentParser) -> dict[str, set[str]]:
+    """Command ("data show") -> its options."""
+    known: dict[str, set[str]] = {}
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for name, inner in action.choices.items():
+                known[name] = set(inner._option_string_actions)
+                below = words_of_commands(inner)
+                known |= {f"{name} {more}": options for more, options in below.items()}
+    return known
+
+
+def unknown_words(span: str) -> list[str]:
+    """What is no command or option in inline code such as `dilocox train RUN.toml --resume`."""
+    known = words_of_commands(_parser())
+    words = span.split()[1:]
+    if not words or words[0].startswith("-"):
+        options = set(_parser()._option_string_actions)
+    elif words[0] not in known:
+        return [words[0]]
+    else:
+        options = set(known[words[0]])
+        for name, more in known.items():
+            if name.startswith(f"{words[0]} "):
+                options |= more
+    return [
+        word for word in words if word.startswith("--") and word.partition("=")[0] not in options
+    ]
+
+
+@each_document
+def test_commands_are_ones_that_dilocox_takes(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    for arguments in commands(text):
+        assert problem_of(arguments) == "", arguments
+    for span in spans(text):
+        if span == "dilocox" or span.startswith("dilocox "):
+            assert unknown_words(span.replace("[", "").replace("]", "")) == [], span
+
+
+def test_documents_hold_commands() -> None:
+    found = [c for path in DOCUMENTS for c in commands(path.read_text(encoding="utf-8"))]
+    assert {words[0] for words in found} >= {"coordinator", "join"}
+    assert problem_of(["join", "HOST:1", "--site", "a"]) != ""
+    assert problem_of(["train"]) != ""
+    assert problem_of(["train", "--help"]) == ""
+    assert unknown_words("dilocox trian RUN.toml") == ["trian"]
+    assert unknown_words("dilocox train RUN.toml --again --resume") == ["--again"]
+
+
+def test_make_targets_exist() -> None:
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for path in DOCUMENTS:
+        text = path.read_text(encoding="utf-8")
+        lines = [line for _, content in blocks(text) for line in content.splitlines()]
+        for code in [*spans(text), *lines]:
+            if code.startswith("make "):
+                assert code.split()[1] in targets, f"{path.name}: {code}"
+
+
+# --- keys -----------------------------------------------------------------------------------
+
+
+def has_key(parts: list[str]) -> bool:
+    """True if `section.key`, in parts, is one of the run file's."""
+    model: Any = RunConfig
+    for number, part in enumerate(parts):
+        if get_origin(model) is dict:
+            inner = get_args(model)[1]
+            # sites.NAME.key; below model.architecture anything goes.
+            if inner is SiteOverride and part not in SiteOverride.model_fields:
+                model = SiteOverride
+                continue
+            return inner is not SiteOverride or part in SiteOverride.model_fields
+        if not (isinstance(model, type) and issubclass(model, BaseModel)):
+            return False
+        if part not in model.model_fields:
+            return False
+        model = model.model_fields[part].annotation
+        options = [kind for kind in get_args(model) if get_origin(kind) is dict]
+        if options and number < len(parts) - 1:
+            model = options[0]
+    return True
+
+
+def keys_named(text: str) -> Iterator[str]:
+    """`section.key` in inline code, and in `--set`."""
+    sections = "|".join(RunConfig.model_fields)
+    pattern = rf"(?<![\w./-])((?:{sections})\.[A-Za-z_]+(?:\.[A-Za-z_]+)*)(?![\w/(])"
+    for span in spans(text):
+        for key in re.findall(pattern, span):
+            if key.rsplit(".", 1)[1] not in FILE_ENDINGS:
+                yield key
+    for _, content in blocks(text):
+        for key in re.findall(r"--set ([\w.-]+)=", content):
+            yield key
+
+
+def keys_of_table(table: dict[str, Any], above: tuple[str, ...] = ()) -> Iterator[list[str]]:
+    """Every key of a TOML document, in parts."""
+    for key, value in table.items():
+        yield [*above, key]
+        if isinstance(value, dict):
+            yield from keys_of_table(value, (*above, key))
+
+
+@each_document
+def test_keys_exist(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert [key for key in keys_named(text) if not has_key(key.split("."))] == []
+    for language, content in blocks(text):
+        if language == "toml":
+            unknown = [k for k in keys_of_table(tomllib.loads(content)) if not has_key(k)]
+            assert unknown == []
+
+
+@pytest.mark.parametrize(
+    ("key", "there"),
+    [
+        ("outer.rounds", True),
+        ("outer.round", False),
+        ("outer.rounds.more", False),
+        ("sites.NAME.ports", True),
+        ("sites.NAME.port", False),
+        ("sites.NAME", True),
+        ("model.architecture.hidden_size", True),
+        ("model.architectures", False),
+    ],
+)
+def test_a_key_that_is_none_is_found(key: str, there: bool) -> None:
+    assert has_key(key.split(".")) is there
+
+
+def test_keys_are_seen() -> None:
+    text = "Set `outer.rouds` or `--set data.sorce=x`, see `run.toml`.\n```sh\nx --set a.b=1\n```\n"
+    assert list(keys_named(text)) == ["outer.rouds", "data.sorce", "a.b"]
+
+
+# --- what is generated or measured ----------------------------------------------------------
+
+
+def writer() -> ModuleType:
+    """tools/write_run_file_docs.py as a module."""
+    place = ROOT / "tools" / "write_run_file_docs.py"
+    spec = importlib.util.spec_from_file_location("write_run_file_docs", place)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_run_file_reference_is_what_its_script_writes() -> None:
+    written = (ROOT / "docs" / "run-file.md").read_text(encoding="utf-8")
+    assert written == writer().document(), "run python tools/write_run_file_docs.py"
+
+
+def test_every_key_is_explained_once() -> None:
+    tool = writer()
+    texts = tool.source_texts()
+    keys = set()
+    for table, model in tool.sections():
+        for name in model.model_fields:
+            key = f"{table.removesuffix('.NAME')}.{name}"
+            keys.add(key)
+            explained = [(model.__name__, name) in texts, key in tool.PLAIN]
+            assert sum(explained) == 1, f"{key}: explain it in config.py or in the script"
+    assert set(tool.PLAIN) <= keys
+    assert len(keys) > 60
+
+
+def test_time_outs_are_the_derived_ones() -> None:
+    table = Timeouts.derive(NetworkSection()).table()
+    assert table in (ROOT / "docs" / "network.md").read_text(encoding="utf-8")
+
+
+def test_the_toy_of_the_overlap_notes_prints_what_they_show() -> None:
+    found = blocks((ROOT / "docs" / "notes" / "overlap.md").read_text(encoding="utf-8"))
+    (script, shown) = [content for _, content in found]
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(compile(script, "overlap.md", "exec"), {})
+    assert printed.getvalue().strip() == shown.strip()
+    assert len(shown.splitlines()) == 4
