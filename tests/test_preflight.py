@@ -410,7 +410,7 @@ def test_a_full_start_that_is_refused_late_loses_nothing(place: Path, tmp_path: 
 def test_the_headline_says_what_is_trained(place: Path) -> None:
     text = preflight.headline(config(place), TokenFiles.open(place / "tokens"))
     assert text.startswith("run run: qwen3, ")
-    assert "2 sites x 2 stages x 1 shards" in text
+    assert "2 sites x 2 stages x 1 shard" in text
     assert "vocabulary 270" in text
 
 

@@ -350,7 +350,8 @@ def headline(config: RunConfig, files: TokenFiles) -> str:
     blueprint = Blueprint.of(config, files.vocabulary_size)
     hf: Any = blueprint.hf_config
     outer, site = config.outer, config.site
-    shape = f"{len(config.sites)} sites x {site.stages} stages x {site.shards} shards"
+    counts = (("site", len(config.sites)), ("stage", site.stages), ("shard", site.shards))
+    shape = " x ".join(f"{count} {name}{'s' * (count != 1)}" for name, count in counts)
     lines = [
         f"run {config.run.name}: {hf.model_type}, {number(count_parameters(hf))} parameters, "
         f"{shape}",

@@ -231,7 +231,7 @@ class OuterLoop:
             Contribution(
                 key=item.key,
                 length=self.states[item.key.fragment].layout.length,
-                values=item.contribution,
+                values=None if item.contribution is None else item.contribution.cpu(),
                 codec=codec(FLUSH_CODEC if plan.kind == "flush" else plan.codec),
                 mode=plan.exchange,
                 weights={site: member.weight for site, member in plan.members.items()},

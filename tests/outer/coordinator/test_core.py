@@ -94,6 +94,17 @@ def test_enrolment_refusals(driver: Driver, changes: dict[str, Any], text: str) 
     assert driver.core.state.live == ["a"]
 
 
+def test_nobody_enters_a_synchronous_run_late(tmp_path: Path) -> None:
+    config = run_config("ab", outer={"method": "allreduce", "rounds": 4})
+    driver = Driver(tmp_path, config, wait_for=1)
+    driver.enrol("a")
+    with pytest.raises(Refused, match="allreduce a site cannot enter after the start"):
+        driver.enrol("b")
+    late = Driver(tmp_path / "other", run_config("ab", outer={"rounds": 4}), wait_for=1)
+    late.enrol("a")
+    assert late.enrol("b").incarnation == 1
+
+
 def test_enrolment_that_is_the_same_for_all_purposes(driver: Driver) -> None:
     first = driver.enrol("a")
     again = driver.enrol("a", csr=driver_csr(driver, "a"))
