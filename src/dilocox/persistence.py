@@ -34,23 +34,32 @@ class Keeper:
         self._shared = shared
         """All sites write to one run folder: only the first publishes the model."""
         self._root = str(config.folder / "checkpoints")
+        self._recorded: int | None = None
+        """Tick of this rank's checkpoint that the coordinator knows."""
         self._writer = checkpoint.RankCheckpointer(
             self._root, place.site, place.stage, place.shard, config.checkpoint.keep
         )
 
     def save(self, trainer: Trainer, plan: RoundPlan | None) -> None:
-        """Copy this rank's state now and write it in the background."""
+        """Copy this rank's state now and write it in the background.
+
+        What is recorded already is not written again: a run may stop where a checkpoint has just
+        been written, or where it was resumed.
+        """
         at, client = trainer.at, trainer.client
 
         def written(tick: int, digest: str) -> None:
             client.checkpoint(tick, position[0], position[1], {"files.json": digest})
+            self._recorded = tick
 
         def failed(tick: int, reason: str) -> None:
             log.error("checkpoint at tick %d was not written: %s", tick, reason)
 
         position = (at.round, at.slot)
-        tensors, state = capture(trainer)
-        self._writer.save(at.tick, tensors, state, written, failed)
+        self._writer.wait()
+        if at.tick != self._recorded:
+            tensors, state = capture(trainer)
+            self._writer.save(at.tick, tensors, state, written, failed)
         if plan is not None and self._config.checkpoint.hugging_face and plan.kind == "train":
             self._export(trainer.rank, plan, self._config.folder / f"model-tick-{at.tick:08d}")
 
@@ -91,6 +100,7 @@ class Keeper:
             root, found.tick, place.site, place.stage, place.shard, digests["files.json"]
         )
         restore(trainer, loaded)
+        self._recorded = found.tick
         return True
 
 

@@ -124,10 +124,13 @@ def _supervise(
                 _leave(config, site, endpoint, identity, stop["reason"], failed=False)
                 return 130
             if failed:
-                # The rank that failed first is the one that knows why.
+                # A rank that was killed cannot say so, its neighbours then say that a link broke;
+                # else the rank that failed first is the one that knows why.
                 time.sleep(0.2)
-                said = None if errors.empty() else errors.get()
-                reason = said or f"{failed[0].name} {processes.why_ended(failed[0])}"
+                killed = [rank for rank in ranks if (rank.exitcode or 0) < 0]
+                said = None if killed or errors.empty() else errors.get()
+                first = (killed or failed)[0]
+                reason = said or f"{first.name} {processes.why_ended(first)}"
                 _leave(config, site, endpoint, identity, reason, failed=True)
                 print(f"dilocox: {reason}", file=sys.stderr)
                 return 1

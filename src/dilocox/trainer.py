@@ -243,7 +243,11 @@ class Trainer:
         raise Stopped
 
     def finish(self, plan: RoundPlan) -> None:
-        """Flush, evaluate, publish the model."""
+        """Flush, evaluate, publish the model.
+
+        The last checkpoint is from before the flush, so that a resumed run flushes once.
+        """
+        self.keeper.save(self, plan)
         if self.config.outer.method != "allreduce" and self.me in plan.members:
             self.outer.flush(plan)
         self.meter.begin(plan, 0)
@@ -253,7 +257,6 @@ class Trainer:
             self.client.report(plan.round, metrics, kind="flush")
         self.evaluate(plan, plan.round)
         self.keeper.publish(self, plan)
-        self.keeper.save(self, plan)
         self.keeper.wait()
         self.client.finish(complete=True)
 

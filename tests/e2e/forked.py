@@ -91,7 +91,7 @@ HOOKS: dict[str, Callable[[], dict[str, Any]]] = {
     "none": dict,
     "sick-once": functools.partial(sick_at, "lyon", 1),
     "sick-twice": functools.partial(sick_at, "lyon", 2, 3),
-    "sick-alone": functools.partial(sick_at, "paris", 2),
+    "sick-alone": functools.partial(sick_at, "paris", 1),
     "poisoned": functools.partial(poisoned_at, "lyon", 1),
     "poisoned-alone": functools.partial(poisoned_at, "paris", 1),
 }

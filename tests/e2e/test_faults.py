@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
+import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from tests.e2e.forked import Forge
+from dilocox.checkpoint import load
+from dilocox.outer.coordinator.log import EventLog
+from tests.e2e.forked import Forge, ForkedRun
 from tests.e2e.harness import Workshop
 
-LONG = ("outer.rounds=400", "checkpoint.every_rounds=2")
+LONG = ("outer.rounds=2000", "checkpoint.every_rounds=2")
+ONE_STAGE = ("site.stages=1", "checkpoint.every_rounds=1")
 
 
 @pytest.fixture(scope="module")
@@ -22,13 +26,90 @@ def forge() -> Iterator[Forge]:
     forge.close()
 
 
-def test_a_sick_round_is_dropped(workshop: Workshop, forge: Forge) -> None:
+def last_line(run: ForkedRun) -> str:
+    return run.printed().strip().splitlines()[-1]
+
+
+# --- values that are not finite ------------------------------------------------------------------
+
+
+def test_a_sick_round_is_dropped_and_the_run_goes_on(workshop: Workshop, forge: Forge) -> None:
     run = forge.train(workshop, "sick-once", "outer.rounds=4", hooks="sick-once")
     assert run.wait() == 0, run.output()
+    culprit = "stage 0, shard 0: gradient of model.embed_tokens.weight"
+    lyon = {record["round"]: record for record in run.records("round", "lyon")}
+    assert [r for r, record in lyon.items() if record.get("dropped") == culprit] == [1]
+    assert not any("dropped" in record for record in run.records("round", "paris"))
+    # Left out of this round's exchanges only; the last of them lands in the next.
+    assert [lyon[r]["contributors"] for r in range(4)] == [2, 1, 1, 2]
+    # The loss is that of the steps that were taken; no round is missing.
+    assert [record["round"] for record in run.records()] == [0, 1, 2, 3]
+    assert all(3.0 < record["loss"] < 6.0 for record in run.records())
+    said = f"lyon, round 1: {culprit} is not finite"
+    assert said in run.printed()
+    log = (run.folder / "logs" / "lyon-stage1-shard0.log").read_text()
+    assert f"site {said}" in log
+    digests = {r["anchor_digest"] for r in run.records("flush", "paris")}
+    assert digests == {r["anchor_digest"] for r in run.records("flush", "lyon")}
+    assert run.summary()["val_loss_last"] < run.summary()["val_loss_first"] - 0.5
+
+
+def test_two_sick_rounds_end_the_run_which_can_be_resumed(
+    workshop: Workshop, forge: Forge
+) -> None:
+    sets = ("outer.rounds=6", *ONE_STAGE)
+    run = forge.train(workshop, "sick-twice", *sets, hooks="sick-twice")
+    assert run.wait() == 1, run.output()
+    assert "site lyon, round 3: stage 0, shard 0: gradient of model." in last_line(run)
+    assert "second round in a row" in last_line(run)
+    assert "Traceback" not in run.printed()
+    assert not run.left_behind()
+    healthy = forge.train(workshop, "sick-twice", *sets, flags=("--resume",))
+    assert healthy.wait() == 0, healthy.output()
+    assert healthy.summary()["rounds"] == 6
+    # From the checkpoint after round 2 on, whose record of the sick round is not lost.
+    dropped = [r["round"] for r in healthy.records("round", "lyon") if "dropped" in r]
+    assert dropped == [2]
+    assert [r["round"] for r in healthy.records()].count(2) == 1
+
+
+@pytest.mark.parametrize(
+    ("hooks", "stages", "what"),
+    [
+        ("sick-alone", 1, "stage 0, shard 0: gradient of model.embed_tokens.weight"),
+        ("poisoned-alone", 2, "stage 0: pseudo-gradient of model.embed_tokens.weight[9571]"),
+    ],
+)
+def test_a_site_alone_ends_with_one_line(
+    workshop: Workshop, forge: Forge, hooks: str, stages: int, what: str
+) -> None:
+    sets = ("outer.rounds=4", "checkpoint.every_rounds=1", f"site.stages={stages}")
+    run = forge.train(workshop, hooks, *sets, hooks=hooks, sites=("paris",))
+    assert run.wait() == 1, run.output()
+    assert "site paris, round 1: " in last_line(run)
+    assert f"{what} is not finite" in last_line(run)
+
+
+def test_a_poisoned_pseudo_gradient_is_dropped(workshop: Workshop, forge: Forge) -> None:
+    run = forge.train(workshop, "poisoned", "outer.rounds=4", hooks="poisoned")
+    assert run.wait() == 0, run.output()
     dropped = {r["round"]: r["dropped"] for r in run.records("round", "lyon") if "dropped" in r}
-    assert list(dropped) == [1]
-    assert not any("dropped" in r for r in run.records("round", "paris"))
-    print(dropped, run.printed())
+    assert dropped == {1: "stage 0: pseudo-gradient of model.embed_tokens.weight[9571]"}
+    assert all("loss" in record for record in run.records("round", "lyon"))
+
+
+def test_synchronous_training_leaves_a_sick_site_out(workshop: Workshop, forge: Forge) -> None:
+    sets = ("outer.rounds=4", *ONE_STAGE, "outer.method=allreduce", "outer.fragments=1",
+            "outer.inner_steps=8")  # fmt: skip
+    run = forge.train(workshop, "sick-synchronous", *sets, hooks="sick-once")
+    assert run.wait() == 0, run.output()
+    assert [r["round"] for r in run.records("round", "lyon") if "dropped" in r] == [1]
+    paris = [r["anchor_digest"] for r in run.records("round", "paris")]
+    assert paris == [r["anchor_digest"] for r in run.records("round", "lyon")]
+    assert len(set(paris)) == 4
+
+
+# --- interrupts ----------------------------------------------------------------------------------
 
 
 def test_ctrl_c_in_a_terminal(workshop: Workshop, forge: Forge) -> None:
@@ -36,5 +117,50 @@ def test_ctrl_c_in_a_terminal(workshop: Workshop, forge: Forge) -> None:
     run.until_round(1)
     run.ctrl_c()
     assert run.wait() == 130, run.output()
-    assert "--resume" in run.printed()
+    assert "the same command with --resume goes on" in last_line(run)
     assert not run.left_behind()
+    # A second one ends it at once, whatever it is doing, and leaves the checkpoint whole.
+    again = forge.train(workshop, "interrupted", *LONG, flags=("--resume",))
+    again.until_round(len(run.records()) + 4)
+    again.ctrl_c()
+    again.until(lambda: "(again: at once)" in again.printed())
+    began = time.monotonic()
+    again.ctrl_c()
+    assert again.wait() == 130, again.output()
+    assert time.monotonic() - began < 5.0
+    assert "Traceback" not in again.printed()
+    assert set(again.left_behind().values()) <= {-signal.SIGKILL}
+    # So does the death of the main process; nothing that it has started outlives it.
+    killed = forge.train(workshop, "interrupted", *LONG, flags=("--resume",))
+    killed.until(lambda: len(killed.rank_processes()) >= 7)
+    killed.until(lambda: "running" in killed.printed())
+    os.kill(killed.process.pid, signal.SIGKILL)
+    assert killed.wait(10.0) == -signal.SIGKILL
+    assert set(killed.left_behind().values()) == {-signal.SIGKILL}
+    whole = [folder for folder in (run.folder / "checkpoints").glob("tick-*/*/*/*/files.json")]
+    assert len(whole) >= 4
+
+
+# --- ranks ---------------------------------------------------------------------------------------
+
+
+def test_a_dead_and_a_hanging_rank_take_their_sites_down(
+    workshop: Workshop, forge: Forge
+) -> None:
+    sets = ("outer.rounds=70", "checkpoint.every_rounds=0")
+    run = forge.train(workshop, "dying", *sets, sites=("paris", "lyon", "oslo"))
+    run.until_round(2)
+    ranks = run.rank_processes()
+    os.kill(ranks["lyon:1.0"], signal.SIGKILL)
+    os.kill(ranks["oslo:1.0"], signal.SIGSTOP)
+    began = time.monotonic()
+    run.until(lambda: "oslo is gone" in run.printed())
+    assert time.monotonic() - began < 2.5 + 3.0
+    assert "lyon is gone: lyon-stage1-shard0 was killed (signal 9)" in run.printed()
+    assert "oslo is gone: no beat from stage 1 shard 0" in run.printed()
+    gone = {name for name in ranks if name.startswith(("lyon", "oslo"))}
+    run.until(lambda: not gone & set(run.rank_processes()))
+    assert run.wait() == 0, run.output()
+    assert not run.left_behind()
+    assert run.records()[-1]["sites"] == 1
+    assert len(run.records("round", "paris")) == 70
