@@ -252,7 +252,6 @@ def _with(**changes: Any) -> RunConfig:
         {"site__threads": 3},
         {"network__host": "10.0.0.1"},
         {"network__port": 4711},
-        {"network__link_timeout": 30.0},
         {"metrics__sinks": ["tensorboard"]},
         {"sites__lyon__interface": "eth1"},
         {"sites__lyon__advertise": "1.2.3.4"},
@@ -277,6 +276,9 @@ def test_the_digest_ignores_places_on_a_machine(place: dict[str, Any]) -> None:
         {"site__precision": "fp32"},
         {"sites__lyon__batch_size": 16},
         {"sites__oslo": {}},
+        # Contradictory time-outs cost days: one site must not give up before the others.
+        {"network__link_timeout": 30.0},
+        {"network__heartbeat": 9.0},
         # Its token ranges then come from a space of its own.
         {"sites__lyon__data": "/private"},
     ],

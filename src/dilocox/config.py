@@ -401,7 +401,9 @@ class RunConfig(Section):
 
     def shared(self) -> dict[str, Any]:
         """What all sites must agree on: all but places on one machine."""
-        shared = self.model_dump(mode="json", exclude={"network": True, "metrics": True})
+        shared = self.model_dump(mode="json", exclude={"metrics": True})
+        for place in ("host", "port", "advertise", "interface"):
+            shared["network"].pop(place)
         shared["run"].pop("folder")
         shared["data"].pop("folder")
         shared["site"].pop("device")

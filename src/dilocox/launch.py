@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shlex
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -302,12 +303,11 @@ def coordinate(
         host, port = host_and_port(endpoint.url)
         display.line(Timeouts.derive(config.network).table())
         display.line(f"coordinator of run {config.run.name} on {host}:{port}; at each site run")
-        sets = "".join(f" --set {item}" for item in overrides)
+        sets = [part for item in overrides for part in ("--set", item)]
         for site in config.sites:
-            display.line(
-                f"  dilocox join {host}:{port} --site {site} --run-file {run_file}{sets} "
-                f"--token {endpoint.token}"
-            )
+            words = ["dilocox", "join", f"{host}:{port}", "--site", site]
+            words += ["--run-file", str(run_file), *sets, "--token", endpoint.token]
+            display.line(f"  {shlex.join(words)}")
 
     end = _coordinate(
         config, folder, resume=resume, wait_for=wait_for, emit=display.show, on_ready=ready

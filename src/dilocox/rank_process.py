@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import hashlib
 import logging
 import os
@@ -27,7 +28,7 @@ from dilocox.assembly import (
 from dilocox.config import RunConfig
 from dilocox.data import TokenFiles
 from dilocox.entering import Newcomer
-from dilocox.errors import DilocoxError
+from dilocox.errors import CheckpointError, DilocoxError
 from dilocox.outer.control import RankControl
 from dilocox.outer.coordinator.client import CoordinatorClient
 from dilocox.outer.coordinator.identity import Identity
@@ -130,7 +131,7 @@ def run_rank(job: RankJob, errors: Callable[[str], None]) -> int:
     """
     _set_up_log(job)
     try:
-        _train(job)
+        _train(job, errors)
     except Stopped:
         return 0
     except DilocoxError as error:
@@ -152,7 +153,7 @@ def _say_failed(job: RankJob, errors: Callable[[str], None], line: str) -> None:
     errors(line)
 
 
-def _train(job: RankJob) -> None:
+def _train(job: RankJob, errors: Callable[[str], None]) -> None:
     config, place = job.config, job.place
     timeouts = Timeouts.derive(config.network)
     files = TokenFiles.open(config.data_folder)
@@ -179,7 +180,14 @@ def _train(job: RankJob) -> None:
         timeouts,
         RankName(site=place.site, stage=place.stage, shard=place.shard),
     )
-    control = RankControl(client, timeouts.beat, timeouts.stall)
+
+    def stuck(error: DilocoxError) -> None:
+        log.error("%s; the training loop does not answer, it hangs here:", error)
+        faulthandler.dump_traceback()
+        errors(f"{place}: {error}")
+        os._exit(1)
+
+    control = RankControl(client, timeouts.beat, timeouts.stall, timeouts.heartbeat, stuck)
     control.start()
     try:
         _take_part(job, rank, files, client, control, timeouts, tunnel)
@@ -258,6 +266,14 @@ def _enter(trainer: Trainer, network: Network, timeouts: Timeouts) -> Newcomer |
         if found is not None and trainer.keeper.load(trainer, found):
             trainer.client.ready()
             return None
+        if found is not None and news.donor is None:
+            reason = (
+                f"site {trainer.me} holds no whole part of the checkpoint at slot {found.tick} in "
+                f"{trainer.config.folder / 'checkpoints'}, and the others would take theirs from "
+                "it; put the folder back, or begin a new run from the model"
+            )
+            trainer.client.fail(reason)
+            raise CheckpointError(reason)
         if news.donor is None:
             trainer.client.ready()
             return None

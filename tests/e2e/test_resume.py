@@ -10,6 +10,21 @@ from tests.e2e.harness import Run, Workshop
 SETS = ("outer.rounds=48", "checkpoint.every_rounds=0")
 
 
+def test_a_checkpoint_that_is_gone_is_named(workshop: Workshop) -> None:
+    """The founder may not go on from fresh weights when its part of the checkpoint is missing."""
+    sets = ("outer.rounds=200", "checkpoint.every_rounds=0")
+    run = workshop.start("gone", *sets)
+    run.until_round(1)
+    run.interrupt()
+    assert run.wait() == 130, run.output()
+    for part in (run.folder / "checkpoints").glob("tick-*/paris"):
+        part.rename(run.folder.parent / "moved-away")
+    again = workshop.start("gone", *sets, flags=("--resume",))
+    assert again.wait() == 1
+    assert "site paris holds no whole part of the checkpoint" in again.printed()
+    assert "Traceback" not in again.printed()
+
+
 def model_bytes(run: Run) -> dict[str, bytes]:
     return {f.name: f.read_bytes() for f in sorted((run.folder / "model").glob("*.safetensors"))}
 

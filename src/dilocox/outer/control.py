@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable
 from typing import Protocol
 
 from dilocox.errors import DilocoxError, TrainingError
@@ -27,13 +28,25 @@ class RankControl:
 
     It beats only while the training loop makes progress (`touch`): a rank whose loop hangs must
     not look alive. All waiting methods raise what ended the rank's part in the run: `SiteGone`,
-    `CoordinatorUnreachable`, or `TrainingError` when the run has failed.
+    `CoordinatorUnreachable`, or `TrainingError` when the run has failed. If the training loop has
+    not taken notice of it `patience` seconds later, `on_stuck` is called with it in this thread: a
+    loop that waits for a neighbour which is gone would hang for as long as the neighbour may.
     """
 
-    def __init__(self, beats: Beats, every: float, stall: float) -> None:
+    def __init__(
+        self,
+        beats: Beats,
+        every: float,
+        stall: float,
+        patience: float,
+        on_stuck: Callable[[DilocoxError], None],
+    ) -> None:
         self._beats = beats
         self._every = every
         self._stall = stall
+        self._patience = patience
+        self._on_stuck = on_stuck
+        self._noticed = threading.Event()
         self._position = (0, 0, 0)
         self._slot_seconds: float | None = None
         self._touched = time.monotonic()
@@ -55,6 +68,7 @@ class RankControl:
     def close(self) -> None:
         """Stop beating."""
         self._closed = True
+        self._noticed.set()
         self._hurry.set()
         self._thread.join(timeout=5.0)
 
@@ -108,6 +122,7 @@ class RankControl:
 
     def _raise_if_over(self) -> None:
         if self._error is not None:
+            self._noticed.set()
             raise self._error
 
     def _run(self) -> None:
@@ -137,3 +152,5 @@ class RankControl:
         with self._changed:
             self._error = error
             self._changed.notify_all()
+        if not self._noticed.wait(self._patience):
+            self._on_stuck(error)

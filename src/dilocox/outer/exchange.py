@@ -20,7 +20,7 @@ import torch
 
 from dilocox.compression import Codec, frame_bytes, pack_frame, unpack_frame
 from dilocox.errors import ExchangeError
-from dilocox.outer.averaging import average, chunk_bounds
+from dilocox.outer.averaging import average, chunk_bounds, requantise
 from dilocox.outer.coordinator.messages import BeginReply, ExchangeKey, VoteReply
 from dilocox.outer.groups import EpochChangedError, PeerGroup, Transfer
 
@@ -222,11 +222,9 @@ class _Attempt:
             decoded = (codec.decode(payloads[site], own_size) for site in counted)
             mean = self._average(decoded, counted)
             assert mean is not None
-            again = codec.encode(mean)
-            mean_frame = pack_frame(codec, own_size, again)
-            total = sum(self._what.weights[site] for site in counted)
-            error = torch.sub(mean, codec.decode(again, own_size)).mul_(total)
-            second = (bounds[self._me][0], error)
+            again = requantise(codec, mean, sum(self._what.weights[site] for site in counted))
+            mean_frame = pack_frame(codec, own_size, again.payload)
+            second = (bounds[self._me][0], again.second_error)
         means = self._swap(
             outgoing=dict.fromkeys(self._receivers, mean_frame) if mean_frame is not None else {},
             incoming={site: frame_bytes(codec, size) for site, size in sizes.items() if size}

@@ -19,9 +19,6 @@ from dilocox.outer.fragments import Layout
 from dilocox.outer.overlap import Rule
 from dilocox.outer.state import FragmentState
 
-FLUSH_CODEC = "int8"
-"""At the end of training the last pseudo-gradient and residual travel in 8 bits."""
-
 
 @dataclass
 class Pending:
@@ -232,7 +229,7 @@ class OuterLoop:
                 key=item.key,
                 length=self.states[item.key.fragment].layout.length,
                 values=None if item.contribution is None else item.contribution.cpu(),
-                codec=codec(FLUSH_CODEC if plan.kind == "flush" else plan.codec),
+                codec=codec(plan.codec),
                 mode=plan.exchange,
                 weights={site: member.weight for site, member in plan.members.items()},
                 contributes=item.contributes,
