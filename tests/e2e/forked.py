@@ -1,9 +1,9 @@
 """`dilocox` processes forked from one interpreter, which costs 0.1 s where a fresh one costs 3.
 
 python -m tests.e2e.forked reads one JSON line per process from stdin: `arguments` of the command
-line, `hooks` (a name of `HOOKS`, for `dilocox.train`), `log`. Every process gets a group of its own,
-as a terminal gives it, so that a signal to the group is Ctrl-C. What such a process leaves behind
-becomes a child of this one; when all are gone, `LOG.gone` says how they ended.
+line, `hooks` (a name of `HOOKS`, for `dilocox.train`), `log`. Every process gets a group of its
+own, as a terminal gives it, so that a signal to the group is Ctrl-C. What such a process leaves
+behind becomes a child of this one; when all are gone, `LOG.gone` says how they ended.
 """
 
 from __future__ import annotations
@@ -174,7 +174,8 @@ class ForkedRun(Run):
         print(json.dumps(order), file=forge.stdin, flush=True)
         deadline = time.monotonic() + LIMIT
         while not started.exists():
-            assert forge.poll() is None and time.monotonic() < deadline, "no process was forked"
+            assert forge.poll() is None, "the interpreter to fork from has ended"
+            assert time.monotonic() < deadline, "no process was forked"
             time.sleep(0.01)
         self.process = _Process(int(started.read_text()), self._log.with_suffix(".gone"))
 

@@ -6,12 +6,9 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-from dilocox.checkpoint import load
-from dilocox.outer.coordinator.log import EventLog
 from tests.e2e.forked import Forge, ForkedRun
 from tests.e2e.harness import Workshop
 
@@ -54,9 +51,7 @@ def test_a_sick_round_is_dropped_and_the_run_goes_on(workshop: Workshop, forge: 
     assert run.summary()["val_loss_last"] < run.summary()["val_loss_first"] - 0.5
 
 
-def test_two_sick_rounds_end_the_run_which_can_be_resumed(
-    workshop: Workshop, forge: Forge
-) -> None:
+def test_two_sick_rounds_end_the_run_which_can_be_resumed(workshop: Workshop, forge: Forge) -> None:
     sets = ("outer.rounds=6", *ONE_STAGE)
     run = forge.train(workshop, "sick-twice", *sets, hooks="sick-twice")
     assert run.wait() == 1, run.output()
@@ -70,7 +65,7 @@ def test_two_sick_rounds_end_the_run_which_can_be_resumed(
     # From the checkpoint after round 2 on, whose record of the sick round is not lost.
     dropped = [r["round"] for r in healthy.records("round", "lyon") if "dropped" in r]
     assert dropped == [2]
-    assert [r["round"] for r in healthy.records()].count(2) == 1
+    assert [r["round"] for r in healthy.records()][-3:] == [3, 4, 5]
 
 
 @pytest.mark.parametrize(
@@ -137,16 +132,14 @@ def test_ctrl_c_in_a_terminal(workshop: Workshop, forge: Forge) -> None:
     os.kill(killed.process.pid, signal.SIGKILL)
     assert killed.wait(10.0) == -signal.SIGKILL
     assert set(killed.left_behind().values()) == {-signal.SIGKILL}
-    whole = [folder for folder in (run.folder / "checkpoints").glob("tick-*/*/*/*/files.json")]
+    whole = list((run.folder / "checkpoints").glob("tick-*/*/*/*/files.json"))
     assert len(whole) >= 4
 
 
 # --- ranks ---------------------------------------------------------------------------------------
 
 
-def test_a_dead_and_a_hanging_rank_take_their_sites_down(
-    workshop: Workshop, forge: Forge
-) -> None:
+def test_a_dead_and_a_hanging_rank_take_their_sites_down(workshop: Workshop, forge: Forge) -> None:
     sets = ("outer.rounds=70", "checkpoint.every_rounds=0")
     run = forge.train(workshop, "dying", *sets, sites=("paris", "lyon", "oslo"))
     run.until_round(2)
@@ -162,5 +155,8 @@ def test_a_dead_and_a_hanging_rank_take_their_sites_down(
     run.until(lambda: not gone & set(run.rank_processes()))
     assert run.wait() == 0, run.output()
     assert not run.left_behind()
+    # A rank that hangs in a collective with the one that was stopped says where, and ends.
+    log = (run.folder / "logs" / "oslo-stage0-shard0.log").read_text()
+    assert "the training loop does not answer" in log
     assert run.records()[-1]["sites"] == 1
     assert len(run.records("round", "paris")) == 70

@@ -47,6 +47,7 @@ class RankControl:
         self._patience = patience
         self._on_stuck = on_stuck
         self._noticed = threading.Event()
+        self._loop = 0
         self._position = (0, 0, 0)
         self._slot_seconds: float | None = None
         self._touched = time.monotonic()
@@ -58,7 +59,8 @@ class RankControl:
         self._thread = threading.Thread(target=self._run, name="beats", daemon=True)
 
     def start(self) -> None:
-        """Begin to beat; returns after the first reply."""
+        """Begin to beat; returns after the first reply. The calling thread is the training loop."""
+        self._loop = threading.get_ident()
         self._thread.start()
         with self._changed:
             while self._reply is None:
@@ -66,7 +68,7 @@ class RankControl:
                 self._changed.wait(1.0)
 
     def close(self) -> None:
-        """Stop beating."""
+        """Stop beating; nothing is called any more."""
         self._closed = True
         self._noticed.set()
         self._hurry.set()
@@ -122,7 +124,8 @@ class RankControl:
 
     def _raise_if_over(self) -> None:
         if self._error is not None:
-            self._noticed.set()
+            if threading.get_ident() == self._loop:
+                self._noticed.set()
             raise self._error
 
     def _run(self) -> None:

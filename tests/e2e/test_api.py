@@ -1,0 +1,265 @@
+"""The Python API in a script: own dataset, loss and callback, sinks, export, sampling."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from dilocox.checkpoint import load
+from dilocox.compression import codec, frame_bytes
+from dilocox.data import TokenFiles
+from dilocox.outer.fragments import Layout, split_fragments
+from tests.e2e.harness import LIMIT, Workshop
+
+SITES, ROUNDS, STEPS, BATCH, LENGTH = 2, 4, 8, 4, 32
+
+SCRIPT = """\
+import json, multiprocessing, sys
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+import dilocox
+
+here = Path(sys.argv[1])
+
+
+def note(kind, *what):
+    name = multiprocessing.current_process().name
+    with (here / f"{name}.jsonl").open("a") as file:
+        file.write(json.dumps([kind, *what]) + "\\n")
+
+
+def dataset(start, count):
+    note("read", start, count)
+    # Counting up from a start of its own: easy to learn, and nothing like the corpus.
+    numbers = np.arange(start, start + count)[:, None]
+    return 40 + (numbers * 7 + np.arange(33)) % 50
+
+
+def loss(logits, labels):
+    note("loss", list(logits.shape), list(labels.shape), int(labels.min()), int(labels.max()))
+    return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), label_smoothing=0.1)
+
+
+def on_evaluation(round_, value):
+    note("evaluation", round_, value)
+
+
+run = dilocox.load_run(sys.argv[2], sys.argv[3:])
+result = dilocox.train(run, dataset=dataset, loss=loss, on_evaluation=on_evaluation)
+exported = dilocox.export(result.folder, here / "exported", "bf16")
+text = dilocox.generate(exported, "def", tokens=5)
+again = dilocox.generate(result.folder, "def", tokens=5, temperature=0)
+
+from transformers import AutoModelForCausalLM
+
+whole = {}
+for folder in [exported, *sorted(result.folder.glob("model-tick-*"))]:
+    model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    whole[folder.name] = {
+        "dtype": str(model.dtype),
+        "wrong": sorted(map(str, [*info["missing_keys"], *info["unexpected_keys"]])),
+    }
+(here / "said.json").write_text(json.dumps({
+    "finished": result.finished, "summary": result.summary, "folder": str(result.folder),
+    "texts": [text, again], "loaded": whole,
+}))
+"""
+
+
+@dataclass
+class Script:
+    """What the script left."""
+
+    here: Path
+    said: dict[str, Any]
+    printed: str
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.said["folder"])
+
+    def noted(self, kind: str, process: str) -> list[list[Any]]:
+        path = self.here / f"{process}.jsonl"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [row[1:] for row in map(json.loads, lines) if row[0] == kind]
+
+    def metrics(self, kind: str, whole_run: bool = False) -> list[dict[str, Any]]:
+        lines = (self.folder / "metrics.jsonl").read_text().splitlines()
+        rows = [row for row in map(json.loads, lines) if row["kind"] == kind]
+        return [row for row in rows if ("site" not in row) == whole_run]
+
+
+@pytest.fixture(scope="module")
+def script(shared_workshop: Workshop, tmp_path_factory: pytest.TempPathFactory) -> Script:
+    here = tmp_path_factory.mktemp("script")
+    (here / "script.py").write_text(SCRIPT)
+    sets = [
+        f"outer.rounds={ROUNDS}",
+        "checkpoint.every_rounds=1",
+        "checkpoint.hugging_face=true",
+        'metrics.sinks=["tensorboard"]',
+        "evaluation.every_rounds=2",
+    ]
+    run_file, *rest = shared_workshop.run_file("api", *sets)
+    overrides = [item for item in rest if item != "--set"]
+    done = subprocess.run(
+        [sys.executable, "script.py", str(here), run_file, *overrides],
+        cwd=here,
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return Script(here, json.loads((here / "said.json").read_text()), done.stdout)
+
+
+def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        found |= load_file(file)
+    return found
+
+
+def fragments_of(folder: Path) -> list[list[dict[str, torch.Tensor]]]:
+    """Tensors of a Hugging Face folder by stage and fragment."""
+    stages = []
+    for file in sorted(folder.glob("*.safetensors")):
+        tensors = load_file(file)
+        groups = split_fragments({name: tensor.numel() for name, tensor in tensors.items()}, 2)
+        stages.append([{name: tensors[name] for name in names} for names in groups])
+    return stages
+
+
+def test_the_dataset_is_what_was_trained_on(script: Script) -> None:
+    read = {}
+    for site in ("paris", "lyon"):
+        first, last = (script.noted("read", f"{site}-stage{stage}-shard0") for stage in (0, 1))
+        assert first == last
+        numbers = [n for start, count in first for n in range(start, start + count)]
+        assert len(numbers) == ROUNDS * STEPS * BATCH
+        read[site] = set(numbers)
+        assert len(read[site]) == len(numbers)
+    assert not read["paris"] & read["lyon"]
+    assert read["paris"] | read["lyon"] == set(range(SITES * ROUNDS * STEPS * BATCH))
+    assert script.said["summary"]["tokens"] == SITES * ROUNDS * STEPS * BATCH * LENGTH
+    # Counting is learnt at once, the corpus is not.
+    assert script.metrics("round", whole_run=True)[-1]["loss"] < 4.6
+
+
+def test_the_loss_is_used_by_the_last_stage_alone(script: Script) -> None:
+    for site in ("paris", "lyon"):
+        assert not script.noted("loss", f"{site}-stage0-shard0")
+        calls = script.noted("loss", f"{site}-stage1-shard0")
+        trained = [call for call in calls if call[2] >= 40 and call[3] < 90]
+        assert len(trained) == ROUNDS * STEPS * 2
+        assert {json.dumps(call[:2]) for call in trained} == {"[[2, 32, 300], [2, 32]]"}
+
+
+def test_evaluations_are_told_and_recorded(script: Script) -> None:
+    told = script.noted("evaluation", "paris-stage0-shard0")
+    assert [round_ for round_, _ in told] == [-1, 1, 4]
+    summary = script.said["summary"]
+    assert told[0][1] == summary["val_loss_first"]
+    assert told[-1][1] == summary["val_loss_last"] != told[0][1]
+    recorded = [(row["after_round"], row["val_loss"]) for row in script.metrics("evaluation")]
+    assert sorted(recorded) == [tuple(row) for row in told]
+
+
+def test_the_exported_model_is_the_anchor(script: Script) -> None:
+    anchor, exported = tensors_in(script.folder / "model"), tensors_in(script.here / "exported")
+    assert anchor.keys() == exported.keys()
+    for name, tensor in anchor.items():
+        assert tensor.dtype == torch.float32
+        assert torch.equal(exported[name], tensor.to(torch.bfloat16)), name
+    loaded = script.said["loaded"]
+    assert loaded["exported"] == {"dtype": "torch.bfloat16", "wrong": []}
+    assert all(not model["wrong"] for model in loaded.values())
+    assert all(text.startswith("def") for text in script.said["texts"])
+
+
+def test_checkpoints_are_kept_and_handed_out(script: Script) -> None:
+    ticks = sorted((script.folder / "checkpoints").iterdir())
+    assert [folder.name for folder in ticks] == ["tick-00000024", "tick-00000032"]
+    published = sorted(folder.name for folder in script.folder.glob("model-tick-*"))
+    assert published == ["model-tick-00000008", "model-tick-00000016", "model-tick-00000024"]
+    assert set(published) < set(script.said["loaded"])
+    # The folder of a tick holds the anchor of its checkpoint, fragment by fragment.
+    for stage, fragments in enumerate(fragments_of(script.folder / published[-1])):
+        own = ticks[0] / f"lyon/stage{stage}-shard0/write-1"
+        digest = hashlib.sha256((own / "files.json").read_bytes()).hexdigest()
+        root = str(script.folder / "checkpoints")
+        state = load(root, 24, "lyon", stage, 0, digest).tensors
+        for number, tensors in enumerate(fragments):
+            layout = Layout.of({name: tensor.shape for name, tensor in tensors.items()})
+            assert torch.equal(layout.pack(tensors), state[f"outer/{number}/anchor"])
+
+
+def test_tensorboard_holds_the_metrics(script: Script) -> None:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    events = accumulator.EventAccumulator(str(script.folder / "tensorboard" / "run"))
+    events.Reload()
+    for key in ("loss", "payload_bytes", "tokens_per_second"):
+        told = {event.step: event.tensor_proto.float_val[0] for event in events.Tensors(key)}
+        rows = {row["step"]: row[key] for row in script.metrics("round", whole_run=True)}
+        assert told == pytest.approx(rows)
+    site = accumulator.EventAccumulator(str(script.folder / "tensorboard" / "paris"))
+    site.Reload()
+    assert len(site.Tensors("val_loss")) >= 3
+
+
+def test_the_summary_adds_up(script: Script) -> None:
+    written = json.loads((script.folder / "summary.json").read_text())
+    assert written == script.said["summary"]
+    needed = {
+        "val_loss_first", "val_loss_last", "tokens", "tokens_per_second", "payload_bytes",
+        "allreduce_bytes", "sites", "stages", "rounds", "anchor_digest",
+    }  # fmt: skip
+    assert needed <= written.keys()
+    assert (written["sites"], written["stages"], written["rounds"]) == (SITES, 2, ROUNDS)
+    rounds, flush = script.metrics("round", whole_run=True), script.metrics("flush")
+    sites = script.metrics("round")
+    for key in ("tokens", "payload_bytes", "allreduce_bytes"):
+        assert written[key] == sum(row[key] for row in [*sites, *flush]), key
+        assert sum(row[key] for row in rounds) == sum(row[key] for row in sites), key
+    assert written["tokens_per_second"] == pytest.approx(
+        written["tokens"] / sum(row["seconds"] for row in rounds)
+    )
+    assert {row["anchor_digest"] for row in flush} == {written["anchor_digest"]}
+
+
+def test_the_payload_is_what_the_formula_says(script: Script) -> None:
+    stages = fragments_of(script.folder / "model")
+    assert [len(fragments) for fragments in stages] == [2, 2]
+    lengths = [
+        Layout.of({name: tensor.shape for name, tensor in tensors.items()}).length
+        for fragments in stages
+        for tensors in fragments
+    ]
+    once = {name: sum(frame_bytes(codec(name), n) for n in lengths) for name in ("int4", "int8")}
+    written = script.said["summary"]
+    assert written["payload_bytes"] == SITES * (ROUNDS * once["int4"] + once["int8"])
+    parameters = sum(t.numel() for t in tensors_in(script.folder / "model").values())
+    # A ring all-reduce of fp32 gradients at every step: 2(D-1)/D times 4 bytes at each site.
+    assert written["allreduce_bytes"] == SITES * ROUNDS * STEPS * 4 * parameters
+
+
+def test_data_of_the_run_is_prepared_all_the_same(script: Script) -> None:
+    """Tokenizer and held-out text come from the corpus, also with an own dataset."""
+    config = (script.folder / "run.toml").read_text()
+    folder = next(line for line in config.splitlines() if "/data" in line).split('"')[1]
+    assert TokenFiles.open(Path(folder)).vocabulary_size == 300

@@ -1,0 +1,168 @@
+"""What a rank's beats bring back, and what happens when nobody listens to it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from dilocox.errors import DilocoxError, TrainingError
+from dilocox.outer.control import RankControl
+from dilocox.outer.coordinator.errors import SiteGoneError
+from dilocox.outer.coordinator.messages import BeatReply, Epoch
+
+PATIENCE = 0.05
+
+
+def reply(**changes: Any) -> BeatReply:
+    fields: dict[str, Any] = {
+        "phase": "running",
+        "reason": "",
+        "role": "active",
+        "donor": None,
+        "founder": "a",
+        "lease": 4,
+        "stop_tick": None,
+        "epoch": Epoch(id=3, members=[]),
+        "entering": [],
+    }
+    return BeatReply(**{**fields, **changes})
+
+
+class Coordinator:
+    """Answers every beat with `answer`, a reply or an error."""
+
+    def __init__(self) -> None:
+        self.answer: BeatReply | DilocoxError = reply()
+        self.beats: list[tuple[int, int, int]] = []
+        self.beaten = threading.Condition()
+
+    def beat(
+        self, tick: int, round_: int, slot: int, slot_seconds: float | None = None
+    ) -> BeatReply:
+        with self.beaten:
+            self.beats.append((tick, round_, slot))
+            self.beaten.notify_all()
+        if isinstance(self.answer, DilocoxError):
+            raise self.answer
+        return self.answer
+
+    def wait(self, condition: Callable[[], bool]) -> None:
+        with self.beaten:
+            assert self.beaten.wait_for(condition, 10.0)
+
+
+@contextmanager
+def started(
+    coordinator: Coordinator, stall: float = 60.0, every: float = 0.005
+) -> Iterator[tuple[RankControl, list[DilocoxError], threading.Event]]:
+    stuck: list[DilocoxError] = []
+    said = threading.Event()
+
+    def on_stuck(error: DilocoxError) -> None:
+        stuck.append(error)
+        said.set()
+
+    control = RankControl(coordinator, every, stall, PATIENCE, on_stuck)
+    control.start()
+    try:
+        yield control, stuck, said
+    finally:
+        control.close()
+
+
+def test_the_position_is_beaten_and_the_lease_obeyed() -> None:
+    coordinator = Coordinator()
+    with started(coordinator) as (control, _, _):
+        assert control.epoch() == 3
+        assert control.may_finish(4)
+        control.at(3, 1, 1, 0.5)
+        coordinator.wait(lambda: (3, 1, 1) in coordinator.beats)
+        allowed: list[bool] = []
+        waiter = threading.Thread(target=lambda: allowed.append(control.may_finish(6)))
+        waiter.start()
+        # Asked again and again while the lease does not reach.
+        seen = len(coordinator.beats)
+        coordinator.wait(lambda: len(coordinator.beats) > seen + 3)
+        assert not allowed
+        coordinator.answer = reply(lease=9)
+        waiter.join(10.0)
+        assert allowed == [True]
+
+
+def test_a_stop_comes_before_the_lease() -> None:
+    coordinator = Coordinator()
+    coordinator.answer = reply(lease=9, stop_tick=5)
+    with started(coordinator) as (control, _, _):
+        assert control.may_finish(5)
+        assert not control.may_finish(6)
+
+
+@pytest.mark.parametrize(
+    ("answer", "text"),
+    [
+        (SiteGoneError("lyon is gone"), "lyon is gone"),
+        (reply(phase="failed", reason="no more disks"), "the run has failed: no more disks"),
+        (reply(phase="finished", role="enrolled"), "finished: this site never entered"),
+    ],
+)
+def test_what_ends_the_run_is_raised_where_the_loop_waits(
+    answer: BeatReply | DilocoxError, text: str
+) -> None:
+    coordinator = Coordinator()
+    with started(coordinator) as (control, stuck, said):
+        coordinator.answer = answer
+        with pytest.raises(TrainingError, match=text):
+            control.may_finish(100)
+        with pytest.raises(TrainingError, match=text):
+            control.wait_while_role("active")
+        # The loop knows: nobody needs to end it.
+        assert not said.wait(2 * PATIENCE)
+        assert not stuck
+
+
+def test_a_loop_that_does_not_look_is_stuck() -> None:
+    """Another thread that sees the error (the exchange's) is not the training loop."""
+    coordinator = Coordinator()
+    coordinator.answer = reply()
+    with started(coordinator) as (control, stuck, said):
+        coordinator.answer = SiteGoneError("lyon is gone")
+
+        def exchange() -> None:
+            with pytest.raises(SiteGoneError):
+                control.may_finish(100)
+
+        other = threading.Thread(target=exchange)
+        other.start()
+        assert said.wait(10.0)
+        other.join(10.0)
+        assert not other.is_alive()
+        assert [str(error) for error in stuck] == ["lyon is gone"]
+
+
+def test_closing_is_not_being_stuck() -> None:
+    coordinator = Coordinator()
+    with started(coordinator) as (control, stuck, _):
+        coordinator.answer = SiteGoneError("lyon is gone")
+        control.close()
+        assert not control._thread.is_alive()
+    assert not stuck
+
+
+def test_a_loop_that_hangs_does_not_look_alive() -> None:
+    coordinator = Coordinator()
+    with started(coordinator, stall=0.1) as (control, _, _):
+        coordinator.wait(lambda: len(coordinator.beats) >= 2)
+        # Nothing touches it: beats end, within the stall and what was under way.
+        deadline = time.monotonic() + 10.0
+        before = -1
+        while len(coordinator.beats) != before:
+            assert time.monotonic() < deadline
+            before = len(coordinator.beats)
+            time.sleep(0.2)  # the property is silence, which has no event to wait for
+        control.touch()
+        coordinator.wait(lambda: len(coordinator.beats) > before)
