@@ -258,3 +258,20 @@ def test_a_folder_that_cannot_be_made_is_reported(tmp_path: Path) -> None:
     saver = Saver(str(tmp_path / "file"))
     assert saver.save(10) is None
     assert saver.failures[10]
+
+
+def test_the_last_one_that_all_ranks_have_stays(tmp_path: Path) -> None:
+    """Where another rank cannot write any more, the run can still be resumed from it."""
+    whole: int | None = None
+    writer = checkpoint.RankCheckpointer(str(tmp_path), "a", 0, 0, 2, lambda: whole)
+    failed: list[str] = []
+    for tick, newest in ((1, 1), (2, 1), (3, 1), (4, 1), (5, 4)):
+        whole = newest
+        writer.save(
+            tick, {"x": torch.ones(3)}, {}, lambda *_: None, lambda _, why: failed.append(why)
+        )
+        writer.wait()
+        there = {item.name for item in tmp_path.iterdir()}
+        assert f"tick-{newest:08d}" in there
+    assert not failed
+    assert there == {"tick-00000004", "tick-00000005"}

@@ -21,6 +21,7 @@ from typing import Any
 import fsspec
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
@@ -51,11 +52,21 @@ class RankCheckpointer:
     """Writes one rank's checkpoints beside the training, and deletes old ones.
 
     `root` is a path or any fsspec URL. One write is under way at a time; a second `save` waits
-    for the first.
+    for the first. `whole()` is the tick of the newest checkpoint that all ranks of the run have
+    written, none if there is none: it and later ones stay, whatever `keep` says.
     """
 
-    def __init__(self, root: str, site: str, stage: int, shard: int, keep: int) -> None:
+    def __init__(
+        self,
+        root: str,
+        site: str,
+        stage: int,
+        shard: int,
+        keep: int,
+        whole: Callable[[], int | None] | None = None,
+    ) -> None:
         self._root = root
+        self._whole = whole
         self._rank = (site, stage, shard)
         self._keep = keep
         self._writing: threading.Thread | None = None
@@ -84,8 +95,8 @@ class RankCheckpointer:
                 attempt, digest = _write(folder, snapshot, document)
                 on_written(tick, digest)
                 self._retire(tick, attempt)
-            except Exception as error:
-                on_failed(tick, f"{type(error).__name__}: {error}")
+            except (Exception, CheckpointException) as error:
+                on_failed(tick, _reason(error))
 
         self._writing = threading.Thread(target=write, name="checkpoint", daemon=True)
         self._writing.start()
@@ -107,7 +118,9 @@ class RankCheckpointer:
             if other != attempt:
                 filesystem.rm(other, recursive=True)
         ticks = [old for old in _ticks(filesystem, root) if old <= tick]
-        for old in ticks[: -self._keep]:
+        # Where another rank's disk is full, the last one that can be resumed may be old.
+        spared = tick if self._whole is None else (self._whole() or 0)
+        for old in [old for old in ticks[: -self._keep] if old < spared]:
             path = rank_folder(root, old, *self._rank)
             if filesystem.exists(path):
                 filesystem.rm(path, recursive=True)
@@ -119,6 +132,18 @@ class RankCheckpointer:
                         filesystem.rmdir(path)
                 except (OSError, NotImplementedError):
                     break  # another rank was faster, or object storage, which has no folders
+
+
+def _reason(error: BaseException) -> str:
+    """One line; the cause where PyTorch has wrapped it (in what is not even an `Exception`)."""
+    if isinstance(error, CheckpointException):
+        error = next((failure[0] for failure in error.failures.values()), error)
+    # A full disk shows first in what wants to finish a file.
+    while not isinstance(error, OSError) and error.__context__ is not None:
+        error = error.__context__
+    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}".rstrip(
+        ": "
+    )
 
 
 def _names(filesystem: Any, path: str) -> list[str]:

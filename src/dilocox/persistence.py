@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,9 @@ from dilocox import checkpoint
 from dilocox.assembly import Rank, anchors
 from dilocox.config import RunConfig
 from dilocox.data import TokenFiles
+from dilocox.errors import DilocoxError
 from dilocox.models import finish_model_folder, stage_file_name, write_stage_file
+from dilocox.outer.coordinator.client import CoordinatorClient
 from dilocox.outer.coordinator.messages import Checkpoint, ExchangeKey, RoundPlan
 from dilocox.outer.loop import Pending
 
@@ -27,7 +30,14 @@ log = logging.getLogger(__name__)
 class Keeper:
     """Writes this rank's checkpoints and its part of the published model."""
 
-    def __init__(self, config: RunConfig, rank: Rank, files: TokenFiles, shared: bool) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        rank: Rank,
+        files: TokenFiles,
+        shared: bool,
+        client: CoordinatorClient,
+    ) -> None:
         place = rank.place
         self._config = config
         self._files = files
@@ -37,7 +47,12 @@ class Keeper:
         self._recorded: int | None = None
         """Tick of this rank's checkpoint that the coordinator knows."""
         self._writer = checkpoint.RankCheckpointer(
-            self._root, place.site, place.stage, place.shard, config.checkpoint.keep
+            self._root,
+            place.site,
+            place.stage,
+            place.shard,
+            config.checkpoint.keep,
+            lambda: newest_whole(client.checkpoints()),
         )
 
     def save(self, trainer: Trainer, plan: RoundPlan | None) -> None:
@@ -54,6 +69,11 @@ class Keeper:
 
         def failed(tick: int, reason: str) -> None:
             log.error("checkpoint at tick %d was not written: %s", tick, reason)
+            said = {"text": f"checkpoint after slot {tick} was not written ({reason})"}
+            try:
+                client.report(position[0], said, kind="warning")
+            except DilocoxError as error:
+                log.error("the coordinator could not be told: %s", error)
 
         position = (at.round, at.slot)
         self._writer.wait()
@@ -102,6 +122,11 @@ class Keeper:
         restore(trainer, loaded)
         self._recorded = found.tick
         return True
+
+
+def newest_whole(checkpoints: Iterable[Checkpoint]) -> int | None:
+    """Tick of the newest checkpoint that every rank has written."""
+    return max((item.tick for item in checkpoints if item.complete), default=None)
 
 
 def capture(trainer: Trainer) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:

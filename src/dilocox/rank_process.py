@@ -232,7 +232,7 @@ def _take_part(
         client=client,
         batches=Batches.open(config, place, job.hooks, files),
         validation=validation_batches(config, files, place.shard),
-        keeper=Keeper(config, rank, files, job.shared_folder),
+        keeper=Keeper(config, rank, files, job.shared_folder, client),
         hooks=job.hooks,
         form_group=network.pair,
         entry_timeout=timeouts.stall,

@@ -91,6 +91,9 @@ class Recorder:
 
         Raises `TrainingError` if two sites hold different anchors.
         """
+        if kind == "warning":
+            self.message(f"{site}: {metrics['text']}")
+            return
         record = {"kind": kind, "round": round_, "site": site, **metrics}
         if kind in ("evaluation", "first_evaluation"):
             record["kind"] = "evaluation"

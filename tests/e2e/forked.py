@@ -1,9 +1,10 @@
 """`dilocox` processes forked from one interpreter, which costs 0.1 s where a fresh one costs 3.
 
 python -m tests.e2e.forked reads one JSON line per process from stdin: `arguments` of the command
-line, `hooks` (a name of `HOOKS`, for `dilocox.train`), `log`. Every process gets a group of its
-own, as a terminal gives it, so that a signal to the group is Ctrl-C. What such a process leaves
-behind becomes a child of this one; when all are gone, `LOG.gone` says how they ended.
+line, `hooks` (a name of `HOOKS`, for `dilocox.train`), `log` and the run's `folder`. Every process
+gets a group of its own, as a terminal gives it, so that a signal to the group is Ctrl-C. What such
+a process leaves behind becomes a child of this one; when all are gone, `LOG.gone` says how they
+ended.
 """
 
 from __future__ import annotations
@@ -87,11 +88,28 @@ def poisoned_at(site: str, *rounds: int) -> dict[str, Any]:
     return {"dataset": dataset}
 
 
+def small_disk() -> dict[str, Any]:
+    """The folder of checkpoints gets a file system with room for the first checkpoint only."""
+
+    def loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        if me() == "paris-stage1-shard0" and torch.is_grad_enabled() and not _disk.exists():
+            _disk.mkdir()
+            mount = ["mount", "-t", "tmpfs", "-o", "size=5m", "tmpfs", str(_disk)]
+            subprocess.run(mount, check=True)
+        return mean_cross_entropy(logits, labels)
+
+    return {"loss": loss}
+
+
+_disk = Path()
+"""The checkpoint folder of the run that this process trains."""
+
 HOOKS: dict[str, Callable[[], dict[str, Any]]] = {
     "none": dict,
     "sick-once": functools.partial(sick_at, "lyon", 1),
     "sick-twice": functools.partial(sick_at, "lyon", 2, 3),
     "sick-alone": functools.partial(sick_at, "paris", 1),
+    "small-disk": small_disk,
     "poisoned": functools.partial(poisoned_at, "lyon", 1),
     "poisoned-alone": functools.partial(poisoned_at, "paris", 1),
 }
@@ -169,7 +187,12 @@ class ForkedRun(Run):
         self.folder = folder
         self._log = folder.parent / f"{folder.name}-{time.monotonic_ns()}.out"
         started = self._log.with_suffix(".pid")
-        order = {"arguments": arguments, "hooks": hooks, "log": str(self._log)}
+        order = {
+            "arguments": arguments,
+            "hooks": hooks,
+            "log": str(self._log),
+            "folder": str(folder),
+        }
         assert forge.stdin is not None
         print(json.dumps(order), file=forge.stdin, flush=True)
         deadline = time.monotonic() + LIMIT
@@ -243,6 +266,8 @@ def _group(leader: int) -> list[int]:
 
 
 def _run(order: dict[str, Any]) -> None:
+    global _disk
+    _disk = Path(order["folder"]) / "checkpoints"
     os.setpgid(0, 0)
     log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     nothing = os.open(os.devnull, os.O_RDONLY)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
+import subprocess
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -160,3 +163,38 @@ def test_a_dead_and_a_hanging_rank_take_their_sites_down(workshop: Workshop, for
     assert "the training loop does not answer" in log
     assert run.records()[-1]["sites"] == 1
     assert len(run.records("round", "paris")) == 70
+
+
+# --- disks ---------------------------------------------------------------------------------------
+
+
+def may_mount(folder: Path) -> bool:
+    """Whether this process may mount a file system."""
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(folder)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        return False
+    subprocess.run(["umount", str(folder)], check=True)
+    return True
+
+
+def test_a_full_disk_is_reported_and_training_goes_on(
+    workshop: Workshop, forge: Forge, tmp_path: Path
+) -> None:
+    if os.geteuid() != 0 or not may_mount(tmp_path):
+        pytest.skip("mounting a small file system is not allowed here")
+    place = workshop.folder("full") / "checkpoints"
+    sets = ("outer.rounds=4", "checkpoint.every_rounds=1")
+    try:
+        run = forge.train(workshop, "full", *sets, hooks="small-disk")
+        assert run.wait() == 0, run.output()
+        said = re.findall(r"(paris|lyon): checkpoint after slot (\d+) was not", run.printed())
+        assert int(said[0][1]) > 8, said
+        assert "No space left on device" in run.printed()
+        assert "Traceback" not in run.printed()
+        assert [record["round"] for record in run.records()] == [0, 1, 2, 3]
+        # The one before is whole, and what did not fit has been removed.
+        whole = {file.parents[3].name for file in place.glob("tick-*/*/*/*/files.json")}
+        assert "tick-00000008" in whole
+        assert (run.folder / "model" / "config.json").exists()
+    finally:
+        subprocess.run(["umount", str(place)], check=False, capture_output=True)
