@@ -1,0 +1,142 @@
+"""How a site takes over state: donor and receiver over a real Gloo link."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from dilocox.errors import DilocoxError
+from dilocox.outer.entry import (
+    BODY_TAG,
+    HEADER_BYTES,
+    HEADER_TAG,
+    Donor,
+    Snapshot,
+    digest_of,
+    fetch,
+)
+from dilocox.outer.groups import PeerGroup
+from tests.outer.sites import MemoryStore, run_each, shared_store, until
+
+LIMIT = 15.0
+
+
+def link(store: MemoryStore, me: str) -> PeerGroup:
+    return PeerGroup(
+        store, "run/entry/new/1/0/0", ["old", "new"], me, "127.0.0.1", LIMIT, LIMIT, lambda: False
+    )
+
+
+def state(fragment: int, momentum: float) -> dict[str, torch.Tensor]:
+    return {
+        "anchor": torch.arange(128, dtype=torch.float32) + fragment,
+        "momentum": torch.full((128,), momentum),
+    }
+
+
+def test_fragments_come_whole_in_any_order_and_known_ones_without_tensors() -> None:
+    def old(store: MemoryStore) -> Callable[[], str]:
+        def go() -> str:
+            donor = Donor(lambda: link(store, "old"), "new", 3, LIMIT)
+            assert donor.waiting == {0, 1, 2}
+            donor.offer(2, 40, state(2, 0.5))
+            assert donor.waiting == {0, 1}
+            assert not donor.done
+            donor.offer(0, 41, state(0, 0.0))
+            donor.offer(1, 42, state(1, 0.0))
+            assert until(lambda: donor.done)
+            return str(donor.failure)
+
+        return go
+
+    def new(store: MemoryStore) -> Callable[[], object]:
+        def go() -> object:
+            got: list[Snapshot] = []
+            # Fragment 0 is the same here; fragment 2 as well, but its momentum is not.
+            known = [digest_of(state(n, 0.0)["anchor"]) for n in (0, 7, 2)]
+            fetch(lambda: link(store, "new"), "old", known, got.append, LIMIT)
+            return [
+                (s.fragment, s.tick, {n: t.tolist() for n, t in s.tensors.items()}) for s in got
+            ]
+
+        return go
+
+    with shared_store() as store:
+        results = run_each({"old": old(store), "new": new(store)})
+    assert results["old"] == "None"
+    assert results["new"] == [
+        (2, 40, {name: tensor.tolist() for name, tensor in state(2, 0.5).items()}),
+        (0, 41, {}),
+        (1, 42, {name: tensor.tolist() for name, tensor in state(1, 0.0).items()}),
+    ]
+
+
+def test_a_receiver_that_dies_harms_only_its_entry() -> None:
+    def old(store: MemoryStore) -> Callable[[], str]:
+        def go() -> str:
+            donor = Donor(lambda: link(store, "old"), "new", 1, LIMIT)
+            donor.offer(0, 1, state(0, 1.0))
+            assert until(lambda: donor.done)
+            return str(donor.failure)
+
+        return go
+
+    def new(store: MemoryStore) -> Callable[[], str]:
+        def go() -> str:
+            link(store, "new")
+            return "dies"
+
+        return go
+
+    with shared_store() as store:
+        results = run_each({"old": old(store), "new": new(store)})
+    assert results["old"].startswith("link to new broke: ")
+
+
+@pytest.mark.parametrize(
+    ("what", "reason"),
+    [
+        ("changed", "JoinError: fragment 0 from old does not match its digest; join again"),
+        ("not json", "ExchangeError: old sent a header that is not JSON"),
+        ("a list", "ExchangeError: old sent a header that is not an object"),
+    ],
+)
+def test_what_a_donor_sends_is_checked(what: str, reason: str) -> None:
+    def old(store: MemoryStore) -> Callable[[], str]:
+        def go() -> str:
+            group = link(store, "old")
+            asked = torch.empty(HEADER_BYTES, dtype=torch.uint8)
+            group.receive(asked, "new", HEADER_TAG).poll(LIMIT)
+            body = b"x" * 64
+            good = {"fragment": 0, "tick": 3, "bytes": len(body), "sha256": "0" * 64}
+            text = {"changed": json.dumps(good), "not json": "{", "a list": "[]"}[what]
+            header = torch.frombuffer(
+                bytearray(text.encode().ljust(HEADER_BYTES)), dtype=torch.uint8
+            )
+            group.send(header, "new", HEADER_TAG).poll(LIMIT)
+            if what == "changed":
+                data = torch.frombuffer(bytearray(body), dtype=torch.uint8)
+                group.send(data, "new", BODY_TAG).poll(LIMIT)
+            until(lambda: store.kv_check(["done"]))
+            return "sent"
+
+        return go
+
+    def new(store: MemoryStore) -> Callable[[], str]:
+        def go() -> str:
+            try:
+                fetch(lambda: link(store, "new"), "old", ["0" * 64], lambda _: None, LIMIT)
+                return "accepted"
+            except DilocoxError as error:
+                return f"{type(error).__name__}: {error}"
+            finally:
+                store.kv_set("done", b"")
+
+        return go
+
+    with shared_store() as store:
+        results = run_each({"old": old(store), "new": new(store)})
+    assert results["new"] == reason

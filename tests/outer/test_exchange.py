@@ -1,0 +1,253 @@
+"""Exchanges between real Gloo ranks, with a ballot in shared memory."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import pytest
+import torch
+
+from dilocox.compression import codec, frame_bytes
+from dilocox.errors import ExchangeError
+from dilocox.outer.coordinator.messages import (
+    BeginReply,
+    ExchangeKey,
+    ExchangeMember,
+    VoteReply,
+)
+from dilocox.outer.exchange import Contribution, Outcome, exchange
+from dilocox.outer.groups import PeerGroup
+from tests.outer.sites import MemoryStore, run_each, shared_store
+
+KEY = ExchangeKey.outer(3, 0, 1)
+LENGTH = 3 * 128
+WEIGHTS = {"paris": 1.5, "lyon": 0.5, "oslo": 1.0}
+LIMIT = 20.0
+
+
+@dataclass
+class SharedBallot:
+    """What the coordinator decides, from votes in a dictionary that all sites share."""
+
+    store: MemoryStore
+    me: str
+    members: Sequence[str] = tuple(WEIGHTS)
+    observers: Sequence[str] = ()
+    reduce: bool = False
+    corrupt: str | None = None
+    """A site whose frames arrive damaged at this one."""
+    group_of: PeerGroup | None = None
+    votes: list[list[str]] = field(default_factory=list)
+
+    def begin(self, key: ExchangeKey) -> BeginReply:
+        roles: list[ExchangeMember] = []
+        for site in self.members:
+            role: Literal["member", "entering"] = "entering" if site in self.observers else "member"
+            roles.append(ExchangeMember(site=site, incarnation=1, role=role))
+        return BeginReply(epoch=1, attempt=1, members=roles, decided=False)
+
+    def vote(
+        self,
+        key: ExchangeKey,
+        attempt: int,
+        *,
+        held: Sequence[str],
+        contributes: bool,
+        phase: Literal["held", "done"],
+        digests: Mapping[str, str],
+    ) -> VoteReply:
+        self.votes.append(list(held))
+        self.store._values[phase, self.me] = (list(held), contributes)
+        return self.observe(key, attempt, phase=phase)
+
+    def observe(
+        self, key: ExchangeKey, attempt: int, *, phase: Literal["held", "done"]
+    ) -> VoteReply:
+        voters = [site for site in self.members if site not in self.observers]
+        held = [self._vote(phase, site) for site in voters]
+        if phase == "held":
+            counted = [
+                site
+                for number, site in enumerate(voters)
+                if held[number][1] and all(site in row for row, _ in held)
+            ]
+            self.store._values["set"] = counted
+        decision: Literal["commit", "average"] = (
+            "average" if self.reduce and phase == "held" else "commit"
+        )
+        counted = list(self.store._values["set"])
+        return VoteReply(decision=decision, set=counted, attempt=1, epoch=1, waiting_for=[])
+
+    def _vote(self, phase: str, site: str) -> tuple[list[str], bool]:
+        end = time.monotonic() + LIMIT
+        while (phase, site) not in self.store._values:
+            assert time.monotonic() < end, f"no vote of {site}"
+            time.sleep(0.002)
+        return self.store._values[phase, site]
+
+    def report_broken(self, key: ExchangeKey, attempt: int, failed: Sequence[str]) -> VoteReply:
+        raise ExchangeError(f"broken by {', '.join(failed)}")
+
+    def epoch(self) -> int:
+        return 1
+
+    def group(self, begun: BeginReply, superseded: Callable[[], bool]) -> PeerGroup:
+        if self.group_of is None:
+            self.group_of = PeerGroup(
+                self.store, "epoch/1/test", list(self.members), self.me, "127.0.0.1", LIMIT, LIMIT,
+                lambda: False,
+            )  # fmt: skip
+        return self.group_of
+
+
+def values_of(site: str) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(list(WEIGHTS).index(site))
+    return torch.randn(LENGTH, generator=generator) * WEIGHTS[site]
+
+
+def run(
+    mode: str,
+    name: str,
+    *,
+    observers: Sequence[str] = (),
+    abstain: Sequence[str] = (),
+    members: Sequence[str] = tuple(WEIGHTS),
+) -> dict[str, Outcome]:
+    """What every site makes of the same exchange."""
+
+    def site(me: str, store: MemoryStore) -> Callable[[], Any]:
+        def go() -> Any:
+            ballot = SharedBallot(store, me, members, observers, reduce=mode == "reduce")
+            what = Contribution(
+                key=KEY,
+                length=LENGTH,
+                values=None if me in observers else values_of(me),
+                codec=codec(name),
+                mode=mode,
+                weights=WEIGHTS,
+                contributes=me not in abstain,
+            )
+            return plain(exchange(ballot, me, what))
+
+        return go
+
+    with shared_store() as store:
+        results = run_each({me: site(me, store) for me in members}, limit=LIMIT)
+    assert all(isinstance(result, dict) for result in results.values()), results
+    return {me: outcome_of(result) for me, result in results.items()}
+
+
+def plain(outcome: Outcome) -> dict[str, Any]:
+    """Without tensors, which travel between processes only as long as both live."""
+    result: dict[str, Any] = dict(vars(outcome))
+    for name in ("average", "sent"):
+        result[name] = None if result[name] is None else result[name].numpy()
+    if outcome.second_error is not None:
+        start, error = outcome.second_error
+        result["second_error"] = (start, error.numpy())
+    return result
+
+
+def outcome_of(result: dict[str, Any]) -> Outcome:
+    for name in ("average", "sent"):
+        result[name] = None if result[name] is None else torch.from_numpy(result[name])
+    if result["second_error"] is not None:
+        start, error = result["second_error"]
+        result["second_error"] = (start, torch.from_numpy(error))
+    return Outcome(**result)
+
+
+def mean_of(sites: Sequence[str]) -> torch.Tensor:
+    total = torch.stack([values_of(site).double() for site in sites]).sum(0)
+    return (total / sum(WEIGHTS[site] for site in sites)).float()
+
+
+@pytest.fixture(params=["gather", "reduce"])
+def mode(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def test_the_weighted_mean_reaches_everyone(mode: str) -> None:
+    outcomes = run(mode, "none")
+    first = outcomes["paris"].average
+    assert first is not None
+    torch.testing.assert_close(first, mean_of(list(WEIGHTS)), rtol=1e-6, atol=1e-6)
+    for site, outcome in outcomes.items():
+        assert outcome.average is not None
+        assert torch.equal(outcome.average, first), "not the same bits"
+        assert outcome.contributors == tuple(WEIGHTS)
+        assert outcome.sent is not None
+        assert torch.equal(outcome.sent, values_of(site))
+    frame = frame_bytes(codec("none"), LENGTH)
+    if mode == "gather":
+        assert {outcome.payload_bytes for outcome in outcomes.values()} == {2 * frame}
+    else:
+        # Chunks of 128: to the two other owners, and the own mean to two sites.
+        third = frame_bytes(codec("none"), 128)
+        assert {outcome.payload_bytes for outcome in outcomes.values()} == {4 * third}
+
+
+def test_nothing_is_lost_by_quantising(mode: str) -> None:
+    """Σw·Δ = Σ(u − residual): what the sites sent, less the second error, is in the mean."""
+    outcomes = run(mode, "int4")
+    average = outcomes["paris"].average
+    assert average is not None
+    total = torch.zeros(LENGTH, dtype=torch.float64)
+    for outcome in outcomes.values():
+        assert outcome.sent is not None
+        total += outcome.sent.double()
+        if outcome.second_error is not None:
+            start, error = outcome.second_error
+            total[start : start + error.numel()] -= error.double()
+        assert (outcome.second_error is None) == (mode == "gather")
+    torch.testing.assert_close(
+        total, average.double() * sum(WEIGHTS.values()), rtol=1e-5, atol=1e-5
+    )
+    # Four bits lose something, or this test would see nothing.
+    assert not torch.equal(average, mean_of(list(WEIGHTS)))
+
+
+def test_who_abstains_is_left_out_and_still_gets_the_mean(mode: str) -> None:
+    outcomes = run(mode, "none", abstain=["lyon"])
+    for site, outcome in outcomes.items():
+        assert outcome.contributors == ("paris", "oslo")
+        assert outcome.average is not None
+        expected = mean_of(["paris", "oslo"])
+        torch.testing.assert_close(outcome.average, expected, rtol=1e-6, atol=1e-6)
+        assert (outcome.sent is None) == (site == "lyon")
+
+
+def test_nobody_contributes(mode: str) -> None:
+    for outcome in run(mode, "int8", abstain=list(WEIGHTS)).values():
+        assert outcome.average is None
+        assert outcome.contributors == ()
+        assert outcome.sent is None
+
+
+def test_an_entering_site_receives_and_sends_nothing(mode: str) -> None:
+    outcomes = run(mode, "int8", observers=["oslo"])
+    entering = outcomes["oslo"]
+    assert entering.payload_bytes == 0
+    assert entering.sent is None
+    assert entering.average is not None
+    assert outcomes["paris"].average is not None
+    assert torch.equal(entering.average, outcomes["paris"].average)
+    assert entering.contributors == ("paris", "lyon")
+
+
+def test_a_site_alone_needs_no_network(mode: str) -> None:
+    outcome = run(mode, "none", members=["paris"])["paris"]
+    assert outcome.average is not None
+    torch.testing.assert_close(outcome.average, values_of("paris") / 1.5)
+    assert outcome.payload_bytes == 0
+
+
+def test_an_exchange_from_before_this_site_was_there(mode: str) -> None:
+    ballot = SharedBallot(MemoryStore({}), "oslo", members=["paris", "lyon"])
+    what = Contribution(KEY, LENGTH, None, codec("none"), mode, WEIGHTS)
+    outcome = exchange(ballot, "oslo", what)
+    assert outcome.missed
+    assert outcome.average is None

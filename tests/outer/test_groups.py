@@ -1,0 +1,148 @@
+"""Links between sites: real Gloo groups over a rendezvous store."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from dilocox.errors import ExchangeError
+from dilocox.outer.groups import (
+    PIECE_BYTES,
+    CoordinatorStore,
+    EpochChangedError,
+    PeerGroup,
+    Transfer,
+    gloo_device,
+)
+from tests.outer.sites import MemoryStore, run_each, shared_store, until
+
+HERE = "127.0.0.1"
+
+
+def group(store: MemoryStore, me: str, silence: float = 20.0) -> PeerGroup:
+    return PeerGroup(store, "epoch/1/x", ["a", "b"], me, HERE, 20.0, silence, lambda: False)
+
+
+def test_tensors_of_several_pieces_cross_both_ways_at_once() -> None:
+    size = 2 * PIECE_BYTES + 5
+
+    def side(me: str, store: MemoryStore) -> Callable[[], bool]:
+        def go() -> bool:
+            peers = group(store, me)
+            other = "b" if me == "a" else "a"
+            mine = (torch.arange(size) * (3 if me == "a" else 5)).to(torch.uint8)
+            theirs = (torch.arange(size) * (5 if me == "a" else 3)).to(torch.uint8)
+            buffer = torch.zeros(size, dtype=torch.uint8)
+            transfers = [peers.receive(buffer, other, 7), peers.send(mine, other, 7)]
+            assert all(transfer.poll(20.0) for transfer in transfers)
+            return torch.equal(buffer, theirs)
+
+        return go
+
+    with shared_store() as store:
+        assert run_each({me: side(me, store) for me in "ab"}) == {"a": True, "b": True}
+
+
+def test_a_peer_that_dies_breaks_the_link_at_once() -> None:
+    def dying(store: MemoryStore) -> Callable[[], str]:
+        def go() -> str:
+            group(store, "b")
+            return "gone"  # and its process ends
+
+        return go
+
+    def waiting(store: MemoryStore) -> Callable[[], str]:
+        def go() -> str:
+            peers = group(store, "a")
+            start = time.monotonic()
+            transfer = peers.receive(torch.empty(10, dtype=torch.uint8), "b", 1)
+            try:
+                transfer.poll(15.0)
+            except ExchangeError as error:
+                return f"{error} within {time.monotonic() - start < 5.0}"
+            return "nothing"
+
+        return go
+
+    with shared_store() as store:
+        results = run_each({"a": waiting(store), "b": dying(store)})
+    assert results["a"].startswith("link to b broke: ")
+    assert results["a"].endswith("within True")
+    assert "\n" not in results["a"]
+
+
+def test_a_silent_peer_is_given_up_after_the_limit() -> None:
+    def side(me: str, store: MemoryStore) -> Callable[[], str]:
+        def go() -> str:
+            peers = group(store, me, silence=0.5)
+            if me == "b":
+                until(lambda: store.kv_check(["done"]))
+                return "silent"
+            transfer = peers.receive(torch.empty(10, dtype=torch.uint8), "b", 1)
+            try:
+                transfer.poll(15.0)
+                return "nothing"
+            except ExchangeError as error:
+                return str(error)
+            finally:
+                store.kv_set("done", b"")
+
+        return go
+
+    with shared_store() as store:
+        results = run_each({me: side(me, store) for me in "ab"})
+    assert results["a"].startswith("link to b broke: ")
+
+
+class Work:
+    """A piece under way that ends when told."""
+
+    def __init__(self, started: list[int], size: int) -> None:
+        started.append(size)
+
+    def wait(self) -> bool:
+        return True
+
+
+def test_giving_up_starts_no_more_pieces() -> None:
+    started: list[int] = []
+    transfer: Transfer
+
+    def start(piece: torch.Tensor) -> Work:
+        until(lambda: bool(holder))
+        if len(started) == 1:
+            holder[0].give_up()
+        return Work(started, piece.numel())
+
+    holder: list[Transfer] = []
+    transfer = Transfer(start, "b", torch.empty(5 * PIECE_BYTES, dtype=torch.uint8))  # type: ignore[arg-type]
+    holder.append(transfer)
+    assert transfer.poll(10.0)
+    assert started == [PIECE_BYTES] * 2
+
+
+def test_forming_a_group_says_who_is_missing() -> None:
+    with pytest.raises(ExchangeError, match=r"epoch/1/x/.*within 0\.1 s; is network\.interface"):
+        CoordinatorStore(MemoryStore({}), "epoch/1/x/", 0.1, lambda: False).get("rank1")
+
+
+def test_a_change_of_members_ends_the_waiting() -> None:
+    store = CoordinatorStore(MemoryStore({}), "epoch/1/x/", 60.0, lambda: True)
+    start = time.monotonic()
+    with pytest.raises(EpochChangedError):
+        store.get("rank1")
+    assert time.monotonic() - start < 5.0
+
+
+def test_a_group_of_one_opens_nothing() -> None:
+    alone = PeerGroup(MemoryStore({}), "x", ["a"], "a", "no-such-interface", 1.0, 1.0, bool)
+    alone.close()
+
+
+@pytest.mark.parametrize("address", ["no-such0", "203.0.113.7"])
+def test_an_interface_that_is_not_there(address: str) -> None:
+    with pytest.raises(ExchangeError, match=rf'interface "{address}".*network\.interface'):
+        gloo_device(address)

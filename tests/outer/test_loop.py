@@ -1,0 +1,276 @@
+"""The outer loop of one rank: what is handed in when, and what lands where, without a network."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+import torch
+
+from dilocox.errors import ExchangeError, TrainingError
+from dilocox.outer.coordinator.messages import ExchangeKey, MemberPlan, RoundPlan
+from dilocox.outer.exchange import Contribution, Outcome
+from dilocox.outer.fragments import Layout, split_fragments
+from dilocox.outer.loop import OuterLoop, Pending
+from dilocox.outer.state import FragmentState
+
+
+def plan(round_: int = 0, **changes: Any) -> RoundPlan:
+    member = MemberPlan(weight=1.0, batch=4, ranges=[(0, 16)], space="shared")
+    fields: dict[str, Any] = {
+        "round": round_,
+        "kind": "train",
+        "first_tick": 4 * round_,
+        "first_step": 4 * round_,
+        "members": {"paris": member, "lyon": member},
+        "inner_steps": 4,
+        "slots": 4,
+        "fragments": 2,
+        "delay": 2,
+        "overlap": "keep",
+        "keep": 1.0,
+        "learning_rate": 1.0,
+        "momentum": 0.0,
+        "codec": "none",
+        "residual_decay": 1.0,
+        "exchange": "gather",
+        "checkpoint": False,
+        "evaluate": False,
+        "last": False,
+    }
+    return RoundPlan(**{**fields, **changes})
+
+
+class Wire:
+    """Takes contributions; `answer` makes them outcomes."""
+
+    def __init__(self) -> None:
+        self.given: list[tuple[Contribution, Future[Outcome]]] = []
+        self.touches = 0
+
+    def submit(self, contribution: Contribution) -> Future[Outcome]:
+        future: Future[Outcome] = Future()
+        self.given.append((contribution, future))
+        return future
+
+    def touch(self) -> None:
+        self.touches += 1
+
+    def answer(self, *contributors: str, scale: float = 1.0, missed: bool = False) -> None:
+        """Answer all that is open: the mean is `scale` times what this site brought."""
+        for contribution, future in self.given:
+            if future.done():
+                continue
+            values = contribution.values
+            mean = None
+            if contributors:
+                mean = torch.ones(contribution.length) if values is None else values * scale
+            sent = values if "paris" in contributors else None
+            outcome = Outcome(mean, contributors, sent, None, 100, 0.5, 1, missed)
+            future.set_result(outcome)
+
+    @property
+    def keys(self) -> list[str]:
+        return [contribution.key.text for contribution, _ in self.given]
+
+
+class Rank:
+    """One rank of site paris with two fragments of a tensor each."""
+
+    def __init__(self, error_feedback: bool = True, stage: int = 0, stages: int = 1) -> None:
+        self.live = {"a": torch.zeros(3), "b": torch.zeros(3)}
+        self.wire = Wire()
+        groups = split_fragments({"a": 3, "b": 3}, 2)
+        assert [list(group) for group in groups] == [["a"], ["b"]]
+        states = [
+            FragmentState(Layout.of({name: (3,)}), self.live, error_feedback=error_feedback)
+            for name in ("a", "b")
+        ]
+        self.loop = OuterLoop(
+            states, self.live, "paris", stage, stages, self.wire.submit, self.wire.touch
+        )
+
+    def train(self, by: float = 1.0) -> None:
+        for tensor in self.live.values():
+            tensor.sub_(by)
+
+    def round(self, plan: RoundPlan, *contributors: str) -> list[bool]:
+        """Inner steps of one each slot; everything is answered at once."""
+        landed = []
+        for slot in range(1, plan.slots + 1):
+            self.train()
+            self.wire.answer(*contributors)
+            landed.append(self.loop.end_of_slot(plan, slot))
+            self.wire.answer(*contributors)
+        return landed
+
+    def anchor(self, fragment: int) -> float:
+        return float(self.loop.states[fragment].anchor[0])
+
+
+def test_boundaries_and_landings_follow_the_calendar() -> None:
+    rank = Rank()
+    assert [rank.loop.has_boundary(plan(), slot) for slot in range(1, 5)] == [
+        False, True, False, True,
+    ]  # fmt: skip
+    # Fragment a: boundary at slot 2, landing at 4. b: boundary at 4, landing at 2 of the next.
+    assert rank.round(plan(), "paris", "lyon") == [False, False, False, True]
+    assert rank.wire.keys == ["outer/0/0/0", "outer/0/0/1"]
+    assert (rank.anchor(0), rank.anchor(1)) == (-2.0, 0.0)
+    assert rank.loop.under_way(1, before_round=1)
+    assert not rank.loop.under_way(0, before_round=1)
+    assert not rank.loop.under_way(1, before_round=0)
+    rank.round(plan(1), "paris", "lyon")
+    # Fresh progress stays on top: 2 + 4 steps of a have landed by now, and 4 of b.
+    assert (rank.anchor(0), rank.anchor(1)) == (-6.0, -4.0)
+    assert float(rank.live["a"][0]) == float(rank.live["b"][0]) == -8.0
+    counts = rank.loop.counts
+    assert (counts.exchanges, counts.payload_bytes, counts.values) == (3, 300, 3 * 128)
+    assert counts.contributors == [2, 2, 2]
+
+
+def test_the_flush_lands_everything_in_eight_bits() -> None:
+    rank = Rank()
+    rank.round(plan(), "paris", "lyon")
+    rank.wire.answer("paris", "lyon")
+    flush = plan(1, kind="flush", codec="int8", inner_steps=0, slots=0)
+    submit = rank.loop._submit
+
+    def at_once(contribution: Contribution) -> Future[Outcome]:
+        future = submit(contribution)
+        rank.wire.answer("paris", "lyon")
+        return future
+
+    rank.loop._submit = at_once
+    rank.loop.flush(flush)
+    assert not rank.loop.pending
+    assert [c.codec.name for c, _ in rank.wire.given] == ["none", "none", "int8", "int8"]
+    # All four steps of both are in the anchor, and the site is where the anchor is.
+    assert (rank.anchor(0), rank.anchor(1)) == (-4.0, -4.0)
+    assert float(rank.live["a"][0]) == -4.0
+
+
+def test_what_is_left_out_is_sent_with_the_next() -> None:
+    rank = Rank()
+    rank.round(plan(), "lyon")
+    rank.round(plan(1), "paris", "lyon")
+    values = {c.key.text: c.values for c, _ in rank.wire.given}
+    first, second = values["outer/0/0/0"], values["outer/1/0/0"]
+    assert first is not None
+    assert second is not None
+    # Two steps of round 0 were left out; four new ones come with them.
+    assert float(first[0]) == 2.0
+    assert float(second[0]) == 6.0
+
+
+def test_dropping_lets_nothing_count_until_it_ends() -> None:
+    rank = Rank()
+    rank.train(5.0)
+    rank.loop.dropping = True
+    rank.loop.reset_to_anchor()
+    assert float(rank.live["a"][0]) == 0.0
+    rank.round(plan(), "lyon")
+    assert [c.contributes for c, _ in rank.wire.given] == [False, False]
+    rank.loop.dropping = False
+    rank.round(plan(1), "paris", "lyon")
+    assert [c.contributes for c, _ in rank.wire.given[2:]] == [True, True]
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_pseudo_gradient_that_is_not_finite_is_named_and_not_brought(bad: float) -> None:
+    rank = Rank(stage=0)
+    rank.train()
+    rank.live["a"][1] = bad
+    rank.loop.end_of_slot(plan(), 1)
+    assert rank.loop.non_finite is None
+    rank.loop.end_of_slot(plan(), 2)
+    contribution, _ = rank.wire.given[0]
+    assert not contribution.contributes
+    assert contribution.values is not None
+    assert bool(torch.isfinite(contribution.values).all())
+    assert rank.loop.non_finite == "stage 0: pseudo-gradient of a[1]"
+    assert rank.live["a"].tolist() == [0.0, 0.0, 0.0]
+    assert rank.live["b"].tolist() == [-1.0, -1.0, -1.0]
+
+
+def test_an_exchange_that_went_by_without_this_site_ends_its_part() -> None:
+    rank = Rank()
+    rank.loop.end_of_slot(plan(), 2)
+    rank.wire.answer("lyon", missed=True)
+    with pytest.raises(TrainingError, match=r"outer/0/0/0 was carried without this site"):
+        rank.loop.land_due(4)
+
+
+def test_a_failed_exchange_is_raised_at_its_landing() -> None:
+    rank = Rank()
+    rank.loop.end_of_slot(plan(), 2)
+    rank.wire.given[0][1].set_exception(ExchangeError("no decision"))
+    rank.loop.end_of_slot(plan(), 3)
+    with pytest.raises(ExchangeError, match="no decision"):
+        rank.loop.end_of_slot(plan(), 4)
+
+
+def test_entering_lands_on_what_it_has_fetched() -> None:
+    """Landings from before a fragment came wait for it; those it holds already are left out."""
+    rank = Rank()
+    rank.loop.awaiting = {0, 1}
+    alone = plan().model_copy(update={"members": {"lyon": plan().members["lyon"]}})
+    for slot in range(1, 5):
+        rank.loop.end_of_slot(alone, slot)
+        rank.wire.answer("lyon")
+    assert all(c.values is None and not c.contributes for c, _ in rank.wire.given)
+    rank.loop.land_due(6)
+    assert rank.anchor(0) == 0.0
+    state = {"anchor": torch.full((128,), 5.0), "momentum": torch.zeros(128)}
+    # Fragment 0 was copied before the landing of tick 4, fragment 1 after that of tick 6.
+    rank.loop.adopt(0, 3, state)
+    assert rank.anchor(0) == 4.0
+    rank.loop.adopt(1, 6, state)
+    assert rank.anchor(1) == 5.0
+    assert rank.loop.awaiting == set()
+
+
+def test_restored_exchanges_are_handed_in_once_the_run_goes_on() -> None:
+    rank = Rank()
+    u = torch.full((128,), 2.0)
+    key = ExchangeKey.outer(0, 0, 0)
+    rank.loop.restored.append(Pending.waiting(key, plan(), 4, u, True))
+    assert not rank.wire.given
+    rank.loop.take_up_again()
+    rank.wire.answer("paris", "lyon")
+    rank.loop.land_due(4)
+    assert rank.anchor(0) == -2.0
+    rank.loop.take_up_again()
+    assert rank.wire.keys == ["outer/0/0/0"]
+
+
+def test_gradients_are_averaged_in_place_and_bad_ones_left_out() -> None:
+    rank = Rank(error_feedback=False)
+    layout = Layout.of({"a": (3,), "b": (3,)})
+    key = ExchangeKey.gradient(0, 1, 0)
+    weighted = {"paris": plan().members["paris"].model_copy(update={"weight": 1.5})}
+    unequal = plan(members={**plan().members, **weighted})
+    brought: list[Contribution] = []
+
+    def submit(contribution: Contribution) -> Future[Outcome]:
+        brought.append(contribution)
+        future: Future[Outcome] = Future()
+        mean = torch.full((layout.length,), 7.0) if len(brought) < 3 else None
+        future.set_result(Outcome(mean, ("lyon",), None, None, 10, 0.0, 1))
+        return future
+
+    rank.loop._submit = submit
+    rank.loop.states[0].layout = layout
+    gradients = {"a": torch.ones(3), "b": torch.full((3,), 2.0)}
+    rank.loop.average_gradients(unequal, key, layout, gradients)
+    assert brought[0].contributes
+    assert brought[0].values is not None
+    assert brought[0].values[:3].tolist() == [1.5] * 3
+    assert gradients["a"].tolist() == gradients["b"].tolist() == [7.0] * 3
+    gradients["b"][2] = float("nan")
+    rank.loop.average_gradients(unequal, key, layout, gradients)
+    assert not brought[1].contributes
+    assert gradients["b"].tolist() == [7.0] * 3
+    with pytest.raises(TrainingError, match="no site has finite gradients"):
+        rank.loop.average_gradients(unequal, key, layout, gradients)
