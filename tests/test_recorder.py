@@ -200,3 +200,13 @@ def test_a_resumed_run_counts_on_and_forgets_the_course_it_left(tmp_path: Path) 
     assert broken == ['{"kind": "round", "rou']
     assert all(json.loads(line) for line in text if line not in broken)
     assert sum('"site": "lyon"' in line for line in text) == 4
+
+
+def test_what_a_site_warns_of_and_what_it_drops_is_shown(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.recorder.report("lyon", 4, "warning", {"text": "checkpoint after slot 40 was not written"})
+    run.report("lyon", 4, dropped="stage 1: loss")
+    lines = (tmp_path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    said = [record["text"] for record in map(json.loads, lines) if record["kind"] == "message"]
+    assert said[0] == "lyon: checkpoint after slot 40 was not written"
+    assert said[1].startswith("lyon, round 4: stage 1: loss is not finite")

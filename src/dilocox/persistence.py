@@ -15,7 +15,7 @@ from dilocox import checkpoint
 from dilocox.assembly import Rank, anchors
 from dilocox.config import RunConfig
 from dilocox.data import TokenFiles
-from dilocox.errors import DilocoxError
+from dilocox.errors import CheckpointError, DilocoxError
 from dilocox.models import finish_model_folder, stage_file_name, write_stage_file
 from dilocox.outer.coordinator.client import CoordinatorClient
 from dilocox.outer.coordinator.messages import Checkpoint, ExchangeKey, RoundPlan
@@ -68,10 +68,12 @@ class Keeper:
             self._recorded = tick
 
         def failed(tick: int, reason: str) -> None:
-            log.error("checkpoint at tick %d was not written: %s", tick, reason)
-            said = {"text": f"checkpoint after slot {tick} was not written ({reason})"}
+            warn(f"checkpoint after slot {tick} was not written ({reason})")
+
+        def warn(text: str) -> None:
+            log.error("%s", text)
             try:
-                client.report(position[0], said, kind="warning")
+                client.report(position[0], {"text": text}, kind="warning")
             except DilocoxError as error:
                 log.error("the coordinator could not be told: %s", error)
 
@@ -81,27 +83,44 @@ class Keeper:
             tensors, state = capture(trainer)
             self._writer.save(at.tick, tensors, state, written, failed)
         if plan is not None and self._config.checkpoint.hugging_face and plan.kind == "train":
-            self._export(trainer.rank, plan, self._config.folder / f"model-tick-{at.tick:08d}")
+            folder = self._config.folder / f"model-tick-{at.tick:08d}"
+            problem = self._export(trainer.rank, plan, folder)
+            if problem and trainer.rank.place.leads:
+                warn(problem)
 
     def wait(self) -> None:
         """Wait for the write under way."""
         self._writer.wait()
 
     def publish(self, trainer: Trainer, plan: RoundPlan) -> None:
-        """Write the anchor as `model/`, a Hugging Face folder. Collective over the site."""
-        self._export(trainer.rank, plan, self._config.folder / "model")
+        """Write the anchor as `model/`, a Hugging Face folder. Collective over the site.
 
-    def _export(self, rank: Rank, plan: RoundPlan, folder: Path) -> None:
+        Raises `CheckpointError`, at all ranks of the site, if it cannot be written.
+        """
+        problem = self._export(trainer.rank, plan, self._config.folder / "model")
+        if problem:
+            raise CheckpointError(problem)
+
+    def _export(self, rank: Rank, plan: RoundPlan, folder: Path) -> str:
+        """Write a Hugging Face folder; why that failed at any rank of the site, or nothing."""
         if self._shared and next(iter(plan.members)) != rank.place.site:
-            return
+            return ""
         tensors = whole_anchor(rank)
+        problem = ""
         if rank.place.shard == 0:
             name = stage_file_name(rank.place.stage, rank.mesh.stages)
-            write_stage_file(folder / name, tensors, rank.blueprint.hf_config)
-        rank.mesh.gather_names([])
-        if rank.place.leads:
-            finish_model_folder(folder, rank.blueprint.hf_config, self._files.tokenizer_folder)
-        rank.mesh.gather_names([])
+            try:
+                write_stage_file(folder / name, tensors, rank.blueprint.hf_config)
+            except (CheckpointError, OSError) as error:
+                problem = f"{folder}: {error}" if isinstance(error, OSError) else str(error)
+        problem = _first(rank.mesh.gather_names([problem]))
+        if not problem and rank.place.leads:
+            tokenizer = self._files.tokenizer_folder
+            try:
+                finish_model_folder(folder, rank.blueprint.hf_config, tokenizer)
+            except (CheckpointError, OSError) as error:
+                problem = f"{folder}: {error}"
+        return _first(rank.mesh.gather_names([problem]))
 
     def load(self, trainer: Trainer, found: Checkpoint) -> bool:
         """Take up the checkpoint `found`; False if this site does not hold all of it.
@@ -122,6 +141,10 @@ class Keeper:
         restore(trainer, loaded)
         self._recorded = found.tick
         return True
+
+
+def _first(rows: list[list[str]]) -> str:
+    return next((row[0] for row in rows if row[0]), "")
 
 
 def newest_whole(checkpoints: Iterable[Checkpoint]) -> int | None:

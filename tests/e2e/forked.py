@@ -89,11 +89,15 @@ def poisoned_at(site: str, *rounds: int) -> dict[str, Any]:
 
 
 def small_disk() -> dict[str, Any]:
-    """The folder of checkpoints gets a file system with room for the first checkpoint only."""
+    """The folder of checkpoints gets a file system with room for the first checkpoint only.
+
+    A file stands where the first model folder is to be.
+    """
 
     def loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         if me() == "paris-stage1-shard0" and torch.is_grad_enabled() and not _disk.exists():
             _disk.mkdir()
+            _disk.with_name("model-tick-00000008").write_text("in the way")
             mount = ["mount", "-t", "tmpfs", "-o", "size=5m", "tmpfs", str(_disk)]
             subprocess.run(mount, check=True)
         return mean_cross_entropy(logits, labels)

@@ -476,6 +476,22 @@ def test_reports_count_once_and_a_broken_writer_does_not_stop_the_run(tmp_path: 
     driver.core.close()
 
 
+def test_what_a_report_shows_to_be_wrong_ends_the_run(tmp_path: Path) -> None:
+    """Sites that hold different anchors do not train one model: the recorder says so."""
+
+    def recorder(site: str, round_: int, kind: str, metrics: dict[str, Any]) -> None:
+        raise TrainingError("round 0: the sites hold different anchors")
+
+    driver = Driver(tmp_path, run_config(), on_report=recorder)
+    driver.start()
+    rank = driver.ranks("a")[0]
+    driver.core.report(m.ReportRequest(rank=rank, round=0, metrics={"loss": 1.0}))
+    driver.core.report(m.ReportRequest(rank=rank, round=1, metrics={"loss": 1.0}))
+    status = views.status(driver.core.state, 0)
+    assert (status.phase, status.reason) == ("failed", "round 0: the sites hold different anchors")
+    driver.core.close()
+
+
 def run_two_rounds(driver: Driver) -> list[m.RoundPlan]:
     """Rounds 0 and 1 of all sites; a checkpoint within round 1; then plan 2."""
     plans = run_two_rounds_of(driver, ["a", "b", "c"])
