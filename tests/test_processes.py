@@ -110,9 +110,11 @@ def test_the_child_ends_when_its_parent_gives_up() -> None:
     def interrupted(step: str, share: float) -> None:
         raise KeyboardInterrupt
 
+    # Other tests of the session may have children of their own.
+    before = set(processes.CONTEXT.active_children())
     with pytest.raises(KeyboardInterrupt):
         processes.call_in_child(_double, 1, on_progress=interrupted)
-    assert not processes.CONTEXT.active_children()
+    assert set(processes.CONTEXT.active_children()) <= before
 
 
 def _exit(code: int) -> None:
