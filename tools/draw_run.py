@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import re
 from pathlib import Path
 
 from rich.console import Console
@@ -26,7 +27,7 @@ def main() -> None:
     parser.add_argument("picture", type=Path)
     arguments = parser.parse_args()
     console = Console(
-        record=True, force_terminal=True, width=124, file=io.StringIO(), highlight=False
+        record=True, force_terminal=True, width=134, file=io.StringIO(), highlight=False
     )
     display = Display(load_run(arguments.folder / "run.toml"), console)
     console.print("$ make quickstart")
@@ -34,7 +35,11 @@ def main() -> None:
         display.show(json.loads(line))
     display.summary(json.loads((arguments.folder / "summary.json").read_text(encoding="utf-8")))
     arguments.picture.parent.mkdir(parents=True, exist_ok=True)
-    console.save_svg(str(arguments.picture), title="dilocox", unique_id="dilocox")
+    picture = console.export_svg(title="dilocox", unique_id="dilocox")
+    # No fonts from elsewhere: a reader's own monospace font does.
+    picture = re.sub(r"@font-face \{.*?\}", "", picture, flags=re.DOTALL)
+    picture = "\n".join(line.rstrip() for line in picture.splitlines() if line.strip())
+    arguments.picture.write_text(picture + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
