@@ -10,6 +10,7 @@ from dilocox.outer.coordinator import messages as m
 from dilocox.outer.coordinator.core import Coordinator
 from dilocox.outer.coordinator.identity import new_request
 from dilocox.outer.coordinator.refusals import Caller
+from dilocox.outer.coordinator.state import CoordinatorState
 from dilocox.version import __version__
 
 VERSIONS = m.Versions(dilocox=__version__, torch="2.13.0+cpu", python="3.12.1")
@@ -147,3 +148,19 @@ class Driver:
         """All ranks are done."""
         for rank in self.ranks(site):
             self.core.finish(m.FinishRequest(rank=self.check(rank), complete=complete))
+
+
+def numbers(plan: m.RoundPlan) -> list[int]:
+    return [
+        number
+        for member in plan.members.values()
+        for start, count in member.ranges
+        for number in range(start, start + count)
+    ]
+
+
+def replayed(driver: Driver) -> CoordinatorState:
+    state = CoordinatorState(driver.config)
+    for event in driver.core.log.events():
+        state.apply(event)
+    return state
