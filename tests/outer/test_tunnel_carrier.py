@@ -169,6 +169,9 @@ def test_close_lets_out_what_gloo_has_handed_over(carriers: Callable[..., Carrie
         door.offer("1" * 32, gloo.getsockname()[1], ["b"])
         near = socket.create_connection(("127.0.0.1", dial(member, port, "a")))
         far, _ = gloo.accept()
+        # A connection that no thread has taken up yet is cut, as Gloo's own would be: not this one.
+        near.sendall(b"!")
+        assert far.recv(1) == b"!"
         last = os.urandom(200_000)  # fits into the buffers on the way: nobody reads yet
         near.sendall(last)
         closing = threading.Thread(target=member.close)
