@@ -26,8 +26,8 @@ CUT = (
 """The quickstart in under a minute."""
 RUN_ELSEWHERE = {
     "make test": "is what runs this",
-    "python benchmarks/single_site.py": "tests/benchmarks",
-    "python benchmarks/overlap.py": "tests/benchmarks",
+    "python benchmarks/single_site.py --pairs 16": "tests/benchmarks",
+    "python benchmarks/overlap.py --quick": "tests/benchmarks",
     "python -m pytest tests/e2e/test_wire_bytes.py": "itself",
     "python -m pytest tests/e2e/test_resume.py": "itself",
     "python -m pytest tests/e2e/test_engine.py": "itself",
