@@ -12,7 +12,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dilocox.compression.base import BLOCK
-from dilocox.compression.frame import HEADER_BYTES, frame_bytes, pack_frame, unpack_frame
+from dilocox.compression.frame import (
+    HEADER_BYTES,
+    frame_bytes,
+    frame_digest,
+    pack_frame,
+    unpack_frame,
+)
 from dilocox.compression.registry import CODECS, codec
 from dilocox.errors import ExchangeError
 
@@ -46,6 +52,7 @@ def test_header_is_the_documented_one() -> None:
     assert raw[:4] == b"DLCX"
     assert struct.unpack_from("<HHQQ", raw, 4) == (1, codec("int4").identifier, N, 132)
     assert raw[24:56] == hashlib.sha256(payload.numpy().tobytes()).digest()
+    assert frame_digest(frame) == raw[24:56]
     assert raw[56:64] == bytes(8)
 
 

@@ -5,7 +5,13 @@ rounds or networks. Decoding is a pure function of the payload: the same bytes o
 """
 
 from dilocox.compression.base import BLOCK, Codec, first_non_finite, require_finite
-from dilocox.compression.frame import frame_bytes, pack_frame, payload_digest, unpack_frame
+from dilocox.compression.frame import (
+    frame_bytes,
+    frame_digest,
+    pack_frame,
+    payload_digest,
+    unpack_frame,
+)
 from dilocox.compression.registry import CODECS, codec
 
 __all__ = [
@@ -15,6 +21,7 @@ __all__ = [
     "codec",
     "first_non_finite",
     "frame_bytes",
+    "frame_digest",
     "pack_frame",
     "payload_digest",
     "require_finite",

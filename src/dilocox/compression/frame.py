@@ -53,6 +53,13 @@ def pack_frame(codec: Codec, n: int, payload: Tensor) -> Tensor:
     return frame
 
 
+def frame_digest(frame: Tensor) -> bytes:
+    """The payload's SHA-256, 32 bytes, as the header of a whole uint8 frame says it."""
+    header = frame[:HEADER_BYTES].numpy().tobytes()
+    digest: bytes = _HEADER.unpack(header)[5]
+    return digest
+
+
 def unpack_frame(frame: bytes | bytearray | memoryview | Tensor, codec: Codec, n: int) -> Tensor:
     """The payload, uint8 [payload_bytes(n)] in host memory, of a frame that holds n values.
 

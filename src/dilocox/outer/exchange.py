@@ -8,7 +8,6 @@ transfers that a change of members cancelled are repeated in the new group.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import time
 import zlib
@@ -18,7 +17,7 @@ from typing import Literal, Protocol
 
 import torch
 
-from dilocox.compression import Codec, frame_bytes, pack_frame, unpack_frame
+from dilocox.compression import Codec, frame_bytes, frame_digest, pack_frame, unpack_frame
 from dilocox.errors import ExchangeError
 from dilocox.outer.averaging import average, chunk_bounds, requantise
 from dilocox.outer.coordinator.messages import BeginReply, ExchangeKey, VoteReply
@@ -180,8 +179,12 @@ class _Attempt:
                 f"{self._what.key.text}: the contribution of {', '.join(missing)} counts but is "
                 "not here; this site must join again"
             )
-        decoded = (codec.decode(payloads[site], length) for site in decision.set)
-        return self._outcome(decision, self._average(decoded, decision.set), None, payloads)
+        sent = codec.decode(payloads[self._me], length) if self._me in decision.set else None
+        decoded = (
+            sent if sent is not None and site == self._me else codec.decode(payloads[site], length)
+            for site in decision.set
+        )
+        return self._outcome(decision, self._average(decoded, decision.set), sent)
 
     def reduce(self) -> Outcome:
         """Each owner averages its chunk and hands it round."""
@@ -247,7 +250,11 @@ class _Attempt:
             for site, (start, end) in bounds.items():
                 if end > start:
                     result[start:end] = codec.decode(chunks[site], end - start)
-        return self._outcome(decision, result, second, mine, bounds)
+        sent = None
+        if self._me in decision.set:
+            parts = [codec.decode(mine[s], e - b) for s, (b, e) in bounds.items() if e > b]
+            sent = torch.cat(parts)
+        return self._outcome(decision, result, sent, second)
 
     def _average(
         self, decoded: Iterable[torch.Tensor], sites: Sequence[str]
@@ -260,17 +267,9 @@ class _Attempt:
         self,
         decision: VoteReply,
         result: torch.Tensor | None,
-        second: tuple[int, torch.Tensor] | None,
-        payloads: Mapping[str, torch.Tensor],
-        bounds: Mapping[str, tuple[int, int]] | None = None,
+        sent: torch.Tensor | None,
+        second: tuple[int, torch.Tensor] | None = None,
     ) -> Outcome:
-        codec, sent = self._what.codec, None
-        if self._me in decision.set:
-            if bounds is None:
-                sent = codec.decode(payloads[self._me], self._what.length)
-            else:
-                parts = [codec.decode(payloads[s], e - b) for s, (b, e) in bounds.items() if e > b]
-                sent = torch.cat(parts)
         return Outcome(result, tuple(decision.set), sent, second, self.sent_bytes, 0.0, 1)
 
     def _swap(
@@ -346,7 +345,7 @@ class _Attempt:
         else:
             digests = {}
             if own is not None:
-                digests[self._me] = hashlib.sha256(own.numpy().data).hexdigest()
+                digests[self._me] = frame_digest(own).hex()
             reply = self._ballot.vote(
                 key,
                 attempt,

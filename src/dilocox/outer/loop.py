@@ -157,13 +157,12 @@ class OuterLoop:
         tied copy must be set from its owner.
         """
         tick = plan.first_tick + slot
-        owner_lands = self._owner_lands(plan, slot, tick, before_boundary=True)
         self.land_due(tick)
         for fragment, due in enumerate(self._boundaries(plan, self._stage)):
             if due == slot:
                 self._begin(plan, fragment, tick)
         self.land_due(tick)
-        return self._owner_lands(plan, slot, tick, before_boundary=False) or owner_lands
+        return self._owner_lands(plan, slot, tick)
 
     def land_due(self, tick: int) -> None:
         """Land everything whose time has come, in order of time and fragment."""
@@ -187,9 +186,9 @@ class OuterLoop:
     def _boundaries(self, plan: RoundPlan, stage: int) -> list[int]:
         return boundary_slots(stage, self._stages, plan.fragments, plan.slots)
 
-    def _owner_lands(self, plan: RoundPlan, slot: int, tick: int, before_boundary: bool) -> bool:
+    def _owner_lands(self, plan: RoundPlan, slot: int, tick: int) -> bool:
         """Follow the first stage's first fragment by the calendar alone."""
-        if not before_boundary and self._boundaries(plan, 0)[0] == slot:
+        if self._boundaries(plan, 0)[0] == slot:
             self.owner_landings.append(tick + plan.delay)
         due = [when for when in self.owner_landings if when <= tick]
         self.owner_landings = [when for when in self.owner_landings if when > tick]
@@ -197,20 +196,17 @@ class OuterLoop:
 
     def _begin(self, plan: RoundPlan, fragment: int, tick: int) -> None:
         state = self.states[fragment]
-        flush = plan.kind == "flush"
         key = ExchangeKey.outer(plan.round, self._stage, fragment)
         member = self._me in plan.members
         u, contributes = None, False
         if member:
             weight = plan.members[self._me].weight
-            decay = 1.0 if flush else plan.residual_decay
             contributes = not self.dropping
-            u, finite = state.boundary(self.live, weight, decay)
+            u, finite = state.boundary(self.live, weight, plan.residual_decay)
             contributes = contributes and finite
             if not finite:
                 self.non_finite = f"stage {self._stage}: pseudo-gradient of {state.non_finite}"
-        lands_at = tick + (0 if flush else plan.delay)
-        self._start(Pending.waiting(key, plan, lands_at, u, contributes))
+        self._start(Pending.waiting(key, plan, tick + plan.delay, u, contributes))
 
     def _start(self, item: Pending) -> None:
         self._hand_in(item)
@@ -252,7 +248,7 @@ class OuterLoop:
         weights = [plan.members[site].weight for site in outcome.contributors]
         own = plan.members[self._me].weight if self._me in outcome.contributors else 0.0
         rule = Rule(
-            overlap="none" if plan.kind == "flush" or item.contribution is None else plan.overlap,
+            overlap="none" if item.contribution is None else plan.overlap,
             keep=plan.keep,
             learning_rate=plan.learning_rate,
             momentum=plan.momentum,

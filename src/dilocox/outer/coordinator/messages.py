@@ -214,8 +214,8 @@ class MemberPlan(Message):
 
 
 class RoundPlan(Message):
-    """All decisions of one round, made once. Of a "flush" only members, codec and the outer
-    optimizer's numbers count: its inner_steps and slots are 0."""
+    """All decisions of one round, made once. A "flush" has no inner steps and no slots, lands at
+    once, and sends all of the residual through its own codec."""
 
     round: Count
     kind: Literal["train", "flush"]
