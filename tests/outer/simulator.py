@@ -15,10 +15,10 @@ from torch import Tensor
 
 from dilocox.compression import Codec, codec
 from dilocox.outer.averaging import average, chunk_bounds, requantise
-from dilocox.outer.calendar import Timing, events_at, landings_after
 from dilocox.outer.fragments import Layout, split_fragments
 from dilocox.outer.overlap import Rule
 from dilocox.outer.state import FragmentState
+from tests.outer.course import Timing, events_at, landings_after
 
 
 @dataclass

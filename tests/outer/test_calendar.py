@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dilocox.errors import ConfigError
-from dilocox.outer.calendar import Event, Timing, boundary_slots, events_at, landings_after
+from dilocox.outer.calendar import boundary_slots
+from tests.outer.course import Event, Timing, events_at, landings_after
 
 
 def rounds(count: int, slots: int, fragments: int, delay: int) -> list[Timing]:
