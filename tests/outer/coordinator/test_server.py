@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import ssl
 import subprocess
 import sys
 import threading
@@ -17,6 +18,7 @@ import pytest
 
 from dilocox.errors import ExchangeError, JoinError, TrainingError
 from dilocox.outer.coordinator import messages as m
+from dilocox.outer.coordinator import server
 from dilocox.outer.coordinator.client import CoordinatorClient
 from dilocox.outer.coordinator.core import Coordinator
 from dilocox.outer.coordinator.errors import (
@@ -230,6 +232,29 @@ def test_malformed_requests_get_400_with_a_reason(run: Run, path: str, body: byt
     assert path.split("/")[0] in refusal.error or "bytes" in refusal.error
     answer = pool.request("GET", "/v1/status?since=-1")
     assert answer.status == 400
+
+
+def test_a_caller_that_dies_in_its_request_is_no_error(
+    run: Run, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, ended, read = threading.Event(), threading.Event(), server._read
+
+    async def watched(request: Any, model: Any) -> Any:
+        begun.set()
+        try:
+            return await read(request, model)
+        finally:
+            ended.set()
+
+    monkeypatch.setattr(server, "_read", watched)
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    with context.wrap_socket(socket.create_connection(("127.0.0.1", run.port))) as caller:
+        caller.sendall(b"POST /v1/enrol HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{")
+        assert begun.wait(10)
+    assert ended.wait(10)
+    run.enrol("a")  # the server lives, and has said nothing
+    assert not caplog.records
 
 
 def test_exchange_with_waiting_voters_and_a_death(tmp_path: Path) -> None:

@@ -265,7 +265,12 @@ def _reply(message: m.Message, status: int = 200) -> web.Response:
 
 async def _read(request: web.Request, model: type[Model]) -> Model:
     try:
-        return model.model_validate_json(await request.read())
+        body = await request.read()
+    except ConnectionResetError:
+        # The caller died in the middle of its request; what is answered reaches nobody.
+        raise Refused("malformed", f"{request.path}: cut short") from None
+    try:
+        return model.model_validate_json(body)
     except ValidationError as error:
         problem = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(str(part) for part in problem["loc"]) or "body"
