@@ -20,7 +20,7 @@ LONGEST = 500
 
 FLOORS = (
     {"version", "errors"},
-    {"methods", "problems", "processes", "launcher_env"},
+    {"codec_spec", "methods", "problems", "processes", "launcher_env"},
     {"config"},
     {"compression", "display", "metrics", "checkpoint"},
     {"site", "outer", "data", "models", "recorder", "model_files"},

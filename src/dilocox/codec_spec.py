@@ -1,0 +1,72 @@
+"""What a payload is encoded as, written as one short text: `int4`, `topk:64`, `lowrank:8`.
+
+The text stands in run files, plans and metrics. This module only reads it, and needs no torch: the
+coordinator checks run files without it. `dilocox.compression` makes the codec.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dilocox.errors import ConfigError
+
+FLAT = ("none", "fp16", "bf16", "int8", "int4", "int2")
+"""Codecs of single values or blocks: they need no number and do not look at tensors' shapes."""
+DEFAULT_KEPT = 64
+LARGEST_KEPT = 2048
+DEFAULT_RANK = 8
+LARGEST_RANK = 65535
+_FORMS = ", ".join((*FLAT, "topk:K", "cocktail", "lowrank:R", "lowrank:R:int8"))
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A codec and its numbers; a number that its kind does not have is 0."""
+
+    kind: str
+    """One of `FLAT`, or `topk`, `cocktail`, `lowrank`."""
+    kept: int = 0
+    """topk: how many of every 4,096 values are sent, 1 to 2048."""
+    rank: int = 0
+    """lowrank: columns of each factor, 1 to 65535."""
+    bits: int = 0
+    """lowrank: bits per value of a factor, 4 or 8."""
+
+    @property
+    def text(self) -> str:
+        """The canonical text; `parse_spec` of it is this spec."""
+        if self.kind == "topk":
+            return f"topk:{self.kept}"
+        if self.kind == "lowrank":
+            return f"lowrank:{self.rank}" + (":int8" if self.bits == 8 else "")
+        return self.kind
+
+
+def parse_spec(text: str) -> Spec:
+    """The spec that `text` names. Raises `ConfigError` that says what may stand there.
+
+    `topk` is `topk:64`, `lowrank` is `lowrank:8`, and `lowrank:R` is `lowrank:R:int4`.
+    """
+    kind, *numbers = text.split(":")
+    if kind in (*FLAT, "cocktail") and not numbers:
+        return Spec(kind)
+    if kind == "topk" and len(numbers) <= 1:
+        kept = _number(text, numbers, DEFAULT_KEPT, "K values of every 4,096", LARGEST_KEPT)
+        return Spec(kind, kept=kept)
+    if kind == "lowrank" and (len(numbers) <= 1 or numbers[1:] in (["int4"], ["int8"])):
+        rank = _number(text, numbers, DEFAULT_RANK, "rank R", LARGEST_RANK)
+        return Spec(kind, rank=rank, bits=8 if numbers[1:] == ["int8"] else 4)
+    raise ConfigError(f"compression.codec: no codec {text!r}; use one of: {_FORMS}")
+
+
+def _number(text: str, numbers: list[str], default: int, what: str, largest: int) -> int:
+    if not numbers:
+        return default
+    written = numbers[0]
+    # Digits of other alphabets, signs and leading zeros would be second texts for one spec.
+    plain = written.isascii() and written.isdecimal() and not written.startswith("0")
+    if not plain or len(written) > 6 or int(written) > largest:
+        raise ConfigError(
+            f"compression.codec: {text!r} needs a {what}, a whole number from 1 to {largest:,}"
+        )
+    return int(written)
