@@ -32,6 +32,7 @@ def config(*, outer: dict[str, Any] | None = None, inner: str = "adamw", **site:
 
 def test_states_in_bytes_per_parameter() -> None:
     assert memory.inner_bytes_per_parameter(config()) == 16
+    assert memory.inner_bytes_per_parameter(config(inner="muon")) == 12
     assert memory.inner_bytes_per_parameter(config(inner="sgd")) == 8
     # anchor, momentum, reference, and the whole model in flight
     assert memory.outer_bytes_per_parameter(config()) == 16

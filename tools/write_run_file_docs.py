@@ -48,11 +48,13 @@ PLAIN = {
     "site.schedule": "Pipeline schedule.",
     "site.device": "`auto` takes a GPU where PyTorch sees one.",
     "site.deterministic": "Prefer kernels that give the same bits in every run.",
-    "inner.optimizer": "`sgd` is plain: no momentum, no weight decay.",
+    "inner.optimizer": "`muon` trains the matrices of the layers by Muon (scaled as in arXiv "
+    "2502.16982, so that AdamW's learning rate and weight decay fit) and all else, embedding and "
+    "head too, by AdamW. `sgd` is plain: no momentum, no weight decay.",
     "inner.learning_rate": "Peak of the schedule.",
     "inner.betas": "AdamW: decay of the two moments, per step.",
     "inner.eps": "AdamW: epsilon.",
-    "inner.weight_decay": "AdamW, decoupled; not on tensors of one dimension.",
+    "inner.weight_decay": "AdamW and Muon, decoupled; not on tensors of one dimension.",
     "inner.schedule": "After the warm-up: half a cosine, constant with a linear decay at the end, "
     "or constant.",
     "inner.warmup_steps": "Inner steps of linear warm-up.",

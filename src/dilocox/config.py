@@ -178,10 +178,12 @@ def _batches(count: int) -> str:
 class InnerSection(Section):
     """`[inner]`: the optimizer of the local steps."""
 
-    optimizer: Literal["adamw", "sgd"] = "adamw"
+    optimizer: Literal["adamw", "muon", "sgd"] = "adamw"
     learning_rate: Annotated[float, Field(gt=0.0)] = 1e-3
     betas: Annotated[tuple[Beta, Beta], Field(strict=False)] = (0.9, 0.95)
     eps: Annotated[float, Field(gt=0.0)] = 1e-8
+    momentum: Beta = 0.95
+    """`muon`: Nesterov momentum of the matrices, per step."""
     weight_decay: Annotated[float, Field(ge=0.0)] = 0.1
     clip: Annotated[float, Field(ge=0.0)] = 1.0
     """Largest global gradient norm, over stages and shards; 0 switches clipping off."""

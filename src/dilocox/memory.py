@@ -16,13 +16,14 @@ from dilocox.errors import ConfigError
 from dilocox.models import ChunkSpec
 
 GIB = 2**30
-INNER_BYTES = 16
-"""fp32 parameter, gradient and AdamW's two moments, per parameter."""
+INNER_BYTES = {"adamw": 16, "muon": 12, "sgd": 8}
+"""fp32 parameter, gradient and moments, per parameter: two of AdamW, one of Muon (whose
+embedding and head have AdamW's two)."""
 
 
 def inner_bytes_per_parameter(config: RunConfig) -> int:
     """Parameter, gradient and the inner optimizer's moments, fp32."""
-    return INNER_BYTES if config.inner.optimizer == "adamw" else 8
+    return INNER_BYTES[config.inner.optimizer]
 
 
 def outer_bytes_per_parameter(config: RunConfig) -> int:

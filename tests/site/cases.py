@@ -20,6 +20,8 @@ from dilocox.site import (
     place_of_rank,
     start_site_group,
 )
+from dilocox.site.muon import gather_matrices, scatter_matrices
+from dilocox.site.optimizer import InnerOptimizer
 from tests.site import toy
 
 CPU = torch.device("cpu")
@@ -123,9 +125,9 @@ def gradients(**setting: Any) -> dict[str, Any]:
 
 
 def trained(steps: int = 4, exchange: bool = False, **setting: Any) -> dict[str, Any]:
-    """Local tensors (numpy), tied copy and losses after AdamW steps; also an evaluation."""
+    """Local tensors (numpy), tied copy and losses after inner steps; also an evaluation."""
     shards, rows = setting.get("shards", 1), setting.get("rows", 8)
-    model = build(inner=InnerSection(clip=0.5), **setting)
+    model = build(**{"inner": InnerSection(clip=0.5), **setting})
     shard = model._mesh.shard
 
     def double(grads: dict[str, Tensor]) -> None:
@@ -200,6 +202,40 @@ def resumed(**setting: Any) -> dict[str, Any]:
         "moved": any(float(t.abs().max()) > 0 for t in state.values() if t.numel()),
         "reset": all(not t.any() for t in fresh.optimizer_state().values()),
         "keys": sorted(state),
+    }
+
+
+def muon_over_shards() -> dict[str, Any]:
+    """A rank's rows (numpy) of matrices of odd sizes after Muon's steps, a skipped one between."""
+    shapes = {"up": (7, 4), "down": (5, 9), "gate": (1, 4), "other": (7, 4)}
+    full = {f"model.layers.0.{name}": shape for name, shape in shapes.items()}
+    group = dist.group.WORLD if dist.is_initialized() else None
+    shards, shard = (1, 0) if group is None else (group.size(), group.rank())
+    held = {
+        name: torch.nn.Parameter(toy.rows_of_shard(toy.value(name, shape), shards, shard).clone())
+        for name, shape in full.items()
+    }
+    optimizer = InnerOptimizer(held, InnerSection(optimizer="muon"), shapes=full, group=group)
+    for step in range(4):
+        for name, shape in full.items():
+            gradient = toy.value(f"{name} {step}", shape)
+            held[name].grad = toy.rows_of_shard(gradient, shards, shard).clone()
+        optimizer.step(0.02, torch.tensor(2.0), torch.tensor(float(step == 1)))
+    return {name: parameter.detach().numpy() for name, parameter in held.items()}
+
+
+def swapped(count: int, rows: int) -> dict[str, Any]:
+    """The whole matrices that a rank gets of all ranks' rows, and whether its rows come back."""
+    group = dist.group.WORLD
+    assert group is not None
+    matrices = toy.value("matrices", (count, rows, 3)).to(torch.bfloat16)
+    own = torch.stack([toy.rows_of_shard(m, group.size(), group.rank()) for m in matrices])
+    whole = gather_matrices(own, rows, group)
+    back = scatter_matrices(whole, count, own.shape[1], group)
+    return {
+        "whole": whole.float().numpy(),
+        "wanted": matrices.float().numpy(),
+        "back": torch.equal(back, own),
     }
 
 

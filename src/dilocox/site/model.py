@@ -94,7 +94,13 @@ class SiteModel:
             name: nn.Parameter(local(parameter)) if mesh.shards > 1 else parameter
             for name, parameter in self._trained.items()
         }
-        self._optimizer = InnerOptimizer(self._locals, inner)
+        self._optimizer = InnerOptimizer(
+            self._locals,
+            inner,
+            shapes={name: parameter.shape for name, parameter in self._trained.items()},
+            group=mesh.shard_mesh.get_group() if mesh.shards > 1 else None,
+            precision=precision,
+        )
         self._counted = [
             name for name, p in self._locals.items() if p.numel() > 0 and name != self._copy
         ]

@@ -2,31 +2,69 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from dilocox.config import InnerSection
 from dilocox.errors import CheckpointError
+from dilocox.site.muon import Muon
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
+def is_hidden_matrix(name: str, shape: Sequence[int]) -> bool:
+    """Whether Muon trains the tensor of this full name: a matrix of one of the numbered layers.
+
+    Embeddings and the head are matrices too, but their rows are looked up or are classes one by
+    one; tensors of three dimensions (experts in one tensor) are none.
+    """
+    return len(shape) == 2 and any(part.isdecimal() for part in name.split("."))
+
+
 class InnerOptimizer:
-    """Fused AdamW (no weight decay on tensors of one dimension) or plain SGD.
+    """Fused AdamW (no weight decay on tensors of one dimension), plain SGD, or Muon.
 
     `parameters` maps full names to plain local tensors (never `DTensor`: a shard is optimized
     where it lies, without the dispatch of distributed tensors). `sgd` has neither momentum nor
-    weight decay. Moments exist from the start, so a state always has the same keys and shapes.
+    weight decay. `muon` trains the layers' matrices by Muon and all else by AdamW. Moments exist
+    from the start, so a state always has the same keys and shapes.
+
+    Muon only: `shapes` are those of the whole tensors by name (none: the local ones), `group` the
+    ranks that hold their other rows, `precision` the dtype in which it multiplies matrices.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], inner: InnerSection) -> None:
-        self._parameters = dict(parameters)
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        inner: InnerSection,
+        *,
+        shapes: Mapping[str, Sequence[int]] | None = None,
+        group: dist.ProcessGroup | None = None,
+        precision: torch.dtype = torch.float32,
+    ) -> None:
+        whole = shapes or {name: parameter.shape for name, parameter in parameters.items()}
+        muon = inner.optimizer == "muon"
+        matrices = {
+            name: parameter
+            for name, parameter in parameters.items()
+            if muon and is_hidden_matrix(name, whole[name])
+        }
+        self._matrices = Muon(
+            matrices,
+            whole,
+            momentum=inner.momentum,
+            weight_decay=inner.weight_decay,
+            precision=precision,
+            group=group,
+        )
+        self._parameters = {n: p for n, p in parameters.items() if n not in matrices}
         # A shard of a dimension smaller than the number of shards may have no rows.
         trained = [p for p in self._parameters.values() if p.numel() > 0]
         self._optimizer: torch.optim.Optimizer | None = None
-        self._moments = inner.optimizer == "adamw"
+        self._moments = inner.optimizer != "sgd"
         if not trained:
             return
         if inner.optimizer == "sgd":
@@ -51,8 +89,9 @@ class InnerOptimizer:
 
         Both are fp32 scalars on the parameters' device. The fused kernels read them there, as
         they do for a gradient scaler, so clipping costs no pass over the gradients and deciding
-        costs no wait for the device.
+        costs no wait for the device. With Muon collective over the group.
         """
+        self._matrices.step(learning_rate, divisor, skip)
         if self._optimizer is None:
             return
         for group in self._optimizer.param_groups:
@@ -63,6 +102,7 @@ class InnerOptimizer:
 
     def reset(self) -> None:
         """Forget the moments and the step count."""
+        self._matrices.reset()
         if self._optimizer is None or not self._moments:
             return
         for parameter in self._parameters.values():
@@ -75,11 +115,13 @@ class InnerOptimizer:
     def state(self) -> dict[str, Tensor]:
         """Live state: `exp_avg/NAME` and `exp_avg_sq/NAME` (fp32, local shape), and `step`.
 
-        Empty for SGD. The moments are the optimizer's own storage, `step` is a copy.
+        Muon's matrices have `momentum/NAME` instead. Empty for SGD. The moments are the
+        optimizer's own storage, `step` is a copy.
         """
         if not self._moments:
             return {}
         state: dict[str, Tensor] = {"step": torch.zeros((), dtype=torch.float32)}
+        state |= {f"momentum/{name}": m for name, m in self._matrices.momenta().items()}
         for name, parameter in self._parameters.items():
             own = (
                 self._optimizer.state[parameter]

@@ -1,0 +1,177 @@
+"""Muon: momentum whose matrices are orthonormalised, over matrices of which a rank has the rows.
+
+The update of a matrix W is the polar factor of its Nesterov momentum, found approximately by
+Newton-Schulz iterations (K. Jordan, "Muon: An optimizer for hidden layers in neural networks"),
+scaled by 0.2 sqrt(max(rows, columns)) to the size that AdamW's updates have, so that both take the
+same learning rate and weight decay ("Muon is Scalable for LLM Training", arXiv 2502.16982, §2.2).
+It is what `torch.optim.Muon` does with `adjust_lr_fn="match_rms_adamw"`, for many matrices at a
+time, for sharded ones, and with skipping that needs no wait for the device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+_A, _B, _C = 3.4445, -4.7750, 2.0315
+_ITERATIONS = 5
+_SMALLEST_NORM = 1e-7
+_RMS_OF_ADAMW = 0.2
+_BATCH_ELEMENTS = 2**25
+"""Elements that a rank orthonormalises at a time: enough for small matrices to share a kernel,
+few enough for what lies between to be small beside the model."""
+
+
+def orthonormalise(matrices: Tensor) -> Tensor:
+    """Each of `matrices` [n, R, C] with its singular values brought to about 1 (0.7 to 1.2).
+
+    Computed in the tensor's own dtype: bf16 is enough for training. A matrix of zeros stays so.
+    """
+    tall = matrices.shape[-2] > matrices.shape[-1]
+    x = matrices.mT if tall else matrices
+    x = x / torch.linalg.matrix_norm(x, keepdim=True).clamp(min=_SMALLEST_NORM)
+    for _ in range(_ITERATIONS):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=_B, alpha=_C), x, beta=_A)
+    return x.mT if tall else x
+
+
+def update_scale(rows: int, columns: int) -> float:
+    """What an orthonormal matrix is multiplied by, to have the RMS of an update of AdamW."""
+    return _RMS_OF_ADAMW * math.sqrt(max(rows, columns))
+
+
+def gather_matrices(shards: Tensor, rows: int, group: dist.ProcessGroup) -> Tensor:
+    """Whole matrices [m, R, C] from each rank's rows [n, r, C]: rank k gets m from number k * m.
+
+    m = ceil(n / ranks), R = `rows`; those after the last are zero. r are the rows that `chunk`
+    gives to the rank, possibly 0. Collective over `group`. So each matrix is orthonormalised once.
+    """
+    count, own, columns = shards.shape
+    ranks = group.size()
+    each, most = -(-count // ranks), -(-rows // ranks)
+    sent = shards.new_zeros(ranks * each, most, columns)
+    sent[:count, :own] = shards
+    got = torch.empty_like(sent)
+    dist.all_to_all_single(got, sent, group=group)
+    parts = got.view(ranks, each, most, columns).transpose(0, 1)
+    return parts.reshape(each, ranks * most, columns)[:, :rows]
+
+
+def scatter_matrices(matrices: Tensor, count: int, own: int, group: dist.ProcessGroup) -> Tensor:
+    """The way back from `gather_matrices`: this rank's rows [n, r, C], n = `count`, r = `own`."""
+    each, rows, columns = matrices.shape
+    ranks = group.size()
+    most = -(-rows // ranks)
+    padded = matrices.new_zeros(each, ranks * most, columns)
+    padded[:, :rows] = matrices
+    sent = padded.view(each, ranks, most, columns).transpose(0, 1).contiguous()
+    got = torch.empty_like(sent)
+    dist.all_to_all_single(got, sent, group=group)
+    return got.view(ranks * each, most, columns)[:count, :own]
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """Matrices of one shape that are updated together."""
+
+    names: tuple[str, ...]
+    shape: tuple[int, int]
+    """Of the whole matrices."""
+    parameters: tuple[nn.Parameter, ...]
+    momentum: Tensor
+    """fp32 [n, r, C], r the rank's own rows."""
+
+
+class Muon:
+    """Muon over local rows of matrices, fp32, with decoupled weight decay.
+
+    `parameters` maps names to local tensors [r, C], `shapes` to the shapes [R, C] of the whole
+    matrices; both in the same order on all ranks of `group`, over which the rows are spread as
+    `Tensor.chunk` does it (none: every rank has whole matrices). Updates are orthonormalised in
+    `precision`.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        shapes: Mapping[str, Sequence[int]],
+        *,
+        momentum: float,
+        weight_decay: float,
+        precision: torch.dtype,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self._momentum = momentum
+        self._weight_decay = weight_decay
+        self._precision = precision
+        self._group = group
+        by_shape: dict[tuple[int, int], list[str]] = {}
+        for name in parameters:
+            rows, columns = shapes[name]
+            by_shape.setdefault((rows, columns), []).append(name)
+        ranks = 1 if group is None else group.size()
+        self._batches = [
+            _batch(names[first : first + size], shape, parameters)
+            for shape, names in by_shape.items()
+            for size in [max(1, _BATCH_ELEMENTS // max(1, math.prod(shape))) * ranks]
+            for first in range(0, len(names), size)
+        ]
+
+    @torch.no_grad()
+    def step(self, learning_rate: float, divisor: Tensor, skip: Tensor) -> None:
+        """One step with gradients / `divisor`, or nothing at all where `skip` is 1.
+
+        Both are fp32 scalars on the parameters' device. Collective over the group.
+        """
+        skipped = skip.bool()
+        for batch in self._batches:
+            gradient = torch.stack([_gradient(p) for p in batch.parameters]).div_(divisor)
+            momentum = batch.momentum.lerp(gradient, 1 - self._momentum)
+            update = self._orthonormal(gradient.lerp_(momentum, self._momentum), batch.shape[0])
+            # A gradient that is not finite has spoiled all of this: it is computed and not taken.
+            torch.where(skipped, batch.momentum, momentum, out=batch.momentum)
+            rate = learning_rate * update_scale(*batch.shape)
+            for parameter, own in zip(batch.parameters, update, strict=True):
+                fresh = parameter * (1 - learning_rate * self._weight_decay)
+                fresh.add_(own, alpha=-rate)
+                parameter.copy_(torch.where(skipped, parameter, fresh))
+
+    def _orthonormal(self, update: Tensor, rows: int) -> Tensor:
+        update = update.to(self._precision)
+        if self._group is None:
+            return orthonormalise(update)
+        count, own, _ = update.shape
+        whole = gather_matrices(update, rows, self._group)
+        return scatter_matrices(orthonormalise(whole), count, own, self._group)
+
+    def reset(self) -> None:
+        """Forget the momentum."""
+        for batch in self._batches:
+            batch.momentum.zero_()
+
+    def momenta(self) -> dict[str, Tensor]:
+        """Live momentum by name: fp32, of the local shape."""
+        return {
+            name: momentum
+            for batch in self._batches
+            for name, momentum in zip(batch.names, batch.momentum, strict=True)
+        }
+
+
+def _batch(
+    names: Sequence[str], shape: tuple[int, int], parameters: Mapping[str, nn.Parameter]
+) -> _Batch:
+    held = tuple(parameters[name] for name in names)
+    momentum = torch.zeros_like(torch.stack([parameter.detach() for parameter in held]))
+    return _Batch(tuple(names), shape, held, momentum)
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
