@@ -51,10 +51,10 @@ def parse_spec(text: str) -> Spec:
     if kind in (*FLAT, "cocktail") and not numbers:
         return Spec(kind)
     if kind == "topk" and len(numbers) <= 1:
-        kept = _number(text, numbers, DEFAULT_KEPT, "K values of every 4,096", LARGEST_KEPT)
+        kept = _number(text, numbers, DEFAULT_KEPT, "K", LARGEST_KEPT)
         return Spec(kind, kept=kept)
     if kind == "lowrank" and (len(numbers) <= 1 or numbers[1:] in (["int4"], ["int8"])):
-        rank = _number(text, numbers, DEFAULT_RANK, "rank R", LARGEST_RANK)
+        rank = _number(text, numbers, DEFAULT_RANK, "R", LARGEST_RANK)
         return Spec(kind, rank=rank, bits=8 if numbers[1:] == ["int8"] else 4)
     raise ConfigError(f"compression.codec: no codec {text!r}; use one of: {_FORMS}")
 
@@ -67,6 +67,6 @@ def _number(text: str, numbers: list[str], default: int, what: str, largest: int
     plain = written.isascii() and written.isdecimal() and not written.startswith("0")
     if not plain or len(written) > 6 or int(written) > largest:
         raise ConfigError(
-            f"compression.codec: {text!r} needs a {what}, a whole number from 1 to {largest:,}"
+            f"compression.codec: in {text!r}, {what} is a whole number from 1 to {largest}"
         )
     return int(written)

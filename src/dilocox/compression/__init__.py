@@ -1,24 +1,34 @@
 """Compression: one fp32 tensor to a payload of exactly known size, and back.
 
-`codec` gives a codec by name; a frame wraps its payload for the wire. Nothing here knows sites,
-rounds or networks. Decoding is a pure function of the payload: the same bytes on every machine.
+`compressor` makes what a codec spec (see `dilocox.codec_spec`) names for a buffer of tensors; its
+parts encode and decode. `codec` gives a flat codec by name; a frame wraps a payload for the wire.
+Nothing here knows sites, rounds or networks. Decoding is a pure function of the payload: the same
+bytes on every machine.
 """
 
 from dilocox.compression.base import BLOCK, Codec, first_non_finite, require_finite
 from dilocox.compression.frame import (
+    Framed,
     frame_bytes,
     frame_digest,
     pack_frame,
     payload_digest,
     unpack_frame,
 )
-from dilocox.compression.registry import CODECS, codec
+from dilocox.compression.geometry import Geometry
+from dilocox.compression.parts import Compressor, Part
+from dilocox.compression.registry import CODECS, codec, compressor
 
 __all__ = [
     "BLOCK",
     "CODECS",
     "Codec",
+    "Compressor",
+    "Framed",
+    "Geometry",
+    "Part",
     "codec",
+    "compressor",
     "first_non_finite",
     "frame_bytes",
     "frame_digest",

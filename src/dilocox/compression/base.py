@@ -28,8 +28,8 @@ class Codec(Protocol):
     Input must be finite: the caller checks once, with `first_non_finite`, because it alone can
     name the tensor. Encoding a non-finite value gives a payload of the right size whose content
     is unspecified. Bytes and decoded values do not depend on thread count, CPU or device: all
-    arithmetic is elementwise IEEE fp32 without fused steps, on exact or correctly rounded
-    operations.
+    arithmetic is elementwise IEEE without fused steps, on exact or correctly rounded operations,
+    and what is added up is exact in every order. Decoded values are finite, whatever the payload.
     """
 
     @property
@@ -56,7 +56,8 @@ class Codec(Protocol):
     def decode(self, payload: Tensor, n: int, out: Tensor | None = None) -> Tensor:
         """uint8 [payload_bytes(n)] to fp32 [n] on the same device, into `out` if given.
 
-        Raises `ExchangeError` if the payload does not have the size of n values.
+        Raises `ExchangeError` if the payload does not have the size of n values, or is none that
+        encoding can make where that would show in the values (a scale that is not finite, say).
         """
         ...
 
@@ -73,6 +74,16 @@ def first_non_finite(values: Tensor) -> int | None:
     if bool(torch.isfinite(low)) and bool(torch.isfinite(high)):
         return None
     return int((~torch.isfinite(values)).to(torch.uint8).argmax())
+
+
+def refuse_non_finite(values: Tensor, name: str) -> None:
+    """Raise `ExchangeError` unless all decoded `values` of codec `name` are finite."""
+    position = first_non_finite(values)
+    if position is not None:
+        raise ExchangeError(
+            f"{name} payload refused: value {position} is {float(values[position])}; no site's "
+            "encoder writes that"
+        )
 
 
 def require_finite(values: Tensor, what: str) -> None:
@@ -111,6 +122,29 @@ def check_payload(payload: Tensor, size: int, name: str, n: int) -> Tensor:
         )
     aligned = payload.is_contiguous() and payload.storage_offset() % _ALIGNMENT == 0
     return payload if aligned else payload.clone(memory_format=torch.contiguous_format)
+
+
+def check_scales(
+    scales: Tensor, smallest: float, largest: float, name: str, zero: bool = False
+) -> float:
+    """The largest of bf16 `scales` (0 without any): each from `smallest` to `largest`, or `zero`.
+
+    Raises `ExchangeError` for any other. The limits are positive and exact in bf16. Bits are
+    compared, as whole numbers: a NaN, an infinity or a negative number is outside like any other.
+    """
+    bits = scales.view(torch.int16).reshape(-1)
+    if zero:
+        bits = bits[bits != 0]
+    if bits.numel() == 0:
+        return 0.0
+    found = torch.aminmax(bits)
+    limits = torch.tensor([smallest, largest], dtype=torch.bfloat16).view(torch.int16)
+    if int(found.min) < int(limits[0]) or int(found.max) > int(limits[1]):
+        raise ExchangeError(
+            f"{name} payload refused: it has a scale that is not finite or not from {smallest:.3g} "
+            f"to {largest:.3g}; no site's encoder writes that"
+        )
+    return float(found.max.view(torch.bfloat16))
 
 
 def output(out: Tensor | None, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -13,6 +13,7 @@ from dilocox.compression.base import (
     check_values,
     output,
     pieces,
+    refuse_non_finite,
 )
 
 
@@ -49,4 +50,6 @@ class Dense:
         """See `Codec.decode`."""
         payload = check_payload(payload, self.payload_bytes(n), self.name, n)
         values = output(out, n, torch.float32, payload.device)
-        return values.copy_(payload.view(self.dtype))
+        values.copy_(payload.view(self.dtype))
+        refuse_non_finite(values, self.name)
+        return values

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from dilocox.compression.base import Codec
 from dilocox.errors import ExchangeError
 
 FORMAT_VERSION = 1
@@ -24,9 +24,33 @@ _HEADER = struct.Struct("<4sHHQQ32s8s")
 _RESERVED = bytes(8)
 
 
-def frame_bytes(codec: Codec, n: int) -> int:
-    """Exact size in bytes of the frame of n values."""
-    return HEADER_BYTES + codec.payload_bytes(n)
+class Framed(Protocol):
+    """What sender and receiver know of a payload before it is sent."""
+
+    @property
+    def identifier(self) -> int:
+        """Number of the codec, or of the message if a codec has several."""
+        ...
+
+    @property
+    def name(self) -> str:
+        """Name of the codec, for messages."""
+        ...
+
+    @property
+    def values(self) -> int:
+        """Number of values that the payload stands for."""
+        ...
+
+    @property
+    def payload_bytes(self) -> int:
+        """Exact size of the payload."""
+        ...
+
+
+def frame_bytes(part: Framed) -> int:
+    """Exact size in bytes of the frame of a payload of `part`."""
+    return HEADER_BYTES + part.payload_bytes
 
 
 def payload_digest(payload: Tensor) -> bytes:
@@ -34,21 +58,23 @@ def payload_digest(payload: Tensor) -> bytes:
     return hashlib.sha256(payload.contiguous().numpy().data).digest()
 
 
-def pack_frame(codec: Codec, n: int, payload: Tensor) -> Tensor:
-    """uint8 [payload_bytes(n)] on any device to uint8 [frame_bytes(codec, n)] in host memory.
+def pack_frame(part: Framed, payload: Tensor) -> Tensor:
+    """uint8 [payload_bytes] on any device to uint8 [frame_bytes(part)] in host memory.
 
-    Raises `ExchangeError` if the payload does not have the size of n values.
+    Raises `ExchangeError` if the payload does not have the size of `part`.
     """
-    size = codec.payload_bytes(n)
+    size = part.payload_bytes
     if payload.dtype != torch.uint8 or payload.shape != (size,):
         raise ExchangeError(
-            f"{codec.name} payload of {n} values must be uint8 [{size}], got {payload.dtype} "
-            f"{list(payload.shape)}"
+            f"{part.name} payload of {part.values} values must be uint8 [{size}], got "
+            f"{payload.dtype} {list(payload.shape)}"
         )
     frame = torch.empty(HEADER_BYTES + size, dtype=torch.uint8)
     frame[HEADER_BYTES:].copy_(payload)
     digest = payload_digest(frame[HEADER_BYTES:])
-    header = _HEADER.pack(_MAGIC, FORMAT_VERSION, codec.identifier, n, size, digest, _RESERVED)
+    header = _HEADER.pack(
+        _MAGIC, FORMAT_VERSION, part.identifier, part.values, size, digest, _RESERVED
+    )
     frame[:HEADER_BYTES].copy_(torch.frombuffer(bytearray(header), dtype=torch.uint8))
     return frame
 
@@ -60,8 +86,8 @@ def frame_digest(frame: Tensor) -> bytes:
     return digest
 
 
-def unpack_frame(frame: bytes | bytearray | memoryview | Tensor, codec: Codec, n: int) -> Tensor:
-    """The payload, uint8 [payload_bytes(n)] in host memory, of a frame that holds n values.
+def unpack_frame(frame: bytes | bytearray | memoryview | Tensor, part: Framed) -> Tensor:
+    """The payload, uint8 [payload_bytes] in host memory, of a frame that holds `part`.
 
     The result shares memory with a tensor `frame` and is a copy of any other. Raises
     `ExchangeError` with the reason if the frame is cut short, too long, of another format,
@@ -77,7 +103,7 @@ def unpack_frame(frame: bytes | bytearray | memoryview | Tensor, codec: Codec, n
         raise _short(frame.numel())
     header = frame[:HEADER_BYTES].contiguous().numpy().tobytes()
     magic, version, identifier, count, length, digest, reserved = _HEADER.unpack(header)
-    size = codec.payload_bytes(n)
+    size = part.payload_bytes
     payload = frame[HEADER_BYTES:]
     if magic != _MAGIC:
         raise ExchangeError("frame refused: it does not start as a dilocox payload does")
@@ -86,14 +112,15 @@ def unpack_frame(frame: bytes | bytearray | memoryview | Tensor, codec: Codec, n
             f"frame refused: format version {version}, this dilocox speaks {FORMAT_VERSION}; run "
             "the same version at every site"
         )
-    if identifier != codec.identifier:
+    if identifier != part.identifier:
         raise ExchangeError(
-            f"frame refused: codec number {identifier}, expected {codec.identifier} "
-            f"({codec.name}); run the same run file at every site"
+            f"frame refused: codec number {identifier}, expected {part.identifier} "
+            f"({part.name}); run the same run file at every site"
         )
-    if count != n:
+    if count != part.values:
         raise ExchangeError(
-            f"frame refused: {count} values, expected {n}; the sites differ in their fragments"
+            f"frame refused: {count} values, expected {part.values}; the sites differ in their "
+            "fragments"
         )
     if length != size or payload.numel() != size:
         raise ExchangeError(

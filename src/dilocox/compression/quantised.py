@@ -31,12 +31,15 @@ from dilocox.compression.base import (
     BLOCK,
     check_count,
     check_payload,
+    check_scales,
     check_values,
     output,
     pieces,
+    refuse_non_finite,
 )
 
 _SMALLEST_SCALE = 2.0**-125
+_LARGEST_VALUE = torch.finfo(torch.float32).max
 _HALF = BLOCK // 2
 
 
@@ -88,6 +91,8 @@ class Quantised:
         payload = check_payload(payload, self.payload_bytes(n), self.name, n)
         values = output(out, n, torch.float32, payload.device)
         scales, codes = self._parts(payload, n)
+        limit = torch.tensor(_LARGEST_VALUE / self.largest).to(torch.bfloat16)
+        top = check_scales(scales, _SMALLEST_SCALE, float(limit), self.name)
         blocks = values.view(-1, BLOCK)
         for start, end in pieces(n, payload.device):
             first, last = start // BLOCK, end // BLOCK
@@ -100,6 +105,9 @@ class Quantised:
             else:
                 some.copy_(codes[first:last])
             some.mul_(scale)
+        # Encoding never writes the code -largest - 1: only with it can a scale overflow.
+        if top * (self.largest + 1) > _LARGEST_VALUE:
+            refuse_non_finite(values, self.name)
         return values
 
     def _parts(self, payload: Tensor, n: int) -> tuple[Tensor, Tensor]:

@@ -1,12 +1,20 @@
-"""All codecs by name."""
+"""All codecs by name, and the compressor of a spec."""
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 
+from dilocox.codec_spec import parse_spec
 from dilocox.compression.base import Codec
+from dilocox.compression.cocktail import Cocktail
 from dilocox.compression.dense import Dense
+from dilocox.compression.geometry import Geometry
+from dilocox.compression.int2 import Int2
+from dilocox.compression.parts import Compressor
 from dilocox.compression.quantised import Quantised
+from dilocox.compression.topk import TopK
 from dilocox.errors import ConfigError
 
 _ALL: tuple[Codec, ...] = (
@@ -15,12 +23,32 @@ _ALL: tuple[Codec, ...] = (
     Dense("bf16", 3, torch.bfloat16),
     Quantised("int8", 4, bits=8),
     Quantised("int4", 5, bits=4),
+    Int2(),
 )
 CODECS: dict[str, Codec] = {each.name: each for each in _ALL}
+"""The flat codecs."""
 
 
 def codec(name: str) -> Codec:
-    """The codec of that name. Raises `ConfigError` with the names that there are."""
+    """The flat codec of that name. Raises `ConfigError` with the names that there are."""
     if name not in CODECS:
         raise ConfigError(f"compression.codec: no codec {name!r}; use one of: {', '.join(CODECS)}")
     return CODECS[name]
+
+
+@lru_cache(maxsize=1024)
+def compressor(spec: str, geometry: Geometry) -> Compressor:
+    """What encodes buffers of that geometry as `spec` says.
+
+    Raises `ConfigError` for a text that is no spec.
+    """
+    parsed = parse_spec(spec)
+    if parsed.kind == "topk":
+        topk = TopK(parsed.kept)
+        return Compressor(
+            topk.name, topk.identifier, geometry, CODECS["int4"], lambda _seed, _place: topk
+        )
+    if parsed.kind == "cocktail":
+        return Compressor(parsed.text, 8, geometry, CODECS["int4"], Cocktail)
+    flat = codec(parsed.kind)
+    return Compressor(flat.name, flat.identifier, geometry, flat)

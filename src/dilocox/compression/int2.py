@@ -1,0 +1,114 @@
+"""Two bits per value: four levels, ±0.5 and ±1.5 of one bf16 scale per block of 128 values.
+
+Payload: the n / 128 scales, then 32 bytes per block. A code 0 to 3 stands for (code - 1.5) * scale,
+and byte j of a block holds the codes of its values j, j + 32, j + 64 and j + 96, the first in the
+lowest bits; so packing is arithmetic on contiguous quarters. A scale is 0, for a block that decodes
+to zeros, or from 2^-125 to 2^127.
+
+The scale is chosen for least squared error: 1.25 times the mean magnitude, which is right for
+normal values, then twice (sum of magnitudes times their levels) / (sum of squared levels), the
+best scale for given codes (Lloyd's iteration). The error is then within 1 % of the least possible
+for normal, Laplacian, uniform and Student values; without the two steps it is up to 30 % above.
+
+Magnitudes enter the sums as whole numbers up to 2^16 (of the block's largest), so every sum is
+below 2^24, exact in fp32, and comes out the same in any order: payloads do not depend on the
+machine.
+There is no code for zero: single zeros of a block come out as half a scale.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dilocox.compression.base import (
+    BLOCK,
+    check_count,
+    check_payload,
+    check_scales,
+    check_values,
+    output,
+    pieces,
+)
+
+_QUARTER = BLOCK // 4
+_SMALLEST_SCALE = 2.0**-125
+_LARGEST_SCALE = 2.0**127
+_STEPS = 2
+_UNIT = 2.0**-16
+
+
+@dataclass(frozen=True)
+class Int2:
+    """2.125 bits per value; without error feedback too coarse to train with."""
+
+    name: str = "int2"
+    identifier: int = 6
+
+    def payload_bytes(self, n: int) -> int:
+        """n / 64 bytes of scales and n / 4 bytes of codes."""
+        return check_count(n) // BLOCK * (2 + _QUARTER)
+
+    def encode(self, values: Tensor, out: Tensor | None = None) -> Tensor:
+        """See `Codec.encode`."""
+        n = check_values(values)
+        payload = output(out, self.payload_bytes(n), torch.uint8, values.device)
+        scales, codes = self._parts(payload, n)
+        blocks = values.view(-1, BLOCK)
+        for start, end in pieces(n, values.device):
+            first, last = start // BLOCK, end // BLOCK
+            some = blocks[first:last]
+            scale = _scale(some)
+            scales[first:last].copy_(scale.view(-1))
+            wide = scale.to(torch.float32)
+            # Where the scale is 0, so is every product, and all codes are the same.
+            inverse = torch.where(wide > 0, wide.reciprocal(), 0.0)
+            code = torch.mul(some, inverse).floor_().clamp_(-2, 1).add_(2).to(torch.uint8)
+            packed = code[:, 3 * _QUARTER :]
+            for quarter in (2, 1, 0):
+                rest = code[:, quarter * _QUARTER : (quarter + 1) * _QUARTER]
+                packed = torch.add(rest, packed, alpha=4)
+            codes[first:last].copy_(packed)
+        return payload
+
+    def decode(self, payload: Tensor, n: int, out: Tensor | None = None) -> Tensor:
+        """See `Codec.decode`."""
+        payload = check_payload(payload, self.payload_bytes(n), self.name, n)
+        values = output(out, n, torch.float32, payload.device)
+        scales, codes = self._parts(payload, n)
+        check_scales(scales, _SMALLEST_SCALE, _LARGEST_SCALE, self.name, zero=True)
+        blocks = values.view(-1, BLOCK)
+        for start, end in pieces(n, payload.device):
+            first, last = start // BLOCK, end // BLOCK
+            some, scale = blocks[first:last], scales[first:last].to(torch.float32).view(-1, 1)
+            packed = codes[first:last]
+            for quarter in range(4):
+                code = (packed >> (2 * quarter)).bitwise_and_(3)
+                some[:, quarter * _QUARTER : (quarter + 1) * _QUARTER].copy_(code)
+            some.sub_(1.5).mul_(scale)
+        return values
+
+    def _parts(self, payload: Tensor, n: int) -> tuple[Tensor, Tensor]:
+        """Views of the scales, bf16 [n / 128], and of the packed codes, uint8 [n / 128, 32]."""
+        blocks = n // BLOCK
+        scales = payload[: 2 * blocks].view(torch.bfloat16)
+        return scales, payload[2 * blocks :].view(blocks, _QUARTER)
+
+
+def _scale(blocks: Tensor) -> Tensor:
+    """bf16 [blocks, 1]: scale of each row of fp32 [blocks, 128]."""
+    magnitude = blocks.abs()
+    unit = magnitude.amax(1, keepdim=True).clamp_(min=_SMALLEST_SCALE / _UNIT).mul_(_UNIT)
+    whole = magnitude.mul_(unit.reciprocal()).round_()
+    total = whole.sum(1, keepdim=True)
+    level = total * (1.25 / BLOCK)
+    for _ in range(_STEPS):
+        large = torch.ge(whole, level).to(torch.float32)
+        count = large.sum(1, keepdim=True)
+        # Levels are 0.5 and 1.5: the sums are 0.5 of all and 1 more, or 2 more, of the large.
+        above = large.mul_(whole).sum(1, keepdim=True)
+        level = total.mul(0.5).add_(above).div_(count.mul_(2.0).add_(0.25 * BLOCK))
+    scale = level.mul_(unit).clamp_(max=_LARGEST_SCALE)
+    return torch.where(scale < _SMALLEST_SCALE, 0.0, scale).to(torch.bfloat16)
