@@ -130,6 +130,7 @@ def run_file(root: Path, name: str, setting: Setting, sites: Sequence[str], roun
             "overlap": setting.overlap,
             "delay": setting.delay,
         },
+        "control": {"adapt": "off"},
         "checkpoint": {"every_rounds": 0},
         "evaluation": {"completion_tokens": 0},
         "sites": {site: {} for site in sites},

@@ -24,6 +24,7 @@ stages = 2
 batch_size = 8
 micro_batch_size = 4
 [outer]
+rounds = 10
 inner_steps = 8
 fragments = 2
 [sites.paris]
@@ -63,7 +64,7 @@ REFUSED = [
     ("outer.momentum=1.0", "outer.momentum: got 1.0, expected a number below 1"),
     ("checkpoint.keep=1", "checkpoint.keep: got 1, expected a number at least 2"),
     ("outer.overlap=later", 'expected one of: "none", "naive", "keep", "eager"'),
-    ("outer.method=dialoco", 'got "dialoco", expected one of: "allreduce", "diloco",'),
+    ("outer.method=dialoco", 'got "dialoco", expected one of: "allreduce", "cocktailsgd",'),
     ('metrics.sinks=["tb"]', 'got "tb", expected a list, each one of: "tensorboard", "wandb"'),
     ("run.name=a/b", 'run.name: got "a/b", expected up to 61 letters'),
     ("sites.Paris.batch_size=8", "sites.Paris: not a name; use up to 31 lower-case letters"),
@@ -79,6 +80,15 @@ REFUSED = [
     ("outer.min_sites=3", "outer.min_sites 3 is above the 2 sites named"),
     ("outer.delay=99", 'outer.overlap "keep" needs delay from 1 to slots = 8'),
     ("outer.slots=3", "outer.inner_steps 8 is not divisible by slots 3"),
+    ("outer.steps=9", "outer: give exactly one of rounds and steps"),
+    ("compression.codec=zip", "compression.codec: no codec 'zip'; use one of: none, fp16,"),
+    ("compression.codec=4", "compression.codec: got 4, expected a text in quotes"),
+    ("compression.codec=topk:x", "compression.codec: in 'topk:x', K is a whole number from 1"),
+    ("control.adapt=maybe", 'control.adapt: got "maybe", expected one of: "off", "link"'),
+    ("control.adapt=effective-rank", "changes the rank, compression.codec int4 has none"),
+    ("control.link=fast", 'control.link: got "fast", expected a rate such as "1gbit"'),
+    ("control.link=1e9", "control.link: got 1000000000.0, expected a text in quotes"),
+    ('control.pinned=["slots"]', 'got "slots", expected a list, each one of: "inner_steps"'),
     ("model.path=somewhere", "model: give exactly one of path and architecture"),
     ("network.heartbeat=1000.0", "network.heartbeat 1000 s is above link_timeout 120 s"),
     # overrides that are none
@@ -99,6 +109,32 @@ def test_bad_values_are_refused_in_one_line(run_file: Path, override: str, expec
     assert "\n" not in text
     # Nothing of the validation library's own words.
     assert "input should" not in text.lower()
+
+
+@pytest.mark.parametrize(
+    ("sets", "expected"),
+    [
+        (["compression.codec=topk:9", "outer.exchange=reduce"], 'set outer.exchange = "gather"'),
+        (["compression.codec=lowrank", "outer.exchange=reduce"], "codec lowrank:8 is not averaged"),
+        (
+            ["compression.codec=int2", "compression.error_feedback=false"],
+            "codec int2 needs compression.error_feedback = true",
+        ),
+        (["outer.overlap=naive", "control.adapt=link"], 'set outer.overlap = "keep"'),
+        (["outer.method=allreduce", "control.adapt=link"], "method allreduce has nothing to adapt"),
+        (["outer.method=allreduce", "outer.overlap=keep"], "there is no pseudo-gradient to land"),
+        (["outer.method=cocktailsgd", "outer.delay=2"], "same inner step (0) or in the next (1)"),
+        (["outer.method=cocktailsgd", "compression.codec=lowrank"], "which low rank is not made"),
+        (["outer.method=sparseloco", "outer.fragments=9"], "fragments 9 is above slots 8"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(
+    run_file: Path, sets: list[str], expected: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_run(run_file, sets)
+    assert expected in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -208,6 +244,13 @@ RAW = st.fixed_dictionaries(
             {"method": st.sampled_from(sorted(METHODS))},
             optional={"rounds": st.integers(1, 99), "learning_rate": st.floats(1e-6, 2.0)},
         ),
+        "control": st.fixed_dictionaries(
+            {},
+            optional={
+                "link": st.sampled_from(["1gbit", "2.5mbit", "300kbit"]),
+                "step_seconds": st.floats(1e-3, 9.0),
+            },
+        ),
         "inner": st.fixed_dictionaries(
             {"betas": st.lists(st.floats(0, 0.999), min_size=2, max_size=2)}
         ),
@@ -230,6 +273,51 @@ def test_the_resolved_file_reads_back_as_the_same_run(raw: dict[str, Any]) -> No
     assert again.digest() == config.digest()
     weights = config.weights(list(config.sites))
     assert sum(weights.values()) == pytest.approx(len(weights))
+
+
+def test_a_run_is_as_long_as_its_rounds_or_its_steps(run_file: Path) -> None:
+    assert load_run(run_file).total_steps == 80
+    raw = tomllib.loads(BASE)
+    del raw["outer"]["rounds"]
+    assert resolve_run(raw).total_steps == 80
+    raw["outer"]["steps"] = 37
+    config = resolve_run(raw)
+    assert (config.outer.rounds, config.total_steps) == (None, 37)
+    assert resolve_run(tomllib.loads(config.to_toml())) == config
+
+
+def test_codecs_are_written_in_one_way(run_file: Path) -> None:
+    assert load_run(run_file, ["compression.codec=topk"]).compression.codec == "topk:64"
+
+
+def test_keys_that_the_run_file_sets_are_pinned(run_file: Path) -> None:
+    config = load_run(run_file, ["compression.codec=int8", "outer.momentum=0.4"])
+    assert config.control.pinned == ["inner_steps", "momentum", "codec"]
+    # The resolved file sets every key, and says which of them count.
+    again = resolve_run(tomllib.loads(config.to_toml()))
+    assert again.control.pinned == config.control.pinned
+    assert again.digest() == config.digest()
+    assert load_run(run_file, ["control.adapt=off"]).control.pinned == []
+    chosen = load_run(run_file, ['control.pinned=["delay"]'])
+    assert chosen.control.pinned == ["delay"]
+    assert chosen.digest() != load_run(run_file).digest()
+
+
+@pytest.mark.parametrize(
+    ("sets", "rate", "measures"),
+    [
+        ((), None, True),
+        (("control.link=1gbit",), 125_000_000, True),
+        (("control.link=2.5mbit", "control.step_seconds=0.1"), 312_500, False),
+        (("control.link=300kbit", "control.step_seconds=0.1"), 37_500, False),
+        (("control.adapt=off",), None, False),
+    ],
+)
+def test_what_is_declared_is_not_measured(
+    run_file: Path, sets: tuple[str, ...], rate: int | None, measures: bool
+) -> None:
+    control = load_run(run_file, sets).control
+    assert (control.link_rate, control.measures) == (rate, measures)
 
 
 def _with(**changes: Any) -> RunConfig:
@@ -270,6 +358,8 @@ def test_the_digest_ignores_places_on_a_machine(place: dict[str, Any]) -> None:
         {"inner__learning_rate": 2e-3},
         {"outer__rounds": 11},
         {"compression__codec": "int8"},
+        {"control__adapt": "off"},
+        {"control__link": "1gbit"},
         {"model__architecture__hidden_size": 32},
         {"data__sequence_length": 128},
         {"site__micro_batch_size": 2},

@@ -57,6 +57,7 @@ def test_what_is_shown_is_within_its_last_digit(count: float) -> None:
 RECORD = {
     "kind": "round",
     "round": 4,
+    "step": 100,
     "loss": 3.14159,
     "tokens_per_second": 12345.0,
     "wait_share": 0.256,
@@ -68,16 +69,31 @@ RECORD = {
 
 
 def test_the_line_of_a_round() -> None:
-    assert round_line(RECORD, 10) == (
-        "round  5/10  loss 3.142   12.3k tokens/s  waited 25.6%  sent   1.2 MB "
+    assert round_line(RECORD, 2000) == (
+        "round   5  step  100/2000  loss 3.142   12.3k tokens/s  waited 25.6%  sent   1.2 MB "
         "(synchronous 240.0 MB; 7.9x per transfer, 200x per token)"
     )
     without = {key: value for key, value in RECORD.items() if key != "loss"}
-    assert "loss -  " in round_line(without, 10)
+    assert "loss -  " in round_line(without, 2000)
 
 
-def shown(*records: dict[str, Any], terminal: bool) -> str:
-    display = Display(resolve_run({"model": {"path": "x"}, "sites": {"a": {}}}))
+PLAN = {
+    "kind": "plan", "round": 2, "step": 40, "inner_steps": 5, "slots": 5, "delay": 1,
+    "codec": "topk:82", "reason": "9 kB in 0.4 s of 0.5 s",
+}  # fmt: skip
+
+
+def test_plans_are_shown_where_they_change() -> None:
+    assert shown(PLAN, terminal=False) == (
+        "round   3  plan: 5 inner steps, codec topk:82, landing 1 of 5 slots later "
+        "(9 kB in 0.4 s of 0.5 s)\n"
+    )
+    assert shown(PLAN, terminal=False, adapt="off") == ""
+
+
+def shown(*records: dict[str, Any], terminal: bool, adapt: str = "link") -> str:
+    raw = {"model": {"path": "x"}, "sites": {"a": {}}, "control": {"adapt": adapt}}
+    display = Display(resolve_run(raw))
     stream = io.StringIO()
     display._console = Console(file=stream, width=300, highlight=False, force_terminal=False)
     display._lively = terminal
@@ -92,4 +108,4 @@ def test_off_a_terminal_only_events_are_shown() -> None:
     text = shown(RECORD, message, loss, terminal=False)
     assert text == "lyon [left]\nheld-out loss before training: 6.2500\n"
     lively = shown(RECORD, {**RECORD, "site": "paris"}, terminal=True)
-    assert lively.count("round  5/10") == 1
+    assert lively.count("round   5  step 100/200 ") == 1

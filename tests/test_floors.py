@@ -19,8 +19,9 @@ SOURCE = Path(dilocox.__file__).parent
 LONGEST = 500
 
 FLOORS = (
-    {"version", "errors"},
+    {"version", "errors", "config_section"},
     {"codec_spec", "methods", "problems", "processes", "launcher_env"},
+    {"config_rounds"},
     {"config"},
     {"compression", "display", "metrics", "checkpoint"},
     {"site", "outer", "data", "models", "recorder", "model_files"},
@@ -186,7 +187,7 @@ def test_coordinator_and_data_run_without_torch() -> None:
     names = [
         f"dilocox.{module}"
         for module in modules(SOURCE)
-        if module.startswith(("outer.coordinator", "data")) or module in ("config", "recorder")
+        if module.startswith(("outer.coordinator", "outer.controller", "data")) or module in ("config", "recorder")
     ]
     script = (
         "import importlib, sys\n"

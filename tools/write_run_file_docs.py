@@ -1,4 +1,4 @@
-"""Writes docs/run-file.md from the run file's own definition (src/dilocox/config.py).
+"""Writes docs/run-file.md from the run file's own definition (src/dilocox/config*.py).
 
 Types, limits and defaults come from the pydantic models, meanings from the text below each key in
 the source; what a key's name says by itself has its line in `PLAIN` here.
@@ -22,7 +22,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from dilocox import config
+from dilocox import config, config_rounds
 from dilocox.methods import METHODS, method_defaults
 
 TARGET = Path(__file__).parents[1] / "docs" / "run-file.md"
@@ -59,14 +59,12 @@ PLAIN = {
     "or constant.",
     "inner.warmup_steps": "Inner steps of linear warm-up.",
     "outer.method": "What the keys left out are set to: see [methods](#methods).",
-    "outer.rounds": "Rounds of the run.",
     "outer.overlap": "What a site goes on from at a landing.",
     "outer.exchange": "`gather`: every site gets every payload. `reduce`: every site averages a "
     "part and hands it round, 2(D-1)/D payloads per site.",
-    "compression.codec": "Codec of the payloads. `int8` and `int4`: blocks of 128 values with one "
-    "bf16 scale.",
     "compression.error_feedback": "Keep what the codec withheld (the residual) and add it to the "
     "next contribution.",
+    "control.adapt": "What follows what: see above.",
     "evaluation.completion_tokens": "Length of that completion; 0 samples none.",
     "metrics.sinks": "Where else the round's numbers go. Each needs its own package.",
     "metrics.project": "Project name at Weights & Biases and Trackio.",
@@ -76,7 +74,7 @@ PLAIN = {
 HEAD = """\
 # The run file
 
-<!-- Written by tools/write_run_file_docs.py from src/dilocox/config.py. Change it there. -->
+<!-- Written by tools/write_run_file_docs.py from src/dilocox/config*.py. Change it there. -->
 
 One TOML file describes a run. Every key can also be given on the command line, as
 `--set section.key=value` (TOML values; a bare word is text). Unknown keys and wrong types are
@@ -102,10 +100,12 @@ METHODS_TAIL = """\
 If you set some of these keys, the others follow: `outer.slots` is `outer.inner_steps` with several
 fragments or overlap `keep`, else 1; `outer.delay` is 0 for `none`, all slots for `naive` and
 `eager`, and the time between two fragments' boundaries (slots / fragments, at least 1) for `keep`.
+`dilocox` with another overlap rule and `dilocox-paper` with another codec than `lowrank` do not
+adapt.
 
-`allreduce` averages the gradients of every inner step; its round is only the interval of
-accounting, and the outer optimizer is not used. The keys `outer.slots`, `outer.fragments` and
-`outer.delay` have no effect on what it computes.
+`allreduce` and `cocktailsgd` average the gradients of every inner step; their round is only the
+interval of accounting, and the outer optimizer is not used. Of `outer.delay` see above; the keys
+`outer.slots` and `outer.fragments` have no effect on what they compute.
 """
 
 
@@ -159,7 +159,8 @@ def sections() -> Iterator[tuple[str, type[BaseModel]]]:
 def source_texts() -> dict[tuple[str, str], str]:
     """(class, key) -> the text that stands below the key in the source, on one line."""
     texts: dict[tuple[str, str], str] = {}
-    for node in ast.parse(inspect.getsource(config)).body:
+    written = [inspect.getsource(module) for module in (config, config_rounds)]
+    for node in ast.parse("\n".join(written)).body:
         if not isinstance(node, ast.ClassDef):
             continue
         for statement, following in zip(node.body, node.body[1:], strict=False):
@@ -216,7 +217,7 @@ def _limits(extras: list[Any]) -> Iterator[str]:
 def default_text(field: FieldInfo, table: str) -> str:
     """A key's default as TOML."""
     if field.is_required():
-        return "by method" if table in ("outer", "compression") else "required"
+        return "by method" if table in ("outer", "compression", "control") else "required"
     if field.default is None:
         return "not set"
     if isinstance(field.default, tuple):
@@ -234,13 +235,15 @@ def number_text(value: float) -> str:
 def methods_table() -> Iterator[str]:
     """One row per method: all that it sets, resolved."""
     outer = ("inner_steps", "fragments", "slots", "delay", "overlap", "learning_rate", "momentum")
-    compression = ("codec", "error_feedback")
-    yield _row(["method", *(f"`{key}`" for key in (*outer, *compression))])
-    yield _row(["---"] * (1 + len(outer) + len(compression)))
+    compression = ("codec", "error_feedback", "residual_decay")
+    columns = (*outer, *compression, "adapt")
+    yield _row(["method", *(f"`{key}`" for key in columns)])
+    yield _row(["---"] * (1 + len(columns)))
     for method in METHODS:
         set_ = method_defaults(method, {})
         values = [set_["outer"][key] for key in outer]
-        values += [set_["compression"][key] for key in compression]
+        values += [set_["compression"].get(key, 1.0) for key in compression]
+        values.append(set_["control"]["adapt"])
         texts = [value if isinstance(value, str) else json.dumps(value) for value in values]
         yield _row([f"`{method}`", *texts])
 

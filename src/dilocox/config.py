@@ -15,25 +15,22 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tomli_w
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
+from dilocox.config_rounds import (
+    PINS,
+    CompressionSection,
+    ControlSection,
+    OuterSection,
+    rounds_problem,
+)
+from dilocox.config_section import Fraction, Positive, Section
 from dilocox.errors import ConfigError
 from dilocox.methods import METHODS, method_defaults
 from dilocox.problems import first_problem
 
-Positive = Annotated[int, Field(gt=0)]
-Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Beta = Annotated[float, Field(ge=0.0, lt=1.0, strict=True)]
 SiteName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,30}$")]
-
-
-class Section(BaseModel):
-    """Base of all sections: unknown keys are refused and values cannot be changed later.
-
-    Types are strict: TOML has them, so `"8"` or `true` for a number is a mistake.
-    """
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 class RunSection(Section):
@@ -195,60 +192,6 @@ class InnerSection(Section):
     """Learning rate at the end of `cosine` and `wsd`, as a fraction of the peak."""
 
 
-class OuterSection(Section):
-    """`[outer]`: rounds between sites. Keys left out take the method's value."""
-
-    method: Literal["allreduce", "diloco", "opendiloco", "intellect1", "dilocox"] = "dilocox"
-    rounds: Positive = 10
-    inner_steps: Positive
-    """H: inner steps per round."""
-    slots: Positive
-    """S: slots per round; divides inner_steps."""
-    fragments: Positive
-    """F: fragments per stage."""
-    delay: Annotated[int, Field(ge=0)]
-    """Slots between a fragment's boundary and its landing, at most `slots`."""
-    overlap: Literal["none", "naive", "keep", "eager"]
-    keep: Fraction = 1.0
-    """kappa of overlap `keep`: the share of fresh progress kept on top of the new anchor."""
-    learning_rate: Annotated[float, Field(gt=0.0)]
-    """gamma, the outer learning rate."""
-    momentum: Annotated[float, Field(ge=0.0, lt=1.0)]
-    """mu, the outer Nesterov momentum."""
-    exchange: Literal["gather", "reduce"] = "gather"
-    device: Literal["cpu", "model"] = "cpu"
-    """Where anchor, momentum and residual live: host memory or the model's device."""
-    min_sites: Positive = 1
-    """Fewer live sites than this: wait instead of going on."""
-
-    @model_validator(mode="after")
-    def _consistent(self) -> OuterSection:
-        if self.inner_steps % self.slots:
-            raise ValueError(
-                f"inner_steps {self.inner_steps} is not divisible by slots {self.slots}"
-            )
-        if self.overlap == "none" and self.delay != 0:
-            raise ValueError('overlap "none" lands at the boundary: set delay = 0')
-        if self.overlap in ("naive", "eager") and self.delay != self.slots:
-            raise ValueError(
-                f'overlap "{self.overlap}" lands a whole round later: set delay = {self.slots}'
-            )
-        if self.overlap == "keep" and not 1 <= self.delay <= self.slots:
-            raise ValueError(f'overlap "keep" needs delay from 1 to slots = {self.slots}')
-        if self.fragments > self.slots:
-            raise ValueError(f"fragments {self.fragments} is above slots {self.slots}")
-        return self
-
-
-class CompressionSection(Section):
-    """`[compression]`: what a pseudo-gradient travels as."""
-
-    codec: Literal["none", "fp16", "bf16", "int8", "int4"]
-    error_feedback: bool
-    residual_decay: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
-    """beta: how much of the residual enters the next contribution."""
-
-
 class SiteOverride(Section):
     """`[sites.NAME]`: what one site has of its own. An empty table is a site like all others."""
 
@@ -330,7 +273,7 @@ class EvaluationSection(Section):
 class MetricsSection(Section):
     """`[metrics]`: JSONL is always written; others by name."""
 
-    sinks: list[Literal["tensorboard", "wandb", "trackio"]] = []
+    sinks: list[Literal["tensorboard", "wandb", "trackio"]] = []  # noqa: RUF012 - pydantic copies defaults
     project: str = "dilocox"
 
 
@@ -344,6 +287,7 @@ class RunConfig(Section):
     inner: InnerSection = InnerSection()
     outer: OuterSection
     compression: CompressionSection
+    control: ControlSection
     sites: dict[SiteName, SiteOverride]
     network: NetworkSection = NetworkSection()
     checkpoint: CheckpointSection = CheckpointSection()
@@ -358,6 +302,9 @@ class RunConfig(Section):
             raise ValueError(
                 f"outer.min_sites {self.outer.min_sites} is above the {len(self.sites)} sites named"
             )
+        problem = rounds_problem(self.outer, self.compression, self.control)
+        if problem is not None:
+            raise ValueError(problem)
         for name, site in self.sites.items():
             problem = None
             if site.batch_size is not None:
@@ -385,7 +332,17 @@ class RunConfig(Section):
     @property
     def total_steps(self) -> int:
         """Inner steps that a site takes in the whole run."""
-        return self.outer.rounds * self.outer.inner_steps
+        return self.outer.steps or (self.outer.rounds or 0) * self.outer.inner_steps
+
+    @property
+    def exchanges_gradients(self) -> bool:
+        """The method averages the gradients of every inner step; there are no outer steps."""
+        return self.outer.exchanges_gradients
+
+    @property
+    def gradient_delay(self) -> int:
+        """Inner steps between a gradient and its use, 0 or 1, if the method exchanges them."""
+        return self.outer.delay
 
     def site_batch(self, site: str) -> int:
         """Sequences per inner step at `site`."""
@@ -447,16 +404,23 @@ def load_run(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 def resolve_run(raw: dict[str, Any], where: str = "run file") -> RunConfig:
     """Fill in the method's defaults and validate `raw`. Raises `ConfigError`."""
     raw = {key: dict(value) if isinstance(value, dict) else value for key, value in raw.items()}
-    outer = raw.get("outer", {})
-    if isinstance(outer, dict):
+    tables = {name: raw.get(name, {}) for name in ("outer", "compression", "control")}
+    if all(isinstance(table, dict) for table in tables.values()):
+        outer, compression, control = tables.values()
         method = outer.get("method", "dilocox")
         # What is no method is left to the validation, which lists the methods there are.
         known = method if isinstance(method, str) and method in METHODS else "dilocox"
-        defaults = method_defaults(known, outer)
+        defaults = method_defaults(known, outer, compression)
+        control = {**defaults["control"], **control}
+        if control["adapt"] != "link":
+            control["pinned"] = []
+        elif "pinned" not in control:
+            control["pinned"] = [
+                key for name, keys in PINS.items() for key in keys if key in tables[name]
+            ]
         raw["outer"] = {**defaults["outer"], **outer}
-        given = raw.get("compression", {})
-        if isinstance(given, dict):
-            raw["compression"] = {**defaults["compression"], **given}
+        raw["compression"] = {**defaults["compression"], **compression}
+        raw["control"] = control
     try:
         return RunConfig.model_validate(raw)
     except ValidationError as error:

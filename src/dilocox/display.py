@@ -32,12 +32,12 @@ def number(count: float) -> str:
     raise AssertionError("unreachable")
 
 
-def round_line(record: Record, rounds: int) -> str:
-    """One combined round as a line of text."""
+def round_line(record: Record, steps: int) -> str:
+    """One combined round of a run of `steps` inner steps as a line of text."""
     loss = f"{record['loss']:.3f}" if "loss" in record else "-"
-    width = len(str(rounds))
     return (
-        f"round {record['round'] + 1:>{width}}/{rounds}  loss {loss}  "
+        f"round {record['round'] + 1:>3}  step {record['step']:>{len(str(steps))}}/{steps}  "
+        f"loss {loss}  "
         f"{number(record['tokens_per_second']):>6} tokens/s  "
         f"waited {record['wait_share']:5.1%}  "
         f"sent {size(record['payload_bytes']):>8} (synchronous {size(record['allreduce_bytes'])}; "
@@ -46,11 +46,21 @@ def round_line(record: Record, rounds: int) -> str:
     )
 
 
+def plan_line(record: Record) -> str:
+    """What was chosen for the rounds to come."""
+    return (
+        f"round {record['round'] + 1:>3}  plan: {record['inner_steps']} inner steps, codec "
+        f"{record['codec']}, landing {record['delay']} of {record['slots']} slots later "
+        f"({record['reason']})"
+    )
+
+
 class Display:
     """Prints a run's records. Off a terminal it is quiet: events and the end only."""
 
     def __init__(self, config: RunConfig, console: Console | None = None) -> None:
-        self._rounds = config.outer.rounds
+        self._steps = config.total_steps
+        self._adapts = config.control.adapt != "off"
         self._console = console or Console(highlight=False, soft_wrap=True)
         self._lively = self._console.is_terminal
         self._progress: Progress | None = None
@@ -63,13 +73,13 @@ class Display:
         self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(bar_width=30),
-            TextColumn("{task.completed:.0f}/{task.total:.0f} rounds"),
+            TextColumn("{task.completed:.0f}/{task.total:.0f} steps"),
             TimeElapsedColumn(),
             TimeRemainingColumn(),
             console=self._console,
             transient=True,
         )
-        self._task = self._progress.add_task("training", total=self._rounds)
+        self._task = self._progress.add_task("training", total=self._steps)
         self._progress.start()
 
     def stop(self) -> None:
@@ -101,9 +111,11 @@ class Display:
         kind = record.get("kind")
         if kind == "round" and not record.get("site"):
             if self._lively:
-                self.line(round_line(record, self._rounds))
+                self.line(round_line(record, self._steps))
             if self._progress is not None:
-                self._progress.update(self._task, completed=record["round"] + 1)
+                self._progress.update(self._task, completed=record["step"])
+        elif kind == "plan" and self._adapts:
+            self.line(plan_line(record))
         elif kind == "evaluation":
             when = "before training" if record["after_round"] < 0 else "of the anchor"
             self.line(f"held-out loss {when}: {record['val_loss']:.4f}")

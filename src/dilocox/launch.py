@@ -274,6 +274,7 @@ def _coordinate(
         resume=resume,
         on_report=recorder.report,
         on_message=recorder.message,
+        on_plan=lambda plan: recorder.plan(plan.model_dump(mode="json")),
         on_resumed=recorder.forget_after,
         on_ready=on_ready,
         ready_file=folder / "coordinator" / ENDPOINT,

@@ -308,7 +308,7 @@ def _stage_parameters(config: RunConfig, blueprint: Blueprint, stage: int) -> in
             activation_checkpointing=False,
         )
         sizes |= {chunk.full_name(n): p.numel() for n, p in chunk.named_parameters()}
-    if config.outer.method != "allreduce":
+    if not config.exchanges_gradients:
         split_fragments(sizes, config.outer.fragments)
     return sum(sizes.values())
 
@@ -357,8 +357,21 @@ def headline(config: RunConfig, files: TokenFiles) -> str:
         f"{shape}",
         f"data: {number(files.token_count('train'))} tokens, "
         f"{number(files.token_count('validation'))} held out, vocabulary {files.vocabulary_size}",
-        f"method {outer.method}: {outer.rounds} rounds of {outer.inner_steps} inner steps, "
-        f"{outer.fragments} fragments landing {outer.delay} of {outer.slots} slots later, "
-        f"codec {config.compression.codec}",
+        f"method {outer.method}: {_course(config)}",
     ]
     return "\n".join(lines)
+
+
+def _course(config: RunConfig) -> str:
+    """Length and plan of the run, in words."""
+    outer, adapt = config.outer, config.control.adapt
+    steps = f"{config.total_steps} inner steps in rounds of {outer.inner_steps}"
+    if config.exchanges_gradients:
+        when = "one step late" if config.gradient_delay else "at once"
+        return f"{steps}, gradients used {when}, codec {config.compression.codec}"
+    fragments = "1 fragment" if outer.fragments == 1 else f"{outer.fragments} fragments"
+    return (
+        f"{steps}, {fragments} landing {outer.delay} of {outer.slots} slots later, codec "
+        f"{config.compression.codec}"
+        + ("" if adapt == "off" else f" to begin with, then by control.adapt {adapt}")
+    )

@@ -14,6 +14,10 @@ from dilocox.metrics import Metrics
 
 Record = dict[str, Any]
 Emit = Callable[[Record], None]
+CHOSEN = (
+    "inner_steps", "slots", "delay", "codec", "learning_rate", "momentum", "residual_decay", "keep",
+)  # fmt: skip
+"""What of a plan may change from round to round."""
 REMEMBERED = 8
 """Rounds that a late report can still be added to."""
 
@@ -73,6 +77,7 @@ class Recorder:
         self._rounds: dict[int, Record] = {}
         self._evaluations: dict[int, float] = {}
         self._flush: dict[str, Record] = {}
+        self._plan: Record = {}
         for record in self._earlier:
             if record.get("kind") == "round" and not record.get("site"):
                 self._rounds[record["round"]] = record
@@ -97,7 +102,7 @@ class Recorder:
         record = {"kind": kind, "round": round_, "site": site, **metrics}
         if kind in ("evaluation", "first_evaluation"):
             record["kind"] = "evaluation"
-            record["step"] = (metrics["after_round"] + 1) * self._config.outer.inner_steps
+            record["step"] = self._step_after(metrics["after_round"])
             self._evaluations[metrics["after_round"]] = metrics["val_loss"]
             self._write(record)
             return
@@ -118,6 +123,16 @@ class Recorder:
                 ready.append(round_)
             for number in ready:
                 self._close_round(number)
+
+    def plan(self, plan: Record) -> None:
+        """A plan was made; it is written down if it differs from the one before."""
+        if plan["kind"] == "flush":
+            return
+        chosen = {key: plan[key] for key in CHOSEN}
+        if chosen != self._plan:
+            self._plan = chosen
+            place = {"round": plan["round"], "step": plan["first_step"]}
+            self._write({"kind": "plan", **place, **chosen, "reason": plan["reason"]})
 
     def message(self, text: str) -> None:
         """Something that happened."""
@@ -146,7 +161,7 @@ class Recorder:
             "stages": config.site.stages,
             "shards": config.site.shards,
             "rounds": len(rounds),
-            "inner_steps": config.outer.inner_steps,
+            "steps": rounds[-1]["step"] if rounds else 0,
             "val_loss_first": first,
             "val_loss_last": last,
             "loss_last": rounds[-1].get("loss") if rounds else None,
@@ -168,6 +183,15 @@ class Recorder:
         self._metrics.close()
         self._emit({"kind": "summary", **summary})
         return summary
+
+    def _step_after(self, round_: int) -> int:
+        """Inner steps of a site by the end of `round_`, of which a report is there; -1: none."""
+        if round_ < 0:
+            return 0
+        if round_ in self._rounds:
+            return int(self._rounds[round_]["step"])
+        rows = self._open.get(round_) or self._flush
+        return int(max(row["step"] for row in rows.values()))
 
     def _close_round(self, number: int) -> None:
         rows = self._closed[number] = self._open.pop(number)

@@ -50,6 +50,8 @@ warmup_steps = 4
 rounds = 3
 inner_steps = 8
 fragments = 2
+[control]
+adapt = "off"
 [evaluation]
 completion_tokens = 0
 [network]

@@ -55,6 +55,8 @@ fragments = 2
 exchange = "{exchange}"
 [compression]
 codec = "{codec}"
+[control]
+adapt = "off"
 [checkpoint]
 every_rounds = 0
 [evaluation]

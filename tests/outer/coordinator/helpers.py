@@ -33,6 +33,7 @@ def run_config(sites: str = "abc", stages: int = 1, shards: int = 1, **sections:
         "model": {"architecture": {"model_type": "qwen3"}},
         "site": {"stages": stages, "shards": shards, "batch_size": 4, "micro_batch_size": 1},
         "outer": {"rounds": 4, "inner_steps": 4, "fragments": 2},
+        "control": {"adapt": "off"},
         "sites": {name: {} for name in sites},
         "network": {"heartbeat": 5.0, "link_timeout": 30.0},
     }

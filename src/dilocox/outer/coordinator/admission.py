@@ -27,11 +27,11 @@ def check_admission(state: CoordinatorState, token: str, request: EnrolRequest) 
         )
     if state.over or state.phase == "stopping":
         raise Refused("join", f"site {site}: the run is {state.phase}; resume it to go on")
-    if state.config.outer.method == "allreduce" and state.phase != "enrolling":
+    if state.config.exchanges_gradients and state.phase != "enrolling":
         raise Refused(
             "join",
-            f"site {site}: with method allreduce a site cannot enter after the start, since all "
-            "inner optimizers are one; stop the run and resume it with this site",
+            f"site {site}: with method {state.config.outer.method} a site cannot enter after the "
+            "start, since all inner optimizers are one; stop the run and resume it with this site",
         )
     wanted = (state.config.site.stages, state.config.site.shards)
     if (request.stages, request.shards) != wanted:

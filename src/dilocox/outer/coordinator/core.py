@@ -54,6 +54,7 @@ class Coordinator:
         wait_for: int | None = None,
         on_report: Report | None = None,
         on_message: Callable[[str], None] | None = None,
+        on_plan: Callable[[m.RoundPlan], None] | None = None,
         now: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
@@ -71,7 +72,7 @@ class Coordinator:
                 f"{config.outer.min_sites} to the {len(config.sites)} of the run file"
             )
         self._now, self._wall, self._on_report = now, wall, on_report
-        self._on_message = on_message
+        self._on_message, self._on_plan = on_message, on_plan
         self.on_change: Callable[[str], None] = lambda topic: None
         """Called with a topic when something that callers wait for may have happened."""
         self.state = CoordinatorState(config)
@@ -127,6 +128,8 @@ class Coordinator:
         self.state.apply(event)
         if isinstance(event, e.Gone):
             self.liveness.forget(event.site)
+        if isinstance(event, e.Planned) and self._on_plan is not None:
+            self._on_plan(self.state.plans[event.plan["round"]])
         if isinstance(event, e.Decided | e.Retried):
             self.on_change(f"key/{event.key}")
         for topic in _TOPICS.get(type(event), ()):
@@ -322,11 +325,11 @@ class Coordinator:
             return m.PlanReply(plan=state.plans[round_], waiting_for="")
         if state.over:
             raise Refused("refused", f"run {state.phase}: {state.reason}")
-        if round_ > self.config.outer.rounds or round_ < state.first_round:
+        if round_ < state.first_round or state.flush_planned:
             raise Refused(
                 "conflict",
-                f"round {round_}: this run plans rounds {state.first_round} to "
-                f"{self.config.outer.rounds}, the last for the flush",
+                f"round {round_}: this run goes on from round {state.first_round} and ends with "
+                f"the flush after {self.config.total_steps} inner steps",
             )
         planned = plan_round(state, round_, self._wall())
         site = state.sites.get(caller.site)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dilocox.outer.controller.choice import as_the_run_file_says
 from dilocox.outer.coordinator import events as e
 from dilocox.outer.coordinator.exchanges import Exchange, RankKey
-from dilocox.outer.coordinator.plans import AHEAD, make_plan
+from dilocox.outer.coordinator.plans import make_plan
 from dilocox.outer.coordinator.state import CoordinatorState
+
+AHEAD = 2
+"""A round is planned at most this many rounds ahead of the slowest active site's."""
 
 
 def decide(
@@ -76,13 +80,10 @@ def plan_round(state: CoordinatorState, round_: int, time: float) -> e.Planned |
     if slow:
         return f"the end of round {round_ - AHEAD - 1} at {', '.join(slow)}"
     before = state.plans.get(round_ - 1)
-    first_tick = before.first_tick + before.slots if before else round_ * state.config.outer.slots
-    first_step = (
-        before.first_step + before.inner_steps
-        if before
-        else round_ * state.config.outer.inner_steps
-    )
-    plan = make_plan(state.config, round_, first_tick, first_step, active, state.ledger)
+    first_tick = before.first_tick + before.slots if before else 0
+    first_step = before.first_step + before.inner_steps if before else 0
+    choice = as_the_run_file_says(state.config)
+    plan = make_plan(state.config, round_, first_tick, first_step, active, state.ledger, choice)
     return e.Planned(time, plan.model_dump(mode="json"))
 
 

@@ -235,6 +235,8 @@ class RoundPlan(Message):
     codec: str
     residual_decay: float
     exchange: Literal["gather", "reduce"]
+    reason: Line = ""
+    """Why this plan, in one line with numbers and units."""
     checkpoint: bool
     """Write a checkpoint at the end of this round (always true of the flush)."""
     evaluate: bool
@@ -399,7 +401,8 @@ class Status(Message):
     phase: Phase
     reason: str
     run: str
-    rounds: Count
+    steps: Count
+    """Inner steps of a site in the whole run."""
     plans: Count
     """Rounds planned so far."""
     lease: Count

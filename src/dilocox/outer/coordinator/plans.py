@@ -1,17 +1,16 @@
-"""The plan of a round, as a pure function of the run file, the members and the ledger."""
+"""The plan of a round, as a pure function of the run file, what was chosen, members and ledger."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from dilocox.config import RunConfig
+from dilocox.outer.controller.choice import Choice
 from dilocox.outer.coordinator.ledger import Ledger, Range
 from dilocox.outer.coordinator.messages import MemberPlan, RoundPlan
 
 FLUSH_CODEC = "int8"
 """ALGORITHM.md §2: what is pending at the end of training goes through the 8-bit codec."""
-AHEAD = 2
-"""A round is planned at most this many rounds ahead of the slowest active site's."""
 
 
 def space_of(config: RunConfig, site: str) -> str:
@@ -26,11 +25,17 @@ def make_plan(
     first_step: int,
     members: Sequence[str],
     ledger: Ledger,
+    choice: Choice,
 ) -> RoundPlan:
-    """Plan of round `round_` for `members` (run file order). Round `outer.rounds` is the flush."""
-    flush = round_ == config.outer.rounds
+    """Plan of round `round_` for `members` (run file order), with what was chosen for it.
+
+    It is cut short to the steps that are left; the flush when there are none.
+    """
+    left = config.total_steps - first_step
+    flush = left <= 0
     outer = config.outer
-    steps = 0 if flush else outer.inner_steps
+    choice = choice.shortened(left, outer.overlap)
+    steps = 0 if flush else choice.inner_steps
     weights = config.weights(members)
     offsets: dict[str, int] = {}
     spare: dict[str, list[Range]] = {}
@@ -44,7 +49,7 @@ def make_plan(
         pooled = before - sum(count for _, count in free)
         offsets[space] = offsets.get(space, 0) + needed - pooled
         planned[site] = MemberPlan(weight=weights[site], batch=batch, ranges=ranges, space=space)
-    last = round_ >= outer.rounds - 1
+    last = steps >= left
     return RoundPlan(
         round=round_,
         kind="flush" if flush else "train",
@@ -52,16 +57,17 @@ def make_plan(
         first_step=first_step,
         members=planned,
         inner_steps=steps,
-        slots=0 if flush else outer.slots,
+        slots=0 if flush else choice.slots,
         fragments=outer.fragments,
-        delay=0 if flush else outer.delay,
+        delay=0 if flush else choice.delay,
         overlap="none" if flush else outer.overlap,
-        keep=outer.keep,
-        learning_rate=outer.learning_rate,
-        momentum=outer.momentum,
-        codec=FLUSH_CODEC if flush else config.compression.codec,
-        residual_decay=1.0 if flush else config.compression.residual_decay,
+        keep=choice.keep,
+        learning_rate=choice.learning_rate,
+        momentum=choice.momentum,
+        codec=FLUSH_CODEC if flush else choice.codec,
+        residual_decay=1.0 if flush else choice.residual_decay,
         exchange=outer.exchange,
+        reason="" if flush else choice.reason,
         checkpoint=flush or (not last and _due(round_, config.checkpoint.every_rounds)),
         evaluate=flush or (not last and _due(round_, config.evaluation.every_rounds)),
         last=last,

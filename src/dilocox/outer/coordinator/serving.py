@@ -47,6 +47,7 @@ def serve(
     resume: bool | int = False,
     on_report: Report | None = None,
     on_message: Callable[[str], None] | None = None,
+    on_plan: Callable[[m.RoundPlan], None] | None = None,
     on_resumed: Callable[[int], None] | None = None,
     on_ready: Callable[[Endpoint], None] | None = None,
     ready_file: str | Path | None = None,
@@ -56,7 +57,8 @@ def serve(
     On a folder with a log it goes on where that ends; with `resume` it goes back to the latest
     complete checkpoint (true) or the one at a tick. `host` and `port` default to `[network]`.
     `on_report` gets (site, round, kind, metrics); the server waits for it, so it must return soon.
-    `on_message` gets a line when sites come and go, `on_resumed` the round that is resumed in.
+    `on_message` gets a line when sites come and go, `on_plan` every plan when it is made,
+    `on_resumed` the round that is resumed in.
     When it listens, `on_ready` is called and `ready_file` is written (mode 0600). The first SIGINT
     or SIGTERM stops the run at a slot end, the second ends the server at once. Blocks; raises
     `TrainingError` (port taken, folder in use, log damaged) and `CheckpointError`.
@@ -65,7 +67,12 @@ def serve(
         # One from an earlier start would be read as this one's.
         Path(ready_file).unlink(missing_ok=True)
     coordinator = Coordinator(
-        config, folder, wait_for=wait_for, on_report=on_report, on_message=on_message
+        config,
+        folder,
+        wait_for=wait_for,
+        on_report=on_report,
+        on_message=on_message,
+        on_plan=on_plan,
     )
     try:
         if resume is not False:

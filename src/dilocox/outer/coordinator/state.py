@@ -111,6 +111,12 @@ class CoordinatorState:
         """Nothing will change any more, but by resuming."""
         return self.phase in ("finished", "stopped", "failed")
 
+    @property
+    def flush_planned(self) -> bool:
+        """The last plan of the run is made."""
+        last = self.plans.get(self.next_round - 1)
+        return last is not None and last.kind == "flush"
+
     def with_role(self, *roles: str) -> list[str]:
         """Sites with one of these roles, run file order."""
         return [site.name for site in self.sites.values() if site.role in roles]

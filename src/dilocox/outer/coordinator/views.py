@@ -134,7 +134,7 @@ def status(state: CoordinatorState, since: int) -> m.Status:
             "phase": state.phase,
             "reason": state.reason,
             "run": state.config.run.name,
-            "rounds": state.config.outer.rounds,
+            "steps": state.config.total_steps,
             "plans": state.next_round,
             "lease": state.lease,
             "stop_tick": state.stop_tick,

@@ -1,0 +1,210 @@
+"""Sections of the run file about rounds between sites: `[outer]`, `[compression]`, `[control]`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from dilocox.codec_spec import parse_spec
+from dilocox.config_section import Fraction, Positive, Section
+from dilocox.errors import ConfigError
+from dilocox.methods import EXCHANGE_GRADIENTS
+
+COARSE = ("int2", "topk", "cocktail", "lowrank")
+"""Kinds of codecs below 4 bits per value: without error feedback they lose too much."""
+_BITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
+
+Pin = Literal[
+    "inner_steps", "delay", "keep", "learning_rate", "momentum", "codec", "residual_decay"
+]
+PINS: dict[str, tuple[Pin, ...]] = {
+    "outer": ("inner_steps", "delay", "keep", "learning_rate", "momentum"),
+    "compression": ("codec", "residual_decay"),
+}
+"""Keys by section that `adapt = "link"` chooses unless the run file sets them."""
+
+
+class OuterSection(Section):
+    """`[outer]`: rounds between sites. Keys left out take the method's value."""
+
+    method: Literal[
+        "allreduce",
+        "cocktailsgd",
+        "diloco",
+        "opendiloco",
+        "intellect1",
+        "sparseloco",
+        "dilocox-paper",
+        "dilocox",
+    ] = "dilocox"
+    rounds: Positive | None = None
+    """Length of the run: rounds x inner_steps steps per site; 10 if `steps` is not set."""
+    steps: Positive | None = None
+    """Length of the run in inner steps per site, instead of `rounds`; the last round is cut short
+    to fit."""
+    inner_steps: Positive
+    """H: inner steps per round."""
+    slots: Positive
+    """S: slots per round; divides inner_steps."""
+    fragments: Positive
+    """F: fragments per stage."""
+    delay: Annotated[int, Field(ge=0)]
+    """Slots between a fragment's boundary and its landing, at most `slots`; of a method that
+    exchanges gradients, inner steps until they are used: 0 or 1."""
+    overlap: Literal["none", "naive", "keep", "eager"]
+    keep: Fraction = 1.0
+    """kappa of overlap `keep`: the share of fresh progress kept on top of the new anchor."""
+    learning_rate: Annotated[float, Field(gt=0.0)]
+    """gamma, the outer learning rate."""
+    momentum: Annotated[float, Field(ge=0.0, lt=1.0)]
+    """mu, the outer Nesterov momentum."""
+    exchange: Literal["gather", "reduce"] = "gather"
+    device: Literal["cpu", "model"] = "cpu"
+    """Where anchor, momentum and residual live: host memory or the model's device."""
+    min_sites: Positive = 1
+    """Fewer live sites than this: wait instead of going on."""
+
+    @property
+    def exchanges_gradients(self) -> bool:
+        """The method averages the gradients of every inner step; there are no outer steps."""
+        return self.method in EXCHANGE_GRADIENTS
+
+    @model_validator(mode="after")
+    def _consistent(self) -> OuterSection:
+        if (self.rounds is None) == (self.steps is None):
+            raise ValueError("give exactly one of rounds and steps")
+        if self.inner_steps % self.slots:
+            raise ValueError(
+                f"inner_steps {self.inner_steps} is not divisible by slots {self.slots}"
+            )
+        problem = self._gradients() if self.exchanges_gradients else self._landings()
+        if problem is not None:
+            raise ValueError(problem)
+        return self
+
+    def _gradients(self) -> str | None:
+        if self.overlap != "none":
+            return (
+                f'overlap "{self.overlap}": method {self.method} exchanges gradients, there is no '
+                'pseudo-gradient to land: set overlap = "none"'
+            )
+        if self.delay > 1:
+            return (
+                f"delay {self.delay}: with method {self.method} gradients are used in the same "
+                "inner step (0) or in the next (1)"
+            )
+        return None
+
+    def _landings(self) -> str | None:
+        if self.overlap == "none" and self.delay != 0:
+            return 'overlap "none" lands at the boundary: set delay = 0'
+        if self.overlap in ("naive", "eager") and self.delay != self.slots:
+            return f'overlap "{self.overlap}" lands a whole round later: set delay = {self.slots}'
+        if self.overlap == "keep" and not 1 <= self.delay <= self.slots:
+            return f'overlap "keep" needs delay from 1 to slots = {self.slots}'
+        if self.fragments > self.slots:
+            return f"fragments {self.fragments} is above slots {self.slots}"
+        return None
+
+
+class CompressionSection(Section):
+    """`[compression]`: what a pseudo-gradient travels as."""
+
+    codec: str
+    """`none`, `fp16`, `bf16`; `int8`, `int4`, `int2`: blocks of 128 values with one bf16 scale;
+    `topk:K`: the K largest of every 4,096 values, in 2 bits; `lowrank:R`: two factors of rank R
+    per matrix, in 4 bits (`lowrank:R:int8`: 8); `cocktail`: the top fifth of a random tenth, in 4
+    bits."""
+    error_feedback: bool
+    residual_decay: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    """beta: how much of the residual enters the next contribution."""
+
+    @field_validator("codec")
+    @classmethod
+    def _canonical(cls, text: str) -> str:
+        try:
+            return parse_spec(text).text
+        except ConfigError as error:
+            raise ValueError(str(error).removeprefix("compression.codec: ")) from None
+
+    @property
+    def kind(self) -> str:
+        """The codec without its numbers."""
+        return parse_spec(self.codec).kind
+
+
+class ControlSection(Section):
+    """`[control]`: what is chosen anew every round, and by what.
+
+    `link`: every round takes, of the codecs and numbers of inner steps whose exchange hides behind
+    computation, what is predicted to cost the least loss; keys of `[outer]` and `[compression]`
+    that the run file sets are kept. `effective-rank`: rank and inner steps follow the effective
+    rank of the averaged pseudo-gradient. `off`: the plan is what the run file says.
+    """
+
+    adapt: Literal["off", "link", "effective-rank"]
+    link: Annotated[
+        str | None,
+        Field(
+            pattern=r"^[0-9]{1,6}(\.[0-9]{1,3})?(kbit|mbit|gbit)$",
+            description='a rate such as "1gbit", "2.5mbit" or "300kbit"',
+        ),
+    ] = None
+    """Uplink of the slowest site per second; not set: measured."""
+    latency: Annotated[float, Field(ge=0.0, le=3600.0)] = 0.0
+    """Seconds that an exchange takes beside its bytes; used with `link`."""
+    step_seconds: Annotated[float, Field(ge=1e-6, le=86400.0)] | None = None
+    """Seconds of an inner step at the slowest site; not set: measured."""
+    utilisation: Annotated[float, Field(gt=0.0, le=1.0)] = 0.9
+    """Share of the time that there is which exchanges are planned to take."""
+    window: Annotated[int, Field(ge=1, le=64)] = 5
+    """`effective-rank`: rounds at the start with the run file's values, and over which the rank is
+    averaged later."""
+    pinned: list[Pin] = []  # noqa: RUF012 - pydantic copies defaults
+    """`link`: keys that are not to be changed; by default those that the run file sets."""
+
+    @property
+    def link_rate(self) -> int | None:
+        """Declared uplink in bytes per second; none: measured."""
+        if self.link is None:
+            return None
+        return max(1, round(float(self.link[:-4]) * _BITS[self.link[-4:]] / 8))
+
+    @property
+    def measures(self) -> bool:
+        """Plans depend on what sites measure."""
+        if self.adapt == "link":
+            return self.link_rate is None or self.step_seconds is None
+        return self.adapt == "effective-rank"
+
+
+def rounds_problem(
+    outer: OuterSection, compression: CompressionSection, control: ControlSection
+) -> str | None:
+    """Why these sections do not go together, with the keys and the mend, or none."""
+    codec, kind = compression.codec, compression.kind
+    if kind == "lowrank" and outer.exchanges_gradients:
+        return (
+            f"compression.codec {codec}: method {outer.method} exchanges gradients, which low rank "
+            "is not made for; choose another codec"
+        )
+    if kind in ("topk", "lowrank") and outer.exchange != "gather":
+        return f'compression.codec {codec} is not averaged in parts: set outer.exchange = "gather"'
+    if kind in COARSE and not compression.error_feedback:
+        return f"compression.codec {codec} needs compression.error_feedback = true"
+    if control.adapt == "off":
+        return None
+    if outer.exchanges_gradients:
+        return f'control.adapt: method {outer.method} has nothing to adapt: set adapt = "off"'
+    if control.adapt == "link" and outer.overlap != "keep":
+        return (
+            'control.adapt "link" hides exchanges behind computation: set outer.overlap = "keep", '
+            'or adapt = "off"'
+        )
+    if control.adapt == "effective-rank" and kind != "lowrank":
+        return (
+            f'control.adapt "effective-rank" changes the rank, compression.codec {codec} has '
+            'none: set codec = "lowrank:R", or adapt = "off"'
+        )
+    return None

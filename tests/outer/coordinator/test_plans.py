@@ -1,0 +1,109 @@
+"""The course of a run: rounds, slots and steps add up, whatever each round is like."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dilocox.outer.controller.choice import Choice, as_the_run_file_says
+from dilocox.outer.coordinator.ledger import Ledger
+from dilocox.outer.coordinator.messages import RoundPlan
+from dilocox.outer.coordinator.plans import make_plan
+from dilocox.outer.coordinator.refusals import Refused
+from tests.outer.coordinator.helpers import Driver, numbers, run_config
+
+
+def choice(inner_steps: int, slots: int, delay: int) -> Choice:
+    return Choice(inner_steps, slots, delay, "int4", 0.8, 0.5, 1.0, 1.0, "a test")
+
+
+def course(steps: int, choices: list[Choice], overlap: str = "keep") -> list[RoundPlan]:
+    """Plans from the first to the flush; the last of `choices` stays."""
+    outer = {"rounds": None, "steps": steps, "inner_steps": 4, "overlap": overlap}
+    config = run_config("ab", outer={**outer, "fragments": 1, "slots": 2} | {})
+    plans: list[RoundPlan] = []
+    tick = step = 0
+    while not plans or plans[-1].kind != "flush":
+        chosen = choices[min(len(plans), len(choices) - 1)]
+        plan = make_plan(config, len(plans), tick, step, ["a", "b"], Ledger(), chosen)
+        plans.append(plan)
+        tick, step = tick + plan.slots, step + plan.inner_steps
+    return plans
+
+
+lengths = st.tuples(st.integers(1, 9), st.integers(1, 6), st.integers(1, 6)).map(
+    lambda item: choice(item[0] * item[1], item[1], min(item[1], item[2]))
+)
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(st.integers(1, 100), st.lists(lengths, min_size=1, max_size=4))
+def test_inner_steps_add_up_and_then_comes_the_flush(steps: int, choices: list[Choice]) -> None:
+    plans = course(steps, choices)
+    *rounds, flush = plans
+    assert sum(plan.inner_steps for plan in rounds) == steps == flush.first_step
+    assert [plan.kind for plan in rounds] == ["train"] * len(rounds)
+    assert (flush.kind, flush.inner_steps, flush.slots, flush.codec) == ("flush", 0, 0, "int8")
+    assert [plan.last for plan in plans] == [False] * (len(rounds) - 1) + [True, True]
+    for number, (plan, after) in enumerate(zip(rounds, plans[1:], strict=True)):
+        wanted = choices[min(number, len(choices) - 1)]
+        assert plan.inner_steps == min(wanted.inner_steps, steps - plan.first_step)
+        assert plan.inner_steps % plan.slots == 0
+        assert 1 <= plan.delay <= plan.slots
+        assert (after.first_tick, after.first_step) == (
+            plan.first_tick + plan.slots,
+            plan.first_step + plan.inner_steps,
+        )
+        assert len(numbers(plan)) == 2 * 4 * plan.inner_steps
+
+
+@pytest.mark.parametrize(
+    ("whole", "left", "overlap", "expected"),
+    [
+        # slots keep their length where whole ones fit
+        ((20, 4, 2), 10, "keep", (10, 2, 2)),
+        ((20, 4, 1), 10, "keep", (10, 2, 1)),
+        # else they are one inner step each, and the delay stays the same time
+        ((20, 4, 2), 12, "keep", (12, 12, 10)),
+        ((20, 4, 4), 3, "keep", (3, 3, 3)),
+        ((20, 1, 1), 3, "naive", (3, 1, 1)),
+        ((20, 4, 4), 10, "eager", (10, 2, 2)),
+        ((20, 1, 0), 7, "none", (7, 1, 0)),
+        ((20, 20, 5), 20, "keep", (20, 20, 5)),
+    ],
+)
+def test_a_round_that_is_cut_short(
+    whole: tuple[int, int, int], left: int, overlap: str, expected: tuple[int, int, int]
+) -> None:
+    cut = choice(*whole).shortened(left, overlap)
+    assert (cut.inner_steps, cut.slots, cut.delay) == expected
+    assert ("cut to" in cut.reason) == (left < whole[0])
+
+
+def test_a_run_in_steps_ends_in_the_middle_of_a_round(tmp_path: Path) -> None:
+    config = run_config("ab", outer={"rounds": None, "steps": 10})
+    driver = Driver(tmp_path, config)
+    driver.start()
+    seen = []
+    for round_ in range(4):
+        plan = driver.plan(round_, "a")
+        assert plan is not None
+        seen.append((plan.kind, plan.first_step, plan.inner_steps, plan.last))
+        for site in "ab":
+            driver.round_done(site, round_)
+    assert seen == [
+        ("train", 0, 4, False), ("train", 4, 4, False), ("train", 8, 2, True),
+        ("flush", 10, 0, True),
+    ]  # fmt: skip
+    with pytest.raises(Refused, match="ends with the flush after 10 inner steps"):
+        driver.plan(4, "a")
+
+
+def test_a_fixed_plan_is_the_run_files() -> None:
+    config = run_config("ab", outer={"learning_rate": 0.6, "delay": 3})
+    fixed = as_the_run_file_says(config)
+    assert (fixed.inner_steps, fixed.slots, fixed.delay, fixed.learning_rate) == (4, 4, 3, 0.6)
+    assert fixed.reason == "as the run file says"
