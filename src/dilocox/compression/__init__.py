@@ -8,7 +8,7 @@ bytes on every machine.
 
 from dilocox.compression.base import BLOCK, Codec, first_non_finite, require_finite
 from dilocox.compression.frame import (
-    Framed,
+    FramePart,
     frame_bytes,
     frame_digest,
     pack_frame,
@@ -16,6 +16,7 @@ from dilocox.compression.frame import (
     unpack_frame,
 )
 from dilocox.compression.geometry import Geometry
+from dilocox.compression.lowrank import LowRank
 from dilocox.compression.parts import Compressor, Part
 from dilocox.compression.registry import CODECS, codec, compressor
 
@@ -24,8 +25,9 @@ __all__ = [
     "CODECS",
     "Codec",
     "Compressor",
-    "Framed",
+    "FramePart",
     "Geometry",
+    "LowRank",
     "Part",
     "codec",
     "compressor",

@@ -68,14 +68,15 @@ class Cocktail:
             record = records[done : done + size].reshape(rows, -1)
             done += size
             some = given[self.positions(start, start + rows * width, n)].reshape(rows, width)
-            magnitudes = some.view(np.int32) & np.int32(0x7FFFFFFF)
-            where = sparse.strongest(magnitudes, sparse.kept_of(width, _KEPT))
-            chosen = torch.from_numpy(np.take_along_axis(some, where, 1))
+            k = sparse.kept_of(width, _KEPT)
+            found = sparse.strongest(some.view(np.int32) & np.int32(0x7FFFFFFF), k)
+            chosen = torch.from_numpy(some.reshape(-1)[found]).view(rows, k)
             scale = chosen.abs().amax(1, keepdim=True).mul_(1.0 / _LARGEST_CODE)
             scale = scale.to(torch.bfloat16).clamp_(min=_SMALLEST_SCALE)
             code = chosen.mul_(scale.to(torch.float32).reciprocal_()).round_().to(torch.int64)
             record[:, :_HEAD] = scale.view(torch.uint8).numpy()
-            entries = where | (code.numpy() & 15) << sparse.INDEX_BITS
+            entries = (found % width).reshape(rows, k)
+            entries |= (code.numpy() & 15) << sparse.INDEX_BITS
             record[:, _HEAD:] = sparse.pack(entries, _ENTRY_BITS)
         return payload if payload is host else payload.copy_(host)
 
@@ -92,7 +93,7 @@ class Cocktail:
             scale = torch.from_numpy(record[:, :_HEAD].copy()).view(torch.bfloat16)
             check_scales(scale, _SMALLEST_SCALE, _LARGEST_SCALE, self.name)
             k = sparse.kept_of(width, _KEPT)
-            entries = sparse.unpack(record[:, _HEAD:], k, _ENTRY_BITS, self.name).astype(np.int64)
+            entries = sparse.unpack(record[:, _HEAD:], k, _ENTRY_BITS, self.name)
             where = entries & (sparse.CHUNK - 1)
             sparse.check_indices(where, width, self.name)
             code = ((entries >> sparse.INDEX_BITS) ^ 8) - 8

@@ -24,7 +24,7 @@ _HEADER = struct.Struct("<4sHHQQ32s8s")
 _RESERVED = bytes(8)
 
 
-class Framed(Protocol):
+class FramePart(Protocol):
     """What sender and receiver know of a payload before it is sent."""
 
     @property
@@ -48,7 +48,7 @@ class Framed(Protocol):
         ...
 
 
-def frame_bytes(part: Framed) -> int:
+def frame_bytes(part: FramePart) -> int:
     """Exact size in bytes of the frame of a payload of `part`."""
     return HEADER_BYTES + part.payload_bytes
 
@@ -58,7 +58,7 @@ def payload_digest(payload: Tensor) -> bytes:
     return hashlib.sha256(payload.contiguous().numpy().data).digest()
 
 
-def pack_frame(part: Framed, payload: Tensor) -> Tensor:
+def pack_frame(part: FramePart, payload: Tensor) -> Tensor:
     """uint8 [payload_bytes] on any device to uint8 [frame_bytes(part)] in host memory.
 
     Raises `ExchangeError` if the payload does not have the size of `part`.
@@ -86,7 +86,7 @@ def frame_digest(frame: Tensor) -> bytes:
     return digest
 
 
-def unpack_frame(frame: bytes | bytearray | memoryview | Tensor, part: Framed) -> Tensor:
+def unpack_frame(frame: bytes | bytearray | memoryview | Tensor, part: FramePart) -> Tensor:
     """The payload, uint8 [payload_bytes] in host memory, of a frame that holds `part`.
 
     The result shares memory with a tensor `frame` and is a copy of any other. Raises

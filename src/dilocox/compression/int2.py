@@ -65,10 +65,11 @@ class Int2:
             wide = scale.to(torch.float32)
             # Where the scale is 0, so is every product, and all codes are the same.
             inverse = torch.where(wide > 0, wide.reciprocal(), 0.0)
-            code = torch.mul(some, inverse).floor_().clamp_(-2, 1).add_(2).to(torch.uint8)
+            code = torch.mul(some, inverse).floor_().clamp_(-2, 1).add_(2)
             packed = code[:, 3 * _QUARTER :]
             for quarter in (2, 1, 0):
                 rest = code[:, quarter * _QUARTER : (quarter + 1) * _QUARTER]
+                # Small whole numbers: exact, whether or not product and sum are fused.
                 packed = torch.add(rest, packed, alpha=4)
             codes[first:last].copy_(packed)
         return payload
@@ -105,10 +106,14 @@ def _scale(blocks: Tensor) -> Tensor:
     total = whole.sum(1, keepdim=True)
     level = total * (1.25 / BLOCK)
     for _ in range(_STEPS):
-        large = torch.ge(whole, level).to(torch.float32)
-        count = large.sum(1, keepdim=True)
-        # Levels are 0.5 and 1.5: the sums are 0.5 of all and 1 more, or 2 more, of the large.
-        above = large.mul_(whole).sum(1, keepdim=True)
-        level = total.mul(0.5).add_(above).div_(count.mul_(2.0).add_(0.25 * BLOCK))
+        # A large magnitude is one of at least `level`. In whole numbers, x > limit for it; then
+        # `over` is x - limit, at least 1, and 0 for a small one.
+        limit = level.ceil_().sub_(1)
+        over = torch.sub(whole, limit).clamp_(min=0)
+        excess = over.sum(1, keepdim=True)
+        count = over.clamp_(max=1).sum(1, keepdim=True)
+        # Levels are 0.5 and 1.5: 0.5 of all and 1 more of the large; squared, 0.25 and 2 more.
+        weighted = total.mul(0.5).add_(excess).add_(limit.mul_(count))
+        level = weighted.div_(count.mul_(2).add_(0.25 * BLOCK))
     scale = level.mul_(unit).clamp_(max=_LARGEST_SCALE)
     return torch.where(scale < _SMALLEST_SCALE, 0.0, scale).to(torch.bfloat16)

@@ -12,6 +12,7 @@ from dilocox.compression.cocktail import Cocktail
 from dilocox.compression.dense import Dense
 from dilocox.compression.geometry import Geometry
 from dilocox.compression.int2 import Int2
+from dilocox.compression.lowrank import LowRank
 from dilocox.compression.parts import Compressor
 from dilocox.compression.quantised import Quantised
 from dilocox.compression.topk import TopK
@@ -37,7 +38,7 @@ def codec(name: str) -> Codec:
 
 
 @lru_cache(maxsize=1024)
-def compressor(spec: str, geometry: Geometry) -> Compressor:
+def compressor(spec: str, geometry: Geometry) -> Compressor | LowRank:
     """What encodes buffers of that geometry as `spec` says.
 
     Raises `ConfigError` for a text that is no spec.
@@ -48,6 +49,8 @@ def compressor(spec: str, geometry: Geometry) -> Compressor:
         return Compressor(
             topk.name, topk.identifier, geometry, CODECS["int4"], lambda _seed, _place: topk
         )
+    if parsed.kind == "lowrank":
+        return LowRank(geometry, parsed.rank, parsed.bits)
     if parsed.kind == "cocktail":
         return Compressor(parsed.text, 8, geometry, CODECS["int4"], Cocktail)
     flat = codec(parsed.kind)

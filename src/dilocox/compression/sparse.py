@@ -22,7 +22,6 @@ SMALLEST_NORMAL = 2.0**-126
 
 _PIECE = 32
 """Chunks that are worked on together: half a MiB of values stays in the cache."""
-_GROUPS = (16, 8, 4, 2)
 
 Array = NDArray[Any]
 
@@ -54,46 +53,52 @@ def chunks(n: int) -> Iterator[tuple[int, int, int]]:
 
 
 def strongest(magnitudes: Array, kept: int) -> Array:
-    """Indices, int64 [rows, kept] ascending, of the largest of each row of int32 [rows, width].
+    """Where in int32 [rows, width] the `kept` largest of each row are: int64 [rows * kept].
 
-    Among equals the first are taken.
+    Positions in the flat array, ascending; among equals the first are taken.
     """
     rows, width = magnitudes.shape
-    # With `kept` groups whose largest are at least `bound`, so are `kept` values of the row: few
-    # values are left to choose from, and a small array is searched instead of a large one.
-    group = next((g for g in _GROUPS if width % g == 0 and kept * 4 * g <= width), 1)
-    peaks = magnitudes.reshape(rows, group, -1).max(1) if group > 1 else magnitudes
-    found = np.flatnonzero(magnitudes >= _nth(peaks, kept))
-    if found.size > rows * kept:
-        found = _cut(found, magnitudes.reshape(-1)[found], rows, width, kept)
-    indices: Array = found.reshape(rows, kept) % width
-    return indices
+    place = width - kept
+    least = np.partition(magnitudes, place, axis=1)[:, place : place + 1]
+    found: Array = np.flatnonzero(magnitudes >= least)
+    if found.size == rows * kept:
+        return found
+    row = found // width
+    equal = magnitudes.reshape(-1)[found] == least[row, 0]
+    spare = np.bincount(row, minlength=rows) - kept
+    # Counted from the end of its row, an equal one is left out as long as there are too many.
+    behind = np.cumsum(equal[::-1])[::-1]
+    after = np.concatenate([behind, [0]])[np.searchsorted(row, np.arange(rows), side="right")]
+    chosen: Array = found[~equal | (behind - after[row] > spare[row])]
+    return chosen
 
 
 def pack(entries: Array, bits: int) -> Array:
-    """uint64 [rows, k] below 2^bits, `bits` 14 or 16, to uint8 [rows, ceil(k * bits / 8)]."""
+    """int64 [rows, k] in 0 to 2^bits - 1, `bits` 14 or 16, to uint8 [rows, ceil(k * bits / 8)]."""
     rows, k = entries.shape
-    fours = np.zeros((rows, -(-k // 4) * 4), dtype=np.uint64)
-    fours[:, :k] = entries
-    fours = fours.reshape(rows, -1, 4) << (np.arange(4, dtype=np.uint64) * np.uint64(bits))
-    words = np.bitwise_or.reduce(fours, axis=2).astype("<u8")
+    if k % 4:
+        entries = np.pad(entries, [(0, 0), (0, -k % 4)])
+    words = entries[:, ::4].copy()
+    for place in (1, 2, 3):
+        words |= entries[:, place::4] << (place * bits)
     data: Array = words.view(np.uint8).reshape(rows, -1, 8)[:, :, : bits // 2].reshape(rows, -1)
     return data[:, : -(-k * bits // 8)]
 
 
 def unpack(data: Array, k: int, bits: int, name: str) -> Array:
-    """What `pack` made `data` from, uint64 [rows, k].
+    """What `pack` made `data` from, int64 [rows, k].
 
     Raises `ExchangeError` if the bits behind the last entry are not zero.
     """
     rows, size = data.shape
     count = -(-k // 4)
-    filled = np.zeros((rows, count * (bits // 2)), dtype=np.uint8)
-    filled[:, :size] = data
+    data = np.pad(data, [(0, 0), (0, count * (bits // 2) - size)])
     words = np.zeros((rows, count, 8), dtype=np.uint8)
-    words[:, :, : bits // 2] = filled.reshape(rows, count, -1)
-    fours = words.view("<u8") >> (np.arange(4, dtype=np.uint64) * np.uint64(bits))
-    entries: Array = (fours & np.uint64((1 << bits) - 1)).reshape(rows, -1)
+    words[:, :, : bits // 2] = data.reshape(rows, count, -1)
+    joined = words.view(np.int64)[:, :, 0]
+    entries = np.empty((rows, count * 4), dtype=np.int64)
+    for place in range(4):
+        entries[:, place::4] = joined >> (place * bits) & ((1 << bits) - 1)
     if entries[:, k:].any():
         raise ExchangeError(f"{name} payload refused: the bits behind its last entry are not zero")
     return entries[:, :k]
@@ -101,30 +106,8 @@ def unpack(data: Array, k: int, bits: int, name: str) -> Array:
 
 def check_indices(indices: Array, width: int, name: str) -> None:
     """Raise `ExchangeError` unless each row ascends strictly and stays below `width`."""
-    if not (np.diff(indices.astype(np.int64)) > 0).all() or not (indices < width).all():
+    if not (indices[:, 1:] > indices[:, :-1]).all() or not (indices[:, -1] < width).all():
         raise ExchangeError(
             f"{name} payload refused: its indices do not ascend within chunks of {width}; no "
             "site's encoder writes that"
         )
-
-
-def _nth(rows: Array, n: int) -> Array:
-    """The n-th largest of each row, [rows, 1]."""
-    place = rows.shape[1] - n
-    return np.partition(rows, place, axis=1)[:, place : place + 1]
-
-
-def _cut(found: Array, values: Array, rows: int, width: int, kept: int) -> Array:
-    """Of positions `found` in [rows, width], ascending, those of the `kept` largest of each row."""
-    row = found // width
-    counts = np.bincount(row, minlength=rows)
-    starts = np.cumsum(counts) - counts
-    table = np.full((rows, counts.max()), -1, dtype=values.dtype)
-    table[row, np.arange(found.size) - starts[row]] = values
-    least = _nth(table, kept)[row, 0]
-    above, equal = values > least, values == least
-    wanted = kept - np.bincount(row[above], minlength=rows)
-    before = np.concatenate([[0], np.cumsum(equal)])
-    rank = before[1:] - before[starts][row]
-    chosen: Array = found[above | (equal & (rank <= wanted[row]))]
-    return chosen

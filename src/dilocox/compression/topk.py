@@ -5,10 +5,11 @@ of c values, k = ceil(K * c / 4096), has 4 + ceil(14 * k / 8) bytes: two bf16 le
 value 14 bits: 2 of value (1: negative, 2: the second level) and 12 of index above them. K = 64 is
 116 bytes per 4,096 values, 0.227 bits per value.
 
-The levels are the mean magnitudes of the small and of the large kept values, divided where Lloyd's
-iteration for least squared error comes to after a few steps from their mean. Magnitudes enter sums
-as whole numbers up to 2^30 (of the chunk's largest): exact in float64 in every order, so payloads
-do not depend on the machine. Levels are 0 or normal fp32 numbers.
+The levels are the mean magnitudes of the small and of the large kept values, divided where the
+squared error is least. (Dividing at their mean costs nothing to speak of for normal values, but
+three times the error for Student's t with 3 degrees of freedom.) Magnitudes enter sums as whole
+numbers up to 2^30 (of the chunk's largest): exact in float64 in every order, so payloads do not
+depend on the machine. Levels are 0 or normal fp32 numbers.
 """
 
 from __future__ import annotations
@@ -32,7 +33,6 @@ from dilocox.compression.sparse import Array
 _HEAD = 4
 _VALUE_BITS = 2
 _ENTRY_BITS = sparse.INDEX_BITS + _VALUE_BITS
-_STEPS = 3
 _WHOLE = 2.0**30
 _LARGEST_LEVEL = torch.finfo(torch.bfloat16).max
 
@@ -65,13 +65,15 @@ class TopK:
             size = rows * sparse.record_bytes(width, self.kept, _HEAD, _ENTRY_BITS)
             record = records[done : done + size].reshape(rows, -1)
             done += size
-            magnitudes = piece & np.int32(0x7FFFFFFF)
-            where = sparse.strongest(magnitudes, sparse.kept_of(width, self.kept))
-            chosen = np.take_along_axis(piece, where, 1)
-            levels, large = _levels(np.abs(chosen.view(np.float32)))
-            code = (chosen < 0) | (large.astype(np.int64) << 1)
+            k = sparse.kept_of(width, self.kept)
+            found = sparse.strongest(piece & np.int32(0x7FFFFFFF), k)
+            chosen = piece.reshape(-1)[found].reshape(rows, k)
+            levels, large = _levels(chosen & np.int32(0x7FFFFFFF))
+            entries = (found % width).reshape(rows, k) << _VALUE_BITS
+            entries |= chosen < 0
+            entries |= large << np.int64(1)
             record[:, :_HEAD] = levels.to(torch.bfloat16).view(torch.uint8).numpy()
-            record[:, _HEAD:] = sparse.pack(where << _VALUE_BITS | code, _ENTRY_BITS)
+            record[:, _HEAD:] = sparse.pack(entries, _ENTRY_BITS)
         return payload if payload is host else payload.copy_(host)
 
     def decode(self, payload: Tensor, n: int, out: Tensor | None = None) -> Tensor:
@@ -87,7 +89,7 @@ class TopK:
             levels = torch.from_numpy(record[:, :_HEAD].copy()).view(torch.bfloat16)
             check_scales(levels, sparse.SMALLEST_NORMAL, _LARGEST_LEVEL, self.name, zero=True)
             k = sparse.kept_of(width, self.kept)
-            entries = sparse.unpack(record[:, _HEAD:], k, _ENTRY_BITS, self.name).astype(np.int64)
+            entries = sparse.unpack(record[:, _HEAD:], k, _ENTRY_BITS, self.name)
             where = entries >> _VALUE_BITS
             sparse.check_indices(where, width, self.name)
             level = levels.to(torch.float32).numpy().view(np.int32)
@@ -99,21 +101,21 @@ class TopK:
 
 
 def _levels(magnitudes: Array) -> tuple[Tensor, Array]:
-    """Levels, fp32 [rows, 2], of fp32 [rows, k], and which of these are large, bool [rows, k]."""
+    """Levels, fp32 [rows, 2], of magnitudes by their bits, int32 [rows, k], and which are large."""
+    ascending = np.sort(magnitudes, axis=1)
+    k = ascending.shape[1]
     with np.errstate(invalid="ignore"):
-        unit = magnitudes.max(1, keepdims=True).astype(np.float64) / _WHOLE
-        unit = np.where(unit > 0, unit, 1.0)
-        whole = np.rint(magnitudes / unit)
-        total, k = whole.sum(1, keepdims=True), magnitudes.shape[1]
-        limit = total / k
-        for step in range(_STEPS + 1):
-            large = whole >= limit
-            count = large.sum(1, keepdims=True)
-            above = (whole * large).sum(1, keepdims=True)
-            high = above / count.clip(1)
-            low = np.where(count < k, (total - above) / (k - count).clip(1), high)
-            if step < _STEPS:
-                limit = (low + high) / 2
+        values = ascending.view(np.float32).astype(np.float64)
+        unit = values[:, -1:] / _WHOLE
+        sums = np.cumsum(np.rint(values / np.where(unit > 0, unit, 1.0)), axis=1)
+        total, below = sums[:, -1:], sums[:, : max(k - 1, 1)]
+        count = np.arange(1, k) if k > 1 else np.ones(1)
+        rest = np.maximum(k - count, 1)
+        # What is divided between n and k - n values with sums s and t: the error falls with this.
+        cut = np.argmax(below**2 / count + (total - below) ** 2 / rest, axis=1, keepdims=True)
+        low = np.take_along_axis(below / count, cut, 1)
+        high = np.take_along_axis((total - below) / rest, cut, 1) if k > 1 else low
         levels = torch.from_numpy((np.concatenate([low, high], 1) * unit).astype(np.float32))
     levels.clamp_(max=_LARGEST_LEVEL)
+    large = magnitudes >= np.take_along_axis(ascending, np.minimum(cut + 1, k - 1), 1)
     return torch.where(levels < sparse.SMALLEST_NORMAL, 0.0, levels), large
