@@ -177,6 +177,9 @@ class InnerSection(Section):
 
     optimizer: Literal["adamw", "muon", "sgd"] = "adamw"
     learning_rate: Annotated[float, Field(gt=0.0)] = 1e-3
+    muon_learning_rate: Annotated[float, Field(gt=0.0)] | None = None
+    """`muon`: peak for the matrices, if not that of all else. Embedding and head of small models
+    gain from more than the matrices."""
     betas: Annotated[tuple[Beta, Beta], Field(strict=False)] = (0.9, 0.95)
     eps: Annotated[float, Field(gt=0.0)] = 1e-8
     momentum: Beta = 0.95

@@ -157,6 +157,16 @@ def test_equals_the_formulas_in_float64() -> None:
         torch.testing.assert_close(held[name].detach().double(), value, atol=1e-6, rtol=0)
 
 
+def test_matrices_may_have_a_rate_of_their_own() -> None:
+    slow, fast = parameters(), parameters()
+    rates = InnerSection(optimizer="muon", learning_rate=0.02, muon_learning_rate=0.08)
+    take_step(InnerOptimizer(slow, InnerSection(optimizer="muon", learning_rate=0.02)), slow, 0)
+    take_step(InnerOptimizer(fast, rates), fast, 0)
+    for name, start in parameters().items():
+        moved = (fast[name] - start) / (4 if name in MATRICES else 1)
+        torch.testing.assert_close(moved, slow[name] - start, atol=1e-6, rtol=0)
+
+
 def test_batches_do_not_change_what_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     results = []
     for elements in (1, 2**25):

@@ -60,6 +60,8 @@ class InnerOptimizer:
             precision=precision,
             group=group,
         )
+        own_rate = inner.muon_learning_rate or inner.learning_rate
+        self._matrix_rate = own_rate / inner.learning_rate
         self._parameters = {n: p for n, p in parameters.items() if n not in matrices}
         # A shard of a dimension smaller than the number of shards may have no rows.
         trained = [p for p in self._parameters.values() if p.numel() > 0]
@@ -91,7 +93,7 @@ class InnerOptimizer:
         they do for a gradient scaler, so clipping costs no pass over the gradients and deciding
         costs no wait for the device. With Muon collective over the group.
         """
-        self._matrices.step(learning_rate, divisor, skip)
+        self._matrices.step(learning_rate * self._matrix_rate, divisor, skip)
         if self._optimizer is None:
             return
         for group in self._optimizer.param_groups:
