@@ -118,9 +118,13 @@ class CoordinatorClient:
         """The plan of a round if it can be issued within `wait` seconds (up to 20)."""
         return self._get(f"plan/{round_}?wait={wait:.3f}", m.PlanReply, wait)
 
-    def round_done(self, round_: int) -> None:
-        """This rank is through with the round: its token ranges are trained on."""
-        self._post("round_done", m.RoundDoneRequest(rank=self.rank, round=round_), m.Done)
+    def round_done(self, round_: int, measured: m.Measured | None = None) -> None:
+        """This rank is through with the round: its token ranges are trained on.
+
+        `measured`: of the whole site, from its leading rank; plans to come depend on it.
+        """
+        request = m.RoundDoneRequest(rank=self.rank, round=round_, measured=measured)
+        self._post("round_done", request, m.Done)
 
     # --- exchange ---------------------------------------------------------------------------
 

@@ -348,7 +348,11 @@ class Coordinator:
         if not self.state.takes_part(rank.site, round_):
             raise Refused("conflict", f"{rank}: round {round_} was not planned for it")
         if (rank.stage, rank.shard) not in site.done.get(round_, ()):
-            self.record(e.RoundDone(self._wall(), rank.site, rank.stage, rank.shard, round_))
+            event = e.RoundDone(
+                self._wall(), rank.site, rank.stage, rank.shard, round_,
+                None if request.measured is None else request.measured.model_dump(mode="json"),
+            )  # fmt: skip
+            self.record(event)
         return m.Done()
 
     # --- exchange ---------------------------------------------------------------------------

@@ -105,10 +105,21 @@ class Planned(Event):
 
 
 @dataclass(frozen=True)
+class Sized(Event):
+    """What payloads would be as large as: bytes by codec, stage and fragment, summed over shards.
+
+    Computed from the model once, where its shapes are known; plans are made from it.
+    """
+
+    payloads: dict[str, list[list[int]]]
+
+
+@dataclass(frozen=True)
 class RoundDone(OfRank):
-    """A rank is through with a round."""
+    """A rank is through with a round. `measured`: a `Measured` as JSON, if it gave one."""
 
     round: int
+    measured: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -227,7 +238,8 @@ class Stored(Event):
 class Resumed(Event):
     """The run goes on from a checkpoint: what the log says after it is superseded.
 
-    `plans` (those of rounds up to `round`) and `ledger` are in force again, as recorded.
+    `plans` (those of rounds up to `round`), `ledger` and `measured` are in force again, as
+    recorded.
     """
 
     tick: int
@@ -235,3 +247,5 @@ class Resumed(Event):
     slot: int
     plans: list[dict[str, Any]] = field(default_factory=list)
     ledger: dict[str, Any] = field(default_factory=dict)
+    measured: list[tuple[int, str, dict[str, Any]]] = field(default_factory=list)
+    """(round, site, `Measured` as JSON) of rounds that plans to come look back at."""

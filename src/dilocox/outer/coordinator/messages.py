@@ -9,11 +9,16 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from dilocox.config import SiteName
 from dilocox.outer.coordinator.keys import KEY_PATTERN
 from dilocox.outer.coordinator.keys import ExchangeKey as ExchangeKey
+from dilocox.outer.coordinator.plan_messages import Count, Line, Message
+from dilocox.outer.coordinator.plan_messages import LinkEstimate as LinkEstimate
+from dilocox.outer.coordinator.plan_messages import Measured as Measured
+from dilocox.outer.coordinator.plan_messages import MemberPlan as MemberPlan
+from dilocox.outer.coordinator.plan_messages import RoundPlan as RoundPlan
 
 MAX_BODY = 1 << 20
 """Largest request that is read, in bytes."""
@@ -22,21 +27,13 @@ MAX_VALUE = 64 * 1024
 MAX_POLL = 20.0
 """Longest time that one request waits at the server, in seconds."""
 
-Count = Annotated[int, Field(ge=0, le=2**53)]
 Small = Annotated[int, Field(ge=0, le=65535)]
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Wait = Annotated[float, Field(ge=0.0, le=MAX_POLL)]
-Line = Annotated[str, Field(max_length=500)]
 Sites = Annotated[list[SiteName], Field(max_length=4096)]
 KeyText = Annotated[str, Field(pattern=KEY_PATTERN)]
 StoreKey = Annotated[str, Field(pattern=r"^(epoch/\d{1,15}|site/[a-z0-9-]{1,31}|run)/.{1,400}$")]
 StoreValue = Annotated[str, Field(max_length=(MAX_VALUE + 2) // 3 * 4)]
-
-
-class Message(BaseModel):
-    """Base of all messages: closed and immutable."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class Rank(Message):
@@ -199,52 +196,6 @@ class FinishRequest(Message):
 # --- plans and rounds ------------------------------------------------------------------------
 
 
-class MemberPlan(Message):
-    """What one site does in a round."""
-
-    weight: float
-    """w_i of ALGORITHM.md §2 among the plan's members."""
-    batch: Count
-    """Sequences per inner step."""
-    ranges: list[tuple[Count, Count]]
-    """(start, count) of sequence numbers in `space`; together batch x inner_steps, to be read in
-    this order, `batch` of them per inner step."""
-    space: Annotated[str, Field(max_length=64)]
-    """`shared`, or `site/NAME` for a site with token files of its own."""
-
-
-class RoundPlan(Message):
-    """All decisions of one round, made once. A "flush" has no inner steps and no slots, lands at
-    once, and sends all of the residual through its own codec."""
-
-    round: Count
-    kind: Literal["train", "flush"]
-    first_tick: Count
-    """Slots before this round: its slot s (from 0) ends at tick first_tick + s + 1."""
-    first_step: Count
-    """Inner steps of a site before this round, if it was there from the start."""
-    members: dict[SiteName, MemberPlan]
-    inner_steps: Count
-    slots: Count
-    fragments: Count
-    delay: Count
-    overlap: Literal["none", "naive", "keep", "eager"]
-    keep: float
-    learning_rate: float
-    momentum: float
-    codec: str
-    residual_decay: float
-    exchange: Literal["gather", "reduce"]
-    reason: Line = ""
-    """Why this plan, in one line with numbers and units."""
-    checkpoint: bool
-    """Write a checkpoint at the end of this round (always true of the flush)."""
-    evaluate: bool
-    """Evaluate the anchor at the end of this round (always true of the flush)."""
-    last: bool
-    """No training round follows: true of the last training round and of the flush."""
-
-
 class PlanReply(Message):
     """`plan/ROUND?wait=SECONDS`: the plan, or what it waits for."""
 
@@ -257,6 +208,8 @@ class RoundDoneRequest(Message):
 
     rank: Rank
     round: Count
+    measured: Measured | None = None
+    """From the site's leading rank."""
 
 
 # --- exchange --------------------------------------------------------------------------------

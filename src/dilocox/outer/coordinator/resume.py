@@ -50,6 +50,12 @@ def resume_point(
         checkpoint.slot,
         [plan.model_dump(mode="json") for plan in plans],
         rolled.ledger.to_json(),
+        [
+            (round_, site, measured.model_dump(mode="json"))
+            for round_, sites in rolled.measured.items()
+            for site, measured in sites.items()
+            if round_ < checkpoint.round
+        ],
     )
 
 

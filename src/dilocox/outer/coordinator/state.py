@@ -14,7 +14,7 @@ from dilocox.outer.coordinator import events as e
 from dilocox.outer.coordinator.exchanges import Exchange, Member, RankKey, Vote
 from dilocox.outer.coordinator.keys import ExchangeKey
 from dilocox.outer.coordinator.ledger import Ledger
-from dilocox.outer.coordinator.messages import RoundPlan
+from dilocox.outer.coordinator.messages import Measured, RoundPlan
 
 FEED = 1000
 """So many messages of the feed are kept."""
@@ -84,6 +84,10 @@ class CoordinatorState:
     next_round: int = 0
     """First round without a plan."""
     ledger: Ledger = field(default_factory=Ledger)
+    payloads: dict[str, list[list[int]]] | None = None
+    """Bytes by codec, stage and fragment; none until they are known."""
+    measured: dict[int, dict[str, Measured]] = field(default_factory=dict)
+    """By round and site, of the rounds that plans look back at."""
     exchanges: dict[str, Exchange] = field(default_factory=dict)
     undecided: dict[str, None] = field(default_factory=dict)
     """Keys of exchanges without a decision, in order."""
@@ -298,6 +302,8 @@ class CoordinatorState:
                 name, self.sites[name].incarnation, plan.round, member.space, member.ranges
             )
         self._forget(plan.round - REMEMBERED)
+        oldest = plan.round - self.config.control.window - REMEMBERED
+        self.measured = {r: sites for r, sites in self.measured.items() if r >= oldest}
         what = "flush" if plan.kind == "flush" else f"round {plan.round}"
         self._say(event, "plan", f"{what} planned for {', '.join(plan.members)}")
 
@@ -306,8 +312,14 @@ class CoordinatorState:
             del self.exchanges[key]
             self.undecided.pop(key, None)
 
+    def _sized(self, event: e.Sized) -> None:
+        self.payloads = event.payloads
+
     def _round_done(self, event: e.RoundDone) -> None:
         site = self.sites[event.site]
+        if event.measured is not None:
+            measured = Measured.model_validate(event.measured)
+            self.measured.setdefault(event.round, {})[event.site] = measured
         ranks = site.done.setdefault(event.round, set())
         ranks.add((event.stage, event.shard))
         if len(ranks) == self.config.site.ranks:
@@ -402,6 +414,9 @@ class CoordinatorState:
         self.ledger = Ledger.from_json(event.ledger, self.ledger.until)
         self.first_round, self.first_tick = event.round, event.tick
         self.next_round = event.round + 1 if event.round in self.plans else event.round
+        self.measured = {}
+        for round_, name, measured in event.measured:
+            self.measured.setdefault(round_, {})[name] = Measured.model_validate(measured)
         self.exchanges, self.undecided, self.store = {}, {}, {}
         self.checkpoints = {
             tick: item for tick, item in self.checkpoints.items() if tick <= event.tick
@@ -426,6 +441,7 @@ _APPLY: dict[type[e.Event], Callable[[CoordinatorState, Any], None]] = {
     e.Activated: CoordinatorState._activated,
     e.Gone: CoordinatorState._gone,
     e.Planned: CoordinatorState._planned,
+    e.Sized: CoordinatorState._sized,
     e.RoundDone: CoordinatorState._round_done,
     e.Pinned: CoordinatorState._pinned,
     e.Voted: CoordinatorState._voted,

@@ -1,0 +1,97 @@
+"""What is said of a round: its plan, and what sites measured in it.
+
+Part of the messages of `messages`, which names them all.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from dilocox.config import SiteName
+
+Count = Annotated[int, Field(ge=0, le=2**53)]
+Line = Annotated[str, Field(max_length=500)]
+
+
+class Message(BaseModel):
+    """Base of all messages: closed and immutable."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class MemberPlan(Message):
+    """What one site does in a round."""
+
+    weight: float
+    """w_i of ALGORITHM.md §2 among the plan's members."""
+    batch: Count
+    """Sequences per inner step."""
+    ranges: list[tuple[Count, Count]]
+    """(start, count) of sequence numbers in `space`; together batch x inner_steps, to be read in
+    this order, `batch` of them per inner step."""
+    space: Annotated[str, Field(max_length=64)]
+    """`shared`, or `site/NAME` for a site with token files of its own."""
+
+
+class LinkEstimate(Message):
+    """What plans go by: the slowest site's link and steps, as agreed from measurements."""
+
+    step_us: Count
+    """Microseconds of an inner step."""
+    rate: Count
+    """Bytes per second that a site receives while payloads come in."""
+    latency_us: Count
+    """Microseconds per payload beside its bytes."""
+    payload: Count
+    """Bytes of a payload when rate and latency were last changed."""
+
+
+class RoundPlan(Message):
+    """All decisions of one round, made once. A "flush" has no inner steps and no slots, lands at
+    once, and sends all of the residual through its own codec."""
+
+    round: Count
+    kind: Literal["train", "flush"]
+    first_tick: Count
+    """Slots before this round: its slot s (from 0) ends at tick first_tick + s + 1."""
+    first_step: Count
+    """Inner steps of a site before this round, if it was there from the start."""
+    members: dict[SiteName, MemberPlan]
+    inner_steps: Count
+    slots: Count
+    fragments: Count
+    delay: Count
+    overlap: Literal["none", "naive", "keep", "eager"]
+    keep: float
+    learning_rate: float
+    momentum: float
+    codec: str
+    residual_decay: float
+    exchange: Literal["gather", "reduce"]
+    reason: Line = ""
+    """Why this plan, in one line with numbers and units."""
+    estimate: LinkEstimate | None = None
+    """What the plan was made from; none where nothing was measured or declared yet."""
+    checkpoint: bool
+    """Write a checkpoint at the end of this round (always true of the flush)."""
+    evaluate: bool
+    """Evaluate the anchor at the end of this round (always true of the flush)."""
+    last: bool
+    """No training round follows: true of the last training round and of the flush."""
+
+
+class Measured(Message):
+    """What one site measured in a round, over all of its ranks; plans are made from it."""
+
+    step_us: Count
+    """Microseconds of an inner step, waits for the network not counted."""
+    exchange_bytes: Count
+    """Bytes of payloads that came in."""
+    exchange_us: Count
+    """Microseconds during which payloads came in; what overlaps counts once."""
+    exchanges: Count
+    """Payloads that came in."""
+    effective_rank_milli: Count | None = None
+    """Effective rank of the averaged pseudo-gradients, in thousandths, if the codec knows it."""
