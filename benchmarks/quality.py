@@ -1,0 +1,264 @@
+"""Held-out loss of every method against the bytes it sends, side by side in one engine.
+
+Every row is a real run of `dilocox.train`: sites as processes of this machine, one rank each with
+one thread, the same text, tokens, model, batch and seeds (a qwen3 of 0.67M parameters over bytes,
+128 tokens per sequence, 32 sequences per step). The text is Python's standard library and, where
+they are at hand, parts of WikiText-2 (--wikitext). Non-IID, each site trains on a contiguous part
+of it. A seed decides initial weights, order of the text and what is held out.
+
+The held-out loss is that of the anchor on 1,024 sequences spread over all of the text. `gap` is the
+loss over that of synchronous training (`allreduce`) with the same inner optimizer, text and seed,
+less one. Reductions count bytes that sites handed to the network, against fp32 vectors exchanged in
+the same way (per transfer) and against what synchronous training sends (in all; the 8-bit flush at
+the end of training is in it).
+
+Regimes: `paper`, 640 steps, 32 rounds of the paper's method; `long`, 3,300 steps, 20 tokens per
+parameter. Rounds of published methods are scaled to these runs (H in the rows, the published one
+beside it). The links of dilocox's rows are declared, one per target reduction R: synchronous
+training would need R times the declared step time on 90 % of it.
+
+Learning rates are tuned, with the same number of trials for every method: --tune makes them, and
+results/quality-tuning.json holds them. Rows called "published" have the published outer lr and
+momentum and the best inner learning rate for these.
+
+A full run (no options) takes hours. Every row is written when it is done; started again, the
+benchmark goes on with the rows that are missing. --quick trains seven rows of the first regime.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import common
+import quality_data
+import quality_plot
+import quality_report
+import quality_rows
+import quality_tuning
+from quality_data import Text
+from quality_jobs import LEAD, SEEDS, Job, select
+from quality_rows import REGIMES
+from quality_run import Row, configuration, parameters, train
+
+from dilocox.data import TokenFiles
+from dilocox.errors import DilocoxError
+
+RESULTS = Path(__file__).parent / "results"
+ROOT = Path(__file__).parents[1]
+
+
+def arguments() -> argparse.ArgumentParser:
+    """The command line."""
+    made = common.parser(__doc__ or "")
+    made.add_argument("--wikitext", type=Path, metavar="DIR", help="folder of wikitext2-*.txt")
+    made.add_argument("--folder", type=Path, metavar="DIR", help="work there, keep token files")
+    made.add_argument("--keep", action="store_true", help="keep run folders (with --folder)")
+    made.add_argument("--tune", action="store_true", help="make the tuning trials instead")
+    made.add_argument(
+        "--tuning", type=Path, metavar="FILE", default=RESULTS / "quality-tuning.json"
+    )
+    made.add_argument(
+        "--only", nargs="+", metavar="NAME", help="labels, methods, `core` or `ablations`"
+    )
+    made.add_argument("--regime", nargs="+", choices=list(REGIMES), default=list(REGIMES))
+    made.add_argument("--seeds", nargs="+", type=int, default=list(SEEDS))
+    made.add_argument("--sites", nargs="+", type=int, choices=(2, 4), default=[2, 4])
+    made.add_argument("--iid", choices=("no", "yes", "both"), default="both")
+    made.add_argument("--steps", type=int, help="shorter runs, to try the benchmark itself out")
+    made.add_argument(
+        "--try",
+        dest="tried",
+        nargs="+",
+        default=[],
+        metavar="SETTINGS",
+        help='only these entries, as in "method=dilocox outer.inner_steps=5 inner.clip=0.5"',
+    )
+    return made
+
+
+def main() -> int:
+    """Train what is missing, print and write what came of it; 1 if a row could not be made."""
+    options = arguments().parse_args()
+    common.end_on_signals()
+    if options.json is None and not options.quick:
+        options.json = RESULTS / "quality-cpu.json"
+    with tempfile.TemporaryDirectory(prefix="dilocox-quality-") as temporary:
+        bench = Bench(options, (options.folder or Path(temporary)).resolve())
+        return bench.tune() if options.tune else bench.measure()
+
+
+class Bench:
+    """One call of the benchmark: its text, its folder, the rows so far and the file they go to."""
+
+    def __init__(self, options: argparse.Namespace, folder: Path) -> None:
+        self._options = options
+        self._folder = folder
+        self._on = common.machine()
+        self._text = Text.write(folder / "text", _wikitext(options.wikitext))
+        self._tokenised: dict[tuple[int, int], bool] = {}
+        self._seconds: dict[str, list[float]] = {}
+        self._failures = 0
+
+    def measure(self) -> int:
+        """The table: all jobs that have no row yet, then table, plot and verdicts."""
+        path = self._options.json
+        rows = _read_rows(path)
+        jobs = list(select(self._options, quality_tuning.read(self._options.tuning)))
+        if not jobs:
+            common.say("quality: these options leave nothing to train")
+            return 2
+        for earlier in rows:
+            self._learn(earlier)
+        missing = [job for job in jobs if not any(self._is_of(row, job) for row in rows)]
+        for number, job in enumerate(missing):
+            row = self._train(job, missing[number:])
+            if row is None:
+                continue
+            rows = [other for other in rows if not _same(other, job)] + [row]
+            rows = quality_report.with_gaps(rows)
+            self._write(path, rows)
+        wanted = [row for row in rows if any(_same(row, job) for job in jobs)]
+        self._show(path, quality_report.with_gaps(wanted))
+        return 1 if self._failures else 0
+
+    def tune(self) -> int:
+        """The tuning trials that are not made yet."""
+        path = self._options.tuning
+        rows = _read_rows(path)
+        only = self._options.only
+        for tuned_as, entry in quality_rows.tuning_entries().items():
+            if only and tuned_as not in only:
+                continue
+            while trials := quality_tuning.open_trials(
+                tuned_as, quality_tuning.from_rows(rows).get(tuned_as, {})
+            ):
+                job = Job(entry, *LEAD, quality_tuning.SEED, trials[0].settings)
+                row = self._train(job, [job])
+                if row is None:
+                    return 1
+                rows.append(quality_tuning.row(tuned_as, trials[0], row))
+                self._write(path, rows)
+        print(common.table(rows, dict.fromkeys(rows[0], str)))
+        return 0
+
+    def _train(self, job: Job, to_come: Sequence[Job]) -> Row | None:
+        """One row, said in one line; none for a run that failed in any way but diverging."""
+        self._tokenise(job)
+        run = self._folder / "run"
+        log = self._folder / "run.log"
+        try:
+            config = configuration(job, self._text, run, self._options.steps)
+            row = train(job, config, log, keep=self._options.keep)
+        except DilocoxError as error:
+            common.say(f"{job}: {error}")
+            self._failures += 1
+            return None
+        if row is None:
+            common.say("stopped; started again, the benchmark goes on with this row")
+            sys.exit(130)
+        self._learn(row)
+        reached = "diverged" if row["failed"] else f"loss {row['val_loss']:.4f}"
+        less = f"{row['reduction_total']:,.0f}x" if row["reduction_total"] else "-"
+        common.say(
+            f"{job}: {reached}, {less} in all, {row['seconds']:.0f} s; "
+            f"{len(to_come) - 1} rows to come, {self._remaining(to_come[1:])}"
+        )
+        if self._options.keep:
+            run.rename(self._folder / f"run-{time.time_ns()}")
+        return row
+
+    def _tokenise(self, job: Job) -> None:
+        counts = [] if job.iid else [job.sites]
+        if not all(self._tokenised.get((job.seed, count)) for count in counts or [0]):
+            self._text.tokenise(job.seed, counts)
+            self._tokenised |= {(job.seed, count): True for count in [*counts, 0]}
+
+    def _learn(self, row: Row) -> None:
+        self._seconds.setdefault(row["method"], []).append(row["seconds"] / row["steps"])
+
+    def _remaining(self, jobs: Sequence[Job]) -> str:
+        """Expected time of `jobs`, from what a step of the same method, or of any, has taken."""
+        known = [value for values in self._seconds.values() for value in values]
+        total = 0.0
+        for job in jobs:
+            values = self._seconds.get(job.entry.method, known)
+            steps = self._options.steps or REGIMES[job.regime].steps
+            total += steps * sum(values) / len(values)
+        hours, minutes = divmod(round(total / 60), 60)
+        return f"about {hours}:{minutes:02d} h"
+
+    def _is_of(self, row: Row, job: Job) -> bool:
+        """True if `row` is what `job` would give."""
+        steps = self._options.steps or REGIMES[job.regime].steps
+        return _same(row, job) and row["settings"] == job.settings_text and row["steps"] == steps
+
+    def _write(self, path: Path | None, rows: Sequence[Row]) -> None:
+        """Whole or not at all: what was measured before is never lost."""
+        if path is None:
+            return
+        unfinished = path.with_name(f".{path.name}.unfinished")
+        common.write_json(unfinished, "quality", self._on, self._settings(), rows)
+        unfinished.replace(path)
+
+    def _settings(self) -> dict[str, Any]:
+        digests = {}
+        for seed, sites in sorted(self._tokenised):
+            if sites == 0:
+                digests[str(seed)] = quality_data.describe(
+                    TokenFiles.open(self._text.mixture(seed))
+                )
+        sample = Job(quality_rows.core_entries()[0], *LEAD, 0, {})
+        return {
+            "model": dict(quality_rows.MODEL),
+            "parameters": parameters(configuration(sample, self._text, self._folder / "run")),
+            "batch": quality_rows.BATCH,
+            "sequence_length": quality_data.SEQUENCE_LENGTH,
+            "steps": {name: regime.steps for name, regime in REGIMES.items()},
+            "warmup_steps": {name: regime.warmup_steps for name, regime in REGIMES.items()},
+            "step_seconds": quality_rows.STEP_SECONDS,
+            "utilisation": quality_rows.UTILISATION,
+            "text": digests,
+        }
+
+    def _show(self, path: Path | None, rows: Sequence[Row]) -> None:
+        known = quality_report.points(rows)
+        for where in quality_report.cells(known):
+            inside = [point for point in known if point.cell == where]
+            print(f"\n{quality_report.title(where)}")
+            print(quality_report.table(inside))
+            for line in quality_report.verdicts(inside):
+                print(f"- {line}")
+        if path is not None and any(point.core for point in known):
+            path.with_suffix(".svg").write_text(quality_plot.picture(known), encoding="utf-8")
+
+
+def _wikitext(given: Path | None) -> Path | None:
+    """The folder that was given, or the one beside the checkout; none if there is no such text."""
+    folder = given or ROOT.parent / "shared" / "data"
+    if any(folder.glob(quality_data.WIKITEXT)):
+        return folder
+    if given is not None:
+        sys.exit(f"quality: --wikitext {given}: no {quality_data.WIKITEXT} in it")
+    common.say("quality: no WikiText-2 at hand, the standard library alone")
+    return None
+
+
+def _read_rows(path: Path | None) -> list[Row]:
+    if path is None or not path.exists():
+        return []
+    return list(json.loads(path.read_text(encoding="utf-8"))["rows"])
+
+
+def _same(row: Row, job: Job) -> bool:
+    return all(row[key] == value for key, value in job.key.items())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

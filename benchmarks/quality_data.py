@@ -1,0 +1,164 @@
+"""The text of the quality benchmark: one corpus, in contiguous parts of it, as token files.
+
+The corpus is the source of Python's standard library, in order of path, and after it the parts of
+WikiText-2 that are at hand. It is cut into documents of about `DOCUMENT` characters, so that what
+is held out is spread over all of it, and the documents into four contiguous parts of equal size.
+Non-IID, a site trains on its own parts alone; IID, all sites share the token files of the whole.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+from dilocox import processes
+from dilocox.config import DataSection
+from dilocox.data import TokenFiles, prepare
+from dilocox.data.documents import cut_point
+from dilocox.data.sources import STDLIB, read_source
+
+PARTS = 4
+DOCUMENT = 4 * 1024
+"""Characters after which a document is cut, at the next blank line."""
+SEQUENCE_LENGTH = 128
+HELD_OUT_SEQUENCES = 1024
+HELD_OUT_FRACTION = 0.02
+VOCABULARY = 257
+"""The 256 bytes and end-of-text: a tokenizer without merges."""
+WIKITEXT = "wikitext2-*.txt"
+
+Progress = Callable[[str, float], None]
+
+
+def cut(text: str) -> Iterator[str]:
+    """`text` in documents of `DOCUMENT` to twice as many characters; nothing is lost."""
+    start = 0
+    while (end := cut_point(text, start, DOCUMENT)) is not None:
+        yield text[start:end]
+        start = end
+    yield text[start:]
+
+
+def contiguous(documents: Sequence[str], parts: int) -> list[Sequence[str]]:
+    """`documents` in order, in `parts` runs of about equally many characters.
+
+    Raises `ValueError` where a part would be empty.
+    """
+    total = sum(len(document) for document in documents)
+    bounds, done = [0], 0
+    for index, document in enumerate(documents):
+        done += len(document)
+        while len(bounds) < parts and done * parts >= total * len(bounds):
+            bounds.append(index + 1)
+    bounds = [*bounds[:parts], len(documents)]
+    runs = [documents[a:b] for a, b in pairwise(bounds)]
+    if len(runs) < parts or not all(runs):
+        raise ValueError(f"{len(documents)} documents do not fill {parts} parts")
+    return runs
+
+
+def read_corpus(wikitext: Path | None) -> list[str]:
+    """All documents, in order. Without `wikitext`, a folder, the standard library alone."""
+    sources = [STDLIB]
+    if wikitext is not None:
+        sources += [str(file) for file in sorted(wikitext.glob(WIKITEXT))]
+    return [
+        piece
+        for source in sources
+        for text in read_source(source, DataSection(), _quiet).documents()
+        for piece in cut(text)
+        if not piece.isspace()
+    ]
+
+
+def _quiet(_step: str, _share: float) -> None:
+    """Progress that nobody asked for."""
+
+
+@dataclass(frozen=True)
+class Text:
+    """The corpus in a folder, and its token files, which hang on the seed of a run.
+
+    The seed decides what is held out, for the whole and for every site alike: a document that is
+    held out is trained on nowhere.
+    """
+
+    folder: Path
+
+    @classmethod
+    def write(cls, folder: Path, wikitext: Path | None) -> Text:
+        """Write the corpus' parts below `folder`, if they are not there yet."""
+        text = cls(folder)
+        if not text.part(PARTS - 1).exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            for number, documents in enumerate(contiguous(read_corpus(wikitext), PARTS)):
+                lines = (json.dumps({"text": document}) + "\n" for document in documents)
+                unfinished = text.part(number).with_suffix(".unfinished")
+                unfinished.write_text("".join(lines), encoding="utf-8")
+                unfinished.replace(text.part(number))
+        return text
+
+    def part(self, number: int) -> Path:
+        """One of the `PARTS` parts."""
+        return self.folder / f"part-{number}.jsonl"
+
+    def parts_of(self, site: int, sites: int) -> list[Path]:
+        """What site number `site` of `sites` trains on, non-IID."""
+        share = PARTS // sites
+        return [self.part(number) for number in range(site * share, (site + 1) * share)]
+
+    def section(self) -> dict[str, object]:
+        """`[data]` of every run, but for `folder`."""
+        return {
+            "source": [str(self.part(number)) for number in range(PARTS)],
+            "vocabulary_size": VOCABULARY,
+            "sequence_length": SEQUENCE_LENGTH,
+            "validation_fraction": HELD_OUT_FRACTION,
+            "validation_sequences": HELD_OUT_SEQUENCES,
+        }
+
+    def mixture(self, seed: int) -> Path:
+        """Token files of the whole corpus."""
+        return self.folder / f"seed-{seed}" / "mixture"
+
+    def site(self, seed: int, site: int, sites: int) -> Path:
+        """Token files of one site's parts."""
+        return self.folder / f"seed-{seed}" / f"site-{site}-of-{sites}"
+
+    def tokenise(self, seed: int, site_counts: Sequence[int]) -> None:
+        """Make the token files of `seed`, those of the whole and of the sites of each count.
+
+        Raises `ValueError` if whole and parts disagree on what is held out.
+        """
+        processes.call_in_child(_tokenise, self, seed, tuple(site_counts), on_progress=_quiet)
+
+
+def _tokenise(text: Text, seed: int, site_counts: tuple[int, ...], progress: Progress) -> None:
+    whole = prepare(DataSection(**text.section()), text.mixture(seed), seed, progress)  # type: ignore[arg-type]
+    for sites in site_counts:
+        for site in range(sites):
+            section = text.section() | {
+                "source": [str(path) for path in text.parts_of(site, sites)],
+                "tokenizer": str(whole.tokenizer_folder),
+            }
+            own = prepare(
+                DataSection(**section),  # type: ignore[arg-type]
+                text.site(seed, site, sites),
+                seed,
+                progress,
+            )
+            if own.content["held_out_below"] != whole.content["held_out_below"]:
+                raise ValueError(f"{own.folder}: holds out other documents than the whole corpus")
+
+
+def describe(files: TokenFiles) -> dict[str, int | str]:
+    """What a reader of the results must know of the text."""
+    return {
+        "digest": files.digest,
+        "train_tokens": files.token_count("train"),
+        "held_out_tokens": files.token_count("validation"),
+        "held_out_sequences": HELD_OUT_SEQUENCES,
+    }

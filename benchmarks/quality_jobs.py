@@ -1,0 +1,121 @@
+"""Which rows the quality benchmark trains: entries by regime, sites, kind of shards and seed."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import quality_rows
+import quality_tuning
+from quality_rows import Entry, Settings
+
+SEEDS = (0, 1, 2)
+LEAD = ("paper", 4, False)
+"""Regime, sites, IID of what ablations, trials and --quick are trained in."""
+OTHER_CELLS = ((4, True), (2, False), (2, True))
+"""Sites and IID of what is trained in the first regime as well, with one seed."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is trained for one row."""
+
+    entry: Entry
+    regime: str
+    sites: int
+    iid: bool
+    seed: int
+    rates: Settings
+
+    @property
+    def key(self) -> dict[str, Any]:
+        """What makes the row the only one of its kind."""
+        return {
+            "label": self.entry.label,
+            "regime": self.regime,
+            "sites": self.sites,
+            "iid": self.iid,
+            "seed": self.seed,
+        }
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Keys of the run file that the row sets: the method's own and learning rates. What the
+        entry sets itself is not overruled."""
+        return {**self.rates, **self.entry.settings}
+
+    @property
+    def settings_text(self) -> str:
+        """`settings`, and the target of the link, as one line."""
+        words = [f"{key}={value}" for key, value in sorted(self.settings.items())]
+        if self.entry.target is not None:
+            words.append(f"target={self.entry.target}")
+        return " ".join(words)
+
+    def __str__(self) -> str:
+        kind = "IID" if self.iid else "non-IID"
+        return f"{self.entry.label}, {self.regime}, D={self.sites}, {kind}, seed {self.seed}"
+
+
+def select(options: argparse.Namespace, trials: quality_tuning.Trials) -> Iterable[Job]:
+    """The jobs that the options ask for, in order: what is quoted most comes first.
+
+    An entry that would repeat another one of its cell (published rates that are also the best) is
+    left out.
+    """
+    seen: set[tuple[object, ...]] = set()
+    for entry, regime, sites, iid, seed in _wanted(options):
+        rates = quality_tuning.chosen(entry, trials.get(entry.tuned_as, {}))
+        job = Job(entry, regime, sites, iid, seed, rates.settings)
+        identity = (entry.method, job.settings_text, regime, sites, iid, seed)
+        if identity not in seen:
+            seen.add(identity)
+            yield job
+
+
+def _wanted(options: argparse.Namespace) -> Iterable[tuple[Entry, str, int, bool, int]]:
+    core, ablations = quality_rows.core_entries(), quality_rows.ablation_entries()
+    if options.quick:
+        labels = {entry.label: entry for entry in core}
+        core, ablations = [labels[label] for label in quality_rows.QUICK], []
+    if options.tried:
+        core, ablations = [], [quality_rows.tried_entry(text) for text in options.tried]
+    core, ablations = chosen_by_name(core, ablations, options.only)
+    seeds = options.seeds[:1] if options.quick else options.seeds
+    regimes = ["paper"] if options.quick else options.regime
+    for regime in regimes:
+        if 4 in options.sites and options.iid != "yes":
+            yield from ((entry, regime, 4, False, seed) for seed in seeds for entry in core)
+            if regime == LEAD[0] or options.tried:
+                yield from ((entry, regime, 4, False, seeds[0]) for entry in ablations)
+    if options.quick or LEAD[0] not in regimes:
+        return
+    for sites, iid in OTHER_CELLS:
+        if sites in options.sites and options.iid in ("both", "yes" if iid else "no"):
+            yield from ((entry, LEAD[0], sites, iid, seeds[0]) for entry in core)
+
+
+def chosen_by_name(
+    core: list[Entry], ablations: list[Entry], names: list[str] | None
+) -> tuple[list[Entry], list[Entry]]:
+    """What `names` name: `core`, `ablations`, labels, or methods that are no labels; none: all.
+
+    Raises `SystemExit` for a name of nothing.
+    """
+    if names is None:
+        return core, ablations
+    labels = {entry.label for entry in [*core, *ablations]}
+    methods = {entry.method for entry in [*core, *ablations]} - labels
+    unknown = sorted(set(names) - labels - methods - {"core", "ablations"})
+    if unknown:
+        raise SystemExit(f"quality: --only {unknown[0]!r}: names no entry; there are {labels}")
+
+    def named(entry: Entry, group: str) -> bool:
+        return bool({group, entry.label, *({entry.method} & methods)} & set(names))
+
+    return (
+        [entry for entry in core if named(entry, "core")],
+        [entry for entry in ablations if named(entry, "ablations")],
+    )

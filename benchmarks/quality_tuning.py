@@ -1,0 +1,114 @@
+"""Learning rates of the quality benchmark: the same number of trials for every method.
+
+Trials are whole runs of the paper's regime, D=4, non-IID, with a seed that no quoted row has. A
+method with an outer optimizer of its own is tried at three inner learning rates with the published
+outer lr and momentum, then at the best of these with three other pairs. A method without one, and
+dilocox, which chooses them itself, is tried at four inner learning rates and then at two beside
+the best. Methods that differ in a dense codec only (diloco, opendiloco, intellect1) share trials.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quality_rows import OUTER_PUBLISHED, Entry, Settings
+
+TRIALS = 6
+SEED = 1000
+INNER_RATES = (3e-3, 6e-3, 1.2e-2)
+INNER_RATES_ALONE = (1.5e-3, 3e-3, 6e-3, 1.2e-2)
+OUTER_PAIRS = ((0.7, 0.9), (0.8, 0.5), (1.0, 0.0), (0.7, 0.7))
+UNTUNED_RATE = 6e-3
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Inner learning rate, and outer learning rate and momentum if they are set."""
+
+    inner: float
+    outer: tuple[float, float] | None = None
+
+    @property
+    def settings(self) -> Settings:
+        """As keys of the run file."""
+        keys = {"inner.learning_rate": self.inner}
+        if self.outer is not None:
+            keys |= {"outer.learning_rate": self.outer[0], "outer.momentum": self.outer[1]}
+        return keys
+
+
+Losses = Mapping[Rates, float]
+"""Held-out loss by what was tried; infinite where training failed."""
+Trials = Mapping[str, Losses]
+"""By `tuned_as` of the entries."""
+
+
+def published_rates(tuned_as: str, inner: float) -> Rates:
+    """An inner learning rate with the published outer ones, where there are any."""
+    return Rates(inner, OUTER_PUBLISHED.get(tuned_as))
+
+
+def open_trials(tuned_as: str, done: Losses) -> list[Rates]:
+    """What can be tried next, without what is done; nothing when all trials are made."""
+    outer = OUTER_PUBLISHED.get(tuned_as)
+    rates = INNER_RATES_ALONE if outer is None else INNER_RATES
+    first = [Rates(inner, outer) for inner in rates]
+    missing = [trial for trial in first if trial not in done]
+    if missing:
+        return missing
+    best = min(first, key=lambda trial: done[trial]).inner
+    if outer is None:
+        second = [Rates(_round(best * factor)) for factor in (math.sqrt(0.5), math.sqrt(2.0))]
+    else:
+        second = [Rates(best, pair) for pair in OUTER_PAIRS if pair != outer]
+    return [trial for trial in second if trial not in done]
+
+
+def _round(rate: float) -> float:
+    return float(f"{rate:.2g}")
+
+
+def chosen(entry: Entry, done: Losses) -> Rates:
+    """The learning rates of `entry`, of the trials of its `tuned_as`; untuned if there are none."""
+    if not done:
+        return Rates(UNTUNED_RATE)
+    allowed = done
+    if entry.rates == "inner":
+        outer = OUTER_PUBLISHED.get(entry.tuned_as)
+        allowed = {trial: loss for trial, loss in done.items() if trial.outer == outer}
+    return min(allowed, key=lambda trial: allowed[trial])
+
+
+def read(path: Path) -> dict[str, dict[Rates, float]]:
+    """Trials by `tuned_as`, from the rows of a results file; none if there is no file."""
+    if not path.exists():
+        return {}
+    return from_rows(json.loads(path.read_text(encoding="utf-8"))["rows"])
+
+
+def from_rows(rows: Iterable[Mapping[str, Any]]) -> dict[str, dict[Rates, float]]:
+    """Trials by `tuned_as`, from rows as `row` makes them."""
+    trials: dict[str, dict[Rates, float]] = {}
+    for row in rows:
+        pair = row["outer_learning_rate"], row["outer_momentum"]
+        rates = Rates(row["learning_rate"], None if None in pair else pair)
+        loss = row["val_loss"]
+        trials.setdefault(row["tuned_as"], {})[rates] = math.inf if loss is None else loss
+    return trials
+
+
+def row(tuned_as: str, rates: Rates, measured: Mapping[str, Any]) -> dict[str, Any]:
+    """A trial as a row of the tuning file."""
+    outer, momentum = rates.outer or (None, None)
+    return {
+        "tuned_as": tuned_as,
+        "learning_rate": rates.inner,
+        "outer_learning_rate": outer,
+        "outer_momentum": momentum,
+        **{key: measured[key] for key in ("val_loss", "label", "reduction_total", "seconds")},
+    }
