@@ -186,7 +186,7 @@ def build_rank(
 
 def build_states(config: RunConfig, rank: Rank) -> list[FragmentState]:
     """The outer state of this rank's fragments. Raises `ConfigError` for too many fragments."""
-    fragments = 1 if config.outer.method == "allreduce" else config.outer.fragments
+    fragments = 1 if config.exchanges_gradients else config.outer.fragments
     sizes = {name: shape.numel() for name, shape in rank.shapes.items()}
     device = torch.device("cpu") if config.outer.device == "cpu" else rank.mesh.device
     states = []

@@ -57,11 +57,8 @@ class Donors:
             for fragment in sorted(donor.waiting):
                 if not trainer.outer.under_way(fragment, entry.from_round):
                     state = trainer.rank.states[fragment]
-                    tensors = {
-                        "anchor": state.anchor.detach().cpu().clone(),
-                        "momentum": state.momentum.detach().cpu().clone(),
-                    }
-                    donor.offer(fragment, trainer.at.tick, tensors)
+                    copies = {name: t.detach().cpu().clone() for name, t in state.agreed().items()}
+                    donor.offer(Snapshot(fragment, trainer.at.tick, copies, state.warm_codec))
         for key, donor in list(self._serving.items()):
             if donor.done and donor.failure:
                 log.warning("could not serve %s: %s", key[0], donor.failure)
@@ -150,7 +147,7 @@ class Newcomer:
         with self._lock:
             arrived, self._arrived = self._arrived, []
         for snapshot in arrived:
-            self._trainer.outer.adopt(snapshot.fragment, snapshot.tick, snapshot.tensors)
+            self._trainer.outer.adopt(snapshot)
 
     def _take(self, snapshot: Snapshot) -> None:
         with self._lock:

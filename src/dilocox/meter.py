@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,8 +15,12 @@ from dilocox.assembly import Rank
 from dilocox.config import RunConfig
 from dilocox.models import count_parameters
 from dilocox.outer.coordinator.messages import RoundPlan
+from dilocox.outer.coordinator.plan_messages import Measured
 from dilocox.outer.loop import Counts, OuterLoop
 from dilocox.site import StepResult
+
+Interval = tuple[float, float, int]
+"""(start, end, bytes): when payloads came in."""
 
 NOTHING = dict.fromkeys(
     ("steps", "finite", "loss", "seconds", "wait", "exchange", "payload", "values"), 0.0
@@ -38,6 +45,8 @@ class RoundMeter:
 
         After `end` the same on all ranks of the site."""
         self.slot_seconds: float | None = None
+        self.measured: Measured | None = None
+        """What the plans to come are decided from; after `end`, none for a round without steps."""
 
     def begin(self, plan: RoundPlan, slot: int) -> None:
         """The round begins, or goes on after `slot` of its slots."""
@@ -90,6 +99,7 @@ class RoundMeter:
         seconds, steps = sums["seconds"], int(sums["steps"])
         counts, outer.counts = outer.counts, Counts()
         totals = _over_site(rank, sums)
+        shared = _over_ranks(rank, self.dropped, counts)
         member = plan.members.get(rank.place.site)
         sequences = steps * member.batch if member else 0
         tokens = sequences * self._config.data.sequence_length
@@ -118,7 +128,20 @@ class RoundMeter:
             "contributors": min(counts.contributors, default=0),
             "repeated_exchanges": counts.attempts - counts.exchanges,
         }
-        record["anchor_digest"], self.dropped = _over_ranks(rank, self.dropped)
+        record["anchor_digest"], self.dropped = shared.digest, shared.dropped
+        if shared.effective_rank is not None:
+            record["effective_rank"] = shared.effective_rank
+        self.measured = None
+        if steps:
+            self.measured = Measured(
+                step_us=max(1, round((seconds - totals["wait_seconds"]) / steps * 1e6)),
+                exchange_bytes=sum(size for _, _, size in shared.link),
+                exchange_us=round(busy_seconds(shared.link) * 1e6),
+                exchanges=len(shared.link),
+                effective_rank_milli=None
+                if shared.effective_rank is None
+                else round(shared.effective_rank * 1000),
+            )
         # Of the steps that were taken: one that met values that are not finite has no loss.
         if sums["finite"]:
             record["loss"] = sums["loss"] / sums["finite"]
@@ -146,15 +169,40 @@ def _over_site(rank: Rank, sums: dict[str, float]) -> dict[str, float]:
     }
 
 
-def _over_ranks(rank: Rank, dropped: str | None) -> tuple[str, str | None]:
-    """Digest of the site's anchors, and what the first rank that dropped something has dropped.
+@dataclass(frozen=True)
+class Shared:
+    """What the ranks of a site tell each other at a round's end, the same at all of them."""
 
-    The digest is a sha256 over those of all ranks in order, of their fragments each, hex: equal at
-    all sites after a landing.
-    """
+    digest: str
+    """sha256 over those of all ranks in order, of their fragments each, hex: equal at all sites."""
+    dropped: str | None
+    """What the first rank that dropped something has dropped."""
+    link: list[Interval]
+    effective_rank: float | None
+    """Mean of all landings, by values."""
+
+
+def _over_ranks(rank: Rank, dropped: str | None, counts: Counts) -> Shared:
     own = hashlib.sha256()
     for state in rank.states:
         own.update(state.digest().encode())
-    ranks = rank.mesh.gather_names([own.hexdigest(), dropped or ""])
-    digest = hashlib.sha256("".join(row[0] for row in ranks).encode()).hexdigest()
-    return digest, next((row[1] for row in ranks if row[1]), None)
+    told = json.dumps({"link": counts.link, "ranks": counts.effective_ranks})
+    rows = rank.mesh.gather_names([own.hexdigest(), dropped or "", told])
+    heard = [json.loads(row[2]) for row in rows]
+    ranks = [(value, size) for each in heard for value, size in each["ranks"]]
+    weight = sum(size for _, size in ranks)
+    return Shared(
+        digest=hashlib.sha256("".join(row[0] for row in rows).encode()).hexdigest(),
+        dropped=next((row[1] for row in rows if row[1]), None),
+        link=[(start, end, size) for each in heard for start, end, size in each["link"]],
+        effective_rank=sum(value * size for value, size in ranks) / weight if weight else None,
+    )
+
+
+def busy_seconds(intervals: Sequence[Interval]) -> float:
+    """Seconds covered by (start, end, bytes); what overlaps counts once."""
+    total, until = 0.0, float("-inf")
+    for start, end, _ in sorted(intervals):
+        total += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return total

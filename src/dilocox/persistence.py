@@ -163,7 +163,7 @@ def capture(trainer: Trainer) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     if rank.mesh.device.type == "cuda":
         tensors["random/cuda"] = torch.cuda.get_rng_state(rank.mesh.device)
     pending = []
-    for number, item in enumerate(outer.pending):
+    for number, item in enumerate(outer.under_way_now()):
         if item.contribution is not None:
             tensors[f"pending/{number}"] = item.contribution
         pending.append(
@@ -180,6 +180,7 @@ def capture(trainer: Trainer) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         "round": at.round,
         "slot": at.slot,
         "pending": pending,
+        "warm_codecs": [fragment.warm_codec for fragment in rank.states],
         "owner_landings": outer.owner_landings,
         "dropping": outer.dropping,
         "dropped_round": trainer.dropped_round,
@@ -200,7 +201,7 @@ def restore(trainer: Trainer, loaded: checkpoint.Loaded) -> None:
     rank.model.sync_tied()
     rank.model.load_optimizer_state(_below(tensors, "inner/"))
     for number, fragment in enumerate(rank.states):
-        fragment.load(_below(tensors, f"outer/{number}/"))
+        fragment.load(_below(tensors, f"outer/{number}/"), state["warm_codecs"][number])
     torch.set_rng_state(tensors["random/cpu"])
     if rank.mesh.device.type == "cuda":
         torch.cuda.set_rng_state(tensors["random/cuda"], rank.mesh.device)

@@ -125,14 +125,14 @@ class Trainer:
                 plan.first_step + number, self.config.total_steps, self.config.inner
             )
             exchange = None
-            if self.config.outer.method == "allreduce":
+            if self.config.exchanges_gradients:
                 exchange = GradientExchange(self, plan, number)
             self.meter.add(self.rank.model.inner_step(inputs, labels, rate, exchange), rate)
             self.control.touch()
 
     def end_slot(self, plan: RoundPlan, slot: int, seconds: float) -> None:
         """Landings and boundaries; then this rank says where it stands."""
-        if self.config.outer.method != "allreduce":
+        if not self.config.exchanges_gradients:
             if self.outer.has_boundary(plan, slot) or slot == plan.slots:
                 self.check_finite(plan)
             if self.outer.end_of_slot(plan, slot):
@@ -156,7 +156,7 @@ class Trainer:
         if bad is None or self.outer.dropping:
             return
         self.drop(plan, bad)
-        if self.config.outer.method == "allreduce":
+        if self.config.exchanges_gradients:
             return  # left out of the mean step by step: all sites took the same steps
         self.outer.dropping = True
         self.outer.reset_to_anchor()
@@ -199,7 +199,8 @@ class Trainer:
             self.dropped_round = plan.round
         if self.rank.place.leads:
             self.client.report(plan.round, metrics)
-        self.client.round_done(plan.round)
+        leads = self.rank.place.leads
+        self.client.round_done(plan.round, self.meter.measured if leads else None)
         self.control.at(self.at.tick, self.at.round, 0, self.meter.slot_seconds)
         if plan.evaluate:
             self.evaluate(plan, plan.round)
@@ -248,7 +249,9 @@ class Trainer:
         The last checkpoint is from before the flush, so that a resumed run flushes once.
         """
         self.keeper.save(self, plan)
-        if self.config.outer.method != "allreduce" and self.me in plan.members:
+        if self.config.exchanges_gradients:
+            self.outer.land_gradients()
+        elif self.me in plan.members:
             self.outer.flush(plan)
         self.meter.begin(plan, 0)
         self.check_pseudo_gradients(plan)
@@ -262,7 +265,7 @@ class Trainer:
 
 
 class GradientExchange:
-    """Method `allreduce`: averages the gradients of an inner step between the sites."""
+    """Averages the gradients of an inner step between the sites."""
 
     def __init__(self, trainer: Trainer, plan: RoundPlan, step: int) -> None:
         self._trainer = trainer
@@ -272,6 +275,6 @@ class GradientExchange:
     def __call__(self, gradients: dict[str, torch.Tensor]) -> None:
         """Replace local gradients by the weighted mean over the sites."""
         trainer = self._trainer
-        state = trainer.rank.states[0]
         key = ExchangeKey.gradient(self._plan.round, self._step, trainer.rank.place.stage)
-        trainer.outer.average_gradients(self._plan, key, state.layout, gradients)
+        late = trainer.config.gradient_delay > 0
+        trainer.outer.average_gradients(self._plan, key, gradients, late)

@@ -30,11 +30,14 @@ def linear_site(
 
 
 def layered(seed: int = 0) -> dict[str, Tensor]:
-    """Names and odd shapes like a small stage's, an empty shard among them."""
+    """Names and odd shapes like a small stage's, an empty shard among them.
+
+    The matrices are just large enough for codecs that thin out or look for directions.
+    """
     generator = torch.Generator().manual_seed(seed)
     shapes: dict[str, tuple[int, ...]] = {"embed.weight": (37, 8)}
     for layer in range(4):
-        shapes[f"layers.{layer}.mlp.weight"] = (19, 11 + layer)
+        shapes[f"layers.{layer}.mlp.weight"] = (70, 62 + layer)
         shapes[f"layers.{layer}.norm.weight"] = (0,) if layer == 2 else (7,)
     shapes["norm.weight"] = (5,)
     return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}

@@ -7,14 +7,16 @@ needs to check them.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from dilocox.compression import Codec, codec
+from dilocox.compression import Compressor, LowRank
 from dilocox.outer.averaging import average, chunk_bounds, requantise
+from dilocox.outer.coordinator.messages import ExchangeKey
 from dilocox.outer.fragments import Layout, split_fragments
 from dilocox.outer.overlap import Rule
 from dilocox.outer.state import FragmentState
@@ -28,14 +30,17 @@ class Outcome:
     average: Tensor | None
     sent: Tensor | None
     second_error: tuple[int, Tensor] | None
+    advance: Callable[[Tensor], Tensor] | None = None
 
 
 @dataclass
 class LoopbackExchange:
     """`gather` or `reduce` among `sites`, all of which are there; `counted` ones contribute."""
 
-    codec: Codec
+    compressor: Compressor | LowRank
     mode: str
+    key: ExchangeKey
+    warm: Tensor | None = None
 
     def __call__(
         self,
@@ -43,7 +48,10 @@ class LoopbackExchange:
         weights: Mapping[str, float],
         counted: Sequence[str],
     ) -> dict[str, Outcome]:
+        if isinstance(self.compressor, LowRank):
+            return self._low_rank(self.compressor, contributions, weights, counted)
         length = next(iter(contributions.values())).numel()
+        seed = zlib.crc32(self.key.text.encode())
         sites = list(contributions)
         alone = [weights[site] for site in counted]
         owners = sites if self.mode == "reduce" else ["everyone"]
@@ -51,13 +59,13 @@ class LoopbackExchange:
         result = torch.empty(length)
         second: dict[str, tuple[int, Tensor]] = {}
         for owner, (start, end) in zip(owners, chunk_bounds(length, len(owners)), strict=True):
+            part = self.compressor.part(start, end, seed)
             for site, u in contributions.items():
-                payload = self.codec.encode(u[start:end])
-                sent[site][start:end] = self.codec.decode(payload, end - start)
+                sent[site][start:end] = part.decode(part.encode(u[start:end]))
             if counted:
                 mean = average((sent[site][start:end] for site in counted), alone)
                 if self.mode == "reduce":
-                    again = requantise(self.codec, mean, sum(alone))
+                    again = requantise(part, mean, sum(alone))
                     second[owner] = (start, again.second_error)
                     mean = again.decoded
                 result[start:end] = mean
@@ -68,6 +76,31 @@ class LoopbackExchange:
                 second.get(site),
             )
             for site in sites
+        }
+
+    def _low_rank(
+        self,
+        codec: LowRank,
+        contributions: Mapping[str, Tensor],
+        weights: Mapping[str, float],
+        counted: Sequence[str],
+    ) -> dict[str, Outcome]:
+        assert self.warm is not None
+        basis = codec.orthonormalise([codec.project(u, self.warm) for u in contributions.values()])
+        payloads = {site: codec.encode(u, basis) for site, u in contributions.items()}
+        sent = {site: codec.decode(payload, basis) for site, payload in payloads.items()}
+        if not counted:
+            return {site: Outcome(None, None, None) for site in contributions}
+        alone = [weights[site] for site in counted]
+        chosen = [payloads[site] for site in counted]
+
+        def advance(warm: Tensor) -> Tensor:
+            return codec.next_warm(chosen, alone, basis, warm, self.key.round)
+
+        mean = average((sent[site] for site in counted), alone)
+        return {
+            site: Outcome(mean, sent[site] if site in counted else None, None, advance)
+            for site in contributions
         }
 
 
@@ -189,8 +222,12 @@ class Simulation:
             for tensor, view in layout.views(self.contributed[fragment]).items():
                 view -= weights[name] * site.moved[tensor]
                 site.moved[tensor].zero_()
-        chosen = codec("int8" if flush else settings.codec)
-        exchange = LoopbackExchange(chosen, settings.exchange)
+        name = "int8" if flush else settings.codec
+        states = [site.states[fragment] for site in self.sites.values()]
+        for state in states:
+            chosen = state.compressor(name)
+        key = ExchangeKey.outer(round_, 0, fragment)
+        exchange = LoopbackExchange(chosen, settings.exchange, key, states[0].warm)
         outcomes = exchange(contributions, weights, counted)
         for name, site in self.sites.items():
             outcome = outcomes[name]
@@ -210,7 +247,11 @@ class Simulation:
                 keep=settings.keep,
                 share=settings.weights(round_, name) / total if name in counted else 0.0,
             )
-            site.states[fragment].land(site.live, outcomes[name].average, rule)
+            state, advance = site.states[fragment], outcomes[name].advance
+            state.land(site.live, outcomes[name].average, rule)
+            if advance is not None:
+                assert state.warm is not None
+                state.warm = advance(state.warm)
         after = sum(layout.pack(site.live).double() for site in self.sites.values())
         assert isinstance(before, Tensor)
         assert isinstance(after, Tensor)

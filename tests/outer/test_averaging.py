@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dilocox.compression import BLOCK, codec
+from dilocox.compression import BLOCK, Geometry, LowRank, Part, compressor
 from dilocox.errors import ExchangeError
 from dilocox.outer.averaging import average, chunk_bounds, requantise
 from dilocox.outer.optimizer import nesterov_step
@@ -81,13 +81,21 @@ def test_chunks_of_broken_blocks_are_refused() -> None:
         chunk_bounds(128, 0)
 
 
+def part_of(name: str, n: int) -> Part:
+    """The whole of a fragment that is one vector."""
+    found = compressor(name, Geometry(((n,),), (0,), n))
+    assert not isinstance(found, LowRank)
+    return found.part(0, n, 0)
+
+
 def test_requantise_accounts_for_what_it_withholds() -> None:
     mean = parts(1)[0]
-    again = requantise(codec("int4"), mean, 2.5)
-    assert torch.equal(again.decoded, codec("int4").decode(again.payload, mean.numel()))
+    part = part_of("int4", mean.numel())
+    again = requantise(part, mean, 2.5)
+    assert torch.equal(again.decoded, part.decode(again.payload))
     assert torch.allclose(again.decoded + again.second_error / 2.5, mean, atol=1e-6)
     assert again.second_error.abs().max() > 0.01
-    assert not requantise(codec("none"), mean, 2.5).second_error.any()
+    assert not requantise(part_of("none", mean.numel()), mean, 2.5).second_error.any()
 
 
 def test_outer_step_is_sgd_with_nesterov() -> None:

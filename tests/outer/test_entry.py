@@ -42,11 +42,11 @@ def test_fragments_come_whole_in_any_order_and_known_ones_without_tensors() -> N
         def go() -> str:
             donor = Donor(lambda: link(store, "old"), "new", 3, LIMIT)
             assert donor.waiting == {0, 1, 2}
-            donor.offer(2, 40, state(2, 0.5))
+            donor.offer(Snapshot(2, 40, state(2, 0.5)))
             assert donor.waiting == {0, 1}
             assert not donor.done
-            donor.offer(0, 41, state(0, 0.0))
-            donor.offer(1, 42, state(1, 0.0))
+            donor.offer(Snapshot(0, 41, state(0, 0.0)))
+            donor.offer(Snapshot(1, 42, state(1, 0.0)))
             assert until(lambda: donor.done)
             return str(donor.failure)
 
@@ -78,7 +78,7 @@ def test_a_receiver_that_dies_harms_only_its_entry() -> None:
     def old(store: MemoryStore) -> Callable[[], str]:
         def go() -> str:
             donor = Donor(lambda: link(store, "old"), "new", 1, LIMIT)
-            donor.offer(0, 1, state(0, 1.0))
+            donor.offer(Snapshot(0, 1, state(0, 1.0)))
             assert until(lambda: donor.done)
             return str(donor.failure)
 

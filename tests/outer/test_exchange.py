@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,7 +11,7 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from dilocox.compression import codec, frame_bytes
+from dilocox.compression import Geometry, LowRank, Part, compressor, frame_bytes
 from dilocox.errors import ExchangeError
 from dilocox.outer.coordinator.messages import (
     BeginReply,
@@ -24,6 +25,9 @@ from tests.outer.sites import MemoryStore, run_each, shared_store
 
 KEY = ExchangeKey.outer(3, 0, 1)
 LENGTH = 3 * 128
+GEOMETRY = Geometry(((LENGTH,),), (0,), LENGTH)
+MATRICES = Geometry(((96, 64), (100,), (64, 96)), (0, 6144, 6272), 12416)
+"""Large enough for codecs that look at matrices or choose among many values."""
 WEIGHTS = {"paris": 1.5, "lyon": 0.5, "oslo": 1.0}
 LIMIT = 20.0
 
@@ -103,9 +107,24 @@ class SharedBallot:
         return self.group_of
 
 
-def values_of(site: str) -> torch.Tensor:
+def values_of(site: str, geometry: Geometry = GEOMETRY) -> torch.Tensor:
     generator = torch.Generator().manual_seed(list(WEIGHTS).index(site))
-    return torch.randn(LENGTH, generator=generator) * WEIGHTS[site]
+    values = torch.zeros(geometry.length)
+    for shape, offset in zip(geometry.shapes, geometry.offsets, strict=True):
+        count = math.prod(shape)
+        values[offset : offset + count] = torch.randn(count, generator=generator) * WEIGHTS[site]
+    return values
+
+
+def warm_of(name: str, geometry: Geometry = GEOMETRY) -> torch.Tensor | None:
+    found = compressor(name, geometry)
+    return found.first_warm() if isinstance(found, LowRank) else None
+
+
+def part_of(name: str, values: int) -> Part:
+    found = compressor(name, Geometry(((values,),), (0,), values))
+    assert not isinstance(found, LowRank)
+    return found.part(0, values, 0)
 
 
 def run(
@@ -115,6 +134,7 @@ def run(
     observers: Sequence[str] = (),
     abstain: Sequence[str] = (),
     members: Sequence[str] = tuple(WEIGHTS),
+    geometry: Geometry = GEOMETRY,
 ) -> dict[str, Outcome]:
     """What every site makes of the same exchange."""
 
@@ -123,14 +143,15 @@ def run(
             ballot = SharedBallot(store, me, members, observers, reduce=mode == "reduce")
             what = Contribution(
                 key=KEY,
-                length=LENGTH,
-                values=None if me in observers else values_of(me),
-                codec=codec(name),
+                length=geometry.length,
+                values=None if me in observers else values_of(me, geometry),
+                compressor=compressor(name, geometry),
+                warm=warm_of(name, geometry),
                 mode=mode,
                 weights=WEIGHTS,
                 contributes=me not in abstain,
             )
-            return plain(exchange(ballot, me, what))
+            return plain(exchange(ballot, me, what), what.warm)
 
         return go
 
@@ -140,9 +161,15 @@ def run(
     return {me: outcome_of(result) for me, result in results.items()}
 
 
-def plain(outcome: Outcome) -> dict[str, Any]:
-    """Without tensors, which travel between processes only as long as both live."""
+def plain(outcome: Outcome, warm: torch.Tensor | None) -> dict[str, Any]:
+    """Without tensors, which travel between processes only as long as both live.
+
+    What `advance` makes of `warm` takes its place.
+    """
     result: dict[str, Any] = dict(vars(outcome))
+    if outcome.advance is not None:
+        assert warm is not None
+        result["advance"] = outcome.advance(warm).tolist()
     for name in ("average", "sent"):
         result[name] = None if result[name] is None else result[name].numpy()
     if outcome.second_error is not None:
@@ -181,12 +208,12 @@ def test_the_weighted_mean_reaches_everyone(mode: str) -> None:
         assert outcome.contributors == tuple(WEIGHTS)
         assert outcome.sent is not None
         assert torch.equal(outcome.sent, values_of(site))
-    frame = frame_bytes(codec("none"), LENGTH)
+    frame = frame_bytes(part_of("none", LENGTH))
     if mode == "gather":
         assert {outcome.payload_bytes for outcome in outcomes.values()} == {2 * frame}
     else:
         # Chunks of 128: to the two other owners, and the own mean to two sites.
-        third = frame_bytes(codec("none"), 128)
+        third = frame_bytes(part_of("none", 128))
         assert {outcome.payload_bytes for outcome in outcomes.values()} == {4 * third}
 
 
@@ -208,6 +235,32 @@ def test_nothing_is_lost_by_quantising(mode: str) -> None:
     )
     # Four bits lose something, or this test would see nothing.
     assert not torch.equal(average, mean_of(list(WEIGHTS)))
+
+
+@pytest.mark.parametrize("name", ["int2", "topk:64", "cocktail", "lowrank:2"])
+@pytest.mark.parametrize("observers", [(), ("oslo",)], ids=["all", "one-entering"])
+def test_lossy_codecs_give_every_site_the_same(name: str, observers: Sequence[str]) -> None:
+    outcomes = run("gather", name, geometry=MATRICES, observers=observers)
+    senders = [site for site in WEIGHTS if site not in observers]
+    first = outcomes["paris"]
+    assert first.average is not None
+    total = torch.zeros(MATRICES.length, dtype=torch.float64)
+    for site, outcome in outcomes.items():
+        assert outcome.average is not None
+        assert torch.equal(outcome.average, first.average), "not the same bits"
+        assert outcome.contributors == tuple(senders)
+        assert outcome.advance == first.advance
+        assert outcome.effective_rank == first.effective_rank
+        assert (outcome.sent is None) == (site in observers)
+        if outcome.sent is not None:
+            total += outcome.sent.double()
+    assert (first.effective_rank is not None) == name.startswith("lowrank")
+    weight = sum(WEIGHTS[site] for site in senders)
+    torch.testing.assert_close(total, first.average.double() * weight, rtol=1e-5, atol=1e-5)
+    # It is an approximation, and one of what the sites brought.
+    true = torch.stack([values_of(site, MATRICES).double() for site in senders]).sum(0) / weight
+    error = (first.average.double() - true).norm() / true.norm()
+    assert 0.05 < error < 0.99
 
 
 def test_who_abstains_is_left_out_and_still_gets_the_mean(mode: str) -> None:
@@ -247,7 +300,7 @@ def test_a_site_alone_needs_no_network(mode: str) -> None:
 
 def test_an_exchange_from_before_this_site_was_there(mode: str) -> None:
     ballot = SharedBallot(MemoryStore({}), "oslo", members=["paris", "lyon"])
-    what = Contribution(KEY, LENGTH, None, codec("none"), mode, WEIGHTS)
+    what = Contribution(KEY, LENGTH, None, compressor("none", GEOMETRY), mode, WEIGHTS)
     outcome = exchange(ballot, "oslo", what)
     assert outcome.missed
     assert outcome.average is None

@@ -10,6 +10,7 @@ import torch
 
 from dilocox.errors import ExchangeError
 from dilocox.outer.groups import (
+    FIRST_BYTES,
     PIECE_BYTES,
     CoordinatorStore,
     EpochChangedError,
@@ -121,7 +122,7 @@ def test_giving_up_starts_no_more_pieces() -> None:
     transfer = Transfer(start, "b", torch.empty(5 * PIECE_BYTES, dtype=torch.uint8))  # type: ignore[arg-type]
     holder.append(transfer)
     assert transfer.poll(10.0)
-    assert started == [PIECE_BYTES] * 2
+    assert started == [FIRST_BYTES, PIECE_BYTES]
 
 
 def test_forming_a_group_says_who_is_missing() -> None:

@@ -10,6 +10,7 @@ import torch
 
 from dilocox.errors import ExchangeError, TrainingError
 from dilocox.outer.coordinator.messages import ExchangeKey, MemberPlan, RoundPlan
+from dilocox.outer.entry import Snapshot
 from dilocox.outer.exchange import Contribution, Outcome
 from dilocox.outer.fragments import Layout, split_fragments
 from dilocox.outer.loop import OuterLoop, Pending
@@ -145,7 +146,7 @@ def test_the_flush_lands_everything_in_eight_bits() -> None:
     rank.loop._submit = at_once
     rank.loop.flush(flush)
     assert not rank.loop.pending
-    assert [c.codec.name for c, _ in rank.wire.given] == ["none", "none", "int8", "int8"]
+    assert [c.compressor.name for c, _ in rank.wire.given] == ["none", "none", "int8", "int8"]
     # All four steps of both are in the anchor, and the site is where the anchor is.
     assert (rank.anchor(0), rank.anchor(1)) == (-4.0, -4.0)
     assert float(rank.live["a"][0]) == -4.0
@@ -224,9 +225,9 @@ def test_entering_lands_on_what_it_has_fetched() -> None:
     assert rank.anchor(0) == 0.0
     state = {"anchor": torch.full((128,), 5.0), "momentum": torch.zeros(128)}
     # Fragment 0 was copied before the landing of tick 4, fragment 1 after that of tick 6.
-    rank.loop.adopt(0, 3, state)
+    rank.loop.adopt(Snapshot(0, 3, state))
     assert rank.anchor(0) == 4.0
-    rank.loop.adopt(1, 6, state)
+    rank.loop.adopt(Snapshot(1, 6, state))
     assert rank.anchor(1) == 5.0
     assert rank.loop.awaiting == set()
 
@@ -263,14 +264,66 @@ def test_gradients_are_averaged_in_place_and_bad_ones_left_out() -> None:
     rank.loop._submit = submit
     rank.loop.states[0].layout = layout
     gradients = {"a": torch.ones(3), "b": torch.full((3,), 2.0)}
-    rank.loop.average_gradients(unequal, key, layout, gradients)
+    rank.loop.average_gradients(unequal, key, gradients, late=False)
     assert brought[0].contributes
     assert brought[0].values is not None
     assert brought[0].values[:3].tolist() == [1.5] * 3
     assert gradients["a"].tolist() == gradients["b"].tolist() == [7.0] * 3
     gradients["b"][2] = float("nan")
-    rank.loop.average_gradients(unequal, key, layout, gradients)
+    rank.loop.average_gradients(unequal, key, gradients, late=False)
     assert not brought[1].contributes
     assert gradients["b"].tolist() == [7.0] * 3
     with pytest.raises(TrainingError, match="no site has finite gradients"):
-        rank.loop.average_gradients(unequal, key, layout, gradients)
+        rank.loop.average_gradients(unequal, key, gradients, late=False)
+
+
+def test_late_gradients_are_those_of_the_step_before_and_nothing_is_withheld_for_good() -> None:
+    rank = Rank(error_feedback=True)
+    gradients = {"a": torch.zeros(3), "b": torch.zeros(3)}
+    layout = rank.loop.states[0].layout = Layout.of({"a": (3,), "b": (3,)})
+    rank.loop.states[0].residual = torch.zeros(layout.length)
+    brought: list[torch.Tensor] = []
+
+    def submit(contribution: Contribution) -> Future[Outcome]:
+        assert contribution.values is not None
+        brought.append(contribution.values)
+        future: Future[Outcome] = Future()
+        # Half of it is withheld.
+        sent = contribution.values / 2
+        future.set_result(Outcome(sent, ("paris",), sent, None, 10, 0.0, 1))
+        return future
+
+    rank.loop._submit = submit
+    used = []
+    for step in range(3):
+        gradients["a"].fill_(float(4 * (step + 1)))
+        key = ExchangeKey.gradient(0, step, 0)
+        rank.loop.average_gradients(plan(), key, gradients, late=True)
+        used.append(float(gradients["a"][0]))
+    # Brought: 4, 8 + 2, 12 + 5; the first step has nothing to use yet.
+    assert [float(u[0]) for u in brought] == [4.0, 10.0, 17.0]
+    assert used == [0.0, 2.0, 5.0]
+    assert [item.key.step for item in rank.loop.under_way_now()] == [2]
+    assert rank.loop.land_gradients() is not None
+    assert not rank.loop.under_way_now()
+    residual = rank.loop.states[0].residual
+    assert residual is not None
+    assert float(residual[0]) == 8.5
+
+
+def test_a_fragment_lands_at_the_latest_at_its_next_boundary() -> None:
+    """Rounds that become shorter bring the next boundary before the delay is over."""
+    rank = Rank()
+    long = plan(delay=4)
+    short = plan(1, first_tick=4, first_step=4, inner_steps=2, slots=2, delay=2)
+    for slot in range(1, 5):
+        rank.loop.end_of_slot(long, slot)
+        rank.wire.answer("paris", "lyon")
+    assert [item.lands_at for item in rank.loop.pending] == [6, 8]
+    rank.loop.end_of_slot(short, 1)
+    assert [(item.key.text, item.lands_at) for item in rank.loop.pending] == [
+        ("outer/0/0/1", 8),
+        ("outer/1/0/0", 7),
+    ]
+    rank.loop.end_of_slot(short, 2)
+    assert [item.key.text for item in rank.loop.pending] == ["outer/1/0/0", "outer/1/0/1"]

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dilocox.compression import codec
+from dilocox.compression import Compressor, LowRank, codec
 from dilocox.errors import CheckpointError, ExchangeError, TrainingError
 from dilocox.outer.fragments import Layout
 from dilocox.outer.optimizer import nesterov_step
@@ -203,8 +203,8 @@ def test_entering_takes_over_what_is_agreed() -> None:
     assert state.residual is not None
     state.residual.copy_(flat_of(5))
     with pytest.raises(ExchangeError, match="momentum: expected"):
-        state.adopt(live, donor.anchor, donor.momentum[:128])
-    state.adopt(live, donor.anchor, donor.momentum)
+        state.adopt(live, {**donor.agreed(), "momentum": donor.momentum[:128]})
+    state.adopt(live, donor.agreed())
     assert state.digest() == donor.digest()
     assert torch.equal(LAYOUT.pack(live), donor.anchor)
     assert not state.residual.any()
@@ -245,6 +245,44 @@ def test_saved_and_loaded_it_goes_on_the_same(overlap: str, eager: bool) -> None
         round_of(other, other_live, number)
     assert tensors_digest(state.state_tensors()) == tensors_digest(other.state_tensors())
     assert tensors_digest(live) == tensors_digest(other_live)
+
+
+def test_the_warm_start_of_low_rank_is_agreed_saved_and_fitted() -> None:
+    live = {"matrix": torch.zeros(96, 64), "bias": torch.zeros(64)}
+    layout = Layout.of({name: tensor.shape for name, tensor in live.items()})
+
+    def fresh() -> FragmentState:
+        return FragmentState(layout, live, error_feedback=True)
+
+    state = fresh()
+    before = state.digest()
+    assert isinstance(state.compressor("int8"), Compressor)
+    assert state.warm is None
+    codec = state.compressor("lowrank:2")
+    assert isinstance(codec, LowRank)
+    assert state.warm is not None
+    assert len(state.warm) == codec.warm_length
+    assert state.digest() != before
+    # The flush, in another codec, leaves it; another rank keeps what directions it can.
+    state.compressor("int8")
+    assert state.warm_codec == "lowrank:2"
+    state.warm[:] = torch.arange(len(state.warm)) / 10
+    assert {"anchor", "momentum", "warm"} == state.agreed().keys()
+    other = fresh()
+    other.load({name: t.clone() for name, t in state.state_tensors().items()}, state.warm_codec)
+    assert other.digest() == state.digest()
+    entered = fresh()
+    entered.adopt(live, state.agreed(), state.warm_codec)
+    assert entered.digest() == state.digest()
+    for each in (state, other, entered):
+        narrower = each.compressor("lowrank:1")
+        assert isinstance(narrower, LowRank)
+        assert each.warm is not None
+        assert len(each.warm) == narrower.warm_length
+        assert float(each.warm.abs().max()) > 2.0
+    assert len({each.digest() for each in (state, other, entered)}) == 1
+    with pytest.raises(CheckpointError, match="fragment state holds"):
+        fresh().load(state.state_tensors())
 
 
 def test_what_does_not_fit_is_not_loaded() -> None:

@@ -17,6 +17,7 @@ from dilocox.compression.frame import (
 )
 from dilocox.compression.geometry import Geometry
 from dilocox.compression.lowrank import LowRank
+from dilocox.compression.lowrank import LowRank
 from dilocox.compression.parts import Compressor, Part
 from dilocox.compression.registry import CODECS, codec, compressor
 
@@ -27,6 +28,7 @@ __all__ = [
     "Compressor",
     "FramePart",
     "Geometry",
+    "LowRank",
     "LowRank",
     "Part",
     "codec",

@@ -13,6 +13,7 @@ from dilocox.compression.dense import Dense
 from dilocox.compression.geometry import Geometry
 from dilocox.compression.int2 import Int2
 from dilocox.compression.lowrank import LowRank
+from dilocox.compression.lowrank import LowRank
 from dilocox.compression.parts import Compressor
 from dilocox.compression.quantised import Quantised
 from dilocox.compression.topk import TopK
@@ -39,19 +40,19 @@ def codec(name: str) -> Codec:
 
 @lru_cache(maxsize=1024)
 def compressor(spec: str, geometry: Geometry) -> Compressor | LowRank:
-    """What encodes buffers of that geometry as `spec` says.
+    """What encodes buffers of that geometry as `spec` says; `LowRank` needs two phases.
 
     Raises `ConfigError` for a text that is no spec.
     """
     parsed = parse_spec(spec)
-    if parsed.kind == "topk":
-        topk = TopK(parsed.kept)
-        return Compressor(
-            topk.name, topk.identifier, geometry, CODECS["int4"], lambda _seed, _place: topk
-        )
+    int4 = CODECS["int4"]
     if parsed.kind == "lowrank":
         return LowRank(geometry, parsed.rank, parsed.bits)
+    if parsed.kind == "topk":
+        topk = TopK(parsed.kept)
+        return Compressor(topk.name, topk.identifier, geometry, int4, lambda _seed, _place: topk)
     if parsed.kind == "cocktail":
-        return Compressor(parsed.text, 8, geometry, CODECS["int4"], Cocktail)
+        one = Cocktail(seed=0, place=0)
+        return Compressor(one.name, one.identifier, geometry, int4, Cocktail)
     flat = codec(parsed.kind)
     return Compressor(flat.name, flat.identifier, geometry, flat)

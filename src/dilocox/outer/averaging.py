@@ -9,7 +9,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from dilocox.compression import BLOCK, Codec
+from dilocox.compression import BLOCK, Part
 from dilocox.errors import ExchangeError
 
 
@@ -65,8 +65,8 @@ class Requantised:
     """
 
 
-def requantise(codec: Codec, mean: Tensor, weight: float) -> Requantised:
+def requantise(part: Part, mean: Tensor, weight: float) -> Requantised:
     """Encode the mean (flat fp32) of contributions whose weights add up to `weight`."""
-    payload = codec.encode(mean)
-    decoded = codec.decode(payload, mean.numel())
+    payload = part.encode(mean)
+    decoded = part.decode(payload)
     return Requantised(payload, decoded, torch.sub(mean, decoded).mul_(weight))

@@ -1,6 +1,6 @@
 """How a site enters a run: fragment by fragment, from one peer, as safetensors and JSON.
 
-The donor copies a fragment's anchor and outer momentum at a slot end, after its landings, and
+The donor copies a fragment's anchor, outer momentum and, with a low-rank codec, Q at a slot end, after its landings, and
 sends the copy beside its own training. The entering rank checks every fragment's digest. At the
 start of a run the founder is the donor of all: a rank that already holds the same theta_0 is told
 so and receives no tensors.
@@ -34,7 +34,9 @@ class Snapshot:
     fragment: int
     tick: int
     tensors: Mapping[str, torch.Tensor]
-    """`anchor` and `momentum`, flat fp32 on the CPU; empty if the receiver has the same."""
+    """What all sites agree on, flat fp32 on the CPU; empty if the receiver has the same."""
+    codec: str = ""
+    """Low-rank codec that `warm` among the tensors is of."""
 
 
 def digest_of(anchor: torch.Tensor) -> str:
@@ -62,10 +64,10 @@ class Donor:
         self._thread = threading.Thread(target=self._serve, name=f"donor-{site}", daemon=True)
         self._thread.start()
 
-    def offer(self, fragment: int, tick: int, tensors: Mapping[str, torch.Tensor]) -> None:
+    def offer(self, snapshot: Snapshot) -> None:
         """Hand over copies of one fragment's tensors; they must not change afterwards."""
-        self.waiting.discard(fragment)
-        self._offers.put(Snapshot(fragment, tick, tensors))
+        self.waiting.discard(snapshot.fragment)
+        self._offers.put(snapshot)
 
     @property
     def done(self) -> bool:
@@ -79,12 +81,13 @@ class Donor:
             for _ in range(len(known)):
                 snapshot = self._offers.get()
                 anchor = digest_of(snapshot.tensors["anchor"])
-                fresh = not bool(snapshot.tensors["momentum"].any())
+                fresh = not snapshot.codec and not bool(snapshot.tensors["momentum"].any())
                 same = fresh and known[snapshot.fragment] == anchor
                 body = b"" if same else safetensors.torch.save(dict(snapshot.tensors))
                 header = {
                     "fragment": snapshot.fragment,
                     "tick": snapshot.tick,
+                    "codec": snapshot.codec,
                     "bytes": len(body),
                     "sha256": hashlib.sha256(body).hexdigest(),
                 }
@@ -125,7 +128,8 @@ def fetch(
                     "join again"
                 )
             tensors = safetensors.torch.load(body)
-        on_fragment(Snapshot(int(header["fragment"]), int(header["tick"]), tensors))
+        codec = str(header["codec"])
+        on_fragment(Snapshot(int(header["fragment"]), int(header["tick"]), tensors, codec))
     _send_json(group, donor, {"done": True}, timeout)
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dilocox.compression import BLOCK
+from dilocox.compression import BLOCK, Geometry
 from dilocox.errors import ConfigError, ExchangeError
 
 
@@ -38,6 +38,11 @@ class Layout:
             length += -(-math.prod(shape) // BLOCK) * BLOCK
         plain = tuple(tuple(int(size) for size in shape) for shape in shapes.values())
         return cls(tuple(shapes), plain, tuple(offsets), length)
+
+    @property
+    def geometry(self) -> Geometry:
+        """What codecs need to know of it."""
+        return Geometry(self.shapes, self.offsets, self.length)
 
     def views(self, flat: Tensor) -> dict[str, Tensor]:
         """Each tensor as a view of `flat` [length], in its own shape."""

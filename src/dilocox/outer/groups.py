@@ -39,6 +39,7 @@ class EpochChangedError(ExchangeError):
 
 
 PIECE_BYTES = 4 << 20
+FIRST_BYTES = 64
 PIECES_UNDER_WAY = 4
 """Together 16 MiB: what is on the way on 1 Gbps at a round trip of 130 ms."""
 
@@ -120,6 +121,8 @@ class Transfer:
 
     It travels in pieces, some of them under way at a time, so that a large tensor on a slow link
     is not taken for silence: only a piece that does not move for the group's time-out ends it.
+    The first piece is small: when it is through, the peer has begun, and the time from there is
+    the link's own.
     """
 
     def __init__(
@@ -131,6 +134,9 @@ class Transfer:
         self._ended = threading.Event()
         self._given_up = False
         self._failure: str | None = None
+        self.posted = self.began = self.ended = time.time()
+        """When it was asked for, and when the first piece and all were through, by the machine's
+        clock; once ended."""
         threading.Thread(target=self._run, name=f"link-{site}", daemon=True).start()
 
     def poll(self, seconds: float = 0.0) -> bool:
@@ -154,18 +160,34 @@ class Transfer:
 
     def _run(self) -> None:
         under_way: deque[dist.Work] = deque()
+        through = 0
+
+        def finish_one() -> None:
+            nonlocal through
+            under_way.popleft().wait()
+            through += 1
+            if through == 1:
+                self.began = time.time()
+
         try:
-            for piece in self._tensor.split(PIECE_BYTES):
+            for piece in _pieces(self._tensor):
                 if self._given_up:
                     break
                 under_way.append(self._start(piece))
                 if len(under_way) == PIECES_UNDER_WAY:
-                    under_way.popleft().wait()
+                    finish_one()
             while under_way:
-                under_way.popleft().wait()
+                finish_one()
         except RuntimeError as error:
             self._failure = _first_line(error)
+        self.ended = time.time()
         self._ended.set()
+
+
+def _pieces(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """A small first piece, and the rest in equal ones; the same at sender and receiver."""
+    pieces = [tensor[:FIRST_BYTES], *tensor[FIRST_BYTES:].split(PIECE_BYTES)]
+    return [piece for piece in pieces if piece.numel()]
 
 
 class PeerGroup:

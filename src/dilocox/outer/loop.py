@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 
 import torch
 
-from dilocox.compression import codec, first_non_finite
+from dilocox.compression import LowRank
 from dilocox.errors import TrainingError
 from dilocox.outer.calendar import boundary_slots
 from dilocox.outer.coordinator.messages import ExchangeKey, RoundPlan
 from dilocox.outer.exchange import Contribution, Outcome
-from dilocox.outer.fragments import Layout
+from dilocox.outer.entry import Snapshot
 from dilocox.outer.overlap import Rule
 from dilocox.outer.state import FragmentState
 
@@ -59,6 +59,10 @@ class Counts:
     """fp32 values that the payloads stand for."""
     attempts: int = 0
     contributors: list[int] = field(default_factory=list)
+    link: list[tuple[float, float, int]] = field(default_factory=list)
+    """(start, end, bytes) of what came in, as `Outcome.link` has them."""
+    effective_ranks: list[tuple[float, int]] = field(default_factory=list)
+    """(effective rank, values) of landings with a low-rank codec."""
 
 
 Submit = Callable[[Contribution], "Future[Outcome]"]
@@ -84,6 +88,8 @@ class OuterLoop:
         self.states = list(states)
         self.live = live
         self.pending: list[Pending] = []
+        self.gradient: Pending | None = None
+        """The exchange of gradients under way, of methods that exchange those."""
         self.counts = Counts()
         self.dropping = False
         """This site's contributions do not count until the round ends (non-finite values)."""
@@ -112,14 +118,14 @@ class OuterLoop:
             item.key.fragment == fragment and item.key.round < before_round for item in self.pending
         )
 
-    def adopt(self, fragment: int, tick: int, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Entering: take over a fragment as it was after the landings of `tick`.
+    def adopt(self, snapshot: Snapshot) -> None:
+        """Entering: take over a fragment as it was after the landings of the snapshot's tick.
 
-        Empty `tensors`: what this rank holds is the same. Landings since then follow at once.
+        Without tensors: what this rank holds is the same. Landings since then follow at once.
         """
-        state = self.states[fragment]
-        if tensors:
-            state.adopt(self.live, tensors["anchor"], tensors["momentum"])
+        fragment, tick = snapshot.fragment, snapshot.tick
+        if snapshot.tensors:
+            self.states[fragment].adopt(self.live, snapshot.tensors, snapshot.codec)
         self.awaiting.discard(fragment)
         waiting = [item for item in self._held_back if item.key.fragment == fragment]
         self._held_back = [item for item in self._held_back if item not in waiting]
@@ -128,31 +134,50 @@ class OuterLoop:
                 self._land(item)
 
     def average_gradients(
-        self,
-        plan: RoundPlan,
-        key: ExchangeKey,
-        layout: Layout,
-        gradients: Mapping[str, torch.Tensor],
+        self, plan: RoundPlan, key: ExchangeKey, gradients: Mapping[str, torch.Tensor], late: bool
     ) -> None:
-        """Method `allreduce`: replace `gradients` by their weighted mean over the sites.
+        """Replace `gradients` by their weighted mean over the sites.
 
+        `late`: by the mean of the inner step before, which travelled beside this one's computation
+        (zeros in the very first step). What compression withholds goes into the next step's.
         Raises `TrainingError` if no site's gradients are finite.
         """
-        flat = layout.pack(gradients).cpu()
-        flat.mul_(plan.members[self._me].weight)
-        contributes = first_non_finite(flat) is None
-        item = Pending.waiting(key, plan, 0, flat, contributes)
-        self._hand_in(item)
+        state = self.states[0]
+        before = self.land_gradients() if late else None
+        weight = plan.members[self._me].weight
+        u, finite = state.gradients(gradients, weight, plan.residual_decay)
+        self.gradient = Pending.waiting(key, plan, 0, u, finite)
+        self._hand_in(self.gradient)
+        mean = before if late else self.land_gradients()
+        views = None if mean is None else state.layout.views(mean)
+        for name, gradient in gradients.items():
+            if views is None:
+                gradient.zero_()
+            else:
+                gradient.copy_(views[name])
+
+    def land_gradients(self) -> torch.Tensor | None:
+        """The mean of the gradients under way, or none if there are none.
+
+        Raises `TrainingError` if no site's gradients were finite.
+        """
+        item, self.gradient = self.gradient, None
+        if item is None:
+            return None
         outcome = self._wait(item)
-        self._count(outcome, layout.length)
+        state = self.states[0]
+        if item.contribution is not None:
+            state.committed(item.contribution, outcome.sent, outcome.second_error)
+        self._count(outcome, state.layout.length)
         if outcome.average is None:
-            raise TrainingError(f"{key.text}: no site has finite gradients")
-        for name, view in layout.views(outcome.average).items():
-            gradients[name].copy_(view)
+            raise TrainingError(f"{item.key.text}: no site has finite gradients")
+        return outcome.average
 
     def end_of_slot(self, plan: RoundPlan, slot: int) -> bool:
         """Land, then begin, what is due at the end of the round's slot `slot` (1 to plan.slots).
 
+        A fragment lands at the latest at its next boundary, which may be sooner than its delay
+        where rounds become shorter: so one exchange of a fragment is under way at a time.
         Returns True if the first fragment of the first stage landed, at whichever rank: then a
         tied copy must be set from its owner.
         """
@@ -160,13 +185,16 @@ class OuterLoop:
         self.land_due(tick)
         for fragment, due in enumerate(self._boundaries(plan, self._stage)):
             if due == slot:
+                self._land_all([item for item in self.pending if item.key.fragment == fragment])
                 self._begin(plan, fragment, tick)
         self.land_due(tick)
         return self._owner_lands(plan, slot, tick)
 
     def land_due(self, tick: int) -> None:
         """Land everything whose time has come, in order of time and fragment."""
-        due = [item for item in self.pending if item.lands_at <= tick]
+        self._land_all([item for item in self.pending if item.lands_at <= tick])
+
+    def _land_all(self, due: Sequence[Pending]) -> None:
         for item in sorted(due, key=lambda item: (item.lands_at, item.key.fragment)):
             self.pending.remove(item)
             self._land(item)
@@ -189,6 +217,7 @@ class OuterLoop:
     def _owner_lands(self, plan: RoundPlan, slot: int, tick: int) -> bool:
         """Follow the first stage's first fragment by the calendar alone."""
         if self._boundaries(plan, 0)[0] == slot:
+            self.owner_landings = [min(when, tick) for when in self.owner_landings]
             self.owner_landings.append(tick + plan.delay)
         due = [when for when in self.owner_landings if when <= tick]
         self.owner_landings = [when for when in self.owner_landings if when > tick]
@@ -210,7 +239,10 @@ class OuterLoop:
 
     def _start(self, item: Pending) -> None:
         self._hand_in(item)
-        self.pending.append(item)
+        if item.key.kind == "gradient":
+            self.gradient = item
+        else:
+            self.pending.append(item)
 
     def take_up_again(self) -> None:
         """Hand in the exchanges that a checkpoint held; once the run goes on."""
@@ -218,14 +250,20 @@ class OuterLoop:
         for item in restored:
             self._start(item)
 
+    def under_way_now(self) -> list[Pending]:
+        """All exchanges between boundary and landing, for a checkpoint."""
+        return [*self.pending, self.gradient] if self.gradient else list(self.pending)
+
     def _hand_in(self, item: Pending) -> None:
-        plan = item.plan
+        plan, state = item.plan, self.states[item.key.fragment]
+        chosen = state.compressor(plan.codec)
         item.outcome = self._submit(
             Contribution(
                 key=item.key,
-                length=self.states[item.key.fragment].layout.length,
+                length=state.layout.length,
                 values=None if item.contribution is None else item.contribution.cpu(),
-                codec=codec(plan.codec),
+                compressor=chosen,
+                warm=state.warm if isinstance(chosen, LowRank) else None,
                 mode=plan.exchange,
                 weights={site: member.weight for site, member in plan.members.items()},
                 contributes=item.contributes,
@@ -255,6 +293,8 @@ class OuterLoop:
             share=own / sum(weights) if weights else 0.0,
         )
         state.land(self.live, outcome.average, rule)
+        if outcome.advance is not None and state.warm is not None:
+            state.warm = outcome.advance(state.warm)
         self._count(outcome, state.layout.length)
 
     def _count(self, outcome: Outcome, values: int) -> None:
@@ -265,6 +305,9 @@ class OuterLoop:
         counts.values += values
         counts.attempts += outcome.attempts
         counts.contributors.append(len(outcome.contributors))
+        counts.link.extend(outcome.link)
+        if outcome.effective_rank is not None:
+            counts.effective_ranks.append((outcome.effective_rank, values))
 
     def _wait(self, item: Pending) -> Outcome:
         start = time.monotonic()

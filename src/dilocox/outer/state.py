@@ -16,7 +16,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from dilocox.compression import first_non_finite
+from dilocox.compression import Compressor, LowRank, compressor, first_non_finite
 from dilocox.errors import CheckpointError, ExchangeError, TrainingError
 from dilocox.outer.fragments import Layout
 from dilocox.outer.optimizer import nesterov_step
@@ -58,8 +58,27 @@ class FragmentState:
         """δ of the last boundary; none unless `eager`."""
         self.own = torch.zeros_like(self.anchor) if eager else None
         """m_i of `dilocox.outer.overlap`; none unless `eager`."""
+        self.warm: Tensor | None = None
+        """Q of a low-rank codec, flat fp32, the same at all sites; none for other codecs."""
+        self.warm_codec = ""
+        """Codec that `warm` is of; empty if there is none."""
         self.non_finite: str | None = None
         """`name[index]` of a non-finite value that the last `boundary` met, or None."""
+
+    def compressor(self, name: str) -> Compressor | LowRank:
+        """The codec `name` for this fragment. Q is made, or fitted to another rank, as it needs.
+
+        To be called at a boundary, so that all sites do it at the same moment.
+        """
+        found = compressor(name, self.layout.geometry)
+        if isinstance(found, LowRank) and self.warm_codec != name:
+            before = compressor(self.warm_codec, self.layout.geometry) if self.warm_codec else None
+            if self.warm is not None and isinstance(before, LowRank):
+                self.warm = found.fit_warm(self.warm, before)
+            else:
+                self.warm = found.first_warm()
+            self.warm_codec = name
+        return found
 
     def boundary(
         self, live: Mapping[str, Tensor], weight: float, decay: float
@@ -93,6 +112,24 @@ class FragmentState:
         if self.previous is not None:
             self.previous = delta
         return u, position is None
+
+    def gradients(
+        self, gradients: Mapping[str, Tensor], weight: float, decay: float
+    ) -> tuple[Tensor, bool]:
+        """The contribution u = w·g + β·e of a method that exchanges gradients; as `boundary`.
+
+        `gradients` (full name to fp32) are not changed. Where u is not finite it is the residual
+        alone, and is not to be contributed.
+        """
+        u = self.layout.pack(gradients, device=self.anchor.device).mul_(weight)
+        if self.residual is not None:
+            u.add_(self.residual.mul(decay))
+        finite = first_non_finite(u) is None
+        if not finite:
+            u = torch.zeros_like(u) if self.residual is None else self.residual.clone()
+        if self.residual is not None:
+            self.residual.zero_()
+        return u, finite
 
     def committed(
         self, u: Tensor, sent: Tensor | None, second_error: tuple[int, Tensor] | None = None
@@ -156,16 +193,15 @@ class FragmentState:
         if self.residual is not None and not keep_residual:
             self.residual.zero_()
 
-    def adopt(self, live: Mapping[str, Tensor], anchor: Tensor, momentum: Tensor) -> None:
-        """Enter a run: take a peer's anchor and momentum, and go on from there without residual.
+    def adopt(
+        self, live: Mapping[str, Tensor], agreed: Mapping[str, Tensor], codec: str = ""
+    ) -> None:
+        """Enter a run: take a peer's `agreed` tensors, and go on from there without residual.
 
-        Raises `ExchangeError` if they are not flat fp32 [length].
+        `codec`: the peer's `warm_codec`. Raises `ExchangeError` if they do not fit.
         """
-        _copy_all(
-            {"anchor": self.anchor, "momentum": self.momentum},
-            {"anchor": anchor, "momentum": momentum},
-            ExchangeError,
-        )
+        self._expect_warm(codec)
+        _copy_all(self.agreed(), agreed, ExchangeError)
         for kept in (self.previous, self.own):
             if kept is not None:
                 kept.zero_()
@@ -176,11 +212,21 @@ class FragmentState:
         self.layout.pack(live, out=self.anchor)
         self.reference.copy_(self.anchor)
 
+    def agreed(self) -> dict[str, Tensor]:
+        """What is equal at all sites after every landing, by name (not copies)."""
+        found = {"anchor": self.anchor, "momentum": self.momentum, "warm": self.warm}
+        return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+    def _expect_warm(self, codec: str) -> None:
+        """Make room for the Q of `codec`, or have none."""
+        self.warm, self.warm_codec = None, ""
+        if codec:
+            self.compressor(codec)
+
     def state_tensors(self) -> dict[str, Tensor]:
         """Everything to go on from, by name (not copies). What is in flight is the caller's."""
         found = {
-            "anchor": self.anchor,
-            "momentum": self.momentum,
+            **self.agreed(),
             "reference": self.reference,
             "residual": self.residual,
             "previous": self.previous,
@@ -188,17 +234,23 @@ class FragmentState:
         }
         return {name: tensor for name, tensor in found.items() if tensor is not None}
 
-    def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take over what `state_tensors` gave. Raises `CheckpointError` if it does not fit."""
+    def load(self, tensors: Mapping[str, Tensor], codec: str = "") -> None:
+        """Take over what `state_tensors` gave, with its `warm_codec`.
+
+        Raises `CheckpointError` if it does not fit.
+        """
+        self._expect_warm(codec)
         _copy_all(self.state_tensors(), tensors, CheckpointError)
 
     def digest(self) -> str:
-        """SHA-256 of anchor and momentum, hex: equal at all sites after every landing."""
+        """SHA-256 of what is agreed, hex: equal at all sites after every landing."""
         views = {
             f"{kind}/{name}": view
             for kind, flat in (("anchor", self.anchor), ("momentum", self.momentum))
             for name, view in self.layout.views(flat).items()
         }
+        if self.warm is not None:
+            views["warm"] = self.warm
         return tensors_digest(views)
 
 

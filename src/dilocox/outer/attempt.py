@@ -1,0 +1,264 @@
+"""One attempt of one exchange: frames swapped in one group, and the vote about them."""
+
+from __future__ import annotations
+
+import logging
+import time
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+
+from dilocox.compression import Compressor, FramePart, LowRank, frame_bytes, unpack_frame
+from dilocox.errors import ExchangeError
+from dilocox.outer.averaging import average
+from dilocox.outer.coordinator.messages import BeginReply, ExchangeKey, VoteReply
+from dilocox.outer.groups import EpochChangedError, PeerGroup, Transfer
+
+log = logging.getLogger(__name__)
+
+EARLY = 1e-3
+"""Seconds that a site waits for a peer's first byte if it was the first to be there."""
+
+
+class Ballot(Protocol):
+    """The coordinator, as an exchange sees it."""
+
+    def begin(self, key: ExchangeKey) -> BeginReply:
+        """The group that carries `key`."""
+
+    def vote(
+        self,
+        key: ExchangeKey,
+        attempt: int,
+        *,
+        held: Sequence[str],
+        contributes: bool,
+        phase: Literal["held", "done"],
+        digests: Mapping[str, str],
+    ) -> VoteReply:
+        """Say what is held here and wait for the decision."""
+
+    def observe(
+        self, key: ExchangeKey, attempt: int, *, phase: Literal["held", "done"]
+    ) -> VoteReply:
+        """Wait for the decision without a vote."""
+
+    def report_broken(self, key: ExchangeKey, attempt: int, failed: Sequence[str]) -> VoteReply:
+        """The attempt cannot be completed here."""
+
+    def epoch(self) -> int:
+        """Id of the newest membership epoch heard of."""
+
+    def group(self, begun: BeginReply, superseded: Callable[[], bool]) -> PeerGroup:
+        """The group of an attempt, formed if it is not there yet."""
+
+
+@dataclass(frozen=True)
+class Contribution:
+    """What a site brings to an exchange. `values`: u, flat fp32 [length] on the CPU; none for a
+    site that only receives."""
+
+    key: ExchangeKey
+    length: int
+    values: torch.Tensor | None
+    compressor: Compressor | LowRank
+    mode: str
+    weights: Mapping[str, float]
+    """w_i by site, of all members of the round's plan."""
+    contributes: bool = True
+    warm: torch.Tensor | None = None
+    """Q of a low-rank codec at the boundary, flat fp32; none for other codecs."""
+
+    @property
+    def seed(self) -> int:
+        """What codecs draw their positions from: the same at all sites, another every time."""
+        return zlib.crc32(self.key.text.encode())
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of an exchange."""
+
+    average: torch.Tensor | None
+    """Averaged pseudo-gradient, flat fp32 [length]; none if nobody contributed."""
+    contributors: tuple[str, ...]
+    sent: torch.Tensor | None
+    """What the others saw of this site; none if it was left out."""
+    second_error: tuple[int, torch.Tensor] | None
+    """`reduce`: start of this site's chunk and (sum of w)·epsilon, to enter its residual."""
+    payload_bytes: int
+    """Bytes that this rank handed to the network."""
+    seconds: float
+    attempts: int
+    missed: bool = False
+    """The exchange was begun before this site was there."""
+    link: tuple[tuple[float, float, int], ...] = ()
+    """(start, end, bytes): payloads of peers that began after this site, by `time.time`, from the
+    first byte of the first to the last of the last. Waiting for a peer to begin is not in it."""
+    advance: Callable[[torch.Tensor], torch.Tensor] | None = None
+    """Low-rank codecs: Q to Q of the next exchange, the same at all sites; due at the landing."""
+    effective_rank: float | None = None
+    """Low-rank codecs: of the averaged pseudo-gradient."""
+
+
+class RepeatError(ExchangeError):
+    """The attempt is over; begin again."""
+
+
+class Attempt:
+    """One attempt of one exchange in one group."""
+
+    group: PeerGroup
+
+    def __init__(
+        self,
+        ballot: Ballot,
+        me: str,
+        contribution: Contribution,
+        begun: BeginReply,
+    ) -> None:
+        self._ballot = ballot
+        self.me = me
+        self.what = contribution
+        self._begun = begun
+        self._epoch_seen = ballot.epoch()
+        self.senders = [m.site for m in begun.members if m.role == "member"]
+        self.receivers = [m.site for m in begun.members]
+        self.observes = me not in self.senders
+        """This site receives only."""
+        self.sent_bytes = 0
+        self.link: list[tuple[float, float, int]] = []
+
+    def superseded(self) -> bool:
+        """True if this attempt is over because the members changed."""
+        newest = self._ballot.epoch()
+        if newest == self._epoch_seen:
+            return False
+        self._epoch_seen = newest
+        return self._ballot.begin(self.what.key).attempt != self._begun.attempt
+
+    def swap(
+        self, outgoing: Mapping[str, torch.Tensor], incoming: Mapping[str, FramePart], phase: int
+    ) -> dict[str, torch.Tensor]:
+        """Send frames and receive those of `incoming` at once; the frames that came.
+
+        What this rank owes itself is left out. Raises `RepeatError` after telling the coordinator
+        which links broke.
+        """
+        tag = zlib.crc32(f"{self.what.key.text}#{self._begun.attempt}#{phase}".encode()) >> 1
+        buffers = {
+            site: torch.empty(frame_bytes(part), dtype=torch.uint8)
+            for site, part in incoming.items()
+            if site != self.me
+        }
+        receiving = [self.group.receive(buffer, site, tag) for site, buffer in buffers.items()]
+        transfers = list(receiving)
+        for site, frame in outgoing.items():
+            if site != self.me:
+                transfers.append(self.group.send(frame, site, tag))
+                self.sent_bytes += frame.numel()
+        self._complete(transfers)
+        # Who comes late finds payloads in his machine's buffers: that is not the link's time.
+        timed = [each for each in receiving if each.began - each.posted >= EARLY]
+        if timed:
+            size = sum(buffers[each.site].numel() for each in timed)
+            began, ended = min(each.began for each in timed), max(each.ended for each in timed)
+            self.link.append((began, ended, size))
+        return buffers
+
+    def _complete(self, transfers: list[Transfer]) -> None:
+        failed: list[str] = []
+        waiting = list(transfers)
+        while waiting and not failed:
+            if self.superseded():
+                for transfer in waiting:
+                    transfer.give_up()
+                raise RepeatError("members changed")
+            waiting[0].wait(0.02)
+            left = []
+            for transfer in waiting:
+                try:
+                    if not transfer.poll():
+                        left.append(transfer)
+                except ExchangeError as error:
+                    log.warning("%s: %s", self.what.key.text, error)
+                    failed.append(transfer.site)
+            waiting = left
+        if failed:
+            for transfer in waiting:
+                transfer.give_up()
+            raise self.broken(failed)
+
+    def unpack(
+        self, frames: Mapping[str, torch.Tensor], parts: Mapping[str, FramePart]
+    ) -> dict[str, torch.Tensor]:
+        """Payloads of the frames that are what they should be; the others are left out."""
+        payloads = {}
+        for site, frame in frames.items():
+            try:
+                payloads[site] = unpack_frame(frame, parts[site])
+            except ExchangeError as error:
+                log.warning("%s from %s: %s", self.what.key.text, site, error)
+        return payloads
+
+    def broken(self, failed: Sequence[str]) -> RepeatError:
+        """Tell the coordinator whose links broke; the error to raise."""
+        sites = sorted(set(failed))
+        self._ballot.report_broken(self.what.key, self._begun.attempt, sites)
+        return RepeatError(f"{self.what.key.text}: no link to {', '.join(sites)}")
+
+    def decide(
+        self,
+        phase: Literal["held", "done"],
+        held: Iterable[str],
+        own_digest: bytes | None = None,
+    ) -> VoteReply:
+        """Vote and wait. Raises `RepeatError`, or `ExchangeError` naming who was waited for."""
+        key, attempt = self.what.key, self._begun.attempt
+        if self.observes:
+            reply = self._ballot.observe(key, attempt, phase=phase)
+        else:
+            whole = set(held)
+            reply = self._ballot.vote(
+                key,
+                attempt,
+                held=[site for site in self.senders if site in whole],
+                contributes=self.what.contributes,
+                phase=phase,
+                digests={} if own_digest is None else {self.me: own_digest.hex()},
+            )
+        if reply.decision == "repeat":
+            raise RepeatError("members changed")
+        return reply
+
+    def counted(self, held: Iterable[str]) -> list[str]:
+        """Vote on payloads that make the average by themselves; the contribution set.
+
+        Raises `ExchangeError` if the set holds one that is not here.
+        """
+        here = set(held)
+        decision = self.decide("held", here, self.own_digest)
+        if decision.decision != "commit":
+            raise ExchangeError(f"{self.what.key.text}: gather was answered {decision.decision}")
+        missing = [site for site in decision.set if site not in here]
+        if missing:
+            raise ExchangeError(
+                f"{self.what.key.text}: the contribution of {', '.join(missing)} counts but is "
+                "not here; this site must join again"
+            )
+        return decision.set
+
+    own_digest: bytes | None = None
+    """SHA-256 of the payload that this site sends to all, for the coordinator's log."""
+
+    def average(self, decoded: Iterable[torch.Tensor], sites: Sequence[str]) -> torch.Tensor | None:
+        """Weighted mean of what `sites` sent, in that order; none if there are none."""
+        if not sites:
+            return None
+        return average(decoded, [self.what.weights[site] for site in sites])
+
+
+__all__ = ["Attempt", "Ballot", "Contribution", "EpochChangedError", "Outcome", "RepeatError"]
