@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from dilocox.compression import Compressor, FramePart, LowRank, frame_bytes, unp
 from dilocox.errors import ExchangeError
 from dilocox.outer.averaging import average
 from dilocox.outer.coordinator.messages import BeginReply, ExchangeKey, VoteReply
-from dilocox.outer.groups import EpochChangedError, PeerGroup, Transfer
+from dilocox.outer.groups import PeerGroup, Transfer
 
 log = logging.getLogger(__name__)
 
@@ -259,6 +258,3 @@ class Attempt:
         if not sites:
             return None
         return average(decoded, [self.what.weights[site] for site in sites])
-
-
-__all__ = ["Attempt", "Ballot", "Contribution", "EpochChangedError", "Outcome", "RepeatError"]

@@ -1,7 +1,8 @@
 """How a site enters a run: fragment by fragment, from one peer, as safetensors and JSON.
 
-The donor copies a fragment's anchor, outer momentum and, with a low-rank codec, Q at a slot end, after its landings, and
-sends the copy beside its own training. The entering rank checks every fragment's digest. At the
+The donor copies what all sites agree on of a fragment (anchor, outer momentum and, with a low-rank
+codec, Q) at a slot end, after its landings, and sends the copy beside its own training. The
+entering rank checks every fragment's digest. At the
 start of a run the founder is the donor of all: a rank that already holds the same theta_0 is told
 so and receives no tensors.
 """

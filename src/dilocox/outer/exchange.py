@@ -22,11 +22,11 @@ from dilocox.outer.attempt import (
     Attempt,
     Ballot,
     Contribution,
-    EpochChangedError,
     Outcome,
     RepeatError,
 )
 from dilocox.outer.averaging import chunk_bounds, requantise
+from dilocox.outer.groups import EpochChangedError
 
 __all__ = ["Ballot", "Contribution", "Outcome", "exchange"]
 
@@ -99,7 +99,8 @@ def low_rank(attempt: Attempt, codec: LowRank) -> Outcome:
     owner = attempt.senders[what.seed % len(attempt.senders)]
     factors: dict[str, torch.Tensor] = {}
     if not attempt.observes:
-        assert what.values is not None and what.warm is not None
+        assert what.values is not None
+        assert what.warm is not None
         factors[me] = pack_frame(codec.factor_part, codec.project(what.values, what.warm))
     factors |= attempt.swap(
         outgoing={} if attempt.observes else {owner: factors[me]},

@@ -14,8 +14,8 @@ from dilocox.compression import LowRank
 from dilocox.errors import TrainingError
 from dilocox.outer.calendar import boundary_slots
 from dilocox.outer.coordinator.messages import ExchangeKey, RoundPlan
-from dilocox.outer.exchange import Contribution, Outcome
 from dilocox.outer.entry import Snapshot
+from dilocox.outer.exchange import Contribution, Outcome
 from dilocox.outer.overlap import Rule
 from dilocox.outer.state import FragmentState
 
