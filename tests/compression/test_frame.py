@@ -19,15 +19,22 @@ from dilocox.compression.frame import (
     pack_frame,
     unpack_frame,
 )
-from dilocox.compression.registry import CODECS, codec
+from dilocox.compression.geometry import Geometry
+from dilocox.compression.parts import Part
+from dilocox.compression.registry import CODECS
 from dilocox.errors import ExchangeError
+from tests.compression.patterns import single
 
 N = 2 * BLOCK
 
 
+def part(name: str, n: int = N) -> Part:
+    return single(name, Geometry(((2, n // 2),), (0,), n)).part(0, n)
+
+
 def frame_of(name: str = "int4", n: int = N) -> tuple[Tensor, Tensor]:
-    payload = codec(name).encode(torch.arange(n, dtype=torch.float32).sub_(100))
-    return pack_frame(codec(name), n, payload), payload
+    payload = part(name, n).encode(torch.arange(n, dtype=torch.float32).sub_(100))
+    return pack_frame(part(name, n), payload), payload
 
 
 def rewritten(frame: Tensor, offset: int, form: str, value: object) -> bytes:
@@ -36,21 +43,21 @@ def rewritten(frame: Tensor, offset: int, form: str, value: object) -> bytes:
     return bytes(data)
 
 
-@pytest.mark.parametrize("name", list(CODECS))
-@pytest.mark.parametrize("n", [0, BLOCK, 5 * BLOCK])
+@pytest.mark.parametrize("name", [*CODECS, "topk:64", "cocktail"])
+@pytest.mark.parametrize("n", [0, BLOCK, 65 * BLOCK])
 def test_round_trip_and_size(name: str, n: int) -> None:
     frame, payload = frame_of(name, n)
-    assert frame.shape == (frame_bytes(codec(name), n),)
+    assert frame.shape == (frame_bytes(part(name, n)),)
     assert frame.numel() == 64 + payload.numel()
     for given_as in (frame, frame.numpy().tobytes(), memoryview(frame.numpy().tobytes())):
-        assert torch.equal(unpack_frame(given_as, codec(name), n), payload)
+        assert torch.equal(unpack_frame(given_as, part(name, n)), payload)
 
 
 def test_header_is_the_documented_one() -> None:
     frame, payload = frame_of()
     raw = frame.numpy().tobytes()
     assert raw[:4] == b"DLCX"
-    assert struct.unpack_from("<HHQQ", raw, 4) == (1, codec("int4").identifier, N, 132)
+    assert struct.unpack_from("<HHQQ", raw, 4) == (1, part("int4").identifier, N, 132)
     assert raw[24:56] == hashlib.sha256(payload.numpy().tobytes()).digest()
     assert frame_digest(frame) == raw[24:56]
     assert raw[56:64] == bytes(8)
@@ -72,19 +79,22 @@ def test_header_is_the_documented_one() -> None:
 def test_each_difference_has_its_reason(offset: int, form: str, value: object, reason: str) -> None:
     frame, _ = frame_of()
     with pytest.raises(ExchangeError, match=reason):
-        unpack_frame(rewritten(frame, offset, form, value), codec("int4"), N)
+        unpack_frame(rewritten(frame, offset, form, value), part("int4"))
 
 
 def test_frames_of_other_codecs_and_lengths_are_refused() -> None:
     frame, payload = frame_of()
     with pytest.raises(ExchangeError, match="codec number 5, expected 4"):
-        unpack_frame(frame, codec("int8"), N)
+        unpack_frame(frame, part("int8"))
     with pytest.raises(ExchangeError, match="256 values, expected 128"):
-        unpack_frame(frame, codec("int4"), BLOCK)
+        unpack_frame(frame, part("int4", BLOCK))
+    other, _ = frame_of("topk:64", 8192)
+    with pytest.raises(ExchangeError, match=r"payload of 232 bytes .* expected 282"):
+        unpack_frame(other, part("topk:78", 8192))
     with pytest.raises(ExchangeError, match="not a flat uint8"):
-        unpack_frame(frame.to(torch.int16), codec("int4"), N)
+        unpack_frame(frame.to(torch.int16), part("int4"))
     with pytest.raises(ExchangeError, match=r"must be uint8 \[260\]"):
-        pack_frame(codec("int8"), N, payload)
+        pack_frame(part("int8"), payload)
 
 
 @given(length=st.integers(0, 64 + 132 - 1))
@@ -93,7 +103,7 @@ def test_cut_frames_are_refused(length: int) -> None:
     frame, _ = frame_of()
     for short in (frame[:length], frame.numpy().tobytes()[:length]):
         with pytest.raises(ExchangeError, match="refused"):
-            unpack_frame(short, codec("int4"), N)
+            unpack_frame(short, part("int4"))
 
 
 @given(extra=st.binary(min_size=1, max_size=80))
@@ -101,7 +111,7 @@ def test_cut_frames_are_refused(length: int) -> None:
 def test_longer_frames_are_refused(extra: bytes) -> None:
     frame, _ = frame_of()
     with pytest.raises(ExchangeError, match="cut or padded"):
-        unpack_frame(frame.numpy().tobytes() + extra, codec("int4"), N)
+        unpack_frame(frame.numpy().tobytes() + extra, part("int4"))
 
 
 @given(position=st.integers(0, 64 + 132 - 1), change=st.integers(1, 255))
@@ -110,11 +120,11 @@ def test_any_changed_byte_is_refused(position: int, change: int) -> None:
     frame, _ = frame_of()
     frame[position] = frame[position] ^ change
     with pytest.raises(ExchangeError, match="frame refused"):
-        unpack_frame(frame, codec("int4"), N)
+        unpack_frame(frame, part("int4"))
 
 
 @given(junk=st.binary(max_size=300))
 @settings(max_examples=60, deadline=None, derandomize=True)
 def test_junk_is_refused(junk: bytes) -> None:
     with pytest.raises(ExchangeError, match="frame refused"):
-        unpack_frame(junk, codec("int4"), N)
+        unpack_frame(junk, part("int4"))

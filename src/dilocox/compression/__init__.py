@@ -17,7 +17,6 @@ from dilocox.compression.frame import (
 )
 from dilocox.compression.geometry import Geometry
 from dilocox.compression.lowrank import LowRank
-from dilocox.compression.lowrank import LowRank
 from dilocox.compression.parts import Compressor, Part
 from dilocox.compression.registry import CODECS, codec, compressor
 
@@ -28,7 +27,6 @@ __all__ = [
     "Compressor",
     "FramePart",
     "Geometry",
-    "LowRank",
     "LowRank",
     "Part",
     "codec",

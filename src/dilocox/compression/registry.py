@@ -13,7 +13,6 @@ from dilocox.compression.dense import Dense
 from dilocox.compression.geometry import Geometry
 from dilocox.compression.int2 import Int2
 from dilocox.compression.lowrank import LowRank
-from dilocox.compression.lowrank import LowRank
 from dilocox.compression.parts import Compressor
 from dilocox.compression.quantised import Quantised
 from dilocox.compression.topk import TopK

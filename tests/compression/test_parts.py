@@ -1,0 +1,238 @@
+"""Parts of a buffer: which tensors are thinned out, exact sizes, error feedback, refusals."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from dilocox.compression.geometry import Geometry
+from dilocox.compression.parts import Part
+from dilocox.compression.registry import CODECS, codec
+from dilocox.errors import ConfigError, ExchangeError
+from tests.compression.patterns import ODD, SINGLE, filled, single
+
+ALL = pytest.mark.parametrize("spec", SINGLE)
+BITS = {"none": 32.0, "fp16": 16.0, "bf16": 16.0, "int8": 8.125, "int4": 4.125, "int2": 2.125}
+
+
+def draw(seed: int, geometry: Geometry = ODD) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return filled(geometry, torch.randn(geometry.length, generator=generator))
+
+
+def whole(spec: str, seed: int = 3) -> Part:
+    return single(spec, ODD).part(0, ODD.length, seed)
+
+
+def sparse_bytes(spec: str, n: int) -> int:
+    """Size of n values of one thinned-out tensor, written anew from the formats."""
+    if spec == "cocktail":
+        looked_at = math.ceil(n / 10)
+        chunks = [min(4096, looked_at - start) for start in range(0, looked_at, 4096)]
+        return sum(2 + 2 * math.ceil(820 * c / 4096) for c in chunks)
+    kept = int(spec.removeprefix("topk:"))
+    chunks = [min(4096, n - start) for start in range(0, n, 4096)]
+    return sum(4 + math.ceil(14 * math.ceil(kept * c / 4096) / 8) for c in chunks)
+
+
+def expected_bytes(spec: str, start: int, end: int) -> int:
+    if spec in BITS:
+        return int(BITS[spec] * (end - start) / 8)
+    # ODD: tensors 0 and 5 have two dimensions and at least 4,096 values, with what follows them.
+    thin = [(128, 21248), (24704, 29824)]
+    sizes = [max(0, min(high, end) - max(low, start)) for low, high in thin]
+    dense = end - start - sum(sizes)
+    return sum(sparse_bytes(spec, size) for size in sizes) + int(4.125 * dense / 8)
+
+
+@ALL
+@given(cuts=st.tuples(st.integers(0, 233), st.integers(0, 233)), seed=st.integers(0, 100))
+@settings(max_examples=15, deadline=None, derandomize=True)
+def test_any_part_has_its_exact_size_and_decodes(
+    spec: str, cuts: tuple[int, int], seed: int
+) -> None:
+    start, end = sorted(cut * 128 for cut in cuts)
+    part = single(spec, ODD).part(start, end, seed)
+    assert part.values == end - start
+    assert part.payload_bytes == expected_bytes(spec, start, end)
+    payload = part.encode(draw(seed)[start:end].clone())
+    assert payload.dtype == torch.uint8
+    assert payload.shape == (part.payload_bytes,)
+    sent = part.decode(payload)
+    assert sent.dtype == torch.float32
+    assert sent.shape == (end - start,)
+    for low, high in ODD.gaps():
+        assert not sent[max(low - start, 0) : max(high - start, 0)].any()
+
+
+@ALL
+def test_small_and_flat_tensors_are_dense(spec: str) -> None:
+    buffer = draw(1)
+    sent = whole(spec).decode(whole(spec).encode(buffer))
+    dense = codec("int4" if spec not in CODECS else spec)
+    for low, high in ((21248, 21376), (21376, 21476), (21504, 24504)):
+        end = -(-high // 128) * 128
+        alone = dense.decode(dense.encode(buffer[low:end].clone()), end - low)
+        assert torch.equal(sent[low:high], alone[: high - low])
+
+
+def test_dense_neighbours_share_a_segment() -> None:
+    found = [(each.codec.name, each.start, each.end) for each in whole("topk:64").segments]
+    assert found == [
+        ("int4", 0, 128),
+        ("topk:64", 128, 21248),
+        ("int4", 21248, 24704),
+        ("topk:64", 24704, 29824),
+    ]
+    assert [each.codec.name for each in whole("int2").segments] == ["int2"]
+
+
+@pytest.mark.parametrize(
+    ("shape", "thin"),
+    [((4096,), False), ((64, 63), False), ((64, 64), True), ((4, 32, 32), True), ((1, 4096), True)],
+)
+def test_which_tensors_are_thinned_out(shape: tuple[int, ...], thin: bool) -> None:
+    geometry = Geometry((shape,), (0,), 4096)
+    for spec in ("topk:64", "cocktail"):
+        (segment,) = single(spec, geometry).part(0, 4096).segments
+        assert (segment.codec.name == spec) is thin
+
+
+@ALL
+def test_error_feedback_loses_nothing(spec: str) -> None:
+    """What was sent and what is left over at the end are what came in, summed over rounds."""
+    generator = torch.Generator().manual_seed(1)
+    residual, sent, came = torch.zeros(ODD.length), torch.zeros(ODD.length), torch.zeros(ODD.length)
+    for count in range(12):
+        fresh = filled(ODD, torch.randn(ODD.length, generator=generator))
+        part = whole(spec, seed=count)
+        u = fresh + residual
+        decoded = part.decode(part.encode(u))
+        residual = u - decoded
+        sent, came = sent.double() + decoded, came.double() + fresh
+    assert torch.allclose(sent + residual, came, rtol=0, atol=1e-5)
+    assert sent.any()
+    # Coarse codecs hold back much, but each of them less than all that came.
+    assert residual.square().sum() < came.square().sum()
+
+
+@ALL
+@given(seed=st.integers(0, 100), exponent=st.integers(-40, 40))
+@settings(max_examples=8, deadline=None, derandomize=True)
+def test_scaling_by_a_power_of_two_commutes(spec: str, seed: int, exponent: int) -> None:
+    if spec == "fp16":
+        exponent = exponent // 20
+    buffer, part = draw(seed), whole(spec)
+    if spec == "fp16":
+        buffer = torch.where(buffer.abs() < 2**-8, 0.0, buffer)
+    scaled = part.decode(part.encode(buffer * 2.0**exponent))
+    assert torch.equal(scaled, part.decode(part.encode(buffer)) * 2.0**exponent)
+
+
+@ALL
+def test_encoding_leaves_its_input_alone_and_repeats(spec: str) -> None:
+    buffer, part = draw(2), whole(spec)
+    before = buffer.clone()
+    first = part.encode(buffer)
+    assert torch.equal(buffer, before)
+    assert torch.equal(first, part.encode(buffer))
+    decoded = part.decode(first)
+    assert torch.equal(decoded, part.decode(first))
+    odd = torch.cat([torch.zeros(1, dtype=torch.uint8), first])[1:]
+    assert torch.equal(decoded, part.decode(odd))
+
+
+@ALL
+def test_non_finite_input_gives_a_payload_of_the_right_size(spec: str) -> None:
+    part = whole(spec)
+    for bad in (float("nan"), float("inf")):
+        buffer = draw(2)
+        buffer[128:12000:7] = bad
+        assert part.encode(buffer).shape == (part.payload_bytes,)
+
+
+@ALL
+@given(seed=st.integers(0, 2**32))
+@settings(max_examples=12, deadline=None, derandomize=True)
+def test_random_bytes_are_refused_or_finite(spec: str, seed: int) -> None:
+    part = whole(spec)
+    junk = np.random.default_rng(seed).integers(0, 256, part.payload_bytes, dtype=np.uint8)
+    refused_or_finite(part, torch.from_numpy(junk))
+
+
+@ALL
+@given(data=st.data())
+@settings(max_examples=40, deadline=None, derandomize=True)
+def test_damaged_payloads_are_refused_or_finite(spec: str, data: st.DataObject) -> None:
+    part = single(spec, ODD).part(128, 128 * 50, 3)
+    payload = part.encode(draw(4)[128 : 128 * 50].clone())
+    for _ in range(data.draw(st.integers(1, 4))):
+        position = data.draw(st.integers(0, part.payload_bytes - 1))
+        payload[position] = data.draw(st.integers(0, 255))
+    refused_or_finite(part, payload)
+
+
+def refused_or_finite(part: Part, payload: Tensor) -> None:
+    reason: str | None = None
+    try:
+        decoded = part.decode(payload)
+    except ExchangeError as error:
+        reason = str(error)
+    if reason is not None:
+        assert "payload refused" in reason
+        assert "\n" not in reason
+        return
+    assert decoded.shape == (part.values,)
+    assert torch.isfinite(decoded).all()
+
+
+@ALL
+def test_wrong_sizes_are_refused(spec: str) -> None:
+    part = whole(spec)
+    payload = part.encode(draw(5))
+    for wrong in (payload[:-1], torch.cat([payload, payload[:1]]), payload.to(torch.int16)):
+        with pytest.raises(ExchangeError, match=f"{spec} payload of 29824 values must be"):
+            part.decode(wrong)
+    with pytest.raises(ExchangeError, match="a part of 29824 values was given 128"):
+        part.encode(torch.zeros(128))
+    with pytest.raises(ExchangeError, match="flat contiguous fp32"):
+        part.encode(torch.zeros(ODD.length, dtype=torch.float64))
+
+
+@ALL
+def test_parts_must_lie_in_the_buffer(spec: str) -> None:
+    for start, end in ((-128, 128), (0, ODD.length + 128), (256, 128), (0, 100), (5, 128)):
+        with pytest.raises(ExchangeError, match=f"values {start} to {end} are no part"):
+            single(spec, ODD).part(start, end)
+
+
+def test_only_cocktail_draws_from_the_seed() -> None:
+    buffer = draw(6)
+    for spec in SINGLE:
+        payloads = [whole(spec, seed).encode(buffer) for seed in (1, 2)]
+        assert torch.equal(*payloads) is (spec != "cocktail")
+
+
+def test_texts_and_identifiers() -> None:
+    identifiers = {spec: single(spec, ODD).identifier for spec in SINGLE}
+    assert len(set(identifiers.values())) == 8
+    assert {identifiers[f"topk:{kept}"] for kept in (1, 64, 77, 2048)} == {7}
+    assert single("topk", ODD).name == "topk:64"
+    assert single("int4", ODD) is single("int4", ODD)
+    with pytest.raises(ConfigError, match="no codec 'int3'"):
+        single("int3", ODD)
+
+
+@ALL
+def test_an_empty_buffer_has_an_empty_payload(spec: str) -> None:
+    for geometry in (Geometry((), (), 0), Geometry(((0, 5),), (0,), 0)):
+        part = single(spec, geometry).part(0, 0)
+        payload = part.encode(torch.empty(0))
+        assert payload.shape == (0,)
+        assert part.decode(payload).shape == (0,)

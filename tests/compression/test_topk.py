@@ -1,0 +1,154 @@
+"""topk: the largest values, the two best levels, and a format that can be read by hand."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from dilocox.compression.base import BLOCK
+from dilocox.compression.topk import TopK
+from dilocox.errors import ExchangeError
+
+
+def draw(seed: int, blocks: int) -> Tensor:
+    """Heavy-tailed values, all of different magnitude."""
+    generator = torch.Generator().manual_seed(seed)
+    normal = torch.randn(blocks * BLOCK, generator=generator)
+    return normal * torch.randn(blocks * BLOCK, generator=generator).exp()
+
+
+def by_hand(payload: Tensor, n: int, kept: int) -> tuple[list[float], list[list[int]]]:
+    """Values and each chunk's indices, read bit by bit as the module says."""
+    data, values, all_indices = payload.numpy().tobytes(), [0.0] * n, []
+    for start in range(0, n, 4096):
+        width = min(4096, n - start)
+        k = math.ceil(kept * width / 4096)
+        size = 4 + math.ceil(14 * k / 8)
+        record, data = data[:size], data[size:]
+        levels = torch.frombuffer(bytearray(record[:4]), dtype=torch.bfloat16).tolist()
+        stream, indices = int.from_bytes(record[4:], "little"), []
+        for _ in range(k):
+            entry, stream = stream % 2**14, stream >> 14
+            indices.append(entry >> 2)
+            values[start + indices[-1]] = levels[entry >> 1 & 1] * (-1 if entry & 1 else 1)
+        assert stream == 0
+        all_indices.append(indices)
+    assert data == b""
+    return values, all_indices
+
+
+@given(
+    seed=st.integers(0, 1000),
+    blocks=st.sampled_from([1, 3, 31, 32, 33, 97]),
+    kept=st.sampled_from([1, 5, 64, 77, 2048]),
+)
+@settings(max_examples=40, deadline=None, derandomize=True)
+def test_against_the_format_read_by_hand(seed: int, blocks: int, kept: int) -> None:
+    values = draw(seed, blocks)
+    n, topk = values.numel(), TopK(kept)
+    payload = topk.encode(values)
+    assert payload.shape == (topk.payload_bytes(n),)
+    expected, indices = by_hand(payload, n, kept)
+    decoded = topk.decode(payload, n)
+    assert decoded.tolist() == expected
+    for number, chosen in enumerate(indices):
+        chunk = values[4096 * number : 4096 * (number + 1)]
+        strongest = chunk.abs().topk(len(chosen)).indices
+        assert chosen == sorted(strongest.tolist())
+        # Signs are kept, and the large are those of the larger level.
+        sent = decoded[4096 * number : 4096 * (number + 1)]
+        assert torch.equal(sent.sign()[chosen], chunk.sign()[chosen])
+        by_size = strongest[chunk[strongest].abs().argsort()]
+        assert (sent[by_size].abs().diff() >= 0).all()
+
+
+@pytest.mark.parametrize("kept", [2, 16, 64, 300])
+def test_levels_have_the_least_error(kept: int) -> None:
+    values = draw(3, 32 * 8)
+    topk = TopK(kept)
+    decoded = topk.decode(topk.encode(values), values.numel())
+    for chunk, sent in zip(values.split(4096), decoded.split(4096), strict=True):
+        sizes = np.sort(chunk[sent != 0].abs().double().numpy())
+        assert len(sizes) == kept
+        halves = ((sizes[:cut], sizes[cut:]) for cut in range(1, kept))
+        least = min(small.var() * len(small) + large.var() * len(large) for small, large in halves)
+        error = float((chunk - sent)[sent != 0].double().square().sum())
+        # bf16 levels: off by up to one part in 256 each.
+        assert error <= least + kept * float(sent.abs().max() / 2**8) ** 2
+
+
+@given(seed=st.integers(0, 1000), kept=st.sampled_from([1, 64, 500]), blocks=st.integers(1, 32))
+@settings(max_examples=30, deadline=None, derandomize=True)
+def test_values_may_be_permuted_within_a_chunk(seed: int, kept: int, blocks: int) -> None:
+    values, topk = draw(seed, blocks), TopK(kept)
+    order = torch.randperm(values.numel(), generator=torch.Generator().manual_seed(seed))
+    sent = topk.decode(topk.encode(values), values.numel())
+    permuted = topk.decode(topk.encode(values[order]), values.numel())
+    assert torch.equal(permuted, sent[order])
+
+
+def test_fewer_values_than_are_kept() -> None:
+    """What is zero stays nearly unsent: zeros are kept among the small, whose level is theirs."""
+    values = torch.zeros(4096)
+    values[[7, 4000]] = torch.tensor([3.0, -3.0])
+    sent = TopK(64).decode(TopK(64).encode(values), 4096)
+    assert torch.equal(sent, values)
+    assert not TopK(64).decode(TopK(64).encode(torch.zeros(4096)), 4096).any()
+
+
+def test_equal_magnitudes_are_exact() -> None:
+    values = torch.full((4096,), 0.75)
+    values[::2] = -0.75
+    for kept in (1, 64, 2048):
+        sent = TopK(kept).decode(TopK(kept).encode(values), 4096)
+        assert torch.equal(sent[:kept], values[:kept])
+        assert not sent[kept:].any()
+
+
+def test_limits() -> None:
+    largest = torch.finfo(torch.float32).max
+    values = torch.cat([torch.full((4096,), largest), torch.full((4096,), 2.0**-140)])
+    sent = TopK(64).decode(TopK(64).encode(values), 8192)
+    assert torch.isfinite(sent).all()
+    assert torch.allclose(sent[:64], values[:64], rtol=2**-7)
+    assert not sent[4096:].any()
+
+
+@pytest.mark.parametrize(
+    ("level", "allowed"),
+    [
+        (0.0, True),
+        (2.0**-126, True),
+        (2.0**-127, False),
+        (-0.0, False),
+        (-1.0, False),
+        (float("nan"), False),
+        (float("inf"), False),
+    ],
+)
+def test_levels_that_nobody_writes_are_refused(level: float, allowed: bool) -> None:
+    payload = TopK(64).encode(draw(1, 33))
+    payload[2:4].view(torch.bfloat16)[0] = level
+    if allowed:
+        assert torch.isfinite(TopK(64).decode(payload, 33 * BLOCK)).all()
+        return
+    with pytest.raises(ExchangeError, match="topk:64 payload refused: it has a scale"):
+        TopK(64).decode(payload, 33 * BLOCK)
+
+
+def test_indices_that_nobody_writes_are_refused() -> None:
+    values = draw(2, 1)
+    payload = TopK(64).encode(values)
+    assert payload.numel() == 4 + 4
+    stream = int.from_bytes(payload[4:].numpy().tobytes(), "little")
+    first, second = stream % 2**14, stream >> 14
+    for wrong in (second | first << 14, first | first << 14, first | 128 << 16, stream | 1 << 28):
+        payload[4:] = torch.frombuffer(bytearray(wrong.to_bytes(4, "little")), dtype=torch.uint8)
+        with pytest.raises(ExchangeError, match=r"payload refused: (its indices|the bits behind)"):
+            TopK(64).decode(payload, BLOCK)
