@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as oracle
 
-from dilocox.compression.lowrank import LowRank
+from dilocox.compression.lowrank import LowRank, effective_ranks
 from dilocox.compression.lowrank_arrangement import Arrangement
 from dilocox.compression.lowrank_factors import decode_basis
 from tests.compression.lowrank_cases import (
@@ -314,12 +314,24 @@ def test_effective_rank_follows_the_spectrum(decay: float, rank: int) -> None:
     assert low.effective_rank(payloads, basis) == pytest.approx(known, rel=0.08)
 
 
+def test_effective_ranks_from_core_and_missed_energy() -> None:
+    """Squared singular values 4, 2 within the basis; of what is missed, as few as there can be."""
+    core = torch.diag(torch.tensor([4.0, 2.0], dtype=torch.float64)).expand(4, 2, 2).clone()
+    core[3] = 0
+    missed = torch.tensor([0.0, 1.0, 100.0, 0.0], dtype=torch.float64)
+    # Nothing, one of 1, and ten of 10 as there are no more than ten; nothing at all.
+    expected = torch.tensor([36 / 20, 49 / 21, 106**2 / 1020, 0.0], dtype=torch.float64)
+    assert torch.allclose(effective_ranks(core, missed, 10), expected, rtol=1e-12)
+    expected[2] = 106**2 / (20 + 50 * 2**2)
+    assert torch.allclose(effective_ranks(core, missed, 60), expected, rtol=1e-12)
+
+
 def test_effective_rank_is_of_the_mean_not_of_the_sites() -> None:
     common = spectrum(256, 384, [3.0] * 4, 10)
     apart = [spectrum(256, 384, [3.0] * 4, seed) for seed in (11, 12, 13, 14)]
     low = LowRank(geometry_of((256, 384)), 24, bits=8)
 
-    def found(matrices: list[Tensor]) -> float:
+    def found(matrices: list[Tensor], low: LowRank = low) -> float:
         us = [flat_of(matrix) for matrix in matrices]
         warm = low.first_warm()
         for count in range(1, 4):
@@ -330,6 +342,11 @@ def test_effective_rank_is_of_the_mean_not_of_the_sites() -> None:
     assert found([common, common, common]) == pytest.approx(4, rel=0.03)
     assert found([common, common, -common]) == pytest.approx(4, rel=0.03)
     assert found(apart) == pytest.approx(16, rel=0.15)
+    # What the mean misses is as much less, or as little, as what it has of the single sites'.
+    narrow = LowRank(low.geometry, 8, bits=8)
+    wide = spectrum(256, 384, [3.0] * 20, 15)
+    assert found([wide] * 3, narrow) == pytest.approx(20, rel=0.03)
+    assert found([wide, wide, -wide], narrow) == pytest.approx(20, rel=0.03)
     small = LowRank(geometry_of((128,)), 4)
     basis, payloads, _ = exchange(small, [torch.ones(128)], small.first_warm())
     assert small.effective_rank(payloads, basis) == 0.0

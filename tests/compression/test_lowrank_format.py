@@ -19,8 +19,8 @@ from torch import Tensor
 from dilocox.compression.base import BLOCK
 from dilocox.compression.frame import pack_frame, payload_digest, unpack_frame
 from dilocox.compression.lowrank import LowRank
-from dilocox.compression.lowrank_arrangement import pays
-from dilocox.compression.lowrank_factors import spread
+from dilocox.compression.lowrank_arrangement import Stack, pays
+from dilocox.compression.lowrank_factors import basis_bytes, decode_basis, encode_basis, spread
 from dilocox.compression.registry import codec
 from dilocox.errors import ConfigError, ExchangeError
 from tests.compression.lowrank_cases import (
@@ -269,6 +269,40 @@ def test_what_is_too_faint_for_a_sum_waits(exponent: int, dropped: bool) -> None
     assert torch.allclose(sent(strong + faint), expected, rtol=1e-6, atol=0)
     # Error feedback keeps it, and goes through once the strong column is done.
     assert torch.allclose(sent(strong + faint - expected), faint * dropped, rtol=1e-6, atol=0)
+
+
+def test_a_basis_takes_coarser_steps_where_a_sum_could_not_hold_finer_ones() -> None:
+    stack = Stack(0, 1, 3, 2 * BLOCK)
+    values = torch.randn(3, 2 * BLOCK, generator=torch.Generator().manual_seed(4)).double()
+    values /= values.abs().amax(1, keepdim=True)
+    values[1, :BLOCK] *= 2.0**-12
+    values[2] *= 2.0**-40
+    payload = encode_basis(values.view(-1), [stack])
+    assert payload.shape == (basis_bytes(3 * 2 * BLOCK),)
+    decoded = decode_basis(payload, [stack], values.numel()).view(3, -1)
+    steps = torch.full((3, 2 * BLOCK), 2.0**-6).double()
+    steps[1, :BLOCK] = steps[2] = 2.0**-14
+    assert ((decoded - values).abs() <= steps / 2).all()
+    assert decoded[1, :BLOCK].any()
+    assert not decoded[2].any()
+
+
+def test_sizes_at_which_fp32_would_overflow_are_refused() -> None:
+    geometry = geometry_of((160, 300))
+    low, u = LowRank(geometry, 8), draw(geometry, 7)
+    warm = low.first_warm()
+    with pytest.raises(ExchangeError, match=r"beyond 2\^100"):
+        low.project(u * 2.0**101, warm)
+    basis, payloads, _ = exchange(low, [u], warm)
+    # All columns alike, so that only the size is wrong: scales from 2^100 and from 2^101.
+    for exponent, refused in ((100, False), (101, True)):
+        scales = torch.full((24,), exponent + 127 << 7, dtype=torch.int16).view(torch.uint8)
+        payload = torch.cat([payloads[0][:40], scales, payloads[0][88:]])
+        if refused:
+            with pytest.raises(ExchangeError, match="differ by more"):
+                low.decode(payload, basis)
+        else:
+            assert low.decode(payload, basis).isfinite().all()
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf"), 1e30])

@@ -84,8 +84,8 @@ def decode_factors(
         bad |= ((some < lowest) & (some != _UNUSED)).any()
     if bool(bad):
         raise ExchangeError(
-            "low-rank payload refused: the scales of a factor differ by more than sums can hold; "
-            "run the same version at every site"
+            "low-rank payload refused: scales of a factor differ by more than sums can hold, or "
+            "are beyond 2^100; run the same version at every site"
         )
     return values
 
@@ -94,8 +94,8 @@ def encode_basis(values: Tensor, stacks: Sequence[Stack]) -> Tensor:
     """Orthonormal columns, float64 [length], to uint8 [basis_bytes(length)].
 
     Payload: for each block one byte x, then the int8 codes in ±127; a value is code times
-    2^(-6 - x), x in 0..26. The error is at most half of that, which is below 1/126 of the block's
-    largest value unless the block is faint: half of the other factor's at most.
+    2^(-6 - x), x in 0..26. The error is at most half of this step: at most 1/127 of the block's
+    largest value, unless the step had to be coarser.
     """
     blocks = values.view(-1, BLOCK)
     largest = blocks.abs().amax(1)
