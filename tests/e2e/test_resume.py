@@ -32,12 +32,22 @@ def model_bytes(run: Run) -> dict[str, bytes]:
 @pytest.mark.parametrize(
     ("name", "sets"),
     [
-        ("keep", ("outer.inner_steps=8",)),
+        ("keep", ("outer.inner_steps=8", "compression.codec=topk:64")),
         (
             "eager-reduce",
             ("outer.overlap=eager", "outer.fragments=1", "outer.exchange=reduce"),
         ),
         pytest.param("reduce", ("outer.exchange=reduce", "outer.delay=3"), marks=pytest.mark.slow),
+        pytest.param(
+            "low-rank",
+            ("outer.method=dilocox-paper", "compression.codec=lowrank:2", "outer.fragments=1"),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "late-gradients",
+            ("outer.method=cocktailsgd", "outer.fragments=1"),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_two_stops_change_nothing(workshop: Workshop, name: str, sets: tuple[str, ...]) -> None:
