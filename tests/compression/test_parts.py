@@ -146,6 +146,9 @@ def test_encoding_leaves_its_input_alone_and_repeats(spec: str) -> None:
     assert torch.equal(decoded, part.decode(first))
     odd = torch.cat([torch.zeros(1, dtype=torch.uint8), first])[1:]
     assert torch.equal(decoded, part.decode(odd))
+    room = torch.full((ODD.length,), 7.0)
+    assert part.decode(first, out=room) is room
+    assert torch.equal(decoded, room)
 
 
 @ALL

@@ -75,7 +75,7 @@ class Cocktail:
             scale = scale.to(torch.bfloat16).clamp_(min=_SMALLEST_SCALE)
             code = chosen.mul_(scale.to(torch.float32).reciprocal_()).round_().to(torch.int64)
             record[:, :_HEAD] = scale.view(torch.uint8).numpy()
-            entries = (found % width).reshape(rows, k)
+            entries = sparse.indices_of(found, rows, width)
             entries |= (code.numpy() & 15) << sparse.INDEX_BITS
             record[:, _HEAD:] = sparse.pack(entries, _ENTRY_BITS)
         return payload if payload is host else payload.copy_(host)

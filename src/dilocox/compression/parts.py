@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from dilocox.compression.base import BLOCK, Codec, check_payload, check_values
+from dilocox.compression.base import BLOCK, Codec, check_payload, check_values, output
 from dilocox.compression.geometry import Geometry
 from dilocox.errors import ExchangeError
 
@@ -65,18 +65,18 @@ class Part:
             return torch.empty(0, dtype=torch.uint8, device=values.device)
         return payloads[0] if len(payloads) == 1 else torch.cat(payloads)
 
-    def decode(self, payload: Tensor) -> Tensor:
-        """uint8 [payload_bytes] to finite fp32 [values] on the same device.
+    def decode(self, payload: Tensor, out: Tensor | None = None) -> Tensor:
+        """uint8 [payload_bytes] to finite fp32 [values] on the same device, into `out` if given.
 
         Raises `ExchangeError` if the payload has another size or is none that encoding makes.
         """
         payload = check_payload(payload, self.payload_bytes, self.name, self.values)
-        values = torch.empty(self.values, dtype=torch.float32, device=payload.device)
+        values = output(out, self.values, torch.float32, payload.device)
         first = 0
         for each in self.segments:
             last = first + each.payload_bytes
-            out = values[each.start : each.end]
-            each.codec.decode(payload[first:last], each.end - each.start, out=out)
+            room = values[each.start : each.end]
+            each.codec.decode(payload[first:last], each.end - each.start, out=room)
             first = last
         for start, end in self.gaps:
             values[start:end] = 0

@@ -73,6 +73,12 @@ def strongest(magnitudes: Array, kept: int) -> Array:
     return chosen
 
 
+def indices_of(found: Array, rows: int, width: int) -> Array:
+    """Indices in their rows, int64 [rows, k], of what `strongest` has found."""
+    indices: Array = found.reshape(rows, -1) - np.arange(0, rows * width, width)[:, None]
+    return indices
+
+
 def pack(entries: Array, bits: int) -> Array:
     """int64 [rows, k] in 0 to 2^bits - 1, `bits` 14 or 16, to uint8 [rows, ceil(k * bits / 8)]."""
     rows, k = entries.shape

@@ -69,7 +69,7 @@ class TopK:
             found = sparse.strongest(piece & np.int32(0x7FFFFFFF), k)
             chosen = piece.reshape(-1)[found].reshape(rows, k)
             levels, large = _levels(chosen & np.int32(0x7FFFFFFF))
-            entries = (found % width).reshape(rows, k) << _VALUE_BITS
+            entries = sparse.indices_of(found, rows, width) << _VALUE_BITS
             entries |= chosen < 0
             entries |= large << np.int64(1)
             record[:, :_HEAD] = levels.to(torch.bfloat16).view(torch.uint8).numpy()
