@@ -129,7 +129,8 @@ def measures(summary: Mapping[str, Any], records: list[Row]) -> Row:
 
     The reduction per transfer is over the rounds, against fp32 vectors exchanged in the same way;
     the one in all is against synchronous training's bytes, the flush at the end included.
-    `inner_steps` (a mean) and `plans` are what the rounds really had.
+    `inner_steps` (a mean) and `plans` are what the rounds really had; `dropped` counts how often a
+    site's contribution to a round was not finite.
     """
     rounds = [r for r in records if r.get("kind") == "round" and r.get("site")]
     whole = [r for r in records if r.get("kind") == "round" and not r.get("site")]
@@ -146,6 +147,7 @@ def measures(summary: Mapping[str, Any], records: list[Row]) -> Row:
         "tokens": summary["tokens"],
         "rounds": len(whole),
         "inner_steps": sum(lengths) / len(lengths) if lengths else None,
+        "dropped": sum("dropped" in r for r in rounds),
         "plans": plans([r for r in records if r.get("kind") == "plan"], len(whole)),
     }
 
@@ -155,9 +157,10 @@ def plans(changes: list[Row], rounds: int) -> str | None:
 
     `changes` are the records of plans, each of which holds until the next one.
     """
-    starts = [plan["round"] for plan in changes]
+    ends = [plan["round"] for plan in changes[1:]] + [rounds]
     counts: dict[str, int] = {}
-    for plan, start, end in zip(changes, starts, [*starts[1:], rounds], strict=True):
+    for plan, end in zip(changes, ends, strict=False):
+        start = plan["round"]
         name = f"{plan['codec']} H={plan['inner_steps']}"
         counts[name] = counts.get(name, 0) + end - start
     return ", ".join(f"{name} x{count}" for name, count in counts.items()) or None

@@ -1,0 +1,154 @@
+"""The entries, their run files, their learning rates, and which of them are trained."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from pathlib import Path
+
+import pytest
+import quality
+import quality_jobs
+import quality_rows
+import quality_run
+import quality_tuning
+from quality_data import Text
+from quality_jobs import Job
+from quality_rows import Entry
+from quality_tuning import Rates
+
+ENTRIES = quality_rows.core_entries() + quality_rows.ablation_entries()
+
+
+def options(*words: str) -> argparse.Namespace:
+    return quality.arguments().parse_args(words)
+
+
+def test_labels_are_unique_and_quick_ones_exist() -> None:
+    labels = [entry.label for entry in ENTRIES]
+    assert len(set(labels)) == len(labels)
+    assert set(quality_rows.QUICK) | set(quality_rows.BASELINES.values()) <= set(labels)
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.label)
+def test_every_entry_makes_a_run_file(entry: Entry, tmp_path: Path) -> None:
+    text = Text(tmp_path)
+    for regime, sites, iid in (("paper", 4, False), ("long", 2, True)):
+        job = Job(entry, regime, sites, iid, 0, {"inner.learning_rate": 0.002})
+        config = quality_run.configuration(job, text, tmp_path / "run")
+        assert config.outer.method == entry.method
+        assert config.total_steps == quality_rows.REGIMES[regime].steps
+        assert config.inner.learning_rate == 0.002
+        assert sum(config.site_batch(site) for site in config.sites) == quality_rows.BATCH
+        assert all((own.data is None) == iid for own in config.sites.values())
+        assert (config.control.link is None) == (entry.target is None)
+
+
+def test_runs_have_the_tokens_that_regimes_promise(tmp_path: Path) -> None:
+    job = Job(ENTRIES[0], "paper", 4, True, 0, {})
+    size = quality_run.parameters(quality_run.configuration(job, Text(tmp_path), tmp_path))
+    tokens = quality_rows.REGIMES["long"].steps * quality_rows.BATCH * 128
+    assert 20 * size <= tokens < 20.5 * size
+    assert quality_rows.REGIMES["paper"].steps == 32 * 20
+
+
+def test_uplink_makes_synchronous_training_as_slow_as_the_target() -> None:
+    link = quality_rows.uplink(500, sites=4, parameters=1_000_000)
+    assert link.endswith("kbit")
+    bytes_per_second = float(link.removesuffix("kbit")) * 1000 / 8
+    seconds = 8 * 3 / 4 * 1_000_000 / (bytes_per_second * quality_rows.UTILISATION)
+    # At all of the link; the controller plans with a share of it.
+    assert seconds * quality_rows.UTILISATION**2 == pytest.approx(500 * quality_rows.STEP_SECONDS)
+
+
+def test_an_entry_is_read_from_words() -> None:
+    entry = quality_rows.tried_entry(
+        "method=sparseloco outer.inner_steps=5 compression.error_feedback=false target=200 "
+        "inner.optimizer=muon inner.clip=0.5"
+    )
+    assert (entry.method, entry.target, entry.optimizer) == ("sparseloco", 200, "muon")
+    assert entry.settings == {
+        "outer.inner_steps": 5,
+        "compression.error_feedback": False,
+        "inner.optimizer": "muon",
+        "inner.clip": 0.5,
+    }
+    with pytest.raises(ValueError, match=r"section\.key=value"):
+        quality_rows.tried_entry("inner_steps")
+
+
+def loss(rates: Rates) -> float:
+    """Best at 0.005 and .7/.7, far from the published rates; the largest rate diverges."""
+    if rates.inner > 0.01:
+        return math.inf
+    outer, momentum = rates.outer or (0.7, 0.7)
+    return abs(math.log(rates.inner / 0.005)) + abs(outer - 0.7) + abs(momentum - 0.7)
+
+
+@pytest.mark.parametrize("tuned_as", quality_rows.tuning_entries())
+def test_everyone_gets_the_same_number_of_trials(tuned_as: str) -> None:
+    done: dict[Rates, float] = {}
+    while trials := quality_tuning.open_trials(tuned_as, done):
+        done[trials[0]] = loss(trials[0])
+    assert len(done) == quality_tuning.TRIALS
+    entry = Entry("x", "x", tuned_as=tuned_as, rates="all")
+    best = quality_tuning.chosen(entry, done)
+    assert loss(best) == min(done.values())
+    published = quality_tuning.chosen(Entry("x", "x", tuned_as=tuned_as), done)
+    assert published.outer == quality_rows.OUTER_PUBLISHED.get(tuned_as)
+    same = [trial for trial in done if trial.outer == published.outer]
+    assert loss(published) == min(loss(trial) for trial in same)
+
+
+def test_trials_outlive_their_file(tmp_path: Path) -> None:
+    trials = {Rates(0.003, (0.7, 0.9)): 2.5, Rates(0.006, (0.7, 0.9)): math.inf}
+    measured = {"label": "x", "reduction_total": 20.0, "seconds": 1.0}
+    rows = [
+        quality_tuning.row(
+            "diloco", rates, {**measured, "val_loss": value if math.isfinite(value) else None}
+        )
+        for rates, value in trials.items()
+    ]
+    file = tmp_path / "tuning.json"
+    file.write_text(json.dumps({"rows": rows}))
+    assert quality_tuning.read(file) == {"diloco": trials}
+    assert quality_tuning.read(tmp_path / "none.json") == {}
+
+
+def test_quick_is_one_row_of_each_method_it_names() -> None:
+    jobs = list(quality_jobs.select(options("--quick"), {}))
+    assert [job.entry.label for job in jobs] == list(quality_rows.QUICK)
+    assert {(job.regime, job.sites, job.iid, job.seed) for job in jobs} == {("paper", 4, False, 0)}
+
+
+def test_the_core_table_has_three_seeds_in_both_regimes() -> None:
+    jobs = list(quality_jobs.select(options("--only", "allreduce"), {}))
+    lead = {(job.regime, job.seed) for job in jobs if job.sites == 4 and not job.iid}
+    assert lead == {(regime, seed) for regime in ("paper", "long") for seed in (0, 1, 2)}
+    rest = {(job.regime, job.sites, job.iid, job.seed) for job in jobs} - {
+        (regime, 4, False, seed) for regime, seed in lead
+    }
+    assert rest == {("paper", 4, True, 0), ("paper", 2, False, 0), ("paper", 2, True, 0)}
+
+
+def test_published_rates_that_are_the_best_are_trained_once() -> None:
+    words = ("--only", "diloco", "diloco published", "--regime", "paper", "--iid", "no")
+    chosen = options(*words, "--sites", "4", "--seeds", "0")
+    pair = quality_rows.OUTER_PUBLISHED["diloco"]
+    best = {Rates(0.003, pair): 1.0, Rates(0.003, (0.8, 0.5)): 2.0}
+    assert [job.entry.label for job in quality_jobs.select(chosen, {"diloco": best})] == ["diloco"]
+    other = {Rates(0.003, pair): 1.0, Rates(0.003, (0.8, 0.5)): 0.5}
+    labels = [job.entry.label for job in quality_jobs.select(chosen, {"diloco": other})]
+    assert labels == ["diloco", "diloco published"]
+
+
+def test_what_an_entry_sets_is_not_tuned_away() -> None:
+    entry = Entry("x", "dilocox", {"inner.learning_rate": 0.5})
+    job = Job(entry, "paper", 4, True, 0, Rates(0.003).settings)
+    assert job.settings == {"inner.learning_rate": 0.5}
+
+
+def test_a_name_of_nothing_is_refused() -> None:
+    with pytest.raises(SystemExit, match="names no entry"):
+        list(quality_jobs.select(options("--only", "dilocoxx"), {}))

@@ -1,0 +1,176 @@
+"""Rows from records, a benchmark that is cut and goes on, and a real run of a few steps."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import quality
+import quality_data
+import quality_run
+from quality_jobs import Job
+
+
+def test_a_row_counts_bytes_and_rounds_as_they_were() -> None:
+    def site(name: str, number: int, payload: int, ratio: float, steps: int) -> dict[str, Any]:
+        return {
+            "kind": "round",
+            "site": name,
+            "round": number,
+            "payload_bytes": payload,
+            "ratio_per_transfer": ratio,
+            "steps": steps,
+        }
+
+    records = [
+        {"kind": "plan", "round": 0, "codec": "int4", "inner_steps": 20},
+        site("a", 0, 100, 8.0, 20),
+        site("b", 0, 100, 8.0, 20),
+        {"kind": "round", "round": 0, "payload_bytes": 200},
+        {"kind": "plan", "round": 1, "codec": "int2", "inner_steps": 10},
+        site("a", 1, 300, 16.0, 10),
+        {**site("b", 1, 0, 0.0, 10), "dropped": "stage 0: loss"},
+        {"kind": "round", "round": 1, "payload_bytes": 300},
+        {"kind": "flush", "site": "a", "payload_bytes": 500},
+    ]
+    summary = {
+        "val_loss_last": 2.5,
+        "payload_bytes": 1000,
+        "ratio_per_token": 77.0,
+        "tokens": 30,
+    }
+    made = quality_run.measures(summary, records)
+    # 500 bytes of payloads in the rounds stood for 100·8 + 100·8 + 300·16 bytes.
+    assert made["reduction_per_transfer"] == pytest.approx(6400 / 500)
+    assert made["reduction_total"] == 77.0
+    assert made["flush_share"] == 0.5
+    assert (made["rounds"], made["inner_steps"]) == (2, 15.0)
+    assert made["dropped"] == 1
+    assert made["plans"] == "int4 H=20 x1, int2 H=10 x1"
+
+
+def test_plans_hold_until_the_next_one() -> None:
+    changes = [
+        {"round": 0, "codec": "int4", "inner_steps": 5},
+        {"round": 3, "codec": "int2", "inner_steps": 5},
+        {"round": 4, "codec": "int4", "inner_steps": 5},
+    ]
+    assert quality_run.plans(changes, 10) == "int4 H=5 x9, int2 H=5 x1"
+    assert quality_run.plans([], 10) is None
+
+
+class Trained:
+    """Stands in for real training: counts what is asked for, and can be cut."""
+
+    def __init__(self, cut_after: int) -> None:
+        self.jobs: list[Job] = []
+        self._cut_after = cut_after
+
+    def __call__(self, job: Job, config: Any, log: Path, keep: bool) -> dict[str, Any] | None:
+        if len(self.jobs) == self._cut_after:
+            return None
+        self.jobs.append(job)
+        summary = {
+            "val_loss_last": 2.0 + 0.01 * len(self.jobs),
+            "payload_bytes": 100,
+            "ratio_per_token": 50.0,
+            "tokens": 10,
+        }
+        row = {**job.key, **quality_run.described(job, config)}
+        row |= quality_run.measures(summary, [])
+        return {**row, "seconds": 1.0, "commit": None, "failed": None}
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """Run the benchmark with stand-ins for training and text; its rows and what was trained."""
+
+    def call(trained: Trained, *words: str) -> int:
+        monkeypatch.setattr(quality, "train", trained)
+        monkeypatch.setattr(quality.common, "machine", dict)
+        monkeypatch.setattr(quality.common, "end_on_signals", lambda: None)
+        monkeypatch.setattr(quality.Text, "write", lambda *_: quality_data.Text(tmp_path))
+        monkeypatch.setattr(quality.Text, "tokenise", lambda *_: None)
+        monkeypatch.setattr(quality.TokenFiles, "open", lambda _: None)
+        monkeypatch.setattr(quality.quality_data, "describe", lambda _: {"digest": "d"})
+        monkeypatch.setattr(sys, "argv", ["quality.py", *words])
+        return quality.main()
+
+    return call
+
+
+def test_a_cut_benchmark_goes_on_where_it_was(
+    bench: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "rows.json"
+    words = ("--quick", "--json", str(file), "--tuning", str(tmp_path / "none.json"))
+    first = Trained(cut_after=3)
+    with pytest.raises(SystemExit) as end:
+        bench(first, *words)
+    assert end.value.code == 130
+    assert len(json.loads(file.read_text())["rows"]) == 3
+    second = Trained(cut_after=100)
+    assert bench(second, *words) == 0
+    labels = [job.entry.label for job in first.jobs + second.jobs]
+    assert labels == list(quality.quality_rows.QUICK)
+    rows = json.loads(file.read_text())["rows"]
+    assert [row["label"] for row in rows] == labels
+    assert all(row["gap"] is not None for row in rows)
+    assert file.with_suffix(".svg").exists()
+    assert "dilocox-paper" in capsys.readouterr().out
+    third = Trained(cut_after=0)
+    assert bench(third, *words) == 0
+
+
+def test_a_row_of_other_settings_is_made_anew(bench: Any, tmp_path: Path) -> None:
+    file, tuning = tmp_path / "rows.json", tmp_path / "tuning.json"
+    words = ("--quick", "--only", "allreduce", "--json", str(file), "--tuning", str(tuning))
+    assert bench(Trained(100), *words) == 0
+    trial = {"tuned_as": "allreduce", "learning_rate": 0.009, "val_loss": 1.0}
+    trial |= {"outer_learning_rate": None, "outer_momentum": None}
+    tuning.write_text(json.dumps({"rows": [trial]}))
+    again = Trained(100)
+    assert bench(again, *words) == 0
+    assert len(again.jobs) == 1
+    (row,) = json.loads(file.read_text())["rows"]
+    assert row["learning_rate"] == 0.009
+
+
+def test_tuning_makes_all_trials_and_goes_on_after_a_cut(bench: Any, tmp_path: Path) -> None:
+    tuning = tmp_path / "tuning.json"
+    words = ("--tune", "--only", "diloco", "--tuning", str(tuning))
+    with pytest.raises(SystemExit):
+        bench(Trained(cut_after=2), *words)
+    rest = Trained(100)
+    assert bench(rest, *words) == 0
+    assert len(rest.jobs) == quality.quality_tuning.TRIALS - 2
+    trials = quality.quality_tuning.read(tuning)["diloco"]
+    assert len(trials) == quality.quality_tuning.TRIALS
+    assert {job.seed for job in rest.jobs} == {quality.quality_tuning.SEED}
+
+
+def test_a_run_is_trained_and_one_that_diverges_is_a_row_without_loss(tmp_path: Path) -> None:
+    # In a process of its own: ranks are forked, and a test's process has threads and handlers.
+    script = Path(__file__).with_name("quality_in_a_process.py")
+    said = subprocess.run(
+        [sys.executable, str(script), str(tmp_path), "1e-3", "1e30"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    good, bad = (json.loads(line) for line in said.stdout.splitlines())
+    assert good["failed"] is None
+    assert 3.0 < good["val_loss"] < 6.0
+    assert good["tokens"] == 3 * 32 * 128
+    assert (good["rounds"], good["inner_steps"], good["dropped"]) == (3, 1.0, 0)
+    # At two sites a gather sends one fp32 vector a round, a synchronous step as many bytes.
+    assert good["reduction_per_transfer"] == pytest.approx(1.0, rel=0.01)
+    assert bad["val_loss"] is None
+    assert bad["dropped"] == 2
+    assert "not finite" in bad["failed"]
+    assert not (tmp_path / "run").exists()
