@@ -4,10 +4,9 @@ One core, one thread. For every size there is a buffer with one matrix of normal
 columns wide; a copy of the smallest stays in the processor's cache, which no codec can follow.
 Every measurement of a codec stands between two plain copies of the same buffer in the same
 process: its ratio is its own time over the mean time of these two. Time is CPU time of the
-process, so that other work on the machine counts for little. Encoding makes its payload anew (for
-`none`, `fp16` and `bf16` of large buffers that is most of it), decoding writes where the copy does
-(`lowrank` makes its result anew). Medians over the repetitions; the JSON file has their 95 %
-intervals, too.
+process, so that other work on the machine counts for little. Codecs write, as the copy does, into
+memory that is there already; `lowrank` alone makes its results anew. Medians over the repetitions;
+the JSON file has their 95 % intervals, too.
 
 Bits per parameter are those of the frames, headers included. `lowrank` has three messages: a
 factor, the basis (which only its owner sends) and the payload; all are counted, encoding is both
@@ -60,7 +59,7 @@ def work(spec: str, values: Tensor, target: Tensor) -> Work:
     payload = part.encode(values)
     return Work(
         8 * frame_bytes(part) / n,
-        lambda: part.encode(values),
+        lambda: part.encode(values, out=payload),
         lambda: part.decode(payload, out=target),
         None,
     )

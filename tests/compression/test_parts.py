@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from dilocox.compression.cocktail import Cocktail
 from dilocox.compression.geometry import Geometry
 from dilocox.compression.parts import Part
 from dilocox.compression.registry import CODECS, codec
@@ -141,7 +142,9 @@ def test_encoding_leaves_its_input_alone_and_repeats(spec: str) -> None:
     before = buffer.clone()
     first = part.encode(buffer)
     assert torch.equal(buffer, before)
-    assert torch.equal(first, part.encode(buffer))
+    given_payload = torch.full((part.payload_bytes,), 9, dtype=torch.uint8)
+    assert part.encode(buffer, out=given_payload) is given_payload
+    assert torch.equal(first, given_payload)
     decoded = part.decode(first)
     assert torch.equal(decoded, part.decode(first))
     odd = torch.cat([torch.zeros(1, dtype=torch.uint8), first])[1:]
@@ -220,6 +223,14 @@ def test_only_cocktail_draws_from_the_seed() -> None:
     for spec in SINGLE:
         payloads = [whole(spec, seed).encode(buffer) for seed in (1, 2)]
         assert torch.equal(*payloads) is (spec != "cocktail")
+
+
+def test_cocktail_draws_by_place_in_the_buffer() -> None:
+    for start, end in ((0, ODD.length), (12800, 25600)):
+        part = single("cocktail", ODD).part(start, end, 9)
+        thin = [each for each in part.segments if isinstance(each.codec, Cocktail)]
+        assert [each.codec for each in thin] == [Cocktail(9, start + each.start) for each in thin]
+        assert len(thin) == 2
 
 
 def test_texts_and_identifiers() -> None:

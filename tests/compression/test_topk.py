@@ -113,11 +113,12 @@ def test_equal_magnitudes_are_exact() -> None:
 
 def test_limits() -> None:
     largest = torch.finfo(torch.float32).max
-    values = torch.cat([torch.full((4096,), largest), torch.full((4096,), 2.0**-140)])
-    sent = TopK(64).decode(TopK(64).encode(values), 8192)
-    assert torch.isfinite(sent).all()
-    assert torch.allclose(sent[:64], values[:64], rtol=2**-7)
-    assert not sent[4096:].any()
+    for tiny in (2.0**-127, 2.0**-130, 2.0**-140):
+        values = torch.cat([torch.full((4096,), largest), torch.full((4096,), tiny)])
+        sent = TopK(64).decode(TopK(64).encode(values), 8192)
+        assert torch.isfinite(sent).all()
+        assert torch.allclose(sent[:64], values[:64], rtol=2**-7)
+        assert not sent[4096:].any()
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from dilocox.errors import ExchangeError
 BLOCK = 128
 """Values per block: every length that a codec sees is a multiple of it."""
 
-_CPU_PIECE = 1 << 17
+_CPU_PIECE = 1 << 18
 _DEVICE_PIECE = 1 << 26
 _ALIGNMENT = 4
 

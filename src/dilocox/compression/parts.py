@@ -54,16 +54,25 @@ class Part:
         """Exact size of the payload."""
         return sum(segment.payload_bytes for segment in self.segments)
 
-    def encode(self, values: Tensor) -> Tensor:
-        """Flat contiguous finite fp32 [values] to uint8 [payload_bytes] on the same device."""
+    def encode(self, values: Tensor, out: Tensor | None = None) -> Tensor:
+        """Flat contiguous finite fp32 [values] to uint8 [payload_bytes] on the same device.
+
+        The result is `out` if given. Raises `ExchangeError` for values of another number or type.
+        """
         if check_values(values) != self.values:
             raise ExchangeError(
                 f"{self.name}: a part of {self.values} values was given {values.numel()}"
             )
-        payloads = [each.codec.encode(values[each.start : each.end]) for each in self.segments]
-        if not payloads:
-            return torch.empty(0, dtype=torch.uint8, device=values.device)
-        return payloads[0] if len(payloads) == 1 else torch.cat(payloads)
+        if len(self.segments) == 1:
+            return self.segments[0].codec.encode(values, out)
+        payload = output(out, self.payload_bytes, torch.uint8, values.device)
+        first = 0
+        for each in self.segments:
+            last = first + each.payload_bytes
+            # Segments do not begin where a codec could write its scales.
+            payload[first:last].copy_(each.codec.encode(values[each.start : each.end]))
+            first = last
+        return payload
 
     def decode(self, payload: Tensor, out: Tensor | None = None) -> Tensor:
         """uint8 [payload_bytes] to finite fp32 [values] on the same device, into `out` if given.

@@ -20,8 +20,8 @@ CHUNK = 4096
 INDEX_BITS = 12
 SMALLEST_NORMAL = 2.0**-126
 
-_PIECE = 32
-"""Chunks that are worked on together: half a MiB of values stays in the cache."""
+_PIECE = 64
+"""Chunks that are worked on together: a MiB of values stays in the cache."""
 
 Array = NDArray[Any]
 
