@@ -27,6 +27,7 @@ FLOORS = (
     {"site", "outer", "data", "models", "recorder", "model_files"},
     {"memory"},
     {"assembly"},
+    {"payloads"},
     {"persistence", "entering", "meter", "preflight"},
     {"trainer"},
     {"rank_process"},

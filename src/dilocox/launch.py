@@ -29,11 +29,13 @@ from dilocox.errors import DilocoxError, JoinError, TrainingError
 from dilocox.launcher_env import rank_variables
 from dilocox.model_files import generate
 from dilocox.outer.coordinator.client import CoordinatorClient
+from dilocox.outer.coordinator.core import Payloads
 from dilocox.outer.coordinator.identity import Identity
 from dilocox.outer.coordinator.serving import Endpoint, serve
 from dilocox.outer.coordinator.timeouts import Timeouts
 from dilocox.outer.coordinator.transport import host_and_port
 from dilocox.outer.tunnel import check_ports
+from dilocox.payloads import payload_sizes
 from dilocox.recorder import Record, Recorder
 from dilocox.site_process import join_as_rank, run_site
 
@@ -110,10 +112,11 @@ def train_here(
         address = own.interface or config.network.interface or config.network.host
         check_ports(name, own, config.site.ranks, address)
     display.line(preflight.headline(config, files))
+    payloads = payload_sizes(config, files.vocabulary_size)
     preflight.claim_folder(config, resume, overwrite)
     ours, theirs = processes.CONTEXT.Pipe(duplex=False)
     coordinator = processes.start(
-        _coordinate_in_child, config, folder, resume, theirs, name="coordinator"
+        _coordinate_in_child, config, folder, payloads, resume, theirs, name="coordinator"
     )
     theirs.close()
     sites: dict[str, BaseProcess] = {}
@@ -230,7 +233,9 @@ def _operator(endpoint: Endpoint, config: RunConfig) -> CoordinatorClient:
     return CoordinatorClient(endpoint.url, identity, Timeouts.derive(config.network))
 
 
-def _coordinate_in_child(config: RunConfig, folder: Path, resume: bool, pipe: Connection) -> None:
+def _coordinate_in_child(
+    config: RunConfig, folder: Path, payloads: Payloads | None, resume: bool, pipe: Connection
+) -> None:
     # Where the reader has gone this process is about to end with it.
     def tell(kind: str, value: Any) -> None:
         with contextlib.suppress(BrokenPipeError):
@@ -240,6 +245,7 @@ def _coordinate_in_child(config: RunConfig, folder: Path, resume: bool, pipe: Co
         end = _coordinate(
             config,
             folder,
+            payloads,
             resume=resume,
             wait_for=None,
             emit=lambda record: tell("record", record),
@@ -259,6 +265,7 @@ def _coordinate_in_child(config: RunConfig, folder: Path, resume: bool, pipe: Co
 def _coordinate(
     config: RunConfig,
     folder: Path,
+    payloads: Payloads | None,
     *,
     resume: bool,
     wait_for: int | None,
@@ -271,6 +278,7 @@ def _coordinate(
         config,
         folder / "coordinator",
         wait_for=wait_for,
+        payloads=payloads,
         resume=resume,
         on_report=recorder.report,
         on_message=recorder.message,
@@ -297,6 +305,8 @@ def coordinate(
     if resume:
         _refuse_finished(config.folder)
     preflight.check_coordinator(config, wait_for)
+    known = config.data.vocabulary_size if config.data.tokenizer == "train" else None
+    payloads = payload_sizes(config, known)
     folder = preflight.claim_folder(config, resume)
 
     def ready(endpoint: Endpoint) -> None:
@@ -311,7 +321,13 @@ def coordinate(
             display.line(f"  {shlex.join(words)}")
 
     end = _coordinate(
-        config, folder, resume=resume, wait_for=wait_for, emit=display.show, on_ready=ready
+        config,
+        folder,
+        payloads,
+        resume=resume,
+        wait_for=wait_for,
+        emit=display.show,
+        on_ready=ready,
     )
     display.summary(end["summary"])
     if end["phase"] == "failed":

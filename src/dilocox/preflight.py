@@ -8,6 +8,7 @@ of an earlier run in the folder is changed, so that a refused start loses nothin
 from __future__ import annotations
 
 import fcntl
+import math
 import os
 import shutil
 import socket
@@ -27,9 +28,9 @@ from dilocox.data import SequenceSpace, TokenFiles
 from dilocox.display import number
 from dilocox.errors import ConfigError, DataError, TrainingError
 from dilocox.metrics import check_sinks
-from dilocox.models import build_chunk, count_parameters, probe_cut
+from dilocox.models import count_parameters, probe_cut
 from dilocox.outer.fragments import split_fragments
-from dilocox.site import chunks_of_stage
+from dilocox.payloads import stage_shapes
 
 WRITTEN = (
     "run.toml",
@@ -297,17 +298,8 @@ def _check_blueprint(config: RunConfig, blueprint: Blueprint) -> list[int]:
 
 def _stage_parameters(config: RunConfig, blueprint: Blueprint, stage: int) -> int:
     """Parameters of a stage, which is also shown to divide into fragments."""
-    sizes: dict[str, int] = {}
-    for index in chunks_of_stage(
-        config.site.schedule, config.site.stages, config.site.chunks, stage
-    ):
-        chunk = build_chunk(
-            blueprint.hf_config,
-            blueprint.cut[index],
-            attention=config.model.attention,
-            activation_checkpointing=False,
-        )
-        sizes |= {chunk.full_name(n): p.numel() for n, p in chunk.named_parameters()}
+    shapes = stage_shapes(config, blueprint, stage)
+    sizes = {name: math.prod(shape) for name, shape in shapes.items()}
     if not config.exchanges_gradients:
         split_fragments(sizes, config.outer.fragments)
     return sum(sizes.values())

@@ -112,10 +112,12 @@ class Driver:
         caller = Caller(site, self.incarnations[site])
         return self.core.plan(round_, caller).plan
 
-    def round_done(self, site: str, round_: int) -> None:
-        """All ranks are through with a round."""
-        for rank in self.ranks(site):
-            self.core.round_done(m.RoundDoneRequest(rank=self.check(rank), round=round_))
+    def round_done(self, site: str, round_: int, measured: m.Measured | None = None) -> None:
+        """All ranks are through with a round; the leading one says what the site measured."""
+        for number, rank in enumerate(self.ranks(site)):
+            said = measured if number == 0 else None
+            request = m.RoundDoneRequest(rank=self.check(rank), round=round_, measured=said)
+            self.core.round_done(request)
 
     def begin(self, key: m.ExchangeKey, site: str, shard: int = 0) -> m.BeginReply:
         """One rank begins."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,8 @@ from dilocox.outer.coordinator.timeouts import Timeouts
 
 Report = Callable[[str, int, str, dict[str, Any]], None]
 """(site, round, kind, metrics)."""
+Payloads = Mapping[str, Sequence[Sequence[int]]]
+"""Bytes of one site's payload by codec, stage and fragment, summed over shards."""
 _TOPICS: dict[type[e.Event], tuple[str, ...]] = {
     e.Started: ("plan",),
     e.Activated: ("plan", "exchange"),
@@ -52,6 +54,7 @@ class Coordinator:
         folder: str | Path,
         *,
         wait_for: int | None = None,
+        payloads: Payloads | None = None,
         on_report: Report | None = None,
         on_message: Callable[[str], None] | None = None,
         on_plan: Callable[[m.RoundPlan], None] | None = None,
@@ -60,8 +63,10 @@ class Coordinator:
     ) -> None:
         """Begin a run, or go on with the one whose log and keys are in `folder`.
 
-        `wait_for`: sites that the run begins with (default: all of the run file). `now` is a
-        monotonic clock for liveness, `wall` stamps events. Raises `TrainingError`.
+        `wait_for`: sites that the run begins with (default: all of the run file). `payloads`: bytes
+        by codec, stage and fragment (see `dilocox.payloads`), which a run with `control.adapt =
+        "link"` needs when it begins. `now` is a monotonic clock for liveness, `wall` stamps events.
+        Raises `TrainingError`.
         """
         folder = Path(folder)
         self.config, self.timeouts = config, Timeouts.derive(config.network)
@@ -80,12 +85,12 @@ class Coordinator:
         self.log = EventLog(folder)
         try:
             self.authority = Authority(folder, _hosts(config))
-            self._open()
+            self._open(payloads)
         except BaseException:
             self.log.close()
             raise
 
-    def _open(self) -> None:
+    def _open(self, payloads: Payloads | None) -> None:
         for event in self.log.events():
             self.state.apply(event)
         self.liveness = Liveness(self.timeouts)
@@ -97,6 +102,14 @@ class Coordinator:
             )
         if not self.state.digest:
             self.record(e.Created(self._wall(), digest, self.config.run.name))
+        if self.config.control.adapt == "link" and self.state.payloads is None:
+            if payloads is None:
+                raise TrainingError(
+                    'control.adapt "link": the coordinator was not told the sizes of payloads; '
+                    'start it with them, or set adapt = "off"'
+                )
+            sizes = {name: [list(row) for row in rows] for name, rows in payloads.items()}
+            self.record(e.Sized(self._wall(), sizes))
         for name in self.state.live:
             beaten = self.state.sites[name].role != "enrolled"
             self._expect(name, self.timeouts.reconnect if beaten else self.timeouts.first_beat)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dilocox.outer.controller.choice import as_the_run_file_says
 from dilocox.outer.coordinator import events as e
+from dilocox.outer.coordinator.choosing import chosen
 from dilocox.outer.coordinator.exchanges import Exchange, RankKey
 from dilocox.outer.coordinator.plans import make_plan
 from dilocox.outer.coordinator.state import CoordinatorState
 
 AHEAD = 2
-"""A round is planned at most this many rounds ahead of the slowest active site's."""
+"""A round is planned at most this many rounds ahead of the slowest active site's; one less if
+plans depend on what sites measure: that of round t on all rounds up to t - 2."""
 
 
 def decide(
@@ -76,14 +77,17 @@ def plan_round(state: CoordinatorState, round_: int, time: float) -> e.Planned |
         return f"the plan of round {state.next_round}"
     if len(active) < max(1, state.config.outer.min_sites):
         return f"min_sites = {state.config.outer.min_sites} (active now: {len(active)})"
-    slow = [name for name in active if state.sites[name].rounds_done + AHEAD < round_]
+    ahead = AHEAD - state.config.control.measures
+    slow = [name for name in active if state.sites[name].rounds_done + ahead < round_]
     if slow:
-        return f"the end of round {round_ - AHEAD - 1} at {', '.join(slow)}"
+        return f"the end of round {round_ - ahead - 1} at {', '.join(slow)}"
     before = state.plans.get(round_ - 1)
     first_tick = before.first_tick + before.slots if before else 0
     first_step = before.first_step + before.inner_steps if before else 0
-    choice = as_the_run_file_says(state.config)
-    plan = make_plan(state.config, round_, first_tick, first_step, active, state.ledger, choice)
+    choice, estimate = chosen(state, round_, active)
+    plan = make_plan(
+        state.config, round_, first_tick, first_step, active, state.ledger, choice, estimate
+    )
     return e.Planned(time, plan.model_dump(mode="json"))
 
 

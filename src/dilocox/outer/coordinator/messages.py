@@ -253,15 +253,15 @@ class VoteRequest(Message):
     rank: Rank
     attempt: Count
     phase: Literal["held", "done"] = "held"
-    held: Sites = []
+    held: Sites = Field(default_factory=list)
     """Sites whose contribution is whole here, this site's own among them."""
     contributes: bool = True
     """This rank's own contribution may be counted."""
-    digests: Annotated[dict[SiteName, Digest], Field(max_length=4096)] = {}
+    digests: Annotated[dict[SiteName, Digest], Field(max_length=4096, default_factory=dict)]
     """SHA-256 of each held payload; the own one is logged."""
     broken: bool = False
     """The attempt cannot be completed here; `failed` says by whose link, if known."""
-    failed: Sites = []
+    failed: Sites = Field(default_factory=list)
     observer: bool = False
     """An entering rank: waits for the decision without a vote."""
     wait: Wait = MAX_POLL

@@ -45,7 +45,7 @@ class LinkEstimate(Message):
     latency_us: Count
     """Microseconds per payload beside its bytes."""
     payload: Count
-    """Bytes of a payload when rate and latency were last changed."""
+    """Bytes of the payload that was measured last."""
 
 
 class RoundPlan(Message):

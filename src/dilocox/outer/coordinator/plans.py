@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dilocox.config import RunConfig
 from dilocox.outer.controller.choice import Choice
 from dilocox.outer.coordinator.ledger import Ledger, Range
-from dilocox.outer.coordinator.messages import MemberPlan, RoundPlan
+from dilocox.outer.coordinator.messages import LinkEstimate, MemberPlan, RoundPlan
 
 FLUSH_CODEC = "int8"
 """ALGORITHM.md §2: what is pending at the end of training goes through the 8-bit codec."""
@@ -26,6 +26,7 @@ def make_plan(
     members: Sequence[str],
     ledger: Ledger,
     choice: Choice,
+    estimate: LinkEstimate | None = None,
 ) -> RoundPlan:
     """Plan of round `round_` for `members` (run file order), with what was chosen for it.
 
@@ -68,6 +69,7 @@ def make_plan(
         residual_decay=1.0 if flush else choice.residual_decay,
         exchange=outer.exchange,
         reason="" if flush else choice.reason,
+        estimate=estimate,
         checkpoint=flush or (not last and _due(round_, config.checkpoint.every_rounds)),
         evaluate=flush or (not last and _due(round_, config.evaluation.every_rounds)),
         last=last,

@@ -16,7 +16,7 @@ from dilocox.config import RunConfig
 from dilocox.errors import TrainingError
 from dilocox.outer.coordinator import messages as m
 from dilocox.outer.coordinator import views
-from dilocox.outer.coordinator.core import Coordinator, Report
+from dilocox.outer.coordinator.core import Coordinator, Payloads, Report
 from dilocox.outer.coordinator.identity import write_private
 from dilocox.outer.coordinator.server import CoordinatorServer
 
@@ -44,6 +44,7 @@ def serve(
     host: str | None = None,
     port: int | None = None,
     wait_for: int | None = None,
+    payloads: Payloads | None = None,
     resume: bool | int = False,
     on_report: Report | None = None,
     on_message: Callable[[str], None] | None = None,
@@ -56,9 +57,9 @@ def serve(
 
     On a folder with a log it goes on where that ends; with `resume` it goes back to the latest
     complete checkpoint (true) or the one at a tick. `host` and `port` default to `[network]`.
-    `on_report` gets (site, round, kind, metrics); the server waits for it, so it must return soon.
-    `on_message` gets a line when sites come and go, `on_plan` every plan when it is made,
-    `on_resumed` the round that is resumed in.
+    `payloads`: see `Coordinator`. `on_report` gets (site, round, kind, metrics); the server waits
+    for it, so it must return soon. `on_message` gets a line when sites come and go, `on_plan` every
+    plan when it is made, `on_resumed` the round that is resumed in.
     When it listens, `on_ready` is called and `ready_file` is written (mode 0600). The first SIGINT
     or SIGTERM stops the run at a slot end, the second ends the server at once. Blocks; raises
     `TrainingError` (port taken, folder in use, log damaged) and `CheckpointError`.
@@ -70,6 +71,7 @@ def serve(
         config,
         folder,
         wait_for=wait_for,
+        payloads=payloads,
         on_report=on_report,
         on_message=on_message,
         on_plan=on_plan,

@@ -1,0 +1,157 @@
+"""`adapt = "link"`: the least lossy plan whose exchanges hide behind computation.
+
+Nothing here swings: an estimate moves only when measurements leave its band (`link`), and a plan
+that still fits is kept unless another promises at least `WORTH` less loss. The outer learning rate
+and momentum are those that the loss table has for the chosen number of inner steps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from dilocox.config import RunConfig
+from dilocox.outer.controller import loss
+from dilocox.outer.controller.candidates import (
+    LEAST_ROUNDS,
+    Candidate,
+    Menu,
+    candidate,
+    candidates,
+    lengths,
+)
+from dilocox.outer.controller.choice import Choice, as_the_run_file_says
+from dilocox.outer.controller.link import Estimate
+
+WORTH = 0.003
+"""A plan that still fits gives way only to one with so much less predicted loss, as a share."""
+
+
+def starting_choice(config: RunConfig, reason: str) -> Choice:
+    """What a run begins with, before anything is measured.
+
+    The run file's or method's values (for `dilocox` 20 inner steps and int4), with no more inner
+    steps than leave `LEAST_ROUNDS` rounds: cautious on a fast link, and on a slow one a first
+    measurement that costs waiting once.
+    """
+    choice = as_the_run_file_says(config, reason)
+    allowed = lengths(config, LEAST_ROUNDS)
+    if choice.inner_steps in allowed:
+        return choice
+    steps = max(allowed)
+    slots = steps * choice.slots // choice.inner_steps
+    fragments = min(slots, config.outer.fragments)
+    delay = choice.delay if "delay" in config.control.pinned else max(1, slots // fragments)
+    return replace(choice, inner_steps=steps, slots=slots, delay=min(delay, slots))
+
+
+def choose(
+    config: RunConfig, menu: Menu, link: Estimate | None, sites: int, now: tuple[int, str] | None
+) -> Choice:
+    """The plan of a round of `sites` sites.
+
+    `menu` holds the payload sizes of `candidates.codecs(config)`; `now` is (inner steps, codec) of
+    the plan in force, if there is one. Raises KeyError for a codec that is not in the menu.
+    """
+    if sites < 2:
+        return starting_choice(config, "one site: nothing is exchanged")
+    if link is None:
+        return starting_choice(config, "nothing is measured yet")
+    every = candidates(config, menu, link, sites)
+    best = _least_lossy(every)
+    if best is None:
+        every += candidates(config, menu, link, sites, rounds=2)
+        best = _least_lossy(every)
+    if best is None:
+        least = min(every, key=lambda c: (c.traffic.busy_us / c.round_us, c.loss))
+        least = replace(least, delay=_longest(config, least))
+        return _choice(
+            config, least, f"nothing hides on this link, least traffic: {_why(least, link)}"
+        )
+    if now is not None and now != (best.inner_steps, best.codec):
+        current = _current(config, menu, link, sites, now)
+        if current is not None and current.fits:
+            gain = current.loss - best.loss
+            if gain < WORTH:
+                return _choice(config, current, _why(current, link))
+            return _choice(
+                config, best, f"{_why(best, link)}, {gain:.1%} less than {_name(current)}"
+            )
+        if current is not None:
+            return _choice(
+                config, best, f"{_why(best, link)}; {_name(current)} would take {current.load:.0%}"
+            )
+    return _choice(config, best, _why(best, link))
+
+
+def _least_lossy(every: list[Candidate]) -> Candidate | None:
+    fitting = [c for c in every if c.fits]
+    return min(fitting, key=lambda c: (c.loss, c.load, c.inner_steps), default=None)
+
+
+def _current(
+    config: RunConfig, menu: Menu, link: Estimate, sites: int, now: tuple[int, str]
+) -> Candidate | None:
+    """The plan in force under the present estimate; none if it may not be chosen (any more)."""
+    steps, codec = now
+    if codec not in menu or steps not in lengths(config, LEAST_ROUNDS):
+        return None
+    return candidate(config, menu[codec], codec, steps, link, sites)
+
+
+def _longest(config: RunConfig, chosen: Candidate) -> int:
+    return chosen.delay if "delay" in config.control.pinned else chosen.slots
+
+
+def _choice(config: RunConfig, chosen: Candidate, reason: str) -> Choice:
+    """A candidate with all that follows from it, but for what the run file pins."""
+    pinned, fixed = config.control.pinned, as_the_run_file_says(config)
+    share = chosen.delay / chosen.slots
+    rate, momentum = loss.outer_rates(chosen.inner_steps)
+    return Choice(
+        inner_steps=chosen.inner_steps,
+        slots=chosen.slots,
+        delay=chosen.delay,
+        codec=chosen.codec,
+        learning_rate=fixed.learning_rate if "learning_rate" in pinned else rate,
+        momentum=fixed.momentum if "momentum" in pinned else momentum,
+        residual_decay=fixed.residual_decay
+        if "residual_decay" in pinned
+        else loss.residual_decay(chosen.codec),
+        keep=fixed.keep if "keep" in pinned else loss.kept_progress(chosen.inner_steps, share),
+        reason=reason,
+    )
+
+
+def _name(chosen: Candidate) -> str:
+    return f"{chosen.inner_steps} steps of {chosen.codec}"
+
+
+def _why(chosen: Candidate, link: Estimate) -> str:
+    """Sizes, times and the prediction, in words."""
+    return (
+        f"{_bytes(chosen.traffic.payload_bytes)} take {_seconds(chosen.traffic.busy_us)} of the "
+        f"round's {_seconds(chosen.round_us)} ({chosen.load:.0%}) at {_rate(link.rate)} and "
+        f"{_seconds(link.step_us)} a step, predicted loss +{chosen.loss:.1%}"
+    )
+
+
+def _bytes(count: int) -> str:
+    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
+    return f"{count} B"
+
+
+def _seconds(microseconds: int) -> str:
+    for unit, size in (("s", 10**6), ("ms", 10**3)):
+        if microseconds >= size:
+            return f"{microseconds / size:.3g} {unit}"
+    return f"{microseconds} us"
+
+
+def _rate(bytes_per_second: int) -> str:
+    bits = 8 * bytes_per_second
+    for unit, size in (("Gbit/s", 10**9), ("Mbit/s", 10**6), ("kbit/s", 10**3)):
+        if bits >= size:
+            return f"{bits / size:.3g} {unit}"
+    return f"{bits} bit/s"

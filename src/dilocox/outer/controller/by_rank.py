@@ -1,0 +1,45 @@
+"""`adapt = "effective-rank"`: the paper's AdaGradCmp (arXiv 2506.21263, form of ALGORITHM.md §4).
+
+Rank and inner steps follow the effective rank of the averaged pseudo-gradient: while fewer than c
+rounds have been measured they are the run file's r_1 and H_1; then r is the mean of the last c
+measurements, and H = alpha * H_1 with alpha = r / r_1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from dilocox.codec_spec import parse_spec
+from dilocox.config import RunConfig
+from dilocox.outer.controller.choice import Choice, as_the_run_file_says
+
+
+def mean_rank_milli(sites: Sequence[int]) -> int:
+    """One round's effective rank over the sites that measured it, in thousandths, rounded."""
+    return (2 * sum(sites) + len(sites)) // (2 * len(sites))
+
+
+def choose(config: RunConfig, ranks_milli: Sequence[int]) -> Choice:
+    """The plan after rounds with these effective ranks, in thousandths, oldest first."""
+    window, fixed = config.control.window, as_the_run_file_says(config)
+    spec = parse_spec(fixed.codec)
+    if len(ranks_milli) < window:
+        return replace(fixed, reason=f"warm-up: {len(ranks_milli)} of {window} rounds measured")
+    total = sum(ranks_milli[-window:])
+    # Rounded to the nearest whole number; ties up.
+    rank = max(1, min(spec.rank, (2 * total + 1000 * window) // (2000 * window)))
+    slot = fixed.inner_steps // fixed.slots
+    slots = max(1, min(fixed.slots, (2 * rank * fixed.slots + spec.rank) // (2 * spec.rank)))
+    if fixed.slots == 1:
+        slot = max(1, (2 * rank * fixed.inner_steps + spec.rank) // (2 * spec.rank))
+    delay = slots if config.outer.overlap in ("naive", "eager") else min(fixed.delay, slots)
+    return replace(
+        fixed,
+        inner_steps=slots * slot,
+        slots=slots,
+        delay=delay,
+        codec=replace(spec, rank=rank).text,
+        reason=f"effective rank {total / window / 1000:.1f} over the last {window} rounds, "
+        f"{rank / spec.rank:.0%} of rank {spec.rank}",
+    )

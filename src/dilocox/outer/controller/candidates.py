@@ -1,0 +1,102 @@
+"""What the controller may choose from, and which of it the link allows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from dilocox.config import RunConfig
+from dilocox.outer.controller import loss
+from dilocox.outer.controller.link import Estimate
+from dilocox.outer.controller.schedule import Crowd, Sizes, Traffic, traffic
+
+INNER_STEPS = (1, 2, 3, 5, 8, 12, 20, 30, 50, 80, 125, 200, 320, 500)
+KEPT = (328, 232, 164, 116, 82, 64, 41, 29, 20, 14, 10, 7, 5)
+LEAST_ROUNDS = 8
+"""Outer momentum and error feedback need some rounds: so many at least, where possible."""
+
+Menu = Mapping[str, Sizes]
+"""By codec: bytes of one site's payload by stage and fragment."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A plan that could be made, with what it costs."""
+
+    inner_steps: int
+    slots: int
+    delay: int
+    codec: str
+    loss: float
+    """Predicted rise over synchronous training."""
+    traffic: Traffic
+    round_us: int
+    fits: bool
+    """Its exchanges hide behind computation."""
+
+    @property
+    def load(self) -> float:
+        """Time of the exchanges over the round's."""
+        return self.traffic.busy_us / self.round_us
+
+
+def codecs(config: RunConfig) -> list[str]:
+    """Codecs whose payload sizes the controller needs: those it may choose, least lossy first."""
+    own = config.compression.codec
+    if "codec" in config.control.pinned:
+        return [own]
+    names = ["none", "int8", "int4"]
+    if config.compression.error_feedback:
+        names.append("int2")
+        if config.outer.exchange == "gather":
+            names += [f"topk:{kept}" for kept in KEPT]
+    return names if own in names else [*names, own]
+
+
+def lengths(config: RunConfig, rounds: int) -> list[int]:
+    """Numbers of inner steps per round, rising, that leave at least `rounds` rounds if any does.
+
+    A slot keeps its length, so that they are multiples of it.
+    """
+    outer = config.outer
+    if "inner_steps" in config.control.pinned:
+        return [outer.inner_steps]
+    slot = outer.inner_steps // outer.slots
+    found = sorted({-(-steps // slot) * slot for steps in (*INNER_STEPS, outer.inner_steps)})
+    return [steps for steps in found if steps * rounds <= config.total_steps] or found[:1]
+
+
+def candidates(
+    config: RunConfig, menu: Menu, link: Estimate, sites: int, rounds: int = LEAST_ROUNDS
+) -> list[Candidate]:
+    """Every plan that may be chosen for rounds of `sites` sites, with the delay it needs."""
+    return [
+        candidate(config, menu[codec], codec, steps, link, sites)
+        for codec in codecs(config)
+        for steps in lengths(config, rounds)
+    ]
+
+
+def candidate(
+    config: RunConfig, sizes: Sizes, codec: str, inner_steps: int, link: Estimate, sites: int
+) -> Candidate:
+    """One plan: its traffic, the smallest delay that hides it, and its predicted loss."""
+    outer, control = config.outer, config.control
+    slot = outer.inner_steps // outer.slots
+    slots, slot_us = inner_steps // slot, slot * link.step_us
+    permille = round(1000 * control.utilisation)
+    latency_us = round(control.latency * 1_000_000)
+    cost = traffic(sizes, slots, slot_us, link, Crowd(sites, outer.exchange), latency_us)
+    needed = max(1, -(-1000 * cost.latest_us // max(1, permille * slot_us)))
+    pinned = "delay" in control.pinned
+    delay = min(outer.delay if pinned else needed, slots)
+    return Candidate(
+        inner_steps=inner_steps,
+        slots=slots,
+        delay=delay,
+        codec=codec,
+        loss=loss.loss_of(inner_steps, codec, delay / slots),
+        traffic=cost,
+        round_us=slots * slot_us,
+        fits=needed <= delay and 1000 * cost.busy_us <= permille * slots * slot_us,
+    )

@@ -1,0 +1,111 @@
+"""The slowest site's link and steps, estimated from what sites measured in agreed rounds.
+
+An estimate stays as it is while measurements agree with it within `BAND`, so that noise changes
+nothing. Beyond it the estimate follows at once, upwards by a factor of `RISE` a round at most: a
+plan that is too bold costs waiting, one that is too timid only a round.
+
+A payload takes `latency + bytes / rate`. The two are told apart when payloads of another size have
+been measured; until then all of the time counts as transfer, which errs to the slow side for
+larger payloads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from dilocox.config import ControlSection
+
+BAND = (5, 4)
+"""A measurement may differ from the estimate by this ratio, up or down: noise of +-10 % passes."""
+RISE = 4
+"""The estimated rate rises by this factor a round at most."""
+_SECOND = 1_000_000
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What one site measured in one round. Whole numbers: microseconds and bytes."""
+
+    step_us: int
+    exchange_bytes: int
+    exchange_us: int
+    exchanges: int
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What plans go by; times in microseconds, `rate` in bytes per second."""
+
+    step_us: int
+    rate: int
+    latency_us: int
+    """Per payload, beside its bytes."""
+    payload: int
+    """Bytes of the payload that was measured last."""
+
+    def transfer_us(self, payload: int) -> int:
+        """Microseconds that a payload of so many bytes takes."""
+        return self.latency_us + -(-payload * _SECOND // self.rate)
+
+
+def declared(control: ControlSection) -> Estimate | None:
+    """The estimate of a run file that leaves nothing to be measured, or none."""
+    if control.link_rate is None or control.step_seconds is None:
+        return None
+    return Estimate(max(1, round(control.step_seconds * _SECOND)), control.link_rate, 0, 0)
+
+
+def estimated(
+    before: Estimate | None, samples: Iterable[Sample], control: ControlSection
+) -> Estimate | None:
+    """The estimate after one more round, whose `samples` are of all sites that measured it.
+
+    What `control` declares is not estimated. None while nothing is known.
+    """
+    samples = list(samples)
+    if not samples:
+        return before
+    step_us = max(sample.step_us for sample in samples)
+    if control.step_seconds is not None:
+        step_us = round(control.step_seconds * _SECOND)
+    elif before is not None and _agrees(step_us, before.step_us):
+        step_us = before.step_us
+    if control.link_rate is not None:
+        return Estimate(max(1, step_us), control.link_rate, 0, 0)
+    heard = [s for s in samples if s.exchange_us > 0 and s.exchanges > 0 and s.exchange_bytes > 0]
+    if not heard:
+        return before
+    # The slowest link: least bytes per second.
+    worst = min(heard, key=lambda sample: sample.exchange_bytes / sample.exchange_us)
+    payload = max(1, worst.exchange_bytes // worst.exchanges)
+    time_us = max(1, worst.exchange_us // worst.exchanges)
+    rate, latency, size = _link(before, payload, time_us)
+    return Estimate(max(1, step_us), max(1, rate), latency, size)
+
+
+def _agrees(value: int, known: int) -> bool:
+    wide, narrow = BAND
+    return value * narrow <= known * wide and known * narrow <= value * wide
+
+
+def _link(before: Estimate | None, payload: int, time_us: int) -> tuple[int, int, int]:
+    """(rate, latency, payload) after a payload of `payload` bytes took `time_us`."""
+    if before is None:
+        return payload * _SECOND // time_us, 0, payload
+    predicted = before.transfer_us(payload)
+    if _agrees(time_us, predicted):
+        return before.rate, before.latency_us, payload
+    faster = time_us < predicted
+    most = before.rate * RISE if faster else before.rate
+    more, longer = payload - before.payload, time_us - before.transfer_us(before.payload)
+    sizes = sorted((payload, before.payload))
+    if sizes[0] > 0 and sizes[1] >= 2 * sizes[0] and faster == (more > 0) and more * longer > 0:
+        # A larger payload that took less than in proportion, or a smaller one that took more: the
+        # two sizes tell latency and rate apart.
+        rate = max(1, min(most, more * _SECOND // longer))
+        return rate, max(0, time_us - payload * _SECOND // rate), payload
+    # Else the link has changed.
+    latency = min(before.latency_us, time_us // 2)
+    rate = payload * _SECOND // (time_us - latency)
+    return min(rate, most), latency, payload

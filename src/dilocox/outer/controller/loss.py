@@ -1,0 +1,94 @@
+"""What a plan is predicted to cost: a committed table of measured losses, read between its points.
+
+The table, `loss_table.json`, is data: rises of the held-out loss over synchronous training, as a
+share of it, for local steps, late landing and codec. The three are added. Between its rows it is
+read linearly in the logarithm of the inner steps, between densities of top-k linearly in both
+logarithms; beyond its ends the last row or column holds. A codec that is not in the table counts
+as lossless: such a codec is only ever in force because the run file sets it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from importlib.resources import files
+from typing import Any
+
+from dilocox.codec_spec import parse_spec
+
+
+@lru_cache(maxsize=1)
+def table() -> dict[str, Any]:
+    """The committed table."""
+    text = files("dilocox.outer.controller").joinpath("loss_table.json").read_text("utf-8")
+    content: dict[str, Any] = json.loads(text)
+    return content
+
+
+@lru_cache(maxsize=65536)
+def loss_of(inner_steps: int, codec: str, delay_share: float) -> float:
+    """Predicted rise of the loss over synchronous training, 0.1 for 10 %.
+
+    `inner_steps` per round; `delay_share`: delay over round, 0 to 1. Raises `ConfigError` for a
+    `codec` that is no spec.
+    """
+    return (
+        _at(inner_steps, table()["local"])
+        + _at(inner_steps, [_line(*_delays(row, delay_share)) for row in table()["delay"]["loss"]])
+        + codec_loss(inner_steps, codec)
+    )
+
+
+@lru_cache(maxsize=4096)
+def codec_loss(inner_steps: int, codec: str) -> float:
+    """The codec's part of `loss_of`."""
+    spec, known = parse_spec(codec), table()
+    if spec.kind == "topk":
+        kept = [math.log(k) for k in known["topk"]["kept"]]
+        logs = [
+            _line(math.log(spec.kept), kept, [math.log(value) for value in row])
+            for row in known["topk"]["loss"]
+        ]
+        return _at(inner_steps, [math.exp(value) for value in logs])
+    rows = known["flat"].get(spec.kind)
+    return 0.0 if rows is None else _at(inner_steps, rows)
+
+
+def outer_rates(inner_steps: int) -> tuple[float, float]:
+    """(gamma, mu) that are best with so many inner steps per round."""
+    outer = table()["outer"]
+    rates = _at(inner_steps, outer["learning_rate"]), _at(inner_steps, outer["momentum"])
+    return round(rates[0], 4), round(rates[1], 4)
+
+
+def residual_decay(codec: str) -> float:
+    """beta that is best with a codec."""
+    return float(table()["residual_decay"].get(parse_spec(codec).kind, 1.0))
+
+
+def kept_progress(inner_steps: int, delay_share: float) -> float:
+    """kappa of overlap `keep`: less than 1 where long rounds land late (ALGORITHM.md §2)."""
+    rule = table()["keep"]
+    late = inner_steps >= rule["inner_steps"] and delay_share > rule["share"]
+    return float(rule["late" if late else "else"])
+
+
+def _delays(row: Sequence[float], share: float) -> tuple[float, Sequence[float], Sequence[float]]:
+    return share, table()["delay"]["share"], row
+
+
+def _at(inner_steps: int, values: Sequence[float]) -> float:
+    """A column of the table, one value per row of `inner_steps`, read at `inner_steps`."""
+    return _line(math.log(inner_steps), [math.log(h) for h in table()["inner_steps"]], values)
+
+
+def _line(x: float, xs: Sequence[float], ys: Sequence[float]) -> float:
+    """Piecewise linear through (xs, ys), xs rising; constant beyond the ends."""
+    if x <= xs[0]:
+        return float(ys[0])
+    for left, right, low, high in zip(xs, xs[1:], ys, ys[1:], strict=False):
+        if x <= right:
+            return low + (high - low) * (x - left) / (right - left)
+    return float(ys[-1])

@@ -1,0 +1,69 @@
+"""How long the exchanges of a round keep a link busy, and how late the last of them is.
+
+All fragments of all stages share their site's link, in the order of their boundaries
+(`dilocox.outer.calendar`). Whole microseconds and bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dilocox.outer.calendar import boundary_slots
+from dilocox.outer.controller.link import Estimate
+
+Sizes = Sequence[Sequence[int]]
+"""Bytes of one site's payload by stage and fragment, summed over shards."""
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """The exchanges of one round at one site."""
+
+    payload_bytes: int
+    """What a site sends, and receives, in a round."""
+    busy_us: int
+    """Time that its exchanges take."""
+    latest_us: int
+    """From a boundary until its exchange is over, at worst; the queue before it included."""
+
+
+@dataclass(frozen=True)
+class Crowd:
+    """How payloads travel between `sites` sites: `exchange` is the run file's."""
+
+    sites: int
+    exchange: str
+
+    def transfers(self, payload: int) -> tuple[int, int]:
+        """(number, bytes each) of what a site receives in one exchange of such a payload."""
+        others = self.sites - 1
+        if self.exchange == "gather":
+            return others, payload
+        return 2 * others, -(-payload // self.sites)
+
+
+def traffic(sizes: Sizes, slots: int, slot_us: int, link: Estimate, crowd: Crowd,
+            latency_us: int) -> Traffic:  # fmt: skip
+    """Exchanges of payloads of `sizes` in rounds of `slots` slots of `slot_us` each.
+
+    `latency_us`: of an exchange, beside what its transfers take. Two rounds in a row are followed,
+    since the first exchange of a round may wait for the last of the round before.
+    """
+    stages, fragments = len(sizes), len(sizes[0])
+    due: dict[int, int] = {}
+    total = 0
+    for stage, row in enumerate(sizes):
+        slots_of = boundary_slots(stage, stages, fragments, slots)
+        for slot, payload in zip(slots_of, row, strict=True):
+            count, each = crowd.transfers(payload)
+            time_us = latency_us + count * link.transfer_us(each)
+            due[slot] = due.get(slot, 0) + time_us
+            total += count * each
+    free = latest = 0
+    for round_ in (0, 1):
+        for slot, time_us in sorted(due.items()):
+            begin = (round_ * slots + slot) * slot_us
+            free = max(free, begin) + time_us
+            latest = max(latest, free - begin)
+    return Traffic(total, sum(due.values()), latest)

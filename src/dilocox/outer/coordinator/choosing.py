@@ -1,0 +1,59 @@
+"""Asks the controller: from a state to what is chosen for a round."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dilocox.outer.controller import by_link, by_rank
+from dilocox.outer.controller.choice import Choice, as_the_run_file_says
+from dilocox.outer.controller.link import Estimate, Sample, declared, estimated
+from dilocox.outer.coordinator.messages import LinkEstimate
+from dilocox.outer.coordinator.state import CoordinatorState
+
+LOOK_BACK = 2
+"""The plan of round t may use what was measured up to round t - 2: all sites are through with it,
+while none waits for the others."""
+
+
+def chosen(
+    state: CoordinatorState, round_: int, members: Sequence[str]
+) -> tuple[Choice, LinkEstimate | None]:
+    """What is chosen for `round_` of `members`, and the estimate that it was chosen by."""
+    config = state.config
+    if config.control.adapt == "off":
+        return as_the_run_file_says(config), None
+    if config.control.adapt == "effective-rank":
+        return by_rank.choose(config, _ranks(state, round_)), None
+    before = state.plans.get(round_ - 1)
+    known = None if before is None or before.estimate is None else before.estimate.model_dump()
+    estimate = declared(config.control) or estimated(
+        None if known is None else Estimate(**known),
+        _samples(state, round_, members),
+        config.control,
+    )
+    now = None if before is None else (before.inner_steps, before.codec)
+    choice = by_link.choose(config, state.payloads or {}, estimate, len(members), now)
+    return choice, None if estimate is None else LinkEstimate(**vars(estimate))
+
+
+def _samples(state: CoordinatorState, round_: int, members: Sequence[str]) -> list[Sample]:
+    """What members measured in the round that this plan is the first to look at."""
+    return [
+        Sample(own.step_us, own.exchange_bytes, own.exchange_us, own.exchanges)
+        for site, own in state.measured.get(round_ - LOOK_BACK, {}).items()
+        if site in members
+    ]
+
+
+def _ranks(state: CoordinatorState, round_: int) -> list[int]:
+    """Effective ranks of the rounds that may be looked at, oldest first."""
+    found = []
+    for number in sorted(state.measured):
+        sites = [
+            own.effective_rank_milli
+            for own in state.measured[number].values()
+            if own.effective_rank_milli is not None
+        ]
+        if sites and number <= round_ - LOOK_BACK:
+            found.append(by_rank.mean_rank_milli(sites))
+    return found

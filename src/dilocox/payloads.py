@@ -1,0 +1,91 @@
+"""How large payloads would be: from a model's shapes to bytes by codec, stage and fragment.
+
+The controller chooses among codecs by these numbers. They are computed once, where torch and the
+model are at hand, and handed to the coordinator, which knows neither.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from dilocox.assembly import Blueprint
+from dilocox.compression import Geometry, LowRank, compressor, frame_bytes
+from dilocox.config import RunConfig
+from dilocox.models import build_chunk
+from dilocox.outer.controller.candidates import codecs
+from dilocox.outer.fragments import Layout, split_fragments
+from dilocox.site import chunks_of_stage
+
+Shape = tuple[int, ...]
+
+
+def stage_shapes(config: RunConfig, blueprint: Blueprint, stage: int) -> dict[str, Shape]:
+    """Whole shapes of a stage's parameters by full name, in model order; builds no weights."""
+    site = config.site
+    shapes: dict[str, Shape] = {}
+    for index in chunks_of_stage(site.schedule, site.stages, site.chunks, stage):
+        chunk = build_chunk(
+            blueprint.hf_config,
+            blueprint.cut[index],
+            attention=config.model.attention,
+            activation_checkpointing=False,
+        )
+        shapes |= {chunk.full_name(n): tuple(p.shape) for n, p in chunk.named_parameters()}
+    return shapes
+
+
+def payload_sizes(
+    config: RunConfig, vocabulary_size: int | None
+) -> dict[str, list[list[int]]] | None:
+    """Bytes of one site's payloads, frames included, by codec, stage and fragment.
+
+    Summed over the shards of a stage. For every codec that the controller may choose; none where
+    it does not look at the link. `vocabulary_size` as for `Blueprint.of`. Raises `ModelError` and
+    `ConfigError` as a rank would.
+    """
+    if config.control.adapt != "link":
+        return None
+    blueprint = Blueprint.of(config, vocabulary_size)
+    copy = None if blueprint.tied is None else blueprint.tied[1]
+    stages = []
+    for stage in range(config.site.stages):
+        shapes = stage_shapes(config, blueprint, stage)
+        # The copy of a tied tensor is set from its owner's, not exchanged.
+        stages.append({name: shape for name, shape in shapes.items() if name != copy})
+    return {
+        codec: [_stage_sizes(config, each, codec) for each in stages] for codec in codecs(config)
+    }
+
+
+def _stage_sizes(config: RunConfig, shapes: Mapping[str, Shape], codec: str) -> list[int]:
+    sizes = {name: math.prod(shape) for name, shape in shapes.items()}
+    shards = config.site.shards
+    return [
+        sum(
+            message_bytes(codec, Layout.of(_shard(shapes, names, shard, shards)).geometry)
+            for shard in range(shards)
+        )
+        for names in split_fragments(sizes, config.outer.fragments)
+    ]
+
+
+def _shard(
+    shapes: Mapping[str, Shape], names: Sequence[str], shard: int, shards: int
+) -> dict[str, Shape]:
+    """Local shapes under FSDP: rows in runs of ceil(rows / shards), the last ones shorter."""
+    local = {}
+    for name in names:
+        rows, *rest = shapes[name]
+        run = -(-rows // shards)
+        local[name] = (max(0, min(run, rows - shard * run)), *rest)
+    return local
+
+
+def message_bytes(codec: str, geometry: Geometry) -> int:
+    """Bytes that a rank sends to one other site in one exchange, frames included."""
+    chosen = compressor(codec, geometry)
+    if isinstance(chosen, LowRank):
+        # The owner of a fragment sends its basis besides: the most that any rank sends.
+        return frame_bytes(chosen.basis_part) + frame_bytes(chosen.payload_part)
+    return frame_bytes(chosen.part(0, geometry.length, 0))

@@ -1,0 +1,94 @@
+"""A run in numbers only: payload sizes without a model, and a link that is played."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from dilocox.codec_spec import parse_spec
+from dilocox.config import RunConfig, resolve_run
+from dilocox.outer.controller.by_link import choose
+from dilocox.outer.controller.candidates import candidate, codecs
+from dilocox.outer.controller.choice import Choice
+from dilocox.outer.controller.link import Estimate, Sample, estimated
+from dilocox.outer.controller.schedule import Crowd
+
+BITS = {"none": 32.0, "fp16": 16.0, "int8": 8.125, "int4": 4.125, "int2": 2.125, "lowrank:16": 1.0}
+
+
+def run_config(steps: int = 600, sites: str = "ab", **sections: dict[str, Any]) -> RunConfig:
+    raw: dict[str, Any] = {
+        "model": {"path": "x"},
+        "sites": {name: {} for name in sites},
+        **sections,
+    }
+    raw["outer"] = {"steps": steps, **sections.get("outer", {})}
+    return resolve_run(raw)
+
+
+def menu(config: RunConfig, values: int = 1_000_000) -> dict[str, list[list[int]]]:
+    """Sizes of a model of so many values, the last fragment the largest."""
+    stages, fragments = config.site.stages, config.outer.fragments
+    shares = [1 + (fragment == fragments - 1) for fragment in range(fragments)]
+    sizes = {}
+    for codec in codecs(config):
+        spec = parse_spec(codec)
+        bits = 14 * spec.kept / 4096 if spec.kind == "topk" else BITS[codec]
+        whole = values * bits / 8 / stages / sum(shares)
+        sizes[codec] = [[64 + round(whole * share) for share in shares] for _ in range(stages)]
+    return sizes
+
+
+@dataclass
+class Play:
+    """Rounds one after the other: the plan of round t is made from what was measured in t - 2."""
+
+    config: RunConfig
+    rate: Callable[[int], float]
+    """True bytes per second of round t, noise included."""
+    step_us: Callable[[int], float] = lambda _: 100_000.0
+    latency_us: float = 0.0
+    sites: int = 2
+    choices: list[Choice] = field(default_factory=list)
+    samples: list[Sample] = field(default_factory=list)
+    estimate: Estimate | None = None
+
+    def __post_init__(self) -> None:
+        self.menu = menu(self.config)
+
+    def round(self) -> Choice:
+        number = len(self.choices)
+        measured = [self.samples[number - 2]] if number >= 2 else []
+        self.estimate = estimated(self.estimate, measured, self.config.control)
+        now = (self.choices[-1].inner_steps, self.choices[-1].codec) if self.choices else None
+        choice = choose(self.config, self.menu, self.estimate, self.sites, now)
+        self.choices.append(choice)
+        self.samples.append(self.sample(number, choice))
+        return choice
+
+    def sample(self, number: int, choice: Choice) -> Sample:
+        """What a round of that plan measures."""
+        count = total = 0
+        busy = 0.0
+        for payload in (size for row in self.menu[choice.codec] for size in row):
+            transfers, each = Crowd(self.sites, self.config.outer.exchange).transfers(payload)
+            count, total = count + transfers, total + transfers * each
+            busy += transfers * (self.latency_us + each / self.rate(number) * 1e6)
+        return Sample(round(self.step_us(number)), total, round(busy), count)
+
+    def run(self, rounds: int) -> list[Choice]:
+        for _ in range(rounds):
+            self.round()
+        return self.choices
+
+    def fits(self, choice: Choice, rate: float, step_us: float = 100_000.0) -> bool:
+        """The plan hides on the true link."""
+        link = Estimate(round(step_us), round(rate), round(self.latency_us), 0)
+        return candidate(
+            self.config, self.menu[choice.codec], choice.codec, choice.inner_steps, link, self.sites
+        ).fits
+
+
+def chosen(choice: Choice) -> tuple[int, str, int]:
+    return choice.inner_steps, choice.codec, choice.delay

@@ -1,0 +1,108 @@
+"""The estimate of link and steps: what moves it, and what does not."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dilocox.config import ControlSection
+from dilocox.outer.controller.link import RISE, Estimate, Sample, declared, estimated
+
+MEASURED = ControlSection(adapt="link")
+START = Estimate(100_000, 1_000_000, 0, 50_000)
+
+
+def sample(payload: int, time_us: int, step_us: int = 100_000, count: int = 4) -> Sample:
+    return Sample(step_us, payload * count, time_us * count, count)
+
+
+def after(*samples: Sample, before: Estimate | None = START) -> Estimate | None:
+    for each in samples:
+        before = estimated(before, [each], MEASURED)
+    return before
+
+
+def test_the_first_measurement_is_taken_as_it_is() -> None:
+    assert after(sample(50_000, 25_000), before=None) == Estimate(100_000, 2_000_000, 0, 50_000)
+
+
+def test_the_slowest_link_and_the_slowest_step_count() -> None:
+    samples = [sample(50_000, 25_000, 300_000), sample(50_000, 100_000, 200_000)]
+    assert estimated(None, samples, MEASURED) == Estimate(300_000, 500_000, 0, 50_000)
+
+
+@pytest.mark.parametrize(
+    ("time_us", "rate"),
+    [
+        (50_000, 1_000_000),  # as predicted
+        (62_500, 1_000_000),  # within the band
+        (40_000, 1_000_000),
+        (62_600, 798_722),  # beyond it: at once
+        (500_000, 100_000),
+        (25_000, 2_000_000),
+        (5_000, 4_000_000),  # upwards in steps
+    ],
+)
+def test_a_band_and_what_leaves_it(time_us: int, rate: int) -> None:
+    found = after(sample(50_000, time_us))
+    assert found is not None
+    assert (found.rate, found.latency_us) == (rate, 0)
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(
+    st.integers(1_000, 10**9),
+    st.lists(st.tuples(st.floats(0.9, 1.1), st.floats(0.9, 1.1)), min_size=2, max_size=20),
+)
+def test_noise_of_ten_per_cent_moves_nothing(rate: int, noise: list[tuple[float, float]]) -> None:
+    found = None
+    seen = set()
+    for link, step in noise:
+        time_us = round(1e6 * 10**6 / rate * link) + 1
+        found = estimated(found, [sample(10**6, time_us, round(10**6 * step))], MEASURED)
+        seen.add(found)
+    assert len(seen) == 1
+
+
+def test_two_sizes_tell_latency_and_rate_apart() -> None:
+    """100 ms a payload and a megabyte per second, which one size cannot tell apart."""
+    found = after(sample(50_000, 150_000), before=None)
+    assert found is not None
+    assert found.latency_us == 0
+    found = after(sample(10_000, 110_000), before=found)
+    assert found is not None
+    # A smaller payload that takes longer than in proportion raises no hopes of the rate.
+    assert found.rate == 333_333
+    assert found.transfer_us(10_000) == pytest.approx(110_000, rel=0.001)
+    found = after(sample(200_000, 300_000), before=found)
+    assert found is not None
+    assert found.rate == pytest.approx(1_000_000, rel=0.01)
+    assert found.latency_us == pytest.approx(100_000, rel=0.01)
+
+
+def test_a_link_that_slows_down_after_a_change_of_size_is_no_latency() -> None:
+    settled = after(sample(10_000, 10_000))  # a smaller payload, as predicted
+    slower = after(sample(10_000, 100_000), before=settled)
+    assert slower == Estimate(100_000, 100_000, 0, 10_000)
+    # More bytes in less time, fewer in more: the link itself has changed.
+    assert after(sample(200_000, 30_000)) == Estimate(100_000, RISE * 1_000_000, 0, 200_000)
+    assert after(sample(10_000, 90_000)) == Estimate(100_000, 111_111, 0, 10_000)
+
+
+def test_what_was_not_measured_changes_nothing() -> None:
+    assert estimated(START, [], MEASURED) == START
+    assert estimated(START, [Sample(100_000, 0, 0, 0)], MEASURED) == START
+    assert estimated(None, [Sample(100_000, 0, 0, 0)], MEASURED) is None
+
+
+def test_what_is_declared_is_not_estimated() -> None:
+    both = ControlSection(adapt="link", link="8mbit", step_seconds=0.5)
+    assert declared(both) == Estimate(500_000, 1_000_000, 0, 0)
+    link = ControlSection(adapt="link", link="8mbit")
+    assert declared(link) is None
+    assert estimated(None, [sample(50_000, 1)], link) == Estimate(100_000, 1_000_000, 0, 0)
+    steps = ControlSection(adapt="link", step_seconds=0.5)
+    assert estimated(None, [sample(50_000, 50_000)], steps) == Estimate(
+        500_000, 1_000_000, 0, 50_000
+    )

@@ -1,0 +1,77 @@
+"""The loss table: sound by itself, and read between its points as it says."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dilocox.outer.controller.loss import (
+    codec_loss,
+    kept_progress,
+    loss_of,
+    outer_rates,
+    residual_decay,
+    table,
+)
+
+STEPS = table()["inner_steps"]
+
+
+def test_the_table_is_sound() -> None:
+    known = table()
+    columns = [known["local"], *known["flat"].values(), *known["outer"].values()]
+    assert sorted(STEPS) == STEPS
+    for column in (*columns, known["delay"]["loss"], known["topk"]["loss"]):
+        assert len(column) == len(STEPS)
+    for row in known["delay"]["loss"]:
+        assert len(row) == len(known["delay"]["share"])
+        assert sorted(row) == row
+    for row in known["topk"]["loss"]:
+        assert len(row) == len(known["topk"]["kept"])
+        assert sorted(row, reverse=True) == row
+        assert min(row) > 0  # its logarithm is taken
+    assert sorted(known["local"]) == known["local"]
+    for rate, momentum in zip(*known["outer"].values(), strict=True):
+        assert 0.5 <= rate / (1 - momentum) <= 4
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(st.integers(1, 2000), st.integers(1, 2047), st.floats(0, 1))
+def test_more_bits_and_less_delay_never_cost(steps: int, kept: int, share: float) -> None:
+    flat = [codec_loss(steps, codec) for codec in ("none", "int8", "int4", "int2")]
+    assert flat == sorted(flat)
+    assert codec_loss(steps, f"topk:{kept}") >= codec_loss(steps, f"topk:{kept + 1}")
+    assert loss_of(steps, "int4", share) >= loss_of(steps, "int4", 0.0)
+    assert loss_of(steps, "none", share) >= 0
+
+
+def test_points_of_the_table_and_between_them() -> None:
+    known = table()
+    assert loss_of(5, "none", 0.0) == known["local"][2]
+    assert loss_of(20, "none", 0.25) == pytest.approx(
+        known["local"][4] + known["delay"]["loss"][4][1]
+    )
+    between = math.sqrt(10 * 20)
+    whole = round(between)
+    share = math.log(whole / 10) / math.log(2)
+    low, high = known["local"][3:5]
+    assert loss_of(whole, "none", 0.0) == pytest.approx(low + (high - low) * share)
+    row = known["topk"]["loss"][2]
+    middle = codec_loss(5, "topk:58")  # between 41 and 82: log-log
+    exact = row[3] * (row[4] / row[3]) ** (math.log(58 / 41) / math.log(82 / 41))
+    assert middle == pytest.approx(exact)
+    # Beyond the ends the last one holds; unknown codecs count as lossless.
+    assert loss_of(5000, "none", 0.0) == known["local"][-1]
+    assert codec_loss(5, "topk:2048") == row[-1]
+    assert codec_loss(5, "bf16") == 0.0
+
+
+def test_what_goes_with_the_inner_steps() -> None:
+    assert outer_rates(1) == (1.0, 0.0)
+    assert outer_rates(20) == (0.8, 0.5)
+    assert residual_decay("topk:64") == 1.0
+    assert residual_decay("lowrank:8") == 1.0
+    assert [kept_progress(*case) for case in ((20, 1.0), (20, 0.5), (5, 1.0))] == [0.65, 1.0, 1.0]

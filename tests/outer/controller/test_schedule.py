@@ -1,0 +1,80 @@
+"""How long exchanges keep the link busy, against hand-made cases and a clock in small steps."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dilocox.outer.calendar import boundary_slots
+from dilocox.outer.controller.link import Estimate
+from dilocox.outer.controller.schedule import Crowd, Traffic, traffic
+
+LINK = Estimate(0, 1_000_000, 0, 0)
+"""A byte per microsecond."""
+PAIR = Crowd(2, "gather")
+
+
+@pytest.mark.parametrize(
+    ("crowd", "expected"),
+    [
+        (Crowd(2, "gather"), (1, 100)),
+        (Crowd(4, "gather"), (3, 100)),
+        (Crowd(2, "reduce"), (2, 50)),
+        (Crowd(4, "reduce"), (6, 25)),
+        (Crowd(3, "reduce"), (4, 34)),
+    ],
+)
+def test_what_a_site_receives(crowd: Crowd, expected: tuple[int, int]) -> None:
+    assert crowd.transfers(100) == expected
+
+
+def test_fragments_with_the_link_to_themselves() -> None:
+    # Boundaries at slots 2 and 4 of 4, each of 100 us: 100 and 150 us of transfer.
+    assert traffic([[100, 150]], 4, 100, LINK, PAIR, 0) == Traffic(250, 250, 150)
+    assert traffic([[100, 150]], 4, 100, LINK, PAIR, 20) == Traffic(250, 290, 170)
+
+
+def test_fragments_that_share_a_boundary_or_overtake_each_other() -> None:
+    # One slot: both at its end.
+    assert traffic([[100, 150]], 1, 300, LINK, PAIR, 0) == Traffic(250, 250, 250)
+    # The first is not over when the second begins: 300 at 200, then 100 at 400 waits till 500.
+    assert traffic([[300, 100]], 4, 100, LINK, PAIR, 0).latest_us == 300
+    assert traffic([[300, 50]], 4, 100, LINK, PAIR, 0).latest_us == 300
+    # The last of a round reaches into the next: 350 at 400 till 750; then 40 at 600 waits.
+    assert traffic([[40, 350]], 4, 100, LINK, PAIR, 0).latest_us == 350
+    assert traffic([[160, 230]], 4, 100, LINK, PAIR, 0).latest_us == 230
+    late = Estimate(0, 1_000_000, 10, 0)
+    assert traffic([[100, 150]], 4, 200, late, Crowd(3, "gather"), 0) == Traffic(500, 540, 320)
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(
+    st.lists(st.lists(st.integers(0, 60), min_size=3, max_size=3), min_size=1, max_size=3),
+    st.integers(1, 8),
+    st.integers(1, 40),
+)
+def test_against_a_clock_that_counts_microseconds(
+    sizes: list[list[int]], slots: int, slot_us: int
+) -> None:
+    found = traffic(sizes, slots, slot_us, LINK, PAIR, 0)
+    assert found.busy_us == found.payload_bytes == sum(map(sum, sizes))
+    queue = 0
+    latest = 0
+    for now in range(2 * slots * slot_us + 1):
+        # Whole slots end now; what their boundaries bring joins the queue, which drains by one.
+        if now and now % slot_us == 0:
+            slot = (now // slot_us - 1) % slots + 1
+            arrived = sum(
+                size
+                for stage, row in enumerate(sizes)
+                for size, due in zip(row, boundary_slots(stage, len(sizes), 3, slots), strict=True)
+                if due == slot
+            )
+            queue += arrived
+            if any(
+                slot in boundary_slots(stage, len(sizes), 3, slots) for stage in range(len(sizes))
+            ):
+                latest = max(latest, queue)
+        queue = max(0, queue - 1)
+    assert found.latest_us == latest

@@ -1,0 +1,100 @@
+"""Sizes that the controller goes by: what ranks really exchange, to the byte."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from dilocox.assembly import Blueprint
+from dilocox.compression import Geometry, compressor
+from dilocox.config import RunConfig, resolve_run
+from dilocox.outer.controller.candidates import codecs
+from dilocox.payloads import message_bytes, payload_sizes, stage_shapes
+
+VOCABULARY = 300
+
+
+def config(**sections: Any) -> RunConfig:
+    raw: dict[str, Any] = {
+        "model": {
+            "architecture": {
+                "model_type": "qwen3",
+                "hidden_size": 32,
+                "intermediate_size": 48,
+                "num_hidden_layers": 4,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 2,
+                "head_dim": 8,
+                "max_position_embeddings": 64,
+                "tie_word_embeddings": True,
+            }
+        },
+        "data": {"sequence_length": 32},
+        "site": {"stages": 2, "shards": 1, "batch_size": 8, "micro_batch_size": 2},
+        "outer": {"fragments": 2},
+        "sites": {"a": {}, "b": {}},
+    }
+    for name, section in sections.items():
+        raw[name] = {**raw.get(name, {}), **section}
+    return resolve_run(raw)
+
+
+def sizes(**sections: Any) -> dict[str, list[list[int]]]:
+    found = payload_sizes(config(**sections), VOCABULARY)
+    assert found is not None
+    return found
+
+
+def test_every_codec_that_may_be_chosen_has_its_sizes() -> None:
+    found = sizes()
+    assert list(found) == codecs(config())
+    for rows in found.values():
+        assert [len(row) for row in rows] == [2, 2]
+    # Least lossy first; what loses more is smaller. (Tensors below 4,096 values go as int4 in
+    # top-k, so that for a model as small as this one it is not smaller than int2.)
+    for family in (("none", "int"), ("topk",)):
+        totals = [sum(map(sum, rows)) for name, rows in found.items() if name.startswith(family)]
+        assert len(totals) > 2
+        assert totals == sorted(totals, reverse=True)
+
+
+def test_dense_sizes_are_the_parameters_with_their_padding_and_frames() -> None:
+    run = config()
+    blueprint = Blueprint.of(run, VOCABULARY)
+    assert blueprint.tied is not None
+    expected = 0
+    for stage in range(2):
+        for name, shape in stage_shapes(run, blueprint, stage).items():
+            if name != blueprint.tied[1]:
+                size = 1
+                for length in shape:
+                    size *= length
+                expected += 4 * -(-size // 128) * 128
+    assert sum(map(sum, sizes()["none"])) == expected + 4 * 64
+
+
+def test_shards_send_their_rows_each() -> None:
+    whole = sum(map(sum, sizes(site={"stages": 1})["none"]))
+    for shards in (2, 3):
+        cut = sizes(site={"stages": 1, "shards": shards, "batch_size": 4 * shards})["none"]
+        # More padding and more frames, the same values.
+        padding = shards * (40 * 128 * 4 + 2 * 64)
+        assert whole < sum(map(sum, cut)) < whole + padding
+
+
+def test_no_sizes_without_need() -> None:
+    assert payload_sizes(config(control={"adapt": "off"}), VOCABULARY) is None
+    only = sizes(compression={"codec": "int8"})
+    assert list(only) == ["int8"]
+
+
+@pytest.mark.parametrize("codec", ["none", "int4", "topk:10", "cocktail", "lowrank:2"])
+def test_a_message_is_what_its_codec_says(codec: str) -> None:
+    geometry = Geometry(((64, 128), (128,)), (0, 8192), 8320)
+    chosen: Any = compressor(codec, geometry)
+    if codec.startswith("lowrank"):
+        expected = 128 + chosen.basis_bytes + chosen.payload_bytes
+    else:
+        expected = 64 + chosen.part(0, 8320, 0).payload_bytes
+    assert message_bytes(codec, geometry) == expected
