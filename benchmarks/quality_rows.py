@@ -31,6 +31,11 @@ BATCH = 32
 STEP_SECONDS = 1.0
 """Declared, like the link: the benchmark has no network."""
 UTILISATION = 0.9
+DECLARED: Settings = {
+    "control.step_seconds": STEP_SECONDS,
+    "control.utilisation": UTILISATION,
+}
+"""With a link, all that the controller would measure elsewhere."""
 
 
 @dataclass(frozen=True)
@@ -133,11 +138,7 @@ def core_entries() -> list[Entry]:
 
 def dilocox(target: int) -> Entry:
     """dilocox as shipped, over a declared link; tuned at one link for all of them."""
-    link: Settings = {
-        "control.step_seconds": STEP_SECONDS,
-        "control.utilisation": UTILISATION,
-    }
-    return Entry(f"dilocox {target}x", "dilocox", link, "dilocox", target=target)
+    return Entry(f"dilocox {target}x", "dilocox", DECLARED, "dilocox", target=target)
 
 
 def _both(entry: Entry) -> list[Entry]:
@@ -220,7 +221,7 @@ def tuning_entries() -> dict[str, Entry]:
 
 
 def tried_entry(text: str) -> Entry:
-    """An entry from `key=value ...`, keys of the run file; `method=` may stand among them.
+    """An entry from `key=value ...`, keys of the run file, `method=` and `target=` among them.
 
     Values are integers, numbers, `true` and `false`, else text.
     """
@@ -234,7 +235,9 @@ def tried_entry(text: str) -> Entry:
     target = settings.pop("target", None)
     tuned_as = "dilocox" if method == "dilocox" else method
     made = Entry(text, method, settings, tuned_as, core=False)
-    return replace(made, target=int(target)) if target is not None else made
+    if target is None:
+        return made
+    return replace(made, settings={**DECLARED, **settings}, target=int(target))
 
 
 def _value(text: str) -> Value:

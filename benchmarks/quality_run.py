@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import resource
 import shutil
 import subprocess
 import time
@@ -72,7 +73,7 @@ def train(job: Job, config: RunConfig, log: Path, keep: bool) -> Row | None:
     A run that diverged has no `val_loss` and says why in `failed`. None if it was stopped by an
     interrupt. Raises `DilocoxError` for any other failure.
     """
-    began = time.monotonic()
+    began, cpu = time.monotonic(), _cpu_seconds()
     failed = None
     try:
         with log.open("w", encoding="utf-8") as stream, contextlib.redirect_stdout(stream):
@@ -90,6 +91,7 @@ def train(job: Job, config: RunConfig, log: Path, keep: bool) -> Row | None:
         **described(job, config),
         **measures(summary, records),
         "seconds": round(time.monotonic() - began, 1),
+        "cpu_seconds": round(_cpu_seconds() - cpu, 1),
         "commit": commit(),
         "failed": failed,
     }
@@ -98,6 +100,12 @@ def train(job: Job, config: RunConfig, log: Path, keep: bool) -> Row | None:
     if not keep:
         shutil.rmtree(config.folder, ignore_errors=True)
     return row
+
+
+def _cpu_seconds() -> float:
+    """CPU time of all processes that this one has started and that have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def read_records(path: Path) -> list[Row]:

@@ -69,6 +69,7 @@ def test_an_entry_is_read_from_words() -> None:
     )
     assert (entry.method, entry.target, entry.optimizer) == ("sparseloco", 200, "muon")
     assert entry.settings == {
+        **quality_rows.DECLARED,
         "outer.inner_steps": 5,
         "compression.error_feedback": False,
         "inner.optimizer": "muon",
