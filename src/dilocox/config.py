@@ -256,7 +256,7 @@ class CheckpointSection(Section):
     """`[checkpoint]`: what is kept to go on from, and what is published."""
 
     every_rounds: Annotated[int, Field(ge=0)] = 5
-    """0 writes only the one at the end."""
+    """In rounds of `outer.inner_steps` inner steps; 0 writes only the one at the end."""
     keep: Annotated[int, Field(ge=2)] = 2
     """How many are kept; two at least, as the newest may not be whole at every rank yet."""
     hugging_face: bool = False
@@ -267,7 +267,8 @@ class EvaluationSection(Section):
     """`[evaluation]`: held-out loss of the anchor."""
 
     every_rounds: Annotated[int, Field(ge=0)] = 0
-    """0 evaluates before the first and after the last round only."""
+    """In rounds of `outer.inner_steps` inner steps; 0 evaluates before the first and after the
+    last round only."""
     prompt: str = ""
     """Prompt of the sampled completion at the end."""
     completion_tokens: Annotated[int, Field(ge=0)] = 48

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -166,12 +167,30 @@ def test_a_single_site_has_nothing_to_adapt_to() -> None:
 
 def test_nothing_hides_on_a_link_that_is_far_too_slow() -> None:
     config = run_config()
+    few = choose(config, menu(config), at(300), 2, None)
+    assert few.inner_steps > 600 // 8
+    assert few.reason.endswith("; fewer than 8 rounds, for nothing else hides")
     choice = choose(config, menu(config), at(1), 2, None)
     # Two rounds at least: the fewest bytes per inner step that there are.
     assert (choice.inner_steps, choice.codec) == (200, "topk:5")
     assert choice.delay == choice.slots
     assert choice.reason.startswith("nothing hides on this link, least traffic: ")
     assert "\n" not in choice.reason
+
+
+def test_the_exchanges_own_work_is_kept_small() -> None:
+    """At most 3 % of computation, but never at the price of the last eight rounds."""
+    config = run_config()
+    sizes = menu(config)
+    free = choose(config, sizes, at(1e9), 2, None)
+    assert free.inner_steps == 1
+    busy = replace(at(1e9), work_us=20_000)
+    choice = choose(config, sizes, busy, 2, None)
+    assert choice.inner_steps == 8  # 20 ms of 800 ms
+    heavy = replace(at(1e9), work_us=900_000)
+    choice = choose(config, sizes, heavy, 2, None)
+    assert (choice.inner_steps, choice.codec) == (50, "none")
+    assert choice.reason.endswith("its own work takes 18% of computation, more than asked for")
 
 
 @pytest.mark.parametrize(
@@ -234,4 +253,4 @@ def test_a_plan_that_fits_gives_way_only_to_a_better_one() -> None:
     assert (moved.inner_steps, moved.codec) == (1, "none")
     assert "less than 20 steps of int4" in moved.reason
     down = choose(config, sizes, at(1e5), 2, (1, "none"))
-    assert "; 1 steps of none would take" in down.reason
+    assert "; 1 step of none would take" in down.reason

@@ -90,6 +90,28 @@ def test_a_link_that_slows_down_after_a_change_of_size_is_no_latency() -> None:
     assert after(sample(10_000, 90_000)) == Estimate(100_000, 111_111, 0, 10_000)
 
 
+def test_the_overhead_of_an_exchange_is_a_rough_number() -> None:
+    def overheads(*measured: int) -> list[int]:
+        found, estimate = [], None
+        for least in measured:
+            samples = [
+                Sample(100_000, 200_000, 200_000, 4, overhead)
+                for overhead in (least, least + 70_000)  # the second site came earlier, and waited
+            ]
+            estimate = estimated(estimate, samples, MEASURED)
+            assert estimate is not None
+            found.append(estimate.overhead_us)
+        return found
+
+    assert overheads(0, 3, 0) == [0, 4, 0]
+    assert overheads(25_000) == [32_768]
+    # Noise changes nothing, wherever it begins.
+    for first in range(1000, 3000, 37):
+        assert len(set(overheads(*(first * share // 100 for share in (110, 90, 100))))) == 1
+        assert len(set(overheads(*(first * share // 100 for share in (90, 110, 100))))) == 1
+    assert overheads(20_000, 33_000, 8_000) == [32_768, 65_536, 16_384]
+
+
 def test_what_was_not_measured_changes_nothing() -> None:
     assert estimated(START, [], MEASURED) == START
     assert estimated(START, [Sample(100_000, 0, 0, 0)], MEASURED) == START

@@ -102,6 +102,28 @@ def test_a_run_in_steps_ends_in_the_middle_of_a_round(tmp_path: Path) -> None:
         driver.plan(4, "a")
 
 
+def test_checkpoints_and_evaluations_are_as_far_apart_whatever_is_chosen() -> None:
+    """Every 2 rounds of the run file's 4 inner steps."""
+    config = run_config(
+        "ab",
+        outer={"rounds": None, "steps": 40, "inner_steps": 4},
+        checkpoint={"every_rounds": 2},
+        evaluation={"every_rounds": 3},
+    )
+    for steps in (1, 3, 4, 8):
+        found = []
+        for round_, first in enumerate(range(0, 40, steps)):
+            plan = make_plan(config, round_, first, first, ["a"], Ledger(), choice(steps, steps, 1))
+            found.append((plan.checkpoint, plan.evaluate))
+        ends = [min(40, first + steps) for first in range(0, 40, steps)]
+        kept = [end for end, (checkpoint, _) in zip(ends, found, strict=True) if checkpoint]
+        assert kept == [next(e for e in ends if e >= due) for due in (8, 16, 24, 32)]
+        evaluated = [end for end, (_, evaluate) in zip(ends, found, strict=True) if evaluate]
+        assert evaluated == [
+            e for e in (next(e for e in ends if e >= d) for d in (12, 24, 36)) if e < 40
+        ]
+
+
 def test_a_fixed_plan_is_the_run_files() -> None:
     config = run_config("ab", outer={"learning_rate": 0.6, "delay": 3})
     fixed = as_the_run_file_says(config)

@@ -57,16 +57,9 @@ def choose(
     if link is None:
         return starting_choice(config, "nothing is measured yet")
     every = candidates(config, menu, link, sites)
-    best = _least_lossy(every)
+    best = _least_lossy([c for c in every if c.fits])
     if best is None:
-        every += candidates(config, menu, link, sites, rounds=2)
-        best = _least_lossy(every)
-    if best is None:
-        least = min(every, key=lambda c: (c.traffic.busy_us / c.round_us, c.loss))
-        least = replace(least, delay=_longest(config, least))
-        return _choice(
-            config, least, f"nothing hides on this link, least traffic: {_why(least, link)}"
-        )
+        return _choice(config, *_next_best(config, menu, link, sites, every))
     if now is not None and now != (best.inner_steps, best.codec):
         current = _current(config, menu, link, sites, now)
         if current is not None and current.fits:
@@ -84,8 +77,27 @@ def choose(
 
 
 def _least_lossy(every: list[Candidate]) -> Candidate | None:
-    fitting = [c for c in every if c.fits]
-    return min(fitting, key=lambda c: (c.loss, c.load, c.inner_steps), default=None)
+    return min(every, key=lambda c: (c.loss, c.load, c.inner_steps), default=None)
+
+
+def _next_best(
+    config: RunConfig, menu: Menu, link: Estimate, sites: int, every: list[Candidate]
+) -> tuple[Candidate, str]:
+    """Where nothing fits: what is given up, in this order, and why."""
+    hiding = [c for c in every if c.hides]
+    longest = max((c.inner_steps for c in hiding), default=0)
+    best = _least_lossy([c for c in hiding if c.inner_steps == longest])
+    if best is not None:
+        work = f"its own work takes {link.work_us / best.round_us:.0%} of computation"
+        return best, f"{_why(best, link)}; {work}, more than asked for"
+    few = candidates(config, menu, link, sites, rounds=2)
+    best = _least_lossy([c for c in few if c.hides])
+    if best is not None:
+        return best, f"{_why(best, link)}; fewer than {LEAST_ROUNDS} rounds, for nothing else hides"
+    least = min([*every, *few], key=lambda c: (c.load, c.loss))
+    if "delay" not in config.control.pinned:
+        least = replace(least, delay=least.slots)
+    return least, f"nothing hides on this link, least traffic: {_why(least, link)}"
 
 
 def _current(
@@ -96,10 +108,6 @@ def _current(
     if codec not in menu or steps not in lengths(config, LEAST_ROUNDS):
         return None
     return candidate(config, menu[codec], codec, steps, link, sites)
-
-
-def _longest(config: RunConfig, chosen: Candidate) -> int:
-    return chosen.delay if "delay" in config.control.pinned else chosen.slots
 
 
 def _choice(config: RunConfig, chosen: Candidate, reason: str) -> Choice:
@@ -123,7 +131,8 @@ def _choice(config: RunConfig, chosen: Candidate, reason: str) -> Choice:
 
 
 def _name(chosen: Candidate) -> str:
-    return f"{chosen.inner_steps} steps of {chosen.codec}"
+    steps = "1 step" if chosen.inner_steps == 1 else f"{chosen.inner_steps} steps"
+    return f"{steps} of {chosen.codec}"
 
 
 def _why(chosen: Candidate, link: Estimate) -> str:

@@ -31,8 +31,15 @@ class Candidate:
     """Predicted rise over synchronous training."""
     traffic: Traffic
     round_us: int
-    fits: bool
-    """Its exchanges hide behind computation."""
+    hides: bool
+    """Its exchanges are over in time, beside computation."""
+    light: bool
+    """The processor time that they take themselves is small beside it."""
+
+    @property
+    def fits(self) -> bool:
+        """All that is asked of a plan."""
+        return self.hides and self.light
 
     @property
     def load(self) -> float:
@@ -98,5 +105,6 @@ def candidate(
         loss=loss.loss_of(inner_steps, codec, delay / slots),
         traffic=cost,
         round_us=slots * slot_us,
-        fits=needed <= delay and 1000 * cost.busy_us <= permille * slots * slot_us,
+        hides=needed <= delay and 1000 * cost.busy_us <= permille * slots * slot_us,
+        light=link.work_us <= control.work * slots * slot_us,
     )

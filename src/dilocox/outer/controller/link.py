@@ -31,6 +31,9 @@ class Sample:
     exchange_bytes: int
     exchange_us: int
     exchanges: int
+    overhead_us: int = 0
+    """Per exchange, in which nothing came in."""
+    work_us: int = 0
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,10 @@ class Estimate:
     """Per payload, beside its bytes."""
     payload: int
     """Bytes of the payload that was measured last."""
+    overhead_us: int = 0
+    """Per exchange, beside its transfers: a power of two, since it is a rough number."""
+    work_us: int = 0
+    """Processor time for the exchanges of a round: the whole model once."""
 
     def transfer_us(self, payload: int) -> int:
         """Microseconds that a payload of so many bytes takes."""
@@ -71,8 +78,13 @@ def estimated(
         step_us = round(control.step_seconds * _SECOND)
     elif before is not None and _agrees(step_us, before.step_us):
         step_us = before.step_us
+    work_us = max(sample.work_us for sample in samples)
+    if before is not None and _agrees(work_us, before.work_us):
+        work_us = before.work_us
     if control.link_rate is not None:
-        return Estimate(max(1, step_us), control.link_rate, 0, 0)
+        return Estimate(max(1, step_us), control.link_rate, 0, 0, work_us=work_us)
+    # Who came last to the exchanges waited for nobody: the least of the sites' overheads.
+    overhead = _overhead(before, min(sample.overhead_us for sample in samples))
     heard = [s for s in samples if s.exchange_us > 0 and s.exchanges > 0 and s.exchange_bytes > 0]
     if not heard:
         return before
@@ -81,7 +93,17 @@ def estimated(
     payload = max(1, worst.exchange_bytes // worst.exchanges)
     time_us = max(1, worst.exchange_us // worst.exchanges)
     rate, latency, size = _link(before, payload, time_us)
-    return Estimate(max(1, step_us), max(1, rate), latency, size)
+    return Estimate(max(1, step_us), max(1, rate), latency, size, overhead, work_us)
+
+
+def _overhead(before: Estimate | None, measured: int) -> int:
+    """The power of two above `measured` with some room; the one before while it is near."""
+    if not measured:
+        return 0
+    if before is not None and measured <= before.overhead_us <= 4 * measured:
+        return before.overhead_us
+    wide, narrow = BAND
+    return 1 << (measured * wide // narrow).bit_length()
 
 
 def _agrees(value: int, known: int) -> bool:

@@ -23,7 +23,7 @@ class Traffic:
     payload_bytes: int
     """What a site sends, and receives, in a round."""
     busy_us: int
-    """Time that its exchanges take."""
+    """Time that its exchanges take: of the link, or of the busiest stage if that is more."""
     latest_us: int
     """From a boundary until its exchange is over, at worst; the queue before it included."""
 
@@ -47,23 +47,33 @@ def traffic(sizes: Sizes, slots: int, slot_us: int, link: Estimate, crowd: Crowd
             latency_us: int) -> Traffic:  # fmt: skip
     """Exchanges of payloads of `sizes` in rounds of `slots` slots of `slot_us` each.
 
-    `latency_us`: of an exchange, beside what its transfers take. Two rounds in a row are followed,
-    since the first exchange of a round may wait for the last of the round before.
+    `latency_us`: of an exchange, beside what its transfers take. It passes at all stages at once;
+    transfers follow one another, and so do the exchanges of a stage. Two rounds in a row are
+    followed, since the first exchange of a round may wait for the last of the round before.
     """
     stages, fragments = len(sizes), len(sizes[0])
-    due: dict[int, int] = {}
+    due: list[tuple[int, int, int, int]] = []
+    """(slot, fragment, stage, microseconds of transfer), in the order in which they are carried."""
     total = 0
     for stage, row in enumerate(sizes):
         slots_of = boundary_slots(stage, stages, fragments, slots)
-        for slot, payload in zip(slots_of, row, strict=True):
+        for fragment, (slot, payload) in enumerate(zip(slots_of, row, strict=True)):
             count, each = crowd.transfers(payload)
-            time_us = latency_us + count * link.transfer_us(each)
-            due[slot] = due.get(slot, 0) + time_us
+            due.append((slot, fragment, stage, count * link.transfer_us(each)))
             total += count * each
-    free = latest = 0
+    due.sort()
+    before = latency_us + link.overhead_us
+    link_free = latest = 0
+    free = [0] * stages
     for round_ in (0, 1):
-        for slot, time_us in sorted(due.items()):
+        for slot, _, stage, time_us in due:
             begin = (round_ * slots + slot) * slot_us
-            free = max(free, begin) + time_us
-            latest = max(latest, free - begin)
-    return Traffic(total, sum(due.values()), latest)
+            link_free = max(max(begin, free[stage]) + before, link_free) + time_us
+            free[stage] = link_free
+            latest = max(latest, link_free - begin)
+    transfers = sum(time_us for *_, time_us in due)
+    longest = max(
+        sum(before + time_us for _, _, other, time_us in due if other == stage)
+        for stage in range(stages)
+    )
+    return Traffic(total, max(transfers, longest), latest)

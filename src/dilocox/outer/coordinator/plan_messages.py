@@ -46,6 +46,10 @@ class LinkEstimate(Message):
     """Microseconds per payload beside its bytes."""
     payload: Count
     """Bytes of the payload that was measured last."""
+    work_us: Count = 0
+    """Processor time for the exchanges of a round."""
+    overhead_us: Count = 0
+    """Microseconds per exchange beside its transfers: rendezvous, votes, codec."""
 
 
 class RoundPlan(Message):
@@ -93,5 +97,11 @@ class Measured(Message):
     """Microseconds during which payloads came in; what overlaps counts once."""
     exchanges: Count
     """Payloads that came in."""
+    overhead_us: Count = 0
+    """Microseconds per exchange, from hand-in to result, in which no payload came in. Of the site
+    that comes last to an exchange this is what rendezvous, votes and codec take; the others wait
+    for it besides."""
+    work_us: Count = 0
+    """Microseconds of processor time for encoding, decoding and averaging, at the busiest rank."""
     effective_rank_milli: Count | None = None
     """Effective rank of the averaged pseudo-gradients, in thousandths, if the codec knows it."""

@@ -51,6 +51,12 @@ def make_plan(
         offsets[space] = offsets.get(space, 0) + needed - pooled
         planned[site] = MemberPlan(weight=weights[site], batch=batch, ranges=ranges, space=space)
     last = steps >= left
+
+    def due(every: int) -> bool:
+        # Rounds of the run file's length: those that are chosen may be a single step long.
+        interval = every * outer.inner_steps
+        return every > 0 and (first_step + steps) // interval > first_step // interval
+
     return RoundPlan(
         round=round_,
         kind="flush" if flush else "train",
@@ -70,11 +76,7 @@ def make_plan(
         exchange=outer.exchange,
         reason="" if flush else choice.reason,
         estimate=estimate,
-        checkpoint=flush or (not last and _due(round_, config.checkpoint.every_rounds)),
-        evaluate=flush or (not last and _due(round_, config.evaluation.every_rounds)),
+        checkpoint=flush or (not last and due(config.checkpoint.every_rounds)),
+        evaluate=flush or (not last and due(config.evaluation.every_rounds)),
         last=last,
     )
-
-
-def _due(round_: int, every: int) -> bool:
-    return every > 0 and (round_ + 1) % every == 0
