@@ -210,3 +210,27 @@ def test_what_a_site_warns_of_and_what_it_drops_is_shown(tmp_path: Path) -> None
     said = [record["text"] for record in map(json.loads, lines) if record["kind"] == "message"]
     assert said[0] == "lyon: checkpoint after slot 40 was not written"
     assert said[1].startswith("lyon, round 4: stage 1: loss is not finite")
+
+
+PLAN = {
+    "kind": "train", "round": 0, "first_step": 0, "inner_steps": 20, "slots": 20, "delay": 5,
+    "codec": "int4", "learning_rate": 0.8, "momentum": 0.5, "residual_decay": 1.0, "keep": 1.0,
+    "reason": "nothing is measured yet",
+}  # fmt: skip
+
+
+def test_plans_are_written_down_where_they_change(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    changed = {"inner_steps": 5, "slots": 5, "delay": 1, "codec": "topk:82"}
+    run.recorder.plan(PLAN)
+    run.recorder.plan(PLAN | {"round": 1, "first_step": 20, "reason": "said otherwise"})
+    run.recorder.plan(PLAN | changed | {"round": 2, "first_step": 40, "reason": "why"})
+    run.recorder.plan(PLAN | changed | {"round": 3, "first_step": 45, "reason": "why"})
+    # The flush is not chosen.
+    run.recorder.plan(PLAN | {"kind": "flush", "round": 4, "first_step": 50, "codec": "int8"})
+    plans = [line for line in run.lines() if line["kind"] == "plan"]
+    assert [(line["round"], line["step"], line["codec"]) for line in plans] == [
+        (0, 0, "int4"),
+        (2, 40, "topk:82"),
+    ]
+    assert plans[1]["reason"] == "why"
