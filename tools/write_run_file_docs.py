@@ -74,8 +74,8 @@ PLAIN = {
 HEAD = """\
 # The run file
 
-<!-- Written by tools/write_run_file_docs.py from src/dilocox/config.py and src/dilocox/config_rounds.py. -->
-<!-- Change it there. -->
+<!-- Written by tools/write_run_file_docs.py from src/dilocox/config.py and -->
+<!-- src/dilocox/config_rounds.py. Change it there. -->
 
 One TOML file describes a run. Every key can also be given on the command line, as
 `--set section.key=value` (TOML values; a bare word is text). Unknown keys and wrong types are
