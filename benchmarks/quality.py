@@ -38,6 +38,7 @@ from typing import Any
 
 import common
 import quality_data
+import quality_docs
 import quality_plot
 import quality_report
 import quality_rows
@@ -71,6 +72,7 @@ def arguments() -> argparse.ArgumentParser:
     made.add_argument("--seeds", nargs="+", type=int, default=list(SEEDS))
     made.add_argument("--sites", nargs="+", type=int, choices=(2, 4), default=[2, 4])
     made.add_argument("--iid", choices=("no", "yes", "both"), default="both")
+    made.add_argument("--docs", action="store_true", help="write the tables of docs/methods.md")
     made.add_argument("--steps", type=int, help="shorter runs, to try the benchmark itself out")
     made.add_argument(
         "--try",
@@ -89,9 +91,19 @@ def main() -> int:
     common.end_on_signals()
     if options.json is None and not options.quick:
         options.json = RESULTS / "quality-cpu.json"
+    if options.docs:
+        return write_docs(options.json, ROOT / "docs" / "methods.md")
     with tempfile.TemporaryDirectory(prefix="dilocox-quality-") as temporary:
         bench = Bench(options, (options.folder or Path(temporary)).resolve())
         return bench.tune() if options.tune else bench.measure()
+
+
+def write_docs(results: Path | None, document: Path) -> int:
+    """Put the tables of a results file into a document. Raises `OSError` without one."""
+    known = quality_report.points(quality_report.with_gaps(_read_rows(results)))
+    text = document.read_text(encoding="utf-8")
+    document.write_text(quality_docs.filled(text, known), encoding="utf-8")
+    return 0
 
 
 class Bench:

@@ -6,6 +6,7 @@ import xml.etree.ElementTree as ET
 from typing import Any
 
 import pytest
+import quality_docs
 import quality_plot
 import quality_report
 
@@ -132,3 +133,29 @@ def test_the_picture_has_every_point_in_order() -> None:
     for circle in panels[0].findall("s:circle", spaces):
         assert 0 < float(circle.attrib["cx"]) < quality_plot.WIDTH
         assert 0 < float(circle.attrib["cy"]) < quality_plot.HEIGHT
+
+
+def test_documents_are_filled_between_their_marks() -> None:
+    rows = [
+        row("allreduce", 2.0, 1.0),
+        row("sparseloco", 2.2, 4567.0),
+        row("sparseloco", 2.3, 4567.0, seed=1),
+        row("dilocox fixed", 1.9, 900.0, core=False),
+        row("dilocox naive", None, 900.0, core=False),
+        row("diloco", 9.0, 20.0, iid=True),
+    ]
+    blocks = ("paper 4 non-iid core", "paper 4 non-iid ablations", "long 4 non-iid core")
+    text = "Words.\n" + "".join(
+        f"<!-- quality: begin {block} -->\nold\n<!-- quality: end -->\nMore.\n" for block in blocks
+    )
+    known = quality_report.points(quality_report.with_gaps(rows))
+    once = quality_docs.filled(text, known)
+    assert "| allreduce | 20 | 2x | 1x | 2.000 |  | +0.0% |\n| sparseloco" in once
+    assert "| sparseloco | 20 | 2x | 4,567x | 2.250 | 0.100 |  |\n" in once
+    assert "| dilocox naive | 20 | 2x | 900x | diverged |  |  |\n<!-- quality: end" in once
+    assert once.index("dilocox fixed") > once.index(blocks[1])
+    assert "diloco |" not in once
+    assert "old" not in once
+    assert once.count("More.") == 3
+    assert f"<!-- quality: begin {blocks[2]} -->\n{quality_docs.NOTHING}" in once
+    assert quality_docs.filled(once, known) == once

@@ -1,0 +1,55 @@
+"""Tables of the quality benchmark in a Markdown document, between marks that say what they hold.
+
+<!-- quality: begin REGIME SITES iid|non-iid core|ablations --> ... <!-- quality: end -->
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from quality_report import Point
+
+_MARKED = re.compile(
+    r"(<!-- quality: begin (\S+) (\d+) (iid|non-iid) (core|ablations) -->\n)"
+    r".*?(<!-- quality: end -->)",
+    re.DOTALL,
+)
+HEAD = """\
+| method | H | per transfer | in all | loss | range over seeds | gap |
+|---|---|---|---|---|---|---|
+"""
+NOTHING = "Not measured yet.\n"
+
+
+def filled(text: str, known: Sequence[Point]) -> str:
+    """`text` with the tables of `known` in their places; ablations in order of loss."""
+
+    def table(found: re.Match[str]) -> str:
+        begin, regime, sites, kind, group, end = found.groups()
+        where = (regime, int(sites), kind == "iid")
+        inside = [p for p in known if p.cell == where and p.core == (group == "core")]
+        if group == "ablations":
+            inside.sort(key=lambda point: (point.loss is None, point.loss))
+        lines = "".join(_line(point) for point in inside)
+        return begin + (HEAD + lines if lines else NOTHING) + end
+
+    return _MARKED.sub(table, text)
+
+
+def _line(point: Point) -> str:
+    reached = "diverged" if point.failed else _shown(point.loss, ".3f")
+    cells = [
+        point.label,
+        _shown(point.inner_steps, ".3g"),
+        _shown(point.per_transfer, ",.3g", "x"),
+        _shown(point.reduction, ",.0f", "x"),
+        reached,
+        _shown(point.loss_range if point.seeds > 1 and point.loss is not None else None, ".3f"),
+        _shown(point.gap, "+.1%"),
+    ]
+    return f"| {' | '.join(cells)} |\n"
+
+
+def _shown(value: float | None, form: str, unit: str = "") -> str:
+    return "" if value is None else format(value, form) + unit
