@@ -120,6 +120,7 @@ class RoundMeter:
             "wait_seconds": totals["wait_seconds"],
             "wait_share": totals["wait_seconds"] / seconds if seconds > 0 else 0.0,
             "exchange_seconds": totals["exchange_seconds"],
+            "exchange_work_seconds": shared.work_seconds,
             "payload_bytes": int(payload),
             "allreduce_bytes": int(steps * dense),
             "ratio_per_transfer": 4 * totals["values"] * factor / payload if payload else 0.0,
@@ -138,6 +139,7 @@ class RoundMeter:
                 exchange_bytes=sum(size for _, _, size in shared.link),
                 exchange_us=round(busy_seconds(shared.link) * 1e6),
                 exchanges=len(shared.link),
+                work_us=round(shared.work_seconds * 1e6),
                 effective_rank_milli=None
                 if shared.effective_rank is None
                 else round(shared.effective_rank * 1000),
@@ -178,6 +180,8 @@ class Shared:
     dropped: str | None
     """What the first rank that dropped something has dropped."""
     link: list[Interval]
+    work_seconds: float
+    """Processor time of the exchanges at the busiest rank."""
     effective_rank: float | None
     """Mean of all landings, by values."""
 
@@ -186,7 +190,9 @@ def _over_ranks(rank: Rank, dropped: str | None, counts: Counts) -> Shared:
     own = hashlib.sha256()
     for state in rank.states:
         own.update(state.digest().encode())
-    told = json.dumps({"link": counts.link, "ranks": counts.effective_ranks})
+    told = json.dumps(
+        {"link": counts.link, "ranks": counts.effective_ranks, "work": counts.work_seconds}
+    )
     rows = rank.mesh.gather_names([own.hexdigest(), dropped or "", told])
     heard = [json.loads(row[2]) for row in rows]
     ranks = [(value, size) for each in heard for value, size in each["ranks"]]
@@ -195,6 +201,7 @@ def _over_ranks(rank: Rank, dropped: str | None, counts: Counts) -> Shared:
         digest=hashlib.sha256("".join(row[0] for row in rows).encode()).hexdigest(),
         dropped=next((row[1] for row in rows if row[1]), None),
         link=[(start, end, size) for each in heard for start, end, size in each["link"]],
+        work_seconds=max(each["work"] for each in heard),
         effective_rank=sum(value * size for value, size in ranks) / weight if weight else None,
     )
 

@@ -97,6 +97,8 @@ class Outcome:
     link: tuple[tuple[float, float, int], ...] = ()
     """(start, end, bytes): payloads of peers that began after this site, by `time.time`, from the
     first byte of the first to the last of the last. Waiting for a peer to begin is not in it."""
+    work_seconds: float = 0.0
+    """Processor time of encoding, decoding and averaging."""
     advance: Callable[[torch.Tensor], torch.Tensor] | None = None
     """Low-rank codecs: Q to Q of the next exchange, the same at all sites; due at the landing."""
     effective_rank: float | None = None

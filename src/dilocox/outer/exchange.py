@@ -36,7 +36,7 @@ def exchange(ballot: Ballot, me: str, contribution: Contribution) -> Outcome:
 
     Raises `ExchangeError` when no decision comes within the limit, naming who was waited for.
     """
-    start = time.monotonic()
+    start, work = time.monotonic(), time.thread_time()
     sent_bytes = 0
     attempts = 0
     while True:
@@ -62,6 +62,7 @@ def exchange(ballot: Ballot, me: str, contribution: Contribution) -> Outcome:
             seconds=time.monotonic() - start,
             attempts=attempts,
             link=tuple(attempt.link),
+            work_seconds=time.thread_time() - work,
         )
 
 

@@ -61,6 +61,8 @@ class Counts:
     contributors: list[int] = field(default_factory=list)
     link: list[tuple[float, float, int]] = field(default_factory=list)
     """(start, end, bytes) of what came in, as `Outcome.link` has them."""
+    work_seconds: float = 0.0
+    """Processor time of the exchanges."""
     effective_ranks: list[tuple[float, int]] = field(default_factory=list)
     """(effective rank, values) of landings with a low-rank codec."""
 
@@ -306,6 +308,7 @@ class OuterLoop:
         counts.attempts += outcome.attempts
         counts.contributors.append(len(outcome.contributors))
         counts.link.extend(outcome.link)
+        counts.work_seconds += outcome.work_seconds
         if outcome.effective_rank is not None:
             counts.effective_ranks.append((outcome.effective_rank, values))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,19 @@ def course(steps: int, choices: list[Choice], overlap: str = "keep") -> list[Rou
 lengths = st.tuples(st.integers(1, 9), st.integers(1, 6), st.integers(1, 6)).map(
     lambda item: choice(item[0] * item[1], item[1], min(item[1], item[2]))
 )
+
+
+@pytest.mark.parametrize(
+    ("codec", "flushed", "decay"),
+    [("int2", "int8", 1.0), ("topk:8", "topk:8", 0.9), ("lowrank:4", "lowrank:4", 0.9)],
+)
+def test_a_sparse_codec_keeps_to_itself_in_the_flush(
+    codec: str, flushed: str, decay: float
+) -> None:
+    chosen = replace(choice(4, 2, 1), codec=codec, residual_decay=0.9)
+    *rounds, flush = course(8, [chosen])
+    assert {(plan.codec, plan.residual_decay) for plan in rounds} == {(codec, 0.9)}
+    assert (flush.codec, flush.residual_decay) == (flushed, decay)
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)

@@ -1,7 +1,8 @@
 """`adapt = "link"`: the least lossy plan whose exchanges hide behind computation.
 
-Nothing here swings: an estimate moves only when measurements leave its band (`link`), and a plan
-that still fits is kept unless another promises at least `WORTH` less loss. The outer learning rate
+Nothing here swings: an estimate moves only when measurements leave its band (`link`), a plan in
+force may use up what a new one has to leave free, and while it does no more than that it is kept
+unless another promises at least `WORTH` less loss. The outer learning rate
 and momentum are those that the loss table has for the chosen number of inner steps.
 """
 
@@ -107,7 +108,7 @@ def _current(
     steps, codec = now
     if codec not in menu or steps not in lengths(config, LEAST_ROUNDS):
         return None
-    return candidate(config, menu[codec], codec, steps, link, sites)
+    return candidate(config, menu[codec], codec, steps, link, sites, in_force=True)
 
 
 def _choice(config: RunConfig, chosen: Candidate, reason: str) -> Choice:

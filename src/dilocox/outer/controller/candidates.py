@@ -14,6 +14,8 @@ INNER_STEPS = (1, 2, 3, 5, 8, 12, 20, 30, 50, 80, 125, 200, 320, 500)
 KEPT = (328, 232, 164, 116, 82, 64, 41, 29, 20, 14, 10, 7, 5)
 LEAST_ROUNDS = 8
 """Outer momentum and error feedback need some rounds: so many at least, where possible."""
+SLACK = 2
+"""A plan in force may take so many times the work that a new one may."""
 
 Menu = Mapping[str, Sizes]
 """By codec: bytes of one site's payload by stage and fragment."""
@@ -85,13 +87,24 @@ def candidates(
 
 
 def candidate(
-    config: RunConfig, sizes: Sizes, codec: str, inner_steps: int, link: Estimate, sites: int
+    config: RunConfig,
+    sizes: Sizes,
+    codec: str,
+    inner_steps: int,
+    link: Estimate,
+    sites: int,
+    in_force: bool = False,
 ) -> Candidate:
-    """One plan: its traffic, the smallest delay that hides it, and its predicted loss."""
+    """One plan: its traffic, the smallest delay that hides it, and its predicted loss.
+
+    A plan that is `in_force` may use up what a new one has to leave free: all of the time, and
+    `SLACK` times the work. So a plan that was only just possible is not given up at once.
+    """
     outer, control = config.outer, config.control
     slot = outer.inner_steps // outer.slots
     slots, slot_us = inner_steps // slot, slot * link.step_us
-    permille = round(1000 * control.utilisation)
+    permille = 1000 if in_force else round(1000 * control.utilisation)
+    work = control.work * (SLACK if in_force else 1)
     latency_us = round(control.latency * 1_000_000)
     cost = traffic(sizes, slots, slot_us, link, Crowd(sites, outer.exchange), latency_us)
     needed = max(1, -(-1000 * cost.latest_us // max(1, permille * slot_us)))
@@ -106,5 +119,5 @@ def candidate(
         traffic=cost,
         round_us=slots * slot_us,
         hides=needed <= delay and 1000 * cost.busy_us <= permille * slots * slot_us,
-        light=link.work_us <= control.work * slots * slot_us,
+        light=link.work_us <= work * slots * slot_us,
     )

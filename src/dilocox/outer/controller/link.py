@@ -18,6 +18,8 @@ from dilocox.config import ControlSection
 
 BAND = (5, 4)
 """A measurement may differ from the estimate by this ratio, up or down: noise of +-10 % passes."""
+ROUGH = (3, 2)
+"""The same for step and work times, which vary more than links do and matter less."""
 RISE = 4
 """The estimated rate rises by this factor a round at most."""
 _SECOND = 1_000_000
@@ -76,10 +78,10 @@ def estimated(
     step_us = max(sample.step_us for sample in samples)
     if control.step_seconds is not None:
         step_us = round(control.step_seconds * _SECOND)
-    elif before is not None and _agrees(step_us, before.step_us):
+    elif before is not None and _agrees(step_us, before.step_us, ROUGH):
         step_us = before.step_us
     work_us = max(sample.work_us for sample in samples)
-    if before is not None and _agrees(work_us, before.work_us):
+    if before is not None and _agrees(work_us, before.work_us, ROUGH):
         work_us = before.work_us
     if control.link_rate is not None:
         return Estimate(max(1, step_us), control.link_rate, 0, 0, work_us=work_us)
@@ -106,8 +108,8 @@ def _overhead(before: Estimate | None, measured: int) -> int:
     return 1 << (measured * wide // narrow).bit_length()
 
 
-def _agrees(value: int, known: int) -> bool:
-    wide, narrow = BAND
+def _agrees(value: int, known: int, band: tuple[int, int] = BAND) -> bool:
+    wide, narrow = band
     return value * narrow <= known * wide and known * narrow <= value * wide
 
 

@@ -54,7 +54,7 @@ class LinkEstimate(Message):
 
 class RoundPlan(Message):
     """All decisions of one round, made once. A "flush" has no inner steps and no slots, lands at
-    once, and sends all of the residual through its own codec."""
+    once, and sends what is left of pseudo-gradients and residuals."""
 
     round: Count
     kind: Literal["train", "flush"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from dilocox.codec_spec import parse_spec
 from dilocox.config import RunConfig
 from dilocox.outer.controller.choice import Choice
 from dilocox.outer.coordinator.ledger import Ledger, Range
@@ -11,6 +12,10 @@ from dilocox.outer.coordinator.messages import LinkEstimate, MemberPlan, RoundPl
 
 FLUSH_CODEC = "int8"
 """ALGORITHM.md §2: what is pending at the end of training goes through the 8-bit codec."""
+SPARSE = ("topk", "cocktail", "lowrank")
+"""Kinds of codecs that the flush keeps. Their residual is what many rounds have withheld, and much
+of it is out of date: sent whole, it was measured to undo training, and costs more bytes than
+hundreds of rounds (docs/notes/quality.md)."""
 
 
 def space_of(config: RunConfig, site: str) -> str:
@@ -51,6 +56,7 @@ def make_plan(
         offsets[space] = offsets.get(space, 0) + needed - pooled
         planned[site] = MemberPlan(weight=weights[site], batch=batch, ranges=ranges, space=space)
     last = steps >= left
+    whole = flush and parse_spec(choice.codec).kind not in SPARSE
 
     def due(every: int) -> bool:
         # Rounds of the run file's length: those that are chosen may be a single step long.
@@ -71,8 +77,8 @@ def make_plan(
         keep=choice.keep,
         learning_rate=choice.learning_rate,
         momentum=choice.momentum,
-        codec=FLUSH_CODEC if flush else choice.codec,
-        residual_decay=1.0 if flush else choice.residual_decay,
+        codec=FLUSH_CODEC if whole else choice.codec,
+        residual_decay=1.0 if whole else choice.residual_decay,
         exchange=outer.exchange,
         reason="" if flush else choice.reason,
         estimate=estimate,
