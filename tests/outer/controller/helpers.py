@@ -82,11 +82,13 @@ class Play:
             self.round()
         return self.choices
 
-    def fits(self, choice: Choice, rate: float, step_us: float = 100_000.0) -> bool:
-        """The plan hides on the true link."""
-        link = Estimate(round(step_us), round(rate), round(self.latency_us), 0)
+    def fits(self, choice: Choice, rate: float) -> bool:
+        """The plan hides on the true link, with no time to spare."""
+        sizes = self.menu[choice.codec]
+        link = Estimate(100_000, round(rate), round(self.latency_us), 0)
+        steps = choice.inner_steps
         return candidate(
-            self.config, self.menu[choice.codec], choice.codec, choice.inner_steps, link, self.sites
+            self.config, sizes, choice.codec, steps, link, self.sites, in_force=True
         ).fits
 
 

@@ -187,6 +187,9 @@ def test_the_exchanges_own_work_is_kept_small() -> None:
     busy = replace(at(1e9), work_us=20_000)
     choice = choose(config, sizes, busy, 2, None)
     assert choice.inner_steps == 8  # 20 ms of 800 ms
+    # One that is in force may take twice that before it is given up.
+    assert choose(config, sizes, replace(at(1e9), work_us=40_000), 2, (8, "none")).inner_steps == 8
+    assert choose(config, sizes, replace(at(1e9), work_us=49_000), 2, (8, "none")).inner_steps > 8
     heavy = replace(at(1e9), work_us=900_000)
     choice = choose(config, sizes, heavy, 2, None)
     assert (choice.inner_steps, choice.codec) == (50, "none")
@@ -241,6 +244,18 @@ def test_outer_rates_follow_the_inner_steps() -> None:
     assert slow.inner_steps >= 5
     assert (slow.learning_rate, slow.momentum) == (0.8, 0.5)
     assert all(steps in INNER_STEPS for steps in (fast.inner_steps, slow.inner_steps))
+
+
+def test_a_plan_in_force_may_use_up_what_a_new_one_leaves_free() -> None:
+    config = run_config()
+    sizes = menu(config)
+    for rate in (3e4, 1e5, 1e6):
+        now = choose(config, sizes, at(rate), 2, None)
+        key = (now.inner_steps, now.codec)
+        slower = rate * candidate(config, sizes[now.codec], now.codec, key[0], at(rate), 2).load
+        assert choose(config, sizes, at(slower * 1.01), 2, key).codec == now.codec
+        assert choose(config, sizes, at(slower * 1.01), 2, None).codec != now.codec
+        assert choose(config, sizes, at(slower * 0.98), 2, key).codec != now.codec
 
 
 def test_a_plan_that_fits_gives_way_only_to_a_better_one() -> None:

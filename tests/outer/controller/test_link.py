@@ -65,6 +65,18 @@ def test_noise_of_ten_per_cent_moves_nothing(rate: int, noise: list[tuple[float,
     assert len(seen) == 1
 
 
+def test_steps_and_work_vary_more() -> None:
+    def told(step_us: int, work_us: int) -> tuple[int, int]:
+        before = Estimate(100_000, 1_000_000, 0, 50_000, work_us=3_000)
+        found = estimated(before, [Sample(step_us, 200_000, 200_000, 4, 0, work_us)], MEASURED)
+        assert found is not None
+        return found.step_us, found.work_us
+
+    assert told(149_000, 4_400) == told(67_000, 2_001) == (100_000, 3_000)
+    assert told(151_000, 4_600) == (151_000, 4_600)
+    assert told(66_000, 1_900) == (66_000, 1_900)
+
+
 def test_two_sizes_tell_latency_and_rate_apart() -> None:
     """100 ms a payload and a megabyte per second, which one size cannot tell apart."""
     found = after(sample(50_000, 150_000), before=None)
