@@ -6,7 +6,9 @@ one thread, the same text, tokens, model, batch and seeds (a qwen3 of 0.67M para
 they are at hand, parts of WikiText-2 (--wikitext). Non-IID, each site trains on a contiguous part
 of it. A seed decides initial weights, order of the text and what is held out.
 
-The held-out loss is that of the anchor on 1,024 sequences spread over all of the text. `gap` is the
+The held-out loss is that of the anchor on 1,024 sequences spread over all of the text: a standard
+error of 0.35 to 0.55 % of the loss, and of 0.25 % at most for the difference of two rows of a seed,
+which are measured on the same sequences. `gap` is the
 loss over that of synchronous training (`allreduce`) with the same inner optimizer, text and seed,
 less one. Reductions count bytes that sites handed to the network, against fp32 vectors exchanged in
 the same way (per transfer) and against what synchronous training sends (in all; the 8-bit flush at
