@@ -152,6 +152,9 @@ def test_it_begins_with_the_methods_values() -> None:
         assert choice.reason == "nothing is measured yet"
     assert "kB take" in third.reason
     assert "at 8 Mbit/s and 100 ms a step, predicted loss +" in third.reason
+    slow = replace(at(1e6), overhead_us=32_768)
+    reason = choose(run_config(), menu(run_config()), slow, 2, None).reason
+    assert "at 8 Mbit/s, 32.8 ms beside that per exchange, and 100 ms a step" in reason
     short = starting_choice(run_config(steps=41), "")
     # Eight rounds at least, where that is possible.
     assert (short.inner_steps, short.slots, short.delay) == (5, 5, 1)

@@ -138,9 +138,11 @@ def _name(chosen: Candidate) -> str:
 
 def _why(chosen: Candidate, link: Estimate) -> str:
     """Sizes, times and the prediction, in words."""
+    beside = link.latency_us + link.overhead_us
+    overhead = f", {_seconds(beside)} beside that per exchange," if beside else ""
     return (
         f"{_bytes(chosen.traffic.payload_bytes)} take {_seconds(chosen.traffic.busy_us)} of the "
-        f"round's {_seconds(chosen.round_us)} ({chosen.load:.0%}) at {_rate(link.rate)} and "
+        f"round's {_seconds(chosen.round_us)} ({chosen.load:.0%}) at {_rate(link.rate)}{overhead} and "
         f"{_seconds(link.step_us)} a step, predicted loss +{chosen.loss:.1%}"
     )
 
