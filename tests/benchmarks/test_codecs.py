@@ -20,7 +20,7 @@ _SPEC.loader.exec_module(codecs)
 
 
 @pytest.mark.parametrize(
-    ("spec", "payload"), [("int4", 16896), ("topk:64", 928), ("lowrank:8", None)]
+    ("spec", "payload"), [("int4", 16896), ("topk:64", 672), ("lowrank:8", None)]
 )
 def test_a_row_says_what_is_really_sent(spec: str, payload: int | None) -> None:
     values = torch.randn(1 << 15, generator=torch.Generator().manual_seed(0))

@@ -72,7 +72,8 @@ def test_what_is_sent_is_the_largest_of_what_was_drawn(seed: int, blocks: int) -
     for start in range(0, len(picked), 4096):
         some = torch.tensor(picked[start : start + 4096])
         k = math.ceil(820 * len(some) / 4096)
-        size += 2 + 2 * k
+        streams = [k * (5 + low) + (len(some) >> low) for low in range(13)]
+        size += 2 + math.ceil(min(streams) / 8)
         strongest = some[values[some].abs().topk(k).indices]
         scale = (values[strongest].abs().max() * torch.tensor(1 / 7)).bfloat16().float()
         expected[strongest] = (values[strongest] * scale.reciprocal()).round() * scale
@@ -99,18 +100,27 @@ def test_scales_that_nobody_writes_are_refused(scale: float) -> None:
 def test_entries_that_nobody_writes_are_refused() -> None:
     cocktail = Cocktail(1, 0)
     payload = cocktail.encode(draw(1, 1))
-    assert payload.numel() == 2 + 2 * 3  # 13 are looked at
-    entries = payload[2:].view(torch.int16)
-    first = int(entries[0])
-    for wrong, reason in (
-        ((first & 0xFFF) - 0x8000, "code -8"),
-        (int(entries[1]), "do not ascend"),
-        (13, "do not ascend"),
+    # Three of 13 that are looked at: 12 bits of codes, a low bit each, then ones among nine bits.
+    assert payload.numel() == 2 + 3
+    for codes, low, high, reason in (
+        ([1, 15, 7], 0b000, 0b100100001, None),
+        ([1, 8, 7], 0b000, 0b100100001, "code -8"),
+        ([1, 15, 7], 0b000, 0b100000011, "do not ascend"),  # 0, 0, 12
+        ([1, 15, 7], 0b100, 0b100100001, "do not ascend"),  # 0, 8, 13
+        ([1, 15, 7], 0b000, 0b100000001, "does not have 3 indices"),
     ):
-        entries[0 if wrong != 13 else 2] = wrong
+        stream = low << 12 | high << 15
+        for number, code in enumerate(codes):
+            stream |= sum((code >> place & 1) << 3 * place + number for place in range(4))
+        payload[2:] = torch.frombuffer(bytearray(stream.to_bytes(3, "little")), dtype=torch.uint8)
+        if reason is None:
+            picked = [drawn(cocktail, BLOCK)[index] for index in (0, 8, 12)]
+            sent = cocktail.decode(payload, BLOCK)
+            scale = float(payload[:2].view(torch.bfloat16)[0])
+            assert sent[picked].tolist() == [scale, -scale, 7 * scale]
+            continue
         with pytest.raises(ExchangeError, match=f"cocktail payload refused: .*{reason}"):
             cocktail.decode(payload, BLOCK)
-        entries[0] = first
 
 
 def test_largest_values_stay_finite() -> None:

@@ -29,18 +29,30 @@ def by_hand(payload: Tensor, n: int, kept: int) -> tuple[list[float], list[list[
     for start in range(0, n, 4096):
         width = min(4096, n - start)
         k = math.ceil(kept * width / 4096)
-        size = 4 + math.ceil(14 * k / 8)
+        _, low = min((each * k + (width >> each), each) for each in range(13))
+        size = 4 + math.ceil((k * (3 + low) + (width >> low)) / 8)
         record, data = data[:size], data[size:]
         levels = torch.frombuffer(bytearray(record[:4]), dtype=torch.bfloat16).tolist()
-        stream, indices = int.from_bytes(record[4:], "little"), []
-        for _ in range(k):
-            entry, stream = stream % 2**14, stream >> 14
-            indices.append(entry >> 2)
-            values[start + indices[-1]] = levels[entry >> 1 & 1] * (-1 if entry & 1 else 1)
-        assert stream == 0
+        stream = int.from_bytes(record[4:], "little")
+        bits = [stream >> place & 1 for place in range(8 * (size - 4))]
+        codes = [bits[i] + 2 * bits[k + i] for i in range(k)]
+        last = [sum(bits[k * (2 + j) + i] << j for j in range(low)) for i in range(k)]
+        ones = [place for place, bit in enumerate(bits[k * (2 + low) :]) if bit]
+        indices = [(ones[i] - i << low) + last[i] for i in range(k)]
+        assert len(ones) == k
+        for index, code in zip(indices, codes, strict=True):
+            values[start + index] = levels[code >> 1] * (-1 if code & 1 else 1)
         all_indices.append(indices)
     assert data == b""
     return values, all_indices
+
+
+@pytest.mark.parametrize(
+    ("kept", "size"), [(1, 6), (5, 13), (16, 28), (41, 59), (64, 84), (328, 314), (2048, 1284)]
+)
+def test_bytes_of_4096_values(kept: int, size: int) -> None:
+    assert TopK(kept).payload_bytes(4096) == size
+    assert TopK(kept).payload_bytes(5 * 4096) == 5 * size
 
 
 @given(
@@ -144,12 +156,17 @@ def test_levels_that_nobody_writes_are_refused(level: float, allowed: bool) -> N
 
 
 def test_indices_that_nobody_writes_are_refused() -> None:
-    values = draw(2, 1)
-    payload = TopK(64).encode(values)
-    assert payload.numel() == 4 + 4
-    stream = int.from_bytes(payload[4:].numpy().tobytes(), "little")
-    first, second = stream % 2**14, stream >> 14
-    for wrong in (second | first << 14, first | first << 14, first | 128 << 16, stream | 1 << 28):
-        payload[4:] = torch.frombuffer(bytearray(wrong.to_bytes(4, "little")), dtype=torch.uint8)
-        with pytest.raises(ExchangeError, match=r"payload refused: (its indices|the bits behind)"):
+    payload = TopK(64).encode(draw(2, 1))
+    # Two of 128, l = 5: codes in bits 0 to 3, low bits in 4 to 13, ones among 14 to 19.
+    assert payload.numel() == 4 + 3
+    for low, high, padding, reason in (
+        (0, 0b000011, 0, "do not ascend"),  # 0 twice
+        (1, 0b000011, 0, "do not ascend"),  # 1, 0
+        (0, 0b100001, 0, "do not ascend within chunks of 128"),  # 0, 128
+        (0, 0b000111, 0, "does not have 2 indices"),
+        (0, 0b000101, 1, "bits behind"),
+    ):
+        stream = low << 4 | high << 14 | padding << 23
+        payload[4:] = torch.frombuffer(bytearray(stream.to_bytes(3, "little")), dtype=torch.uint8)
+        with pytest.raises(ExchangeError, match=f"topk:64 payload refused: .*{reason}"):
             TopK(64).decode(payload, BLOCK)

@@ -44,14 +44,13 @@ def compressor(spec: str, geometry: Geometry) -> Compressor | LowRank:
     Raises `ConfigError` for a text that is no spec.
     """
     parsed = parse_spec(spec)
-    int4 = CODECS["int4"]
     if parsed.kind == "lowrank":
         return LowRank(geometry, parsed.rank, parsed.bits)
     if parsed.kind == "topk":
         topk = TopK(parsed.kept)
-        return Compressor(topk.name, topk.identifier, geometry, int4, lambda _seed, _place: topk)
+        return Compressor(topk.name, topk.identifier, geometry, lambda _seed, _place: topk)
     if parsed.kind == "cocktail":
         one = Cocktail(seed=0, place=0)
-        return Compressor(one.name, one.identifier, geometry, int4, Cocktail)
+        return Compressor(one.name, one.identifier, geometry, Cocktail)
     flat = codec(parsed.kind)
-    return Compressor(flat.name, flat.identifier, geometry, flat)
+    return Compressor(flat.name, flat.identifier, geometry, lambda _seed, _place: flat)
