@@ -140,10 +140,11 @@ def _why(chosen: Candidate, link: Estimate) -> str:
     """Sizes, times and the prediction, in words."""
     beside = link.latency_us + link.overhead_us
     overhead = f", {_seconds(beside)} beside that per exchange," if beside else ""
+    taken, whole = _seconds(chosen.traffic.busy_us), _seconds(chosen.round_us)
     return (
-        f"{_bytes(chosen.traffic.payload_bytes)} take {_seconds(chosen.traffic.busy_us)} of the "
-        f"round's {_seconds(chosen.round_us)} ({chosen.load:.0%}) at {_rate(link.rate)}{overhead} and "
-        f"{_seconds(link.step_us)} a step, predicted loss +{chosen.loss:.1%}"
+        f"{_bytes(chosen.traffic.payload_bytes)} take {taken} of the round's {whole} "
+        f"({chosen.load:.0%}) at {_rate(link.rate)}{overhead} and {_seconds(link.step_us)} a step, "
+        f"predicted loss +{chosen.loss:.1%}"
     )
 
 
