@@ -139,6 +139,7 @@ class RoundMeter:
                 exchange_bytes=sum(size for _, _, size in shared.link),
                 exchange_us=round(busy_seconds(shared.link) * 1e6),
                 exchanges=len(shared.link),
+                overhead_us=round(shared.overhead_seconds * 1e6),
                 work_us=round(shared.work_seconds * 1e6),
                 effective_rank_milli=None
                 if shared.effective_rank is None
@@ -180,6 +181,8 @@ class Shared:
     dropped: str | None
     """What the first rank that dropped something has dropped."""
     link: list[Interval]
+    overhead_seconds: float
+    """Of an exchange, in which nothing came in: votes, work, and waiting for a later site."""
     work_seconds: float
     """Processor time of the exchanges at the busiest rank."""
     effective_rank: float | None
@@ -191,16 +194,27 @@ def _over_ranks(rank: Rank, dropped: str | None, counts: Counts) -> Shared:
     for state in rank.states:
         own.update(state.digest().encode())
     told = json.dumps(
-        {"link": counts.link, "ranks": counts.effective_ranks, "work": counts.work_seconds}
+        {
+            "link": counts.link,
+            "ranks": counts.effective_ranks,
+            "work": counts.work_seconds,
+            "seconds": counts.exchange_seconds,
+            "exchanges": counts.exchanges,
+        }
     )
     rows = rank.mesh.gather_names([own.hexdigest(), dropped or "", told])
     heard = [json.loads(row[2]) for row in rows]
     ranks = [(value, size) for each in heard for value, size in each["ranks"]]
     weight = sum(size for _, size in ranks)
+    exchanges = sum(each["exchanges"] for each in heard)
+    apart = sum(
+        each["seconds"] - sum(end - start for start, end, _ in each["link"]) for each in heard
+    )
     return Shared(
         digest=hashlib.sha256("".join(row[0] for row in rows).encode()).hexdigest(),
         dropped=next((row[1] for row in rows if row[1]), None),
         link=[(start, end, size) for each in heard for start, end, size in each["link"]],
+        overhead_seconds=max(0.0, apart) / exchanges if exchanges else 0.0,
         work_seconds=max(each["work"] for each in heard),
         effective_rank=sum(value * size for value, size in ranks) / weight if weight else None,
     )
