@@ -13,6 +13,7 @@ from dilocox.outer.controller.by_link import WORTH, choose, starting_choice
 from dilocox.outer.controller.candidates import INNER_STEPS, candidate, candidates
 from dilocox.outer.controller.choice import Choice
 from dilocox.outer.controller.link import Estimate
+from dilocox.outer.controller.loss import outer_rates
 from tests.outer.controller.helpers import Play, chosen, menu, run_config
 
 PROPERTY = settings(max_examples=60, deadline=None, derandomize=True)
@@ -136,13 +137,16 @@ def test_a_link_that_changes_back_and_forth_is_followed() -> None:
 
     play = Play(run_config(), rate)
     choices = play.run(40)
-    fast, slow = chosen(choices[9]), chosen(choices[19])
-    assert fast != slow
-    assert [chosen(choices[t]) for t in (29, 39)] == [fast, slow]
+    fast, slow = choices[9], choices[19]
+    assert chosen(fast) != chosen(slow)
+    assert chosen(choices[39]) == chosen(slow)
+    # On the way up, what is hardly better is not changed for.
+    assert _loss(play, choices[29], 1e7) - _loss(play, fast, 1e7) < WORTH
     changes = [t for t in range(2, 40) if chosen(choices[t]) != chosen(choices[t - 1])]
     # Down at once; up by four times a round at most, which is enough in three.
     assert [t for t in changes if 10 <= t < 20] == [12]
-    assert [t for t in changes if 20 <= t < 30] == [22, 23, 24]
+    assert 22 in changes
+    assert not [t for t in changes if 20 <= t < 22 or 25 <= t < 30]
 
 
 def test_it_begins_with_the_methods_values() -> None:
@@ -242,10 +246,10 @@ def test_without_error_feedback_nothing_below_four_bits() -> None:
 def test_outer_rates_follow_the_inner_steps() -> None:
     config = run_config()
     fast = choose(config, menu(config), at(1e10), 2, None)
-    assert (fast.inner_steps, fast.learning_rate, fast.momentum) == (1, 1.0, 0.0)
-    slow = choose(config, menu(config), at(2e4), 2, None)
+    assert (fast.inner_steps, fast.learning_rate, fast.momentum) == (1, *outer_rates(1))
+    slow = choose(config, menu(config), at(4e3), 2, None)
     assert slow.inner_steps >= 5
-    assert (slow.learning_rate, slow.momentum) == (0.8, 0.5)
+    assert (slow.learning_rate, slow.momentum) == outer_rates(slow.inner_steps)
     assert all(steps in INNER_STEPS for steps in (fast.inner_steps, slow.inner_steps))
 
 
@@ -256,8 +260,14 @@ def test_a_plan_in_force_may_use_up_what_a_new_one_leaves_free() -> None:
         now = choose(config, sizes, at(rate), 2, None)
         key = (now.inner_steps, now.codec)
         slower = rate * candidate(config, sizes[now.codec], now.codec, key[0], at(rate), 2).load
-        assert choose(config, sizes, at(slower * 1.01), 2, key).codec == now.codec
-        assert choose(config, sizes, at(slower * 1.01), 2, None).codec != now.codec
+        barely = at(slower * 1.01)
+        kept = choose(config, sizes, barely, 2, key)
+        same = candidate(config, sizes[now.codec], now.codec, key[0], barely, 2, in_force=True)
+        assert same.fits
+        if kept.codec != now.codec:  # landing later, it costs more than the one that was taken
+            better = candidate(config, sizes[kept.codec], kept.codec, kept.inner_steps, barely, 2)
+            assert same.loss - better.loss >= WORTH
+        assert choose(config, sizes, barely, 2, None).codec != now.codec
         assert choose(config, sizes, at(slower * 0.98), 2, key).codec != now.codec
 
 
