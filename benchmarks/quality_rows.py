@@ -117,7 +117,7 @@ def uplink(target: float, sites: int, parameters: int) -> str:
     bytes of them per site and step, would take `target` times the declared step time.
     """
     needed = 8 * (sites - 1) / sites * parameters
-    rate = needed * 8 * UTILISATION / (target * STEP_SECONDS)
+    rate = needed * 8 / (UTILISATION * target * STEP_SECONDS)
     return f"{rate / 1e3:.3f}kbit"
 
 
