@@ -70,7 +70,7 @@ def test_points_of_the_table_and_between_them() -> None:
 
 
 def test_what_goes_with_the_inner_steps() -> None:
-    assert outer_rates(1) == (0.8, 0.5)
+    assert outer_rates(1) == (1.0, 0.0)
     assert outer_rates(20) == (0.8, 0.5)
     assert residual_decay("topk:64") == 0.95
     assert residual_decay("lowrank:8") == 1.0
