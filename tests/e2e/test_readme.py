@@ -28,6 +28,8 @@ RUN_ELSEWHERE = {
     "make test": "is what runs this",
     "python benchmarks/single_site.py --pairs 16": "tests/benchmarks",
     "python benchmarks/overlap.py --quick": "tests/benchmarks",
+    "python benchmarks/quality.py --quick --steps 640": "tests/benchmarks",
+    "python benchmarks/codecs.py": "tests/benchmarks",
     "python -m pytest tests/e2e/test_wire_bytes.py": "itself",
     "python -m pytest tests/e2e/test_resume.py": "itself",
     "python -m pytest tests/e2e/test_engine.py": "itself",
@@ -137,9 +139,7 @@ def test_two_real_sites(workshop: Workshop) -> None:
         "model.architecture.intermediate_size=128",
         "model.architecture.head_dim=8",
         "site.batch_size=8",
-        "outer.rounds=2",
-        "outer.inner_steps=4",
-        "outer.fragments=2",
+        "outer.steps=24",
         "network.port=0",
         "data.validation_sequences=8",
     )
@@ -156,3 +156,4 @@ def test_two_real_sites(workshop: Workshop) -> None:
     assert [joined.wait() for joined in joins] == [0, 0], joins[0].output()
     assert run.wait() == 0, run.output()
     assert run.summary()["val_loss_last"] < run.summary()["val_loss_first"]
+    assert run.summary()["steps"] == 24
