@@ -24,8 +24,8 @@ results/quality-tuning.json holds them. Rows called "published" have the publish
 momentum and the best inner learning rate for these.
 
 A full run (no options) takes hours. Every row is written when it is done; started again, the
-benchmark goes on with the rows that are missing. --quick trains seven rows of the first regime, 400 steps
-each, so that it ends within 12 minutes on two idle cores.
+benchmark goes on with the rows that are missing. --quick trains seven rows of the first
+regime, 400 steps each, so that it ends within 12 minutes on two idle cores.
 """
 
 from __future__ import annotations

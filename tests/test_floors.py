@@ -188,7 +188,8 @@ def test_coordinator_and_data_run_without_torch() -> None:
     names = [
         f"dilocox.{module}"
         for module in modules(SOURCE)
-        if module.startswith(("outer.coordinator", "outer.controller", "data")) or module in ("config", "recorder")
+        if module.startswith(("outer.coordinator", "outer.controller", "data"))
+        or module in ("config", "recorder")
     ]
     script = (
         "import importlib, sys\n"
