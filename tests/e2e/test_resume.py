@@ -33,9 +33,10 @@ def model_bytes(run: Run) -> dict[str, bytes]:
     ("name", "sets"),
     [
         ("keep", ("outer.inner_steps=8", "compression.codec=topk:64")),
-        (
+        pytest.param(
             "eager-reduce",
             ("outer.overlap=eager", "outer.fragments=1", "outer.exchange=reduce"),
+            marks=pytest.mark.slow,
         ),
         pytest.param("reduce", ("outer.exchange=reduce", "outer.delay=3"), marks=pytest.mark.slow),
         pytest.param(
