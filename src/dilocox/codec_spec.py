@@ -12,6 +12,10 @@ from dilocox.errors import ConfigError
 
 FLAT = ("none", "fp16", "bf16", "int8", "int4", "int2")
 """Codecs of single values or blocks: they need no number and do not look at tensors' shapes."""
+SPARSE = ("topk", "cocktail", "lowrank")
+"""Kinds that send a small part of what there is; the rest waits in the residual for many rounds."""
+COARSE = ("int2", *SPARSE)
+"""Kinds below 4 bits per value: without error feedback they lose too much."""
 DEFAULT_KEPT = 64
 LARGEST_KEPT = 2048
 DEFAULT_RANK = 8

@@ -6,13 +6,11 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from dilocox.codec_spec import parse_spec
+from dilocox.codec_spec import COARSE, parse_spec
 from dilocox.config_section import Fraction, Positive, Section
 from dilocox.errors import ConfigError
 from dilocox.methods import EXCHANGE_GRADIENTS
 
-COARSE = ("int2", "topk", "cocktail", "lowrank")
-"""Kinds of codecs below 4 bits per value: without error feedback they lose too much."""
 _BITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 
 Pin = Literal[

@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from dilocox.assembly import Rank
 from dilocox.config import RunConfig
 from dilocox.models import count_parameters
@@ -98,8 +96,7 @@ class RoundMeter:
         sums = self.so_far(outer)
         seconds, steps = sums["seconds"], int(sums["steps"])
         counts, outer.counts = outer.counts, Counts()
-        totals = _over_site(rank, sums)
-        shared = _over_ranks(rank, self.dropped, counts)
+        shared = _over_ranks(rank, self.dropped, sums, counts)
         member = plan.members.get(rank.place.site)
         sequences = steps * member.batch if member else 0
         tokens = sequences * self._config.data.sequence_length
@@ -108,7 +105,7 @@ class RoundMeter:
         if steps:
             self.slot_seconds = seconds * plan.inner_steps / steps / max(plan.slots, 1)
         factor = sites - 1 if plan.exchange == "gather" else 2 * (sites - 1) / max(sites, 1)
-        payload = totals["payload_bytes"]
+        payload = shared.payload_bytes
         record: dict[str, Any] = {
             "site": rank.place.site,
             "step": plan.first_step + plan.inner_steps,
@@ -117,13 +114,13 @@ class RoundMeter:
             "seconds": seconds,
             "tokens_per_second": tokens / seconds if seconds > 0 else 0.0,
             "learning_rate": self._rate,
-            "wait_seconds": totals["wait_seconds"],
-            "wait_share": totals["wait_seconds"] / seconds if seconds > 0 else 0.0,
-            "exchange_seconds": totals["exchange_seconds"],
+            "wait_seconds": shared.wait_seconds,
+            "wait_share": shared.wait_seconds / seconds if seconds > 0 else 0.0,
+            "exchange_seconds": shared.exchange_seconds,
             "exchange_work_seconds": shared.work_seconds,
             "payload_bytes": int(payload),
             "allreduce_bytes": int(steps * dense),
-            "ratio_per_transfer": 4 * totals["values"] * factor / payload if payload else 0.0,
+            "ratio_per_transfer": 4 * shared.values * factor / payload if payload else 0.0,
             "ratio_per_token": steps * dense / payload if payload else 0.0,
             "members": sites,
             "contributors": min(counts.contributors, default=0),
@@ -135,7 +132,7 @@ class RoundMeter:
         self.measured = None
         if steps:
             self.measured = Measured(
-                step_us=max(1, round((seconds - totals["wait_seconds"]) / steps * 1e6)),
+                step_us=max(1, round((seconds - shared.wait_seconds) / steps * 1e6)),
                 exchange_bytes=sum(size for _, _, size in shared.link),
                 exchange_us=round(busy_seconds(shared.link) * 1e6),
                 exchanges=len(shared.link),
@@ -156,22 +153,6 @@ class RoundMeter:
         return record
 
 
-def _over_site(rank: Rank, sums: dict[str, float]) -> dict[str, float]:
-    """Bytes and values summed over the site's ranks, times of the slowest."""
-    mine = torch.tensor(
-        [sums["payload"], sums["values"], sums["wait"], sums["exchange"]],
-        dtype=torch.float64,
-        device=rank.mesh.device,
-    )
-    rows = rank.mesh.gather(mine).cpu()
-    return {
-        "payload_bytes": float(rows[:, 0].sum()),
-        "values": float(rows[:, 1].sum()),
-        "wait_seconds": float(rows[:, 2].max()),
-        "exchange_seconds": float(rows[:, 3].max()),
-    }
-
-
 @dataclass(frozen=True)
 class Shared:
     """What the ranks of a site tell each other at a round's end, the same at all of them."""
@@ -180,6 +161,12 @@ class Shared:
     """sha256 over those of all ranks in order, of their fragments each, hex: equal at all sites."""
     dropped: str | None
     """What the first rank that dropped something has dropped."""
+    payload_bytes: float
+    values: float
+    """fp32 values that the payloads stand for; both summed over the ranks."""
+    wait_seconds: float
+    exchange_seconds: float
+    """Both of the slowest rank."""
     link: list[Interval]
     overhead_seconds: float
     """Of an exchange, in which nothing came in: votes, work, and waiting for a later site."""
@@ -189,12 +176,14 @@ class Shared:
     """Mean of all landings, by values."""
 
 
-def _over_ranks(rank: Rank, dropped: str | None, counts: Counts) -> Shared:
+def _over_ranks(rank: Rank, dropped: str | None, sums: dict[str, float], counts: Counts) -> Shared:
+    """`sums` of the whole round, `counts` since the last start within it."""
     own = hashlib.sha256()
     for state in rank.states:
         own.update(state.digest().encode())
     told = json.dumps(
         {
+            "sums": sums,
             "link": counts.link,
             "ranks": counts.effective_ranks,
             "work": counts.work_seconds,
@@ -210,9 +199,14 @@ def _over_ranks(rank: Rank, dropped: str | None, counts: Counts) -> Shared:
     apart = sum(
         each["seconds"] - sum(end - start for start, end, _ in each["link"]) for each in heard
     )
+    over = [each["sums"] for each in heard]
     return Shared(
         digest=hashlib.sha256("".join(row[0] for row in rows).encode()).hexdigest(),
         dropped=next((row[1] for row in rows if row[1]), None),
+        payload_bytes=sum(each["payload"] for each in over),
+        values=sum(each["values"] for each in over),
+        wait_seconds=max(each["wait"] for each in over),
+        exchange_seconds=max(each["exchange"] for each in over),
         link=[(start, end, size) for each in heard for start, end, size in each["link"]],
         overhead_seconds=max(0.0, apart) / exchanges if exchanges else 0.0,
         work_seconds=max(each["work"] for each in heard),

@@ -197,9 +197,9 @@ class Trainer:
         metrics = self.meter.end(plan, self.outer, self.rank)
         if self.meter.dropped is not None:
             self.dropped_round = plan.round
-        if self.rank.place.leads:
-            self.client.report(plan.round, metrics)
         leads = self.rank.place.leads
+        if leads:
+            self.client.report(plan.round, metrics)
         self.client.round_done(plan.round, self.meter.measured if leads else None)
         self.control.at(self.at.tick, self.at.round, 0, self.meter.slot_seconds)
         if plan.evaluate:

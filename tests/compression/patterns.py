@@ -9,7 +9,9 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -18,6 +20,8 @@ from dilocox.compression.geometry import Geometry
 from dilocox.compression.lowrank import LowRank
 from dilocox.compression.parts import Compressor
 from dilocox.compression.registry import CODECS, compressor
+
+Result = TypeVar("Result")
 
 SPARSE = ("topk:1", "topk:64", "topk:77", "topk:2048", "cocktail")
 SINGLE = (*CODECS, *SPARSE)
@@ -30,6 +34,19 @@ ODD = Geometry(
     29824,
 )
 """Tensors that end in the middle of a block, small ones, 1-D ones, an empty one, and gaps."""
+
+
+def with_threads(act: Callable[[], Result]) -> list[Result]:
+    """What `act` returns with 1, 2 and 3 threads."""
+    threads = torch.get_num_threads()
+    found = []
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            found.append(act())
+    finally:
+        torch.set_num_threads(threads)
+    return found
 
 
 def patterns(n: int) -> Tensor:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.compression.patterns import decoded, digests, everything, save
+from tests.compression.patterns import decoded, digests, everything, save, with_threads
 
 GOLDEN = {
     "none": "f1c8d1b19bcb7625383399c9d9e1478bfb4d45bc4d0bb9a6e104481a4d1bd0a9",
@@ -32,25 +32,12 @@ CAPABILITIES = {"DEFAULT": 0, "AVX2": 1, "AVX512": 2}
 
 
 def test_golden_bytes_in_this_process() -> None:
-    threads = torch.get_num_threads()
-    try:
-        for count in (1, 2, 3):
-            torch.set_num_threads(count)
-            assert digests() == GOLDEN
-    finally:
-        torch.set_num_threads(threads)
+    assert with_threads(digests) == [GOLDEN] * 3
 
 
 def test_what_is_decoded_does_not_depend_on_threads(tmp_path: Path) -> None:
     save(tmp_path / "payloads")
-    threads = torch.get_num_threads()
-    found = []
-    try:
-        for count in (1, 2, 3):
-            torch.set_num_threads(count)
-            found.append(decoded(tmp_path / "payloads"))
-    finally:
-        torch.set_num_threads(threads)
+    found = with_threads(lambda: decoded(tmp_path / "payloads"))
     assert found[1:] == found[:1] * 2
 
 

@@ -35,6 +35,7 @@ from tests.compression.lowrank_cases import (
     geometry_of,
     views,
 )
+from tests.compression.patterns import with_threads
 
 GOLDEN = {
     4: "577fe00055657f8c2925b6d795af438061c58e1c8e27443fe99f51f1ec804023",
@@ -167,13 +168,7 @@ def test_order_of_the_rank_does_not_matter(bits: int) -> None:
 
 
 def test_golden_bytes_in_this_process() -> None:
-    threads = torch.get_num_threads()
-    try:
-        for count in (1, 2, 3):
-            torch.set_num_threads(count)
-            assert digests() == GOLDEN
-    finally:
-        torch.set_num_threads(threads)
+    assert with_threads(digests) == [GOLDEN] * 3
 
 
 @pytest.mark.parametrize(("capability", "threads"), [("default", "2"), ("avx2", "1")])

@@ -235,13 +235,14 @@ class Attempt:
             raise RepeatError("members changed")
         return reply
 
-    def counted(self, held: Iterable[str]) -> list[str]:
+    def counted(self, held: Iterable[str], own_digest: bytes | None) -> list[str]:
         """Vote on payloads that make the average by themselves; the contribution set.
 
+        `own_digest`: of the payload that this site has sent to all, for the coordinator's log.
         Raises `ExchangeError` if the set holds one that is not here.
         """
         here = set(held)
-        decision = self.decide("held", here, self.own_digest)
+        decision = self.decide("held", here, own_digest)
         if decision.decision != "commit":
             raise ExchangeError(f"{self.what.key.text}: gather was answered {decision.decision}")
         missing = [site for site in decision.set if site not in here]
@@ -251,9 +252,6 @@ class Attempt:
                 "not here; this site must join again"
             )
         return decision.set
-
-    own_digest: bytes | None = None
-    """SHA-256 of the payload that this site sends to all, for the coordinator's log."""
 
     def average(self, decoded: Iterable[torch.Tensor], sites: Sequence[str]) -> torch.Tensor | None:
         """Weighted mean of what `sites` sent, in that order; none if there are none."""

@@ -11,12 +11,12 @@ group.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import torch
 
-from dilocox.compression import LowRank, Part, frame_digest, pack_frame
+from dilocox.compression import FramePart, LowRank, Part, frame_digest, pack_frame
 from dilocox.errors import ExchangeError
 from dilocox.outer.attempt import (
     Attempt,
@@ -68,26 +68,14 @@ def exchange(ballot: Ballot, me: str, contribution: Contribution) -> Outcome:
 
 def gather(attempt: Attempt) -> Outcome:
     """Every payload to every site."""
-    what, me = attempt.what, attempt.me
+    what = attempt.what
     assert not isinstance(what.compressor, LowRank)
     part = what.compressor.part(0, what.length, what.seed)
-    frames: dict[str, torch.Tensor] = {}
+    own = None
     if not attempt.observes:
         assert what.values is not None
-        frames[me] = pack_frame(part, part.encode(what.values))
-        attempt.own_digest = frame_digest(frames[me])
-    received = attempt.swap(
-        outgoing={} if attempt.observes else dict.fromkeys(attempt.receivers, frames[me]),
-        incoming=dict.fromkeys(attempt.senders, part),
-        phase=1,
-    )
-    payloads = attempt.unpack({**frames, **received}, dict.fromkeys(attempt.senders, part))
-    counted = attempt.counted(payloads)
-    sent = part.decode(payloads[me]) if me in counted else None
-    decoded = (
-        sent if sent is not None and site == me else part.decode(payloads[site]) for site in counted
-    )
-    return _outcome(attempt, attempt.average(decoded, counted), counted, sent)
+        own = part.encode(what.values)
+    return _to_everyone(attempt, part, own, part.decode, phase=1)[0]
 
 
 def low_rank(attempt: Attempt, codec: LowRank) -> Outcome:
@@ -123,35 +111,49 @@ def low_rank(attempt: Attempt, codec: LowRank) -> Outcome:
     if owner not in bases:
         raise attempt.broken([owner])
     basis = bases[owner]
-    own: dict[str, torch.Tensor] = {}
+    own = None
     if not attempt.observes:
         assert what.values is not None
-        own[me] = pack_frame(codec.payload_part, codec.encode(what.values, basis))
-        attempt.own_digest = frame_digest(own[me])
-    received = attempt.swap(
-        outgoing={} if attempt.observes else dict.fromkeys(attempt.receivers, own[me]),
-        incoming=dict.fromkeys(attempt.senders, codec.payload_part),
-        phase=3,
+        own = codec.encode(what.values, basis)
+    outcome, chosen = _to_everyone(
+        attempt, codec.payload_part, own, lambda payload: codec.decode(payload, basis), phase=3
     )
-    payloads = attempt.unpack(
-        {**own, **received}, dict.fromkeys(attempt.senders, codec.payload_part)
-    )
-    counted = attempt.counted(payloads)
-    sent = codec.decode(payloads[me], basis) if me in counted else None
-    decoded = (
-        sent if sent is not None and site == me else codec.decode(payloads[site], basis)
-        for site in counted
-    )
-    outcome = _outcome(attempt, attempt.average(decoded, counted), counted, sent)
-    if not counted:
+    if not chosen:
         return outcome
-    chosen = [payloads[site] for site in counted]
-    weights = [what.weights[site] for site in counted]
+    weights = [what.weights[site] for site in outcome.contributors]
     return replace(
         outcome,
         advance=lambda warm: codec.next_warm(chosen, weights, basis, warm, what.key.round),
         effective_rank=codec.effective_rank(chosen, basis),
     )
+
+
+def _to_everyone(
+    attempt: Attempt,
+    part: FramePart,
+    own: torch.Tensor | None,
+    decode: Callable[[torch.Tensor], torch.Tensor],
+    phase: int,
+) -> tuple[Outcome, list[torch.Tensor]]:
+    """Payloads of `part` to every site; the outcome, and the payloads that count in their order.
+
+    `own`: this site's, none if it only receives.
+    """
+    me = attempt.me
+    frames = {} if own is None else {me: pack_frame(part, own)}
+    received = attempt.swap(
+        outgoing={} if own is None else dict.fromkeys(attempt.receivers, frames[me]),
+        incoming=dict.fromkeys(attempt.senders, part),
+        phase=phase,
+    )
+    payloads = attempt.unpack({**frames, **received}, dict.fromkeys(attempt.senders, part))
+    counted = attempt.counted(payloads, None if own is None else frame_digest(frames[me]))
+    sent = decode(payloads[me]) if me in counted else None
+    decoded = (
+        sent if sent is not None and site == me else decode(payloads[site]) for site in counted
+    )
+    outcome = _outcome(attempt, attempt.average(decoded, counted), counted, sent)
+    return outcome, [payloads[site] for site in counted]
 
 
 def reduce(attempt: Attempt) -> Outcome:

@@ -39,14 +39,7 @@ def chosen(
 def _samples(state: CoordinatorState, round_: int, members: Sequence[str]) -> list[Sample]:
     """What members measured in the round that this plan is the first to look at."""
     return [
-        Sample(
-            own.step_us,
-            own.exchange_bytes,
-            own.exchange_us,
-            own.exchanges,
-            own.overhead_us,
-            own.work_us,
-        )
+        Sample(**own.model_dump(exclude={"effective_rank_milli"}))
         for site, own in state.measured.get(round_ - LOOK_BACK, {}).items()
         if site in members
     ]

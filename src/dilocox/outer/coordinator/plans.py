@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dilocox.codec_spec import parse_spec
+from dilocox.codec_spec import SPARSE, parse_spec
 from dilocox.config import RunConfig
 from dilocox.outer.controller.choice import Choice
 from dilocox.outer.coordinator.ledger import Ledger, Range
 from dilocox.outer.coordinator.messages import LinkEstimate, MemberPlan, RoundPlan
 
 FLUSH_CODEC = "int8"
-"""ALGORITHM.md §2: what is pending at the end of training goes through the 8-bit codec."""
-SPARSE = ("topk", "cocktail", "lowrank")
-"""Kinds of codecs that the flush keeps. Their residual is what many rounds have withheld, and much
-of it is out of date: sent whole, it was measured to undo training, and costs more bytes than
-hundreds of rounds (docs/notes/quality.md)."""
+"""ALGORITHM.md §2: what is pending at the end of training goes through the 8-bit codec.
+
+Sparse codecs are kept: their residual is what many rounds have withheld, and much of it is out of
+date. Sent whole, it was measured to undo training, and costs more bytes than hundreds of rounds
+(docs/notes/quality.md)."""
 
 
 def space_of(config: RunConfig, site: str) -> str:
