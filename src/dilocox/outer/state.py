@@ -95,20 +95,14 @@ class FragmentState:
         now = self.layout.pack(live, device=self.anchor.device)
         delta = self.reference.sub_(now)
         self.reference = now
-        u = delta.mul(weight)
-        if self.residual is not None:
-            u.add_(self.residual.mul(decay))
-        position = first_non_finite(u)
+        u, position = self._with_residual(delta.mul(weight), decay)
         if position is not None:
             self.non_finite = self.layout.locate(position)
-            u = torch.zeros_like(u) if self.residual is None else self.residual.clone()
             delta.zero_()
             self.layout.unpack(self.anchor, live)
             self.reference.copy_(self.anchor)
         else:
             self.non_finite = None
-        if self.residual is not None:
-            self.residual.zero_()
         if self.previous is not None:
             self.previous = delta
         return u, position is None
@@ -121,15 +115,23 @@ class FragmentState:
         `gradients` (full name to fp32) are not changed. Where u is not finite it is the residual
         alone, and is not to be contributed.
         """
-        u = self.layout.pack(gradients, device=self.anchor.device).mul_(weight)
+        own = self.layout.pack(gradients, device=self.anchor.device).mul_(weight)
+        u, position = self._with_residual(own, decay)
+        return u, position is None
+
+    def _with_residual(self, u: Tensor, decay: float) -> tuple[Tensor, int | None]:
+        """u + β·e, and the position of a value that is not finite; u is then the residual alone.
+
+        The residual moves into what is returned. `u` may be overwritten.
+        """
         if self.residual is not None:
             u.add_(self.residual.mul(decay))
-        finite = first_non_finite(u) is None
-        if not finite:
+        position = first_non_finite(u)
+        if position is not None:
             u = torch.zeros_like(u) if self.residual is None else self.residual.clone()
         if self.residual is not None:
             self.residual.zero_()
-        return u, finite
+        return u, position
 
     def committed(
         self, u: Tensor, sent: Tensor | None, second_error: tuple[int, Tensor] | None = None
