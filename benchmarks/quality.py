@@ -20,7 +20,7 @@ beside it). The links of dilocox's rows are declared, one per target reduction R
 training would need R times the declared step time on 90 % of it.
 
 Learning rates are tuned, with the same number of trials for every method: --tune makes them, and
-results/quality-tuning.json holds them. Rows called "published" have the published outer lr and
+results/quality-tuning.json holds them. The row called "published" has the published outer lr and
 momentum and the best inner learning rate for these.
 
 A full run (no options) takes hours. Every row is written when it is done; started again, the
@@ -93,8 +93,8 @@ def main() -> int:
     """Train what is missing, print and write what came of it; 1 if a row could not be made."""
     options = arguments().parse_args()
     common.end_on_signals()
-    if options.quick and options.steps is None:
-        options.steps = QUICK_STEPS
+    if options.steps is None and (options.quick or options.tune):
+        options.steps = quality_tuning.TRIAL_STEPS if options.tune else QUICK_STEPS
     if options.json is None and not options.quick:
         options.json = RESULTS / "quality-cpu.json"
     if options.docs:

@@ -1,6 +1,6 @@
 """Learning rates of the quality benchmark: the same number of trials for every method.
 
-Trials are whole runs of the paper's regime, D=4, non-IID, with a seed that no quoted row has. A
+Trials are runs of half the paper's regime, D=4, non-IID, with a seed that no quoted row has. A
 method with an outer optimizer of its own is tried at three inner learning rates with the published
 outer lr and momentum, then at the best of these with three other pairs. A method without one, and
 dilocox, which chooses them itself, is tried at four inner learning rates and then at two beside
@@ -19,6 +19,7 @@ from typing import Any
 from quality_rows import OUTER_PUBLISHED, Entry, Settings
 
 TRIALS = 6
+TRIAL_STEPS = 320
 SEED = 1000
 INNER_RATES = (3e-3, 6e-3, 1.2e-2)
 INNER_RATES_ALONE = (1.5e-3, 3e-3, 6e-3, 1.2e-2)
