@@ -42,6 +42,7 @@ from typing import Any
 import common
 import quality_data
 import quality_docs
+import quality_grid
 import quality_plot
 import quality_report
 import quality_rows
@@ -53,7 +54,9 @@ from quality_run import Row, configuration, parameters, train
 
 from dilocox.data import TokenFiles
 from dilocox.errors import DilocoxError
+from dilocox.outer.controller import loss
 
+LOSS_TABLE = Path(loss.__file__).with_name("loss_table.json")
 RESULTS = Path(__file__).parent / "results"
 ROOT = Path(__file__).parents[1]
 QUICK_STEPS = 400
@@ -77,6 +80,11 @@ def arguments() -> argparse.ArgumentParser:
     made.add_argument("--sites", nargs="+", type=int, choices=(2, 4), default=[2, 4])
     made.add_argument("--iid", choices=("no", "yes", "both"), default="both")
     made.add_argument("--docs", action="store_true", help="write the tables of docs/methods.md")
+    made.add_argument(
+        "--loss-table",
+        action="store_true",
+        help="train the grid that the controller's loss table is made from, and write it",
+    )
     made.add_argument("--steps", type=int, help="shorter runs, to try the benchmark itself out")
     made.add_argument(
         "--try",
@@ -96,12 +104,29 @@ def main() -> int:
     if options.steps is None and (options.quick or options.tune):
         options.steps = quality_tuning.TRIAL_STEPS if options.tune else QUICK_STEPS
     if options.json is None and not options.quick:
-        options.json = RESULTS / "quality-cpu.json"
+        name = "quality-grid-cpu.json" if options.loss_table else "quality-cpu.json"
+        options.json = RESULTS / name
     if options.docs:
         return write_docs(options.json, ROOT / "docs" / "methods.md")
     with tempfile.TemporaryDirectory(prefix="dilocox-quality-") as temporary:
         bench = Bench(options, (options.folder or Path(temporary)).resolve())
-        return bench.tune() if options.tune else bench.measure()
+        code = bench.tune() if options.tune else bench.measure()
+    if options.loss_table and code == 0:
+        write_loss_table(options.json)
+    return code
+
+
+def write_loss_table(results: Path) -> None:
+    """Make the controller's loss table anew, of the rows of the grid. Raises as
+    `quality_grid.measured_table`."""
+    rows = [row for row in _read_rows(results) if row["label"].startswith("grid ")]
+    steps = sorted({row["steps"] for row in rows})
+    about = (
+        f"{quality_grid.ABOUT} Runs of {', '.join(map(str, steps))} steps, seed "
+        f"{rows[0]['seed']}, benchmarks/results/{results.name}."
+    )
+    made = quality_grid.measured_table(rows, loss.table(), about)
+    LOSS_TABLE.write_text(quality_grid.as_text(made), encoding="utf-8")
 
 
 def write_docs(results: Path | None, document: Path) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import quality_grid
 import quality_rows
 import quality_tuning
 from quality_rows import Entry, Settings
@@ -80,10 +81,15 @@ def _wanted(options: argparse.Namespace) -> Iterable[tuple[Entry, str, int, bool
     if options.quick:
         labels = {entry.label: entry for entry in core}
         core, ablations = [labels[label] for label in quality_rows.QUICK], []
+    if options.loss_table:
+        core, ablations = [], quality_grid.entries()
     if options.tried:
         core, ablations = [], [quality_rows.tried_entry(text) for text in options.tried]
     core, ablations = chosen_by_name(core, ablations, options.only)
     seeds = options.seeds[:1] if options.quick else options.seeds
+    if options.loss_table:
+        yield from ((entry, *LEAD, seeds[0]) for entry in ablations)
+        return
     regimes = ["paper"] if options.quick else options.regime
     for regime in regimes:
         if 4 in options.sites and options.iid != "yes":

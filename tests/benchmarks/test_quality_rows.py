@@ -133,11 +133,21 @@ def test_the_core_table_has_three_seeds_in_both_regimes() -> None:
 
 
 def test_published_rates_that_are_the_best_are_trained_once() -> None:
-    words = ("--only", "dilocox-paper", "dilocox-paper published", "--regime", "paper", "--iid", "no")
+    words = (
+        "--only",
+        "dilocox-paper",
+        "dilocox-paper published",
+        "--regime",
+        "paper",
+        "--iid",
+        "no",
+    )
     chosen = options(*words, "--sites", "4", "--seeds", "0")
     pair = quality_rows.OUTER_PUBLISHED["dilocox-paper"]
     best = {Rates(0.003, pair): 1.0, Rates(0.003, (0.8, 0.5)): 2.0}
-    assert [job.entry.label for job in quality_jobs.select(chosen, {"dilocox-paper": best})] == ["dilocox-paper"]
+    assert [job.entry.label for job in quality_jobs.select(chosen, {"dilocox-paper": best})] == [
+        "dilocox-paper"
+    ]
     other = {Rates(0.003, pair): 1.0, Rates(0.003, (0.8, 0.5)): 0.5}
     labels = [job.entry.label for job in quality_jobs.select(chosen, {"dilocox-paper": other})]
     assert labels == ["dilocox-paper", "dilocox-paper published"]
