@@ -46,27 +46,41 @@ def payload_sizes(
     """
     if config.control.adapt != "link":
         return None
-    blueprint = Blueprint.of(config, vocabulary_size)
+    shapes = model_shapes(config, Blueprint.of(config, vocabulary_size))
+    return sizes_by_codec(config, shapes, codecs(config))
+
+
+def model_shapes(config: RunConfig, blueprint: Blueprint) -> list[dict[str, Shape]]:
+    """Whole shapes of what each stage exchanges, by full name in model order."""
     copy = None if blueprint.tied is None else blueprint.tied[1]
     stages = []
     for stage in range(config.site.stages):
         shapes = stage_shapes(config, blueprint, stage)
         # The copy of a tied tensor is set from its owner's, not exchanged.
         stages.append({name: shape for name, shape in shapes.items() if name != copy})
-    return {
-        codec: [_stage_sizes(config, each, codec) for each in stages] for codec in codecs(config)
-    }
+    return stages
+
+
+def sizes_by_codec(
+    config: RunConfig, stages: Sequence[Mapping[str, Shape]], names: Sequence[str]
+) -> dict[str, list[list[int]]]:
+    """Bytes of one site's payloads by codec of `names`, stage and fragment, summed over shards.
+
+    `stages` as `model_shapes` gives them. Methods that exchange gradients have one fragment.
+    """
+    return {codec: [_stage_sizes(config, each, codec) for each in stages] for codec in names}
 
 
 def _stage_sizes(config: RunConfig, shapes: Mapping[str, Shape], codec: str) -> list[int]:
     sizes = {name: math.prod(shape) for name, shape in shapes.items()}
     shards = config.site.shards
+    fragments = 1 if config.exchanges_gradients else config.outer.fragments
     return [
         sum(
             message_bytes(codec, Layout.of(_shard(shapes, names, shard, shards)).geometry)
             for shard in range(shards)
         )
-        for names in split_fragments(sizes, config.outer.fragments)
+        for names in split_fragments(sizes, fragments)
     ]
 
 

@@ -34,6 +34,8 @@ class ChunkSpec:
     embeds: bool
     head: bool
     parameters: int
+    compute: float = 0.0
+    """Multiply-adds per token of its forward pass: matrix products and causal attention."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +105,7 @@ def plan_cut(
             embeds=index == 0,
             head=index == chunks - 1,
             parameters=sum(w.parameters for w in weights[first:end]),
+            compute=sum(w.compute for w in weights[first:end]),
         )
         for index, (first, end) in enumerate(zip(starts, ends, strict=True))
     )
