@@ -189,7 +189,7 @@ def test_exit_codes_of_a_run(
 
     monkeypatch.setattr(api, "train", train)
     assert command("train", run_file, "--set", "outer.rounds=3", "--resume")[0] == code
-    assert seen == {"rounds": 3, "resume": True, "overwrite": False, "debug": False}
+    assert seen == {"rounds": 3, "resume": True, "overwrite": False, "debug": False, "trace": False}
 
 
 def test_a_coordinator_that_fails_says_why(

@@ -19,8 +19,8 @@ SOURCE = Path(dilocox.__file__).parent
 LONGEST = 500
 
 FLOORS = (
-    {"version", "errors", "config_section"},
-    {"codec_spec", "methods", "problems", "processes", "launcher_env"},
+    {"version", "errors", "config_section", "timeline"},
+    {"trace_file", "codec_spec", "methods", "problems", "processes", "launcher_env"},
     {"config_rounds"},
     {"config"},
     {"compression", "display", "metrics", "checkpoint"},

@@ -38,6 +38,7 @@ def train(
     resume: bool = False,
     overwrite: bool = False,
     debug: bool = False,
+    trace: bool = False,
 ) -> Result:
     """Train a run with all of its sites as processes on this machine.
 
@@ -46,7 +47,8 @@ def train(
     token files of `[data]` are read (they are prepared in any case: tokenizer and held-out text
     come from them). `loss(logits [b, L, V], labels int64 [b, L])` is a mean over the micro-batch.
     `on_evaluation(round, held-out loss)` is called in the process of the first rank of the first
-    site. Functions run in the ranks' processes. Returns a `Result`; raises `DilocoxError`.
+    site. Functions run in the ranks' processes. `trace` writes what every rank does when to
+    `trace.json` in the run folder, a Chrome trace. Returns a `Result`; raises `DilocoxError`.
     """
     # Imported here: torch costs seconds, which loading a run file or showing help need not wait.
     from dilocox.assembly import Hooks
@@ -54,4 +56,4 @@ def train(
     from dilocox.site import mean_cross_entropy
 
     hooks = Hooks(dataset, loss or mean_cross_entropy, on_evaluation)
-    return train_here(config, hooks, resume=resume, overwrite=overwrite, debug=debug)
+    return train_here(config, hooks, resume=resume, overwrite=overwrite, debug=debug, trace=trace)

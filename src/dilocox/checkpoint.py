@@ -25,6 +25,7 @@ from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from dilocox import timeline
 from dilocox.errors import CheckpointError
 
 FORMAT_VERSION = 1
@@ -92,7 +93,8 @@ class RankCheckpointer:
 
         def write() -> None:
             try:
-                attempt, digest = _write(folder, snapshot, document)
+                with timeline.span("write checkpoint", tick=tick):
+                    attempt, digest = _write(folder, snapshot, document)
                 on_written(tick, digest)
                 self._retire(tick, attempt)
             except (Exception, CheckpointException) as error:

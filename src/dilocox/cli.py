@@ -16,6 +16,7 @@ examples:
   dilocox train examples/quickstart.toml
   dilocox train run.toml --set outer.rounds=20 --set inner.learning_rate=2e-3
   dilocox train run.toml --resume
+  dilocox train run.toml --trace             (a timeline: runs/NAME/trace.json)
   dilocox coordinator run.toml               (prints the join line for every site)
   dilocox join HOST:PORT --site lyon --run-file run.toml --token dilocox1-...
   dilocox data prepare run.toml
@@ -84,6 +85,7 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument(
         "--overwrite", action="store_true", help="replace an earlier run in the same folder"
     )
+    _add_trace(train, "trace.json")
     train.set_defaults(call=_train)
 
     coordinator = commands.add_parser(
@@ -108,6 +110,7 @@ def _parser() -> argparse.ArgumentParser:
         "--set", dest="overrides", metavar="section.key=value", action="append", default=[],
         help="override a key of the run file",
     )  # fmt: skip
+    _add_trace(join, "trace-SITE.json")
     join.set_defaults(call=_join)
 
     data = commands.add_parser("data", help="prepare and show token files")
@@ -141,6 +144,15 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_trace(command: argparse.ArgumentParser, name: str) -> None:
+    command.add_argument(
+        "--trace",
+        action="store_true",
+        help=f"record what every rank does when, as {name} in the run folder (a Chrome trace, for "
+        "ui.perfetto.dev or chrome://tracing)",
+    )
+
+
 def _train(options: argparse.Namespace) -> int:
     from dilocox.api import load_run, train
 
@@ -149,6 +161,7 @@ def _train(options: argparse.Namespace) -> int:
         resume=options.resume,
         overwrite=options.overwrite,
         debug=options.debug,
+        trace=options.trace,
     )
     return 0 if result.finished else 130 if result.stopped else 1
 
@@ -176,6 +189,7 @@ def _join(options: argparse.Namespace) -> int:
         address=options.address,
         token=options.token,
         debug=options.debug,
+        trace=options.trace,
     )
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from dilocox import preflight, processes
+from dilocox import preflight, processes, trace_file
 from dilocox.assembly import Hooks
 from dilocox.config import RunConfig
 from dilocox.data import TokenFiles
@@ -87,11 +87,18 @@ def _prepare(config: RunConfig, progress: Callable[[str, float], None]) -> Path:
 
 
 def train_here(
-    config: RunConfig, hooks: Hooks, *, resume: bool, overwrite: bool, debug: bool
+    config: RunConfig,
+    hooks: Hooks,
+    *,
+    resume: bool,
+    overwrite: bool,
+    debug: bool,
+    trace: bool = False,
 ) -> Result:
     """Train a run with all of its sites on this machine.
 
-    Ctrl-C stops the run at a slot end with a checkpoint; a second one ends it at once.
+    Ctrl-C stops the run at a slot end with a checkpoint; a second one ends it at once. `trace`:
+    what every rank does when is recorded, as `trace.json` in the run folder.
     """
     torch.set_num_threads(1)  # before forking: no thread pool that a child would miss
     display = Display(config)
@@ -114,6 +121,24 @@ def train_here(
     display.line(preflight.headline(config, files))
     payloads = payload_sizes(config, files.vocabulary_size)
     preflight.claim_folder(config, resume, overwrite)
+    trace_file.discard(folder)
+    try:
+        return _run_here(config, hooks, display, payloads, resume, debug, trace)
+    finally:
+        _show_trace(display, lambda: trace_file.merge_run(folder))
+
+
+def _run_here(
+    config: RunConfig,
+    hooks: Hooks,
+    display: Display,
+    payloads: Payloads | None,
+    resume: bool,
+    debug: bool,
+    trace: bool,
+) -> Result:
+    """Coordinator and sites in processes of their own, to the end of the run."""
+    folder = config.folder
     ours, theirs = processes.CONTEXT.Pipe(duplex=False)
     coordinator = processes.start(
         _coordinate_in_child, config, folder, payloads, resume, theirs, name="coordinator"
@@ -126,7 +151,7 @@ def train_here(
         (folder / "run.toml").write_text(config.to_toml(), encoding="utf-8")
         for site in config.sites:
             sites[site] = processes.start(
-                _site_in_child, config, site, endpoint, hooks, debug, folder, name=site
+                _site_in_child, config, site, endpoint, hooks, debug, folder, trace, name=site
             )
         display.start()
         end = _watch(ours, coordinator, sites, endpoint, config, display)
@@ -143,6 +168,17 @@ def train_here(
         raise TrainingError(f"run {config.run.name} failed: {end['reason']}")
     _last_words(config, result, display)
     return result
+
+
+def _show_trace(display: Display, merge: Callable[[], Path | None]) -> None:
+    """Write the timeline that was recorded, if one was. It is not worth a run's failure."""
+    try:
+        path = merge()
+    except OSError as error:
+        display.line(f"timeline          not written: {error}")
+        return
+    if path is not None:
+        display.line(f"timeline          {path} (for ui.perfetto.dev or chrome://tracing)")
 
 
 def _last_words(config: RunConfig, result: Result, display: Display) -> None:
@@ -336,20 +372,29 @@ def coordinate(
 
 
 def _site_in_child(
-    config: RunConfig, site: str, endpoint: Endpoint, hooks: Hooks, debug: bool, folder: Path
+    config: RunConfig,
+    site: str,
+    endpoint: Endpoint,
+    hooks: Hooks,
+    debug: bool,
+    folder: Path,
+    trace: bool,
 ) -> None:
     try:
-        code = run_site(config, site, endpoint, hooks, debug, folder, True)
+        code = run_site(config, site, endpoint, hooks, debug, folder, True, trace)
     except DilocoxError as error:
         print(f"dilocox: site {site}: {error}", file=sys.stderr)
         code = 1
     sys.exit(code)
 
 
-def join(config: RunConfig, *, site: str, address: str, token: str, debug: bool) -> int:
+def join(
+    config: RunConfig, *, site: str, address: str, token: str, debug: bool, trace: bool = False
+) -> int:
     """`dilocox join`: take part in a run as `site`; exit code.
 
     Under torchrun or Slurm this process is one rank of the site; else it starts all of them.
+    `trace`: as for `train_here`, of this site alone and as `trace-SITE.json`.
     """
     if site not in config.sites:
         known = ", ".join(config.sites)
@@ -366,6 +411,7 @@ def join(config: RunConfig, *, site: str, address: str, token: str, debug: bool)
             variables,
             lambda: preflight.check_data(config, prepare_data(config), [site]),
             debug,
+            trace,
         )
     preflight.check_model(config)
     display = Display(config)
@@ -373,4 +419,9 @@ def join(config: RunConfig, *, site: str, address: str, token: str, debug: bool)
     preflight.check_run(config, files.vocabulary_size, sites_here=1)
     preflight.check_data(config, files, [site])
     shared = (config.folder / "coordinator" / ENDPOINT).exists()
-    return run_site(config, site, Endpoint(url, token, ""), Hooks(), debug, config.folder, shared)
+    endpoint = Endpoint(url, token, "")
+    try:
+        return run_site(config, site, endpoint, Hooks(), debug, config.folder, shared, trace)
+    finally:
+        if trace:
+            _show_trace(display, lambda: trace_file.merge_site(config.folder, site))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from dilocox import checkpoint
+from dilocox import checkpoint, timeline
 from dilocox.assembly import Rank, anchors
 from dilocox.config import RunConfig
 from dilocox.data import TokenFiles
@@ -78,10 +78,11 @@ class Keeper:
                 log.error("the coordinator could not be told: %s", error)
 
         position = (at.round, at.slot)
-        self._writer.wait()
-        if at.tick != self._recorded:
-            tensors, state = capture(trainer)
-            self._writer.save(at.tick, tensors, state, written, failed)
+        with timeline.span("checkpoint", tick=at.tick):
+            self._writer.wait()
+            if at.tick != self._recorded:
+                tensors, state = capture(trainer)
+                self._writer.save(at.tick, tensors, state, written, failed)
         if plan is not None and self._config.checkpoint.hugging_face and plan.kind == "train":
             folder = self._config.folder / f"model-tick-{at.tick:08d}"
             problem = self._export(trainer.rank, plan, folder)
@@ -97,7 +98,8 @@ class Keeper:
 
         Raises `CheckpointError`, at all ranks of the site, if it cannot be written.
         """
-        problem = self._export(trainer.rank, plan, self._config.folder / "model")
+        with timeline.span("publish"):
+            problem = self._export(trainer.rank, plan, self._config.folder / "model")
         if problem:
             raise CheckpointError(problem)
 

@@ -43,6 +43,8 @@ WRITTEN = (
     "model",
     "model-tick-*",
     "tensorboard",
+    "trace",
+    "trace*.json",
 )
 """What a run writes into its folder, and all that `--overwrite` takes away."""
 STARTED = ("metrics.jsonl", "coordinator", "logs")

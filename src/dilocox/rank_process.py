@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from dilocox import timeline
 from dilocox.assembly import (
     Batches,
     Blueprint,
@@ -67,6 +68,8 @@ class RankJob:
     """All sites of the run write to the same run folder."""
     log_file: Path | None
     debug: bool = False
+    trace: Path | None = None
+    """Where the rank's timeline is recorded, if it is."""
 
 
 @dataclass
@@ -94,17 +97,18 @@ class Network:
         if (begun.epoch, sites) not in self.groups:
             place = self.place
             between = hashlib.sha256("/".join(sites).encode()).hexdigest()[:8]
-            self.groups[begun.epoch, sites] = form_group(
-                self.tunnel,
-                self.client,
-                f"epoch/{begun.epoch}/{between}/{place.stage}/{place.shard}",
-                sites,
-                place.site,
-                self.address,
-                self.timeouts.form,
-                self.timeouts.link,
-                superseded,
-            )
+            with timeline.span("form group", epoch=begun.epoch, sites=len(sites)):
+                self.groups[begun.epoch, sites] = form_group(
+                    self.tunnel,
+                    self.client,
+                    f"epoch/{begun.epoch}/{between}/{place.stage}/{place.shard}",
+                    sites,
+                    place.site,
+                    self.address,
+                    self.timeouts.form,
+                    self.timeouts.link,
+                    superseded,
+                )
             for old in list(self.groups)[:-KEPT_GROUPS]:
                 self.groups.pop(old).close()
         return self.groups[begun.epoch, sites]
@@ -131,7 +135,8 @@ def run_rank(job: RankJob, errors: Callable[[str], None]) -> int:
     """
     _set_up_log(job)
     try:
-        _train(job, errors)
+        with timeline.recording(job.trace):
+            _train(job, errors)
     except Stopped:
         return 0
     except DilocoxError as error:

@@ -31,6 +31,7 @@ from dilocox.outer.coordinator.transport import host_and_port
 from dilocox.outer.tunnel import check_ports
 from dilocox.rank_process import RankJob, run_rank
 from dilocox.site import resolve_device, start_site_group
+from dilocox.trace_file import merge_rank, part_path
 
 
 def run_site(
@@ -41,10 +42,12 @@ def run_site(
     debug: bool,
     folder: Path,
     shared_folder: bool,
+    trace: bool = False,
 ) -> int:
     """Enrol a site, start its ranks and watch over them; exit code.
 
     A rank that dies takes its site down: the others are told at once, and the ranks ended.
+    `trace`: every rank records its timeline below `folder` (see `trace_file.part_path`).
     """
     address = exchange_address(config, site, endpoint.url)
     check_ports(site, config.sites[site], config.site.ranks, address)
@@ -69,6 +72,7 @@ def run_site(
                 shared_folder=shared_folder,
                 log_file=folder / "logs" / f"{site}-stage{stage}-shard{shard}.log",
                 debug=debug,
+                trace=part_path(folder, site, stage, shard) if trace else None,
             )
             name = f"{site}-stage{stage}-shard{shard}"
             ranks.append(processes.start(_rank_in_child, job, errors.put, name=name))
@@ -167,6 +171,7 @@ def join_as_rank(
     variables: RankVariables,
     prepare: Callable[[], object],
     debug: bool,
+    trace: bool = False,
 ) -> int:
     """Take part as one rank that a launcher has started; exit code.
 
@@ -207,8 +212,12 @@ def join_as_rank(
         shared_folder=False,
         log_file=None,
         debug=debug,
+        trace=part_path(config.folder, site, stage, shard) if trace else None,
     )
-    return run_rank(job, lambda line: print(f"dilocox: {line}", file=sys.stderr))
+    code = run_rank(job, lambda line: print(f"dilocox: {line}", file=sys.stderr))
+    if trace:
+        merge_rank(config.folder, site, stage, shard)
+    return code
 
 
 def exchange_address(config: RunConfig, site: str, url: str) -> str:

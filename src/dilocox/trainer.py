@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from dilocox import persistence
+from dilocox import persistence, timeline
 from dilocox.assembly import Batches, Hooks, Rank, anchors
 from dilocox.config import RunConfig
 from dilocox.entering import Donors, FormGroup, Newcomer
@@ -74,7 +74,8 @@ class Trainer:
             newcomer.follow()
         self.control.at(self.at.tick, self.at.round, self.at.slot, None)
         while True:
-            plan = self.next_plan()
+            with timeline.span("wait for plan", round=self.at.round):
+                plan = self.next_plan()
             self.outer.take_up_again()
             if plan.kind == "flush":
                 break
@@ -105,9 +106,14 @@ class Trainer:
     def train_round(self, plan: RoundPlan) -> None:
         """From the slot where this rank stands to the round's end."""
         self.meter.begin(plan, self.at.slot)
+        timeline.mark(
+            f"round {plan.round}", inner_steps=plan.inner_steps, codec=plan.codec, delay=plan.delay
+        )
         for slot in range(self.at.slot + 1, plan.slots + 1):
             start = time.monotonic()
-            if not self.control.may_finish(plan.first_tick + slot):
+            with timeline.span("wait for lease"):
+                leased = self.control.may_finish(plan.first_tick + slot)
+            if not leased:
                 self.stop()
             began = time.monotonic()
             self.meter.held(began - start)
@@ -120,14 +126,18 @@ class Trainer:
         member = plan.members[self.me]
         steps = plan.inner_steps // plan.slots
         for number in range((slot - 1) * steps, slot * steps):
-            inputs, labels = self.batches.step(member.ranges, member.batch, number)
+            with timeline.span("batch"):
+                inputs, labels = self.batches.step(member.ranges, member.batch, number)
             rate = learning_rate(
                 plan.first_step + number, self.config.total_steps, self.config.inner
             )
             exchange = None
             if self.config.exchanges_gradients:
                 exchange = GradientExchange(self, plan, number)
-            self.meter.add(self.rank.model.inner_step(inputs, labels, rate, exchange), rate)
+            tokens = member.batch * self.config.data.sequence_length
+            with timeline.span("inner step", step=plan.first_step + number, site_tokens=tokens):
+                result = self.rank.model.inner_step(inputs, labels, rate, exchange)
+            self.meter.add(result, rate)
             self.control.touch()
 
     def end_slot(self, plan: RoundPlan, slot: int, seconds: float) -> None:
@@ -194,13 +204,15 @@ class Trainer:
         """Report, evaluate and write a checkpoint as the plan says; then the next round."""
         self.outer.dropping = False
         self.at.round, self.at.slot = plan.round + 1, 0
-        metrics = self.meter.end(plan, self.outer, self.rank)
+        with timeline.span("account"):
+            metrics = self.meter.end(plan, self.outer, self.rank)
         if self.meter.dropped is not None:
             self.dropped_round = plan.round
         leads = self.rank.place.leads
-        if leads:
-            self.client.report(plan.round, metrics)
-        self.client.round_done(plan.round, self.meter.measured if leads else None)
+        with timeline.span("report"):
+            if leads:
+                self.client.report(plan.round, metrics)
+            self.client.round_done(plan.round, self.meter.measured if leads else None)
         self.control.at(self.at.tick, self.at.round, 0, self.meter.slot_seconds)
         if plan.evaluate:
             self.evaluate(plan, plan.round)
@@ -212,6 +224,19 @@ class Trainer:
         """Held-out loss of the anchor, at the first site of the plan; round -1: before training."""
         if next(iter(plan.members)) != self.me:
             return
+        with timeline.span("evaluation", after_round=round_):
+            loss = self.held_out_loss()
+        if self.rank.place.leads:
+            self.client.report(
+                max(round_, 0),
+                {"val_loss": loss, "after_round": round_},
+                kind="evaluation" if round_ >= 0 else "first_evaluation",
+            )
+            if self.hooks.on_evaluation is not None:
+                self.hooks.on_evaluation(round_, loss)
+
+    def held_out_loss(self) -> float:
+        """Mean held-out loss of the anchor; what this rank trains on stays as it is."""
         model, live = self.rank.model, self.rank.live
         own = {name: tensor.detach().clone() for name, tensor in live.items()}
         with torch.no_grad():
@@ -225,15 +250,7 @@ class Trainer:
             for name, tensor in own.items():
                 live[name].copy_(tensor)
             model.sync_tied()
-        loss = sum(losses) / len(losses)
-        if self.rank.place.leads:
-            self.client.report(
-                max(round_, 0),
-                {"val_loss": loss, "after_round": round_},
-                kind="evaluation" if round_ >= 0 else "first_evaluation",
-            )
-            if self.hooks.on_evaluation is not None:
-                self.hooks.on_evaluation(round_, loss)
+        return sum(losses) / len(losses)
 
     def stop(self) -> None:
         """Write a checkpoint where the whole run stands still. Raises `Stopped`."""
@@ -252,6 +269,7 @@ class Trainer:
         if self.config.exchanges_gradients:
             self.outer.land_gradients()
         elif self.me in plan.members:
+            timeline.mark("flush", codec=plan.codec)
             self.outer.flush(plan)
         self.meter.begin(plan, 0)
         self.check_pseudo_gradients(plan)

@@ -129,6 +129,7 @@ class Workshop:
         """`dilocox train` to its end, which must be a good one."""
         run = self.start(name, *sets, sites=sites)
         assert run.wait() == 0, run.output()
+        assert not list(run.folder.glob("trace*")), "nobody asked for a timeline"
         return run
 
 

@@ -119,7 +119,7 @@ def test_giving_up_starts_no_more_pieces() -> None:
         return Work(started, piece.numel())
 
     holder: list[Transfer] = []
-    transfer = Transfer(start, "b", torch.empty(5 * PIECE_BYTES, dtype=torch.uint8))  # type: ignore[arg-type]
+    transfer = Transfer(start, "b", torch.empty(5 * PIECE_BYTES, dtype=torch.uint8), "send")  # type: ignore[arg-type]
     holder.append(transfer)
     assert transfer.poll(10.0)
     assert started == [FIRST_BYTES, PIECE_BYTES]

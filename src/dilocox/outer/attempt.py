@@ -10,6 +10,7 @@ from typing import Literal, Protocol
 
 import torch
 
+from dilocox import timeline
 from dilocox.compression import Compressor, FramePart, LowRank, frame_bytes, unpack_frame
 from dilocox.errors import ExchangeError
 from dilocox.outer.averaging import average
@@ -161,7 +162,8 @@ class Attempt:
             if site != self.me:
                 transfers.append(self.group.send(frame, site, tag))
                 self.sent_bytes += frame.numel()
-        self._complete(transfers)
+        with timeline.span("swap", phase=phase, transfers=len(transfers)):
+            self._complete(transfers)
         # Who comes late finds payloads in his machine's buffers: that is not the link's time.
         timed = [each for each in receiving if each.began - each.posted >= EARLY]
         if timed:
@@ -198,11 +200,12 @@ class Attempt:
     ) -> dict[str, torch.Tensor]:
         """Payloads of the frames that are what they should be; the others are left out."""
         payloads = {}
-        for site, frame in frames.items():
-            try:
-                payloads[site] = unpack_frame(frame, parts[site])
-            except ExchangeError as error:
-                log.warning("%s from %s: %s", self.what.key.text, site, error)
+        with timeline.span("check frames"):
+            for site, frame in frames.items():
+                try:
+                    payloads[site] = unpack_frame(frame, parts[site])
+                except ExchangeError as error:
+                    log.warning("%s from %s: %s", self.what.key.text, site, error)
         return payloads
 
     def broken(self, failed: Sequence[str]) -> RepeatError:
@@ -219,18 +222,19 @@ class Attempt:
     ) -> VoteReply:
         """Vote and wait. Raises `RepeatError`, or `ExchangeError` naming who was waited for."""
         key, attempt = self.what.key, self._begun.attempt
-        if self.observes:
-            reply = self._ballot.observe(key, attempt, phase=phase)
-        else:
-            whole = set(held)
-            reply = self._ballot.vote(
-                key,
-                attempt,
-                held=[site for site in self.senders if site in whole],
-                contributes=self.what.contributes,
-                phase=phase,
-                digests={} if own_digest is None else {self.me: own_digest.hex()},
-            )
+        with timeline.span("vote", phase=phase):
+            if self.observes:
+                reply = self._ballot.observe(key, attempt, phase=phase)
+            else:
+                whole = set(held)
+                reply = self._ballot.vote(
+                    key,
+                    attempt,
+                    held=[site for site in self.senders if site in whole],
+                    contributes=self.what.contributes,
+                    phase=phase,
+                    digests={} if own_digest is None else {self.me: own_digest.hex()},
+                )
         if reply.decision == "repeat":
             raise RepeatError("members changed")
         return reply

@@ -16,6 +16,7 @@ from dataclasses import replace
 
 import torch
 
+from dilocox import timeline
 from dilocox.compression import FramePart, LowRank, Part, frame_digest, pack_frame
 from dilocox.errors import ExchangeError
 from dilocox.outer.attempt import (
@@ -36,12 +37,27 @@ def exchange(ballot: Ballot, me: str, contribution: Contribution) -> Outcome:
 
     Raises `ExchangeError` when no decision comes within the limit, naming who was waited for.
     """
+    what = contribution
+    with timeline.span(
+        "exchange",
+        key=what.key.text,
+        codec=what.compressor.name,
+        mode=what.mode,
+        values=what.length,
+    ) as at:
+        outcome = _carry(ballot, me, contribution)
+        at.note(payload_bytes=outcome.payload_bytes, attempts=outcome.attempts)
+    return outcome
+
+
+def _carry(ballot: Ballot, me: str, contribution: Contribution) -> Outcome:
     start, work = time.monotonic(), time.thread_time()
     sent_bytes = 0
     attempts = 0
     while True:
         attempts += 1
-        begun = ballot.begin(contribution.key)
+        with timeline.span("ask for members"):
+            begun = ballot.begin(contribution.key)
         if me not in [member.site for member in begun.members]:
             return Outcome(None, (), None, None, 0, time.monotonic() - start, attempts, True)
         attempt = Attempt(ballot, me, contribution, begun)
@@ -74,7 +90,8 @@ def gather(attempt: Attempt) -> Outcome:
     own = None
     if not attempt.observes:
         assert what.values is not None
-        own = part.encode(what.values)
+        with timeline.span("encode", values=what.length):
+            own = part.encode(what.values)
     return _to_everyone(attempt, part, own, part.decode, phase=1)[0]
 
 
@@ -90,7 +107,8 @@ def low_rank(attempt: Attempt, codec: LowRank) -> Outcome:
     if not attempt.observes:
         assert what.values is not None
         assert what.warm is not None
-        factors[me] = pack_frame(codec.factor_part, codec.project(what.values, what.warm))
+        with timeline.span("encode", values=what.length):
+            factors[me] = pack_frame(codec.factor_part, codec.project(what.values, what.warm))
     factors |= attempt.swap(
         outgoing={} if attempt.observes else {owner: factors[me]},
         incoming=dict.fromkeys(attempt.senders, codec.factor_part) if me == owner else {},
@@ -100,7 +118,8 @@ def low_rank(attempt: Attempt, codec: LowRank) -> Outcome:
     if me == owner:
         parts = dict.fromkeys(attempt.senders, codec.factor_part)
         whole = attempt.unpack(factors, parts)
-        basis = codec.orthonormalise([whole[site] for site in attempt.senders if site in whole])
+        with timeline.span("orthonormalise"):
+            basis = codec.orthonormalise([whole[site] for site in attempt.senders if site in whole])
         frames[owner] = pack_frame(codec.basis_part, basis)
     frames |= attempt.swap(
         outgoing=dict.fromkeys(attempt.receivers, frames[me]) if me == owner else {},
@@ -114,7 +133,8 @@ def low_rank(attempt: Attempt, codec: LowRank) -> Outcome:
     own = None
     if not attempt.observes:
         assert what.values is not None
-        own = codec.encode(what.values, basis)
+        with timeline.span("encode", values=what.length):
+            own = codec.encode(what.values, basis)
     outcome, chosen = _to_everyone(
         attempt, codec.payload_part, own, lambda payload: codec.decode(payload, basis), phase=3
     )
@@ -148,11 +168,13 @@ def _to_everyone(
     )
     payloads = attempt.unpack({**frames, **received}, dict.fromkeys(attempt.senders, part))
     counted = attempt.counted(payloads, None if own is None else frame_digest(frames[me]))
-    sent = decode(payloads[me]) if me in counted else None
-    decoded = (
-        sent if sent is not None and site == me else decode(payloads[site]) for site in counted
-    )
-    outcome = _outcome(attempt, attempt.average(decoded, counted), counted, sent)
+    with timeline.span("decode and average", values=attempt.what.length, sites=len(counted)):
+        sent = decode(payloads[me]) if me in counted else None
+        decoded = (
+            sent if sent is not None and site == me else decode(payloads[site]) for site in counted
+        )
+        average = attempt.average(decoded, counted)
+    outcome = _outcome(attempt, average, counted, sent)
     return outcome, [payloads[site] for site in counted]
 
 
@@ -171,10 +193,11 @@ def reduce(attempt: Attempt) -> Outcome:
     frames: dict[str, torch.Tensor] = {}
     if not attempt.observes:
         assert what.values is not None
-        for site, part in chunks.items():
-            start, end = bounds[site]
-            mine[site] = part.encode(what.values[start:end])
-            frames[site] = pack_frame(part, mine[site])
+        with timeline.span("encode", values=what.length):
+            for site, part in chunks.items():
+                start, end = bounds[site]
+                mine[site] = part.encode(what.values[start:end])
+                frames[site] = pack_frame(part, mine[site])
     own = chunks.get(me)
     arrived = attempt.swap(
         outgoing=frames, incoming={} if own is None else dict.fromkeys(owners, own), phase=1
@@ -191,10 +214,12 @@ def reduce(attempt: Attempt) -> Outcome:
     means: dict[str, torch.Tensor] = {}
     second = None
     if own is not None and counted:
-        mean = attempt.average((own.decode(payloads[site]) for site in counted), counted)
+        with timeline.span("decode and average", values=own.values, sites=len(counted)):
+            mean = attempt.average((own.decode(payloads[site]) for site in counted), counted)
         assert mean is not None
-        again = requantise(own, mean, sum(what.weights[site] for site in counted))
-        means[me] = pack_frame(own, again.payload)
+        with timeline.span("encode", values=own.values):
+            again = requantise(own, mean, sum(what.weights[site] for site in counted))
+            means[me] = pack_frame(own, again.payload)
         second = (bounds[me][0], again.second_error)
     means |= attempt.swap(
         outgoing=dict.fromkeys(attempt.receivers, means[me]) if me in means else {},
@@ -208,10 +233,9 @@ def reduce(attempt: Attempt) -> Outcome:
     decision = attempt.decide("done", payloads)
     if decision.decision != "commit":
         raise ExchangeError(f"{what.key.text}: reduce was answered {decision.decision}")
-    result = None
-    if counted:
-        result = _joined(chunks, averaged)
-    sent = _joined(chunks, mine) if me in decision.set else None
+    with timeline.span("decode", values=what.length):
+        result = _joined(chunks, averaged) if counted else None
+        sent = _joined(chunks, mine) if me in decision.set else None
     return _outcome(attempt, result, decision.set, sent, second)
 
 

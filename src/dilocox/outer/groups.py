@@ -12,11 +12,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
 
+from dilocox import timeline
 from dilocox.errors import ExchangeError
 from dilocox.outer.coordinator.errors import EpochOverError
 
@@ -126,9 +127,16 @@ class Transfer:
     """
 
     def __init__(
-        self, start: Callable[[torch.Tensor], dist.Work], site: str, tensor: torch.Tensor
+        self,
+        start: Callable[[torch.Tensor], dist.Work],
+        site: str,
+        tensor: torch.Tensor,
+        what: Literal["send", "receive"],
+        group: str = "",
     ) -> None:
         self.site = site
+        self._what = what
+        self._group = group
         self._start = start
         self._tensor = tensor
         self._ended = threading.Event()
@@ -137,7 +145,8 @@ class Transfer:
         self.posted = self.began = self.ended = time.time()
         """When it was asked for, and when the first piece and all were through, by the machine's
         clock; once ended."""
-        threading.Thread(target=self._run, name=f"link-{site}", daemon=True).start()
+        row = f"{what} {'to' if what == 'send' else 'from'} {site}"
+        threading.Thread(target=self._run, name=row, daemon=True).start()
 
     def poll(self, seconds: float = 0.0) -> bool:
         """True once it has ended well, waiting up to `seconds`.
@@ -159,29 +168,36 @@ class Transfer:
         self._given_up = True
 
     def _run(self) -> None:
-        under_way: deque[dist.Work] = deque()
+        size = self._tensor.numel()
+        with timeline.span(self._what, site=self.site, bytes=size, group=self._group):
+            try:
+                self._move()
+            except RuntimeError as error:
+                self._failure = _first_line(error)
+        self.ended = time.time()
+        self._ended.set()
+
+    def _move(self) -> None:
+        under_way: deque[tuple[dist.Work, int]] = deque()
         through = 0
 
         def finish_one() -> None:
             nonlocal through
-            under_way.popleft().wait()
+            work, size = under_way.popleft()
+            with timeline.span("piece" if through else "wait for peer", bytes=size):
+                work.wait()
             through += 1
             if through == 1:
                 self.began = time.time()
 
-        try:
-            for piece in _pieces(self._tensor):
-                if self._given_up:
-                    break
-                under_way.append(self._start(piece))
-                if len(under_way) == PIECES_UNDER_WAY:
-                    finish_one()
-            while under_way:
+        for piece in _pieces(self._tensor):
+            if self._given_up:
+                break
+            under_way.append((self._start(piece), piece.numel()))
+            if len(under_way) == PIECES_UNDER_WAY:
                 finish_one()
-        except RuntimeError as error:
-            self._failure = _first_line(error)
-        self.ended = time.time()
-        self._ended.set()
+        while under_way:
+            finish_one()
 
 
 def _pieces(tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -212,6 +228,7 @@ class PeerGroup:
         on_set: Rewrite | None = None,
         on_get: Rewrite | None = None,
     ) -> None:
+        self.name = name
         self.sites = list(sites)
         self.me = me
         self._index = {site: number for number, site in enumerate(self.sites)}
@@ -238,13 +255,17 @@ class PeerGroup:
         """Start sending a contiguous uint8 CPU tensor to `site`."""
         backend, peer = self._backend, self._index[site]
         assert backend is not None
-        return Transfer(lambda piece: backend.send([piece], peer, tag), site, tensor)
+        return Transfer(
+            lambda piece: backend.send([piece], peer, tag), site, tensor, "send", self.name
+        )
 
     def receive(self, tensor: torch.Tensor, site: str, tag: int) -> Transfer:
         """Start filling a contiguous uint8 CPU tensor from `site`."""
         backend, peer = self._backend, self._index[site]
         assert backend is not None
-        return Transfer(lambda piece: backend.recv([piece], peer, tag), site, tensor)
+        return Transfer(
+            lambda piece: backend.recv([piece], peer, tag), site, tensor, "receive", self.name
+        )
 
     def close(self) -> None:
         """Drop the connections; operations under way fail at the peers."""

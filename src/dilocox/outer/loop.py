@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from dilocox import timeline
 from dilocox.compression import LowRank
 from dilocox.errors import TrainingError
 from dilocox.outer.calendar import boundary_slots
@@ -147,7 +148,8 @@ class OuterLoop:
         state = self.states[0]
         before = self.land_gradients() if late else None
         weight = plan.members[self._me].weight
-        u, finite = state.gradients(gradients, weight, plan.residual_decay)
+        with timeline.span("boundary", key=key.text, values=state.layout.length):
+            u, finite = state.gradients(gradients, weight, plan.residual_decay)
         self.gradient = Pending.waiting(key, plan, 0, u, finite)
         self._hand_in(self.gradient)
         mean = before if late else self.land_gradients()
@@ -169,7 +171,8 @@ class OuterLoop:
         outcome = self._wait(item)
         state = self.states[0]
         if item.contribution is not None:
-            state.committed(item.contribution, outcome.sent, outcome.second_error)
+            with timeline.span("residual"):
+                state.committed(item.contribution, outcome.sent, outcome.second_error)
         self._count(outcome, state.layout.length)
         if outcome.average is None:
             raise TrainingError(f"{item.key.text}: no site has finite gradients")
@@ -233,7 +236,8 @@ class OuterLoop:
         if member:
             weight = plan.members[self._me].weight
             contributes = not self.dropping
-            u, finite = state.boundary(self.live, weight, plan.residual_decay)
+            with timeline.span("boundary", key=key.text, values=state.layout.length):
+                u, finite = state.boundary(self.live, weight, plan.residual_decay)
             contributes = contributes and finite
             if not finite:
                 self.non_finite = f"stage {self._stage}: pseudo-gradient of {state.non_finite}"
@@ -282,8 +286,14 @@ class OuterLoop:
             raise TrainingError(
                 f"{item.key.text} was carried without this site; it must join again"
             )
+        with timeline.span("landing", key=item.key.text, values=state.layout.length):
+            self._apply(item, outcome)
+
+    def _apply(self, item: Pending, outcome: Outcome) -> None:
+        state = self.states[item.key.fragment]
         if item.contribution is not None:
-            state.committed(item.contribution, outcome.sent, outcome.second_error)
+            with timeline.span("residual"):
+                state.committed(item.contribution, outcome.sent, outcome.second_error)
         plan = item.plan
         weights = [plan.members[site].weight for site in outcome.contributors]
         own = plan.members[self._me].weight if self._me in outcome.contributors else 0.0
@@ -294,7 +304,8 @@ class OuterLoop:
             momentum=plan.momentum,
             share=own / sum(weights) if weights else 0.0,
         )
-        state.land(self.live, outcome.average, rule)
+        with timeline.span("outer step", overlap=rule.overlap):
+            state.land(self.live, outcome.average, rule)
         if outcome.advance is not None and state.warm is not None:
             state.warm = outcome.advance(state.warm)
         self._count(outcome, state.layout.length)
@@ -314,13 +325,14 @@ class OuterLoop:
 
     def _wait(self, item: Pending) -> Outcome:
         start = time.monotonic()
-        while True:
-            try:
-                outcome = item.outcome.result(timeout=1.0)
-                break
-            except FutureTimeoutError:
-                if item.outcome.done():
-                    raise
-                self._touch()
+        with timeline.span("wait for landing", key=item.key.text):
+            while True:
+                try:
+                    outcome = item.outcome.result(timeout=1.0)
+                    break
+                except FutureTimeoutError:
+                    if item.outcome.done():
+                        raise
+                    self._touch()
         self.counts.wait_seconds += time.monotonic() - start
         return outcome

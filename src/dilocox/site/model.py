@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from dilocox import timeline
 from dilocox.config import InnerSection, SiteSection
 from dilocox.errors import ConfigError, ModelError, TrainingError
 from dilocox.site.mesh import SiteMesh
@@ -195,10 +196,11 @@ class SiteModel:
         norm is not, so that all sites do the same), and the result says so.
         Raises `TrainingError` naming a trained parameter that got no gradient.
         """
-        loss = self._pipeline.accumulate(
-            input_ids.to(self._mesh.device, non_blocking=True),
-            labels.to(self._mesh.device, non_blocking=True),
-        )
+        with timeline.span("forward and backward"):
+            loss = self._pipeline.accumulate(
+                input_ids.to(self._mesh.device, non_blocking=True),
+                labels.to(self._mesh.device, non_blocking=True),
+            )
         with torch.no_grad():
             gradients = self._gradients()
             owner = None if self._owner is None else gradients[self._owner]
@@ -214,7 +216,9 @@ class SiteModel:
                 self._mesh.gather(status), self._mesh.shards, self._last_stage, self._names
             )
             averaged = exchange_gradients is not None
-            self._optimizer.step(learning_rate, *result.divisor_and_skip(self._clip, averaged))
+            with timeline.span("optimizer"):
+                divisor, skip = result.divisor_and_skip(self._clip, averaged)
+                self._optimizer.step(learning_rate, divisor, skip)
         for name, parameter in self._trained.items():
             parameter.grad = None
             self._locals[name].grad = None
