@@ -7,8 +7,10 @@ import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from dilocox.errors import DilocoxError
+from dilocox.lab import command as lab_command
 from dilocox.version import __version__
 
 EXAMPLES = """\
@@ -23,6 +25,7 @@ examples:
   dilocox data show runs/quickstart/data
   dilocox generate runs/quickstart --prompt "def main():"
   dilocox export runs/quickstart --to my-model
+  dilocox lab run.toml --link 20mbit         (on shaped links on this machine; needs root)
 """
 
 
@@ -65,7 +68,9 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"dilocox {__version__}")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+    commands: Any = parser.add_subparsers(
+        title="commands", metavar="COMMAND", parser_class=lab_command.Parser
+    )
 
     run_file = argparse.ArgumentParser(add_help=False)
     run_file.add_argument("run", metavar="RUN.toml", type=Path, help="run file")
@@ -141,6 +146,7 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--temperature", type=float, default=0.8)
     generate.add_argument("--seed", type=int, default=0)
     generate.set_defaults(call=_generate)
+    lab_command.add_to(commands, common, run_file)
     return parser
 
 

@@ -1,5 +1,6 @@
 """Shaped networks on one machine: what benchmarks and tests measure sites on."""
 
+from dilocox.lab.lab import HUB, Checked, Lab
 from dilocox.lab.netns import Counters, LabError, Measured, Network, why_not
 
-__all__ = ["Counters", "LabError", "Measured", "Network", "why_not"]
+__all__ = ["HUB", "Checked", "Counters", "Lab", "LabError", "Measured", "Network", "why_not"]

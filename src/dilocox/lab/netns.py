@@ -1,79 +1,36 @@
 """A network of several hosts on one machine: namespaces, links of a given rate, counters.
 
 Every host is a network namespace with one interface, `eth0`, whose other end is a port of a bridge
-in a namespace of its own; nothing of it is visible in the machine's own network. A shaped host has
-a `tc tbf` in both directions, as an access line has: on `eth0` for what it sends, on the bridge
-port for what it receives. The kernel may not bundle packets on these links (one segment per
-packet), so that interface counters show what a real wire would carry. TCP's congestion control is
-the machine's own.
+in a namespace of its own; nothing of it is visible in the machine's own network. The kernel may not
+bundle packets on these links (one segment per packet), so that interface counters show what a real
+wire would carry. TCP's congestion control is the machine's own.
 
-Linux only; needs root, `ip` and `tc` (iproute2). Delay and loss are not emulated, so the round
-trip is that of the machine's own scheduler, far below a millisecond.
+Linux only; needs root, `ip` and `tc` (iproute2).
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from dilocox.errors import DilocoxError
+from dilocox.lab import measuring, remains
+from dilocox.lab.layout import DEVICE, Layout, check_hosts
+from dilocox.lab.links import Line, Links
+from dilocox.lab.measuring import Measured
+from dilocox.lab.shaping import FRAME_BYTES, MTU, SEGMENT_BYTES, apply
+from dilocox.lab.system import PREFIX, LabError, call, ip, tc
 
-MTU = 1500
-FRAME_BYTES = MTU + 14
-"""Largest frame as interface and `tbf` count it: with its Ethernet header."""
-SEGMENT_BYTES = MTU - 52
-"""TCP payload of such a frame: IPv4 and TCP headers with time stamps take 52 bytes."""
-TOLERANCE = 0.05
-"""A link whose measured rate is further off is not measured on."""
-
-_PREFIX = "dilocox-"
-_SUBNET = "10.213.77"
+__all__ = ["FRAME_BYTES", "SEGMENT_BYTES", "Counters", "LabError", "Measured", "Network", "why_not"]
 _CLONE_NEWNET = 0x40000000
-_SEND = """\
-import socket, sys, time
-host, seconds = sys.argv[1], float(sys.argv[2])
-link = socket.create_connection((host, 9), timeout=10)
-end, block = time.monotonic() + seconds, bytes(1 << 16)
-while time.monotonic() < end:
-    link.sendall(block)
-"""
-# The first part of a transfer, with the bucket's burst and the queue filling up, is left out.
-_RECEIVE = """\
-import socket, sys, time
-def received():
-    for line in open("/proc/net/dev"):
-        if line.strip().startswith("eth0:"):
-            return int(line.split(":")[1].split()[0])
-server = socket.create_server((sys.argv[1], 9))
-server.settimeout(10)
-print("ready", flush=True)
-link, _ = server.accept()
-link.settimeout(10)
-settle = time.monotonic() + float(sys.argv[2])
-while time.monotonic() < settle:
-    link.recv(1 << 16)
-begin, first = time.monotonic(), received()
-last = begin, first
-while link.recv(1 << 16):
-    last = time.monotonic(), received()
-print((last[1] - first) * 8 / (last[0] - begin), flush=True)
-"""
-
-
-class LabError(DilocoxError):
-    """A network that cannot be made, or is not what it should be."""
 
 
 @dataclass(frozen=True)
@@ -91,21 +48,6 @@ class Counters:
         return Counters(*(getattr(self, f) - getattr(earlier, f) for f in vars(self)))
 
 
-@dataclass(frozen=True)
-class Measured:
-    """One measured transfer over a shaped link."""
-
-    source: str
-    target: str
-    asked_bits_per_second: float
-    bits_per_second: float
-
-    @property
-    def off_by(self) -> float:
-        """Relative error of the link."""
-        return self.bits_per_second / self.asked_bits_per_second - 1.0
-
-
 def why_not() -> str | None:
     """Why no network can be made here, in one line; none if it can."""
     if not sys.platform.startswith("linux"):
@@ -115,16 +57,16 @@ def why_not() -> str | None:
     missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
     if missing:
         return f"network namespaces need {' and '.join(missing)} (package iproute2)"
-    name = f"{_PREFIX}{os.getpid()}-try"
+    name = f"{PREFIX}{os.getpid()}-try"
     try:
-        _ip("netns", "add", name)
-        _ip("link", "add", "p0", "netns", name, "type", "veth", "peer", "name", "p1", "netns", name)
-        _shape(name, "p0", 1e6)
+        ip("netns", "add", name)
+        ip("link", "add", "p0", "netns", name, "type", "veth", "peer", "name", "p1", "netns", name)
+        tc(name, ["qdisc add dev p0 root tbf rate 1mbit burst 6056 limit 50000"])
     except LabError as error:
         return str(error)
     finally:
         with contextlib.suppress(LabError):
-            _ip("netns", "del", name)
+            ip("netns", "del", name)
     return None
 
 
@@ -137,13 +79,16 @@ class Network:
     """
 
     def __init__(self, hosts: Sequence[str]) -> None:
-        self.hosts = list(hosts)
-        self._stem = f"{_PREFIX}{os.getpid()}-"
-        self._switch = f"{self._stem}switch"
-        self._rates: dict[str, float] = {}
+        self.layout = Layout(os.getpid(), check_hosts(hosts))
+        self.links = Links()
+
+    @property
+    def hosts(self) -> list[str]:
+        """Names of the hosts."""
+        return list(self.layout.hosts)
 
     def __enter__(self) -> Network:
-        _remove_left_over()
+        remains.remove_left_over()
         try:
             self._build()
         except BaseException:
@@ -160,39 +105,39 @@ class Network:
         self.close()
 
     def _build(self) -> None:
-        _ip("netns", "add", self._switch)
-        _ip("-n", self._switch, "link", "add", "br0", "type", "bridge", "mcast_snooping", "0")
-        _ip("-n", self._switch, "link", "set", "br0", "up")
-        for number, host in enumerate(self.hosts):
-            name, port = self.namespace(host), f"p{number}"
-            _ip("netns", "add", name)
-            _ip(
-                *("link", "add", port, "netns", self._switch, "type", "veth"),
-                *("peer", "name", "eth0", "netns", name),
+        switch = self.layout.switch
+        ip("netns", "add", switch)
+        ip("-n", switch, "link", "add", "br0", "type", "bridge", "mcast_snooping", "0")
+        ip("-n", switch, "link", "set", "br0", "up")
+        for host in self.hosts:
+            name, port = self.namespace(host), self.layout.port(host)
+            ip("netns", "add", name)
+            ip(
+                *("link", "add", port, "netns", switch, "type", "veth", "peer", "name", DEVICE),
+                *("address", self.layout.mac(host), "netns", name),
             )
             # Neighbour discovery would add frames that nobody asked for.
             quiet = "echo 1 >/proc/sys/net/ipv6/conf/all/disable_ipv6 || true"
             self.run(host, ["sh", "-c", quiet])
-            for where, device in ((name, "eth0"), (self._switch, port)):
-                _ip("-n", where, "link", "set", device, "mtu", str(MTU), "gso_max_segs", "1")
-            _ip("-n", self._switch, "link", "set", port, "master", "br0")
-            _ip("-n", name, "address", "add", f"{self.address(host)}/24", "dev", "eth0")
-            for where, device in ((self._switch, port), (name, "eth0"), (name, "lo")):
-                _ip("-n", where, "link", "set", device, "up")
+            for where, device in ((name, DEVICE), (switch, port)):
+                ip("-n", where, "link", "set", device, "mtu", str(MTU), "gso_max_segs", "1")
+            ip("-n", switch, "link", "set", port, "master", "br0")
+            ip("-n", name, "address", "add", f"{self.address(host)}/24", "dev", DEVICE)
+            for where, device in ((switch, port), (name, DEVICE), (name, "lo")):
+                ip("-n", where, "link", "set", device, "up")
 
     def close(self) -> None:
         """End what runs in the hosts and remove them. May be called again."""
-        names = [*(self.namespace(host) for host in self.hosts), self._switch]
-        for name in names:
-            _remove(name)
+        for name in [*map(self.namespace, self.hosts), self.layout.switch]:
+            remains.remove_namespace(name)
 
     def namespace(self, host: str) -> str:
         """Name of the host's network namespace."""
-        return f"{self._stem}{host}"
+        return self.layout.namespace(host)
 
     def address(self, host: str) -> str:
         """IPv4 address of `host`."""
-        return f"{_SUBNET}.{self.hosts.index(host) + 1}"
+        return self.layout.address(host)
 
     def command(self, host: str, arguments: Sequence[str]) -> list[str]:
         """`arguments` as a command line that runs on `host`."""
@@ -200,7 +145,7 @@ class Network:
 
     def run(self, host: str, arguments: Sequence[str]) -> str:
         """Run a short command on `host`; what it prints."""
-        return _call(self.command(host, arguments))
+        return call(self.command(host, arguments))
 
     def start(
         self,
@@ -217,125 +162,69 @@ class Network:
 
     def enter(self, host: str) -> None:
         """Move this process to `host`, with all it starts from now on. It must have one thread."""
-        with open(f"/run/netns/{self.namespace(host)}", "rb") as handle:
-            libc = ctypes.CDLL(None, use_errno=True)
-            if libc.setns(handle.fileno(), _CLONE_NEWNET) != 0:
-                raise LabError(f"{host}: cannot be entered ({os.strerror(ctypes.get_errno())})")
+        enter_namespace(self.namespace(host))
 
-    def shape(self, rates: Mapping[str, float]) -> None:
-        """Give hosts links of so many bits per second, Ethernet headers counted, each way.
+    def shape(self, links: Links | Mapping[str, float]) -> None:
+        """Give the hosts these links, and no others.
 
-        Other hosts keep what they have; without a call links are as fast as the machine.
+        A mapping gives single hosts lines of so many bits per second each way; the others keep
+        what they have. Without a call links are as fast as the machine.
         """
-        for host, rate in rates.items():
-            _shape(self.namespace(host), "eth0", rate)
-            _shape(self._switch, f"p{self.hosts.index(host)}", rate)
-            self._rates[host] = rate
+        if not isinstance(links, Links):
+            lines = {host: Line(rate, rate) for host, rate in links.items()}
+            links = Links({**self.links.lines, **lines}, self.links.pairs)
+        apply(self.layout, self.links, links)
+        self.links = links
 
     def counters(self, host: str) -> Counters:
         """What the host's interface has counted so far."""
-        answer = json.loads(_ip("-n", self.namespace(host), "-s", "-j", "link", "show", "eth0"))
-        received, sent = answer[0]["stats64"]["rx"], answer[0]["stats64"]["tx"]
-        return Counters(
-            sent["bytes"],
-            received["bytes"],
-            sent["packets"],
-            received["packets"],
-            sent["dropped"] + received["dropped"],
-        )
+        return self.all_counters()[host]
 
-    def verify(self, seconds: float = 2.0) -> list[Measured]:
-        """Measure the links of all shaped hosts, each way, with transfers of `seconds`.
-
-        Raises `LabError` for a link that is off by more than `TOLERANCE`: nothing may be reported
-        that was measured on it.
-        """
-        shaped = list(self._rates)
-        if len(shaped) < 2:
-            raise LabError("a link is verified between two shaped hosts, shape two or more")
-        found = []
-        for source, target in zip(shaped, shaped[1:] + shaped[:1], strict=True):
-            asked = min(self._rates[source], self._rates[target])
-            result = Measured(source, target, asked, self.measure(source, target, seconds))
-            found.append(result)
-            if abs(result.off_by) > TOLERANCE:
-                raise LabError(
-                    f"link {source} to {target}: {asked / 1e6:.2f} Mbit/s were asked for, "
-                    f"{result.bits_per_second / 1e6:.2f} measured ({result.off_by:+.1%}); nothing "
-                    "can be measured on it: is the machine busy, or the rate above what it moves?"
-                )
+    def all_counters(self) -> dict[str, Counters]:
+        """What the interfaces of all hosts have counted so far, at one moment."""
+        # Read at the switch, in one go: what a port receives is what its host sends.
+        with inside(self.layout.switch):
+            lines = Path("/proc/thread-self/net/dev").read_text(encoding="ascii").splitlines()
+        rows = {name.strip(): rest.split() for name, _, rest in (ln.partition(":") for ln in lines)}
+        found = {}
+        for host in self.hosts:
+            row = [int(value) for value in rows[self.layout.port(host)]]
+            found[host] = Counters(row[0], row[8], row[1], row[9], row[3] + row[11])
         return found
 
-    def measure(self, source: str, target: str, seconds: float) -> float:
-        """Bits per second, headers counted, that arrive at `target` when `source` sends at will."""
-        address = self.address(target)
-        python = [sys.executable, "-I", "-c"]
-        pipe = subprocess.PIPE
-        receiver = self.start(
-            target, [*python, _RECEIVE, address, str(seconds / 4)], stdout=pipe, stderr=pipe
-        )
+    def verify(self, seconds: float = 1.0) -> list[Measured]:
+        """Measure all shaped links, over `seconds` each at least.
+
+        Raises `LabError` if none is shaped, and for one that is off by more than
+        `measuring.TOLERANCE`: nothing may be reported that was measured on it.
+        """
+        every = measuring.transfers(self.links, self.hosts)
+        if not every:
+            raise LabError("no link is shaped, there is nothing to measure")
+        found = measuring.measure(self, every, seconds)
+        for link in found:
+            link.check()
+        return found
+
+
+def enter_namespace(name: str) -> None:
+    """Move this thread into a network namespace. Raises `LabError`."""
+    with open(f"/run/netns/{name}", "rb") as handle:
+        _set_namespace(handle.fileno(), name)
+
+
+@contextlib.contextmanager
+def inside(name: str) -> Iterator[None]:
+    """This thread is in the network namespace `name` for a moment. Raises `LabError`."""
+    with open("/proc/thread-self/ns/net", "rb") as own:
+        enter_namespace(name)
         try:
-            assert receiver.stdout is not None
-            receiver.stdout.readline()
-            self.run(source, [*python, _SEND, address, str(seconds)])
-            printed, said = receiver.communicate(timeout=seconds + 20)
-        except subprocess.TimeoutExpired:
-            printed, said = "", "no end"
+            yield
         finally:
-            receiver.kill()
-            receiver.wait()
-        try:
-            return float(printed)
-        except ValueError:
-            why = said.strip().splitlines()[-1:] or ["nothing arrived"]
-            raise LabError(f"link {source} to {target}: cannot be measured ({why[0]})") from None
+            _set_namespace(own.fileno(), "own network")
 
 
-def _shape(namespace: str, device: str, rate: float) -> None:
-    """A bucket of 10 ms (4 frames at least) and a queue of 100 ms (32 frames at least)."""
-    burst = max(int(rate / 8 * 0.010), 4 * FRAME_BYTES)
-    limit = max(int(rate / 8 * 0.100), 32 * FRAME_BYTES) + burst
-    size = ("rate", f"{int(rate)}bit", "burst", str(burst), "limit", str(limit))
-    _call(["tc", "-n", namespace, "qdisc", "replace", "dev", device, "root", "tbf", *size])
-
-
-def _ip(*arguments: str) -> str:
-    return _call(["ip", *arguments])
-
-
-def _call(command: Sequence[str]) -> str:
-    done = subprocess.run(  # noqa: S603 - fixed commands of this module
-        command, capture_output=True, text=True, stdin=subprocess.DEVNULL
-    )
-    if done.returncode != 0:
-        said = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
-        raise LabError(f"{' '.join(command[:12])}: {said[0]}")
-    return done.stdout
-
-
-def _remove(name: str) -> None:
-    if not Path("/run/netns", name).exists():
-        return
-    for process in _processes(name):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(process, signal.SIGKILL)
-    deadline = time.monotonic() + 5.0
-    while any(_processes(name)) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    with contextlib.suppress(LabError):
-        _ip("netns", "del", name)
-
-
-def _processes(name: str) -> Iterator[int]:
-    own = os.getpid()
-    with contextlib.suppress(LabError):
-        yield from (n for n in map(int, _ip("netns", "pids", name).split()) if n != own)
-
-
-def _remove_left_over() -> None:
-    """Remove what a killed process has left: its number is in the names."""
-    folder = Path("/run/netns")
-    for entry in folder.iterdir() if folder.exists() else ():
-        owner = entry.name.removeprefix(_PREFIX).partition("-")[0]
-        if entry.name.startswith(_PREFIX) and owner.isdigit() and not Path("/proc", owner).exists():
-            _remove(entry.name)
+def _set_namespace(handle: int, name: str) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.setns(handle, _CLONE_NEWNET) != 0:
+        raise LabError(f"{name}: cannot be entered ({os.strerror(ctypes.get_errno())})")

@@ -1,0 +1,311 @@
+"""Trains runs in a lab: the coordinator on a host of its own, every site on its own.
+
+with Lab(list(config.sites), "20mbit") as lab:
+    result = run(lab, config)
+    print(result.tokens_per_second, result.sites["paris"].wire_sent_bytes)
+
+The processes are those of `dilocox coordinator` and `dilocox join`, forked from this one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dilocox import preflight, processes, trace_file
+from dilocox.assembly import Hooks
+from dilocox.config import RunConfig, resolve_run
+from dilocox.display import Display
+from dilocox.errors import DilocoxError
+from dilocox.lab.lab import HUB, Lab
+from dilocox.lab.results import WARM_UP, Record, RunResult, Sample, result_of
+from dilocox.lab.system import LabError
+from dilocox.launch import ENDPOINT, coordinate, prepare_data
+from dilocox.outer.coordinator.serving import Endpoint
+from dilocox.site_process import run_site
+
+EVERY = 0.25
+"""Seconds between two readings of the interfaces' counters."""
+TUNNEL_PORTS = 29500
+"""First port of a site that is behind an address of its own outside of the lab."""
+OnRecord = Callable[[Record], None]
+
+
+def run(
+    lab: Lab,
+    config: RunConfig,
+    *,
+    overwrite: bool = False,
+    trace: bool = False,
+    warm_up: int = WARM_UP,
+    on_record: OnRecord | None = None,
+) -> RunResult:
+    """Train `config` to its end at the lab's sites, which are its own.
+
+    Links, round trips and quotas are measured before (see `Lab.verify`), and the links again at
+    the end if they were changed meanwhile. `on_record` gets every record of the run as it is
+    written; `trace` makes `trace.json` in the run's folder. This process must not have computed
+    with torch on several threads. Raises `LabError` if anything is not as it should be, and
+    `DilocoxError` for a run that cannot be started.
+    """
+    config = in_lab(lab, config)
+    check(config)
+    lab.verify()
+    before = len(lab.changes)
+    started = Run(lab, config, overwrite=overwrite, trace=trace)
+    finish(lab, [started], on_record)
+    if len(lab.changes) > before:
+        lab.verify()
+    return started.result(warm_up)
+
+
+def run_alone(
+    lab: Lab, config: RunConfig, *, overwrite: bool = False, warm_up: int = WARM_UP
+) -> dict[str, RunResult]:
+    """Train the lab's sites each by itself, at the same time: what they do with no exchange.
+
+    Folders are those of `config` with the site's name after a hyphen. Raises as `run`.
+    """
+    config = in_lab(lab, config)
+    check(config)
+    lab.verify()
+    started: dict[str, Run] = {}
+    try:
+        for site in lab.sites:
+            started[site] = Run(lab, alone(config, site), overwrite=overwrite)
+        finish(lab, list(started.values()))
+    finally:
+        for each in started.values():
+            each.end()
+    return {site: each.result(warm_up) for site, each in started.items()}
+
+
+def in_lab(lab: Lab, config: RunConfig) -> RunConfig:
+    """`config` as it runs in `lab`: with the lab's addresses, and one thread per whole core.
+
+    Raises `LabError` if it names other sites than the lab has.
+    """
+    if list(config.sites) != lab.sites:
+        raise LabError(
+            f"the run's sites are {', '.join(config.sites)}, the lab's {', '.join(lab.sites)}"
+        )
+    raw = config.model_dump(mode="json", exclude_none=True)
+    raw["data"]["folder"] = str(config.data_folder.absolute())
+    raw["network"].update(host=lab.address(HUB), port=0)
+    for key in ("advertise", "interface"):
+        raw["network"].pop(key, None)
+    # More threads than cores spend the quota on waiting for each other.
+    raw["site"]["threads"] = config.site.threads or max(1, int(lab.quota / config.site.ranks))
+    for site in raw["sites"].values():
+        site.pop("interface", None)
+        if site.pop("advertise", None) is not None and "ports" not in site:
+            # The run uses tunnels, so it does here.
+            site["ports"] = f"{TUNNEL_PORTS}-{TUNNEL_PORTS + config.site.ranks - 1}"
+    return resolve_run(raw)
+
+
+def alone(config: RunConfig, site: str) -> RunConfig:
+    """The run of `config` with one site only."""
+    raw = config.model_dump(mode="json", exclude_none=True)
+    raw["sites"] = {site: raw["sites"][site]}
+    raw["outer"]["min_sites"] = 1
+    raw["run"]["folder"] = f"{config.folder}-{site}"
+    raw["run"]["name"] = f"{config.run.name}-{site}"
+    return resolve_run(raw)
+
+
+def with_sites(config: RunConfig, count: int) -> RunConfig:
+    """`config` with its first `count` sites, or with more sites like the first."""
+    raw = config.model_dump(mode="json", exclude_none=True)
+    names = list(config.sites)[:count]
+    number = len(names)
+    while len(names) < count:
+        number += 1
+        if f"site{number}" not in config.sites:
+            names.append(f"site{number}")
+    raw["sites"] = {name: raw["sites"].get(name, {}) for name in names}
+    raw["outer"]["min_sites"] = min(config.outer.min_sites, count)
+    return resolve_run(raw)
+
+
+def check(config: RunConfig, display: Display | None = None) -> None:
+    """Refuse what cannot run, before anything starts; prepares token files that are not there."""
+    torch.set_num_threads(1)  # before forking: no thread pool that a child would miss
+    preflight.check_model(config)
+    files = prepare_data(config, display)
+    preflight.check_run(config, files.vocabulary_size, sites_here=len(config.sites))
+    preflight.check_data(config, files, list(config.sites))
+
+
+@dataclass
+class _Child:
+    process: BaseProcess
+    log: Path
+
+
+class Run:
+    """A run that is going on: its coordinator and its sites."""
+
+    def __init__(
+        self, lab: Lab, config: RunConfig, *, overwrite: bool = False, trace: bool = False
+    ) -> None:
+        self.config = config
+        self.folder = config.folder
+        self.samples: list[Sample] = []
+        self._lab = lab
+        self._trace = trace
+        self._children: dict[str, _Child] = {}
+        self._read = 0
+        self.records: list[Record] = []
+        _claim(config, overwrite)
+        try:
+            self.sample()
+            self._fork(HUB, "coordinator", _serve, config, self.folder / "run.toml")
+            endpoint = self._endpoint()
+            for site in config.sites:
+                self._fork(site, site, _take_part, config, site, endpoint, self.folder, trace)
+        except BaseException:
+            self.end()
+            raise
+
+    def _fork(self, host: str, name: str, target: Callable[..., int], *arguments: Any) -> None:
+        # A coordinator clears `logs` when it starts, names with a dot it leaves alone.
+        log = self.folder / ".lab" / f"{name}.log"
+        log.parent.mkdir(exist_ok=True)
+        process = self._lab.fork(host, _logged, target, log, arguments, name=name)
+        self._children[name] = _Child(process, log)
+
+    def _endpoint(self) -> Endpoint:
+        file = self.folder / "coordinator" / ENDPOINT
+        while not file.exists():
+            self.check()
+            wait(self.sentinels, timeout=0.05)
+        return Endpoint.load(file)
+
+    @property
+    def sentinels(self) -> list[int]:
+        """Handles of processes that have not ended."""
+        every = [child.process for child in self._children.values()]
+        return [process.sentinel for process in every if process.is_alive()]
+
+    def check(self) -> None:
+        """Raise `LabError` if a process has failed."""
+        for name, child in self._children.items():
+            if child.process.exitcode in (None, 0):
+                continue
+            said = [ln for ln in _text(child.log).splitlines() if ln.startswith("dilocox: ")]
+            what = said[-1].removeprefix("dilocox: ") if said else ""
+            raise LabError(
+                f"run {self.config.run.name}: {name} {processes.why_ended(child.process)}"
+                f"{f' ({what})' if what else ''}; see {child.log}"
+            )
+
+    def sample(self) -> None:
+        """Read the interfaces' counters."""
+        self.samples.append((time.time(), self._lab.counters()))
+
+    def new_records(self) -> list[Record]:
+        """Whole lines of `metrics.jsonl` that were written since the last call."""
+        path = self.folder / "metrics.jsonl"
+        if not path.exists():
+            return []
+        with path.open("rb") as file:
+            file.seek(self._read)
+            text = file.read()
+        text = text[: text.rfind(b"\n") + 1]
+        self._read += len(text)
+        found = [json.loads(line) for line in text.splitlines() if line.strip()]
+        self.records += found
+        return found
+
+    def result(self, warm_up: int = WARM_UP) -> RunResult:
+        """What the run came to, after its end. Raises `LabError`."""
+        self.new_records()
+        summary = json.loads((self.folder / "summary.json").read_text(encoding="utf-8"))
+        if summary["phase"] != "finished":
+            raise LabError(f"run {self.config.run.name}: {summary['phase']} ({summary['reason']})")
+        if self._trace:
+            trace_file.merge_run(self.folder)
+        return result_of(
+            name=self.config.run.name,
+            method=self.config.outer.method,
+            sites=list(self.config.sites),
+            hub=HUB,
+            records=self.records,
+            samples=self.samples,
+            summary=summary,
+            folder=self.folder,
+            warm_up=warm_up,
+        )
+
+    def end(self) -> None:
+        """Kill what is left of it."""
+        processes.end([child.process for child in self._children.values()], grace=0.0)
+
+
+def finish(lab: Lab, runs: Sequence[Run], on_record: OnRecord | None = None) -> None:
+    """Follow runs to their ends. Raises `LabError` if a process fails; the runs are ended then."""
+    due = 0.0
+    try:
+        while True:
+            for each in runs:
+                each.check()
+            if lab.delay is not None:
+                lab.delay.check_alive()
+            sentinels = [handle for each in runs for handle in each.sentinels]
+            if time.monotonic() >= due or not sentinels:
+                due = time.monotonic() + EVERY
+                for each in runs:
+                    each.sample()
+                    for record in each.new_records():
+                        if on_record is not None:
+                            on_record(record)
+            if not sentinels:
+                return
+            wait(sentinels, timeout=max(0.0, due - time.monotonic()))
+    finally:
+        for each in runs:
+            each.end()
+
+
+def _claim(config: RunConfig, overwrite: bool) -> None:
+    """Make the run's folder. The coordinator's address is not one of this machine's own."""
+    network = config.network.model_copy(update={"host": "127.0.0.1"})
+    preflight.claim_folder(config.model_copy(update={"network": network}), False, overwrite)
+    trace_file.discard(config.folder)
+
+
+def _logged(target: Callable[..., int], log: Path, arguments: tuple[Any, ...]) -> None:
+    """In a child: `target`'s output goes to `log`, its result is the exit code."""
+    stream = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o644)
+    for handle in (1, 2):
+        os.dup2(stream, handle)
+    os.close(stream)
+    try:
+        code = target(*arguments)
+    except DilocoxError as error:
+        print(f"dilocox: {error}", file=sys.stderr)
+        code = 1
+    sys.exit(code)
+
+
+def _serve(config: RunConfig, run_file: Path) -> int:
+    return coordinate(config, run_file=run_file, overrides=[], wait_for=None, resume=False)
+
+
+def _take_part(config: RunConfig, site: str, endpoint: Endpoint, folder: Path, trace: bool) -> int:
+    return run_site(config, site, endpoint, Hooks(), False, folder, True, trace)
+
+
+def _text(log: Path) -> str:
+    return log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
