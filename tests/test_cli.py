@@ -49,7 +49,7 @@ def test_help_has_examples_of_every_command(command: Command) -> None:
     assert code == 0
     named = set(re.findall(r"^    (\w+)(?: |$)", out, flags=re.MULTILINE))
     shown = set(re.findall(r"^  dilocox (\w+)", out, flags=re.MULTILINE))
-    assert named == shown == {"train", "coordinator", "join", "data", "export", "generate"}
+    assert named == shown == {"plan", "train", "coordinator", "join", "data", "export", "generate"}
 
 
 def test_the_examples_are_commands_that_the_parser_takes() -> None:
@@ -60,7 +60,7 @@ def test_the_examples_are_commands_that_the_parser_takes() -> None:
         assert callable(options.call)
 
 
-@pytest.mark.parametrize("name", ["train", "coordinator", "join", "export", "generate"])
+@pytest.mark.parametrize("name", ["plan", "train", "coordinator", "join", "export", "generate"])
 def test_every_command_has_help(command: Command, name: str) -> None:
     code, out, _ = command(name, "--help")
     assert code == 0
@@ -111,7 +111,7 @@ def test_debug_shows_the_traceback_too(command: Command, tmp_path: Path) -> None
         (["--set", "site.batch_size=3"], "site.batch_size 3 is not divisible into micro-batches"),
     ],
 )
-@pytest.mark.parametrize("name", ["train", "coordinator", "data prepare"])
+@pytest.mark.parametrize("name", ["plan", "train", "coordinator", "data prepare"])
 def test_bad_input_is_refused_by_every_command_that_reads_a_run_file(
     command: Command, run_file: Path, name: str, arguments: list[str], expected: str
 ) -> None:

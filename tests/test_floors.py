@@ -33,7 +33,7 @@ FLOORS = (
     {"rank_process"},
     {"site_process"},
     {"launch"},
-    {"api", "lab"},
+    {"api", "lab", "plan"},
     {"dilocox"},
     {"cli"},
     {"__main__"},

@@ -11,6 +11,7 @@ from typing import Any
 
 from dilocox.errors import DilocoxError
 from dilocox.lab import command as lab_command
+from dilocox.plan import command as plan
 from dilocox.version import __version__
 
 EXAMPLES = """\
@@ -21,6 +22,7 @@ examples:
   dilocox train run.toml --trace             (a timeline: runs/NAME/trace.json)
   dilocox coordinator run.toml               (prints the join line for every site)
   dilocox join HOST:PORT --site lyon --run-file run.toml --token dilocox1-...
+  dilocox plan examples/two-sites.toml --gpu h100-80g:2 --link 1gbit
   dilocox data prepare run.toml
   dilocox data show runs/quickstart/data
   dilocox generate runs/quickstart --prompt "def main():"
@@ -117,6 +119,9 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     _add_trace(join, "trace-SITE.json")
     join.set_defaults(call=_join)
+
+    planning = commands.add_parser("plan", parents=[common], help=plan.HELP)
+    plan.add_arguments(planning)
 
     data = commands.add_parser("data", help="prepare and show token files")
     actions = data.add_subparsers(metavar="ACTION", required=True)

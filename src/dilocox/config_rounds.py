@@ -12,6 +12,8 @@ from dilocox.errors import ConfigError
 from dilocox.methods import EXCHANGE_GRADIENTS
 
 _BITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
+RATE = r"[0-9]{1,6}(\.[0-9]{1,3})?(kbit|mbit|gbit)"
+"""Pattern of a rate such as `1gbit`, `2.5mbit` or `300kbit`."""
 
 Pin = Literal[
     "inner_steps", "delay", "keep", "learning_rate", "momentum", "codec", "residual_decay"
@@ -145,7 +147,7 @@ class ControlSection(Section):
     link: Annotated[
         str | None,
         Field(
-            pattern=r"^[0-9]{1,6}(\.[0-9]{1,3})?(kbit|mbit|gbit)$",
+            pattern=f"^{RATE}$",
             description='a rate such as "1gbit", "2.5mbit" or "300kbit"',
         ),
     ] = None
@@ -169,7 +171,7 @@ class ControlSection(Section):
         """Declared uplink in bytes per second; none: measured."""
         if self.link is None:
             return None
-        return max(1, round(float(self.link[:-4]) * _BITS[self.link[-4:]] / 8))
+        return rate_of(self.link)
 
     @property
     def measures(self) -> bool:
@@ -177,6 +179,11 @@ class ControlSection(Section):
         if self.adapt == "link":
             return self.link_rate is None or self.step_seconds is None
         return self.adapt == "effective-rank"
+
+
+def rate_of(text: str) -> int:
+    """Bytes per second, at least 1, of a text that `RATE` matches."""
+    return max(1, round(float(text[:-4]) * _BITS[text[-4:]] / 8))
 
 
 def rounds_problem(

@@ -72,14 +72,19 @@ def sizes_by_codec(
 
 
 def _stage_sizes(config: RunConfig, shapes: Mapping[str, Shape], codec: str) -> list[int]:
+    return [
+        sum(message_bytes(codec, geometry) for geometry in fragment)
+        for fragment in geometries(config, shapes)
+    ]
+
+
+def geometries(config: RunConfig, shapes: Mapping[str, Shape]) -> list[list[Geometry]]:
+    """How a stage of these whole `shapes` lies in its ranks' buffers, by fragment and shard."""
     sizes = {name: math.prod(shape) for name, shape in shapes.items()}
     shards = config.site.shards
     fragments = 1 if config.exchanges_gradients else config.outer.fragments
     return [
-        sum(
-            message_bytes(codec, Layout.of(_shard(shapes, names, shard, shards)).geometry)
-            for shard in range(shards)
-        )
+        [Layout.of(_shard(shapes, names, shard, shards)).geometry for shard in range(shards)]
         for names in split_fragments(sizes, fragments)
     ]
 

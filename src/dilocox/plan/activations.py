@@ -1,0 +1,116 @@
+"""What a forward pass keeps for the backward pass, counted on tensors that have no memory.
+
+The model's own code runs one layer (and the head with its loss) on fake tensors, and every tensor
+that autograd saves is counted once, parameters left out. So the figures are those of the model
+that will run, not of a formula.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from dilocox.config import RunConfig
+from dilocox.memory import activation_bytes
+from dilocox.models import ChunkSpec, build_chunk
+from dilocox.plan.outline import Outline
+from dilocox.site import mean_cross_entropy
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Bytes that one micro-batch keeps at a rank until its backward pass."""
+
+    layer: int
+    """Of a layer, all that it saves."""
+    entry: int
+    """Of a layer, its input alone: what activation checkpointing keeps."""
+    head: int
+    """Of norm, head and loss."""
+    exact: bool
+    """Counted; otherwise a lower bound, because the model cannot run on fake tensors."""
+
+
+def kept(config: RunConfig, outline: Outline) -> Kept:
+    """What a micro-batch of the run keeps of a layer in the middle, and of the head."""
+    bf16 = config.site.precision != "fp32"
+    sharded = config.site.shards > 1
+    tokens = config.site.micro_batch_size * config.data.sequence_length
+    width = 2 if bf16 and sharded else 4
+    entry = tokens * int(outline.hf_config.hidden_size) * width
+    try:
+        layer = _saved(config, outline, head=False)
+        head = max(0, _saved(config, outline, head=True) - layer)
+        return Kept(layer, entry, head, exact=True)
+    except Exception:
+        # Modelling code may do what fake tensors cannot, such as looking at values.
+        def least(layers: int, head: bool) -> int:
+            return activation_bytes(config, outline.hf_config, 0, layers, head, width)
+
+        return Kept(least(1, False), entry, least(0, True), exact=False)
+
+
+def _saved(config: RunConfig, outline: Outline, head: bool) -> int:
+    """Bytes that a chunk of one layer saves for a micro-batch, with the head or without."""
+    count = int(outline.hf_config.num_hidden_layers)
+    index = count - 1 if head else count // 2
+    spec = ChunkSpec(1, 3, index, index + 1, embeds=False, head=head, parameters=0)
+    rows, length = config.site.micro_batch_size, config.data.sequence_length
+    bf16 = config.site.precision != "fp32"
+    sharded = config.site.shards > 1
+    attention = "eager" if config.model.attention == "eager" else "sdpa"
+    # Under FSDP parameters are used as bf16; otherwise autocast casts them for each product.
+    chunk = build_chunk(
+        outline.hf_config,
+        spec,
+        attention=attention,
+        activation_checkpointing=False,
+        dtype=torch.bfloat16 if bf16 and sharded else torch.float32,
+    )
+    chunk.train()
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        chunk.to_empty(device="cpu")
+        inputs = torch.empty(
+            rows,
+            length,
+            int(outline.hf_config.hidden_size),
+            dtype=torch.bfloat16 if bf16 and sharded else torch.float32,
+            requires_grad=True,
+        )
+        labels = torch.zeros(rows, length, dtype=torch.int64)
+
+        def forward() -> Any:
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=bf16 and not sharded):
+                hidden = chunk(inputs)
+            return mean_cross_entropy(hidden, labels) if head else hidden
+
+        return _count_saved(forward, chunk)
+
+
+def _count_saved(forward: Callable[[], Any], module: torch.nn.Module) -> int:
+    """Bytes of all storages that autograd saves in `forward`, those of `module` left out.
+
+    Casts of parameters, which autocast makes once for all micro-batches, are recognised by their
+    shape and left out as well.
+    """
+    own = {parameter.untyped_storage()._cdata for parameter in module.parameters()}
+    shapes = {tuple(p.shape) for p in module.parameters() if p.dim() == 2}
+    shapes |= {shape[::-1] for shape in shapes}
+    found: dict[int, int] = {}
+    alive: list[Any] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        cast = tensor.dim() == 2 and tuple(tensor.shape) in shapes
+        if storage._cdata not in own and not cast:
+            found[storage._cdata] = storage.nbytes()
+            alive.append(tensor)  # so that no other storage gets the same address
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        alive.append(forward())
+    return sum(found.values())

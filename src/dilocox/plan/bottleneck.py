@@ -1,0 +1,119 @@
+"""What a planned run spends its time on, and the one sentence about it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dilocox.memory import GIB
+from dilocox.plan.planning import RunPlan
+from dilocox.plan.table import WIRE_SHARE
+
+SMALL = 0.05
+"""Shares below this are not worth a sentence."""
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Where the time of the slowest site goes, as shares of it; they add up to 1."""
+
+    compute: float
+    bubble: float
+    traffic: float
+    optimizer: float
+    network: float
+    """Waiting for payloads."""
+    exchange: float
+    """Boundaries, landings and codecs, as far as training stands still for them."""
+
+
+def shares(plan: RunPlan) -> Shares:
+    """Of the time from one inner step of the slowest site to its next."""
+    prediction, step = plan.prediction, plan.step
+    whole = prediction.tokens_per_step / prediction.tokens_per_second
+    network = prediction.course.waited_share_of(plan.slowest)
+    parts = (step.compute, step.bubble, step.traffic, step.optimizer)
+    own = [part / whole for part in parts]
+    left = max(0.0, 1 - sum(own) - network)
+    total = sum(own) + network + left
+    compute, bubble, traffic, optimizer = (part / total for part in own)
+    return Shares(compute, bubble, traffic, optimizer, network / total, left / total)
+
+
+def sentence(plan: RunPlan) -> str:
+    """What holds the run back most, in numbers, and what would help."""
+    if not plan.fits:
+        name = min(plan.places, key=lambda place: place.device.memory).device.name
+        stage = max(plan.footprints, key=lambda each: each.device).stage
+        return (
+            f"Memory: stage {stage} needs {plan.needed / GIB:.1f} GiB, a {name} has "
+            f"{plan.available / GIB:.1f} GiB for training."
+        )
+    found = shares(plan)
+    site = plan.config.site
+    lines = {
+        "bubble": (
+            found.bubble,
+            f"Pipeline bubbles: {found.bubble:.0%} of the time stages wait for each other, because "
+            f"{site.micro_batches} micro-batches are few for {site.stages} stages; raise "
+            "site.batch_size, or use an interleaved schedule or fewer stages.",
+        ),
+        "network": (found.network, _network(plan, found.network)),
+        "traffic": (
+            found.traffic,
+            f"Traffic inside the site: {found.traffic:.0%} of the time goes to activations and "
+            "FSDP; fewer shards, a faster --fabric or a larger site.micro_batch_size help.",
+        ),
+        "optimizer": (
+            found.optimizer,
+            f"The inner optimizer: {found.optimizer:.0%} of the time; a larger site.batch_size "
+            "spreads it over more tokens.",
+        ),
+        "exchange": (
+            found.exchange,
+            f"Work of the exchange: {found.exchange:.0%} of the time training stands still for "
+            "boundaries, landings and codecs; longer rounds, a lighter codec or outer.device = "
+            '"model" help.',
+        ),
+        "sites": (_uneven(plan), _uneven_text(plan)),
+    }
+    share, text = max(lines.values())
+    if share < SMALL:
+        return (
+            f"Computation: {found.compute:.0%} of the time; nothing else takes more than "
+            f"{max(share, 0.01):.0%}. Faster or more GPUs would make it faster."
+        )
+    return text
+
+
+def _network(plan: RunPlan, share: float) -> str:
+    prediction = plan.prediction
+    slowest = min(plan.links, key=lambda link: link.rate)
+    busy = prediction.exchange_seconds / max(1e-9, prediction.round_seconds)
+    enough = 8 * slowest.rate / WIRE_SHARE * busy / max(0.05, 1 - share)
+    return (
+        f"The link between the sites: training stands still for it {share:.0%} of the time "
+        f"(a round's payloads take {prediction.exchange_seconds:.3g} s of its "
+        f"{prediction.round_seconds:.3g} s); about {_rate(enough)} or a smaller codec would do."
+    )
+
+
+def _uneven(plan: RunPlan) -> float:
+    """Share of all GPUs' time lost because the other sites wait for the slowest."""
+    steps = [site.step for site in plan.prediction.course.sites]
+    return 1 - sum(steps) / (len(steps) * max(steps))
+
+
+def _uneven_text(plan: RunPlan) -> str:
+    sites = plan.prediction.course.sites
+    slowest = sites[plan.slowest]
+    return (
+        f"Uneven sites: the others wait for {slowest.name} ({slowest.step:.3g} s a step) "
+        f"{_uneven(plan):.0%} of the time; give it a smaller sites.{slowest.name}.batch_size."
+    )
+
+
+def _rate(bits: float) -> str:
+    for unit, size in (("Gbit/s", 1e9), ("Mbit/s", 1e6)):
+        if bits >= size:
+            return f"{bits / size:.2g} {unit}"
+    return f"{bits / 1e3:.2g} kbit/s"

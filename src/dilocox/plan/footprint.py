@@ -1,0 +1,260 @@
+"""What a rank holds, part by part, whether it fits its GPU, and what to change if not."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from dilocox.config import RunConfig
+from dilocox.errors import DilocoxError
+from dilocox.memory import inner_bytes_per_parameter, outer_bytes_per_parameter
+from dilocox.plan.activations import Kept, kept
+from dilocox.plan.outline import Outline
+from dilocox.plan.table import Place
+from dilocox.plan.variants import changed
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes of a rank of one stage. `device` is its GPU, or the machine's memory without one."""
+
+    stage: int
+    layers: tuple[int, int]
+    """Number of layers, and the first of them."""
+    parameters: int
+    """Of the stage, over all shards."""
+    weights: int
+    gradients: int
+    optimizer: int
+    copies: int
+    """Casts and gathered parameters that live during the step."""
+    activations: int
+    outer: int
+    """Anchor, momentum, reference, residual and what is in flight."""
+    outer_on_device: bool
+
+    @property
+    def device(self) -> int:
+        """Bytes on the rank's device."""
+        inner = self.weights + self.gradients + self.optimizer + self.copies + self.activations
+        return inner + (self.outer if self.outer_on_device else 0)
+
+    @property
+    def host(self) -> int:
+        """Bytes in the machine's memory beside that."""
+        return 0 if self.outer_on_device else self.outer
+
+
+def footprints(config: RunConfig, outline: Outline, place: Place, each: Kept) -> list[Footprint]:
+    """Every stage's rank. `each`: what a micro-batch keeps (dilocox.plan.activations)."""
+    site = config.site
+    inner, outer = inner_bytes_per_parameter(config), outer_bytes_per_parameter(config)
+    bf16 = site.precision != "fp32"
+    found = []
+    for stage, chunks in enumerate(outline.stages):
+        parameters = outline.stage_parameters[stage]
+        own = -(-parameters // site.shards)
+        layers = sum(chunk.end_layer - chunk.first_layer for chunk in chunks)
+        gradients, copies = 4 * own, 0
+        if site.shards > 1 and site.stages > 1:
+            # Parameters are gathered once per step; gradients are summed up whole, in fp32, and
+            # reduced at its end (torch.distributed.pipelining).
+            copies = (2 if bf16 else 4) * parameters
+            gradients = 4 * parameters + 4 * own
+        elif site.shards > 1:
+            # Two layers and what is outside them are gathered at a time; gradients one layer's.
+            layer = outline.layer_parameters
+            outside = max(0, parameters - layers * layer)
+            copies = (2 if bf16 else 4) * (2 * layer + outside) + 4 * layer
+        elif bf16:
+            copies = 2 * parameters
+        found.append(
+            Footprint(
+                stage=stage,
+                layers=(layers, chunks[0].first_layer),
+                parameters=parameters,
+                weights=4 * own,
+                gradients=gradients,
+                optimizer=(inner - 8) * own,
+                copies=copies,
+                activations=_activations(config, outline, stage, each),
+                outer=outer * own,
+                outer_on_device=config.outer.device == "model" or place.device.shared,
+            )
+        )
+    return found
+
+
+def needed(places: Sequence[Footprint], place: Place, config: RunConfig) -> int:
+    """Bytes that a device needs: of the largest rank, or of all ranks that share it."""
+    if place.device.shared:
+        return sum(each.device for each in places) * config.site.shards
+    return max(each.device for each in places)
+
+
+def in_flight(config: RunConfig, stage: int) -> int:
+    """Micro-batches, counted by chunk, whose activations a rank of `stage` holds at its peak.
+
+    As PyTorch's schedules warm up: `1f1b` one per later stage and its own; interleaved ones a
+    round of all stages for each further chunk, and two per later stage; `gpipe` all of them.
+    """
+    site = config.site
+    count, stages, chunks = site.micro_batches, site.stages, site.chunks
+    if stages == 1:
+        return 1
+    if site.schedule == "gpipe":
+        return count
+    if site.schedule == "1f1b":
+        return min(count, stages - stage)
+    if site.schedule == "zbv":
+        return min(count * chunks, 2 * stages)
+    warm = (chunks - 1) * stages + 2 * (stages - 1 - stage) + 1
+    return min(count * chunks, warm)
+
+
+def _activations(config: RunConfig, outline: Outline, stage: int, each: Kept) -> int:
+    chunks = outline.stages[stage]
+    layers = max(chunk.end_layer - chunk.first_layer for chunk in chunks)
+    has_head = any(chunk.head for chunk in chunks)
+    if config.model.activation_checkpointing:
+        # One layer at a time is computed again with all that it saves.
+        held = in_flight(config, stage) * layers * each.entry + each.layer
+    else:
+        held = in_flight(config, stage) * layers * each.layer
+    # Of one micro-batch: what comes before the head is through its backward pass by then.
+    return held + (each.head if has_head else 0)
+
+
+@dataclass(frozen=True)
+class Change:
+    """Something in the run file that lowers what a device needs."""
+
+    values: Mapping[str, Any]
+    """Value by key, such as `site.stages`."""
+    needed: int
+    """Bytes with it."""
+    fits: bool
+
+    @property
+    def text(self) -> str:
+        """As `--set` takes it."""
+        return " ".join(
+            f"--set {key}={json.dumps(value).strip(chr(34))}" for key, value in self.values.items()
+        )
+
+
+MOST_ADVICE = 3
+MOST_TOGETHER = 4
+
+
+def advice(config: RunConfig, outline: Outline, place: Place) -> list[Change]:
+    """What would make the run fit: single changes, in order of what they cost training.
+
+    If none suffices alone, the changes that come closest, taken together until they do; the last
+    one says whether they do.
+    """
+    singles = _tried({}, config, outline, place)
+    if any(change.fits for change in singles):
+        return [change for change in singles if change.fits][:MOST_ADVICE]
+    together: Change | None = None
+    while singles and (together is None or len(together.values) < MOST_TOGETHER):
+        best = min(singles, key=lambda change: change.needed)
+        if together is not None and best.needed >= together.needed:
+            break
+        together = best
+        if together.fits:
+            break
+        singles = _tried(together.values, config, outline, place)
+    return [] if together is None else [together]
+
+
+def _tried(
+    before: Mapping[str, Any], config: RunConfig, outline: Outline, place: Place
+) -> list[Change]:
+    """Every single change on top of `before`, with what it leaves needed."""
+    basis = changed(config, before) if before else config
+    tried: list[Change] = []
+    for key, value in _changes(basis, outline, place):
+        values = {**before, key: value}
+        try:
+            run = changed(config, values)
+            shape = Outline.of(run) if key in RESHAPES else Outline(run, outline.blueprint)
+            if any(name in RESHAPES for name in before):
+                shape = Outline.of(run)
+        except DilocoxError:
+            continue  # what the run file cannot say is no advice
+        bytes_ = needed(footprints(run, shape, place, counted(run, shape)), place, run)
+        tried.append(Change(values, bytes_, bytes_ <= place.device.memory))
+        if sum(change.fits for change in tried) == MOST_ADVICE:
+            break
+    return tried
+
+
+RESHAPES = ("site.stages", "site.schedule", "data.sequence_length")
+"""Keys that change the cut."""
+
+
+def _changes(config: RunConfig, outline: Outline, place: Place) -> Iterator[tuple[str, Any]]:
+    """Single changes worth trying, those that cost training least first."""
+    site = config.site
+    if config.outer.device == "model" and not place.device.shared:
+        yield "outer.device", "cpu"
+    if site.schedule == "gpipe" and site.stages > 1:
+        yield "site.schedule", "1f1b"
+    smaller = site.micro_batch_size // 2
+    while smaller >= 1:
+        yield "site.micro_batch_size", smaller
+        smaller //= 2
+    if not config.model.activation_checkpointing:
+        yield "model.activation_checkpointing", True
+    if not place.device.shared:
+        most = min(place.gpus // site.shards, int(outline.hf_config.num_hidden_layers))
+        for share in (1.25, 1.5, 2, 3, 4, 8):
+            if site.chunks == 1 and site.stages < math.ceil(share * site.stages) <= most:
+                yield "site.stages", math.ceil(share * site.stages)
+        for factor in (2, 4, 8):
+            if factor * site.ranks <= place.gpus:
+                yield "site.shards", factor * site.shards
+    if config.inner.optimizer == "adamw":
+        yield "inner.optimizer", "muon"
+    if config.data.sequence_length > SHORT:
+        yield "data.sequence_length", config.data.sequence_length // 2
+
+
+SHORT = 512
+"""Shorter sequences than this are no advice."""
+
+
+def counted(config: RunConfig, outline: Outline) -> Kept:
+    """`dilocox.plan.activations.kept`, remembered: most changes leave it as it is."""
+    return _counted(_Question(config, outline))
+
+
+class _Question:
+    """Arguments of `kept`; equal where its answer is."""
+
+    def __init__(self, config: RunConfig, outline: Outline) -> None:
+        self.config, self.outline = config, outline
+        self._key = (
+            config.site.micro_batch_size,
+            config.data.sequence_length,
+            config.site.shards > 1,
+            config.site.precision,
+            config.model.attention,
+            outline.hf_config.to_json_string(),
+        )
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Question) and other._key == self._key
+
+
+@lru_cache(maxsize=64)
+def _counted(what: _Question) -> Kept:
+    return kept(what.config, what.outline)

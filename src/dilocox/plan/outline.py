@@ -1,0 +1,123 @@
+"""The model as a planner sees it: which parameters lie in which stage, and what a token costs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from dilocox.assembly import Blueprint
+from dilocox.config import RunConfig
+from dilocox.errors import ModelError
+from dilocox.models import ChunkSpec
+from dilocox.models.skeleton import build_skeleton
+from dilocox.outer.fragments import layer_number
+from dilocox.payloads import Shape, model_shapes
+from dilocox.site import chunks_of_stage
+
+
+@dataclass(frozen=True)
+class Outline:
+    """A model cut into the stages of a run file, on the meta device: no weights anywhere."""
+
+    config: RunConfig
+    blueprint: Blueprint
+
+    @classmethod
+    def of(cls, config: RunConfig) -> Outline:
+        """The outline of a run's model. Raises `ModelError` if it cannot be trained or cut so.
+
+        A tokenizer that is still to be trained will have `data.vocabulary_size` tokens.
+        """
+        known = config.data.vocabulary_size if config.data.tokenizer == "train" else None
+        return cls(config, Blueprint.of(config, known))
+
+    @cached_property
+    def stages(self) -> list[list[ChunkSpec]]:
+        """By stage: its chunks in model order."""
+        site = self.config.site
+        return [
+            [
+                self.blueprint.cut[index]
+                for index in chunks_of_stage(site.schedule, site.stages, site.chunks, stage)
+            ]
+            for stage in range(site.stages)
+        ]
+
+    @cached_property
+    def whole(self) -> dict[str, Shape]:
+        """Shapes of the uncut model's parameters by full name; tied ones once."""
+        model = build_skeleton(self.hf_config)
+        return {name: tuple(each.shape) for name, each in model.named_parameters()}
+
+    @cached_property
+    def shapes(self) -> list[dict[str, Shape]]:
+        """By stage: whole shapes of what it exchanges, by full name in model order.
+
+        Raises `ModelError` unless every parameter is in exactly one stage.
+        """
+        shapes = model_shapes(self.config, self.blueprint)
+        check_cut(shapes, self.whole)
+        return shapes
+
+    @property
+    def parameters(self) -> int:
+        """Of the model; tied ones count once."""
+        return sum(map(math.prod, self.whole.values()))
+
+    @cached_property
+    def layer_parameters(self) -> int:
+        """Of the largest layer."""
+        sizes: dict[int, int] = {}
+        for name, shape in self.whole.items():
+            number = layer_number(name)
+            if number is not None:
+                sizes[number] = sizes.get(number, 0) + math.prod(shape)
+        return max(sizes.values(), default=0)
+
+    @property
+    def hf_config(self) -> Any:
+        """The model's own configuration."""
+        return self.blueprint.hf_config
+
+    @property
+    def stage_parameters(self) -> list[int]:
+        """What a stage's ranks hold together; the copy of a tied tensor counts where it is."""
+        return [sum(chunk.parameters for chunk in chunks) for chunks in self.stages]
+
+    @property
+    def compute(self) -> float:
+        """Multiply-adds per token of a forward pass, attention included."""
+        return sum(chunk.compute for chunk in self.blueprint.cut)
+
+    @property
+    def flops_per_token(self) -> float:
+        """Of training, without recomputation: two per multiply-add, three passes' worth."""
+        return 6 * self.compute
+
+    def head_compute(self, chunk: ChunkSpec) -> float:
+        """Multiply-adds per token of the head, if `chunk` has it."""
+        return float(self.hf_config.hidden_size * self.hf_config.vocab_size) if chunk.head else 0.0
+
+
+def check_cut(stages: Sequence[Mapping[str, Shape]], whole: Mapping[str, Shape]) -> None:
+    """Raise `ModelError` unless every parameter of `whole` is in exactly one of `stages`.
+
+    Both are shapes by full name; so the sums are equal, too.
+    """
+    found: dict[str, int] = {}
+    for number, shapes in enumerate(stages):
+        for name, shape in shapes.items():
+            if name in found:
+                raise ModelError(f"{name} is in stage {found[name]} and in stage {number}")
+            if whole.get(name) != shape:
+                raise ModelError(
+                    f"stage {number}: {name} of shape {list(shape)} is not the model's "
+                    f"{list(whole[name]) if name in whole else 'at all'}"
+                )
+            found[name] = number
+    missing = [name for name in whole if name not in found]
+    if missing:
+        raise ModelError(f"{missing[0]} is in no stage ({len(missing)} such parameters)")

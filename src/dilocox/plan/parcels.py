@@ -1,0 +1,101 @@
+"""What is exchanged, fragment by fragment, and what that costs besides its way over the link."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dilocox.codec_spec import parse_spec
+from dilocox.compression import Geometry
+from dilocox.compression.lowrank_arrangement import DENSE, Arrangement
+from dilocox.config import RunConfig
+from dilocox.payloads import Shape, geometries, message_bytes
+from dilocox.plan.table import Host
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """One fragment of one stage, as one codec sends it."""
+
+    payload: int
+    """Bytes that a site sends to one other site, summed over the stage's shards."""
+    values: int
+    """fp32 values in the buffer of the largest shard."""
+    own: int
+    """Payload bytes of that shard."""
+    products: int
+    """Multiply-adds of one product with a low-rank factor, of that shard; 0 for other codecs."""
+
+
+def parcels(
+    config: RunConfig, stages: Sequence[dict[str, Shape]], codec: str
+) -> list[list[Parcel]]:
+    """By stage and fragment. `stages`: whole shapes by full name, as `Outline.shapes`."""
+    return [[_parcel(codec, shards) for shards in geometries(config, shapes)] for shapes in stages]
+
+
+def _parcel(codec: str, shards: Sequence[Geometry]) -> Parcel:
+    sizes = [message_bytes(codec, geometry) for geometry in shards]
+    largest = max(shards, key=lambda geometry: geometry.length)
+    spec = parse_spec(codec)
+    products = 0
+    if spec.kind == "lowrank":
+        for group in Arrangement.of(largest, spec.rank, DENSE).groups:
+            products += group.size * group.left.rank * len(group.offsets)
+    return Parcel(sum(sizes), largest.length, max(sizes), products)
+
+
+@dataclass(frozen=True)
+class Toil:
+    """Seconds of one exchange at one rank, beside its transfer."""
+
+    begin: float
+    """In the training's own thread, at the boundary."""
+    encode: float
+    """In the exchange's thread, before anything can be sent."""
+    decode: float
+    """In the exchange's thread, after everything has come."""
+    land: float
+    """In the training's own thread, at the landing."""
+    processor: float
+    """Processor time of the exchange's thread."""
+
+
+def toil(parcel: Parcel, codec: str, host: Host, sites: int, exchange: str) -> Toil:
+    """What a parcel costs each of `sites` sites. `exchange`: `gather` or `reduce`.
+
+    `gather` decodes every payload and adds them up. `reduce` does so with a part of each, encodes
+    the mean again and decodes the whole of it. Boundary and landing are halves of `Host.outer`.
+    """
+    kind = parse_spec(codec).kind
+    size = 4.0 * parcel.values
+    outer = host.outer * parcel.values / 2
+    encode, decode = size / host.encode[kind], size / host.decode[kind]
+    digest = parcel.own / host.digest
+    if kind == "lowrank":
+        # Two products to encode (its factor, then its payload), one to decode.
+        encode += 2 * parcel.products / host.lowrank
+        decode += parcel.products / host.lowrank
+    if exchange == "gather":
+        before = encode + digest
+        after = sites * (decode + digest + size / host.average)
+    else:
+        before = encode + digest
+        after = 2 * decode + encode / sites + 2 * digest + size / host.average
+    return Toil(outer, before, after, outer, before + after + host.exchange_cpu)
+
+
+def round_trips(codec: str, exchange: str) -> int:
+    """Round trips to other sites and the coordinator in one exchange, at least.
+
+    Each message: one for the exchange to begin or be agreed, and one for the receiver to say that
+    it is ready. `gather` has one message, `reduce` two, low rank three.
+    """
+    if parse_spec(codec).kind == "lowrank":
+        return 6
+    return 2 if exchange == "gather" else 4
+
+
+def ring_seconds(payload: float, sites: int, rate: float) -> float:
+    """A ring all-reduce of `payload` bytes among `sites` sites, `rate` bytes per second each."""
+    return 2 * (sites - 1) / sites * payload / rate if sites > 1 else 0.0

@@ -1,0 +1,206 @@
+"""Everything that `dilocox plan` says about a run, as plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from dilocox.codec_spec import SPARSE, parse_spec
+from dilocox.config import RunConfig
+from dilocox.errors import ConfigError, DilocoxError
+from dilocox.methods import METHODS
+from dilocox.outer.coordinator.plans import FLUSH_CODEC
+from dilocox.plan.footprint import Change, Footprint, advice, counted, footprints, needed
+from dilocox.plan.outline import Outline
+from dilocox.plan.parcels import parcels
+from dilocox.plan.predict import Prediction, predict
+from dilocox.plan.step import StepTime, compute_limit, step_time
+from dilocox.plan.table import Link, Place
+from dilocox.plan.variants import changed, with_method, with_sites
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class MethodRow:
+    """One method on the same sites, model and batch."""
+
+    method: str
+    prediction: Prediction | None
+    problem: str | None
+    """Why it cannot be used with this run."""
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What it takes to train on so many tokens."""
+
+    tokens: float
+    seconds: float
+    egress_bytes: float
+    """Payloads that leave all sites."""
+    egress_usd: float
+    compute_usd: float | None
+    """Rent of all GPUs; none where a price is not known."""
+
+    @property
+    def usd(self) -> float | None:
+        """Rent and egress."""
+        return None if self.compute_usd is None else self.compute_usd + self.egress_usd
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """What a run needs, how fast it goes, and what it costs."""
+
+    config: RunConfig
+    outline: Outline
+    places: list[Place]
+    links: list[Link]
+    footprints: list[Footprint]
+    needed: int
+    """Bytes that the fullest device needs."""
+    available: int
+    """Bytes that training may use of the smallest one."""
+    exact: bool
+    """Activations were counted on the model's own code."""
+    advice: list[Change]
+    step: StepTime
+    """Of the slowest site."""
+    prediction: Prediction
+    methods: list[MethodRow]
+    budget: Budget
+    limit: float
+    """Tokens per second of all GPUs if nothing ever waited."""
+
+    @property
+    def fits(self) -> bool:
+        """Every rank fits its device."""
+        return self.needed <= self.available
+
+    @property
+    def slowest(self) -> int:
+        """Number of the site whose step takes longest."""
+        steps = [site.step for site in self.prediction.course.sites]
+        return steps.index(max(steps))
+
+
+def plan_run(
+    config: RunConfig,
+    places: Sequence[Place],
+    links: Sequence[Link],
+    fabric: float,
+    tokens: float | None = None,
+    progress: Progress = lambda _: None,
+    methods: Sequence[str] = tuple(METHODS),
+) -> RunPlan:
+    """Plan `config` at `places`, one site each, joined by `links`.
+
+    `fabric`: bytes per second of a node's network inside its site. With `tokens` the run is made
+    as long as that many tokens take. Raises `ConfigError` and `ModelError` for a run that cannot
+    be, such as one with more ranks than GPUs.
+    """
+    config = with_sites(config, len(places))
+    for place in places:
+        if not place.device.shared and place.gpus < config.site.ranks:
+            raise ConfigError(
+                f"--gpu {place.text}: {place.gpus} GPUs for site.stages x site.shards = "
+                f"{config.site.ranks} ranks at each site; lower them, or give more GPUs per site"
+            )
+    per_step = sum(config.site_batch(name) for name in config.sites) * config.data.sequence_length
+    if tokens is not None:
+        steps = max(1, round(tokens / per_step))
+        config = changed(config, {"outer.rounds": None, "outer.steps": steps})
+    progress("the model's shape")
+    outline = Outline.of(config)
+    smallest = min(places, key=lambda place: place.device.memory)
+    progress("memory")
+    each = counted(config, outline)
+    stages = footprints(config, outline, smallest, each)
+    bytes_, available = needed(stages, smallest, config), smallest.device.memory
+    changes = [] if bytes_ <= available else advice(config, outline, smallest)
+    progress("the run's own plan")
+    prediction = _predict(config, places, links, fabric, outline)
+    rows = []
+    for method in methods:
+        progress(f"method {method}")
+        rows.append(_row(config, method, places, links, fabric, outline, prediction))
+    slowest = max(places, key=lambda place: step_time(config, outline, place, fabric).seconds)
+    total = float(config.total_steps * per_step) if tokens is None else tokens
+    bf16 = config.site.precision != "fp32"
+    return RunPlan(
+        config=config,
+        outline=outline,
+        places=list(places),
+        links=list(links),
+        footprints=stages,
+        needed=bytes_,
+        available=available,
+        exact=each.exact,
+        advice=changes,
+        step=step_time(config, outline, slowest, fabric),
+        prediction=prediction,
+        methods=rows,
+        budget=budget(config, outline, prediction, places, links, total),
+        limit=compute_limit(outline, places, bf16),
+    )
+
+
+def _predict(
+    config: RunConfig,
+    places: Sequence[Place],
+    links: Sequence[Link],
+    fabric: float,
+    outline: Outline,
+) -> Prediction:
+    return predict(config, places, links, list(config.sites), fabric=fabric, outline=outline)
+
+
+def _row(
+    config: RunConfig,
+    method: str,
+    places: Sequence[Place],
+    links: Sequence[Link],
+    fabric: float,
+    outline: Outline,
+    own: Prediction,
+) -> MethodRow:
+    if method == config.outer.method:
+        return MethodRow(method, own, None)
+    try:
+        run = with_method(config, method, int(outline.hf_config.hidden_size))
+        return MethodRow(method, _predict(run, places, links, fabric, outline), None)
+    except DilocoxError as error:
+        return MethodRow(method, None, str(error))
+
+
+def budget(
+    config: RunConfig,
+    outline: Outline,
+    prediction: Prediction,
+    places: Sequence[Place],
+    links: Sequence[Link],
+    tokens: float,
+) -> Budget:
+    """Time and cost of `tokens` at the predicted speed, the exchange at the end included."""
+    sites = len(links)
+    sent_each = prediction.payload_per_token * tokens / sites
+    seconds = tokens / prediction.tokens_per_second
+    if sites > 1 and not config.exchanges_gradients:
+        codec = prediction.choice.codec
+        last = codec if parse_spec(codec).kind in SPARSE else FLUSH_CODEC
+        payload = sum(each.payload for row in parcels(config, outline.shapes, last) for each in row)
+        sent_each += (sites - 1) * payload
+        seconds += (sites - 1) * payload / min(link.rate for link in links)
+    egress = sum(sent_each * link.usd_per_gb / 1e9 for link in links)
+    rents = [_rent(place) for place in places]
+    compute = None
+    if all(rent is not None for rent in rents):
+        compute = seconds / 3600 * sum(rent for rent in rents if rent is not None)
+    return Budget(tokens, seconds, sites * sent_each, egress, compute)
+
+
+def _rent(place: Place) -> float | None:
+    """US dollars an hour for all GPUs of a site."""
+    price = place.device.usd_per_hour
+    return None if price is None else price * (1 if place.device.shared else place.gpus)

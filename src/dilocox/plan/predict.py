@@ -1,0 +1,173 @@
+"""How fast a run would go: from a run file, devices and links to tokens per second."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from dilocox.config import RunConfig
+from dilocox.errors import ConfigError
+from dilocox.outer.controller.candidates import codecs
+from dilocox.outer.controller.choice import Choice
+from dilocox.outer.controller.schedule import Crowd
+from dilocox.plan.outline import Outline
+from dilocox.plan.parcels import parcels
+from dilocox.plan.simulate import Course, Menu, SimSite, simulate
+from dilocox.plan.step import step_time
+from dilocox.plan.table import Device, Host, Link, Place
+from dilocox.plan.variants import with_sites
+
+T = TypeVar("T")
+OUTER_BYTES = 170
+"""Read and written per parameter at a boundary and a landing (dilocox.outer.state)."""
+ROUNDS = 12
+"""Simulated: enough for the controller to settle, and for some rounds after that."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A run's speed once its plans have settled. Rates are those of all sites together."""
+
+    tokens_per_second: float
+    alone: float
+    """Tokens per second of the same sites with the exchange switched off."""
+    waited_share: float
+    """Of the time, at the average site, in which training stands still for the network."""
+    choice: Choice
+    """The settled plan; for a method that exchanges gradients its inner steps are accounting."""
+    round_seconds: float
+    exchange_seconds: float
+    """Of a round in which the link is busy."""
+    payload_bytes: int
+    """That a site sends, and receives, in a round."""
+    work_seconds: float
+    """Processor seconds of a round's exchanges at the busiest rank."""
+    step_seconds: float
+    """Of an inner step at the slowest site."""
+    tokens_per_step: int
+    """Of all sites."""
+    course: Course
+
+    @property
+    def share(self) -> float:
+        """Of the speed without exchange."""
+        return self.tokens_per_second / self.alone
+
+    @property
+    def payload_per_token(self) -> float:
+        """Bytes that all sites together send for a token trained."""
+        sites = len(self.course.sites)
+        return sites * self.payload_bytes / (self.choice.inner_steps * self.tokens_per_step)
+
+
+def predict(
+    config: RunConfig,
+    device: Device | Place | Sequence[Device | Place],
+    link: Link | Sequence[Link],
+    sites: int | Sequence[str],
+    *,
+    step_seconds: float | Sequence[float] | None = None,
+    fabric: float = 12.5e9,
+    pair_rate: float | None = None,
+    rounds: int = ROUNDS,
+    outline: Outline | None = None,
+) -> Prediction:
+    """Predict the speed of `config` among `sites` sites: their number, or their names.
+
+    `device` (a whole `Place`, or a single one per rank), `link` and `step_seconds` are one for
+    all sites or one for each. `step_seconds`, if known, replaces the cost model's step. `fabric`
+    and `pair_rate` are bytes per second: of a node's network inside its site, and of the
+    narrowest path between two sites if that is narrower than their links. `outline`: of the same
+    model and layout, if it is there already. Raises `ConfigError` and `ModelError`.
+    """
+    config = with_sites(config, sites)
+    outline = Outline.of(config) if outline is None else outline
+    count = len(config.sites)
+    devices: list[Device | Place] = _each(device, count, "devices")
+    places = [
+        each if isinstance(each, Place) else Place(each, config.site.ranks, 1) for each in devices
+    ]
+    links = _each(link, count, "links")
+    if step_seconds is None:
+        scale = [config.site_batch(name) / config.site.batch_size for name in config.sites]
+        steps = [
+            step_time(config, outline, place, fabric).seconds * part
+            for place, part in zip(places, scale, strict=True)
+        ]
+    else:
+        steps = [float(each) for each in _each(step_seconds, count, "step times")]
+    sim_sites = [
+        SimSite(
+            name=name,
+            step=step,
+            tokens=config.site_batch(name) * config.data.sequence_length,
+            rate=own.rate,
+            rtt=own.rtt,
+            host=_host(config, place.device),
+            cores=place.device.cores if place.device.shared else None,
+            shards=config.site.shards,
+        )
+        for name, step, own, place in zip(config.sites, steps, links, places, strict=True)
+    ]
+    return _settled(config, sim_sites, menu_of(config, outline), rounds, pair_rate)
+
+
+def _host(config: RunConfig, device: Device) -> Host:
+    """The site's machines; boundaries and landings are the GPU's where the outer state is."""
+    if config.outer.device != "model" or device.shared:
+        return device.host
+    return replace(device.host, outer=OUTER_BYTES / device.memory_rate)
+
+
+def menu_of(config: RunConfig, outline: Outline) -> Menu:
+    """Parcels of every codec that the run may use."""
+    names = codecs(config) if config.control.adapt == "link" else [config.compression.codec]
+    return {name: parcels(config, outline.shapes, name) for name in names}
+
+
+def _settled(
+    config: RunConfig,
+    sites: Sequence[SimSite],
+    menu: Menu,
+    rounds: int,
+    pair_rate: float | None,
+) -> Prediction:
+    course = simulate(config, sites, menu, rounds, pair_rate)
+    first = course.settled()
+    last = [each[-1] for each in course.rounds]
+    total = sum(site.tokens for site in sites)
+    # Everybody waits for the slowest, with or without a network between them.
+    alone = sum(site.tokens for site in sites) / max(site.step for site in sites)
+    settled = [record for each in course.rounds for record in each[first:]]
+    choice = course.choices[-1]
+    crowd = Crowd(len(sites), config.outer.exchange)
+    often = choice.inner_steps if config.exchanges_gradients else 1
+    sent = 0
+    for row in menu[choice.codec]:
+        for each in row:
+            number, size = crowd.transfers(each.payload)
+            sent += often * number * size
+    busy = [sample.exchange_us for sample in course.samples.get(len(course.choices) - 1, [])]
+    return Prediction(
+        tokens_per_second=course.tokens_per_second,
+        alone=alone,
+        waited_share=course.waited_share,
+        choice=choice,
+        round_seconds=max(record.end - record.start for record in last),
+        exchange_seconds=max(busy, default=0) / 1e6,
+        payload_bytes=sent,
+        work_seconds=max(record.work for record in settled),
+        step_seconds=max(site.step for site in sites),
+        tokens_per_step=total,
+        course=course,
+    )
+
+
+def _each(given: T | Sequence[T], count: int, what: str) -> list[T]:
+    """One for each of `count` sites."""
+    if not isinstance(given, Sequence):
+        return [given] * count
+    if len(given) != count:
+        raise ConfigError(f"{count} sites need one or {count} {what}, not {len(given)}")
+    return list(given)

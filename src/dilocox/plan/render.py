@@ -1,0 +1,304 @@
+"""A plan as text for people, and as JSON for programs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from dilocox.display import number, size
+from dilocox.memory import GIB
+from dilocox.plan.bottleneck import sentence, shares
+from dilocox.plan.footprint import Footprint
+from dilocox.plan.planning import MethodRow, RunPlan
+from dilocox.plan.predict import Prediction
+
+SCHEMA = 1
+"""Of the JSON form; raised when a key changes its meaning or goes."""
+
+
+def as_text(plan: RunPlan) -> str:
+    """The whole plan, in a page."""
+    parts = [_headline(plan), _memory(plan), _exchange(plan), _methods(plan), _costs(plan)]
+    return "\n\n".join([*parts, sentence(plan)])
+
+
+def _headline(plan: RunPlan) -> str:
+    site, hf = plan.config.site, plan.outline.hf_config
+    tokens = plan.prediction.tokens_per_step
+    lines = [
+        f"{plan.config.run.name}: {hf.model_type}, {_count(plan.outline.parameters)} parameters, "
+        f"{_plural(len(plan.places), 'site')} x {_plural(site.stages, 'stage')} x "
+        f"{_plural(site.shards, 'shard')}"
+    ]
+    names = list(plan.config.sites)
+    told: dict[str, list[str]] = {}
+    for name, place, link in zip(names, plan.places, plan.links, strict=True):
+        used = "" if place.device.shared else f", {site.ranks} of {place.gpus} GPUs used"
+        text = f"{place.text}{used}; link {link.name or 'given'}, round trip {link.rtt * 1e3:g} ms"
+        told.setdefault(text, []).append(name)
+    lines += [f"  {_some(sites)}: {text}" for text, sites in told.items()]
+    step = plan.step
+    lines.append(
+        f"inner step: {_seconds(step.seconds)} ({_seconds(step.compute)} computing, "
+        f"{_seconds(step.bubble)} pipeline bubbles, {_seconds(step.traffic)} traffic inside the "
+        f"site, {_seconds(step.optimizer)} optimizer) for {number(tokens)} tokens"
+    )
+    return "\n".join(lines)
+
+
+def _memory(plan: RunPlan) -> str:
+    lines = [
+        "GiB per rank  layers  parameters  weights  gradients  optimizer  copies  activations"
+        "   total    host"
+    ]
+    for first, last, each in grouped(plan.footprints):
+        stages = f"stage {first}" if first == last else f"stages {first}-{last}"
+        lines.append(
+            f"{stages:12s}  {each.layers[0]:6d}  {_count(each.parameters):>10s}  "
+            f"{each.weights / GIB:7.2f}  {each.gradients / GIB:9.2f}  {each.optimizer / GIB:9.2f}  "
+            f"{each.copies / GIB:6.2f}  {each.activations / GIB:11.2f}  {each.device / GIB:6.2f}  "
+            f"{each.host / GIB:6.2f}"
+        )
+    where = "the machine's memory" if plan.places[0].device.shared else "a GPU"
+    outer = "on the GPU" if plan.footprints[0].outer_on_device else "in the host's memory"
+    lines.append(
+        f"{'fits' if plan.fits else 'DOES NOT FIT'}: {plan.needed / GIB:.1f} GiB of the "
+        f"{plan.available / GIB:.1f} GiB that training may use of {where}; outer state {outer}"
+        + ("" if plan.exact else "; activations are a lower bound")
+    )
+    for change in plan.advice:
+        verdict = "fits" if change.fits else "still does not fit"
+        lines.append(f"  {change.text}: {change.needed / GIB:.1f} GiB, {verdict}")
+    if not plan.fits and not plan.advice:
+        lines.append("  no change of the run file alone makes it fit: use more or larger GPUs")
+    return "\n".join(lines)
+
+
+def _exchange(plan: RunPlan) -> str:
+    prediction, outer = plan.prediction, plan.config.outer
+    choice = prediction.choice
+    rounds = (
+        f"a round of H = {choice.inner_steps} inner steps, F = {outer.fragments} fragments, tau = "
+        f"{choice.delay} of {choice.slots} slots, codec {choice.codec}"
+    )
+    parts = 1
+    if plan.config.exchanges_gradients:
+        rounds, parts = f"a step, codec {choice.codec}", choice.inner_steps
+    lines = [
+        f"exchange: {rounds}",
+        f"  {size(prediction.payload_bytes / parts)} out of and into each site, "
+        f"{_seconds(prediction.exchange_seconds / parts)} of link time in "
+        f"{_seconds(prediction.round_seconds / parts)}",
+    ]
+    if choice.reason:
+        lines.append(f"  controller: {choice.reason}")
+    lines.append(
+        f"predicted: {number(prediction.tokens_per_second)} tokens/s, {prediction.share:.1%} of "
+        f"the same sites without exchange, {prediction.tokens_per_second / plan.limit:.1%} of the "
+        f"compute limit of {number(plan.limit)}"
+    )
+    return "\n".join(lines)
+
+
+def _methods(plan: RunPlan) -> str:
+    rows = [["method", "tokens/s", "of no network", "over allreduce", "H", "codec", "payload/step"]]
+    base = next((r.prediction for r in plan.methods if r.method == "allreduce"), None)
+    for row in plan.methods:
+        found = row.prediction
+        if found is None:
+            continue
+        speed = "-" if base is None else f"{found.tokens_per_second / base.tokens_per_second:,.4g}x"
+        rows.append(
+            [
+                row.method,
+                f"{found.tokens_per_second:,.4g}",
+                f"{found.share:.1%}",
+                speed,
+                _steps(row),
+                found.choice.codec,
+                size(found.payload_bytes / found.choice.inner_steps),
+            ]
+        )
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = [
+        "  ".join(
+            cell.ljust(width) if index in (0, 5) else cell.rjust(width)
+            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+    lines += [
+        f"{row.method}: cannot be used here ({row.problem})" for row in plan.methods if row.problem
+    ]
+    return "\n".join(lines)
+
+
+def _steps(row: MethodRow) -> str:
+    assert row.prediction is not None
+    gradients = row.method in ("allreduce", "cocktailsgd")
+    return "1" if gradients else str(row.prediction.choice.inner_steps)
+
+
+def _costs(plan: RunPlan) -> str:
+    budget = plan.budget
+    usd = "rent unknown" if budget.compute_usd is None else f"${budget.compute_usd:,.0f} rent"
+    total = "" if budget.usd is None else f", ${budget.usd:,.0f} in all"
+    return (
+        f"{number(budget.tokens)} tokens: {_duration(budget.seconds)}, {usd}, "
+        f"${budget.egress_usd:,.2f} egress for {size(budget.egress_bytes)}{total}"
+    )
+
+
+def as_json(plan: RunPlan) -> dict[str, Any]:
+    """The plan as plain values; bytes, seconds, tokens and US dollars."""
+    prediction, budget = plan.prediction, plan.budget
+    return {
+        "schema": SCHEMA,
+        "run": plan.config.run.name,
+        "model": {
+            "type": plan.outline.hf_config.model_type,
+            "parameters": plan.outline.parameters,
+            "flops_per_token": plan.outline.flops_per_token,
+        },
+        "layout": {
+            "sites": len(plan.places),
+            "stages": plan.config.site.stages,
+            "shards": plan.config.site.shards,
+            "schedule": plan.config.site.schedule,
+            "tokens_per_step": prediction.tokens_per_step,
+        },
+        "sites": [
+            {
+                "name": name,
+                "device": place.device.name,
+                "gpus": place.gpus,
+                "up_bytes_per_second": link.up,
+                "down_bytes_per_second": link.down,
+                "rtt_seconds": link.rtt,
+            }
+            for name, place, link in zip(plan.config.sites, plan.places, plan.links, strict=True)
+        ],
+        "memory": {
+            "fits": plan.fits,
+            "needed_bytes": plan.needed,
+            "available_bytes": plan.available,
+            "exact": plan.exact,
+            "stages": [_footprint(each) for each in plan.footprints],
+            "advice": [
+                {"set": dict(change.values), "needed_bytes": change.needed, "fits": change.fits}
+                for change in plan.advice
+            ],
+        },
+        "step": {
+            "seconds": plan.step.seconds,
+            "compute": plan.step.compute,
+            "bubble": plan.step.bubble,
+            "traffic": plan.step.traffic,
+            "optimizer": plan.step.optimizer,
+        },
+        "prediction": _prediction(prediction),
+        "methods": [
+            {"method": row.method, "problem": row.problem, **_prediction(row.prediction)}
+            for row in plan.methods
+        ],
+        "limit_tokens_per_second": plan.limit,
+        "shares": vars(shares(plan)),
+        "budget": {
+            "tokens": budget.tokens,
+            "seconds": budget.seconds,
+            "compute_usd": budget.compute_usd,
+            "egress_usd": budget.egress_usd,
+            "egress_bytes": budget.egress_bytes,
+        },
+        "bottleneck": sentence(plan),
+        "sources": sorted(
+            {place.device.source for place in plan.places}
+            | {place.device.price_source for place in plan.places}
+            | {link.source for link in plan.links}
+            | {place.device.host.source for place in plan.places}
+        ),
+    }
+
+
+def _footprint(each: Footprint) -> dict[str, Any]:
+    return {
+        "stage": each.stage,
+        "layers": each.layers[0],
+        "parameters": each.parameters,
+        "weights": each.weights,
+        "gradients": each.gradients,
+        "optimizer": each.optimizer,
+        "copies": each.copies,
+        "activations": each.activations,
+        "outer": each.outer,
+        "device": each.device,
+        "host": each.host,
+    }
+
+
+def _prediction(found: Prediction | None) -> dict[str, Any]:
+    if found is None:
+        return {}
+    choice = found.choice
+    return {
+        "tokens_per_second": found.tokens_per_second,
+        "share_of_no_network": found.share,
+        "waited_share": found.waited_share,
+        "inner_steps": choice.inner_steps,
+        "slots": choice.slots,
+        "delay": choice.delay,
+        "codec": choice.codec,
+        "reason": choice.reason,
+        "round_seconds": found.round_seconds,
+        "exchange_seconds": found.exchange_seconds,
+        "payload_bytes": found.payload_bytes,
+        "work_seconds": found.work_seconds,
+    }
+
+
+def grouped(every: Sequence[Footprint]) -> list[tuple[int, int, Footprint]]:
+    """(first, last, footprint) of runs of stages that need the same, but for activations.
+
+    Of a run the fullest stage is given.
+    """
+    runs: list[tuple[int, int, Footprint]] = []
+    for each in every:
+        if runs:
+            first, last, known = runs[-1]
+            if (known.parameters, known.layers[0]) == (each.parameters, each.layers[0]):
+                fullest = max(known, each, key=lambda one: one.device)
+                runs[-1] = (first, last + 1, fullest)
+                continue
+        runs.append((each.stage, each.stage, each))
+    return runs
+
+
+def _plural(count: int, what: str) -> str:
+    return f"{count} {what}{'s' * (count != 1)}"
+
+
+def _some(names: Sequence[str]) -> str:
+    if len(names) <= 4:
+        return ", ".join(names)
+    return f"{names[0]}, {names[1]} ... {names[-1]} ({len(names)})"
+
+
+def _count(parameters: int) -> str:
+    return number(parameters).replace("G", "B")
+
+
+def _seconds(value: float) -> str:
+    for unit, scale in (("s", 1.0), ("ms", 1e-3)):
+        if value >= scale:
+            return f"{value / scale:.3g} {unit}"
+    return f"{value * 1e6:.3g} us"
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 120:
+        return _seconds(seconds)
+    if seconds < 7200:
+        return f"{seconds / 60:.0f} minutes"
+    if seconds < 3 * 86400:
+        return f"{seconds / 3600:.1f} hours"
+    return f"{seconds / 86400:,.1f} days"

@@ -1,0 +1,55 @@
+"""A link whose rate is shared evenly by all that is on its way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+
+class SharedLink:
+    """Carries transfers at `rate` bytes per second in all; `at(when, act)` plans an event.
+
+    Shares are even, as those of TCP connections roughly are. Times are seconds of the caller.
+    """
+
+    def __init__(self, rate: float, at: Callable[[float, Callable[[], None]], None]) -> None:
+        self._rate = rate
+        self._at = at
+        self._left: dict[int, tuple[float, Callable[[], None]]] = {}
+        """What each transfer has been given at its end, as `_served` counts, and what then."""
+        self._served = 0.0
+        """Bytes that a transfer which was always there would have had."""
+        self._last = 0.0
+        self._count = 0
+        self._planned = 0
+
+    def add(self, size: float, now: float, ended: Callable[[], None]) -> None:
+        """Begin a transfer of `size` bytes; `ended` is called when it is through."""
+        self._serve(now)
+        self._count += 1
+        self._left[self._count] = (self._served + size, ended)
+        self._plan(now)
+
+    def _serve(self, now: float) -> None:
+        if self._left:
+            self._served += (now - self._last) * self._rate / len(self._left)
+        self._last = now
+
+    def _plan(self, now: float) -> None:
+        """Plan the next end; earlier plans are void."""
+        if not self._left:
+            return
+        self._planned += 1
+        number = self._planned
+        first = min(self._left, key=lambda key: self._left[key][0])
+        due = max(0.0, self._left[first][0] - self._served) * len(self._left) / self._rate
+
+        def end() -> None:
+            if number != self._planned:
+                return
+            self._serve(now + due)
+            target, ended = self._left.pop(first)
+            self._served = max(self._served, target)
+            self._plan(now + due)
+            ended()
+
+        self._at(now + due, end)

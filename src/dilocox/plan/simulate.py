@@ -1,0 +1,464 @@
+"""A run as a series of events: sites compute, exchanges share the link, landings wait or not.
+
+It follows ALGORITHM.md §2 as `dilocox.outer.loop` and `dilocox.outer.worker` do it: at a slot end
+first landings, then boundaries; one thread per rank carries its stage's exchanges one after the
+other; an exchange is sent when the last site has encoded its part. All exchanges that are under way
+at a time share the narrowest link evenly. Plans come from the real controller, round by round.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from dilocox.config import RunConfig
+from dilocox.meter import Interval, busy_seconds
+from dilocox.outer.calendar import boundary_slots
+from dilocox.outer.controller.choice import Choice
+from dilocox.outer.controller.link import Sample
+from dilocox.outer.controller.schedule import Crowd
+from dilocox.plan.chooser import LOOK_BACK, Chooser
+from dilocox.plan.parcels import Parcel, Toil, round_trips, toil
+from dilocox.plan.shared_link import SharedLink
+from dilocox.plan.table import Host
+
+DIGESTED = 8
+"""Bytes per parameter whose digest the sites compare after each round: anchor and momentum."""
+SHARED_SLOWDOWN = 2.0
+"""On cores that train meanwhile, an exchange's thread gets every other slice of time."""
+Menu = Mapping[str, Sequence[Sequence[Parcel]]]
+"""Parcels by codec, stage and fragment."""
+
+
+@dataclass(frozen=True)
+class SimSite:
+    """One site of a simulated run."""
+
+    name: str
+    step: float
+    """Seconds of an inner step with nothing to wait for."""
+    tokens: int
+    """Per inner step."""
+    rate: float
+    """Payload bytes per second of its link, in the narrower direction."""
+    rtt: float
+    host: Host
+    cores: float | None = None
+    """Processor cores that computing and exchanging share; none: they do not share any."""
+    shards: int = 1
+
+
+@dataclass
+class Round:
+    """What one round of one site was like. Seconds from the start of the run."""
+
+    start: float
+    end: float = 0.0
+    waited: float = 0.0
+    received: int = 0
+    """Payload bytes; as many are sent."""
+    link: list[Interval] = field(default_factory=list)
+    """Transfers: (start, end, bytes)."""
+    overhead: float = 0.0
+    exchanges: int = 0
+    work: float = 0.0
+    """Processor seconds of the busiest rank's exchanges."""
+    steps: int = 0
+
+
+@dataclass
+class Course:
+    """A simulated run: its plans, and its rounds by site."""
+
+    sites: Sequence[SimSite]
+    choices: list[Choice]
+    rounds: list[list[Round]]
+    """By site."""
+    samples: dict[int, list[Sample]]
+
+    def settled(self) -> int:
+        """The first round from which on the plan stays the same, one for it to take effect."""
+        plans = [(c.inner_steps, c.slots, c.delay, c.codec) for c in self.choices]
+        first = len(plans) - 1
+        while first > 0 and plans[first - 1] == plans[-1]:
+            first -= 1
+        # What was sent under the plan before still lands in its first round.
+        return min(first + 1, len(plans) - 1)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all sites together, over the settled rounds."""
+        first = self.settled()
+        begin = max(rounds[first].start for rounds in self.rounds)
+        end = max(rounds[-1].end for rounds in self.rounds)
+        tokens = sum(
+            site.tokens * sum(each.steps for each in rounds[first:])
+            for site, rounds in zip(self.sites, self.rounds, strict=True)
+        )
+        return tokens / (end - begin)
+
+    @property
+    def waited_share(self) -> float:
+        """Share of the settled time in which the average site stood still for the network."""
+        return sum(map(self.waited_share_of, range(len(self.sites)))) / len(self.sites)
+
+    def waited_share_of(self, site: int) -> float:
+        """The same of one site, by its number."""
+        rounds = self.rounds[site][self.settled() :]
+        return sum(each.waited for each in rounds) / (rounds[-1].end - rounds[0].start)
+
+
+def simulate(
+    config: RunConfig,
+    sites: Sequence[SimSite],
+    menu: Menu,
+    rounds: int,
+    pair_rate: float | None = None,
+) -> Course:
+    """Play at most `rounds` rounds of a run, or all that it has.
+
+    `menu` holds the parcels of every codec that may be chosen; `pair_rate` is the narrowest link
+    between any two sites, if one is narrower than the sites' own. Raises KeyError for a codec
+    that is not in the menu.
+    """
+    return _Play(config, sites, menu, rounds, pair_rate).run()
+
+
+@dataclass(eq=False)
+class _Exchange:
+    """A fragment of a stage on its way; the same object at all sites."""
+
+    stage: int
+    fragment: int
+    parcel: Parcel
+    codec: str
+    round: int
+    ready: int = 0
+    """Sites that have encoded."""
+    sent: float = 0.0
+    ended: float = 0.0
+    done: set[int] = field(default_factory=set)
+    """Sites that have decoded."""
+    toils: list[Toil] = field(default_factory=list)
+
+
+@dataclass
+class _Site:
+    number: int
+    about: SimSite
+    slot: int = 0
+    tick: int = 0
+    round: int = 0
+    pending: list[tuple[int, _Exchange]] = field(default_factory=list)
+    """(tick of the landing, exchange)."""
+    missing: set[int] = field(default_factory=set)
+    """id() of the exchanges that it stands still for."""
+    since: float = 0.0
+    go_on: Callable[[], None] | None = None
+    debt: float = 0.0
+    """Processor seconds of exchanges that the next slot pays for."""
+    queues: dict[int, deque[_Exchange]] = field(default_factory=dict)
+    busy: dict[int, tuple[_Exchange, float]] = field(default_factory=dict)
+    """By stage: what its exchange thread is at, and since when."""
+    work: dict[int, float] = field(default_factory=dict)
+    rounds: list[Round] = field(default_factory=list)
+
+
+class _Play:
+    def __init__(
+        self,
+        config: RunConfig,
+        sites: Sequence[SimSite],
+        menu: Menu,
+        rounds: int,
+        pair_rate: float | None,
+    ) -> None:
+        self._config = config
+        self._menu = menu
+        self._most = rounds
+        self._gradients = config.exchanges_gradients
+        self._stages = config.site.stages
+        self._fragments = 1 if self._gradients else config.outer.fragments
+        self._crowd = Crowd(len(sites), config.outer.exchange)
+        sizes = {
+            codec: [[parcel.payload for parcel in row] for row in rows]
+            for codec, rows in menu.items()
+        }
+        self._chooser = Chooser(config, sizes, len(sites))
+        self._sites = [_Site(number, about) for number, about in enumerate(sites)]
+        self._choices: list[Choice] = []
+        self._first_tick = [0]
+        self._first_step = [0]
+        self._exchanges: dict[tuple[int, int, int], _Exchange] = {}
+        self._toils: dict[tuple[int, int, str], list[Toil]] = {}
+        self._samples: dict[int, list[Sample]] = {}
+        self._parked: list[_Site] = []
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._count = 0
+        self._now = 0.0
+        rates = [site.rate for site in sites]
+        if pair_rate is not None and len(sites) > 1:
+            rates.append(pair_rate * (len(sites) - 1))
+        self._link = SharedLink(min(rates), self._at)
+
+    def run(self) -> Course:
+        """Until all sites are through."""
+        for site in self._sites:
+            self._begin_round(site)
+        while self._events:
+            self._now, _, act = heapq.heappop(self._events)
+            act()
+        return Course(
+            [site.about for site in self._sites],
+            self._choices,
+            [site.rounds for site in self._sites],
+            self._samples,
+        )
+
+    def _at(self, when: float, act: Callable[[], None]) -> None:
+        self._count += 1
+        heapq.heappush(self._events, (max(when, self._now), self._count, act))
+
+    # --- a site's rounds and slots ------------------------------------------------------------
+
+    def _begin_round(self, site: _Site) -> None:
+        """Take the round's plan; wait for the sites that it depends on."""
+        if site.round >= self._most:
+            return
+        if site.round == len(self._choices):
+            # A site's `round` is the number of rounds that it is through with.
+            if min(other.round for other in self._sites) < site.round - LOOK_BACK + 1:
+                self._parked.append(site)
+                return
+            left = self._config.total_steps - self._first_step[-1]
+            if left <= 0:
+                return
+            choice = self._chooser.choose(self._samples)
+            choice = choice.shortened(left, self._config.outer.overlap)
+            self._choices.append(choice)
+            slots = choice.inner_steps if self._gradients else choice.slots
+            self._first_tick.append(self._first_tick[-1] + slots)
+            self._first_step.append(self._first_step[-1] + choice.inner_steps)
+        site.rounds.append(Round(self._now))
+        site.slot = 0
+        site.work = {}
+        self._begin_slot(site)
+
+    def _begin_slot(self, site: _Site) -> None:
+        plan = self._choices[site.round]
+        slots = plan.inner_steps if self._gradients else plan.slots
+        seconds = plan.inner_steps / slots * site.about.step + site.debt
+        site.debt = 0.0
+        self._at(self._now + seconds, lambda: self._end_slot(site, slots))
+
+    def _end_slot(self, site: _Site, slots: int) -> None:
+        """Landings, then boundaries, then landings that are due at once."""
+        site.slot += 1
+        site.tick = self._first_tick[site.round] + site.slot
+        due = self._due(site, slots)
+        # A fragment lands at the latest at its next boundary.
+        first = [
+            item
+            for item in site.pending
+            if item[0] <= site.tick or (item[1].stage, item[1].fragment) in due
+        ]
+
+        def boundaries() -> None:
+            took = self._blocking(site, [(each.stage, self._toil(each, site).land)
+                                         for _, each in first])  # fmt: skip
+            begun = [self._exchange(site, stage, fragment) for stage, fragment in due]
+            took += self._blocking(
+                site, [(each.stage, self._toil(each, site).begin) for each in begun]
+            )
+            self._at(self._now + took, lambda: self._hand_in(site, begun, slots))
+
+        self._wait(site, first, boundaries)
+
+    def _hand_in(self, site: _Site, begun: Sequence[_Exchange], slots: int) -> None:
+        plan = self._choices[site.round]
+        for each in begun:
+            site.pending.append((site.tick + plan.delay, each))
+            site.queues.setdefault(each.stage, deque()).append(each)
+            self._work_on(site, each.stage)
+        now_due = [item for item in site.pending if item[0] <= site.tick]
+
+        def land() -> None:
+            took = self._blocking(site, [(each.stage, self._toil(each, site).land)
+                                         for _, each in now_due])  # fmt: skip
+            self._at(self._now + took, lambda: self._next_slot(site, slots))
+
+        self._wait(site, now_due, land)
+
+    def _next_slot(self, site: _Site, slots: int) -> None:
+        if site.slot < slots:
+            self._begin_slot(site)
+            return
+        digest = self._blocking(site, self._digests(site)) if len(self._sites) > 1 else 0.0
+        self._at(self._now + digest, lambda: self._next_round(site))
+
+    def _digests(self, site: _Site) -> list[tuple[int, float]]:
+        """By stage: seconds for the digest of anchor and momentum, at a round's end."""
+        codec = self._choices[site.round].codec
+        return [
+            (stage, DIGESTED * sum(each.values for each in row) / site.about.host.digest)
+            for stage, row in enumerate(self._menu[codec])
+        ]
+
+    def _next_round(self, site: _Site) -> None:
+        self._end_round(site)
+        site.round += 1
+        waiting, self._parked = self._parked, []
+        for other in waiting:
+            self._begin_round(other)
+        self._begin_round(site)
+
+    def _due(self, site: _Site, slots: int) -> list[tuple[int, int]]:
+        """(stage, fragment) of the boundaries at the end of this slot."""
+        if len(self._sites) == 1:
+            return []
+        if self._gradients:
+            return [(stage, 0) for stage in range(self._stages)]
+        return [
+            (stage, fragment)
+            for stage in range(self._stages)
+            for fragment, slot in enumerate(
+                boundary_slots(stage, self._stages, self._fragments, slots)
+            )
+            if slot == site.slot
+        ]
+
+    def _blocking(self, site: _Site, parts: Sequence[tuple[int, float]]) -> float:
+        """Seconds of the training's own thread: stages side by side, on shared cores in turn."""
+        by_stage: dict[int, float] = {}
+        for stage, seconds in parts:
+            by_stage[stage] = by_stage.get(stage, 0.0) + seconds
+        if not by_stage:
+            return 0.0
+        if site.about.cores is None:
+            return max(by_stage.values())
+        return sum(by_stage.values()) * site.about.shards / site.about.cores
+
+    def _wait(
+        self, site: _Site, items: Sequence[tuple[int, _Exchange]], go_on: Callable[[], None]
+    ) -> None:
+        """Go on once all `items` are here; they are no longer pending then."""
+        site.pending = [item for item in site.pending if item not in items]
+        site.missing = {id(each) for _, each in items if site.number not in each.done}
+        if not site.missing:
+            go_on()
+            return
+        site.since = self._now
+        site.go_on = go_on
+
+    def _end_round(self, site: _Site) -> None:
+        plan, record = self._choices[site.round], site.rounds[-1]
+        record.end = self._now
+        record.steps = plan.inner_steps
+        record.work = max(site.work.values(), default=0.0)
+        seconds = record.end - record.start - record.waited
+        self._samples.setdefault(site.round, []).append(
+            Sample(
+                step_us=max(1, round(seconds / plan.inner_steps * 1e6)),
+                exchange_bytes=record.received,
+                exchange_us=round(busy_seconds(record.link) * 1e6),
+                exchanges=len(record.link),
+                overhead_us=round(record.overhead / max(1, record.exchanges) * 1e6),
+                work_us=round(record.work * 1e6),
+            )
+        )
+
+    # --- exchanges ----------------------------------------------------------------------------
+
+    def _exchange(self, site: _Site, stage: int, fragment: int) -> _Exchange:
+        key = (site.tick, stage, fragment)
+        if key not in self._exchanges:
+            codec = self._choices[site.round].codec
+            parcel = self._menu[codec][stage][fragment]
+            self._exchanges[key] = _Exchange(
+                stage, fragment, parcel, codec, site.round, toils=self._all_toils(parcel, codec)
+            )
+        return self._exchanges[key]
+
+    def _all_toils(self, parcel: Parcel, codec: str) -> list[Toil]:
+        key = (parcel.payload, parcel.values, codec)
+        if key not in self._toils:
+            self._toils[key] = [
+                toil(parcel, codec, site.about.host, len(self._sites), self._crowd.exchange)
+                for site in self._sites
+            ]
+        return self._toils[key]
+
+    def _toil(self, each: _Exchange, site: _Site) -> Toil:
+        return each.toils[site.number]
+
+    def _work_on(self, site: _Site, stage: int) -> None:
+        """Let the stage's exchange thread take the next exchange, if it is free."""
+        queue = site.queues.get(stage)
+        if stage in site.busy or not queue:
+            return
+        each = queue.popleft()
+        site.busy[stage] = (each, self._now)
+        own = self._toil(each, site)
+        site.work[stage] = site.work.get(stage, 0.0) + own.processor
+        self._charge(site, own.processor)
+
+        def encoded() -> None:
+            each.ready += 1
+            if each.ready == len(self._sites):
+                self._send(each)
+
+        self._at(self._now + own.encode * _slowdown(site.about), encoded)
+
+    def _charge(self, site: _Site, seconds: float) -> None:
+        """Work on cores that train meanwhile; who stands still anyway has them to spare."""
+        if site.about.cores is not None and not site.missing:
+            site.debt += seconds * site.about.shards / site.about.cores
+
+    def _send(self, each: _Exchange) -> None:
+        trips = round_trips(each.codec, self._crowd.exchange)
+        before = max(_overhead(site.about, trips) for site in self._sites)
+        count, size = self._crowd.transfers(each.parcel.payload)
+
+        def ended() -> None:
+            each.ended = self._now
+            for site in self._sites:
+                self._received(site, each, count * size)
+
+        def begin() -> None:
+            each.sent = self._now
+            self._link.add(count * size, self._now, ended)
+
+        self._at(self._now + before, begin)
+
+    def _received(self, site: _Site, each: _Exchange, size: int) -> None:
+        record = site.rounds[-1]
+        record.received += size
+        record.exchanges += 1
+        record.link.append((each.sent, each.ended, size))
+
+        def decoded() -> None:
+            took_up = site.busy.pop(each.stage)[1]
+            transfer = each.ended - each.sent
+            record.overhead += self._now - took_up - transfer
+            each.done.add(site.number)
+            self._work_on(site, each.stage)
+            if id(each) in site.missing:
+                site.missing.remove(id(each))
+                if not site.missing and site.go_on is not None:
+                    site.rounds[-1].waited += self._now - site.since
+                    go_on, site.go_on = site.go_on, None
+                    go_on()
+
+        self._at(self._now + self._toil(each, site).decode * _slowdown(site.about), decoded)
+
+
+def _slowdown(site: SimSite) -> float:
+    return 1.0 if site.cores is None else SHARED_SLOWDOWN
+
+
+def _overhead(site: SimSite, trips: int) -> float:
+    """Seconds of an exchange beside its transfer and its codec."""
+    shared = 0.0 if site.cores is None else SHARED_SLOWDOWN * site.host.exchange_cpu
+    return trips * site.rtt + site.host.exchange + shared

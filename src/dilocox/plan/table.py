@@ -1,0 +1,311 @@
+"""What GPUs, hosts and links are like: a small table of figures, each with its source.
+
+The package's own table is `devices.toml`; a file of the user's adds to it. All rates are turned
+into bytes, operations and seconds here, so that nothing else deals in units of data sheets.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from dilocox.config_rounds import RATE, rate_of
+from dilocox.errors import ConfigError
+
+GIB = 2**30
+LOCAL = "local"
+"""Name of the GPU or processor that `dilocox plan --calibrate` has measured."""
+WIRE_SHARE = 0.95
+"""Payload over what a link carries: TCP, IP and Ethernet headers take the rest (1,448 of 1,514
+bytes; 0.95 Gbit/s of Gloo were seen on a `tc tbf` link of 1 Gbit/s)."""
+_RATE = re.compile(RATE)
+
+
+@dataclass(frozen=True)
+class Host:
+    """What one core of a site's machines does for exchanges. Rates in bytes of fp32 per second."""
+
+    encode: Mapping[str, float]
+    """By codec without its numbers."""
+    decode: Mapping[str, float]
+    lowrank: float
+    """Multiply-adds per second with low-rank factors, beside `encode` and `decode`."""
+    average: float
+    digest: float
+    """SHA-256, bytes of payload per second."""
+    outer: float
+    """Seconds of the training's own thread per parameter and round: boundary and landing."""
+    exchange: float
+    """Seconds of an exchange beside its transfer and its codec."""
+    exchange_cpu: float
+    """Processor seconds of the same."""
+    source: str = ""
+
+
+@dataclass(frozen=True)
+class Device:
+    """One GPU, or the processors of a site without GPUs."""
+
+    name: str
+    bf16: float
+    """Peak operations per second."""
+    fp32: float
+    utilisation: float
+    memory: int
+    """Bytes that training may use."""
+    memory_rate: float
+    """Bytes per second."""
+    peer_rate: float
+    """Bytes per second, one way, to another GPU of the node."""
+    host: Host
+    usd_per_hour: float | None = None
+    source: str = ""
+    price_source: str = ""
+    shared: bool = False
+    """All ranks of a site share it: processor cores, which compute and exchange. Rates are then
+    those of one core."""
+    cores: float = 1.0
+    """`shared`: processor cores, or the quota, of a site."""
+
+    def rate(self, bf16: bool) -> float:
+        """Operations per second that training reaches where nothing waits."""
+        count = self.cores if self.shared else 1.0
+        return (self.bf16 if bf16 else self.fp32) * self.utilisation * count
+
+
+@dataclass(frozen=True)
+class Link:
+    """A site's link to the others; bytes per second on the wire."""
+
+    up: float
+    down: float
+    rtt: float = 0.0
+    """Seconds to the other sites and back."""
+    usd_per_gb: float = 0.0
+    """Price of 10^9 bytes that leave the site."""
+    name: str = ""
+    source: str = ""
+
+    @property
+    def rate(self) -> float:
+        """Payload bytes per second both ways at a time: of the narrower direction."""
+        return WIRE_SHARE * min(self.up, self.down)
+
+
+@dataclass(frozen=True)
+class Place:
+    """One site: `nodes` machines with `per_node` GPUs each."""
+
+    device: Device
+    per_node: int
+    nodes: int
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of the site."""
+        return self.per_node * self.nodes
+
+    @property
+    def text(self) -> str:
+        """As it is written on the command line."""
+        return f"{self.device.name}:{self.per_node}x{self.nodes}"
+
+
+class Table:
+    """All that is known of devices and links."""
+
+    def __init__(self, content: Mapping[str, Any], where: str) -> None:
+        self._content = content
+        self._where = where
+
+    @classmethod
+    def load(cls, *more: Path) -> Table:
+        """The package's table and those of the user, later ones on top.
+
+        Raises `ConfigError` for a file that cannot be read or has an entry that makes no sense.
+        """
+        own = files("dilocox.plan").joinpath("devices.toml").read_text("utf-8")
+        content = tomllib.loads(own)
+        for path in more:
+            for section, entries in _read(path).items():
+                if section not in content or not isinstance(entries, dict):
+                    known = ", ".join(content)
+                    raise ConfigError(f"{path}: no table [{section}] is known; use {known}")
+                content[section] = _merged(content[section], entries)
+        table = cls(content, ", ".join(map(str, more)) or "the planner's table")
+        for name in table.devices:
+            table.device(name)
+        for name in content["link"]:
+            table.link(name)
+        return table
+
+    @property
+    def devices(self) -> list[str]:
+        """Names of the devices."""
+        return sorted(self._content["gpu"])
+
+    @property
+    def defaults(self) -> Mapping[str, Any]:
+        """What is taken where neither device, link nor command line say so."""
+        found: Mapping[str, Any] = self._content["defaults"]
+        return found
+
+    @cached_property
+    def host(self) -> Host:
+        """The machines of a site."""
+        return self._host("default")
+
+    def device(self, name: str) -> Device:
+        """The device of that name. Raises `ConfigError` with the names that there are."""
+        if name not in self._content["gpu"]:
+            near = difflib.get_close_matches(name, self.devices, n=1)
+            hint = f'; did you mean "{near[0]}"?' if near else ""
+            if name == LOCAL:
+                hint = "; `dilocox plan --calibrate` measures this machine and writes it"
+            raise ConfigError(
+                f'no GPU "{name}" in {self._where}{hint} (known: {", ".join(self.devices)}; '
+                "--table FILE adds others)"
+            )
+        entry, where = self._content["gpu"][name], f"gpu.{name}"
+        every = {**self.defaults, **entry}
+        shared = bool(entry.get("shared", False))
+        total = GIB * self._number(where, every, "memory_gib")
+        if not shared:
+            reserved = GIB * self._number(where, every, "reserved_gib")
+            total = (total - reserved) * (1 - self._number(where, every, "fragmented"))
+        price = entry.get("usd_per_hour")
+        return Device(
+            name=name,
+            bf16=1e12 * self._number(where, every, "bf16_tflops"),
+            fp32=1e12 * self._number(where, every, "fp32_tflops"),
+            utilisation=self._number(where, every, "utilisation"),
+            memory=max(0, int(total)),
+            memory_rate=1e9 * self._number(where, every, "memory_gb_s"),
+            peer_rate=1e9 * self._number(where, every, "peer_gb_s"),
+            host=self._host(str(entry.get("host", "default"))),
+            usd_per_hour=None if price is None else float(price),
+            source=self._told(entry.get("source", "")),
+            price_source=self._told(entry.get("price_source", "")),
+            shared=shared,
+            cores=float(entry.get("cores", 1.0)),
+        )
+
+    def link(self, text: str, rtt: float | None = None, usd_per_gb: float | None = None) -> Link:
+        """A link by name, rate (`1gbit`) or both ways (`up/down`: `100mbit/1gbit`).
+
+        `rtt` in seconds and `usd_per_gb` replace what the table has. Raises `ConfigError`.
+        """
+        entries = self._content["link"]
+        if text in entries:
+            entry, where = {**self.defaults, **entries[text]}, f"link.{text}"
+            found = Link(
+                up=float(self._rate(where, entry["up"])),
+                down=float(self._rate(where, entry["down"])),
+                rtt=self._number(where, entry, "rtt_ms", zero=True) / 1000,
+                usd_per_gb=self._number(where, entry, "usd_per_gb", zero=True),
+                name=text,
+                source=self._told(str(entry.get("source", ""))),
+            )
+        else:
+            up, _, down = text.partition("/")
+            if not (_RATE.fullmatch(up) and (not down or _RATE.fullmatch(down))):
+                raise ConfigError(
+                    f'--link "{text}": give a rate such as 1gbit or 2.5mbit, up/down such as '
+                    f"100mbit/1gbit, or a name: {', '.join(sorted(entries))}"
+                )
+            found = Link(
+                up=float(rate_of(up)),
+                down=float(rate_of(down or up)),
+                rtt=float(self.defaults["rtt_ms"]) / 1000,
+                usd_per_gb=float(self.defaults["usd_per_gb"]),
+                name=text,
+                source=self._told(str(self.defaults["usd_per_gb_source"])),
+            )
+        if rtt is not None:
+            found = replace(found, rtt=rtt)
+        return found if usd_per_gb is None else replace(found, usd_per_gb=usd_per_gb)
+
+    def place(self, text: str, utilisation: float | None = None) -> Place:
+        """A site from `NAME:GPUSxNODES`, `NAME:GPUS` or `NAME`. Raises `ConfigError`."""
+        name, colon, shape = text.partition(":")
+        found = re.fullmatch(r"([1-9][0-9]{0,5})(?:x([1-9][0-9]{0,5}))?", shape) if colon else None
+        if colon and found is None:
+            raise ConfigError(
+                f'--gpu "{text}": write NAME:GPUSxNODES for each site, for example h100-80g:8x4 '
+                "for four nodes of eight GPUs"
+            )
+        device = self.device(name)
+        if utilisation is not None:
+            device = replace(device, utilisation=utilisation)
+        per_node, nodes = (int(found[1]), int(found[2] or 1)) if found else (1, 1)
+        return Place(device, per_node, nodes)
+
+    def fabric(self, text: str | None) -> float:
+        """Bytes per second, one way, of a node's network inside its site."""
+        chosen = str(self.defaults["fabric"]) if text is None else text
+        return float(self._rate("--fabric", chosen))
+
+    def _host(self, name: str) -> Host:
+        entry, where = self._content["host"].get(name), f"host.{name}"
+        if entry is None:
+            raise ConfigError(f"{self._where}: no [{where}]")
+        every = _merged(self._content["host"]["default"], entry)
+        return Host(
+            encode={kind: 1e9 * float(rate) for kind, rate in every["encode_gb_s"].items()},
+            decode={kind: 1e9 * float(rate) for kind, rate in every["decode_gb_s"].items()},
+            lowrank=1e9 * self._number(where, every, "lowrank_gmacs"),
+            average=1e9 * self._number(where, every, "average_gb_s"),
+            digest=1e9 * self._number(where, every, "sha256_gb_s"),
+            outer=1e-9 * self._number(where, every, "outer_ns", zero=True),
+            exchange=1e-3 * self._number(where, every, "exchange_ms", zero=True),
+            exchange_cpu=1e-3 * self._number(where, every, "exchange_cpu_ms", zero=True),
+            source=self._told(str(every.get("source", ""))),
+        )
+
+    def _told(self, source: str) -> str:
+        """`source` with the addresses of what it names in square brackets."""
+        known = self._content["sources"]
+        return re.sub(r"\[([a-z0-9-]+)\]", lambda m: str(known.get(m[1], m[0])), source)
+
+    def _rate(self, where: str, text: object) -> int:
+        if not isinstance(text, str) or not _RATE.fullmatch(text):
+            raise ConfigError(f'{where}: "{text}" is no rate such as 1gbit or 2.5mbit')
+        return rate_of(text)
+
+    def _number(
+        self, where: str, entry: Mapping[str, Any], key: str, *, zero: bool = False
+    ) -> float:
+        value = entry.get(key)
+        plain = isinstance(value, int | float) and not isinstance(value, bool)
+        if not plain or not (value > 0 or (zero and value == 0)):  # type: ignore[operator]
+            what = "missing" if value is None else f"{value!r} is no number above 0"
+            raise ConfigError(f"{self._where}: {where}.{key}: {what}")
+        return float(value)  # type: ignore[arg-type]
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise ConfigError(f"--table {path}: cannot be read ({reason})") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"--table {path}: not valid TOML: {error}") from None
+
+
+def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """`above` over `below`, table by table."""
+    merged = dict(below)
+    for key, value in above.items():
+        known = merged.get(key)
+        merged[key] = (
+            _merged(known, value) if isinstance(known, dict) and isinstance(value, dict) else value
+        )
+    return merged

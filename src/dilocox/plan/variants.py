@@ -1,0 +1,76 @@
+"""The same run with something changed: another number of sites, another method, another key."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dilocox.config import RunConfig, resolve_run
+from dilocox.methods import METHODS
+
+KEPT_OUTER = ("rounds", "steps", "device", "min_sites")
+"""Keys of `[outer]` that have nothing to do with the method."""
+
+
+def changed(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
+    """`config` with keys such as `site.stages` set, or taken out where the value is None.
+
+    Raises `ConfigError` if that cannot be.
+    """
+    raw = config.model_dump(mode="json", exclude_none=True)
+    for key, value in values.items():
+        section, _, name = key.partition(".")
+        if value is None:
+            raw[section].pop(name, None)
+        else:
+            raw[section][name] = value
+    return resolve_run(raw, where="the changed run")
+
+
+def with_sites(config: RunConfig, sites: int | Sequence[str]) -> RunConfig:
+    """The run with so many sites, or with sites of these names; those of the run file come first.
+
+    Sites beyond them are like one without settings of its own.
+    """
+    if isinstance(sites, int):
+        names = list(config.sites)[:sites]
+        number = len(names)
+        while len(names) < sites:
+            number += 1
+            if f"site-{number}" not in names:
+                names.append(f"site-{number}")
+    else:
+        names = list(sites)
+    raw = config.model_dump(mode="json", exclude_none=True)
+    own = raw["sites"]
+    raw["sites"] = {name: copy.deepcopy(own.get(name, {})) for name in names}
+    raw["outer"]["min_sites"] = min(config.outer.min_sites, len(names))
+    return resolve_run(raw, where="the planned run")
+
+
+def with_method(config: RunConfig, method: str, hidden_size: int) -> RunConfig:
+    """The run with another method and that method's own settings; its length stays.
+
+    `allreduce` sends what a ring would (`outer.exchange = "reduce"`), `dilocox-paper` has its rank
+    at a quarter of `hidden_size`, as the paper's 2,048 is of 8,192. The run file's own method is
+    left as it is. Raises `ConfigError` if the method cannot be used with this run.
+    """
+    if method == config.outer.method:
+        return config
+    raw = config.model_dump(mode="json", exclude_none=True)
+    outer = {key: raw["outer"][key] for key in KEPT_OUTER if key in raw["outer"]}
+    if "rounds" in outer:
+        outer["steps"] = outer.pop("rounds") * config.outer.inner_steps
+    raw["outer"] = {**outer, "method": method}
+    raw["compression"] = {}
+    raw["control"] = {
+        key: raw["control"][key]
+        for key in ("link", "latency", "step_seconds", "utilisation", "work")
+        if key in raw["control"]
+    }
+    if method == "allreduce":
+        raw["outer"]["exchange"] = "reduce"
+    if str(METHODS[method]["compression"]["codec"]).startswith("lowrank"):
+        raw["compression"]["codec"] = f"lowrank:{max(1, hidden_size // 4)}"
+    return resolve_run(raw, where=f"the planned run with method {method}")
