@@ -49,7 +49,9 @@ def test_help_has_examples_of_every_command(command: Command) -> None:
     assert code == 0
     named = set(re.findall(r"^    (\w+)(?: |$)", out, flags=re.MULTILINE))
     shown = set(re.findall(r"^  dilocox (\w+)", out, flags=re.MULTILINE))
-    assert named == shown == {"plan", "train", "coordinator", "join", "data", "export", "generate"}
+    assert named == shown == {
+        "train", "coordinator", "join", "lab", "plan", "data", "export", "generate",
+    }  # fmt: skip
 
 
 def test_the_examples_are_commands_that_the_parser_takes() -> None:
