@@ -65,7 +65,7 @@ def label(inner_steps: int, codec: str, share: float = 0.0) -> str:
 
 
 def _entry(inner_steps: int, codec: str, share: float = 0.0) -> Entry:
-    rate, momentum = loss.outer_rates(inner_steps)
+    rate, momentum = loss.outer_rates(inner_steps, codec)
     settings: Settings = {
         "control.adapt": "off",
         "outer.inner_steps": inner_steps,

@@ -22,7 +22,9 @@ STEPS = table()["inner_steps"]
 
 def test_the_table_is_sound() -> None:
     known = table()
-    columns = [known["local"], *known["flat"].values(), *known["outer"].values()]
+    rates = known["outer"]["flat"], known["outer"]["topk"]
+    columns = [known["local"], *known["flat"].values()]
+    columns += [of[name] for of in rates for name in ("learning_rate", "momentum")]
     assert sorted(STEPS) == STEPS
     for column in (*columns, known["delay"]["loss"], known["topk"]["loss"]):
         assert len(column) == len(STEPS)
@@ -34,8 +36,10 @@ def test_the_table_is_sound() -> None:
         assert sorted(row, reverse=True) == row
         assert min(row) > 0  # its logarithm is taken
     assert sorted(known["local"]) == known["local"]
-    for rate, momentum in zip(*known["outer"].values(), strict=True):
-        assert 0.5 <= rate / (1 - momentum) <= 4
+    for codec in ("none", *(f"topk:{kept}" for kept in known["topk"]["kept"])):
+        for steps in STEPS:
+            rate, momentum = outer_rates(steps, codec)
+            assert 0.5 <= rate / (1 - momentum) <= 4
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)
@@ -72,6 +76,11 @@ def test_points_of_the_table_and_between_them() -> None:
 def test_what_goes_with_the_inner_steps() -> None:
     assert outer_rates(1) == (1.0, 0.0)
     assert outer_rates(20) == (0.8, 0.5)
+    # What top-k withholds decays in the residual: the fewer values travel, the more they count.
+    assert outer_rates(2, "topk:82") == (0.8, 0.5)
+    assert outer_rates(2, "topk:10") == (1.6, 0.5)
+    assert outer_rates(5, "topk:5") == (2.0, 0.5)
+    assert outer_rates(5, "lowrank:8") == outer_rates(5)
     assert residual_decay("topk:64") == 0.95
     assert residual_decay("lowrank:8") == 1.0
     assert [kept_progress(*case) for case in ((20, 1.0), (20, 0.5), (5, 1.0))] == [0.65, 1.0, 1.0]

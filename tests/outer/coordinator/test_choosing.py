@@ -167,7 +167,7 @@ def test_inner_steps_add_up_whatever_is_chosen(adaptive: Adaptive) -> None:
         course.append(plan)
         if plan.kind == "flush":
             break
-        own = measured(10 ** (5 + round_ // 6 % 3))
+        own = measured(10 ** (3 + round_ // 6 % 5))
         for site in "ab":
             adaptive.round_done(site, round_, own)
     *rounds, flush = course

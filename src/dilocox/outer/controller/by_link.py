@@ -3,7 +3,7 @@
 Nothing here swings: an estimate moves only when measurements leave its band (`link`), a plan in
 force may use up what a new one has to leave free, and while it does no more than that it is kept
 unless another promises at least `WORTH` less loss. The outer learning rate
-and momentum are those that the loss table has for the chosen number of inner steps.
+and momentum are those that the loss table has for the chosen inner steps and codec.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def _choice(config: RunConfig, chosen: Candidate, reason: str) -> Choice:
     """A candidate with all that follows from it, but for what the run file pins."""
     pinned, fixed = config.control.pinned, as_the_run_file_says(config)
     share = chosen.delay / chosen.slots
-    rate, momentum = loss.outer_rates(chosen.inner_steps)
+    rate, momentum = loss.outer_rates(chosen.inner_steps, chosen.codec)
     return Choice(
         inner_steps=chosen.inner_steps,
         slots=chosen.slots,

@@ -56,11 +56,20 @@ def codec_loss(inner_steps: int, codec: str) -> float:
     return 0.0 if rows is None else _at(inner_steps, rows)
 
 
-def outer_rates(inner_steps: int) -> tuple[float, float]:
-    """(gamma, mu) that are best with so many inner steps per round."""
-    outer = table()["outer"]
-    rates = _at(inner_steps, outer["learning_rate"]), _at(inner_steps, outer["momentum"])
-    return round(rates[0], 4), round(rates[1], 4)
+def outer_rates(inner_steps: int, codec: str = "none") -> tuple[float, float]:
+    """(gamma, mu) that are best with so many inner steps per round and such a codec.
+
+    With top-k most of what a site has to say decays in its residual before its turn comes, so that
+    what travels has to count for more: gamma rises as the values kept become fewer. Raises
+    `ConfigError` for a `codec` that is no spec.
+    """
+    spec, outer = parse_spec(codec), table()["outer"]
+    rates = outer["topk" if spec.kind == "topk" else "flat"]
+    rate = _at(inner_steps, rates["learning_rate"])
+    if spec.kind == "topk":
+        rise = outer["topk"]["rise"]
+        rate *= min(rise["most"], max(1.0, rise["kept"] / spec.kept) ** rise["power"])
+    return round(rate, 4), round(_at(inner_steps, rates["momentum"]), 4)
 
 
 def residual_decay(codec: str) -> float:
