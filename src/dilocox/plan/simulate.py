@@ -14,15 +14,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from dilocox.config import RunConfig
-from dilocox.meter import Interval, busy_seconds
+from dilocox.meter import busy_seconds
 from dilocox.outer.calendar import boundary_slots
 from dilocox.outer.controller.choice import Choice
 from dilocox.outer.controller.link import Sample
 from dilocox.outer.controller.schedule import Crowd
 from dilocox.plan.chooser import LOOK_BACK, Chooser
+from dilocox.plan.course import Course, Round, SimSite
 from dilocox.plan.parcels import Parcel, Toil, round_trips, toil
 from dilocox.plan.shared_link import SharedLink
-from dilocox.plan.table import Host
 
 DIGESTED = 8
 """Bytes per parameter whose digest the sites compare after each round: anchor and momentum."""
@@ -30,84 +30,6 @@ SHARED_SLOWDOWN = 2.0
 """On cores that train meanwhile, an exchange's thread gets every other slice of time."""
 Menu = Mapping[str, Sequence[Sequence[Parcel]]]
 """Parcels by codec, stage and fragment."""
-
-
-@dataclass(frozen=True)
-class SimSite:
-    """One site of a simulated run."""
-
-    name: str
-    step: float
-    """Seconds of an inner step with nothing to wait for."""
-    tokens: int
-    """Per inner step."""
-    rate: float
-    """Payload bytes per second of its link, in the narrower direction."""
-    rtt: float
-    host: Host
-    cores: float | None = None
-    """Processor cores that computing and exchanging share; none: they do not share any."""
-    shards: int = 1
-
-
-@dataclass
-class Round:
-    """What one round of one site was like. Seconds from the start of the run."""
-
-    start: float
-    end: float = 0.0
-    waited: float = 0.0
-    received: int = 0
-    """Payload bytes; as many are sent."""
-    link: list[Interval] = field(default_factory=list)
-    """Transfers: (start, end, bytes)."""
-    overhead: float = 0.0
-    exchanges: int = 0
-    work: float = 0.0
-    """Processor seconds of the busiest rank's exchanges."""
-    steps: int = 0
-
-
-@dataclass
-class Course:
-    """A simulated run: its plans, and its rounds by site."""
-
-    sites: Sequence[SimSite]
-    choices: list[Choice]
-    rounds: list[list[Round]]
-    """By site."""
-    samples: dict[int, list[Sample]]
-
-    def settled(self) -> int:
-        """The first round from which on the plan stays the same, one for it to take effect."""
-        plans = [(c.inner_steps, c.slots, c.delay, c.codec) for c in self.choices]
-        first = len(plans) - 1
-        while first > 0 and plans[first - 1] == plans[-1]:
-            first -= 1
-        # What was sent under the plan before still lands in its first round.
-        return min(first + 1, len(plans) - 1)
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Of all sites together, over the settled rounds."""
-        first = self.settled()
-        begin = max(rounds[first].start for rounds in self.rounds)
-        end = max(rounds[-1].end for rounds in self.rounds)
-        tokens = sum(
-            site.tokens * sum(each.steps for each in rounds[first:])
-            for site, rounds in zip(self.sites, self.rounds, strict=True)
-        )
-        return tokens / (end - begin)
-
-    @property
-    def waited_share(self) -> float:
-        """Share of the settled time in which the average site stood still for the network."""
-        return sum(map(self.waited_share_of, range(len(self.sites)))) / len(self.sites)
-
-    def waited_share_of(self, site: int) -> float:
-        """The same of one site, by its number."""
-        rounds = self.rounds[site][self.settled() :]
-        return sum(each.waited for each in rounds) / (rounds[-1].end - rounds[0].start)
 
 
 def simulate(
@@ -194,6 +116,7 @@ class _Play:
         self._exchanges: dict[tuple[int, int, int], _Exchange] = {}
         self._toils: dict[tuple[int, int, str], list[Toil]] = {}
         self._samples: dict[int, list[Sample]] = {}
+        self._calendars: dict[int, dict[int, list[tuple[int, int]]]] = {}
         self._parked: list[_Site] = []
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._count = 0
@@ -247,16 +170,21 @@ class _Play:
         self._begin_slot(site)
 
     def _begin_slot(self, site: _Site) -> None:
+        """Compute until the next slot end at which something is due."""
         plan = self._choices[site.round]
         slots = plan.inner_steps if self._gradients else plan.slots
-        seconds = plan.inner_steps / slots * site.about.step + site.debt
+        landings = [when - self._first_tick[site.round] for when, _ in site.pending]
+        boundaries = self._boundaries(slots)
+        until = min(slot for slot in (*boundaries, *landings, slots) if slot > site.slot)
+        steps = (until - site.slot) * plan.inner_steps // slots
+        seconds = steps * site.about.step + site.debt
         site.debt = 0.0
-        self._at(self._now + seconds, lambda: self._end_slot(site, slots))
+        self._at(self._now + seconds, lambda: self._end_slot(site, until, slots))
 
-    def _end_slot(self, site: _Site, slots: int) -> None:
+    def _end_slot(self, site: _Site, slot: int, slots: int) -> None:
         """Landings, then boundaries, then landings that are due at once."""
-        site.slot += 1
-        site.tick = self._first_tick[site.round] + site.slot
+        site.slot = slot
+        site.tick = self._first_tick[site.round] + slot
         due = self._due(site, slots)
         # A fragment lands at the latest at its next boundary.
         first = [
@@ -316,18 +244,22 @@ class _Play:
 
     def _due(self, site: _Site, slots: int) -> list[tuple[int, int]]:
         """(stage, fragment) of the boundaries at the end of this slot."""
-        if len(self._sites) == 1:
-            return []
-        if self._gradients:
-            return [(stage, 0) for stage in range(self._stages)]
-        return [
-            (stage, fragment)
-            for stage in range(self._stages)
-            for fragment, slot in enumerate(
-                boundary_slots(stage, self._stages, self._fragments, slots)
-            )
-            if slot == site.slot
-        ]
+        return self._boundaries(slots).get(site.slot, [])
+
+    def _boundaries(self, slots: int) -> dict[int, list[tuple[int, int]]]:
+        """(stage, fragment) of all boundaries of a round, by slot."""
+        if slots not in self._calendars:
+            found: dict[int, list[tuple[int, int]]] = {}
+            if len(self._sites) > 1 and self._gradients:
+                every = [(stage, 0) for stage in range(self._stages)]
+                found = dict.fromkeys(range(1, slots + 1), every)
+            elif len(self._sites) > 1:
+                for stage in range(self._stages):
+                    when = boundary_slots(stage, self._stages, self._fragments, slots)
+                    for fragment, slot in enumerate(when):
+                        found.setdefault(slot, []).append((stage, fragment))
+            self._calendars[slots] = found
+        return self._calendars[slots]
 
     def _blocking(self, site: _Site, parts: Sequence[tuple[int, float]]) -> float:
         """Seconds of the training's own thread: stages side by side, on shared cores in turn."""

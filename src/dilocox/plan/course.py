@@ -1,0 +1,89 @@
+"""What a simulated run is made of, and what it came to: sites, their rounds, the plans."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from dilocox.meter import Interval
+from dilocox.outer.controller.choice import Choice
+from dilocox.outer.controller.link import Sample
+from dilocox.plan.table import Host
+
+
+@dataclass(frozen=True)
+class SimSite:
+    """One site of a simulated run."""
+
+    name: str
+    step: float
+    """Seconds of an inner step with nothing to wait for."""
+    tokens: int
+    """Per inner step."""
+    rate: float
+    """Payload bytes per second of its link, in the narrower direction."""
+    rtt: float
+    host: Host
+    cores: float | None = None
+    """Processor cores that computing and exchanging share; none: they do not share any."""
+    shards: int = 1
+
+
+@dataclass
+class Round:
+    """What one round of one site was like. Seconds from the start of the run."""
+
+    start: float
+    end: float = 0.0
+    waited: float = 0.0
+    received: int = 0
+    """Payload bytes; as many are sent."""
+    link: list[Interval] = field(default_factory=list)
+    """Transfers: (start, end, bytes)."""
+    overhead: float = 0.0
+    exchanges: int = 0
+    work: float = 0.0
+    """Processor seconds of the busiest rank's exchanges."""
+    steps: int = 0
+
+
+@dataclass
+class Course:
+    """A simulated run: its plans, and its rounds by site."""
+
+    sites: Sequence[SimSite]
+    choices: list[Choice]
+    rounds: list[list[Round]]
+    """By site."""
+    samples: dict[int, list[Sample]]
+
+    def settled(self) -> int:
+        """The first round from which on the plan stays the same, one for it to take effect."""
+        plans = [(c.inner_steps, c.slots, c.delay, c.codec) for c in self.choices]
+        first = len(plans) - 1
+        while first > 0 and plans[first - 1] == plans[-1]:
+            first -= 1
+        # What was sent under the plan before still lands in its first round.
+        return min(first + 1, len(plans) - 1)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all sites together, over the settled rounds."""
+        first = self.settled()
+        begin = max(rounds[first].start for rounds in self.rounds)
+        end = max(rounds[-1].end for rounds in self.rounds)
+        tokens = sum(
+            site.tokens * sum(each.steps for each in rounds[first:])
+            for site, rounds in zip(self.sites, self.rounds, strict=True)
+        )
+        return tokens / (end - begin)
+
+    @property
+    def waited_share(self) -> float:
+        """Share of the settled time in which the average site stood still for the network."""
+        return sum(map(self.waited_share_of, range(len(self.sites)))) / len(self.sites)
+
+    def waited_share_of(self, site: int) -> float:
+        """The same of one site, by its number."""
+        rounds = self.rounds[site][self.settled() :]
+        return sum(each.waited for each in rounds) / (rounds[-1].end - rounds[0].start)
