@@ -12,9 +12,8 @@ import pytest
 from dilocox.lab import Counters, LabError, Network, measuring, netns
 from dilocox.lab.netns import why_not
 from dilocox.lab.system import call
+from tests.lab.needs import needs_network
 
-REASON = why_not()
-needs_network = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 MEGABIT = 1e6
 
 

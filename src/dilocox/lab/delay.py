@@ -23,6 +23,8 @@ FASTEST_IN_ALL = 200e6
 """The same of all hosts together. It takes a sixth of a core per 100 Mbit/s."""
 LONGEST = 2.0
 """Seconds. Round trips above four seconds are no link that anyone trains over."""
+NETEM = "netem delay {microseconds}us limit 1000000"
+"""The limit is in packets: more than any link of a lab holds in that time."""
 
 
 class Delay:
@@ -123,5 +125,5 @@ def _attach_netem(layout: Layout, devices: Sequence[str], seconds: float) -> Non
     for device in devices:
         ip("-n", layout.switch, "link", "add", device, "type", "ifb")
         ip("-n", layout.switch, "link", "set", device, "up")
-    netem = f"netem delay {round(seconds * 1e6)}us limit 1000000"
+    netem = NETEM.format(microseconds=round(seconds * 1e6))
     tc(layout.switch, [f"qdisc add dev {device} root {netem}" for device in devices])

@@ -40,7 +40,7 @@ ROUND_TRIP_SLACK = 0.003
 """Seconds above twice the delay that a round trip may take, beside the tolerance of all links."""
 SPIN_SECONDS = 0.5
 TRIES = 3
-"""A link that is found slow is measured again: the machine may have been busy elsewhere."""
+"""What is found slow is measured again: the machine may have been busy elsewhere."""
 _SPIN = """\
 import sys, time
 begin, seconds = float(sys.argv[1]), float(sys.argv[2])
@@ -182,13 +182,27 @@ class Lab:
         if self._checked is not None and self._checked[0] == links:
             return self._checked[1]
         self._checked = None
-        round_trips = measuring.round_trips(self.network, self.sites)
-        if self.delay is not None:
-            self.delay.check_alive()
-            _check_round_trips(round_trips, self.delay.seconds)
-        checked = Checked(self._measured(seconds), round_trips, self.cpu_shares())
+        checked = Checked(self._measured(seconds), self._round_trips(), self.cpu_shares())
         self._checked = links, checked
         return checked
+
+    def _round_trips(self) -> dict[tuple[str, str], float]:
+        found = measuring.round_trips(self.network, self.sites)
+        if self.delay is None:
+            return found
+        for _ in range(TRIES - 1):
+            if all(_is_delayed(seconds, self.delay.seconds) for seconds in found.values()):
+                return found
+            self.delay.check_alive()
+            found = measuring.round_trips(self.network, self.sites)
+        for (one, other), seconds in found.items():
+            if not _is_delayed(seconds, self.delay.seconds):
+                raise LabError(
+                    f"{one} to {other}: a round trip takes {seconds * 1e3:.1f} ms, it must be "
+                    f"{self.delay.seconds * 2e3:g} with the delay that was asked for; is the "
+                    "machine busy?"
+                )
+        return found
 
     def _measured(self, seconds: float) -> list[Measured]:
         if not self.network.links.shaped:
@@ -245,7 +259,7 @@ class Lab:
 
     def cpu_shares(self, seconds: float = SPIN_SECONDS) -> dict[str, float]:
         """CPU cores that busy loops get at every site, at all of them at the same time."""
-        begin = time.time() + 0.5 + 0.05 * len(self.sites) / self.quota
+        begin = time.time() + 0.3 + 0.02 * len(self.sites) + 0.04 / self.quota
         python = [sys.executable, "-I", "-c", _SPIN, str(begin), str(seconds)]
         pipe = subprocess.PIPE
         spinning = {
@@ -294,11 +308,6 @@ def _quota(sites: int, asked: float | None) -> float:
     return asked
 
 
-def _check_round_trips(found: dict[tuple[str, str], float], delay: float) -> None:
-    for (one, other), seconds in found.items():
-        off = seconds - 2 * delay
-        if not 0 <= off <= 2 * delay * measuring.TOLERANCE + ROUND_TRIP_SLACK:
-            raise LabError(
-                f"{one} to {other}: a round trip takes {seconds * 1e3:.1f} ms, with a delay of "
-                f"{delay * 1e3:g} ms each way it must be {delay * 2e3:g}; is the machine busy?"
-            )
+def _is_delayed(round_trip: float, delay: float) -> bool:
+    """A round trip (seconds) is twice the delay, within what is let pass."""
+    return 0 <= round_trip - 2 * delay <= 2 * delay * measuring.TOLERANCE + ROUND_TRIP_SLACK

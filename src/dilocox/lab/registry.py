@@ -14,6 +14,7 @@ from typing import Any, TextIO, cast
 
 from dilocox.lab.layout import Layout
 from dilocox.lab.links import Links
+from dilocox.lab.shaping import apply
 from dilocox.lab.system import LabError
 
 FOLDER = Path("/run/dilocox-lab")
@@ -100,8 +101,6 @@ def change_links(owner: int, links: Links, what: str) -> None:
 
     Raises `LabError`; links and entry are as before then.
     """
-    from dilocox.lab.shaping import apply
-
     with changing(owner) as entry:
         apply(entry.layout, entry.links, links)
         entry.links = links

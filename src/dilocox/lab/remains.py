@@ -6,7 +6,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from dilocox.lab import cgroups, registry
@@ -22,17 +22,19 @@ def remove_namespace(name: str) -> None:
     """End all processes in a network namespace, but this one, and remove it if it is there."""
     if not (_NAMESPACES / name).exists():
         return
-    _end(lambda: _inside(name))
+    deadline = time.monotonic() + _PATIENCE
+    while _kill(_inside(name)) and time.monotonic() < deadline:
+        time.sleep(0.02)
     with contextlib.suppress(LabError):
         ip("netns", "del", name)
 
 
 def remove_group(group: Path) -> None:
     """End all processes in a control group and remove it if it is there."""
-    _end(lambda: cgroups.members(group))
     deadline = time.monotonic() + _PATIENCE
-    # A group is busy for a moment after the last process has gone.
     while group.exists() and time.monotonic() < deadline:
+        # One that was being started may come in at any time, and keeps the group from going.
+        _kill(cgroups.members(group))
         with contextlib.suppress(OSError):
             group.rmdir()
             return
@@ -67,18 +69,13 @@ def _namespaces() -> list[str]:
     return sorted(e.name for e in _NAMESPACES.iterdir() if owner_of(e.name) is not None)
 
 
-def _end(processes: Callable[[], Iterator[int]]) -> None:
-    """Kill what `processes` names until it names nothing more."""
-    own = os.getpid()
-    deadline = time.monotonic() + _PATIENCE
-    while time.monotonic() < deadline:
-        left = [number for number in processes() if number != own]
-        if not left:
-            return
-        for number in left:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(number, signal.SIGKILL)
-        time.sleep(0.02)
+def _kill(processes: Iterator[int]) -> bool:
+    """Kill all of `processes` but this one; true if there were any."""
+    left = [number for number in processes if number != os.getpid()]
+    for number in left:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(number, signal.SIGKILL)
+    return bool(left)
 
 
 def _inside(name: str) -> Iterator[int]:

@@ -87,7 +87,10 @@ def describe_run(result: RunResult, checked: Checked) -> list[str]:
     lines.append(
         f"between sites     {size(result.payload_bytes)} of payload, {exchange} on the wire{beyond}"
     )
-    lines.append(f"with coordinator  {control} on the wire, both ways")
+    lines.append(
+        f"with coordinator  {control} on the wire, both ways; "
+        f"{size(result.control_per_round)} of what a site sends in a measured round"
+    )
     return lines
 
 
@@ -103,6 +106,7 @@ def plain(lab: Lab, checked: Checked, result: RunResult, changes: Sequence[str])
         "payload_bytes": result.payload_bytes,
         "exchange_wire_bytes": result.exchange_wire_bytes,
         "control_bytes": result.control_bytes,
+        "control_per_round": result.control_per_round,
         "quota_cores": lab.quota,
         "quota_measured_cores": checked.cores,
         "links": [{**vars(link), "off_by": link.off_by} for link in checked.links],

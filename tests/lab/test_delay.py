@@ -1,0 +1,110 @@
+"""Delay: the round trip that is asked for, at the rate that is asked for."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+
+from dilocox.lab import Lab, LabError, delay, measuring
+from dilocox.lab.delay import Delay
+from dilocox.lab.links import Links
+from dilocox.lab.netns import Network
+from tests.lab.needs import needs_lab, needs_network
+
+
+@needs_lab
+def test_round_trips_take_twice_the_delay_and_rates_stay() -> None:
+    with Lab(["a", "b"], "20mbit", ["a-b=5mbit"], quota=0.12, delay=0.03) as lab:
+        checked = lab.verify(0.5)  # refuses what is off
+    assert 0.06 <= checked.round_trips["a", "b"] < 0.066
+    assert len(checked.links) == 6
+
+
+@needs_network
+def test_the_coordinators_host_is_as_far_away() -> None:
+    with Network(["a", "hub"]) as network:
+        held = Delay(network, 0.02)
+        try:
+            held.open()
+            found = measuring.round_trips(network, ["a", "hub"])
+        finally:
+            held.close()
+    assert 0.04 <= found["a", "hub"] < 0.05
+
+
+@needs_lab
+def test_a_relay_that_ends_is_noticed() -> None:
+    with Lab(["a", "b"], quota=0.12, delay=0.01) as lab:
+        assert lab.delay is not None
+        if not lab.delay.relayed:
+            pytest.skip("this kernel has netem, no relay is needed")
+        assert lab.delay._process is not None
+        os.kill(lab.delay._process.pid, signal.SIGKILL)
+        lab.delay._process.wait()
+        with pytest.raises(LabError, match=r"the relay that delays packets ended \(code -9\)"):
+            lab.delay.check_alive()
+
+
+@needs_lab
+def test_the_relay_refuses_links_that_it_cannot_carry() -> None:
+    with Lab(["a", "b", "c"], quota=0.12, delay=0.01) as lab:
+        assert lab.delay is not None
+        if not lab.delay.relayed:
+            pytest.skip("this kernel has netem, no relay is needed")
+        for settings in (["a=101mbit"], ["a=80mbit", "b=80mbit", "c=80mbit"]):
+            with pytest.raises(LabError, match="the relay carries 100 Mbit/s per site and 200"):
+                lab.set(*settings)
+        assert not lab.links.shaped
+        lab.set("a=100mbit", "b=100mbit")
+
+
+@needs_network
+def test_a_kernel_with_netem_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The way through an `ifb`: with `netem` where the kernel has it, else with a bucket in its
+    place, which shows that packets take that way and come back."""
+    with Network(["a", "b"]) as network:
+        there = delay.has_netem(network.layout)
+        monkeypatch.setattr(delay, "has_netem", lambda _: True)
+        if not there:
+            monkeypatch.setattr(delay, "NETEM", "tbf rate 4mbit burst 6056 limit 60000")
+        held = Delay(network, 0.02)
+        held.open()
+        found = measuring.round_trips(network, ["a", "b"])
+        network.shape(Links().changed(["a=10mbit"], ["a", "b"]))
+        send = measuring.Transfer("a up", "a", "b", 10e6, "b", False)
+        link = measuring.measure(network, [send], 0.5)[0]
+    if there:
+        assert 0.04 <= found["a", "b"] < 0.045
+        link.check()
+    else:
+        assert link.bits_per_second == pytest.approx(4e6, rel=0.05)
+
+
+@pytest.mark.parametrize("seconds", [-1.0, 2.5])
+def test_a_delay_that_makes_no_sense_is_refused(seconds: float) -> None:
+    with pytest.raises(LabError, match="choose one from 1 ms to 2 s"):
+        Lab(["a"], delay=seconds)
+
+
+@needs_network
+def test_frames_leave_in_the_order_they_came_and_not_too_early() -> None:
+    """The relay itself, without a network: a burst on one device."""
+    import socket
+    import threading
+
+    from dilocox.lab.relay import relay
+
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+    theirs.setblocking(False)
+    handle = theirs.detach()  # the thread's, for as long as this process lives
+    threading.Thread(target=relay, args=([handle], 0.05), daemon=True).start()
+    begin = time.monotonic()
+    for number in range(20):
+        ours.send(bytes([number]) * 100)
+    ours.settimeout(5)
+    frames = [ours.recv(2048) for _ in range(20)]
+    assert time.monotonic() - begin >= 0.05
+    assert [frame[0] for frame in frames] == list(range(20))

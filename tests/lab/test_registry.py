@@ -1,0 +1,74 @@
+"""The list of labs that are going on."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from dilocox.lab import registry
+from dilocox.lab.links import Line, Links
+from dilocox.lab.system import LabError
+from tests.lab.needs import needs_linux
+
+pytestmark = needs_linux
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(registry, "FOLDER", tmp_path / "labs")
+    return tmp_path / "labs"
+
+
+def test_an_entry_is_found_until_it_is_forgotten(folder: Path) -> None:
+    own = os.getpid()
+    registry.enter(["paris", "hub"], ["paris"])
+    assert registry.owners() == [own]
+    assert registry.is_alive(own)
+    assert registry.read(own).hosts == ["paris", "hub"]
+    assert folder.stat().st_mode & 0o777 == 0o700
+    with pytest.raises(LabError, match="has a lab already"):
+        registry.enter(["lyon"], ["lyon"])
+    registry.forget(own)
+    assert registry.owners() == []
+    with pytest.raises(LabError, match=f"process {own} has no lab"):
+        registry.read(own)
+    assert [entry.name for entry in folder.iterdir()] == []
+
+
+def test_what_is_changed_is_written_once_it_is_whole() -> None:
+    own = os.getpid()
+    registry.enter(["paris"], ["paris"])
+    with registry.changing(own) as entry:
+        entry.links = Links({"paris": Line(1e6, 2e6)}, {("lyon", "paris"): 5e5})
+        entry.changes.append((12.5, "paris=1mbit"))
+    found = registry.read(own)
+    assert found.links.line("paris") == Line(1e6, 2e6)
+    assert found.changes == [(12.5, "paris=1mbit")]
+    with pytest.raises(LabError, match="tc refused"):
+        _change_in_vain(own)
+    assert registry.read(own).changes == [(12.5, "paris=1mbit")]
+
+
+def _change_in_vain(owner: int) -> None:
+    with registry.changing(owner) as entry:
+        entry.changes.append((13.0, "lost"))
+        raise LabError("tc refused")
+
+
+def test_a_process_number_that_is_used_again_is_another_process() -> None:
+    own = os.getpid()
+    registry.enter(["paris"], ["paris"])
+    with registry.changing(own) as entry:
+        entry.born -= 1
+    assert not registry.is_alive(own)
+
+
+def test_a_process_without_an_entry_is_alive_while_it_is_there() -> None:
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert not registry.is_alive(child)
+    assert registry.is_alive(os.getpid())
