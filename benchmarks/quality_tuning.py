@@ -23,7 +23,7 @@ TRIAL_STEPS = 320
 SEED = 1000
 INNER_RATES = (3e-3, 6e-3, 1.2e-2)
 INNER_RATES_ALONE = (1.5e-3, 3e-3, 6e-3, 1.2e-2)
-OUTER_PAIRS = ((0.7, 0.9), (0.8, 0.5), (1.0, 0.0), (0.7, 0.7))
+OUTER_PAIRS = ((0.7, 0.9), (0.8, 0.5), (1.0, 0.0), (1.5, 0.5))
 UNTUNED_RATE = 6e-3
 
 
