@@ -16,6 +16,7 @@ import random
 import shlex
 import signal
 import statistics
+import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -120,6 +121,22 @@ def _told() -> list[str]:
         value = Path(value).name if value.startswith("/") else value
         told.append(f"{key}{equals}{value}")
     return told
+
+
+def commit() -> str | None:
+    """The commit that is measured, with + if files were changed; none without git."""
+    here = Path(__file__).parent
+    try:
+        said = subprocess.run(
+            ["git", "describe", "--always", "--dirty=+", "--exclude=*"],
+            cwd=here,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return said.stdout.strip()
 
 
 def write_json(

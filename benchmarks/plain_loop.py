@@ -3,13 +3,15 @@
 The whole Hugging Face model, bf16 autocast around each forward pass, gradients summed over
 micro-batches, `clip_grad_norm_`, fused AdamW with no weight decay on vectors, warm-up and cosine.
 Losses stay on the device until somebody asks, as a careful loop keeps them. Batches lie in memory
-beforehand, so reading costs this loop nothing.
+beforehand, so reading costs this loop nothing. What trains a model on several machines may wrap it
+(`wrap`), or hook into its optimizer.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,7 +39,8 @@ class Recipe:
 
 class PlainLoop:
     """Model and optimizer. `hf_config` is a Hugging Face configuration, `precision` the autocast
-    dtype (fp32: no autocast); parameters are fp32."""
+    dtype (fp32: no autocast); parameters are fp32. `wrap` makes the model whose forward pass is
+    called, `DistributedDataParallel` for one."""
 
     def __init__(
         self,
@@ -46,6 +49,7 @@ class PlainLoop:
         device: torch.device,
         precision: torch.dtype,
         attention: str,
+        wrap: Callable[[torch.nn.Module], torch.nn.Module] = lambda model: model,
     ) -> None:
         self._recipe = recipe
         self._device = device
@@ -54,13 +58,14 @@ class PlainLoop:
             model = AutoModelForCausalLM.from_config(
                 hf_config, attn_implementation=attention, dtype=torch.float32
             )
-        self._model = model.train()
+        self.model = model.train()
+        self._forward = wrap(self.model)
         self._parameters = list(model.parameters())
         groups: list[dict[str, Any]] = [
             {"params": [p for p in self._parameters if p.dim() > 1]},
             {"params": [p for p in self._parameters if p.dim() <= 1], "weight_decay": 0.0},
         ]
-        self._optimizer = torch.optim.AdamW(
+        self.optimizer = torch.optim.AdamW(
             groups,
             lr=recipe.learning_rate,
             betas=recipe.betas,
@@ -68,7 +73,7 @@ class PlainLoop:
             weight_decay=recipe.weight_decay,
             fused=True,
         )
-        self._schedule = torch.optim.lr_scheduler.LambdaLR(self._optimizer, self._rate)
+        self._schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self._rate)
 
     def _rate(self, step: int) -> float:
         recipe = self._recipe
@@ -88,14 +93,14 @@ class PlainLoop:
         total = torch.zeros((), device=self._device)
         for ids, targets in zip(inputs.split(rows), labels.split(rows), strict=True):
             with self._autocast():
-                logits = self._model(input_ids=ids, use_cache=False).logits
+                logits = self._forward(input_ids=ids, use_cache=False).logits
             loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten()) / count
             loss.backward()
             total += loss.detach()
         torch.nn.utils.clip_grad_norm_(self._parameters, self._recipe.clip)
-        self._optimizer.step()
+        self.optimizer.step()
         self._schedule.step()
-        self._optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad(set_to_none=True)
         return total
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:

@@ -6,12 +6,12 @@ import contextlib
 import json
 import resource
 import shutil
-import subprocess
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from common import commit
 from quality_data import Text
 from quality_jobs import Job
 from quality_rows import BATCH, MODEL, REGIMES, uplink
@@ -172,19 +172,3 @@ def plans(changes: list[Row], rounds: int) -> str | None:
         name = f"{plan['codec']} H={plan['inner_steps']}"
         counts[name] = counts.get(name, 0) + end - start
     return ", ".join(f"{name} x{count}" for name, count in counts.items()) or None
-
-
-def commit() -> str | None:
-    """The commit that is measured, with + if files were changed; none without git."""
-    here = Path(__file__).parent
-    try:
-        said = subprocess.run(
-            ["git", "describe", "--always", "--dirty=+", "--exclude=*"],
-            cwd=here,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return said.stdout.strip()

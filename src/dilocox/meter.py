@@ -118,6 +118,8 @@ class RoundMeter:
             "wait_share": shared.wait_seconds / seconds if seconds > 0 else 0.0,
             "exchange_seconds": shared.exchange_seconds,
             "exchange_work_seconds": shared.work_seconds,
+            "link_bytes": sum(size for _, _, size in shared.link),
+            "link_seconds": busy_seconds(shared.link),
             "payload_bytes": int(payload),
             "allreduce_bytes": int(steps * dense),
             "ratio_per_transfer": 4 * shared.values * factor / payload if payload else 0.0,

@@ -1,0 +1,229 @@
+"""What the WAN benchmark measures: one model, links by how slow they make synchronous training,
+methods and peers, and how long each is measured.
+
+A link is named by its ratio: the time in which synchronous training's gradients cross it (fp32,
+2(D-1)/D of them per site, protocol headers included) over the time of an inner step. Everything
+else that takes time on the link is known from that, in inner steps: so runs are made as long as
+they need to be, on any machine.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from dilocox.lab.shaping import FRAME_BYTES, SEGMENT_BYTES
+
+Settings = dict[str, Any]
+
+MODEL: Settings = {
+    "model_type": "qwen3",
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": True,
+}
+VOCABULARY = 1024
+SEQUENCE_LENGTH = 64
+SEQUENCES = 16
+"""Per step, over all sites: few tokens for so many parameters, so that a step is short and a link
+that is 400 times too slow for it is still one of a few Mbit/s."""
+RATIO = 400
+"""At this one `allreduce` must keep at most 0.3 %, and `dilocox` 97 %."""
+RATIOS = (RATIO // 10, RATIO, RATIO * 10)
+SITES = ("paris", "lyon", "nice", "lille")
+NONE, ALONE = "none", "peers alone"
+"""No exchange: the engine, and the loop of the peers."""
+OURS, SYNCHRONOUS = "dilocox", "allreduce"
+
+Kind = Literal["engine", "peer"]
+
+
+@dataclass(frozen=True)
+class Method:
+    """A method of the engine, or a peer's script."""
+
+    name: str
+    kind: Kind
+    inner_steps: int
+    """H: steps in a cycle; of `dilocox`, whose controller chooses it, of the first rounds."""
+    bits: float = 32.0
+    """Per value of a payload, roughly: how long a cycle on the link takes."""
+    overlaps: bool = False
+    """Its exchange goes on beside computation."""
+    settings: Settings = field(default_factory=dict)
+    """Keys of the run file, `section.key`; of a peer, of its job."""
+    script: str = ""
+    warm_up: int = 1
+    """Cycles that are not measured."""
+    dense_warm_up: int = 0
+    """Steps of the warm-up that send everything."""
+
+    def cycle_steps(self, ratio: float) -> float:
+        """Time of a cycle on a link, in inner steps."""
+        link = ratio * self.bits / 32
+        return max(self.inner_steps, link) if self.overlaps else self.inner_steps + link
+
+    def cycles(self, ratio: float, least: float) -> int:
+        """Cycles that take as long as `least` inner steps, one at least."""
+        return max(1, math.ceil(least / self.cycle_steps(ratio)))
+
+
+METHODS = (
+    Method(
+        SYNCHRONOUS,
+        "engine",
+        1,
+        settings={"outer.method": "allreduce", "outer.inner_steps": 1},
+    ),
+    Method(
+        "cocktailsgd",
+        "engine",
+        1,
+        0.17,
+        overlaps=True,
+        warm_up=3,
+        settings={"outer.method": "cocktailsgd", "outer.inner_steps": 1},
+    ),
+    Method("diloco", "engine", 500, settings={"outer.method": "diloco"}),
+    Method("opendiloco", "engine", 500, 16, settings={"outer.method": "opendiloco"}),
+    Method("intellect1", "engine", 100, 8.2, settings={"outer.method": "intellect1"}),
+    Method("sparseloco", "engine", 30, 0.17, settings={"outer.method": "sparseloco"}, warm_up=2),
+    Method(
+        "dilocox-paper",
+        "engine",
+        125,
+        3.5,
+        overlaps=True,
+        settings={"outer.method": "dilocox-paper", "compression.codec": "lowrank:32"},
+        warm_up=2,
+    ),
+    Method(OURS, "engine", 20, 4.2, overlaps=True, settings={"outer.method": "dilocox"}),
+    Method("ddp", "peer", 1, script="ddp"),
+    Method(
+        "ddp-powersgd",
+        "peer",
+        1,
+        1.0,
+        script="powersgd",
+        settings={"rank": 1},
+        warm_up=3,
+        dense_warm_up=2,
+    ),
+    Method("torchft-diloco", "peer", 500, script="torchft_diloco"),
+    Method(
+        "torchft-streaming",
+        "peer",
+        100,
+        script="torchft_streaming",
+        overlaps=True,
+        settings={"fragments": 4, "delay": 24, "keep": 0.5},
+    ),
+)
+"""H as published, PowerSGD at its least rank, Streaming DiLoCo at the longest delay that torchft
+takes: nobody is slowed down by what is chosen here. What they cost in loss is `quality.py`'s
+business."""
+QUICK = (SYNCHRONOUS, OURS, "dilocox-paper", "ddp", "ddp-powersgd", "torchft-diloco")
+BY_NAME = {method.name: method for method in METHODS}
+
+NO_EXCHANGE: Settings = {
+    "outer.method": "diloco",
+    "outer.inner_steps": 200,
+    "outer.slots": 1,
+    "outer.overlap": "none",
+}
+"""Each site in a run of its own: inner steps, and an outer step every 200 of them. A shorter round,
+or the codecs of `dilocox` with nobody to send to, would make the reference slower."""
+NO_EXCHANGE_ROUNDS = 3
+
+
+@dataclass(frozen=True)
+class Case:
+    """One measurement."""
+
+    sites: int
+    ratio: int
+    method: str
+    """Of `METHODS`, `NONE` or `ALONE`."""
+    block: int
+
+    @property
+    def key(self) -> dict[str, Any]:
+        """What tells rows apart."""
+        return {
+            "sites": self.sites,
+            "ratio": self.ratio,
+            "method": self.method,
+            "block": self.block,
+        }
+
+
+@dataclass(frozen=True)
+class Extent:
+    """How much is measured: blocks by method, and how long each, in inner steps."""
+
+    core_blocks: int
+    """Of no exchange and `dilocox` at the link of `RATIO`."""
+    core_blocks_elsewhere: int
+    other_blocks: int
+    other_blocks_slowest: int
+    """At links slower than `RATIO`, where a step of synchronous training takes minutes."""
+    ours_steps: int
+    """Inner steps of a run of `dilocox`; the first half is not measured."""
+    least_steps: int
+    """Others are measured for at least as long as so many inner steps take."""
+    ratios: tuple[int, ...]
+    sites: tuple[int, ...]
+    methods: tuple[str, ...]
+
+
+FULL = Extent(8, 4, 2, 1, 1600, 600, RATIOS, (2, 4), tuple(BY_NAME))
+SHORT = Extent(3, 0, 1, 0, 800, 300, (RATIO,), (2,), QUICK)
+
+
+def cases(extent: Extent) -> list[Case]:
+    """All measurements in their order: block after block of each link, every second one backwards.
+
+    With more than two sites only the link of `RATIO` is measured.
+    """
+    found = []
+    for sites in extent.sites:
+        for ratio in extent.ratios if sites == 2 else (RATIO,):
+            core = extent.core_blocks if ratio == RATIO else extent.core_blocks_elsewhere
+            others = extent.other_blocks_slowest if ratio > RATIO else extent.other_blocks
+            for block in range(max(core, others)):
+                inside = [NONE, OURS] if block < core else []
+                if block < others:
+                    rest = [name for name in extent.methods if name != OURS]
+                    peers = any(BY_NAME[name].kind == "peer" for name in rest)
+                    inside += [*rest, *([ALONE] if peers else [])]
+                inside = inside if block % 2 == 0 else inside[::-1]
+                found += [Case(sites, ratio, name, block) for name in inside]
+    return found
+
+
+def synchronous_bits(parameters: int, sites: int) -> float:
+    """What a site's link carries, headers included, when fp32 gradients of so many parameters are
+    averaged over `sites` with the least traffic: 2(D-1)/D of them."""
+    payload = 4 * parameters * 2 * (sites - 1) / sites
+    return payload * 8 * FRAME_BYTES / SEGMENT_BYTES
+
+
+def link_of(ratio: float, parameters: int, sites: int, step_seconds: float) -> float:
+    """Bits per second, two digits, of the link with that ratio, or a slightly greater one.
+
+    Rounded down, so that the ratio is reached.
+    """
+    rate = synchronous_bits(parameters, sites) / (ratio * step_seconds)
+    unit = 10.0 ** (math.floor(math.log10(rate)) - 1)
+    return math.floor(rate / unit) * unit
+
+
+def batch(sites: int) -> int:
+    """Sequences per step and site."""
+    return SEQUENCES // sites

@@ -1,0 +1,174 @@
+"""One measurement of the WAN benchmark: a run of the engine at the sites of a lab, with or without
+exchange."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from wan_grid import (
+    MODEL,
+    NO_EXCHANGE,
+    NO_EXCHANGE_ROUNDS,
+    SEQUENCE_LENGTH,
+    SITES,
+    VOCABULARY,
+    Extent,
+    Method,
+    Settings,
+    batch,
+)
+
+import dilocox
+from dilocox.config import RunConfig
+from dilocox.lab import Lab, LabError
+from dilocox.lab.results import Record, RunResult, rounds_by_site
+from dilocox.lab.running import Run, check, finish, in_lab, run_alone
+
+Row = dict[str, Any]
+LINK_TIMEOUT = 1800.0
+"""Seconds. The whole model in fp32 takes minutes on the slowest link, as a single piece."""
+
+
+def configuration(folder: Path, sites: int, settings: Settings, steps: int) -> RunConfig:
+    """The run file of a measurement: the model and nothing else to do but to train it.
+
+    Raises `ConfigError`.
+    """
+    raw: dict[str, Any] = {
+        "run": {"name": "wan", "folder": str(folder / "run")},
+        "model": {"architecture": dict(MODEL)},
+        "data": {
+            "source": "python-stdlib",
+            "folder": str(folder / "data"),
+            "vocabulary_size": VOCABULARY,
+            "sequence_length": SEQUENCE_LENGTH,
+            "max_documents": 200,
+            "validation_sequences": 2,
+        },
+        "site": {
+            "batch_size": batch(sites),
+            "micro_batch_size": batch(sites),
+            "threads": 1,
+            "device": "cpu",
+            "precision": "fp32",
+        },
+        "outer": {"steps": steps},
+        "network": {"link_timeout": LINK_TIMEOUT},
+        "checkpoint": {"every_rounds": 0},
+        "evaluation": {"completion_tokens": 0},
+        "sites": {name: {} for name in SITES[:sites]},
+    }
+    for key, value in settings.items():
+        section, _, name = key.partition(".")
+        raw.setdefault(section, {})[name] = value
+    return dilocox.resolve_run(raw, where="wan benchmark")
+
+
+def engine_settings(method: Method, sites: int) -> Settings:
+    """What the run file of a method has. With more than two sites dense vectors are averaged in
+    parts, as all-reduce does; with two both ways send the same bytes."""
+    settings = dict(method.settings)
+    dense = method.bits > 8 and not method.overlaps
+    if sites > 2 and dense:
+        settings["outer.exchange"] = "reduce"
+    if "outer.inner_steps" not in settings and method.name != "dilocox":
+        settings["outer.inner_steps"] = method.inner_steps
+    return settings
+
+
+def measure_none(lab: Lab, folder: Path) -> Row:
+    """Every site in a run of its own, at the same time: no exchange."""
+    steps = NO_EXCHANGE_ROUNDS * int(NO_EXCHANGE["outer.inner_steps"])
+    config = configuration(folder, len(lab.sites), NO_EXCHANGE, steps)
+    found = run_alone(lab, config, overwrite=True, warm_up=1)
+    return {
+        "tokens_per_second": sum(result.tokens_per_second for result in found.values()),
+        "seconds": statistics.fmean(result.window.seconds for result in found.values()),
+        "steps": steps - int(NO_EXCHANGE["outer.inner_steps"]),
+        "inner_steps": int(NO_EXCHANGE["outer.inner_steps"]),
+        "wire_bytes": statistics.fmean(
+            site.wire_per_round for result in found.values() for site in result.sites.values()
+        ),
+    }
+
+
+def measure_engine(
+    lab: Lab, folder: Path, method: Method, ratio: float, extent: Extent, trace: bool = False
+) -> Row:
+    """All sites in one run of a method. Raises `LabError`."""
+    sites = len(lab.sites)
+    settings = engine_settings(method, sites)
+    if method.name == "dilocox":
+        steps = extent.ours_steps
+    else:
+        steps = method.inner_steps * (method.warm_up + method.cycles(ratio, extent.least_steps))
+    config = in_lab(lab, configuration(folder, sites, settings, steps))
+    check(config)
+    checked = lab.verify()
+    run = Run(lab, config, overwrite=True, trace=trace)
+    finish(lab, [run])
+    run.new_records()
+    warm_up = method.warm_up
+    if method.name == "dilocox":
+        warm_up = first_after(run.records, lab.sites, steps // 2)
+    result = run.result(warm_up)
+    link = statistics.fmean(one.bits_per_second for one in checked.links)
+    return engine_row(result, link)
+
+
+def first_after(records: Sequence[Record], sites: Sequence[str], steps: int) -> int:
+    """The first round that begins after so many inner steps: what is before it is not measured."""
+    for record in rounds_by_site(records, sites)[sites[0]]:
+        if record["step"] - record["steps"] >= steps:
+            return int(record["round"])
+    raise LabError(f"no round begins after {steps} inner steps: the run is too short")
+
+
+def engine_row(result: RunResult, link: float) -> Row:
+    """What a run came to on links of `link` bits per second."""
+    window = result.window
+    measured = [
+        record
+        for record in result.records
+        if record["kind"] == "round"
+        and record.get("site")
+        and window.first <= record["round"] <= window.last
+    ]
+    received = sum(record["link_bytes"] for record in measured)
+    receiving = sum(record["link_seconds"] for record in measured)
+    sites = len(result.sites)
+    return {
+        "tokens_per_second": result.tokens_per_second,
+        "seconds": window.seconds,
+        "steps": sum(record["steps"] for record in measured) // sites,
+        "inner_steps": sum(record["steps"] for record in measured) / len(measured),
+        "payload_bytes": statistics.fmean(s.payload_per_round for s in result.sites.values()),
+        "wire_bytes": statistics.fmean(s.wire_per_round for s in result.sites.values()),
+        "wait_share": statistics.fmean(s.wait_share for s in result.sites.values()),
+        "work_share": sum(r["exchange_work_seconds"] for r in measured) / sites / window.seconds,
+        "efficiency": received * 8 / (link * receiving) if receiving else None,
+        "plan": plans(result.records, window.first, window.last),
+        "reason": last_reason(result.records, window.last),
+    }
+
+
+def plans(records: Sequence[Record], first: int, last: int) -> str:
+    """The plans of rounds `first` to `last`, each with its number of rounds, by first use."""
+    changes = [record for record in records if record["kind"] == "plan"]
+    ends = [change["round"] for change in changes[1:]] + [last + 1]
+    counts: dict[str, int] = {}
+    for change, end in zip(changes, ends, strict=False):
+        rounds = min(end, last + 1) - max(change["round"], first)
+        if rounds > 0:
+            name = f"{change['codec']} H={change['inner_steps']} delay={change['delay']}"
+            counts[name] = counts.get(name, 0) + rounds
+    return ", ".join(f"{name} x{count}" for name, count in counts.items())
+
+
+def last_reason(records: Sequence[Record], last: int) -> str:
+    """Why the plan of round `last` is what it is."""
+    said = [r for r in records if r["kind"] == "plan" and r["round"] <= last and r.get("reason")]
+    return str(said[-1]["reason"]) if said else ""
