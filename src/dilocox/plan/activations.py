@@ -7,12 +7,14 @@ that will run, not of a formula.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import masking_utils
 
 from dilocox.config import RunConfig
 from dilocox.memory import activation_bytes
@@ -72,7 +74,7 @@ def _saved(config: RunConfig, outline: Outline, head: bool) -> int:
         dtype=torch.bfloat16 if bf16 and sharded else torch.float32,
     )
     chunk.train()
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    with _one_sequence_per_row(), FakeTensorMode(allow_non_fake_inputs=True):
         chunk.to_empty(device="cpu")
         inputs = torch.empty(
             rows,
@@ -88,25 +90,39 @@ def _saved(config: RunConfig, outline: Outline, head: bool) -> int:
                 hidden = chunk(inputs)
             return mean_cross_entropy(hidden, labels) if head else hidden
 
-        return _count_saved(forward, chunk)
+        saved = _count_saved(forward, chunk)
+    # Autocast casts each matrix once for all micro-batches, and its products save the cast.
+    matrices = sum(p.numel() for p in chunk.parameters() if p.dim() == 2)
+    return saved - (2 * matrices if bf16 and not sharded else 0)
+
+
+@contextmanager
+def _one_sequence_per_row() -> Iterator[None]:
+    """Tell transformers what it sees by itself from real tensors: rows are not packed sequences.
+
+    Of fake tensors it cannot know, and would build masks that no run of ours has.
+    """
+    name = "find_packed_sequence_indices"
+    known = getattr(masking_utils, name, None)
+    if known is None:
+        yield
+        return
+    setattr(masking_utils, name, lambda _positions: None)
+    try:
+        yield
+    finally:
+        setattr(masking_utils, name, known)
 
 
 def _count_saved(forward: Callable[[], Any], module: torch.nn.Module) -> int:
-    """Bytes of all storages that autograd saves in `forward`, those of `module` left out.
-
-    Casts of parameters, which autocast makes once for all micro-batches, are recognised by their
-    shape and left out as well.
-    """
+    """Bytes of all storages that autograd saves in `forward`, parameters of `module` left out."""
     own = {parameter.untyped_storage()._cdata for parameter in module.parameters()}
-    shapes = {tuple(p.shape) for p in module.parameters() if p.dim() == 2}
-    shapes |= {shape[::-1] for shape in shapes}
     found: dict[int, int] = {}
     alive: list[Any] = []
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
-        cast = tensor.dim() == 2 and tuple(tensor.shape) in shapes
-        if storage._cdata not in own and not cast:
+        if storage._cdata not in own:
             found[storage._cdata] = storage.nbytes()
             alive.append(tensor)  # so that no other storage gets the same address
         return tensor

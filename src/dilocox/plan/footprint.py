@@ -16,6 +16,7 @@ from dilocox.plan.activations import Kept, kept
 from dilocox.plan.outline import Outline
 from dilocox.plan.table import Place
 from dilocox.plan.variants import changed
+from dilocox.site.pipeline import ZERO_BUBBLE
 
 
 @dataclass(frozen=True)
@@ -99,8 +100,10 @@ def needed(places: Sequence[Footprint], place: Place, config: RunConfig) -> int:
 def in_flight(config: RunConfig, stage: int) -> int:
     """Micro-batches, counted by chunk, whose activations a rank of `stage` holds at its peak.
 
-    As PyTorch's schedules warm up: `1f1b` one per later stage and its own; interleaved ones a
+    As PyTorch's schedules warm up: `1f1b` one per later stage and its own; `interleaved-1f1b` a
     round of all stages for each further chunk, and two per later stage; `gpipe` all of them.
+    Zero-bubble schedules hold on to what the weights' half of the backward pass needs: one for each
+    stage and chunk.
     """
     site = config.site
     count, stages, chunks = site.micro_batches, site.stages, site.chunks
@@ -110,8 +113,8 @@ def in_flight(config: RunConfig, stage: int) -> int:
         return count
     if site.schedule == "1f1b":
         return min(count, stages - stage)
-    if site.schedule == "zbv":
-        return min(count * chunks, 2 * stages)
+    if site.schedule in ZERO_BUBBLE:
+        return min(count, stages) * chunks
     warm = (chunks - 1) * stages + 2 * (stages - 1 - stage) + 1
     return min(count * chunks, warm)
 

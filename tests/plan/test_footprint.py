@@ -1,0 +1,154 @@
+"""Memory of a rank, part by part, against figures worked by hand; and what is advised."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from dilocox.config import RunConfig
+from dilocox.plan.activations import Kept
+from dilocox.plan.footprint import Footprint, advice, counted, footprints, needed
+from dilocox.plan.outline import Outline
+from dilocox.plan.table import Device, Place
+from tests.plan.runs import EMBEDDING, LAYER, device, run
+
+EACH = Kept(layer=1000, entry=100, head=5000, exact=True)
+
+
+def of(config: RunConfig, place: Place | None = None) -> list[Footprint]:
+    return footprints(config, Outline.of(config), place or Place(device(), 8, 1), EACH)
+
+
+def test_one_rank_by_hand() -> None:
+    # AdamW: 4 bytes each of parameter, gradient and two moments; bf16 casts of all parameters.
+    (found,) = of(run())
+    whole = 4 * LAYER + 2 * EMBEDDING + 32
+    assert found.parameters == whole
+    assert (found.weights, found.gradients, found.optimizer) == (4 * whole, 4 * whole, 8 * whole)
+    assert found.copies == 2 * whole
+    # Four layers of the one micro-batch at a time, and the head of one.
+    assert found.activations == 4 * 1000 + 5000
+    # dilocox: anchor, momentum, reference, residual, a quarter of the model in flight.
+    assert found.outer == 17 * whole
+    assert not found.outer_on_device
+    assert found.device == 18 * whole + 9000
+    assert found.host == 17 * whole
+
+
+def test_optimizers_and_where_the_outer_state_is() -> None:
+    whole = 4 * LAYER + 2 * EMBEDDING + 32
+    (muon,) = of(run(inner={"optimizer": "muon"}))
+    assert muon.optimizer == 4 * whole
+    (plain,) = of(run(inner={"optimizer": "sgd"}, site={"precision": "fp32"}))
+    assert plain.optimizer == plain.copies == 0
+    (inside,) = of(run(outer={"device": "model"}))
+    assert inside.host == 0
+    assert inside.device == 18 * whole + 9000 + 17 * whole
+    (dense,) = of(run(outer={"method": "diloco"}))
+    assert dense.outer == 16 * whole  # no residual, but the whole model in flight
+
+
+def test_shards_in_a_pipeline_gather_parameters_and_sum_whole_gradients() -> None:
+    config = run(site={"stages": 2, "shards": 2, "batch_size": 8, "micro_batch_size": 1})
+    first, last = of(config)
+    parameters = 2 * LAYER + EMBEDDING
+    assert first.parameters == parameters
+    assert first.weights == 4 * parameters // 2
+    assert first.optimizer == 8 * parameters // 2
+    assert first.copies == 2 * parameters
+    assert first.gradients == 4 * parameters + 4 * parameters // 2
+    # 1F1B: the first of two stages holds two micro-batches of its two layers.
+    assert first.activations == 2 * 2 * 1000
+    assert last.activations == 2 * 1000 + 5000
+
+
+def test_shards_of_one_stage_gather_two_layers_at_a_time() -> None:
+    (found,) = of(run(site={"shards": 4, "micro_batch_size": 2}))
+    whole = 4 * LAYER + 2 * EMBEDDING + 32
+    assert found.weights == 4 * (whole // 4)
+    assert found.copies == 2 * (2 * LAYER + 2 * EMBEDDING + 32) + 4 * LAYER
+
+
+def test_checkpointing_keeps_entries_and_one_layer() -> None:
+    config = run(
+        model={"activation_checkpointing": True},
+        site={"stages": 2, "batch_size": 8, "micro_batch_size": 1},
+    )
+    first, last = of(config)
+    assert first.activations == 2 * 2 * 100 + 1000
+    assert last.activations == 2 * 100 + 1000 + 5000
+
+
+def test_a_processor_holds_all_ranks_of_its_site() -> None:
+    config = run(site={"stages": 2, "shards": 2, "batch_size": 8, "micro_batch_size": 1})
+    place = Place(device(shared=True), 1, 1)
+    found = of(config, place)
+    assert all(each.outer_on_device for each in found)
+    assert needed(found, place, config) == 2 * sum(each.device for each in found)
+    gpu = Place(device(), 4, 1)
+    ranks = of(config, gpu)
+    assert needed(ranks, gpu, config) == max(each.device for each in ranks)
+
+
+# --- what to change ------------------------------------------------------------------------------
+
+
+def tight(config: RunConfig, share: float) -> tuple[Outline, Place]:
+    """A place whose GPUs have `share` of what the run needs."""
+    outline = Outline.of(config)
+    place = Place(device(), 8, 1)
+    bytes_ = needed(footprints(config, outline, place, counted(config, outline)), place, config)
+    smaller: Device = device(memory=int(bytes_ * share))
+    return outline, Place(smaller, 8, 1)
+
+
+def test_advice_is_computed_and_makes_it_fit() -> None:
+    config = run(
+        site={"batch_size": 8, "micro_batch_size": 8},
+        data={"sequence_length": 64, "tokenizer": "given"},
+    )
+    outline, place = tight(config, 0.7)
+    found = advice(config, outline, place)
+    assert 1 <= len(found) <= 3
+    for change in found:
+        assert change.fits
+        assert change.needed <= place.device.memory
+        assert change.text.startswith("--set ")
+    # Half the micro-batch costs training nothing but bubbles: it comes first.
+    assert found[0].values == {"site.micro_batch_size": 4}
+
+
+def test_where_one_change_does_not_do_they_are_taken_together() -> None:
+    config = run(
+        site={"batch_size": 8, "micro_batch_size": 8},
+        data={"sequence_length": 64, "tokenizer": "given"},
+    )
+    outline, place = tight(config, 0.12)
+    (found,) = advice(config, outline, place)
+    assert len(found.values) > 1
+    assert found.fits
+    assert found.text.count("--set") == len(found.values)
+
+
+def test_where_nothing_helps_enough_it_says_so() -> None:
+    config = run(site={"batch_size": 8, "micro_batch_size": 2})
+    outline, place = tight(config, 0.0001)
+    found = advice(config, outline, place)
+    assert [change.fits for change in found] == [False]
+
+
+@pytest.mark.parametrize(
+    ("changes", "first"),
+    [
+        ({"outer": {"device": "model"}}, {"outer.device": "cpu"}),
+        (
+            {"site": {"schedule": "gpipe", "stages": 2, "batch_size": 8, "micro_batch_size": 1}},
+            {"site.schedule": "1f1b"},
+        ),
+    ],
+)
+def test_the_cheapest_change_comes_first(changes: dict[str, Any], first: dict[str, Any]) -> None:
+    config = run(**changes)
+    outline, place = tight(config, 0.95)
+    assert dict(advice(config, outline, place)[0].values) == first

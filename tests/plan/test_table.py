@@ -1,0 +1,137 @@
+"""Figures of devices and links: read, extended, refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dilocox.errors import ConfigError
+from dilocox.plan.table import WIRE_SHARE, Table
+
+KNOWN = Table.load()
+
+
+def more(folder: Path, text: str) -> Table:
+    path = folder / "more.toml"
+    path.write_text(text, encoding="utf-8")
+    return Table.load(path)
+
+
+def test_every_entry_can_be_used_and_has_its_source() -> None:
+    assert len(KNOWN.devices) >= 8
+    for name in KNOWN.devices:
+        found = KNOWN.device(name)
+        assert found.source, name
+        assert found.price_source, name
+        # Names of sources are replaced by their addresses.
+        assert "[" not in found.source + found.price_source
+        assert 10e9 < found.memory < 200e9
+        assert 5e13 < found.bf16 < 5e15
+        assert found.rate(bf16=True) == 0.4 * found.bf16
+
+
+def test_units_of_a_device_worked_by_hand() -> None:
+    found = KNOWN.device("a800-40g")
+    assert found.bf16 == 312e12
+    assert found.memory_rate == 1555e9
+    assert found.peer_rate == 200e9
+    # 39.5 GiB less 1.5 for CUDA and NCCL, less 3 % for fragmentation
+    assert found.memory == int((39.5 - 1.5) * 2**30 * 0.97)
+
+
+def test_an_unknown_gpu_is_answered_with_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match=r'no GPU "h100".*did you mean "h100-80g"') as refused:
+        KNOWN.device("h100")
+    for name in KNOWN.devices:
+        assert name in str(refused.value)
+    with pytest.raises(ConfigError, match="dilocox plan --calibrate"):
+        KNOWN.device("local")
+
+
+def test_a_file_adds_and_replaces(tmp_path: Path) -> None:
+    found = more(
+        tmp_path,
+        """
+        [gpu.mine]
+        bf16_tflops = 10
+        fp32_tflops = 5.0
+        memory_gib = 12.0
+        memory_gb_s = 300.0
+        peer_gb_s = 8.0
+        utilisation = 0.5
+        source = "measured"
+        [gpu.l40s]
+        usd_per_hour = 0.5
+        [link.vpn]
+        up = "50mbit"
+        down = "200mbit"
+        rtt_ms = 12.0
+        usd_per_gb = 0.0
+        source = "ours"
+        [host.default]
+        sha256_gb_s = 3.0
+        """,
+    )
+    assert found.device("mine").rate(bf16=True) == 5e12
+    assert found.device("mine").usd_per_hour is None
+    assert found.device("l40s").usd_per_hour == 0.5
+    assert found.device("l40s").bf16 == KNOWN.device("l40s").bf16
+    vpn = found.link("vpn")
+    assert (vpn.up, vpn.down, vpn.rtt, vpn.usd_per_gb) == (6.25e6, 25e6, 0.012, 0.0)
+    assert vpn.rate == WIRE_SHARE * 6.25e6
+    assert found.host.digest == 3e9
+    assert found.host.encode == KNOWN.host.encode
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[gpus.x]\na = 1", r"no table \[gpus\]"),
+        ("[gpu.x]\nbf16_tflops = 1.0", r"gpu\.x\.memory_gib: missing"),
+        ("[gpu.l40s]\nbf16_tflops = -1.0", r"gpu\.l40s\.bf16_tflops: -1\.0 is no number above 0"),
+        ("[gpu.l40s]\nbf16_tflops = true", r"gpu\.l40s\.bf16_tflops"),
+        ('[link.x]\nup = "fast"\ndown = "1gbit"', r'link\.x: "fast" is no rate'),
+        ("[gpu.l40s]\nhost = 'x'", r"no \[host\.x\]"),
+        ("not toml", "not valid TOML"),
+    ],
+)
+def test_a_file_that_makes_no_sense_is_refused(tmp_path: Path, text: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        more(tmp_path, text)
+
+
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read"):
+        Table.load(tmp_path / "none.toml")
+
+
+def test_links_by_rate_both_ways_and_name() -> None:
+    plain = KNOWN.link("1gbit")
+    assert (plain.up, plain.down, plain.rtt) == (125e6, 125e6, 0.03)
+    uneven = KNOWN.link("100mbit/1gbit", rtt=0.1, usd_per_gb=0.0)
+    assert (uneven.up, uneven.down, uneven.rtt, uneven.usd_per_gb) == (12.5e6, 125e6, 0.1, 0.0)
+    assert uneven.rate == WIRE_SHARE * 12.5e6
+    assert KNOWN.link("paper").rtt == 0.0
+    assert KNOWN.link("paper", rtt=0.2).rtt == 0.2
+    for wrong in ("fast", "1gbit/", "1gbit/fast", "1 gbit", ""):
+        if wrong == "1gbit/":
+            continue
+        with pytest.raises(ConfigError, match="give a rate such as 1gbit"):
+            KNOWN.link(wrong)
+
+
+def test_sites_as_they_are_written() -> None:
+    place = KNOWN.place("a800-40g:8x10")
+    assert (place.per_node, place.nodes, place.gpus) == (8, 10, 80)
+    assert place.text == "a800-40g:8x10"
+    assert KNOWN.place("h100-80g:4").gpus == 4
+    assert KNOWN.place("h100-80g").gpus == 1
+    assert KNOWN.place("l40s", 0.3).device.utilisation == 0.3
+    for wrong in ("h100-80g:", "h100-80g:0x1", "h100-80g:8x", "h100-80g:axb", "h100-80g:8x8x8"):
+        with pytest.raises(ConfigError, match="NAME:GPUSxNODES for each site"):
+            KNOWN.place(wrong)
+    assert KNOWN.fabric(None) == 12.5e9
+    assert KNOWN.fabric("10gbit") == 1.25e9
+    with pytest.raises(ConfigError, match="--fabric"):
+        KNOWN.fabric("fast")
