@@ -100,7 +100,7 @@ def test_nothing_stays_of_a_run_that_is_ended(workshop: Workshop, number: signal
     owner = run.process.pid
     started = list(run.rank_processes().values())
     assert len(started) >= 5  # coordinator, sites, ranks
-    assert len(left(owner, started)) == len(started) + 4 + 2
+    assert len(left(owner, started)) == len(started) + 4 + 3
     os.kill(owner, number)
     assert run.wait() == (130 if number == signal.SIGINT else -number), run.output()
     deadline = time.monotonic() + LIMIT

@@ -47,6 +47,7 @@ def test_a_group_of_version_2_gets_quota_and_period(tmp_path: Path) -> None:
     version_2(tmp_path / "unified")
     group = cgroups.make(Hierarchy(tmp_path / "unified", 2), "dilocox-1-at-paris", 0.45)
     assert (group / "cpu.max").read_text() == "9000 20000"
+    assert (group / "cpu.weight").read_text() == "10000"
     assert (tmp_path / "unified" / "cgroup.subtree_control").read_text() == "+cpu"
 
 
@@ -54,6 +55,9 @@ def test_a_group_of_version_1_gets_quota_and_period(tmp_path: Path) -> None:
     group = cgroups.make(Hierarchy(tmp_path, 1), "dilocox-1-at-paris", 1.5)
     assert (group / "cpu.cfs_quota_us").read_text() == "30000"
     assert (group / "cpu.cfs_period_us").read_text() == "20000"
+    assert (group / "cpu.shares").read_text() == "102400"
+    free = cgroups.make(Hierarchy(tmp_path, 1), "dilocox-1-at-hub", None)
+    assert [file.name for file in free.iterdir()] == ["cpu.shares"]
 
 
 def test_the_reason_is_said_where_groups_cannot_be_made(tmp_path: Path) -> None:

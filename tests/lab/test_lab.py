@@ -224,7 +224,7 @@ def _until_gone(owner: int, started: list[int]) -> None:
 )
 def test_nothing_stays_after_a_signal(number: signal.Signals) -> None:
     process, guard, started = _start(delay=0.01)
-    assert len(_left(process.pid, started)) == 4 + 2 + 1 + 3
+    assert len(_left(process.pid, started)) == 4 + 3 + 1 + 3
     process.send_signal(number)
     assert process.wait(timeout=20) == -number
     if number == signal.SIGINT:
@@ -239,7 +239,7 @@ def test_what_stays_without_a_guard_is_removed_by_lab_clean() -> None:
     os.kill(guard, signal.SIGKILL)
     process.kill()
     process.wait(timeout=20)
-    assert len(_left(process.pid, [])) == 4 + 2 + 1
+    assert len(_left(process.pid, [])) == 4 + 3 + 1
     assert _runs(started[0])
     printed = call([sys.executable, "-m", "dilocox", "lab", "clean"])
     assert f"removed dilocox-{process.pid}-at-a\n" in printed

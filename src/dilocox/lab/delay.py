@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
+from dilocox.lab import cgroups
 from dilocox.lab.layout import Layout
 from dilocox.lab.links import Links, show_rate
 from dilocox.lab.netns import Network
@@ -82,9 +83,11 @@ class Delay:
             self._process.communicate()
 
     def _start_relay(self, devices: Sequence[str]) -> None:
-        # Not in a host, nor in a control group: what a real line does costs its ends nothing.
+        # Not at a site nor below its quota: what a real line does costs its ends nothing.
         command = ["ip", "netns", "exec", self._network.layout.switch, sys.executable, "-m",
                    "dilocox.lab.relay", str(self.seconds), *devices]  # fmt: skip
+        if self._network.group is not None:
+            command = cgroups.entered(self._network.group, command)
         self._process = subprocess.Popen(  # noqa: S603 - this package's own module
             command,
             text=True,

@@ -31,16 +31,14 @@ from dilocox.lab.netns import Counters, Network
 from dilocox.lab.system import LabError
 
 HUB = "_coordinator"
-"""The coordinator's host: neither its links nor its processor time are limited. No site can be
-called so."""
+"""The coordinator's host: neither its links nor its processor time are limited, and like the sites
+it goes before everything else on the machine. No site can be called so."""
 MOST = 0.9
 """Share of the machine's cores that all sites together may have: the rest is for the coordinator,
 for the kernel's part of the network, and for whoever watches."""
 ROUND_TRIP_SLACK = 0.003
 """Seconds above twice the delay that a round trip may take, beside the tolerance of all links."""
 SPIN_SECONDS = 0.5
-TRIES = 3
-"""What is found slow is measured again: the machine may have been busy elsewhere."""
 _SPIN = """\
 import sys, time
 begin, seconds = float(sys.argv[1]), float(sys.argv[2])
@@ -126,9 +124,12 @@ class Lab:
     def _build(self) -> None:
         hierarchy = cgroups.find()
         assert hierarchy is not None, "why_not has looked"
-        for site in self.sites:
-            name = f"{self.network.layout.stem}at-{site}"
-            self._groups[site] = cgroups.make(hierarchy, name, self.quota)
+        for host in self.network.hosts:
+            cores = None if host == HUB else self.quota
+            name = f"{self.network.layout.stem}at-{host}"
+            self._groups[host] = cgroups.make(hierarchy, name, cores)
+        # What measures, and what stands for the network, must not wait for a processor.
+        self.network.group = self._groups[HUB]
         self.network.__enter__()
         if self.delay is not None:
             self.delay.open()
@@ -190,7 +191,7 @@ class Lab:
         found = measuring.round_trips(self.network, self.sites)
         if self.delay is None:
             return found
-        for _ in range(TRIES - 1):
+        for _ in range(measuring.TRIES - 1):
             if all(_is_delayed(seconds, self.delay.seconds) for seconds in found.values()):
                 return found
             self.delay.check_alive()
@@ -210,15 +211,7 @@ class Lab:
         at_once, delay = measuring.AT_ONCE, 0.0
         if self.delay is not None:
             at_once, delay = min(at_once, FASTEST), self.delay.seconds
-        every = measuring.transfers(self.network.links, self.network.hosts)
-        found: dict[str, Measured] = {}
-        for _ in range(TRIES):
-            left = [t for t in every if t.link not in found or found[t.link].is_slow]
-            for link in measuring.measure(self.network, left, seconds, at_once, delay):
-                found[link.link] = link
-        for link in found.values():
-            link.check()
-        return list(found.values())
+        return measuring.measure_all(self.network, seconds, at_once, delay)
 
     # --- hosts -----------------------------------------------------------------------------
 
@@ -235,9 +228,7 @@ class Lab:
 
         It ends with the lab at the latest.
         """
-        command = self.network.command(host, arguments)
-        if host in self._groups:
-            command = cgroups.entered(self._groups[host], command)
+        command = cgroups.entered(self._groups[host], self.network.command(host, arguments))
         options.setdefault("stdin", subprocess.DEVNULL)
         return subprocess.Popen(command, text=True, **options)  # noqa: S603 - the caller's own
 
@@ -253,8 +244,7 @@ class Lab:
 
     def enter(self, host: str) -> None:
         """Move this process, of one thread, to a host and below its quota, for good."""
-        if host in self._groups:
-            cgroups.enter(self._groups[host])
+        cgroups.enter(self._groups[host])
         self.network.enter(host)
 
     def cpu_shares(self, seconds: float = SPIN_SECONDS) -> dict[str, float]:

@@ -22,7 +22,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from dilocox.lab import measuring, remains
+from dilocox.lab import cgroups, measuring, remains
 from dilocox.lab.layout import DEVICE, Layout, check_hosts
 from dilocox.lab.links import Line, Links
 from dilocox.lab.measuring import Measured
@@ -81,6 +81,8 @@ class Network:
     def __init__(self, hosts: Sequence[str]) -> None:
         self.layout = Layout(os.getpid(), check_hosts(hosts))
         self.links = Links()
+        self.group: Path | None = None
+        """Control group that commands started by `start` run in, if any."""
 
     @property
     def hosts(self) -> list[str]:
@@ -156,8 +158,11 @@ class Network:
     ) -> subprocess.Popen[str]:
         """Start a command on `host`, on these CPU cores only; `options` as of `Popen`."""
         pin = ["taskset", "-c", ",".join(map(str, cores))] if cores else []
+        command = [*pin, *self.command(host, arguments)]
+        if self.group is not None:
+            command = cgroups.entered(self.group, command)
         return subprocess.Popen(  # noqa: S603 - the caller's own command
-            [*pin, *self.command(host, arguments)], text=True, stdin=subprocess.DEVNULL, **options
+            command, text=True, stdin=subprocess.DEVNULL, **options
         )
 
     def enter(self, host: str) -> None:
@@ -198,13 +203,9 @@ class Network:
         Raises `LabError` if none is shaped, and for one that is off by more than
         `measuring.TOLERANCE`: nothing may be reported that was measured on it.
         """
-        every = measuring.transfers(self.links, self.hosts)
-        if not every:
+        if not self.links.shaped:
             raise LabError("no link is shaped, there is nothing to measure")
-        found = measuring.measure(self, every, seconds)
-        for link in found:
-            link.check()
-        return found
+        return measuring.measure_all(self, seconds)
 
 
 def enter_namespace(name: str) -> None:
