@@ -53,7 +53,7 @@ def test_by_hand() -> None:
 LOADS = st.lists(st.tuples(st.floats(0, 100), st.floats(0.1, 1000)), min_size=1, max_size=8)
 
 
-@settings(max_examples=80, deadline=None, derandomize=True)
+@settings(max_examples=30, deadline=None, derandomize=True)
 @given(LOADS, st.floats(0.5, 50))
 def test_nobody_is_faster_than_alone_and_the_link_never_idles(
     load: list[tuple[float, float]], rate: float

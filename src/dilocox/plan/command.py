@@ -145,7 +145,9 @@ def sites_of(
         raise ConfigError(
             f"--gpu: say what each site has, as NAME:GPUSxNODES; known: {', '.join(table.devices)}"
         )
-    count = options.sites or max(len(gpus), len(options.link), len(config.sites))
+    count = options.sites
+    if count is None:
+        count = max(len(gpus), len(options.link), len(config.sites))
     if count < 1:
         raise ConfigError(f"--sites {count}: give a number from 1 on")
     links = options.link or (["loopback"] if options.calibrate else [])

@@ -1,0 +1,160 @@
+"""`dilocox plan` as a user runs it."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import tomli_w
+
+from dilocox import cli
+from dilocox.plan import calibrate, command, measure
+from tests.plan.runs import ARCHITECTURE
+
+Command = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def plan(capsys: pytest.CaptureFixture[str]) -> Command:
+    def call(*arguments: object) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as ended:
+            cli.main(["plan", *(str(argument) for argument in arguments)])
+        captured = capsys.readouterr()
+        return int(ended.value.code or 0), captured.out, captured.err
+
+    return call
+
+
+@pytest.fixture
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "run.toml"
+    content = {
+        "model": {"architecture": ARCHITECTURE},
+        "data": {"sequence_length": 16, "tokenizer": "given"},
+        "site": {"batch_size": 8, "micro_batch_size": 2},
+        "outer": {"steps": 4000},
+        "sites": {"lyon": {}, "paris": {}},
+    }
+    path.write_text(tomli_w.dumps(content), encoding="utf-8")
+    return path
+
+
+def test_a_plan_in_one_page(plan: Command, file: Path) -> None:
+    code, out, err = plan(file, "--gpu", "l40s:2x1", "--link", "100mbit", "--tokens", "1e8")
+    assert code == 0
+    assert err == ""  # quiet off a terminal
+    assert "lyon, paris: l40s:2x1, 1 of 2 GPUs used; link 100mbit, round trip 30 ms" in out
+    assert "100.0M tokens:" in out
+    assert "allreduce" in out
+
+
+def test_json_alone_on_standard_output(plan: Command, file: Path) -> None:
+    code, out, _ = plan(
+        file, "--gpu", "l40s", "--link", "1gbit/100mbit", "--sites", 3, "--rtt", 5, "--egress", 0,
+        "--utilisation", 0.5, "--json",
+    )  # fmt: skip
+    assert code == 0
+    content = json.loads(out)
+    assert [site["name"] for site in content["sites"]] == ["lyon", "paris", "site-3"]
+    assert content["sites"][0]["rtt_seconds"] == 0.005
+    assert content["sites"][0]["up_bytes_per_second"] == 125e6
+    assert content["budget"]["egress_usd"] == 0.0
+    assert any("AWS" in source for source in content["sources"])
+
+
+def test_every_site_may_have_its_own(plan: Command, file: Path) -> None:
+    code, out, _ = plan(
+        file, "--gpu", "l40s:8x2", "--gpu", "rtx4090:4", "--link", "1gbit", "--link", "ec2-flow",
+        "--json",
+    )  # fmt: skip
+    assert code == 0
+    sites = json.loads(out)["sites"]
+    assert [(site["device"], site["gpus"]) for site in sites] == [("l40s", 16), ("rtx4090", 4)]
+    assert sites[1]["up_bytes_per_second"] == 625e6
+
+
+def test_settings_of_the_run_can_be_overridden(plan: Command, file: Path) -> None:
+    base = (file, "--gpu", "l40s", "--link", "1gbit", "--json")
+    code, out, _ = plan(*base, "--set", "outer.method=diloco")
+    assert code == 0
+    assert json.loads(out)["prediction"]["codec"] == "none"
+
+
+def test_a_table_of_ones_own(plan: Command, file: Path, tmp_path: Path) -> None:
+    table = tmp_path / "mine.toml"
+    table.write_text(
+        "[gpu.mine]\nbf16_tflops = 1.0\nfp32_tflops = 1.0\nmemory_gib = 8.0\n"
+        'memory_gb_s = 100.0\npeer_gb_s = 1.0\nsource = "a guess"\n',
+        encoding="utf-8",
+    )
+    code, out, _ = plan(file, "--gpu", "mine", "--link", "1gbit", "--table", table)
+    assert code == 0
+    assert "mine:1x1" in out
+    assert "rent unknown" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "--gpu: say what each site has, as NAME:GPUSxNODES; known: a100-40g"),
+        (["--gpu", "h99", "--link", "1gbit"], 'no GPU "h99" in the planner\'s table'),
+        (["--gpu", "l40s"], "--link: say how fast the sites' links are"),
+        (["--gpu", "l40s:2y3", "--link", "1gbit"], "write NAME:GPUSxNODES for each site"),
+        (["--gpu", "l40s", "--link", "fast"], '--link "fast": give a rate'),
+        (["--gpu", "l40s", "--link", "1gbit", "--sites", "0"], "--sites 0"),
+        (["--gpu", "l40s"] * 2 + ["--link", "1gbit", "--sites", "3"], "--gpu is given 2 times"),
+        (["--gpu", "l40s", "--link", "1gbit", "--utilisation", "2"], "--utilisation 2"),
+        (["--gpu", "l40s", "--link", "1gbit", "--rtt", "-1"], "--rtt -1"),
+        (["--gpu", "l40s", "--link", "1gbit", "--tokens", "0"], "--tokens 0"),
+        (["--gpu", "l40s", "--link", "1gbit", "--fabric", "x"], '--fabric: "x" is no rate'),
+        (["--gpu", "local", "--link", "1gbit"], "`dilocox plan --calibrate` measures"),
+        (
+            ["--gpu", "l40s", "--link", "1gbit", "--set", "site.stages=2"],
+            "1 GPUs for site.stages x site.shards = 2",
+        ),
+    ],
+)
+def test_mistakes_are_answered_in_one_line(
+    plan: Command, file: Path, arguments: list[str], said: str
+) -> None:
+    code, out, err = plan(file, *arguments)
+    assert (code, out) == (1, "")
+    assert said in err
+    assert err.startswith("dilocox: ")
+    assert err.count("\n") == 1
+
+
+def test_without_a_run_file_there_is_nothing_to_plan(plan: Command) -> None:
+    code, _, err = plan()
+    assert code == 1
+    assert "give a run file, or --calibrate" in err
+
+
+@pytest.mark.slow
+def test_a_calibration_is_written_and_used(
+    plan: Command, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measure, "SECONDS", 0.0)
+    monkeypatch.setattr(measure, "VALUES", 1 << 16)
+    monkeypatch.setattr(calibrate, "TOKENS", 16)
+    code, out, err = plan("--calibrate")
+    assert (code, out) == (0, "")
+    assert "measuring: codecs" in err
+    assert f"{command.CALIBRATION}: " in err
+    written = tomllib.loads(command.CALIBRATION.read_text(encoding="utf-8"))
+    local = written["gpu"]["local"]
+    assert 1e-3 < local["bf16_tflops"] < 1e3
+    assert local["memory_gb_s"] > 0.01
+    assert set(written["host"]["local"]["encode_gb_s"]) >= {"none", "int4", "topk", "lowrank"}
+    code, out, _ = plan(file, "--gpu", "local", "--link", "20mbit")
+    assert code == 0
+    assert "lyon, paris: local:1x1; link 20mbit" in out
+    # In one go, to a file of one's own; the link is loopback then.
+    code, out, _ = plan(file, "--calibrate", "--to", "mine.toml", "--json")
+    assert code == 0
+    assert Path("mine.toml").exists()
+    assert {site["device"] for site in json.loads(out)["sites"]} == {"local"}

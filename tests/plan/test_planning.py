@@ -1,0 +1,185 @@
+"""A whole plan: what it says, its JSON form, and its costs by hand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dilocox.config import RunConfig, load_run
+from dilocox.errors import ConfigError
+from dilocox.methods import METHODS
+from dilocox.plan import planning
+from dilocox.plan.bottleneck import sentence, shares
+from dilocox.plan.planning import RunPlan, plan_run
+from dilocox.plan.render import SCHEMA, as_json, as_text, grouped
+from dilocox.plan.table import Link, Place
+from tests.plan.runs import TABLE, device, link, run
+
+ROOT = Path(__file__).parents[2]
+KEYS: dict[str, Any] = {
+    "schema": None,
+    "run": None,
+    "model": {"type", "parameters", "flops_per_token"},
+    "layout": {"sites", "stages", "shards", "schedule", "tokens_per_step"},
+    "sites": None,
+    "memory": {"fits", "needed_bytes", "available_bytes", "exact", "stages", "advice"},
+    "step": {"seconds", "compute", "bubble", "traffic", "optimizer"},
+    "prediction": {
+        "tokens_per_second", "share_of_no_network", "waited_share", "inner_steps", "slots",
+        "delay", "codec", "reason", "round_seconds", "exchange_seconds", "payload_bytes",
+        "work_seconds",
+    },
+    "methods": None,
+    "limit_tokens_per_second": None,
+    "shares": {"compute", "bubble", "traffic", "optimizer", "network", "exchange"},
+    "budget": {"tokens", "seconds", "compute_usd", "egress_usd", "egress_bytes"},
+    "bottleneck": None,
+    "sources": None,
+}  # fmt: skip
+"""The JSON form: keys may be added; one that goes or changes its meaning raises `SCHEMA`."""
+
+
+def planned(place: Place | None = None, rate: float = 1e6, **options: Any) -> RunPlan:
+    sections = options.pop("sections", {})
+    places = [place or Place(device(), 4, 1)] * 2
+    return plan_run(run(**sections), places, [link(rate)] * 2, 1e10, **options)
+
+
+@pytest.fixture(scope="module")
+def plan() -> RunPlan:
+    return planned()
+
+
+def test_the_json_form_is_stable(plan: RunPlan) -> None:
+    assert SCHEMA == 1
+    content = json.loads(json.dumps(as_json(plan)))
+    assert content["schema"] == 1
+    for key, inner in KEYS.items():
+        assert key in content
+        if inner is not None:
+            assert inner <= set(content[key])
+    assert [row["method"] for row in content["methods"]] == list(METHODS)
+    assert {"name", "device", "gpus", "up_bytes_per_second"} <= set(content["sites"][0])
+    assert {"stage", "parameters", "device", "host"} <= set(content["memory"]["stages"][0])
+    assert sum(content["shares"].values()) == pytest.approx(1.0)
+    own = next(row for row in content["methods"] if row["method"] == "dilocox")
+    assert own["tokens_per_second"] == content["prediction"]["tokens_per_second"]
+
+
+def test_the_text_says_all_of_it(plan: RunPlan) -> None:
+    text = as_text(plan)
+    assert "llama, 45.3k parameters, 2 sites x 1 stage x 1 shard" in text
+    assert "lyon, paris: plain:4x1, 1 of 4 GPUs used" in text
+    for method in METHODS:
+        assert f"\n{method} " in text
+    for said in ("fits:", "controller:", "predicted:", "tokens:", "egress for", "inner step:"):
+        assert said in text
+    assert text.endswith(sentence(plan))
+    assert all(len(line) < 260 for line in text.splitlines())
+
+
+def test_a_budget_by_hand(plan: RunPlan) -> None:
+    # 4,000 steps of 2 x 8 sequences of 16 tokens.
+    budget = plan.budget
+    assert budget.tokens == 4000 * 2 * 8 * 16
+    prediction = plan.prediction
+    training = budget.tokens / prediction.tokens_per_second
+    assert budget.seconds >= training
+    assert budget.seconds == pytest.approx(training, rel=0.5)
+    # Two sites of four GPUs at $2 an hour each.
+    assert budget.compute_usd == pytest.approx(budget.seconds / 3600 * 8 * 2.0)
+    rounds = 4000 / prediction.choice.inner_steps
+    assert budget.egress_bytes >= 2 * rounds * prediction.payload_bytes
+    assert budget.egress_usd == 0.0
+
+
+def test_egress_is_paid_by_the_gigabyte() -> None:
+    wire = Link(1e6, 1e6, 0.0, usd_per_gb=0.5)
+    found = plan_run(run(), [Place(device(), 1, 1)] * 2, [wire] * 2, 1e10, methods=())
+    budget = found.budget
+    assert budget.egress_usd == pytest.approx(budget.egress_bytes / 1e9 * 0.5)
+    assert budget.usd == pytest.approx((budget.compute_usd or 0) + budget.egress_usd)
+    unpriced = Place(device(usd_per_hour=None), 1, 1)
+    assert plan_run(run(), [unpriced], [wire], 1e10, methods=()).budget.usd is None
+
+
+def test_a_token_budget_sets_the_length_of_the_run() -> None:
+    found = planned(tokens=1e6, methods=())
+    assert found.config.total_steps == round(1e6 / (2 * 8 * 16))
+    assert found.budget.tokens == 1e6
+
+
+def test_more_ranks_than_gpus_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"plain:2x1: 2 GPUs for site\.stages x site\.shards = 4"):
+        planned(Place(device(), 2, 1), sections={"site": {"stages": 4, "batch_size": 8}})
+
+
+def test_what_does_not_fit_is_said_with_what_to_change() -> None:
+    small = Place(device(memory=800_000), 4, 1)
+    found = planned(small, methods=(), sections={"site": {"micro_batch_size": 8}})
+    assert not found.fits
+    text = as_text(found)
+    assert "DOES NOT FIT" in text
+    assert "--set site.micro_batch_size=" in text
+    assert sentence(found).startswith("Memory: stage 0 needs")
+    content = as_json(found)["memory"]
+    assert content["fits"] is False
+    assert content["advice"][0]["set"]
+
+
+def test_the_bottleneck_is_named() -> None:
+    deep = {
+        "site": {"stages": 4, "batch_size": 4, "micro_batch_size": 1},
+        "outer": {"steps": 10**6},
+    }
+    assert "Pipeline bubbles" in sentence(
+        planned(Place(device(peer_rate=1e18), 4, 1), methods=(), sections=deep, rate=1e12)
+    )
+    # The whole model in fp32 every 500 steps, on a link of 1 B/s.
+    slow = {"outer": {"method": "diloco", "steps": 10**6}}
+    found = planned(methods=(), sections=slow, rate=1e3)
+    assert "The link between the sites" in sentence(found)
+    assert shares(found).network > 0.5
+    # No exchange to speak of, no pipeline, an optimizer for nothing.
+    quick = Place(device(memory_rate=1e18), 1, 1)
+    fast = {"outer": {"method": "diloco", "steps": 10**6, "overlap": "naive"}}
+    assert sentence(planned(quick, methods=(), sections=fast, rate=1e12)).startswith("Computation:")
+
+
+def test_uneven_sites_are_named() -> None:
+    places = [Place(device(memory_rate=1e18), 1, 1),
+              Place(device(memory_rate=1e18, utilisation=0.25), 1, 1)]  # fmt: skip
+    config = run(outer={"method": "diloco", "steps": 10**6, "overlap": "naive"})
+    found = plan_run(config, places, [link(1e12)] * 2, 1e10, methods=())
+    assert found.slowest == 1
+    assert "Uneven sites: the others wait for paris" in sentence(found)
+
+
+def test_stages_that_need_the_same_are_shown_once() -> None:
+    found = planned(methods=(), sections={"site": {"stages": 4, "batch_size": 8}})
+    runs = grouped(found.footprints)
+    assert [(first, last) for first, last, _ in runs] == [(0, 0), (1, 2), (3, 3)]
+    text = as_text(found)
+    assert "stages 1-2" in text
+
+
+def test_a_method_that_cannot_be_used_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(*_: Any) -> RunConfig:
+        raise ConfigError("no such luck")
+
+    monkeypatch.setattr(planning, "with_method", refuses)
+    found = planned(methods=("dilocox", "diloco"))
+    assert [row.problem for row in found.methods] == [None, "no such luck"]
+    assert "diloco: cannot be used here (no such luck)" in as_text(found)
+    assert as_json(found)["methods"][1] == {"method": "diloco", "problem": "no such luck"}
+
+
+def test_the_two_site_example_can_be_planned() -> None:
+    config = load_run(ROOT / "examples" / "two-sites.toml")
+    place = TABLE.place("h100-80g:2")
+    found = plan_run(config, [place] * 2, [TABLE.link("1gbit")] * 2, 12.5e9, methods=())
+    assert found.fits
+    assert found.prediction.share > 0.5
