@@ -5,7 +5,7 @@ what it receives. A host with rates to single others has an `htb` instead of the
 every other host, picked by `u32` from the address, below one class for the line. A class may
 borrow up to its own rate from the line, and is promised an equal share of it.
 
-Every bucket holds 10 ms (four frames at least), every queue 100 ms (32 frames at least), as those
+Every bucket holds 10 ms (two frames at least), every queue 100 ms (32 frames at least), as those
 of access lines do.
 """
 
@@ -98,7 +98,7 @@ def _line(device: str, before: float | None, after: float | None) -> Iterator[st
 
 
 def _burst(rate: float) -> int:
-    return max(int(rate / 8 * 0.010), 4 * FRAME_BYTES)
+    return max(int(rate / 8 * 0.010), 2 * FRAME_BYTES)
 
 
 def _queue(rate: float) -> int:

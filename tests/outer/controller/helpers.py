@@ -50,6 +50,8 @@ class Play:
     step_us: Callable[[int], float] = lambda _: 100_000.0
     latency_us: float = 0.0
     sites: int = 2
+    beside_us: Callable[[int], float] = lambda _: 0.0
+    """What an exchange of round t takes beside its transfers."""
     choices: list[Choice] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
     estimate: Estimate | None = None
@@ -59,8 +61,9 @@ class Play:
 
     def round(self) -> Choice:
         number = len(self.choices)
-        measured = [self.samples[number - 2]] if number >= 2 else []
-        self.estimate = estimated(self.estimate, measured, self.config.control)
+        measured = self.samples[number - 2 : number - 1] if number >= 2 else []
+        earlier = self.samples[number - 3 : number - 2] if number >= 3 else []
+        self.estimate = estimated(self.estimate, measured, self.config.control, earlier)
         now = (self.choices[-1].inner_steps, self.choices[-1].codec) if self.choices else None
         choice = choose(self.config, self.menu, self.estimate, self.sites, now)
         self.choices.append(choice)
@@ -75,7 +78,8 @@ class Play:
             transfers, each = Crowd(self.sites, self.config.outer.exchange).transfers(payload)
             count, total = count + transfers, total + transfers * each
             busy += transfers * (self.latency_us + each / self.rate(number) * 1e6)
-        return Sample(round(self.step_us(number)), total, round(busy), count)
+        beside = round(self.beside_us(number))
+        return Sample(round(self.step_us(number)), total, round(busy), count, beside)
 
     def run(self, rounds: int) -> list[Choice]:
         for _ in range(rounds):

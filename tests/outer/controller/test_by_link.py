@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -98,6 +99,39 @@ def test_it_comes_to_rest_on_a_noisy_link(
     if latency == 0:
         # Rate and step time are told by one measurement: the first plan that sees it is the last.
         assert {chosen(choice) for choice in choices[2:]} == {chosen(settled)}
+
+
+@PROPERTY
+@given(rates, noise, st.floats(2.0, 30.0), st.sampled_from([8, 11, 20]), st.integers(2, 4))
+def test_one_round_that_a_machine_was_busy_in_changes_nothing(
+    rate: float, link: list[float], factor: float, odd: int, sites: int
+) -> None:
+    """Its steps and exchanges took longer, be it by a checkpoint or by others on the machine."""
+
+    def in_odd_rounds(usual: float) -> Callable[[int], float]:
+        return lambda t: usual * (factor if t == odd else 1.0)
+
+    play = Play(
+        run_config(),
+        lambda t: rate * link[t],
+        in_odd_rounds(100_000.0),
+        sites=sites,
+        beside_us=in_odd_rounds(20_000.0),
+    )
+    choices = play.run(30)
+    assert {chosen(choice) for choice in choices[odd:]} == {chosen(choices[odd])}
+
+
+@PROPERTY
+@given(rates, st.floats(2.0, 30.0))
+def test_a_machine_that_stays_slower_is_believed_a_round_later(rate: float, factor: float) -> None:
+    turn = 8
+    play = Play(run_config(), lambda _: rate, lambda t: 100_000 * (factor if t >= turn else 1.0))
+    play.run(turn + 3)
+    assert play.estimate is not None
+    assert play.estimate.step_us == 100_000
+    play.round()  # the first plan that can look at two such rounds
+    assert play.estimate.step_us == round(100_000 * factor)
 
 
 @PROPERTY

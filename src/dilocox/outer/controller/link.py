@@ -1,8 +1,10 @@
 """The slowest site's link and steps, estimated from what sites measured in agreed rounds.
 
 An estimate stays as it is while measurements agree with it within `BAND`, so that noise changes
-nothing. Beyond it the estimate follows at once, upwards by a factor of `RISE` a round at most: a
-plan that is too bold costs waiting, one that is too timid only a round.
+nothing. Beyond it the rate follows at once, upwards by a factor of `RISE` a round at most: a plan
+that is too bold costs waiting, one that is too timid only a round. Times of steps, of work and
+beside the transfers follow what two rounds in a row say, whichever of them says less: a machine
+that was busy elsewhere for a moment, with a checkpoint say, is not slower for that.
 
 A payload takes `latency + bytes / rate`. The two are told apart when payloads of another size have
 been measured; until then all of the time counts as transfer, which errs to the slow side for
@@ -11,7 +13,7 @@ larger payloads.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from dilocox.config import ControlSection
@@ -66,27 +68,34 @@ def declared(control: ControlSection) -> Estimate | None:
 
 
 def estimated(
-    before: Estimate | None, samples: Iterable[Sample], control: ControlSection
+    before: Estimate | None,
+    samples: Iterable[Sample],
+    control: ControlSection,
+    earlier: Iterable[Sample] = (),
 ) -> Estimate | None:
     """The estimate after one more round, whose `samples` are of all sites that measured it.
 
-    What `control` declares is not estimated. None while nothing is known.
+    `earlier` are those of the round before it. What `control` declares is not estimated. None
+    while nothing is known.
     """
-    samples = list(samples)
+    samples, earlier = list(samples), list(earlier)
     if not samples:
         return before
-    step_us = max(sample.step_us for sample in samples)
+    step_us, work_us, beside_us = _times(samples)
+    if before is not None and earlier:
+        once, works, besides = _times(earlier)
+        step_us = _middle(before.step_us, once, step_us)
+        work_us = _middle(before.work_us, works, work_us)
+        beside_us = _middle(before.overhead_us, besides, beside_us)
     if control.step_seconds is not None:
         step_us = round(control.step_seconds * _SECOND)
     elif before is not None and _agrees(step_us, before.step_us, ROUGH):
         step_us = before.step_us
-    work_us = max(sample.work_us for sample in samples)
     if before is not None and _agrees(work_us, before.work_us, ROUGH):
         work_us = before.work_us
     if control.link_rate is not None:
         return Estimate(max(1, step_us), control.link_rate, 0, 0, work_us=work_us)
-    # Who came last to the exchanges waited for nobody: the least of the sites' overheads.
-    overhead = _overhead(before, min(sample.overhead_us for sample in samples))
+    overhead = _overhead(before, beside_us)
     heard = [s for s in samples if s.exchange_us > 0 and s.exchanges > 0 and s.exchange_bytes > 0]
     if not heard:
         return before
@@ -96,6 +105,20 @@ def estimated(
     time_us = max(1, worst.exchange_us // worst.exchanges)
     rate, latency, size = _link(before, payload, time_us)
     return Estimate(max(1, step_us), max(1, rate), latency, size, overhead, work_us)
+
+
+def _times(samples: Sequence[Sample]) -> tuple[int, int, int]:
+    """Of one round: a step and the work at the slowest site, and what an exchange takes beside its
+    transfers at the one that came last to it, which waited for nobody."""
+    return (
+        max(sample.step_us for sample in samples),
+        max(sample.work_us for sample in samples),
+        min(sample.overhead_us for sample in samples),
+    )
+
+
+def _middle(*three: int) -> int:
+    return sorted(three)[1]
 
 
 def _overhead(before: Estimate | None, measured: int) -> int:

@@ -28,8 +28,9 @@ def chosen(
     known = None if before is None or before.estimate is None else before.estimate.model_dump()
     estimate = declared(config.control) or estimated(
         None if known is None else Estimate(**known),
-        _samples(state, round_, members),
+        _samples(state, round_ - LOOK_BACK, members),
         config.control,
+        earlier=_samples(state, round_ - LOOK_BACK - 1, members),
     )
     now = None if before is None else (before.inner_steps, before.codec)
     choice = by_link.choose(config, state.payloads or {}, estimate, len(members), now)
@@ -37,10 +38,10 @@ def chosen(
 
 
 def _samples(state: CoordinatorState, round_: int, members: Sequence[str]) -> list[Sample]:
-    """What members measured in the round that this plan is the first to look at."""
+    """What members measured in a round."""
     return [
         Sample(**own.model_dump(exclude={"effective_rank_milli"}))
-        for site, own in state.measured.get(round_ - LOOK_BACK, {}).items()
+        for site, own in state.measured.get(round_, {}).items()
         if site in members
     ]
 
