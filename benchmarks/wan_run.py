@@ -3,6 +3,7 @@ exchange."""
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,17 +27,26 @@ from dilocox.config import RunConfig
 from dilocox.lab import Lab, LabError
 from dilocox.lab.results import Record, RunResult, rounds_by_site
 from dilocox.lab.running import Run, check, finish, in_lab, run_alone
+from dilocox.lab.shaping import FRAME_BYTES
 
 Row = dict[str, Any]
 LINK_TIMEOUT = 1800.0
-"""Seconds. The whole model in fp32 takes minutes on the slowest link, as a single piece."""
+"""Seconds. The whole model in fp32 takes minutes on the slowest link."""
+LEAST_QUEUE = 32
+"""Frames that a slow link's queue holds (see `dilocox.lab.shaping`)."""
+HEARTBEAT, QUEUES = 5.0, 20
+"""Seconds after which a silent site is gone: dilocox's default, or so many times what a full queue
+of the link holds a beat up, if that is longer (below 1.6 Mbit/s)."""
 
 
-def configuration(folder: Path, sites: int, settings: Settings, steps: int) -> RunConfig:
+def configuration(
+    folder: Path, sites: int, settings: Settings, steps: int, link: float = math.inf
+) -> RunConfig:
     """The run file of a measurement: the model and nothing else to do but to train it.
 
-    Raises `ConfigError`.
+    `link`: bits per second that every site has. Raises `ConfigError`.
     """
+    queue = LEAST_QUEUE * FRAME_BYTES * 8 / link
     raw: dict[str, Any] = {
         "run": {"name": "wan", "folder": str(folder / "run")},
         "model": {"architecture": dict(MODEL)},
@@ -56,7 +66,10 @@ def configuration(folder: Path, sites: int, settings: Settings, steps: int) -> R
             "precision": "fp32",
         },
         "outer": {"steps": steps},
-        "network": {"link_timeout": LINK_TIMEOUT},
+        "network": {
+            "link_timeout": LINK_TIMEOUT,
+            "heartbeat": max(HEARTBEAT, round(QUEUES * queue, 1)),
+        },
         "checkpoint": {"every_rounds": 0},
         "evaluation": {"completion_tokens": 0},
         "sites": {name: {} for name in SITES[:sites]},
@@ -82,7 +95,7 @@ def engine_settings(method: Method, sites: int) -> Settings:
 def measure_none(lab: Lab, folder: Path) -> Row:
     """Every site in a run of its own, at the same time: no exchange."""
     steps = NO_EXCHANGE_ROUNDS * int(NO_EXCHANGE["outer.inner_steps"])
-    config = configuration(folder, len(lab.sites), NO_EXCHANGE, steps)
+    config = configuration(folder, len(lab.sites), NO_EXCHANGE, steps, slowest(lab))
     found = run_alone(lab, config, overwrite=True, warm_up=1)
     return {
         "tokens_per_second": sum(result.tokens_per_second for result in found.values()),
@@ -95,6 +108,12 @@ def measure_none(lab: Lab, folder: Path) -> Row:
     }
 
 
+def slowest(lab: Lab) -> float:
+    """Bits per second of the slowest uplink."""
+    rates = [lab.links.line(site).up for site in lab.sites]
+    return min((rate for rate in rates if rate is not None), default=math.inf)
+
+
 def measure_engine(
     lab: Lab, folder: Path, method: Method, ratio: float, extent: Extent, trace: bool = False
 ) -> Row:
@@ -105,7 +124,7 @@ def measure_engine(
         steps = extent.ours_steps
     else:
         steps = method.inner_steps * (method.warm_up + method.cycles(ratio, extent.least_steps))
-    config = in_lab(lab, configuration(folder, sites, settings, steps))
+    config = in_lab(lab, configuration(folder, sites, settings, steps, slowest(lab)))
     check(config)
     checked = lab.verify()
     run = Run(lab, config, overwrite=True, trace=trace)

@@ -1,0 +1,145 @@
+"""The benchmark around its measurements: what is asked for, kept, resumed and reported."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import wan
+from wan_grid import ALONE, BY_NAME, NONE, OURS, Case, Extent, cases
+
+from dilocox.lab import Checked, LabError, Measured
+
+EXTENT = Extent(2, 0, 1, 0, 100, 50, (400,), (2,), ("allreduce", OURS, "ddp"))
+SPEED = {NONE: 20_000.0, OURS: 19_800.0, "allreduce": 50.0, "ddp": 49.0, ALONE: 24_000.0}
+
+
+class FakeLab:
+    """A lab that only remembers how it was shaped."""
+
+    shaped: list[str]
+
+    def __init__(self, sites: list[str]) -> None:
+        self.sites = sites
+        FakeLab.shaped = []
+
+    def __enter__(self) -> FakeLab:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return
+
+    def shape(self, link: str = "none") -> None:
+        FakeLab.shaped.append(link)
+
+    def verify(self) -> Checked:
+        link = Measured("paris up", "paris", "lyon", 1.6e6, 1.59e6)
+        return Checked([link], {("paris", "lyon"): 0.0002}, {"paris": 0.9, "lyon": 0.9})
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Methods in the order in which they are measured; nothing real is."""
+    found: list[str] = []
+
+    def give(method: str) -> dict[str, Any]:
+        found.append(method)
+        return {"tokens_per_second": SPEED[method], "payload_bytes": 10.0}
+
+    monkeypatch.setattr(wan, "Lab", FakeLab)
+    monkeypatch.setattr(wan.common, "machine", lambda: {"cores": 2})
+    monkeypatch.setattr(wan.wan_run, "measure_none", lambda *_: give(NONE))
+    monkeypatch.setattr(wan.wan_run, "measure_engine", lambda _l, _f, m, *_: give(m.name))
+    monkeypatch.setattr(wan.wan_peers, "measure_peer", lambda _l, _f, m, *_: give(m.name))
+    monkeypatch.setattr(wan.wan_peers, "measure_alone", lambda *_: give(ALONE))
+    return found
+
+
+def test_measures_writes_and_goes_on_with_what_is_missing(
+    measured: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    results, wanted = tmp_path / "wan.json", cases(EXTENT)
+    first = wan.Bench(tmp_path, results, EXTENT)
+    first.measure(wanted[:3])
+    # One more to make the link for.
+    assert measured == [NONE, NONE, OURS, "allreduce"]
+    assert FakeLab.shaped[0] == "none"
+    link = FakeLab.shaped[1]
+    measured.clear()
+    again = wan.Bench(tmp_path, results, EXTENT)
+    again.measure(wanted)
+    assert measured == ["ddp", ALONE, OURS, NONE]
+    # 1.6 Mbit/s is what the first measurements say that their link was.
+    assert FakeLab.shaped == ["1600.000kbit"]
+    assert link.endswith("kbit")
+    assert again.report() == 0
+    assert "which meets" in capsys.readouterr().out
+    content = json.loads(results.read_text(encoding="utf-8"))
+    assert [row["method"] for row in content["rows"]] == [NONE, ALONE, "allreduce", OURS, "ddp"]
+    assert content["settings"]["parameters"] == 918_912
+    assert results.with_suffix(".svg").read_text(encoding="utf-8").startswith("<svg")
+    runs = json.loads((tmp_path / "wan-runs.json").read_text(encoding="utf-8"))["rows"]
+    assert len(runs) == len(wanted)
+
+
+def test_a_measurement_that_fails_leaves_the_others(
+    measured: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def fail(*_: object) -> None:
+        raise LabError("ddp at paris has failed: why")
+
+    monkeypatch.setattr(wan.wan_peers, "measure_peer", fail)
+    bench = wan.Bench(tmp_path, None, EXTENT)
+    bench.measure(cases(EXTENT))
+    assert bench.report() == 1
+    assert "ddp, block 0: ddp at paris has failed: why" in capsys.readouterr().err
+    assert measured.count(OURS) == 2
+
+
+def test_a_peer_that_is_not_installed_is_left_out_with_the_mend(
+    measured: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(wan.wan_peers.importlib.util, "find_spec", lambda _: None)
+    bench = wan.Bench(tmp_path, None, EXTENT)
+    bench.measure([Case(2, 400, "torchft-diloco", 0), Case(2, 400, NONE, 0)])
+    assert "left out, torchft is not installed: pip install" in capsys.readouterr().err
+    assert measured == [NONE, NONE]
+    assert bench.report() == 0
+    assert wan.wan_peers.missing(BY_NAME["ddp"]) is None
+
+
+def test_results_of_another_extent_are_refused(tmp_path: Path, measured: list[str]) -> None:
+    results = tmp_path / "wan.json"
+    wan.Bench(tmp_path, results, EXTENT).measure(cases(EXTENT)[:1])
+    longer = Extent(**{**vars(EXTENT), "ours_steps": 200})
+    with pytest.raises(SystemExit):
+        wan.Bench(tmp_path, results, longer)
+
+
+def test_options_leave_references_in() -> None:
+    options = wan.arguments().parse_args(["--only", "dilocox", "--ratio", "400", "--sites", "2"])
+    found = {case.method for case in cases(EXTENT) if wan.chosen(case, options)}
+    assert found == {NONE, ALONE, OURS}
+    assert not wan.chosen(Case(4, 400, OURS, 0), options)
+    assert not wan.chosen(Case(2, 40, OURS, 0), options)
+
+
+def test_one_line_and_code_3_where_labs_cannot_be_made(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["wan.py", "--quick"])
+    monkeypatch.setattr(wan.common, "end_on_signals", lambda: None)
+    monkeypatch.setattr(wan, "why_not", lambda: "network namespaces need root")
+    assert wan.main() == 3
+    assert capsys.readouterr().err.splitlines() == [
+        "wan: cannot be measured here: network namespaces need root"
+    ]
