@@ -182,8 +182,9 @@ def main() -> int:
     if options.docs:
         page = ROOT / "docs" / "scaling.md"
         page.write_text(filled(page.read_text(encoding="utf-8"), found), encoding="utf-8")
-        picture = scaling_plot.picture([(one["scenario"], one["sites"], one["efficiency"])
-                                        for one in found])  # fmt: skip
+        picture = scaling_plot.picture(
+            [(one["scenario"], one["sites"], one["efficiency"], one["loss"]) for one in found]
+        )
         (ROOT / "docs" / "scaling.svg").write_text(picture, encoding="utf-8")
     return 0
 

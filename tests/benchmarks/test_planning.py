@@ -100,10 +100,12 @@ def test_the_document_is_filled_between_its_marks() -> None:
 
 
 def test_the_picture_has_a_line_for_every_scenario() -> None:
-    picture = scaling_plot.picture([("a", 2, 1.0), ("a", 64, 0.5), ("b", 2, 1.0), ("b", 64, 0.5)])
-    assert picture.count("<polyline") == 2
+    points = [("a", 2, 1.0, 0.1), ("a", 64, 0.5, 0.6), ("b", 2, 1.0, 0.1), ("b", 64, 0.9, 0.2)]
+    picture = scaling_plot.picture(points)
+    assert picture.count("<polyline") == 2 * 2
     assert picture.startswith("<svg")
-    assert "NaN" not in picture
+    assert "+60%" in picture
+    assert "nan" not in picture
 
 
 @pytest.mark.slow
