@@ -12,10 +12,12 @@ quickstart: $(VENV)/.ready
 	$(BIN)/dilocox train examples/quickstart.toml --overwrite $(SET)
 
 test: $(VENV)/.ready-dev lint
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow and not alone" -n 2
+	$(BIN)/python -m pytest -m "not slow and alone"
 
 test-all: $(VENV)/.ready-dev lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -m "not alone" -n 2
+	$(BIN)/python -m pytest -m alone
 
 lint: $(VENV)/.ready-dev
 	$(BIN)/ruff check .
