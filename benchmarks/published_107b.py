@@ -15,7 +15,7 @@ DiLoCoX (arXiv 2506.21263) trained Qwen1.5-110B cut to 78 layers on 160 A800-40G
 3. `today`: what the planner says of `examples/qwen1.5-107b.toml`, and of the published batch with
    today's method; both against the compute limit.
 
-No measurement: nothing here runs on a GPU. Takes half a minute.
+No measurement: nothing here runs on a GPU. Takes a minute.
 """
 
 from __future__ import annotations

@@ -76,6 +76,7 @@ def test_work_of_an_exchange_by_hand() -> None:
     assert found.encode == pytest.approx(4000 / 1e3 + 0.5)
     # Three payloads are decoded, checked and added up.
     assert found.decode == pytest.approx(3 * (2 + 0.5 + 1))
+    assert found.work == pytest.approx(4.5 + 10.5)
     assert found.processor == pytest.approx(4.5 + 10.5 + 0.25)
     parts = toil(parcel, "int4", own, 4, "reduce")
     assert parts.encode == pytest.approx(4.5)

@@ -43,7 +43,7 @@ class Round:
     overhead: float = 0.0
     exchanges: int = 0
     work: float = 0.0
-    """Processor seconds of the busiest rank's exchanges."""
+    """Processor seconds of the busiest rank's exchange thread."""
     steps: int = 0
 
 

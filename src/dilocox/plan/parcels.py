@@ -58,7 +58,12 @@ class Toil:
     land: float
     """In the training's own thread, at the landing."""
     processor: float
-    """Processor time of the exchange's thread."""
+    """Processor time of all threads that the exchange has."""
+
+    @property
+    def work(self) -> float:
+        """Of that, what the exchange's thread does itself: the controller goes by it."""
+        return self.encode + self.decode
 
 
 def toil(parcel: Parcel, codec: str, host: Host, sites: int, exchange: str) -> Toil:

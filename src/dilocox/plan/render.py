@@ -107,11 +107,13 @@ def _methods(plan: RunPlan) -> str:
         found = row.prediction
         if found is None:
             continue
-        speed = "-" if base is None else f"{found.tokens_per_second / base.tokens_per_second:,.4g}x"
+        speed = "-"
+        if base is not None:
+            speed = f"{_figure(found.tokens_per_second / base.tokens_per_second)}x"
         rows.append(
             [
                 row.method,
-                f"{found.tokens_per_second:,.4g}",
+                _figure(found.tokens_per_second),
                 f"{found.share:.1%}",
                 speed,
                 _steps(row),
@@ -131,6 +133,11 @@ def _methods(plan: RunPlan) -> str:
         f"{row.method}: cannot be used here ({row.problem})" for row in plan.methods if row.problem
     ]
     return "\n".join(lines)
+
+
+def _figure(value: float) -> str:
+    """Three digits at least: `2.45`, `245`, `24,532`."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _steps(row: MethodRow) -> str:

@@ -333,7 +333,7 @@ class _Play:
         each = queue.popleft()
         site.busy[stage] = (each, self._now)
         own = self._toil(each, site)
-        site.work[stage] = site.work.get(stage, 0.0) + own.processor
+        site.work[stage] = site.work.get(stage, 0.0) + own.work
         self._charge(site, own.processor)
 
         def encoded() -> None:
