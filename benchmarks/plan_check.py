@@ -55,6 +55,7 @@ def check_overlap(measured: dict[str, Any], table: Table) -> list[common.Row]:
                 link,
                 list(overlap.SITES),
                 step_seconds=alone["round_seconds"] / settings["inner_steps"],
+                at_once=1,  # as the engine that made these rows carried them
             )
             compared.append(
                 {

@@ -128,6 +128,18 @@ def test_work_and_round_trips_are_on_the_way() -> None:
     assert round_seconds(course) == pytest.approx([5 + 10 + 1 + 4 + 1 + 0.25 + 0.5] * 6)
 
 
+def test_the_next_exchange_is_encoded_while_one_travels() -> None:
+    # Nothing to compute, four fragments: encoded in 4 s, 10 s on the link, decoded in 2 x 2 s.
+    keep = {"method": "dilocox", "inner_steps": 4, "slots": 4, "fragments": 4, "delay": 4}
+    slow = Host(**{**vars(FREE), "encode": dict.fromkeys(KINDS, 1.0), "decode":
+                   dict.fromkeys(KINDS, 2.0)})  # fmt: skip
+    config = fixed(**keep)
+    sites = [site(name, step=1e-6, host=slow) for name in "ab"]
+    for threads, seconds in ((1, 4 * 18.0), (2, 4 * 10.0)):
+        course = simulate(config, sites, menu(config), 8, at_once=threads)
+        assert round_seconds(course)[2:] == pytest.approx([seconds] * 4, rel=1e-3)
+
+
 def test_shared_cores_pay_for_the_exchanges_work() -> None:
     naive = {"method": "diloco", "overlap": "naive", "slots": 1, "delay": 1, "inner_steps": 20}
     busy = Host(**{**vars(FREE), "exchange_cpu": 0.5})

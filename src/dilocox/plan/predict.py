@@ -14,7 +14,7 @@ from dilocox.outer.controller.schedule import Crowd
 from dilocox.plan.course import Course, SimSite
 from dilocox.plan.outline import Outline
 from dilocox.plan.parcels import parcels
-from dilocox.plan.simulate import Menu, simulate
+from dilocox.plan.simulate import AT_ONCE, Menu, simulate
 from dilocox.plan.step import step_time
 from dilocox.plan.table import Device, Host, Link, Place
 from dilocox.plan.variants import with_sites
@@ -72,6 +72,7 @@ def predict(
     fabric: float = 12.5e9,
     pair_rate: float | None = None,
     rounds: int = ROUNDS,
+    at_once: int = AT_ONCE,
     outline: Outline | None = None,
 ) -> Prediction:
     """Predict the speed of `config` among `sites` sites: their number, or their names.
@@ -79,8 +80,9 @@ def predict(
     `device` (a whole `Place`, or a single one per rank), `link` and `step_seconds` are one for
     all sites or one for each. `step_seconds`, if known, replaces the cost model's step. `fabric`
     and `pair_rate` are bytes per second: of a node's network inside its site, and of the
-    narrowest path between two sites if that is narrower than their links. `outline`: of the same
-    model and layout, if it is there already. Raises `ConfigError` and `ModelError`.
+    narrowest path between two sites if that is narrower than their links. `at_once`: exchange
+    threads of a rank. `outline`: of the same model and layout, if it is there already. Raises
+    `ConfigError` and `ModelError`.
     """
     config = with_sites(config, sites)
     outline = Outline.of(config) if outline is None else outline
@@ -111,7 +113,8 @@ def predict(
         )
         for name, step, own, place in zip(config.sites, steps, links, places, strict=True)
     ]
-    return _settled(config, sim_sites, menu_of(config, outline), rounds, pair_rate)
+    menu = menu_of(config, outline)
+    return _settled(config, menu, simulate(config, sim_sites, menu, rounds, pair_rate, at_once))
 
 
 def _host(config: RunConfig, device: Device) -> Host:
@@ -127,14 +130,8 @@ def menu_of(config: RunConfig, outline: Outline) -> Menu:
     return {name: parcels(config, outline.shapes, name) for name in names}
 
 
-def _settled(
-    config: RunConfig,
-    sites: Sequence[SimSite],
-    menu: Menu,
-    rounds: int,
-    pair_rate: float | None,
-) -> Prediction:
-    course = simulate(config, sites, menu, rounds, pair_rate)
+def _settled(config: RunConfig, menu: Menu, course: Course) -> Prediction:
+    sites = course.sites
     first = course.settled()
     last = [each[-1] for each in course.rounds]
     total = sum(site.tokens for site in sites)

@@ -1,9 +1,10 @@
 """A run as a series of events: sites compute, exchanges share the link, landings wait or not.
 
 It follows ALGORITHM.md §2 as `dilocox.outer.loop` and `dilocox.outer.worker` do it: at a slot end
-first landings, then boundaries; one thread per rank carries its stage's exchanges one after the
-other; an exchange is sent when the last site has encoded its part. All exchanges that are under way
-at a time share the narrowest link evenly. Plans come from the real controller, round by round.
+first landings, then boundaries; a rank's exchanges use the link in their order, while the next one
+is encoded and the one before decoded; an exchange is sent when the last site has encoded its part.
+Exchanges of different stages share the narrowest link evenly. Plans come from the real controller,
+round by round.
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ from dilocox.plan.course import Course, Round, SimSite
 from dilocox.plan.parcels import Parcel, Toil, round_trips, toil
 from dilocox.plan.shared_link import SharedLink
 
+AT_ONCE = 2
+"""Exchange threads of a rank: one's payloads travel while the next is encoded, or the one before
+decoded."""
 DIGESTED = 8
 """Bytes per parameter whose digest the sites compare after each round: anchor and momentum."""
 SHARED_SLOWDOWN = 2.0
@@ -38,14 +42,15 @@ def simulate(
     menu: Menu,
     rounds: int,
     pair_rate: float | None = None,
+    at_once: int = AT_ONCE,
 ) -> Course:
     """Play at most `rounds` rounds of a run, or all that it has.
 
     `menu` holds the parcels of every codec that may be chosen; `pair_rate` is the narrowest link
-    between any two sites, if one is narrower than the sites' own. Raises KeyError for a codec
-    that is not in the menu.
+    between any two sites, if one is narrower than the sites' own; `at_once` is the number of
+    exchange threads of a rank. Raises KeyError for a codec that is not in the menu.
     """
-    return _Play(config, sites, menu, rounds, pair_rate).run()
+    return _Play(config, sites, menu, rounds, pair_rate, at_once).run()
 
 
 @dataclass(eq=False)
@@ -59,8 +64,14 @@ class _Exchange:
     round: int
     ready: int = 0
     """Sites that have encoded."""
+    before: _Exchange | None = None
+    """The one before it of the same stage, which uses the link first."""
+    after: Callable[[], None] | None = None
+    """What waits for its transfer."""
     sent: float = 0.0
-    ended: float = 0.0
+    ended: float | None = None
+    waited: float = 0.0
+    """Seconds that it waited for the one before it."""
     done: set[int] = field(default_factory=set)
     """Sites that have decoded."""
     toils: list[Toil] = field(default_factory=list)
@@ -82,8 +93,10 @@ class _Site:
     debt: float = 0.0
     """Processor seconds of exchanges that the next slot pays for."""
     queues: dict[int, deque[_Exchange]] = field(default_factory=dict)
-    busy: dict[int, tuple[_Exchange, float]] = field(default_factory=dict)
-    """By stage: what its exchange thread is at, and since when."""
+    busy: dict[int, int] = field(default_factory=dict)
+    """By stage: exchanges that its threads are at."""
+    begun: dict[int, float] = field(default_factory=dict)
+    """By id() of an exchange: when a thread took it up."""
     work: dict[int, float] = field(default_factory=dict)
     rounds: list[Round] = field(default_factory=list)
 
@@ -96,6 +109,7 @@ class _Play:
         menu: Menu,
         rounds: int,
         pair_rate: float | None,
+        at_once: int,
     ) -> None:
         self._config = config
         self._menu = menu
@@ -114,6 +128,9 @@ class _Play:
         self._first_tick = [0]
         self._first_step = [0]
         self._exchanges: dict[tuple[int, int, int], _Exchange] = {}
+        self._line: dict[int, _Exchange] = {}
+        """By stage: the last exchange that was begun."""
+        self._at_once = at_once
         self._toils: dict[tuple[int, int, str], list[Toil]] = {}
         self._samples: dict[int, list[Sample]] = {}
         self._calendars: dict[int, dict[int, list[tuple[int, int]]]] = {}
@@ -308,8 +325,14 @@ class _Play:
         if key not in self._exchanges:
             codec = self._choices[site.round].codec
             parcel = self._menu[codec][stage][fragment]
-            self._exchanges[key] = _Exchange(
-                stage, fragment, parcel, codec, site.round, toils=self._all_toils(parcel, codec)
+            self._exchanges[key] = self._line[stage] = _Exchange(
+                stage,
+                fragment,
+                parcel,
+                codec,
+                site.round,
+                toils=self._all_toils(parcel, codec),
+                before=self._line.get(stage),
             )
         return self._exchanges[key]
 
@@ -326,12 +349,13 @@ class _Play:
         return each.toils[site.number]
 
     def _work_on(self, site: _Site, stage: int) -> None:
-        """Let the stage's exchange thread take the next exchange, if it is free."""
+        """Let the stage's exchange threads take up what waits, if one is free."""
         queue = site.queues.get(stage)
-        if stage in site.busy or not queue:
+        if not queue or site.busy.get(stage, 0) >= self._at_once:
             return
         each = queue.popleft()
-        site.busy[stage] = (each, self._now)
+        site.busy[stage] = site.busy.get(stage, 0) + 1
+        site.begun[id(each)] = self._now
         own = self._toil(each, site)
         site.work[stage] = site.work.get(stage, 0.0) + own.work
         self._charge(site, own.processor)
@@ -349,31 +373,45 @@ class _Play:
             site.debt += seconds * site.about.shards / site.about.cores
 
     def _send(self, each: _Exchange) -> None:
+        """All sites have encoded: half of what is beside the transfer, then its turn to travel."""
         trips = round_trips(each.codec, self._crowd.exchange)
-        before = max(_overhead(site.about, trips) for site in self._sites)
+        beside = max(_overhead(site.about, trips) for site in self._sites)
         count, size = self._crowd.transfers(each.parcel.payload)
 
         def ended() -> None:
             each.ended = self._now
+            each.before = None
+            if each.after is not None:
+                each.after()
             for site in self._sites:
-                self._received(site, each, count * size)
+                self._received(site, each, count * size, beside / 2)
 
         def begin() -> None:
+            each.waited = self._now - came
             each.sent = self._now
             self._link.add(count * size, self._now, ended)
 
-        self._at(self._now + before, begin)
+        def reach() -> None:
+            if each.before is None or each.before.ended is not None:
+                begin()
+            else:
+                each.before.after = begin
 
-    def _received(self, site: _Site, each: _Exchange, size: int) -> None:
+        came = self._now + beside / 2
+        self._at(came, reach)
+
+    def _received(self, site: _Site, each: _Exchange, size: int, beside: float) -> None:
+        assert each.ended is not None
         record = site.rounds[-1]
         record.received += size
         record.exchanges += 1
         record.link.append((each.sent, each.ended, size))
+        transfer = each.ended - each.sent
 
         def decoded() -> None:
-            took_up = site.busy.pop(each.stage)[1]
-            transfer = each.ended - each.sent
-            record.overhead += self._now - took_up - transfer
+            took = self._now - site.begun.pop(id(each))
+            record.overhead += took - each.waited - transfer
+            site.busy[each.stage] -= 1
             each.done.add(site.number)
             self._work_on(site, each.stage)
             if id(each) in site.missing:
@@ -383,7 +421,8 @@ class _Play:
                     go_on, site.go_on = site.go_on, None
                     go_on()
 
-        self._at(self._now + self._toil(each, site).decode * _slowdown(site.about), decoded)
+        after = self._toil(each, site).decode * _slowdown(site.about)
+        self._at(self._now + beside + after, decoded)
 
 
 def _slowdown(site: SimSite) -> float:
