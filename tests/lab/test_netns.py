@@ -28,6 +28,7 @@ def test_a_shaped_link_has_its_rate_both_ways_and_counters_see_it() -> None:
     with Network(["a", "b"]) as network:
         network.shape({"a": 20 * MEGABIT, "b": 20 * MEGABIT})
         before = network.counters("a")
+        assert before == Counters(0, 0, 0, 0, 0)  # not a frame that nobody asked for
         links = network.verify(seconds=0.4)
         counted = network.counters("a").since(before)
     assert [link.link for link in links] == ["a up", "a down", "b up", "b down"]

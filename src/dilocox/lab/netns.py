@@ -109,6 +109,7 @@ class Network:
     def _build(self) -> None:
         switch = self.layout.switch
         ip("netns", "add", switch)
+        _no_ipv6(switch)
         ip("-n", switch, "link", "add", "br0", "type", "bridge", "mcast_snooping", "0")
         ip("-n", switch, "link", "set", "br0", "up")
         for host in self.hosts:
@@ -118,9 +119,7 @@ class Network:
                 *("link", "add", port, "netns", switch, "type", "veth", "peer", "name", DEVICE),
                 *("address", self.layout.mac(host), "netns", name),
             )
-            # Neighbour discovery would add frames that nobody asked for.
-            quiet = "echo 1 >/proc/sys/net/ipv6/conf/all/disable_ipv6 || true"
-            self.run(host, ["sh", "-c", quiet])
+            _no_ipv6(name)
             for where, device in ((name, DEVICE), (switch, port)):
                 ip("-n", where, "link", "set", device, "mtu", str(MTU), "gso_max_segs", "1")
             ip("-n", switch, "link", "set", port, "master", "br0")
@@ -206,6 +205,15 @@ class Network:
         if not self.links.shaped:
             raise LabError("no link is shaped, there is nothing to measure")
         return measuring.measure_all(self, seconds)
+
+
+def _no_ipv6(namespace: str) -> None:
+    """Neighbour discovery and the like would add frames that nobody asked for."""
+    quiet = (
+        "for scope in all default; do "
+        "echo 1 >/proc/sys/net/ipv6/conf/$scope/disable_ipv6 || true; done"
+    )
+    call(["ip", "netns", "exec", namespace, "sh", "-c", quiet])
 
 
 def enter_namespace(name: str) -> None:
