@@ -252,6 +252,7 @@ def _take_part(
         config.site.stages,
         worker.submit,
         control.touch,
+        hash_beside=rank.mesh.device.type != "cpu",
     )
     trainer = Trainer(
         config=config,
