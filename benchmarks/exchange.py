@@ -19,11 +19,11 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import shutil
 import statistics
 import sys
 import tempfile
+import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -175,7 +175,7 @@ def rounds_of(turns: Sequence[Turn], trace: Mapping[str, Any]) -> list[Round]:
         number: min(turn.began for turn in turns if turn.round == number)
         for number in {turn.round for turn in turns}
     }
-    zero = trace["otherData"]["zero_monotonic_us"] / 1e6
+    zero = trace["otherData"]["zero_unix_us"] / 1e6 - (time.time() - time.monotonic())
 
     def round_of(moment: float) -> int:
         return max((n for n, start in begun.items() if start <= moment), default=0)
@@ -248,13 +248,6 @@ def measure(setting: Setting, rounds: int, root: Path) -> common.Row:
     return row(setting, rounds_of(turns, json.loads(path.read_text(encoding="utf-8"))))
 
 
-def scheduling() -> str:
-    """How this process is scheduled: results under a real-time policy depend less on the load."""
-    policy = os.sched_getscheduler(0)
-    kind = {os.SCHED_RR: "real-time", os.SCHED_FIFO: "real-time"}.get(policy, "normal")
-    return f"{kind}, nice {os.nice(0)}"
-
-
 def main() -> int:
     """Measure, print, write."""
     options = common.parser(__doc__ or "").parse_args()
@@ -281,7 +274,7 @@ def main() -> int:
     print(common.table(rows, COLUMNS))
     print(f"links in Mbit/s; the machine's congestion control is {default}")
     if options.json:
-        about = {"machine_congestion": default, "scheduling": scheduling()}
+        about = {"machine_congestion": default}
         common.write_json(options.json, "exchange", on, about, rows)
     return 0
 

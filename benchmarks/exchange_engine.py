@@ -54,9 +54,14 @@ class Case:
     stages: int = 1
     """Ranks per site, which share its link."""
     rounds: int = 4
+    congestion: str | None = None
+    """TCP congestion control, if not the machine's."""
 
     def config(self, folder: Path, host: str) -> RunConfig:
         """A run that exchanges this; its model is never built."""
+        network = {"host": host}
+        if self.congestion is not None:
+            network["congestion"] = self.congestion
         return resolve_run(
             {
                 "run": {"name": "exchange", "folder": str(folder)},
@@ -72,7 +77,7 @@ class Case:
                 },
                 "compression": {"codec": self.codec},
                 "checkpoint": {"every_rounds": 0},
-                "network": {"host": host},
+                "network": network,
                 "sites": {site: {} for site in self.sites},
             },
             where="exchange benchmark",
@@ -221,9 +226,11 @@ def _exchange_rounds(
     client = CoordinatorClient(url, identity, timeouts, name)
     control = RankControl(client, timeouts.beat, timeouts.stall, LIMIT, _end)
     control.start()
-    network = RankNetwork(client, control, place, address, timeouts, None)
+    network = RankNetwork(
+        client, control, place, address, timeouts, None, config.network.congestion
+    )
     worker = ExchangeWorker(network, place.site)
-    draw = torch.Generator().manual_seed(hash((place.stage, place.site)) % 2**31)
+    draw = torch.Generator().manual_seed(case.sites.index(place.site) * case.stages + place.stage)
     values = torch.randn(case.values, generator=draw)
     chosen = compressor(case.codec, Geometry(((case.values,),), (0,), case.values))
     control.wait_while_role("enrolled")
