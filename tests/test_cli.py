@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 import pytest
 
-from dilocox import api, cli, launch
+from dilocox import api, cli, coordinating
 from dilocox.errors import TrainingError
 from dilocox.version import __version__
 
@@ -198,5 +198,5 @@ def test_a_coordinator_that_fails_says_why(
     command: Command, run_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     error = TrainingError("network.port 80: taken")
-    monkeypatch.setattr(launch, "coordinate", _fail(error))
+    monkeypatch.setattr(coordinating, "coordinate", _fail(error))
     assert command("coordinator", run_file) == (1, "", "dilocox: network.port 80: taken\n")

@@ -32,6 +32,7 @@ FLOORS = (
     {"trainer"},
     {"rank_process"},
     {"site_process"},
+    {"coordinating"},
     {"launch"},
     {"api", "lab", "plan"},
     {"dilocox"},

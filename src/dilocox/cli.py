@@ -179,7 +179,7 @@ def _train(options: argparse.Namespace) -> int:
 
 def _coordinator(options: argparse.Namespace) -> int:
     from dilocox.config import load_run
-    from dilocox.launch import coordinate
+    from dilocox.coordinating import coordinate
 
     return coordinate(
         load_run(options.run, options.overrides),

@@ -1,16 +1,14 @@
-"""Starts a run: all sites on this machine, or the coordinator here and one site elsewhere.
+"""Starts a run: all of its sites on this machine, or one that joins a coordinator elsewhere.
 
-Both ways are the same: a coordinator, and sites that join it.
+Both ways are the same: a coordinator (see `dilocox.coordinating`), and sites that join it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
-import shlex
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -22,6 +20,7 @@ import torch
 from dilocox import preflight, processes, trace_file
 from dilocox.assembly import Hooks
 from dilocox.config import RunConfig
+from dilocox.coordinating import ENDPOINT, refuse_finished, serve_run
 from dilocox.data import TokenFiles
 from dilocox.data import prepare as prepare_token_files
 from dilocox.display import Display
@@ -31,16 +30,13 @@ from dilocox.model_files import generate
 from dilocox.outer.coordinator.client import CoordinatorClient
 from dilocox.outer.coordinator.core import Payloads
 from dilocox.outer.coordinator.identity import Identity
-from dilocox.outer.coordinator.serving import Endpoint, serve
+from dilocox.outer.coordinator.serving import Endpoint
 from dilocox.outer.coordinator.timeouts import Timeouts
 from dilocox.outer.coordinator.transport import host_and_port
 from dilocox.outer.tunnel import check_ports
 from dilocox.payloads import payload_sizes
-from dilocox.recorder import Record, Recorder
+from dilocox.recorder import Record
 from dilocox.site_process import join_as_rank, run_site
-
-ENDPOINT = "endpoint.json"
-"""In the coordinator's folder, readable by its owner: address, join token, operator's identity."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +101,7 @@ def train_here(
     folder = config.folder
     preflight.check_folder(config, resume, overwrite)
     if resume:
-        _refuse_finished(folder)
+        refuse_finished(folder)
     preflight.check_coordinator(config)
     preflight.check_model(config)
     files = prepare_data(config, display)
@@ -204,15 +200,6 @@ def _sample(config: RunConfig, folder: Path, progress: Callable[[str, float], No
     )
 
 
-def _refuse_finished(folder: Path) -> None:
-    summary = folder / "summary.json"
-    if summary.exists() and json.loads(summary.read_text(encoding="utf-8"))["phase"] == "finished":
-        raise TrainingError(
-            f"{folder}: this run is finished, its model is in {folder / 'model'}; to train on, "
-            "begin a new run with model.path set to it"
-        )
-
-
 def _first_word(pipe: Connection, coordinator: BaseProcess, display: Display) -> Endpoint:
     """Wait until the coordinator listens."""
     while True:
@@ -278,7 +265,7 @@ def _coordinate_in_child(
             pipe.send((kind, value))
 
     try:
-        end = _coordinate(
+        end = serve_run(
             config,
             folder,
             payloads,
@@ -296,79 +283,6 @@ def _coordinate_in_child(
         tell("error", f"coordinator: {type(error).__name__}: {error} (see logs/coordinator.log)")
         sys.exit(1)
     tell("end", end)
-
-
-def _coordinate(
-    config: RunConfig,
-    folder: Path,
-    payloads: Payloads | None,
-    *,
-    resume: bool,
-    wait_for: int | None,
-    emit: Callable[[Record], None],
-    on_ready: Callable[[Endpoint], None],
-) -> dict[str, Any]:
-    """Serve a run to its end: phase, reason and summary."""
-    recorder = Recorder(config, folder, emit)
-    status = serve(
-        config,
-        folder / "coordinator",
-        wait_for=wait_for,
-        payloads=payloads,
-        resume=resume,
-        on_report=recorder.report,
-        on_message=recorder.message,
-        on_plan=lambda plan: recorder.plan(plan.model_dump(mode="json")),
-        on_resumed=recorder.forget_after,
-        on_ready=on_ready,
-        ready_file=folder / "coordinator" / ENDPOINT,
-    )
-    summary = recorder.finish(status.phase, status.reason)
-    return {"phase": status.phase, "reason": status.reason, "summary": summary}
-
-
-def coordinate(
-    config: RunConfig,
-    *,
-    run_file: Path,
-    overrides: Sequence[str],
-    wait_for: int | None,
-    resume: bool,
-) -> int:
-    """`dilocox coordinator`: serve a run whose sites join from other machines; exit code."""
-    display = Display(config)
-    preflight.check_folder(config, resume)
-    if resume:
-        _refuse_finished(config.folder)
-    preflight.check_coordinator(config, wait_for)
-    known = config.data.vocabulary_size if config.data.tokenizer == "train" else None
-    payloads = payload_sizes(config, known)
-    folder = preflight.claim_folder(config, resume)
-
-    def ready(endpoint: Endpoint) -> None:
-        (folder / "run.toml").write_text(config.to_toml(), encoding="utf-8")
-        host, port = host_and_port(endpoint.url)
-        display.line(Timeouts.derive(config.network).table())
-        display.line(f"coordinator of run {config.run.name} on {host}:{port}; at each site run")
-        sets = [part for item in overrides for part in ("--set", item)]
-        for site in config.sites:
-            words = ["dilocox", "join", f"{host}:{port}", "--site", site]
-            words += ["--run-file", str(run_file), *sets, "--token", endpoint.token]
-            display.line(f"  {shlex.join(words)}")
-
-    end = _coordinate(
-        config,
-        folder,
-        payloads,
-        resume=resume,
-        wait_for=wait_for,
-        emit=display.show,
-        on_ready=ready,
-    )
-    display.summary(end["summary"])
-    if end["phase"] == "failed":
-        raise TrainingError(f"run {config.run.name} failed: {end['reason']}")
-    return 0 if end["phase"] == "finished" else 130
 
 
 def _site_in_child(

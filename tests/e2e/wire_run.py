@@ -19,8 +19,9 @@ import torch
 
 from dilocox import processes
 from dilocox.config import RunConfig, load_run
+from dilocox.coordinating import coordinate
 from dilocox.lab import Network
-from dilocox.launch import coordinate, join, prepare_data
+from dilocox.launch import join, prepare_data
 
 FILE = """\
 [run]

@@ -25,12 +25,13 @@ import torch
 from dilocox import preflight, processes, trace_file
 from dilocox.assembly import Hooks
 from dilocox.config import RunConfig, resolve_run
+from dilocox.coordinating import ENDPOINT, coordinate
 from dilocox.display import Display
 from dilocox.errors import DilocoxError
 from dilocox.lab.lab import HUB, Lab
 from dilocox.lab.results import WARM_UP, Record, RunResult, Sample, result_of
 from dilocox.lab.system import LabError
-from dilocox.launch import ENDPOINT, coordinate, prepare_data
+from dilocox.launch import prepare_data
 from dilocox.outer.coordinator.serving import Endpoint
 from dilocox.site_process import run_site
 

@@ -64,9 +64,6 @@ def serve(
     or SIGTERM stops the run at a slot end, the second ends the server at once. Blocks; raises
     `TrainingError` (port taken, folder in use, log damaged) and `CheckpointError`.
     """
-    if ready_file is not None:
-        # One from an earlier start would be read as this one's.
-        Path(ready_file).unlink(missing_ok=True)
     coordinator = Coordinator(
         config,
         folder,
@@ -83,9 +80,15 @@ def serve(
                 on_resumed(coordinator.state.first_round)
         elif coordinator.state.over:
             raise TrainingError(
-                f"{folder}: its run is {coordinator.state.phase}; resume it, or start a new one in "
-                "another folder"
+                f"{folder}: its run is {coordinator.state.phase} "
+                f"({coordinator.state.reason or 'complete'}); add --resume to go back to its last "
+                "checkpoint, or start a new one in another folder"
             )
+        elif coordinator.state.sequence:
+            _go_on(coordinator, on_report, on_message)
+        if ready_file is not None:
+            # One from an earlier start would be read as this one's.
+            Path(ready_file).unlink(missing_ok=True)
         where = (host or config.network.host, config.network.port if port is None else port)
 
         def ready(bound: int) -> None:
@@ -106,6 +109,26 @@ def serve(
         return views.status(coordinator.state, 0)
     finally:
         coordinator.close()
+
+
+def _go_on(
+    coordinator: Coordinator,
+    on_report: Report | None,
+    on_message: Callable[[str], None] | None,
+) -> None:
+    """Hand on what the process before may have logged and no more; say where the run stands."""
+    state = coordinator.state
+    for site in state.sites.values():
+        for kind, metrics in site.metrics.items():
+            if on_report is not None and kind != "warning":
+                on_report(site.name, metrics["round"], kind, dict(metrics))
+    if on_message is not None:
+        live = ", ".join(state.live) or "no site"
+        on_message(
+            f"coordinator restarted: the run is {state.phase}, next plan is round "
+            f"{state.next_round}, epoch {state.epoch}; {live} expected within "
+            f"{coordinator.timeouts.reconnect:g} s"
+        )
 
 
 def reachable_name(host: str) -> str:

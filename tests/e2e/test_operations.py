@@ -1,0 +1,96 @@
+"""Sites and coordinators that die, come back, leave: with real signals to real processes."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import signal
+import sqlite3
+from collections.abc import Iterator
+
+import pytest
+
+from tests.e2e.forked import Forge, ForkedRun
+from tests.e2e.harness import Workshop
+
+SMALL = ("outer.rounds=12", "checkpoint.every_rounds=0", "site.stages=1")
+
+
+@pytest.fixture(scope="module")
+def forge() -> Iterator[Forge]:
+    forge = Forge()
+    yield forge
+    forge.close()
+
+
+def coordinate(forge: Forge, workshop: Workshop, name: str, *words: str) -> ForkedRun:
+    """`dilocox coordinator` until it listens. `words`: the run file, overrides and options."""
+    run = forge.command(workshop, name, "coordinator", *words)
+    run.until(lambda: run.printed().count("dilocox join") == 2)
+    return run
+
+
+def join_lines(run: ForkedRun) -> dict[str, list[str]]:
+    """Arguments of the printed join lines, by site."""
+    lines = re.findall(r"dilocox (join .* --site (\w+) .*)", run.printed())
+    return {site: shlex.split(line) for line, site in lines}
+
+
+def join_all(forge: Forge, workshop: Workshop, run: ForkedRun) -> dict[str, ForkedRun]:
+    """Every site, by its printed line."""
+    name = run.folder.name
+    return {site: forge.command(workshop, name, *line) for site, line in join_lines(run).items()}
+
+
+def flush_digests(run: ForkedRun) -> set[str]:
+    """Anchor digests that the sites ended with."""
+    return {r["anchor_digest"] for s in ("paris", "lyon") for r in run.records("flush", s)}
+
+
+# --- the coordinator -----------------------------------------------------------------------------
+
+
+def test_a_killed_coordinator_goes_on_with_the_same_command(
+    workshop: Workshop, forge: Forge
+) -> None:
+    words = workshop.run_file("restarted", *SMALL)
+    first = coordinate(forge, workshop, "restarted", *words)
+    sites = join_all(forge, workshop, first)
+    first.until_round(1)
+    os.kill(first.process.pid, signal.SIGKILL)
+    assert first.wait(10.0) == -signal.SIGKILL
+    before = len(first.records())
+    # The sites notice nothing but silence; the next coordinator is where they look for it.
+    again = coordinate(forge, workshop, "restarted", *words)
+    assert join_lines(again) == join_lines(first)
+    refused = forge.command(workshop, "restarted", "coordinator", *words)
+    assert refused.wait() == 1
+    assert "its run is going on right now" in refused.printed()
+    assert [site.wait() for site in sites.values()] == [0, 0], sites["lyon"].output()
+    assert again.wait() == 0, again.output()
+    assert re.search(r"coordinator restarted: the run is running, .*, epoch 1; paris, lyon expected"
+                     r" within 5 s", again.printed())  # fmt: skip
+    assert again.summary()["rounds"] == 12 > before
+    rounds = [record["round"] for record in again.records()]
+    assert rounds == sorted(set(rounds)) == list(range(12)), "each round is recorded once"
+    assert len(flush_digests(again)) == 1
+    log = sqlite3.connect(again.folder / "coordinator" / "coordinator.sqlite")
+    kinds = [row[0] for row in log.execute("SELECT kind FROM events")]
+    assert kinds.count("Enrolled") == kinds.count("Ready") == 2, "nobody had to come back"
+    assert not {"Gone", "Resumed"} & set(kinds)
+    # The wrong command names the right one.
+    over = forge.command(workshop, "restarted", "coordinator", *words)
+    assert over.wait() == 1
+    assert "this run is finished" in over.printed()
+
+
+def test_a_stopped_run_is_resumed_and_not_gone_on_with(workshop: Workshop, forge: Forge) -> None:
+    words = workshop.run_file("stopped", *SMALL)
+    run = coordinate(forge, workshop, "stopped", *words)
+    run.interrupt()
+    assert run.wait() == 130, run.output()
+    again = forge.command(workshop, "stopped", "coordinator", *words)
+    assert again.wait() == 1
+    assert "its run is stopped (interrupted at the coordinator); add --resume" in again.printed()
+    assert again.printed().count("\n") == 1
