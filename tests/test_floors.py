@@ -20,7 +20,7 @@ LONGEST = 500
 
 FLOORS = (
     {"version", "errors", "config_section", "timeline"},
-    {"trace_file", "codec_spec", "methods", "problems", "processes", "launcher_env"},
+    {"trace_file", "codec_spec", "methods", "problems", "processes", "launcher_env", "join_token"},
     {"config_rounds"},
     {"config"},
     {"compression", "display", "metrics", "checkpoint"},
@@ -31,6 +31,7 @@ FLOORS = (
     {"persistence", "entering", "meter", "preflight"},
     {"trainer"},
     {"rank_process"},
+    {"supervisor"},
     {"site_process"},
     {"coordinating"},
     {"launch"},

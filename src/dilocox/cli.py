@@ -21,7 +21,8 @@ examples:
   dilocox train run.toml --resume
   dilocox train run.toml --trace             (a timeline: runs/NAME/trace.json)
   dilocox coordinator run.toml               (prints the join line for every site)
-  dilocox join HOST:PORT --site lyon --run-file run.toml --token dilocox1-...
+  dilocox join HOST:PORT --site lyon --run-file run.toml --token-file token
+  dilocox leave runs/run --site lyon         (after its round; where the coordinator runs)
   dilocox plan examples/two-sites.toml --gpu h100-80g:2 --link 1gbit
   dilocox data prepare run.toml
   dilocox data show runs/quickstart/data
@@ -112,13 +113,29 @@ def _parser() -> argparse.ArgumentParser:
     join.add_argument(
         "--run-file", required=True, type=Path, metavar="RUN.toml", help="the run file"
     )
-    join.add_argument("--token", required=True, help="the join token the coordinator printed")
+    join.add_argument(
+        "--token-file", type=Path, metavar="FILE",
+        help="file with the join token, a copy of RUN_FOLDER/coordinator/token (else: the "
+        "variable DILOCOX_TOKEN, else a prompt)",
+    )  # fmt: skip
     join.add_argument(
         "--set", dest="overrides", metavar="section.key=value", action="append", default=[],
         help="override a key of the run file",
     )  # fmt: skip
     _add_trace(join, "trace-SITE.json")
     join.set_defaults(call=_join)
+
+    leave = commands.add_parser(
+        "leave", parents=[common], help="let a site finish its round and leave the run"
+    )
+    leave.add_argument(
+        "run_folder", type=Path, metavar="RUN_FOLDER", help="the coordinator's run folder"
+    )
+    leave.add_argument("--site", required=True, help="name of the site")
+    leave.add_argument(
+        "--now", action="store_true", help="at once: its round is given to the others"
+    )
+    leave.set_defaults(call=_leave)
 
     planning = commands.add_parser("plan", parents=[common], help=plan.HELP)
     plan.add_arguments(planning)
@@ -192,16 +209,24 @@ def _coordinator(options: argparse.Namespace) -> int:
 
 def _join(options: argparse.Namespace) -> int:
     from dilocox.config import load_run
+    from dilocox.join_token import read_token
     from dilocox.launch import join
 
     return join(
         load_run(options.run_file, options.overrides),
         site=options.site,
         address=options.address,
-        token=options.token,
+        token=read_token(options.token_file),
         debug=options.debug,
         trace=options.trace,
     )
+
+
+def _leave(options: argparse.Namespace) -> int:
+    from dilocox.coordinating import leave
+
+    print(leave(options.run_folder, options.site, options.now))
+    return 0
 
 
 def _data_prepare(options: argparse.Namespace) -> int:

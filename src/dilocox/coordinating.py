@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from dilocox import preflight
-from dilocox.config import RunConfig
+from dilocox.config import RunConfig, load_run
 from dilocox.display import Display
-from dilocox.errors import TrainingError
+from dilocox.errors import ConfigError, TrainingError
+from dilocox.outer.coordinator.client import CoordinatorClient
 from dilocox.outer.coordinator.core import Payloads
+from dilocox.outer.coordinator.identity import Identity, write_private
 from dilocox.outer.coordinator.serving import Endpoint, serve
 from dilocox.outer.coordinator.timeouts import Timeouts
 from dilocox.outer.coordinator.transport import host_and_port
@@ -21,6 +24,10 @@ from dilocox.recorder import Record, Recorder
 
 ENDPOINT = "endpoint.json"
 """In the coordinator's folder, readable by its owner: address, join token, operator's identity."""
+
+
+JOIN_FILE = "token"
+"""Beside it, readable by its owner: the join token alone, to be copied to the sites."""
 
 
 def coordinate(
@@ -50,14 +57,20 @@ def coordinate(
 
     def ready(endpoint: Endpoint) -> None:
         (folder / "run.toml").write_text(config.to_toml(), encoding="utf-8")
+        token = folder / "coordinator" / JOIN_FILE
+        write_private(token, f"{endpoint.token}\n".encode())
         host, port = host_and_port(endpoint.url)
         display.line(Timeouts.derive(config.network).table())
         display.line(f"coordinator of run {config.run.name} on {host}:{port}; at each site run")
         sets = [part for item in overrides for part in ("--set", item)]
         for site in config.sites:
             words = ["dilocox", "join", f"{host}:{port}", "--site", site]
-            words += ["--run-file", str(run_file), *sets, "--token", endpoint.token]
+            words += ["--run-file", str(run_file), *sets, "--token-file", str(token)]
             display.line(f"  {shlex.join(words)}")
+        display.line(
+            f"with a copy of {token} there, readable by its owner only: who holds it may join "
+            "(without --token-file it is asked for)"
+        )
 
     end = serve_run(
         config,
@@ -76,6 +89,28 @@ def coordinate(
             "back to its last checkpoint"
         )
     return 0 if end["phase"] == "finished" else 130
+
+
+def leave(folder: Path, site: str, now: bool) -> str:
+    """`dilocox leave`: take a site out of the run in `folder`; what becomes of it, in one line.
+
+    To be called where the coordinator runs, by who may read its folder. Raises `DilocoxError`.
+    """
+    try:
+        endpoint = Endpoint.load(folder / "coordinator" / ENDPOINT)
+        config = load_run(folder / "run.toml")
+    except (OSError, ValueError, TypeError, ConfigError) as error:
+        raise TrainingError(
+            f"{folder}: no folder of a coordinator whose run goes on ({error}); give the run "
+            "folder on the coordinator's machine"
+        ) from None
+    timeouts = Timeouts.derive(config.network)
+    patience = replace(timeouts, coordinator=timeouts.heartbeat)
+    client = CoordinatorClient(endpoint.url, Identity.load(endpoint.operator), patience)
+    try:
+        return client.retire(site, "asked to by the operator", now=now)
+    finally:
+        client.close()
 
 
 def serve_run(

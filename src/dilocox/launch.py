@@ -36,7 +36,7 @@ from dilocox.outer.coordinator.transport import host_and_port
 from dilocox.outer.tunnel import check_ports
 from dilocox.payloads import payload_sizes
 from dilocox.recorder import Record
-from dilocox.site_process import join_as_rank, run_site
+from dilocox.site_process import join_as_rank, keep_site
 
 
 @dataclass(frozen=True)
@@ -295,7 +295,7 @@ def _site_in_child(
     trace: bool,
 ) -> None:
     try:
-        code = run_site(config, site, endpoint, hooks, debug, folder, True, trace)
+        code = keep_site(config, site, endpoint, hooks, debug, folder, True, trace)
     except DilocoxError as error:
         print(f"dilocox: site {site}: {error}", file=sys.stderr)
         code = 1
@@ -335,7 +335,7 @@ def join(
     shared = (config.folder / "coordinator" / ENDPOINT).exists()
     endpoint = Endpoint(url, token, "")
     try:
-        return run_site(config, site, endpoint, Hooks(), debug, config.folder, shared, trace)
+        return keep_site(config, site, endpoint, Hooks(), debug, config.folder, shared, trace)
     finally:
         if trace:
             _show_trace(display, lambda: trace_file.merge_site(config.folder, site))

@@ -94,3 +94,45 @@ def test_a_stopped_run_is_resumed_and_not_gone_on_with(workshop: Workshop, forge
     assert again.wait() == 1
     assert "its run is stopped (interrupted at the coordinator); add --resume" in again.printed()
     assert again.printed().count("\n") == 1
+
+
+# --- leaving -------------------------------------------------------------------------------------
+
+
+def test_sites_leave_when_their_round_is_done(workshop: Workshop, forge: Forge) -> None:
+    sets = ("outer.rounds=2000", "checkpoint.every_rounds=0", "site.stages=1")
+    words = workshop.run_file("leaving", *sets)
+    run = coordinate(forge, workshop, "leaving", *words)
+    sites = join_all(forge, workshop, run)
+    run.until_round(1)
+    said = forge.command(workshop, "leaving", "leave", str(run.folder), "--site", "lyon")
+    assert said.wait() == 0, said.output()
+    told = re.fullmatch(r"site lyon leaves before round (\d+), with all before that done\n",
+                        said.printed())  # fmt: skip
+    assert told, said.printed()
+    first_without = int(told[1])
+    assert sites["lyon"].wait() == 0, sites["lyon"].output()
+    run.until(lambda: "lyon is gone: asked to leave, and done" in run.printed())
+    run.until_round(first_without + 1)
+    lyon = [record["round"] for record in run.records("round", "lyon")]
+    assert lyon == list(range(first_without)), "it finished what was planned for it"
+    # Nothing was begun again: all that lyon owed was decided before it went.
+    assert "begins attempt" not in run.printed()
+    paris = {r["round"]: r["contributors"] for r in run.records("round", "paris")}
+    assert [paris[r] for r in range(first_without)] == [2] * first_without
+    # It may come back, and goes again when it gets a SIGTERM.
+    again = forge.command(workshop, "leaving", *join_lines(run)["lyon"])
+    run.until(lambda: run.printed().count("lyon contributes from round") == 2)
+    again.process.send_signal(signal.SIGTERM)
+    assert again.wait() == 130, again.output()
+    assert "site lyon leaves before round" in again.printed()
+    run.until(lambda: run.printed().count("lyon is gone: asked to leave, and done") == 2)
+    # The last one cannot go without the run: that stops, and can be resumed.
+    sites["paris"].interrupt()
+    assert sites["paris"].wait() == 130, sites["paris"].output()
+    assert run.wait() == 130, run.output()
+    assert "stopping at slot" in run.printed()
+    assert run.summary()["reason"] == "paris, the only active site, is to leave"
+    wrong = forge.command(workshop, "leaving", "leave", str(run.folder), "--site", "lyon")
+    assert wrong.wait() == 1
+    assert wrong.printed().count("\n") == 1

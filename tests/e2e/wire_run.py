@@ -136,9 +136,9 @@ def _token(log: Path) -> tuple[str, str]:
     deadline = time.monotonic() + LIMIT
     while time.monotonic() < deadline:
         text = log.read_text(encoding="utf-8") if log.exists() else ""
-        found = re.search(r"dilocox join \S+:(\d+) .*--token (\S+)", text)
+        found = re.search(r"dilocox join \S+:(\d+) .*--token-file (\S+)", text)
         if found:
-            return found[1], found[2]
+            return found[1], Path(found[2]).read_text().strip()
         time.sleep(0.02)
     sys.exit(f"the coordinator did not start\n{log.read_text(errors='replace')}")
 

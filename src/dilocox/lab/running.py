@@ -34,6 +34,7 @@ from dilocox.lab.system import LabError
 from dilocox.launch import prepare_data
 from dilocox.outer.coordinator.serving import Endpoint
 from dilocox.site_process import run_site
+from dilocox.supervisor import complain
 
 EVERY = 0.25
 """Seconds between two readings of the interfaces' counters."""
@@ -305,7 +306,10 @@ def _serve(config: RunConfig, run_file: Path) -> int:
 
 
 def _take_part(config: RunConfig, site: str, endpoint: Endpoint, folder: Path, trace: bool) -> int:
-    return run_site(config, site, endpoint, Hooks(), False, folder, True, trace)
+    ended = run_site(config, site, endpoint, Hooks(), False, folder, True, trace)
+    if ended.reason:
+        complain(ended.reason)
+    return ended.code
 
 
 def _text(log: Path) -> str:

@@ -162,7 +162,7 @@ async def _serve(
         if interrupts > 1:
             quit_now.set()
         else:
-            coordinator.stop(m.StopRequest(reason="interrupted at the coordinator"))
+            coordinator.departures.stop(m.StopRequest(reason="interrupted at the coordinator"))
 
     loop = asyncio.get_running_loop()
     if threading.current_thread() is threading.main_thread():

@@ -35,6 +35,12 @@ class Timeouts:
     """One exchange from begin to decision, with all of its attempts."""
     entry: float
     """One request of an entering site to its donor."""
+    retry: float
+    """Pause before the second try of what failed; it doubles from try to try."""
+    retry_most: float
+    """The longest such pause."""
+    rejoin: float
+    """A site that was in the run tries to join it again for this long."""
     stall: float
     """No round ends anywhere for this long, beyond the time that its slots take: say so."""
 
@@ -54,6 +60,9 @@ class Timeouts:
             form=link + heartbeat,
             exchange=4 * link + heartbeat,
             entry=link,
+            retry=heartbeat / 5,
+            retry_most=link / 2,
+            rejoin=30 * link,
             stall=5 * link + heartbeat,
         )
 
@@ -71,6 +80,9 @@ class Timeouts:
             "form": "forming a process group",
             "exchange": "one exchange with all its attempts",
             "entry": "one request of a joiner to its donor",
+            "retry": "a site that crashed joins again after",
+            "retry_most": "and again and again, at most after",
+            "rejoin": "a site tries to join again for",
             "stall": "no round ends anywhere for",
         }
         width = max(map(len, names.values()))
