@@ -29,7 +29,7 @@ from dilocox.assembly import (
 from dilocox.config import RunConfig
 from dilocox.data import TokenFiles
 from dilocox.entering import Newcomer
-from dilocox.errors import DilocoxError, RunOverError
+from dilocox.errors import CheckpointError, DilocoxError, RunOverError
 from dilocox.outer.control import RankControl
 from dilocox.outer.coordinator.client import CoordinatorClient
 from dilocox.outer.coordinator.identity import Identity
@@ -272,6 +272,9 @@ def _enter(trainer: Trainer, network: Network, timeouts: Timeouts) -> Newcomer |
         if found is not None and trainer.keeper.load(trainer, found):
             trainer.client.ready()
             return None
+        if found is not None and news.donor is None and trainer.keeper.damage:
+            trainer.client.spoiled(found.tick, trainer.keeper.damage)
+            raise CheckpointError(f"{trainer.keeper.damage}; the run goes back to the one before")
         if found is not None and news.donor is None:
             reason = (
                 f"site {trainer.me} holds no whole part of the checkpoint at slot {found.tick} in "

@@ -257,7 +257,7 @@ class Trainer:
     def stop(self) -> None:
         """Write a checkpoint where the whole run stands still. Raises `Stopped`."""
         plan = self.client.poll_plan(self.at.round, 0.0).plan
-        self.keeper.save(self, plan)
+        self.keeper.save(self, plan, last=True)
         self.keeper.wait()
         self.client.finish(complete=False)
         raise Stopped
@@ -274,7 +274,7 @@ class Trainer:
 
         The last checkpoint is from before the flush, so that a resumed run flushes once.
         """
-        self.keeper.save(self, plan)
+        self.keeper.save(self, plan, last=True)
         if self.config.exchanges_gradients:
             self.outer.land_gradients()
         elif self.me in plan.members:

@@ -136,3 +136,28 @@ def test_sites_leave_when_their_round_is_done(workshop: Workshop, forge: Forge) 
     wrong = forge.command(workshop, "leaving", "leave", str(run.folder), "--site", "lyon")
     assert wrong.wait() == 1
     assert wrong.printed().count("\n") == 1
+
+
+# --- disks ---------------------------------------------------------------------------------------
+
+
+def test_a_damaged_checkpoint_is_recognised_and_the_one_before_used(
+    workshop: Workshop, forge: Forge
+) -> None:
+    sets = ("outer.rounds=6", "checkpoint.every_rounds=1", "site.stages=1")
+    run = forge.train(workshop, "damaged", *sets, flags=())
+    run.until_round(3)
+    run.interrupt()
+    assert run.wait() == 130, run.output()
+    paris = sorted((run.folder / "checkpoints").glob("tick-*/paris/*/write-*/*.distcp"))
+    ticks = [int(path.parents[3].name.removeprefix("tick-")) for path in paris]
+    os.truncate(paris[-1], 100)
+    resumed = forge.train(workshop, "damaged", *sets, flags=("--resume",))
+    assert resumed.wait() == 0, resumed.output()
+    assert f"{paris[-1].name}: missing or changed since it was written" in resumed.printed()
+    slots = re.findall(r"resumed at round \d+ slot \d+", resumed.printed())
+    assert f"checkpoint at slot {ticks[-1]} is spoiled" in resumed.printed()
+    assert len(slots) == 2
+    assert [r["round"] for r in resumed.records()][-1] == 5
+    assert resumed.summary()["rounds"] == 6
+    assert len(flush_digests(resumed)) == 1

@@ -220,6 +220,12 @@ class CoordinatorClient:
         )
         self._post("checkpoint", request, m.Done)
 
+    def spoiled(self, tick: int, reason: str) -> None:
+        """This rank's part of the checkpoint at `tick` is damaged: the run goes on from the one
+        before, and the sites have to join again."""
+        request = m.SpoiledRequest(rank=self.rank, tick=tick, reason=_line(reason))
+        self._post("spoiled", request, m.Done)
+
     def checkpoints(self) -> list[m.Checkpoint]:
         """All checkpoints of this course of the run, complete or not, by tick."""
         return self._get("checkpoints", m.Checkpoints).checkpoints

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from dilocox.config import RunConfig
-from dilocox.errors import JoinError, TrainingError
+from dilocox.errors import CheckpointError, JoinError, TrainingError
 from dilocox.outer.coordinator import events as e
 from dilocox.outer.coordinator import messages as m
 from dilocox.outer.coordinator import views
@@ -60,6 +60,7 @@ class Coordinator:
         on_report: Report | None = None,
         on_message: Callable[[str], None] | None = None,
         on_plan: Callable[[m.RoundPlan], None] | None = None,
+        on_resumed: Callable[[int], None] | None = None,
         now: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
@@ -79,7 +80,7 @@ class Coordinator:
                 f"{config.outer.min_sites} to the {len(config.sites)} of the run file"
             )
         self._now, self.wall, self._on_report = now, wall, on_report
-        self._on_message, self._on_plan = on_message, on_plan
+        self._on_message, self._on_plan, self._on_resumed = on_message, on_plan, on_resumed
         self.on_change: Callable[[str], None] = lambda topic: None
         """Called with a topic when something that callers wait for may have happened."""
         self.state = CoordinatorState(config)
@@ -126,6 +127,8 @@ class Coordinator:
         for site in self.state.sites:
             self.liveness.forget(site)
         self.record(event)
+        if self._on_resumed is not None:
+            self._on_resumed(event.round)
         return event
 
     def close(self) -> None:
@@ -434,6 +437,20 @@ class Coordinator:
                 request.slot, dict(request.digests),
             )  # fmt: skip
             self.record(event)
+        return m.Done()
+
+    def spoiled(self, request: m.SpoiledRequest) -> m.Done:
+        """The checkpoint that the run was to go on from is damaged: back to the one before."""
+        rank, state = request.rank, self.state
+        if state.phase != "starting" or request.tick not in state.checkpoints:
+            raise Refused("conflict", f"{rank}: nobody goes on from slot {request.tick} now")
+        self.record(
+            e.Spoiled(self.wall(), rank.site, rank.stage, rank.shard, request.tick, request.reason)
+        )
+        try:
+            self.resume()
+        except CheckpointError as error:
+            self.record(e.Ended(self.wall(), "failed", str(error)))
         return m.Done()
 
     def report(self, request: m.ReportRequest) -> m.Done:

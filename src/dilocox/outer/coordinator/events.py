@@ -217,6 +217,14 @@ class Kept(Event):
 
 
 @dataclass(frozen=True)
+class Spoiled(OfRank):
+    """A rank found its part of the checkpoint at `tick` damaged: nobody goes on from it."""
+
+    tick: int
+    reason: str
+
+
+@dataclass(frozen=True)
 class Reported(Event):
     """Metrics of a site's round."""
 

@@ -316,6 +316,14 @@ class CheckpointRequest(Message):
     """SHA-256 by file name."""
 
 
+class SpoiledRequest(Message):
+    """`spoiled`: this rank's part of the checkpoint at `tick` is not what was recorded."""
+
+    rank: Rank
+    tick: Count
+    reason: Line
+
+
 class Checkpoint(Message):
     """A checkpoint as the coordinator knows it."""
 

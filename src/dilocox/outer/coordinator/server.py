@@ -18,6 +18,7 @@ from dilocox.outer.coordinator import messages as m
 from dilocox.outer.coordinator import views
 from dilocox.outer.coordinator.core import Coordinator
 from dilocox.outer.coordinator.refusals import Caller, Refused
+from dilocox.outer.coordinator.timeouts import LOOKS
 
 _STATUS = {
     "malformed": 400, "refused": 403, "join": 403, "taken": 403, "gone": 410, "conflict": 409,
@@ -120,7 +121,7 @@ class CoordinatorServer:
 
     async def _expire(self) -> None:
         while True:
-            await asyncio.sleep(self.coordinator.timeouts.beat / 2)
+            await asyncio.sleep(LOOKS * self.coordinator.timeouts.beat)
             try:
                 self.coordinator.expire()
             except TrainingError as error:
@@ -144,6 +145,7 @@ class CoordinatorServer:
             ("exchange/begin", m.BeginRequest, lambda r, c: core.begin(r)),
             ("exchange/vote", m.VoteRequest, self._vote),
             ("checkpoint", m.CheckpointRequest, lambda r, c: core.checkpoint(r)),
+            ("spoiled", m.SpoiledRequest, lambda r, c: core.spoiled(r)),
             ("report", m.ReportRequest, lambda r, c: core.report(r)),
             ("kv/set", m.StoreSetRequest, self._store_change(store.set)),
             ("kv/add", m.StoreAddRequest, self._store_change(store.add)),

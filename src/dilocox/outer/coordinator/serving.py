@@ -72,12 +72,11 @@ def serve(
         on_report=on_report,
         on_message=on_message,
         on_plan=on_plan,
+        on_resumed=on_resumed,
     )
     try:
         if resume is not False:
             coordinator.resume(None if resume is True else resume)
-            if on_resumed is not None:
-                on_resumed(coordinator.state.first_round)
         elif coordinator.state.over:
             raise TrainingError(
                 f"{folder}: its run is {coordinator.state.phase} "

@@ -406,6 +406,10 @@ class CoordinatorState:
         where = self.checkpoints[event.tick]
         self._say(event, "checkpoint", f"checkpoint at round {where.round} slot {where.slot}")
 
+    def _spoiled(self, event: e.Spoiled) -> None:
+        del self.checkpoints[event.tick]
+        self._say(event, "phase", f"checkpoint at slot {event.tick} is spoiled: {event.reason}")
+
     def _reported(self, event: e.Reported) -> None:
         metrics = self.sites[event.site].metrics
         metrics[event.kind] = {**event.metrics, "round": event.round}
@@ -474,6 +478,7 @@ _APPLY: dict[type[e.Event], Callable[[CoordinatorState, Any], None]] = {
     e.Stopping: CoordinatorState._stopping,
     e.Wrote: CoordinatorState._wrote,
     e.Kept: CoordinatorState._kept,
+    e.Spoiled: CoordinatorState._spoiled,
     e.Reported: CoordinatorState._reported,
     e.Finished: CoordinatorState._finished,
     e.Ended: CoordinatorState._ended,
