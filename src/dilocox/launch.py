@@ -33,6 +33,7 @@ from dilocox.outer.coordinator.identity import Identity
 from dilocox.outer.coordinator.serving import Endpoint
 from dilocox.outer.coordinator.timeouts import Timeouts
 from dilocox.outer.coordinator.transport import host_and_port
+from dilocox.outer.sockets import check_congestion
 from dilocox.outer.tunnel import check_ports
 from dilocox.payloads import payload_sizes
 from dilocox.recorder import Record
@@ -111,6 +112,7 @@ def train_here(
         sites_here=len(config.sites),
         own_dataset=hooks.dataset is not None,
     )
+    check_congestion(config.network.congestion)
     for name, own in config.sites.items():
         address = own.interface or config.network.interface or config.network.host
         check_ports(name, own, config.site.ranks, address)

@@ -265,7 +265,7 @@ def test_a_site_that_leaves_is_planned_for_no_more_and_goes_when_done(tmp_path: 
     assert (site.role, site.reason) == ("gone", "asked to leave, and done")
     assert driver.core.state.epoch == epoch + 1
     assert driver.begin(later, "b").attempt == 1, "what is under way without it goes on"
-    with pytest.raises(Refused, match="is not in the run now .it is gone"):
+    with pytest.raises(Refused, match=r"is not in the run now .it is gone"):
         driver.core.departures.retire(retire, operator)
     # At once, and back again; then the others, of whom the last takes the run along.
     driver.core.departures.retire(m.RetireRequest(site="b", reason="now", now=True), operator)
