@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from dilocox.errors import DilocoxError
+from dilocox.errors import ConfigError, DilocoxError
 from dilocox.lab import command as lab_command
 from dilocox.plan import command as plan
 from dilocox.version import __version__
@@ -105,6 +105,14 @@ def _parser() -> argparse.ArgumentParser:
     coordinator.add_argument(
         "--wait-for", type=int, metavar="N", help="begin with N sites (default: all of the file)"
     )
+    coordinator.add_argument(
+        "--wireguard", type=Path, metavar="DIR",
+        help="write WireGuard configurations for all sites into DIR, and start nothing",
+    )  # fmt: skip
+    coordinator.add_argument(
+        "--endpoint", dest="endpoints", metavar="NAME=HOST[:PORT]", action="append", default=[],
+        help="with --wireguard: where site NAME is reached from outside; may be left out for one",
+    )  # fmt: skip
     coordinator.set_defaults(call=_coordinator)
 
     join = commands.add_parser("join", parents=[common], help="join a run as one site")
@@ -196,10 +204,26 @@ def _train(options: argparse.Namespace) -> int:
 
 def _coordinator(options: argparse.Namespace) -> int:
     from dilocox.config import load_run
+
+    config = load_run(options.run, options.overrides)
+    if options.wireguard is not None:
+        from dilocox import wireguard
+
+        endpoints = wireguard.parse_endpoints(options.endpoints)
+        sites = list(config.sites)
+        for path in wireguard.write(options.wireguard, config.run.name, sites, endpoints):
+            print(path)
+        print(
+            f"copy each to its site and start it there as root (wg-quick up ./{path.name}); then "
+            f"join with --set network.interface={wireguard.INTERFACE}"
+        )
+        return 0
+    if options.endpoints:
+        raise ConfigError("--endpoint: belongs to --wireguard DIR; add that, or leave this out")
     from dilocox.coordinating import coordinate
 
     return coordinate(
-        load_run(options.run, options.overrides),
+        config,
         run_file=options.run,
         overrides=options.overrides,
         wait_for=options.wait_for,
