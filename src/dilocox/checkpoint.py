@@ -140,7 +140,10 @@ class RankCheckpointer:
         ticks = [old for old in _ticks(filesystem, root) if old <= tick]
         # Where another rank's disk is full, the last one that can be resumed may be old.
         spared = tick if self._whole is None else (self._whole() or 0)
-        for old in [old for old in ticks[: -self._keep] if old < spared]:
+        # Those that failed leave an empty folder, and must not push out one that is whole.
+        whole = [old for old in ticks if exists(self._root, old, *self._rank)]
+        spared = min(spared, *whole[-self._keep :])
+        for old in [old for old in ticks if old < spared]:
             path = rank_folder(root, old, *self._rank)
             if filesystem.exists(path):
                 filesystem.rm(path, recursive=True)

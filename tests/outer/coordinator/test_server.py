@@ -456,7 +456,7 @@ def test_serve_until_the_run_is_over_and_resume(tmp_path: Path) -> None:
         assert Endpoint.load(tmp_path / "ready.json") == endpoint[-1]
         identity, _ = enrol(
             endpoint[-1].url, endpoint[-1].token, site="a", run_digest=config.digest(),
-            stages=1, shards=1, versions=VERSIONS,
+            stages=1, shards=1, versions=VERSIONS, timeouts=Timeouts.derive(config.network),
         )  # fmt: skip
         timeouts = Timeouts.derive(config.network)
         client = CoordinatorClient(
