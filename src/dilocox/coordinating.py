@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,11 @@ from dilocox import preflight
 from dilocox.config import RunConfig, load_run
 from dilocox.display import Display
 from dilocox.errors import ConfigError, TrainingError
+from dilocox.outer.coordinator.audit import audit
 from dilocox.outer.coordinator.client import CoordinatorClient
 from dilocox.outer.coordinator.core import Payloads
 from dilocox.outer.coordinator.identity import Identity, write_private
+from dilocox.outer.coordinator.ledger import Ledger
 from dilocox.outer.coordinator.serving import Endpoint, serve
 from dilocox.outer.coordinator.timeouts import Timeouts
 from dilocox.outer.coordinator.transport import host_and_port
@@ -24,10 +26,10 @@ from dilocox.recorder import Record, Recorder
 
 ENDPOINT = "endpoint.json"
 """In the coordinator's folder, readable by its owner: address, join token, operator's identity."""
-
-
 JOIN_FILE = "token"
 """Beside it, readable by its owner: the join token alone, to be copied to the sites."""
+LEDGER = "ledger.json"
+"""In the run's folder: who was given which token ranges, written at the end."""
 
 
 def coordinate(
@@ -138,10 +140,22 @@ def serve_run(
         on_plan=lambda plan: recorder.plan(plan.model_dump(mode="json")),
         on_resumed=recorder.forget_after,
         on_ready=on_ready,
+        on_ledger=lambda ledger: _check_ledger(folder, ledger, recorder),
         ready_file=folder / "coordinator" / ENDPOINT,
     )
     summary = recorder.finish(status.phase, status.reason)
     return {"phase": status.phase, "reason": status.reason, "summary": summary}
+
+
+def _check_ledger(folder: Path, ledger: Ledger, recorder: Recorder) -> None:
+    """Check the run's token ranges at its end, and write them as `ledger.json`."""
+    found = audit(ledger)
+    recorder.sequences(asdict(found), found.problem)
+    try:
+        text = json.dumps(ledger.to_json(), separators=(",", ":")) + "\n"
+        (folder / LEDGER).write_text(text, encoding="utf-8")
+    except OSError as error:
+        recorder.message(f"{folder / LEDGER} was not written ({error.strerror})")
 
 
 def refuse_finished(folder: Path) -> None:

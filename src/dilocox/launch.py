@@ -153,6 +153,9 @@ def _run_here(
             )
         display.start()
         end = _watch(ours, coordinator, sites, endpoint, config, display)
+        if end["phase"] == "failed":
+            # The coordinator stays for two beats more; who looks for it later looks in vain.
+            grace = min(grace, 4 * Timeouts.derive(config.network).beat)
     except KeyboardInterrupt:
         grace = 0.0
         raise

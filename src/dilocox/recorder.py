@@ -79,6 +79,7 @@ class Recorder:
         self._evaluations: dict[int, float] = {}
         self._flush: dict[str, Record] = {}
         self._plan: Record = {}
+        self._sequences: dict[str, int] = {}
         self._written: set[tuple[str, int, str]] = set()
         """(kind, round, site) of the reports of this course of the run that are in the file."""
         for record in earlier:
@@ -169,6 +170,12 @@ class Recorder:
         """Something that happened."""
         self._write({"kind": "message", "text": text})
 
+    def sequences(self, counts: Mapping[str, int], problem: str) -> None:
+        """What became of the sequences that were given out, by name, for the summary."""
+        self._sequences = {f"sequences_{name}": count for name, count in counts.items()}
+        if problem:
+            self.message(problem)
+
     def finish(self, phase: str, reason: str) -> Record:
         """Write `summary.json`; returns its content."""
         for number in sorted(self._open):
@@ -206,6 +213,7 @@ class Recorder:
             "allreduce_bytes": dense,
             "ratio_per_token": dense / payload if payload else 0.0,
             "anchor_digest": everything[-1]["anchor_digest"] if everything else None,
+            **self._sequences,
         }
         text = json.dumps(summary, indent=2) + "\n"
         part = self._folder / ".summary.json.part"

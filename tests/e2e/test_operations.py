@@ -71,7 +71,12 @@ def test_a_killed_coordinator_goes_on_with_the_same_command(
     assert again.wait() == 0, again.output()
     assert re.search(r"coordinator restarted: the run is running, .*, epoch 1; paris, lyon expected"
                      r" within 5 s", again.printed())  # fmt: skip
-    assert again.summary()["rounds"] == 12 > before
+    summary = again.summary()
+    assert summary["rounds"] == 12 > before
+    # Twelve rounds of eight steps of four sequences at two sites, each number once.
+    assert (summary["sequences_committed"], summary["sequences_doubled"]) == (768, 0)
+    assert (summary["sequences_waiting"], summary["sequences_missing"]) == (0, 0)
+    assert (again.folder / "ledger.json").exists()
     rounds = [record["round"] for record in again.records()]
     assert rounds == sorted(set(rounds)) == list(range(12)), "each round is recorded once"
     assert len(flush_digests(again)) == 1
@@ -99,6 +104,7 @@ def test_a_stopped_run_is_resumed_and_not_gone_on_with(workshop: Workshop, forge
 # --- leaving -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_sites_leave_when_their_round_is_done(workshop: Workshop, forge: Forge) -> None:
     sets = ("outer.rounds=2000", "checkpoint.every_rounds=0", "site.stages=1")
     words = workshop.run_file("leaving", *sets)
@@ -141,6 +147,7 @@ def test_sites_leave_when_their_round_is_done(workshop: Workshop, forge: Forge) 
 # --- disks ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_recognised_and_the_one_before_used(
     workshop: Workshop, forge: Forge
 ) -> None:

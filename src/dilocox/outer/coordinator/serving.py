@@ -18,6 +18,7 @@ from dilocox.outer.coordinator import messages as m
 from dilocox.outer.coordinator import views
 from dilocox.outer.coordinator.core import Coordinator, Payloads, Report
 from dilocox.outer.coordinator.identity import write_private
+from dilocox.outer.coordinator.ledger import Ledger
 from dilocox.outer.coordinator.server import CoordinatorServer
 
 
@@ -51,6 +52,7 @@ def serve(
     on_plan: Callable[[m.RoundPlan], None] | None = None,
     on_resumed: Callable[[int], None] | None = None,
     on_ready: Callable[[Endpoint], None] | None = None,
+    on_ledger: Callable[[Ledger], None] | None = None,
     ready_file: str | Path | None = None,
 ) -> m.Status:
     """Serve the run of `config` with its log and keys in `folder` until it is over; how it ended.
@@ -59,7 +61,8 @@ def serve(
     complete checkpoint (true) or the one at a tick. `host` and `port` default to `[network]`.
     `payloads`: see `Coordinator`. `on_report` gets (site, round, kind, metrics); the server waits
     for it, so it must return soon. `on_message` gets a line when sites come and go, `on_plan` every
-    plan when it is made, `on_resumed` the round that is resumed in.
+    plan when it is made, `on_resumed` the round that is resumed in, `on_ledger` the ledger when the
+    run is over.
     When it listens, `on_ready` is called and `ready_file` is written (mode 0600). The first SIGINT
     or SIGTERM stops the run at a slot end, the second ends the server at once. Blocks; raises
     `TrainingError` (port taken, folder in use, log damaged) and `CheckpointError`.
@@ -105,6 +108,8 @@ def serve(
                 on_ready(endpoint)
 
         asyncio.run(_serve(coordinator, *where, ready))
+        if on_ledger is not None:
+            on_ledger(coordinator.state.ledger)
         return views.status(coordinator.state, 0)
     finally:
         coordinator.close()
