@@ -472,7 +472,7 @@ def test_serve_until_the_run_is_over_and_resume(tmp_path: Path) -> None:
         client.close()
         thread.join(20)
     assert [end.phase for end in ends] == ["stopped", "finished"]
-    with pytest.raises(TrainingError, match="its run is finished; resume it"):
+    with pytest.raises(TrainingError, match="its run is finished; add --resume"):
         serve(config, tmp_path)
     assert reports == [("a", 0, "round", {"loss": 1.0})] * 2
 

@@ -81,10 +81,10 @@ def serve(
         if resume is not False:
             coordinator.resume(None if resume is True else resume)
         elif coordinator.state.over:
+            why = f" ({coordinator.state.reason})" if coordinator.state.reason else ""
             raise TrainingError(
-                f"{folder}: its run is {coordinator.state.phase} "
-                f"({coordinator.state.reason or 'complete'}); add --resume to go back to its last "
-                "checkpoint, or start a new one in another folder"
+                f"{folder}: its run is {coordinator.state.phase}{why}; add --resume to go back to "
+                "its last checkpoint, or start a new one in another folder"
             )
         elif coordinator.state.sequence:
             _go_on(coordinator, on_report, on_message)
