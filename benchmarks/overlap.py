@@ -194,7 +194,8 @@ class Run:
         address, token = self._join_line()
         for site in config.sites:
             place = f"run.folder={root / site}/{{name}}"
-            arguments = ["join", address, "--site", site, "--run-file", str(file), "--token", token]
+            arguments = ["join", address, "--site", site, "--run-file", str(file)]
+            arguments += ["--token-file", token]
             self._begin(network, site, cores[site], *arguments, "--set", host, "--set", place)
 
     def _begin(self, network: Network, host: str, cores: set[int] | None, *arguments: str) -> None:
@@ -215,7 +216,7 @@ class Run:
             )
 
     def _join_line(self) -> tuple[str, str]:
-        pattern = re.compile(r"dilocox join (\S+) .*--token (\S+)")
+        pattern = re.compile(r"dilocox join (\S+) .*--token-file (\S+)")
         deadline = time.monotonic() + LIMIT
         while time.monotonic() < deadline and self._processes["hub"].poll() is None:
             found = pattern.search(self._log.read_text(encoding="utf-8"))

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import pytest
 import torch
 
-from dilocox import checkpoint
+from dilocox import checkpoint, persistence
 from dilocox.checkpoint import RankCheckpointer, exists, load, rank_folder
 from dilocox.errors import CheckpointError
 from dilocox.processes import CONTEXT
@@ -275,3 +278,89 @@ def test_the_last_one_that_all_ranks_have_stays(tmp_path: Path) -> None:
         assert f"tick-{newest:08d}" in there
     assert not failed
     assert there == {"tick-00000004", "tick-00000005"}
+
+
+# --- storage that is slow, full or read-only ---
+
+
+def test_a_write_under_way_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    held, whole = threading.Event(), checkpoint.dcp.save
+
+    def slow(*arguments: Any, **options: Any) -> Any:
+        assert held.wait(60)
+        return whole(*arguments, **options)
+
+    monkeypatch.setattr(checkpoint.dcp, "save", slow)
+    writer = RankCheckpointer(str(tmp_path), *RANK, 2)
+    written: list[int] = []
+    assert writer.behind is None
+    writer.save(7, tensors(), {}, lambda tick, _: written.append(tick), lambda *_: None)
+    assert writer.behind is not None
+    assert writer.behind[0] == 7
+    assert writer.behind[1] >= 0.0
+    assert written == []
+    held.set()
+    writer.wait()
+    assert (writer.behind, written) == (None, [7])
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 400 kB."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=400k", "tmpfs", str(place)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("mounting a small file system is not allowed here")
+    yield place
+    subprocess.run(["umount", str(place)], check=True)
+
+
+@pytest.mark.parametrize(
+    ("trouble", "said"), [("full", "No space left on device"), ("ro", "Read-only file system")]
+)
+def test_a_disk_that_takes_no_more_leaves_the_checkpoint_before(
+    disk: Path, trouble: str, said: str
+) -> None:
+    saver = Saver(str(disk))
+    digest = saver.save(10)
+    assert digest
+    if trouble == "full":
+        assert saver.save(20, {"large": torch.randn(100_000)}) is None
+        # Nothing of it is left: the next one has room again.
+        assert not list(Path(rank_folder(str(disk), 20, *RANK)).rglob("*.distcp"))
+        assert saver.save(30)
+    else:
+        subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+        assert saver.save(20) is None
+    assert said in saver.failures[20]
+    assert "\n" not in saver.failures[20]
+    loaded = load(str(disk), 10, *RANK, digest)
+    assert same_bits(loaded.tensors["live/w"], tensors()["live/w"])
+
+
+def test_slow_storage_does_not_hold_training_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint that is due while the one before is still written is left out and reported."""
+    monkeypatch.setattr(persistence, "capture", lambda trainer: ({}, {}))
+    said: list[str] = []
+    saved: list[int] = []
+    waited: list[int] = []
+    writer = SimpleNamespace(
+        behind=(8, 42.3),
+        wait=lambda: waited.append(1),
+        save=lambda tick, *rest: saved.append(tick),
+    )
+    keeper = object.__new__(persistence.Keeper)
+    keeper._writer, keeper._recorded = writer, None  # type: ignore[assignment]
+    trainer: Any = SimpleNamespace(
+        at=SimpleNamespace(tick=16, round=2, slot=0),
+        client=SimpleNamespace(report=lambda round_, what, kind: said.append(what["text"])),
+    )
+    keeper.save(trainer, None)
+    assert (saved, waited) == ([], [])
+    assert said == [
+        "checkpoint after slot 16 was left out: that of slot 8 has been being written for 42 s; "
+        "the storage is slow"
+    ]
+    keeper.save(trainer, None, last=True)
+    assert (saved, waited) == ([16], [1]), "the last one is waited for"

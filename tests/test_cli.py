@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 import pytest
 
-from dilocox import api, cli, launch
+from dilocox import api, cli, coordinating
 from dilocox.errors import TrainingError
 from dilocox.version import __version__
 
@@ -50,7 +50,7 @@ def test_help_has_examples_of_every_command(command: Command) -> None:
     named = set(re.findall(r"^    (\w+)(?: |$)", out, flags=re.MULTILINE))
     shown = set(re.findall(r"^  dilocox (\w+)", out, flags=re.MULTILINE))
     assert named == shown == {
-        "train", "coordinator", "join", "lab", "plan", "data", "export", "generate",
+        "train", "coordinator", "join", "leave", "lab", "plan", "data", "export", "generate",
     }  # fmt: skip
 
 
@@ -126,7 +126,7 @@ def test_bad_input_is_refused_by_every_command_that_reads_a_run_file(
 
 
 def test_join_refuses_before_it_connects(command: Command, run_file: Path) -> None:
-    common = ["--run-file", run_file, "--token", "x"]
+    common = ["--run-file", run_file, "--token-file", run_file]
     code, _, err = command("join", "127.0.0.1:1", "--site", "oslo", *common)
     assert (code, err) == (1, "dilocox: site 'oslo': not in the run file, which names: paris\n")
     code, _, err = command("join", "nowhere", "--site", "paris", *common)
@@ -198,5 +198,5 @@ def test_a_coordinator_that_fails_says_why(
     command: Command, run_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     error = TrainingError("network.port 80: taken")
-    monkeypatch.setattr(launch, "coordinate", _fail(error))
+    monkeypatch.setattr(coordinating, "coordinate", _fail(error))
     assert command("coordinator", run_file) == (1, "", "dilocox: network.port 80: taken\n")

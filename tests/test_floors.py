@@ -20,7 +20,16 @@ LONGEST = 500
 
 FLOORS = (
     {"version", "errors", "config_section", "timeline", "errands"},
-    {"trace_file", "codec_spec", "methods", "problems", "processes", "launcher_env"},
+    {
+        "trace_file",
+        "codec_spec",
+        "methods",
+        "problems",
+        "processes",
+        "launcher_env",
+        "join_token",
+        "wireguard",
+    },
     {"config_rounds"},
     {"config"},
     {"compression", "display", "metrics", "checkpoint"},
@@ -31,7 +40,9 @@ FLOORS = (
     {"persistence", "entering", "meter", "preflight"},
     {"trainer"},
     {"rank_process"},
+    {"supervisor"},
     {"site_process"},
+    {"coordinating"},
     {"launch"},
     {"api", "lab", "plan"},
     {"dilocox"},

@@ -202,6 +202,32 @@ def test_a_resumed_run_counts_on_and_forgets_the_course_it_left(tmp_path: Path) 
     assert sum('"site": "lyon"' in line for line in text) == 4
 
 
+def test_a_recorder_that_was_killed_goes_on_and_counts_each_report_once(tmp_path: Path) -> None:
+    first = Run(tmp_path)
+    first.recorder.report("paris", 0, "first_evaluation", {"val_loss": 6.0, "after_round": -1})
+    for site in ("paris", "lyon"):
+        first.report(site, 0, loss=float("nan"))
+    first.report("paris", 1)
+    first.recorder.plan(PLAN)
+    # Killed here: no summary. What the sites or the coordinator's log say again is no news.
+    again = Run(tmp_path)
+    again.recorder.plan(PLAN)
+    again.recorder.report("paris", 0, "first_evaluation", {"val_loss": 6.0, "after_round": -1})
+    for site, round_ in (("paris", 0), ("paris", 1), ("lyon", 1)):
+        again.report(site, round_)
+    assert [(r["round"], r["tokens"], r["sites"]) for r in again.rounds()] == [(1, 200, 2)]
+    summary = again.recorder.finish("finished", "")
+    assert (summary["rounds"], summary["tokens"], summary["val_loss_first"]) == (2, 400, 6.0)
+    assert len(again.lines()) == 8
+    # After a resume the same rounds are news again, also to a third process.
+    third = Run(tmp_path)
+    third.recorder.forget_after(1)
+    third.report("paris", 1, tokens=7)
+    fourth = Run(tmp_path)
+    fourth.report("lyon", 1, tokens=8)
+    assert [(r["round"], r["tokens"]) for r in fourth.rounds()] == [(1, 15)]
+
+
 def test_what_a_site_warns_of_and_what_it_drops_is_shown(tmp_path: Path) -> None:
     run = Run(tmp_path)
     run.recorder.report("lyon", 4, "warning", {"text": "checkpoint after slot 40 was not written"})

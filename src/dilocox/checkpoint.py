@@ -13,7 +13,9 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import logging
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +28,9 @@ from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, Fsspec
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from dilocox import timeline
-from dilocox.errors import CheckpointError
+from dilocox.errors import CheckpointError, DilocoxError
+
+log = logging.getLogger(__name__)
 
 FORMAT_VERSION = 1
 
@@ -71,6 +75,14 @@ class RankCheckpointer:
         self._rank = (site, stage, shard)
         self._keep = keep
         self._writing: threading.Thread | None = None
+        self._began = (0, 0.0)
+
+    @property
+    def behind(self) -> tuple[int, float] | None:
+        """(tick, seconds so far) of the write that is under way; none if there is none."""
+        if self._writing is None or not self._writing.is_alive():
+            return None
+        return self._began[0], time.monotonic() - self._began[1]
 
     def save(
         self,
@@ -96,10 +108,16 @@ class RankCheckpointer:
                 with timeline.span("write checkpoint", tick=tick):
                     attempt, digest = _write(folder, snapshot, document)
                 on_written(tick, digest)
-                self._retire(tick, attempt)
             except (Exception, CheckpointException) as error:
                 on_failed(tick, _reason(error))
+                return
+            try:
+                self._retire(tick, attempt)
+            except (OSError, DilocoxError) as error:
+                # What was not deleted goes with a later checkpoint; what is written is whole.
+                log.warning("older checkpoints were not deleted: %s", _reason(error))
 
+        self._began = (tick, time.monotonic())
         self._writing = threading.Thread(target=write, name="checkpoint", daemon=True)
         self._writing.start()
 
@@ -122,7 +140,10 @@ class RankCheckpointer:
         ticks = [old for old in _ticks(filesystem, root) if old <= tick]
         # Where another rank's disk is full, the last one that can be resumed may be old.
         spared = tick if self._whole is None else (self._whole() or 0)
-        for old in [old for old in ticks[: -self._keep] if old < spared]:
+        # Those that failed leave an empty folder, and must not push out one that is whole.
+        whole = [old for old in ticks if exists(self._root, old, *self._rank)]
+        spared = min(spared, *whole[-self._keep :])
+        for old in [old for old in ticks if old < spared]:
             path = rank_folder(root, old, *self._rank)
             if filesystem.exists(path):
                 filesystem.rm(path, recursive=True)

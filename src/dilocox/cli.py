@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from dilocox.errors import DilocoxError
+from dilocox.errors import ConfigError, DilocoxError
 from dilocox.lab import command as lab_command
 from dilocox.plan import command as plan
 from dilocox.version import __version__
@@ -21,7 +21,8 @@ examples:
   dilocox train run.toml --resume
   dilocox train run.toml --trace             (a timeline: runs/NAME/trace.json)
   dilocox coordinator run.toml               (prints the join line for every site)
-  dilocox join HOST:PORT --site lyon --run-file run.toml --token dilocox1-...
+  dilocox join HOST:PORT --site lyon --run-file run.toml --token-file token
+  dilocox leave runs/run --site lyon         (after its round; where the coordinator runs)
   dilocox plan examples/two-sites.toml --gpu h100-80g:2 --link 1gbit
   dilocox data prepare run.toml
   dilocox data show runs/quickstart/data
@@ -104,6 +105,14 @@ def _parser() -> argparse.ArgumentParser:
     coordinator.add_argument(
         "--wait-for", type=int, metavar="N", help="begin with N sites (default: all of the file)"
     )
+    coordinator.add_argument(
+        "--wireguard", type=Path, metavar="DIR",
+        help="write WireGuard configurations for all sites into DIR, and start nothing",
+    )  # fmt: skip
+    coordinator.add_argument(
+        "--endpoint", dest="endpoints", metavar="NAME=HOST[:PORT]", action="append", default=[],
+        help="with --wireguard: where site NAME is reached from outside; may be left out for one",
+    )  # fmt: skip
     coordinator.set_defaults(call=_coordinator)
 
     join = commands.add_parser("join", parents=[common], help="join a run as one site")
@@ -112,13 +121,29 @@ def _parser() -> argparse.ArgumentParser:
     join.add_argument(
         "--run-file", required=True, type=Path, metavar="RUN.toml", help="the run file"
     )
-    join.add_argument("--token", required=True, help="the join token the coordinator printed")
+    join.add_argument(
+        "--token-file", type=Path, metavar="FILE",
+        help="file with the join token, a copy of RUN_FOLDER/coordinator/token (else: the "
+        "variable DILOCOX_TOKEN, else a prompt)",
+    )  # fmt: skip
     join.add_argument(
         "--set", dest="overrides", metavar="section.key=value", action="append", default=[],
         help="override a key of the run file",
     )  # fmt: skip
     _add_trace(join, "trace-SITE.json")
     join.set_defaults(call=_join)
+
+    leave = commands.add_parser(
+        "leave", parents=[common], help="let a site finish its round and leave the run"
+    )
+    leave.add_argument(
+        "run_folder", type=Path, metavar="RUN_FOLDER", help="the coordinator's run folder"
+    )
+    leave.add_argument("--site", required=True, help="name of the site")
+    leave.add_argument(
+        "--now", action="store_true", help="at once: its round is given to the others"
+    )
+    leave.set_defaults(call=_leave)
 
     planning = commands.add_parser("plan", parents=[common], help=plan.HELP)
     plan.add_arguments(planning)
@@ -179,10 +204,26 @@ def _train(options: argparse.Namespace) -> int:
 
 def _coordinator(options: argparse.Namespace) -> int:
     from dilocox.config import load_run
-    from dilocox.launch import coordinate
+
+    config = load_run(options.run, options.overrides)
+    if options.wireguard is not None:
+        from dilocox import wireguard
+
+        endpoints = wireguard.parse_endpoints(options.endpoints)
+        sites = list(config.sites)
+        for path in wireguard.write(options.wireguard, config.run.name, sites, endpoints):
+            print(path)
+        print(
+            f"copy each to its site and start it there as root (wg-quick up ./{path.name}); then "
+            f"join with --set network.interface={wireguard.INTERFACE}"
+        )
+        return 0
+    if options.endpoints:
+        raise ConfigError("--endpoint: belongs to --wireguard DIR; add that, or leave this out")
+    from dilocox.coordinating import coordinate
 
     return coordinate(
-        load_run(options.run, options.overrides),
+        config,
         run_file=options.run,
         overrides=options.overrides,
         wait_for=options.wait_for,
@@ -192,16 +233,24 @@ def _coordinator(options: argparse.Namespace) -> int:
 
 def _join(options: argparse.Namespace) -> int:
     from dilocox.config import load_run
+    from dilocox.join_token import read_token
     from dilocox.launch import join
 
     return join(
         load_run(options.run_file, options.overrides),
         site=options.site,
         address=options.address,
-        token=options.token,
+        token=read_token(options.token_file),
         debug=options.debug,
         trace=options.trace,
     )
+
+
+def _leave(options: argparse.Namespace) -> int:
+    from dilocox.coordinating import leave
+
+    print(leave(options.run_folder, options.site, options.now))
+    return 0
 
 
 def _data_prepare(options: argparse.Namespace) -> int:

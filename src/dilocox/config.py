@@ -245,7 +245,7 @@ class NetworkSection(Section):
     link_timeout: Annotated[float, Field(ge=5.0)] = 120.0
     """Seconds that a link may be silent; all other time-outs are derived from it."""
     heartbeat: Annotated[float, Field(gt=0.0)] = 5.0
-    """Seconds without a beat after which a rank counts as dead."""
+    """Seconds within which it is noticed that a rank has died."""
 
     @model_validator(mode="after")
     def _consistent(self) -> NetworkSection:

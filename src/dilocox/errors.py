@@ -4,21 +4,38 @@
 class DilocoxError(Exception):
     """Base of every error that dilocox raises on purpose."""
 
+    lasting = False
+    """What failed would fail again in the same way: starting it again is of no use."""
+
 
 class ConfigError(DilocoxError):
     """A run file or an override that cannot be used."""
+
+    lasting = True
 
 
 class ModelError(DilocoxError):
     """A model that cannot be loaded, cut or trained."""
 
+    lasting = True
+
 
 class DataError(DilocoxError):
     """Text, tokenizer or token files that cannot be used."""
 
+    lasting = True
+
 
 class JoinError(DilocoxError):
     """A site that may not, or cannot, take part in a run."""
+
+    lasting = True
+
+
+class NotNowError(JoinError):
+    """A site that cannot join at this moment, but may be able to later."""
+
+    lasting = False
 
 
 class ExchangeError(DilocoxError):
@@ -31,3 +48,9 @@ class CheckpointError(DilocoxError):
 
 class TrainingError(DilocoxError):
     """A run that cannot go on."""
+
+
+class RunOverError(TrainingError):
+    """The run has ended: nothing can take part in it any more."""
+
+    lasting = True

@@ -1,16 +1,14 @@
-"""Starts a run: all sites on this machine, or the coordinator here and one site elsewhere.
+"""Starts a run: all of its sites on this machine, or one that joins a coordinator elsewhere.
 
-Both ways are the same: a coordinator, and sites that join it.
+Both ways are the same: a coordinator (see `dilocox.coordinating`), and sites that join it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
-import shlex
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -22,6 +20,7 @@ import torch
 from dilocox import preflight, processes, trace_file
 from dilocox.assembly import Hooks
 from dilocox.config import RunConfig
+from dilocox.coordinating import ENDPOINT, refuse_finished, serve_run
 from dilocox.data import TokenFiles
 from dilocox.data import prepare as prepare_token_files
 from dilocox.display import Display
@@ -31,17 +30,14 @@ from dilocox.model_files import generate
 from dilocox.outer.coordinator.client import CoordinatorClient
 from dilocox.outer.coordinator.core import Payloads
 from dilocox.outer.coordinator.identity import Identity
-from dilocox.outer.coordinator.serving import Endpoint, serve
+from dilocox.outer.coordinator.serving import Endpoint
 from dilocox.outer.coordinator.timeouts import Timeouts
 from dilocox.outer.coordinator.transport import host_and_port
 from dilocox.outer.sockets import check_congestion
 from dilocox.outer.tunnel import check_ports
 from dilocox.payloads import payload_sizes
-from dilocox.recorder import Record, Recorder
-from dilocox.site_process import join_as_rank, run_site
-
-ENDPOINT = "endpoint.json"
-"""In the coordinator's folder, readable by its owner: address, join token, operator's identity."""
+from dilocox.recorder import Record
+from dilocox.site_process import join_as_rank, keep_site
 
 
 @dataclass(frozen=True)
@@ -106,7 +102,7 @@ def train_here(
     folder = config.folder
     preflight.check_folder(config, resume, overwrite)
     if resume:
-        _refuse_finished(folder)
+        refuse_finished(folder)
     preflight.check_coordinator(config)
     preflight.check_model(config)
     files = prepare_data(config, display)
@@ -157,6 +153,9 @@ def _run_here(
             )
         display.start()
         end = _watch(ours, coordinator, sites, endpoint, config, display)
+        if end["phase"] == "failed":
+            # The coordinator stays for two beats more; who looks for it later looks in vain.
+            grace = min(grace, 4 * Timeouts.derive(config.network).beat)
     except KeyboardInterrupt:
         grace = 0.0
         raise
@@ -204,15 +203,6 @@ def _sample(config: RunConfig, folder: Path, progress: Callable[[str, float], No
     return generate(
         folder, evaluation.prompt, tokens=evaluation.completion_tokens, seed=config.run.seed
     )
-
-
-def _refuse_finished(folder: Path) -> None:
-    summary = folder / "summary.json"
-    if summary.exists() and json.loads(summary.read_text(encoding="utf-8"))["phase"] == "finished":
-        raise TrainingError(
-            f"{folder}: this run is finished, its model is in {folder / 'model'}; to train on, "
-            "begin a new run with model.path set to it"
-        )
 
 
 def _first_word(pipe: Connection, coordinator: BaseProcess, display: Display) -> Endpoint:
@@ -280,7 +270,7 @@ def _coordinate_in_child(
             pipe.send((kind, value))
 
     try:
-        end = _coordinate(
+        end = serve_run(
             config,
             folder,
             payloads,
@@ -300,79 +290,6 @@ def _coordinate_in_child(
     tell("end", end)
 
 
-def _coordinate(
-    config: RunConfig,
-    folder: Path,
-    payloads: Payloads | None,
-    *,
-    resume: bool,
-    wait_for: int | None,
-    emit: Callable[[Record], None],
-    on_ready: Callable[[Endpoint], None],
-) -> dict[str, Any]:
-    """Serve a run to its end: phase, reason and summary."""
-    recorder = Recorder(config, folder, emit)
-    status = serve(
-        config,
-        folder / "coordinator",
-        wait_for=wait_for,
-        payloads=payloads,
-        resume=resume,
-        on_report=recorder.report,
-        on_message=recorder.message,
-        on_plan=lambda plan: recorder.plan(plan.model_dump(mode="json")),
-        on_resumed=recorder.forget_after,
-        on_ready=on_ready,
-        ready_file=folder / "coordinator" / ENDPOINT,
-    )
-    summary = recorder.finish(status.phase, status.reason)
-    return {"phase": status.phase, "reason": status.reason, "summary": summary}
-
-
-def coordinate(
-    config: RunConfig,
-    *,
-    run_file: Path,
-    overrides: Sequence[str],
-    wait_for: int | None,
-    resume: bool,
-) -> int:
-    """`dilocox coordinator`: serve a run whose sites join from other machines; exit code."""
-    display = Display(config)
-    preflight.check_folder(config, resume)
-    if resume:
-        _refuse_finished(config.folder)
-    preflight.check_coordinator(config, wait_for)
-    known = config.data.vocabulary_size if config.data.tokenizer == "train" else None
-    payloads = payload_sizes(config, known)
-    folder = preflight.claim_folder(config, resume)
-
-    def ready(endpoint: Endpoint) -> None:
-        (folder / "run.toml").write_text(config.to_toml(), encoding="utf-8")
-        host, port = host_and_port(endpoint.url)
-        display.line(Timeouts.derive(config.network).table())
-        display.line(f"coordinator of run {config.run.name} on {host}:{port}; at each site run")
-        sets = [part for item in overrides for part in ("--set", item)]
-        for site in config.sites:
-            words = ["dilocox", "join", f"{host}:{port}", "--site", site]
-            words += ["--run-file", str(run_file), *sets, "--token", endpoint.token]
-            display.line(f"  {shlex.join(words)}")
-
-    end = _coordinate(
-        config,
-        folder,
-        payloads,
-        resume=resume,
-        wait_for=wait_for,
-        emit=display.show,
-        on_ready=ready,
-    )
-    display.summary(end["summary"])
-    if end["phase"] == "failed":
-        raise TrainingError(f"run {config.run.name} failed: {end['reason']}")
-    return 0 if end["phase"] == "finished" else 130
-
-
 def _site_in_child(
     config: RunConfig,
     site: str,
@@ -383,7 +300,7 @@ def _site_in_child(
     trace: bool,
 ) -> None:
     try:
-        code = run_site(config, site, endpoint, hooks, debug, folder, True, trace)
+        code = keep_site(config, site, endpoint, hooks, debug, folder, True, trace)
     except DilocoxError as error:
         print(f"dilocox: site {site}: {error}", file=sys.stderr)
         code = 1
@@ -423,7 +340,7 @@ def join(
     shared = (config.folder / "coordinator" / ENDPOINT).exists()
     endpoint = Endpoint(url, token, "")
     try:
-        return run_site(config, site, endpoint, Hooks(), debug, config.folder, shared, trace)
+        return keep_site(config, site, endpoint, Hooks(), debug, config.folder, shared, trace)
     finally:
         if trace:
             _show_trace(display, lambda: trace_file.merge_site(config.folder, site))

@@ -46,6 +46,8 @@ class Keeper:
         self._root = str(config.folder / "checkpoints")
         self._recorded: int | None = None
         """Tick of this rank's checkpoint that the coordinator knows."""
+        self.damage = ""
+        """What was wrong with the checkpoint that was to be taken up, at any rank of the site."""
         self._writer = checkpoint.RankCheckpointer(
             self._root,
             place.site,
@@ -55,9 +57,11 @@ class Keeper:
             lambda: newest_whole(client.checkpoints()),
         )
 
-    def save(self, trainer: Trainer, plan: RoundPlan | None) -> None:
+    def save(self, trainer: Trainer, plan: RoundPlan | None, *, last: bool = False) -> None:
         """Copy this rank's state now and write it in the background.
 
+        While the write before is still going on, nothing is written, and that is reported: slow
+        storage must not hold training up. The `last` one is waited for.
         What is recorded already is not written again: a run may stop where a checkpoint has just
         been written, or where it was resumed.
         """
@@ -79,6 +83,13 @@ class Keeper:
 
         position = (at.round, at.slot)
         with timeline.span("checkpoint", tick=at.tick):
+            behind = None if last else self._writer.behind
+            if behind is not None and at.tick != self._recorded:
+                warn(
+                    f"checkpoint after slot {at.tick} was left out: that of slot {behind[0]} has "
+                    f"been being written for {behind[1]:.0f} s; the storage is slow"
+                )
+                return
             self._writer.wait()
             if at.tick != self._recorded:
                 tensors, state = capture(trainer)
@@ -127,7 +138,7 @@ class Keeper:
     def load(self, trainer: Trainer, found: Checkpoint) -> bool:
         """Take up the checkpoint `found`; False if this site does not hold all of it.
 
-        Collective over the site. Raises `CheckpointError` if it was changed.
+        Collective over the site. If a file is damaged, `damage` says which and why.
         """
         place, mesh = trainer.rank.place, trainer.rank.mesh
         digests = found.digests.get(str(place), {})
@@ -137,9 +148,19 @@ class Keeper:
         )
         if not all(row[0] == "yes" for row in mesh.gather_names(["yes" if here else "no"])):
             return False
-        loaded = checkpoint.load(
-            root, found.tick, place.site, place.stage, place.shard, digests["files.json"]
-        )
+        loaded, damage = None, ""
+        try:
+            loaded = checkpoint.load(
+                root, found.tick, place.site, place.stage, place.shard, digests["files.json"]
+            )
+        except CheckpointError as error:
+            damage = str(error)
+        self.damage = _first(mesh.gather_names([damage]))
+        if loaded is None or self.damage:
+            log.error("%s", self.damage)
+            if place.leads:
+                trainer.client.report(found.round, {"text": self.damage}, kind="warning")
+            return False
         restore(trainer, loaded)
         self._recorded = found.tick
         return True

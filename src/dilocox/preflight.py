@@ -37,6 +37,7 @@ WRITTEN = (
     "metrics.jsonl",
     "summary.json",
     ".summary.json.part",
+    "ledger.json",
     "checkpoints",
     "coordinator",
     "logs",

@@ -30,7 +30,7 @@ from dilocox.assembly import (
 from dilocox.config import RunConfig
 from dilocox.data import TokenFiles
 from dilocox.entering import Newcomer
-from dilocox.errors import CheckpointError, DilocoxError
+from dilocox.errors import CheckpointError, DilocoxError, RunOverError
 from dilocox.outer.control import RankControl
 from dilocox.outer.coordinator.client import CoordinatorClient
 from dilocox.outer.coordinator.identity import Identity
@@ -148,11 +148,12 @@ class Network:
         )
 
 
-def run_rank(job: RankJob, errors: Callable[[str], None]) -> int:
-    """Run one rank to its end; the process's exit code.
+Errors = Callable[[str, bool], None]
+"""(the one line that says why a rank failed, whether another start would fail in the same way)."""
 
-    `errors` gets the one line that says why it failed.
-    """
+
+def run_rank(job: RankJob, errors: Errors) -> int:
+    """Run one rank to its end; the process's exit code."""
     _set_up_log(job)
     try:
         with timeline.recording(job.trace):
@@ -160,10 +161,10 @@ def run_rank(job: RankJob, errors: Callable[[str], None]) -> int:
     except Stopped:
         return 0
     except DilocoxError as error:
-        _say_failed(job, errors, str(error))
+        _say_failed(errors, str(error), error.lasting)
         return 1
     except Exception as error:
-        _say_failed(job, errors, f"{job.place}: {type(error).__name__}: {error}")
+        _say_failed(errors, f"{job.place}: {type(error).__name__}: {error}", False)
         return 1
     finally:
         if dist.is_initialized():
@@ -172,13 +173,13 @@ def run_rank(job: RankJob, errors: Callable[[str], None]) -> int:
     return 0
 
 
-def _say_failed(job: RankJob, errors: Callable[[str], None], line: str) -> None:
+def _say_failed(errors: Errors, line: str, lasting: bool) -> None:
     log.error("%s", line)
     log.error("%s", traceback.format_exc())
-    errors(line)
+    errors(line, lasting)
 
 
-def _train(job: RankJob, errors: Callable[[str], None]) -> None:
+def _train(job: RankJob, errors: Errors) -> None:
     config, place = job.config, job.place
     timeouts = Timeouts.derive(config.network)
     files = TokenFiles.open(config.data_folder)
@@ -212,7 +213,7 @@ def _train(job: RankJob, errors: Callable[[str], None]) -> None:
     def stuck(error: DilocoxError) -> None:
         log.error("%s; the training loop does not answer, it hangs here:", error)
         faulthandler.dump_traceback()
-        errors(f"{place}: {error}")
+        errors(f"{place}: {error}", error.lasting)
         os._exit(1)
 
     control = RankControl(client, timeouts.beat, timeouts.stall, timeouts.heartbeat, stuck)
@@ -296,6 +297,9 @@ def _enter(trainer: Trainer, network: Network, timeouts: Timeouts) -> Newcomer |
         if found is not None and trainer.keeper.load(trainer, found):
             trainer.client.ready()
             return None
+        if found is not None and news.donor is None and trainer.keeper.damage:
+            trainer.client.spoiled(found.tick, trainer.keeper.damage)
+            raise CheckpointError(f"{trainer.keeper.damage}; the run goes back to the one before")
         if found is not None and news.donor is None:
             reason = (
                 f"site {trainer.me} holds no whole part of the checkpoint at slot {found.tick} in "
@@ -303,7 +307,7 @@ def _enter(trainer: Trainer, network: Network, timeouts: Timeouts) -> Newcomer |
                 "it; put the folder back, or begin a new run from the model"
             )
             trainer.client.fail(reason)
-            raise CheckpointError(reason)
+            raise RunOverError(reason)
         if news.donor is None:
             trainer.client.ready()
             return None

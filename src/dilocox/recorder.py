@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -70,7 +71,7 @@ class Recorder:
         self._config = config
         self._folder = folder
         self._emit = emit
-        self._earlier = _read_lines(folder / "metrics.jsonl")
+        earlier = _read_lines(folder / "metrics.jsonl")
         self._metrics = Metrics(config, folder)
         self._open: dict[int, dict[str, Record]] = {}
         self._closed: dict[int, dict[str, Record]] = {}
@@ -78,27 +79,58 @@ class Recorder:
         self._evaluations: dict[int, float] = {}
         self._flush: dict[str, Record] = {}
         self._plan: Record = {}
-        for record in self._earlier:
-            if record.get("kind") == "round" and not record.get("site"):
-                self._rounds[record["round"]] = record
-            elif record.get("kind") == "evaluation":
-                self._evaluations[record["after_round"]] = record["val_loss"]
+        self._sequences: dict[str, int] = {}
+        self._written: set[tuple[str, int, str]] = set()
+        """(kind, round, site) of the reports of this course of the run that are in the file."""
+        for record in earlier:
+            self._recall(record)
+
+    def _recall(self, record: Record) -> None:
+        """Take up a line that was written before this process began."""
+        # What was no number was written as null.
+        record = {key: math.nan if value is None else value for key, value in record.items()}
+        kind, round_, site = record.get("kind"), record.get("round", 0), record.get("site")
+        if site:
+            first = record.get("after_round", 0) < 0
+            self._written.add(("first_evaluation" if first else str(kind), round_, site))
+        if kind == "round" and site:
+            self._open.setdefault(round_, self._closed.pop(round_, {}))[site] = record
+        elif kind == "round":
+            self._rounds[round_] = record
+            self._remember(round_, self._open.pop(round_, {}))
+        elif kind == "flush":
+            self._flush[str(site)] = record
+        elif kind == "evaluation":
+            self._evaluations[record["after_round"]] = record["val_loss"]
+        elif kind == "plan":
+            self._plan = {key: record[key] for key in CHOSEN if key in record}
+        elif kind == "resumed":
+            self._forget(round_)
 
     def forget_after(self, round_: int) -> None:
         """The run was resumed at `round_`: what came later on the abandoned course is not
         counted (it stays in the file)."""
+        self._forget(round_)
+        self._write({"kind": "resumed", "round": round_})
+
+    def _forget(self, round_: int) -> None:
         self._rounds = {r: row for r, row in self._rounds.items() if r < round_}
         self._closed = {r: rows for r, rows in self._closed.items() if r < round_}
         self._evaluations = {r: v for r, v in self._evaluations.items() if r < round_}
+        self._open, self._flush, self._plan, self._written = {}, {}, {}, set()
 
     def report(self, site: str, round_: int, kind: str, metrics: Record) -> None:
-        """A site's report.
+        """A site's report. One that is in the file already, from before a restart of the
+        coordinator, counts once.
 
         Raises `TrainingError` if two sites hold different anchors.
         """
         if kind == "warning":
             self.message(f"{site}: {metrics['text']}")
             return
+        if (kind, round_, site) in self._written:
+            return
+        self._written.add((kind, round_, site))
         record = {"kind": kind, "round": round_, "site": site, **metrics}
         if kind in ("evaluation", "first_evaluation"):
             record["kind"] = "evaluation"
@@ -138,6 +170,12 @@ class Recorder:
         """Something that happened."""
         self._write({"kind": "message", "text": text})
 
+    def sequences(self, counts: Mapping[str, int], problem: str) -> None:
+        """What became of the sequences that were given out, by name, for the summary."""
+        self._sequences = {f"sequences_{name}": count for name, count in counts.items()}
+        if problem:
+            self.message(problem)
+
     def finish(self, phase: str, reason: str) -> Record:
         """Write `summary.json`; returns its content."""
         for number in sorted(self._open):
@@ -175,6 +213,7 @@ class Recorder:
             "allreduce_bytes": dense,
             "ratio_per_token": dense / payload if payload else 0.0,
             "anchor_digest": everything[-1]["anchor_digest"] if everything else None,
+            **self._sequences,
         }
         text = json.dumps(summary, indent=2) + "\n"
         part = self._folder / ".summary.json.part"
@@ -194,11 +233,15 @@ class Recorder:
         return int(max(row["step"] for row in rows.values()))
 
     def _close_round(self, number: int) -> None:
-        rows = self._closed[number] = self._open.pop(number)
-        self._closed = {r: kept for r, kept in self._closed.items() if r > number - REMEMBERED}
+        rows = self._open.pop(number)
+        self._remember(number, rows)
         combined = {"kind": "round", **combine(rows)}
         self._rounds[number] = combined
         self._write(combined)
+
+    def _remember(self, number: int, rows: dict[str, Record]) -> None:
+        self._closed[number] = rows
+        self._closed = {r: kept for r, kept in self._closed.items() if r > number - REMEMBERED}
 
     def _write(self, record: Record) -> None:
         record = {"time": round(time.time(), 3), **record}

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import signal
 import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import timedelta
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
@@ -19,7 +19,7 @@ from dilocox import processes
 from dilocox.assembly import Hooks, Place
 from dilocox.config import RunConfig
 from dilocox.data import TokenFiles
-from dilocox.errors import DilocoxError, JoinError
+from dilocox.errors import DilocoxError, JoinError, NotNowError
 from dilocox.launcher_env import RankVariables
 from dilocox.outer.coordinator.client import CoordinatorClient
 from dilocox.outer.coordinator.identity import Identity
@@ -32,6 +32,7 @@ from dilocox.outer.sockets import check_congestion
 from dilocox.outer.tunnel import check_ports
 from dilocox.rank_process import RankJob, run_rank
 from dilocox.site import resolve_device, start_site_group
+from dilocox.supervisor import Ended, complain, keep_in_run, listening
 from dilocox.trace_file import merge_rank, part_path
 
 
@@ -44,11 +45,12 @@ def run_site(
     folder: Path,
     shared_folder: bool,
     trace: bool = False,
-) -> int:
-    """Enrol a site, start its ranks and watch over them; exit code.
+) -> Ended:
+    """Enrol a site, start its ranks and watch over them; how it ended.
 
     A rank that dies takes its site down: the others are told at once, and the ranks ended.
     `trace`: every rank records its timeline below `folder` (see `trace_file.part_path`).
+    Raises `JoinError`, or `ConfigError` for ports that cannot be used.
     """
     address = exchange_address(config, site, endpoint.url)
     check_ports(site, config.sites[site], config.site.ranks, address)
@@ -77,19 +79,40 @@ def run_site(
                 trace=part_path(folder, site, stage, shard) if trace else None,
             )
             name = f"{site}-stage{stage}-shard{shard}"
-            ranks.append(processes.start(_rank_in_child, job, errors.put, name=name))
-        return _supervise(config, site, endpoint, identity, ranks, errors)
+            ranks.append(processes.start(_rank_in_child, job, errors, name=name))
+        return _watch(_Line(config, site, endpoint, identity), ranks, errors)
     finally:
         processes.end(ranks, grace=0.0)
         Path(meeting).unlink(missing_ok=True)
 
 
-def _rank_in_child(job: RankJob, errors: Callable[[str], None]) -> None:
-    sys.exit(run_rank(job, errors))
+def keep_site(
+    config: RunConfig,
+    site: str,
+    endpoint: Endpoint,
+    hooks: Hooks,
+    debug: bool,
+    folder: Path,
+    shared_folder: bool,
+    trace: bool = False,
+) -> int:
+    """`run_site`, and again after every crash for as long as the run lasts; exit code."""
+    ended = keep_in_run(
+        site,
+        lambda: run_site(config, site, endpoint, hooks, debug, folder, shared_folder, trace),
+        Timeouts.derive(config.network),
+        complain,
+    )
+    if ended.code == 1:
+        complain(ended.reason)
+    return ended.code
+
+
+def _rank_in_child(job: RankJob, errors: Any) -> None:
+    sys.exit(run_rank(job, lambda line, lasting: errors.put((line, lasting))))
 
 
 def _enrol(config: RunConfig, site: str, endpoint: Endpoint) -> Identity:
-    timeouts = Timeouts.derive(config.network)
     identity, _ = enrol(
         endpoint.url,
         endpoint.token,
@@ -98,72 +121,87 @@ def _enrol(config: RunConfig, site: str, endpoint: Endpoint) -> Identity:
         stages=config.site.stages,
         shards=config.site.shards,
         data_digest=TokenFiles.open(config.data_folder).digest,
-        timeout=timeouts.link,
+        timeouts=Timeouts.derive(config.network),
     )
     return identity
 
 
-def _supervise(
-    config: RunConfig,
-    site: str,
-    endpoint: Endpoint,
-    identity: Identity,
-    ranks: list[BaseProcess],
-    errors: Any,
-) -> int:
-    stop = {"reason": ""}
+class _Line:
+    """What a site itself, not one of its ranks, says to the coordinator.
 
-    def asked_to_go(number: int, _frame: object) -> None:
-        stop["reason"] = f"asked to go (signal {number})"
+    The site may be known as gone already, or the coordinator away: then nothing is said, and the
+    end of its beats tells it all.
+    """
 
-    # A terminal's Ctrl-C reaches every process of a run. Where the parent decides what it means it
-    # is ignored here: the site must not leave while the run stops with a checkpoint.
-    numbers = (signal.SIGTERM, signal.SIGINT)
-    old = {n: signal.getsignal(n) for n in numbers if signal.getsignal(n) != signal.SIG_IGN}
-    for number in old:
-        signal.signal(number, asked_to_go)
-    try:
+    def __init__(
+        self, config: RunConfig, site: str, endpoint: Endpoint, identity: Identity
+    ) -> None:
+        self.site = site
+        self._url, self._identity = endpoint.url, identity
+        timeouts = Timeouts.derive(config.network)
+        # What cannot be said within a heartbeat is known by then.
+        self._timeouts = replace(timeouts, coordinator=timeouts.heartbeat)
+
+    @contextlib.contextmanager
+    def _open(self) -> Iterator[CoordinatorClient]:
+        # Opened when it is needed: until then this process forks.
+        rank = RankName(site=self.site, stage=0, shard=0)
+        client = CoordinatorClient(self._url, self._identity, self._timeouts, rank)
+        try:
+            yield client
+        finally:
+            client.close()
+
+    def leave(self, reason: str, *, failed: bool) -> None:
+        """The site is gone from now on."""
+        with contextlib.suppress(DilocoxError), self._open() as client:
+            client.leave(reason, failed=failed)
+
+    def retire(self, reason: str) -> bool:
+        """Ask to leave when the round is done; whether that could be said."""
+        with contextlib.suppress(DilocoxError), self._open() as client:
+            complain(f"{client.retire(self.site, reason)} (again: at once)")
+            return True
+        return False
+
+    def took_part(self) -> bool:
+        """Whether this incarnation has been counted in; true if that cannot be told."""
+        with contextlib.suppress(DilocoxError), self._open() as client:
+            mine = next(item for item in client.status().sites if item.site == self.site)
+            return mine.role in ("active", "finished")
+        return True
+
+
+def _watch(line: _Line, ranks: list[BaseProcess], errors: Any) -> Ended:
+    """Wait until all ranks have ended well, or one has failed.
+
+    Asked to go, by a signal, the site finishes its round first; asked again it goes at once.
+    """
+    heard = 0
+    with listening() as asked:
         while True:
             alive = [rank for rank in ranks if rank.is_alive()]
             failed = [rank for rank in ranks if rank.exitcode not in (None, 0)]
-            if stop["reason"]:
-                _leave(config, site, endpoint, identity, stop["reason"], failed=False)
-                return 130
+            if asked.times > heard:
+                heard = asked.times
+                reason = f"asked to go (signal {asked.signal})"
+                if heard > 1 or not line.retire(reason):
+                    line.leave(reason, failed=False)
+                    return Ended(130, reason)
             if failed:
                 # A rank that was killed cannot say so, its neighbours then say that a link broke;
                 # else the rank that failed first is the one that knows why.
                 time.sleep(0.2)
                 killed = [rank for rank in ranks if (rank.exitcode or 0) < 0]
-                said = None if killed or errors.empty() else errors.get()
+                said, lasting = (None, False) if killed or errors.empty() else errors.get()
                 first = (killed or failed)[0]
                 reason = said or f"{first.name} {processes.why_ended(first)}"
-                _leave(config, site, endpoint, identity, reason, failed=True)
-                print(f"dilocox: {reason}", file=sys.stderr)
-                return 1
+                took_part = line.took_part()
+                line.leave(reason, failed=True)
+                return Ended(130 if heard else 1, reason, lasting, took_part)
             if not alive:
-                return 0
+                return Ended(130 if heard else 0)
             wait([rank.sentinel for rank in alive], timeout=0.5)
-    finally:
-        for number, handler in old.items():
-            signal.signal(number, handler)
-
-
-def _leave(
-    config: RunConfig,
-    site: str,
-    endpoint: Endpoint,
-    identity: Identity,
-    reason: str,
-    failed: bool,
-) -> None:
-    timeouts = Timeouts.derive(config.network)
-    client = CoordinatorClient(
-        endpoint.url, identity, timeouts, RankName(site=site, stage=0, shard=0)
-    )
-    # The site may be known as gone already, or the coordinator away: beats end in either case.
-    with contextlib.suppress(DilocoxError):
-        client.leave(reason, failed=failed)
-    client.close()
 
 
 def join_as_rank(
@@ -216,7 +254,7 @@ def join_as_rank(
         debug=debug,
         trace=part_path(config.folder, site, stage, shard) if trace else None,
     )
-    code = run_rank(job, lambda line: print(f"dilocox: {line}", file=sys.stderr))
+    code = run_rank(job, lambda line, _: complain(line))
     if trace:
         merge_rank(config.folder, site, stage, shard)
     return code
@@ -237,6 +275,6 @@ def exchange_address(config: RunConfig, site: str, url: str) -> str:
             probe.connect(where)
             return str(probe.getsockname()[0])
     except OSError as error:
-        raise JoinError(
+        raise NotNowError(
             f"coordinator {host}:{port}: no way there ({error.strerror}); check the address"
         ) from None

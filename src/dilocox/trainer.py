@@ -19,7 +19,7 @@ from dilocox.assembly import Batches, Hooks, Rank, anchors
 from dilocox.config import RunConfig
 from dilocox.entering import Donors, FormGroup, Newcomer
 from dilocox.errands import Errands
-from dilocox.errors import DilocoxError, TrainingError
+from dilocox.errors import DilocoxError, RunOverError
 from dilocox.meter import RoundMeter
 from dilocox.outer.control import RankControl
 from dilocox.outer.coordinator.client import CoordinatorClient
@@ -40,7 +40,7 @@ class Position:
 
 
 class Stopped(Exception):  # noqa: N818 - not an error: the run was asked to stop and has
-    """The run stops here; a checkpoint has been written."""
+    """The run stops here, with a checkpoint, or this site was asked to leave it and has."""
 
 
 @dataclass
@@ -105,6 +105,8 @@ class Trainer:
             news = self.control.news
             # A resumed run has plans before all of its sites are back.
             started = news.phase != "starting"
+            if reply.leave:
+                self.depart()
             if reply.plan is not None and started:
                 return reply.plan
             if news.stop_tick == self.at.tick and started:
@@ -210,7 +212,7 @@ class Trainer:
     def drop(self, plan: RoundPlan, bad: str) -> None:
         """A contribution is dropped because `bad` is not finite.
 
-        Raises `TrainingError` for a second round in a row, or at a site alone.
+        Raises `RunOverError` for a second round in a row, or at a site alone.
         """
         where = f"site {self.me}, round {plan.round}: {bad} is not finite"
         if len(plan.members) == 1 or self.dropped_round == plan.round - 1:
@@ -222,7 +224,7 @@ class Trainer:
             # Every rank says so: if one left first, the others would go on without this site.
             with contextlib.suppress(DilocoxError):
                 self.client.fail(reason)
-            raise TrainingError(reason)
+            raise RunOverError(reason)
         log.warning("%s: its contribution is dropped, it goes on from the anchor", where)
         self.meter.dropped = bad
 
@@ -288,9 +290,17 @@ class Trainer:
         """Write a checkpoint where the whole run stands still. Raises `Stopped`."""
         self.errands.wait()
         plan = self.client.poll_plan(self.at.round, 0.0).plan
-        self.keeper.save(self, plan)
+        self.keeper.save(self, plan, last=True)
         self.keeper.wait()
         self.client.finish(complete=False)
+        raise Stopped
+
+    def depart(self) -> None:
+        """Leave the run: what this rank owed the others is decided. Raises `Stopped`."""
+        self.errands.wait()
+        self.outer.settle()
+        self.keeper.wait()
+        self.client.depart()
         raise Stopped
 
     def finish(self, plan: RoundPlan) -> None:
@@ -299,7 +309,7 @@ class Trainer:
         The last checkpoint is from before the flush, so that a resumed run flushes once.
         """
         self.errands.wait()
-        self.keeper.save(self, plan)
+        self.keeper.save(self, plan, last=True)
         if self.config.exchanges_gradients:
             self.outer.land_gradients()
         elif self.me in plan.members:

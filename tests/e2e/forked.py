@@ -141,6 +141,12 @@ class Forge:
         workshop.runs.append(run)
         return run
 
+    def command(self, workshop: Workshop, name: str, *arguments: str) -> ForkedRun:
+        """Begin any `dilocox` command that belongs to the run called `name`."""
+        run = ForkedRun(self._process, list(arguments), "none", workshop.folder(name))
+        workshop.runs.append(run)
+        return run
+
     def close(self) -> None:
         """End it, and with it all that it has started."""
         assert self._process.stdin is not None
@@ -190,6 +196,7 @@ class ForkedRun(Run):
     ) -> None:
         self.folder = folder
         self._log = folder.parent / f"{folder.name}-{time.monotonic_ns()}.out"
+        self._log.touch()
         started = self._log.with_suffix(".pid")
         order = {
             "arguments": arguments,

@@ -46,14 +46,17 @@ def test_who_may_not_join(workshop: Workshop) -> None:
     run, lines = start_coordinator(workshop, "closed", *SETS)
     line = lines["lyon"]
     address = line.split()[1]
-    token = line.split()[-1]
+    token = Path(line.split()[-1]).read_text().strip()
+    assert token not in run.printed(), "the secret is in a file, not on the screen"
     wrong_token = token[:-4] + ("0000" if not token.endswith("0000") else "1111")
+    for name, text in (("wrong", wrong_token), ("rubbish", "rubbish")):
+        (workshop.root / name).write_text(text)
     refused = {
         "--set inner.learning_rate=0.5": "run file",
         "--set site.stages=1": "run file",
         "--site nowhere": "nowhere",
-        f"--token {wrong_token}": "token",
-        "--token rubbish": "token",
+        f"--token-file {workshop.root}/wrong": "token: not this run's",
+        f"--token-file {workshop.root}/rubbish": "token: not a join token",
     }
     processes = {more: join(workshop, run, line, *more.split()) for more in refused}
     for more, process in processes.items():

@@ -15,8 +15,10 @@ def join_again(workshop: Workshop, run: Run, site: str, *sets: str) -> Run:
     endpoint = json.loads((run.folder / "coordinator" / "endpoint.json").read_text())
     address = endpoint["url"].removeprefix("https://")
     file, *overrides = workshop.run_file(run.folder.name, *sets)
-    token = endpoint["token"]
-    arguments = ["join", address, "--site", site, "--run-file", file, "--token", token, *overrides]
+    token = run.folder.parent / f"{run.folder.name}-token"
+    token.write_text(endpoint["token"])
+    arguments = ["join", address, "--site", site, "--run-file", file, *overrides]
+    arguments += ["--token-file", str(token)]
     joined = Run(arguments, run.folder)
     workshop.runs.append(joined)
     return joined

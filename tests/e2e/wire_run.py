@@ -19,8 +19,9 @@ import torch
 
 from dilocox import processes
 from dilocox.config import RunConfig, load_run
+from dilocox.coordinating import coordinate
 from dilocox.lab import Network
-from dilocox.launch import coordinate, join, prepare_data
+from dilocox.launch import join, prepare_data
 
 FILE = """\
 [run]
@@ -135,9 +136,9 @@ def _token(log: Path) -> tuple[str, str]:
     deadline = time.monotonic() + LIMIT
     while time.monotonic() < deadline:
         text = log.read_text(encoding="utf-8") if log.exists() else ""
-        found = re.search(r"dilocox join \S+:(\d+) .*--token (\S+)", text)
+        found = re.search(r"dilocox join \S+:(\d+) .*--token-file (\S+)", text)
         if found:
-            return found[1], found[2]
+            return found[1], Path(found[2]).read_text().strip()
         time.sleep(0.02)
     sys.exit(f"the coordinator did not start\n{log.read_text(errors='replace')}")
 

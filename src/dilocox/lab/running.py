@@ -25,14 +25,16 @@ import torch
 from dilocox import preflight, processes, trace_file
 from dilocox.assembly import Hooks
 from dilocox.config import RunConfig, resolve_run
+from dilocox.coordinating import ENDPOINT, coordinate
 from dilocox.display import Display
 from dilocox.errors import DilocoxError
 from dilocox.lab.lab import HUB, Lab
 from dilocox.lab.results import WARM_UP, Record, RunResult, Sample, result_of
 from dilocox.lab.system import LabError
-from dilocox.launch import ENDPOINT, coordinate, prepare_data
+from dilocox.launch import prepare_data
 from dilocox.outer.coordinator.serving import Endpoint
 from dilocox.site_process import run_site
+from dilocox.supervisor import complain
 
 EVERY = 0.25
 """Seconds between two readings of the interfaces' counters."""
@@ -304,7 +306,10 @@ def _serve(config: RunConfig, run_file: Path) -> int:
 
 
 def _take_part(config: RunConfig, site: str, endpoint: Endpoint, folder: Path, trace: bool) -> int:
-    return run_site(config, site, endpoint, Hooks(), False, folder, True, trace)
+    ended = run_site(config, site, endpoint, Hooks(), False, folder, True, trace)
+    if ended.reason:
+        complain(ended.reason)
+    return ended.code
 
 
 def _text(log: Path) -> str:

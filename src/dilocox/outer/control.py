@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from dilocox.errors import DilocoxError, TrainingError
+from dilocox.errors import DilocoxError, RunOverError
 from dilocox.outer.coordinator.messages import BeatReply
 
 log = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ class RankControl:
 
     It beats only while the training loop makes progress (`touch`): a rank whose loop hangs must
     not look alive. All waiting methods raise what ended the rank's part in the run: `SiteGone`,
-    `CoordinatorUnreachable`, or `TrainingError` when the run has failed. If the training loop has
+    `CoordinatorUnreachable`, or `RunOverError` when the run has failed. If the training loop has
     not taken notice of it `patience` seconds later, `on_stuck` is called with it in this thread: a
     loop that waits for a neighbour which is gone would hang for as long as the neighbour may.
     """
@@ -141,10 +141,10 @@ class RankControl:
                     self._reply = reply
                     self._changed.notify_all()
                 if reply.phase == "failed":
-                    self._end(TrainingError(f"the run has failed: {reply.reason}"))
+                    self._end(RunOverError(f"the run has failed: {reply.reason}"))
                     return
                 if reply.role != "active" and reply.phase in ("stopped", "finished"):
-                    self._end(TrainingError(f"the run is {reply.phase}: this site never entered"))
+                    self._end(RunOverError(f"the run is {reply.phase}: this site never entered"))
                     return
             else:
                 log.error("no progress for %.0f s: this rank no longer counts as alive", silent)

@@ -207,6 +207,11 @@ class OuterLoop:
             self.pending.remove(item)
             self._land(item)
 
+    def settle(self) -> None:
+        """Wait until all exchanges under way are decided; nothing of them lands."""
+        for item in self.under_way_now():
+            self._wait(item)
+
     def flush(self, plan: RoundPlan) -> None:
         """End of training: land what is pending, then one last outer step of everything left."""
         self.land_due(2**62)

@@ -135,7 +135,7 @@ class Driver:
     def leave(self, site: str, reason: str = "told to", failed: bool = False) -> None:
         """A site goes."""
         rank = self.check(m.Rank(site=site, stage=0, shard=0))
-        self.core.leave(m.LeaveRequest(rank=rank, reason=reason, failed=failed))
+        self.core.departures.leave(m.LeaveRequest(rank=rank, reason=reason, failed=failed))
 
     def write_checkpoint(self, site: str, tick: int, round_: int, slot: int) -> None:
         """All ranks write their part."""
@@ -150,7 +150,7 @@ class Driver:
     def finish(self, site: str, complete: bool = True) -> None:
         """All ranks are done."""
         for rank in self.ranks(site):
-            self.core.finish(m.FinishRequest(rank=self.check(rank), complete=complete))
+            self.core.departures.finish(m.FinishRequest(rank=self.check(rank), complete=complete))
 
 
 def numbers(plan: m.RoundPlan) -> list[int]:

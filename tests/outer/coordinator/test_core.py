@@ -65,7 +65,7 @@ def test_enrolment_refusals(driver: Driver, changes: dict[str, Any], text: str) 
     driver.enrol("a", data_digest="0" * 64)
     with pytest.raises(Refused, match=text) as refused:
         driver.enrol(**{"site": "b", **changes})
-    assert refused.value.kind == "join"
+    assert refused.value.kind == ("taken" if "taken" in text else "join")
     assert "\n" not in str(refused.value)
     assert driver.core.state.live == ["a"]
 
@@ -158,9 +158,9 @@ def test_a_site_that_dies_midway_is_left_out_and_its_ranges_return(driver: Drive
         driver.beat(site)
     driver.core.expire()
     assert driver.core.state.live == ["a", "b", "c"]
-    driver.clock.time += 1.5
+    driver.clock.time += 1
     driver.core.expire()
-    assert driver.core.state.sites["b"].reason == "no beat from stage 0 shard 0 for 5 s"
+    assert driver.core.state.sites["b"].reason == "no beat from stage 0 shard 0 for 4.5 s"
     assert driver.begin(key, "a").attempt == 2
     assert [item.site for item in driver.begin(key, "c").members] == ["a", "c"]
     assert driver.vote(key, "a", 1, held=list("abc")).decision == "repeat"
@@ -370,8 +370,8 @@ def test_lease_and_stop(driver: Driver) -> None:
     assert driver.beat("a", 150, slot_seconds=0.01).lease == 350
     with pytest.raises(Refused, match="beyond its lease"):
         driver.beat("c", 351)
-    assert driver.core.stop(m.StopRequest(reason="SIGINT")).stop_tick == 350
-    assert driver.core.stop(m.StopRequest(reason="again")).stop_tick == 350
+    assert driver.core.departures.stop(m.StopRequest(reason="SIGINT")).stop_tick == 350
+    assert driver.core.departures.stop(m.StopRequest(reason="again")).stop_tick == 350
     reply = driver.beat("c", 20)
     assert (reply.phase, reply.stop_tick, reply.lease) == ("stopping", 350, 350)
     driver.reopen()

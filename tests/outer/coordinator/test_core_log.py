@@ -11,7 +11,7 @@ from dilocox.errors import CheckpointError, TrainingError
 from dilocox.outer.coordinator import messages as m
 from dilocox.outer.coordinator import views
 from dilocox.outer.coordinator.core import Coordinator
-from dilocox.outer.coordinator.refusals import Refused
+from dilocox.outer.coordinator.refusals import Caller, Refused
 from tests.outer.coordinator.helpers import Driver, numbers, replayed, run_config
 
 OUTER = m.ExchangeKey.outer
@@ -191,3 +191,87 @@ class Strange:
 
     def to_json(self) -> dict[str, Any]:
         return {}
+
+
+def test_a_spoiled_checkpoint_sends_the_run_back_to_the_one_before(tmp_path: Path) -> None:
+    resumed: list[int] = []
+    driver = Driver(tmp_path, run_config("ab"), on_resumed=resumed.append)
+    driver.start()
+    ticks = []
+    for round_ in range(2):
+        plan = driver.plan(round_, "a")
+        assert plan is not None
+        ticks.append(plan.first_tick + plan.slots)
+        for site in "ab":
+            driver.round_done(site, round_)
+        for site in "ab":
+            driver.write_checkpoint(site, ticks[-1], round_ + 1, 0)
+    rank = driver.ranks("a")[0]
+    request = m.SpoiledRequest(rank=rank, tick=ticks[1], reason="x.distcp: changed")
+    with pytest.raises(Refused, match="nobody goes on from slot"):
+        driver.core.spoiled(request)  # while it is running nobody has looked at it
+    driver.core.resume()
+    assert resumed == [2]
+    for site in "ab":
+        driver.enrol(site)
+    driver.core.spoiled(request)
+    assert resumed == [2, 1]
+    assert (driver.core.state.phase, driver.core.state.first_tick) == ("enrolling", ticks[0])
+    assert [c.tick for c in views.checkpoints(driver.core.state).checkpoints] == [ticks[0]]
+    # All sites have to come again; a restart of the coordinator knows it, too.
+    with pytest.raises(Refused, match="join the run again"):
+        driver.beat("b")
+    assert replayed(driver) == driver.core.state
+    for site in "ab":
+        driver.enrol(site)
+    driver.core.spoiled(request.model_copy(update={"tick": ticks[0]}))
+    assert driver.core.state.phase == "failed"
+    assert "no complete checkpoint" in driver.core.state.reason
+    driver.core.close()
+
+
+def test_a_site_that_leaves_is_planned_for_no_more_and_goes_when_done(tmp_path: Path) -> None:
+    driver = Driver(tmp_path, run_config("abc", shards=2))
+    driver.start()
+    operator = Caller("operator", 0)
+    assert driver.plan(0, "a") is not None
+    stranger = Caller("b", driver.incarnations["b"])
+    retire = m.RetireRequest(site="a", reason="maintenance")
+    with pytest.raises(Refused, match="only itself or the operator"):
+        driver.core.departures.retire(retire, stranger)
+    with pytest.raises(Refused, match="not in the run file, which names: a, b, c"):
+        driver.core.departures.retire(m.RetireRequest(site="x", reason="?"), operator)
+    said = driver.core.departures.retire(retire, operator).text
+    assert said == "site a leaves before round 1, with all before that done"
+    assert driver.core.departures.retire(retire, operator).text == said, "again is the same"
+    # It takes part in what was planned, and in nothing after that.
+    key = OUTER(0, 0, 0)
+    assert [x.site for x in driver.begin(key, "b").members] == ["a", "b", "c"]
+    caller = Caller("a", driver.incarnations["a"])
+    assert driver.core.plan(1, caller).leave
+    plan = driver.plan(1, "b")
+    assert plan is not None
+    assert list(plan.members) == ["b", "c"]
+    later = OUTER(1, 0, 0)
+    assert [x.site for x in driver.begin(later, "b").members] == ["b", "c"]
+    epoch = driver.core.state.epoch
+    driver.reopen()
+    ranks = driver.ranks("a")
+    driver.core.departures.depart(m.DepartRequest(rank=ranks[0]))
+    # The rank that has gone need not beat any more; the other one has to.
+    assert driver.core.state.sites["a"].role == "active"
+    driver.core.departures.depart(m.DepartRequest(rank=ranks[1]))
+    site = driver.core.state.sites["a"]
+    assert (site.role, site.reason) == ("gone", "asked to leave, and done")
+    assert driver.core.state.epoch == epoch + 1
+    assert driver.begin(later, "b").attempt == 1, "what is under way without it goes on"
+    with pytest.raises(Refused, match=r"is not in the run now .it is gone"):
+        driver.core.departures.retire(retire, operator)
+    # At once, and back again; then the others, of whom the last takes the run along.
+    driver.core.departures.retire(m.RetireRequest(site="b", reason="now", now=True), operator)
+    assert driver.core.state.sites["b"].role == "gone"
+    last = m.RetireRequest(site="c", reason="maintenance")
+    assert "the run stops with a checkpoint" in driver.core.departures.retire(last, operator).text
+    assert driver.core.state.phase == "stopping"
+    assert replayed(driver) == driver.core.state
+    driver.core.close()

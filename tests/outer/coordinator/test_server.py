@@ -11,11 +11,13 @@ import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from dilocox.config import NetworkSection
 from dilocox.errors import ExchangeError, JoinError, TrainingError
 from dilocox.outer.coordinator import messages as m
 from dilocox.outer.coordinator import server
@@ -93,7 +95,8 @@ class Run:
             "shards": self.config.site.shards,
         }
         fields.update(changes)
-        identity, reply = enrol(self.url, fields.pop("token"), site=site, timeout=5, **fields)
+        limits = self.core.timeouts
+        identity, reply = enrol(self.url, fields.pop("token"), site=site, timeouts=limits, **fields)
         self.identities[site] = identity
         return reply
 
@@ -122,10 +125,9 @@ def run(tmp_path: Path) -> Iterator[Run]:
     made.close()
 
 
-def test_join_gives_identity_and_run_file(run: Run, tmp_path: Path) -> None:
+def test_join_gives_an_identity(run: Run, tmp_path: Path) -> None:
     reply = run.enrol("a")
     assert reply.incarnation == 1
-    assert reply.run_toml == run.config.to_toml()
     path = tmp_path / "identity.json"
     run.identities["a"].save(path)
     assert path.stat().st_mode & 0o077 == 0
@@ -160,7 +162,8 @@ def test_wrong_secret_never_leaves_for_another_server(run: Run, tmp_path: Path) 
         with pytest.raises(JoinError, match="certificate is not the one of this run"):
             enrol(
                 other.url, str(run.core.authority.token), site="a",
-                run_digest=run.config.digest(), versions=VERSIONS, stages=1, shards=1, timeout=5,
+                run_digest=run.config.digest(), versions=VERSIONS, stages=1, shards=1,
+                timeouts=run.core.timeouts,
             )  # fmt: skip
     finally:
         other.close()
@@ -453,7 +456,7 @@ def test_serve_until_the_run_is_over_and_resume(tmp_path: Path) -> None:
         assert Endpoint.load(tmp_path / "ready.json") == endpoint[-1]
         identity, _ = enrol(
             endpoint[-1].url, endpoint[-1].token, site="a", run_digest=config.digest(),
-            stages=1, shards=1, versions=VERSIONS,
+            stages=1, shards=1, versions=VERSIONS, timeouts=Timeouts.derive(config.network),
         )  # fmt: skip
         timeouts = Timeouts.derive(config.network)
         client = CoordinatorClient(
@@ -469,7 +472,7 @@ def test_serve_until_the_run_is_over_and_resume(tmp_path: Path) -> None:
         client.close()
         thread.join(20)
     assert [end.phase for end in ends] == ["stopped", "finished"]
-    with pytest.raises(TrainingError, match="its run is finished; resume it"):
+    with pytest.raises(TrainingError, match="its run is finished; add --resume"):
         serve(config, tmp_path)
     assert reports == [("a", 0, "round", {"loss": 1.0})] * 2
 
@@ -490,7 +493,8 @@ def test_no_listener_is_reported_with_the_mend() -> None:
         with pytest.raises(JoinError, match="is it running"):
             enrol(
                 f"127.0.0.1:{port}", f"dilocox1-{'0' * 64}-{'0' * 32}", site="a",
-                run_digest="0" * 64, versions=VERSIONS, stages=1, shards=1, timeout=0.1,
+                run_digest="0" * 64, versions=VERSIONS, stages=1, shards=1,
+                timeouts=replace(Timeouts.derive(NetworkSection()), link=0.1, request=0.1),
             )  # fmt: skip
     with pytest.raises(JoinError, match="write it as HOST:PORT"):
         pool_of_stranger("nowhere", "0" * 64)

@@ -4,23 +4,34 @@ from __future__ import annotations
 
 from dataclasses import fields
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dilocox.config import NetworkSection
 from dilocox.outer.coordinator.messages import MAX_POLL
-from dilocox.outer.coordinator.timeouts import Timeouts
+from dilocox.outer.coordinator.timeouts import LOOKS, Timeouts
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(st.floats(5.0, 1e4), st.floats(0.01, 1.0))
 def test_order_of_limits(link: float, share: float) -> None:
     limits = Timeouts.derive(NetworkSection(link_timeout=link, heartbeat=link * share))
-    inner = [limits.beat, limits.heartbeat, limits.reconnect, limits.first_beat, limits.link]
+    inner = [
+        limits.beat,
+        limits.silence,
+        limits.heartbeat,
+        limits.reconnect,
+        limits.first_beat,
+        limits.link,
+    ]
     outer = [limits.link, limits.form, limits.exchange, limits.stall]
     for chain in (inner, outer):
         assert chain == sorted(chain)
     assert limits.beat * 4 < limits.heartbeat
+    # A rank falls silent at its last beat, and the coordinator looks every half beat.
+    assert limits.silence + LOOKS * limits.beat == pytest.approx(limits.heartbeat)
+    assert limits.retry < limits.retry_most < limits.coordinator < limits.rejoin
     assert limits.poll <= MAX_POLL
     assert limits.poll + limits.request < limits.exchange
     assert limits.heartbeat < limits.coordinator

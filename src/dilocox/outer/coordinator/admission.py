@@ -14,7 +14,9 @@ def check_admission(state: CoordinatorState, token: str, request: EnrolRequest) 
     """Raise `Refused` unless the request is one of a site of this run. Nothing about the run is
     told to a caller without the token."""
     if not hmac.compare_digest(request.token.encode(), token.encode()):
-        raise Refused("join", "token: not this run's; copy the join line again")
+        raise Refused(
+            "join", "token: not this run's; copy the file coordinator/token of its run folder again"
+        )
     site = request.site
     if request.site not in state.sites:
         known = ", ".join(state.sites)

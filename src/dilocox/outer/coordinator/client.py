@@ -44,6 +44,7 @@ class CoordinatorClient:
             pool_of_site(url, identity, connections),
             request=timeouts.request,
             away=timeouts.coordinator,
+            pause=timeouts.beat,
             now=now,
             sleep=sleep,
         )
@@ -83,6 +84,18 @@ class CoordinatorClient:
         """Take the whole site out of the run, at once."""
         request = m.LeaveRequest(rank=self.rank, reason=_line(reason), failed=failed)
         self._post("leave", request, m.Done)
+
+    def retire(self, site: str, reason: str, *, now: bool = False) -> str:
+        """Have a site finish the rounds that are planned for it and go, or go `now`.
+
+        One line on what becomes of it. A site may ask for itself, the operator for any.
+        """
+        request = m.RetireRequest(site=site, reason=_line(reason), now=now)
+        return self._post("retire", request, m.RetireReply).text
+
+    def depart(self) -> None:
+        """This rank of a leaving site owes the run nothing any more."""
+        self._post("depart", m.DepartRequest(rank=self.rank), m.Done)
 
     def stop(self, reason: str) -> int:
         """Stop the run at a slot end; the tick of it. Again gives the same tick."""
@@ -206,6 +219,12 @@ class CoordinatorClient:
             rank=self.rank, tick=tick, round=round_, slot=slot, digests=dict(digests)
         )
         self._post("checkpoint", request, m.Done)
+
+    def spoiled(self, tick: int, reason: str) -> None:
+        """This rank's part of the checkpoint at `tick` is damaged: the run goes on from the one
+        before, and the sites have to join again."""
+        request = m.SpoiledRequest(rank=self.rank, tick=tick, reason=_line(reason))
+        self._post("spoiled", request, m.Done)
 
     def checkpoints(self) -> list[m.Checkpoint]:
         """All checkpoints of this course of the run, complete or not, by tick."""

@@ -14,15 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from dilocox.config import RunConfig
-from dilocox.errors import JoinError, TrainingError
+from dilocox.errors import CheckpointError, JoinError, TrainingError
 from dilocox.outer.coordinator import events as e
 from dilocox.outer.coordinator import messages as m
 from dilocox.outer.coordinator import views
 from dilocox.outer.coordinator.admission import check_admission
 from dilocox.outer.coordinator.decisions import decide, plan_round, writers
+from dilocox.outer.coordinator.departures import Departures
 from dilocox.outer.coordinator.exchanges import Exchange
 from dilocox.outer.coordinator.identity import Authority
-from dilocox.outer.coordinator.liveness import LEASE_LEAST, Liveness
+from dilocox.outer.coordinator.liveness import Liveness
 from dilocox.outer.coordinator.log import EventLog
 from dilocox.outer.coordinator.refusals import Caller, Refused
 from dilocox.outer.coordinator.resume import resume_point
@@ -37,6 +38,7 @@ Payloads = Mapping[str, Sequence[Sequence[int]]]
 _TOPICS: dict[type[e.Event], tuple[str, ...]] = {
     e.Started: ("plan",),
     e.Activated: ("plan", "exchange"),
+    e.Leaving: ("plan",),
     e.Gone: ("plan", "exchange", "store"),
     e.Planned: ("plan",),
     e.RoundDone: ("plan",),
@@ -58,6 +60,7 @@ class Coordinator:
         on_report: Report | None = None,
         on_message: Callable[[str], None] | None = None,
         on_plan: Callable[[m.RoundPlan], None] | None = None,
+        on_resumed: Callable[[int], None] | None = None,
         now: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
@@ -76,12 +79,13 @@ class Coordinator:
                 f"wait_for {self.wait_for}: give a number of sites from outer.min_sites = "
                 f"{config.outer.min_sites} to the {len(config.sites)} of the run file"
             )
-        self._now, self._wall, self._on_report = now, wall, on_report
-        self._on_message, self._on_plan = on_message, on_plan
+        self._now, self.wall, self._on_report = now, wall, on_report
+        self._on_message, self._on_plan, self._on_resumed = on_message, on_plan, on_resumed
         self.on_change: Callable[[str], None] = lambda topic: None
         """Called with a topic when something that callers wait for may have happened."""
         self.state = CoordinatorState(config)
         self.store = Store(self.state, self._store)
+        self.departures = Departures(self)
         self.log = EventLog(folder)
         try:
             self.authority = Authority(folder, _hosts(config))
@@ -101,7 +105,7 @@ class Coordinator:
                 "of its own, or use the run file in that folder"
             )
         if not self.state.digest:
-            self.record(e.Created(self._wall(), digest, self.config.run.name))
+            self.record(e.Created(self.wall(), digest, self.config.run.name))
         if self.config.control.adapt == "link" and self.state.payloads is None:
             if payloads is None:
                 raise TrainingError(
@@ -109,7 +113,7 @@ class Coordinator:
                     'start it with them, or set adapt = "off"'
                 )
             sizes = {name: [list(row) for row in rows] for name, rows in payloads.items()}
-            self.record(e.Sized(self._wall(), sizes))
+            self.record(e.Sized(self.wall(), sizes))
         for name in self.state.live:
             beaten = self.state.sites[name].role != "enrolled"
             self._expect(name, self.timeouts.reconnect if beaten else self.timeouts.first_beat)
@@ -119,10 +123,12 @@ class Coordinator:
         """Go on from the checkpoint at `tick` (none: the latest complete one), with sites that
         enrol again. What is in the log after it stays there and is superseded. Raises
         `CheckpointError`."""
-        event = resume_point(self.config, self.log.events(), self._wall(), tick)
+        event = resume_point(self.config, self.log.events(), self.wall(), tick)
         for site in self.state.sites:
             self.liveness.forget(site)
         self.record(event)
+        if self._on_resumed is not None:
+            self._on_resumed(event.round)
         return event
 
     def close(self) -> None:
@@ -158,7 +164,7 @@ class Coordinator:
             self.on_change("store")
 
     def _follow(self, key: str | None) -> None:
-        while (event := decide(self.state, self.wait_for, self._wall(), key)) is not None:
+        while (event := decide(self.state, self.wait_for, self.wall(), key)) is not None:
             if not isinstance(event, e.Decided | e.Retried):
                 key = None
             self._apply(event)
@@ -166,11 +172,11 @@ class Coordinator:
     def _expect(self, site: str, limit: float) -> None:
         now = self._now()
         for rank in self.state.ranks:
-            if rank not in self.state.sites[site].finished:
+            if rank not in self.state.sites[site].finished | self.state.sites[site].left:
                 self.liveness.expect((site, *rank), now, limit)
 
     def _store(self, key: str, value: str | None) -> None:
-        self.record(e.Stored(self._wall(), key, value))
+        self.record(e.Stored(self.wall(), key, value))
 
     def expire(self) -> None:
         """Take sites whose ranks no longer beat for dead. To be called every `timeouts.beat`."""
@@ -179,7 +185,7 @@ class Coordinator:
         for site, reason in self.liveness.overdue(self._now()).items():
             if site in self.state.live:
                 incarnation = self.state.sites[site].incarnation
-                self.record(e.Gone(self._wall(), site, incarnation, reason, True))
+                self.record(e.Gone(self.wall(), site, incarnation, reason, True))
         # Catches up with what a full disk kept from being recorded.
         self._follow(None)
 
@@ -213,7 +219,7 @@ class Coordinator:
 
     def _check_running(self) -> None:
         if self.state.phase in ("stopped", "failed"):
-            raise Refused("refused", f"run {self.state.phase}: {self.state.reason}")
+            raise Refused("ended", f"run {self.state.phase}: {self.state.reason}")
         if not self.state.running:
             raise Refused("conflict", f"the run is {self.state.phase}: nothing to exchange")
 
@@ -228,7 +234,7 @@ class Coordinator:
             # The same request again: its answer was lost on the way.
             if state.request != digest:
                 raise Refused(
-                    "join",
+                    "taken",
                     f"site {request.site}: taken, it is {state.role} already; use another name, or "
                     f"wait {self.timeouts.heartbeat:g} s if its processes have died",
                 )
@@ -240,7 +246,7 @@ class Coordinator:
             raise Refused("join", str(error)) from None
         versions = request.versions.model_dump()
         event = e.Enrolled(
-            self._wall(), request.site, incarnation, digest, certificate, versions,
+            self.wall(), request.site, incarnation, digest, certificate, versions,
             request.data_digest,
         )  # fmt: skip
         self._expect(request.site, self.timeouts.first_beat)
@@ -253,7 +259,6 @@ class Coordinator:
             incarnation=state.incarnation,
             certificate=state.certificate,
             authority=self.authority.pem,
-            run_toml=self.config.to_toml(),
             epoch=views.epoch(self.state),
         )
 
@@ -264,7 +269,7 @@ class Coordinator:
         if state.role == "enrolled":
             raise Refused("conflict", f"{rank}: ready before the run has let its site enter")
         if state.role == "entering" and (rank.stage, rank.shard) not in state.ready:
-            self.record(e.Ready(self._wall(), rank.site, rank.stage, rank.shard))
+            self.record(e.Ready(self.wall(), rank.site, rank.stage, rank.shard))
         return m.Done()
 
     def beat(self, request: m.BeatRequest) -> m.BeatReply:
@@ -277,76 +282,38 @@ class Coordinator:
             )
         site = state.sites[rank.site]
         key = (rank.site, rank.stage, rank.shard)
-        if site.role != "finished" and key[1:] not in site.finished:
+        if site.role != "finished" and key[1:] not in site.finished | site.left:
             self.liveness.beat(key, self._now(), request.tick, request.slot_seconds)
         if site.role == "enrolled" and (state.running or state.phase == "starting"):
             donor = state.donor_for(rank.site) or state.founder
             if donor is not None and self.liveness.all_beaten(rank.site):
-                self.record(e.Entered(self._wall(), rank.site, donor))
+                self.record(e.Entered(self.wall(), rank.site, donor))
         if state.phase == "running":
             lease = self.liveness.lease(state.lease, state.with_role("active"))
             if lease > state.lease:
-                self.record(e.Leased(self._wall(), lease))
+                self.record(e.Leased(self.wall(), lease))
         return views.beat_reply(state, rank.site)
-
-    def leave(self, request: m.LeaveRequest) -> m.Done:
-        """A site goes at once."""
-        site = self.state.sites[request.rank.site]
-        if site.role != "finished" and not self.state.over:
-            self.record(
-                e.Gone(self._wall(), site.name, site.incarnation, request.reason, request.failed)
-            )
-        return m.Done()
-
-    def stop(self, request: m.StopRequest) -> m.StopReply:
-        """End the run at the highest slot that anyone may have been allowed to reach."""
-        state = self.state
-        if state.phase in ("enrolling", "starting"):
-            self.record(e.Ended(self._wall(), "stopped", request.reason))
-        elif state.phase == "running":
-            tick = max(state.lease, state.first_tick + LEASE_LEAST)
-            self.record(e.Stopping(self._wall(), tick, request.reason))
-        return m.StopReply(stop_tick=state.lease if state.stop_tick is None else state.stop_tick)
-
-    def fail(self, request: m.FailRequest) -> m.Done:
-        """The run cannot go on."""
-        if not self.state.over:
-            reason = f"{request.rank}: {request.reason}"
-            self.record(e.Ended(self._wall(), "failed", reason))
-        return m.Done()
-
-    def finish(self, request: m.FinishRequest) -> m.Done:
-        """A rank is done."""
-        rank = request.rank
-        site = self.state.sites[rank.site]
-        if site.role == "active" and (rank.stage, rank.shard) not in site.finished:
-            self.liveness.forget(rank.site, (rank.stage, rank.shard))
-            self.record(
-                e.Finished(self._wall(), rank.site, rank.stage, rank.shard, request.complete)
-            )
-        elif site.role in ("enrolled", "entering") and not self.state.over:
-            reason = "finished before it had entered"
-            self.record(e.Gone(self._wall(), site.name, site.incarnation, reason, False))
-        return m.Done()
 
     # --- plans ------------------------------------------------------------------------------
 
     def plan(self, round_: int, caller: Caller) -> m.PlanReply:
         """The plan of a round, made now if an active site asks for it and it may be made."""
         state = self.state
+        asking = state.sites.get(caller.site)
+        if asking is not None and asking.leaves_before(round_):
+            return m.PlanReply(plan=None, waiting_for="", leave=True)
         if round_ in state.plans:
             return m.PlanReply(plan=state.plans[round_], waiting_for="")
         if state.over:
-            raise Refused("refused", f"run {state.phase}: {state.reason}")
+            raise Refused("ended", f"run {state.phase}: {state.reason}")
         if round_ < state.first_round or state.flush_planned:
             raise Refused(
                 "conflict",
                 f"round {round_}: this run goes on from round {state.first_round} and ends with "
                 f"the flush after {self.config.total_steps} inner steps",
             )
-        planned = plan_round(state, round_, self._wall())
-        site = state.sites.get(caller.site)
-        if isinstance(planned, e.Planned) and site is not None and site.role == "active":
+        planned = plan_round(state, round_, self.wall())
+        if isinstance(planned, e.Planned) and asking is not None and asking.role == "active":
             self.record(planned)
             return m.PlanReply(plan=state.plans[round_], waiting_for="")
         waiting = planned if isinstance(planned, str) else "an active site to ask for it"
@@ -362,7 +329,7 @@ class Coordinator:
             raise Refused("conflict", f"{rank}: round {round_} was not planned for it")
         if (rank.stage, rank.shard) not in site.done.get(round_, ()):
             event = e.RoundDone(
-                self._wall(), rank.site, rank.stage, rank.shard, round_,
+                self.wall(), rank.site, rank.stage, rank.shard, round_,
                 None if request.measured is None else request.measured.model_dump(mode="json"),
             )  # fmt: skip
             self.record(event)
@@ -384,7 +351,7 @@ class Coordinator:
                 )
             if self.state.sites[request.rank.site].role not in ("entering", "active"):
                 raise Refused("conflict", f"{request.rank}: its site has not entered yet")
-            self.record(e.Pinned(self._wall(), request.key), request.key)
+            self.record(e.Pinned(self.wall(), request.key), request.key)
             exchange = self.state.exchanges[request.key]
         return views.begin_reply(self.state, exchange)
 
@@ -416,7 +383,7 @@ class Coordinator:
         if known is not None and (rank.site, rank.stage, rank.shard) in known:
             return
         event = e.Broke(
-            self._wall(), rank.site, rank.stage, rank.shard, request.key, request.attempt,
+            self.wall(), rank.site, rank.stage, rank.shard, request.key, request.attempt,
             list(request.failed),
         )  # fmt: skip
         self.record(event, request.key)
@@ -429,7 +396,7 @@ class Coordinator:
         if request.phase == "done" and exchange.averaging is None:
             raise Refused("conflict", f"{rank}: done with {request.key} before its set was fixed")
         event = e.Voted(
-            self._wall(), rank.site, rank.stage, rank.shard, request.key, request.attempt,
+            self.wall(), rank.site, rank.stage, rank.shard, request.key, request.attempt,
             request.phase, list(request.held), request.contributes,
             request.digests.get(rank.site),
         )  # fmt: skip
@@ -466,10 +433,24 @@ class Coordinator:
             raise Refused("conflict", f"{rank}: writes no checkpoint in round {request.round}")
         if known is None or (rank.site, rank.stage, rank.shard) not in known.written:
             event = e.Wrote(
-                self._wall(), rank.site, rank.stage, rank.shard, request.tick, request.round,
+                self.wall(), rank.site, rank.stage, rank.shard, request.tick, request.round,
                 request.slot, dict(request.digests),
             )  # fmt: skip
             self.record(event)
+        return m.Done()
+
+    def spoiled(self, request: m.SpoiledRequest) -> m.Done:
+        """The checkpoint that the run was to go on from is damaged: back to the one before."""
+        rank, state = request.rank, self.state
+        if state.phase != "starting" or request.tick not in state.checkpoints:
+            raise Refused("conflict", f"{rank}: nobody goes on from slot {request.tick} now")
+        self.record(
+            e.Spoiled(self.wall(), rank.site, rank.stage, rank.shard, request.tick, request.reason)
+        )
+        try:
+            self.resume()
+        except CheckpointError as error:
+            self.record(e.Ended(self.wall(), "failed", str(error)))
         return m.Done()
 
     def report(self, request: m.ReportRequest) -> m.Done:
@@ -478,7 +459,7 @@ class Coordinator:
         latest = site.metrics.get(request.kind)
         if latest is None or request.round > latest["round"]:
             self.record(
-                e.Reported(self._wall(), site.name, request.round, request.kind, request.metrics)
+                e.Reported(self.wall(), site.name, request.round, request.kind, request.metrics)
             )
             if self._on_report is not None:
                 try:
@@ -486,7 +467,7 @@ class Coordinator:
                 except TrainingError as error:
                     # Sites that hold different anchors do not train one model any more.
                     if not self.state.over:
-                        self.record(e.Ended(self._wall(), "failed", str(error)))
+                        self.record(e.Ended(self.wall(), "failed", str(error)))
                 except Exception:
                     # A full disk of the metrics writer must not take the control plane down.
                     _log.exception("metrics of %s round %d not written", site.name, request.round)

@@ -27,6 +27,10 @@ def decide(
     begun = _begin(state, wait_for, time)
     if begun is not None:
         return begun
+    for name in state.with_role("active"):
+        site = state.sites[name]
+        if site.left and len(site.left) == state.config.site.ranks:
+            return e.Gone(time, name, site.incarnation, "asked to leave, and done", False)
     if state.running and len(state.with_role("active")) >= state.config.outer.min_sites:
         for text in [key] if key in state.undecided else [] if key else state.undecided:
             decided = _decide_exchange(state, state.exchanges[str(text)], time)
@@ -69,7 +73,7 @@ def _first_round(state: CoordinatorState, name: str) -> int:
 
 def plan_round(state: CoordinatorState, round_: int, time: float) -> e.Planned | str:
     """The plan of `round_` if it may be made now, or what it waits for."""
-    active = state.with_role("active")
+    active = state.staying(round_)
     if not state.running:
         entering = [name for name in state.starters if state.sites[name].role == "entering"]
         return f"the start ({', '.join(entering) or state.phase})"

@@ -98,6 +98,21 @@ class Gone(Event):
 
 
 @dataclass(frozen=True)
+class Leaving(Event):
+    """A site is to go; `round` is the first that it takes no part in."""
+
+    site: str
+    incarnation: int
+    round: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Left(OfRank):
+    """A rank of a leaving site is through with all that it takes part in."""
+
+
+@dataclass(frozen=True)
 class Planned(Event):
     """A round was planned; `plan` is a `RoundPlan` as JSON."""
 
@@ -199,6 +214,14 @@ class Kept(Event):
 
     tick: int
     sites: list[str]
+
+
+@dataclass(frozen=True)
+class Spoiled(OfRank):
+    """A rank found its part of the checkpoint at `tick` damaged: nobody goes on from it."""
+
+    tick: int
+    reason: str
 
 
 @dataclass(frozen=True)

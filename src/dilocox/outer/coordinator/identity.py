@@ -87,7 +87,7 @@ class JoinToken:
         match = re.fullmatch(r"dilocox1-([0-9a-f]{64})-([0-9a-f]{32})", text.strip())
         if match is None:
             raise JoinError(
-                "token: not a join token; copy the whole join line that the coordinator printed"
+                "token: not a join token; copy coordinator/token of the coordinator's run folder"
             )
         return cls(match[1], match[2])
 

@@ -7,10 +7,11 @@ import platform
 
 from pydantic import ValidationError
 
-from dilocox.errors import JoinError
+from dilocox.errors import JoinError, NotNowError
 from dilocox.outer.coordinator import messages as m
 from dilocox.outer.coordinator.errors import CoordinatorError, CoordinatorUnreachableError
 from dilocox.outer.coordinator.identity import Identity, JoinToken, new_request
+from dilocox.outer.coordinator.timeouts import Timeouts
 from dilocox.outer.coordinator.transport import Transport, pool_of_stranger
 from dilocox.version import __version__
 
@@ -34,13 +35,13 @@ def enrol(
     shards: int,
     versions: m.Versions | None = None,
     data_digest: str | None = None,
-    timeout: float = 30.0,
+    timeouts: Timeouts,
 ) -> tuple[Identity, m.EnrolReply]:
     """Enrol a site, once per start of it: its identity, for all of its ranks, and the run file.
 
     The server's certificate is checked against the token before the secret is said. `versions`
-    are those of this process if none. An unreachable coordinator is tried for `timeout` seconds.
-    Raises `JoinError`.
+    are those of this process if none. An unreachable coordinator is tried for `timeouts.link`
+    seconds. Raises `JoinError`: `NotNowError` if it may be different later.
     """
     parsed = JoinToken.parse(token)
     key, csr = new_request(site)
@@ -60,11 +61,16 @@ def enrol(
         where = ".".join(map(str, problem["loc"]))
         raise JoinError(f"site {site!r}: {where}: {problem['msg'].lower()}") from None
     transport = Transport(
-        pool_of_stranger(url, parsed.fingerprint), request=min(timeout, 10.0), away=timeout
+        pool_of_stranger(url, parsed.fingerprint),
+        request=timeouts.request,
+        away=timeouts.link,
+        pause=timeouts.beat,
     )
     try:
         reply = transport.call("POST", "enrol", request, m.EnrolReply)
-    except (CoordinatorError, CoordinatorUnreachableError) as error:
+    except CoordinatorUnreachableError as error:
+        raise NotNowError(str(error)) from None
+    except CoordinatorError as error:
         raise JoinError(str(error)) from None
     finally:
         transport.close()

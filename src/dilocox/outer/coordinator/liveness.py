@@ -45,13 +45,13 @@ class Liveness:
 
     def beat(self, rank: RankKey, now: float, tick: int, slot_seconds: float | None) -> None:
         """A rank is alive and has finished `tick` slots."""
-        pulse = self._pulses.setdefault(rank, Pulse(now, self._timeouts.heartbeat))
+        pulse = self._pulses.setdefault(rank, Pulse(now, self._timeouts.silence))
         if slot_seconds is None:
             slot_seconds = pulse.slot_seconds
             # The way from 0 may be a jump: a resumed or entering rank starts further on.
             if pulse.tick and tick > pulse.tick and now > pulse.seen:
                 slot_seconds = (now - pulse.seen) / (tick - pulse.tick)
-        self._pulses[rank] = Pulse(now, self._timeouts.heartbeat, True, tick, slot_seconds)
+        self._pulses[rank] = Pulse(now, self._timeouts.silence, True, tick, slot_seconds)
 
     def all_beaten(self, site: str) -> bool:
         """Every expected rank of a site has beaten."""

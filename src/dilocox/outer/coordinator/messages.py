@@ -51,7 +51,7 @@ class Refusal(Message):
     """Why a call was refused: one line with the thing, the reason and the mend."""
 
     error: str
-    kind: Literal["malformed", "refused", "join", "gone", "conflict", "over"]
+    kind: Literal["malformed", "refused", "join", "taken", "gone", "conflict", "over", "ended"]
 
 
 class Done(Message):
@@ -104,8 +104,6 @@ class EnrolReply(Message):
     """PEM, CN = site, signed by the run's certificate authority."""
     authority: str
     """PEM of the run's certificate authority."""
-    run_toml: str
-    """The resolved run file."""
     epoch: Epoch
 
 
@@ -167,6 +165,26 @@ class LeaveRequest(Message):
     failed: bool = False
 
 
+class RetireRequest(Message):
+    """`retire`: a site is to finish the rounds that are planned for it and go; `now`: at once."""
+
+    site: SiteName
+    reason: Line
+    now: bool = False
+
+
+class RetireReply(Message):
+    """What becomes of it, in one line for people."""
+
+    text: str
+
+
+class DepartRequest(Message):
+    """`depart`: this rank of a leaving site owes the run nothing any more."""
+
+    rank: Rank
+
+
 class StopRequest(Message):
     """`stop`: end the run at a slot end, with a checkpoint that can be resumed."""
 
@@ -201,6 +219,8 @@ class PlanReply(Message):
 
     plan: RoundPlan | None
     waiting_for: str
+    leave: bool = False
+    """The asking site is to leave before this round."""
 
 
 class RoundDoneRequest(Message):
@@ -294,6 +314,14 @@ class CheckpointRequest(Message):
     """Slots of the round that are finished."""
     digests: Annotated[dict[Annotated[str, Field(max_length=200)], Digest], Field(max_length=1000)]
     """SHA-256 by file name."""
+
+
+class SpoiledRequest(Message):
+    """`spoiled`: this rank's part of the checkpoint at `tick` is not what was recorded."""
+
+    rank: Rank
+    tick: Count
+    reason: Line
 
 
 class Checkpoint(Message):

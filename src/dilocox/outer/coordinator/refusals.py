@@ -7,7 +7,7 @@ from typing import Literal
 
 from dilocox.outer.coordinator.identity import OPERATOR
 
-RefusalKind = Literal["malformed", "refused", "join", "gone", "conflict", "over"]
+RefusalKind = Literal["malformed", "refused", "join", "taken", "gone", "conflict", "over", "ended"]
 
 
 class Refused(Exception):  # noqa: N818  (an answer, not an error of the coordinator)

@@ -18,8 +18,12 @@ from dilocox.outer.coordinator import messages as m
 from dilocox.outer.coordinator import views
 from dilocox.outer.coordinator.core import Coordinator
 from dilocox.outer.coordinator.refusals import Caller, Refused
+from dilocox.outer.coordinator.timeouts import LOOKS
 
-_STATUS = {"malformed": 400, "refused": 403, "join": 403, "gone": 410, "conflict": 409, "over": 409}
+_STATUS = {
+    "malformed": 400, "refused": 403, "join": 403, "taken": 403, "gone": 410, "conflict": 409,
+    "over": 409, "ended": 410,
+}  # fmt: skip
 _log = logging.getLogger(__name__)
 Model = TypeVar("Model", bound=m.Message)
 Answer = TypeVar("Answer", bound=m.Message)
@@ -117,7 +121,7 @@ class CoordinatorServer:
 
     async def _expire(self) -> None:
         while True:
-            await asyncio.sleep(self.coordinator.timeouts.beat / 2)
+            await asyncio.sleep(LOOKS * self.coordinator.timeouts.beat)
             try:
                 self.coordinator.expire()
             except TrainingError as error:
@@ -127,17 +131,21 @@ class CoordinatorServer:
 
     def _routes(self) -> list[web.RouteDef]:
         core, store = self.coordinator, self.coordinator.store
+        departures = core.departures
         posts: list[tuple[str, type[m.Message], Callable[[Any, Caller], Any]]] = [
             ("ready", m.ReadyRequest, lambda r, c: core.ready(r)),
             ("beat", m.BeatRequest, lambda r, c: core.beat(r)),
-            ("leave", m.LeaveRequest, lambda r, c: core.leave(r)),
-            ("stop", m.StopRequest, lambda r, c: core.stop(r)),
-            ("fail", m.FailRequest, lambda r, c: core.fail(r)),
-            ("finish", m.FinishRequest, lambda r, c: core.finish(r)),
+            ("leave", m.LeaveRequest, lambda r, c: departures.leave(r)),
+            ("retire", m.RetireRequest, departures.retire),
+            ("depart", m.DepartRequest, lambda r, c: departures.depart(r)),
+            ("stop", m.StopRequest, lambda r, c: departures.stop(r)),
+            ("fail", m.FailRequest, lambda r, c: departures.fail(r)),
+            ("finish", m.FinishRequest, lambda r, c: departures.finish(r)),
             ("round_done", m.RoundDoneRequest, lambda r, c: core.round_done(r)),
             ("exchange/begin", m.BeginRequest, lambda r, c: core.begin(r)),
             ("exchange/vote", m.VoteRequest, self._vote),
             ("checkpoint", m.CheckpointRequest, lambda r, c: core.checkpoint(r)),
+            ("spoiled", m.SpoiledRequest, lambda r, c: core.spoiled(r)),
             ("report", m.ReportRequest, lambda r, c: core.report(r)),
             ("kv/set", m.StoreSetRequest, self._store_change(store.set)),
             ("kv/add", m.StoreAddRequest, self._store_change(store.add)),
@@ -205,7 +213,7 @@ class CoordinatorServer:
             return self.coordinator.plan(round_, caller)
 
         reply = await self._waiters.poll(
-            ("plan",), _seconds(request), look, lambda reply: reply.plan is not None
+            ("plan",), _seconds(request), look, lambda reply: reply.leave or reply.plan is not None
         )
         return _reply(reply)
 

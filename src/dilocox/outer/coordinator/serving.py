@@ -18,6 +18,7 @@ from dilocox.outer.coordinator import messages as m
 from dilocox.outer.coordinator import views
 from dilocox.outer.coordinator.core import Coordinator, Payloads, Report
 from dilocox.outer.coordinator.identity import write_private
+from dilocox.outer.coordinator.ledger import Ledger
 from dilocox.outer.coordinator.server import CoordinatorServer
 
 
@@ -51,6 +52,7 @@ def serve(
     on_plan: Callable[[m.RoundPlan], None] | None = None,
     on_resumed: Callable[[int], None] | None = None,
     on_ready: Callable[[Endpoint], None] | None = None,
+    on_ledger: Callable[[Ledger], None] | None = None,
     ready_file: str | Path | None = None,
 ) -> m.Status:
     """Serve the run of `config` with its log and keys in `folder` until it is over; how it ended.
@@ -59,14 +61,12 @@ def serve(
     complete checkpoint (true) or the one at a tick. `host` and `port` default to `[network]`.
     `payloads`: see `Coordinator`. `on_report` gets (site, round, kind, metrics); the server waits
     for it, so it must return soon. `on_message` gets a line when sites come and go, `on_plan` every
-    plan when it is made, `on_resumed` the round that is resumed in.
+    plan when it is made, `on_resumed` the round that is resumed in, `on_ledger` the ledger when the
+    run is over.
     When it listens, `on_ready` is called and `ready_file` is written (mode 0600). The first SIGINT
     or SIGTERM stops the run at a slot end, the second ends the server at once. Blocks; raises
     `TrainingError` (port taken, folder in use, log damaged) and `CheckpointError`.
     """
-    if ready_file is not None:
-        # One from an earlier start would be read as this one's.
-        Path(ready_file).unlink(missing_ok=True)
     coordinator = Coordinator(
         config,
         folder,
@@ -75,17 +75,22 @@ def serve(
         on_report=on_report,
         on_message=on_message,
         on_plan=on_plan,
+        on_resumed=on_resumed,
     )
     try:
         if resume is not False:
             coordinator.resume(None if resume is True else resume)
-            if on_resumed is not None:
-                on_resumed(coordinator.state.first_round)
         elif coordinator.state.over:
+            why = f" ({coordinator.state.reason})" if coordinator.state.reason else ""
             raise TrainingError(
-                f"{folder}: its run is {coordinator.state.phase}; resume it, or start a new one in "
-                "another folder"
+                f"{folder}: its run is {coordinator.state.phase}{why}; add --resume to go back to "
+                "its last checkpoint, or start a new one in another folder"
             )
+        elif coordinator.state.sequence:
+            _go_on(coordinator, on_report, on_message)
+        if ready_file is not None:
+            # One from an earlier start would be read as this one's.
+            Path(ready_file).unlink(missing_ok=True)
         where = (host or config.network.host, config.network.port if port is None else port)
 
         def ready(bound: int) -> None:
@@ -103,9 +108,31 @@ def serve(
                 on_ready(endpoint)
 
         asyncio.run(_serve(coordinator, *where, ready))
+        if on_ledger is not None:
+            on_ledger(coordinator.state.ledger)
         return views.status(coordinator.state, 0)
     finally:
         coordinator.close()
+
+
+def _go_on(
+    coordinator: Coordinator,
+    on_report: Report | None,
+    on_message: Callable[[str], None] | None,
+) -> None:
+    """Hand on what the process before may have logged and no more; say where the run stands."""
+    state = coordinator.state
+    for site in state.sites.values():
+        for kind, metrics in site.metrics.items():
+            if on_report is not None and kind != "warning":
+                on_report(site.name, metrics["round"], kind, dict(metrics))
+    if on_message is not None:
+        live = ", ".join(state.live) or "no site"
+        on_message(
+            f"coordinator restarted: the run is {state.phase}, next plan is round "
+            f"{state.next_round}, epoch {state.epoch}; {live} expected within "
+            f"{coordinator.timeouts.reconnect:g} s"
+        )
 
 
 def reachable_name(host: str) -> str:
@@ -139,7 +166,7 @@ async def _serve(
         if interrupts > 1:
             quit_now.set()
         else:
-            coordinator.stop(m.StopRequest(reason="interrupted at the coordinator"))
+            coordinator.departures.stop(m.StopRequest(reason="interrupted at the coordinator"))
 
     loop = asyncio.get_running_loop()
     if threading.current_thread() is threading.main_thread():

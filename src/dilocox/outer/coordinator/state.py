@@ -44,9 +44,17 @@ class SiteState:
     """The round that it is in."""
     done: dict[int, set[tuple[int, int]]] = field(default_factory=dict)
     """Ranks that are through with a round, per unfinished round."""
+    leave_round: int | None = None
+    """First round that it takes no part in, if it is to leave."""
+    left: set[tuple[int, int]] = field(default_factory=set)
+    """While leaving: ranks that owe the run nothing any more."""
     finished: set[tuple[int, int]] = field(default_factory=set)
     complete: bool = True
     metrics: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def leaves_before(self, round_: int) -> bool:
+        """It is to leave, and takes no part in `round_`."""
+        return self.leave_round is not None and round_ >= self.leave_round
 
 
 @dataclass
@@ -156,6 +164,7 @@ class CoordinatorState:
             (name, incarnation)
             for name, incarnation in self.members
             if self.sites[name].role != "entering" or self.sites[name].from_round <= round_
+            if not self.sites[name].leaves_before(round_)
         ]
 
     def voters(self, exchange: Exchange) -> list[RankKey]:
@@ -167,9 +176,13 @@ class CoordinatorState:
             for shard in range(self.config.site.shards)
         ]
 
+    def staying(self, round_: int) -> list[str]:
+        """Active sites that do not leave before `round_`, run file order."""
+        return [n for n in self.with_role("active") if not self.sites[n].leaves_before(round_)]
+
     def donor_for(self, site: str) -> str | None:
         """The active site with the fewest entering sites to feed; none if nobody is active."""
-        load = {name: 0 for name in self.with_role("active") if name != site}
+        load = {name: 0 for name in self.staying(self.next_round) if name != site}
         for other in self.sites.values():
             if other.role == "entering" and other.donor in load and other.name != site:
                 load[other.donor] += 1
@@ -273,6 +286,13 @@ class CoordinatorState:
                 exchange.repin(self.epoch, self.members_for(exchange.round))
                 exchange.broken = {}
         self._new_donors(event.site)
+
+    def _leaving(self, event: e.Leaving) -> None:
+        self.sites[event.site].leave_round = event.round
+        self._say(event, "leave", f"{event.site} leaves before round {event.round}: {event.reason}")
+
+    def _left(self, event: e.Left) -> None:
+        self.sites[event.site].left.add((event.stage, event.shard))
 
     def _new_donors(self, gone: str) -> None:
         if self.phase == "starting" and self.founder == gone:
@@ -386,6 +406,10 @@ class CoordinatorState:
         where = self.checkpoints[event.tick]
         self._say(event, "checkpoint", f"checkpoint at round {where.round} slot {where.slot}")
 
+    def _spoiled(self, event: e.Spoiled) -> None:
+        del self.checkpoints[event.tick]
+        self._say(event, "phase", f"checkpoint at slot {event.tick} is spoiled: {event.reason}")
+
     def _reported(self, event: e.Reported) -> None:
         metrics = self.sites[event.site].metrics
         metrics[event.kind] = {**event.metrics, "round": event.round}
@@ -440,6 +464,8 @@ _APPLY: dict[type[e.Event], Callable[[CoordinatorState, Any], None]] = {
     e.Ready: CoordinatorState._ready,
     e.Activated: CoordinatorState._activated,
     e.Gone: CoordinatorState._gone,
+    e.Leaving: CoordinatorState._leaving,
+    e.Left: CoordinatorState._left,
     e.Planned: CoordinatorState._planned,
     e.Sized: CoordinatorState._sized,
     e.RoundDone: CoordinatorState._round_done,
@@ -452,6 +478,7 @@ _APPLY: dict[type[e.Event], Callable[[CoordinatorState, Any], None]] = {
     e.Stopping: CoordinatorState._stopping,
     e.Wrote: CoordinatorState._wrote,
     e.Kept: CoordinatorState._kept,
+    e.Spoiled: CoordinatorState._spoiled,
     e.Reported: CoordinatorState._reported,
     e.Finished: CoordinatorState._finished,
     e.Ended: CoordinatorState._ended,

@@ -7,16 +7,22 @@ from dataclasses import dataclass, fields
 from dilocox.config import NetworkSection
 from dilocox.outer.coordinator.messages import MAX_POLL
 
+LOOKS = 0.5
+"""The coordinator looks for dead ranks every half beat."""
+
 
 @dataclass(frozen=True)
 class Timeouts:
-    """All limits in seconds. Order: beat < heartbeat <= reconnect <= first_beat <= link_timeout
-    <= form <= exchange <= stall, so that an outer wait never ends before what it waits for."""
+    """All limits in seconds. Order: beat < silence < heartbeat <= reconnect <= first_beat <=
+    link_timeout <= form <= exchange <= stall: no outer wait ends before what it waits for."""
 
     beat: float
     """A rank beats this often."""
-    heartbeat: float
+    silence: float
     """A rank without a beat for this long is dead, and its site gone."""
+    heartbeat: float
+    """Within this long after a rank has died its site is known to be gone: the silence, and the
+    time until the coordinator looks again."""
     reconnect: float
     """Silence that is allowed after the coordinator itself has restarted."""
     first_beat: float
@@ -35,6 +41,12 @@ class Timeouts:
     """One exchange from begin to decision, with all of its attempts."""
     entry: float
     """One request of an entering site to its donor."""
+    retry: float
+    """Pause before the second try of what failed; it doubles from try to try."""
+    retry_most: float
+    """The longest such pause."""
+    rejoin: float
+    """A site that was in the run tries to join it again for this long."""
     stall: float
     """No round ends anywhere for this long, beyond the time that its slots take: say so."""
 
@@ -44,6 +56,7 @@ class Timeouts:
         link, heartbeat = network.link_timeout, network.heartbeat
         return cls(
             beat=heartbeat / 5,
+            silence=heartbeat - LOOKS * heartbeat / 5,
             heartbeat=heartbeat,
             reconnect=min(2 * heartbeat, link) if link > heartbeat else heartbeat,
             first_beat=link,
@@ -54,6 +67,9 @@ class Timeouts:
             form=link + heartbeat,
             exchange=4 * link + heartbeat,
             entry=link,
+            retry=heartbeat / 5,
+            retry_most=link / 2,
+            rejoin=30 * link,
             stall=5 * link + heartbeat,
         )
 
@@ -61,8 +77,9 @@ class Timeouts:
         """One line per limit, for the start of a run."""
         names = {
             "beat": "a rank beats every",
-            "heartbeat": "a rank is dead after silence of",
-            "reconnect": "the same, after a coordinator restart",
+            "silence": "a rank is dead after silence of",
+            "heartbeat": "which is noticed within (heartbeat)",
+            "reconnect": "silence allowed after a coordinator restart",
             "first_beat": "from enrolment to the first beat",
             "request": "one request to the coordinator",
             "poll": "one wait at the coordinator",
@@ -71,6 +88,9 @@ class Timeouts:
             "form": "forming a process group",
             "exchange": "one exchange with all its attempts",
             "entry": "one request of a joiner to its donor",
+            "retry": "a site that crashed joins again after",
+            "retry_most": "and again and again, at most after",
+            "rejoin": "a site tries to join again for",
             "stall": "no round ends anywhere for",
         }
         width = max(map(len, names.values()))

@@ -14,8 +14,9 @@ from urllib.parse import urlsplit
 import urllib3
 from pydantic import ValidationError
 
-from dilocox.errors import DilocoxError, JoinError
+from dilocox.errors import DilocoxError, JoinError, NotNowError, RunOverError
 from dilocox.outer.coordinator import messages as m
+from dilocox.outer.coordinator.backoff import pauses
 from dilocox.outer.coordinator.errors import (
     CoordinatorError,
     CoordinatorUnreachableError,
@@ -25,8 +26,6 @@ from dilocox.outer.coordinator.errors import (
 from dilocox.outer.coordinator.identity import Identity
 
 Reply = TypeVar("Reply", bound=m.Message)
-_BACK_OFF = 0.05
-_BACK_OFF_LIMIT = 1.0
 
 
 class Transport:
@@ -38,12 +37,13 @@ class Transport:
         *,
         request: float,
         away: float,
+        pause: float,
         now: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         """`request`: seconds for one request, its wait at the server not counted; `away`: seconds
-        for which connection errors are retried."""
-        self._pool, self._request, self._away = pool, request, away
+        for which connection errors are retried; `pause`: the longest between two tries."""
+        self._pool, self._request, self._away, self._pause = pool, request, away, pause
         self._now, self._sleep = now, sleep
         self._closed = threading.Event()
 
@@ -70,7 +70,7 @@ class Transport:
         """
         content = None if body is None else body.model_dump_json().encode()
         end = self._now() + wait + self._away
-        pause = _BACK_OFF
+        waits = pauses(self._pause / 20, self._pause)
         request = self._request if limit is None else limit
         while True:
             if self._closed.is_set():
@@ -98,13 +98,13 @@ class Transport:
                 if answer.status not in (502, 503, 504):
                     raise _refusal(answer.status, answer.data, name)
                 cause = CoordinatorError(f"status {answer.status}")
+            pause = next(waits)
             if self._now() + pause >= end:
                 raise CoordinatorUnreachableError(
                     f"coordinator {self._where}: no answer for {self._away:g} s "
                     f"({_short(cause)}); is it running, and does the network reach it?"
                 ) from None
             self._sleep(pause)
-            pause = min(2 * pause, _BACK_OFF_LIMIT)
 
     @property
     def _where(self) -> str:
@@ -182,6 +182,8 @@ def _refusal(status: int, content: bytes, name: str) -> DilocoxError:
     kinds: dict[str, type[DilocoxError]] = {
         "gone": SiteGoneError,
         "join": JoinError,
+        "taken": NotNowError,
+        "ended": RunOverError,
         "over": EpochOverError,
     }
     return kinds.get(refusal.kind, CoordinatorError)(refusal.error)

@@ -1,0 +1,187 @@
+"""Serves a run to its end: `dilocox coordinator`, and the coordinator of a run on one machine."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from dilocox import preflight
+from dilocox.config import RunConfig, load_run
+from dilocox.display import Display
+from dilocox.errors import ConfigError, TrainingError
+from dilocox.outer.coordinator.audit import audit
+from dilocox.outer.coordinator.client import CoordinatorClient
+from dilocox.outer.coordinator.core import Payloads
+from dilocox.outer.coordinator.identity import Identity, write_private
+from dilocox.outer.coordinator.ledger import Ledger
+from dilocox.outer.coordinator.serving import Endpoint, serve
+from dilocox.outer.coordinator.timeouts import Timeouts
+from dilocox.outer.coordinator.transport import host_and_port
+from dilocox.payloads import payload_sizes
+from dilocox.recorder import Record, Recorder
+
+ENDPOINT = "endpoint.json"
+"""In the coordinator's folder, readable by its owner: address, join token, operator's identity."""
+JOIN_FILE = "token"
+"""Beside it, readable by its owner: the join token alone, to be copied to the sites."""
+LEDGER = "ledger.json"
+"""In the run's folder: who was given which token ranges, written at the end."""
+
+
+def coordinate(
+    config: RunConfig,
+    *,
+    run_file: Path,
+    overrides: Sequence[str],
+    wait_for: int | None,
+    resume: bool,
+) -> int:
+    """`dilocox coordinator`: serve a run whose sites join from other machines; exit code.
+
+    In a folder whose run has not ended it goes on from the event log, on the port that it had, and
+    the sites that train on meanwhile find it again. `resume` goes back to the last checkpoint.
+    """
+    display = Display(config)
+    folder = config.folder
+    begun = (folder / "run.toml").exists()
+    preflight.check_folder(config, resume or begun)
+    if begun:
+        refuse_finished(folder)
+    port = config.network.port or _port_before(folder)
+    preflight.check_coordinator(_with_port(config, port), wait_for)
+    known = config.data.vocabulary_size if config.data.tokenizer == "train" else None
+    payloads = payload_sizes(config, known)
+    preflight.claim_folder(config, resume or begun)
+
+    def ready(endpoint: Endpoint) -> None:
+        (folder / "run.toml").write_text(config.to_toml(), encoding="utf-8")
+        token = folder / "coordinator" / JOIN_FILE
+        write_private(token, f"{endpoint.token}\n".encode())
+        host, port = host_and_port(endpoint.url)
+        display.line(Timeouts.derive(config.network).table())
+        display.line(f"coordinator of run {config.run.name} on {host}:{port}; at each site run")
+        sets = [part for item in overrides for part in ("--set", item)]
+        for site in config.sites:
+            words = ["dilocox", "join", f"{host}:{port}", "--site", site]
+            words += ["--run-file", str(run_file), *sets, "--token-file", str(token)]
+            display.line(f"  {shlex.join(words)}")
+        display.line(
+            f"with a copy of {token} there, readable by its owner only: who holds it may join "
+            "(without --token-file it is asked for)"
+        )
+
+    end = serve_run(
+        config,
+        folder,
+        payloads,
+        resume=resume,
+        wait_for=wait_for,
+        port=port,
+        emit=display.show,
+        on_ready=ready,
+    )
+    display.summary(end["summary"])
+    if end["phase"] == "failed":
+        raise TrainingError(
+            f"run {config.run.name} failed: {end['reason']}; the same command with --resume goes "
+            "back to its last checkpoint"
+        )
+    return 0 if end["phase"] == "finished" else 130
+
+
+def leave(folder: Path, site: str, now: bool) -> str:
+    """`dilocox leave`: take a site out of the run in `folder`; what becomes of it, in one line.
+
+    To be called where the coordinator runs, by who may read its folder. Raises `DilocoxError`.
+    """
+    try:
+        endpoint = Endpoint.load(folder / "coordinator" / ENDPOINT)
+        config = load_run(folder / "run.toml")
+    except (OSError, ValueError, TypeError, ConfigError) as error:
+        raise TrainingError(
+            f"{folder}: no folder of a coordinator whose run goes on ({error}); give the run "
+            "folder on the coordinator's machine"
+        ) from None
+    timeouts = Timeouts.derive(config.network)
+    patience = replace(timeouts, coordinator=timeouts.heartbeat)
+    client = CoordinatorClient(endpoint.url, Identity.load(endpoint.operator), patience)
+    try:
+        return client.retire(site, "asked to by the operator", now=now)
+    finally:
+        client.close()
+
+
+def serve_run(
+    config: RunConfig,
+    folder: Path,
+    payloads: Payloads | None,
+    *,
+    resume: bool,
+    wait_for: int | None,
+    emit: Callable[[Record], None],
+    on_ready: Callable[[Endpoint], None],
+    port: int | None = None,
+) -> dict[str, Any]:
+    """Serve a run to its end: phase, reason and summary. `port`: instead of `network.port`."""
+    recorder = Recorder(config, folder, emit)
+    status = serve(
+        config,
+        folder / "coordinator",
+        port=port,
+        wait_for=wait_for,
+        payloads=payloads,
+        resume=resume,
+        on_report=recorder.report,
+        on_message=recorder.message,
+        on_plan=lambda plan: recorder.plan(plan.model_dump(mode="json")),
+        on_resumed=recorder.forget_after,
+        on_ready=on_ready,
+        on_ledger=lambda ledger: _check_ledger(folder, ledger, recorder),
+        ready_file=folder / "coordinator" / ENDPOINT,
+    )
+    summary = recorder.finish(status.phase, status.reason)
+    return {"phase": status.phase, "reason": status.reason, "summary": summary}
+
+
+def _check_ledger(folder: Path, ledger: Ledger, recorder: Recorder) -> None:
+    """Check the run's token ranges at its end, and write them as `ledger.json`."""
+    found = audit(ledger)
+    recorder.sequences(asdict(found), found.problem)
+    try:
+        text = json.dumps(ledger.to_json(), separators=(",", ":")) + "\n"
+        (folder / LEDGER).write_text(text, encoding="utf-8")
+    except OSError as error:
+        recorder.message(f"{folder / LEDGER} was not written ({error.strerror})")
+
+
+def refuse_finished(folder: Path) -> None:
+    """Raise `TrainingError` if the run in `folder` is complete."""
+    summary = folder / "summary.json"
+    if summary.exists() and json.loads(summary.read_text(encoding="utf-8"))["phase"] == "finished":
+        raise TrainingError(
+            f"{folder}: this run is finished, its model is in {folder / 'model'}; to train on, "
+            "begin a new run with model.path set to it"
+        )
+
+
+def _port_before(folder: Path) -> int:
+    """The port that the run's coordinator had, for which its sites look; 0 if it had none."""
+    try:
+        port = host_and_port(Endpoint.load(folder / "coordinator" / ENDPOINT).url)[1]
+    except FileNotFoundError:
+        return 0
+    except (OSError, ValueError, TypeError) as error:
+        raise TrainingError(
+            f"{folder / 'coordinator' / ENDPOINT}: cannot be read ({error}); set network.port to "
+            "the port of the join lines"
+        ) from None
+    return port
+
+
+def _with_port(config: RunConfig, port: int) -> RunConfig:
+    network = config.network.model_copy(update={"port": port})
+    return config.model_copy(update={"network": network})

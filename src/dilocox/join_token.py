@@ -1,0 +1,51 @@
+"""Where `dilocox join` takes the join token from. Not the command line: all users can read that."""
+
+from __future__ import annotations
+
+import getpass
+import os
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from dilocox.errors import JoinError
+
+VARIABLE = "DILOCOX_TOKEN"
+"""Environment variable that holds the join token."""
+
+
+def read_token(
+    file: Path | None,
+    environment: Mapping[str, str] | None = None,
+    ask: Callable[[str], str] | None = None,
+) -> str:
+    """The join token: from `file`, else the environment, else from who sits at the terminal.
+
+    `ask` shows a prompt and returns what is typed, unseen (default: `getpass`, on a terminal).
+    Raises `JoinError`, which never shows a token.
+    """
+    if file is not None:
+        if str(file).startswith("dilocox1-"):
+            raise JoinError(
+                "token: on a command line every user of this machine can read it; write it to a "
+                f"file and give that with --token-file, or set {VARIABLE}"
+            )
+        try:
+            return file.read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or "not a text"
+            raise JoinError(
+                f"token file {file}: cannot be read ({reason}); copy RUN_FOLDER/coordinator/token "
+                "from the coordinator's machine"
+            ) from None
+    said = (os.environ if environment is None else environment).get(VARIABLE)
+    if said is not None:
+        return said.strip()
+    if ask is None and sys.stdin.isatty():
+        ask = getpass.getpass
+    if ask is None:
+        raise JoinError(
+            f"token: missing; give --token-file FILE (a copy of RUN_FOLDER/coordinator/token), set "
+            f"{VARIABLE}, or start this at a terminal and paste it"
+        )
+    return ask("join token: ").strip()

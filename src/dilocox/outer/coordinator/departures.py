@@ -1,0 +1,105 @@
+"""How sites go and runs end: the requests of `Coordinator` that say so."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from dilocox.outer.coordinator import events as e
+from dilocox.outer.coordinator import messages as m
+from dilocox.outer.coordinator.liveness import LEASE_LEAST
+from dilocox.outer.coordinator.refusals import Caller, Refused
+
+if TYPE_CHECKING:
+    from dilocox.outer.coordinator.core import Coordinator
+
+
+class Departures:
+    """Leaving, retiring, finishing, stopping and failing. Raises `Refused` with one line."""
+
+    def __init__(self, core: Coordinator) -> None:
+        self._core = core
+
+    def leave(self, request: m.LeaveRequest) -> m.Done:
+        """A site goes at once; what it was to train on is given out again."""
+        core = self._core
+        site = core.state.sites[request.rank.site]
+        if site.role != "finished" and not core.state.over:
+            core.record(
+                e.Gone(core.wall(), site.name, site.incarnation, request.reason, request.failed)
+            )
+        return m.Done()
+
+    def retire(self, request: m.RetireRequest, caller: Caller) -> m.RetireReply:
+        """A site goes when it is through with the rounds that are planned for it.
+
+        The operator may say so of any site, a site of itself. The only active site cannot go
+        without the run: then the run stops, with a checkpoint.
+        """
+        core, state, name = self._core, self._core.state, request.site
+        if not caller.operator and caller.site != name:
+            raise Refused("refused", f"site {name}: only itself or the operator may retire it")
+        if name not in state.sites:
+            known = ", ".join(state.sites)
+            raise Refused("refused", f"site {name}: not in the run file, which names: {known}")
+        if state.over:
+            raise Refused("ended", f"run {state.phase}: {state.reason or 'complete'}")
+        site = state.sites[name]
+        if site.role in ("absent", "gone", "finished"):
+            raise Refused("conflict", f"site {name}: is not in the run now (it is {site.role})")
+        if request.now or site.role != "active":
+            core.record(e.Gone(core.wall(), name, site.incarnation, request.reason, False))
+            return m.RetireReply(text=f"site {name} is out of the run")
+        if not [other for other in state.staying(state.next_round) if other != name]:
+            self.stop(m.StopRequest(reason=f"{name}, the only active site, is to leave"))
+            return m.RetireReply(
+                text=f"site {name} is the only active one: the run stops with a checkpoint"
+            )
+        if site.leave_round is None:
+            event = e.Leaving(core.wall(), name, site.incarnation, state.next_round, request.reason)
+            core.record(event)
+        return m.RetireReply(
+            text=f"site {name} leaves before round {site.leave_round}, with all before that done"
+        )
+
+    def depart(self, request: m.DepartRequest) -> m.Done:
+        """A rank of a leaving site owes the run nothing any more."""
+        core, rank = self._core, request.rank
+        site = core.state.sites[rank.site]
+        if site.leave_round is None:
+            raise Refused("conflict", f"{rank}: nobody has asked its site to leave")
+        if (rank.stage, rank.shard) not in site.left:
+            core.liveness.forget(rank.site, (rank.stage, rank.shard))
+            core.record(e.Left(core.wall(), rank.site, rank.stage, rank.shard))
+        return m.Done()
+
+    def stop(self, request: m.StopRequest) -> m.StopReply:
+        """End the run at the highest slot that anyone may have been allowed to reach."""
+        core, state = self._core, self._core.state
+        if state.phase in ("enrolling", "starting"):
+            core.record(e.Ended(core.wall(), "stopped", request.reason))
+        elif state.phase == "running":
+            tick = max(state.lease, state.first_tick + LEASE_LEAST)
+            core.record(e.Stopping(core.wall(), tick, request.reason))
+        return m.StopReply(stop_tick=state.lease if state.stop_tick is None else state.stop_tick)
+
+    def fail(self, request: m.FailRequest) -> m.Done:
+        """The run cannot go on."""
+        core = self._core
+        if not core.state.over:
+            reason = f"{request.rank}: {request.reason}"
+            core.record(e.Ended(core.wall(), "failed", reason))
+        return m.Done()
+
+    def finish(self, request: m.FinishRequest) -> m.Done:
+        """A rank is done."""
+        core, rank = self._core, request.rank
+        site = core.state.sites[rank.site]
+        if site.role == "active" and (rank.stage, rank.shard) not in site.finished:
+            core.liveness.forget(rank.site, (rank.stage, rank.shard))
+            core.record(
+                e.Finished(core.wall(), rank.site, rank.stage, rank.shard, request.complete)
+            )
+        elif site.role in ("enrolled", "entering") and not core.state.over:
+            reason = "finished before it had entered"
+            core.record(e.Gone(core.wall(), site.name, site.incarnation, reason, False))
+        return m.Done()
