@@ -31,3 +31,7 @@ class CheckpointError(DilocoxError):
 
 class TrainingError(DilocoxError):
     """A run that cannot go on."""
+
+
+class RecordError(DilocoxError):
+    """A record of a run that cannot be written, read or believed."""

@@ -36,6 +36,7 @@ from dilocox.outer.coordinator.timeouts import Timeouts
 from dilocox.outer.coordinator.transport import host_and_port
 from dilocox.outer.tunnel import check_ports
 from dilocox.payloads import payload_sizes
+from dilocox.record.notary import LogNotary
 from dilocox.recorder import Record, Recorder
 from dilocox.site_process import join_as_rank, run_site
 
@@ -194,6 +195,8 @@ def _last_words(config: RunConfig, result: Result, display: Display) -> None:
     display.line(f"model             {folder / 'model'}")
     display.line(f"checkpoints       {folder / 'checkpoints'}")
     display.line(f"metrics           {folder / 'metrics.jsonl'}, {folder / 'summary.json'}")
+    if config.record.enabled:
+        display.line(f"record            {folder / 'record'}; check it: dilocox verify {folder}")
 
 
 def _sample(config: RunConfig, folder: Path, progress: Callable[[str, float], None]) -> str:
@@ -310,19 +313,27 @@ def _coordinate(
 ) -> dict[str, Any]:
     """Serve a run to its end: phase, reason and summary."""
     recorder = Recorder(config, folder, emit)
-    status = serve(
-        config,
-        folder / "coordinator",
-        wait_for=wait_for,
-        payloads=payloads,
-        resume=resume,
-        on_report=recorder.report,
-        on_message=recorder.message,
-        on_plan=lambda plan: recorder.plan(plan.model_dump(mode="json")),
-        on_resumed=recorder.forget_after,
-        on_ready=on_ready,
-        ready_file=folder / "coordinator" / ENDPOINT,
-    )
+    notary = None
+    if config.record.enabled:
+        notary = LogNotary.open(config, folder / "coordinator", recorder.message)
+    try:
+        status = serve(
+            config,
+            folder / "coordinator",
+            wait_for=wait_for,
+            payloads=payloads,
+            resume=resume,
+            on_report=recorder.report,
+            on_message=recorder.message,
+            on_plan=lambda plan: recorder.plan(plan.model_dump(mode="json")),
+            on_resumed=recorder.forget_after,
+            notary=notary,
+            on_ready=on_ready,
+            ready_file=folder / "coordinator" / ENDPOINT,
+        )
+    finally:
+        if notary is not None:
+            notary.close()
     summary = recorder.finish(status.phase, status.reason)
     return {"phase": status.phase, "reason": status.reason, "summary": summary}
 

@@ -42,12 +42,13 @@ WRITTEN = (
     "logs",
     "model",
     "model-tick-*",
+    "record",
     "tensorboard",
     "trace",
     "trace*.json",
 )
 """What a run writes into its folder, and all that `--overwrite` takes away."""
-STARTED = ("metrics.jsonl", "coordinator", "logs")
+STARTED = ("metrics.jsonl", "coordinator", "logs", "record")
 """What a start leaves that failed before anything was trained."""
 
 

@@ -138,6 +138,7 @@ class CoordinatorServer:
             ("exchange/begin", m.BeginRequest, lambda r, c: core.begin(r)),
             ("exchange/vote", m.VoteRequest, self._vote),
             ("checkpoint", m.CheckpointRequest, lambda r, c: core.checkpoint(r)),
+            ("state", m.StateRequest, lambda r, c: core.witness.state(r)),
             ("report", m.ReportRequest, lambda r, c: core.report(r)),
             ("kv/set", m.StoreSetRequest, self._store_change(store.set)),
             ("kv/add", m.StoreAddRequest, self._store_change(store.add)),

@@ -18,6 +18,7 @@ from dilocox.outer.coordinator import messages as m
 from dilocox.outer.coordinator import views
 from dilocox.outer.coordinator.core import Coordinator, Payloads, Report
 from dilocox.outer.coordinator.identity import write_private
+from dilocox.outer.coordinator.notary import Notary
 from dilocox.outer.coordinator.server import CoordinatorServer
 
 
@@ -50,6 +51,7 @@ def serve(
     on_message: Callable[[str], None] | None = None,
     on_plan: Callable[[m.RoundPlan], None] | None = None,
     on_resumed: Callable[[int], None] | None = None,
+    notary: Notary | None = None,
     on_ready: Callable[[Endpoint], None] | None = None,
     ready_file: str | Path | None = None,
 ) -> m.Status:
@@ -59,7 +61,8 @@ def serve(
     complete checkpoint (true) or the one at a tick. `host` and `port` default to `[network]`.
     `payloads`: see `Coordinator`. `on_report` gets (site, round, kind, metrics); the server waits
     for it, so it must return soon. `on_message` gets a line when sites come and go, `on_plan` every
-    plan when it is made, `on_resumed` the round that is resumed in.
+    plan when it is made, `on_resumed` the round that is resumed in. `notary` writes
+    the run's record.
     When it listens, `on_ready` is called and `ready_file` is written (mode 0600). The first SIGINT
     or SIGTERM stops the run at a slot end, the second ends the server at once. Blocks; raises
     `TrainingError` (port taken, folder in use, log damaged) and `CheckpointError`.
@@ -75,6 +78,7 @@ def serve(
         on_report=on_report,
         on_message=on_message,
         on_plan=on_plan,
+        notary=notary,
     )
     try:
         if resume is not False:
