@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ from dilocox.models import finish_model_folder, stage_file_name, write_stage_fil
 from dilocox.outer.coordinator.client import CoordinatorClient
 from dilocox.outer.coordinator.messages import Checkpoint, ExchangeKey, RoundPlan
 from dilocox.outer.loop import Pending
+from dilocox.record.files import other_files
 from dilocox.record.recording import RankRecord
 
 if TYPE_CHECKING:
@@ -106,7 +107,8 @@ class Keeper:
         if problem:
             raise CheckpointError(problem)
         if self._publishes(trainer.rank, plan):
-            record_state(self._record, "final", plan.round, trainer.rank)
+            files = other_files(self._config.folder / "model")
+            record_state(self._record, "final", plan.round, trainer.rank, files)
 
     def _publishes(self, rank: Rank, plan: RoundPlan) -> bool:
         return not self._shared or next(iter(plan.members)) == rank.place.site
@@ -238,12 +240,18 @@ def _below(tensors: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Ten
     return {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
 
 
-def record_state(record: RankRecord | None, kind: str, round_: int, rank: Rank) -> None:
+def record_state(
+    record: RankRecord | None,
+    kind: str,
+    round_: int,
+    rank: Rank,
+    files: Mapping[str, str] | None = None,
+) -> None:
     """Sign, if the run is recorded, what anchor the site holds. Collective over the site."""
     if record is not None:
         tensors = whole_anchor(rank)
         if rank.place.shard == 0:
-            record.state(kind, round_, tensors)
+            record.state(kind, round_, tensors, files if rank.place.leads else None)
 
 
 def whole_anchor(rank: Rank) -> dict[str, torch.Tensor]:

@@ -86,11 +86,18 @@ class RankRecord:
 
         return submitted
 
-    def state(self, kind: str, round_: int, tensors: Mapping[str, Tensor]) -> None:
+    def state(
+        self,
+        kind: str,
+        round_: int,
+        tensors: Mapping[str, Tensor],
+        files: Mapping[str, str] | None = None,
+    ) -> None:
         """Sign that this rank's stage holds `tensors`, whole and in model order, after `round_`.
 
-        Of `kind` "initial" the tensors are kept, of "final" their digests alone. What cannot be
-        kept or said is warned of.
+        Of `kind` "initial" the tensors are kept, of "final" their digests alone, with those of the
+        published folder's other `files` (SHA-256 by name). What cannot be kept or said is warned
+        of.
         """
         try:
             with timeline.span("record state"):
@@ -102,7 +109,13 @@ class RankRecord:
                 listing = self._store.put(listing_of(digests))
                 author, rank = self._author, self._author.rank
                 subjects = {"state": stage_root(digests).hex(), "tensors": listing}
-                said = {"site": rank.site, "stage": rank.stage, "round": round_, "kind": kind}
+                said = {
+                    "site": rank.site,
+                    "stage": rank.stage,
+                    "round": round_,
+                    "kind": kind,
+                    "files": dict(files or {}),
+                }
                 statement = s.Statement(s.CHECKPOINT, subjects, {"run": author.run, **said})
                 self._coordinator.record_state(author.signer.sign(statement))
         except DilocoxError as error:
