@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import logging
-import os
 import platform
 import secrets
 from collections.abc import Callable, Mapping
@@ -15,7 +14,6 @@ from typing import Any
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-import dilocox
 from dilocox.config import RunConfig
 from dilocox.errors import RecordError
 from dilocox.outer.calendar import boundary_slots
@@ -214,7 +212,7 @@ def manifest(config: RunConfig, log_key: str) -> dict[str, Any]:
 
 def code_digest() -> str:
     """SHA-256 over the names and bytes of this dilocox's own source files, hex."""
-    root = Path(os.path.dirname(dilocox.__file__))
+    root = Path(__file__).parents[1]
     total = hashlib.sha256()
     for path in sorted(root.rglob("*.py"), key=lambda path: path.relative_to(root).as_posix()):
         name = path.relative_to(root).as_posix()
