@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +35,8 @@ class LogContent:
 
 
 class LogWriter:
-    """Appends to the log in a folder. One process at a time."""
+    """Appends to the log in a folder. One process at a time; `cover` in one thread at a time, which
+    may be another than that of `append`."""
 
     def __init__(self, folder: Path, origin: str, key: Ed25519PrivateKey) -> None:
         """Begin a log, or go on with the one in `folder`.
@@ -50,23 +52,26 @@ class LogWriter:
         self._file = (folder / ENTRIES).open("ab")
         _replace(folder / PUBLIC, f"{self.public}\n")
         self._covered = -1
+        self._lock = threading.Lock()
         self.cover()
 
     def append(self, entry: str) -> None:
         """Add a statement; it counts once a checkpoint covers it. Raises `OSError`."""
         data = entry.encode()
-        self._file.write(data + b"\n")
-        self._file.flush()
-        self._tree.append(leaf_hash(data))
+        with self._lock:
+            self._file.write(data + b"\n")
+            self._file.flush()
+            self._tree.append(leaf_hash(data))
 
     def cover(self) -> LogCheckpoint:
         """Sign what is there now; the checkpoint. Raises `OSError`."""
-        checkpoint = LogCheckpoint(self._origin, self._tree.size, self._tree.root)
-        if self._covered != self._tree.size:
+        with self._lock:
+            checkpoint = LogCheckpoint(self._origin, self._tree.size, self._tree.root)
+        if self._covered != checkpoint.size:
             # A checkpoint that is there after a power cut must find its entries there.
             os.fsync(self._file.fileno())
             _replace(self._folder / CHECKPOINT, sign_note(checkpoint.text, self._origin, self._key))
-            self._covered = self._tree.size
+            self._covered = checkpoint.size
         return checkpoint
 
     def close(self) -> None:

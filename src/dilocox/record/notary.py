@@ -8,6 +8,7 @@ import logging
 import platform
 import secrets
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,9 @@ class LogNotary:
     _payloads: dict[str, dict[str, str]] = field(default_factory=dict)
     """SHA-256 of payloads by exchange and attempt, by `SITE/SHARD`."""
     _filed: set[bytes] = field(default_factory=set)
-    _broken: bool = False
+    _failure: OSError | None = None
+    _told: bool = False
+    _beside: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
 
     @classmethod
     def open(
@@ -83,6 +86,7 @@ class LogNotary:
 
     def close(self) -> None:
         """Cover what is there and let go of the log."""
+        self._beside.shutdown()
         self._guarded(self.writer.close)
 
     def enrolled(self, request: EnrolRequest, incarnation: int) -> None:
@@ -142,8 +146,8 @@ class LogNotary:
         self._filed.clear()
 
     def cover(self) -> None:
-        """See `Notary`."""
-        self._guarded(self.writer.cover)
+        """See `Notary`. Disks take their time to keep something for good: it is done beside."""
+        self._beside.submit(self._guarded, self.writer.cover)
 
     def _signed(self, rank: Rank, text: str, kind: str) -> s.Statement:
         try:
@@ -154,12 +158,12 @@ class LogNotary:
     def _file(self, text: str, statement: s.Statement) -> None:
         """Keep what a site has signed; the same again (an answer was lost) only once."""
         if hashlib.sha256(statement.to_bytes()).digest() not in self._filed:
-            self._guarded(lambda: self.writer.append(text))
+            self._write(text)
             self._remember(statement)
 
     def _say(self, kind: str, predicate: dict[str, Any], subjects: Mapping[str, str]) -> None:
         statement = s.Statement(kind, subjects, {"run": self.run, **predicate})
-        self._guarded(lambda: self.writer.append(self.signer.sign(statement)))
+        self._write(self.signer.sign(statement))
         self._remember(statement)
 
     def _remember(self, statement: s.Statement) -> None:
@@ -178,15 +182,20 @@ class LogNotary:
             self._filed.add(hashlib.sha256(statement.to_bytes()).digest())
 
     def _guarded(self, write: Callable[[], object]) -> None:
-        if not self._broken:
+        if self._failure is None:
             try:
                 write()
             except OSError as error:
-                self._broken = True
-                self.on_message(
-                    f"record: cannot be written ({error.strerror}); the run goes on, but nobody "
-                    "will be able to verify it"
-                )
+                self._failure = error
+
+    def _write(self, entry: str) -> None:
+        self._guarded(lambda: self.writer.append(entry))
+        if self._failure is not None and not self._told:
+            self._told = True
+            self.on_message(
+                f"record: cannot be written ({self._failure.strerror}); the run goes on, but "
+                "nobody will be able to verify it"
+            )
 
 
 def record_folder(config: RunConfig) -> Path:

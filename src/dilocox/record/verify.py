@@ -185,14 +185,16 @@ class _Verification:
 
     def payloads(self) -> str:
         """Everything that a replay needs is there."""
-        from dilocox.record.replay import payloads_of, read_listing
+        from dilocox.record.replay import payloads_of
 
         course = self._need(c.LOG, c.SIGNATURES)
         size = 0
         wanted = payloads_of(course)
         for stage in range(course.stages):
+            for state in course.state("final", stage)[-1:]:
+                wanted[state.listing] = f"list of stage {stage}'s final tensors"
             for state in course.state("initial", stage)[-1:]:
-                for each in read_listing(self._get, state.listing, state.root):
+                for each in self._listing(state):
                     wanted[each.sha256] = f"theta_0, {each.name}"
         for number, (digest, name) in enumerate(wanted.items()):
             self.progress("checking payloads", number / len(wanted))
@@ -207,6 +209,17 @@ class _Verification:
     def _get(self, digest: str) -> bytes:
         return self.stores.get(digest)
 
+    def _listing(self, state: State) -> list[TensorDigest]:
+        """Tensors of a signed state."""
+        from dilocox.record.replay import read_listing
+
+        try:
+            return read_listing(self._get, state.listing, state.root)
+        except MissingError as error:
+            raise NotRunError(
+                f"tensors of a state: {error}; name more stores with --store"
+            ) from None
+
     def replay(self) -> str:
         """All outer steps, from theta_0 to the final state."""
         course = self._need(c.LOG, c.SIGNATURES)
@@ -216,7 +229,7 @@ class _Verification:
                 "step; there are no outer steps, and gradients are not kept"
             )
         self._need(c.COMPLETE, c.PAYLOADS)
-        from dilocox.record.replay import Stage, digests_of, read_listing, replay_stage
+        from dilocox.record.replay import Stage, digests_of, replay_stage
 
         done = 0
         total = len(course.steps) * course.shards
@@ -228,7 +241,7 @@ class _Verification:
 
         for number in range(course.stages):
             state = course.state("initial", number)[-1]
-            stage = Stage.of(course, number, read_listing(self._get, state.listing, state.root))
+            stage = Stage.of(course, number, self._listing(state))
             whole = replay_stage(course, stage, self._get, count)
             self._compare(course.state("final", number)[-1], digests_of(whole))
         return f"{len(course.steps)} outer steps of {course.stages} stages, equal bit for bit"
