@@ -287,11 +287,12 @@ class _Verification:
         from dilocox.config import ModelSection
         from dilocox.models import load_model_config, open_weights
         from dilocox.record.digests import tensor_digest
-        from dilocox.record.replay import read_listing
 
-        signed = [
-            each for state in states for each in read_listing(self._get, state.listing, state.root)
-        ]
+        try:
+            signed = [each for state in states for each in self._listing(state)]
+        except RecordError:
+            self._need(c.PAYLOADS)
+            raise
         section = ModelSection(path=str(folder))
         weights = open_weights(section, load_model_config(section, None), 0)
         for number, each in enumerate(signed):
