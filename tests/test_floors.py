@@ -19,7 +19,7 @@ SOURCE = Path(dilocox.__file__).parent
 LONGEST = 500
 
 FLOORS = (
-    {"version", "errors", "config_section", "timeline"},
+    {"version", "errors", "config_section", "timeline", "errands"},
     {"trace_file", "codec_spec", "methods", "problems", "processes", "launcher_env"},
     {"config_rounds"},
     {"config"},

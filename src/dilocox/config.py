@@ -238,6 +238,10 @@ class NetworkSection(Section):
     """Address that the join line shows, if not `host`."""
     interface: str | None = None
     """Default interface of the exchange; none: the one that reaches the coordinator."""
+    congestion: Annotated[str, Field(pattern=r"^[a-z0-9_-]{1,15}$")] | None = None
+    """TCP congestion control of the exchange's connections at this site, such as `cubic`; not set:
+    the machine's. Three sites or more share their links more evenly with `cubic` than with `bbr`,
+    which is better on links that lose packets (docs/notes/exchange.md)."""
     link_timeout: Annotated[float, Field(ge=5.0)] = 120.0
     """Seconds that a link may be silent; all other time-outs are derived from it."""
     heartbeat: Annotated[float, Field(gt=0.0)] = 5.0
@@ -380,7 +384,7 @@ class RunConfig(Section):
     def shared(self) -> dict[str, Any]:
         """What all sites must agree on: all but places on one machine."""
         shared = self.model_dump(mode="json", exclude={"metrics": True})
-        for place in ("host", "port", "advertise", "interface"):
+        for place in ("host", "port", "advertise", "interface", "congestion"):
             shared["network"].pop(place)
         shared["run"].pop("folder")
         shared["data"].pop("folder")

@@ -34,6 +34,7 @@ from dilocox.outer.coordinator.identity import Identity
 from dilocox.outer.coordinator.serving import Endpoint, serve
 from dilocox.outer.coordinator.timeouts import Timeouts
 from dilocox.outer.coordinator.transport import host_and_port
+from dilocox.outer.sockets import check_congestion
 from dilocox.outer.tunnel import check_ports
 from dilocox.payloads import payload_sizes
 from dilocox.record.notary import LogNotary
@@ -116,6 +117,7 @@ def train_here(
         sites_here=len(config.sites),
         own_dataset=hooks.dataset is not None,
     )
+    check_congestion(config.network.congestion)
     for name, own in config.sites.items():
         address = own.interface or config.network.interface or config.network.host
         check_ports(name, own, config.site.ranks, address)

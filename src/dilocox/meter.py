@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +38,8 @@ class RoundMeter:
         self._earlier = dict(NOTHING)
         self._start = time.monotonic()
         self._held = 0.0
+        self._work = 0.0
+        self._on_cpu = rank.mesh.device.type == "cpu"
         self._bad: str | None = None
         self.dropped: str | None = None
         """What was not finite (stage and tensor), if contributions of this round were dropped.
@@ -79,6 +82,18 @@ class RoundMeter:
         """The rank waited for the coordinator's leave to go on."""
         self._held += seconds
 
+    @contextlib.contextmanager
+    def working(self) -> Iterator[None]:
+        """What is done inside is the exchanges' work, though this thread does it: boundaries,
+        landings, accounts. Its processor time counts as theirs, in this round or the next. With a
+        GPU nothing is counted: it would be the time in which the thread waits for inner steps."""
+        begin = time.thread_time()
+        try:
+            yield
+        finally:
+            if self._on_cpu:
+                self._work += time.thread_time() - begin
+
     def add(self, result: StepResult, rate: float) -> None:
         """An inner step at learning rate `rate`."""
         self._results.append(result)
@@ -96,6 +111,8 @@ class RoundMeter:
         sums = self.so_far(outer)
         seconds, steps = sums["seconds"], int(sums["steps"])
         counts, outer.counts = outer.counts, Counts()
+        counts.work_seconds += self._work
+        self._work = 0.0
         shared = _over_ranks(rank, self.dropped, sums, counts)
         member = plan.members.get(rank.place.site)
         sequences = steps * member.batch if member else 0
@@ -173,7 +190,8 @@ class Shared:
     overhead_seconds: float
     """Of an exchange, in which nothing came in: votes, work, and waiting for a later site."""
     work_seconds: float
-    """Processor time of the exchanges at the busiest rank."""
+    """Processor time of the exchanges at the busiest rank: their thread's, and what the training's
+    own does for them."""
     effective_rank: float | None
     """Mean of all landings, by values."""
 

@@ -94,8 +94,10 @@ class Keeper:
                 warn(problem)
 
     def wait(self) -> None:
-        """Wait for the write under way."""
+        """Wait for the write under way, and until the record has all payloads so far."""
         self._writer.wait()
+        if self._record is not None:
+            self._record.wait()
 
     def publish(self, trainer: Trainer, plan: RoundPlan) -> None:
         """Write the anchor as `model/`, a Hugging Face folder. Collective over the site.

@@ -8,6 +8,7 @@ import hashlib
 import logging
 import os
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -55,6 +56,8 @@ from dilocox.trainer import Stopped, Trainer
 
 log = logging.getLogger(__name__)
 
+GroupKey = tuple[int, tuple[str, ...]]
+"""Epoch and sites of a group."""
 KEPT_GROUPS = 3
 """Groups of past epochs that stay open: a slower peer may still be reading from them."""
 
@@ -92,8 +95,11 @@ class Network:
     address: str
     timeouts: Timeouts
     tunnel: Tunnel | None
-    record: RankRecord | None
-    groups: dict[tuple[int, tuple[str, ...]], PeerGroup] = field(default_factory=dict)
+    congestion: str | None = None
+    """TCP congestion control without a tunnel, if not the machine's."""
+    record: RankRecord | None = None
+    groups: dict[GroupKey, PeerGroup] = field(default_factory=dict)
+    _forming: dict[GroupKey, threading.Lock] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.begin = self.client.begin
@@ -127,26 +133,39 @@ class Network:
         )
 
     def group(self, begun: BeginReply, superseded: Callable[[], bool]) -> PeerGroup:
-        """The group of these members in an epoch; formed when it is first needed."""
+        """The group of these members in an epoch; formed when it is first needed.
+
+        Two exchanges may ask at a time: for one group they wait for each other, for two they do
+        not, since their peers may form these in the other order.
+        """
         sites = tuple(member.site for member in begun.members)
-        if (begun.epoch, sites) not in self.groups:
-            place = self.place
-            between = hashlib.sha256("/".join(sites).encode()).hexdigest()[:8]
-            with timeline.span("form group", epoch=begun.epoch, sites=len(sites)):
-                self.groups[begun.epoch, sites] = form_group(
-                    self.tunnel,
-                    self.client,
-                    f"epoch/{begun.epoch}/{between}/{place.stage}/{place.shard}",
-                    sites,
-                    place.site,
-                    self.address,
-                    self.timeouts.form,
-                    self.timeouts.link,
-                    superseded,
-                )
-            for old in list(self.groups)[:-KEPT_GROUPS]:
-                self.groups.pop(old).close()
-        return self.groups[begun.epoch, sites]
+        key = (begun.epoch, sites)
+        with self._forming.setdefault(key, threading.Lock()):
+            if key not in self.groups:
+                with timeline.span("form group", epoch=begun.epoch, sites=len(sites)):
+                    self.groups[key] = self._form(key, superseded)
+                for old in list(self.groups)[:-KEPT_GROUPS]:
+                    closing = self.groups.pop(old, None)
+                    if closing is not None:
+                        closing.close()
+            return self.groups[key]
+
+    def _form(self, key: GroupKey, superseded: Callable[[], bool]) -> PeerGroup:
+        epoch, sites = key
+        place = self.place
+        between = hashlib.sha256("/".join(sites).encode()).hexdigest()[:8]
+        return form_group(
+            self.tunnel,
+            self.client,
+            f"epoch/{epoch}/{between}/{place.stage}/{place.shard}",
+            sites,
+            place.site,
+            self.address,
+            self.timeouts.form,
+            self.timeouts.link,
+            superseded,
+            self.congestion,
+        )
 
     def pair(self, name: str, donor: str, receiver: str) -> PeerGroup:
         """The two ranks of an entry."""
@@ -160,6 +179,7 @@ class Network:
             self.timeouts.form,
             self.timeouts.stall,
             lambda: False,
+            self.congestion,
         )
 
 
@@ -200,7 +220,10 @@ def _train(job: RankJob, errors: Callable[[str], None]) -> None:
     blueprint = Blueprint.of(config, files.vocabulary_size)
     # Before anything that starts threads: the tunnel forks a process.
     number = place.stage * config.site.shards + place.shard
-    tunnel = open_tunnel(config.sites, job.identity, number, config.site.ranks, job.address)
+    congestion = config.network.congestion
+    tunnel = open_tunnel(
+        config.sites, job.identity, number, config.site.ranks, job.address, congestion
+    )
     store = None
     if job.meeting is not None and config.site.ranks > 1:
         store = dist.FileStore(job.meeting, config.site.ranks)
@@ -254,7 +277,8 @@ def _take_part(
 ) -> None:
     config, place = job.config, job.place
     record = _open_record(job, client)
-    network = Network(client, control, place, job.address, timeouts, tunnel, record)
+    congestion = config.network.congestion
+    network = Network(client, control, place, job.address, timeouts, tunnel, congestion, record)
     worker = ExchangeWorker(network, place.site, _beside_training(rank))
     outer = OuterLoop(
         rank.states,
@@ -264,6 +288,7 @@ def _take_part(
         config.site.stages,
         worker.submit if record is None else record.watching(worker.submit),
         control.touch,
+        hash_beside=rank.mesh.device.type != "cpu",
     )
     trainer = Trainer(
         config=config,
@@ -284,8 +309,6 @@ def _take_part(
         record_state(record, "initial", 0, rank)
     trainer.run(newcomer)
     worker.close()
-    if record is not None:
-        record.close()
 
 
 def _open_record(job: RankJob, client: CoordinatorClient) -> RankRecord | None:

@@ -28,6 +28,7 @@ from dilocox.outer.coordinator.messages import Rank as RankName
 from dilocox.outer.coordinator.serving import Endpoint
 from dilocox.outer.coordinator.timeouts import Timeouts
 from dilocox.outer.coordinator.transport import host_and_port
+from dilocox.outer.sockets import check_congestion
 from dilocox.outer.tunnel import check_ports
 from dilocox.rank_process import RankJob, run_rank
 from dilocox.site import resolve_device, start_site_group
@@ -51,6 +52,7 @@ def run_site(
     """
     address = exchange_address(config, site, endpoint.url)
     check_ports(site, config.sites[site], config.site.ranks, address)
+    check_congestion(config.network.congestion)
     identity = _enrol(config, site, endpoint)
     errors = processes.CONTEXT.SimpleQueue()
     ranks_here = config.site.ranks * (len(config.sites) if shared_folder else 1)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import torch
@@ -17,11 +18,12 @@ from dilocox import persistence, timeline
 from dilocox.assembly import Batches, Hooks, Rank, anchors
 from dilocox.config import RunConfig
 from dilocox.entering import Donors, FormGroup, Newcomer
+from dilocox.errands import Errands
 from dilocox.errors import DilocoxError, TrainingError
 from dilocox.meter import RoundMeter
 from dilocox.outer.control import RankControl
 from dilocox.outer.coordinator.client import CoordinatorClient
-from dilocox.outer.coordinator.messages import ExchangeKey, RoundPlan
+from dilocox.outer.coordinator.messages import ExchangeKey, PlanReply, RoundPlan
 from dilocox.outer.loop import OuterLoop
 from dilocox.site import learning_rate
 
@@ -59,6 +61,11 @@ class Trainer:
     at: Position = field(default_factory=Position)
     dropped_round: int = -2
     """Last round in which this site met a non-finite value."""
+    errands: Errands = field(default_factory=Errands)
+    """What the coordinator is told and asked beside training: a round trip may take longer than an
+    inner step."""
+    ahead: Future[PlanReply] | None = None
+    """The plan of the next round, asked for while this one ends."""
 
     def __post_init__(self) -> None:
         self.me = self.rank.place.site
@@ -86,8 +93,12 @@ class Trainer:
 
     def next_plan(self) -> RoundPlan:
         """The plan of the round this rank stands in; serves entering sites while it waits."""
+        ahead, self.ahead = self.ahead, None
         while True:
-            reply = self.client.poll_plan(self.at.round, 0.0 if self.donors.busy else 1.0)
+            if ahead is not None:
+                reply, ahead = ahead.result(), None
+            else:
+                reply = self.client.poll_plan(self.at.round, 0.0 if self.donors.busy else 1.0)
             self.control.touch()
             self.donors.serve()
             # Raises when the run has failed or this site was declared gone.
@@ -121,11 +132,25 @@ class Trainer:
             self.end_slot(plan, slot, time.monotonic() - began)
         self.end_round(plan)
 
+    def look_ahead(self, round_: int) -> None:
+        """Ask for the plan of the next round, beside the last inner step of this one.
+
+        Not earlier: who joins or leaves until then is in it, or not.
+        """
+
+        def ask() -> PlanReply:
+            with timeline.span("ask for plan", round=round_):
+                return self.client.poll_plan(round_)
+
+        self.ahead = self.errands.do(ask)
+
     def train_slot(self, plan: RoundPlan, slot: int) -> None:
         """The inner steps of one slot."""
         member = plan.members[self.me]
         steps = plan.inner_steps // plan.slots
         for number in range((slot - 1) * steps, slot * steps):
+            if number == plan.inner_steps - 1:
+                self.look_ahead(plan.round + 1)
             with timeline.span("batch"):
                 inputs, labels = self.batches.step(member.ranges, member.batch, number)
             rate = learning_rate(
@@ -145,8 +170,9 @@ class Trainer:
         if not self.config.exchanges_gradients:
             if self.outer.has_boundary(plan, slot) or slot == plan.slots:
                 self.check_finite(plan)
-            if self.outer.end_of_slot(plan, slot):
-                self.rank.model.sync_tied()
+            with self.meter.working():
+                if self.outer.end_of_slot(plan, slot):
+                    self.rank.model.sync_tied()
             self.check_pseudo_gradients(plan)
         elif slot == plan.slots:
             self.check_finite(plan)
@@ -204,16 +230,22 @@ class Trainer:
         """Report, evaluate and write a checkpoint as the plan says; then the next round."""
         self.outer.dropping = False
         self.at.round, self.at.slot = plan.round + 1, 0
-        with timeline.span("account"):
+        with timeline.span("account"), self.meter.working():
             metrics = self.meter.end(plan, self.outer, self.rank)
         if self.meter.dropped is not None:
             self.dropped_round = plan.round
-        leads = self.rank.place.leads
-        with timeline.span("report"):
-            if leads:
-                self.client.report(plan.round, metrics)
-            self.client.round_done(plan.round, self.meter.measured if leads else None)
+        leads, measured = self.rank.place.leads, self.meter.measured
+
+        def tell() -> None:
+            with timeline.span("report", round=plan.round):
+                if leads:
+                    self.client.report(plan.round, metrics)
+                self.client.round_done(plan.round, measured if leads else None)
+
+        self.errands.do(tell)
         self.control.at(self.at.tick, self.at.round, 0, self.meter.slot_seconds)
+        if plan.evaluate or plan.checkpoint or self.donors.busy:
+            self.errands.wait()
         if plan.evaluate:
             self.evaluate(plan, plan.round)
         if plan.checkpoint:
@@ -254,6 +286,7 @@ class Trainer:
 
     def stop(self) -> None:
         """Write a checkpoint where the whole run stands still. Raises `Stopped`."""
+        self.errands.wait()
         plan = self.client.poll_plan(self.at.round, 0.0).plan
         self.keeper.save(self, plan)
         self.keeper.wait()
@@ -265,6 +298,7 @@ class Trainer:
 
         The last checkpoint is from before the flush, so that a resumed run flushes once.
         """
+        self.errands.wait()
         self.keeper.save(self, plan)
         if self.config.exchanges_gradients:
             self.outer.land_gradients()

@@ -24,6 +24,7 @@ CUT = (
     "data.validation_sequences=16",
 )
 """The quickstart in under a minute."""
+PLAN = "dilocox plan examples/two-sites.toml --gpu h100-80g:2 --link 1gbit"
 RUN_ELSEWHERE = {
     "make test": "is what runs this",
     "python benchmarks/single_site.py --pairs 16": "tests/benchmarks",
@@ -85,6 +86,7 @@ def test_every_command_is_known_here() -> None:
         "make quickstart",
         'dilocox generate runs/quickstart --prompt "def main():"',
         "dilocox coordinator examples/two-sites.toml",
+        PLAN,
         "dilocox join HOST:29400 --site paris --run-file examples/two-sites.toml --token TOKEN",
         *RUN_ELSEWHERE,
     ]
@@ -125,6 +127,18 @@ def test_generate(quickstart: Path, capsys: pytest.CaptureFixture[str]) -> None:
         main(["generate", str(quickstart), "--prompt", "def main():", "--tokens", "8"])
     assert end.value.code == 0
     assert capsys.readouterr().out.startswith("def main():")
+
+
+def test_plan(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    from dilocox.cli import main
+
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(SystemExit) as end:
+        main(PLAN.split()[1:])
+    assert end.value.code == 0
+    told = capsys.readouterr().out
+    assert "fits: " in told
+    assert re.search(r"^allreduce +[\d,]+", told, re.MULTILINE), told
 
 
 def test_two_real_sites(workshop: Workshop) -> None:

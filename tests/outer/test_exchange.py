@@ -21,6 +21,7 @@ from dilocox.outer.coordinator.messages import (
 )
 from dilocox.outer.exchange import Contribution, Outcome, exchange
 from dilocox.outer.groups import PeerGroup
+from dilocox.outer.worker import LinkTurn, Turns
 from tests.outer.sites import MemoryStore, run_each, shared_store
 
 KEY = ExchangeKey.outer(3, 0, 1)
@@ -151,7 +152,7 @@ def run(
                 weights=WEIGHTS,
                 contributes=me not in abstain,
             )
-            return plain(exchange(ballot, me, what), what.warm)
+            return plain(exchange(ballot, me, what, LinkTurn(Turns(), 0)), what.warm)
 
         return go
 
@@ -301,6 +302,6 @@ def test_a_site_alone_needs_no_network(mode: str) -> None:
 def test_an_exchange_from_before_this_site_was_there(mode: str) -> None:
     ballot = SharedBallot(MemoryStore({}), "oslo", members=["paris", "lyon"])
     what = Contribution(KEY, LENGTH, None, compressor("none", GEOMETRY), mode, WEIGHTS)
-    outcome = exchange(ballot, "oslo", what)
+    outcome = exchange(ballot, "oslo", what, LinkTurn(Turns(), 0))
     assert outcome.missed
     assert outcome.average is None

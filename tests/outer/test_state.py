@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -310,6 +312,30 @@ def test_digest_sees_names_shapes_dtypes_and_bits() -> None:
     digests = {tensors_digest(each) for each in [base, *others]}
     assert len(digests) == 6
     assert tensors_digest(dict(reversed(base.items()))) == tensors_digest(base)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda state: state.land(live_of(0), flat_of(2), PLAIN),
+        lambda state: state.take_anchor_from(live_of(9)),
+        lambda state: state.adopt(live_of(0), {"anchor": flat_of(7), "momentum": flat_of(8)}),
+        lambda state: state.load(make(live_of(4)).state_tensors()),
+        lambda state: state.compressor("lowrank:2"),
+    ],
+    ids=["land", "take_anchor_from", "adopt", "load", "compressor"],
+)
+def test_a_digest_computed_beside_training_is_of_the_state_as_it_is(
+    change: Callable[[FragmentState], object],
+) -> None:
+    state, twin = make(live_of(0)), make(live_of(0))
+    before = twin.digest()
+    state.start_digest()
+    assert state.digest() == before
+    state.start_digest()
+    change(state)
+    change(twin)
+    assert state.digest() == twin.digest() != before
 
 
 def test_a_fragment_without_values_works() -> None:

@@ -145,6 +145,14 @@ def test_shared_cores_pay_for_the_exchanges_work() -> None:
     busy = Host(**{**vars(FREE), "exchange_cpu": 0.5})
     course = play(fixed(**naive), site("a", host=busy, cores=0.5), site("b", host=busy, cores=0.5))
     assert round_seconds(course) == pytest.approx([21.0] * 6)
+    assert course.rounds[0][-1].work == pytest.approx(0.0, abs=1e-9)
+    outer = Host(**{**vars(FREE), "outer": 2.0})
+    slower = play(
+        fixed(**naive), site("a", host=outer, cores=0.5), site("b", host=outer, cores=0.5)
+    )
+    # Boundary and landing, a second each of one core, on half a core: and they count as work.
+    assert round_seconds(slower) == pytest.approx([24.0] * 6)
+    assert slower.rounds[0][-1].work == pytest.approx(2.0)
     free = play(fixed(**naive), site("a", host=busy), site("b", host=busy))
     assert round_seconds(free) == pytest.approx([20.0] * 6)
 

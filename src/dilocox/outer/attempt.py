@@ -92,6 +92,7 @@ class Outcome:
     payload_bytes: int
     """Bytes that this rank handed to the network."""
     seconds: float
+    """From its beginning to its end; waiting for its turn is not in it."""
     attempts: int
     missed: bool = False
     """The exchange was begun before this site was there."""
@@ -109,6 +110,19 @@ class Outcome:
     codec's basis; of `reduce` the `chunk_index` and the payloads of chunks that passed here."""
 
 
+class Turn(Protocol):
+    """An exchange's turn to use the link, among those of the same rank."""
+
+    waited: float
+    """Seconds spent in `take`."""
+
+    def take(self) -> None:
+        """Wait until those before it have passed it on; at once if this one has, too."""
+
+    def pass_on(self) -> None:
+        """Its first payloads are through: the next one's may travel. May be said again."""
+
+
 class RepeatError(ExchangeError):
     """The attempt is over; begin again."""
 
@@ -116,19 +130,20 @@ class RepeatError(ExchangeError):
 class Attempt:
     """One attempt of one exchange in one group."""
 
-    group: PeerGroup
-
     def __init__(
         self,
         ballot: Ballot,
         me: str,
         contribution: Contribution,
         begun: BeginReply,
+        turn: Turn,
     ) -> None:
         self._ballot = ballot
         self.me = me
         self.what = contribution
         self._begun = begun
+        self._turn = turn
+        self._group: PeerGroup | None = None
         self._epoch_seen = ballot.epoch()
         self.senders = [m.site for m in begun.members if m.role == "member"]
         self.receivers = [m.site for m in begun.members]
@@ -150,23 +165,29 @@ class Attempt:
     ) -> dict[str, torch.Tensor]:
         """Send frames and receive those of `incoming` at once; the frames that came.
 
-        What this rank owes itself is left out. Raises `RepeatError` after telling the coordinator
-        which links broke.
+        What this rank owes itself is left out. The first one waits for the exchange's turn; then
+        the next exchange may use the link, which further messages share with it. Raises
+        `RepeatError` after telling the coordinator which links broke, and `EpochChangedError`.
         """
+        if self._group is None:
+            self._turn.take()
+            self._group = self._ballot.group(self._begun, self.superseded)
+        group = self._group
         tag = zlib.crc32(f"{self.what.key.text}#{self._begun.attempt}#{phase}".encode()) >> 1
         buffers = {
             site: torch.empty(frame_bytes(part), dtype=torch.uint8)
             for site, part in incoming.items()
             if site != self.me
         }
-        receiving = [self.group.receive(buffer, site, tag) for site, buffer in buffers.items()]
+        receiving = [group.receive(buffer, site, tag) for site, buffer in buffers.items()]
         transfers = list(receiving)
         for site, frame in outgoing.items():
             if site != self.me:
-                transfers.append(self.group.send(frame, site, tag))
+                transfers.append(group.send(frame, site, tag))
                 self.sent_bytes += frame.numel()
         with timeline.span("swap", phase=phase, transfers=len(transfers)):
             self._complete(transfers)
+        self._turn.pass_on()
         # Who comes late finds payloads in his machine's buffers: that is not the link's time.
         timed = [each for each in receiving if each.began - each.posted >= EARLY]
         if timed:

@@ -32,6 +32,7 @@ from dilocox.outer.attempt import (
     Contribution,
     Outcome,
     RepeatError,
+    Turn,
 )
 from dilocox.outer.averaging import chunk_bounds, requantise
 from dilocox.outer.groups import EpochChangedError
@@ -39,9 +40,10 @@ from dilocox.outer.groups import EpochChangedError
 __all__ = ["Ballot", "Contribution", "Outcome", "exchange"]
 
 
-def exchange(ballot: Ballot, me: str, contribution: Contribution) -> Outcome:
+def exchange(ballot: Ballot, me: str, contribution: Contribution, turn: Turn) -> Outcome:
     """Carry one exchange to its decision, over as many attempts as it takes.
 
+    Before its `turn` it asks for members and encodes, after its turn it votes and averages.
     Raises `ExchangeError` when no decision comes within the limit, naming who was waited for.
     """
     what = contribution
@@ -52,12 +54,12 @@ def exchange(ballot: Ballot, me: str, contribution: Contribution) -> Outcome:
         mode=what.mode,
         values=what.length,
     ) as at:
-        outcome = _carry(ballot, me, contribution)
+        outcome = _carry(ballot, me, contribution, turn)
         at.note(payload_bytes=outcome.payload_bytes, attempts=outcome.attempts)
     return outcome
 
 
-def _carry(ballot: Ballot, me: str, contribution: Contribution) -> Outcome:
+def _carry(ballot: Ballot, me: str, contribution: Contribution, turn: Turn) -> Outcome:
     start, work = time.monotonic(), time.thread_time()
     sent_bytes = 0
     attempts = 0
@@ -67,9 +69,8 @@ def _carry(ballot: Ballot, me: str, contribution: Contribution) -> Outcome:
             begun = ballot.begin(contribution.key)
         if me not in [member.site for member in begun.members]:
             return Outcome(None, (), None, None, 0, time.monotonic() - start, attempts, True)
-        attempt = Attempt(ballot, me, contribution, begun)
+        attempt = Attempt(ballot, me, contribution, begun, turn)
         try:
-            attempt.group = ballot.group(begun, attempt.superseded)
             if isinstance(contribution.compressor, LowRank):
                 outcome = low_rank(attempt, contribution.compressor)
             elif contribution.mode == "gather":
@@ -82,7 +83,7 @@ def _carry(ballot: Ballot, me: str, contribution: Contribution) -> Outcome:
         return replace(
             outcome,
             payload_bytes=sent_bytes + attempt.sent_bytes,
-            seconds=time.monotonic() - start,
+            seconds=time.monotonic() - start - turn.waited,
             attempts=attempts,
             link=tuple(attempt.link),
             work_seconds=time.thread_time() - work,

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from dilocox import timeline
 from dilocox.errors import ExchangeError
 from dilocox.outer.coordinator.errors import EpochOverError
+from dilocox.outer.sockets import connections, set_congestion_of
 
 
 class KeyValue(Protocol):
@@ -210,7 +211,8 @@ class PeerGroup:
     """This rank and its peers (·, stage, shard) at the other sites of one membership epoch.
 
     `sites` in the order of the epoch; `address` is the interface name or the IP address that
-    the sockets bind to. Forming it blocks until every peer has formed its own.
+    the sockets bind to, `congestion` their TCP congestion control, if not the machine's. Forming it
+    blocks until every peer has formed its own.
     A transfer fails when nothing moves for `silence` seconds. Raises `ExchangeError` when a peer
     does not come within `timeout` seconds and `EpochChangedError` once `cancelled()` is true.
     """
@@ -227,6 +229,7 @@ class PeerGroup:
         cancelled: Callable[[], bool],
         on_set: Rewrite | None = None,
         on_get: Rewrite | None = None,
+        congestion: str | None = None,
     ) -> None:
         self.name = name
         self.sites = list(sites)
@@ -242,6 +245,7 @@ class PeerGroup:
         options._threads = 1
         store = CoordinatorStore(kv, f"{name}/", timeout, cancelled, on_set, on_get)
         self._store = store
+        before = connections() if congestion else set()
         try:
             self._backend = _GLOO(store, self._index[me], len(self.sites), options)
         except (ExchangeError, dist.DistError):
@@ -250,6 +254,9 @@ class PeerGroup:
             if cancelled():
                 raise EpochChangedError("the members changed while the group was formed") from None
             raise ExchangeError(f"group {name}: {_first_line(error)}") from None
+        if congestion:
+            # Another thread's connection may be among them, which takes no harm.
+            set_congestion_of(connections() - before, congestion)
 
     def send(self, tensor: torch.Tensor, site: str, tag: int) -> Transfer:
         """Start sending a contiguous uint8 CPU tensor to `site`."""

@@ -75,7 +75,8 @@ class OuterLoop:
     """All fragments of one rank.
 
     `live` are the rank's local parameters, full name to fp32 tensor, which landings change in
-    place. `touch` is called while waiting, so that the rank keeps counting as alive.
+    place. `touch` is called while waiting, so that the rank keeps counting as alive. `hash_beside`:
+    digests of what has landed are computed beside training, whose processor then is another.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class OuterLoop:
         stages: int,
         submit: Submit,
         touch: Callable[[], None],
+        hash_beside: bool = False,
     ) -> None:
         self.states = list(states)
         self.live = live
@@ -103,6 +105,7 @@ class OuterLoop:
         self._stages = stages
         self._submit = submit
         self._touch = touch
+        self._hash_beside = hash_beside
         self.owner_landings: list[int] = []
         """Ticks at which the first stage's first fragment will land."""
         self.awaiting: set[int] = set()
@@ -308,6 +311,8 @@ class OuterLoop:
             state.land(self.live, outcome.average, rule)
         if outcome.advance is not None and state.warm is not None:
             state.warm = outcome.advance(state.warm)
+        if self._hash_beside:
+            state.start_digest()
         self._count(outcome, state.layout.length)
 
     def _count(self, outcome: Outcome, values: int) -> None:

@@ -12,15 +12,20 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 from torch import Tensor
 
+from dilocox import timeline
 from dilocox.compression import Compressor, LowRank, compressor, first_non_finite
 from dilocox.errors import CheckpointError, ExchangeError, TrainingError
 from dilocox.outer.fragments import Layout
 from dilocox.outer.optimizer import nesterov_step
 from dilocox.outer.overlap import Rule, local_view
+
+_HASHING = ThreadPoolExecutor(max_workers=1, thread_name_prefix="digest")
+"""Its thread begins with the first digest that is started, not before."""
 
 
 class FragmentState:
@@ -64,6 +69,7 @@ class FragmentState:
         """Codec that `warm` is of; empty if there is none."""
         self.non_finite: str | None = None
         """`name[index]` of a non-finite value that the last `boundary` met, or None."""
+        self._hashed: Future[str] | None = None
 
     def compressor(self, name: str) -> Compressor | LowRank:
         """The codec `name` for this fragment. Q is made, or fitted to another rank, as it needs.
@@ -72,6 +78,7 @@ class FragmentState:
         """
         found = compressor(name, self.layout.geometry)
         if isinstance(found, LowRank) and self.warm_codec != name:
+            self._settle()
             before = compressor(self.warm_codec, self.layout.geometry) if self.warm_codec else None
             if self.warm is not None and isinstance(before, LowRank):
                 self.warm = found.fit_warm(self.warm, before)
@@ -161,6 +168,7 @@ class FragmentState:
         """
         if average is not None:
             self._check_average(average)
+        self._settle()
         displacement = self.layout.pack(live, device=self.anchor.device).sub_(self.reference)
         if average is not None:
             landed = average.to(self.anchor.device)
@@ -202,6 +210,7 @@ class FragmentState:
 
         `codec`: the peer's `warm_codec`. Raises `ExchangeError` if they do not fit.
         """
+        self._settle()
         self._expect_warm(codec)
         _copy_all(self.agreed(), agreed, ExchangeError)
         for kept in (self.previous, self.own):
@@ -211,6 +220,7 @@ class FragmentState:
 
     def take_anchor_from(self, live: Mapping[str, Tensor]) -> None:
         """Make the anchor what `live` is: method `allreduce`, whose sites never differ."""
+        self._settle()
         self.layout.pack(live, out=self.anchor)
         self.reference.copy_(self.anchor)
 
@@ -241,11 +251,26 @@ class FragmentState:
 
         Raises `CheckpointError` if it does not fit.
         """
+        self._settle()
         self._expect_warm(codec)
         _copy_all(self.state_tensors(), tensors, CheckpointError)
 
     def digest(self) -> str:
         """SHA-256 of what is agreed, hex: equal at all sites after every landing."""
+        hashed, self._hashed = self._hashed, None
+        return self._sha256() if hashed is None else hashed.result()
+
+    def start_digest(self) -> None:
+        """Begin to compute `digest` in another thread; what would change it waits for that."""
+        self._settle()
+        self._hashed = _HASHING.submit(self._sha256)
+
+    def _settle(self) -> None:
+        if self._hashed is not None:
+            self._hashed.result()
+            self._hashed = None
+
+    def _sha256(self) -> str:
         views = {
             f"{kind}/{name}": view
             for kind, flat in (("anchor", self.anchor), ("momentum", self.momentum))
@@ -253,7 +278,8 @@ class FragmentState:
         }
         if self.warm is not None:
             views["warm"] = self.warm
-        return tensors_digest(views)
+        with timeline.span("digest", values=self.layout.length):
+            return tensors_digest(views)
 
 
 def tensors_digest(tensors: Mapping[str, Tensor]) -> str:

@@ -54,7 +54,12 @@ _SIOCGIFADDR = 0x8915
 
 
 def open_tunnel(
-    sites: Mapping[str, SiteKeys], identity: Identity, number: int, ranks: int, address: str
+    sites: Mapping[str, SiteKeys],
+    identity: Identity,
+    number: int,
+    ranks: int,
+    address: str,
+    congestion: str | None = None,
 ) -> Tunnel | None:
     """The tunnel of rank `number` of `ranks` of `identity`'s site; none if the run uses none.
 
@@ -64,7 +69,7 @@ def open_tunnel(
     if not wanted(sites):
         return None
     door = door_of(identity.site, sites[identity.site], number, ranks)
-    return Tunnel(identity, door, address)
+    return Tunnel(identity, door, address, congestion)
 
 
 def check_ports(name: str, site: SiteKeys, ranks: int, address: str) -> None:
@@ -82,8 +87,12 @@ def check_ports(name: str, site: SiteKeys, ranks: int, address: str) -> None:
 class Tunnel:
     """One rank's tunnel, for all of its groups. Thread-safe."""
 
-    def __init__(self, identity: Identity, door: Door, address: str) -> None:
-        """Raises `ConfigError` if the door's port is taken or `address` is not this machine's."""
+    def __init__(
+        self, identity: Identity, door: Door, address: str, congestion: str | None = None
+    ) -> None:
+        """`congestion`: TCP congestion control of what it carries, if not the machine's.
+
+        Raises `ConfigError` if the door's port is taken or `address` is not this machine's."""
         self.site = identity.site
         host = interface_address(identity.site, address)
         if door.host is None and ipaddress.ip_address(host).is_unspecified:
@@ -91,7 +100,7 @@ class Tunnel:
                 f"sites.{self.site}.interface: {host} is no address that others could reach; "
                 f"set sites.{self.site}.advertise"
             )
-        self._process, self._carrier = start_carrier(identity)
+        self._process, self._carrier = start_carrier(identity, congestion)
         try:
             port = self._carrier.listen(host, door.bind_port)
         except BaseException:
@@ -272,12 +281,25 @@ def form_group(
     timeout: float,
     silence: float,
     cancelled: Callable[[], bool],
+    congestion: str | None = None,
 ) -> PeerGroup:
-    """A `PeerGroup`, through the tunnel if there is one, else directly from `address`."""
+    """A `PeerGroup`, through the tunnel if there is one, else directly from `address`.
+
+    `congestion` counts without a tunnel, which has its own.
+    """
     if tunnel is not None:
         return tunnel.group(kv, name, sites, timeout, silence, cancelled)
     return PeerGroup(
-        kv, name, sites, me, address, timeout, silence, cancelled, on_get=direct_on_get
+        kv,
+        name,
+        sites,
+        me,
+        address,
+        timeout,
+        silence,
+        cancelled,
+        on_get=direct_on_get,
+        congestion=congestion,
     )
 
 

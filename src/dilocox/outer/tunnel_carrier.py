@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 
 from dilocox.errors import ConfigError, ExchangeError
 from dilocox.outer.coordinator.identity import Identity
+from dilocox.outer.sockets import set_congestion
 from dilocox.outer.tunnel_addresses import CONNECT_HOST, GLOO_HOST
 from dilocox.outer.tunnel_relay import relay
 from dilocox.outer.tunnel_tls import StrangerError, contexts, site_of, tune
@@ -52,8 +53,10 @@ class _Route:
 class Carrier:
     """Carries the groups of one rank of `identity`'s site until `close`. Thread-safe."""
 
-    def __init__(self, identity: Identity) -> None:
+    def __init__(self, identity: Identity, congestion: str | None = None) -> None:
+        """`congestion`: TCP congestion control between the sites, if not the machine's."""
         self._identity = identity
+        self._congestion = congestion
         self._server, self._client = contexts(identity)
         self._lock = threading.Lock()
         self._listener: socket.socket | None = None
@@ -179,7 +182,7 @@ class Carrier:
     def _carry_theirs(self, connection: socket.socket, where: str) -> None:
         try:
             try:
-                secure = _secured(self._server, connection, GREETING_SECONDS, server_side=True)
+                secure = self._secured(connection, GREETING_SECONDS, server_side=True)
                 with contextlib.ExitStack() as held:
                     held.enter_context(self._cut_by_close(secure))
                     plain = self._greet(secure)
@@ -213,11 +216,28 @@ class Carrier:
         secure.sendall(_WELCOME)
         return plain
 
+    def _secured(
+        self, connection: socket.socket, limit: float, *, server_side: bool
+    ) -> ssl.SSLSocket:
+        """TLS on a TCP connection, not greeted yet; each operation has `limit` seconds."""
+        context = self._server if server_side else self._client
+        try:
+            tune(connection)
+            if self._congestion is not None:
+                set_congestion(connection, self._congestion)
+            connection.settimeout(limit)
+            return context.wrap_socket(
+                connection, server_side=server_side, do_handshake_on_connect=False
+            )
+        except OSError:
+            connection.close()
+            raise
+
     def _reach(self, site: str, host: str, port: int, route: str, limit: float) -> ssl.SSLSocket:
         """A connection that `site` has welcomed."""
         try:
             connection = socket.create_connection((host, port), timeout=limit)
-            secure = _secured(self._client, connection, limit, server_side=False)
+            secure = self._secured(connection, limit, server_side=False)
         except OSError as error:
             raise UnreachableError(_reason(error)) from None
         with contextlib.ExitStack() as held:
@@ -270,21 +290,6 @@ def listener_at(site: str, host: str, port: int) -> socket.socket:
             f"sites.{site}.ports: port {port} on {host} cannot be listened at ({reason}); choose "
             f"other ports or another sites.{site}.interface, or end what holds the port"
         ) from None
-
-
-def _secured(
-    context: ssl.SSLContext, connection: socket.socket, limit: float, *, server_side: bool
-) -> ssl.SSLSocket:
-    """TLS on a TCP connection, not greeted yet; each operation has `limit` seconds."""
-    try:
-        tune(connection)
-        connection.settimeout(limit)
-        return context.wrap_socket(
-            connection, server_side=server_side, do_handshake_on_connect=False
-        )
-    except OSError:
-        connection.close()
-        raise
 
 
 def _shut(item: socket.socket, how: int) -> None:

@@ -27,7 +27,7 @@ class CarrierProcess(BaseManager):
 
     if TYPE_CHECKING:
 
-        def Carrier(self, identity: Identity) -> Carrier:  # noqa: N802
+        def Carrier(self, identity: Identity, congestion: str | None) -> Carrier:  # noqa: N802
             """A `Carrier` over there."""
 
     @property
@@ -39,7 +39,9 @@ class CarrierProcess(BaseManager):
 CarrierProcess.register("Carrier", Carrier)
 
 
-def start_carrier(identity: Identity) -> tuple[CarrierProcess, Carrier]:
+def start_carrier(
+    identity: Identity, congestion: str | None = None
+) -> tuple[CarrierProcess, Carrier]:
     """A `Carrier` in a new process, which ends with this one; end it by `shutdown`.
 
     To be called before this process has threads or a CUDA context. Raises `ConfigError` where
@@ -57,7 +59,7 @@ def start_carrier(identity: Identity) -> tuple[CarrierProcess, Carrier]:
         ctx=multiprocessing.get_context("fork"),
     )
     process.start(_end_with, (os.getpid(),))
-    return process, process.Carrier(identity)
+    return process, process.Carrier(identity, congestion)
 
 
 def _end_with(parent: int) -> None:

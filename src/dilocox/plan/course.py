@@ -43,7 +43,8 @@ class Round:
     overhead: float = 0.0
     exchanges: int = 0
     work: float = 0.0
-    """Processor seconds of the busiest rank's exchange thread."""
+    """Processor seconds of the busiest rank's exchanges: of their threads, and without GPUs of what
+    the training's own thread does for them."""
     steps: int = 0
 
 

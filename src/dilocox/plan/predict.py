@@ -43,7 +43,7 @@ class Prediction:
     payload_bytes: int
     """That a site sends, and receives, in a round."""
     work_seconds: float
-    """Processor seconds of a round in the exchange thread of the busiest rank."""
+    """Processor seconds of a round's exchanges at the busiest rank (`Round.work`)."""
     step_seconds: float
     """Of an inner step at the slowest site."""
     tokens_per_step: int

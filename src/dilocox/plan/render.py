@@ -59,8 +59,10 @@ def _memory(plan: RunPlan) -> str:
             f"{each.copies / GIB:6.2f}  {each.activations / GIB:11.2f}  {each.device / GIB:6.2f}  "
             f"{each.host / GIB:6.2f}"
         )
-    where = "the machine's memory" if plan.places[0].device.shared else "a GPU"
+    shared = plan.places[0].device.shared
+    where = "the machine's memory, for all ranks" if shared else "a GPU"
     outer = "on the GPU" if plan.footprints[0].outer_on_device else "in the host's memory"
+    outer = "in it, too" if shared else outer
     lines.append(
         f"{'fits' if plan.fits else 'DOES NOT FIT'}: {plan.needed / GIB:.1f} GiB of the "
         f"{plan.available / GIB:.1f} GiB that training may use of {where}; outer state {outer}"

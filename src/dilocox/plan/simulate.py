@@ -279,7 +279,10 @@ class _Play:
         return self._calendars[slots]
 
     def _blocking(self, site: _Site, parts: Sequence[tuple[int, float]]) -> float:
-        """Seconds of the training's own thread: stages side by side, on shared cores in turn."""
+        """Seconds of the training's own thread: stages side by side, on shared cores in turn.
+
+        On processors they count as the exchanges' work, as the engine's meter has it.
+        """
         by_stage: dict[int, float] = {}
         for stage, seconds in parts:
             by_stage[stage] = by_stage.get(stage, 0.0) + seconds
@@ -287,6 +290,8 @@ class _Play:
             return 0.0
         if site.about.cores is None:
             return max(by_stage.values())
+        for stage, seconds in by_stage.items():
+            site.work[stage] = site.work.get(stage, 0.0) + seconds
         return sum(by_stage.values()) * site.about.shards / site.about.cores
 
     def _wait(

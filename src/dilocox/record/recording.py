@@ -64,7 +64,7 @@ class RankRecord:
         """`warn` is told once if something cannot be kept."""
         self._author, self._store = author, store
         self._coordinator, self._warn = coordinator, warn
-        self._queue: queue.Queue[tuple[Tensor, ...] | None] = queue.Queue(WAITING)
+        self._queue: queue.Queue[tuple[Tensor, ...]] = queue.Queue(WAITING)
         self._broken = False
         self._thread = threading.Thread(target=self._run, name="record", daemon=True)
         self._thread.start()
@@ -121,25 +121,29 @@ class RankRecord:
         except DilocoxError as error:
             self._give_up(error)
 
-    def close(self) -> None:
-        """Return when all is kept."""
-        self._queue.put(None)
-        self._thread.join()
+    def wait(self) -> None:
+        """Return when all that is known so far is kept, or was warned of."""
+        self._queue.join()
 
     def _done(self, future: Future[Outcome]) -> None:
         if not future.cancelled() and future.exception() is None:
             self._queue.put(future.result().payloads)
 
     def _run(self) -> None:
-        while (payloads := self._queue.get()) is not None:
-            if self._broken:
-                continue
+        while True:
+            payloads = self._queue.get()
             try:
-                with timeline.span("keep payloads", payloads=len(payloads)):
-                    for payload in payloads:
-                        self._store.put(tensor_bytes(payload))
+                if not self._broken:
+                    self._keep(payloads)
             except Exception as error:  # other people's storage, over a network
                 self._give_up(error)
+            finally:
+                self._queue.task_done()
+
+    def _keep(self, payloads: tuple[Tensor, ...]) -> None:
+        with timeline.span("keep payloads", payloads=len(payloads)):
+            for payload in payloads:
+                self._store.put(tensor_bytes(payload))
 
     def _give_up(self, error: Exception) -> None:
         log.error("record: %s", error)

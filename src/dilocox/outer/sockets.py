@@ -1,0 +1,79 @@
+"""TCP congestion control of the exchange's connections. Gloo does not give its own away."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from dilocox.errors import ConfigError
+
+_OPTION = getattr(socket, "TCP_CONGESTION", None)
+_AVAILABLE = Path("/proc/sys/net/ipv4/tcp_available_congestion_control")
+
+
+def check_congestion(name: str | None) -> None:
+    """Raise `ConfigError` if connections cannot be given the congestion control `name`."""
+    if name is None:
+        return
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as trial:
+            set_congestion(trial, name)
+    except OSError as error:
+        there = _AVAILABLE.read_text(encoding="utf-8").split() if _AVAILABLE.exists() else []
+        known = f"this system has {', '.join(there)}" if there else "it needs Linux"
+        raise ConfigError(
+            f'network.congestion: "{name}" cannot be used ({error.strerror or error}); {known}; '
+            "take one of those that the system allows, or leave it out"
+        ) from None
+
+
+def set_congestion(connection: socket.socket, name: str) -> None:
+    """Give a TCP socket the congestion control `name`. Raises `OSError`."""
+    if _OPTION is None:
+        raise OSError("not on this system")
+    connection.setsockopt(socket.IPPROTO_TCP, _OPTION, name.encode())
+
+
+def connections() -> set[int]:
+    """Descriptors of this process's connected TCP sockets; none where there is no /proc."""
+    try:
+        names = os.listdir("/proc/self/fd")
+    except OSError:
+        return set()
+    return {int(name) for name in names if _is_connection(int(name))}
+
+
+def set_congestion_of(descriptors: Iterable[int], name: str) -> None:
+    """As `set_congestion`, for what `connections` has found; those closed meanwhile are left."""
+    for descriptor in descriptors:
+        with contextlib.suppress(OSError), _copied(descriptor) as connection:
+            set_congestion(connection, name)
+
+
+def _is_connection(descriptor: int) -> bool:
+    try:
+        with _copied(descriptor) as found:
+            if found.type != socket.SOCK_STREAM:
+                return False
+            if found.family not in (socket.AF_INET, socket.AF_INET6):
+                return False
+            found.getpeername()
+    except OSError:
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def _copied(descriptor: int) -> Iterator[socket.socket]:
+    """A Python socket on a copy of `descriptor`. Raises `OSError` for what is no socket."""
+    copy = os.dup(descriptor)
+    try:
+        found = socket.socket(fileno=copy)
+    except OSError:
+        os.close(copy)
+        raise
+    with found:
+        yield found
