@@ -6,14 +6,15 @@ import argparse
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-from dilocox.record.claims import Finding
-from dilocox.record.verify import Places, Report, verify
+if TYPE_CHECKING:
+    from dilocox.record.claims import Finding
+    from dilocox.record.verify import Places, Report
 
 HELP = "check, from its record alone, how a run's model was made"
 COLOURS = {"PASS": "green", "FAIL": "bold red", "NOT_RUN": "yellow"}
@@ -47,6 +48,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Judge and print; exit code 0, 1 or 3."""
+    # Not above: other commands need none of it.
+    from dilocox.record.verify import Places, verify
+
     places = Places(
         run=options.run_folder,
         stores=options.store,
@@ -68,6 +72,8 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _with_bar(places: Places, console: Console) -> Report:
+    from dilocox.record.verify import verify
+
     bar = Progress(
         TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn(),
         console=console, transient=True,

@@ -7,6 +7,7 @@ matter who keeps the store.
 from __future__ import annotations
 
 import secrets
+from pathlib import Path
 from typing import Any
 
 import fsspec
@@ -28,6 +29,11 @@ class Store:
                 "fsspec knows"
             ) from None
         self._local = "file" in _protocols(self._files)
+
+    @property
+    def folder(self) -> Path | None:
+        """Where it lies on this machine; none if it does not."""
+        return Path(self._root).absolute() if self._local else None
 
     def path(self, digest: str) -> str:
         """Where the bytes with this digest (64 hex digits) lie."""
