@@ -34,7 +34,7 @@ FLOORS = (
     {"config"},
     {"compression", "display", "metrics", "checkpoint"},
     {"site", "outer", "data", "models", "recorder", "model_files"},
-    {"memory"},
+    {"memory", "record"},
     {"assembly"},
     {"payloads"},
     {"persistence", "entering", "meter", "preflight"},

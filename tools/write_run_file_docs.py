@@ -66,6 +66,7 @@ PLAIN = {
     "next contribution.",
     "control.adapt": "What follows what: see above.",
     "evaluation.completion_tokens": "Length of that completion; 0 samples none.",
+    "record.enabled": "Write the record; see [verification](verification.md).",
     "metrics.sinks": "Where else the round's numbers go. Each needs its own package.",
     "metrics.project": "Project name at Weights & Biases and Trackio.",
 }
@@ -83,9 +84,9 @@ refused with the nearest valid key. What was resolved is written to `run.toml` i
 
 A run file needs `[model]` and at least one `[sites.NAME]`. All sites must use the same file and
 the same `--set` options, but for what belongs to one machine: `run.folder`, `data.folder`,
-`site.device`, `site.threads`, all of `[network]` and `[metrics]`, and in `[sites.NAME]` the keys
-`interface`, `advertise` and `ports`; of `data` there only whether it is set. A site whose file
-differs otherwise is refused when it joins.
+`record.store`, `site.device`, `site.threads`, all of `[network]` and `[metrics]`, and in
+`[sites.NAME]` the keys `interface`, `advertise` and `ports`; of `data` there only whether it is set.
+A site whose file differs otherwise is refused when it joins.
 
 A working one: [examples/quickstart.toml](../examples/quickstart.toml).
 """

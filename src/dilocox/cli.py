@@ -12,6 +12,7 @@ from typing import Any
 from dilocox.errors import ConfigError, DilocoxError
 from dilocox.lab import command as lab_command
 from dilocox.plan import command as plan
+from dilocox.record import command as verify
 from dilocox.version import __version__
 
 EXAMPLES = """\
@@ -27,6 +28,7 @@ examples:
   dilocox data prepare run.toml
   dilocox data show runs/quickstart/data
   dilocox generate runs/quickstart --prompt "def main():"
+  dilocox verify runs/quickstart             (how its model was made, from the record alone)
   dilocox export runs/quickstart --to my-model
   dilocox lab run.toml --link 20mbit         (on shaped links on this machine; needs root)
 """
@@ -166,6 +168,9 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("--to", type=Path, required=True, metavar="FOLDER")
     export.add_argument("--dtype", choices=["fp32", "bf16", "fp16"], default="fp32")
     export.set_defaults(call=_export)
+
+    verifying = commands.add_parser("verify", parents=[common], help=verify.HELP)
+    verify.add_arguments(verifying)
 
     generate = commands.add_parser(
         "generate", parents=[common], help="sample text from a run's model"

@@ -278,6 +278,15 @@ class EvaluationSection(Section):
     completion_tokens: Annotated[int, Field(ge=0)] = 48
 
 
+class RecordSection(Section):
+    """`[record]`: what lets a stranger check how the model was made (`dilocox verify`)."""
+
+    enabled: bool = True
+    store: str = "{run}/record/store"
+    """Where payloads and theta_0 are kept, a folder or a URL that fsspec knows; `{run}` is the
+    run's folder."""
+
+
 class MetricsSection(Section):
     """`[metrics]`: JSONL is always written; others by name."""
 
@@ -300,6 +309,7 @@ class RunConfig(Section):
     network: NetworkSection = NetworkSection()
     checkpoint: CheckpointSection = CheckpointSection()
     evaluation: EvaluationSection = EvaluationSection()
+    record: RecordSection = RecordSection()
     metrics: MetricsSection = MetricsSection()
 
     @model_validator(mode="after")
@@ -338,6 +348,11 @@ class RunConfig(Section):
         return Path(self.data.folder.replace("{run}", str(self.folder)))
 
     @property
+    def record_store(self) -> str:
+        """Folder or URL of the record's store."""
+        return self.record.store.replace("{run}", str(self.folder))
+
+    @property
     def total_steps(self) -> int:
         """Inner steps that a site takes in the whole run."""
         return self.outer.steps or (self.outer.rounds or 0) * self.outer.inner_steps
@@ -373,6 +388,7 @@ class RunConfig(Section):
             shared["network"].pop(place)
         shared["run"].pop("folder")
         shared["data"].pop("folder")
+        shared["record"].pop("store")
         shared["site"].pop("device")
         shared["site"].pop("threads")
         for site in shared["sites"].values():

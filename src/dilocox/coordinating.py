@@ -22,6 +22,7 @@ from dilocox.outer.coordinator.serving import Endpoint, serve
 from dilocox.outer.coordinator.timeouts import Timeouts
 from dilocox.outer.coordinator.transport import host_and_port
 from dilocox.payloads import payload_sizes
+from dilocox.record.notary import LogNotary
 from dilocox.recorder import Record, Recorder
 
 ENDPOINT = "endpoint.json"
@@ -128,21 +129,29 @@ def serve_run(
 ) -> dict[str, Any]:
     """Serve a run to its end: phase, reason and summary. `port`: instead of `network.port`."""
     recorder = Recorder(config, folder, emit)
-    status = serve(
-        config,
-        folder / "coordinator",
-        port=port,
-        wait_for=wait_for,
-        payloads=payloads,
-        resume=resume,
-        on_report=recorder.report,
-        on_message=recorder.message,
-        on_plan=lambda plan: recorder.plan(plan.model_dump(mode="json")),
-        on_resumed=recorder.forget_after,
-        on_ready=on_ready,
-        on_ledger=lambda ledger: _check_ledger(folder, ledger, recorder),
-        ready_file=folder / "coordinator" / ENDPOINT,
-    )
+    notary = None
+    if config.record.enabled:
+        notary = LogNotary.open(config, folder / "coordinator", recorder.message)
+    try:
+        status = serve(
+            config,
+            folder / "coordinator",
+            port=port,
+            wait_for=wait_for,
+            payloads=payloads,
+            resume=resume,
+            on_report=recorder.report,
+            on_message=recorder.message,
+            on_plan=lambda plan: recorder.plan(plan.model_dump(mode="json")),
+            on_resumed=recorder.forget_after,
+            notary=notary,
+            on_ready=on_ready,
+            on_ledger=lambda ledger: _check_ledger(folder, ledger, recorder),
+            ready_file=folder / "coordinator" / ENDPOINT,
+        )
+    finally:
+        if notary is not None:
+            notary.close()
     summary = recorder.finish(status.phase, status.reason)
     return {"phase": status.phase, "reason": status.reason, "summary": summary}
 

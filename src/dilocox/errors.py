@@ -54,3 +54,7 @@ class RunOverError(TrainingError):
     """The run has ended: nothing can take part in it any more."""
 
     lasting = True
+
+
+class RecordError(DilocoxError):
+    """A record of a run that cannot be written, read or believed."""

@@ -195,6 +195,8 @@ def _last_words(config: RunConfig, result: Result, display: Display) -> None:
     display.line(f"model             {folder / 'model'}")
     display.line(f"checkpoints       {folder / 'checkpoints'}")
     display.line(f"metrics           {folder / 'metrics.jsonl'}, {folder / 'summary.json'}")
+    if config.record.enabled:
+        display.line(f"record            {folder / 'record'}; check it: dilocox verify {folder}")
 
 
 def _sample(config: RunConfig, folder: Path, progress: Callable[[str, float], None]) -> str:

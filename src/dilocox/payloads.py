@@ -14,7 +14,7 @@ from dilocox.compression import Geometry, LowRank, compressor, frame_bytes
 from dilocox.config import RunConfig
 from dilocox.models import build_chunk
 from dilocox.outer.controller.candidates import codecs
-from dilocox.outer.fragments import Layout, split_fragments
+from dilocox.outer.fragments import Layout, local_shapes, split_fragments
 from dilocox.site import chunks_of_stage
 
 Shape = tuple[int, ...]
@@ -84,21 +84,9 @@ def geometries(config: RunConfig, shapes: Mapping[str, Shape]) -> list[list[Geom
     shards = config.site.shards
     fragments = 1 if config.exchanges_gradients else config.outer.fragments
     return [
-        [Layout.of(_shard(shapes, names, shard, shards)).geometry for shard in range(shards)]
+        [Layout.of(local_shapes(shapes, names, shard, shards)).geometry for shard in range(shards)]
         for names in split_fragments(sizes, fragments)
     ]
-
-
-def _shard(
-    shapes: Mapping[str, Shape], names: Sequence[str], shard: int, shards: int
-) -> dict[str, Shape]:
-    """Local shapes under FSDP: rows in runs of ceil(rows / shards), the last ones shorter."""
-    local = {}
-    for name in names:
-        rows, *rest = shapes[name]
-        run = -(-rows // shards)
-        local[name] = (max(0, min(run, rows - shard * run)), *rest)
-    return local
 
 
 def message_bytes(codec: str, geometry: Geometry) -> int:

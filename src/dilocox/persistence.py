@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,8 @@ from dilocox.models import finish_model_folder, stage_file_name, write_stage_fil
 from dilocox.outer.coordinator.client import CoordinatorClient
 from dilocox.outer.coordinator.messages import Checkpoint, ExchangeKey, RoundPlan
 from dilocox.outer.loop import Pending
+from dilocox.record.files import other_files
+from dilocox.record.recording import RankRecord
 
 if TYPE_CHECKING:
     from dilocox.trainer import Trainer
@@ -37,8 +39,10 @@ class Keeper:
         files: TokenFiles,
         shared: bool,
         client: CoordinatorClient,
+        record: RankRecord | None,
     ) -> None:
         place = rank.place
+        self._record = record
         self._config = config
         self._files = files
         self._shared = shared
@@ -101,8 +105,10 @@ class Keeper:
                 warn(problem)
 
     def wait(self) -> None:
-        """Wait for the write under way."""
+        """Wait for the write under way, and until the record has all payloads so far."""
         self._writer.wait()
+        if self._record is not None:
+            self._record.wait()
 
     def publish(self, trainer: Trainer, plan: RoundPlan) -> None:
         """Write the anchor as `model/`, a Hugging Face folder. Collective over the site.
@@ -113,10 +119,16 @@ class Keeper:
             problem = self._export(trainer.rank, plan, self._config.folder / "model")
         if problem:
             raise CheckpointError(problem)
+        if self._publishes(trainer.rank, plan):
+            files = other_files(self._config.folder / "model")
+            record_state(self._record, "final", plan.round, trainer.rank, files)
+
+    def _publishes(self, rank: Rank, plan: RoundPlan) -> bool:
+        return not self._shared or next(iter(plan.members)) == rank.place.site
 
     def _export(self, rank: Rank, plan: RoundPlan, folder: Path) -> str:
         """Write a Hugging Face folder; why that failed at any rank of the site, or nothing."""
-        if self._shared and next(iter(plan.members)) != rank.place.site:
+        if not self._publishes(rank, plan):
             return ""
         tensors = whole_anchor(rank)
         problem = ""
@@ -249,6 +261,20 @@ def restore(trainer: Trainer, loaded: checkpoint.Loaded) -> None:
 
 def _below(tensors: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
     return {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
+
+
+def record_state(
+    record: RankRecord | None,
+    kind: str,
+    round_: int,
+    rank: Rank,
+    files: Mapping[str, str] | None = None,
+) -> None:
+    """Sign, if the run is recorded, what anchor the site holds. Collective over the site."""
+    if record is not None:
+        tensors = whole_anchor(rank)
+        if rank.place.shard == 0:
+            record.state(kind, round_, tensors, files if rank.place.leads else None)
 
 
 def whole_anchor(rank: Rank) -> dict[str, torch.Tensor]:

@@ -30,7 +30,8 @@ from dilocox.errors import ConfigError, DataError, TrainingError
 from dilocox.metrics import check_sinks
 from dilocox.models import count_parameters, probe_cut
 from dilocox.outer.fragments import split_fragments
-from dilocox.payloads import stage_shapes
+from dilocox.payloads import model_shapes, sizes_by_codec, stage_shapes
+from dilocox.record.store import Store
 
 WRITTEN = (
     "run.toml",
@@ -43,12 +44,13 @@ WRITTEN = (
     "logs",
     "model",
     "model-tick-*",
+    "record",
     "tensorboard",
     "trace",
     "trace*.json",
 )
 """What a run writes into its folder, and all that `--overwrite` takes away."""
-STARTED = ("metrics.jsonl", "coordinator", "logs")
+STARTED = ("metrics.jsonl", "coordinator", "logs", "record")
 """What a start leaves that failed before anything was trained."""
 
 
@@ -282,6 +284,34 @@ def check_run(
         if problem is not None:
             raise ConfigError(problem)
     _check_disk(config, sum(parameters), sites_here)
+    if config.record.enabled:
+        _check_store(config, blueprint, sum(parameters))
+
+
+def _check_store(config: RunConfig, blueprint: Blueprint, parameters: int) -> None:
+    """Raise `RecordError` for a store that cannot be used, `ConfigError` for one that will fill."""
+    place = Store(config.record_store).folder
+    if place is None:
+        return
+    while not place.exists():
+        place = place.parent
+    needed, free = record_bytes(config, blueprint, parameters), shutil.disk_usage(place).free
+    if needed > free:
+        raise ConfigError(
+            f"{config.record_store}: the run's record will need {needed / memory.GIB:.1f} GiB, "
+            f"{free / memory.GIB:.1f} GiB are free; set record.store to a larger place, or "
+            "record.enabled = false"
+        )
+
+
+def record_bytes(config: RunConfig, blueprint: Blueprint, parameters: int) -> int:
+    """Bytes of theta_0 and of all payloads, if the codec and rounds stay those of the run file."""
+    if config.exchanges_gradients:
+        return 4 * parameters
+    codec = config.compression.codec
+    sizes = sizes_by_codec(config, model_shapes(config, blueprint), [codec])[codec]
+    rounds = 1 + -(-config.total_steps // config.outer.inner_steps)
+    return 4 * parameters + rounds * len(config.sites) * sum(map(sum, sizes))
 
 
 def _check_blueprint(config: RunConfig, blueprint: Blueprint) -> list[int]:

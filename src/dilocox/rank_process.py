@@ -10,9 +10,10 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -34,14 +35,23 @@ from dilocox.errors import CheckpointError, DilocoxError, RunOverError
 from dilocox.outer.control import RankControl
 from dilocox.outer.coordinator.client import CoordinatorClient
 from dilocox.outer.coordinator.identity import Identity
-from dilocox.outer.coordinator.messages import BeginReply, Checkpoint, Entering
+from dilocox.outer.coordinator.messages import (
+    BeginReply,
+    Checkpoint,
+    Entering,
+    ExchangeKey,
+    VoteReply,
+)
 from dilocox.outer.coordinator.messages import Rank as RankName
 from dilocox.outer.coordinator.timeouts import Timeouts
 from dilocox.outer.groups import PeerGroup
 from dilocox.outer.loop import OuterLoop
 from dilocox.outer.tunnel import Tunnel, form_group, open_tunnel
 from dilocox.outer.worker import ExchangeWorker
-from dilocox.persistence import Keeper
+from dilocox.persistence import Keeper, record_state
+from dilocox.record.recording import Author, RankRecord
+from dilocox.record.statements import Signer
+from dilocox.record.store import Store
 from dilocox.trainer import Stopped, Trainer
 
 log = logging.getLogger(__name__)
@@ -87,15 +97,40 @@ class Network:
     tunnel: Tunnel | None
     congestion: str | None = None
     """TCP congestion control without a tunnel, if not the machine's."""
+    record: RankRecord | None = None
     groups: dict[GroupKey, PeerGroup] = field(default_factory=dict)
     _forming: dict[GroupKey, threading.Lock] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.begin = self.client.begin
-        self.vote = self.client.vote
         self.observe = self.client.observe
         self.report_broken = self.client.report_broken
         self.epoch = self.control.epoch
+
+    def vote(
+        self,
+        key: ExchangeKey,
+        attempt: int,
+        *,
+        held: Sequence[str],
+        contributes: bool,
+        phase: Literal["held", "done"],
+        digests: Mapping[str, str],
+    ) -> VoteReply:
+        """Vote with a signature under this rank's own payload, if the run is recorded."""
+        own = digests.get(self.place.site)
+        signed = None
+        if self.record is not None and own is not None and key.kind == "outer":
+            signed = self.record.sign(key, attempt, own)
+        return self.client.vote(
+            key,
+            attempt,
+            held=held,
+            contributes=contributes,
+            phase=phase,
+            digests=digests,
+            statement=signed,
+        )
 
     def group(self, begun: BeginReply, superseded: Callable[[], bool]) -> PeerGroup:
         """The group of these members in an epoch; formed when it is first needed.
@@ -242,8 +277,9 @@ def _take_part(
     tunnel: Tunnel | None,
 ) -> None:
     config, place = job.config, job.place
+    record = _open_record(job, client)
     congestion = config.network.congestion
-    network = Network(client, control, place, job.address, timeouts, tunnel, congestion)
+    network = Network(client, control, place, job.address, timeouts, tunnel, congestion, record)
     worker = ExchangeWorker(network, place.site, _beside_training(rank))
     outer = OuterLoop(
         rank.states,
@@ -251,7 +287,7 @@ def _take_part(
         place.site,
         place.stage,
         config.site.stages,
-        worker.submit,
+        worker.submit if record is None else record.watching(worker.submit),
         control.touch,
         hash_beside=rank.mesh.device.type != "cpu",
     )
@@ -263,15 +299,32 @@ def _take_part(
         client=client,
         batches=Batches.open(config, place, job.hooks, files),
         validation=validation_batches(config, files, place.shard),
-        keeper=Keeper(config, rank, files, job.shared_folder, client),
+        keeper=Keeper(config, rank, files, job.shared_folder, client, record),
         hooks=job.hooks,
         form_group=network.pair,
         entry_timeout=timeouts.stall,
     )
     control.wait_while_role("enrolled")
     newcomer = _enter(trainer, network, timeouts)
+    if newcomer is None and trainer.at.tick == 0:
+        record_state(record, "initial", 0, rank)
     trainer.run(newcomer)
     worker.close()
+
+
+def _open_record(job: RankJob, client: CoordinatorClient) -> RankRecord | None:
+    """This rank's part in the run's record; none if the run is not recorded."""
+    identity, place = job.identity, job.place
+    if not identity.record_run:
+        return None
+    name = RankName(site=place.site, stage=place.stage, shard=place.shard)
+    author = Author(identity.record_run, name, Signer.from_hex(identity.record_key))
+
+    def warn(text: str) -> None:
+        with contextlib.suppress(DilocoxError):
+            client.report(0, {"text": text}, kind="warning")
+
+    return RankRecord(author, Store(job.config.record_store), client, warn)
 
 
 def _beside_training(rank: Rank) -> Callable[[], None] | None:

@@ -133,6 +133,14 @@ class Workshop:
         return run
 
 
+def verdicts(folder: Path, **more: Any) -> dict[str, str]:
+    """What `dilocox verify` finds in a run's folder, by claim; those that PASS are left out."""
+    from dilocox.record.verify import Places, verify
+
+    report = verify(Places(folder, **more), lambda what, share: None)
+    return {f.claim.name: f.verdict for f in report.findings if f.verdict != "PASS"}
+
+
 class Run:
     """One `dilocox` process and the folder that it writes."""
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.e2e.harness import Run, Workshop
+from tests.e2e.harness import Run, Workshop, verdicts
 
 WHOLE_ROUND = (
     "outer.rounds=4",
@@ -55,7 +55,9 @@ def test_every_layout_gives_the_same_anchor(
     workshop: Workshop, one_stage: dict[str, torch.Tensor], name: str, sets: tuple[str, ...]
 ) -> None:
     """Invariant 4: stages and shards change nothing but the order of sums."""
-    cut = model_of(workshop.train(f"layout-{name}", *WHOLE_ROUND, *sets))
+    run = workshop.train(f"layout-{name}", *WHOLE_ROUND, *sets)
+    assert verdicts(run.folder) == {}, "the record replays every layout"
+    cut = model_of(run)
     moved = max(float(tensor.abs().max()) for tensor in one_stage.values())
     assert moved > 0.01
     assert largest_difference(one_stage, cut) < 2e-4
@@ -107,6 +109,8 @@ def test_methods_and_rules_train(workshop: Workshop, name: str, sets: tuple[str,
     summary = run.summary()
     assert summary["val_loss_last"] < summary["val_loss_first"] - 0.2
     assert summary["payload_bytes"] > 0
+    # Every outer step, from theta_0 and the payloads, to the published model.
+    assert verdicts(run.folder) == ({"replay": "NOT_RUN"} if "allreduce" in name else {})
     if name == "allreduce-reduce":
         # 2(D-1)/D payloads of 4 bytes a parameter at each step, and the frames' headers.
         assert summary["ratio_per_token"] == pytest.approx(1.0, rel=0.06)
@@ -116,6 +120,7 @@ def test_a_single_site_is_the_same_code(workshop: Workshop) -> None:
     run = workshop.train("alone", "outer.rounds=3", sites=["paris"])
     summary = run.summary()
     assert summary["sites"] == 1
+    assert verdicts(run.folder) == {}
     assert summary["payload_bytes"] == 0
     assert summary["allreduce_bytes"] == 0
     assert summary["val_loss_last"] < summary["val_loss_first"] - 0.1

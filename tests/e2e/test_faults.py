@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.forked import Forge, ForkedRun
-from tests.e2e.harness import Workshop
+from tests.e2e.harness import Workshop, verdicts
 
 LONG = ("outer.rounds=2000", "checkpoint.every_rounds=2")
 ONE_STAGE = ("site.stages=1", "checkpoint.every_rounds=1")
@@ -52,6 +52,7 @@ def test_a_sick_round_is_dropped_and_the_run_goes_on(workshop: Workshop, forge: 
     digests = {r["anchor_digest"] for r in run.records("flush", "paris")}
     assert digests == {r["anchor_digest"] for r in run.records("flush", "lyon")}
     assert run.summary()["val_loss_last"] < run.summary()["val_loss_first"] - 0.5
+    assert verdicts(run.folder) == {}, "sets without it are replayed as well"
 
 
 def test_two_sick_rounds_end_the_run_which_can_be_resumed(workshop: Workshop, forge: Forge) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.harness import Run, Workshop
+from tests.e2e.harness import Run, Workshop, verdicts
 
 SETS = ("outer.rounds=4", "checkpoint.every_rounds=0")
 
@@ -38,6 +38,7 @@ def test_printed_join_lines_make_the_same_run(workshop: Workshop) -> None:
     assert run.wait() == 0, run.output()
     assert run.summary()["anchor_digest"] == here.summary()["anchor_digest"]
     assert (run.folder / "model" / "config.json").exists()
+    assert verdicts(run.folder) == {}
     # The time-outs of the run are shown at its start, each derived from link_timeout.
     assert "link_timeout" in run.printed()
 

@@ -8,7 +8,7 @@ import signal
 
 import pytest
 
-from tests.e2e.harness import Run, Workshop
+from tests.e2e.harness import Run, Workshop, verdicts
 
 
 def join_again(workshop: Workshop, run: Run, site: str, *sets: str) -> Run:
@@ -50,3 +50,5 @@ def test_kill_and_rejoin(workshop: Workshop, exchange: str) -> None:
     shared = [r for r in run.records("round", "lyon") if r["round"] > last_together + 4]
     assert all(r["contributors"] == 2 for r in shared[2:-1])
     assert summary["val_loss_last"] < summary["val_loss_first"] - 1.0
+    # What the killed site had contributed is signed, and kept by who received it.
+    assert verdicts(run.folder) == {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.e2e.harness import Run, Workshop
+from tests.e2e.harness import Run, Workshop, verdicts
 
 # A stop takes effect some two beats of slots later (the lease), so the run must outlast two.
 SETS = ("outer.rounds=72", "checkpoint.every_rounds=0")
@@ -69,3 +69,5 @@ def test_two_stops_change_nothing(workshop: Workshop, name: str, sets: tuple[str
     assert last.summary()["anchor_digest"] == whole.summary()["anchor_digest"]
     assert last.summary()["val_loss_last"] == whole.summary()["val_loss_last"]
     assert last.summary()["tokens"] == whole.summary()["tokens"]
+    # The record tells the course that was gone on with, and replays to that model.
+    assert verdicts(last.folder) == ({"replay": "NOT_RUN"} if name == "late-gradients" else {})

@@ -221,6 +221,11 @@ class LowRank:
             flat[start : start + size].copy_(rest[place : place + size])
         return flat
 
+    def basis_digest(self, payload: Tensor) -> bytes:
+        """SHA-256 of the basis that a payload, uint8 [payload_bytes], was made with."""
+        payload = check_payload(payload, self.payload_bytes, self.name, self.geometry.length)
+        return payload.split(self._cuts)[0].cpu().numpy().tobytes()
+
     def next_warm(
         self,
         payloads: Sequence[Tensor],

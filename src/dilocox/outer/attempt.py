@@ -75,7 +75,7 @@ class Contribution:
     @property
     def seed(self) -> int:
         """What codecs draw their positions from: the same at all sites, another every time."""
-        return zlib.crc32(self.key.text.encode())
+        return self.key.seed
 
 
 @dataclass(frozen=True)
@@ -105,6 +105,9 @@ class Outcome:
     """Low-rank codecs: Q to Q of the next exchange, the same at all sites; due at the landing."""
     effective_rank: float | None = None
     """Low-rank codecs: of the averaged pseudo-gradient."""
+    payloads: tuple[torch.Tensor, ...] = ()
+    """What a replay needs, as far as it is here, uint8 each: payloads that count, a low-rank
+    codec's basis; of `reduce` the `chunk_index` and the payloads of chunks that passed here."""
 
 
 class Turn(Protocol):

@@ -11,13 +11,20 @@ group.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 import torch
 
 from dilocox import timeline
-from dilocox.compression import FramePart, LowRank, Part, frame_digest, pack_frame
+from dilocox.compression import (
+    FramePart,
+    LowRank,
+    Part,
+    frame_digest,
+    pack_frame,
+    payload_digest,
+)
 from dilocox.errors import ExchangeError
 from dilocox.outer.attempt import (
     Attempt,
@@ -144,6 +151,7 @@ def low_rank(attempt: Attempt, codec: LowRank) -> Outcome:
     weights = [what.weights[site] for site in outcome.contributors]
     return replace(
         outcome,
+        payloads=(*chosen, basis),
         advance=lambda warm: codec.next_warm(chosen, weights, basis, warm, what.key.round),
         effective_rank=codec.effective_rank(chosen, basis),
     )
@@ -175,8 +183,8 @@ def _to_everyone(
             sent if sent is not None and site == me else decode(payloads[site]) for site in counted
         )
         average = attempt.average(decoded, counted)
-    outcome = _outcome(attempt, average, counted, sent)
-    return outcome, [payloads[site] for site in counted]
+    chosen = [payloads[site] for site in counted]
+    return replace(_outcome(attempt, average, counted, sent), payloads=tuple(chosen)), chosen
 
 
 def reduce(attempt: Attempt) -> Outcome:
@@ -207,7 +215,8 @@ def reduce(attempt: Attempt) -> Outcome:
         payloads = dict.fromkeys(owners, torch.empty(0, dtype=torch.uint8))
     else:
         payloads = attempt.unpack({**arrived, me: frames[me]}, dict.fromkeys(owners, own))
-    decision = attempt.decide("held", payloads)
+    index = None if attempt.observes else chunk_index(frames.values())
+    decision = attempt.decide("held", payloads, None if index is None else payload_digest(index))
     if decision.decision == "commit":
         # Decided in an attempt that this rank missed the end of: only the mean is left to get.
         raise ExchangeError(f"{what.key.text}: was committed without this site; it must join again")
@@ -237,7 +246,18 @@ def reduce(attempt: Attempt) -> Outcome:
     with timeline.span("decode", values=what.length):
         result = _joined(chunks, averaged) if counted else None
         sent = _joined(chunks, mine) if me in decision.set else None
-    return _outcome(attempt, result, decision.set, sent, second)
+    passed = [] if index is None else [index, *mine.values(), *payloads.values()]
+    outcome = _outcome(attempt, result, decision.set, sent, second)
+    return replace(outcome, payloads=tuple(passed))
+
+
+def chunk_index(frames: Iterable[torch.Tensor]) -> torch.Tensor:
+    """What stands for a contribution in `reduce`: SHA-256 of its chunks' payloads in the owners'
+    order, uint8 [32 x chunks]."""
+    digests = b"".join(frame_digest(frame) for frame in frames)
+    if not digests:
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(bytearray(digests), dtype=torch.uint8)
 
 
 def _joined(chunks: Mapping[str, Part], payloads: Mapping[str, torch.Tensor]) -> torch.Tensor:

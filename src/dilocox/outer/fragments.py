@@ -96,6 +96,21 @@ class Layout:
                 )
 
 
+def local_shapes(
+    shapes: Mapping[str, Sequence[int]], names: Sequence[str], shard: int, shards: int
+) -> dict[str, tuple[int, ...]]:
+    """What shard `shard` of `shards` holds of tensors with these whole `shapes`.
+
+    FSDP's rule: rows in runs of ceil(rows / shards), the last ones shorter.
+    """
+    local = {}
+    for name in names:
+        rows, *rest = shapes[name]
+        run = -(-rows // shards)
+        local[name] = (max(0, min(run, rows - shard * run)), *rest)
+    return local
+
+
 def layer_number(name: str) -> int | None:
     """The first whole number among the dotted parts of a parameter's name, or None."""
     return next((int(part) for part in name.split(".") if part.isdecimal()), None)

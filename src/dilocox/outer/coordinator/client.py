@@ -156,6 +156,7 @@ class CoordinatorClient:
         contributes: bool = True,
         phase: Literal["held", "done"] = "held",
         digests: Mapping[str, str] | None = None,
+        statement: str | None = None,
         limit: float | None = None,
     ) -> m.VoteReply:
         """Vote and wait for the decision: "commit", "average" or "repeat".
@@ -168,6 +169,7 @@ class CoordinatorClient:
             "held": list(held),
             "contributes": contributes,
             "digests": dict(digests or {}),
+            "statement": statement,
         }
         return self._vote(key, attempt, fields, limit)
 
@@ -225,6 +227,10 @@ class CoordinatorClient:
         before, and the sites have to join again."""
         request = m.SpoiledRequest(rank=self.rank, tick=tick, reason=_line(reason))
         self._post("spoiled", request, m.Done)
+
+    def record_state(self, statement: str) -> None:
+        """What model state this rank holds, signed; for a run that is recorded."""
+        self._post("state", m.StateRequest(rank=self.rank, statement=statement), m.Done)
 
     def checkpoints(self) -> list[m.Checkpoint]:
         """All checkpoints of this course of the run, complete or not, by tick."""

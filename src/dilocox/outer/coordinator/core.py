@@ -22,9 +22,10 @@ from dilocox.outer.coordinator.admission import check_admission
 from dilocox.outer.coordinator.decisions import decide, plan_round, writers
 from dilocox.outer.coordinator.departures import Departures
 from dilocox.outer.coordinator.exchanges import Exchange
-from dilocox.outer.coordinator.identity import Authority
+from dilocox.outer.coordinator.identity import Authority, server_names
 from dilocox.outer.coordinator.liveness import Liveness
 from dilocox.outer.coordinator.log import EventLog
+from dilocox.outer.coordinator.notary import Notary, Witness
 from dilocox.outer.coordinator.refusals import Caller, Refused
 from dilocox.outer.coordinator.resume import resume_point
 from dilocox.outer.coordinator.state import CoordinatorState
@@ -61,6 +62,7 @@ class Coordinator:
         on_message: Callable[[str], None] | None = None,
         on_plan: Callable[[m.RoundPlan], None] | None = None,
         on_resumed: Callable[[int], None] | None = None,
+        notary: Notary | None = None,
         now: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
@@ -81,6 +83,7 @@ class Coordinator:
             )
         self._now, self.wall, self._on_report = now, wall, on_report
         self._on_message, self._on_plan, self._on_resumed = on_message, on_plan, on_resumed
+        self.witness = Witness(notary)
         self.on_change: Callable[[str], None] = lambda topic: None
         """Called with a topic when something that callers wait for may have happened."""
         self.state = CoordinatorState(config)
@@ -88,7 +91,7 @@ class Coordinator:
         self.departures = Departures(self)
         self.log = EventLog(folder)
         try:
-            self.authority = Authority(folder, _hosts(config))
+            self.authority = Authority(folder, server_names(config.network))
             self._open(payloads)
         except BaseException:
             self.log.close()
@@ -117,6 +120,7 @@ class Coordinator:
         for name in self.state.live:
             beaten = self.state.sites[name].role != "enrolled"
             self._expect(name, self.timeouts.reconnect if beaten else self.timeouts.first_beat)
+        self.witness.reopened(self.state)
         self._follow(None)
 
     def resume(self, tick: int | None = None) -> e.Resumed:
@@ -145,6 +149,7 @@ class Coordinator:
         sequence, epoch = self.state.sequence, self.state.epoch
         self.log.append(event)
         self.state.apply(event)
+        self.witness.happened(self.state, event)
         if isinstance(event, e.Gone):
             self.liveness.forget(event.site)
         if isinstance(event, e.Planned) and self._on_plan is not None:
@@ -249,6 +254,7 @@ class Coordinator:
             self.wall(), request.site, incarnation, digest, certificate, versions,
             request.data_digest,
         )  # fmt: skip
+        self.witness.enrolled(request, incarnation)
         self._expect(request.site, self.timeouts.first_beat)
         self.record(event)
         return self._admission(request.site)
@@ -260,6 +266,7 @@ class Coordinator:
             certificate=state.certificate,
             authority=self.authority.pem,
             epoch=views.epoch(self.state),
+            record_run=self.witness.run,
         )
 
     def ready(self, request: m.ReadyRequest) -> m.Done:
@@ -389,12 +396,12 @@ class Coordinator:
         self.record(event, request.key)
 
     def _count(self, request: m.VoteRequest, exchange: Exchange) -> None:
-        rank = request.rank
-        voter = (rank.site, rank.stage, rank.shard)
-        if voter in (exchange.votes if request.phase == "held" else exchange.done):
+        rank, there = request.rank, exchange.votes if request.phase == "held" else exchange.done
+        if (rank.site, rank.stage, rank.shard) in there:
             return
         if request.phase == "done" and exchange.averaging is None:
             raise Refused("conflict", f"{rank}: done with {request.key} before its set was fixed")
+        self.witness.voting(request)
         event = e.Voted(
             self.wall(), rank.site, rank.stage, rank.shard, request.key, request.attempt,
             request.phase, list(request.held), request.contributes,
@@ -472,8 +479,3 @@ class Coordinator:
                     # A full disk of the metrics writer must not take the control plane down.
                     _log.exception("metrics of %s round %d not written", site.name, request.round)
         return m.Done()
-
-
-def _hosts(config: RunConfig) -> list[str]:
-    hosts = [config.network.host, config.network.advertise, "localhost", "127.0.0.1"]
-    return list(dict.fromkeys(host for host in hosts if host))

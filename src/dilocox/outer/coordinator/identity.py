@@ -21,9 +21,10 @@ from pathlib import Path
 from cryptography import x509
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric import ec, ed25519
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+from dilocox.config import NetworkSection
 from dilocox.errors import JoinError
 
 OPERATOR = "operator"
@@ -43,6 +44,10 @@ class Identity:
     authority: str
     fingerprint: str
     """SHA-256 of the coordinator's certificate (DER), hex."""
+    record_key: str = ""
+    """Private Ed25519 key that signs what the site says in the run's record, hex."""
+    record_run: str = ""
+    """The run's id in its record; empty if nothing is recorded."""
 
     def to_text(self) -> str:
         """As JSON, for a process of the same site."""
@@ -90,6 +95,18 @@ class JoinToken:
                 "token: not a join token; copy coordinator/token of the coordinator's run folder"
             )
         return cls(match[1], match[2])
+
+
+def server_names(network: NetworkSection) -> list[str]:
+    """Names and addresses that the coordinator's certificate is for."""
+    names = [network.host, network.advertise, "localhost", "127.0.0.1"]
+    return list(dict.fromkeys(name for name in names if name))
+
+
+def new_record_key() -> tuple[str, str]:
+    """A fresh Ed25519 key for a site's statements: (private, public), hex."""
+    key = ed25519.Ed25519PrivateKey.generate()
+    return key.private_bytes_raw().hex(), key.public_key().public_bytes_raw().hex()
 
 
 def write_private(path: Path, content: bytes) -> None:

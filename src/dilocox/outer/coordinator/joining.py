@@ -10,7 +10,12 @@ from pydantic import ValidationError
 from dilocox.errors import JoinError, NotNowError
 from dilocox.outer.coordinator import messages as m
 from dilocox.outer.coordinator.errors import CoordinatorError, CoordinatorUnreachableError
-from dilocox.outer.coordinator.identity import Identity, JoinToken, new_request
+from dilocox.outer.coordinator.identity import (
+    Identity,
+    JoinToken,
+    new_record_key,
+    new_request,
+)
 from dilocox.outer.coordinator.timeouts import Timeouts
 from dilocox.outer.coordinator.transport import Transport, pool_of_stranger
 from dilocox.version import __version__
@@ -45,6 +50,7 @@ def enrol(
     """
     parsed = JoinToken.parse(token)
     key, csr = new_request(site)
+    record_key, record_public = new_record_key()
     try:
         request = m.EnrolRequest(
             site=site,
@@ -55,6 +61,7 @@ def enrol(
             shards=shards,
             csr=csr,
             data_digest=data_digest,
+            record_key=record_public,
         )
     except ValidationError as error:
         problem = error.errors()[0]
@@ -75,6 +82,13 @@ def enrol(
     finally:
         transport.close()
     identity = Identity(
-        site, reply.incarnation, key, reply.certificate, reply.authority, parsed.fingerprint
+        site,
+        reply.incarnation,
+        key,
+        reply.certificate,
+        reply.authority,
+        parsed.fingerprint,
+        record_key,
+        reply.record_run,
     )
     return identity, reply

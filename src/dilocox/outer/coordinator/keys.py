@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import zlib
 from typing import Literal, NamedTuple
 
 KEY_PATTERN = r"^(outer/[0-9]{1,9}|gradient/[0-9]{1,9}/[0-9]{1,9})/[0-9]{1,5}/[0-9]{1,5}$"
@@ -44,3 +45,8 @@ class ExchangeKey(NamedTuple):
         """`outer/ROUND/STAGE/FRAGMENT` or `gradient/ROUND/STEP/STAGE/FRAGMENT`."""
         step = [] if self.kind == "outer" else [self.step]
         return "/".join(map(str, [self.kind, self.round, *step, self.stage, self.fragment]))
+
+    @property
+    def seed(self) -> int:
+        """What codecs draw positions from, 32 bits: the same at all sites, another every time."""
+        return zlib.crc32(self.text.encode())

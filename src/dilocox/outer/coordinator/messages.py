@@ -33,6 +33,7 @@ Wait = Annotated[float, Field(ge=0.0, le=MAX_POLL)]
 Sites = Annotated[list[SiteName], Field(max_length=4096)]
 KeyText = Annotated[str, Field(pattern=KEY_PATTERN)]
 StoreKey = Annotated[str, Field(pattern=r"^(epoch/\d{1,15}|site/[a-z0-9-]{1,31}|run)/.{1,400}$")]
+SignedText = Annotated[str, Field(max_length=8192)]
 StoreValue = Annotated[str, Field(max_length=(MAX_VALUE + 2) // 3 * 4)]
 
 
@@ -79,6 +80,8 @@ class EnrolRequest(Message):
     """PEM certificate signing request of the site's key."""
     data_digest: Digest | None = None
     """Digest of the token files' manifest, if the site has them already."""
+    record_key: Digest | None = None
+    """Public Ed25519 key of the site's statements in the run's record."""
 
 
 class EpochMember(Message):
@@ -105,6 +108,8 @@ class EnrolReply(Message):
     authority: str
     """PEM of the run's certificate authority."""
     epoch: Epoch
+    record_run: str = ""
+    """The run's id in its record; empty if nothing is recorded."""
 
 
 class ReadyRequest(Message):
@@ -279,6 +284,8 @@ class VoteRequest(Message):
     """This rank's own contribution may be counted."""
     digests: Annotated[dict[SiteName, Digest], Field(max_length=4096, default_factory=dict)]
     """SHA-256 of each held payload; the own one is logged."""
+    statement: SignedText | None = None
+    """The own payload's signed statement, if the run is recorded."""
     broken: bool = False
     """The attempt cannot be completed here; `failed` says by whose link, if known."""
     failed: Sites = Field(default_factory=list)
@@ -322,6 +329,13 @@ class SpoiledRequest(Message):
     rank: Rank
     tick: Count
     reason: Line
+
+
+class StateRequest(Message):
+    """`state`: this rank's signed statement of the model state that it holds."""
+
+    rank: Rank
+    statement: SignedText
 
 
 class Checkpoint(Message):

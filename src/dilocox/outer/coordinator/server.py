@@ -146,6 +146,7 @@ class CoordinatorServer:
             ("exchange/vote", m.VoteRequest, self._vote),
             ("checkpoint", m.CheckpointRequest, lambda r, c: core.checkpoint(r)),
             ("spoiled", m.SpoiledRequest, lambda r, c: core.spoiled(r)),
+            ("state", m.StateRequest, lambda r, c: core.witness.state(r)),
             ("report", m.ReportRequest, lambda r, c: core.report(r)),
             ("kv/set", m.StoreSetRequest, self._store_change(store.set)),
             ("kv/add", m.StoreAddRequest, self._store_change(store.add)),

@@ -19,6 +19,7 @@ from dilocox.outer.coordinator import views
 from dilocox.outer.coordinator.core import Coordinator, Payloads, Report
 from dilocox.outer.coordinator.identity import write_private
 from dilocox.outer.coordinator.ledger import Ledger
+from dilocox.outer.coordinator.notary import Notary
 from dilocox.outer.coordinator.server import CoordinatorServer
 
 
@@ -51,6 +52,7 @@ def serve(
     on_message: Callable[[str], None] | None = None,
     on_plan: Callable[[m.RoundPlan], None] | None = None,
     on_resumed: Callable[[int], None] | None = None,
+    notary: Notary | None = None,
     on_ready: Callable[[Endpoint], None] | None = None,
     on_ledger: Callable[[Ledger], None] | None = None,
     ready_file: str | Path | None = None,
@@ -62,7 +64,7 @@ def serve(
     `payloads`: see `Coordinator`. `on_report` gets (site, round, kind, metrics); the server waits
     for it, so it must return soon. `on_message` gets a line when sites come and go, `on_plan` every
     plan when it is made, `on_resumed` the round that is resumed in, `on_ledger` the ledger when the
-    run is over.
+    run is over. `notary` writes the run's record.
     When it listens, `on_ready` is called and `ready_file` is written (mode 0600). The first SIGINT
     or SIGTERM stops the run at a slot end, the second ends the server at once. Blocks; raises
     `TrainingError` (port taken, folder in use, log damaged) and `CheckpointError`.
@@ -76,6 +78,7 @@ def serve(
         on_message=on_message,
         on_plan=on_plan,
         on_resumed=on_resumed,
+        notary=notary,
     )
     try:
         if resume is not False:

@@ -1,0 +1,122 @@
+"""Who writes down, for strangers, what the coordinator hears and decides: its side of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from dilocox.outer.coordinator import events as e
+from dilocox.outer.coordinator.exchanges import Exchange
+from dilocox.outer.coordinator.keys import ExchangeKey
+from dilocox.outer.coordinator.messages import (
+    Done,
+    EnrolRequest,
+    Rank,
+    RoundPlan,
+    StateRequest,
+    VoteRequest,
+)
+from dilocox.outer.coordinator.refusals import Refused
+from dilocox.outer.coordinator.state import CoordinatorState
+
+
+@dataclass(frozen=True)
+class Decision:
+    """A contribution set that was decided."""
+
+    key: ExchangeKey
+    attempt: int
+    set: Sequence[str]
+    """Sites that count, run file order."""
+    owners: Sequence[str]
+    """Sites that contributed to the attempt, run file order: the owners of chunks in `reduce`."""
+    plan: RoundPlan
+
+
+class Notary(Protocol):
+    """Signs and keeps what it is told. No call may raise but with what it says here."""
+
+    run: str
+    """The run's id, which every statement names."""
+
+    def enrolled(self, request: EnrolRequest, incarnation: int) -> None:
+        """A site is let in with this key. Raises `Refused` for a site without a usable one."""
+
+    def contribution(
+        self, rank: Rank, key: ExchangeKey, attempt: int, digest: str, statement: str
+    ) -> None:
+        """A rank votes with a payload of this SHA-256, and signs it.
+
+        Raises `Refused` unless the statement says just that and the site's key has signed it.
+        """
+
+    def checkpoint(self, rank: Rank, statement: str) -> None:
+        """A rank says what model state it holds. Raises `Refused` as `contribution` does."""
+
+    def decided(self, decision: Decision) -> None:
+        """A contribution set is final."""
+
+    def resumed(self, round_: int, tick: int) -> None:
+        """The run goes back to `tick`, in `round_`."""
+
+    def cover(self) -> None:
+        """A round begins: what was said so far is complete."""
+
+
+class Witness:
+    """Tells a notary, if there is one, what it has to know."""
+
+    def __init__(self, notary: Notary | None) -> None:
+        self._notary = notary
+        self.run = "" if notary is None else notary.run
+        """The run's id in its record; empty if nothing is recorded."""
+
+    def enrolled(self, request: EnrolRequest, incarnation: int) -> None:
+        """Before the site is let in. Raises `Refused`."""
+        if self._notary is not None:
+            self._notary.enrolled(request, incarnation)
+
+    def voting(self, request: VoteRequest) -> None:
+        """Before the vote is counted. Raises `Refused` for a payload that is not signed."""
+        key = ExchangeKey.parse(request.key)
+        digest = request.digests.get(request.rank.site)
+        if self._notary is None or digest is None or key.kind != "outer":
+            return
+        if request.statement is None:
+            raise Refused("refused", f"{request.rank}: its payload of {request.key} is not signed")
+        self._notary.contribution(request.rank, key, request.attempt, digest, request.statement)
+
+    def state(self, request: StateRequest) -> Done:
+        """A rank has signed what model state it holds. Raises `Refused`."""
+        if self._notary is not None:
+            self._notary.checkpoint(request.rank, request.statement)
+        return Done()
+
+    def happened(self, state: CoordinatorState, event: e.Event) -> None:
+        """An event was logged and applied."""
+        if self._notary is None:
+            return
+        if isinstance(event, e.Decided):
+            self._decided(state, state.exchanges[event.key])
+        elif isinstance(event, e.Resumed):
+            self._notary.resumed(event.round, event.tick)
+        elif isinstance(event, e.Planned | e.Ended):
+            self._notary.cover()
+
+    def reopened(self, state: CoordinatorState) -> None:
+        """After a restart: what was logged last may not have been told."""
+        for exchange in state.exchanges.values():
+            self._decided(state, exchange)
+
+    def _decided(self, state: CoordinatorState, exchange: Exchange) -> None:
+        if self._notary is None or exchange.decision is None:
+            return
+        owners = [
+            site
+            for site, incarnation in exchange.members
+            if state.sites[site].incarnation == incarnation
+            and state.takes_part(site, exchange.round)
+        ]
+        key, plan = ExchangeKey.parse(exchange.key), state.plans[exchange.round]
+        self._notary.decided(Decision(key, exchange.attempt, exchange.decision, owners, plan))

@@ -1,0 +1,97 @@
+"""The claims that `dilocox verify` judges: what each proves, and what it does not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Verdict = Literal["PASS", "FAIL", "NOT_RUN"]
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One thing that can be true of a record."""
+
+    name: str
+    required: bool
+    """A verdict other than PASS is not a good end."""
+    proves: str
+    not_proved: str
+
+
+LOG = Claim(
+    "log",
+    True,
+    "the statements are those, in that order and number, that the log's key has signed",
+    "that this key is the one you trust: compare it, or give it with --key; that the signer showed "
+    "others the same log: give a checkpoint that you kept, with --seen",
+)
+SIGNATURES = Claim(
+    "signatures",
+    True,
+    "each statement is of this run and signed by whom it must be: the coordinator, or the site",
+    "who stands behind a site's key: the coordinator has let it in",
+)
+COMPLETE = Claim(
+    "complete",
+    True,
+    "no round is missing, and every payload that counts was signed by its site",
+    "that each site left out of a round was left out for a good reason",
+)
+RUN_FILE = Claim(
+    "run-file",
+    True,
+    "run.toml is the run file that all sites had agreed on",
+    "keys that are one machine's own matter (folders, ports, devices) are not compared",
+)
+PAYLOADS = Claim(
+    "payloads",
+    True,
+    "the bytes of every payload that counts, and of theta_0, are there and are those signed",
+    "that an honest training step made them",
+)
+REPLAY = Claim(
+    "replay",
+    True,
+    "from theta_0 and the payloads every outer step gives, bit for bit, the final state that was "
+    "signed: nothing else went into the model between the sites",
+    "that the sites' inner steps were honest, or what text they were made on",
+)
+MODEL = Claim(
+    "model",
+    True,
+    "the published folder holds that final state bit for bit, and the files that came with it",
+    "that the model is good, or safe to use",
+)
+DATA = Claim(
+    "data",
+    False,
+    "the token files here are those that every site named when it enrolled",
+    "that the sites trained on them; private token files of a site are not looked at",
+)
+CODE = Claim(
+    "code",
+    False,
+    "this dilocox has, byte for byte, the code that the coordinator ran",
+    "what code the sites ran: they named versions only",
+)
+CLAIMS = (LOG, SIGNATURES, COMPLETE, RUN_FILE, PAYLOADS, REPLAY, MODEL, DATA, CODE)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A claim and what became of it."""
+
+    claim: Claim
+    verdict: Verdict
+    reason: str
+    """What was looked at, or why not PASS."""
+
+
+def exit_code(findings: list[Finding]) -> int:
+    """0: all that is required PASS; 1: any FAIL; 3: something required is NOT_RUN."""
+    if any(each.verdict == "FAIL" for each in findings):
+        return 1
+    if any(each.verdict != "PASS" and each.claim.required for each in findings):
+        return 3
+    return 0

@@ -1,0 +1,130 @@
+"""`dilocox verify`: judge a run's record and say so."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+if TYPE_CHECKING:
+    from dilocox.record.claims import Finding
+    from dilocox.record.verify import Places, Report
+
+HELP = "check, from its record alone, how a run's model was made"
+COLOURS = {"PASS": "green", "FAIL": "bold red", "NOT_RUN": "yellow"}
+NOBODY_PROVES = (
+    "No claim covers what happened inside a site: whether its inner steps were honest, on what "
+    "text, by what code."
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `dilocox verify`."""
+    parser.add_argument("run_folder", type=Path, metavar="RUN_FOLDER")
+    parser.add_argument("--json", action="store_true", help="print the verdicts as JSON")
+    parser.add_argument(
+        "--store", action="append", default=[], metavar="PLACE",
+        help="a further store of payloads, folder or URL; may be given several times",
+    )  # fmt: skip
+    parser.add_argument(
+        "--model", type=Path, metavar="FOLDER", help="the model, if not RUN_FOLDER/model"
+    )
+    parser.add_argument("--data", type=Path, metavar="FOLDER", help="token files to check, too")
+    parser.add_argument(
+        "--key", metavar="NAME+HASH+KEY", help="the log's key, as its owner has told it to you"
+    )
+    parser.add_argument(
+        "--seen", type=Path, metavar="FILE",
+        help="a checkpoint of the log that you kept: the log must have grown from it",
+    )  # fmt: skip
+    parser.set_defaults(call=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Judge and print; exit code 0, 1 or 3."""
+    # Not above: other commands need none of it.
+    from dilocox.record.verify import Places, verify
+
+    places = Places(
+        run=options.run_folder,
+        stores=options.store,
+        model=options.model,
+        data=options.data,
+        key=options.key,
+        seen=options.seen,
+    )
+    console = Console(highlight=False, soft_wrap=True)
+    if options.json or not console.is_terminal:
+        report = verify(places, lambda what, share: None)
+    else:
+        report = _with_bar(places, console)
+    if options.json:
+        print(json.dumps(as_json(report), indent=2))
+    else:
+        show(report, console)
+    return report.exit_code
+
+
+def _with_bar(places: Places, console: Console) -> Report:
+    from dilocox.record.verify import verify
+
+    bar = Progress(
+        TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn(),
+        console=console, transient=True,
+    )  # fmt: skip
+    with bar:
+        task = bar.add_task("reading the log", total=1.0)
+        return verify(
+            places, lambda what, share: bar.update(task, description=what, completed=share)
+        )
+
+
+def as_json(report: Report) -> dict[str, Any]:
+    """What `--json` prints."""
+    return {
+        "run": report.run,
+        "log": report.log,
+        "checkpoint": report.checkpoint,
+        "statements": report.statements,
+        "rounds": report.rounds,
+        "exit_code": report.exit_code,
+        "claims": [
+            {
+                "verdict": finding.verdict,
+                "reason": finding.reason,
+                **asdict(finding.claim),
+            }
+            for finding in report.findings
+        ],
+    }
+
+
+def show(report: Report, console: Console) -> None:
+    """Print the table of claims."""
+    console.print(f"run {report.run or '(unknown)'}, log key {escape(report.log)}")
+    for finding in report.findings:
+        _show_claim(finding, console)
+    console.print(NOBODY_PROVES)
+    ends = {
+        0: "verified: all required claims PASS",
+        1: "NOT verified: a claim is FAIL",
+        3: "not verified: a required claim is NOT_RUN",
+    }
+    colour = {0: "green", 1: "bold red", 3: "yellow"}[report.exit_code]
+    console.print(f"[{colour}]{ends[report.exit_code]}[/]")
+
+
+def _show_claim(finding: Finding, console: Console) -> None:
+    claim, colour = finding.claim, COLOURS[finding.verdict]
+    optional = "" if claim.required else " (not required)"
+    console.print(
+        f"[{colour}]{finding.verdict:<7}[/]  {claim.name:<11} {escape(finding.reason)}{optional}"
+    )
+    console.print(f"[dim]{'':9}proves: {escape(claim.proves)}[/]")
+    console.print(f"[dim]{'':9}not:    {escape(claim.not_proved)}[/]")

@@ -1,0 +1,274 @@
+"""What the statements of a log say that happened in a run. Pure: nothing is read or replayed.
+
+A run that was resumed left a course behind: what began after the resume's tick does not count any
+more, and of what was decided again the later decision does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from dilocox.errors import RecordError
+from dilocox.outer.coordinator.keys import ExchangeKey
+from dilocox.record import statements as s
+from dilocox.record.note import NoteKey
+
+Place = tuple[int, int]
+"""(stage, fragment)."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One outer step of one fragment, as it was decided."""
+
+    key: ExchangeKey
+    flush: bool
+    attempt: int
+    tick: int
+    """Slots that had ended at its boundary."""
+    set: tuple[str, ...]
+    owners: tuple[str, ...]
+    weights: tuple[float, ...]
+    """w_i of `set`, in its order."""
+    codec: str
+    exchange: str
+    learning_rate: float
+    momentum: float
+    fragments: int
+    payloads: Mapping[str, str]
+    """SHA-256 of what counts, by `SITE/SHARD`."""
+
+    @classmethod
+    def of(cls, statement: s.Statement) -> Step:
+        """Raises `RecordError` for a statement that is not whole."""
+        said = statement.predicate
+        try:
+            key = ExchangeKey.parse(said["exchange_key"])
+            step = cls(
+                key=key,
+                flush=said["kind"] == "flush",
+                attempt=int(said["attempt"]),
+                tick=int(said["tick"]),
+                set=tuple(said["set"]),
+                owners=tuple(said["owners"]),
+                weights=tuple(float(said["weights"][site]) for site in said["set"]),
+                codec=str(said["codec"]),
+                exchange=str(said["exchange"]),
+                learning_rate=float(said["learning_rate"]),
+                momentum=float(said["momentum"]),
+                fragments=int(said["fragments"]),
+                payloads=dict(statement.subjects),
+            )
+            named = (int(said["round"]), int(said["stage"]), int(said["fragment"]))
+        except (KeyError, TypeError, ValueError, AttributeError):
+            raise RecordError("an outer-step statement is not whole") from None
+        if named != (key.round, key.stage, key.fragment):
+            raise RecordError(f"the outer-step statement of {key.text} names another round")
+        return step
+
+    @property
+    def place(self) -> Place:
+        """Stage and fragment."""
+        return self.key.stage, self.key.fragment
+
+
+@dataclass(frozen=True)
+class State:
+    """A stage's tensors at one moment, as a site has signed them."""
+
+    kind: str
+    """`initial` or `final`."""
+    site: str
+    stage: int
+    root: str
+    """Root over the tensors, hex."""
+    listing: str
+    """SHA-256 of the list of tensors in the store."""
+    files: Mapping[str, str]
+    """Of `final`: SHA-256 of the published folder's other files, by name."""
+
+
+@dataclass
+class Course:
+    """A whole run."""
+
+    run: str
+    log: str
+    """The log's key."""
+    manifest: Mapping[str, Any]
+    enrolments: list[Mapping[str, Any]] = field(default_factory=list)
+    steps: dict[str, Step] = field(default_factory=dict)
+    """By exchange key, as they stand at the end."""
+    contributions: dict[tuple[str, int, str, int], str] = field(default_factory=dict)
+    """SHA-256 of payloads by (exchange key, attempt, site, shard)."""
+    states: list[State] = field(default_factory=list)
+    unknown: int = 0
+    """Statements of types that this version does not know."""
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """What all sites had agreed on."""
+        found: Mapping[str, Any] = self.manifest["config"]
+        return found
+
+    @property
+    def stages(self) -> int:
+        """Pipeline stages of a site."""
+        return int(self.config["site"]["stages"])
+
+    @property
+    def shards(self) -> int:
+        """FSDP ranks of a stage."""
+        return int(self.config["site"]["shards"])
+
+    def of(self, place: Place) -> list[Step]:
+        """The outer steps of one fragment, in order."""
+        found = [step for step in self.steps.values() if step.place == place]
+        return sorted(found, key=lambda step: step.key.round)
+
+    def state(self, kind: str, stage: int) -> list[State]:
+        """What the sites have signed of a stage."""
+        return [each for each in self.states if (each.kind, each.stage) == (kind, stage)]
+
+
+def read_course(entries: Iterable[str], key: NoteKey) -> Course:
+    """What a log's entries say, each signed by whom it has to be and about this run.
+
+    Raises `RecordError` naming the first entry that is not.
+    """
+    course: Course | None = None
+    keys: dict[str, str] = {}
+    for number, entry in enumerate(entries):
+        try:
+            course = _take(course, keys, entry, key)
+        except RecordError as error:
+            raise RecordError(f"statement {number}: {error}") from None
+    if course is None:
+        raise RecordError("the log holds no statement")
+    return course
+
+
+def _take(course: Course | None, keys: dict[str, str], entry: str, log: NoteKey) -> Course:
+    statement, envelope = s.opened(entry)
+    kind, said = statement.kind, statement.predicate
+    if course is None:
+        if kind != s.MANIFEST:
+            raise RecordError(f"a log begins with a {s.MANIFEST}, this one with {kind}")
+        s.check_signature(envelope, log.public.hex())
+        if said.get("log") != str(log) or not statement.run:
+            raise RecordError("the manifest names another log")
+        return Course(statement.run, str(log), said)
+    if not statement.known:
+        course.unknown += 1
+        return course
+    if statement.run != course.run:
+        raise RecordError(f"{kind} of run {statement.run[:12]!r}, this is {course.run[:12]}")
+    signer = log.public.hex()
+    if kind in s.BY_SITE:
+        site = str(said.get("site"))
+        if site not in keys:
+            raise RecordError(f"{kind} of site {site!r}, which has not enrolled")
+        signer = keys[site]
+    s.check_signature(envelope, signer)
+    try:
+        _TAKE[kind](course, keys, statement)
+    except (KeyError, TypeError, ValueError):
+        raise RecordError(f"{kind}: not whole") from None
+    return course
+
+
+def _again(course: Course, keys: dict[str, str], statement: s.Statement) -> None:
+    raise RecordError("a second manifest")
+
+
+def _enrolled(course: Course, keys: dict[str, str], statement: s.Statement) -> None:
+    said = statement.predicate
+    keys[str(said["site"])] = str(said["key"])
+    course.enrolments.append(said)
+
+
+def _contributed(course: Course, keys: dict[str, str], statement: s.Statement) -> None:
+    said = statement.predicate
+    key = ExchangeKey.parse(said["exchange_key"])
+    if int(said["round"]) != key.round:
+        raise RecordError(f"{said['site']}'s contribution to {key.text} names another round")
+    where = (key.text, int(said["attempt"]), str(said["site"]), int(said["shard"]))
+    course.contributions[where] = statement.subjects["payload"]
+
+
+def _stepped(course: Course, keys: dict[str, str], statement: s.Statement) -> None:
+    step = Step.of(statement)
+    course.steps[step.key.text] = step
+
+
+def _held(course: Course, keys: dict[str, str], statement: s.Statement) -> None:
+    said, subjects = statement.predicate, statement.subjects
+    state = State(
+        kind=str(said["kind"]),
+        site=str(said["site"]),
+        stage=int(said["stage"]),
+        root=subjects["state"],
+        listing=subjects["tensors"],
+        files={str(name): str(digest) for name, digest in said.get("files", {}).items()},
+    )
+    course.states.append(state)
+
+
+def _resumed(course: Course, keys: dict[str, str], statement: s.Statement) -> None:
+    tick = int(statement.predicate["tick"])
+    course.steps = {key: step for key, step in course.steps.items() if step.tick <= tick}
+    course.states = [state for state in course.states if state.kind == "initial"]
+
+
+_TAKE = {
+    s.MANIFEST: _again,
+    s.ENROLMENT: _enrolled,
+    s.CONTRIBUTION: _contributed,
+    s.STEP: _stepped,
+    s.CHECKPOINT: _held,
+    s.RESUME: _resumed,
+}
+
+
+def gaps(course: Course) -> list[str]:
+    """What is missing from a finished run, or does not fit together, one line each."""
+    numbers = {step.fragments for step in course.steps.values()}
+    if len(numbers) != 1:
+        return ["the outer steps do not agree on the number of fragments"]
+    fragments = numbers.pop()
+    last = max(step.key.round for step in course.steps.values())
+    known = {(stage, number) for stage in range(course.stages) for number in range(fragments)}
+    found = [f"{step.key.text}: no such fragment" for step in course.steps.values()
+             if step.place not in known]  # fmt: skip
+    for stage, fragment in sorted(known):
+        steps = course.of((stage, fragment))
+        there = [step.key.round for step in steps]
+        missing = sorted(set(range(last + 1)) - set(there))
+        if missing:
+            found.append(f"stage {stage} fragment {fragment}: no outer step of round {missing[0]}")
+        elif [step.key.round for step in steps if step.flush] != [last]:
+            found.append(f"stage {stage} fragment {fragment}: the last round is not the flush")
+        for step in steps:
+            found += _unsigned(course, step)
+    for kind in ("initial", "final"):
+        for stage in range(course.stages):
+            roots = {state.root for state in course.state(kind, stage)}
+            if len(roots) != 1:
+                found.append(f"stage {stage}: {len(roots)} different {kind} states are signed")
+    return found
+
+
+def _unsigned(course: Course, step: Step) -> list[str]:
+    """Payloads of a step that count and that their site has not signed so."""
+    places = {f"{site}/{shard}": (site, shard) for site in step.set
+              for shard in range(course.shards)}  # fmt: skip
+    if set(places) != set(step.payloads):
+        return [f"{step.key.text}: its payloads are not those of its contribution set"]
+    return [
+        f"{step.key.text}: {site} has not signed the payload that counts"
+        for place, (site, shard) in places.items()
+        if course.contributions.get((step.key.text, step.attempt, site, shard))
+        != step.payloads[place]
+    ]

@@ -1,0 +1,175 @@
+"""The log of a run: one signed statement per line, in a Merkle tree with signed checkpoints.
+
+`statements.jsonl` holds the envelopes, a leaf each; `checkpoint` the newest signed checkpoint;
+`log.pub` the key that has signed it. An entry is written before the checkpoint that covers it, so a
+crash between the two leaves entries that the next start covers.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from dilocox.errors import RecordError
+from dilocox.record.merkle import Frontier, leaf_hash
+from dilocox.record.note import LogCheckpoint, NoteKey, open_note, sign_note
+
+ENTRIES, CHECKPOINT, PUBLIC = "statements.jsonl", "checkpoint", "log.pub"
+
+
+@dataclass(frozen=True)
+class LogContent:
+    """What a log's folder holds. Nothing of it is checked but its form."""
+
+    entries: list[str]
+    note: str
+    """The signed checkpoint."""
+    public: str
+    """The text of `log.pub`."""
+
+
+class LogWriter:
+    """Appends to the log in a folder. One process at a time; `cover` in one thread at a time, which
+    may be another than that of `append`."""
+
+    def __init__(self, folder: Path, origin: str, key: Ed25519PrivateKey) -> None:
+        """Begin a log, or go on with the one in `folder`.
+
+        Raises `RecordError` if what is there is not what `key` has signed, and `OSError`.
+        """
+        self._folder, self._origin, self._key = folder, origin, key
+        self.public = NoteKey(origin, key.public_key().public_bytes_raw())
+        folder.mkdir(parents=True, exist_ok=True)
+        self.entries = _recovered(folder, self.public)
+        """What was there already."""
+        self._tree = Frontier(leaf_hash(entry.encode()) for entry in self.entries)
+        self._file = (folder / ENTRIES).open("ab")
+        _replace(folder / PUBLIC, f"{self.public}\n")
+        self._covered = -1
+        self._lock = threading.Lock()
+        self.cover()
+
+    def append(self, entry: str) -> None:
+        """Add a statement; it counts once a checkpoint covers it. Raises `OSError`."""
+        data = entry.encode()
+        with self._lock:
+            self._file.write(data + b"\n")
+            self._file.flush()
+            self._tree.append(leaf_hash(data))
+
+    def cover(self) -> LogCheckpoint:
+        """Sign what is there now; the checkpoint. Raises `OSError`."""
+        with self._lock:
+            checkpoint = LogCheckpoint(self._origin, self._tree.size, self._tree.root)
+        if self._covered != checkpoint.size:
+            # A checkpoint that is there after a power cut must find its entries there.
+            os.fsync(self._file.fileno())
+            _replace(self._folder / CHECKPOINT, sign_note(checkpoint.text, self._origin, self._key))
+            self._covered = checkpoint.size
+        return checkpoint
+
+    def close(self) -> None:
+        """Cover what is there and let go of it. Raises `OSError`."""
+        try:
+            self.cover()
+        finally:
+            self._file.close()
+
+
+def read_log(folder: Path) -> LogContent:
+    """What is in a log's folder. Raises `RecordError` if files are missing or cut short."""
+    texts = {}
+    for name in (ENTRIES, CHECKPOINT, PUBLIC):
+        try:
+            texts[name] = (folder / name).read_text(encoding="utf-8")
+        except FileNotFoundError:
+            raise RecordError(f"{folder / name}: missing; was this run recorded?") from None
+        except (OSError, UnicodeDecodeError) as error:
+            raise RecordError(f"{folder / name}: cannot be read ({error})") from None
+    lines = texts[ENTRIES].split("\n")
+    if lines.pop() != "":
+        raise RecordError(f"{folder / ENTRIES}: its last line was cut short")
+    return LogContent(lines, texts[CHECKPOINT], texts[PUBLIC].strip())
+
+
+def check_log(content: LogContent, key: NoteKey) -> LogCheckpoint:
+    """The checkpoint of a log that holds exactly what `key` has signed.
+
+    Raises `RecordError` if the signature, the size or the root is another.
+    """
+    checkpoint = LogCheckpoint.parse(open_note(content.note, key))
+    if checkpoint.origin != key.name:
+        raise RecordError(f"the checkpoint is of log {checkpoint.origin!r}, not {key.name!r}")
+    count = len(content.entries)
+    if count != checkpoint.size:
+        how = "cut" if count < checkpoint.size else "added to"
+        raise RecordError(
+            f"the log holds {count} statements, its signed checkpoint {checkpoint.size}: it was "
+            f"{how} after it was signed"
+        )
+    if Frontier(_leaves(content.entries)).root != checkpoint.root:
+        raise RecordError("the log's root is not the signed one: a statement was changed or moved")
+    return checkpoint
+
+
+def check_grown(content: LogContent, key: NoteKey, seen: str) -> LogCheckpoint:
+    """The checkpoint in the note `seen`, kept from an earlier look, of which this log is a
+    continuation.
+
+    Raises `RecordError` if it is not: the log was cut back, or another was put in its place.
+    """
+    earlier = LogCheckpoint.parse(open_note(seen, key))
+    if earlier.size > len(content.entries):
+        raise RecordError(
+            f"the log held {earlier.size} statements when it was seen, now {len(content.entries)}: "
+            "it was cut back"
+        )
+    if Frontier(_leaves(content.entries[: earlier.size])).root != earlier.root:
+        raise RecordError(
+            f"the log's first {earlier.size} statements are not those that were seen: the same "
+            "key has signed two courses (the seen checkpoint and this one are the evidence)"
+        )
+    return earlier
+
+
+def _leaves(entries: list[str]) -> Iterator[bytes]:
+    return (leaf_hash(entry.encode()) for entry in entries)
+
+
+def _recovered(folder: Path, key: NoteKey) -> list[str]:
+    """Entries of a log to go on with; what a crash has left half written is taken away."""
+    path = folder / ENTRIES
+    if not path.exists():
+        if (folder / CHECKPOINT).exists():
+            raise RecordError(f"{path}: missing, though a checkpoint of it is there; put it back")
+        return []
+    data = path.read_bytes()
+    whole = data.rfind(b"\n") + 1
+    entries = data[:whole].decode().split("\n")[:-1]
+    if (folder / CHECKPOINT).exists():
+        note = (folder / CHECKPOINT).read_text(encoding="utf-8")
+        covered = LogCheckpoint.parse(open_note(note, key))
+        first = entries[: covered.size]
+        if len(first) < covered.size or Frontier(_leaves(first)).root != covered.root:
+            raise RecordError(
+                f"{path}: not what its checkpoint was signed for; put back the files of this run"
+            )
+    if whole != len(data):
+        with path.open("r+b") as file:
+            file.truncate(whole)
+    return entries
+
+
+def _replace(path: Path, text: str) -> None:
+    part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
+    with part.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    part.replace(path)

@@ -1,0 +1,291 @@
+"""Writes the log of a run, in the coordinator's process."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import logging
+import platform
+import secrets
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from dilocox.config import RunConfig
+from dilocox.errors import RecordError
+from dilocox.outer.calendar import boundary_slots
+from dilocox.outer.coordinator.identity import write_private
+from dilocox.outer.coordinator.keys import ExchangeKey
+from dilocox.outer.coordinator.messages import EnrolRequest, Rank
+from dilocox.outer.coordinator.notary import Decision
+from dilocox.outer.coordinator.refusals import Refused
+from dilocox.record import statements as s
+from dilocox.record.log import ENTRIES, LogWriter
+from dilocox.version import __version__
+
+log = logging.getLogger(__name__)
+
+KEY_FILE = "record-key"
+"""In the coordinator's folder, readable by its owner: the log's private key, hex."""
+PACKAGES = ("torch", "transformers", "numpy", "safetensors", "tokenizers")
+"""Whose versions the manifest names, beside dilocox's and Python's."""
+
+
+@dataclass
+class LogNotary:
+    """A `Notary` that writes the log below `folder`.
+
+    A disk that fails ends the record, not the run: `on_message` is told so once.
+    """
+
+    config: RunConfig
+    writer: LogWriter
+    signer: s.Signer
+    on_message: Callable[[str], None]
+    run: str = ""
+    _keys: dict[str, str] = field(default_factory=dict)
+    _steps: dict[str, Mapping[str, Any]] = field(default_factory=dict)
+    _payloads: dict[str, dict[str, str]] = field(default_factory=dict)
+    """SHA-256 of payloads by exchange and attempt, by `SITE/SHARD`."""
+    _filed: set[bytes] = field(default_factory=set)
+    _failure: OSError | None = None
+    _told: bool = False
+    _beside: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
+
+    @classmethod
+    def open(
+        cls, config: RunConfig, coordinator: Path, on_message: Callable[[str], None]
+    ) -> LogNotary:
+        """Begin the log of a run, or go on with it.
+
+        `coordinator`: folder of the coordinator's own files. Raises `RecordError`.
+        """
+        folder = record_folder(config)
+        try:
+            key = _log_key(coordinator / KEY_FILE, fresh=not (folder / ENTRIES).exists())
+            origin = f"dilocox/{config.run.name}/{key.public_key().public_bytes_raw().hex()[:16]}"
+            writer = LogWriter(folder, origin, key)
+        except OSError as error:
+            raise RecordError(
+                f"{folder}: cannot be written ({error.strerror}); free the disk, or set "
+                "record.enabled = false"
+            ) from None
+        notary = cls(config, writer, s.Signer(key), on_message)
+        for entry in writer.entries:
+            notary._remember(s.opened(entry)[0])
+        if not writer.entries:
+            notary.run = secrets.token_hex(16)
+            notary._say(
+                s.MANIFEST, manifest(config, str(writer.public)), {"run-file": config.digest()}
+            )
+        return notary
+
+    def close(self) -> None:
+        """Cover what is there and let go of the log."""
+        self._beside.shutdown()
+        self._guarded(self.writer.close)
+
+    def enrolled(self, request: EnrolRequest, incarnation: int) -> None:
+        """See `Notary`."""
+        if request.record_key is None:
+            raise Refused("join", f"site {request.site}: it has no key for the run's record")
+        self._say(
+            s.ENROLMENT,
+            {
+                "site": request.site,
+                "incarnation": incarnation,
+                "key": request.record_key,
+                "data": request.data_digest,
+                "versions": request.versions.model_dump(),
+            },
+            {f"key of {request.site}": hashlib.sha256(request.record_key.encode()).hexdigest()},
+        )
+        self._keys[request.site] = request.record_key
+
+    def contribution(
+        self, rank: Rank, key: ExchangeKey, attempt: int, digest: str, statement: str
+    ) -> None:
+        """See `Notary`."""
+        found = self._signed(rank, statement, s.CONTRIBUTION)
+        expected = contribution(self.run, rank, key, attempt, digest)
+        if found != expected:
+            raise Refused("refused", f"{rank}: its signed contribution to {key.text} is another")
+        self._file(statement, found)
+
+    def checkpoint(self, rank: Rank, statement: str) -> None:
+        """See `Notary`."""
+        found = self._signed(rank, statement, s.CHECKPOINT)
+        place = (found.predicate.get("site"), found.predicate.get("stage"))
+        if place != (rank.site, rank.stage):
+            raise Refused("refused", f"{rank}: its signed checkpoint is another rank's")
+        self._file(statement, found)
+
+    def decided(self, decision: Decision) -> None:
+        """See `Notary`."""
+        if decision.key.kind != "outer":
+            return
+        attempt = f"{decision.key.text}#{decision.attempt}"
+        payloads = {
+            place: digest
+            for place, digest in self._payloads.get(attempt, {}).items()
+            if place.rsplit("/", 1)[0] in decision.set
+        }
+        predicate = outer_step(decision, self.config.site.stages)
+        # After a restart the coordinator says again what may have been said before.
+        if self._steps.get(decision.key.text) != {"run": self.run, **predicate}:
+            self._say(s.STEP, predicate, payloads)
+
+    def resumed(self, round_: int, tick: int) -> None:
+        """See `Notary`."""
+        self._say(s.RESUME, {"round": round_, "tick": tick}, {})
+        self._steps.clear()
+        self._filed.clear()
+
+    def cover(self) -> None:
+        """See `Notary`. Disks take their time to keep something for good: it is done beside."""
+        self._beside.submit(self._guarded, self.writer.cover)
+
+    def _signed(self, rank: Rank, text: str, kind: str) -> s.Statement:
+        try:
+            return s.open_signed(text, self._keys.get(rank.site, ""), run=self.run, kinds=(kind,))
+        except RecordError as error:
+            raise Refused("refused", f"{rank}: {error}") from None
+
+    def _file(self, text: str, statement: s.Statement) -> None:
+        """Keep what a site has signed; the same again (an answer was lost) only once."""
+        if hashlib.sha256(statement.to_bytes()).digest() not in self._filed:
+            self._write(text)
+            self._remember(statement)
+
+    def _say(self, kind: str, predicate: dict[str, Any], subjects: Mapping[str, str]) -> None:
+        statement = s.Statement(kind, subjects, {"run": self.run, **predicate})
+        self._write(self.signer.sign(statement))
+        self._remember(statement)
+
+    def _remember(self, statement: s.Statement) -> None:
+        predicate, kind = statement.predicate, statement.kind
+        self.run = self.run or statement.run
+        if kind == s.ENROLMENT:
+            self._keys[predicate["site"]] = predicate["key"]
+        elif kind == s.STEP:
+            self._steps[predicate["exchange_key"]] = predicate
+            self._payloads.pop(f"{predicate['exchange_key']}#{predicate['attempt']}", None)
+        elif kind == s.CONTRIBUTION:
+            attempt = f"{predicate['exchange_key']}#{predicate['attempt']}"
+            place = f"{predicate['site']}/{predicate['shard']}"
+            self._payloads.setdefault(attempt, {})[place] = statement.subjects["payload"]
+        if kind in s.BY_SITE:
+            self._filed.add(hashlib.sha256(statement.to_bytes()).digest())
+
+    def _guarded(self, write: Callable[[], object]) -> None:
+        if self._failure is None:
+            try:
+                write()
+            except OSError as error:
+                self._failure = error
+
+    def _write(self, entry: str) -> None:
+        self._guarded(lambda: self.writer.append(entry))
+        if self._failure is not None and not self._told:
+            self._told = True
+            self.on_message(
+                f"record: cannot be written ({self._failure.strerror}); the run goes on, but "
+                "nobody will be able to verify it"
+            )
+
+
+def record_folder(config: RunConfig) -> Path:
+    """Where a run's log is."""
+    return config.folder / "record"
+
+
+def manifest(config: RunConfig, log_key: str) -> dict[str, Any]:
+    """What is known of a run when it begins."""
+    return {
+        "name": config.run.name,
+        "config": config.shared(),
+        "config_digest": config.digest(),
+        "log": log_key,
+        "code": code_digest(),
+        "versions": {
+            "dilocox": __version__,
+            "python": platform.python_version(),
+            **{name: importlib.metadata.version(name) for name in PACKAGES},
+        },
+    }
+
+
+def code_digest() -> str:
+    """SHA-256 over the names and bytes of this dilocox's own source files, hex."""
+    root = Path(__file__).parents[1]
+    total = hashlib.sha256()
+    for path in sorted(root.rglob("*.py"), key=lambda path: path.relative_to(root).as_posix()):
+        name = path.relative_to(root).as_posix()
+        total.update(f"{name}\0{hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
+    return total.hexdigest()
+
+
+def contribution(run: str, rank: Rank, key: ExchangeKey, attempt: int, digest: str) -> s.Statement:
+    """What a rank signs when it votes with a payload of this SHA-256."""
+    return s.Statement(
+        s.CONTRIBUTION,
+        {"payload": digest},
+        {
+            "run": run,
+            "site": rank.site,
+            "shard": rank.shard,
+            "round": key.round,
+            "exchange_key": key.text,
+            "attempt": attempt,
+        },
+    )
+
+
+def outer_step(decision: Decision, stages: int) -> dict[str, Any]:
+    """Everything that a replay of one outer step takes as given, beside the payloads."""
+    key, plan = decision.key, decision.plan
+    flush = plan.kind == "flush"
+    slot = (
+        0 if flush else boundary_slots(key.stage, stages, plan.fragments, plan.slots)[key.fragment]
+    )
+    return {
+        "round": key.round,
+        "kind": plan.kind,
+        "exchange_key": key.text,
+        "stage": key.stage,
+        "fragment": key.fragment,
+        "attempt": decision.attempt,
+        "tick": plan.first_tick + slot,
+        "set": list(decision.set),
+        "owners": list(decision.owners),
+        "members": list(plan.members),
+        "weights": {site: plan.members[site].weight for site in decision.set},
+        "codec": plan.codec,
+        "exchange": plan.exchange,
+        "overlap": plan.overlap,
+        "keep": plan.keep,
+        "delay": plan.delay,
+        "fragments": plan.fragments,
+        "inner_steps": plan.inner_steps,
+        "learning_rate": plan.learning_rate,
+        "momentum": plan.momentum,
+        "residual_decay": plan.residual_decay,
+    }
+
+
+def _log_key(path: Path, fresh: bool) -> Ed25519PrivateKey:
+    if path.exists():
+        return Ed25519PrivateKey.from_private_bytes(bytes.fromhex(path.read_text().strip()))
+    if not fresh:
+        raise RecordError(
+            f"{path}: missing, and the run's log cannot be gone on with without it; put it back, "
+            "or begin a new run"
+        )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    seed = Ed25519PrivateKey.generate().private_bytes_raw().hex()
+    write_private(path, seed.encode())
+    return Ed25519PrivateKey.from_private_bytes(bytes.fromhex(seed))

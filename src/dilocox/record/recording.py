@@ -1,0 +1,157 @@
+"""What a rank does for the record: it signs its contributions and keeps payloads in the store.
+
+Keeping runs in a thread of its own behind a short queue, beside training and exchanges. A store
+that fails ends the keeping, not the run.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Protocol
+
+import rfc8785
+from torch import Tensor
+
+from dilocox import timeline
+from dilocox.errors import DilocoxError
+from dilocox.outer.attempt import Contribution, Outcome
+from dilocox.outer.coordinator.keys import ExchangeKey
+from dilocox.outer.coordinator.messages import Rank
+from dilocox.record import statements as s
+from dilocox.record.digests import TensorDigest, stage_root, tensor_bytes, tensor_digest
+from dilocox.record.notary import contribution
+from dilocox.record.store import Store
+
+log = logging.getLogger(__name__)
+
+WAITING = 4
+"""Exchanges whose payloads may wait for the store; then the exchanges wait for it."""
+
+Submit = Callable[[Contribution], "Future[Outcome]"]
+
+
+class Coordinator(Protocol):
+    """The calls of `CoordinatorClient` that this needs."""
+
+    def record_state(self, statement: str) -> None:
+        """What model state this rank holds, signed."""
+
+
+@dataclass(frozen=True)
+class Author:
+    """In whose name statements are signed."""
+
+    run: str
+    rank: Rank
+    signer: s.Signer
+
+
+class RankRecord:
+    """One rank's part in the record of a run."""
+
+    def __init__(
+        self,
+        author: Author,
+        store: Store,
+        coordinator: Coordinator,
+        warn: Callable[[str], None],
+    ) -> None:
+        """`warn` is told once if something cannot be kept."""
+        self._author, self._store = author, store
+        self._coordinator, self._warn = coordinator, warn
+        self._queue: queue.Queue[tuple[Tensor, ...]] = queue.Queue(WAITING)
+        self._broken = False
+        self._thread = threading.Thread(target=self._run, name="record", daemon=True)
+        self._thread.start()
+
+    def sign(self, key: ExchangeKey, attempt: int, digest: str) -> str:
+        """The signed statement that this rank contributes a payload of this SHA-256."""
+        author = self._author
+        said = contribution(author.run, author.rank, key, attempt, digest)
+        return author.signer.sign(said)
+
+    def watching(self, submit: Submit) -> Submit:
+        """`submit` whose outcomes' payloads are kept."""
+
+        def submitted(given: Contribution) -> Future[Outcome]:
+            future = submit(given)
+            if given.key.kind == "outer":
+                future.add_done_callback(self._done)
+            return future
+
+        return submitted
+
+    def state(
+        self,
+        kind: str,
+        round_: int,
+        tensors: Mapping[str, Tensor],
+        files: Mapping[str, str] | None = None,
+    ) -> None:
+        """Sign that this rank's stage holds `tensors`, whole and in model order, after `round_`.
+
+        Of `kind` "initial" the tensors are kept, of "final" their digests alone, with those of the
+        published folder's other `files` (SHA-256 by name). What cannot be kept or said is warned
+        of.
+        """
+        try:
+            with timeline.span("record state"):
+                digests = []
+                for name, tensor in tensors.items():
+                    digests.append(tensor_digest(name, tensor))
+                    if kind == "initial":
+                        self._store.put(tensor_bytes(tensor), digests[-1].sha256)
+                listing = self._store.put(listing_of(digests))
+                author, rank = self._author, self._author.rank
+                subjects = {"state": stage_root(digests).hex(), "tensors": listing}
+                said = {
+                    "site": rank.site,
+                    "stage": rank.stage,
+                    "round": round_,
+                    "kind": kind,
+                    "files": dict(files or {}),
+                }
+                statement = s.Statement(s.CHECKPOINT, subjects, {"run": author.run, **said})
+                self._coordinator.record_state(author.signer.sign(statement))
+        except DilocoxError as error:
+            self._give_up(error)
+
+    def wait(self) -> None:
+        """Return when all that is known so far is kept, or was warned of."""
+        self._queue.join()
+
+    def _done(self, future: Future[Outcome]) -> None:
+        if not future.cancelled() and future.exception() is None:
+            self._queue.put(future.result().payloads)
+
+    def _run(self) -> None:
+        while True:
+            payloads = self._queue.get()
+            try:
+                if not self._broken:
+                    self._keep(payloads)
+            except Exception as error:  # other people's storage, over a network
+                self._give_up(error)
+            finally:
+                self._queue.task_done()
+
+    def _keep(self, payloads: tuple[Tensor, ...]) -> None:
+        with timeline.span("keep payloads", payloads=len(payloads)):
+            for payload in payloads:
+                self._store.put(tensor_bytes(payload))
+
+    def _give_up(self, error: Exception) -> None:
+        log.error("record: %s", error)
+        if not self._broken:
+            self._broken = True
+            self._warn(f"record: {error}; the run goes on, but cannot be verified in full")
+
+
+def listing_of(tensors: list[TensorDigest]) -> bytes:
+    """The tensors of a state as they lie in the store: canonical JSON, in model order."""
+    return rfc8785.dumps([each.to_json() for each in tensors])

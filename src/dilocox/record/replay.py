@@ -1,0 +1,194 @@
+"""Replays outer steps exactly, from theta_0 and the payloads, with the engine's own pure code.
+
+Decoding, averages and the outer optimizer give the same bits on every machine (see
+`dilocox.compression`), so what comes out is the anchor itself or the record is not that of the
+model. Nothing that a site computed alone is repeated: not its inner steps, not a low-rank basis.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dilocox.compression import LowRank, compressor
+from dilocox.errors import DilocoxError, RecordError
+from dilocox.outer.averaging import average, chunk_bounds, requantise
+from dilocox.outer.fragments import Layout, local_shapes, split_fragments
+from dilocox.outer.optimizer import nesterov_step
+from dilocox.record.course import Course, Step
+from dilocox.record.digests import TensorDigest, stage_root, tensor_digest
+
+Get = Callable[[str], bytes]
+"""SHA-256, hex, to the bytes that have it. Raises `RecordError`."""
+INDEX_BYTES = 32
+"""Of one chunk in the index that stands for a contribution in exchange `reduce`."""
+
+
+def read_listing(get: Get, digest: str, root: str) -> list[TensorDigest]:
+    """The tensors of a signed state, in model order, checked against its root.
+
+    Raises `RecordError`.
+    """
+    try:
+        tensors = [TensorDigest.from_json(each) for each in json.loads(get(digest))]
+    except (ValueError, TypeError):
+        raise RecordError(f"{digest[:12]}…: not a list of tensors") from None
+    if stage_root(tensors).hex() != root:
+        raise RecordError(f"{digest[:12]}…: a list of tensors with another root than was signed")
+    return tensors
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage's theta_0 and how it is divided."""
+
+    stage: int
+    shards: int
+    tensors: Mapping[str, TensorDigest]
+    """In model order."""
+    fragments: tuple[tuple[str, ...], ...]
+
+    @classmethod
+    def of(cls, course: Course, stage: int, tensors: Sequence[TensorDigest]) -> Stage:
+        """Raises `RecordError` for tensors that are not fp32, and `ConfigError`."""
+        for each in tensors:
+            if each.dtype != "float32":
+                raise RecordError(f"{each.name}: an anchor is fp32, this is {each.dtype}")
+        number = next(iter(course.steps.values())).fragments
+        sizes = {each.name: math.prod(each.shape) for each in tensors}
+        fragments = tuple(tuple(names) for names in split_fragments(sizes, number))
+        return cls(stage, course.shards, {each.name: each for each in tensors}, fragments)
+
+    def layout(self, fragment: int, shard: int) -> Layout:
+        """How a fragment lies in a rank's buffer."""
+        shapes = {name: self.tensors[name].shape for name in self.fragments[fragment]}
+        return Layout.of(local_shapes(shapes, self.fragments[fragment], shard, self.shards))
+
+    def rows(self, whole: Mapping[str, Tensor], shard: int) -> dict[str, Tensor]:
+        """What a shard holds of whole tensors."""
+        if self.shards == 1:
+            return dict(whole)
+        found = {}
+        for name, tensor in whole.items():
+            run = -(-len(tensor) // self.shards)
+            found[name] = tensor[shard * run : (shard + 1) * run]
+        return found
+
+    def load(self, get: Get, name: str) -> Tensor:
+        """A whole tensor of theta_0, fp32. Raises `RecordError`."""
+        about = self.tensors[name]
+        data = get(about.sha256)
+        if len(data) != 4 * math.prod(about.shape):
+            raise RecordError(f"{name}: {len(data)} bytes are not fp32 {list(about.shape)}")
+        if not data:
+            return torch.empty(about.shape)
+        return torch.frombuffer(bytearray(data), dtype=torch.float32).view(about.shape)
+
+
+def replay_stage(
+    course: Course, stage: Stage, get: Get, on_step: Callable[[], None]
+) -> dict[str, Tensor]:
+    """A stage's tensors after all outer steps of the run, whole fp32, in model order.
+
+    `on_step` is called after every step. Memory: this stage's tensors and one fragment's buffers.
+    Raises `RecordError` naming the step that cannot be replayed.
+    """
+    whole = {}
+    for number, names in enumerate(stage.fragments):
+        start = {name: stage.load(get, name) for name in names}
+        steps = course.of((stage.stage, number))
+        parts = [
+            _replay_rank(
+                steps, stage.layout(number, shard), stage.rows(start, shard), shard, get, on_step
+            )
+            for shard in range(stage.shards)
+        ]
+        for name in names:
+            rows = [part[name] for part in parts]
+            whole[name] = rows[0] if len(rows) == 1 else torch.cat(rows)
+    return {name: whole[name] for name in stage.tensors}
+
+
+def _replay_rank(
+    steps: Sequence[Step],
+    layout: Layout,
+    start: Mapping[str, Tensor],
+    shard: int,
+    get: Get,
+    on_step: Callable[[], None],
+) -> dict[str, Tensor]:
+    anchor = layout.pack(start)
+    momentum = torch.zeros_like(anchor)
+    for step in steps:
+        try:
+            found = step_average(step, layout, shard, get)
+        except DilocoxError as error:
+            raise RecordError(f"{step.key.text}: {error}") from None
+        if found is not None:
+            nesterov_step(anchor, momentum, found, step.learning_rate, step.momentum)
+        on_step()
+    return layout.views(anchor)
+
+
+def step_average(step: Step, layout: Layout, shard: int, get: Get) -> Tensor | None:
+    """Δ of one outer step at one rank, flat fp32 [layout.length]; none for an empty set.
+
+    Raises `RecordError` for a payload that is not there, `ExchangeError` for one that is no
+    payload of this step.
+    """
+    if not step.set:
+        return None
+    codec = compressor(step.codec, layout.geometry)
+    addresses = [step.payloads[f"{site}/{shard}"] for site in step.set]
+    if isinstance(codec, LowRank):
+        low_rank = codec
+        payloads = [_tensor(get(address)) for address in addresses]
+        basis = _tensor(get(low_rank.basis_digest(payloads[0]).hex()))
+        decoded = (low_rank.decode(payload, basis) for payload in payloads)
+        return average(decoded, step.weights)
+    if step.exchange == "gather":
+        part = codec.part(0, layout.length, step.key.seed)
+        return average((part.decode(_tensor(get(each))) for each in addresses), step.weights)
+    chunks = [
+        (start, end) for start, end in chunk_bounds(layout.length, len(step.owners)) if end > start
+    ]
+    indices = [get(address) for address in addresses]
+    if any(len(index) != INDEX_BYTES * len(chunks) for index in indices):
+        raise RecordError("a contribution's index does not name one payload per chunk")
+    means = []
+    for number, (start, end) in enumerate(chunks):
+        part = codec.part(start, end, step.key.seed)
+        found = (part.decode(_tensor(get(each))) for each in _chunk(indices, number))
+        mean = average(found, step.weights)
+        means.append(requantise(part, mean, sum(step.weights)).decoded)
+    return torch.cat(means) if means else torch.empty(0)
+
+
+def _chunk(indices: Sequence[bytes], number: int) -> Iterator[str]:
+    for index in indices:
+        yield index[number * INDEX_BYTES : (number + 1) * INDEX_BYTES].hex()
+
+
+def _tensor(data: bytes) -> Tensor:
+    if not data:
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def digests_of(tensors: Mapping[str, Tensor]) -> list[TensorDigest]:
+    """What is signed of a stage's tensors."""
+    return [tensor_digest(name, tensor) for name, tensor in tensors.items()]
+
+
+def payloads_of(course: Course) -> dict[str, str]:
+    """Every payload that counts: SHA-256 to what it is of, for messages."""
+    return {
+        digest: f"{step.key.text} of {place}"
+        for step in course.steps.values()
+        for place, digest in step.payloads.items()
+    }

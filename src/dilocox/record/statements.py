@@ -1,0 +1,150 @@
+"""Signed statements: in-toto Statement v1 in a DSSE envelope, Ed25519, canonical JSON (RFC 8785).
+
+Every statement names its run, so that none counts in another. What each type says is in `Predicate`
+fields by name (see docs/verification.md); types that a reader does not know are passed over.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import rfc8785
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from securesystemslib.dsse import Envelope
+from securesystemslib.exceptions import FormatError, VerificationError
+from securesystemslib.signer import CryptoSigner, SSlibKey
+
+from dilocox.errors import RecordError
+
+STATEMENT = "https://in-toto.io/Statement/v1"
+PAYLOAD_TYPE = "application/vnd.in-toto+json"
+PREFIX, SUFFIX = "urn:dilocox:record:", ":v1"
+
+MANIFEST = "run-manifest"
+ENROLMENT = "enrolment"
+CONTRIBUTION = "contribution"
+STEP = "outer-step"
+CHECKPOINT = "checkpoint"
+RESUME = "resume"
+BY_LOG = (MANIFEST, ENROLMENT, STEP, RESUME)
+"""Types that the log's own key signs: what the coordinator has decided."""
+BY_SITE = (CONTRIBUTION, CHECKPOINT)
+"""Types that a site's key signs."""
+
+
+@dataclass(frozen=True)
+class Statement:
+    """What is said, whoever says it."""
+
+    kind: str
+    """One of the types above; of an unknown type, its whole `predicateType`."""
+    subjects: Mapping[str, str]
+    """SHA-256, hex, by name."""
+    predicate: Mapping[str, Any]
+
+    @property
+    def run(self) -> str:
+        """The run that it is about."""
+        return str(self.predicate.get("run", ""))
+
+    @property
+    def known(self) -> bool:
+        """This version knows what it says."""
+        return self.kind in BY_LOG or self.kind in BY_SITE
+
+    def to_bytes(self) -> bytes:
+        """Canonical JSON, which is what is signed."""
+        return rfc8785.dumps(
+            {
+                "_type": STATEMENT,
+                "subject": [
+                    {"name": name, "digest": {"sha256": digest}}
+                    for name, digest in self.subjects.items()
+                ],
+                "predicateType": f"{PREFIX}{self.kind}{SUFFIX}" if self.known else self.kind,
+                "predicate": dict(self.predicate),
+            }
+        )
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Statement:
+        """Inverse of `to_bytes`. Raises `RecordError` for anything else, other forms too."""
+        try:
+            found = json.loads(data)
+            kind = found["predicateType"]
+            if kind.startswith(PREFIX) and kind.endswith(SUFFIX):
+                kind = kind[len(PREFIX) : -len(SUFFIX)]
+            subjects = {each["name"]: each["digest"]["sha256"] for each in found["subject"]}
+            statement = cls(kind, subjects, dict(found["predicate"]))
+            same = statement.to_bytes() == data
+        except (ValueError, KeyError, TypeError, AttributeError, rfc8785.CanonicalizationError):
+            raise RecordError("not a statement: it is not in-toto Statement v1") from None
+        if not same:
+            raise RecordError(f"statement {kind}: not in canonical form")
+        return statement
+
+
+class Signer:
+    """A private key that signs statements."""
+
+    def __init__(self, key: Ed25519PrivateKey) -> None:
+        self.public = key.public_key().public_bytes_raw().hex()
+        """The public key, 64 hex digits."""
+        self._signer = CryptoSigner(key, _public(self.public))
+
+    @classmethod
+    def from_hex(cls, seed: str) -> Signer:
+        """From 32 bytes as hex."""
+        return cls(Ed25519PrivateKey.from_private_bytes(bytes.fromhex(seed)))
+
+    def sign(self, statement: Statement) -> str:
+        """The statement in its envelope, one line of canonical JSON."""
+        envelope = Envelope(statement.to_bytes(), PAYLOAD_TYPE, {})
+        envelope.sign(self._signer)
+        return rfc8785.dumps(envelope.to_dict()).decode()
+
+
+def opened(line: str) -> tuple[Statement, Envelope]:
+    """What an envelope holds, its signature not checked yet.
+
+    Raises `RecordError` for what is no envelope, or is not in canonical form.
+    """
+    try:
+        found = json.loads(line)
+        envelope = Envelope.from_dict(found)
+        same = rfc8785.dumps(envelope.to_dict()).decode() == line
+    except (ValueError, KeyError, TypeError, AttributeError, FormatError):
+        raise RecordError("not a signed statement: it is not a DSSE envelope") from None
+    if not same or envelope.payload_type != PAYLOAD_TYPE or len(envelope.signatures) != 1:
+        raise RecordError("not a signed statement: its envelope has another form")
+    return Statement.from_bytes(envelope.payload), envelope
+
+
+def check_signature(envelope: Envelope, public: str) -> None:
+    """Raise `RecordError` unless the key `public` (64 hex digits) has signed."""
+    try:
+        envelope.verify([_public(public)], 1)
+    except (VerificationError, FormatError, ValueError):
+        raise RecordError(f"the signature is not one of key {public[:12]}…") from None
+
+
+def open_signed(line: str, public: str, *, run: str, kinds: Sequence[str]) -> Statement:
+    """The statement of an envelope that `public` has signed for `run`, of one of `kinds`.
+
+    Raises `RecordError` with the reason if it is anything else.
+    """
+    statement, envelope = opened(line)
+    if statement.kind not in kinds:
+        raise RecordError(f"a statement of type {statement.kind}; {' or '.join(kinds)} is due")
+    if statement.run != run:
+        raise RecordError(f"statement {statement.kind} is of run {statement.run[:12]!r}")
+    check_signature(envelope, public)
+    return statement
+
+
+def _public(text: str) -> SSlibKey:
+    # The key's own bytes name it: no statement can be moved under another key by its name.
+    return SSlibKey(text, "ed25519", "ed25519", {"public": text})

@@ -1,0 +1,115 @@
+"""A content-addressed store: what is in it is found by its SHA-256, and nothing else.
+
+`sha256/ab/cdef…` below a folder or any fsspec URL. What is read is hashed again, so it does not
+matter who keeps the store.
+"""
+
+from __future__ import annotations
+
+import secrets
+from pathlib import Path
+from typing import Any
+
+import fsspec
+
+from dilocox.errors import RecordError
+from dilocox.record.digests import sha256
+
+
+class Store:
+    """One store, at a folder or fsspec URL."""
+
+    def __init__(self, where: str) -> None:
+        self.where = where
+        try:
+            self._files, self._root = fsspec.core.url_to_fs(where)
+        except (ValueError, ImportError) as error:
+            raise RecordError(
+                f"record.store {where}: cannot be opened ({error}); give a folder, or a URL that "
+                "fsspec knows"
+            ) from None
+        self._local = "file" in _protocols(self._files)
+
+    @property
+    def folder(self) -> Path | None:
+        """Where it lies on this machine; none if it does not."""
+        return Path(self._root).absolute() if self._local else None
+
+    def path(self, digest: str) -> str:
+        """Where the bytes with this digest (64 hex digits) lie."""
+        return f"{self._root.rstrip('/')}/sha256/{digest[:2]}/{digest[2:]}"
+
+    def has(self, digest: str) -> bool:
+        """True if something is there; only `get` says whether it is right."""
+        return bool(self._files.exists(self.path(digest)))
+
+    def put(self, data: bytes | memoryview, digest: str | None = None) -> str:
+        """Keep `data`; its digest. `digest`: of `data`, if it is known already.
+
+        All or nothing: another process never sees half of it. Raises `RecordError`.
+        """
+        digest = sha256(data) if digest is None else digest
+        path = self.path(digest)
+        try:
+            if self._files.exists(path):
+                return digest
+            folder = path.rsplit("/", 1)[0]
+            self._files.makedirs(folder, exist_ok=True)
+            # Object storage shows a file when it is whole; a file system needs a second name.
+            part = f"{folder}/.{secrets.token_hex(8)}.part" if self._local else path
+            with self._files.open(part, "wb") as file:
+                file.write(data)
+            if part != path:
+                self._files.mv(part, path)
+        except OSError as error:
+            reason = error.strerror or error
+            raise RecordError(f"{self.where}: cannot be written ({reason})") from None
+        return digest
+
+    def get(self, digest: str) -> bytes:
+        """The bytes with this digest.
+
+        Raises `RecordError` if they are not there, or if what is there has another digest.
+        """
+        path = self.path(digest)
+        try:
+            data: bytes = self._files.cat_file(path)
+        except FileNotFoundError:
+            raise RecordError(f"{path}: not in the store") from None
+        except OSError as error:
+            reason = error.strerror or error
+            raise RecordError(f"{path}: cannot be read ({reason})") from None
+        if sha256(data) != digest:
+            raise RecordError(f"{path}: holds other bytes than its name says")
+        return data
+
+
+class Stores:
+    """Several stores, read as one: the first that holds the right bytes gives them."""
+
+    def __init__(self, stores: list[Store]) -> None:
+        self._stores = stores
+
+    def get(self, digest: str) -> bytes:
+        """As `Store.get`; the error is that of a store which holds something, if one does."""
+        problems = []
+        for store in self._stores:
+            if not store.has(digest):
+                continue
+            try:
+                return store.get(digest)
+            except RecordError as error:
+                problems.append(error)
+        if problems:
+            raise problems[0]
+        where = ", ".join(store.where for store in self._stores)
+        raise MissingError(f"{digest[:12]}…: in none of {where}")
+
+
+class MissingError(RecordError):
+    """Bytes that no store holds: they may lie elsewhere."""
+
+
+def _protocols(files: Any) -> tuple[str, ...]:
+    found = files.protocol
+    return (found,) if isinstance(found, str) else tuple(found)

@@ -1,0 +1,344 @@
+"""Judges the record of a run: what its log says, what its store holds, what a replay gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dilocox.config import load_run
+from dilocox.data import TokenFiles
+from dilocox.errors import ConfigError, DataError, DilocoxError, RecordError
+from dilocox.methods import EXCHANGE_GRADIENTS
+from dilocox.record import claims as c
+from dilocox.record.course import Course, State, gaps, read_course
+from dilocox.record.files import other_files
+from dilocox.record.log import LogContent, check_grown, check_log, read_log
+from dilocox.record.notary import code_digest
+from dilocox.record.note import NoteKey
+from dilocox.record.store import MissingError, Store, Stores
+
+if TYPE_CHECKING:
+    from dilocox.record.digests import TensorDigest
+
+Progress = Callable[[str, float], None]
+"""(what is done, share of it)."""
+
+
+class NotRunError(Exception):
+    """A claim that cannot be judged here, and why."""
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where the parts of a run are."""
+
+    run: Path
+    """The run's folder: `record/`, `run.toml`, and whatever else is there."""
+    stores: Sequence[str] = ()
+    """More stores than the folder's own."""
+    model: Path | None = None
+    """The published model, if it is not the run folder's."""
+    data: Path | None = None
+    """Token files, if they are not where the run file says."""
+    key: str | None = None
+    """The log's key, as it was told some other way."""
+    seen: Path | None = None
+    """A checkpoint of the log that was kept from an earlier look."""
+
+
+@dataclass
+class Report:
+    """The verdicts of one verification."""
+
+    run: str
+    log: str
+    """The log's key."""
+    statements: int
+    rounds: int
+    checkpoint: str
+    """The log's newest signed checkpoint: keep it for `--seen`."""
+    findings: list[c.Finding]
+
+    @property
+    def exit_code(self) -> int:
+        """See `exit_code` of `dilocox.record.claims`."""
+        return c.exit_code(self.findings)
+
+
+def verify(places: Places, progress: Progress) -> Report:
+    """Judge every claim. Raises `RecordError` where there is no record to judge."""
+    return _Verification(places, read_log(places.run / "record"), progress).report()
+
+
+@dataclass
+class _Verification:
+    places: Places
+    content: LogContent
+    progress: Progress
+    course: Course | None = None
+    bad: dict[str, str] = field(default_factory=dict)
+    """Verdicts so far that are not PASS, by claim."""
+
+    def report(self) -> Report:
+        folder = self.places.run / "record"
+        own = str(folder / "store")
+        self.stores = Stores([Store(each) for each in (own, *self.places.stores)])
+        checks: list[tuple[c.Claim, Callable[[], str]]] = [
+            (c.LOG, self.log),
+            (c.SIGNATURES, self.signatures),
+            (c.COMPLETE, self.complete),
+            (c.RUN_FILE, self.run_file),
+            (c.PAYLOADS, self.payloads),
+            (c.REPLAY, self.replay),
+            (c.MODEL, self.model),
+            (c.DATA, self.data),
+            (c.CODE, self.code),
+        ]
+        findings = [self._judge(claim, check) for claim, check in checks]
+        course = self.course
+        rounds = {step.key.round for step in course.steps.values()} if course else set()
+        return Report(
+            run=course.run if course else "",
+            log=self.content.public,
+            statements=len(self.content.entries),
+            rounds=len(rounds),
+            checkpoint=self.content.note,
+            findings=findings,
+        )
+
+    def _judge(self, claim: c.Claim, check: Callable[[], str]) -> c.Finding:
+        verdict: c.Verdict = "PASS"
+        try:
+            reason = check()
+        except NotRunError as why:
+            verdict, reason = "NOT_RUN", str(why)
+        except DilocoxError as error:
+            verdict, reason = "FAIL", str(error)
+        if verdict != "PASS":
+            self.bad[claim.name] = verdict
+        return c.Finding(claim, verdict, reason)
+
+    def _need(self, *claims: c.Claim) -> Course:
+        for claim in claims:
+            if claim.name in self.bad:
+                raise NotRunError(f"claim {claim.name} is {self.bad[claim.name]}")
+        assert self.course is not None
+        return self.course
+
+    def log(self) -> str:
+        """The log is what its key has signed."""
+        key = NoteKey.parse(self.places.key or self.content.public)
+        checkpoint = check_log(self.content, key)
+        text = f"{checkpoint.size} statements, signed by {key.name}"
+        if self.places.seen is not None:
+            try:
+                seen = self.places.seen.read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                raise RecordError(f"{self.places.seen}: cannot be read ({error})") from None
+            text += f"; grown from the {check_grown(self.content, key, seen).size} seen"
+        return text
+
+    def signatures(self) -> str:
+        """Every statement is signed by whom it must be."""
+        self._need_log()
+        self.course = read_course(self.content.entries, NoteKey.parse(self.content.public))
+        sites = len({str(each["site"]) for each in self.course.enrolments})
+        more = f", {self.course.unknown} of unknown type" if self.course.unknown else ""
+        return f"{len(self.content.entries)} statements by the coordinator and {sites} sites{more}"
+
+    def _need_log(self) -> None:
+        if c.LOG.name in self.bad:
+            raise NotRunError(f"claim log is {self.bad[c.LOG.name]}")
+
+    def complete(self) -> str:
+        """Nothing is missing."""
+        course = self._need(c.LOG, c.SIGNATURES)
+        if not any(state.kind == "final" for state in course.states):
+            raise NotRunError("no final state is signed: the run has not finished")
+        if _by_gradient(course):
+            return "theta_0 and the final state of every stage"
+        problems = gaps(course)
+        if problems:
+            raise RecordError(f"{problems[0]}{_more(len(problems) - 1)}")
+        rounds = {step.key.round for step in course.steps.values()}
+        counted = sum(len(step.payloads) for step in course.steps.values())
+        return (
+            f"{len(rounds)} rounds with the flush, {len(course.steps)} outer steps, "
+            f"{counted} payloads signed"
+        )
+
+    def run_file(self) -> str:
+        """`run.toml` is the run's."""
+        course = self._need(c.LOG, c.SIGNATURES)
+        path = self.places.run / "run.toml"
+        if not path.exists():
+            raise NotRunError(f"{path}: not there")
+        try:
+            digest = load_run(path).digest()
+        except ConfigError as error:
+            raise RecordError(str(error)) from None
+        if digest != course.manifest["config_digest"]:
+            raise RecordError(f"{path}: says something else than the run was begun with")
+        return f"digest {digest[:12]}…"
+
+    def payloads(self) -> str:
+        """Everything that a replay needs is there."""
+        from dilocox.record.replay import payloads_of
+
+        course = self._need(c.LOG, c.SIGNATURES)
+        size = 0
+        wanted = payloads_of(course)
+        for stage in range(course.stages):
+            for state in course.state("final", stage)[-1:]:
+                wanted[state.listing] = f"list of stage {stage}'s final tensors"
+            for state in course.state("initial", stage)[-1:]:
+                for each in self._listing(state):
+                    wanted[each.sha256] = f"theta_0, {each.name}"
+        for number, (digest, name) in enumerate(wanted.items()):
+            self.progress("checking payloads", number / len(wanted))
+            try:
+                size += len(self._get(digest))
+            except MissingError as error:
+                raise NotRunError(f"{name}: {error}; name more stores with --store") from None
+            except RecordError as error:
+                raise RecordError(f"{name}: {error}") from None
+        return f"{len(wanted)} objects, {size / 1e6:.1f} MB"
+
+    def _get(self, digest: str) -> bytes:
+        return self.stores.get(digest)
+
+    def _listing(self, state: State) -> list[TensorDigest]:
+        """Tensors of a signed state."""
+        from dilocox.record.replay import read_listing
+
+        try:
+            return read_listing(self._get, state.listing, state.root)
+        except MissingError as error:
+            raise NotRunError(
+                f"tensors of a state: {error}; name more stores with --store"
+            ) from None
+
+    def replay(self) -> str:
+        """All outer steps, from theta_0 to the final state."""
+        course = self._need(c.LOG, c.SIGNATURES)
+        if _by_gradient(course):
+            raise NotRunError(
+                f"method {course.config['outer']['method']} exchanges the gradients of every inner "
+                "step; there are no outer steps, and gradients are not kept"
+            )
+        self._need(c.COMPLETE, c.PAYLOADS)
+        from dilocox.record.replay import Stage, digests_of, replay_stage
+
+        done = 0
+        total = len(course.steps) * course.shards
+
+        def count() -> None:
+            nonlocal done
+            done += 1
+            self.progress("replaying outer steps", done / total)
+
+        for number in range(course.stages):
+            state = course.state("initial", number)[-1]
+            stage = Stage.of(course, number, self._listing(state))
+            whole = replay_stage(course, stage, self._get, count)
+            self._compare(course.state("final", number)[-1], digests_of(whole))
+        return f"{len(course.steps)} outer steps of {course.stages} stages, equal bit for bit"
+
+    def _compare(self, signed: State, found: list[TensorDigest]) -> None:
+        from dilocox.record.digests import stage_root
+
+        if stage_root(found).hex() == signed.root:
+            return
+        raise RecordError(
+            f"stage {signed.stage}: the payloads lead to state {stage_root(found).hex()[:12]}…, "
+            f"{signed.site} has signed {signed.root[:12]}…"
+        )
+
+    def model(self) -> str:
+        """The published folder is the final state."""
+        course = self._need(c.LOG, c.SIGNATURES)
+        folder = self.places.model or self.places.run / "model"
+        if not any(state.kind == "final" for state in course.states):
+            raise NotRunError("no final state is signed: the run has not finished")
+        if not folder.is_dir():
+            raise NotRunError(f"{folder}: not there; say where the model is with --model")
+        finals = [course.state("final", stage)[-1:] for stage in range(course.stages)]
+        if not all(finals):
+            raise NotRunError("the final states of some stages are not signed")
+        states = [state for found in finals for state in found]
+        self._other_files(folder, states)
+        count = self._tensors(folder, states)
+        return f"{count} tensors and {len(states[0].files)} other files of {folder}"
+
+    def _other_files(self, folder: Path, states: Sequence[State]) -> None:
+        signed = {name: digest for state in states for name, digest in state.files.items()}
+        found = other_files(folder)
+        for name in sorted(signed.keys() | found.keys()):
+            if name not in found:
+                raise RecordError(f"{folder / name}: missing")
+            if name not in signed:
+                raise RecordError(f"{folder / name}: was not there when the model was published")
+            if signed[name] != found[name]:
+                raise RecordError(f"{folder / name}: was changed after the model was published")
+
+    def _tensors(self, folder: Path, states: Sequence[State]) -> int:
+        from dilocox.config import ModelSection
+        from dilocox.models import load_model_config, open_weights
+        from dilocox.record.digests import tensor_digest
+
+        try:
+            signed = [each for state in states for each in self._listing(state)]
+        except RecordError:
+            self._need(c.PAYLOADS)
+            raise
+        section = ModelSection(path=str(folder))
+        weights = open_weights(section, load_model_config(section, None), 0)
+        for number, each in enumerate(signed):
+            self.progress("comparing the model", number / len(signed))
+            if tensor_digest(each.name, weights.tensor(each.name)) != each:
+                raise RecordError(f"{folder}: {each.name} is not the one that was signed")
+        return len(signed)
+
+    def data(self) -> str:
+        """The token files are those that the sites named."""
+        course = self._need(c.LOG, c.SIGNATURES)
+        folder = self.places.data or self._data_folder()
+        if not (folder / "manifest.json").exists():
+            raise NotRunError(f"{folder}: no token files there; say where with --data")
+        files = TokenFiles.open(folder)
+        files.verify(self.progress)
+        named = {str(each["data"]) for each in course.enrolments}
+        if named != {files.digest}:
+            raise DataError(f"{folder}: digest {files.digest[:12]}…, the sites named others")
+        return f"digest {files.digest[:12]}…"
+
+    def _data_folder(self) -> Path:
+        path = self.places.run / "run.toml"
+        beside = self.places.run / "data"
+        if beside.exists() or not path.exists():
+            return beside
+        try:
+            return load_run(path).data_folder
+        except ConfigError as error:
+            raise NotRunError(str(error)) from None
+
+    def code(self) -> str:
+        """This code is the run's."""
+        course = self._need(c.LOG, c.SIGNATURES)
+        theirs, ours = str(course.manifest["code"]), code_digest()
+        if theirs != ours:
+            version = course.manifest["versions"]["dilocox"]
+            raise NotRunError(
+                f"the run had dilocox {version} with code {theirs[:12]}…, this one has {ours[:12]}…"
+            )
+        return f"digest {ours[:12]}…"
+
+
+def _by_gradient(course: Course) -> bool:
+    return course.config["outer"]["method"] in EXCHANGE_GRADIENTS
+
+
+def _more(count: int) -> str:
+    return f" (and {count} more)" if count > 0 else ""

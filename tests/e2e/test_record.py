@@ -1,0 +1,345 @@
+"""A recorded run is verified; whatever is done to its folder or its log flips just the claim that
+covers it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from safetensors.torch import load_file, save_file
+
+from dilocox.record import statements as s
+from dilocox.record.command import as_json, run
+from dilocox.record.log import CHECKPOINT, ENTRIES, PUBLIC, LogWriter, read_log
+from dilocox.record.verify import Places, verify
+from tests.e2e.harness import Workshop, verdicts
+
+Change = Callable[[Path], object]
+BLOBS = "record/store/sha256"
+
+
+@pytest.fixture(scope="module")
+def recorded(shared_workshop: Workshop) -> Path:
+    run = shared_workshop.train("recorded", "outer.rounds=2", "checkpoint.every_rounds=0")
+    return run.folder
+
+
+@pytest.fixture
+def copied(recorded: Path, tmp_path: Path) -> Path:
+    """The parts of the run that are verified, to be changed."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    for name in ("record", "model"):
+        shutil.copytree(recorded / name, folder / name)
+    shutil.copytree(recorded.parent / "data", folder / "data")
+    for name in ("run.toml", "coordinator/record-key"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        shutil.copy(recorded / name, folder / name)
+    return folder
+
+
+def said(folder: Path) -> list[tuple[str, s.Statement]]:
+    return [(line, s.opened(line)[0]) for line in read_log(folder / "record").entries]
+
+
+def test_a_recorded_run_is_verified(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = verify(Places(recorded), lambda what, share: None)
+    assert {f.claim.name: f.verdict for f in report.findings} == dict.fromkeys(
+        ("log", "signatures", "complete", "run-file", "payloads", "replay", "model", "data",
+         "code"), "PASS",
+    )  # fmt: skip
+    assert report.exit_code == 0
+    assert report.rounds == 3
+    found = json.loads(json.dumps(as_json(report)))
+    assert found["claims"][0]["name"] == "log"
+    assert all(claim["proves"] and claim["not_proved"] for claim in found["claims"])
+    # The log says the course: who enrolled, two sites' payloads and one step for each exchange.
+    kinds = [statement.kind for _, statement in said(recorded)]
+    assert kinds[0] == s.MANIFEST
+    exchanges = 3 * 2 * 2
+    assert {kind: kinds.count(kind) for kind in set(kinds)} == {
+        s.MANIFEST: 1, s.ENROLMENT: 2, s.CONTRIBUTION: 2 * exchanges, s.STEP: exchanges,
+        s.CHECKPOINT: 2 + 2,
+    }  # fmt: skip
+    assert (recorded / "coordinator" / "record-key").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_run_that_is_not_recorded_says_so(tmp_path: Path) -> None:
+    from dilocox.errors import RecordError
+
+    with pytest.raises(RecordError, match="was this run recorded"):
+        verify(Places(tmp_path), lambda what, share: None)
+
+
+# --- single files ---------------------------------------------------------------------------
+
+
+def flip(path: Path, at: int = -1) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+def edit(path: Path, old: str, new: str) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert old in text
+    path.write_text(text.replace(old, new, 1), encoding="utf-8")
+
+
+def blob(folder: Path, digest: str) -> Path:
+    return folder / BLOBS / digest[:2] / digest[2:]
+
+
+def payload(folder: Path) -> Path:
+    steps = [found for _, found in said(folder) if found.kind == s.STEP]
+    return blob(folder, next(iter(steps[5].subjects.values())))
+
+
+def state(folder: Path, kind: str) -> s.Statement:
+    return next(f for _, f in said(folder) if f.predicate.get("kind") == kind)
+
+
+def theta(folder: Path) -> Path:
+    listing = json.loads(blob(folder, state(folder, "initial").subjects["tensors"]).read_bytes())
+    return blob(folder, listing[0]["sha256"])
+
+
+def one_weight(folder: Path) -> None:
+    path = folder / "model" / "model-00002-of-00002.safetensors"
+    tensors = load_file(path)
+    name = sorted(tensors)[3]
+    tensors[name].view(-1)[0] += 2**-20
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+FILES: dict[str, tuple[Change, dict[str, str]]] = {
+    "run file": (lambda f: edit(f / "run.toml", "learning_rate = 0.003", "learning_rate = 0.004"),
+                 {"run-file": "FAIL"}),
+    "run file gone": (lambda f: (f / "run.toml").unlink(), {"run-file": "NOT_RUN"}),
+    "one weight": (one_weight, {"model": "FAIL"}),
+    "weights gone": (lambda f: shutil.rmtree(f / "model"), {"model": "NOT_RUN"}),
+    "model's config": (lambda f: edit(f / "model/config.json", "300", "301"), {"model": "FAIL"}),
+    "model's tokenizer": (lambda f: edit(f / "model/tokenizer.json", "a", "b"),
+                          {"model": "FAIL"}),
+    "model's index": (lambda f: edit(f / "model/model.safetensors.index.json", "00001", "00002"),
+                      {"model": "FAIL"}),
+    "a file more": (lambda f: (f / "model/modeling.py").write_text("import os"),
+                    {"model": "FAIL"}),
+    "a payload": (lambda f: flip(payload(f)), {"payloads": "FAIL", "replay": "NOT_RUN"}),
+    "a payload gone": (lambda f: payload(f).unlink(),
+                       {"payloads": "NOT_RUN", "replay": "NOT_RUN"}),
+    "theta_0": (lambda f: flip(theta(f)), {"payloads": "FAIL", "replay": "NOT_RUN"}),
+    "final tensors' list": (
+        lambda f: flip(blob(f, state(f, "final").subjects["tensors"])),
+        {"payloads": "FAIL", "replay": "NOT_RUN", "model": "NOT_RUN"}),
+    "token files": (lambda f: flip(next((f / "data").glob("train*"))), {"data": "FAIL"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_changed_file_flips_its_claim(copied: Path, name: str) -> None:
+    change, expected = FILES[name]
+    change(copied)
+    assert verdicts(copied) == expected
+
+
+# --- the log, by somebody who does not hold its key -------------------------------------------
+
+
+def lines(change: Callable[[list[str]], object]) -> Change:
+    def apply(folder: Path) -> None:
+        path = folder / "record" / ENTRIES
+        entries = path.read_text().splitlines()
+        change(entries)
+        path.write_text("".join(f"{entry}\n" for entry in entries))
+
+    return apply
+
+
+def swap(entries: list[str]) -> None:
+    entries[7], entries[8] = entries[8], entries[7]
+
+
+def own_key(folder: Path) -> None:
+    """Sign the same statements under another key."""
+    entries = read_log(folder / "record").entries
+    for name in (ENTRIES, CHECKPOINT, PUBLIC):
+        (folder / "record" / name).unlink()
+    log = LogWriter(folder / "record", "dilocox/mine", Ed25519PrivateKey.generate())
+    for entry in entries:
+        log.append(entry)
+    log.close()
+
+
+LOG: dict[str, Change] = {
+    "last statement gone": lines(lambda entries: entries.pop()),
+    "statement gone": lines(lambda entries: entries.pop(9)),
+    "all gone": lines(lambda entries: entries.clear()),
+    "statements swapped": lines(swap),
+    "statement twice": lines(lambda entries: entries.append(entries[5])),
+    "letter changed": lambda f: flip(f / "record" / ENTRIES, 2000),
+    "size changed": lambda f: edit(f / "record" / CHECKPOINT, "\n43\n", "\n42\n"),
+    "signature changed": lambda f: flip(f / "record" / CHECKPOINT, -5),
+    "root changed": lambda f: flip(f / "record" / CHECKPOINT, 40),
+    "key changed": lambda f: flip(f / "record" / PUBLIC, -5),
+}
+
+
+@pytest.mark.parametrize("name", LOG)
+def test_a_changed_log_is_no_log(copied: Path, name: str) -> None:
+    """Nothing else can then be said; the rest of the run is not looked at."""
+    LOG[name](copied)
+    found = verdicts(copied)
+    assert found.pop("log") == "FAIL"
+    assert set(found.values()) == {"NOT_RUN"}
+
+
+def test_a_log_under_another_key(copied: Path) -> None:
+    """It is whole by itself, but the run's own manifest names another key; so may the reader."""
+    known = read_log(copied / "record").public
+    own_key(copied)
+    assert verdicts(copied)["signatures"] == "FAIL"
+    assert verdicts(copied, key=known)["log"] == "FAIL"
+
+
+def test_a_log_that_was_seen_before(copied: Path, tmp_path: Path) -> None:
+    seen = tmp_path / "seen"
+    shutil.copy(copied / "record" / CHECKPOINT, seen)
+    assert verdicts(copied, seen=seen) == {}
+    resigned(lambda entries: entries.pop())(copied)
+    assert verdicts(copied, seen=seen)["log"] == "FAIL"
+
+
+# --- the log, by its own key's holder ---------------------------------------------------------
+
+
+def resigned(change: Callable[[list[str]], object]) -> Change:
+    """Change statements and sign the log anew, as a dishonest coordinator could."""
+
+    def apply(folder: Path) -> None:
+        content = read_log(folder / "record")
+        entries = list(content.entries)
+        change(entries)
+        for name in (ENTRIES, CHECKPOINT):
+            (folder / "record" / name).unlink()
+        log = LogWriter(folder / "record", content.public.split("+")[0], log_key(folder))
+        for entry in entries:
+            log.append(entry)
+        log.close()
+
+    return apply
+
+
+def log_key(folder: Path) -> Ed25519PrivateKey:
+    seed = (folder / "coordinator" / "record-key").read_text()
+    return Ed25519PrivateKey.from_private_bytes(bytes.fromhex(seed))
+
+
+def said_again(
+    kind: str, change: Callable[[dict[str, Any], dict[str, str]], object], signer: str = ""
+) -> Change:
+    """The second statement of a type, changed and signed by the log's key or another."""
+
+    def apply(folder: Path) -> None:
+        def within(entries: list[str]) -> None:
+            number = [n for n, e in enumerate(entries) if s.opened(e)[0].kind == kind][1]
+            found = s.opened(entries[number])[0]
+            predicate, subjects = dict(found.predicate), dict(found.subjects)
+            change(predicate, subjects)
+            key = s.Signer.from_hex(signer) if signer else s.Signer(log_key(folder))
+            entries[number] = key.sign(s.Statement(kind, subjects, predicate))
+
+        resigned(within)(folder)
+
+    return apply
+
+
+def drop(kind: str, number: int = 0) -> Change:
+    def within(entries: list[str]) -> None:
+        entries.pop([n for n, e in enumerate(entries) if s.opened(e)[0].kind == kind][number])
+
+    return resigned(within)
+
+
+INCOMPLETE = {"complete": "FAIL", "replay": "NOT_RUN"}
+UNSIGNED = {
+    "signatures": "FAIL",
+    **dict.fromkeys(
+        ("complete", "run-file", "payloads", "replay", "model", "data", "code"), "NOT_RUN"
+    ),
+}
+DISHONEST: dict[str, tuple[Change, dict[str, str]]] = {
+    "contribution gone": (drop(s.CONTRIBUTION, 3), INCOMPLETE),
+    "step gone": (drop(s.STEP, 3), INCOMPLETE),
+    "flush gone": (drop(s.STEP, -1), INCOMPLETE),
+    "enrolment gone": (drop(s.ENROLMENT), UNSIGNED),
+    "manifest gone": (drop(s.MANIFEST), UNSIGNED),
+    "other learning rate": (said_again(s.STEP, lambda p, _: p.update(learning_rate=0.81)),
+                            {"replay": "FAIL"}),
+    "other momentum": (said_again(s.STEP, lambda p, _: p.update(momentum=0.51)),
+                       {"replay": "FAIL"}),
+    "other weights": (
+        said_again(s.STEP, lambda p, _: p.update(weights={"paris": 1.5, "lyon": 0.9})),
+        {"replay": "FAIL"}),
+    "other codec": (said_again(s.STEP, lambda p, _: p.update(codec="int8")), {"replay": "FAIL"}),
+    "a site left out": (
+        said_again(s.STEP, lambda p, d: (p.update(set=["paris"]), d.pop("lyon/0"))),
+        {"replay": "FAIL"}),
+    "payloads exchanged": (
+        said_again(s.STEP, lambda _, d: d.update({"paris/0": d["lyon/0"]})), INCOMPLETE),
+    "of another round": (
+        said_again(s.STEP, lambda p, _: p.update(
+            round=9, exchange_key=f"outer/9/{p['stage']}/{p['fragment']}")),
+        INCOMPLETE),
+    "of another run": (said_again(s.STEP, lambda p, _: p.update(run="00" * 16)), UNSIGNED),
+    "contribution by another key": (
+        said_again(s.CONTRIBUTION, lambda *_: None, "03" * 32), UNSIGNED),
+    "contribution by the log's key": (said_again(s.CONTRIBUTION, lambda *_: None), UNSIGNED),
+    "step by another key": (said_again(s.STEP, lambda *_: None, "03" * 32), UNSIGNED),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DISHONEST)
+def test_a_dishonest_coordinator_is_found(copied: Path, name: str) -> None:
+    change, expected = DISHONEST[name]
+    change(copied)
+    assert verdicts(copied) == expected
+
+
+# --- the command ------------------------------------------------------------------------------
+
+
+def test_the_command_says_it(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from dilocox.cli import _parser
+
+    def ended(*more: str) -> tuple[int, str]:
+        code = run(_parser().parse_args(["verify", str(copied), *more]))
+        return code, capsys.readouterr().out
+
+    code, text = ended()
+    assert code == 0
+    assert text.count("PASS") >= 9
+    assert "proves:" in text
+    assert "No claim covers what happened inside a site" in text
+    assert json.loads(ended("--json")[1])["exit_code"] == 0
+    elsewhere = copied.parent / "elsewhere"
+    shutil.move(copied / "record" / "store", elsewhere)
+    shutil.move(copied / "model", copied.parent / "released")
+    code, text = ended()
+    assert code == 3
+    assert "--store" in text
+    assert "--model" in text
+    code, text = ended("--store", str(elsewhere), "--model", str(copied.parent / "released"))
+    assert code == 0, text
+    flip(payload_in(elsewhere, copied))
+    assert ended("--store", str(elsewhere), "--model", str(copied.parent / "released"))[0] == 1
+
+
+def payload_in(store: Path, folder: Path) -> Path:
+    path = payload(folder)
+    return store / path.relative_to(folder / "record" / "store")

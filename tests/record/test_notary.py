@@ -1,0 +1,268 @@
+"""The log of a run, written by its coordinator: what gets in, what does not, restarts, resumes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dilocox.errors import RecordError
+from dilocox.outer.coordinator import messages as m
+from dilocox.outer.coordinator.keys import ExchangeKey
+from dilocox.outer.coordinator.notary import Decision
+from dilocox.outer.coordinator.refusals import Refused
+from dilocox.record import statements as s
+from dilocox.record.course import Course, gaps, read_course
+from dilocox.record.log import check_log, read_log
+from dilocox.record.notary import KEY_FILE, LogNotary, code_digest, contribution
+from dilocox.record.note import NoteKey
+from tests.outer.coordinator.helpers import Driver, run_config
+
+SIGNERS = {name: s.Signer.from_hex(f"{number:02x}" * 32) for number, name in enumerate("abc", 1)}
+ONE = "1" * 64
+KEY = ExchangeKey.outer(0, 0, 0)
+
+
+class Scene:
+    """A coordinator with a notary, and sites that sign."""
+
+    def __init__(self, root: Path, **sections: Any) -> None:
+        self.config = run_config(run={"folder": str(root / "run")}, **sections)
+        self.folder, self.messages = root / "coordinator", list[str]()
+        self.notary = LogNotary.open(self.config, self.folder, self.messages.append)
+        self.driver = Driver(self.folder, self.config, notary=self.notary)
+
+    def enrol(self) -> None:
+        for site, signer in SIGNERS.items():
+            self.driver.enrol(site, record_key=signer.public)
+        for site in SIGNERS:
+            self.driver.ready(site)
+
+    def reopen(self) -> None:
+        self.notary.close()
+        self.notary = LogNotary.open(self.config, self.folder, self.messages.append)
+        self.driver.options["notary"] = self.notary
+        self.driver.reopen()
+
+    def signed(self, site: str, key: ExchangeKey = KEY, attempt: int = 1, digest: str = ONE,
+               run: str | None = None, signer: str | None = None) -> str:  # fmt: skip
+        rank = m.Rank(site=site, stage=key.stage, shard=0)
+        said = contribution(run or self.notary.run, rank, key, attempt, digest)
+        return SIGNERS[signer or site].sign(said)
+
+    def vote(self, site: str, key: ExchangeKey = KEY, **changes: Any) -> m.VoteReply:
+        fields: dict[str, Any] = {
+            "held": list("abc"), "digests": {site: ONE}, "statement": self.signed(site, key),
+        }  # fmt: skip
+        return self.driver.vote(key, site, **{**fields, **changes})
+
+    def exchange(self, key: ExchangeKey = KEY) -> None:
+        self.driver.begin(key, "a")
+        for site in "abc":
+            self.vote(site, key)
+
+    def kinds(self) -> list[str]:
+        entries = (self.config.folder / "record/statements.jsonl").read_text().splitlines()
+        return [s.opened(entry)[0].kind for entry in entries]
+
+    def course(self) -> Course:
+        self.notary.close()
+        content = read_log(self.config.folder / "record")
+        key = NoteKey.parse(content.public)
+        check_log(content, key)
+        return read_course(content.entries, key)
+
+
+@pytest.fixture
+def scene(tmp_path: Path) -> Scene:
+    scene = Scene(tmp_path)
+    scene.enrol()
+    scene.driver.plan(0, "a")
+    return scene
+
+
+def test_what_was_decided_is_in_the_log(scene: Scene) -> None:
+    scene.exchange()
+    assert scene.kinds() == [s.MANIFEST, *[s.ENROLMENT] * 3, *[s.CONTRIBUTION] * 3, s.STEP]
+    course = scene.course()
+    step = course.steps[KEY.text]
+    assert (step.set, step.owners) == (("a", "b", "c"), ("a", "b", "c"))
+    assert step.weights == (1.0, 1.0, 1.0)
+    assert step.payloads == {"a/0": ONE, "b/0": ONE, "c/0": ONE}
+    assert (step.codec, step.fragments, step.flush) == ("int4", 2, False)
+    assert (step.learning_rate, step.momentum) == (0.8, 0.5)
+    assert course.run == scene.notary.run
+    assert course.manifest["config_digest"] == scene.config.digest()
+    assert course.manifest["code"] == code_digest()
+    assert (scene.folder / KEY_FILE).stat().st_mode & 0o777 == 0o600
+
+
+def test_a_site_that_is_left_out_is_not_in_the_step(scene: Scene) -> None:
+    scene.driver.begin(KEY, "a")
+    for site in "abc":
+        scene.vote(site, contributes=site != "b")
+    step = scene.course().steps[KEY.text]
+    assert step.set == ("a", "c")
+    assert set(step.payloads) == {"a/0", "c/0"}
+    assert step.weights == (1.0, 1.0)
+
+
+def test_gradients_are_not_recorded(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, outer={"method": "allreduce", "inner_steps": 4, "fragments": 1})
+    scene.enrol()
+    scene.driver.plan(0, "a")
+    key = ExchangeKey.gradient(0, 0, 0)
+    scene.driver.begin(key, "a")
+    for site in "abc":
+        scene.driver.vote(key, site, held=list("abc"), digests={site: ONE})
+    assert scene.driver.core.state.exchanges[key.text].decision == ["a", "b", "c"]
+    assert scene.kinds() == [s.MANIFEST, *[s.ENROLMENT] * 3]
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"statement": None}, "is not signed"),
+        ({"statement": "rubbish"}, "not a DSSE envelope"),
+        ({"signer": "b"}, "not one of key"),
+        ({"run": "0" * 32}, "is of run"),
+        ({"digest": "2" * 64}, "signed contribution to outer/0/0/0 is another"),
+        ({"attempt": 2}, "is another"),
+        ({"key": ExchangeKey.outer(1, 0, 0)}, "is another"),
+        ({"site": "b", "signer": "a"}, "is another"),
+    ],
+)
+def test_a_payload_counts_only_with_its_signature(
+    scene: Scene, changes: dict[str, Any], reason: str
+) -> None:
+    scene.driver.begin(KEY, "a")
+    text = changes["statement"] if "statement" in changes else scene.signed(
+        **{"site": "a", **changes}
+    )  # fmt: skip
+    with pytest.raises(Refused, match=reason):
+        scene.vote("a", statement=text)
+    assert scene.driver.core.state.exchanges[KEY.text].votes == {}
+    assert s.CONTRIBUTION not in scene.kinds()
+
+
+def test_a_site_needs_a_key(tmp_path: Path) -> None:
+    scene = Scene(tmp_path)
+    with pytest.raises(Refused, match="no key for the run's record"):
+        scene.driver.enrol("a")
+
+
+def test_nothing_is_asked_of_sites_where_nothing_is_recorded(tmp_path: Path) -> None:
+    driver = Driver(tmp_path, run_config())
+    driver.start()
+    assert driver.core.witness.run == ""
+    driver.plan(0, "a")
+    driver.begin(KEY, "a")
+    for site in "abc":
+        driver.vote(KEY, site, held=list("abc"), digests={site: ONE})
+    assert driver.core.state.exchanges[KEY.text].decision == ["a", "b", "c"]
+
+
+def test_the_same_vote_again_is_said_once(scene: Scene) -> None:
+    """A reply was lost on its way, or the coordinator died between log and record."""
+    scene.driver.begin(KEY, "a")
+    scene.notary.contribution(m.Rank(site="a", stage=0, shard=0), KEY, 1, ONE, scene.signed("a"))
+    for site in "aabbcc":
+        scene.vote(site)
+    assert scene.kinds().count(s.CONTRIBUTION) == 3
+
+
+def test_a_restart_says_nothing_twice(scene: Scene) -> None:
+    scene.exchange()
+    before, run = scene.kinds(), scene.notary.run
+    scene.reopen()
+    assert scene.notary.run == run
+    assert scene.kinds() == before
+    scene.exchange(ExchangeKey.outer(0, 0, 1))
+    assert len(scene.course().steps) == 2
+
+
+def test_a_restart_says_what_was_not_said(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The coordinator dies after it has logged a decision, before the record has it."""
+    monkeypatch.setattr(LogNotary, "decided", lambda self, decision: None)
+    scene.exchange()
+    assert s.STEP not in scene.kinds()
+    monkeypatch.undo()
+    scene.reopen()
+    assert scene.course().steps[KEY.text].payloads == {"a/0": ONE, "b/0": ONE, "c/0": ONE}
+
+
+def test_a_log_is_not_gone_on_with_under_a_new_key(scene: Scene) -> None:
+    scene.notary.close()
+    (scene.folder / KEY_FILE).unlink()
+    with pytest.raises(RecordError, match="put it back"):
+        LogNotary.open(scene.config, scene.folder, print)
+
+
+def decision(round_: int, tick: int, chosen: str = "abc") -> Decision:
+    plan = m.RoundPlan.model_validate(
+        {
+            "round": round_, "kind": "train", "first_tick": tick - 2, "first_step": 0,
+            "members": {n: {"weight": 1.0, "batch": 1, "ranges": [], "space": "shared"}
+                        for n in "abc"},
+            "inner_steps": 4, "slots": 4, "fragments": 2, "delay": 2, "overlap": "keep",
+            "keep": 1.0, "learning_rate": 0.8, "momentum": 0.5, "codec": "int4",
+            "residual_decay": 1.0, "exchange": "gather", "checkpoint": False, "evaluate": False,
+            "last": False,
+        }
+    )  # fmt: skip
+    return Decision(ExchangeKey.outer(round_, 0, 0), 1, list(chosen), list("abc"), plan)
+
+
+def test_a_resume_leaves_a_course_behind(scene: Scene) -> None:
+    """What had its boundary by the resume's tick stays; of what is decided again, the later."""
+    notary = scene.notary
+    for round_, tick in ((0, 2), (1, 6), (2, 10)):
+        notary.decided(decision(round_, tick))
+    notary.resumed(1, 6)
+    notary.decided(decision(1, 6, "ab"))
+    course = scene.course()
+    assert {key: step.set for key, step in course.steps.items()} == {
+        "outer/0/0/0": ("a", "b", "c"), "outer/1/0/0": ("a", "b"),
+    }  # fmt: skip
+
+
+def test_a_full_disk_ends_the_record_and_not_the_run(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(entry: str) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(scene.notary.writer, "append", full)
+    scene.exchange()
+    assert scene.driver.core.state.exchanges[KEY.text].decision == ["a", "b", "c"]
+    assert scene.messages == [
+        "record: cannot be written (No space left on device); the run goes on, but nobody will be "
+        "able to verify it"
+    ]
+
+
+def test_a_state_is_signed_by_the_rank_that_holds_it(scene: Scene) -> None:
+    def said(**changes: Any) -> m.StateRequest:
+        predicate = {"run": scene.notary.run, "site": "a", "stage": 0, "round": 0,
+                     "kind": "initial", "files": {}, **changes}  # fmt: skip
+        statement = s.Statement(s.CHECKPOINT, {"state": ONE, "tensors": ONE}, predicate)
+        text = SIGNERS["a"].sign(statement)
+        return m.StateRequest(rank=m.Rank(site="a", stage=0, shard=0), statement=text)
+
+    scene.driver.core.witness.state(said())
+    for changes in ({"stage": 1}, {"site": "b"}, {"run": "other"}):
+        with pytest.raises(Refused):
+            scene.driver.core.witness.state(said(**changes))
+    assert [state.kind for state in scene.course().states] == ["initial"]
+
+
+def test_gaps_are_named(scene: Scene) -> None:
+    notary = scene.notary
+    notary.decided(decision(0, 2))
+    notary.decided(decision(2, 10))
+    found = gaps(scene.course())
+    assert "stage 0 fragment 0: no outer step of round 1" in found
+    assert "stage 0 fragment 1: no outer step of round 0" in found
+    assert "outer/0/0/0: its payloads are not those of its contribution set" in found
+    assert "stage 0: 0 different initial states are signed" in found

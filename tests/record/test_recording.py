@@ -1,0 +1,154 @@
+"""A rank's part in the record: signatures, payloads that are kept beside the exchanges."""
+
+from __future__ import annotations
+
+import json
+import threading
+from concurrent.futures import Future
+from pathlib import Path
+
+import pytest
+import torch
+
+from dilocox.compression import Geometry, compressor
+from dilocox.errors import RecordError
+from dilocox.outer.attempt import Contribution, Outcome
+from dilocox.outer.coordinator.keys import ExchangeKey
+from dilocox.outer.coordinator.messages import Rank
+from dilocox.record import statements as s
+from dilocox.record.digests import sha256, stage_root, tensor_digest
+from dilocox.record.recording import WAITING, Author, RankRecord
+from dilocox.record.store import Store
+
+SIGNER = s.Signer.from_hex("07" * 32)
+RANK = Rank(site="paris", stage=1, shard=0)
+KEY = ExchangeKey.outer(3, 1, 0)
+
+
+class Notebook:
+    """A coordinator that only listens."""
+
+    def __init__(self) -> None:
+        self.heard: list[str] = []
+
+    def record_state(self, statement: str) -> None:
+        self.heard.append(statement)
+
+
+class SlowStore(Store):
+    """Waits for the test before it keeps anything; then fails, if told to."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__(where)
+        self.go = threading.Event()
+        self.failure: Exception | None = None
+
+    def put(self, data: bytes | memoryview, digest: str | None = None) -> str:
+        assert self.go.wait(30.0)
+        if self.failure is not None:
+            raise self.failure
+        return super().put(data, digest)
+
+
+def outcome(*payloads: bytes) -> Outcome:
+    tensors = tuple(torch.frombuffer(bytearray(each), dtype=torch.uint8) for each in payloads)
+    return Outcome(None, ("paris",), None, None, 0, 0.0, 1, payloads=tensors)
+
+
+def contribution(key: ExchangeKey) -> Contribution:
+    codec = compressor("int4", Geometry(((128,),), (0,), 128))
+    return Contribution(key, 128, None, codec, "gather", {"paris": 1.0})
+
+
+def rank_record(store: Store) -> tuple[RankRecord, Notebook, list[str]]:
+    notebook, warnings = Notebook(), list[str]()
+    author = Author("run", RANK, SIGNER)
+    return RankRecord(author, store, notebook, warnings.append), notebook, warnings
+
+
+def exchanged(record: RankRecord, key: ExchangeKey, *payloads: bytes) -> None:
+    future: Future[Outcome] = Future()
+    assert record.watching(lambda given: future)(contribution(key)) is future
+    future.set_result(outcome(*payloads))
+
+
+def test_payloads_of_outer_steps_are_kept(tmp_path: Path) -> None:
+    record, _, warnings = rank_record(Store(str(tmp_path)))
+    exchanged(record, KEY, b"ours", b"theirs")
+    exchanged(record, ExchangeKey.gradient(0, 0, 1), b"a gradient")
+    record.wait()
+    assert Store(str(tmp_path)).get(sha256(b"ours")) == b"ours"
+    assert Store(str(tmp_path)).get(sha256(b"theirs")) == b"theirs"
+    assert not Store(str(tmp_path)).has(sha256(b"a gradient"))
+    assert warnings == []
+
+
+def test_an_exchange_that_failed_leaves_nothing(tmp_path: Path) -> None:
+    record, _, warnings = rank_record(Store(str(tmp_path)))
+    future: Future[Outcome] = Future()
+    record.watching(lambda given: future)(contribution(KEY))
+    future.set_exception(RuntimeError("broken"))
+    record.wait()
+    assert list(tmp_path.rglob("*")) == []
+    assert warnings == []
+
+
+def test_exchanges_wait_for_a_slow_store_only_when_the_queue_is_full(tmp_path: Path) -> None:
+    store = SlowStore(str(tmp_path))
+    record, _, _ = rank_record(store)
+    # One is with the store, WAITING wait.
+    for number in range(1 + WAITING):
+        exchanged(record, KEY, b"payload %d" % number)
+    beyond = threading.Thread(target=exchanged, args=(record, KEY, b"one more"))
+    beyond.start()
+    beyond.join(0.2)
+    assert beyond.is_alive()
+    store.go.set()
+    beyond.join(30.0)
+    assert not beyond.is_alive()
+    record.wait()
+    assert store.has(sha256(b"one more"))
+    assert store.has(sha256(b"payload 0"))
+
+
+def test_a_store_that_fails_is_said_once_and_ends_nothing(tmp_path: Path) -> None:
+    store = SlowStore(str(tmp_path))
+    store.failure = RecordError("s3://x: cannot be written (no such bucket)")
+    store.go.set()
+    record, _, warnings = rank_record(store)
+    for number in range(3 * WAITING):
+        exchanged(record, KEY, b"payload %d" % number)
+    record.wait()
+    assert warnings == [
+        "record: s3://x: cannot be written (no such bucket); the run goes on, but cannot be "
+        "verified in full"
+    ]
+
+
+def test_what_is_signed_is_what_the_coordinator_expects() -> None:
+    record, _, _ = rank_record(Store("memory://recording"))
+    text = record.sign(KEY, 2, "ab" * 32)
+    said = s.open_signed(text, SIGNER.public, run="run", kinds=(s.CONTRIBUTION,))
+    assert said.subjects == {"payload": "ab" * 32}
+    assert said.predicate == {
+        "run": "run", "site": "paris", "shard": 0, "round": 3, "exchange_key": "outer/3/1/0",
+        "attempt": 2,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["initial", "final"])
+def test_states(tmp_path: Path, kind: str) -> None:
+    record, notebook, _ = rank_record(Store(str(tmp_path)))
+    tensors = {"b": torch.ones(3), "a": torch.zeros(2, 2)}
+    record.state(kind, 5, tensors, {"config.json": "ab" * 32})
+    (line,) = notebook.heard
+    said = s.open_signed(line, SIGNER.public, run="run", kinds=(s.CHECKPOINT,))
+    digests = [tensor_digest(name, tensor) for name, tensor in tensors.items()]
+    assert said.subjects["state"] == stage_root(digests).hex()
+    assert (said.predicate["kind"], said.predicate["round"]) == (kind, 5)
+    assert said.predicate["files"] == {"config.json": "ab" * 32}
+    store = Store(str(tmp_path))
+    listed = json.loads(store.get(said.subjects["tensors"]))
+    assert [each["name"] for each in listed] == ["b", "a"], "in model order"
+    # theta_0 is kept, the final state has its files.
+    assert [store.has(each["sha256"]) for each in listed] == [kind == "initial"] * 2

@@ -1,0 +1,257 @@
+"""Replays of outer steps: against the engine's own arithmetic, and to one digest everywhere."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from dilocox.compression import LowRank, compressor, pack_frame, payload_digest
+from dilocox.errors import RecordError
+from dilocox.outer.averaging import average, chunk_bounds, requantise
+from dilocox.outer.coordinator.keys import ExchangeKey
+from dilocox.outer.exchange import chunk_index
+from dilocox.outer.fragments import Layout, local_shapes, split_fragments
+from dilocox.outer.optimizer import nesterov_step
+from dilocox.record.course import Course, Step
+from dilocox.record.digests import sha256, stage_root, tensor_bytes, tensor_digest
+from dilocox.record.recording import listing_of
+from dilocox.record.replay import Stage, digests_of, read_listing, replay_stage
+
+SITES = ("a", "b", "c")
+WEIGHTS = (1.5, 0.75, 0.75)
+ROUNDS = 3
+SHAPES = {
+    "layers.0.weight": (70, 40),
+    "layers.0.bias": (70,),
+    "layers.1.weight": (40, 70),
+    "norm.weight": (40,),
+}
+GOLDEN = "28341e8a0989cb5810e98ba64752d252013a1e6be8c51579fa448a0274f842b6"
+
+
+class Shelf:
+    """A store in memory."""
+
+    def __init__(self) -> None:
+        self.kept: dict[str, bytes] = {}
+
+    def put(self, data: bytes | memoryview) -> str:
+        digest = sha256(data)
+        self.kept[digest] = bytes(data)
+        return digest
+
+    def get(self, digest: str) -> bytes:
+        if digest not in self.kept:
+            raise RecordError(f"{digest}: not in the store")
+        return self.kept[digest]
+
+
+def numbers(count: int, seed: int) -> torch.Tensor:
+    """fp32 that are the same on every machine: whole numbers over a power of two.
+
+    They have all 24 bits, so that the order in which they are added up matters.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.randint(-(1 << 24), 1 << 24, (count,), generator=generator)
+    return drawn.to(torch.float32) / (1 << 28 + seed % 7)
+
+
+class Made:
+    """A recorded course, and what the sites came to hold: by the engine's functions alone."""
+
+    def __init__(self, codec: str, exchange: str = "gather", shards: int = 1) -> None:
+        self.shelf = Shelf()
+        self.codec, self.exchange, self.shards = codec, exchange, shards
+        config = {"site": {"stages": 1, "shards": shards}, "outer": {"method": "dilocox"}}
+        self.course = Course("run", "log", {"config": config})
+        start = {name: numbers(torch.Size(s).numel(), 7).view(s) for name, s in SHAPES.items()}
+        self.theta = [tensor_digest(name, tensor) for name, tensor in start.items()]
+        for tensor in start.values():
+            self.shelf.put(tensor_bytes(tensor))
+        sizes = {name: tensor.numel() for name, tensor in start.items()}
+        parts: dict[str, list[torch.Tensor]] = {name: [] for name in start}
+        for fragment, names in enumerate(split_fragments(sizes, 2)):
+            for shard in range(shards):
+                layout = Layout.of(local_shapes(SHAPES, names, shard, shards))
+                rows = {
+                    name: start[name][(run := -(-len(start[name]) // shards)) * shard :][:run]
+                    for name in names
+                }
+                for name, held in self._train(layout, rows, fragment, shard).items():
+                    parts[name].append(held)
+        self.final = {name: torch.cat(rows) for name, rows in parts.items()}
+
+    def _train(
+        self, layout: Layout, rows: dict[str, torch.Tensor], fragment: int, shard: int
+    ) -> dict[str, torch.Tensor]:
+        anchor = layout.pack(rows)
+        momentum = torch.zeros_like(anchor)
+        for round_ in range(ROUNDS):
+            key = ExchangeKey.outer(round_, 0, fragment)
+            seeds = [1000 * round_ + 100 * fragment + 10 * shard + n for n in range(len(SITES))]
+            given = [
+                layout.pack({n: numbers(t.numel(), s).view(t.shape) for n, t in rows.items()})
+                for s in seeds
+            ]
+            mean, digests = self._exchange(layout, key, given)
+            nesterov_step(anchor, momentum, mean, 0.8, 0.5)
+            known = self.course.steps.get(key.text)
+            payloads = dict(known.payloads) if known else {}
+            payloads |= {f"{site}/{shard}": d for site, d in zip(SITES, digests, strict=True)}
+            self.course.steps[key.text] = self.step(key, payloads)
+        return {name: view.clone() for name, view in layout.views(anchor).items()}
+
+    def step(self, key: ExchangeKey, payloads: dict[str, str], **changes: Any) -> Step:
+        about: dict[str, Any] = {
+            "key": key, "flush": key.round == ROUNDS - 1, "attempt": 1, "tick": key.round,
+            "set": SITES, "owners": SITES, "weights": WEIGHTS, "codec": self.codec,
+            "exchange": self.exchange, "learning_rate": 0.8, "momentum": 0.5, "fragments": 2,
+            "payloads": payloads,
+        }  # fmt: skip
+        return Step(**{**about, **changes})
+
+    def _exchange(
+        self, layout: Layout, key: ExchangeKey, given: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor, list[str]]:
+        codec = compressor(self.codec, layout.geometry)
+        if isinstance(codec, LowRank):
+            warm = codec.first_warm()
+            basis = codec.orthonormalise([codec.project(u, warm) for u in given])
+            self.shelf.put(tensor_bytes(basis))
+            sent = [codec.encode(u, basis) for u in given]
+            mean = average((codec.decode(payload, basis) for payload in sent), WEIGHTS)
+            return mean, [self.shelf.put(tensor_bytes(payload)) for payload in sent]
+        if self.exchange == "gather":
+            part = codec.part(0, layout.length, key.seed)
+            sent = [part.encode(u) for u in given]
+            mean = average((part.decode(payload) for payload in sent), WEIGHTS)
+            return mean, [self.shelf.put(tensor_bytes(payload)) for payload in sent]
+        means, chunks = [], []
+        for start, end in chunk_bounds(layout.length, len(SITES)):
+            if end == start:
+                continue
+            part = codec.part(start, end, key.seed)
+            sent = [part.encode(u[start:end]) for u in given]
+            for payload in sent:
+                self.shelf.put(tensor_bytes(payload))
+            chunks.append([pack_frame(part, payload) for payload in sent])
+            mean = average((part.decode(payload) for payload in sent), WEIGHTS)
+            means.append(requantise(part, mean, sum(WEIGHTS)).decoded)
+        indices = [chunk_index(mine) for mine in zip(*chunks, strict=True)]
+        for index in indices:
+            self.shelf.put(tensor_bytes(index))
+        return torch.cat(means), [payload_digest(index).hex() for index in indices]
+
+    def replayed(self) -> dict[str, torch.Tensor]:
+        stage = Stage.of(self.course, 0, self.theta)
+        return replay_stage(self.course, stage, self.shelf.get, lambda: None)
+
+    def root(self) -> str:
+        return stage_root(digests_of(self.replayed())).hex()
+
+
+@pytest.mark.parametrize("shards", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("codec", "exchange"),
+    [
+        ("none", "gather"), ("int4", "gather"), ("topk:64", "gather"), ("lowrank:4", "gather"),
+        ("cocktail", "gather"), ("int8", "reduce"), ("fp16", "reduce"),
+    ],
+)  # fmt: skip
+def test_a_replay_gives_what_the_sites_held(codec: str, exchange: str, shards: int) -> None:
+    made = Made(codec, exchange, shards)
+    found = made.replayed()
+    assert list(found) == list(SHAPES)
+    for name, tensor in found.items():
+        assert torch.equal(tensor, made.final[name]), name
+
+
+def test_every_input_of_a_step_counts() -> None:
+    made = Made("none")
+    before = made.root()
+    key = ExchangeKey.outer(1, 0, 0)
+    whole = made.course.steps[key.text]
+    swapped = {"a/0": whole.payloads["c/0"], "c/0": whole.payloads["a/0"]}
+    for changes in (
+        {"learning_rate": 0.81}, {"momentum": 0.4}, {"weights": (1.5, 0.75, 0.76)},
+        {"set": ("a", "b"), "weights": (1.5, 0.75)}, {"set": (), "weights": ()},
+        {"set": ("b", "c", "a"), "weights": (0.75, 0.75, 1.5)},
+    ):  # fmt: skip
+        made.course.steps[key.text] = made.step(key, dict(whole.payloads), **changes)
+        assert made.root() != before, changes
+    made.course.steps[key.text] = made.step(key, {**whole.payloads, **swapped})
+    assert made.root() != before
+    made.course.steps[key.text] = whole
+    assert made.root() == before
+    del made.course.steps[key.text]
+    assert made.root() != before
+
+
+@pytest.mark.parametrize(
+    ("codec", "exchange", "digest", "reason"),
+    [
+        ("int4", "gather", "00" * 32, "not in the store"),
+        ("int4", "gather", "short", "must be"),
+        ("int8", "reduce", "short", "does not name one payload per chunk"),
+        ("lowrank:4", "gather", "short", "must be"),
+    ],
+)
+def test_a_step_that_cannot_be_replayed_is_named(
+    codec: str, exchange: str, digest: str, reason: str
+) -> None:
+    made = Made(codec, exchange)
+    key = ExchangeKey.outer(2, 0, 1)
+    digest = made.shelf.put(b"short") if digest == "short" else digest
+    payloads = {**made.course.steps[key.text].payloads, "b/0": digest}
+    made.course.steps[key.text] = made.step(key, payloads)
+    with pytest.raises(RecordError, match=rf"outer/2/0/1: .*{reason}"):
+        made.replayed()
+
+
+def test_lists_of_tensors_are_checked() -> None:
+    made = Made("int4")
+    digest = made.shelf.put(listing_of(made.theta))
+    root = stage_root(made.theta).hex()
+    assert read_listing(made.shelf.get, digest, root) == made.theta
+    with pytest.raises(RecordError, match="another root than was signed"):
+        read_listing(made.shelf.get, digest, "00" * 32)
+    with pytest.raises(RecordError, match="not a list of tensors"):
+        read_listing(made.shelf.get, made.shelf.put(b"{}x"), root)
+
+
+def one_digest() -> str:
+    """Over replays with every kind of codec and exchange."""
+    courses = [("int4", "gather"), ("topk:64", "gather"), ("lowrank:4", "gather"),
+               ("int8", "reduce"), ("bf16", "gather"), ("cocktail", "reduce")]  # fmt: skip
+    return sha256("".join(Made(*course).root() for course in courses).encode())
+
+
+def test_one_digest_for_all_machines() -> None:
+    assert one_digest() == GOLDEN
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("threads", ["1", "2"])
+@pytest.mark.parametrize("capability", ["default", "avx2", "avx512"])
+def test_one_digest_for_all_instruction_sets(capability: str, threads: str) -> None:
+    script = (
+        "import torch\n"
+        f"torch.set_num_threads({threads})\n"
+        "from tests.record.test_replay import one_digest\n"
+        "print(torch.backends.cpu.get_cpu_capability(), one_digest())\n"
+    )
+    environment = {**os.environ, "ATEN_CPU_CAPABILITY": capability, "OMP_NUM_THREADS": threads}
+    answer = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True, text=True, check=True, timeout=120, env=environment,
+    )  # fmt: skip
+    used, digest = answer.stdout.split()[-2:]
+    if used.lower() != capability:
+        pytest.skip(f"this processor has no {capability}: it used {used}")
+    assert digest == GOLDEN

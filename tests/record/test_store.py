@@ -1,0 +1,81 @@
+"""The content-addressed store, in a folder and behind a URL."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from dilocox.errors import RecordError
+from dilocox.record.store import MissingError, Store, Stores
+
+ABC = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
+"""SHA-256 of "abc", as FIPS 180-2 gives it."""
+
+
+def test_what_is_put_lies_under_its_digest(tmp_path: Path) -> None:
+    store = Store(str(tmp_path))
+    assert store.put(b"abc") == ABC
+    assert (tmp_path / "sha256" / ABC[:2] / ABC[2:]).read_bytes() == b"abc"
+    assert store.get(ABC) == b"abc"
+    assert store.put(b"abc") == ABC, "again is no matter"
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == [ABC[2:]]
+
+
+@settings(
+    deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=30
+)
+@given(st.binary(max_size=200))
+def test_everything_comes_back(tmp_path: Path, data: bytes) -> None:
+    store = Store(str(tmp_path))
+    assert store.get(store.put(data)) == data
+
+
+def test_what_was_changed_is_not_given_out(tmp_path: Path) -> None:
+    store = Store(str(tmp_path))
+    store.put(b"abc")
+    Path(store.path(ABC)).write_bytes(b"abd")
+    with pytest.raises(RecordError, match="holds other bytes than its name says"):
+        store.get(ABC)
+
+
+def test_what_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(RecordError, match="not in the store"):
+        Store(str(tmp_path)).get(ABC)
+
+
+def test_a_url_is_a_store_too() -> None:
+    store = Store("memory://record-test/store")
+    store.put(b"abc")
+    assert Store("memory://record-test/store").get(ABC) == b"abc"
+
+
+@pytest.mark.parametrize("where", ["nosuch://x", "abfs-of-nobody://y"])
+def test_an_unknown_url_is_said(where: str) -> None:
+    with pytest.raises(RecordError, match=r"record\.store"):
+        Store(where)
+
+
+def test_a_full_or_closed_disk_is_said(tmp_path: Path) -> None:
+    (tmp_path / "sha256").write_text("in the way")
+    with pytest.raises(RecordError, match="cannot be written"):
+        Store(str(tmp_path)).put(b"abc")
+
+
+def test_several_stores_are_one(tmp_path: Path) -> None:
+    one, two = Store(str(tmp_path / "one")), Store(str(tmp_path / "two"))
+    both = Stores([one, two])
+    with pytest.raises(MissingError, match="in none of"):
+        both.get(ABC)
+    two.put(b"abc")
+    assert both.get(ABC) == b"abc"
+    one.put(b"abc")
+    Path(one.path(ABC)).write_bytes(b"bad")
+    assert both.get(ABC) == b"abc", "a store that lies is passed over"
+    Path(two.path(ABC)).unlink()
+    with pytest.raises(RecordError, match="holds other bytes"):
+        both.get(ABC)
+    assert hashlib.sha256(b"abc").hexdigest() == ABC
