@@ -50,7 +50,8 @@ def test_help_has_examples_of_every_command(command: Command) -> None:
     named = set(re.findall(r"^    (\w+)(?: |$)", out, flags=re.MULTILINE))
     shown = set(re.findall(r"^  dilocox (\w+)", out, flags=re.MULTILINE))
     assert named == shown == {
-        "train", "coordinator", "join", "leave", "lab", "plan", "data", "export", "generate",
+        "train", "coordinator", "join", "leave", "verify", "lab", "plan", "data", "export",
+            "generate",
     }  # fmt: skip
 
 
