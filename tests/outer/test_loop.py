@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from concurrent.futures import Future
 from typing import Any
 
@@ -327,3 +328,29 @@ def test_a_fragment_lands_at_the_latest_at_its_next_boundary() -> None:
     ]
     rank.loop.end_of_slot(short, 2)
     assert [item.key.text for item in rank.loop.pending] == ["outer/1/0/0", "outer/1/0/1"]
+
+
+def test_settling_waits_for_what_is_under_way_and_lands_nothing() -> None:
+    """A site that leaves votes on all that it has begun; the outcome is the others' matter."""
+    rank = Rank()
+    for slot in range(1, 5):
+        rank.train()
+        rank.wire.answer("paris", "lyon")
+        rank.loop.end_of_slot(plan(), slot)
+    under_way = [item.key.text for item in rank.loop.under_way_now()]
+    assert under_way, "the last boundary is at the end of the round"
+    before = [rank.anchor(0), rank.anchor(1)]
+    asked = threading.Timer(0.05, rank.wire.answer, ["paris", "lyon"])
+    asked.start()
+    rank.loop.settle()
+    asked.join()
+    assert all(future.done() for _, future in rank.wire.given)
+    assert [rank.anchor(0), rank.anchor(1)] == before
+    broken = Rank()
+    broken.train()
+    for slot in range(1, 5):
+        broken.wire.answer("paris", "lyon")
+        broken.loop.end_of_slot(plan(), slot)
+    broken.wire.given[-1][1].set_exception(ExchangeError("no decision; waited for lyon"))
+    with pytest.raises(ExchangeError, match="waited for lyon"):
+        broken.loop.settle()

@@ -15,7 +15,7 @@ from dilocox.outer.coordinator import messages as m
 from dilocox.outer.coordinator.events import Decided, Event, Resumed
 from dilocox.outer.coordinator.exchanges import Exchange, Vote
 from dilocox.outer.coordinator.ledger import Ledger
-from dilocox.outer.coordinator.refusals import Refused
+from dilocox.outer.coordinator.refusals import Caller, Refused
 from dilocox.outer.coordinator.state import CoordinatorState
 from tests.outer.coordinator.helpers import Driver, run_config
 
@@ -27,6 +27,7 @@ held = st.lists(site, unique=True, max_size=3)
 steps = st.lists(
     st.one_of(
         st.tuples(st.sampled_from(["join", "ready", "leave", "silence", "finish"]), site),
+        st.tuples(st.sampled_from(["retire", "depart", "spoiled"]), site),
         st.tuples(st.just("plan"), site, st.integers(0, 4)),
         st.tuples(st.just("done"), site, st.integers(0, 3)),
         st.tuples(st.just("begin"), site, key),
@@ -66,6 +67,21 @@ class Watched(Driver):
 
     def do_leave(self, site: str) -> None:
         self.leave(site)
+
+    def do_retire(self, site: str) -> None:
+        self.core.departures.retire(m.RetireRequest(site=site, reason="any"), Caller("operator", 0))
+
+    def do_depart(self, site: str) -> None:
+        for rank in self.ranks(site):
+            self.core.departures.depart(m.DepartRequest(rank=self.check(rank)))
+
+    def do_spoiled(self, site: str) -> None:
+        ticks = [t for t, item in self.core.state.checkpoints.items() if item.sites is not None]
+        if ticks and self.core.state.phase == "starting":
+            rank = self.check(self.ranks(site)[0])
+            request = m.SpoiledRequest(rank=rank, tick=max(ticks), reason="changed")
+            self.course += 1
+            self.core.spoiled(request)
 
     def do_finish(self, site: str) -> None:
         self.finish(site)
