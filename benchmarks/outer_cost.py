@@ -1,0 +1,234 @@
+"""What the outer path computes, as a share of training, at the controller's own choices.
+
+Two sites of one rank and one thread each train on this machine with a timeline (`--trace`), once
+per declared link; how long a step takes, and what exchanges compute, is measured, and the
+controller chooses codec, H, F and delay for it. From the timelines, per round and site after the
+plans have settled, the processor time (not the time on the clock: a busy machine changes it less)
+of
+
+- `encode` and `decode` (with averaging the payloads of all sites),
+- `boundaries`: pseudo-gradients, landings, outer step, overlap rule, in training's own thread,
+- `transfer`: handing payloads to the network and taking them from it,
+- `rest`: votes, frames, digests of the anchor, reports, plans,
+
+and their sum (`outer_ms`) as a `share` of that of the inner steps. `tokens_per_parameter` is what
+the steps of a round have of tokens, per site: the outer path costs the same per parameter whatever
+a step computes, so that a larger batch makes the share smaller in proportion.
+
+`state_bytes` are the bytes per parameter of anchor, momentum, reference, residual and a fragment in
+flight (`outer.device` says whether they are in the host's memory or beside the model); the inner
+state of AdamW takes 16 beside it.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import common
+import tomli_w
+
+from dilocox.config import load_run
+from dilocox.memory import outer_bytes_per_parameter
+from dilocox.models import count_parameters, load_model_config
+
+LINKS = ("1gbit", "100mbit", "20mbit", "5mbit")
+QUICK_LINKS = ("100mbit", "5mbit")
+SITES = ("paris", "lyon")
+BATCH, LENGTH = 8, 256
+SETTLED = 4
+"""Rounds until plans have settled; plans go by what was measured two rounds before."""
+LIMIT = 900.0
+"""Seconds after which a run is given up."""
+PARTS = {
+    "encode": "encode",
+    "decode and average": "decode",
+    "check frames": "rest",
+    "boundary": "boundaries",
+    "landing": "boundaries",
+    "send": "transfer",
+    "receive": "transfer",
+    "account": "rest",
+    "report": "rest",
+    "ask for plan": "rest",
+}
+"""Spans of the timeline by part. None of them lies within another one of them."""
+WITHIN = ("encode", "decode and average", "check frames")
+"""Those of the exchange's own thread: what else an `exchange` span computes is `rest`."""
+
+
+def run_file(root: Path, link: str, steps: int) -> Path:
+    """Write the run file of a case and return its path."""
+    content = {
+        "run": {"name": f"outer-{link}", "folder": str(root / "{name}")},
+        "model": {
+            "architecture": {
+                "model_type": "qwen3",
+                "hidden_size": 256,
+                "intermediate_size": 768,
+                "num_hidden_layers": 4,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 2,
+                "head_dim": 64,
+                "max_position_embeddings": LENGTH,
+                "tie_word_embeddings": True,
+            }
+        },
+        "data": {
+            "source": "python-stdlib",
+            "folder": str(root / "data"),
+            "vocabulary_size": 2048,
+            "sequence_length": LENGTH,
+            "max_documents": 200,
+            "validation_sequences": 8,
+        },
+        "site": {"batch_size": BATCH, "micro_batch_size": 8, "threads": 1, "device": "cpu"},
+        "outer": {"steps": steps},
+        "control": {"link": link},
+        "checkpoint": {"every_rounds": 0},
+        "evaluation": {"completion_tokens": 0},
+        "sites": {site: {} for site in SITES},
+    }
+    path = root / f"{link}.toml"
+    path.write_text(tomli_w.dumps(content), encoding="utf-8")
+    return path
+
+
+def rounds_of(trace: Mapping[str, Any]) -> dict[tuple[int, int], dict[str, float]]:
+    """Processor time in ms by part, and of inner steps (`inner`), by (process, round).
+
+    A round lasts from its mark to the next one's at the same process; what follows the last mark
+    (the flush) is not counted.
+    """
+    events = trace["traceEvents"]
+    marks: dict[int, list[tuple[float, int]]] = defaultdict(list)
+    for event in events:
+        if event["ph"] == "i" and event["name"].startswith("round "):
+            marks[event["pid"]].append((event["ts"], int(event["name"].split()[1])))
+    found: dict[tuple[int, int], dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    for event in events:
+        if event["ph"] != "X":
+            continue
+        begun = sorted(marks[event["pid"]])
+        earlier = [number for moment, number in begun if moment <= event["ts"]]
+        if not earlier or earlier[-1] == begun[-1][1]:
+            continue
+        parts = found[event["pid"], earlier[-1]]
+        name, spent = event["name"], event.get("tdur", 0.0) / 1000
+        if name == "inner step":
+            parts["inner"] += spent
+        elif name == "exchange":
+            parts["rest"] += spent
+        elif name in PARTS:
+            parts[PARTS[name]] += spent
+            if name in WITHIN:
+                parts["rest"] -= spent
+    return found
+
+
+def row(link: str, records: Sequence[Mapping[str, Any]], trace: Mapping[str, Any],
+        parameters: int, state_bytes: int) -> common.Row:  # fmt: skip
+    """Medians over sites and rounds: those from `SETTLED` on that had the commonest plan.
+
+    Raises `ValueError` if there are none.
+    """
+    plans = [record for record in records if record["kind"] == "plan"]
+    settled = {key: found for key, found in rounds_of(trace).items() if key[1] >= SETTLED}
+    if not settled:
+        raise ValueError(f"{link}: no round after the first {SETTLED}; give it more steps")
+    in_force = {
+        key: max(n for n, plan in enumerate(plans) if plan["round"] <= key[1]) for key in settled
+    }
+    chosen = statistics.mode(in_force.values())
+    plan = plans[chosen]
+    rounds = [found for key, found in settled.items() if in_force[key] == chosen]
+    parts = {
+        name: statistics.median(found[name] for found in rounds)
+        for name in ("inner", "encode", "decode", "boundaries", "transfer", "rest")
+    }
+    outer = [sum(found.values()) - found["inner"] for found in rounds]
+    share = [spent / found["inner"] for spent, found in zip(outer, rounds, strict=True)]
+    return {
+        "link": link,
+        "codec": plan["codec"],
+        "inner_steps": plan["inner_steps"],
+        "fragments": plan["fragments"],
+        "delay": plan["delay"],
+        "tokens_per_parameter": round(plan["inner_steps"] * BATCH * LENGTH / parameters, 4),
+        **{f"{name}_ms": round(spent, 2) for name, spent in parts.items()},
+        "outer_ms": round(statistics.median(outer), 2),
+        "share": round(statistics.median(share), 5),
+        "share_worst": round(max(share), 5),
+        "state_bytes": state_bytes,
+        "rounds": len(rounds) // len(SITES),
+    }
+
+
+def measure(root: Path, link: str, steps: int) -> common.Row:
+    """Train, and make a row of it. Raises `RuntimeError` with what a run that failed had said."""
+    path = run_file(root, link, steps)
+    done = subprocess.run(
+        [sys.executable, "-m", "dilocox", "train", str(path), "--trace", "--overwrite"],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+        check=False,
+    )
+    if done.returncode:
+        raise RuntimeError(f"{link}: training failed\n{done.stdout}{done.stderr}")
+    config = load_run(path)
+    folder = root / config.run.name
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").open(encoding="utf-8")]
+    trace = json.loads((folder / "trace.json").read_text(encoding="utf-8"))
+    parameters = count_parameters(load_model_config(config.model))
+    return row(link, records, trace, parameters, outer_bytes_per_parameter(config))
+
+
+COLUMNS = {
+    "link": "s",
+    "codec": "s",
+    "inner_steps": "d",
+    "fragments": "d",
+    "tokens_per_parameter": ".3f",
+    "inner_ms": ",.0f",
+    "encode_ms": ".1f",
+    "decode_ms": ".1f",
+    "boundaries_ms": ".1f",
+    "transfer_ms": ".1f",
+    "rest_ms": ".1f",
+    "share": ".2%",
+    "share_worst": ".2%",
+    "state_bytes": "d",
+}
+
+
+def main() -> int:
+    """Measure, print, write."""
+    options = common.parser(__doc__ or "").parse_args()
+    common.end_on_signals()
+    on = common.machine()
+    root = Path(tempfile.mkdtemp(prefix="dilocox-outer-cost-"))
+    rows = []
+    try:
+        for link in QUICK_LINKS if options.quick else LINKS:
+            rows.append(measure(root, link, steps=48 if options.quick else 120))
+            common.say(common.table(rows[-1:], COLUMNS).splitlines()[1])
+    finally:
+        shutil.rmtree(root, ignore_errors=True)
+    print(common.table(rows, COLUMNS))
+    if options.json:
+        about = {"batch": BATCH, "sequence_length": LENGTH, "sites": len(SITES)}
+        common.write_json(options.json, "outer_cost", on, about, rows)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
