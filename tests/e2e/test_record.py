@@ -13,6 +13,7 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from safetensors.torch import load_file, save_file
 
+from dilocox.errors import RecordError
 from dilocox.record import statements as s
 from dilocox.record.command import as_json, run
 from dilocox.record.log import CHECKPOINT, ENTRIES, PUBLIC, LogWriter, read_log
@@ -70,8 +71,6 @@ def test_a_recorded_run_is_verified(recorded: Path, capsys: pytest.CaptureFixtur
 
 
 def test_a_run_that_is_not_recorded_says_so(tmp_path: Path) -> None:
-    from dilocox.errors import RecordError
-
     with pytest.raises(RecordError, match="was this run recorded"):
         verify(Places(tmp_path), lambda what, share: None)
 
@@ -343,3 +342,29 @@ def test_the_command_says_it(copied: Path, capsys: pytest.CaptureFixture[str]) -
 def payload_in(store: Path, folder: Path) -> Path:
     path = payload(folder)
     return store / path.relative_to(folder / "record" / "store")
+
+
+def test_a_run_behind_a_url(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import fsspec
+
+    from dilocox.cli import _parser
+
+    files = fsspec.filesystem("memory")
+    for path in [*copied.glob("record/**/*"), *copied.glob("model/*"), copied / "run.toml"]:
+        if path.is_file():
+            files.pipe(f"/published/{path.relative_to(copied)}", path.read_bytes())
+
+    def ended() -> tuple[int, dict[str, str]]:
+        code = run(_parser().parse_args(["verify", "memory://published", "--json"]))
+        claims = json.loads(capsys.readouterr().out)["claims"]
+        return code, {claim["name"]: claim["verdict"] for claim in claims}
+
+    code, found = ended()
+    assert code == 0
+    assert set(found.values()) == {"PASS"}
+    files.rm(f"/published/{payload(copied).relative_to(copied)}")
+    code, found = ended()
+    assert (code, found["payloads"], found["model"]) == (3, "NOT_RUN", "PASS")
+    files.rm("/published/record/checkpoint")
+    with pytest.raises(RecordError, match="memory://published: cannot be fetched"):
+        ended()

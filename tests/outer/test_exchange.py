@@ -11,8 +11,16 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from dilocox.compression import Geometry, LowRank, Part, compressor, frame_bytes
+from dilocox.compression import (
+    Geometry,
+    LowRank,
+    Part,
+    compressor,
+    frame_bytes,
+    payload_digest,
+)
 from dilocox.errors import ExchangeError
+from dilocox.outer.averaging import average
 from dilocox.outer.coordinator.messages import (
     BeginReply,
     ExchangeKey,
@@ -176,6 +184,7 @@ def plain(outcome: Outcome, warm: torch.Tensor | None) -> dict[str, Any]:
     if outcome.second_error is not None:
         start, error = outcome.second_error
         result["second_error"] = (start, error.numpy())
+    result["payloads"] = [payload.numpy() for payload in outcome.payloads]
     return result
 
 
@@ -185,6 +194,7 @@ def outcome_of(result: dict[str, Any]) -> Outcome:
     if result["second_error"] is not None:
         start, error = result["second_error"]
         result["second_error"] = (start, torch.from_numpy(error))
+    result["payloads"] = tuple(torch.from_numpy(payload) for payload in result["payloads"])
     return Outcome(**result)
 
 
@@ -216,6 +226,29 @@ def test_the_weighted_mean_reaches_everyone(mode: str) -> None:
         # Chunks of 128: to the two other owners, and the own mean to two sites.
         third = frame_bytes(part_of("none", 128))
         assert {outcome.payload_bytes for outcome in outcomes.values()} == {4 * third}
+
+
+def test_what_the_mean_was_made_from_is_handed_on() -> None:
+    """`gather`: at every site, every payload that counts; from them comes the same mean."""
+    outcomes = run("gather", "int4", abstain=("lyon",), observers=("oslo",))
+    part = part_of("int4", LENGTH)
+    for outcome in outcomes.values():
+        decoded = [part.decode(payload) for payload in outcome.payloads]
+        weights = [WEIGHTS[site] for site in outcome.contributors]
+        assert outcome.average is not None
+        assert torch.equal(average(decoded, weights), outcome.average)
+
+
+def test_chunks_are_handed_on_by_who_made_or_averaged_them() -> None:
+    """`reduce`: a site's index names its chunks; together the sites hand on all of them."""
+    outcomes = run("reduce", "int4")
+    known = {payload_digest(p) for outcome in outcomes.values() for p in outcome.payloads}
+    for outcome in outcomes.values():
+        index = outcome.payloads[0].numpy().tobytes()
+        named = [index[start : start + 32] for start in range(0, len(index), 32)]
+        own = {payload_digest(payload) for payload in outcome.payloads}
+        assert len(named) == len(WEIGHTS)
+        assert set(named) <= own <= known
 
 
 def test_nothing_is_lost_by_quantising(mode: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 from dataclasses import asdict
 from pathlib import Path
@@ -26,15 +27,13 @@ NOBODY_PROVES = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `dilocox verify`."""
-    parser.add_argument("run_folder", type=Path, metavar="RUN_FOLDER")
+    parser.add_argument("run", metavar="RUN", help="a run's folder, or its URL (as fsspec knows)")
     parser.add_argument("--json", action="store_true", help="print the verdicts as JSON")
     parser.add_argument(
         "--store", action="append", default=[], metavar="PLACE",
         help="a further store of payloads, folder or URL; may be given several times",
     )  # fmt: skip
-    parser.add_argument(
-        "--model", type=Path, metavar="FOLDER", help="the model, if not RUN_FOLDER/model"
-    )
+    parser.add_argument("--model", type=Path, metavar="FOLDER", help="the model, if not RUN/model")
     parser.add_argument("--data", type=Path, metavar="FOLDER", help="token files to check, too")
     parser.add_argument(
         "--key", metavar="NAME+HASH+KEY", help="the log's key, as its owner has told it to you"
@@ -49,22 +48,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Judge and print; exit code 0, 1 or 3."""
     # Not above: other commands need none of it.
-    from dilocox.record.verify import Places, verify
+    from dilocox.record.remote import fetched
+    from dilocox.record.verify import Places
 
-    places = Places(
-        run=options.run_folder,
-        stores=options.store,
-        model=options.model,
-        data=options.data,
-        key=options.key,
-        seen=options.seen,
-    )
+    with contextlib.ExitStack() as held:
+        folder, stores = Path(options.run), list(options.store)
+        if "://" in options.run:
+            folder = held.enter_context(fetched(options.run))
+            stores.insert(0, f"{options.run.rstrip('/')}/record/store")
+        return _judge(
+            Places(folder, stores, options.model, options.data, options.key, options.seen),
+            options.json,
+        )
+
+
+def _judge(places: Places, as_json_text: bool) -> int:
+    from dilocox.record.verify import verify
+
     console = Console(highlight=False, soft_wrap=True)
-    if options.json or not console.is_terminal:
+    if as_json_text or not console.is_terminal:
         report = verify(places, lambda what, share: None)
     else:
         report = _with_bar(places, console)
-    if options.json:
+    if as_json_text:
         print(json.dumps(as_json(report), indent=2))
     else:
         show(report, console)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dilocox.codec_spec import parse_spec
 from dilocox.compression import LowRank, compressor
 from dilocox.errors import DilocoxError, RecordError
 from dilocox.outer.averaging import average, chunk_bounds, requantise
@@ -25,8 +26,9 @@ from dilocox.record.digests import TensorDigest, stage_root, tensor_digest
 
 Get = Callable[[str], bytes]
 """SHA-256, hex, to the bytes that have it. Raises `RecordError`."""
-INDEX_BYTES = 32
-"""Of one chunk in the index that stands for a contribution in exchange `reduce`."""
+DIGEST_BYTES = 32
+"""Of one chunk in the index that stands for a contribution in exchange `reduce`; a low-rank payload
+begins with that of its basis."""
 
 
 def read_listing(get: Get, digest: str, root: str) -> list[TensorDigest]:
@@ -158,7 +160,7 @@ def step_average(step: Step, layout: Layout, shard: int, get: Get) -> Tensor | N
         (start, end) for start, end in chunk_bounds(layout.length, len(step.owners)) if end > start
     ]
     indices = [get(address) for address in addresses]
-    if any(len(index) != INDEX_BYTES * len(chunks) for index in indices):
+    if any(len(index) != DIGEST_BYTES * len(chunks) for index in indices):
         raise RecordError("a contribution's index does not name one payload per chunk")
     means = []
     for number, (start, end) in enumerate(chunks):
@@ -171,7 +173,7 @@ def step_average(step: Step, layout: Layout, shard: int, get: Get) -> Tensor | N
 
 def _chunk(indices: Sequence[bytes], number: int) -> Iterator[str]:
     for index in indices:
-        yield index[number * INDEX_BYTES : (number + 1) * INDEX_BYTES].hex()
+        yield index[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES].hex()
 
 
 def _tensor(data: bytes) -> Tensor:
@@ -185,10 +187,16 @@ def digests_of(tensors: Mapping[str, Tensor]) -> list[TensorDigest]:
     return [tensor_digest(name, tensor) for name, tensor in tensors.items()]
 
 
-def payloads_of(course: Course) -> dict[str, str]:
-    """Every payload that counts: SHA-256 to what it is of, for messages."""
-    return {
-        digest: f"{step.key.text} of {place}"
-        for step in course.steps.values()
-        for place, digest in step.payloads.items()
-    }
+def payloads_of(course: Course) -> dict[str, Step]:
+    """Every payload that counts, by its SHA-256, and a step that it is of."""
+    return {digest: step for step in course.steps.values() for digest in step.payloads.values()}
+
+
+def behind(step: Step, payload: bytes) -> list[str]:
+    """SHA-256 of what a replay needs besides a payload: chunks in `reduce`, a low-rank basis."""
+    if parse_spec(step.codec).kind == "lowrank":
+        return [payload[:DIGEST_BYTES].hex()]
+    if step.exchange == "reduce":
+        count = -(-len(payload) // DIGEST_BYTES)
+        return [digest for number in range(count) for digest in _chunk([payload], number)]
+    return []

@@ -185,26 +185,36 @@ class _Verification:
 
     def payloads(self) -> str:
         """Everything that a replay needs is there."""
-        from dilocox.record.replay import payloads_of
+        from dilocox.record.replay import behind, payloads_of
 
         course = self._need(c.LOG, c.SIGNATURES)
-        size = 0
-        wanted = payloads_of(course)
+        steps = payloads_of(course)
+        wanted = {digest: f"payload of {step.key.text}" for digest, step in steps.items()}
         for stage in range(course.stages):
             for state in course.state("final", stage)[-1:]:
                 wanted[state.listing] = f"list of stage {stage}'s final tensors"
             for state in course.state("initial", stage)[-1:]:
                 for each in self._listing(state):
                     wanted[each.sha256] = f"theta_0, {each.name}"
-        for number, (digest, name) in enumerate(wanted.items()):
-            self.progress("checking payloads", number / len(wanted))
-            try:
-                size += len(self._get(digest))
-            except MissingError as error:
-                raise NotRunError(f"{name}: {error}; name more stores with --store") from None
-            except RecordError as error:
-                raise RecordError(f"{name}: {error}") from None
+        size, left, done = 0, list(wanted), 0
+        while left:
+            digest = left.pop()
+            data = self._fetched(digest, wanted[digest])
+            size, done = size + len(data), done + 1
+            self.progress("checking payloads", done / len(wanted))
+            for more in behind(steps[digest], data) if digest in steps else []:
+                if more not in wanted:
+                    wanted[more] = f"part of a payload of {steps[digest].key.text}"
+                    left.append(more)
         return f"{len(wanted)} objects, {size / 1e6:.1f} MB"
+
+    def _fetched(self, digest: str, name: str) -> bytes:
+        try:
+            return self._get(digest)
+        except MissingError as error:
+            raise NotRunError(f"{name}: {error}; name more stores with --store") from None
+        except RecordError as error:
+            raise RecordError(f"{name}: {error}") from None
 
     def _get(self, digest: str) -> bytes:
         return self.stores.get(digest)
