@@ -86,8 +86,9 @@ def test_every_command_is_known_here() -> None:
         "make quickstart",
         'dilocox generate runs/quickstart --prompt "def main():"',
         "dilocox coordinator examples/two-sites.toml",
+        "dilocox verify runs/quickstart",
         PLAN,
-        "dilocox join HOST:29400 --site paris --run-file examples/two-sites.toml --token TOKEN",
+        "dilocox join HOST:29400 --site paris --run-file examples/two-sites.toml --token-file TOKEN_FILE",
         *RUN_ELSEWHERE,
     ]
     unknown = [line for line in commands() if line not in known]
@@ -127,6 +128,16 @@ def test_generate(quickstart: Path, capsys: pytest.CaptureFixture[str]) -> None:
         main(["generate", str(quickstart), "--prompt", "def main():", "--tokens", "8"])
     assert end.value.code == 0
     assert capsys.readouterr().out.startswith("def main():")
+
+
+def test_verify(quickstart: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from dilocox.cli import main
+
+    with pytest.raises(SystemExit) as end:
+        main(["verify", str(quickstart)])
+    told = capsys.readouterr().out
+    assert end.value.code == 0, told
+    assert re.search(r"PASS +replay|replay +PASS", told), told
 
 
 def test_plan(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
