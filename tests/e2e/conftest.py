@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.e2e.harness import Workshop, write_corpus
+
+if TYPE_CHECKING:
+    from tests.e2e.forked import Forge
 
 
 @pytest.fixture(scope="session")
@@ -19,3 +23,13 @@ def shared_workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
 def workshop(shared_workshop: Workshop) -> Iterator[Workshop]:
     yield shared_workshop
     shared_workshop.end_all()
+
+
+@pytest.fixture(scope="session")
+def forge() -> Iterator[Forge]:
+    """One interpreter that the processes of a session are forked from."""
+    from tests.e2e.forked import Forge  # torch and transformers: seconds that others need not wait
+
+    forge = Forge()
+    yield forge
+    forge.close()

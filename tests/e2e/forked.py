@@ -296,3 +296,4 @@ def _run(order: dict[str, Any]) -> None:
 
 if __name__ == "__main__":
     main()
+    os._exit(0)  # taking torch and transformers down takes seconds

@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,13 +16,6 @@ from tests.e2e.harness import Workshop, verdicts
 
 LONG = ("outer.rounds=2000", "checkpoint.every_rounds=2")
 ONE_STAGE = ("site.stages=1", "checkpoint.every_rounds=1")
-
-
-@pytest.fixture(scope="module")
-def forge() -> Iterator[Forge]:
-    forge = Forge()
-    yield forge
-    forge.close()
 
 
 def last_line(run: ForkedRun) -> str:

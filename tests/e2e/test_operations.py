@@ -7,7 +7,6 @@ import re
 import shlex
 import signal
 import sqlite3
-from collections.abc import Iterator
 
 import pytest
 
@@ -15,13 +14,6 @@ from tests.e2e.forked import Forge, ForkedRun
 from tests.e2e.harness import Workshop
 
 SMALL = ("outer.rounds=12", "checkpoint.every_rounds=0", "site.stages=1")
-
-
-@pytest.fixture(scope="module")
-def forge() -> Iterator[Forge]:
-    forge = Forge()
-    yield forge
-    forge.close()
 
 
 def coordinate(forge: Forge, workshop: Workshop, name: str, *words: str) -> ForkedRun:
