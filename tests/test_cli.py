@@ -50,7 +50,7 @@ def test_help_has_examples_of_every_command(command: Command) -> None:
     named = set(re.findall(r"^    (\w+)(?: |$)", out, flags=re.MULTILINE))
     shown = set(re.findall(r"^  dilocox (\w+)", out, flags=re.MULTILINE))
     assert named == shown == {
-        "train", "coordinator", "join", "lab", "plan", "data", "export", "generate",
+        "train", "coordinator", "join", "lab", "plan", "data", "export", "generate", "verify",
     }  # fmt: skip
 
 
