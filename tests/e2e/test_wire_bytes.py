@@ -9,7 +9,8 @@ beyond that is the exchange. It may exceed the payloads by no more than
 - 16 kB per site: Gloo's connections and message headers, address resolution, what the sites say to
   each other on entry.
 
-The TLS control traffic itself stays below 40 kB per site and round, entry and end included.
+The TLS control traffic itself stays below 45 kB per site and round, entry and end included; of it
+the signed statement under every payload is 1 kB.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 ROUNDS = 2
 HEADERS = 66 / SEGMENT_BYTES
 FIXED_PER_SITE = 16_000
-CONTROL_PER_SITE_AND_ROUND = 40_000
+CONTROL_PER_SITE_AND_ROUND = 45_000
 FRAME_HEADER = 64
 BITS = {"int4": 4, "int8": 8}
 

@@ -227,7 +227,8 @@ class _Verification:
             return read_listing(self._get, state.listing, state.root)
         except MissingError as error:
             raise NotRunError(
-                f"tensors of a state: {error}; name more stores with --store"
+                f"list of stage {state.stage}'s {state.kind} tensors: {error}; name site "
+                f"{state.site}'s with --store"
             ) from None
 
     def replay(self) -> str:
