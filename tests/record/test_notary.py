@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,12 @@ class Scene:
     def kinds(self) -> list[str]:
         entries = (self.config.folder / "record/statements.jsonl").read_text().splitlines()
         return [s.opened(entry)[0].kind for entry in entries]
+
+    def last_decision(self) -> Decision:
+        state = self.driver.core.state
+        exchange = state.exchanges[KEY.text]
+        assert exchange.decision is not None
+        return Decision(KEY, exchange.attempt, exchange.decision, list("abc"), state.plans[0])
 
     def course(self) -> Course:
         self.notary.close()
@@ -180,6 +187,15 @@ def test_a_restart_says_nothing_twice(scene: Scene) -> None:
     assert scene.kinds() == before
     scene.exchange(ExchangeKey.outer(0, 0, 1))
     assert len(scene.course().steps) == 2
+
+
+def test_a_decision_said_again_without_its_owners_is_no_news(scene: Scene) -> None:
+    """A stopped run is opened again to be resumed: its sites have finished by then."""
+    scene.exchange()
+    before = scene.kinds()
+    scene.notary.decided(replace(scene.last_decision(), owners=[]))
+    assert scene.kinds() == before
+    assert scene.course().steps[KEY.text].payloads == {"a/0": ONE, "b/0": ONE, "c/0": ONE}
 
 
 def test_a_restart_says_what_was_not_said(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -135,8 +135,10 @@ class LogNotary:
             if place.rsplit("/", 1)[0] in decision.set
         }
         predicate = outer_step(decision, self.config.site.stages)
-        # After a restart the coordinator says again what may have been said before.
-        if self._steps.get(decision.key.text) != {"run": self.run, **predicate}:
+        # After a restart the coordinator says again what may have been said before; who owned which
+        # chunk it may then not know any more.
+        known = self._steps.get(decision.key.text, {})
+        if (known.get("attempt"), known.get("set")) != (decision.attempt, list(decision.set)):
             self._say(s.STEP, predicate, payloads)
 
     def resumed(self, round_: int, tick: int) -> None:
