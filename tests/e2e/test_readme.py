@@ -24,6 +24,10 @@ CUT = (
     "data.validation_sequences=16",
 )
 """The quickstart in under a minute."""
+JOIN = (
+    "dilocox join HOST:29400 --site paris --run-file examples/two-sites.toml"
+    " --token-file TOKEN_FILE"
+)
 PLAN = "dilocox plan examples/two-sites.toml --gpu h100-80g:2 --link 1gbit"
 RUN_ELSEWHERE = {
     "make test": "is what runs this",
@@ -88,7 +92,7 @@ def test_every_command_is_known_here() -> None:
         "dilocox coordinator examples/two-sites.toml",
         "dilocox verify runs/quickstart",
         PLAN,
-        "dilocox join HOST:29400 --site paris --run-file examples/two-sites.toml --token-file TOKEN_FILE",
+        JOIN,
         *RUN_ELSEWHERE,
     ]
     unknown = [line for line in commands() if line not in known]

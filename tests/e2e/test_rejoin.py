@@ -24,7 +24,9 @@ def join_again(workshop: Workshop, run: Run, site: str, *sets: str) -> Run:
     return joined
 
 
-@pytest.mark.parametrize("exchange", ["gather", pytest.param("reduce", marks=pytest.mark.slow)])
+# A rank that dies and whose site comes back is in test_faults.py, which costs less.
+@pytest.mark.slow
+@pytest.mark.parametrize("exchange", ["gather", "reduce"])
 def test_kill_and_rejoin(workshop: Workshop, exchange: str) -> None:
     sets = ("outer.rounds=220", "checkpoint.every_rounds=0", f"outer.exchange={exchange}")
     run = workshop.start(f"killed-{exchange}", *sets)

@@ -7,7 +7,7 @@ import pytest
 from tests.e2e.harness import Run, Workshop, verdicts
 
 # A stop takes effect some two beats of slots later (the lease), so the run must outlast two.
-SETS = ("outer.rounds=72", "checkpoint.every_rounds=0")
+SETS = ("outer.rounds=48", "checkpoint.every_rounds=0")
 
 
 def test_a_checkpoint_that_is_gone_is_named(workshop: Workshop) -> None:
