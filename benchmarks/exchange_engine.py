@@ -166,6 +166,7 @@ def _site(
             run_digest=config.digest(),
             stages=case.stages,
             shards=1,
+            timeouts=Timeouts.derive(config.network),
         )
         address = network.address(site)
         ranks = [

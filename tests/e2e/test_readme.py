@@ -33,7 +33,7 @@ RUN_ELSEWHERE = {
     "make test": "is what runs this",
     "python benchmarks/single_site.py --pairs 16": "tests/benchmarks",
     "python benchmarks/overlap.py --quick": "tests/benchmarks",
-    "python benchmarks/quality.py --quick --steps 640": "tests/benchmarks",
+    "python benchmarks/quality.py --tune": "tests/benchmarks",
     "python benchmarks/codecs.py": "tests/benchmarks",
     "python -m pytest tests/e2e/test_wire_bytes.py": "itself",
     "python -m pytest tests/e2e/test_resume.py": "itself",
