@@ -60,14 +60,14 @@ def test_who_may_not_join(workshop: Workshop) -> None:
         f"--token-file {workshop.root}/rubbish": "token: not a join token",
     }
     processes = {more: join(workshop, run, line, *more.split()) for more in refused}
+    unreachable = join(workshop, run, line.replace(address, "127.0.0.1:1"), "--set",
+                       "network.link_timeout=5")  # fmt: skip
     for more, process in processes.items():
         assert process.wait() == 1, process.printed()
         printed = process.printed().strip()
         assert refused[more] in printed, printed
         assert "Traceback" not in printed
         assert printed.count("\n") == 0, printed
-    unreachable = join(workshop, run, line.replace(address, "127.0.0.1:1"), "--set",
-                       "network.link_timeout=5")  # fmt: skip
     assert unreachable.wait() == 1
     assert "127.0.0.1:1" in unreachable.printed()
     # A name that is taken.

@@ -10,6 +10,7 @@ from tests.e2e.harness import Run, Workshop, verdicts
 SETS = ("outer.rounds=48", "checkpoint.every_rounds=0")
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_is_gone_is_named(workshop: Workshop) -> None:
     """The founder may not go on from fresh weights when its part of the checkpoint is missing."""
     sets = ("outer.rounds=200", "checkpoint.every_rounds=0")
