@@ -206,7 +206,7 @@ class Run:
         for pid in tree(self._processes[site].pid):
             with contextlib.suppress(OSError):
                 name = (Path("/proc") / str(pid) / "comm").read_text().strip()
-                if "stage" in name:
+                if name.startswith(f"{site}:"):
                     found[name] = pid
         return found
 

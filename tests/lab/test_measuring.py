@@ -68,6 +68,14 @@ def test_all_lines_of_a_lab_are_measured_in_one_go() -> None:
     assert len(batches(every, 1e6)) == 6
 
 
+def test_no_line_fills_two_others_at_the_same_time() -> None:
+    links = Links().with_all(Line(2e6, 2e6), SITES)
+    for batch in batches(transfers(links, SITES), 1e9):
+        sources = [transfer.source for transfer in batch]
+        assert len(set(sources)) == len(sources)
+    assert len(batches(transfers(links, ["hub", *SITES]), 1e9)) == 1
+
+
 @pytest.mark.parametrize(
     ("rate", "slow", "good"), [(94.9, True, False), (95.1, False, True), (104.9, False, True),
                                (105.1, False, False)],

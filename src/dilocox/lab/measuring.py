@@ -128,6 +128,8 @@ class Transfer:
     """Host whose port of the switch sees this link alone."""
     receives: bool
     """What this port receives counts; else what it sends."""
+    shaped_source: bool = False
+    """The source has a line of its own to fill, which is not the one that is measured."""
 
 
 def transfers(links: Links, hosts: Sequence[str]) -> list[Transfer]:
@@ -156,14 +158,19 @@ def _elsewhere(links: Links, transfer: Transfer, hosts: Sequence[str]) -> Transf
     free = [h for h in hosts if h != transfer.source and links.pair(h, transfer.source) is None]
     if not free:
         raise LabError(f"link {transfer.link}: cannot be measured, every host is behind a pair")
+    free.sort(key=lambda host: links.line(host).down is None)
     return Transfer(**{**vars(transfer), "target": free[-1]})
 
 
 def _down(links: Links, host: str, others: Sequence[str], rate: float) -> Transfer:
-    for source in reversed(others):
+    # From a host without a line, if there is one: it can fill several lines at the same time.
+    sources = list(reversed(others))
+    sources.sort(key=lambda other: links.line(other).up is not None)
+    for source in sources:
         path = links.path(source, host)
         if path == rate:
-            return Transfer(f"{host} down", source, host, rate, host, False)
+            shaped = links.line(source).up is not None
+            return Transfer(f"{host} down", source, host, rate, host, False, shaped)
     raise LabError(f"link {host} down: cannot be measured, every other host is slower")
 
 
@@ -183,7 +190,9 @@ def batches(every: Sequence[Transfer], at_once: float) -> list[list[Transfer]]:
 
 
 def _touch(one: Transfer, other: Transfer) -> bool:
-    """Two transfers would be seen together at one port."""
+    """Two transfers would be seen together at one port, or share a sending line."""
+    if one.source == other.source and (one.shaped_source or other.shaped_source):
+        return True
     ways = [{(t.source, True), (t.target, False)} for t in (one, other)]
     return (one.port, one.receives) in ways[1] or (other.port, other.receives) in ways[0]
 
