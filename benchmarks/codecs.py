@@ -140,7 +140,7 @@ def row(spec: str, values: Tensor, repetitions: int) -> common.Row:
 
 def speed(values: Tensor, time_taken: float) -> float:
     """Gigabytes of fp32 per second."""
-    return round(values.nbytes / time_taken / 1e9, 2)
+    return float(f"{values.nbytes / time_taken / 1e9:.3g}")
 
 
 def measure(quick: bool) -> tuple[list[common.Row], dict[str, Any]]:
