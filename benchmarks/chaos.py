@@ -90,12 +90,12 @@ def site_kill(run: Run, site: str, _draw: random.Random) -> None:
     run.join(site)
 
 
-def joiner_kill(run: Run, site: str, _draw: random.Random) -> None:
+def joiner_kill(run: Run, site: str, draw: random.Random) -> None:
     """The same, twice: the second time while the site enters."""
     before = run.said().count(f"{site} enters")
-    site_kill(run, site, _draw)
+    site_kill(run, site, draw)
     run.until(lambda: run.said().count(f"{site} enters") > before, f"entering of {site}")
-    site_kill(run, site, _draw)
+    site_kill(run, site, draw)
 
 
 def link_cut(run: Run, site: str, _draw: random.Random) -> None:

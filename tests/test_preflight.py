@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
-import math
 import shutil
 import socket
 from pathlib import Path
@@ -13,18 +12,10 @@ from typing import Any
 import pytest
 
 from dilocox import launch, memory, preflight
-from dilocox.assembly import Blueprint, Hooks
+from dilocox.assembly import Hooks
 from dilocox.config import RunConfig, resolve_run
 from dilocox.data import TokenFiles, prepare
-from dilocox.errors import (
-    ConfigError,
-    DataError,
-    DilocoxError,
-    ModelError,
-    RecordError,
-    TrainingError,
-)
-from dilocox.payloads import model_shapes
+from dilocox.errors import ConfigError, DataError, DilocoxError, ModelError, TrainingError
 
 ARCHITECTURE = {
     "model_type": "qwen3",
@@ -393,36 +384,6 @@ def test_too_little_disk(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ConfigError, match=r"need 0\.0 GiB, 0\.0 GiB are free; lower checkpoint\.ke"
     ):
         preflight.check_run(config(place), 270, sites_here=2)
-
-
-def test_too_little_disk_for_the_record(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The disk has room for checkpoints and model, not for all payloads of many rounds."""
-    many = config(place, outer={"rounds": 10**6}, compression={"codec": "none"})
-    few = config(place, compression={"codec": "none"})
-    blueprint = Blueprint.of(few, 270)
-    parameters = sum(preflight._check_blueprint(few, blueprint))
-    needed = preflight.record_bytes(few, blueprint, parameters)
-    # theta_0, and three times (two rounds and the flush) two sites' payloads, dense and a little
-    # more: tensors start at whole blocks of 128 values, and every frame has a header.
-    shapes = model_shapes(few, blueprint)
-    dense = 4 * sum(math.prod(shape) for stage in shapes for shape in stage.values())
-    assert 4 * parameters + 6 * dense <= needed < 4 * parameters + 6.6 * dense
-
-    class Usage:
-        free = 10**9
-
-    monkeypatch.setattr(preflight.shutil, "disk_usage", lambda _: Usage)
-    preflight.check_run(few, 270, sites_here=2)
-    with pytest.raises(ConfigError, match=r"the run's record will need .* record\.enabled = false"):
-        preflight.check_run(many, 270, sites_here=2)
-    preflight.check_run(
-        config(place, outer={"rounds": 10**6}, record={"enabled": False}), 270, sites_here=2
-    )
-
-
-def test_an_unknown_store_is_refused_before_the_start(place: Path) -> None:
-    with pytest.raises(RecordError, match=r"record\.store nosuch://x"):
-        preflight.check_run(config(place, record={"store": "nosuch://x"}), 270, sites_here=2)
 
 
 def test_free_memory_is_a_number_of_bytes() -> None:

@@ -11,10 +11,11 @@ from dilocox.errors import ConfigError
 from dilocox.outer.controller.candidates import codecs
 from dilocox.outer.controller.choice import Choice
 from dilocox.outer.controller.schedule import Crowd
+from dilocox.outer.worker import AT_ONCE
 from dilocox.plan.course import Course, SimSite
 from dilocox.plan.outline import Outline
 from dilocox.plan.parcels import parcels
-from dilocox.plan.simulate import AT_ONCE, Menu, simulate
+from dilocox.plan.simulate import Menu, simulate
 from dilocox.plan.step import step_time
 from dilocox.plan.table import Device, Host, Link, Place
 from dilocox.plan.variants import with_sites

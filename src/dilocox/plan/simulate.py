@@ -20,14 +20,12 @@ from dilocox.outer.calendar import boundary_slots
 from dilocox.outer.controller.choice import Choice
 from dilocox.outer.controller.link import Sample
 from dilocox.outer.controller.schedule import Crowd
+from dilocox.outer.worker import AT_ONCE
 from dilocox.plan.chooser import LOOK_BACK, Chooser
 from dilocox.plan.course import Course, Round, SimSite
 from dilocox.plan.parcels import Parcel, Toil, round_trips, toil
 from dilocox.plan.shared_link import SharedLink
 
-AT_ONCE = 2
-"""Exchange threads of a rank: one's payloads travel while the next is encoded, or the one before
-decoded."""
 DIGESTED = 8
 """Bytes per parameter whose digest the sites compare after each round: anchor and momentum."""
 SHARED_SLOWDOWN = 2.0
