@@ -324,7 +324,9 @@ def _open_record(job: RankJob, client: CoordinatorClient) -> RankRecord | None:
         with contextlib.suppress(DilocoxError):
             client.report(0, {"text": text}, kind="warning")
 
-    return RankRecord(author, Store(job.config.record_store), client, warn)
+    patience = job.config.network.link_timeout
+    store = Store(job.config.record_store, patience)
+    return RankRecord(author, store, client, warn, patience)
 
 
 def _beside_training(rank: Rank) -> Callable[[], None] | None:
@@ -356,7 +358,7 @@ def _enter(trainer: Trainer, network: Network, timeouts: Timeouts) -> Newcomer |
         if found is not None and news.donor is None:
             reason = (
                 f"site {trainer.me} holds no whole part of the checkpoint at slot {found.tick} in "
-                f"{trainer.config.folder / 'checkpoints'}, and the others would take theirs from "
+                f"{trainer.config.checkpoint_store}, and the others would take theirs from "
                 "it; put the folder back, or begin a new run from the model"
             )
             trainer.client.fail(reason)
