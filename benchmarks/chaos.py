@@ -13,12 +13,16 @@ next when they do again. The kinds come in an order that the seed decides:
 - `disk-full`: a site's disk is full while a checkpoint falls due;
 - `rogue`: a stranger tries to join with a token of its own, and sends noise to the coordinator.
 
-Per fault: `stall_seconds`, the longest time without a round of any site that was not struck (of all
-sites where the coordinator was), less the usual time of a round; `recovery_seconds`, until every
-site has contributed to a round that began after the fault. For the whole run (row `run`): hangs,
-divergence (the coordinator compares all anchors every round), rounds, rounds of a site that were
-begun and thrown away, sequences trained on twice or accounted for nowhere, and held-out loss over
-that of the undisturbed run.
+Per fault: `stall_seconds`, the longest time without a round of any site that was not struck (of
+all sites where the coordinator was), less the usual time of a round; `recovery_seconds`, until
+every site has contributed to a round that began after the fault. For all runs together (row `run`):
+hangs, divergence (the coordinator compares all anchors every round), rounds, rounds of a site that
+were begun and thrown away, sequences trained on twice or accounted for nowhere, and held-out loss
+over that of the undisturbed run.
+
+A full run is a soak of 9 parts, each a run of its own with 12 faults under a seed of its own: more
+than 100 faults and an hour. With --json every part is kept when it is done, in NAME-parts.json;
+started again, the benchmark goes on with the parts that are missing. --quick is one shorter part.
 
 Needs root and iproute2: else one line says so, exit code 3. It exits with 1 if a run hung,
 diverged, or trained on a sequence twice.
@@ -27,24 +31,25 @@ diverged, or trained on a sequence twice.
 from __future__ import annotations
 
 import contextlib
-import itertools
+import json
 import random
 import shutil
 import signal
 import socket
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import chaos_rows
 import chaos_run
 import common
-from chaos_run import HEARTBEAT, HUB, RATE, SITES, SMALL_DISK, HangError, Record, Run
+from chaos_rows import Blow, Row
+from chaos_run import HEARTBEAT, HUB, RATE, SITES, SMALL_DISK, HangError, Run
 
 from dilocox.errors import JoinError
 from dilocox.lab import LabError, Network, why_not
@@ -57,19 +62,6 @@ CANNOT = 3
 BEFORE = 3
 """Rounds of all sites together before a fault."""
 SLOW_SECONDS = 10.0
-
-
-@dataclass(frozen=True)
-class Blow:
-    """One fault that was struck."""
-
-    kind: str
-    site: str
-    """Which site was struck; `hub` for the coordinator."""
-    began: float
-    """When, by the clock of metrics.jsonl."""
-    ended: float
-    """When everything was contributing again."""
 
 
 def rank_kill(run: Run, site: str, draw: random.Random) -> None:
@@ -191,9 +183,10 @@ def all_contribute(run: Run, after: int) -> Callable[[], bool]:
     )
 
 
-def torment(run: Run, faults: Iterable[tuple[str, str]], seed: int) -> list[Blow]:
-    """Strike until the run is over or `faults` are through. Raises `HangError`."""
-    draw, blows = random.Random(seed), []
+def torment(run: Run, faults: Iterable[tuple[str, str]], seed: int, blows: list[Blow]) -> None:
+    """Strike until the run is over or `faults` are through; what was struck goes into `blows`.
+    Raises `HangError`."""
+    draw = random.Random(seed)
     for kind, site in faults:
         run.until(all_contribute(run, run.last_round() + BEFORE), "rounds of all sites")
         if run.over:
@@ -205,65 +198,6 @@ def torment(run: Run, faults: Iterable[tuple[str, str]], seed: int) -> list[Blow
             break
         blows.append(Blow(kind, site, began, time.time()))
         common.say(f"{kind} at {site}: all contribute again after {time.time() - began:.1f} s")
-    return blows
-
-
-def round_times(records: Sequence[Record], struck: str) -> list[float]:
-    """When each round was first reported by a site other than `struck`, rising."""
-    first: dict[int, float] = {}
-    for record in records:
-        if record["kind"] == "round" and record.get("site") not in (None, struck):
-            first[record["round"]] = min(record["time"], first.get(record["round"], float("inf")))
-    return sorted(first.values())
-
-
-def stall(blow: Blow, times: Sequence[float]) -> float:
-    """Longest time between rounds around a fault, less the usual one, seconds.
-
-    `times`: as `round_times` gives them.
-    """
-    gaps = list(itertools.pairwise(times))
-    usual = statistics.median(end - start for start, end in gaps)
-    near = [end - start for start, end in gaps if end >= blow.began and start <= blow.ended]
-    return max(0.0, max(near, default=0.0) - usual)
-
-
-def rows_of(blows: Sequence[Blow], records: Sequence[Record]) -> list[common.Row]:
-    """One row per kind of fault: median and worst."""
-    rows = []
-    for kind in KINDS:
-        own = [blow for blow in blows if blow.kind == kind]
-        if not own:
-            continue
-        stalls = [stall(blow, round_times(records, blow.site)) for blow in own]
-        recoveries = [blow.ended - blow.began for blow in own]
-        rows.append(
-            {
-                "fault": kind,
-                "count": len(own),
-                "stall_seconds": round(statistics.median(stalls), 2),
-                "stall_worst": round(max(stalls), 2),
-                "recovery_seconds": round(statistics.median(recoveries), 2),
-                "recovery_worst": round(max(recoveries), 2),
-            }
-        )
-    return rows
-
-
-def whole(summary: Record, ledger: Sequence[Record], reference: float, faults: int) -> common.Row:
-    """The row of the whole run."""
-    thrown = {(e["site"], e["round"]) for e in ledger if e["state"] == "returned"}
-    return {
-        "fault": "run",
-        "count": faults,
-        "hangs": 0,
-        "diverged": int(summary["phase"] != "finished"),
-        "rounds": summary["rounds"],
-        "discarded": len(thrown),
-        "tokens_doubled": summary["sequences_doubled"],
-        "tokens_lost": summary["sequences_missing"],
-        "loss_ratio": round(summary["val_loss_last"] / reference, 4),
-    }
 
 
 COLUMNS: dict[str, Any] = {
@@ -283,64 +217,151 @@ COLUMNS: dict[str, Any] = {
 }
 
 
-def measure(root: Path, seed: int, faults: int, rounds: int) -> list[common.Row]:
-    """Both runs, and their rows. Raises `LabError` and `HangError`."""
-    file = chaos_run.run_file(root, "data", rounds)
-    common.say("preparing token files")
-    command = [sys.executable, "-m", "dilocox", "data", "prepare", str(file)]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    with (
-        chaos_run.small_disk(root / SMALL_DISK),
-        Network([HUB, *SITES]) as network,
-        contextlib.ExitStack() as runs,
-    ):
-        network.shape(dict.fromkeys(SITES, RATE))
-        network.verify()
+@dataclass(frozen=True)
+class Extent:
+    """How much is measured."""
 
-        def started(name: str) -> Run:
-            run = Run(network, root, name, rounds)
-            runs.callback(run.close)
-            return run
+    seed: int
+    """Of the first part; each has the next one."""
+    parts: int
+    faults: int
+    """Per part, at most."""
+    rounds: int
+    """Per part."""
 
-        reference = started("undisturbed").finish()
-        common.say(f"undisturbed: held-out loss {reference['val_loss_last']:.4f}")
-        run = started("disturbed")
-        blows = torment(run, schedule(seed, faults), seed)
-        summary = run.finish()
-        rows = rows_of(blows, run.records())
-        row = whole(summary, run.ledger(), reference["val_loss_last"], len(blows))
-    return [*rows, row]
+
+QUICK = Extent(0, 1, 9, 200)
+FULL = Extent(0, 9, 12, 300)
+
+
+class Soak:
+    """One call of the benchmark: the parts so far, and the file they go to."""
+
+    def __init__(self, extent: Extent, results: Path | None) -> None:
+        self.extent = extent
+        self._file = results and results.with_name(f"{results.stem}-parts.json")
+        self.on = common.machine()
+        self.reference: float | None = None
+        """Held-out loss of the undisturbed run."""
+        self.parts: list[Row] = []
+        self.faults: list[Row] = []
+        if self._file is not None and self._file.exists():
+            self._take_up(self._file)
+
+    def _take_up(self, file: Path) -> None:
+        found = json.loads(file.read_text(encoding="utf-8"))
+        before = found["settings"]
+        for key in ("seed", "faults", "rounds"):
+            if before[key] != getattr(self.extent, key):
+                common.say(f"{file}: was made with --{key} {before[key]}; name another file")
+                sys.exit(2)
+        self.reference = before["reference"]
+        self.parts = [row for row in found["rows"] if "fault" not in row]
+        self.faults = [row for row in found["rows"] if "fault" in row]
+
+    def keep(self) -> None:
+        """Write what there is, whole or not at all."""
+        if self._file is None:
+            return
+        settings = {**vars(self.extent), "reference": self.reference}
+        unfinished = self._file.with_name(f".{self._file.name}.unfinished")
+        common.write_json(unfinished, "chaos-parts", self.on, settings, [*self.parts, *self.faults])
+        unfinished.replace(self._file)
+
+    def run(self, root: Path) -> None:
+        """Make the parts that are missing. Raises `LabError`; `HangError` if the undisturbed run
+        hangs."""
+        extent = self.extent
+        missing = [
+            part for part in range(extent.parts) if all(row["part"] != part for row in self.parts)
+        ]
+        if not missing:
+            return
+        file = chaos_run.run_file(root, "data", extent.rounds)
+        common.say("preparing token files")
+        command = [sys.executable, "-m", "dilocox", "data", "prepare", str(file)]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        with Network([HUB, *SITES]) as network:
+            network.shape(dict.fromkeys(SITES, RATE))
+            network.verify()
+            if self.reference is None:
+                with started(network, root, "undisturbed", extent.rounds) as run:
+                    self.reference = float(run.finish()["val_loss_last"])
+                common.say(f"undisturbed: held-out loss {self.reference:.4f}")
+                self.keep()
+            for part in missing:
+                self._part(network, root, part, self.reference)
+                network.shape(dict.fromkeys(SITES, RATE))
+
+    def _part(self, network: Network, root: Path, part: int, reference: float) -> None:
+        extent, began = self.extent, time.monotonic()
+        seed = extent.seed + part
+        blows: list[Blow] = []
+        with started(network, root, f"disturbed-{part}", extent.rounds) as run:
+            try:
+                torment(run, schedule(seed, extent.faults), seed, blows)
+                row = chaos_rows.part_row(run.finish(), run.ledger(), reference)
+            except HangError as error:
+                common.say(f"part {part}: {error}")
+                row = dict(chaos_rows.HUNG)
+            faults = chaos_rows.fault_rows(blows, run.records())
+        self.faults += [{"part": part, **fault} for fault in faults]
+        seconds = round(time.monotonic() - began)
+        self.parts.append({"part": part, "seed": seed, "seconds": seconds, **row})
+        self.keep()
+        common.say(f"part {part}: {len(faults)} faults, {seconds} s")
+
+    def rows(self) -> list[Row]:
+        """Of the parts so far, as they are reported."""
+        return chaos_rows.rows_of(list(KINDS), self.faults, self.parts)
+
+
+@contextlib.contextmanager
+def started(network: Network, root: Path, name: str, rounds: int) -> Iterator[Run]:
+    """A run on the network, which is ended in the end."""
+    with chaos_run.small_disk(root / SMALL_DISK):
+        run = Run(network, root, name, rounds)
+        try:
+            yield run
+        finally:
+            run.close()
 
 
 def main() -> int:
-    """Measure, print, write."""
+    """Measure what is missing, print, write."""
     parser = common.parser(__doc__ or "")
     parser.add_argument("--seed", type=int, default=0, help="of the schedule (0)")
-    parser.add_argument("--faults", type=int, help="how many at most (9 with --quick, else 100)")
-    parser.add_argument("--rounds", type=int, help="of the run (200 with --quick, else 2500)")
+    parser.add_argument("--parts", type=int, help="runs (1 with --quick, else 9)")
+    parser.add_argument("--faults", type=int, help="per part at most (9 with --quick, else 12)")
+    parser.add_argument("--rounds", type=int, help="per part (200 with --quick, else 300)")
     options = parser.parse_args()
     common.end_on_signals()
     reason = why_not()
     if reason is not None:
         print(f"chaos: cannot be measured here: {reason}", file=sys.stderr)
         return CANNOT
-    on = common.machine()
-    faults = options.faults or (9 if options.quick else 100)
-    rounds = options.rounds or (200 if options.quick else 2500)
+    usual = QUICK if options.quick else FULL
+    extent = Extent(
+        options.seed,
+        options.parts or usual.parts,
+        options.faults or usual.faults,
+        options.rounds or usual.rounds,
+    )
+    soak = Soak(extent, options.json)
     root = Path(tempfile.mkdtemp(prefix="dilocox-chaos-"))
     try:
-        rows = measure(root, options.seed, faults, rounds)
+        soak.run(root)
     except (LabError, HangError) as error:
         print(f"chaos: {error}", file=sys.stderr)
         return 1
     finally:
         shutil.rmtree(root, ignore_errors=True)
+    rows = soak.rows()
     print(common.table(rows, COLUMNS))
     if options.json:
-        about = {"seed": options.seed, "heartbeat": HEARTBEAT, "line_mbit": RATE / 1e6}
-        common.write_json(options.json, "chaos", on, about, rows)
-    bad = rows[-1]["diverged"] or rows[-1]["tokens_doubled"]
-    return 1 if bad else 0
+        about = {**vars(extent), "heartbeat": HEARTBEAT, "line_mbit": RATE / 1e6}
+        common.write_json(options.json, "chaos", soak.on, about, rows)
+    return 1 if any(rows[-1][key] for key in ("hangs", "diverged", "tokens_doubled")) else 0
 
 
 if __name__ == "__main__":

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import chaos
+import chaos_rows
 import pytest
-from chaos import Blow
+from chaos_rows import Blow
 
 
 def test_every_kind_comes_once_before_any_comes_again() -> None:
@@ -31,21 +34,25 @@ def test_a_round_counts_when_the_first_survivor_reports_it() -> None:
         report("oslo", 2, 3.4), report("paris", 2, 3.5),
         {"kind": "message", "time": 3.6},
     ]  # fmt: skip
-    assert chaos.round_times(records, "lyon") == [1.2, 2.5, 3.4]
-    assert chaos.round_times(records, chaos.HUB) == [1.0, 1.9, 3.4]
+    assert chaos_rows.round_times(records, "lyon") == [1.2, 2.5, 3.4]
+    assert chaos_rows.round_times(records, chaos.HUB) == [1.0, 1.9, 3.4]
 
 
 def test_a_stall_is_the_longest_gap_near_the_fault_less_the_usual_one() -> None:
     times = [0.0, 1.0, 2.0, 3.0, 9.0, 10.0, 11.0, 31.0, 32.0]
-    assert chaos.stall(Blow("rank-kill", "lyon", 3.5, 10.5), times) == pytest.approx(5.0)
-    assert chaos.stall(Blow("rank-kill", "lyon", 0.2, 2.5), times) == 0.0
+    assert chaos_rows.stall(Blow("rank-kill", "lyon", 3.5, 10.5), times) == pytest.approx(5.0)
+    assert chaos_rows.stall(Blow("rank-kill", "lyon", 0.2, 2.5), times) == 0.0
 
 
 def test_rows_have_medians_and_the_worst() -> None:
     records = [report("paris", number, float(number)) for number in range(4)]
     records += [report("paris", 4 + number, 8.0 + number) for number in range(8)]
     blows = [Blow("rank-kill", "lyon", 3.1, 9.1), Blow("rank-kill", "lyon", 12.1, 14.1)]
-    (row,) = chaos.rows_of(blows, records)
+    faults = chaos_rows.fault_rows(blows, records)
+    assert faults[0] == {
+        "fault": "rank-kill", "site": "lyon", "stall_seconds": 4.0, "recovery_seconds": 6.0
+    }  # fmt: skip
+    row, _ = chaos_rows.rows_of(list(chaos.KINDS), faults, [])
     assert row == {
         "fault": "rank-kill", "count": 2, "stall_seconds": 2.0, "stall_worst": 4.0,
         "recovery_seconds": 4.0, "recovery_worst": 6.0,
@@ -63,10 +70,43 @@ def test_the_run_as_a_whole() -> None:
         {"site": "oslo", "round": 4, "state": "returned"},
         {"site": "oslo", "round": 5, "state": "committed"},
     ]
-    row = chaos.whole(summary, ledger, 2.0, 9)
-    assert row["discarded"] == 2
-    assert row["loss_ratio"] == pytest.approx(1.01)
-    assert (row["diverged"], row["hangs"], row["count"]) == (0, 0, 9)
+    part = chaos_rows.part_row(summary, ledger, 2.0)
+    assert part["discarded"] == 2
+    assert part["loss_ratio"] == pytest.approx(1.01)
+    parts = [
+        {"seconds": 90, **part},
+        {"seconds": 30, **part, "loss_ratio": 1.03, "tokens_lost": 1},
+        {"seconds": 60, **chaos_rows.HUNG},
+    ]
+    (row,) = chaos_rows.rows_of(list(chaos.KINDS), [], parts)
+    assert (row["hangs"], row["diverged"], row["tokens_lost"]) == (1, 0, 1)
+    assert (row["rounds"], row["discarded"], row["minutes"]) == (180, 4, 3.0)
+    assert (row["loss_ratio"], row["loss_ratio_worst"]) == (1.02, 1.03)
+
+
+def test_parts_that_are_there_are_not_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chaos.common, "machine", dict)
+    results = tmp_path / "chaos.json"
+    extent = chaos.Extent(seed=5, parts=2, faults=3, rounds=10)
+    soak = chaos.Soak(extent, results)
+    soak.reference = 2.0
+    soak.parts = [{"part": 0, "seed": 5, "seconds": 30, **chaos_rows.HUNG}]
+    soak.faults = [
+        {"part": 0, "fault": "rogue", "site": "lyon", "stall_seconds": 0.1, "recovery_seconds": 3.0}
+    ]
+    soak.keep()
+    again = chaos.Soak(extent, results)
+    assert (again.reference, again.parts, again.faults) == (2.0, soak.parts, soak.faults)
+    made: list[int] = []
+    monkeypatch.setattr(chaos.Soak, "_part", lambda self, net, root, part, ref: made.append(part))
+    monkeypatch.setattr(chaos, "Network", MagicMock())
+    monkeypatch.setattr(chaos.subprocess, "run", MagicMock())
+    again.run(tmp_path)
+    assert made == [1]
+    with pytest.raises(SystemExit):
+        chaos.Soak(chaos.Extent(seed=6, parts=2, faults=3, rounds=10), results)
 
 
 def test_one_line_and_code_3_where_networks_cannot_be_made(

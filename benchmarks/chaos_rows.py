@@ -1,0 +1,102 @@
+"""What is made of the records of runs that were struck: stalls, recoveries, rows of the results."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Record = dict[str, Any]
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Blow:
+    """One fault that was struck."""
+
+    kind: str
+    site: str
+    """Which site was struck; `hub` for the coordinator."""
+    began: float
+    """When, by the clock of metrics.jsonl."""
+    ended: float
+    """When everything was contributing again."""
+
+
+def round_times(records: Sequence[Record], struck: str) -> list[float]:
+    """When each round was first reported by a site other than `struck`, rising."""
+    first: dict[int, float] = {}
+    for record in records:
+        if record["kind"] == "round" and record.get("site") not in (None, struck):
+            first[record["round"]] = min(record["time"], first.get(record["round"], float("inf")))
+    return sorted(first.values())
+
+
+def stall(blow: Blow, times: Sequence[float]) -> float:
+    """Longest time between rounds around a fault, less the usual one, seconds.
+
+    `times`: as `round_times` gives them.
+    """
+    gaps = list(itertools.pairwise(times))
+    usual = statistics.median(end - start for start, end in gaps)
+    near = [end - start for start, end in gaps if end >= blow.began and start <= blow.ended]
+    return max(0.0, max(near, default=0.0) - usual)
+
+
+def fault_rows(blows: Sequence[Blow], records: Sequence[Record]) -> list[Row]:
+    """One row per fault, as it is kept beside the results."""
+    return [
+        {
+            "fault": blow.kind,
+            "site": blow.site,
+            "stall_seconds": round(stall(blow, round_times(records, blow.site)), 2),
+            "recovery_seconds": round(blow.ended - blow.began, 2),
+        }
+        for blow in blows
+    ]
+
+
+def part_row(summary: Record, ledger: Sequence[Record], reference: float) -> Row:
+    """What one run came to. `reference`: held-out loss of the undisturbed one."""
+    thrown = {(e["site"], e["round"]) for e in ledger if e["state"] == "returned"}
+    return {
+        "hangs": 0,
+        "diverged": int(summary["phase"] != "finished"),
+        "rounds": summary["rounds"],
+        "discarded": len(thrown),
+        "tokens_doubled": summary["sequences_doubled"],
+        "tokens_lost": summary["sequences_missing"],
+        "loss_ratio": round(summary["val_loss_last"] / reference, 4),
+    }
+
+
+HUNG: Row = {
+    "hangs": 1, "diverged": 0, "rounds": 0, "discarded": 0, "tokens_doubled": 0, "tokens_lost": 0,
+    "loss_ratio": None,
+}  # fmt: skip
+"""Instead of `part_row`, for a run that had to be killed."""
+
+
+def rows_of(kinds: Sequence[str], faults: Sequence[Row], parts: Sequence[Row]) -> list[Row]:
+    """One row per kind of fault, median and worst, and one for all runs together."""
+    rows: list[Row] = []
+    for kind in kinds:
+        own = [fault for fault in faults if fault["fault"] == kind]
+        if not own:
+            continue
+        row: Row = {"fault": kind, "count": len(own)}
+        for what in ("stall", "recovery"):
+            values = [fault[f"{what}_seconds"] for fault in own]
+            row[f"{what}_seconds"] = round(statistics.median(values), 2)
+            row[f"{what}_worst"] = round(max(values), 2)
+        rows.append(row)
+    ratios = [part["loss_ratio"] for part in parts if part["loss_ratio"] is not None]
+    whole: Row = {"fault": "run", "count": len(faults), "parts": len(parts)}
+    for key in ("hangs", "diverged", "rounds", "discarded", "tokens_doubled", "tokens_lost"):
+        whole[key] = sum(part[key] for part in parts)
+    whole["minutes"] = round(sum(part["seconds"] for part in parts) / 60, 1)
+    whole["loss_ratio"] = round(statistics.median(ratios), 4) if ratios else None
+    whole["loss_ratio_worst"] = max(ratios) if ratios else None
+    return [*rows, whole]
