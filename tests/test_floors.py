@@ -44,7 +44,7 @@ FLOORS = (
     {"site_process"},
     {"coordinating"},
     {"launch"},
-    {"api", "lab", "plan"},
+    {"api", "lab", "plan", "report"},
     {"dilocox"},
     {"cli"},
     {"__main__"},

@@ -13,6 +13,7 @@ from dilocox.errors import ConfigError, DilocoxError
 from dilocox.lab import command as lab_command
 from dilocox.plan import command as plan
 from dilocox.record import command as verify
+from dilocox.report import command as report
 from dilocox.version import __version__
 
 EXAMPLES = """\
@@ -29,6 +30,7 @@ examples:
   dilocox data show runs/quickstart/data
   dilocox generate runs/quickstart --prompt "def main():"
   dilocox verify runs/quickstart             (how its model was made, from the record alone)
+  dilocox report runs/quickstart             (its page: runs/quickstart/report.html)
   dilocox export runs/quickstart --to my-model
   dilocox lab run.toml --link 20mbit         (on shaped links on this machine; needs root)
 """
@@ -171,6 +173,9 @@ def _parser() -> argparse.ArgumentParser:
 
     verifying = commands.add_parser("verify", parents=[common], help=verify.HELP)
     verify.add_arguments(verifying)
+
+    reporting = commands.add_parser("report", parents=[common], help=report.HELP)
+    report.add_arguments(reporting)
 
     generate = commands.add_parser(
         "generate", parents=[common], help="sample text from a run's model"
