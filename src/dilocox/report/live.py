@@ -101,7 +101,6 @@ class Server(ThreadingHTTPServer):
 
 class _Handler(BaseHTTPRequestHandler):
     server: Server
-    protocol_version = "HTTP/1.1"
     timeout = 30
 
     def do_GET(self) -> None:
