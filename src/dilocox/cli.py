@@ -158,8 +158,20 @@ def _parser() -> argparse.ArgumentParser:
         "prepare", parents=[common, run_file], help="text to token files, as [data] says"
     )
     prepare.set_defaults(call=_data_prepare)
-    show = actions.add_parser("show", parents=[common], help="what token files hold")
-    show.add_argument("folder", type=Path)
+    show = actions.add_parser(
+        "show", parents=[common], help="what token files hold, and what a run's model had seen"
+    )
+    show.add_argument("folder", type=Path, help="token files, or a run's folder")
+    at = show.add_mutually_exclusive_group()
+    at.add_argument(
+        "--round", type=int, metavar="N", help="of a run: documents seen in its first N rounds"
+    )
+    at.add_argument(
+        "--checkpoint", type=int, metavar="SLOT",
+        help="of a run: documents seen by checkpoints/tick-SLOT",
+    )  # fmt: skip
+    show.add_argument("--data", type=Path, metavar="FOLDER", help="of a run: its token files")
+    show.add_argument("--json", action="store_true", help="of a run: every document, as JSON")
     show.add_argument("--verify", action="store_true", help="check every file against its digest")
     show.set_defaults(call=_data_show)
 
@@ -275,10 +287,23 @@ def _data_prepare(options: argparse.Namespace) -> int:
 def _data_show(options: argparse.Namespace) -> int:
     from dilocox.data import TokenFiles, show
 
+    if (options.folder / "run.toml").is_file():
+        return _data_seen(options)
+    if options.round is not None or options.checkpoint is not None or options.json:
+        raise ConfigError(f"{options.folder}: token files; --round and the like are for runs")
     files = TokenFiles.open(options.folder)
     if options.verify:
         files.verify()
     print(show(files))
+    return 0
+
+
+def _data_seen(options: argparse.Namespace) -> int:
+    from dilocox.record.consumed import command
+
+    if options.verify:
+        raise ConfigError(f"{options.folder}: a run's folder; --verify is for its token files")
+    print(command(options.folder, options.round, options.checkpoint, options.data, options.json))
     return 0
 
 
