@@ -45,6 +45,7 @@ FLOORS = (
     {"coordinating"},
     {"launch"},
     {"api", "lab", "plan", "report"},
+    {"release"},
     {"dilocox"},
     {"cli"},
     {"__main__"},

@@ -179,7 +179,20 @@ def _parser() -> argparse.ArgumentParser:
         "export", parents=[common], help="copy a run's model as a Hugging Face folder"
     )
     export.add_argument("run_folder", type=Path, metavar="RUN_FOLDER")
-    export.add_argument("--to", type=Path, required=True, metavar="FOLDER")
+    target = export.add_mutually_exclusive_group(required=True)
+    target.add_argument("--to", type=Path, metavar="FOLDER", help="the model alone")
+    target.add_argument(
+        "--release", type=Path, metavar="FOLDER",
+        help="with a model card from the record, a description of the data, and a signature",
+    )  # fmt: skip
+    export.add_argument(
+        "--licence", metavar="ID", help="with --release: the weights' licence, such as apache-2.0"
+    )
+    export.add_argument(
+        "--signing-key", type=Path, metavar="FILE",
+        help="with --release: PEM file of an EC private key, made if it is not there (default: in "
+        "the coordinator's folder)",
+    )  # fmt: skip
     export.add_argument("--dtype", choices=["fp32", "bf16", "fp16"], default="fp32")
     export.set_defaults(call=_export)
 
@@ -308,9 +321,29 @@ def _data_seen(options: argparse.Namespace) -> int:
 
 
 def _export(options: argparse.Namespace) -> int:
+    if options.release is not None:
+        return _release(options)
+    if options.licence or options.signing_key:
+        raise ConfigError("--licence and --signing-key are for --release")
     from dilocox.api import export
 
     print(export(options.run_folder, options.to, options.dtype))
+    return 0
+
+
+def _release(options: argparse.Namespace) -> int:
+    from dilocox.release.release import release
+
+    made = release(
+        options.run_folder,
+        options.release,
+        dtype=options.dtype,
+        licence=options.licence,
+        key=options.signing_key,
+    )
+    for line in made.unknown:
+        print(f"not in the card: {line}")
+    print(f"{made.folder}  signed; the key to tell others: {made.public_key}")
     return 0
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from dilocox.display import number, size
@@ -176,7 +177,8 @@ def sources(files: RunFiles) -> list[Source]:
     names = given if isinstance(given, list) else [given]
     found = []
     for order, each in enumerate(content["sources"]):
-        stated = names[order] if order < len(names) else None
+        # Where files lay on one machine is nobody else's matter; what they are called is.
+        stated = Path(str(names[order])).name if order < len(names) and names[order] else ""
         name = str(each.get("name") or stated or f"source {order + 1}")
         source = Source(name, str(each.get("licence") or ""))
         source.cells.append(("revision", str(each.get("revision") or "not stated")))
@@ -204,7 +206,7 @@ def data_facts(files: RunFiles) -> list[tuple[str, str]]:
     for split in ("train", "validation"):
         part = content["splits"][split]
         facts.append(
-            (split, f"{part['tokens']:,} tokens in {part['documents']:,} documents "
+            (split, f"{part['tokens']:,} tokens in {_plural(part['documents'], 'document')} "
              f"({size(part['bytes'])} of text)")
         )  # fmt: skip
     kind = "trained on this text" if content["tokenizer"]["kind"] == "trained" else "loaded"
