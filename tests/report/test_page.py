@@ -10,6 +10,7 @@ import pytest
 
 from dilocox.cli import main
 from dilocox.errors import ConfigError
+from dilocox.record.statements import Signer, Statement
 from dilocox.report.folder import RunFiles, read_run
 from dilocox.report.page import Page, after, build, when
 from dilocox.report.render import render
@@ -125,9 +126,36 @@ def test_the_page_needs_nothing_else_and_keeps_text_text(tmp_path: Path) -> None
 def test_verdicts_of_admission_and_audits(tmp_path: Path) -> None:
     files = RunFiles(tmp_path)
     files.audits = [
-        {"site": "lyon", "round": 11, "verdict": "MISMATCH", "first_bad_step": 7, "auditor": "ab"}
+        {"site": "lyon", "round": 11, "verdict": "MISMATCH", "first_bad_step": 7, "auditor": "ab",
+         "reason": "another payload"}
+    ]  # fmt: skip
+    judged = {"kind": "admission", "round": 2, "site": "lyon", "flags": [], "code": "admitted"}
+    files.metrics = [
+        judged | {"norm": 1500, "cosine": -200, "gain": 1000},
+        judged | {"norm": 500, "code": "loss", "flags": ["against"]},
+        {"kind": "resumed", "round": 3},
+        judged | {"round": 3, "code": "stale"},
+        {"kind": "resumed", "round": 3},
     ]
-    assert build(files, now=0.0).audits.rows == (("lyon", "12", "MISMATCH", "7", "ab"),)
+    page = build(files, now=0.0)
+    assert page.audits.rows == (("lyon", "12", "MISMATCH", "7", "another payload", "ab"),)
+    assert page.anomalies.rows[0] == (
+        "round 3", "lyon", "not admitted: loss (1 exchange), flagged: against (1 exchange)"
+    )  # fmt: skip
+    assert page.scores.rows == (("lyon", "2", "1", "1.00", "-0.20", "0.0010"),)
+
+
+def test_an_audit_is_shown_if_its_key_has_signed_it(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "toy", usual())
+    signer, other = (Signer.from_hex(letter * 64) for letter in "ab")
+    said = {"run": "r", "site": "lyon", "round": 0, "verdict": "EXACT", "auditor": signer.public}
+    (folder / "record" / "audits").mkdir(parents=True)
+    for name, key in (("good", signer), ("bad", other)):
+        text = key.sign(Statement("outer-step", {}, said))
+        (folder / "record" / "audits" / f"{name}.json").write_text(text + "\n")
+    files = read_run(folder)
+    assert [each["verdict"] for each in files.audits] == ["EXACT"]
+    assert any("record/audits/bad.json: not shown" in line for line in files.missing)
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -66,7 +66,7 @@ class RunFiles:
     parameters: int | None = None
     checkpoints: list[Written] = field(default_factory=list)
     audits: list[Mapping[str, Any]] = field(default_factory=list)
-    """What signed audit statements say; their signatures are not checked here."""
+    """What audit statements say, each signed by the auditor's key that it names."""
     missing: list[str] = field(default_factory=list)
     """What could not be read and why, one line each."""
 
@@ -232,10 +232,13 @@ def _read_checkpoints(files: RunFiles) -> None:
 
 def _read_audits(files: RunFiles) -> None:
     folder = files.folder / "record" / "audits"
-    for path in sorted(folder.iterdir()) if folder.is_dir() else []:
+    for path in sorted(folder.glob("[!.]*.json")):
         try:
-            for line in path.read_text(encoding="utf-8").splitlines():
-                files.audits.append(s.opened(line.strip())[0].predicate)
+            statement, envelope = s.opened(path.read_text(encoding="utf-8").strip())
+            s.check_signature(envelope, str(statement.predicate.get("auditor")))
+            if files.record is not None and statement.run != files.record.course.run:
+                raise RecordError("it is about another run")
+            files.audits.append(statement.predicate)
         except (OSError, UnicodeDecodeError, RecordError) as error:
             files.missing.append(f"record/audits/{path.name}: not shown ({error})")
 

@@ -30,8 +30,6 @@ class SiteRound:
     repeated: int
     dropped: str
     """What was not finite, if its contribution was dropped."""
-    scores: Mapping[str, float]
-    """How unlike the others' its contribution was, by score; empty where nobody looked."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +70,24 @@ class Event:
     about: str = ""
 
 
+@dataclass(frozen=True)
+class Admission:
+    """What was decided about one site's contribution to one exchange."""
+
+    round: int
+    site: str
+    code: str
+    """`admitted`, or why it did not count."""
+    flags: tuple[str, ...]
+    """What people should look at; they decide nothing."""
+    norm: float | None
+    """Its norm over the sites' median norm."""
+    cosine: float | None
+    """Of the angle to the mean of the others."""
+    gain: float | None
+    """How much lower the held-out loss is with it alone."""
+
+
 @dataclass
 class History:
     """All of it, without what a resumed run left behind."""
@@ -79,6 +95,7 @@ class History:
     rounds: list[Round] = field(default_factory=list)
     evaluations: list[Evaluation] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
+    admissions: list[Admission] = field(default_factory=list)
     flush_bytes: float = 0.0
     """Payloads of the flush, all sites together."""
     resumes: list[int] = field(default_factory=list)
@@ -121,6 +138,8 @@ def read_history(records: Iterable[Record]) -> History:
             loss, after = _number(record, "val_loss"), _integer(record, "after_round")
             if loss is not None:
                 evaluations[after] = Evaluation(after, _integer(record, "step"), loss)
+        elif kind == "admission":
+            found.admissions.append(admission(number, site, record))
         elif kind == "message":
             about = "members" if record.get("about") == "members" else ""
             found.events.append(Event(time or 0.0, _text(record, "text"), about))
@@ -131,6 +150,7 @@ def read_history(records: Iterable[Record]) -> History:
             by_site = {n: row for n, row in by_site.items() if n < number}
             evaluations = {n: row for n, row in evaluations.items() if n < number}
             flush = {}
+            found.admissions = [each for each in found.admissions if each.round < number]
             found.resumes.append(number)
     found.rounds = [
         _round(number, rounds[number], by_site.get(number, {})) for number in sorted(rounds)
@@ -141,8 +161,6 @@ def read_history(records: Iterable[Record]) -> History:
 
 
 def _site_round(site: str, record: Record) -> SiteRound:
-    scores = record.get("scores")
-    given = scores if isinstance(scores, dict) else {}
     return SiteRound(
         site=site,
         loss=_number(record, "loss"),
@@ -156,7 +174,26 @@ def _site_round(site: str, record: Record) -> SiteRound:
         contributors=_integer(record, "contributors"),
         repeated=_integer(record, "repeated_exchanges"),
         dropped=_text(record, "dropped"),
-        scores={str(name): value for name in given if (value := _number(given, name)) is not None},
+    )
+
+
+def admission(number: int, site: str, record: Record) -> Admission:
+    """From a record of the metrics or of the log: norm and cosine in thousandths, gain in
+    millionths."""
+
+    def score(name: str, unit: float) -> float | None:
+        value = _number(record, name)
+        return None if value is None else value / unit
+
+    flags = record.get("flags")
+    return Admission(
+        round=number,
+        site=site,
+        code=_text(record, "code"),
+        flags=tuple(str(flag) for flag in flags) if isinstance(flags, list) else (),
+        norm=score("norm", 1e3),
+        cosine=score("cosine", 1e3),
+        gain=score("gain", 1e6),
     )
 
 

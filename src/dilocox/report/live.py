@@ -143,8 +143,8 @@ class _Handler(BaseHTTPRequestHandler):
 def serve(folder: Path, host: str, port: int) -> None:
     """Serve the page of the run in `folder` until Ctrl-C. Raises `ConfigError`."""
     with Server(folder, host, port) as server:
-        print(f"{server.url} shows {folder}; Ctrl-C ends it", flush=True)
         try:
+            print(f"{server.url} shows {folder}; Ctrl-C ends it", flush=True)
             server.serve_forever(poll_interval=0.2)
         except KeyboardInterrupt:
             print("ended", flush=True)

@@ -48,6 +48,7 @@ class Page:
     membership: tuple[Event, ...]
     notes: tuple[Event, ...]
     anomalies: tables.Table
+    scores: tables.Table
     sources: list[tables.Source]
     data_facts: list[tuple[str, str]]
     states: tables.Table
@@ -106,6 +107,7 @@ def build(
         membership=tables.membership(history),
         notes=tables.notes(history),
         anomalies=tables.anomalies(history, files),
+        scores=tables.scores(history),
         sources=tables.sources(files),
         data_facts=tables.data_facts(files),
         states=tables.states(files),

@@ -11,7 +11,7 @@ from typing import Any
 from dilocox.display import number, size
 from dilocox.report.curves import seconds
 from dilocox.report.folder import RunFiles
-from dilocox.report.history import Event, History
+from dilocox.report.history import Admission, Event, History, admission
 
 SHOWN = 40
 """Rows of one table that are shown, at most; of more, the last."""
@@ -125,7 +125,7 @@ def anomalies(history: History, files: RunFiles) -> Table:
                 )
         if row.loss is None:
             rows.append((where, "all", "no finite training loss"))
-    rows += _verdicts(files)
+    rows += _verdicts(history, files)
     rows += [(f"round {round_ + 1}", "all", "the run was resumed here") for round_ in
              history.resumes]  # fmt: skip
     shown, left = _latest(rows)
@@ -133,18 +133,14 @@ def anomalies(history: History, files: RunFiles) -> Table:
                  left_out=left)  # fmt: skip
 
 
-def _verdicts(files: RunFiles) -> list[tuple[str, str, str]]:
+def _verdicts(history: History, files: RunFiles) -> list[tuple[str, str, str]]:
     """Contributions that were not admitted, or that are flagged, one row per round and site."""
     found: dict[tuple[int, str], Counter[str]] = {}
-    for step in files.record.steps if files.record else ():
-        verdicts = step.get("verdicts")
-        for site, verdict in verdicts.items() if isinstance(verdicts, dict) else ():
-            said = verdict if isinstance(verdict, dict) else {"code": verdict}
-            code, flags = str(said.get("code", "")), said.get("flags")
-            words = [] if code in ("", "admitted") else [f"not admitted: {code}"]
-            words += [f"flagged: {flag}" for flag in flags] if isinstance(flags, list) else []
-            if words:
-                found.setdefault((int(step.get("round", 0)), str(site)), Counter()).update(words)
+    for each in history.admissions or _decided(files):
+        words = [] if each.code in ("", "admitted") else [f"not admitted: {each.code}"]
+        words += [f"flagged: {flag}" for flag in each.flags]
+        if words:
+            found.setdefault((each.round, each.site), Counter()).update(words)
     return [
         (f"round {round_ + 1}", site,
          ", ".join(f"{word} ({_plural(count, 'exchange')})" for word, count in words.items()))
@@ -152,20 +148,53 @@ def _verdicts(files: RunFiles) -> list[tuple[str, str, str]]:
     ]  # fmt: skip
 
 
+def _decided(files: RunFiles) -> list[Admission]:
+    """The verdicts in the record's outer steps."""
+    found = []
+    for step in files.record.steps if files.record else ():
+        verdicts = step.get("verdicts")
+        for site, said in verdicts.items() if isinstance(verdicts, dict) else ():
+            if isinstance(said, dict):
+                found.append(admission(int(step.get("round", 0)), str(site), said))
+    return found
+
+
+def scores(history: History) -> Table:
+    """What admission measured of each site's contributions: means over the exchanges."""
+    rows = []
+    for site in dict.fromkeys(each.site for each in history.admissions):
+        own = [each for each in history.admissions if each.site == site]
+        refused = sum(1 for each in own if each.code != "admitted")
+        rows.append(
+            (site, f"{len(own):,}", f"{refused:,}",
+             _mean([e.norm for e in own], "{:.2f}"), _mean([e.cosine for e in own], "{:.2f}"),
+             _mean([e.gain for e in own], "{:.4f}"))
+        )  # fmt: skip
+    head = ("site", "judged", "did not count", "norm over the median", "cosine to the others",
+            "gain in held-out loss")  # fmt: skip
+    return Table("scores", "Scores of contributions, means over the exchanges", head, tuple(rows),
+                 numeric=(1, 2, 3, 4, 5))  # fmt: skip
+
+
+def _mean(values: Sequence[float | None], form: str) -> str:
+    found = [value for value in values if value is not None]
+    return form.format(sum(found) / len(found)) if found else ""
+
+
 def audits(files: RunFiles) -> Table:
     """What auditors have signed."""
-    keys = ("site", "round", "verdict", "first_bad_step", "auditor")
+    keys = ("site", "round", "verdict", "first_bad_step", "reason", "auditor")
     rows = []
     for each in files.audits:
         cells = [_word(each.get(key)) for key in keys]
         if isinstance(each.get("round"), int):
             cells[1] = str(each["round"] + 1)
-        cells[4] = cells[4][:16]
+        cells[5] = cells[5][:16]
         rows.append(tuple(cells))
     shown, left = _latest(rows)
     return Table("audits", "Rounds that auditors have repeated",
-                 ("site", "round", "verdict", "first bad step", "auditor's key"), shown,
-                 numeric=(1, 3), code=(4,), left_out=left)  # fmt: skip
+                 ("site", "round", "verdict", "first bad step", "reason", "auditor's key"),
+                 shown, numeric=(1, 3), code=(5,), left_out=left)  # fmt: skip
 
 
 def sources(files: RunFiles) -> list[Source]:
