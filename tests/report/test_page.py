@@ -31,10 +31,10 @@ def test_figures(page: Page) -> None:
         "Tokens per second": "40",
         "Waited": "10.0%",
         "Sent": "4.0 kB",
-        "Less than synchronous": "75x",
+        "Synchronous": "75x",
     }
     # 3 rounds of 1000 bytes and a flush of 1000, against 3 x 100 000.
-    assert page.tiles[-1].note == "that would send 300.0 kB"
+    assert page.tiles[-1].note == "as much traffic: 300.0 kB"
     assert dict(page.totals)["sequences trained on"] == "12"
 
 
@@ -69,7 +69,7 @@ def test_anomalies_are_named(tmp_path: Path) -> None:
     assert [row[1:] for row in found] == [
         ("lyon", "stage 1 layer.0 was not finite; its contribution was dropped"),
         ("paris", "2 exchanges repeated"),
-        ("paris", "saw a contribution set of 1 of 2 sites"),
+        ("paris", "only 1 of 2 sites counted in a contribution set"),
         ("all", "no finite training loss"),
         ("all", "the run was resumed here"),
     ]
@@ -82,7 +82,9 @@ def test_a_run_that_has_not_ended(tmp_path: Path) -> None:
     files = read_run(folder)
     page = build(files, now=0.0)
     assert (page.phase, page.done) == ("not finished", pytest.approx(20 / 60))
-    assert build(files, now=0.0, live=True).phase == "running"
+    going_on = build(files, now=0.0, live=True)
+    assert going_on.phase == "running"
+    assert not any("model" in line or "summary" in line for line in going_on.missing)
     text = "\n".join(page.missing)
     for part in ("summary.json: not there", "record: off in the run file", "model: not published",
                  "token files: no manifest", "metrics.jsonl: 1 lines cannot be read"):  # fmt: skip

@@ -85,15 +85,16 @@ def times(history: History) -> list[Chart]:
     """What the time of each round went into, and the speed."""
     rows = history.rounds
     rounds = [float(row.number + 1) for row in rows]
-    trained = _mean(history, lambda r: max(0.0, r.seconds - r.wait_seconds))
-    waited = _mean(history, lambda r: r.wait_seconds)
+    unit, name = _unit(max((row.seconds for row in rows), default=0.0))
+    trained = _mean(history, lambda r: max(0.0, r.seconds - r.wait_seconds) / unit)
+    waited = _mean(history, lambda r: r.wait_seconds / unit)
     charts = [
         bar_chart(
             "phases", "Time per round", "round", rounds,
             [Series("training", "look-all", trained),
              Series("waiting for the network", "look-wait", waited)],
             note="Mean over the sites. Exchanges that hide behind training take no time here.",
-            say=seconds, axis=seconds,
+            say=lambda v: seconds(v * unit), axis=lambda v: f"{v:g} {name}",
         ),
         line_chart(
             "speed", "Speed", "round", rounds,
@@ -124,6 +125,13 @@ def seconds(value: float) -> str:
     if whole < 7200:
         return f"{whole // 60} min {whole % 60:02d} s" if whole % 60 else f"{whole // 60} min"
     return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+def _unit(longest: float) -> tuple[float, str]:
+    """Seconds of the unit that an axis up to `longest` seconds is written in, and its sign."""
+    if longest >= 7200:
+        return 3600.0, "h"
+    return (60.0, "min") if longest >= 120 else (1.0, "s")
 
 
 def _count(value: float) -> str:

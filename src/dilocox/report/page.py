@@ -15,6 +15,8 @@ from dilocox.report.folder import RunFiles
 from dilocox.report.history import Event, History, read_history
 from dilocox.version import __version__
 
+AT_THE_END = ("summary.json: not there", "model: not published")
+"""What a run that goes on cannot have yet."""
 TONES = {"finished": "good", "failed": "bad", "stopped": "warn"}
 """How the word for a run's end is coloured."""
 
@@ -80,7 +82,7 @@ def build(
     """
     history = read_history(files.metrics)
     phase = _phase(files, history, live)
-    missing = list(files.missing)
+    missing = [line for line in files.missing if not (live and line.startswith(AT_THE_END))]
     if files.bad_lines:
         missing.append(f"metrics.jsonl: {files.bad_lines} lines cannot be read")
     if not history.rounds:
@@ -219,7 +221,7 @@ def _tiles(files: RunFiles, history: History) -> list[Tile]:
         tiles.append(Tile("Sent", size(sent), "between the sites"))
     if sent and dense:
         tiles.append(
-            Tile("Less than synchronous", f"{dense / sent:,.0f}x", f"that would send {size(dense)}")
+            Tile("Synchronous", f"{dense / sent:,.0f}x", f"as much traffic: {size(dense)}")
         )
     return tiles
 

@@ -11,7 +11,7 @@ from typing import Any
 from dilocox.display import number, size
 from dilocox.report.curves import seconds
 from dilocox.report.folder import RunFiles
-from dilocox.report.history import Admission, Event, History, admission
+from dilocox.report.history import Admission, Event, History, Round, admission
 
 SHOWN = 40
 """Rows of one table that are shown, at most; of more, the last."""
@@ -115,22 +115,28 @@ def anomalies(history: History, files: RunFiles) -> Table:
                 )
             if each.repeated:
                 rows.append((where, each.site, f"{_plural(each.repeated, 'exchange')} repeated"))
-            if each.contributors < each.members:
-                rows.append(
-                    (
-                        where,
-                        each.site,
-                        f"saw a contribution set of {each.contributors} of {each.members} sites",
-                    )
-                )
+        rows += _left_out(where, row)
         if row.loss is None:
             rows.append((where, "all", "no finite training loss"))
     rows += _verdicts(history, files)
     rows += [(f"round {round_ + 1}", "all", "the run was resumed here") for round_ in
              history.resumes]  # fmt: skip
     shown, left = _latest(rows)
-    return Table("anomalies", "What was not as it should be", ("when", "site", "what"), shown,
+    return Table("anomalies", "Anomalies", ("when", "site", "what"), shown,
                  left_out=left)  # fmt: skip
+
+
+def _left_out(where: str, row: Round) -> list[tuple[str, str, str]]:
+    """Contribution sets that lacked a site, with those that saw them."""
+    saw: dict[tuple[int, int], list[str]] = {}
+    for each in row.sites:
+        if each.contributors < each.members:
+            saw.setdefault((each.contributors, each.members), []).append(each.site)
+    return [
+        (where, "all" if len(names) == len(row.sites) else ", ".join(names),
+         f"only {counted} of {members} sites counted in a contribution set")
+        for (counted, members), names in saw.items()
+    ]  # fmt: skip
 
 
 def _verdicts(history: History, files: RunFiles) -> list[tuple[str, str, str]]:
