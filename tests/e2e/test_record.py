@@ -15,9 +15,10 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from safetensors.torch import load_file, save_file
 
 from dilocox.data import TokenFiles
-from dilocox.errors import RecordError
+from dilocox.errors import DataError, RecordError
 from dilocox.record import statements as s
 from dilocox.record.command import as_json, judged, run
+from dilocox.record.consumed import command as seen_command
 from dilocox.record.consumed import from_ledger, seen_by
 from dilocox.record.log import CHECKPOINT, ENTRIES, PUBLIC, LogWriter, read_log
 from dilocox.record.verify import Places, verify
@@ -394,6 +395,12 @@ def test_the_log_names_the_token_ranges_that_the_ledger_has(recorded: Path) -> N
     assert set(one.ranges) == {each for each in answer.ranges if each.round == 0}
     assert one.documents
     assert one == seen_by(recorded, rounds=None, tick=8)
+    found = json.loads(seen_command(recorded, 1, None, None, True))
+    assert [each["document"] for each in found["documents"]] == [d.document for d in one.documents]
+    text = seen_command(recorded, None, None, None, False)
+    assert text.startswith("seen         128 sequences of 32 tokens (4,096 tokens) in 2 rounds")
+    with pytest.raises(DataError, match="--round 0: give 1 or more"):
+        seen_command(recorded, 0, None, None, False)
 
 
 def test_a_release_is_the_verified_model(recorded: Path, tmp_path: Path) -> None:
