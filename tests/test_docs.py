@@ -27,7 +27,7 @@ DOCUMENTS = sorted(
     key=lambda path: path.relative_to(ROOT).as_posix(),
 )
 NAMES = [path.relative_to(ROOT).as_posix() for path in DOCUMENTS]
-FILE_ENDINGS = ("toml", "json", "jsonl", "py", "md", "safetensors", "sqlite", "log", "svg")
+FILE_ENDINGS = ("toml", "json", "jsonl", "py", "md", "safetensors", "sqlite", "log", "svg", "sig")
 
 each_document = pytest.mark.parametrize("path", DOCUMENTS, ids=NAMES)
 

@@ -82,12 +82,17 @@ def reachable(url: str) -> bool:
 
 
 def install_system_packages() -> None:
-    """The network tests use `ip` and `tc`; elsewhere than in CI they skip and say so."""
-    if shutil.which("tc") or os.geteuid() != 0 or not shutil.which("apt-get"):
+    """The network tests use `ip` and `tc`, those of the run page a browser; elsewhere than in CI
+    they skip and say so."""
+    wanted = {"tc": "iproute2", "chromium": "chromium"}
+    packages = [package for command, package in wanted.items() if not shutil.which(command)]
+    if not packages or os.geteuid() != 0 or not shutil.which("apt-get"):
         return
-    say("installing iproute2")
+    say(f"installing {' and '.join(packages)}")
     subprocess.run(["apt-get", "update", "-qq"], check=False)
-    subprocess.run(["apt-get", "install", "-y", "-qq", "iproute2"], check=True)
+    subprocess.run(
+        ["apt-get", "install", "-y", "-qq", "--no-install-recommends", *packages], check=True
+    )
 
 
 def say(text: str) -> None:

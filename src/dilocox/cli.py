@@ -13,6 +13,7 @@ from dilocox.errors import ConfigError, DilocoxError
 from dilocox.lab import command as lab_command
 from dilocox.plan import command as plan
 from dilocox.record import command as verify
+from dilocox.report import command as report
 from dilocox.version import __version__
 
 EXAMPLES = """\
@@ -29,6 +30,7 @@ examples:
   dilocox data show runs/quickstart/data
   dilocox generate runs/quickstart --prompt "def main():"
   dilocox verify runs/quickstart             (how its model was made, from the record alone)
+  dilocox report runs/quickstart             (its page: runs/quickstart/report.html)
   dilocox export runs/quickstart --to my-model
   dilocox lab run.toml --link 20mbit         (on shaped links on this machine; needs root)
 """
@@ -156,8 +158,20 @@ def _parser() -> argparse.ArgumentParser:
         "prepare", parents=[common, run_file], help="text to token files, as [data] says"
     )
     prepare.set_defaults(call=_data_prepare)
-    show = actions.add_parser("show", parents=[common], help="what token files hold")
-    show.add_argument("folder", type=Path)
+    show = actions.add_parser(
+        "show", parents=[common], help="what token files hold, and what a run's model had seen"
+    )
+    show.add_argument("folder", type=Path, help="token files, or a run's folder")
+    at = show.add_mutually_exclusive_group()
+    at.add_argument(
+        "--round", type=int, metavar="N", help="of a run: documents seen in its first N rounds"
+    )
+    at.add_argument(
+        "--checkpoint", type=int, metavar="SLOT",
+        help="of a run: documents seen by checkpoints/tick-SLOT",
+    )  # fmt: skip
+    show.add_argument("--data", type=Path, metavar="FOLDER", help="of a run: its token files")
+    show.add_argument("--json", action="store_true", help="of a run: every document, as JSON")
     show.add_argument("--verify", action="store_true", help="check every file against its digest")
     show.set_defaults(call=_data_show)
 
@@ -165,12 +179,28 @@ def _parser() -> argparse.ArgumentParser:
         "export", parents=[common], help="copy a run's model as a Hugging Face folder"
     )
     export.add_argument("run_folder", type=Path, metavar="RUN_FOLDER")
-    export.add_argument("--to", type=Path, required=True, metavar="FOLDER")
+    target = export.add_mutually_exclusive_group(required=True)
+    target.add_argument("--to", type=Path, metavar="FOLDER", help="the model alone")
+    target.add_argument(
+        "--release", type=Path, metavar="FOLDER",
+        help="with a model card from the record, a description of the data, and a signature",
+    )  # fmt: skip
+    export.add_argument(
+        "--licence", metavar="ID", help="with --release: the weights' licence, such as apache-2.0"
+    )
+    export.add_argument(
+        "--signing-key", type=Path, metavar="FILE",
+        help="with --release: PEM file of an EC private key, made if it is not there (default: in "
+        "the coordinator's folder)",
+    )  # fmt: skip
     export.add_argument("--dtype", choices=["fp32", "bf16", "fp16"], default="fp32")
     export.set_defaults(call=_export)
 
     verifying = commands.add_parser("verify", parents=[common], help=verify.HELP)
     verify.add_arguments(verifying)
+
+    reporting = commands.add_parser("report", parents=[common], help=report.HELP)
+    report.add_arguments(reporting)
 
     generate = commands.add_parser(
         "generate", parents=[common], help="sample text from a run's model"
@@ -270,6 +300,10 @@ def _data_prepare(options: argparse.Namespace) -> int:
 def _data_show(options: argparse.Namespace) -> int:
     from dilocox.data import TokenFiles, show
 
+    if (options.folder / "run.toml").is_file():
+        return _data_seen(options)
+    if options.round is not None or options.checkpoint is not None or options.json:
+        raise ConfigError(f"{options.folder}: token files; --round and the like are for runs")
     files = TokenFiles.open(options.folder)
     if options.verify:
         files.verify()
@@ -277,10 +311,39 @@ def _data_show(options: argparse.Namespace) -> int:
     return 0
 
 
+def _data_seen(options: argparse.Namespace) -> int:
+    from dilocox.record.consumed import command
+
+    if options.verify:
+        raise ConfigError(f"{options.folder}: a run's folder; --verify is for its token files")
+    print(command(options.folder, options.round, options.checkpoint, options.data, options.json))
+    return 0
+
+
 def _export(options: argparse.Namespace) -> int:
+    if options.release is not None:
+        return _release(options)
+    if options.licence or options.signing_key:
+        raise ConfigError("--licence and --signing-key are for --release")
     from dilocox.api import export
 
     print(export(options.run_folder, options.to, options.dtype))
+    return 0
+
+
+def _release(options: argparse.Namespace) -> int:
+    from dilocox.release.release import release
+
+    made = release(
+        options.run_folder,
+        options.release,
+        dtype=options.dtype,
+        licence=options.licence,
+        key=options.signing_key,
+    )
+    for line in made.unknown:
+        print(f"not in the card: {line}")
+    print(f"{made.folder}  signed; the key to tell others: {made.public_key}")
     return 0
 
 

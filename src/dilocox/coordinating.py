@@ -141,7 +141,7 @@ def serve_run(
             payloads=payloads,
             resume=resume,
             on_report=recorder.report,
-            on_message=recorder.message,
+            on_message=recorder.happened,
             on_plan=lambda plan: recorder.plan(plan.model_dump(mode="json")),
             on_resumed=recorder.forget_after,
             notary=notary,

@@ -39,6 +39,7 @@ WRITTEN = (
     "summary.json",
     ".summary.json.part",
     "ledger.json",
+    "report.html",
     "checkpoints",
     "coordinator",
     "logs",

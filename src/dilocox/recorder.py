@@ -170,6 +170,10 @@ class Recorder:
         """Something that happened."""
         self._write({"kind": "message", "text": text})
 
+    def happened(self, text: str) -> None:
+        """A site came or went, or the run went on to another phase."""
+        self._write({"kind": "message", "about": "members", "text": text})
+
     def sequences(self, counts: Mapping[str, int], problem: str) -> None:
         """What became of the sequences that were given out, by name, for the summary."""
         self._sequences = {f"sequences_{name}": count for name, count in counts.items()}

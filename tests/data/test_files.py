@@ -37,7 +37,7 @@ def test_open_gives_what_the_manifest_says(files: TokenFiles) -> None:
 
 def test_any_flipped_byte_is_found_and_named(copy: TokenFiles) -> None:
     names = members(copy.folder)
-    assert len(names) == 5
+    assert len(names) == 6
 
     @SETTINGS
     @given(name=st.sampled_from(names), place=st.floats(0, 1), change=st.integers(1, 255))
@@ -138,11 +138,12 @@ def test_show_is_short_and_says_it_all(files: TokenFiles) -> None:
 def test_dtype_follows_the_vocabulary(tmp_path: Path, vocabulary: int, dtype: str) -> None:
     assert token_dtype(vocabulary) == np.dtype(dtype)
     packer = Packer(tmp_path, "train", vocabulary, end_of_text=0, shard_bytes=1 << 20)
-    packer.add([[1, vocabulary - 1], [2]], text_bytes=9)
+    packer.add([[1, vocabulary - 1], [2]], text_bytes=9, places=[(0, 0), (0, 3)])
     packer.close()
     raw = (tmp_path / "train-00000.bin").read_bytes()
     assert np.frombuffer(raw, dtype=dtype).tolist() == [1, vocabulary - 1, 0, 2, 0]
     assert packer.describe()["tokens"] == 5
+    assert packer.describe()["origins"] == [[0, 0, 1], [0, 3, 1]]
 
 
 @SETTINGS
@@ -162,7 +163,7 @@ def test_tokens_read_alike_however_they_are_cut_into_files(
     written: list[int] = []
     for number, length in enumerate(lengths):
         ids = [number * 31 % 900 + i for i in range(length)]
-        packer.add([ids], length)
+        packer.add([ids], length, [(0, 0)])
         written += [*ids, 999]
     packer.close()
     shards = packer.shards

@@ -3,6 +3,7 @@ covers it."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from collections.abc import Callable
@@ -13,11 +14,18 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from safetensors.torch import load_file, save_file
 
-from dilocox.errors import RecordError
+from dilocox.data import TokenFiles
+from dilocox.errors import DataError, RecordError
 from dilocox.record import statements as s
-from dilocox.record.command import as_json, run
+from dilocox.record.command import as_json, judged, run
+from dilocox.record.consumed import command as seen_command
+from dilocox.record.consumed import from_ledger, seen_by
 from dilocox.record.log import CHECKPOINT, ENTRIES, PUBLIC, LogWriter, read_log
 from dilocox.record.verify import Places, verify
+from dilocox.release.release import release
+from dilocox.report.folder import read_run
+from dilocox.report.page import build
+from dilocox.report.render import render
 from tests.e2e.harness import Workshop, verdicts
 
 Change = Callable[[Path], object]
@@ -368,3 +376,50 @@ def test_a_run_behind_a_url(copied: Path, capsys: pytest.CaptureFixture[str]) ->
     files.rm("/published/record/checkpoint")
     with pytest.raises(RecordError, match="memory://published: cannot be fetched"):
         ended()
+
+
+# --- what the model had seen, and what is handed out -------------------------------------------
+
+
+def test_the_log_names_the_token_ranges_that_the_ledger_has(recorded: Path) -> None:
+    data = TokenFiles.open(recorded.parent / "data")
+    manifest = next(found for _, found in said(recorded) if found.kind == s.MANIFEST)
+    croissant = hashlib.sha256((data.folder / "croissant.json").read_bytes()).hexdigest()
+    assert manifest.predicate["data"] == {"manifest": data.digest, "croissant": croissant}
+    answer = seen_by(recorded, rounds=None, tick=None)
+    ledger = json.loads((recorded / "ledger.json").read_text(encoding="utf-8"))
+    assert answer.signed
+    assert set(answer.ranges) == set(from_ledger(ledger, None))
+    assert sum(each.count for each in answer.ranges) == 2 * 2 * 8 * 4
+    one = seen_by(recorded, rounds=1, tick=None)
+    assert set(one.ranges) == {each for each in answer.ranges if each.round == 0}
+    assert one.documents
+    assert one == seen_by(recorded, rounds=None, tick=8)
+    found = json.loads(seen_command(recorded, 1, None, None, True))
+    assert [each["document"] for each in found["documents"]] == [d.document for d in one.documents]
+    text = seen_command(recorded, None, None, None, False)
+    assert text.startswith("seen         128 sequences of 32 tokens (4,096 tokens) in 2 rounds")
+    with pytest.raises(DataError, match="--round 0: give 1 or more"):
+        seen_command(recorded, 0, None, None, False)
+
+
+def test_a_release_is_the_verified_model(recorded: Path, tmp_path: Path) -> None:
+    pytest.importorskip("model_signing", reason="model-signing is not installed")
+    made = release(recorded, tmp_path / "released", key=tmp_path / "key.pem")
+    assert verdicts(recorded, model=made.folder) == {}
+    text = (made.folder / "README.md").read_text(encoding="utf-8")
+    assert "bit for bit" in text
+    assert read_log(recorded / "record").public in text.replace("\\", "")
+
+
+def test_its_page_shows_keys_states_and_verdicts(recorded: Path) -> None:
+    page = build(read_run(recorded), 0.0, judged(recorded))
+    assert not page.missing
+    assert {claim["verdict"] for claim in page.claims} == {"PASS"}
+    assert [event.text for event in page.membership][-1] == "finished"
+    assert len(page.states.rows) == 4
+    assert dict(page.sites[0].cells)["joined"] == "once"
+    assert page.sources[0].licence == ""
+    html = render(page)
+    assert page.states.rows[0][2] in html
+    assert "licence not stated" in html

@@ -9,11 +9,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from dilocox.data.croissant import check_croissant
 from dilocox.data.manifest import hash_file, read_manifest
 from dilocox.errors import DataError
 
 TOKENIZER = "tokenizer"
 """Name of the tokenizer's folder inside the token files."""
+
+SCANNED = 1 << 24
+"""Tokens that are looked through at once."""
 
 SPLITS = ("train", "validation")
 
@@ -48,6 +52,16 @@ class TokenArray:
                 row[filled : filled + len(part)] = part
                 filled += len(part)
         return tokens
+
+    def places_of(self, token: int) -> npt.NDArray[np.int64]:
+        """Offsets of all occurrences of `token`, rising: int64 [n]. Reads all of the split."""
+        found, base = [], 0
+        for part in self._maps:
+            for start in range(0, len(part), SCANNED):
+                places = np.flatnonzero(part[start : start + SCANNED] == token)
+                found.append(places.astype(np.int64) + base + start)
+            base += len(part)
+        return np.concatenate(found)
 
 
 class TokenFiles:
@@ -108,9 +122,14 @@ class TokenFiles:
         """Documents in a split."""
         return int(self.content["splits"][split]["documents"])
 
+    def document_ends(self, split: str) -> npt.NDArray[np.int64]:
+        """Offset behind the end-of-text token of each document of a split: int64 [documents]."""
+        # Text never turns into that token: only the packer writes it.
+        return self.tokens(split).places_of(self.end_of_text) + 1
+
     def verify(self, progress: Callable[[str, float], None] | None = None) -> None:
         """Hash every file again. Raises `DataError` that names the first bad one."""
-        read_manifest(self.folder)
+        check_croissant(self.folder, read_manifest(self.folder)["content"])
         recorded = self._recorded()
         total = sum(size for _, size, _ in recorded)
         done = 0

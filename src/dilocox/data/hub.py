@@ -102,6 +102,10 @@ class HubSource:
                 self._bytes += len(raw)
                 yield text
 
+    def placed(self) -> Iterator[tuple[int, str]]:
+        """The same; a dataset counts as one file."""
+        return ((0, text) for text in self.documents())
+
     def describe(self) -> dict[str, Any]:
         """The manifest's entry, about what the last pass read."""
         return {

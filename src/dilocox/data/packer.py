@@ -10,6 +10,9 @@ from typing import IO, Any
 
 import numpy as np
 
+Place = tuple[int, int]
+"""Where a document came from: number of its source, and of its file there."""
+
 SHARD_BYTES = 256 * 1024 * 1024
 """Size of a token shard; the last one of a split is smaller."""
 
@@ -31,13 +34,19 @@ class Packer:
         self.per_shard = shard_bytes // self.dtype.itemsize
         self.documents = self.tokens = self.text_bytes = 0
         self.shards: list[dict[str, Any]] = []
+        self.origins: list[list[int]] = []
         self._end_of_text = end_of_text
         self._stream: IO[bytes] | None = None
         self._room = 0
         self._hash = hashlib.sha256()
 
-    def add(self, documents: Iterable[list[int]], text_bytes: int) -> None:
-        """Append documents; `text_bytes` is the UTF-8 size of all of them."""
+    def add(self, documents: Iterable[list[int]], text_bytes: int, places: Iterable[Place]) -> None:
+        """Append documents, each from its place; `text_bytes`: the UTF-8 size of all of them."""
+        for source, file in places:
+            if self.origins and self.origins[-1][:2] == [source, file]:
+                self.origins[-1][2] += 1
+            else:
+                self.origins.append([source, file, 1])
         packed: list[int] = []
         for ids in documents:
             packed.extend(ids)
@@ -68,6 +77,8 @@ class Packer:
             "documents": self.documents,
             "bytes": self.text_bytes,
             "shards": self.shards,
+            # (source, file, documents that follow each other), in the order of the tokens.
+            "origins": self.origins,
         }
 
     def _next_shard(self) -> None:

@@ -14,11 +14,12 @@ from typing import Any
 import tokenizers
 
 from dilocox.config import DataSection
+from dilocox.data.croissant import write_croissant
 from dilocox.data.files import SPLITS, TOKENIZER, TokenFiles
 from dilocox.data.folder import partial_folder, publish, reuse
 from dilocox.data.hub import HubSource
 from dilocox.data.manifest import hash_file, write_manifest
-from dilocox.data.packer import SHARD_BYTES, Packer
+from dilocox.data.packer import SHARD_BYTES, Packer, Place
 from dilocox.data.sequences import check_lengths
 from dilocox.data.sources import Source, read_source
 from dilocox.data.tokenizer import Encoder, load_tokenizer, train_tokenizer
@@ -101,6 +102,7 @@ def prepare(
         with partial_folder(folder) as partial:
             _check_disk(sources, partial)
             content = _fill(partial, data, seed, sources, report)
+            write_croissant(partial, content)
             write_manifest(partial, content, _made_with(options))
             check_lengths(TokenFiles.open(partial), data.sequence_length)
             if publish(partial, folder):
@@ -224,16 +226,20 @@ def _encode(
     }
     total, done = _total(sources), 0
     try:
-        for batch in _batches(_documents(sources, data)):
+        places: list[Place] = []
+        for batch in _batches(_noting(places, sources, data)):
             parts: dict[str, list[list[int]]] = {split: [] for split in SPLITS}
+            origins: dict[str, list[Place]] = {split: [] for split in SPLITS}
             sizes = dict.fromkeys(SPLITS, 0)
-            for text, ids in zip(batch, encoder.encode(batch), strict=True):
+            for text, ids, place in zip(batch, encoder.encode(batch), places, strict=True):
                 raw = text.encode()
                 split = "validation" if held.scores(raw)[0] < held.below else "train"
                 parts[split].append(ids)
+                origins[split].append(place)
                 sizes[split] += len(raw)
+            places.clear()
             for split in SPLITS:
-                packers[split].add(parts[split], sizes[split])
+                packers[split].add(parts[split], sizes[split], origins[split])
             done += sum(sizes.values())
             report("encoding", min(0.99, done / total) if total else 0.0)
     finally:
@@ -244,8 +250,23 @@ def _encode(
 
 
 def _documents(sources: list[Source], data: DataSection) -> Iterator[str]:
-    everything = (text for source in sources for text in source.documents())
+    return (text for _, text in _placed(sources, data))
+
+
+def _placed(sources: list[Source], data: DataSection) -> Iterator[tuple[Place, str]]:
+    everything = (
+        ((number, file), text)
+        for number, source in enumerate(sources)
+        for file, text in source.placed()
+    )
     return islice(everything, data.max_documents)
+
+
+def _noting(places: list[Place], sources: list[Source], data: DataSection) -> Iterator[str]:
+    """The documents; where each came from is added to `places` as it is handed out."""
+    for place, text in _placed(sources, data):
+        places.append(place)
+        yield text
 
 
 def _batches(documents: Iterator[str]) -> Iterator[list[str]]:

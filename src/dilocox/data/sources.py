@@ -47,8 +47,9 @@ class Source(Protocol):
     def size(self) -> int | None:
         """Bytes on disk, or None where that is not known before reading."""
 
-    def documents(self) -> Iterator[str]:
-        """Yield every document, in the same order at every call. Raises `DataError`."""
+    def placed(self) -> Iterator[tuple[int, str]]:
+        """Yield every document behind the number of its file (of `describe`), in the same order
+        at every call. Raises `DataError`."""
 
     def describe(self) -> dict[str, Any]:
         """The manifest's entry: kind, licence, revision, files with sizes and digests."""
@@ -84,8 +85,13 @@ class FileSource:
         return sum(file.size for file in self.files)
 
     def documents(self) -> Iterator[str]:
-        for file in self.files:
-            yield from read_documents(file.path, file.format, self.text_field)
+        """Every document."""
+        return (text for _, text in self.placed())
+
+    def placed(self) -> Iterator[tuple[int, str]]:
+        for number, file in enumerate(self.files):
+            for text in read_documents(file.path, file.format, self.text_field):
+                yield number, text
             now = _stat(file.path)
             if (now.st_size, now.st_mtime_ns) != (file.size, file.modified):
                 raise DataError(f"{file.path}: changed while it was read; prepare the data again")

@@ -62,14 +62,24 @@ def run(options: argparse.Namespace) -> int:
         )
 
 
-def _judge(places: Places, as_json_text: bool) -> int:
+def judged(folder: Path) -> dict[str, Any]:
+    """What `--json` prints of the run in `folder`. Raises `RecordError` without a record."""
+    from dilocox.record.verify import Places
+
+    return as_json(_verified(Places(folder), Console(stderr=True)))
+
+
+def _verified(places: Places, console: Console, quiet: bool = False) -> Report:
     from dilocox.record.verify import verify
 
+    if quiet or not console.is_terminal:
+        return verify(places, lambda what, share: None)
+    return _with_bar(places, console)
+
+
+def _judge(places: Places, as_json_text: bool) -> int:
     console = Console(highlight=False, soft_wrap=True)
-    if as_json_text or not console.is_terminal:
-        report = verify(places, lambda what, share: None)
-    else:
-        report = _with_bar(places, console)
+    report = _verified(places, console, quiet=as_json_text)
     if as_json_text:
         print(json.dumps(as_json(report), indent=2))
     else:

@@ -16,6 +16,8 @@ from typing import Any
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from dilocox.config import RunConfig
+from dilocox.data.croissant import render_croissant
+from dilocox.data.manifest import MANIFEST, read_manifest
 from dilocox.errors import RecordError
 from dilocox.outer.calendar import boundary_slots
 from dilocox.outer.coordinator.identity import write_private
@@ -213,11 +215,28 @@ def manifest(config: RunConfig, log_key: str) -> dict[str, Any]:
         "config_digest": config.digest(),
         "log": log_key,
         "code": code_digest(),
+        "data": data_digests(config),
         "versions": {
             "dilocox": __version__,
             "python": platform.python_version(),
             **{name: importlib.metadata.version(name) for name in PACKAGES},
         },
+    }
+
+
+def data_digests(config: RunConfig) -> dict[str, str] | None:
+    """Of the token files that all sites share: digest of their manifest, and SHA-256 of their
+    Croissant description. None where the coordinator has no token files: the sites name theirs.
+
+    Raises `DataError` for a manifest that cannot be read.
+    """
+    if not (config.data_folder / MANIFEST).exists():
+        return None
+    found = read_manifest(config.data_folder)
+    text = render_croissant(found["content"])
+    return {
+        "manifest": found["digest"],
+        "croissant": hashlib.sha256(text.encode()).hexdigest(),
     }
 
 
@@ -273,6 +292,12 @@ def outer_step(decision: Decision, stages: int) -> dict[str, Any]:
         "delay": plan.delay,
         "fragments": plan.fragments,
         "inner_steps": plan.inner_steps,
+        "first_tick": plan.first_tick,
+        "slots": plan.slots,
+        "spaces": {site: plan.members[site].space for site in decision.set},
+        "ranges": {
+            site: [list(each) for each in plan.members[site].ranges] for site in decision.set
+        },
         "learning_rate": plan.learning_rate,
         "momentum": plan.momentum,
         "residual_decay": plan.residual_decay,

@@ -1,0 +1,276 @@
+"""Charts as geometry and text: what a template draws, and what a keyboard reads. Pure.
+
+Everything is in units of a view box `WIDTH` x `HEIGHT`. A chart has places along x; at each place
+every series has a value or none, and the place has one line of text that says them all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+WIDTH, HEIGHT = 520, 260
+LEFT, RIGHT, TOP, BOTTOM = 62, 12, 12, 26
+MOST = 400
+"""Places that a chart has at most; of more, every n-th is shown, and the last."""
+
+Say = Callable[[float], str]
+
+
+@dataclass(frozen=True)
+class Series:
+    """One line (or, in bars, one layer). `look`: the CSS class that colours it."""
+
+    name: str
+    look: str
+    values: Sequence[float | None]
+    sparse: bool = False
+    """Its values are few: each is marked, and what lies between them is bridged."""
+
+
+@dataclass(frozen=True)
+class Tick:
+    """A mark of an axis: where, and what it says."""
+
+    at: float
+    text: str
+
+
+@dataclass(frozen=True)
+class Line:
+    """A drawn series: an SVG path, and dots of their own."""
+
+    name: str
+    look: str
+    path: str
+    dots: tuple[tuple[float, float], ...]
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A drawn piece of a bar."""
+
+    look: str
+    x: float
+    y: float
+    width: float
+    height: float
+
+
+@dataclass(frozen=True)
+class Chart:
+    """Everything that is drawn and read."""
+
+    id: str
+    title: str
+    note: str
+    x_name: str
+    names: tuple[tuple[str, str], ...]
+    """(name, look) of the series, for the legend and the table's head."""
+    x_ticks: tuple[Tick, ...]
+    y_ticks: tuple[Tick, ...]
+    lines: tuple[Line, ...]
+    bars: tuple[Bar, ...]
+    places: tuple[float, ...]
+    """x of each place."""
+    marks: tuple[tuple[float | None, ...], ...]
+    """At each place, y of every line."""
+    readings: tuple[str, ...]
+    """At each place, its values in words."""
+    rows: tuple[tuple[str, ...], ...]
+    """The table of values: the place's name, then one cell per series."""
+
+
+def line_chart(
+    id_: str,
+    title: str,
+    x_name: str,
+    x: Sequence[float],
+    series: Sequence[Series],
+    *,
+    note: str = "",
+    logarithmic: bool = False,
+    from_zero: bool = False,
+    say: Say,
+    axis: Say | None = None,
+    x_label: Callable[[float], str] = lambda value: f"{value:g}",
+) -> Chart | None:
+    """Lines over `x`, which rises; none if there is no value to draw.
+
+    `say` writes a value in a reading, `axis` at the axis (else the same).
+    """
+    keep = thinned(len(x))
+    x = [x[index] for index in keep]
+    drawn = [
+        Series(each.name, each.look, [each.values[index] for index in keep], each.sparse)
+        for each in series
+    ]
+    values = [value for each in drawn for value in each.values if value is not None]
+    if logarithmic:
+        values = [value for value in values if value > 0]
+    if not values:
+        return None
+    low, high = min(values), max(values)
+    if from_zero:
+        low = min(0.0, low)
+    ticks = log_ticks(low, high) if logarithmic else nice_ticks(low, high)
+    scale = _scale(ticks[0], ticks[-1], HEIGHT - BOTTOM, TOP, logarithmic)
+    first, last = min(x), max(x)
+    along = _scale(first, last, LEFT, WIDTH - RIGHT) if last > first else _middle
+    places = tuple(round(along(value), 1) for value in x)
+    heights = [
+        [None if value is None or (logarithmic and value <= 0) else round(scale(value), 1)
+         for value in each.values]
+        for each in drawn
+    ]  # fmt: skip
+    lines = tuple(
+        Line(each.name, each.look, _path(places, ys, bridge=each.sparse),
+             _dots(places, ys) if each.sparse or len(x) == 1 else ())
+        for each, ys in zip(drawn, heights, strict=True)
+    )  # fmt: skip
+    x_ticks = [t for t in nice_ticks(first, last) if first <= t <= last] or [first]
+    return Chart(
+        id=id_, title=title, note=note, x_name=x_name,
+        names=tuple((each.name, each.look) for each in drawn),
+        x_ticks=tuple(Tick(round(along(t), 1), x_label(t)) for t in x_ticks),
+        y_ticks=tuple(Tick(round(scale(t), 1), (axis or say)(t)) for t in ticks),
+        lines=lines, bars=(), places=places,
+        marks=tuple(tuple(ys[n] for ys in heights) for n in range(len(x))),
+        readings=_readings(x_name, x, drawn, say, x_label),
+        rows=_rows(x, drawn, say, x_label),
+    )  # fmt: skip
+
+
+def bar_chart(
+    id_: str,
+    title: str,
+    x_name: str,
+    x: Sequence[float],
+    series: Sequence[Series],
+    *,
+    note: str = "",
+    say: Say,
+    axis: Say | None = None,
+) -> Chart | None:
+    """Bars, one per place, the series on top of each other; values are 0 or more."""
+    keep = thinned(len(x))
+    x = [x[index] for index in keep]
+    drawn = [Series(s.name, s.look, [s.values[index] for index in keep]) for s in series]
+    highest = max(
+        (sum(s.values[n] or 0.0 for s in drawn) for n in range(len(x))), default=0.0
+    )  # fmt: skip
+    if highest <= 0:
+        return None
+    ticks = nice_ticks(0.0, highest)
+    scale = _scale(0.0, ticks[-1], HEIGHT - BOTTOM, TOP)
+    room = (WIDTH - LEFT - RIGHT) / len(x)
+    wide = min(36.0, room * 0.72)
+    places = tuple(round(LEFT + room * (n + 0.5), 1) for n in range(len(x)))
+    bars = []
+    for n, at in enumerate(places):
+        done = 0.0
+        for each in drawn:
+            value = each.values[n] or 0.0
+            top, bottom = scale(done + value), scale(done)
+            done += value
+            if value > 0:
+                bars.append(
+                    Bar(each.look, round(at - wide / 2, 1), round(top, 1), round(wide, 1),
+                        round(bottom - top, 1))
+                )  # fmt: skip
+    every = max(1, math.ceil(len(x) / 8))
+    return Chart(
+        id=id_, title=title, note=note, x_name=x_name,
+        names=tuple((each.name, each.look) for each in drawn),
+        x_ticks=tuple(Tick(places[n], f"{x[n]:g}") for n in range(0, len(x), every)),
+        y_ticks=tuple(Tick(round(scale(t), 1), (axis or say)(t)) for t in ticks),
+        lines=(), bars=tuple(bars), places=places, marks=tuple(() for _ in x),
+        readings=_readings(x_name, x, drawn, say, lambda value: f"{value:g}"),
+        rows=_rows(x, drawn, say, lambda value: f"{value:g}"),
+    )  # fmt: skip
+
+
+def thinned(count: int, most: int = MOST) -> list[int]:
+    """Which of `count` places are kept: all, or every n-th and the last."""
+    every = max(1, math.ceil(count / most))
+    kept = list(range(0, count, every))
+    if count and kept[-1] != count - 1:
+        kept.append(count - 1)
+    return kept
+
+
+def nice_ticks(low: float, high: float, wanted: int = 5) -> list[float]:
+    """Round numbers, evenly apart, that hold `low` and `high` between them; at least two."""
+    if high <= low:
+        spread = abs(low) * 0.1 or 1.0
+        low, high = low - spread / 2, high + spread / 2
+    rough = (high - low) / wanted
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(m * power for m in (1, 2, 2.5, 5, 10) if m * power >= rough * 0.999)
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    return [round(n * step, 12) for n in range(first, last + 1)]
+
+
+def log_ticks(low: float, high: float) -> list[float]:
+    """Powers of ten that hold `low` and `high`, both above 0, between them; at least two."""
+    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
+    last = max(last, first + 1)
+    every = max(1, math.ceil((last - first) / 6))
+    last = first + math.ceil((last - first) / every) * every
+    return [10.0**n for n in range(first, last + 1, every)]
+
+
+def _middle(value: float) -> float:
+    return (LEFT + WIDTH - RIGHT) / 2
+
+
+def _scale(
+    low: float, high: float, start: float, end: float, logarithmic: bool = False
+) -> Callable[[float], float]:
+    def place(value: float) -> float:
+        if logarithmic:
+            share = (math.log10(value) - math.log10(low)) / (math.log10(high) - math.log10(low))
+        else:
+            share = (value - low) / (high - low)
+        return start + share * (end - start)
+
+    return place
+
+
+def _path(xs: Sequence[float], ys: Sequence[float | None], bridge: bool) -> str:
+    """Connected where there are values side by side; with `bridge`, from each to the next."""
+    parts: list[str] = []
+    pen = "M"
+    for x, y in zip(xs, ys, strict=True):
+        if y is None:
+            pen = pen if bridge and parts else "M"
+            continue
+        parts.append(f"{pen}{x:g} {y:g}")
+        pen = "L"
+    return "".join(parts)
+
+
+def _dots(xs: Sequence[float], ys: Sequence[float | None]) -> tuple[tuple[float, float], ...]:
+    return tuple((x, y) for x, y in zip(xs, ys, strict=True) if y is not None)
+
+
+def _readings(
+    x_name: str, x: Sequence[float], series: Sequence[Series], say: Say,
+    x_label: Callable[[float], str],
+) -> tuple[str, ...]:  # fmt: skip
+    texts = []
+    for n, value in enumerate(x):
+        said = [f"{each.name} {say(v)}" for each in series if (v := each.values[n]) is not None]
+        texts.append(f"{x_name} {x_label(value)}: {', '.join(said) or 'no value'}")
+    return tuple(texts)
+
+
+def _rows(
+    x: Sequence[float], series: Sequence[Series], say: Say, x_label: Callable[[float], str]
+) -> tuple[tuple[str, ...], ...]:
+    return tuple(
+        (x_label(value),
+         *("" if (v := each.values[n]) is None else say(v) for each in series))
+        for n, value in enumerate(x)
+    )  # fmt: skip

@@ -1,0 +1,248 @@
+"""Reads from a run's folder what its page shows. What is missing or damaged is said, not raised."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dilocox.data.manifest import MANIFEST, read_manifest
+from dilocox.errors import ConfigError, DataError, RecordError
+from dilocox.record import statements as s
+from dilocox.record.course import Course, read_course
+from dilocox.record.log import CHECKPOINT, ENTRIES, PUBLIC, LogContent, check_log
+from dilocox.record.note import LogCheckpoint, NoteKey, open_note
+from dilocox.report.history import Record
+
+WATCHED = (
+    "metrics.jsonl", "summary.json", "run.toml", f"record/{CHECKPOINT}", "record/audits",
+    "model", "checkpoints",
+)  # fmt: skip
+"""What changes while a run goes on, below its folder."""
+
+
+@dataclass(frozen=True)
+class Written:
+    """A checkpoint to go on from, as it lies in the folder."""
+
+    tick: int
+    ranks: tuple[tuple[str, str], ...]
+    """(SITE/STAGE-SHARD, SHA-256 of the list of its files), sorted."""
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A run's record: its log was checked against its key, and every signature."""
+
+    course: Course
+    statements: int
+    checkpoint: str
+    """The log's signed checkpoint, as a text to keep."""
+    steps: tuple[Mapping[str, Any], ...]
+    """What the outer-step statements say, in the log's order."""
+
+
+@dataclass
+class RunFiles:
+    """What was found."""
+
+    folder: Path
+    config: Mapping[str, Any] = field(default_factory=dict)
+    """The run file, as plain values."""
+    config_text: str = ""
+    metrics: list[Record] = field(default_factory=list)
+    bad_lines: int = 0
+    summary: Mapping[str, Any] = field(default_factory=dict)
+    record: Recorded | None = None
+    data: Mapping[str, Any] | None = None
+    """The token files' manifest."""
+    data_folder: Path | None = None
+    model: list[tuple[str, int]] = field(default_factory=list)
+    """(name, bytes) of the published model's files."""
+    parameters: int | None = None
+    checkpoints: list[Written] = field(default_factory=list)
+    audits: list[Mapping[str, Any]] = field(default_factory=list)
+    """What audit statements say, each signed by the auditor's key that it names."""
+    missing: list[str] = field(default_factory=list)
+    """What could not be read and why, one line each."""
+
+
+def read_run(folder: Path) -> RunFiles:
+    """All that a page shows of the run in `folder`.
+
+    Raises `ConfigError` if it is no run's folder: neither a run file nor metrics are there.
+    """
+    if not (folder / "run.toml").is_file() and not (folder / "metrics.jsonl").is_file():
+        raise ConfigError(
+            f"{folder}: no run is here (no run.toml, no metrics.jsonl); name a run's folder, such "
+            "as runs/quickstart"
+        )
+    files = RunFiles(folder)
+    _read_config(files)
+    _read_metrics(files)
+    _read_summary(files)
+    _read_record(files)
+    _read_data(files)
+    _read_model(files)
+    _read_checkpoints(files)
+    _read_audits(files)
+    return files
+
+
+def stamp(folder: Path) -> str:
+    """Changes whenever something that a page shows has changed."""
+    total = hashlib.sha256()
+    for name in WATCHED:
+        try:
+            status = (folder / name).stat()
+        except OSError:
+            continue
+        total.update(f"{name} {status.st_size} {status.st_mtime_ns}\n".encode())
+    return total.hexdigest()[:16]
+
+
+def _read_config(files: RunFiles) -> None:
+    text = _text(files, "run.toml", "the run file")
+    try:
+        files.config, files.config_text = tomllib.loads(text), text
+    except tomllib.TOMLDecodeError as error:
+        files.missing.append(f"run.toml: not valid TOML ({error})")
+
+
+def _read_metrics(files: RunFiles) -> None:
+    for line in _text(files, "metrics.jsonl", "curves and events").splitlines():
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError):
+            record = None
+        if isinstance(record, dict):
+            files.metrics.append(record)
+        else:
+            files.bad_lines += 1
+
+
+def _read_summary(files: RunFiles) -> None:
+    text = _text(files, "summary.json", "how the run ended; it is written at the end", "")
+    try:
+        found = json.loads(text) if text else {}
+    except (ValueError, RecursionError):
+        found = None
+    if isinstance(found, dict):
+        files.summary = found
+    else:
+        files.missing.append("summary.json: damaged; totals are counted from the rounds")
+
+
+def _text(files: RunFiles, name: str, what: str, default: str = "") -> str:
+    try:
+        return (files.folder / name).read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        files.missing.append(f"{name}: not there ({what})")
+    except OSError as error:
+        files.missing.append(f"{name}: cannot be read ({error.strerror})")
+    return default
+
+
+def _read_record(files: RunFiles) -> None:
+    folder = files.folder / "record"
+    if not (folder / ENTRIES).is_file():
+        off = _below(files.config, "record").get("enabled") is False
+        files.missing.append(
+            "record: off in the run file (record.enabled = false); nobody can verify this run"
+            if off
+            else "record: not there; digests, keys and states are not shown"
+        )
+        return
+    try:
+        content = _covered(folder)
+        key = NoteKey.parse(content.public)
+        check_log(content, key)
+        course = read_course(content.entries, key)
+        opened = (s.opened(entry)[0] for entry in content.entries)
+        steps = tuple(each.predicate for each in opened if each.kind == s.STEP)
+    except (RecordError, OSError, UnicodeDecodeError) as error:
+        files.missing.append(f"record: not shown, it is damaged ({error})")
+        return
+    files.record = Recorded(course, len(content.entries), content.note, steps)
+
+
+def _covered(folder: Path) -> LogContent:
+    """The part of a log that its newest checkpoint covers: more may just be being written."""
+    note = (folder / CHECKPOINT).read_text(encoding="utf-8")
+    public = (folder / PUBLIC).read_text(encoding="utf-8").strip()
+    size = LogCheckpoint.parse(open_note(note, NoteKey.parse(public))).size
+    entries = (folder / ENTRIES).read_text(encoding="utf-8").split("\n")[:-1]
+    return LogContent(entries[:size], note, public)
+
+
+def _read_data(files: RunFiles) -> None:
+    folder = data_folder(files.folder, files.config)
+    if not (folder / MANIFEST).is_file():
+        files.missing.append(f"token files: no manifest in {folder} (sources, licences, digests)")
+        return
+    try:
+        files.data, files.data_folder = read_manifest(folder), folder
+    except DataError as error:
+        files.missing.append(f"token files: {error}")
+
+
+def data_folder(folder: Path, config: Mapping[str, Any]) -> Path:
+    """Where the token files of the run in `folder` are: in it, or where its run file says."""
+    beside = folder / "data"
+    said = _below(config, "data").get("folder")
+    if beside.exists() or not isinstance(said, str):
+        return beside
+    run = _below(config, "run")
+    place = str(run.get("folder", "")).replace("{name}", str(run.get("name", "")))
+    return Path(said.replace("{run}", place))
+
+
+def _read_model(files: RunFiles) -> None:
+    folder = files.folder / "model"
+    if not folder.is_dir():
+        files.missing.append("model: not published yet (model/ is not there)")
+        return
+    files.model = sorted(
+        (path.name, path.stat().st_size)
+        for path in folder.iterdir()
+        if path.is_file() and not path.name.startswith(".")
+    )
+    try:
+        index = json.loads((folder / "model.safetensors.index.json").read_text(encoding="utf-8"))
+        files.parameters = int(index["metadata"]["total_parameters"])
+    except (OSError, ValueError, KeyError, TypeError):
+        files.missing.append("model: its index does not say how many parameters it has")
+
+
+def _read_checkpoints(files: RunFiles) -> None:
+    found: dict[int, list[tuple[str, str]]] = {}
+    for path in (files.folder / "checkpoints").glob("tick-*/*/*/*/files.json"):
+        tick, site, rank = path.parts[-5:-2]
+        try:
+            digest = hashlib.sha256(path.read_bytes()).hexdigest()
+            found.setdefault(int(tick.removeprefix("tick-")), []).append((f"{site}/{rank}", digest))
+        except (OSError, ValueError):
+            continue  # just being written, or deleted for a newer one
+    files.checkpoints = [Written(tick, tuple(sorted(found[tick]))) for tick in sorted(found)]
+
+
+def _read_audits(files: RunFiles) -> None:
+    folder = files.folder / "record" / "audits"
+    for path in sorted(folder.glob("[!.]*.json")):
+        try:
+            statement, envelope = s.opened(path.read_text(encoding="utf-8").strip())
+            s.check_signature(envelope, str(statement.predicate.get("auditor")))
+            if files.record is not None and statement.run != files.record.course.run:
+                raise RecordError("it is about another run")
+            files.audits.append(statement.predicate)
+        except (OSError, UnicodeDecodeError, RecordError) as error:
+            files.missing.append(f"record/audits/{path.name}: not shown ({error})")
+
+
+def _below(config: Mapping[str, Any], section: str) -> Mapping[str, Any]:
+    found = config.get(section)
+    return found if isinstance(found, dict) else {}

@@ -1,0 +1,118 @@
+"""A released folder: its card, its data's description, and its signature."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from dilocox.cli import main
+from dilocox.errors import CheckpointError, ConfigError
+from dilocox.release.card import Terms, card
+from dilocox.release.release import release
+from dilocox.release.signature import signing_key
+from dilocox.report.folder import read_run
+from dilocox.report.page import build
+from tests.report.runs import RUN_FILE, usual, write_run
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A finished run's folder with a model of one tensor."""
+    folder = write_run(tmp_path / "toy", usual())
+    (folder / "coordinator").mkdir()
+    model = folder / "model"
+    model.mkdir()
+    (model / "config.json").write_text('{"model_type": "toy"}')
+    save_file({"a": np.arange(6, dtype=np.float32)}, model / "model-00001-of-00001.safetensors")
+    index = {"metadata": {"total_parameters": 6, "total_size": 24},
+             "weight_map": {"a": "model-00001-of-00001.safetensors"}}  # fmt: skip
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    return folder
+
+
+def accepted(folder: Path, key: Path) -> bool:
+    """What the signature's own tool says, in a process of its own."""
+    pytest.importorskip("model_signing", reason="model-signing is not installed")
+    done = subprocess.run(
+        [sys.executable, "-m", "model_signing", "verify", "key", str(folder), "--signature",
+         str(folder / "model.sig"), "--public_key", str(key)],
+        capture_output=True, check=False, text=True,
+    )  # fmt: skip
+    return done.returncode == 0
+
+
+def test_a_release_is_signed_and_its_own_tool_says_so(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("model_signing", reason="model-signing is not installed")
+    to = tmp_path / "out" / "toy-model"
+    with pytest.raises(SystemExit) as end:
+        main(["export", str(run), "--release", str(to), "--licence", "apache-2.0"])
+    assert end.value.code == 0
+    said = capsys.readouterr().out
+    assert "licence of the weights" not in said
+    assert said.splitlines()[-1].startswith(str(to))
+    public = to.with_name("toy-model.pub")
+    assert {path.name for path in to.iterdir()} == {
+        *(path.name for path in (run / "model").iterdir()), "README.md", "model.sig",
+    }  # fmt: skip
+    assert (run / "coordinator" / "release-key.pem").stat().st_mode & 0o777 == 0o600
+    assert accepted(to, public)
+    text = (to / "README.md").read_text()
+    assert 'license: "apache-2.0"' in text
+    (to / "README.md").write_text(text.replace("3.5000", "3.4000"))
+    assert not accepted(to, public)
+
+
+def test_a_changed_weight_and_another_key_are_refused(run: Path, tmp_path: Path) -> None:
+    pytest.importorskip("model_signing", reason="model-signing is not installed")
+    made = release(run, tmp_path / "bf16", dtype="bf16", key=tmp_path / "own.pem")
+    assert made.unknown[-1] == "licence of the weights: not stated (--licence)"
+    assert json.loads((made.folder / "config.json").read_text())["dtype"] == "bfloat16"
+    other = release(run, tmp_path / "again", key=tmp_path / "other.pem")
+    assert accepted(made.folder, made.public_key)
+    assert not accepted(made.folder, other.public_key)
+    weights = made.folder / "model-00001-of-00001.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    assert not accepted(made.folder, made.public_key)
+
+
+def test_what_cannot_be_released_is_said(run: Path, tmp_path: Path) -> None:
+    pytest.importorskip("model_signing", reason="model-signing is not installed")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    with pytest.raises(CheckpointError, match="is not empty"):
+        release(run, tmp_path / "full")
+    (tmp_path / "rsa.pem").write_text("nonsense")
+    with pytest.raises(ConfigError, match="no usable private key"):
+        release(run, tmp_path / "to", key=tmp_path / "rsa.pem")
+    (run / "coordinator" / "release-key.pem").unlink()
+    (run / "coordinator").rmdir()
+    with pytest.raises(ConfigError, match="--signing-key"):
+        release(run, tmp_path / "to")
+    assert not (tmp_path / "to").exists()
+    assert signing_key(tmp_path / "new.pem").curve.name == "secp256r1"
+
+
+def test_the_card_says_what_is_known_and_nothing_else(run: Path) -> None:
+    (run / "run.toml").write_text(RUN_FILE.replace("some/model", "a|b <script>"))
+    files = read_run(run)
+    text = card(build(files, 0.0), files, Terms("bf16", None, "ab" * 32))
+    assert "license:" not in text
+    assert "base_model" not in text
+    assert "Nobody has stated a licence" in text
+    assert "what the text was is unknown" in text
+    assert "cannot be verified" in text
+    assert "<script>" not in text
+    assert "a\\|b \\<script\\>" in text
+    assert "| Held-out loss | 3.5000 | from 6.0000 before training |" in text
+    assert "| outer.inner\\_steps | 20 |" in text
+    assert text.startswith("---\nlibrary_name: transformers\n")
