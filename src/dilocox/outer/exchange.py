@@ -182,7 +182,12 @@ def _to_everyone(
     )
     weighing = Weighing(attempt.what, me, attempt.senders, decode)
     with timeline.span("decode and average", values=attempt.what.length, sites=len(payloads)):
-        attempt.opinions |= weighing.examined(payloads)
+        opinions = weighing.examined(payloads)
+    for site in weighing.held:
+        told = opinions.get(site, Opinion())
+        digest = frame_digest(frames[me] if site == me else received[site]).hex()
+        attempt.opinions[site] = told.model_copy(update={"digest": digest})
+    attempt.opinions |= {s: each for s, each in opinions.items() if s not in weighing.held}
     decision = attempt.counted(weighing.held, None if own is None else frame_digest(frames[me]))
     counted = decision.set
     with timeline.span("average", values=attempt.what.length, sites=len(counted)):

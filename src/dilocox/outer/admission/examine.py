@@ -119,14 +119,21 @@ def rfa_shares(products: Sequence[Sequence[float]]) -> list[int]:
 
 
 def _cosine(products: Sequence[Sequence[float]], number: int) -> int | None:
-    """Of one point and the sum of the others; none if either is zero."""
-    others = [other for other in range(len(products)) if other != number]
-    inner = math.fsum(products[number][other] for other in others)
-    square = math.fsum(products[one][other] for one in others for other in others)
-    scale = math.sqrt(products[number][number]) * math.sqrt(max(square, 0.0))
-    if scale <= 0:
+    """Of one point and the mean direction of the others; none if there is none.
+
+    The others count as directions, whatever their length: a long one must not make all look odd.
+    """
+    norms = [math.sqrt(products[each][each]) for each in range(len(products))]
+    others = [other for other in range(len(products)) if other != number and norms[other] > 0]
+    if norms[number] <= 0:
         return None
-    return round(max(-1.0, min(1.0, inner / scale)) * MILLI)
+    inner = math.fsum(products[number][each] / norms[number] / norms[each] for each in others)
+    square = math.fsum(
+        products[one][two] / norms[one] / norms[two] for one in others for two in others
+    )
+    if square <= 0:
+        return None
+    return round(max(-1.0, min(1.0, inner / math.sqrt(square))) * MILLI)
 
 
 def _milli(value: float) -> int:

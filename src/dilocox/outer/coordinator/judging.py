@@ -17,8 +17,8 @@ from dilocox.outer.coordinator.verdict_messages import MICRO, MILLI, Code, Flag,
 
 LARGE, SMALL = 3 * MILLI, MILLI // 3
 """Norms, in thousandths of the median, beyond which a contribution is flagged."""
-MEMORY = 4
-"""Exchanges of a fragment that the gate's running mean reaches back over, roughly."""
+SPREADS = 3
+"""Of the gate: median deviations from the sites' median gain."""
 
 Opinions = Mapping[str, Opinion]
 """What one rank found, by site."""
@@ -65,6 +65,7 @@ def judge(given: Evidence) -> Judgement:
     settled = {site: _settled(site, given.opinions) for site in given.whole}
     codes: dict[str, Code] = dict.fromkeys(given.whole, "admitted")
     codes.update(_of_bytes(given, settled))
+    codes.update({site: "equivocation" for site in given.whole if _equivocates(site, given)})
     usual = given.usual
     if given.tolerance is not None:
         left = {site: settled[site] for site in given.whole if codes[site] == "admitted"}
@@ -139,6 +140,16 @@ def _of_bytes(given: Evidence, settled: Mapping[str, Opinion]) -> dict[str, Code
     return codes
 
 
+def _equivocates(site: str, given: Evidence) -> bool:
+    """Somebody got another payload than the one that the site has voted with."""
+    own = given.digests.get(site, ())
+    return any(
+        each.digest is not None and text is not None and each.digest != text
+        for voters, text in zip(given.opinions, own, strict=False)
+        for each in _about(site, voters)
+    )
+
+
 def _copied(given: Evidence, chosen: Sequence[str]) -> set[str]:
     """Sites that count and whose payloads somebody else has sent as well."""
     count = Counter(tuple(given.digests[site]) for site in given.whole if site in given.digests)
@@ -150,21 +161,26 @@ def _gated(
 ) -> tuple[int | None, list[str]]:
     """The running mean after this exchange, and the sites whose contribution does harm.
 
-    One does harm if the loss with it alone is worse by more than half of what a contribution
-    usually gains, and by more than `tolerance`. If that is most of them, the held-out text and
-    not the sites are at fault, and all count.
+    One does harm if the loss with it alone is worse by more than `tolerance`, and if that is unlike
+    the others (below their median by more than `SPREADS` median deviations) or unlike what was
+    usual (worse by more than a quarter of the usual gain). If that is most of them, the held-out
+    text and not the sites are at fault, and all count.
     """
     gains = {site: each.gain for site, each in settled.items() if each.gain is not None}
     losses = [each.loss for each in settled.values() if each.loss is not None]
     if not gains or not losses:
         return usual, []
-    now = max(0, median_low(gains.values()))
-    reach = now if usual is None else usual
-    limit = max(median_low(losses) * tolerance // MICRO, reach // 2)
-    worse = [site for site, gain in gains.items() if gain < -limit]
+    middle = median_low(gains.values())
+    spread = median_low(abs(gain - middle) for gain in gains.values())
+    unlike = middle - SPREADS * spread
+    if usual is not None:
+        unlike = max(unlike, -(usual // 4))
+    limit = median_low(losses) * tolerance // MICRO
+    worse = [site for site, gain in gains.items() if gain < -limit and gain < unlike]
     if 2 * len(worse) > len(gains):
         return usual, []
-    return (now if usual is None else ((MEMORY - 1) * usual + now) // MEMORY), worse
+    now = max(0, median_low(gain for site, gain in gains.items() if site not in worse))
+    return (now if usual is None else (usual + now) // 2), worse
 
 
 def _flags(found: Opinion, copied: bool) -> list[Flag]:

@@ -18,6 +18,7 @@ Code = Literal[
     "not-held",
     "malformed",
     "not-finite",
+    "equivocation",
     "zero",
     "duplicate",
     "stale",
@@ -37,6 +38,8 @@ class Opinion(Message):
     """What one rank found in one site's contribution to one exchange."""
 
     code: Literal["admitted", "malformed", "not-finite", "zero"] = "admitted"
+    digest: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None = None
+    """SHA-256 of the payload that came."""
     norm: Count | None = None
     """Norm over the sites' median norm, in thousandths."""
     cosine: Signed | None = None
