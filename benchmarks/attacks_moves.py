@@ -20,6 +20,10 @@ Values = Callable[[Tensor, Sequence[Tensor]], Tensor]
 """(own u, the honest sites' u) to the u that is contributed, flat fp32."""
 
 
+OWN = 0.02
+"""What colluding sites mix in of their own, so that their payloads are not the same bytes."""
+
+
 @dataclass(frozen=True)
 class Move:
     """One attack."""
@@ -39,20 +43,20 @@ def _alie(z: float) -> Values:
 
     def values(own: Tensor, honest: Sequence[Tensor]) -> Tensor:
         rows = torch.stack(list(honest))
-        return rows.mean(0) - z * rows.std(0)
+        return rows.mean(0) - z * rows.std(0) + OWN * own
 
     return values
 
 
 def _inner_product(scale: float) -> Values:
     """Against the honest mean (arXiv 1903.03936)."""
-    return lambda own, honest: -scale * torch.stack(list(honest)).mean(0)
+    return lambda own, honest: OWN * own - scale * torch.stack(list(honest)).mean(0)
 
 
 def _copy_with_noise(own: Tensor, honest: Sequence[Tensor]) -> Tensor:
     draw = torch.Generator().manual_seed(honest[0].numel())
     noise = torch.randn(own.shape, generator=draw)
-    return honest[0] + 0.1 * honest[0].std() * noise * (honest[0] != 0)
+    return honest[0] + OWN * own + 0.1 * honest[0].std() * noise * (honest[0] != 0)
 
 
 def _shifted(labels: Tensor, draw: torch.Generator) -> Tensor:

@@ -41,11 +41,20 @@ def altered(factor: float) -> type[FragmentState]:
             self, live: Mapping[str, Tensor], weight: float, decay: float
         ) -> tuple[Tensor, bool]:
             u, finite = super().boundary(live, weight, decay)
-            if multiprocessing.current_process().name.startswith(f"{ALTERED}-"):
-                u = u.mul(factor)
-            return u, finite
+            return u.mul(factor) if is_altered() else u, finite
+
+        def committed(
+            self, u: Tensor, sent: Tensor | None, second_error: tuple[int, Tensor] | None = None
+        ) -> None:
+            # What did not count must not come back and be altered again.
+            super().committed(u, u if is_altered() else sent, second_error)
 
     return Altered
+
+
+def is_altered() -> bool:
+    """This process is a rank of the altered site."""
+    return multiprocessing.current_process().name.startswith(f"{ALTERED}-")
 
 
 @contextlib.contextmanager
