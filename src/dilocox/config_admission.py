@@ -15,11 +15,8 @@ FEW = 5
 
 
 class AdmissionSection(Section):
-    """`[admission]`: which contributions count, and what is made of them.
-
-    Whatever is set here, a contribution that is damaged, does not decode to finite numbers, is
-    zero, or has the bytes of another one does not count.
-    """
+    """`[admission]`: which contributions count, beside the checks that are always made, and what is
+    made of them."""
 
     aggregation: Aggregation = "mean"
     """`mean`; `clip`: every tensor cut down to the sites' median norm, then the mean; `median` and

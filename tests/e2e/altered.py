@@ -1,4 +1,4 @@
-"""Sites whose processes are altered, for tests of admission: nothing of it is in the shipped code."""
+"""Sites whose processes are altered, for tests of admission; the shipped code has no such thing."""
 
 from __future__ import annotations
 

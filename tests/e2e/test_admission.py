@@ -50,11 +50,12 @@ def test_one_lazy_and_one_poisoning_site_are_named_and_do_no_harm(
     assert scores
     assert all(r["norm"] > 5000 and r["cosine"] < 0 and r["gain"] < 0 for r in scores)
     assert verdicts(run.folder) == {}
-    steps = [s.opened(line)[0] for line in read_log(run.folder / "record").entries]
-    first = next(each.predicate for each in steps if each.kind == s.STEP)
-    assert first["set"] == ["paris", "lyon"]
-    codes = {site: verdict["code"] for site, verdict in first["verdicts"].items()}
-    assert codes == {"paris": "admitted", "lyon": "admitted", "oslo": "zero", "rome": "loss"}
+    entries = [s.opened(line)[0] for line in read_log(run.folder / "record").entries]
+    steps = [each.predicate for each in entries if each.kind == s.STEP]
+    codes = [{site: v["code"] for site, v in step["verdicts"].items()} for step in steps]
+    assert {"paris": "admitted", "lyon": "admitted", "oslo": "zero", "rome": "loss"} in codes
+    for step, of_step in zip(steps, codes, strict=True):
+        assert step["set"] == [site for site in SITES if of_step[site] == "admitted"]
 
 
 def test_a_rule_that_needs_whole_contributions_is_refused_with_reduce(
@@ -62,6 +63,6 @@ def test_a_rule_that_needs_whole_contributions_is_refused_with_reduce(
 ) -> None:
     sets = ("admission.aggregation=rfa", "outer.exchange=reduce")
     run = forge.train(workshop, "rfa-reduce", *sets)
-    assert run.wait() == 2, run.output()
+    assert run.wait() == 1, run.output()
     assert 'set outer.exchange = "gather"' in run.printed()
     assert "Traceback" not in run.printed()
