@@ -6,9 +6,9 @@ What is altered is the process of the site `rome`, by a subclass that exists her
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import multiprocessing
+import os
 import subprocess
 import sys
 import tempfile
@@ -124,7 +124,11 @@ def main(number: int, folder: Path, rounds: int) -> None:
     """Run one case and print its summary as the last line."""
     _, factor, _, admission = CASES[number]
     config = configuration(folder, admission, rounds)
-    with at_the_altered_site(factor), contextlib.redirect_stdout(io.StringIO()):
+    with (
+        Path(os.devnull).open("w", encoding="utf-8") as nowhere,
+        at_the_altered_site(factor),
+        contextlib.redirect_stdout(nowhere),
+    ):
         dilocox.train(config, overwrite=True)
     summary = json.loads((config.folder / "summary.json").read_text(encoding="utf-8"))
     print(json.dumps(summary))
