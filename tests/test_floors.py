@@ -32,6 +32,7 @@ FLOORS = (
         "wireguard",
     },
     {"config_rounds"},
+    {"config_admission"},
     {"config"},
     {"compression", "display", "metrics", "checkpoint"},
     {"site", "outer", "data", "models", "recorder", "model_files"},

@@ -25,7 +25,9 @@ from dilocox.models import (
     plan_cut,
     tied_pair,
 )
+from dilocox.outer.admission.gate import Gate
 from dilocox.outer.fragments import Layout, split_fragments
+from dilocox.outer.loop import Admission
 from dilocox.outer.state import FragmentState
 from dilocox.site import (
     SiteMesh,
@@ -278,6 +280,18 @@ def validation_batches(
         mine = torch.from_numpy(np.ascontiguousarray(rows[shard * share : (shard + 1) * share]))
         batches.append((mine[:, :-1].contiguous(), mine[:, 1:].contiguous()))
     return batches
+
+
+def admission_of(config: RunConfig, rank: Rank, files: TokenFiles, hooks: Hooks) -> Admission:
+    """How this rank judges contributions. A gate gets a copy of the model, in fp32."""
+    section = config.admission
+    gate = None
+    if section.gate:
+        sequences = held_out(files, config.data.sequence_length, section.gate_sequences)
+        rows = torch.from_numpy(np.ascontiguousarray(sequences)).to(rank.mesh.device)
+        loss = rank.model.loss_beside(rows[:, :-1].contiguous(), rows[:, 1:].contiguous())
+        gate = Gate(loss)
+    return Admission(section.aggregation, section.examines, gate)
 
 
 def anchors(rank: Rank) -> Mapping[str, torch.Tensor]:

@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal
 import tomli_w
 from pydantic import Field, ValidationError, model_validator
 
+from dilocox.config_admission import AdmissionSection, admission_problem
 from dilocox.config_rounds import (
     PINS,
     CompressionSection,
@@ -313,6 +314,7 @@ class RunConfig(Section):
     checkpoint: CheckpointSection = CheckpointSection()
     evaluation: EvaluationSection = EvaluationSection()
     record: RecordSection = RecordSection()
+    admission: AdmissionSection = AdmissionSection()
     metrics: MetricsSection = MetricsSection()
 
     @model_validator(mode="after")
@@ -323,7 +325,9 @@ class RunConfig(Section):
             raise ValueError(
                 f"outer.min_sites {self.outer.min_sites} is above the {len(self.sites)} sites named"
             )
-        problem = rounds_problem(self.outer, self.compression, self.control)
+        problem = rounds_problem(self.outer, self.compression, self.control) or admission_problem(
+            self.admission, self.outer, self.site.ranks
+        )
         if problem is not None:
             raise ValueError(problem)
         for name, site in self.sites.items():

@@ -129,6 +129,9 @@ def serve_run(
 ) -> dict[str, Any]:
     """Serve a run to its end: phase, reason and summary. `port`: instead of `network.port`."""
     recorder = Recorder(config, folder, emit)
+    warning = config.admission.warning(len(config.sites))
+    if warning is not None:
+        recorder.message(warning)
     notary = None
     if config.record.enabled:
         notary = LogNotary.open(config, folder / "coordinator", recorder.message)

@@ -25,6 +25,7 @@ from dilocox.assembly import (
     Hooks,
     Place,
     Rank,
+    admission_of,
     build_rank,
     validation_batches,
 )
@@ -44,6 +45,7 @@ from dilocox.outer.coordinator.messages import (
 )
 from dilocox.outer.coordinator.messages import Rank as RankName
 from dilocox.outer.coordinator.timeouts import Timeouts
+from dilocox.outer.coordinator.verdict_messages import Opinion
 from dilocox.outer.groups import PeerGroup
 from dilocox.outer.loop import OuterLoop
 from dilocox.outer.tunnel import Tunnel, form_group, open_tunnel
@@ -116,6 +118,7 @@ class Network:
         contributes: bool,
         phase: Literal["held", "done"],
         digests: Mapping[str, str],
+        opinions: Mapping[str, Opinion],
     ) -> VoteReply:
         """Vote with a signature under this rank's own payload, if the run is recorded."""
         own = digests.get(self.place.site)
@@ -130,6 +133,7 @@ class Network:
             phase=phase,
             digests=digests,
             statement=signed,
+            opinions=opinions,
         )
 
     def group(self, begun: BeginReply, superseded: Callable[[], bool]) -> PeerGroup:
@@ -290,6 +294,7 @@ def _take_part(
         worker.submit if record is None else record.watching(worker.submit),
         control.touch,
         hash_beside=rank.mesh.device.type != "cpu",
+        admission=admission_of(config, rank, files, job.hooks),
     )
     trainer = Trainer(
         config=config,

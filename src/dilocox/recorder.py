@@ -74,6 +74,9 @@ class Recorder:
         earlier = _read_lines(folder / "metrics.jsonl")
         self._metrics = Metrics(config, folder)
         self._open: dict[int, dict[str, Record]] = {}
+        self._verdicts: dict[int, dict[str, dict[str, int]]] = {}
+        """How often, by round and site, by code and flag."""
+        self._said: set[tuple[int, str, str]] = set()
         self._closed: dict[int, dict[str, Record]] = {}
         self._rounds: dict[int, Record] = {}
         self._evaluations: dict[int, float] = {}
@@ -104,6 +107,8 @@ class Recorder:
             self._evaluations[record["after_round"]] = record["val_loss"]
         elif kind == "plan":
             self._plan = {key: record[key] for key in CHOSEN if key in record}
+        elif kind == "admission":
+            self._count_verdict(record)
         elif kind == "resumed":
             self._forget(round_)
 
@@ -117,6 +122,7 @@ class Recorder:
         self._rounds = {r: row for r, row in self._rounds.items() if r < round_}
         self._closed = {r: rows for r, rows in self._closed.items() if r < round_}
         self._evaluations = {r: v for r, v in self._evaluations.items() if r < round_}
+        self._verdicts = {r: v for r, v in self._verdicts.items() if r < round_}
         self._open, self._flush, self._plan, self._written = {}, {}, {}, set()
 
     def report(self, site: str, round_: int, kind: str, metrics: Record) -> None:
@@ -127,6 +133,9 @@ class Recorder:
         """
         if kind == "warning":
             self.message(f"{site}: {metrics['text']}")
+            return
+        if kind == "admission":
+            self._admission(site, round_, metrics)
             return
         if (kind, round_, site) in self._written:
             return
@@ -155,6 +164,25 @@ class Recorder:
                 ready.append(round_)
             for number in ready:
                 self._close_round(number)
+
+    def _admission(self, site: str, round_: int, verdict: Record) -> None:
+        """What was decided about a contribution: written if it says anything, and said if new."""
+        code = verdict["code"]
+        said = set(verdict) > {"exchange", "code", "flags"}
+        if said or verdict["flags"] or code != "admitted":
+            record = {"kind": "admission", "round": round_, "site": site, **verdict}
+            self._write(record)
+            self._count_verdict(record)
+        # A site that withdraws has said why already.
+        if code not in ("admitted", "withdrawn") and (round_, site, code) not in self._said:
+            self._said.add((round_, site, code))
+            self.message(f"{site}, round {round_}: its contribution does not count: {code}")
+
+    def _count_verdict(self, record: Record) -> None:
+        counts = self._verdicts.setdefault(record["round"], {}).setdefault(record["site"], {})
+        for what in (record["code"], *record["flags"]):
+            if what != "admitted":
+                counts[what] = counts.get(what, 0) + 1
 
     def plan(self, plan: Record) -> None:
         """A plan was made; it is written down if it differs from the one before."""
@@ -217,6 +245,7 @@ class Recorder:
             "allreduce_bytes": dense,
             "ratio_per_token": dense / payload if payload else 0.0,
             "anchor_digest": everything[-1]["anchor_digest"] if everything else None,
+            "admission": self._totals(),
             **self._sequences,
         }
         text = json.dumps(summary, indent=2) + "\n"
@@ -226,6 +255,16 @@ class Recorder:
         self._metrics.close()
         self._emit({"kind": "summary", **summary})
         return summary
+
+    def _totals(self) -> dict[str, dict[str, int]]:
+        """Contributions that did not count, and flags, by site: how often in the whole run."""
+        totals: dict[str, dict[str, int]] = {}
+        for sites in self._verdicts.values():
+            for site, counts in sites.items():
+                for what, count in counts.items():
+                    of_site = totals.setdefault(site, {})
+                    of_site[what] = of_site.get(what, 0) + count
+        return totals
 
     def _step_after(self, round_: int) -> int:
         """Inner steps of a site by the end of `round_`, of which a report is there; -1: none."""

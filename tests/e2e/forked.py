@@ -32,6 +32,7 @@ import dilocox.api
 from dilocox import cli, launch, model_files  # noqa: F401 - imported once, for all
 from dilocox.assembly import Sequences
 from dilocox.site import mean_cross_entropy
+from tests.e2e.altered import contributions_times
 from tests.e2e.harness import LIMIT, Run, Workshop
 
 _SET_CHILD_SUBREAPER = 36
@@ -105,6 +106,12 @@ def small_disk() -> dict[str, Any]:
     return {"loss": loss}
 
 
+def lazy_and_poisoning() -> dict[str, Any]:
+    """Oslo contributes nothing, and rome the opposite of what it has learned, ten times."""
+    contributions_times({"oslo": 0.0, "rome": -10.0})
+    return {}
+
+
 _disk = Path()
 """The checkpoint folder of the run that this process trains."""
 
@@ -116,6 +123,7 @@ HOOKS: dict[str, Callable[[], dict[str, Any]]] = {
     "small-disk": small_disk,
     "poisoned": functools.partial(poisoned_at, "lyon", 1),
     "poisoned-alone": functools.partial(poisoned_at, "paris", 1),
+    "lazy-and-poisoning": lazy_and_poisoning,
 }
 
 

@@ -27,6 +27,7 @@ from dilocox.outer.coordinator.messages import (
     ExchangeMember,
     VoteReply,
 )
+from dilocox.outer.coordinator.verdict_messages import Opinion
 from dilocox.outer.exchange import Contribution, Outcome, exchange
 from dilocox.outer.groups import PeerGroup
 from dilocox.outer.worker import LinkTurn, Turns
@@ -71,6 +72,7 @@ class SharedBallot:
         contributes: bool,
         phase: Literal["held", "done"],
         digests: Mapping[str, str],
+        opinions: Mapping[str, Opinion],
     ) -> VoteReply:
         self.votes.append(list(held))
         self.store._values[phase, self.me] = (list(held), contributes)

@@ -14,6 +14,7 @@ import torch
 from dilocox.compression import compressor
 from dilocox.errors import ExchangeError
 from dilocox.outer.coordinator.messages import BeginReply, ExchangeKey, VoteReply
+from dilocox.outer.coordinator.verdict_messages import Opinion
 from dilocox.outer.exchange import Contribution
 from dilocox.outer.worker import ExchangeWorker, LinkTurn, Turns
 from tests.outer.sites import MemoryStore, run_each, shared_store, until
@@ -44,6 +45,7 @@ class Later(SharedBallot):
         contributes: bool,
         phase: Literal["held", "done"],
         digests: Mapping[str, str],
+        opinions: Mapping[str, Opinion],
     ) -> VoteReply:
         """Every second exchange is decided only when its payloads and the next one's are here."""
         self.voted.setdefault(key.text, threading.Event()).set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,14 @@ from tests.outer.coordinator.helpers import Driver, run_config
 SIGNERS = {name: s.Signer.from_hex(f"{number:02x}" * 32) for number, name in enumerate("abc", 1)}
 ONE = "1" * 64
 KEY = ExchangeKey.outer(0, 0, 0)
+
+
+def own_digest(site: str, key: ExchangeKey = KEY) -> str:
+    """Of the payload that a site has for an exchange: no other is the same."""
+    return hashlib.sha256(f"{site} {key.text}".encode()).hexdigest()
+
+
+OF_ALL = {f"{site}/0": own_digest(site) for site in "abc"}
 
 
 class Scene:
@@ -54,7 +63,8 @@ class Scene:
 
     def vote(self, site: str, key: ExchangeKey = KEY, **changes: Any) -> m.VoteReply:
         fields: dict[str, Any] = {
-            "held": list("abc"), "digests": {site: ONE}, "statement": self.signed(site, key),
+            "held": list("abc"), "digests": {site: own_digest(site, key)},
+            "statement": self.signed(site, key, digest=own_digest(site, key)),
         }  # fmt: skip
         return self.driver.vote(key, site, **{**fields, **changes})
 
@@ -63,9 +73,11 @@ class Scene:
         for site in "abc":
             self.vote(site, key)
 
+    def entries(self) -> list[str]:
+        return (self.config.folder / "record/statements.jsonl").read_text().splitlines()
+
     def kinds(self) -> list[str]:
-        entries = (self.config.folder / "record/statements.jsonl").read_text().splitlines()
-        return [s.opened(entry)[0].kind for entry in entries]
+        return [s.opened(entry)[0].kind for entry in self.entries()]
 
     def last_decision(self) -> Decision:
         state = self.driver.core.state
@@ -96,7 +108,11 @@ def test_what_was_decided_is_in_the_log(scene: Scene) -> None:
     step = course.steps[KEY.text]
     assert (step.set, step.owners) == (("a", "b", "c"), ("a", "b", "c"))
     assert step.weights == (1.0, 1.0, 1.0)
-    assert step.payloads == {"a/0": ONE, "b/0": ONE, "c/0": ONE}
+    assert step.payloads == OF_ALL
+    said = {"code": "admitted", "flags": []}
+    decided = s.opened(scene.entries()[-1])[0].predicate
+    assert decided["verdicts"] == dict.fromkeys("abc", said)
+    assert (decided["aggregation"], decided["shares"]) == ("mean", {})
     assert (step.codec, step.fragments, step.flush) == ("int4", 2, False)
     assert (step.learning_rate, step.momentum) == (0.8, 0.5)
     assert course.run == scene.notary.run
@@ -166,14 +182,15 @@ def test_nothing_is_asked_of_sites_where_nothing_is_recorded(tmp_path: Path) -> 
     driver.plan(0, "a")
     driver.begin(KEY, "a")
     for site in "abc":
-        driver.vote(KEY, site, held=list("abc"), digests={site: ONE})
+        driver.vote(KEY, site, held=list("abc"), digests={site: own_digest(site)})
     assert driver.core.state.exchanges[KEY.text].decision == ["a", "b", "c"]
 
 
 def test_the_same_vote_again_is_said_once(scene: Scene) -> None:
     """A reply was lost on its way, or the coordinator died between log and record."""
     scene.driver.begin(KEY, "a")
-    scene.notary.contribution(m.Rank(site="a", stage=0, shard=0), KEY, 1, ONE, scene.signed("a"))
+    rank, digest = m.Rank(site="a", stage=0, shard=0), own_digest("a")
+    scene.notary.contribution(rank, KEY, 1, digest, scene.signed("a", digest=digest))
     for site in "aabbcc":
         scene.vote(site)
     assert scene.kinds().count(s.CONTRIBUTION) == 3
@@ -195,7 +212,7 @@ def test_a_decision_said_again_without_its_owners_is_no_news(scene: Scene) -> No
     before = scene.kinds()
     scene.notary.decided(replace(scene.last_decision(), owners=[]))
     assert scene.kinds() == before
-    assert scene.course().steps[KEY.text].payloads == {"a/0": ONE, "b/0": ONE, "c/0": ONE}
+    assert scene.course().steps[KEY.text].payloads == OF_ALL
 
 
 def test_a_restart_says_what_was_not_said(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,7 +222,7 @@ def test_a_restart_says_what_was_not_said(scene: Scene, monkeypatch: pytest.Monk
     assert s.STEP not in scene.kinds()
     monkeypatch.undo()
     scene.reopen()
-    assert scene.course().steps[KEY.text].payloads == {"a/0": ONE, "b/0": ONE, "c/0": ONE}
+    assert scene.course().steps[KEY.text].payloads == OF_ALL
 
 
 def test_a_log_is_not_gone_on_with_under_a_new_key(scene: Scene) -> None:

@@ -13,6 +13,7 @@ import torch
 
 from dilocox.compression import LowRank, compressor, pack_frame, payload_digest
 from dilocox.errors import RecordError
+from dilocox.outer.admission.aggregation import aggregate
 from dilocox.outer.averaging import average, chunk_bounds, requantise
 from dilocox.outer.coordinator.keys import ExchangeKey
 from dilocox.outer.exchange import chunk_index
@@ -21,7 +22,7 @@ from dilocox.outer.optimizer import nesterov_step
 from dilocox.record.course import Course, Step
 from dilocox.record.digests import sha256, stage_root, tensor_bytes, tensor_digest
 from dilocox.record.recording import listing_of
-from dilocox.record.replay import Stage, digests_of, read_listing, replay_stage
+from dilocox.record.replay import Stage, digests_of, read_listing, replay_stage, step_average
 
 SITES = ("a", "b", "c")
 WEIGHTS = (1.5, 0.75, 0.75)
@@ -170,6 +171,35 @@ def test_a_replay_gives_what_the_sites_held(codec: str, exchange: str, shards: i
     assert list(found) == list(SHAPES)
     for name, tensor in found.items():
         assert torch.equal(tensor, made.final[name]), name
+
+
+@pytest.mark.parametrize("rule", ["clip", "median", "trimmed", "rfa"])
+def test_a_replay_averages_by_the_rule_and_the_shares_that_were_agreed_on(rule: str) -> None:
+    made = Made("int4")
+    mean = made.root()
+    key = ExchangeKey.outer(0, 0, 0)
+    step = made.course.steps[key.text]
+    names = split_fragments({n: torch.Size(s).numel() for n, s in SHAPES.items()}, 2)[0]
+    layout = Layout.of(local_shapes(SHAPES, names, 0, 1))
+    count = len(names) if rule == "clip" else 1
+    shares = (((65536,) * count,), ((32768,) * count,), ((100,) * count,))
+    given = shares if rule in ("clip", "rfa") else ()
+    changed = made.step(key, dict(step.payloads), aggregation=rule, shares=given)
+    part = compressor("int4", layout.geometry)
+    assert not isinstance(part, LowRank)
+    decode = part.part(0, layout.length, key.seed).decode
+    sent = [
+        decode(torch.frombuffer(bytearray(made.shelf.get(step.payloads[f"{site}/0"])),
+                                dtype=torch.uint8))
+        for site in SITES
+    ]  # fmt: skip
+    own = [list(by_shard[0]) for by_shard in given]
+    expected = aggregate(rule, sent, WEIGHTS, own, layout.offsets)
+    found = step_average(changed, layout, 0, made.shelf.get)
+    assert found is not None
+    assert torch.equal(found, expected)
+    made.course.steps[key.text] = changed
+    assert made.root() != mean
 
 
 def test_every_input_of_a_step_counts() -> None:

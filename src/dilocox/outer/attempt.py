@@ -15,10 +15,13 @@ from dilocox.compression import Compressor, FramePart, LowRank, frame_bytes, unp
 from dilocox.errors import ExchangeError
 from dilocox.outer.averaging import average
 from dilocox.outer.coordinator.messages import BeginReply, ExchangeKey, VoteReply
+from dilocox.outer.coordinator.verdict_messages import Opinion
 from dilocox.outer.groups import PeerGroup, Transfer
 
 log = logging.getLogger(__name__)
 
+Weights = Mapping[str, float]
+"""w_i by site."""
 EARLY = 1e-3
 """Seconds that a site waits for a peer's first byte if it was the first to be there."""
 
@@ -38,8 +41,9 @@ class Ballot(Protocol):
         contributes: bool,
         phase: Literal["held", "done"],
         digests: Mapping[str, str],
+        opinions: Mapping[str, Opinion],
     ) -> VoteReply:
-        """Say what is held here and wait for the decision."""
+        """Say what is held here, and what is thought of it, and wait for the decision."""
 
     def observe(
         self, key: ExchangeKey, attempt: int, *, phase: Literal["held", "done"]
@@ -56,6 +60,15 @@ class Ballot(Protocol):
         """The group of an attempt, formed if it is not there yet."""
 
 
+class Probe(Protocol):
+    """The gate's model as it was at a boundary."""
+
+    def opinions(
+        self, sent: Mapping[str, torch.Tensor], found: Mapping[str, Opinion], weights: Weights
+    ) -> dict[str, Opinion]:
+        """`found`, with what each contribution alone does to the held-out loss."""
+
+
 @dataclass(frozen=True)
 class Contribution:
     """What a site brings to an exchange. `values`: u, flat fp32 [length] on the CPU; none for a
@@ -66,11 +79,17 @@ class Contribution:
     values: torch.Tensor | None
     compressor: Compressor | LowRank
     mode: str
-    weights: Mapping[str, float]
+    weights: Weights
     """w_i by site, of all members of the round's plan."""
     contributes: bool = True
     warm: torch.Tensor | None = None
     """Q of a low-rank codec at the boundary, flat fp32; none for other codecs."""
+    aggregation: str = "mean"
+    """See `dilocox.config_admission`."""
+    examines: bool = False
+    """The contributions are compared with each other before the vote."""
+    probe: Probe | None = None
+    """The gate; none if there is none, or it does not judge this exchange."""
 
     @property
     def seed(self) -> int:
@@ -150,6 +169,8 @@ class Attempt:
         self.observes = me not in self.senders
         """This site receives only."""
         self.sent_bytes = 0
+        self.opinions: dict[str, Opinion] = {}
+        """What is to be said of contributions with the vote."""
         self.link: list[tuple[float, float, int]] = []
 
     def superseded(self) -> bool:
@@ -220,9 +241,16 @@ class Attempt:
             raise self.broken(failed)
 
     def unpack(
-        self, frames: Mapping[str, torch.Tensor], parts: Mapping[str, FramePart]
+        self,
+        frames: Mapping[str, torch.Tensor],
+        parts: Mapping[str, FramePart],
+        *,
+        contributions: bool = False,
     ) -> dict[str, torch.Tensor]:
-        """Payloads of the frames that are what they should be; the others are left out."""
+        """Payloads of the frames that are what they should be; the others are left out.
+
+        `contributions`: what is wrong with them is said with the vote.
+        """
         payloads = {}
         with timeline.span("check frames"):
             for site, frame in frames.items():
@@ -230,6 +258,8 @@ class Attempt:
                     payloads[site] = unpack_frame(frame, parts[site])
                 except ExchangeError as error:
                     log.warning("%s from %s: %s", self.what.key.text, site, error)
+                    if contributions:
+                        self.opinions[site] = Opinion(code="malformed")
         return payloads
 
     def broken(self, failed: Sequence[str]) -> RepeatError:
@@ -258,13 +288,14 @@ class Attempt:
                     contributes=self.what.contributes,
                     phase=phase,
                     digests={} if own_digest is None else {self.me: own_digest.hex()},
+                    opinions=self.opinions,
                 )
         if reply.decision == "repeat":
             raise RepeatError("members changed")
         return reply
 
-    def counted(self, held: Iterable[str], own_digest: bytes | None) -> list[str]:
-        """Vote on payloads that make the average by themselves; the contribution set.
+    def counted(self, held: Iterable[str], own_digest: bytes | None) -> VoteReply:
+        """Vote on payloads that make the average by themselves; the decision.
 
         `own_digest`: of the payload that this site has sent to all, for the coordinator's log.
         Raises `ExchangeError` if the set holds one that is not here.
@@ -279,7 +310,7 @@ class Attempt:
                 f"{self.what.key.text}: the contribution of {', '.join(missing)} counts but is "
                 "not here; this site must join again"
             )
-        return decision.set
+        return decision
 
     def average(self, decoded: Iterable[torch.Tensor], sites: Sequence[str]) -> torch.Tensor | None:
         """Weighted mean of what `sites` sent, in that order; none if there are none."""

@@ -26,6 +26,7 @@ from dilocox.compression import (
     payload_digest,
 )
 from dilocox.errors import ExchangeError
+from dilocox.outer.admission.weighing import Weighing
 from dilocox.outer.attempt import (
     Attempt,
     Ballot,
@@ -35,6 +36,7 @@ from dilocox.outer.attempt import (
     Turn,
 )
 from dilocox.outer.averaging import chunk_bounds, requantise
+from dilocox.outer.coordinator.verdict_messages import Opinion
 from dilocox.outer.groups import EpochChangedError
 
 __all__ = ["Ballot", "Contribution", "Outcome", "exchange"]
@@ -175,14 +177,22 @@ def _to_everyone(
         incoming=dict.fromkeys(attempt.senders, part),
         phase=phase,
     )
-    payloads = attempt.unpack({**frames, **received}, dict.fromkeys(attempt.senders, part))
-    counted = attempt.counted(payloads, None if own is None else frame_digest(frames[me]))
-    with timeline.span("decode and average", values=attempt.what.length, sites=len(counted)):
-        sent = decode(payloads[me]) if me in counted else None
-        decoded = (
-            sent if sent is not None and site == me else decode(payloads[site]) for site in counted
-        )
-        average = attempt.average(decoded, counted)
+    payloads = attempt.unpack(
+        {**frames, **received}, dict.fromkeys(attempt.senders, part), contributions=True
+    )
+    weighing = Weighing(attempt.what, me, attempt.senders, decode)
+    with timeline.span("decode and average", values=attempt.what.length, sites=len(payloads)):
+        opinions = weighing.examined(payloads)
+    for site in weighing.held:
+        told = opinions.get(site, Opinion())
+        digest = frame_digest(frames[me] if site == me else received[site]).hex()
+        attempt.opinions[site] = told.model_copy(update={"digest": digest})
+    attempt.opinions |= {s: each for s, each in opinions.items() if s not in weighing.held}
+    decision = attempt.counted(weighing.held, None if own is None else frame_digest(frames[me]))
+    counted = decision.set
+    with timeline.span("average", values=attempt.what.length, sites=len(counted)):
+        average = weighing.settled(counted, decision.shares)
+    sent = weighing.own if me in counted else None
     chosen = [payloads[site] for site in counted]
     return replace(_outcome(attempt, average, counted, sent), payloads=tuple(chosen)), chosen
 
@@ -214,8 +224,12 @@ def reduce(attempt: Attempt) -> Outcome:
     if own is None:
         payloads = dict.fromkeys(owners, torch.empty(0, dtype=torch.uint8))
     else:
-        payloads = attempt.unpack({**arrived, me: frames[me]}, dict.fromkeys(owners, own))
+        payloads = attempt.unpack(
+            {**arrived, me: frames[me]}, dict.fromkeys(owners, own), contributions=True
+        )
     index = None if attempt.observes else chunk_index(frames.values())
+    if what.values is not None and not what.values.any():
+        attempt.opinions[me] = Opinion(code="zero")
     decision = attempt.decide("held", payloads, None if index is None else payload_digest(index))
     if decision.decision == "commit":
         # Decided in an attempt that this rank missed the end of: only the mean is left to get.

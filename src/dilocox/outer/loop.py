@@ -13,6 +13,8 @@ import torch
 from dilocox import timeline
 from dilocox.compression import LowRank
 from dilocox.errors import TrainingError
+from dilocox.outer.admission.gate import Gate
+from dilocox.outer.attempt import Probe
 from dilocox.outer.calendar import boundary_slots
 from dilocox.outer.coordinator.messages import ExchangeKey, RoundPlan
 from dilocox.outer.entry import Snapshot
@@ -68,6 +70,15 @@ class Counts:
     """(effective rank, values) of landings with a low-rank codec."""
 
 
+@dataclass(frozen=True)
+class Admission:
+    """How contributions are judged and averaged; see `dilocox.config_admission`."""
+
+    aggregation: str = "mean"
+    examines: bool = False
+    gate: Gate | None = None
+
+
 Submit = Callable[[Contribution], "Future[Outcome]"]
 
 
@@ -89,6 +100,7 @@ class OuterLoop:
         submit: Submit,
         touch: Callable[[], None],
         hash_beside: bool = False,
+        admission: Admission | None = None,
     ) -> None:
         self.states = list(states)
         self.live = live
@@ -106,6 +118,7 @@ class OuterLoop:
         self._submit = submit
         self._touch = touch
         self._hash_beside = hash_beside
+        self._admission = admission or Admission()
         self.owner_landings: list[int] = []
         """Ticks at which the first stage's first fragment will land."""
         self.awaiting: set[int] = set()
@@ -271,6 +284,7 @@ class OuterLoop:
     def _hand_in(self, item: Pending) -> None:
         plan, state = item.plan, self.states[item.key.fragment]
         chosen = state.compressor(plan.codec)
+        outer, admission = item.key.kind == "outer", self._admission
         item.outcome = self._submit(
             Contribution(
                 key=item.key,
@@ -281,8 +295,20 @@ class OuterLoop:
                 mode=plan.exchange,
                 weights={site: member.weight for site, member in plan.members.items()},
                 contributes=item.contributes,
+                aggregation=admission.aggregation if outer else "mean",
+                examines=admission.examines and outer,
+                probe=None if admission.gate is None else self._probe(admission.gate, state),
             )
         )
+
+    def _probe(self, gate: Gate, state: FragmentState) -> Probe:
+        """The gate's model: all anchors as they are now."""
+        anchors = {
+            name: view
+            for each in self.states
+            for name, view in each.layout.views(each.anchor).items()
+        }
+        return gate.probe(anchors, state.layout)
 
     def _land(self, item: Pending) -> None:
         if item.key.fragment in self.awaiting:

@@ -39,6 +39,9 @@ class Step:
     fragments: int
     payloads: Mapping[str, str]
     """SHA-256 of what counts, by `SITE/SHARD`."""
+    aggregation: str = "mean"
+    shares: tuple[tuple[tuple[int, ...], ...], ...] = ()
+    """What counts of each site of `set` by shard, in 65,536ths; empty: all of it."""
 
     @classmethod
     def of(cls, statement: s.Statement) -> Step:
@@ -60,6 +63,8 @@ class Step:
                 momentum=float(said["momentum"]),
                 fragments=int(said["fragments"]),
                 payloads=dict(statement.subjects),
+                aggregation=str(said.get("aggregation", "mean")),
+                shares=_shares(said),
             )
             named = (int(said["round"]), int(said["stage"]), int(said["fragment"]))
         except (KeyError, TypeError, ValueError, AttributeError):
@@ -72,6 +77,15 @@ class Step:
     def place(self) -> Place:
         """Stage and fragment."""
         return self.key.stage, self.key.fragment
+
+
+def _shares(said: Mapping[str, Any]) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    shares = said.get("shares")
+    if not shares:
+        return ()
+    return tuple(
+        tuple(tuple(int(share) for share in own) for own in shares[site]) for site in said["set"]
+    )
 
 
 @dataclass(frozen=True)

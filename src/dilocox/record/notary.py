@@ -136,7 +136,10 @@ class LogNotary:
             for place, digest in self._payloads.get(attempt, {}).items()
             if place.rsplit("/", 1)[0] in decision.set
         }
-        predicate = outer_step(decision, self.config.site.stages)
+        predicate = {
+            **outer_step(decision, self.config.site.stages),
+            "aggregation": self.config.admission.aggregation,
+        }
         # After a restart the coordinator says again what may have been said before; who owned which
         # chunk it may then not know any more.
         known = self._steps.get(decision.key.text, {})
@@ -301,7 +304,13 @@ def outer_step(decision: Decision, stages: int) -> dict[str, Any]:
         "learning_rate": plan.learning_rate,
         "momentum": plan.momentum,
         "residual_decay": plan.residual_decay,
-    }
+        "verdicts": {
+            site: verdict.model_dump(exclude_none=True)
+            for site, verdict in decision.verdicts.items()
+        },
+        "shares": {site: [list(own) for own in by_shard]
+                   for site, by_shard in decision.shares.items()},
+    }  # fmt: skip
 
 
 def _log_key(path: Path, fresh: bool) -> Ed25519PrivateKey:

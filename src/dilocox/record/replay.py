@@ -18,6 +18,7 @@ from torch import Tensor
 from dilocox.codec_spec import parse_spec
 from dilocox.compression import LowRank, compressor
 from dilocox.errors import DilocoxError, RecordError
+from dilocox.outer.admission.aggregation import aggregate
 from dilocox.outer.averaging import average, chunk_bounds, requantise
 from dilocox.outer.fragments import Layout, local_shapes, split_fragments
 from dilocox.outer.optimizer import nesterov_step
@@ -152,10 +153,11 @@ def step_average(step: Step, layout: Layout, shard: int, get: Get) -> Tensor | N
         payloads = [_tensor(get(address)) for address in addresses]
         basis = _tensor(get(low_rank.basis_digest(payloads[0]).hex()))
         decoded = (low_rank.decode(payload, basis) for payload in payloads)
-        return average(decoded, step.weights)
+        return _aggregated(step, decoded, layout, shard)
     if step.exchange == "gather":
         part = codec.part(0, layout.length, step.key.seed)
-        return average((part.decode(_tensor(get(each))) for each in addresses), step.weights)
+        found = (part.decode(_tensor(get(each))) for each in addresses)
+        return _aggregated(step, found, layout, shard)
     chunks = [
         (start, end) for start, end in chunk_bounds(layout.length, len(step.owners)) if end > start
     ]
@@ -169,6 +171,12 @@ def step_average(step: Step, layout: Layout, shard: int, get: Get) -> Tensor | N
         mean = average(found, step.weights)
         means.append(requantise(part, mean, sum(step.weights)).decoded)
     return torch.cat(means) if means else torch.empty(0)
+
+
+def _aggregated(step: Step, decoded: Iterator[Tensor], layout: Layout, shard: int) -> Tensor:
+    """Δ by the run's rule, of what was agreed to count."""
+    shares = [by_shard[shard] for by_shard in step.shares] or [()] * len(step.set)
+    return aggregate(step.aggregation, decoded, step.weights, shares, layout.offsets)
 
 
 def _chunk(indices: Sequence[bytes], number: int) -> Iterator[str]:

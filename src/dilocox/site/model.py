@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -270,6 +271,30 @@ class SiteModel:
             chunk.train()
         losses = self._mesh.gather(loss.double().unsqueeze(0))[:, 0]
         return float(losses.sum().item()) / self._mesh.shards
+
+    def loss_beside(
+        self, input_ids: Tensor, labels: Tensor
+    ) -> Callable[[Mapping[str, Tensor]], float]:
+        """Mean loss over these rows of a whole model given by full name, in a copy of this one.
+
+        The copy computes in fp32 and may be used while this one trains, by one thread at a time.
+        `input_ids`, `labels`: int64 [b, L] on the device. For a rank that holds the whole model
+        alone; raises `ConfigError` for any other.
+        """
+        if len(self._chunks) != 1 or self._mesh.stages * self._mesh.shards > 1:
+            raise ConfigError("admission.gate needs sites of one rank: set stages and shards to 1")
+        copied = copy.deepcopy(self._chunks[0]).eval()
+        names = {full: name for name, full in copied.full_names().items()}  # type: ignore[operator]
+        parameters = dict(copied.named_parameters())
+        loss = self._pipeline.loss
+
+        def compute(tensors: Mapping[str, Tensor]) -> float:
+            with torch.no_grad():
+                for full, tensor in tensors.items():
+                    parameters[names[full]].copy_(tensor)
+                return float(loss(copied(input_ids), labels))
+
+        return compute
 
     def optimizer_state(self) -> dict[str, Tensor]:
         """Live inner-optimizer state by `moment/FULL NAME` and `step`, the tied copy's included."""

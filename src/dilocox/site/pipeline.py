@@ -121,7 +121,7 @@ class Pipeline:
         self._mesh = mesh
         self._schedule_name = schedule
         self._computation = computation
-        self._loss = loss
+        self.loss = loss
         self._rows = micro_batch_size
         self._hidden_size = hidden_size
         self._numbers = chunks_of_stage(schedule, mesh.stages, len(chunks), mesh.stage)
@@ -159,7 +159,7 @@ class Pipeline:
         for ids, targets in zip(input_ids.split(self._rows), labels.split(self._rows), strict=True):
             with self._computation.forward():
                 logits = chunk(ids)
-            loss = self._loss(logits, targets).float()
+            loss = self.loss(logits, targets).float()
             # FSDP adds every micro-batch into the sharded gradient: no rank ever holds a whole one.
             del logits
             if count > 1:
@@ -209,7 +209,7 @@ class Pipeline:
         ]
 
         def loss_of_micro_batch(logits: Tensor, targets: Tensor) -> Tensor:
-            return self._loss(logits, targets).float() / count
+            return self.loss(logits, targets).float() / count
 
         kind = _SCHEDULES[self._schedule_name]
         single = self._schedule_name in ("gpipe", "1f1b")
@@ -244,7 +244,7 @@ class Pipeline:
                     with self._computation.forward():
                         passed = chunk(value)
                     if number == self._total - 1:
-                        total += self._loss(passed, targets).float() * len(ids)
+                        total += self.loss(passed, targets).float() * len(ids)
                     else:
                         self._send(number, passed)
         for chunk in self._chunks:

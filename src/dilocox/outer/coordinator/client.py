@@ -14,6 +14,7 @@ from dilocox.outer.coordinator.errors import CoordinatorError
 from dilocox.outer.coordinator.identity import Identity
 from dilocox.outer.coordinator.timeouts import Timeouts
 from dilocox.outer.coordinator.transport import Reply, Transport, pool_of_site
+from dilocox.outer.coordinator.verdict_messages import Opinion
 
 
 class CoordinatorClient:
@@ -157,6 +158,7 @@ class CoordinatorClient:
         phase: Literal["held", "done"] = "held",
         digests: Mapping[str, str] | None = None,
         statement: str | None = None,
+        opinions: Mapping[str, Opinion] | None = None,
         limit: float | None = None,
     ) -> m.VoteReply:
         """Vote and wait for the decision: "commit", "average" or "repeat".
@@ -170,6 +172,7 @@ class CoordinatorClient:
             "contributes": contributes,
             "digests": dict(digests or {}),
             "statement": statement,
+            "opinions": dict(opinions or {}),
         }
         return self._vote(key, attempt, fields, limit)
 

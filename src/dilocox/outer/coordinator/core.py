@@ -150,6 +150,8 @@ class Coordinator:
         self.log.append(event)
         self.state.apply(event)
         self.witness.happened(self.state, event)
+        if isinstance(event, e.Decided):
+            views.report_verdicts(self.state, event, self._hand_on)
         if isinstance(event, e.Gone):
             self.liveness.forget(event.site)
         if isinstance(event, e.Planned) and self._on_plan is not None:
@@ -406,6 +408,7 @@ class Coordinator:
             self.wall(), rank.site, rank.stage, rank.shard, request.key, request.attempt,
             request.phase, list(request.held), request.contributes,
             request.digests.get(rank.site),
+            {site: own.model_dump(exclude_defaults=True) for site, own in request.opinions.items()},
         )  # fmt: skip
         self.record(event, request.key)
 
@@ -468,14 +471,18 @@ class Coordinator:
             self.record(
                 e.Reported(self.wall(), site.name, request.round, request.kind, request.metrics)
             )
-            if self._on_report is not None:
-                try:
-                    self._on_report(site.name, request.round, request.kind, dict(request.metrics))
-                except TrainingError as error:
-                    # Sites that hold different anchors do not train one model any more.
-                    if not self.state.over:
-                        self.record(e.Ended(self.wall(), "failed", str(error)))
-                except Exception:
-                    # A full disk of the metrics writer must not take the control plane down.
-                    _log.exception("metrics of %s round %d not written", site.name, request.round)
+            self._hand_on(site.name, request.round, request.kind, dict(request.metrics))
         return m.Done()
+
+    def _hand_on(self, site: str, round_: int, kind: str, metrics: dict[str, Any]) -> None:
+        if self._on_report is None:
+            return
+        try:
+            self._on_report(site, round_, kind, metrics)
+        except TrainingError as error:
+            # Sites that hold different anchors do not train one model any more.
+            if not self.state.over:
+                self.record(e.Ended(self.wall(), "failed", str(error)))
+        except Exception:
+            # A full disk of the metrics writer must not take the control plane down.
+            _log.exception("metrics of %s round %d not written", site, round_)

@@ -5,8 +5,11 @@ from __future__ import annotations
 from dilocox.outer.coordinator import events as e
 from dilocox.outer.coordinator.choosing import chosen
 from dilocox.outer.coordinator.exchanges import Exchange, RankKey
+from dilocox.outer.coordinator.judging import Evidence, judge
+from dilocox.outer.coordinator.keys import ExchangeKey
 from dilocox.outer.coordinator.plans import make_plan
 from dilocox.outer.coordinator.state import CoordinatorState
+from dilocox.outer.coordinator.verdict_messages import MICRO
 
 AHEAD = 2
 """A round is planned at most this many rounds ahead of the slowest active site's; one less if
@@ -116,10 +119,53 @@ def _decide_exchange(state: CoordinatorState, exchange: Exchange, time: float) -
     if exchange.waiting_for(voters):
         return None
     if exchange.averaging is not None:
-        return e.Decided(time, exchange.key, exchange.attempt, "commit", exchange.averaging)
-    chosen = exchange.contribution_set(voters, list(state.sites))
+        verdicts = {
+            site: verdict.model_dump(exclude_defaults=True)
+            for site, verdict in exchange.verdicts.items()
+        }
+        return e.Decided(
+            time, exchange.key, exchange.attempt, "commit", exchange.averaging, verdicts
+        )
+    found = judge(evidence(state, exchange, voters))
     decision = "average" if state.config.outer.exchange == "reduce" else "commit"
-    return e.Decided(time, exchange.key, exchange.attempt, decision, chosen)
+    verdicts = {
+        site: verdict.model_dump(exclude_defaults=True) for site, verdict in found.verdicts.items()
+    }
+    return e.Decided(
+        time, exchange.key, exchange.attempt, decision, found.set, verdicts, found.shares,
+        found.usual,
+    )  # fmt: skip
+
+
+def evidence(state: CoordinatorState, exchange: Exchange, voters: list[RankKey]) -> Evidence:
+    """What the votes say about the contributions to an exchange; all `voters` have voted."""
+    key, admission = ExchangeKey.parse(exchange.key), state.config.admission
+    sites = list(dict.fromkeys(site for site, _, _ in voters))
+    whole = exchange.contribution_set(voters, list(state.sites))
+    withdrawn = [
+        site for site in sites
+        if not all(exchange.votes[voter].contributes for voter in voters if voter[0] == site)
+    ]  # fmt: skip
+    shards = range(state.config.site.shards)
+    before = state.exchanges.get(key._replace(round=key.round - 1).text)
+    outer = key.kind == "outer"
+    return Evidence(
+        whole=whole,
+        opinions=[
+            [exchange.votes[voter].opinions for voter in voters if voter[2] == shard]
+            for shard in shards
+        ],
+        digests={
+            site: [exchange.votes[site, exchange.stage, shard].digest for shard in shards]
+            for site in sites
+        } if outer else {},
+        earlier=frozenset() if before is None else before.digests,
+        withdrawn=withdrawn,
+        missing=[site for site in sites if site not in (*whole, *withdrawn)],
+        training=outer and state.plans[exchange.round].kind == "train",
+        tolerance=round(admission.gate_tolerance * MICRO) if admission.gate else None,
+        usual=state.usual.get(exchange.place),
+    )  # fmt: skip
 
 
 def writers(state: CoordinatorState, round_: int) -> list[str]:

@@ -154,6 +154,8 @@ class Voted(OfRank):
     held: list[str]
     contributes: bool
     digest: str | None
+    opinions: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """An `Opinion` as JSON by site."""
 
 
 @dataclass(frozen=True)
@@ -181,6 +183,12 @@ class Decided(Event):
     attempt: int
     decision: str
     set: list[str]
+    verdicts: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """A `Verdict` as JSON by site."""
+    shares: dict[str, list[list[int]]] = field(default_factory=dict)
+    """What counts of each site by shard, in 65,536ths; empty: all of it."""
+    usual: int | None = None
+    """The gate's running mean of gains at this fragment, in millionths."""
 
 
 @dataclass(frozen=True)

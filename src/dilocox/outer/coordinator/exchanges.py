@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
+
+from dilocox.outer.coordinator.verdict_messages import Opinion, Verdict
 
 RankKey = tuple[str, int, int]
 """(site, stage, shard)."""
@@ -20,6 +23,9 @@ class Vote:
 
     held: list[str]
     contributes: bool
+    digest: str | None = None
+    """SHA-256 of its own payload, if it was given."""
+    opinions: Mapping[str, Opinion] = field(default_factory=dict)
 
 
 @dataclass
@@ -38,8 +44,26 @@ class Exchange:
     """`reduce`: the set that this attempt averages over."""
     decision: list[str] | None = None
     """The contribution set, once and for all."""
+    verdicts: dict[str, Verdict] = field(default_factory=dict)
+    shares: dict[str, list[list[int]]] = field(default_factory=dict)
+    """What counts of each site by shard, in 65,536ths; empty: all of it."""
+    digests: frozenset[str] = frozenset()
+    """SHA-256 of the payloads that came, once it is decided."""
     broken: dict[int, dict[RankKey, list[str]]] = field(default_factory=dict)
     """By attempt: who could not complete it, and whose links that rank names."""
+
+    @property
+    def place(self) -> str:
+        """Stage and fragment, as the end of its key has them."""
+        return "/".join(self.key.split("/")[-2:])
+
+    def note(
+        self, verdicts: Mapping[str, Mapping[str, Any]], shares: Mapping[str, list[list[int]]]
+    ) -> None:
+        """Keep what was decided about the contributions, each verdict as JSON."""
+        self.verdicts = {site: Verdict.model_validate(said) for site, said in verdicts.items()}
+        self.shares = {site: [list(own) for own in by_shard] for site, by_shard in shares.items()}
+        self.digests = frozenset(vote.digest for vote in self.votes.values() if vote.digest)
 
     def repin(self, epoch: int, members: list[Member]) -> None:
         """A new attempt in another epoch: all votes are void."""

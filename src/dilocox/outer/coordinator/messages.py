@@ -19,6 +19,7 @@ from dilocox.outer.coordinator.plan_messages import LinkEstimate as LinkEstimate
 from dilocox.outer.coordinator.plan_messages import Measured as Measured
 from dilocox.outer.coordinator.plan_messages import MemberPlan as MemberPlan
 from dilocox.outer.coordinator.plan_messages import RoundPlan as RoundPlan
+from dilocox.outer.coordinator.verdict_messages import Opinion, Shares
 
 MAX_BODY = 1 << 20
 """Largest request that is read, in bytes."""
@@ -286,6 +287,7 @@ class VoteRequest(Message):
     """SHA-256 of each held payload; the own one is logged."""
     statement: SignedText | None = None
     """The own payload's signed statement, if the run is recorded."""
+    opinions: Annotated[dict[SiteName, Opinion], Field(max_length=4096, default_factory=dict)]
     broken: bool = False
     """The attempt cannot be completed here; `failed` says by whose link, if known."""
     failed: Sites = Field(default_factory=list)
@@ -309,6 +311,8 @@ class VoteReply(Message):
     attempt: Count
     epoch: Count
     waiting_for: list[str]
+    shares: dict[SiteName, Shares] = Field(default_factory=dict)
+    """What counts of each site's part at the asking rank; empty: all of it."""
 
 
 class CheckpointRequest(Message):

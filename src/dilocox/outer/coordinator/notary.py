@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from dilocox.outer.coordinator import events as e
@@ -19,6 +19,7 @@ from dilocox.outer.coordinator.messages import (
 )
 from dilocox.outer.coordinator.refusals import Refused
 from dilocox.outer.coordinator.state import CoordinatorState
+from dilocox.outer.coordinator.verdict_messages import Verdict
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,9 @@ class Decision:
     owners: Sequence[str]
     """Sites that contributed to the attempt, run file order: the owners of chunks in `reduce`."""
     plan: RoundPlan
+    verdicts: Mapping[str, Verdict] = field(default_factory=dict)
+    shares: Mapping[str, Sequence[Sequence[int]]] = field(default_factory=dict)
+    """What counts of each site by shard, in 65,536ths; empty: all of it."""
 
 
 class Notary(Protocol):
@@ -119,4 +123,8 @@ class Witness:
             and state.takes_part(site, exchange.round)
         ]
         key, plan = ExchangeKey.parse(exchange.key), state.plans[exchange.round]
-        self._notary.decided(Decision(key, exchange.attempt, exchange.decision, owners, plan))
+        decision = Decision(
+            key, exchange.attempt, exchange.decision, owners, plan, exchange.verdicts,
+            exchange.shares,
+        )  # fmt: skip
+        self._notary.decided(decision)

@@ -15,6 +15,7 @@ from dilocox.outer.coordinator.exchanges import Exchange, Member, RankKey, Vote
 from dilocox.outer.coordinator.keys import ExchangeKey
 from dilocox.outer.coordinator.ledger import Ledger
 from dilocox.outer.coordinator.messages import Measured, RoundPlan
+from dilocox.outer.coordinator.verdict_messages import Opinion
 
 FEED = 1000
 """So many messages of the feed are kept."""
@@ -99,6 +100,8 @@ class CoordinatorState:
     exchanges: dict[str, Exchange] = field(default_factory=dict)
     undecided: dict[str, None] = field(default_factory=dict)
     """Keys of exchanges without a decision, in order."""
+    usual: dict[str, int | None] = field(default_factory=dict)
+    """The gate's running mean of gains by place, in millionths."""
     lease: int = 0
     stop_tick: int | None = None
     checkpoints: dict[int, CheckpointState] = field(default_factory=dict)
@@ -361,7 +364,9 @@ class CoordinatorState:
         if event.phase == "done":
             exchange.done.add(rank)
         else:
-            exchange.votes[rank] = Vote(list(event.held), event.contributes)
+            opinions = {s: Opinion.model_validate(o) for s, o in event.opinions.items()}
+            vote = Vote(list(event.held), event.contributes, event.digest, opinions)
+            exchange.votes[rank] = vote
 
     def _broke(self, event: e.Broke) -> None:
         reports = self.exchanges[event.key].broken.setdefault(event.attempt, {})
@@ -377,10 +382,12 @@ class CoordinatorState:
 
     def _decided(self, event: e.Decided) -> None:
         exchange = self.exchanges[event.key]
+        exchange.note(event.verdicts, event.shares)
         if event.decision == "average":
             exchange.averaging = list(event.set)
             return
         exchange.decision = list(event.set)
+        self.usual[exchange.place] = event.usual
         exchange.votes, exchange.done, exchange.broken = {}, set(), {}
         self.undecided.pop(event.key, None)
         left_out = [name for name in self.plans[exchange.round].members if name not in event.set]
@@ -441,7 +448,7 @@ class CoordinatorState:
         self.measured = {}
         for round_, name, measured in event.measured:
             self.measured.setdefault(round_, {})[name] = Measured.model_validate(measured)
-        self.exchanges, self.undecided, self.store = {}, {}, {}
+        self.exchanges, self.undecided, self.store, self.usual = {}, {}, {}, {}
         self.checkpoints = {
             tick: item for tick, item in self.checkpoints.items() if tick <= event.tick
         }

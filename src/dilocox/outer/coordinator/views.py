@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+from dilocox.outer.coordinator import events as e
 from dilocox.outer.coordinator import messages as m
 from dilocox.outer.coordinator.exchanges import Exchange, RankKey
 from dilocox.outer.coordinator.state import REMEMBERED as REMEMBERED
@@ -79,8 +81,28 @@ def vote_reply(state: CoordinatorState, exchange: Exchange, request: m.VoteReque
             "attempt": exchange.attempt,
             "epoch": exchange.epoch,
             "waiting_for": waiting,
+            "shares": {
+                site: by_shard[request.rank.shard] for site, by_shard in exchange.shares.items()
+            },
         }
     )
+
+
+def report_verdicts(
+    state: CoordinatorState,
+    event: e.Decided,
+    report: Callable[[str, int, str, dict[str, Any]], None],
+) -> None:
+    """Say what was decided about every site's contribution to an exchange, once it is final.
+
+    `report` gets (site, round, "admission", exchange and verdict).
+    """
+    exchange = state.exchanges[event.key]
+    if exchange.decision is None:
+        return
+    for site, verdict in exchange.verdicts.items():
+        said = {"exchange": event.key, **verdict.model_dump(exclude_none=True)}
+        report(site, exchange.round, "admission", said)
 
 
 def rank_text(rank: RankKey) -> str:

@@ -1,0 +1,72 @@
+"""Section `[admission]` of the run file: which contributions count, and how they are averaged."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from dilocox.config_rounds import OuterSection
+from dilocox.config_section import Positive, Section
+
+Aggregation = Literal["mean", "clip", "median", "trimmed", "rfa"]
+FEW = 5
+"""With fewer sites than this, robust rules mean nothing."""
+
+
+class AdmissionSection(Section):
+    """`[admission]`: which contributions count, beside the checks that are always made, and what is
+    made of them."""
+
+    aggregation: Aggregation = "mean"
+    """`mean`; `clip`: every tensor cut down to the sites' median norm, then the mean; `median` and
+    `trimmed` (without the largest and smallest quarter): value by value; `rfa`: the geometric
+    median. All but `mean` need `outer.exchange = "gather"`; the last three, five sites or more."""
+    gate: bool = False
+    """Leave out a contribution that, taken alone, makes the held-out loss worse. Needs sites of one
+    rank, which keep a second copy of the model for it."""
+    gate_tolerance: Annotated[float, Field(ge=0.0, le=1.0)] = 0.002
+    """By how much worse the loss may be, as a share of it."""
+    gate_sequences: Positive = 8
+    """Held-out sequences that the gate reads for each contribution."""
+    scores: bool = False
+    """Compare every contribution with the others (norm, direction) and write that down; done in
+    any case where `aggregation` is not `mean` or there is a gate."""
+
+    @property
+    def examines(self) -> bool:
+        """Contributions are compared with each other before they count."""
+        return self.scores or self.gate or self.aggregation != "mean"
+
+    def warning(self, sites: int) -> str | None:
+        """What a run of so many sites should not expect of this, or none."""
+        if self.aggregation in ("median", "trimmed", "rfa") and sites < FEW:
+            return (
+                f'admission.aggregation "{self.aggregation}" means nothing with {sites} sites: '
+                f"fewer than {FEW} cannot outvote anyone; "
+                'use "clip" with admission.gate = true'
+            )
+        return None
+
+
+def admission_problem(admission: AdmissionSection, outer: OuterSection, ranks: int) -> str | None:
+    """Why this section does not go with the others, with the keys and the mend, or none.
+
+    `ranks`: of one site.
+    """
+    if not admission.examines:
+        return None
+    if admission.aggregation != "mean":
+        key = f'admission.aggregation "{admission.aggregation}"'
+    else:
+        key = "admission.gate" if admission.gate else "admission.scores"
+    if outer.exchanges_gradients:
+        return f"{key}: method {outer.method} exchanges gradients, which are not compared"
+    if outer.exchange != "gather":
+        return f'{key} needs whole contributions at every site: set outer.exchange = "gather"'
+    if admission.gate and ranks > 1:
+        return (
+            f"admission.gate needs sites of one rank, this run's have {ranks}: set site.stages = 1 "
+            "and site.shards = 1, or gate = false"
+        )
+    return None

@@ -1,0 +1,140 @@
+"""What a rank finds in the contributions to an exchange, as whole numbers for its vote.
+
+Computed in fp64 and rounded at the end. Two machines may differ by one in the last place: the
+numbers are opinions, which the coordinator settles.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from statistics import median_low
+
+import torch
+from torch import Tensor
+
+from dilocox.outer.coordinator.verdict_messages import MILLI, WHOLE, Opinion
+
+_PIECE = 1 << 18
+"""Values that are looked at at a time, as fp64."""
+_STEPS = 64
+"""Of the geometric median: enough for eight points of any spread to settle to 16 bits."""
+_CAP = 2.0**53
+
+
+def examine(
+    sent: Mapping[str, Tensor],
+    weights: Mapping[str, float],
+    offsets: Sequence[int],
+    aggregation: str,
+) -> dict[str, Opinion]:
+    """Opinions of `sent`, decoded and finite, flat fp32 [n] each, by site.
+
+    A site's pseudo-gradient is what it sent over its weight w_i. `offsets` are where tensors begin
+    in the buffer, the first at 0, ascending; `aggregation` decides what `shares` are of.
+    """
+    if not sent:
+        return {}
+    sites = list(sent)
+    length = sent[sites[0]].numel()
+    bounds = [*offsets, length] if offsets else [0, length]
+    grams = [
+        gram([sent[site][start:end] for site in sites], [weights[site] for site in sites])
+        for start, end in pairwise(bounds)
+    ]
+    total = _added(grams, len(sites))
+    norms = [math.sqrt(total[number][number]) for number in range(len(sites))]
+    middle = median_low(norms)
+    if aggregation == "clip":
+        shares = _clip_shares(grams, len(sites))
+    elif aggregation == "rfa":
+        shares = [[share] for share in rfa_shares(total)]
+    else:
+        shares = [[] for _ in sites]
+    found = {}
+    for number, site in enumerate(sites):
+        found[site] = Opinion(
+            code="zero" if norms[number] == 0 else "admitted",
+            norm=_milli(norms[number] / middle) if middle > 0 else None,
+            cosine=_cosine(total, number),
+            shares=shares[number],
+        )
+    return found
+
+
+def gram(rows: Sequence[Tensor], weights: Sequence[float]) -> list[list[float]]:
+    """Inner products of the rows over their weights, fp64 [sites x sites]."""
+    count, length = len(rows), rows[0].numel()
+    total = torch.zeros(count, count, dtype=torch.float64)
+    for start in range(0, length, _PIECE):
+        piece = torch.stack([row[start : start + _PIECE].to("cpu", torch.float64) for row in rows])
+        total += piece @ piece.T
+    scale = torch.tensor(weights, dtype=torch.float64)
+    found: list[list[float]] = (total / scale[:, None] / scale[None, :]).tolist()
+    return found
+
+
+def _added(grams: Sequence[Sequence[Sequence[float]]], count: int) -> list[list[float]]:
+    return [
+        [math.fsum(each[row][column] for each in grams) for column in range(count)]
+        for row in range(count)
+    ]
+
+
+def _clip_shares(grams: Sequence[Sequence[Sequence[float]]], count: int) -> list[list[int]]:
+    """By site and tensor: median norm over norm, at most one."""
+    shares: list[list[int]] = [[] for _ in range(count)]
+    for each in grams:
+        norms = [math.sqrt(each[number][number]) for number in range(count)]
+        middle = median_low(norms)
+        for number, norm in enumerate(norms):
+            over = norm > middle
+            shares[number].append(int(middle / norm * WHOLE) if over else WHOLE)
+    return shares
+
+
+def rfa_shares(products: Sequence[Sequence[float]]) -> list[int]:
+    """How much of each point is in the geometric median of all, the most being 65,536.
+
+    From inner products alone: the median lies in the points' span (Weiszfeld's iteration, smoothed
+    as in RFA, arXiv 1912.13445). The share of a point is the reciprocal of its distance.
+    """
+    count = len(products)
+    norms = [math.sqrt(products[number][number]) for number in range(count)]
+    middle = median_low(norms)
+    floor = 1e-6 * middle or 1e-30
+    shares = [1.0 / max(norm, floor) for norm in norms]
+    for _ in range(_STEPS):
+        total = math.fsum(shares)
+        mixed = [share / total for share in shares]
+        inner = [math.fsum(m * p for m, p in zip(mixed, row, strict=True)) for row in products]
+        centre = math.fsum(m * i for m, i in zip(mixed, inner, strict=True))
+        shares = []
+        for number in range(count):
+            square = products[number][number] - 2 * inner[number] + centre
+            shares.append(1.0 / max(math.sqrt(max(square, 0.0)), floor))
+    most = max(shares)
+    return [round(share / most * WHOLE) for share in shares]
+
+
+def _cosine(products: Sequence[Sequence[float]], number: int) -> int | None:
+    """Of one point and the mean direction of the others; none if there is none.
+
+    The others count as directions, whatever their length: a long one must not make all look odd.
+    """
+    norms = [math.sqrt(products[each][each]) for each in range(len(products))]
+    others = [other for other in range(len(products)) if other != number and norms[other] > 0]
+    if norms[number] <= 0:
+        return None
+    inner = math.fsum(products[number][each] / norms[number] / norms[each] for each in others)
+    square = math.fsum(
+        products[one][two] / norms[one] / norms[two] for one in others for two in others
+    )
+    if square <= 0:
+        return None
+    return round(max(-1.0, min(1.0, inner / math.sqrt(square))) * MILLI)
+
+
+def _milli(value: float) -> int:
+    return int(min(value * MILLI, _CAP))

@@ -1,0 +1,31 @@
+"""The attacks benchmark: a course of a few steps, and what is made of rows."""
+
+from __future__ import annotations
+
+import attacks
+import pytest
+from attacks_lm import Text
+from attacks_moves import MOVES
+from attacks_sites import ATTACKERS, SITES, Course, Length
+
+MOVE = {move.name: move for move in MOVES}
+
+
+@pytest.mark.parametrize(
+    ("name", "code"),
+    [("NaN", "not-finite"), ("wrong shape", "malformed"), ("copy", "duplicate"),
+     ("equivocation", "equivocation"), ("replayed signature", "")],
+)  # fmt: skip
+def test_what_the_checks_find_never_counts(name: str, code: str) -> None:
+    course = Course(MOVE[name], "clip", Length(1, 1), 0, Text())
+    assert 0 < course.run() < 10
+    assert course.tally.codes(ATTACKERS) == code
+    out = course.tally.share(ATTACKERS) + course.refused / (course.tally.exchanges * 2)
+    assert out == 1.0
+    assert course.tally.share(SITES[:6]) == 0.0
+
+
+def test_a_loss_above_knowing_nothing_is_ruined() -> None:
+    assert attacks.over_clean({"loss": 24.5}, 2.5) is None
+    assert attacks.over_clean({"loss": None}, 2.5) is None
+    assert attacks.over_clean({"loss": 3.0}, 2.5) == 1.2

@@ -1,0 +1,68 @@
+"""Runs with dishonest sites: admission names them, and the model is unharmed."""
+
+from __future__ import annotations
+
+import pytest
+
+from dilocox.record import statements as s
+from dilocox.record.log import read_log
+from tests.e2e.forked import Forge, ForkedRun
+from tests.e2e.harness import Workshop, verdicts
+
+SITES = ("paris", "lyon", "oslo", "rome")
+GATED = (
+    "outer.rounds=5",
+    "site.stages=1",
+    "checkpoint.every_rounds=0",
+    "admission.aggregation=clip",
+    "admission.gate=true",
+    "network.heartbeat=30",
+)
+LIMIT = 300.0
+REJECTIONS = {"zero", "loss", "duplicate", "stale", "not-finite", "malformed", "equivocation"}
+
+
+def named(run: ForkedRun) -> dict[str, set[str]]:
+    """Why contributions did not count, by site."""
+    found = run.summary()["admission"]
+    return {site: set(why) & REJECTIONS for site, why in found.items() if set(why) & REJECTIONS}
+
+
+@pytest.mark.slow
+def test_one_lazy_and_one_poisoning_site_are_named_and_do_no_harm(
+    workshop: Workshop, forge: Forge
+) -> None:
+    clean = forge.train(workshop, "all-honest", *GATED, sites=SITES)
+    assert clean.wait(LIMIT) == 0, clean.output()
+    run = forge.train(workshop, "two-dishonest", *GATED, hooks="lazy-and-poisoning", sites=SITES)
+    assert run.wait(LIMIT) == 0, run.output()
+    assert named(clean) == {}, "nobody is named who is honest"
+    assert named(run) == {"oslo": {"zero"}, "rome": {"loss"}}
+    assert "rome, round 0: its contribution does not count: loss" in run.printed()
+    # Nobody was late, so both runs have taken the same steps.
+    assert clean.summary()["tokens"] == run.summary()["tokens"]
+    losses = [each.summary()["val_loss_last"] for each in (clean, run)]
+    assert losses[1] < 1.02 * losses[0]
+    digests = {r["anchor_digest"] for site in SITES for r in run.records("flush", site)}
+    assert len(digests) == 1
+    # Scores per site, and verdicts in the record, which a stranger replays.
+    scores = [r for r in run.records("admission", "rome") if r["code"] == "loss"]
+    assert scores
+    assert all(r["norm"] > 5000 and r["cosine"] < 0 and r["gain"] < 0 for r in scores)
+    assert verdicts(run.folder) == {}
+    entries = [s.opened(line)[0] for line in read_log(run.folder / "record").entries]
+    steps = [each.predicate for each in entries if each.kind == s.STEP]
+    codes = [{site: v["code"] for site, v in step["verdicts"].items()} for step in steps]
+    assert {"paris": "admitted", "lyon": "admitted", "oslo": "zero", "rome": "loss"} in codes
+    for step, of_step in zip(steps, codes, strict=True):
+        assert step["set"] == [site for site in SITES if of_step[site] == "admitted"]
+
+
+def test_a_rule_that_needs_whole_contributions_is_refused_with_reduce(
+    workshop: Workshop, forge: Forge
+) -> None:
+    sets = ("admission.aggregation=rfa", "outer.exchange=reduce")
+    run = forge.train(workshop, "rfa-reduce", *sets)
+    assert run.wait() == 1, run.output()
+    assert 'set outer.exchange = "gather"' in run.printed()
+    assert "Traceback" not in run.printed()
