@@ -39,7 +39,7 @@ FLOORS = (
     {"payloads"},
     {"persistence", "entering", "meter", "preflight"},
     {"trainer"},
-    {"rank_process"},
+    {"rank_process", "audit"},
     {"supervisor"},
     {"site_process"},
     {"coordinating"},

@@ -36,6 +36,9 @@ class Step:
     exchange: str
     learning_rate: float
     momentum: float
+    delay: int
+    """Slots from its boundary to its landing, or to the fragment's next boundary if that is
+    sooner."""
     fragments: int
     payloads: Mapping[str, str]
     """SHA-256 of what counts, by `SITE/SHARD`."""
@@ -58,6 +61,7 @@ class Step:
                 exchange=str(said["exchange"]),
                 learning_rate=float(said["learning_rate"]),
                 momentum=float(said["momentum"]),
+                delay=int(said["delay"]),
                 fragments=int(said["fragments"]),
                 payloads=dict(statement.subjects),
             )
@@ -90,6 +94,29 @@ class State:
     """Of `final`: SHA-256 of the published folder's other files, by name."""
 
 
+@dataclass(frozen=True)
+class RoundState:
+    """The state in which a rank began a round, as its site has signed it."""
+
+    site: str
+    stage: int
+    shard: int
+    round: int
+    tick: int
+    """Slots that had ended."""
+    root: str
+    """Root over its tensors, hex."""
+    document: str
+    """SHA-256 of what else is said of it (see `dilocox.record.rounds`), in the store."""
+    steps: str | None
+    """SHA-256 of the fingerprints of the round before's inner steps, if they were taken."""
+    served: str
+    """`yes`: its tensors are in the store. `private`: withheld, the site trains on text of its
+    own. `no`: only the end of a round is signed."""
+    number: int
+    """Which statement of the log this is, from 0."""
+
+
 @dataclass
 class Course:
     """A whole run."""
@@ -104,6 +131,14 @@ class Course:
     contributions: dict[tuple[str, int, str, int], str] = field(default_factory=dict)
     """SHA-256 of payloads by (exchange key, attempt, site, shard)."""
     states: list[State] = field(default_factory=list)
+    plans: dict[int, Mapping[str, Any]] = field(default_factory=dict)
+    """By round, where rounds can be repeated; as `RoundPlan` says them."""
+    rounds: dict[tuple[int, str, int, int], RoundState] = field(default_factory=dict)
+    """By (round, site, stage, shard)."""
+    numbers: dict[str, int] = field(default_factory=dict)
+    """Which statement of the log has decided an exchange, by its key."""
+    read: int = 0
+    """Statements so far."""
     unknown: int = 0
     """Statements of types that this version does not know."""
 
@@ -138,16 +173,35 @@ def read_course(entries: Iterable[str], key: NoteKey) -> Course:
 
     Raises `RecordError` naming the first entry that is not.
     """
-    course: Course | None = None
-    keys: dict[str, str] = {}
-    for number, entry in enumerate(entries):
-        try:
-            course = _take(course, keys, entry, key)
-        except RecordError as error:
-            raise RecordError(f"statement {number}: {error}") from None
-    if course is None:
-        raise RecordError("the log holds no statement")
-    return course
+    reader = CourseReader(key)
+    reader.take(entries)
+    return reader.course
+
+
+class CourseReader:
+    """Reads the entries of a log that grows."""
+
+    def __init__(self, key: NoteKey) -> None:
+        self._key = key
+        self._keys: dict[str, str] = {}
+        self._course: Course | None = None
+
+    @property
+    def course(self) -> Course:
+        """What was read so far. Raises `RecordError` if that is nothing."""
+        if self._course is None:
+            raise RecordError("the log holds no statement")
+        return self._course
+
+    def take(self, entries: Iterable[str]) -> None:
+        """Read the entries that follow. Raises `RecordError` naming the first bad one."""
+        for entry in entries:
+            number = 0 if self._course is None else self._course.read
+            try:
+                self._course = _take(self._course, self._keys, entry, self._key)
+            except RecordError as error:
+                raise RecordError(f"statement {number}: {error}") from None
+            self._course.read = number + 1
 
 
 def _take(course: Course | None, keys: dict[str, str], entry: str, log: NoteKey) -> Course:
@@ -201,6 +255,29 @@ def _contributed(course: Course, keys: dict[str, str], statement: s.Statement) -
 def _stepped(course: Course, keys: dict[str, str], statement: s.Statement) -> None:
     step = Step.of(statement)
     course.steps[step.key.text] = step
+    course.numbers[step.key.text] = course.read
+
+
+def _planned(course: Course, keys: dict[str, str], statement: s.Statement) -> None:
+    plan = statement.predicate["plan"]
+    course.plans[int(plan["round"])] = plan
+
+
+def _began(course: Course, keys: dict[str, str], statement: s.Statement) -> None:
+    said, subjects = statement.predicate, statement.subjects
+    state = RoundState(
+        site=str(said["site"]),
+        stage=int(said["stage"]),
+        shard=int(said["shard"]),
+        round=int(said["round"]),
+        tick=int(said["tick"]),
+        root=subjects["state"],
+        document=subjects["document"],
+        steps=subjects.get("steps"),
+        served=str(said["served"]),
+        number=course.read,
+    )
+    course.rounds[(state.round, state.site, state.stage, state.shard)] = state
 
 
 def _held(course: Course, keys: dict[str, str], statement: s.Statement) -> None:
@@ -220,6 +297,8 @@ def _resumed(course: Course, keys: dict[str, str], statement: s.Statement) -> No
     tick = int(statement.predicate["tick"])
     course.steps = {key: step for key, step in course.steps.items() if step.tick <= tick}
     course.states = [state for state in course.states if state.kind == "initial"]
+    course.plans = {n: plan for n, plan in course.plans.items() if plan["first_tick"] <= tick}
+    course.rounds = {key: state for key, state in course.rounds.items() if state.tick <= tick}
 
 
 _TAKE = {
@@ -227,6 +306,8 @@ _TAKE = {
     s.ENROLMENT: _enrolled,
     s.CONTRIBUTION: _contributed,
     s.STEP: _stepped,
+    s.PLAN: _planned,
+    s.ROUND: _began,
     s.CHECKPOINT: _held,
     s.RESUME: _resumed,
 }
