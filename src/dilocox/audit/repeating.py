@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import traceback
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection, wait
@@ -11,12 +12,16 @@ from pathlib import Path
 from typing import Any
 
 from dilocox import processes
+from dilocox.assembly import Blueprint
 from dilocox.audit.replay import Progress, RankJob, RankReplay, repeat
+from dilocox.data import TokenFiles
 from dilocox.errors import DilocoxError, RecordError
 
 
 def repeat_site(jobs: Sequence[RankJob], progress: Progress) -> list[RankReplay]:
     """`repeat` for all ranks of a site, in fresh processes. Raises the first rank's error."""
+    # What is imported before a fork need not be imported after it, by every rank of every round.
+    Blueprint.of(jobs[0].config, TokenFiles.open(jobs[0].data).vocabulary_size)
     with tempfile.TemporaryDirectory(prefix="dilocox-audit-") as name:
         meeting = str(Path(name) / "meeting")
         pipes: dict[Connection, int] = {}
@@ -64,6 +69,8 @@ def _heard(
 
 
 def _in_child(job: RankJob, pipe: Connection) -> None:
+    # PyTorch's news for programmers is no news of this round.
+    warnings.filterwarnings("ignore", category=FutureWarning)
     try:
         pipe.send(("result", repeat(job, lambda step: pipe.send(("step", step)))))
     except DilocoxError as error:

@@ -98,7 +98,7 @@ class Onlooker:
         return tuple(fingerprint(numbers, total) for numbers, total in self._steps)
 
 
-class _Alone:
+class Alone:
     """Control, coordinator and keeper of a rank that has none: nobody waits, nobody hears."""
 
     news = SimpleNamespace(entering=[])
@@ -159,7 +159,7 @@ def repeat(job: RankJob, progress: Progress) -> RankReplay:
     exchanges = RecordedExchanges(
         job.course, place, layouts, get, lambda: watch.taken, device.type == "cpu"
     )
-    nobody = _Alone()
+    nobody = Alone()
     outer = OuterLoop(
         rank.states, rank.live, place.site, place.stage, config.site.stages,
         exchanges.submit, nobody.touch,

@@ -1,0 +1,273 @@
+"""What a site may do instead of its work, and at which step an audit says that it began.
+
+One run: paris is honest, lyon cheats in another way in every other round. Every round begins from
+a state that lyon has signed, so each is judged by itself.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dilocox.audit.judging import judge
+from dilocox.audit.replay import Progress, RankJob, RankReplay, repeat
+from dilocox.audit.run import AuditedRun
+from dilocox.data import prepare
+from dilocox.record.audits import Verdict
+from dilocox.record.rounds import Document
+from dilocox.record.store import Store
+from tests.audit.neighbours import STEPS, Neighbour, run_config, train
+from tests.test_preflight import write_text
+
+
+def around_step(
+    number: int, before: Callable[[Neighbour], Any], after: Callable[[Neighbour, Any], object]
+) -> Callable[[Neighbour], Any]:
+    """Do something before and after one inner step of the round."""
+
+    @contextmanager
+    def cheat(site: Neighbour) -> Iterator[None]:
+        model, taken = site.rank.model, iter(range(STEPS))
+        step = model.inner_step
+
+        def inner_step(*given: Any) -> Any:
+            if next(taken) != number:
+                return step(*given)
+            kept = before(site)
+            result = step(*given)
+            after(site, kept)
+            return result
+
+        model.inner_step = inner_step  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            del model.inner_step
+
+    return cheat
+
+
+def copies(site: Neighbour) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    live = {name: each.detach().clone() for name, each in site.rank.live.items()}
+    inner = {name: each.clone() for name, each in site.rank.model.optimizer_state().items()}
+    return live, inner
+
+
+@torch.no_grad()
+def put_back(site: Neighbour, kept: tuple[dict[str, torch.Tensor], Any]) -> None:
+    for name, each in site.rank.live.items():
+        each.copy_(kept[0][name])
+    site.rank.model.load_optimizer_state(kept[1])
+
+
+@torch.no_grad()
+def forget(site: Neighbour) -> None:
+    for name, each in site.rank.model.optimizer_state().items():
+        if name.startswith("exp_avg/"):
+            each.mul_(0.5)
+
+
+@contextmanager
+def other_rate(site: Neighbour) -> Iterator[None]:
+    """From the third step on."""
+    model, taken = site.rank.model, iter(range(STEPS))
+    step = model.inner_step
+
+    def inner_step(inputs: Any, labels: Any, rate: float, *more: Any) -> Any:
+        return step(inputs, labels, rate * (1.05 if next(taken) >= 2 else 1.0), *more)
+
+    model.inner_step = inner_step  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del model.inner_step
+
+
+def other_text(change: Callable[[Any, list[tuple[int, int]], int, int], Any]) -> Any:
+    @contextmanager
+    def cheat(site: Neighbour) -> Iterator[None]:
+        batches = site.trainer.batches
+        read = batches.step
+
+        def step(ranges: Any, batch: int, number: int) -> Any:
+            return change(read, ranges, batch, number)
+
+        batches.step = step  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            del batches.step
+
+    return cheat
+
+
+def shard(read: Any, ranges: Any, batch: int, number: int) -> Any:
+    """A site's share of another site's text."""
+    (start, count) = ranges[0]
+    return read([(start + 5000, count)], batch, number)
+
+
+def swapped(read: Any, ranges: Any, batch: int, number: int) -> Any:
+    return read(ranges, batch, {1: 2, 2: 1}.get(number, number))
+
+
+def half(read: Any, ranges: Any, batch: int, number: int) -> Any:
+    inputs, labels = read(ranges, batch, number)
+    if number == 3:
+        inputs, labels = (torch.cat([each[: batch // 2]] * 2) for each in (inputs, labels))
+    return inputs, labels
+
+
+@contextmanager
+def stale(site: Neighbour) -> Iterator[None]:
+    """What lands at the third slot's end is not taken up: it trains on from its own."""
+    outer, slots = site.outer, iter(range(1, STEPS + 1))
+    end = outer.end_of_slot
+
+    def end_of_slot(plan: Any, slot: int) -> bool:
+        number = next(slots)
+        kept = copies(site)
+        owner = end(plan, slot)
+        if number == 3:
+            put_back(site, kept)
+        return owner
+
+    outer.end_of_slot = end_of_slot  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del outer.end_of_slot
+
+
+@contextmanager
+def residual(site: Neighbour) -> Iterator[None]:
+    """The residual is made larger just before the boundary at the second slot's end."""
+    outer, slots = site.outer, iter(range(1, STEPS + 1))
+    end = outer.end_of_slot
+
+    def end_of_slot(plan: Any, slot: int) -> bool:
+        if next(slots) == 2:
+            for state in outer.states:
+                assert state.residual is not None
+                state.residual.mul_(3.0)
+        return end(plan, slot)
+
+    outer.end_of_slot = end_of_slot  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del outer.end_of_slot
+
+
+@contextmanager
+def poison(site: Neighbour) -> Iterator[None]:
+    """Honest steps; what is sent has another sign."""
+    site.change = lambda u: -u
+    try:
+        yield
+    finally:
+        site.change = lambda u: u
+
+
+@contextmanager
+def between_rounds(site: Neighbour) -> Iterator[None]:
+    """The moments are changed when the round is over: the next one begins from others."""
+    yield
+    forget(site)
+
+
+CHEATS: dict[str, tuple[Any, int, str]] = {
+    "skipped step": (around_step(2, copies, put_back), 2, "other parameters"),
+    "wrong learning rate": (other_rate, 2, "other parameters"),
+    "other shard": (other_text(shard), 0, "loss"),
+    "swapped batches": (other_text(swapped), 1, "loss"),
+    "half a batch": (other_text(half), 3, "loss"),
+    "stale base": (stale, 3, "loss"),
+    "tampered optimizer": (around_step(1, forget, lambda *_: None), 1, "other parameters"),
+    "tampered residual": (residual, 1, "another payload"),
+    "poison": (poison, 1, "another payload"),
+    "changed between rounds": (between_rounds, STEPS - 1, "inner/exp_avg/"),
+}
+"""The cheat, the first bad step, and what is said of it. Rounds 1, 3, 5, ... in this order."""
+ROUNDS = 2 * len(CHEATS) + 1
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("cheats")
+    write_text(root / "text", 0)
+    config = run_config(root, "run")
+    files = prepare(config.data, config.data_folder, config.run.seed)
+    cheats = {2 * number + 1: cheat for number, (cheat, _, _) in enumerate(CHEATS.values())}
+    train(config, files, ROUNDS, cheats)
+    return config.folder
+
+
+def here(jobs: Sequence[RankJob], progress: Progress) -> list[RankReplay]:
+    """Repeat in this process: all sites have one rank."""
+    return [repeat(job, progress) for job in jobs]
+
+
+def audit(folder: Path, site: str, round_: int) -> Verdict:
+    return judge(AuditedRun(folder, (), None).case(), site, round_, here, lambda step: None)
+
+
+@pytest.mark.parametrize("name", CHEATS)
+def test_a_cheat_is_found_at_its_first_step(trained: Path, name: str) -> None:
+    number = list(CHEATS).index(name)
+    _, first, said = CHEATS[name]
+    verdict = audit(trained, "lyon", 2 * number + 1)
+    assert (verdict.verdict, verdict.first_bad_step) == ("MISMATCH", first), verdict
+    assert said in verdict.reason
+    assert verdict.same_class
+
+
+@pytest.mark.parametrize(("site", "round_"), [("paris", 3), ("paris", 19), ("lyon", 0)])
+def test_honest_rounds_are_exact(trained: Path, site: str, round_: int) -> None:
+    """With overlap and error feedback; beside a cheat; and what is under way at the beginning."""
+    verdict = audit(trained, site, round_)
+    assert verdict.verdict == "EXACT", verdict
+    # Two boundaries; in later rounds one exchange is under way at the beginning.
+    assert verdict.reason == f"{STEPS} steps, {2 if round_ == 0 else 3} payloads, the same bits"
+
+
+@pytest.fixture
+def copied(trained: Path, tmp_path: Path) -> Path:
+    """The run, whose store may be changed."""
+    folder = tmp_path / "run"
+    shutil.copytree(trained, folder)
+    return folder
+
+
+def object_of(folder: Path, round_: int, name: str = "") -> Path:
+    """Of lyon's state: its document, or a tensor."""
+    course = AuditedRun(folder, (), None).course
+    state = course.rounds[(round_, "lyon", 0, 0)]
+    store = Store(str(folder / "record" / "store"))
+    digest = state.document
+    if name:
+        document = Document.from_bytes(store.get(digest))
+        digest = next(each.sha256 for each in document.tensors if each.name == name)
+    return Path(store.path(digest))
+
+
+@pytest.mark.parametrize("name", ["", "outer/0/residual"])
+def test_a_withheld_state_fails(copied: Path, name: str) -> None:
+    object_of(copied, 2, name).unlink()
+    verdict = audit(copied, "lyon", 2)
+    assert verdict.verdict == "FAIL"
+    assert "withheld" in verdict.reason
+
+
+def test_a_state_that_is_not_the_signed_one_fails(copied: Path) -> None:
+    path = object_of(copied, 2, "outer/0/residual")
+    data = bytearray(path.read_bytes())
+    data[7] ^= 1
+    path.write_bytes(data)
+    assert audit(copied, "lyon", 2).verdict == "FAIL"
