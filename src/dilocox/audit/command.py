@@ -172,7 +172,7 @@ def _opened(options: argparse.Namespace) -> AuditedRun:
 
 
 def _check_site(audited: AuditedRun, site: str | None) -> None:
-    names = list(audited.course.config["sites"])
+    names = sorted(audited.course.config["sites"])
     if site is not None and site not in names:
         raise ConfigError(f"--site {site}: not in the run, which names: {', '.join(names)}")
 

@@ -13,7 +13,6 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from dilocox.errors import RecordError
 from dilocox.outer.coordinator.keys import ExchangeKey
@@ -76,9 +75,8 @@ def due_rounds(course: Course) -> list[int]:
 
 
 def sites_of(course: Course, round_: int) -> list[str]:
-    """Who trained a round, in the run file's order."""
-    members: dict[str, Any] = course.plans[round_]["members"]
-    return [site for site in course.config["sites"] if site in members]
+    """Who trained a round, by name."""
+    return sorted(course.plans[round_]["members"])
 
 
 def read_randomness(path: Path) -> dict[int, bytes]:
