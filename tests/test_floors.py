@@ -21,6 +21,7 @@ LONGEST = 500
 FLOORS = (
     {"version", "errors", "config_section", "timeline", "errands"},
     {
+        "storage",
         "trace_file",
         "codec_spec",
         "methods",

@@ -10,7 +10,6 @@ beside the first, which stays until the new one is recorded.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import logging
@@ -20,7 +19,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import fsspec
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException
@@ -29,8 +27,12 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from dilocox import timeline
 from dilocox.errors import CheckpointError, DilocoxError
+from dilocox.storage import is_local, opened, patiently
 
 log = logging.getLogger(__name__)
+
+FAILURES = (Exception, CheckpointException)
+"""What a write may end with; PyTorch's own is not an `Exception`."""
 
 FORMAT_VERSION = 1
 
@@ -58,7 +60,8 @@ class RankCheckpointer:
 
     `root` is a path or any fsspec URL. One write is under way at a time; a second `save` waits
     for the first. `whole()` is the tick of the newest checkpoint that all ranks of the run have
-    written, none if there is none: it and later ones stay, whatever `keep` says.
+    written, none if there is none: it and later ones stay, whatever `keep` says. What fails on
+    storage over a network is tried again for `patience` seconds.
     """
 
     def __init__(
@@ -69,11 +72,13 @@ class RankCheckpointer:
         shard: int,
         keep: int,
         whole: Callable[[], int | None] | None = None,
+        patience: float = 0.0,
     ) -> None:
         self._root = root
         self._whole = whole
         self._rank = (site, stage, shard)
         self._keep = keep
+        self._patience = patience
         self._writing: threading.Thread | None = None
         self._began = (0, 0.0)
 
@@ -106,9 +111,9 @@ class RankCheckpointer:
         def write() -> None:
             try:
                 with timeline.span("write checkpoint", tick=tick):
-                    attempt, digest = _write(folder, snapshot, document)
+                    attempt, digest = self._write(folder, snapshot, document)
                 on_written(tick, digest)
-            except (Exception, CheckpointException) as error:
+            except FAILURES as error:
                 on_failed(tick, _reason(error))
                 return
             try:
@@ -120,6 +125,15 @@ class RankCheckpointer:
         self._began = (tick, time.monotonic())
         self._writing = threading.Thread(target=write, name="checkpoint", daemon=True)
         self._writing.start()
+
+    def _write(
+        self, folder: str, tensors: Mapping[str, torch.Tensor], document: str
+    ) -> tuple[str, str]:
+        def again(error: BaseException, pause: float) -> None:
+            log.warning("%s: %s; tried again in %.1f s", folder, _reason(error), pause)
+
+        patience = 0.0 if is_local(opened(folder)[0]) else self._patience
+        return patiently(lambda: _attempt(folder, tensors, document), patience, again, FAILURES)
 
     def wait(self) -> None:
         """Wait until the write under way has ended."""
@@ -133,7 +147,7 @@ class RankCheckpointer:
         Those of later ticks lie on a course that was left by a resume; they are written anew when
         the run gets there.
         """
-        filesystem, root = fsspec.core.url_to_fs(self._root)
+        filesystem, root = opened(self._root)
         for other in _attempts(filesystem, rank_folder(root, tick, *self._rank)):
             if other != attempt:
                 filesystem.rm(other, recursive=True)
@@ -189,9 +203,9 @@ def _attempts(filesystem: Any, path: str) -> list[str]:
     return [f"{path}/write-{number}" for number in sorted(int(p) for p in parts if p.isdecimal())]
 
 
-def _write(folder: str, tensors: Mapping[str, torch.Tensor], document: str) -> tuple[str, str]:
+def _attempt(folder: str, tensors: Mapping[str, torch.Tensor], document: str) -> tuple[str, str]:
     """Write into a new folder below `folder`; its path and the digest of its `files.json`."""
-    filesystem, path = fsspec.core.url_to_fs(folder)
+    filesystem, path = opened(folder)
     earlier = _attempts(filesystem, path)
     number = 1 + int(earlier[-1].rsplit("-", 1)[1]) if earlier else 1
     attempt = f"{path}/write-{number}"
@@ -211,27 +225,49 @@ def _write(folder: str, tensors: Mapping[str, torch.Tensor], document: str) -> t
         filesystem.mv(f"{attempt}/files.json.part", f"{attempt}/files.json")
     except BaseException:
         # On a full disk the remains would be in the way of the next checkpoint.
-        with contextlib.suppress(OSError):
+        try:
             filesystem.rm(attempt, recursive=True)
+        except Exception as error:  # other people's storage, over a network
+            log.warning("%s: could not be deleted: %s", attempt, _reason(error))
         raise
     return attempt, hashlib.sha256(text).hexdigest()
 
 
 def exists(root: str, tick: int, site: str, stage: int, shard: int) -> bool:
     """True if a whole checkpoint of this rank is there."""
-    filesystem, path = fsspec.core.url_to_fs(rank_folder(root, tick, site, stage, shard))
+    filesystem, path = opened(rank_folder(root, tick, site, stage, shard))
     return any(
         filesystem.exists(f"{attempt}/files.json") for attempt in _attempts(filesystem, path)
     )
 
 
-def load(root: str, tick: int, site: str, stage: int, shard: int, digest: str) -> Loaded:
+def load(
+    root: str, tick: int, site: str, stage: int, shard: int, digest: str, patience: float = 0.0
+) -> Loaded:
     """Read one rank's checkpoint after checking it against `digest`.
 
-    Raises `CheckpointError` naming the file if it is missing, changed or of another format.
+    What fails on storage over a network is tried again for `patience` seconds. Raises
+    `CheckpointError` naming the file if it is missing, changed or of another format, or if the
+    storage does not answer.
     """
+
+    def again(error: BaseException, pause: float) -> None:
+        log.warning("%s: %s; tried again in %.1f s", root, _reason(error), pause)
+
+    try:
+        patience = 0.0 if is_local(opened(root)[0]) else patience
+        return patiently(
+            lambda: _load(root, tick, site, stage, shard, digest), patience, again, FAILURES
+        )
+    except DilocoxError:
+        raise
+    except FAILURES as error:
+        raise CheckpointError(f"{root}: cannot be read ({_reason(error)})") from None
+
+
+def _load(root: str, tick: int, site: str, stage: int, shard: int, digest: str) -> Loaded:
     folder = rank_folder(root, tick, site, stage, shard)
-    filesystem, path = fsspec.core.url_to_fs(folder)
+    filesystem, path = opened(folder)
     attempt, listing = _recorded(filesystem, path, folder, digest)
     for name, expected in listing["files"].items():
         entry = f"{attempt}/{name}"

@@ -265,6 +265,9 @@ class CheckpointSection(Section):
     """How many are kept; two at least, as the newest may not be whole at every rank yet."""
     hugging_face: bool = False
     """Also write every checkpoint as a Hugging Face folder."""
+    store: str = "{run}/checkpoints"
+    """Where they are kept, a folder or a URL that fsspec knows; `{run}` is the run's folder. A
+    write over a network is tried again for `network.link_timeout`, beside the training."""
 
 
 class EvaluationSection(Section):
@@ -363,6 +366,11 @@ class RunConfig(Section):
         return self.record.store.replace("{run}", str(self.folder))
 
     @property
+    def checkpoint_store(self) -> str:
+        """Folder or URL of the checkpoints."""
+        return self.checkpoint.store.replace("{run}", str(self.folder))
+
+    @property
     def total_steps(self) -> int:
         """Inner steps that a site takes in the whole run."""
         return self.outer.steps or (self.outer.rounds or 0) * self.outer.inner_steps
@@ -399,6 +407,7 @@ class RunConfig(Section):
         shared["run"].pop("folder")
         shared["data"].pop("folder")
         shared["record"].pop("store")
+        shared["checkpoint"].pop("store")
         shared["site"].pop("device")
         shared["site"].pop("threads")
         for site in shared["sites"].values():

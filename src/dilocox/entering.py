@@ -98,6 +98,8 @@ class Newcomer:
         name = entry_name(entry.site, entry.incarnation, place.stage, place.shard)
         donor = entry.donor
         known = [digest_of(state.anchor.cpu()) for state in trainer.rank.states]
+        # Anchor, momentum, and Q, which is smaller than what it stands for.
+        limits = [3 * state.anchor.nbytes for state in trainer.rank.states]
 
         def run() -> None:
             try:
@@ -105,6 +107,7 @@ class Newcomer:
                     lambda: form_group(name, donor, place.site),
                     donor,
                     known,
+                    limits,
                     self._take,
                     timeout,
                 )

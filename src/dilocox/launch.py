@@ -186,14 +186,14 @@ def _last_words(config: RunConfig, result: Result, display: Display) -> None:
     """What a user does next: look at the model, or go on."""
     folder = result.folder
     if result.stopped:
-        display.line(f"stopped; the same command with --resume goes on ({folder / 'checkpoints'})")
+        display.line(f"stopped; the same command with --resume goes on ({config.checkpoint_store})")
         return
     if config.evaluation.completion_tokens:
         text = processes.call_in_child(_sample, config, folder, on_progress=display.step)
         display.step_done()
         display.line(f"completion        {text!r}")
     display.line(f"model             {folder / 'model'}")
-    display.line(f"checkpoints       {folder / 'checkpoints'}")
+    display.line(f"checkpoints       {config.checkpoint_store}")
     display.line(f"metrics           {folder / 'metrics.jsonl'}, {folder / 'summary.json'}")
     if config.record.enabled:
         display.line(f"record            {folder / 'record'}; check it: dilocox verify {folder}")

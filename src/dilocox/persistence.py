@@ -47,7 +47,7 @@ class Keeper:
         self._files = files
         self._shared = shared
         """All sites write to one run folder: only the first publishes the model."""
-        self._root = str(config.folder / "checkpoints")
+        self._root = config.checkpoint_store
         self._recorded: int | None = None
         """Tick of this rank's checkpoint that the coordinator knows."""
         self.damage = ""
@@ -59,6 +59,7 @@ class Keeper:
             place.shard,
             config.checkpoint.keep,
             lambda: newest_whole(client.checkpoints()),
+            config.network.link_timeout,
         )
 
     def save(self, trainer: Trainer, plan: RoundPlan | None, *, last: bool = False) -> None:
@@ -163,7 +164,13 @@ class Keeper:
         loaded, damage = None, ""
         try:
             loaded = checkpoint.load(
-                root, found.tick, place.site, place.stage, place.shard, digests["files.json"]
+                root,
+                found.tick,
+                place.site,
+                place.stage,
+                place.shard,
+                digests["files.json"],
+                self._config.network.link_timeout,
             )
         except CheckpointError as error:
             damage = str(error)

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer
 
-from dilocox import memory
+from dilocox import memory, storage
 from dilocox.assembly import Blueprint
 from dilocox.config import RunConfig, resolve_run
 from dilocox.data import SequenceSpace, TokenFiles
@@ -357,8 +357,16 @@ def _available_memory() -> int | None:
 
 
 def _check_disk(config: RunConfig, parameters: int, sites_here: int) -> None:
-    needed = memory.disk_bytes(config, parameters, sites_here)
-    place: Path = config.folder
+    try:
+        files, path = storage.opened(config.checkpoint_store)
+    except (ValueError, ImportError) as error:
+        raise ConfigError(
+            f"checkpoint.store {config.checkpoint_store}: cannot be opened ({error}); give a "
+            "folder, or a URL that fsspec knows"
+        ) from None
+    local = storage.is_local(files)
+    needed = memory.disk_bytes(config, parameters, sites_here if local else 0)
+    place = Path(path) if local else config.folder
     while not place.exists():
         place = place.parent
     free = shutil.disk_usage(place).free
@@ -366,7 +374,7 @@ def _check_disk(config: RunConfig, parameters: int, sites_here: int) -> None:
         raise ConfigError(
             f"{config.folder}: checkpoints and model need {needed / memory.GIB:.1f} GiB, "
             f"{free / memory.GIB:.1f} GiB are free; lower checkpoint.keep or choose another "
-            "run.folder"
+            "run.folder or checkpoint.store"
         )
 
 

@@ -125,7 +125,8 @@ class Network:
         signed = None
         if self.record is not None and own is not None and key.kind == "outer":
             if self.rounds is not None:
-                self.rounds.wait()  # the state comes into the log before what was made from it
+                # The state comes into the log before what was made from it.
+                self.rounds.wait_signed()
             signed = self.record.sign(key, attempt, own)
         return self.client.vote(
             key,
@@ -325,7 +326,9 @@ def _open_record(job: RankJob, client: CoordinatorClient) -> RankRecord | None:
     """This rank's part in the run's record; none if the run is not recorded."""
     if not job.identity.record_run:
         return None
-    return RankRecord(_author(job), Store(job.config.record_store), client, _warning(client))
+    patience = job.config.network.link_timeout
+    store = Store(job.config.record_store, patience)
+    return RankRecord(_author(job), store, client, _warning(client), patience)
 
 
 def _open_rounds(job: RankJob, rank: Rank, client: CoordinatorClient) -> InnerRecord | None:
@@ -341,8 +344,9 @@ def _open_rounds(job: RankJob, rank: Rank, client: CoordinatorClient) -> InnerRe
         facts=determinism_facts(config.site, config.model, device, precision),
         replaced=job.hooks.replaced,
     )
-    store = Store(config.record_store)
-    return InnerRecord(_author(job), manner, store, client, _warning(client))
+    patience = config.network.link_timeout
+    store = Store(config.record_store, patience)
+    return InnerRecord(_author(job), manner, store, client, _warning(client), patience)
 
 
 def _author(job: RankJob) -> Author:
@@ -388,7 +392,7 @@ def _enter(trainer: Trainer, network: Network, timeouts: Timeouts) -> Newcomer |
         if found is not None and news.donor is None:
             reason = (
                 f"site {trainer.me} holds no whole part of the checkpoint at slot {found.tick} in "
-                f"{trainer.config.folder / 'checkpoints'}, and the others would take theirs from "
+                f"{trainer.config.checkpoint_store}, and the others would take theirs from "
                 "it; put the folder back, or begin a new run from the model"
             )
             trainer.client.fail(reason)

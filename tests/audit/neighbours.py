@@ -161,9 +161,9 @@ class Neighbour:
         )  # fmt: skip
         author = Author(registry.notary.run, m.Rank(site=name, stage=0, shard=0), signer)
         self.store = Store(config.record_store)
-        self.record = RankRecord(author, self.store, registry, print)
+        self.record = RankRecord(author, self.store, registry, print, 60.0)
         facts = determinism_facts(config.site, config.model, self.rank.mesh.device, torch.float32)
-        self.watch = InnerRecord(author, Manner(1, False, facts), self.store, registry, print)
+        self.watch = InnerRecord(author, Manner(1, False, facts), self.store, registry, print, 60.0)
         self.change: Callable[[Tensor], Tensor] = lambda u: u
         """What it makes of a contribution before it is sent."""
         self.outer = OuterLoop(

@@ -188,7 +188,8 @@ def test_an_auditor_of_a_run_that_has_ended(
     ]
     more = ("--key", str(tmp_path / "key"), "--randomness", str(values), "--sample", "50%")
     code, text = ended("auditor", str(folder), *more, capsys=capsys)
-    bad = (1, "lyon") in expected
+    # What was poisoned in round 1 is still under way when round 2 begins.
+    bad = len({(1, "lyon"), (2, "lyon")} & set(expected))
     said = [(each.verdict.round, each.verdict.site) for each in read_all(folder, run.course.run)]
     assert said == expected
     assert text.count("EXACT") == len(expected) - bad, text

@@ -14,18 +14,6 @@ if TYPE_CHECKING:
 
 
 @pytest.fixture(scope="session")
-def shared_workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
-    root = tmp_path_factory.mktemp("runs")
-    return Workshop(root, write_corpus(root))
-
-
-@pytest.fixture
-def workshop(shared_workshop: Workshop) -> Iterator[Workshop]:
-    yield shared_workshop
-    shared_workshop.end_all()
-
-
-@pytest.fixture(scope="session")
 def forge() -> Iterator[Forge]:
     """One interpreter that the processes of a session are forked from."""
     from tests.e2e.forked import Forge  # torch and transformers: seconds that others need not wait
@@ -33,3 +21,15 @@ def forge() -> Iterator[Forge]:
     forge = Forge()
     yield forge
     forge.close()
+
+
+@pytest.fixture(scope="session")
+def shared_workshop(tmp_path_factory: pytest.TempPathFactory, forge: Forge) -> Workshop:
+    root = tmp_path_factory.mktemp("runs")
+    return Workshop(root, write_corpus(root), forge)
+
+
+@pytest.fixture
+def workshop(shared_workshop: Workshop) -> Iterator[Workshop]:
+    yield shared_workshop
+    shared_workshop.end_all()

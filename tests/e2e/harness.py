@@ -1,4 +1,8 @@
-"""Real runs for tests: the command line in a process of its own, watched through its files."""
+"""Real runs for tests: the command line in a process of its own, watched through its files.
+
+Runs of a `Workshop` are forked from its `Forge` (see `tests.e2e.forked`). `Run` itself starts a
+fresh interpreter, as a user does: for the commands of the README, launchers and the lab.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tests.e2e.forked import Forge
 
 ARCHITECTURE = """\
 [model.architecture]
@@ -78,10 +85,11 @@ def write_corpus(folder: Path) -> Path:
 
 @dataclass
 class Workshop:
-    """A folder with a corpus, its token files and any number of runs."""
+    """A folder with a corpus, its token files and any number of runs, forked from `forge`."""
 
     root: Path
     text: Path
+    forge: Forge
     runs: list[Run] = field(default_factory=list)
 
     def end_all(self) -> None:
@@ -120,10 +128,7 @@ class Workshop:
         sites: Sequence[str] = ("paris", "lyon"),
     ) -> Run:
         """Begin `dilocox train` and return at once."""
-        arguments = self.run_file(name, *sets, sites=sites)
-        run = Run(["train", *arguments, *flags], self.folder(name))
-        self.runs.append(run)
-        return run
+        return self.forge.train(self, name, *sets, flags=flags, sites=tuple(sites))
 
     def train(self, name: str, *sets: str, sites: Sequence[str] = ("paris", "lyon")) -> Run:
         """`dilocox train` to its end, which must be a good one."""

@@ -17,17 +17,14 @@ SETS = ("outer.rounds=4", "checkpoint.every_rounds=0")
 
 def start_coordinator(workshop: Workshop, name: str, *sets: str) -> tuple[Run, dict[str, str]]:
     """A coordinator, and its join line for each site."""
-    run = Run(["coordinator", *workshop.run_file(name, *sets)], workshop.folder(name))
-    workshop.runs.append(run)
+    run = workshop.forge.command(workshop, name, "coordinator", *workshop.run_file(name, *sets))
     run.until(lambda: run.printed().count("dilocox join") == 2)
     lines = re.findall(r"dilocox (join .* --site (\w+) .*)", run.printed())
     return run, {site: line for line, site in lines}
 
 
 def join(workshop: Workshop, run: Run, line: str, *more: str) -> Run:
-    joined = Run([*line.split(), *more], run.folder)
-    workshop.runs.append(joined)
-    return joined
+    return workshop.forge.command(workshop, run.folder.name, *line.split(), *more)
 
 
 def test_printed_join_lines_make_the_same_run(workshop: Workshop) -> None:

@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import json
 from collections.abc import Callable
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from dilocox.errors import DilocoxError
+from dilocox.errors import DilocoxError, ExchangeError, JoinError
 from dilocox.outer.entry import (
+    BESIDE_TENSORS,
     BODY_TAG,
     HEADER_BYTES,
     HEADER_TAG,
     Donor,
+    FragmentHeader,
+    Held,
     Snapshot,
+    Thanks,
+    check_header,
     digest_of,
     fetch,
+    read_body,
+    read_header,
 )
 from dilocox.outer.groups import PeerGroup
 from tests.outer.sites import MemoryStore, run_each, shared_store, until
@@ -57,7 +68,7 @@ def test_fragments_come_whole_in_any_order_and_known_ones_without_tensors() -> N
             got: list[Snapshot] = []
             # Fragment 0 is the same here; fragment 2 as well, but its momentum is not.
             known = [digest_of(state(n, 0.0)["anchor"]) for n in (0, 7, 2)]
-            fetch(lambda: link(store, "new"), "old", known, got.append, LIMIT)
+            fetch(lambda: link(store, "new"), "old", known, [1 << 20] * 3, got.append, LIMIT)
             return [
                 (s.fragment, s.tick, {n: t.tolist() for n, t in s.tensors.items()}) for s in got
             ]
@@ -100,8 +111,9 @@ def test_a_receiver_that_dies_harms_only_its_entry() -> None:
     ("what", "reason"),
     [
         ("changed", "JoinError: fragment 0 from old does not match its digest; join again"),
-        ("not json", "ExchangeError: old sent a header that is not JSON"),
-        ("a list", "ExchangeError: old sent a header that is not an object"),
+        ("not json", "ExchangeError: old sent no FragmentHeader that can be read (Invalid JSON"),
+        ("a list", "ExchangeError: old sent no FragmentHeader that can be read (Input should be"),
+        ("too much", "ExchangeError: old announces 1114113 B for fragment 0, which has 1114112 B"),
     ],
 )
 def test_what_a_donor_sends_is_checked(what: str, reason: str) -> None:
@@ -111,8 +123,13 @@ def test_what_a_donor_sends_is_checked(what: str, reason: str) -> None:
             asked = torch.empty(HEADER_BYTES, dtype=torch.uint8)
             group.receive(asked, "new", HEADER_TAG).poll(LIMIT)
             body = b"x" * 64
-            good = {"fragment": 0, "tick": 3, "bytes": len(body), "sha256": "0" * 64}
-            text = {"changed": json.dumps(good), "not json": "{", "a list": "[]"}[what]
+            good = {"fragment": 0, "tick": 3, "codec": "", "bytes": len(body), "sha256": "0" * 64}
+            text = {
+                "changed": json.dumps(good),
+                "not json": "{",
+                "a list": "[]",
+                "too much": json.dumps({**good, "bytes": (1 << 20) + BESIDE_TENSORS + 1}),
+            }[what]
             header = torch.frombuffer(
                 bytearray(text.encode().ljust(HEADER_BYTES)), dtype=torch.uint8
             )
@@ -128,7 +145,9 @@ def test_what_a_donor_sends_is_checked(what: str, reason: str) -> None:
     def new(store: MemoryStore) -> Callable[[], str]:
         def go() -> str:
             try:
-                fetch(lambda: link(store, "new"), "old", ["0" * 64], lambda _: None, LIMIT)
+                fetch(
+                    lambda: link(store, "new"), "old", ["0" * 64], [1 << 20], lambda _: None, LIMIT
+                )
                 return "accepted"
             except DilocoxError as error:
                 return f"{type(error).__name__}: {error}"
@@ -139,4 +158,65 @@ def test_what_a_donor_sends_is_checked(what: str, reason: str) -> None:
 
     with shared_store() as store:
         results = run_each({"old": old(store), "new": new(store)})
-    assert results["new"] == reason
+    assert results["new"].startswith(reason)
+
+
+# --- anything may come from a peer ---
+
+digests = st.text("0123456789abcdef", min_size=64, max_size=64)
+headers = st.fixed_dictionaries(
+    {
+        "fragment": st.integers(-2, 5) | st.just("0"),
+        "tick": st.integers(-1, 1 << 60),
+        "codec": st.text(max_size=80),
+        "bytes": st.integers(-1, 1 << 40) | st.floats(),
+        "sha256": digests | st.text(max_size=70),
+    },
+    optional={"more": st.none()},
+)
+
+
+@given(st.binary(max_size=200) | headers.map(lambda h: json.dumps(h).encode()))
+def test_a_header_is_read_or_refused(data: bytes) -> None:
+    for kind in (Held, FragmentHeader, Thanks):
+        with contextlib.suppress(ExchangeError):
+            found = read_header(kind, data.ljust(HEADER_BYTES), "old")
+            if isinstance(found, FragmentHeader):
+                check_header(found, "old", {0, 2}, [100, 100, 100])
+                assert found.fragment in (0, 2)
+                assert found.bytes <= 100 + BESIDE_TENSORS
+
+
+@given(st.binary(max_size=300), st.integers(0, 2**64 - 1))
+def test_a_body_is_read_or_refused(rest: bytes, length: int) -> None:
+    for body in (rest, length.to_bytes(8, "little") + rest, len(rest).to_bytes(8, "little") + rest):
+        said = FragmentHeader(
+            fragment=1, tick=0, codec="", bytes=len(body), sha256=hashlib.sha256(body).hexdigest()
+        )
+        with contextlib.suppress(JoinError):
+            assert isinstance(read_body(body, said, "old"), dict)
+
+
+def test_a_receiver_of_another_number_of_fragments_is_refused() -> None:
+    def old(store: MemoryStore) -> Callable[[], str]:
+        def go() -> str:
+            donor = Donor(lambda: link(store, "old"), "new", 2, LIMIT)
+            assert until(lambda: donor.done)
+            store.kv_set("done", b"")
+            return str(donor.failure)
+
+        return go
+
+    def new(store: MemoryStore) -> Callable[[], str]:
+        def go() -> str:
+            header = json.dumps({"anchors": ["0" * 64]}).encode().ljust(HEADER_BYTES)
+            group = link(store, "new")
+            group.send(torch.frombuffer(bytearray(header), dtype=torch.uint8), "old", HEADER_TAG)
+            until(lambda: store.kv_check(["done"]))
+            return "sent"
+
+        return go
+
+    with shared_store() as store:
+        results = run_each({"old": old(store), "new": new(store)})
+    assert results["old"] == "new holds 1 fragments, here are 2"

@@ -60,10 +60,10 @@ def contribution(key: ExchangeKey) -> Contribution:
     return Contribution(key, 128, None, codec, "gather", {"paris": 1.0})
 
 
-def rank_record(store: Store) -> tuple[RankRecord, Notebook, list[str]]:
+def rank_record(store: Store, patience: float = 60.0) -> tuple[RankRecord, Notebook, list[str]]:
     notebook, warnings = Notebook(), list[str]()
     author = Author("run", RANK, SIGNER)
-    return RankRecord(author, store, notebook, warnings.append), notebook, warnings
+    return RankRecord(author, store, notebook, warnings.append, patience), notebook, warnings
 
 
 def exchanged(record: RankRecord, key: ExchangeKey, *payloads: bytes) -> None:
@@ -109,6 +109,19 @@ def test_exchanges_wait_for_a_slow_store_only_when_the_queue_is_full(tmp_path: P
     record.wait()
     assert store.has(sha256(b"one more"))
     assert store.has(sha256(b"payload 0"))
+
+
+def test_a_store_that_stays_slow_is_given_up(tmp_path: Path) -> None:
+    store = SlowStore(str(tmp_path))
+    record, _, warnings = rank_record(store, patience=0.05)
+    for number in range(2 + WAITING):
+        exchanged(record, KEY, b"payload %d" % number)
+    assert len(warnings) == 1
+    assert "has kept nothing for 0 s; the run goes on, but cannot be verified" in warnings[0]
+    exchanged(record, KEY, b"nobody waits any more")
+    store.go.set()
+    record.wait()
+    assert not store.has(sha256(b"nobody waits any more"))
 
 
 def test_a_store_that_fails_is_said_once_and_ends_nothing(tmp_path: Path) -> None:

@@ -4,21 +4,22 @@ The donor copies what all sites agree on of a fragment (anchor, outer momentum a
 codec, Q) at a slot end, after its landings, and sends the copy beside its own training. The
 entering rank checks every fragment's digest. At the
 start of a run the founder is the donor of all: a rank that already holds the same theta_0 is told
-so and receives no tensors.
+so and receives no tensors. What either side says is checked before anything is done with it.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import queue
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, TypeVar
 
 import safetensors.torch
 import torch
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
+from safetensors import SafetensorError
 
 from dilocox.errors import ExchangeError, JoinError
 from dilocox.outer.groups import PeerGroup, Transfer
@@ -26,6 +27,43 @@ from dilocox.outer.groups import PeerGroup, Transfer
 HEADER_BYTES = 4096
 """Every JSON header is padded to this size."""
 HEADER_TAG, BODY_TAG = 1, 2
+BESIDE_TENSORS = 1 << 16
+"""Bytes that names and shapes take in a fragment's body, at most."""
+
+Sha256 = Annotated[str, StringConstraints(pattern="^[0-9a-f]{64}$")]
+
+
+class Said(BaseModel):
+    """One JSON header: these keys, of these types, and no others."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+
+class Held(Said):
+    """What the receiver says first."""
+
+    anchors: list[Sha256]
+    """Digests of its anchors, by fragment."""
+
+
+class FragmentHeader(Said):
+    """What the donor says before each fragment."""
+
+    fragment: Annotated[int, Field(ge=0)]
+    tick: Annotated[int, Field(ge=0, lt=1 << 53)]
+    codec: Annotated[str, StringConstraints(max_length=64)]
+    bytes: Annotated[int, Field(ge=0)]
+    """Of the body that follows; 0: what the receiver holds is the same."""
+    sha256: Sha256
+
+
+class Thanks(Said):
+    """What the receiver says last."""
+
+    done: bool
+
+
+AnyHeader = TypeVar("AnyHeader", bound=Said)
 
 
 @dataclass(frozen=True)
@@ -57,6 +95,7 @@ class Donor:
     ) -> None:
         self._form_group = form_group
         self._site = site
+        self._fragments = fragments
         self._timeout = timeout
         self._offers: queue.Queue[Snapshot] = queue.Queue()
         self.waiting = set(range(fragments))
@@ -78,25 +117,29 @@ class Donor:
     def _serve(self) -> None:
         try:
             group = self._form_group()
-            known = _receive_json(group, self._site, self._timeout)["anchors"]
-            for _ in range(len(known)):
+            known = _receive(Held, group, self._site, self._timeout).anchors
+            if len(known) != self._fragments:
+                raise ExchangeError(
+                    f"{self._site} holds {len(known)} fragments, here are {self._fragments}"
+                )
+            for _ in known:
                 snapshot = self._offers.get()
                 anchor = digest_of(snapshot.tensors["anchor"])
                 fresh = not snapshot.codec and not bool(snapshot.tensors["momentum"].any())
                 same = fresh and known[snapshot.fragment] == anchor
                 body = b"" if same else safetensors.torch.save(dict(snapshot.tensors))
-                header = {
-                    "fragment": snapshot.fragment,
-                    "tick": snapshot.tick,
-                    "codec": snapshot.codec,
-                    "bytes": len(body),
-                    "sha256": hashlib.sha256(body).hexdigest(),
-                }
-                _send_json(group, self._site, header, self._timeout)
+                header = FragmentHeader(
+                    fragment=snapshot.fragment,
+                    tick=snapshot.tick,
+                    codec=snapshot.codec,
+                    bytes=len(body),
+                    sha256=hashlib.sha256(body).hexdigest(),
+                )
+                _send(group, self._site, header, self._timeout)
                 if body:
                     data = torch.frombuffer(bytearray(body), dtype=torch.uint8)
                     _wait(group.send(data, self._site, BODY_TAG), self._timeout)
-            _receive_json(group, self._site, self._timeout)
+            _receive(Thanks, group, self._site, self._timeout)
         except ExchangeError as error:
             self.failure = str(error)
 
@@ -104,57 +147,88 @@ class Donor:
 def fetch(
     form_group: Callable[[], PeerGroup],
     donor: str,
-    anchors: list[str],
+    anchors: Sequence[str],
+    limits: Sequence[int],
     on_fragment: Callable[[Snapshot], None],
     timeout: float,
 ) -> None:
     """Receive all fragments from `donor`.
 
-    `anchors`: digests of what this rank holds (`digest_of`), one per fragment. `on_fragment` is
-    called once for each. Raises `ExchangeError` if the donor goes silent and `JoinError` if what
+    `anchors`: digests of what this rank holds (`digest_of`), one per fragment; `limits`: bytes that
+    a fragment's tensors can have at most. `on_fragment` is called once for each. Raises
+    `ExchangeError` if the donor goes silent or says what makes no sense, and `JoinError` if what
     came is not what its digest says.
     """
     group = form_group()
-    _send_json(group, donor, {"anchors": anchors}, timeout)
-    for _ in range(len(anchors)):
-        header = _receive_json(group, donor, timeout)
+    _send(group, donor, Held(anchors=list(anchors)), timeout)
+    missing = set(range(len(anchors)))
+    for _ in anchors:
+        header = _receive(FragmentHeader, group, donor, timeout)
+        check_header(header, donor, missing, limits)
+        missing.discard(header.fragment)
         tensors: dict[str, torch.Tensor] = {}
-        if header["bytes"]:
-            data = torch.empty(int(header["bytes"]), dtype=torch.uint8)
+        if header.bytes:
+            data = torch.empty(header.bytes, dtype=torch.uint8)
             _wait(group.receive(data, donor, BODY_TAG), timeout)
-            body = data.numpy().tobytes()
-            if hashlib.sha256(body).hexdigest() != header["sha256"]:
-                raise JoinError(
-                    f"fragment {header['fragment']} from {donor} does not match its digest; "
-                    "join again"
-                )
-            tensors = safetensors.torch.load(body)
-        codec = str(header["codec"])
-        on_fragment(Snapshot(int(header["fragment"]), int(header["tick"]), tensors, codec))
-    _send_json(group, donor, {"done": True}, timeout)
+            tensors = read_body(data.numpy().tobytes(), header, donor)
+        on_fragment(Snapshot(header.fragment, header.tick, tensors, header.codec))
+    _send(group, donor, Thanks(done=True), timeout)
 
 
-def _header(content: Mapping[str, Any]) -> torch.Tensor:
-    text = json.dumps(content).encode()
-    if len(text) > HEADER_BYTES:
-        raise ExchangeError(f"an entry header has {len(text)} B, the limit is {HEADER_BYTES} B")
-    return torch.frombuffer(bytearray(text.ljust(HEADER_BYTES)), dtype=torch.uint8)
+def read_header(kind: type[AnyHeader], data: bytes, site: str) -> AnyHeader:
+    """The header that `site` sent, padding included. Raises `ExchangeError` for anything else."""
+    try:
+        return kind.model_validate_json(data.rstrip(b" "))
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(str(part) for part in first["loc"])
+        reason = f"{where}: {first['msg']}" if where else first["msg"]
+        raise ExchangeError(
+            f"{site} sent no {kind.__name__} that can be read ({reason}); run the same dilocox "
+            "version at all sites"
+        ) from None
 
 
-def _receive_json(group: PeerGroup, site: str, timeout: float) -> dict[str, Any]:
+def check_header(
+    header: FragmentHeader, site: str, missing: set[int], limits: Sequence[int]
+) -> None:
+    """Raise `ExchangeError` for a fragment that is not one of `missing`, or cannot be so large."""
+    if header.fragment not in missing:
+        raise ExchangeError(f"{site} offers fragment {header.fragment}, which is not missing here")
+    most = limits[header.fragment] + BESIDE_TENSORS
+    if header.bytes > most:
+        raise ExchangeError(
+            f"{site} announces {header.bytes} B for fragment {header.fragment}, which has "
+            f"{most} B at most"
+        )
+
+
+def read_body(body: bytes, header: FragmentHeader, site: str) -> dict[str, torch.Tensor]:
+    """The tensors of a fragment. Raises `JoinError` if they are not what `header` says."""
+    if hashlib.sha256(body).hexdigest() != header.sha256:
+        raise JoinError(
+            f"fragment {header.fragment} from {site} does not match its digest; join again"
+        )
+    try:
+        return safetensors.torch.load(body)
+    except (SafetensorError, KeyError, ValueError, RuntimeError) as error:
+        raise JoinError(
+            f"fragment {header.fragment} from {site} cannot be read ({error}); join again"
+        ) from None
+
+
+def _receive(kind: type[AnyHeader], group: PeerGroup, site: str, timeout: float) -> AnyHeader:
     data = torch.empty(HEADER_BYTES, dtype=torch.uint8)
     _wait(group.receive(data, site, HEADER_TAG), timeout)
-    try:
-        content = json.loads(data.numpy().tobytes().decode())
-    except ValueError:
-        raise ExchangeError(f"{site} sent a header that is not JSON") from None
-    if not isinstance(content, dict):
-        raise ExchangeError(f"{site} sent a header that is not an object")
-    return content
+    return read_header(kind, data.numpy().tobytes(), site)
 
 
-def _send_json(group: PeerGroup, site: str, content: Mapping[str, Any], timeout: float) -> None:
-    _wait(group.send(_header(content), site, HEADER_TAG), timeout)
+def _send(group: PeerGroup, site: str, said: Said, timeout: float) -> None:
+    text = said.model_dump_json().encode()
+    if len(text) > HEADER_BYTES:
+        raise ExchangeError(f"an entry header has {len(text)} B, the limit is {HEADER_BYTES} B")
+    header = torch.frombuffer(bytearray(text.ljust(HEADER_BYTES)), dtype=torch.uint8)
+    _wait(group.send(header, site, HEADER_TAG), timeout)
 
 
 def _wait(transfer: Transfer, timeout: float) -> None:

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from dilocox import timeline
-from dilocox.errors import DilocoxError
+from dilocox.errors import DilocoxError, RecordError
 from dilocox.record import statements as s
 from dilocox.record.digests import tensor_bytes
 from dilocox.record.recording import Author, Coordinator
@@ -67,28 +69,33 @@ class InnerRecord:
         store: Store,
         coordinator: Coordinator,
         warn: Callable[[str], None],
+        patience: float,
     ) -> None:
-        """`warn` is told once if something cannot be kept or said."""
+        """`warn` is told once if something cannot be kept or said. `patience`: seconds that a round
+        waits for a store that is slow, before the keeping ends."""
+        self._patience = patience
         self._author, self._manner = author, manner
         self._store, self._coordinator, self._warn = store, coordinator, warn
         self._steps: list[tuple[Tensor, Tensor]] | None = None
         self._beside = ThreadPoolExecutor(1, thread_name_prefix="round-state")
-        self._saying: Future[None] | None = None
+        self._keeping: Future[None] | None = None
+        self._signed = threading.Event()
+        self._signed.set()
         self._broken = False
 
     def boundary(self, round_: int, tick: int, trains: bool, capture: Capture) -> None:
         """See `RoundWatch`. Waits for the state before, of which there is one copy at a time."""
         steps, self._steps = self._steps, None
         begins = trains and round_ % self._manner.every == 0
-        if steps is None and not begins:
+        if self._broken or (steps is None and not begins) or not self._is_kept():
             return
-        self.wait()
         with timeline.span("copy round state", round=round_):
             tensors, state = capture()
             copies = {name: each.detach().to("cpu", copy=True) for name, each in tensors.items()}
         if begins:
             self._steps = []
-        self._saying = self._beside.submit(self._say, round_, tick, begins, copies, state, steps)
+        self._signed.clear()
+        self._keeping = self._beside.submit(self._keep, round_, tick, begins, copies, state, steps)
 
     def step(self, numbers: Tensor, parameters: Iterable[Tensor]) -> None:
         """See `RoundWatch`."""
@@ -97,10 +104,24 @@ class InnerRecord:
 
     def wait(self) -> None:
         """See `RoundWatch`."""
-        if self._saying is not None:
-            self._saying.result()
+        self._is_kept()
 
-    def _say(
+    def wait_signed(self) -> None:
+        """Return when the newest state is signed and in the log, or that was warned of."""
+        self._signed.wait()
+
+    def _is_kept(self) -> bool:
+        """Wait until the state before is kept; whether it was in time."""
+        try:
+            if self._keeping is not None:
+                self._keeping.result(self._patience)
+        except FutureTimeoutError:
+            slow = f"{self._store.where}: has not kept a state for {self._patience:.0f} s"
+            self._give_up(RecordError(slow))
+            return False
+        return True
+
+    def _keep(
         self,
         round_: int,
         tick: int,
@@ -109,31 +130,43 @@ class InnerRecord:
         state: Mapping[str, Any],
         steps: list[tuple[Tensor, Tensor]] | None,
     ) -> None:
-        manner, author = self._manner, self._author
+        manner = self._manner
+        served = "no" if not begins else "private" if manner.private else "yes"
         try:
             with timeline.span("sign round state", round=round_):
                 document = Document.of(tensors, state, manner.facts, manner.replaced)
-                served = "no" if not begins else "private" if manner.private else "yes"
-                if served == "yes":
-                    for each in document.tensors:
-                        self._store.put(tensor_bytes(tensors[each.name]), each.sha256)
-                subjects = {
-                    "state": document.root,
-                    "document": self._store.put(document.to_bytes()),
-                }
-                if steps is not None:
-                    found = [fingerprint(numbers, total) for numbers, total in steps]
-                    subjects["steps"] = self._store.put(steps_to_bytes(found))
-                said = round_state(author.run, author.rank, round_, tick, served, subjects)
-                self._coordinator.record_state(author.signer.sign(said))
+                self._sign(round_, tick, served, document, steps)
+            self._signed.set()
+            with timeline.span("keep round state", round=round_):
+                for each in document.tensors if served == "yes" else ():
+                    self._store.put(tensor_bytes(tensors[each.name]), each.sha256)
         except Exception as error:  # other people's storage, over a network
-            log.error("record: %s", error)
-            if not self._broken:
-                self._broken = True
-                with contextlib.suppress(DilocoxError):
-                    self._warn(
-                        f"record: {error}; the run goes on, but this round cannot be audited"
-                    )
+            self._give_up(error)
+        finally:
+            self._signed.set()
+
+    def _sign(
+        self,
+        round_: int,
+        tick: int,
+        served: str,
+        document: Document,
+        steps: list[tuple[Tensor, Tensor]] | None,
+    ) -> None:
+        author = self._author
+        subjects = {"state": document.root, "document": self._store.put(document.to_bytes())}
+        if steps is not None:
+            found = [fingerprint(numbers, total) for numbers, total in steps]
+            subjects["steps"] = self._store.put(steps_to_bytes(found))
+        said = round_state(author.run, author.rank, round_, tick, served, subjects)
+        self._coordinator.record_state(author.signer.sign(said))
+
+    def _give_up(self, error: Exception) -> None:
+        log.error("record: %s", error)
+        if not self._broken:
+            self._broken = True
+            with contextlib.suppress(DilocoxError):
+                self._warn(f"record: {error}; the run goes on, audits of its rounds will fail")
 
 
 def round_state(

@@ -18,7 +18,7 @@ import rfc8785
 from torch import Tensor
 
 from dilocox import timeline
-from dilocox.errors import DilocoxError
+from dilocox.errors import DilocoxError, RecordError
 from dilocox.outer.attempt import Contribution, Outcome
 from dilocox.outer.coordinator.keys import ExchangeKey
 from dilocox.outer.coordinator.messages import Rank
@@ -30,7 +30,7 @@ from dilocox.record.store import Store
 log = logging.getLogger(__name__)
 
 WAITING = 4
-"""Exchanges whose payloads may wait for the store; then the exchanges wait for it."""
+"""Exchanges whose payloads may wait for the store; then the exchanges wait for it a while."""
 
 Submit = Callable[[Contribution], "Future[Outcome]"]
 
@@ -60,8 +60,11 @@ class RankRecord:
         store: Store,
         coordinator: Coordinator,
         warn: Callable[[str], None],
+        patience: float,
     ) -> None:
-        """`warn` is told once if something cannot be kept."""
+        """`warn` is told once if something cannot be kept. `patience`: seconds that an exchange
+        waits for a store that is slow, before the keeping ends."""
+        self._patience = patience
         self._author, self._store = author, store
         self._coordinator, self._warn = coordinator, warn
         self._queue: queue.Queue[tuple[Tensor, ...]] = queue.Queue(WAITING)
@@ -126,8 +129,13 @@ class RankRecord:
         self._queue.join()
 
     def _done(self, future: Future[Outcome]) -> None:
-        if not future.cancelled() and future.exception() is None:
-            self._queue.put(future.result().payloads)
+        if self._broken or future.cancelled() or future.exception() is not None:
+            return
+        try:
+            self._queue.put(future.result().payloads, timeout=self._patience)
+        except queue.Full:
+            slow = f"{self._store.where}: has kept nothing for {self._patience:.0f} s"
+            self._give_up(RecordError(slow))
 
     def _run(self) -> None:
         while True:

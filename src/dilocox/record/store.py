@@ -6,29 +6,34 @@ matter who keeps the store.
 
 from __future__ import annotations
 
+import logging
 import secrets
 from pathlib import Path
-from typing import Any
-
-import fsspec
 
 from dilocox.errors import RecordError
 from dilocox.record.digests import sha256
+from dilocox.storage import is_local, opened, patiently
+
+log = logging.getLogger(__name__)
 
 
 class Store:
-    """One store, at a folder or fsspec URL."""
+    """One store, at a folder or fsspec URL.
 
-    def __init__(self, where: str) -> None:
+    What fails over a network when something is put there is tried again for `patience` seconds.
+    """
+
+    def __init__(self, where: str, patience: float = 0.0) -> None:
         self.where = where
         try:
-            self._files, self._root = fsspec.core.url_to_fs(where)
+            self._files, self._root = opened(where)
         except (ValueError, ImportError) as error:
             raise RecordError(
                 f"record.store {where}: cannot be opened ({error}); give a folder, or a URL that "
                 "fsspec knows"
             ) from None
-        self._local = "file" in _protocols(self._files)
+        self._local = is_local(self._files)
+        self._patience = 0.0 if self._local else patience
 
     @property
     def folder(self) -> Path | None:
@@ -49,22 +54,28 @@ class Store:
         All or nothing: another process never sees half of it. Raises `RecordError`.
         """
         digest = sha256(data) if digest is None else digest
-        path = self.path(digest)
+
+        def again(error: BaseException, pause: float) -> None:
+            log.warning("%s: %s; tried again in %.1f s", self.where, error, pause)
+
         try:
-            if self._files.exists(path):
-                return digest
-            folder = path.rsplit("/", 1)[0]
-            self._files.makedirs(folder, exist_ok=True)
-            # Object storage shows a file when it is whole; a file system needs a second name.
-            part = f"{folder}/.{secrets.token_hex(8)}.part" if self._local else path
-            with self._files.open(part, "wb") as file:
-                file.write(data)
-            if part != path:
-                self._files.mv(part, path)
-        except OSError as error:
-            reason = error.strerror or error
+            patiently(lambda: self._write(self.path(digest), data), self._patience, again)
+        except Exception as error:  # every kind of storage has errors of its own
+            reason = getattr(error, "strerror", None) or error
             raise RecordError(f"{self.where}: cannot be written ({reason})") from None
         return digest
+
+    def _write(self, path: str, data: bytes | memoryview) -> None:
+        if self._files.exists(path):
+            return
+        folder = path.rsplit("/", 1)[0]
+        self._files.makedirs(folder, exist_ok=True)
+        # Object storage shows a file when it is whole; a file system needs a second name.
+        part = f"{folder}/.{secrets.token_hex(8)}.part" if self._local else path
+        with self._files.open(part, "wb") as file:
+            file.write(data)
+        if part != path:
+            self._files.mv(part, path)
 
     def get(self, digest: str) -> bytes:
         """The bytes with this digest.
@@ -108,8 +119,3 @@ class Stores:
 
 class MissingError(RecordError):
     """Bytes that no store holds: they may lie elsewhere."""
-
-
-def _protocols(files: Any) -> tuple[str, ...]:
-    found = files.protocol
-    return (found,) if isinstance(found, str) else tuple(found)

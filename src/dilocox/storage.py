@@ -1,0 +1,66 @@
+"""Storage behind a folder or an fsspec URL, and patience with what lies over a network."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import fsspec
+
+from dilocox.errors import DilocoxError
+
+FIRST_PAUSE = 0.5
+"""Seconds before the second try; they double from try to try."""
+
+T = TypeVar("T")
+
+
+def opened(where: str) -> tuple[Any, str]:
+    """The file system and the path in it of a folder or URL.
+
+    Raises `ValueError` for a protocol that fsspec does not know, `ImportError` if the package for
+    it is not installed.
+    """
+    files, path = fsspec.core.url_to_fs(where)
+    return files, path
+
+
+def is_local(files: Any) -> bool:
+    """True for folders of this machine: what fails there fails again."""
+    return "file" in _protocols(files)
+
+
+def patiently(
+    action: Callable[[], T],
+    seconds: float,
+    again: Callable[[BaseException, float], None],
+    failures: tuple[type[BaseException], ...] = (Exception,),
+    *,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> T:
+    """What `action` returns, tried again for `seconds` after it has first ended with `failures`.
+
+    `again(error, pause)` is told before every pause, in seconds. Raises the last error; a
+    `DilocoxError`, which says what is wrong for good, at once.
+    """
+    pause, deadline = FIRST_PAUSE, None
+    while True:
+        try:
+            return action()
+        except DilocoxError:
+            raise
+        except failures as error:
+            now = clock()
+            deadline = now + seconds if deadline is None else deadline
+            if now + pause > deadline:
+                raise
+            again(error, pause)
+        sleep(pause)
+        pause *= 2
+
+
+def _protocols(files: Any) -> tuple[str, ...]:
+    found = files.protocol
+    return (found,) if isinstance(found, str) else tuple(found)
