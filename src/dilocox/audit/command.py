@@ -53,7 +53,7 @@ def add_auditor_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_common(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", type=Path, metavar="RUN", help="a run's folder")
+    parser.add_argument("run", metavar="RUN", help="a run's folder")
     parser.add_argument(
         "--key", type=Path, metavar="FILE",
         help="the auditor's own key; made if it is not there (default: a key for this once)",
@@ -164,11 +164,11 @@ def _selected(
 def _opened(options: argparse.Namespace) -> AuditedRun:
     from dilocox.audit.run import AuditedRun
 
-    if "://" in str(options.run):
+    if "://" in options.run:
         raise RecordError(
             f"{options.run}: an audit writes its verdicts into the run's folder; copy the run here"
         )
-    return AuditedRun(options.run, tuple(options.store), options.data, options.log_key)
+    return AuditedRun(Path(options.run), tuple(options.store), options.data, options.log_key)
 
 
 def _check_site(audited: AuditedRun, site: str | None) -> None:
