@@ -288,7 +288,7 @@ class RecordSection(Section):
     store: str = "{run}/record/store"
     """Where payloads and theta_0 are kept, a folder or a URL that fsspec knows; `{run}` is the
     run's folder."""
-    states_every: int = Field(default=0, ge=0)
+    states_every: Annotated[int, Field(ge=0)] = 0
     """Every so many rounds each site also keeps the state in which the round begins, so that
     `dilocox audit` can repeat the round; 0: never. A site with text of its own only signs it."""
     audit_rate: Fraction = 0.05

@@ -9,6 +9,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -271,3 +272,14 @@ def test_a_state_that_is_not_the_signed_one_fails(copied: Path) -> None:
     data[7] ^= 1
     path.write_bytes(data)
     assert audit(copied, "lyon", 2).verdict == "FAIL"
+
+
+def test_a_state_that_was_signed_late_fails(trained: Path) -> None:
+    """After the first payload that was made from it was decided on."""
+    case = AuditedRun(trained, (), None).case()
+    key = (2, "lyon", 0, 0)
+    late = case.course.numbers["outer/2/0/0"] + 1
+    case.course.rounds[key] = replace(case.course.rounds[key], number=late)
+    verdict = judge(case, "lyon", 2, here, lambda step: None)
+    assert verdict.verdict == "FAIL"
+    assert "only after what was made from it" in verdict.reason

@@ -14,9 +14,10 @@ from dilocox.config import RunConfig
 from dilocox.data import TokenFiles
 from dilocox.errors import DilocoxError, RecordError
 from dilocox.methods import EXCHANGE_GRADIENTS
+from dilocox.outer.coordinator.keys import ExchangeKey
 from dilocox.outer.coordinator.messages import RoundPlan
 from dilocox.record.audits import AuditVerdict, Verdict
-from dilocox.record.beacon import decided, sites_of
+from dilocox.record.beacon import decided, exchanges_of, sites_of
 from dilocox.record.course import Course, RoundState
 from dilocox.record.replay import Get
 from dilocox.record.rounds import Document, Fingerprint, steps_from_bytes
@@ -137,6 +138,13 @@ def _began(case: Case, site: str, place: Place, round_: int) -> _Began:
         raise JudgedError("FAIL", f"{place} has signed no state of this round: withheld")
     if state.served != "yes":
         raise JudgedError("FAIL", f"{place} withholds its state ({state.served}) without a reason")
+    decisions = (
+        case.course.numbers[key]
+        for key in exchanges_of(case.course, round_)
+        if ExchangeKey.parse(key).stage == place.stage
+    )
+    if state.number > min(decisions):
+        raise JudgedError("FAIL", f"{place} has signed its state only after what was made from it")
     start = _document(case.get, state, place)
     missing = next((each for each in start.tensors if not _there(case.get, each.sha256)), None)
     if missing is not None:
@@ -249,8 +257,13 @@ def differences(plan: RoundPlan, began: _Began, replay: RankReplay) -> Iterator[
         if not check.same:
             when = f"after step {check.after - 1}" if check.after else "from before the round"
             yield Bad(check.after - 1, f"{where}: another payload of {check.key}, {when}")
-    if began.end is not None and began.end != replay.end:
+    if began.end is not None and not _equal(began.end, replay.end):
         yield Bad(plan.inner_steps - 1, f"{where}: {_apart(began.end, replay.end)} after the round")
+
+
+def _equal(signed: Document, found: Document) -> bool:
+    """The class may be another: a run that was resumed may go on elsewhere."""
+    return (signed.state, signed.tensors) == (found.state, found.tensors)
 
 
 def _unlike(signed: Fingerprint, found: Fingerprint) -> str:

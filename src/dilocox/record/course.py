@@ -7,11 +7,12 @@ more, and of what was decided again the later decision does.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dilocox.errors import RecordError
 from dilocox.outer.coordinator.keys import ExchangeKey
+from dilocox.outer.coordinator.plan_messages import RoundPlan
 from dilocox.record import statements as s
 from dilocox.record.note import NoteKey
 
@@ -36,12 +37,12 @@ class Step:
     exchange: str
     learning_rate: float
     momentum: float
-    delay: int
-    """Slots from its boundary to its landing, or to the fragment's next boundary if that is
-    sooner."""
     fragments: int
     payloads: Mapping[str, str]
     """SHA-256 of what counts, by `SITE/SHARD`."""
+    delay: int = 0
+    """Slots from its boundary to its landing, or to the fragment's next boundary if that is
+    sooner."""
 
     @classmethod
     def of(cls, statement: s.Statement) -> Step:
@@ -135,6 +136,8 @@ class Course:
     """By round, where rounds can be repeated; as `RoundPlan` says them."""
     rounds: dict[tuple[int, str, int, int], RoundState] = field(default_factory=dict)
     """By (round, site, stage, shard)."""
+    again: set[tuple[int, str, int, int]] = field(default_factory=set)
+    """Keys of `rounds` that may be signed once more, since the run was resumed there."""
     numbers: dict[str, int] = field(default_factory=dict)
     """Which statement of the log has decided an exchange, by its key."""
     read: int = 0
@@ -259,8 +262,8 @@ def _stepped(course: Course, keys: dict[str, str], statement: s.Statement) -> No
 
 
 def _planned(course: Course, keys: dict[str, str], statement: s.Statement) -> None:
-    plan = statement.predicate["plan"]
-    course.plans[int(plan["round"])] = plan
+    plan = RoundPlan.model_validate(statement.predicate["plan"])
+    course.plans[plan.round] = plan.model_dump(mode="json")
 
 
 def _began(course: Course, keys: dict[str, str], statement: s.Statement) -> None:
@@ -277,7 +280,15 @@ def _began(course: Course, keys: dict[str, str], statement: s.Statement) -> None
         served=str(said["served"]),
         number=course.read,
     )
-    course.rounds[(state.round, state.site, state.stage, state.shard)] = state
+    key = (state.round, state.site, state.stage, state.shard)
+    known = course.rounds.get(key)
+    # The first counts: who has seen what is audited is not to choose another state. Where a run
+    # was resumed its sites begin again, perhaps on other machines.
+    if known is None:
+        course.rounds[key] = state
+    elif key in course.again:
+        course.again.remove(key)
+        course.rounds[key] = replace(state, steps=state.steps or known.steps)
 
 
 def _held(course: Course, keys: dict[str, str], statement: s.Statement) -> None:
@@ -299,6 +310,7 @@ def _resumed(course: Course, keys: dict[str, str], statement: s.Statement) -> No
     course.states = [state for state in course.states if state.kind == "initial"]
     course.plans = {n: plan for n, plan in course.plans.items() if plan["first_tick"] <= tick}
     course.rounds = {key: state for key, state in course.rounds.items() if state.tick <= tick}
+    course.again = {key for key, state in course.rounds.items() if state.tick == tick}
 
 
 _TAKE = {
