@@ -30,7 +30,8 @@ examples:
   dilocox data show runs/quickstart/data
   dilocox generate runs/quickstart --prompt "def main():"
   dilocox verify runs/quickstart             (how its model was made, from the record alone)
-  dilocox audit runs/quickstart --sample 5%  (repeats rounds; needs record.states_every)
+  dilocox audit runs/run --sample 5%         (repeats rounds; needs record.states_every)
+  dilocox auditor runs/run --key mine        (the same beside a run, until it ends)
   dilocox export runs/quickstart --to my-model
   dilocox lab run.toml --link 20mbit         (on shaped links on this machine; needs root)
 """

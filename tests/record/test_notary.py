@@ -311,9 +311,11 @@ def test_the_first_state_of_a_round_counts(scene: Scene) -> None:
         scene.driver.core.witness.state(m.StateRequest(rank=rank, statement=text))
 
     def documents() -> dict[int, tuple[str, str | None]]:
+        rounds = scene.course().rounds
+        scene.reopen()
         return {
             key[0]: (state.document[0], state.steps and state.steps[0])
-            for key, state in scene.course().rounds.items()
+            for key, state in rounds.items()
         }
 
     began("1", 1, 4, True)
