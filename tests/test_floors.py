@@ -36,7 +36,7 @@ FLOORS = (
     {"compression", "display", "metrics", "checkpoint"},
     {"site", "outer", "data", "models", "recorder", "model_files"},
     {"memory", "record"},
-    {"assembly"},
+    {"assembly", "determinism"},
     {"payloads"},
     {"persistence", "entering", "meter", "preflight"},
     {"trainer"},

@@ -30,6 +30,7 @@ from dilocox.assembly import (
 )
 from dilocox.config import RunConfig
 from dilocox.data import TokenFiles
+from dilocox.determinism import facts_here
 from dilocox.entering import Newcomer
 from dilocox.errors import CheckpointError, DilocoxError, RunOverError
 from dilocox.outer.control import RankControl
@@ -53,7 +54,6 @@ from dilocox.record.inner import InnerRecord, Manner
 from dilocox.record.recording import Author, RankRecord
 from dilocox.record.statements import Signer
 from dilocox.record.store import Store
-from dilocox.site import determinism_facts, resolve_precision
 from dilocox.trainer import Stopped, Trainer
 
 log = logging.getLogger(__name__)
@@ -336,12 +336,10 @@ def _open_rounds(job: RankJob, rank: Rank, client: CoordinatorClient) -> InnerRe
     config, place = job.config, job.place
     if not job.identity.record_run or config.record.states_every == 0:
         return None
-    device = rank.mesh.device
-    precision = resolve_precision(config.site, device)
     manner = Manner(
         every=config.record.states_every,
         private=config.sites[place.site].data is not None,
-        facts=determinism_facts(config.site, config.model, device, precision),
+        facts=facts_here(config, rank.mesh.device),
         replaced=job.hooks.replaced,
     )
     patience = config.network.link_timeout

@@ -21,6 +21,7 @@ from dilocox.audit.replay import Alone, RepeatingTrainer
 from dilocox.compression import payload_digest
 from dilocox.config import RunConfig
 from dilocox.data import TokenFiles
+from dilocox.determinism import facts_here
 from dilocox.outer.attempt import Contribution, Outcome
 from dilocox.outer.averaging import average
 from dilocox.outer.control import RankControl
@@ -34,7 +35,6 @@ from dilocox.record.notary import LogNotary
 from dilocox.record.recording import Author, RankRecord
 from dilocox.record.statements import Signer
 from dilocox.record.store import Store
-from dilocox.site import determinism_facts
 from dilocox.trainer import Trainer
 
 STEPS, SLOTS = 4, 4
@@ -66,6 +66,7 @@ class Registry:
     def exchange(self, me: str, given: Contribution) -> Future[Outcome]:
         """Take a contribution; when all are there the exchange is over."""
         future: Future[Outcome] = Future()
+        self.sites[me].watch.wait_signed()
         with self._lock:
             there = self._in.setdefault(given.key.text, {})
             there[me] = (given, future)
@@ -162,7 +163,7 @@ class Neighbour:
         author = Author(registry.notary.run, m.Rank(site=name, stage=0, shard=0), signer)
         self.store = Store(config.record_store)
         self.record = RankRecord(author, self.store, registry, print, 60.0)
-        facts = determinism_facts(config.site, config.model, self.rank.mesh.device, torch.float32)
+        facts = facts_here(config, self.rank.mesh.device)
         self.watch = InnerRecord(author, Manner(1, False, facts), self.store, registry, print, 60.0)
         self.change: Callable[[Tensor], Tensor] = lambda u: u
         """What it makes of a contribution before it is sent."""

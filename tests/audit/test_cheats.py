@@ -16,6 +16,9 @@ from typing import Any
 import pytest
 import torch
 
+from dilocox import trainer
+from dilocox.audit import judging
+from dilocox.audit import replay as replaying
 from dilocox.audit.judging import judge
 from dilocox.audit.replay import Progress, RankJob, RankReplay, repeat
 from dilocox.audit.run import AuditedRun
@@ -283,3 +286,75 @@ def test_a_state_that_was_signed_late_fails(trained: Path) -> None:
     verdict = judge(case, "lyon", 2, here, lambda step: None)
     assert verdict.verdict == "FAIL"
     assert "only after what was made from it" in verdict.reason
+
+
+# --- between classes ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The auditor's machine is another."""
+    monkeypatch.setattr(replaying, "facts_here", lambda *given: {"machine": "another"})
+
+
+def rates_off_by(monkeypatch: pytest.MonkeyPatch, share: float) -> None:
+    """A repetition computes a little otherwise, as another processor would."""
+    rate = trainer.learning_rate
+    monkeypatch.setattr(trainer, "learning_rate", lambda *given: rate(*given) * (1.0 + share))
+
+
+def test_equal_bits_are_exact_in_every_class(trained: Path, elsewhere: None) -> None:
+    verdict = audit(trained, "paris", 3)
+    assert (verdict.verdict, verdict.same_class) == ("EXACT", False)
+
+
+@pytest.mark.parametrize(
+    ("share", "expected"), [(1e-6, "WITHIN_TOL"), (1e-2, "MISMATCH")], ids=["tiny", "not tiny"]
+)
+def test_differences_between_classes(
+    trained: Path, elsewhere: None, monkeypatch: pytest.MonkeyPatch, share: float, expected: str
+) -> None:
+    rates_off_by(monkeypatch, share)
+    verdict = audit(trained, "paris", 3)
+    assert (verdict.verdict, verdict.same_class) == (expected, False), verdict
+    assert verdict.difference is not None
+    assert (0.0 < verdict.difference < 1e-4) == (expected == "WITHIN_TOL")
+
+
+def test_the_same_differences_in_one_class(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rates_off_by(monkeypatch, 1e-6)
+    assert audit(trained, "paris", 3).verdict == "MISMATCH"
+
+
+@pytest.mark.parametrize("name", ["skipped step", "wrong learning rate", "tampered optimizer"])
+def test_cheats_are_found_from_another_class(trained: Path, elsewhere: None, name: str) -> None:
+    verdict = audit(trained, "lyon", 2 * list(CHEATS).index(name) + 1)
+    assert verdict.verdict == "MISMATCH", verdict
+    assert verdict.first_bad_step is not None
+    assert verdict.first_bad_step >= CHEATS[name][1]
+
+
+def test_bf16_between_classes_says_nothing(
+    trained: Path, elsewhere: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rates_off_by(monkeypatch, 1e-2)
+    begin = judging._began
+
+    def in_bf16(*given: Any) -> Any:
+        began = begin(*given)
+        facts = {**began.start.facts, "precision": "bfloat16"}
+        return replace(began, start=replace(began.start, facts=facts))
+
+    monkeypatch.setattr(judging, "_began", in_bf16)
+    monkeypatch.setattr(judging, "_job", lambda case, began, plan: JOB(case, in_fp32(began), plan))
+    verdict = audit(trained, "paris", 3)
+    assert verdict.verdict == "NOT_RUN"
+    assert "in bf16 honest differences say nothing" in verdict.reason
+
+
+JOB = judging._job
+
+
+def in_fp32(began: Any) -> Any:
+    facts = {**began.start.facts, "precision": "float32"}
+    return replace(began, start=replace(began.start, facts=facts))

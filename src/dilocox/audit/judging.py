@@ -227,17 +227,18 @@ def _compared(
     replays: Sequence[RankReplay],
 ) -> Verdict:
     pairs = list(zip(began, replays, strict=True))
-    if all(each.start.facts == replay.facts for each, replay in pairs):
-        bad = [b for each, replay in pairs for b in differences(plan, each, replay)]
-        if not bad:
-            signed = all(each.end is not None for each in began)
-            more = "" if signed else "; it has signed no fingerprints of its steps"
-            count = sum(len(replay.payloads) for replay in replays)
-            reason = f"{plan.inner_steps} steps, {count} payloads, the same bits{more}"
-            return Verdict(site, round_, "EXACT", reason, same_class=True)
-        first = min(bad, key=lambda each: each.step)
-        return Verdict(site, round_, "MISMATCH", first.what, first.step, same_class=True)
-    return _between_classes(site, round_, plan, pairs)
+    same = all(each.start.facts == replay.facts for each, replay in pairs)
+    bad = [b for each, replay in pairs for b in differences(plan, each, replay)]
+    if not bad:
+        signed = all(each.end is not None for each in began)
+        more = "" if signed else "; it has signed no fingerprints of its steps"
+        count = sum(len(replay.payloads) for replay in replays)
+        reason = f"{plan.inner_steps} steps, {count} payloads, the same bits{more}"
+        return Verdict(site, round_, "EXACT", reason, same_class=same)
+    if not same:
+        return _between_classes(site, round_, plan, pairs)
+    first = min(bad, key=lambda each: each.step)
+    return Verdict(site, round_, "MISMATCH", first.what, first.step, same_class=True)
 
 
 def differences(plan: RoundPlan, began: _Began, replay: RankReplay) -> Iterator[Bad]:

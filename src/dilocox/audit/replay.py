@@ -17,6 +17,7 @@ from dilocox.assembly import Batches, Blueprint, Hooks, Place, Rank, build_rank
 from dilocox.audit.exchanges import PayloadCheck, RecordedExchanges
 from dilocox.config import RunConfig
 from dilocox.data import TokenFiles
+from dilocox.determinism import facts_here
 from dilocox.errors import RecordError
 from dilocox.outer.control import RankControl
 from dilocox.outer.coordinator.client import CoordinatorClient
@@ -30,7 +31,6 @@ from dilocox.record.inner import Capture
 from dilocox.record.replay import Get
 from dilocox.record.rounds import Document, Fingerprint, checksum, fingerprint
 from dilocox.record.store import Store, Stores
-from dilocox.site import determinism_facts, resolve_precision
 from dilocox.trainer import Trainer
 
 Progress = Callable[[int], None]
@@ -178,9 +178,7 @@ def repeat(job: RankJob, progress: Progress) -> RankReplay:
         entry_timeout=0.0,
         watch=watch,
     )
-    facts = determinism_facts(
-        config.site, config.model, device, resolve_precision(config.site, device)
-    )
+    facts = facts_here(config, device)
     _take_up(trainer, job, get)
     trainer.train_round(job.plan)
     tensors, state = capture_round(trainer)
