@@ -7,7 +7,16 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-TOGETHER = ("benchmarks", "compression", "data", "models", "outer/controller", "plan", "record")
+TOGETHER = (
+    "audit",
+    "benchmarks",
+    "compression",
+    "data",
+    "models",
+    "outer/controller",
+    "plan",
+    "record",
+)
 """Folders of tests that compute, each in one process."""
 ALONE = ("test_sharded.py", "test_wan_run.py", "test_wan_peers.py", "test_quality_run.py")
 """Modules there that start a site's processes all the same."""

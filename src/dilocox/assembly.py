@@ -59,6 +59,12 @@ class Hooks:
     on_evaluation: Callable[[int, float], None] | None = None
     """Called on the first rank of the first site with (round, held-out loss)."""
 
+    @property
+    def replaced(self) -> list[str]:
+        """What of dilocox's own steps is computed by other code: `dataset`, `loss`."""
+        own = {"dataset": self.dataset is None, "loss": self.loss is mean_cross_entropy}
+        return [name for name, same in own.items() if not same]
+
 
 @dataclass(frozen=True)
 class Place:

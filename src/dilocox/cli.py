@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from dilocox.audit import command as audit
 from dilocox.errors import ConfigError, DilocoxError
 from dilocox.lab import command as lab_command
 from dilocox.plan import command as plan
@@ -31,6 +32,8 @@ examples:
   dilocox generate runs/quickstart --prompt "def main():"
   dilocox verify runs/quickstart             (how its model was made, from the record alone)
   dilocox report runs/quickstart             (its page: runs/quickstart/report.html)
+  dilocox audit runs/run --sample 5%         (repeats rounds; needs record.states_every)
+  dilocox auditor runs/run --key mine        (the same beside a run, until it ends)
   dilocox export runs/quickstart --to my-model
   dilocox lab run.toml --link 20mbit         (on shaped links on this machine; needs root)
 """
@@ -201,6 +204,10 @@ def _parser() -> argparse.ArgumentParser:
 
     reporting = commands.add_parser("report", parents=[common], help=report.HELP)
     report.add_arguments(reporting)
+    auditing = commands.add_parser("audit", parents=[common], help=audit.HELP)
+    audit.add_arguments(auditing)
+    auditor = commands.add_parser("auditor", parents=[common], help=audit.AUDITOR_HELP)
+    audit.add_auditor_arguments(auditor)
 
     generate = commands.add_parser(
         "generate", parents=[common], help="sample text from a run's model"

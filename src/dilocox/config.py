@@ -289,6 +289,11 @@ class RecordSection(Section):
     store: str = "{run}/record/store"
     """Where payloads and theta_0 are kept, a folder or a URL that fsspec knows; `{run}` is the
     run's folder."""
+    states_every: Annotated[int, Field(ge=0)] = 0
+    """Every so many rounds each site also keeps the state in which the round begins, so that
+    `dilocox audit` can repeat the round; 0: never. A site with text of its own only signs it."""
+    audit_rate: Fraction = 0.05
+    """Share of these rounds of each site that `dilocox auditor` audits."""
 
 
 class MetricsSection(Section):
@@ -330,6 +335,11 @@ class RunConfig(Section):
         )
         if problem is not None:
             raise ValueError(problem)
+        if self.record.states_every and self.exchanges_gradients:
+            raise ValueError(
+                f"record.states_every: method {self.outer.method} exchanges gradients, which are "
+                "not kept, so that no round can be repeated: set it to 0"
+            )
         for name, site in self.sites.items():
             problem = None
             if site.batch_size is not None:

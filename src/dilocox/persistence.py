@@ -235,6 +235,23 @@ def capture(trainer: Trainer) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     return tensors, state
 
 
+OF_A_ROUND = ("round_so_far", "non_finite", "dropped")
+"""What `capture` says of the part of a round that was trained."""
+
+
+def capture_round(trainer: Trainer) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """`capture` between two rounds: no times, the same numbers for the same training."""
+    tensors, state = capture(trainer)
+    return tensors, {name: said for name, said in state.items() if name not in OF_A_ROUND}
+
+
+def restore_round(
+    trainer: Trainer, tensors: dict[str, torch.Tensor], state: Mapping[str, Any], tick: int
+) -> None:
+    """The inverse of `capture_round`, `tick` slots into the run."""
+    restore(trainer, checkpoint.Loaded(tensors, {**state, "tick": tick}))
+
+
 def restore(trainer: Trainer, loaded: checkpoint.Loaded) -> None:
     """The inverse of `capture`; exchanges that were under way begin again with the run."""
     rank, outer, tensors, state = trainer.rank, trainer.outer, loaded.tensors, loaded.state
@@ -250,7 +267,8 @@ def restore(trainer: Trainer, loaded: checkpoint.Loaded) -> None:
     outer.owner_landings = list(state["owner_landings"])
     outer.dropping = bool(state["dropping"])
     trainer.dropped_round = int(state["dropped_round"])
-    trainer.meter.go_on(state["round_so_far"], state["non_finite"], state["dropped"])
+    if "round_so_far" in state:
+        trainer.meter.go_on(state["round_so_far"], state["non_finite"], state["dropped"])
     trainer.at.round = int(state["round"])
     trainer.at.slot = int(state["slot"])
     trainer.at.tick = int(state["tick"])

@@ -51,6 +51,9 @@ WRITTEN = (
     "trace*.json",
 )
 """What a run writes into its folder, and all that `--overwrite` takes away."""
+STATE_BYTES = 32
+"""Per parameter, of the state in which a round begins: fp32 parameters, two moments, anchor, outer
+momentum, reference, residual, and what is under way. Less with SGD or without error feedback."""
 STARTED = ("metrics.jsonl", "coordinator", "logs", "record")
 """What a start leaves that failed before anything was trained."""
 
@@ -306,13 +309,16 @@ def _check_store(config: RunConfig, blueprint: Blueprint, parameters: int) -> No
 
 
 def record_bytes(config: RunConfig, blueprint: Blueprint, parameters: int) -> int:
-    """Bytes of theta_0 and of all payloads, if the codec and rounds stay those of the run file."""
+    """Bytes of theta_0, of all payloads and of the rounds' states that are kept, if the codec and
+    rounds stay those of the run file."""
     if config.exchanges_gradients:
         return 4 * parameters
     codec = config.compression.codec
     sizes = sizes_by_codec(config, model_shapes(config, blueprint), [codec])[codec]
     rounds = 1 + -(-config.total_steps // config.outer.inner_steps)
-    return 4 * parameters + rounds * len(config.sites) * sum(map(sum, sizes))
+    every = config.record.states_every
+    states = -(-(rounds - 1) // every) * STATE_BYTES * parameters if every else 0
+    return 4 * parameters + len(config.sites) * (rounds * sum(map(sum, sizes)) + states)
 
 
 def _check_blueprint(config: RunConfig, blueprint: Blueprint) -> list[int]:

@@ -31,6 +31,7 @@ from dilocox.assembly import (
 )
 from dilocox.config import RunConfig
 from dilocox.data import TokenFiles
+from dilocox.determinism import facts_here
 from dilocox.entering import Newcomer
 from dilocox.errors import CheckpointError, DilocoxError, RunOverError
 from dilocox.outer.control import RankControl
@@ -51,6 +52,7 @@ from dilocox.outer.loop import OuterLoop
 from dilocox.outer.tunnel import Tunnel, form_group, open_tunnel
 from dilocox.outer.worker import ExchangeWorker
 from dilocox.persistence import Keeper, record_state
+from dilocox.record.inner import InnerRecord, Manner
 from dilocox.record.recording import Author, RankRecord
 from dilocox.record.statements import Signer
 from dilocox.record.store import Store
@@ -100,6 +102,7 @@ class Network:
     congestion: str | None = None
     """TCP congestion control without a tunnel, if not the machine's."""
     record: RankRecord | None = None
+    rounds: InnerRecord | None = None
     groups: dict[GroupKey, PeerGroup] = field(default_factory=dict)
     _forming: dict[GroupKey, threading.Lock] = field(default_factory=dict)
 
@@ -124,6 +127,9 @@ class Network:
         own = digests.get(self.place.site)
         signed = None
         if self.record is not None and own is not None and key.kind == "outer":
+            if self.rounds is not None:
+                # The state comes into the log before what was made from it.
+                self.rounds.wait_signed()
             signed = self.record.sign(key, attempt, own)
         return self.client.vote(
             key,
@@ -283,7 +289,10 @@ def _take_part(
     config, place = job.config, job.place
     record = _open_record(job, client)
     congestion = config.network.congestion
-    network = Network(client, control, place, job.address, timeouts, tunnel, congestion, record)
+    rounds = _open_rounds(job, rank, client)
+    network = Network(
+        client, control, place, job.address, timeouts, tunnel, congestion, record, rounds
+    )
     worker = ExchangeWorker(network, place.site, _beside_training(rank))
     outer = OuterLoop(
         rank.states,
@@ -308,6 +317,7 @@ def _take_part(
         hooks=job.hooks,
         form_group=network.pair,
         entry_timeout=timeouts.stall,
+        watch=rounds,
     )
     control.wait_while_role("enrolled")
     newcomer = _enter(trainer, network, timeouts)
@@ -319,19 +329,41 @@ def _take_part(
 
 def _open_record(job: RankJob, client: CoordinatorClient) -> RankRecord | None:
     """This rank's part in the run's record; none if the run is not recorded."""
-    identity, place = job.identity, job.place
-    if not identity.record_run:
+    if not job.identity.record_run:
         return None
-    name = RankName(site=place.site, stage=place.stage, shard=place.shard)
-    author = Author(identity.record_run, name, Signer.from_hex(identity.record_key))
+    patience = job.config.network.link_timeout
+    store = Store(job.config.record_store, patience)
+    return RankRecord(_author(job), store, client, _warning(client), patience)
 
+
+def _open_rounds(job: RankJob, rank: Rank, client: CoordinatorClient) -> InnerRecord | None:
+    """What keeps this rank's states; none if no round is to be repeated."""
+    config, place = job.config, job.place
+    if not job.identity.record_run or config.record.states_every == 0:
+        return None
+    manner = Manner(
+        every=config.record.states_every,
+        private=config.sites[place.site].data is not None,
+        facts=facts_here(config, rank.mesh.device),
+        replaced=job.hooks.replaced,
+    )
+    patience = config.network.link_timeout
+    store = Store(config.record_store, patience)
+    return InnerRecord(_author(job), manner, store, client, _warning(client), patience)
+
+
+def _author(job: RankJob) -> Author:
+    place, identity = job.place, job.identity
+    name = RankName(site=place.site, stage=place.stage, shard=place.shard)
+    return Author(identity.record_run, name, Signer.from_hex(identity.record_key))
+
+
+def _warning(client: CoordinatorClient) -> Callable[[str], None]:
     def warn(text: str) -> None:
         with contextlib.suppress(DilocoxError):
             client.report(0, {"text": text}, kind="warning")
 
-    patience = job.config.network.link_timeout
-    store = Store(job.config.record_store, patience)
-    return RankRecord(author, store, client, warn, patience)
+    return warn
 
 
 def _beside_training(rank: Rank) -> Callable[[], None] | None:

@@ -25,6 +25,7 @@ from dilocox.outer.control import RankControl
 from dilocox.outer.coordinator.client import CoordinatorClient
 from dilocox.outer.coordinator.messages import ExchangeKey, PlanReply, RoundPlan
 from dilocox.outer.loop import OuterLoop
+from dilocox.record.inner import RoundWatch
 from dilocox.site import learning_rate
 
 log = logging.getLogger(__name__)
@@ -66,6 +67,8 @@ class Trainer:
     inner step."""
     ahead: Future[PlanReply] | None = None
     """The plan of the next round, asked for while this one ends."""
+    watch: RoundWatch | None = None
+    """Who looks on, so that rounds can be repeated and compared."""
 
     def __post_init__(self) -> None:
         self.me = self.rank.place.site
@@ -119,6 +122,8 @@ class Trainer:
     def train_round(self, plan: RoundPlan) -> None:
         """From the slot where this rank stands to the round's end."""
         self.meter.begin(plan, self.at.slot)
+        if self.at.slot == 0:
+            self.show_state(plan)
         timeline.mark(
             f"round {plan.round}", inner_steps=plan.inner_steps, codec=plan.codec, delay=plan.delay
         )
@@ -133,6 +138,16 @@ class Trainer:
             self.train_slot(plan, slot)
             self.end_slot(plan, slot, time.monotonic() - began)
         self.end_round(plan)
+
+    def show_state(self, plan: RoundPlan) -> None:
+        """The round of `plan` is about to begin."""
+        if self.watch is not None:
+            self.watch.boundary(
+                plan.round,
+                plan.first_tick,
+                plan.kind == "train",
+                lambda: persistence.capture_round(self),
+            )
 
     def look_ahead(self, round_: int) -> None:
         """Ask for the plan of the next round, beside the last inner step of this one.
@@ -164,6 +179,8 @@ class Trainer:
             tokens = member.batch * self.config.data.sequence_length
             with timeline.span("inner step", step=plan.first_step + number, site_tokens=tokens):
                 result = self.rank.model.inner_step(inputs, labels, rate, exchange)
+            if self.watch is not None:
+                self.watch.step(result.numbers, self.rank.live.values())
             self.meter.add(result, rate)
             self.control.touch()
 
@@ -286,12 +303,18 @@ class Trainer:
             model.sync_tied()
         return sum(losses) / len(losses)
 
+    def wait_for_record(self) -> None:
+        """Return when checkpoints and the record have all that there is so far."""
+        self.keeper.wait()
+        if self.watch is not None:
+            self.watch.wait()
+
     def stop(self) -> None:
         """Write a checkpoint where the whole run stands still. Raises `Stopped`."""
         self.errands.wait()
         plan = self.client.poll_plan(self.at.round, 0.0).plan
         self.keeper.save(self, plan, last=True)
-        self.keeper.wait()
+        self.wait_for_record()
         self.client.finish(complete=False)
         raise Stopped
 
@@ -299,7 +322,7 @@ class Trainer:
         """Leave the run: what this rank owed the others is decided. Raises `Stopped`."""
         self.errands.wait()
         self.outer.settle()
-        self.keeper.wait()
+        self.wait_for_record()
         self.client.depart()
         raise Stopped
 
@@ -310,6 +333,7 @@ class Trainer:
         """
         self.errands.wait()
         self.keeper.save(self, plan, last=True)
+        self.show_state(plan)
         if self.config.exchanges_gradients:
             self.outer.land_gradients()
         elif self.me in plan.members:
@@ -322,7 +346,7 @@ class Trainer:
             self.client.report(plan.round, metrics, kind="flush")
         self.evaluate(plan, plan.round)
         self.keeper.publish(self, plan)
-        self.keeper.wait()
+        self.wait_for_record()
         self.client.finish(complete=True)
 
 

@@ -290,6 +290,65 @@ def test_a_state_is_signed_by_the_rank_that_holds_it(scene: Scene) -> None:
     assert [state.kind for state in scene.course().states] == ["initial"]
 
 
+def plan_of(round_: int, tick: int) -> m.RoundPlan:
+    return decision(round_, tick).plan
+
+
+def test_plans_are_said_where_rounds_can_be_repeated(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, record={"states_every": 2})
+    scene.enrol()
+    scene.driver.plan(0, "a")
+    course = scene.course()
+    assert list(course.plans) == [0]
+    assert set(course.plans[0]["members"]) == {"a", "b", "c"}
+    assert course.plans[0]["members"]["a"]["ranges"]
+    before = scene.kinds()
+    scene.reopen()
+    assert scene.kinds() == before, "a restart says nothing twice"
+    scene.notary.resumed(0, 0)
+    scene.notary.planned(plan_of(0, 2))
+    assert scene.kinds()[-2:] == [s.RESUME, s.PLAN]
+
+
+def test_plans_are_not_said_elsewhere(scene: Scene) -> None:
+    assert s.PLAN not in scene.kinds()
+
+
+def test_the_first_state_of_a_round_counts(scene: Scene) -> None:
+    """Signed again only counts after a resume that goes back to it; then it keeps the steps."""
+
+    def began(digest: str, round_: int, tick: int, steps: bool, **changes: Any) -> None:
+        subjects = {"state": digest * 64, "document": digest * 64}
+        if steps:
+            subjects["steps"] = digest * 64
+        rank = m.Rank(site="a", stage=0, shard=0)
+        said = {"run": scene.notary.run, "site": "a", "stage": 0, "shard": 0, "round": round_,
+                "tick": tick, "served": "yes", **changes}  # fmt: skip
+        text = SIGNERS["a"].sign(s.Statement(s.ROUND, subjects, said))
+        scene.driver.core.witness.state(m.StateRequest(rank=rank, statement=text))
+
+    def documents() -> dict[int, tuple[str, str | None]]:
+        rounds = scene.course().rounds
+        scene.reopen()
+        return {
+            key[0]: (state.document[0], state.steps and state.steps[0])
+            for key, state in rounds.items()
+        }
+
+    began("1", 1, 4, True)
+    began("2", 1, 4, True)
+    began("3", 2, 8, True)
+    assert documents() == {1: ("1", "1"), 2: ("3", "3")}
+    scene.notary.resumed(1, 4)
+    assert documents() == {1: ("1", "1")}
+    began("4", 1, 4, False)
+    began("5", 1, 4, False)
+    assert documents() == {1: ("4", "1")}
+    for changes in ({"shard": 1}, {"stage": 1}, {"site": "b"}):
+        with pytest.raises(Refused):
+            began("6", 3, 12, False, **changes)
+
+
 def test_gaps_are_named(scene: Scene) -> None:
     notary = scene.notary
     notary.decided(decision(0, 2))

@@ -38,6 +38,12 @@ def test_too_little_disk_for_the_record(prepared: Path, monkeypatch: pytest.Monk
     dense = 4 * sum(math.prod(shape) for stage in shapes for shape in stage.values())
     assert 4 * parameters + 6 * dense <= needed < 4 * parameters + 6.6 * dense
 
+    # A state of every fourth round of 10, at both sites.
+    ten = {"outer": {"rounds": 10}, "compression": {"codec": "none"}}
+    without = preflight.record_bytes(config(prepared, **ten), blueprint, parameters)
+    kept = config(prepared, **ten, record={"states_every": 4})
+    assert preflight.record_bytes(kept, blueprint, parameters) - without == 3 * 2 * 32 * parameters
+
     class Usage:
         free = 10**9
 

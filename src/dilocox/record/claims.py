@@ -8,6 +8,10 @@ from typing import Literal
 Verdict = Literal["PASS", "FAIL", "NOT_RUN"]
 
 
+class NotRunError(Exception):
+    """A claim that cannot be judged here, and why."""
+
+
 @dataclass(frozen=True)
 class Claim:
     """One thing that can be true of a record."""
@@ -75,7 +79,22 @@ CODE = Claim(
     "this dilocox has, byte for byte, the code that the coordinator ran",
     "what code the sites ran: they named versions only",
 )
-CLAIMS = (LOG, SIGNATURES, COMPLETE, RUN_FILE, PAYLOADS, REPLAY, MODEL, DATA, CODE)
+AUDITS = Claim(
+    "audits",
+    False,
+    "the rounds that were audited are what their sites signed: the same steps on the assigned "
+    "text, repeated from the state in which they began, give the same payloads",
+    "rounds that were not audited; that an auditor's key is one you trust: name it with --auditor",
+)
+BEACON = Claim(
+    "beacon",
+    False,
+    "all that the log and public randomness select was audited, and no site could know before "
+    "what that would be",
+    "that the randomness was unknown when the log was signed: look it up at its source",
+)
+CLAIMS = (LOG, SIGNATURES, COMPLETE, RUN_FILE, PAYLOADS, REPLAY, MODEL, DATA, CODE, AUDITS, BEACON)
+"""The last two are judged only of a run that keeps states for audits."""
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,11 @@ NOBODY_PROVES = (
     "text, by what code."
 )
 
+AUDITS_PROVE = (
+    "Only the claim audits covers what happened inside a site, and only of the rounds that were "
+    "repeated."
+)
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `dilocox verify`."""
@@ -42,6 +47,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--seen", type=Path, metavar="FILE",
         help="a checkpoint of the log that you kept: the log must have grown from it",
     )  # fmt: skip
+    parser.add_argument(
+        "--auditor", action="append", default=[], metavar="KEY",
+        help="let only this auditor's verdicts count; may be given several times",
+    )  # fmt: skip
     parser.set_defaults(call=run)
 
 
@@ -57,7 +66,15 @@ def run(options: argparse.Namespace) -> int:
             folder = held.enter_context(fetched(options.run))
             stores.insert(0, f"{options.run.rstrip('/')}/record/store")
         return _judge(
-            Places(folder, stores, options.model, options.data, options.key, options.seen),
+            Places(
+                folder,
+                stores,
+                options.model,
+                options.data,
+                options.key,
+                options.seen,
+                options.auditor,
+            ),
             options.json,
         )
 
@@ -126,7 +143,8 @@ def show(report: Report, console: Console) -> None:
     console.print(f"run {report.run or '(unknown)'}, log key {escape(report.log)}")
     for finding in report.findings:
         _show_claim(finding, console)
-    console.print(NOBODY_PROVES)
+    audited = any(each.claim.name == "audits" for each in report.findings)
+    console.print(AUDITS_PROVE if audited else NOBODY_PROVES)
     ends = {
         0: "verified: all required claims PASS",
         1: "NOT verified: a claim is FAIL",

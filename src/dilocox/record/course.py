@@ -7,11 +7,12 @@ more, and of what was decided again the later decision does.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dilocox.errors import RecordError
 from dilocox.outer.coordinator.keys import ExchangeKey
+from dilocox.outer.coordinator.plan_messages import RoundPlan
 from dilocox.record import statements as s
 from dilocox.record.note import NoteKey
 
@@ -42,6 +43,9 @@ class Step:
     aggregation: str = "mean"
     shares: tuple[tuple[tuple[int, ...], ...], ...] = ()
     """What counts of each site of `set` by shard, in 65,536ths; empty: all of it."""
+    delay: int = 0
+    """Slots from its boundary to its landing, or to the fragment's next boundary if that is
+    sooner."""
 
     @classmethod
     def of(cls, statement: s.Statement) -> Step:
@@ -61,6 +65,7 @@ class Step:
                 exchange=str(said["exchange"]),
                 learning_rate=float(said["learning_rate"]),
                 momentum=float(said["momentum"]),
+                delay=int(said["delay"]),
                 fragments=int(said["fragments"]),
                 payloads=dict(statement.subjects),
                 aggregation=str(said.get("aggregation", "mean")),
@@ -104,6 +109,29 @@ class State:
     """Of `final`: SHA-256 of the published folder's other files, by name."""
 
 
+@dataclass(frozen=True)
+class RoundState:
+    """The state in which a rank began a round, as its site has signed it."""
+
+    site: str
+    stage: int
+    shard: int
+    round: int
+    tick: int
+    """Slots that had ended."""
+    root: str
+    """Root over its tensors, hex."""
+    document: str
+    """SHA-256 of what else is said of it (see `dilocox.record.rounds`), in the store."""
+    steps: str | None
+    """SHA-256 of the fingerprints of the round before's inner steps, if they were taken."""
+    served: str
+    """`yes`: its tensors are in the store. `private`: withheld, the site trains on text of its
+    own. `no`: only the end of a round is signed."""
+    number: int
+    """Which statement of the log this is, from 0."""
+
+
 @dataclass
 class Course:
     """A whole run."""
@@ -118,6 +146,16 @@ class Course:
     contributions: dict[tuple[str, int, str, int], str] = field(default_factory=dict)
     """SHA-256 of payloads by (exchange key, attempt, site, shard)."""
     states: list[State] = field(default_factory=list)
+    plans: dict[int, Mapping[str, Any]] = field(default_factory=dict)
+    """By round, where rounds can be repeated; as `RoundPlan` says them."""
+    rounds: dict[tuple[int, str, int, int], RoundState] = field(default_factory=dict)
+    """By (round, site, stage, shard)."""
+    again: set[tuple[int, str, int, int]] = field(default_factory=set)
+    """Keys of `rounds` that may be signed once more, since the run was resumed there."""
+    numbers: dict[str, int] = field(default_factory=dict)
+    """Which statement of the log has decided an exchange, by its key."""
+    read: int = 0
+    """Statements so far."""
     unknown: int = 0
     """Statements of types that this version does not know."""
 
@@ -152,16 +190,35 @@ def read_course(entries: Iterable[str], key: NoteKey) -> Course:
 
     Raises `RecordError` naming the first entry that is not.
     """
-    course: Course | None = None
-    keys: dict[str, str] = {}
-    for number, entry in enumerate(entries):
-        try:
-            course = _take(course, keys, entry, key)
-        except RecordError as error:
-            raise RecordError(f"statement {number}: {error}") from None
-    if course is None:
-        raise RecordError("the log holds no statement")
-    return course
+    reader = CourseReader(key)
+    reader.take(entries)
+    return reader.course
+
+
+class CourseReader:
+    """Reads the entries of a log that grows."""
+
+    def __init__(self, key: NoteKey) -> None:
+        self._key = key
+        self._keys: dict[str, str] = {}
+        self._course: Course | None = None
+
+    @property
+    def course(self) -> Course:
+        """What was read so far. Raises `RecordError` if that is nothing."""
+        if self._course is None:
+            raise RecordError("the log holds no statement")
+        return self._course
+
+    def take(self, entries: Iterable[str]) -> None:
+        """Read the entries that follow. Raises `RecordError` naming the first bad one."""
+        for entry in entries:
+            number = 0 if self._course is None else self._course.read
+            try:
+                self._course = _take(self._course, self._keys, entry, self._key)
+            except RecordError as error:
+                raise RecordError(f"statement {number}: {error}") from None
+            self._course.read = number + 1
 
 
 def _take(course: Course | None, keys: dict[str, str], entry: str, log: NoteKey) -> Course:
@@ -215,6 +272,37 @@ def _contributed(course: Course, keys: dict[str, str], statement: s.Statement) -
 def _stepped(course: Course, keys: dict[str, str], statement: s.Statement) -> None:
     step = Step.of(statement)
     course.steps[step.key.text] = step
+    course.numbers[step.key.text] = course.read
+
+
+def _planned(course: Course, keys: dict[str, str], statement: s.Statement) -> None:
+    plan = RoundPlan.model_validate(statement.predicate["plan"])
+    course.plans[plan.round] = plan.model_dump(mode="json")
+
+
+def _began(course: Course, keys: dict[str, str], statement: s.Statement) -> None:
+    said, subjects = statement.predicate, statement.subjects
+    state = RoundState(
+        site=str(said["site"]),
+        stage=int(said["stage"]),
+        shard=int(said["shard"]),
+        round=int(said["round"]),
+        tick=int(said["tick"]),
+        root=subjects["state"],
+        document=subjects["document"],
+        steps=subjects.get("steps"),
+        served=str(said["served"]),
+        number=course.read,
+    )
+    key = (state.round, state.site, state.stage, state.shard)
+    known = course.rounds.get(key)
+    # The first counts: who has seen what is audited is not to choose another state. Where a run
+    # was resumed its sites begin again, perhaps on other machines.
+    if known is None:
+        course.rounds[key] = state
+    elif key in course.again:
+        course.again.remove(key)
+        course.rounds[key] = replace(state, steps=state.steps or known.steps)
 
 
 def _held(course: Course, keys: dict[str, str], statement: s.Statement) -> None:
@@ -234,6 +322,9 @@ def _resumed(course: Course, keys: dict[str, str], statement: s.Statement) -> No
     tick = int(statement.predicate["tick"])
     course.steps = {key: step for key, step in course.steps.items() if step.tick <= tick}
     course.states = [state for state in course.states if state.kind == "initial"]
+    course.plans = {n: plan for n, plan in course.plans.items() if plan["first_tick"] <= tick}
+    course.rounds = {key: state for key, state in course.rounds.items() if state.tick <= tick}
+    course.again = {key for key, state in course.rounds.items() if state.tick == tick}
 
 
 _TAKE = {
@@ -241,6 +332,8 @@ _TAKE = {
     s.ENROLMENT: _enrolled,
     s.CONTRIBUTION: _contributed,
     s.STEP: _stepped,
+    s.PLAN: _planned,
+    s.ROUND: _began,
     s.CHECKPOINT: _held,
     s.RESUME: _resumed,
 }

@@ -82,8 +82,11 @@ class LogWriter:
             self._file.close()
 
 
-def read_log(folder: Path) -> LogContent:
-    """What is in a log's folder. Raises `RecordError` if files are missing or cut short."""
+def read_log(folder: Path, whole: bool = True) -> LogContent:
+    """What is in a log's folder. Raises `RecordError` if files are missing or cut short.
+
+    Unless `whole`, a last line that is being written is left out.
+    """
     texts = {}
     for name in (ENTRIES, CHECKPOINT, PUBLIC):
         try:
@@ -93,7 +96,7 @@ def read_log(folder: Path) -> LogContent:
         except (OSError, UnicodeDecodeError) as error:
             raise RecordError(f"{folder / name}: cannot be read ({error})") from None
     lines = texts[ENTRIES].split("\n")
-    if lines.pop() != "":
+    if lines.pop() != "" and whole:
         raise RecordError(f"{folder / ENTRIES}: its last line was cut short")
     return LogContent(lines, texts[CHECKPOINT], texts[PUBLIC].strip())
 

@@ -22,7 +22,7 @@ from dilocox.errors import RecordError
 from dilocox.outer.calendar import boundary_slots
 from dilocox.outer.coordinator.identity import write_private
 from dilocox.outer.coordinator.keys import ExchangeKey
-from dilocox.outer.coordinator.messages import EnrolRequest, Rank
+from dilocox.outer.coordinator.messages import EnrolRequest, Rank, RoundPlan
 from dilocox.outer.coordinator.notary import Decision
 from dilocox.outer.coordinator.refusals import Refused
 from dilocox.record import statements as s
@@ -51,6 +51,7 @@ class LogNotary:
     run: str = ""
     _keys: dict[str, str] = field(default_factory=dict)
     _steps: dict[str, Mapping[str, Any]] = field(default_factory=dict)
+    _plans: dict[int, Mapping[str, Any]] = field(default_factory=dict)
     _payloads: dict[str, dict[str, str]] = field(default_factory=dict)
     """SHA-256 of payloads by exchange and attempt, by `SITE/SHARD`."""
     _filed: set[bytes] = field(default_factory=set)
@@ -120,11 +121,18 @@ class LogNotary:
 
     def checkpoint(self, rank: Rank, statement: str) -> None:
         """See `Notary`."""
-        found = self._signed(rank, statement, s.CHECKPOINT)
-        place = (found.predicate.get("site"), found.predicate.get("stage"))
-        if place != (rank.site, rank.stage):
-            raise Refused("refused", f"{rank}: its signed checkpoint is another rank's")
+        found = self._signed(rank, statement, s.CHECKPOINT, s.ROUND)
+        said = found.predicate
+        place = (said.get("site"), said.get("stage"), said.get("shard", rank.shard))
+        if place != (rank.site, rank.stage, rank.shard):
+            raise Refused("refused", f"{rank}: its signed {found.kind} is another rank's")
         self._file(statement, found)
+
+    def planned(self, plan: RoundPlan) -> None:
+        """See `Notary`. Who repeats a round takes its plan as given; else nobody needs it."""
+        said = {"round": plan.round, "plan": plan.model_dump(mode="json")}
+        if self.config.record.states_every and self._plans.get(plan.round) != said["plan"]:
+            self._say(s.PLAN, said, {})
 
     def decided(self, decision: Decision) -> None:
         """See `Notary`."""
@@ -150,15 +158,16 @@ class LogNotary:
         """See `Notary`."""
         self._say(s.RESUME, {"round": round_, "tick": tick}, {})
         self._steps.clear()
+        self._plans.clear()
         self._filed.clear()
 
     def cover(self) -> None:
         """See `Notary`. Disks take their time to keep something for good: it is done beside."""
         self._beside.submit(self._guarded, self.writer.cover)
 
-    def _signed(self, rank: Rank, text: str, kind: str) -> s.Statement:
+    def _signed(self, rank: Rank, text: str, *kinds: str) -> s.Statement:
         try:
-            return s.open_signed(text, self._keys.get(rank.site, ""), run=self.run, kinds=(kind,))
+            return s.open_signed(text, self._keys.get(rank.site, ""), run=self.run, kinds=kinds)
         except RecordError as error:
             raise Refused("refused", f"{rank}: {error}") from None
 
@@ -178,6 +187,8 @@ class LogNotary:
         self.run = self.run or statement.run
         if kind == s.ENROLMENT:
             self._keys[predicate["site"]] = predicate["key"]
+        elif kind == s.PLAN:
+            self._plans[predicate["round"]] = predicate["plan"]
         elif kind == s.STEP:
             self._steps[predicate["exchange_key"]] = predicate
             self._payloads.pop(f"{predicate['exchange_key']}#{predicate['attempt']}", None)

@@ -10,10 +10,12 @@ from pathlib import Path
 import fsspec
 
 from dilocox.errors import RecordError
+from dilocox.record.audits import FOLDER
 from dilocox.record.log import CHECKPOINT, ENTRIES, PUBLIC
 
 LOG_FILES = tuple(f"record/{name}" for name in (ENTRIES, CHECKPOINT, PUBLIC))
 """Without these there is nothing to verify."""
+AUDITS = f"record/{FOLDER}"
 
 
 @contextmanager
@@ -31,6 +33,9 @@ def fetched(url: str) -> Iterator[Path]:
                 listed = files.ls(f"{root}/model", detail=True)
                 names = [each["name"] for each in listed if each["type"] == "file"]
                 wanted += [f"model/{str(found).rsplit('/', 1)[-1]}" for found in names]
+            if files.exists(f"{root}/{AUDITS}"):
+                names = files.ls(f"{root}/{AUDITS}", detail=False)
+                wanted += [f"{AUDITS}/{str(found).rsplit('/', 1)[-1]}" for found in names]
             for path in wanted:
                 (folder / path).parent.mkdir(parents=True, exist_ok=True)
                 files.get_file(f"{root}/{path}", str(folder / path))

@@ -125,6 +125,22 @@ def _replay_rank(
     get: Get,
     on_step: Callable[[], None],
 ) -> dict[str, Tensor]:
+    anchor, _ = replay_steps(steps, layout, start, shard, get, on_step)
+    return layout.views(anchor)
+
+
+def replay_steps(
+    steps: Sequence[Step],
+    layout: Layout,
+    start: Mapping[str, Tensor],
+    shard: int,
+    get: Get,
+    on_step: Callable[[], None] = lambda: None,
+) -> tuple[Tensor, Tensor]:
+    """Anchor and momentum of a rank's fragment, flat fp32, after `steps` from theta_0 `start`.
+
+    Raises `RecordError` naming the step that cannot be replayed.
+    """
     anchor = layout.pack(start)
     momentum = torch.zeros_like(anchor)
     for step in steps:
@@ -135,7 +151,7 @@ def _replay_rank(
         if found is not None:
             nesterov_step(anchor, momentum, found, step.learning_rate, step.momentum)
         on_step()
-    return layout.views(anchor)
+    return anchor, momentum
 
 
 def step_average(step: Step, layout: Layout, shard: int, get: Get) -> Tensor | None:
@@ -150,13 +166,13 @@ def step_average(step: Step, layout: Layout, shard: int, get: Get) -> Tensor | N
     addresses = [step.payloads[f"{site}/{shard}"] for site in step.set]
     if isinstance(codec, LowRank):
         low_rank = codec
-        payloads = [_tensor(get(address)) for address in addresses]
-        basis = _tensor(get(low_rank.basis_digest(payloads[0]).hex()))
+        payloads = [payload_tensor(get(address)) for address in addresses]
+        basis = payload_tensor(get(low_rank.basis_digest(payloads[0]).hex()))
         decoded = (low_rank.decode(payload, basis) for payload in payloads)
         return _aggregated(step, decoded, layout, shard)
     if step.exchange == "gather":
         part = codec.part(0, layout.length, step.key.seed)
-        found = (part.decode(_tensor(get(each))) for each in addresses)
+        found = (part.decode(payload_tensor(get(each))) for each in addresses)
         return _aggregated(step, found, layout, shard)
     chunks = [
         (start, end) for start, end in chunk_bounds(layout.length, len(step.owners)) if end > start
@@ -167,7 +183,7 @@ def step_average(step: Step, layout: Layout, shard: int, get: Get) -> Tensor | N
     means = []
     for number, (start, end) in enumerate(chunks):
         part = codec.part(start, end, step.key.seed)
-        found = (part.decode(_tensor(get(each))) for each in _chunk(indices, number))
+        found = (part.decode(payload_tensor(get(each))) for each in _chunk(indices, number))
         mean = average(found, step.weights)
         means.append(requantise(part, mean, sum(step.weights)).decoded)
     return torch.cat(means) if means else torch.empty(0)
@@ -184,7 +200,8 @@ def _chunk(indices: Sequence[bytes], number: int) -> Iterator[str]:
         yield index[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES].hex()
 
 
-def _tensor(data: bytes) -> Tensor:
+def payload_tensor(data: bytes) -> Tensor:
+    """A payload's bytes as codecs take them, uint8 [n]."""
     if not data:
         return torch.empty(0, dtype=torch.uint8)
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)

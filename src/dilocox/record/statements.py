@@ -29,10 +29,15 @@ CONTRIBUTION = "contribution"
 STEP = "outer-step"
 CHECKPOINT = "checkpoint"
 RESUME = "resume"
-BY_LOG = (MANIFEST, ENROLMENT, STEP, RESUME)
+PLAN = "plan"
+ROUND = "round-state"
+AUDIT = "audit"
+BY_LOG = (MANIFEST, ENROLMENT, STEP, RESUME, PLAN)
 """Types that the log's own key signs: what the coordinator has decided."""
-BY_SITE = (CONTRIBUTION, CHECKPOINT)
+BY_SITE = (CONTRIBUTION, CHECKPOINT, ROUND)
 """Types that a site's key signs."""
+BY_AUDITOR = (AUDIT,)
+"""Types that are not in the log: an auditor's key signs them."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +58,7 @@ class Statement:
     @property
     def known(self) -> bool:
         """This version knows what it says."""
-        return self.kind in BY_LOG or self.kind in BY_SITE
+        return self.kind in (*BY_LOG, *BY_SITE, *BY_AUDITOR)
 
     def to_bytes(self) -> bytes:
         """Canonical JSON, which is what is signed."""

@@ -12,6 +12,9 @@ from dilocox.data import TokenFiles
 from dilocox.errors import ConfigError, DataError, DilocoxError, RecordError
 from dilocox.methods import EXCHANGE_GRADIENTS
 from dilocox.record import claims as c
+from dilocox.record.audit_claims import Audits
+from dilocox.record.audits import FOLDER
+from dilocox.record.claims import NotRunError
 from dilocox.record.course import Course, State, gaps, read_course
 from dilocox.record.files import other_files
 from dilocox.record.log import LogContent, check_grown, check_log, read_log
@@ -24,10 +27,6 @@ if TYPE_CHECKING:
 
 Progress = Callable[[str, float], None]
 """(what is done, share of it)."""
-
-
-class NotRunError(Exception):
-    """A claim that cannot be judged here, and why."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +45,8 @@ class Places:
     """The log's key, as it was told some other way."""
     seen: Path | None = None
     """A checkpoint of the log that was kept from an earlier look."""
+    auditors: Sequence[str] = ()
+    """Public keys, hex, of auditors whose verdicts count; none: all."""
 
 
 @dataclass
@@ -98,6 +99,10 @@ class _Verification:
         ]
         findings = [self._judge(claim, check) for claim, check in checks]
         course = self.course
+        if course is not None and self._audited(course):
+            audits = Audits(course, self.content.entries, self.places.run, self.places.auditors)
+            findings.append(self._judge(c.AUDITS, audits.verdicts))
+            findings.append(self._judge(c.BEACON, audits.beacon))
         rounds = {step.key.round for step in course.steps.values()} if course else set()
         return Report(
             run=course.run if course else "",
@@ -107,6 +112,10 @@ class _Verification:
             checkpoint=self.content.note,
             findings=findings,
         )
+
+    def _audited(self, course: Course) -> bool:
+        every = int(course.config["record"].get("states_every", 0))
+        return every > 0 or (self.places.run / "record" / FOLDER).is_dir()
 
     def _judge(self, claim: c.Claim, check: Callable[[], str]) -> c.Finding:
         verdict: c.Verdict = "PASS"

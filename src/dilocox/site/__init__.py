@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dilocox.site.determinism import determinism_facts
 from dilocox.site.machine import (
     available_cores,
     keep_freed_memory,
@@ -22,6 +23,7 @@ __all__ = [
     "StepResult",
     "available_cores",
     "chunks_of_stage",
+    "determinism_facts",
     "keep_freed_memory",
     "learning_rate",
     "mean_cross_entropy",

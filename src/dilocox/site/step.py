@@ -61,6 +61,11 @@ class StepResult:
         return divisor.float(), bad.float()
 
     @property
+    def numbers(self) -> Tensor:
+        """float64 [2] on the device: `loss` and `grad_norm`, not waited for."""
+        return torch.stack([self._loss, self._norm])
+
+    @property
     def loss(self) -> float:
         """Mean loss over all tokens of the site's batch, before the step."""
         return self._values()[0]
@@ -93,7 +98,7 @@ class StepResult:
 
     def _values(self) -> tuple[float, float]:
         if self._read is None:
-            loss, norm = torch.stack([self._loss, self._norm]).tolist()
+            loss, norm = self.numbers.tolist()
             self._read = (loss, norm)
         return self._read
 

@@ -58,6 +58,9 @@ class Notary(Protocol):
     def checkpoint(self, rank: Rank, statement: str) -> None:
         """A rank says what model state it holds. Raises `Refused` as `contribution` does."""
 
+    def planned(self, plan: RoundPlan) -> None:
+        """A round's plan is made."""
+
     def decided(self, decision: Decision) -> None:
         """A contribution set is final."""
 
@@ -105,11 +108,17 @@ class Witness:
             self._decided(state, state.exchanges[event.key])
         elif isinstance(event, e.Resumed):
             self._notary.resumed(event.round, event.tick)
-        elif isinstance(event, e.Planned | e.Ended):
+        elif isinstance(event, e.Planned):
+            self._notary.planned(state.plans[event.plan["round"]])
+            self._notary.cover()
+        elif isinstance(event, e.Ended):
             self._notary.cover()
 
     def reopened(self, state: CoordinatorState) -> None:
         """After a restart: what was logged last may not have been told."""
+        if self._notary is not None:
+            for plan in state.plans.values():
+                self._notary.planned(plan)
         for exchange in state.exchanges.values():
             self._decided(state, exchange)
 

@@ -1,0 +1,271 @@
+"""`dilocox audit` and `dilocox auditor`: repeat rounds, say and sign what came of it."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from dilocox.errors import ConfigError, RecordError
+
+if TYPE_CHECKING:
+    from dilocox.audit.run import AuditedRun, Chosen
+    from dilocox.record.audits import Verdict
+    from dilocox.record.statements import Signer
+
+HELP = "repeat rounds of a site, from the states that it has kept"
+AUDITOR_HELP = "audit a run that goes on, as its log selects"
+COLOURS = {"EXACT": "green", "WITHIN_TOL": "green", "NOT_RUN": "yellow"}
+LOOK_EVERY = 1.0
+"""Seconds after which an auditor looks whether the log has grown."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `dilocox audit`."""
+    _add_common(parser)
+    parser.add_argument("--site", help="rounds of this site (default: all sites)")
+    parser.add_argument("--round", type=int, metavar="N", help="this round (default: all)")
+    parser.add_argument(
+        "--sample", type=share, metavar="SHARE",
+        help="only this share of them, 5%% or 0.05, as the log selects; at least one",
+    )  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="print the verdicts as JSON")
+    parser.set_defaults(call=run)
+
+
+def add_auditor_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `dilocox auditor`."""
+    _add_common(parser)
+    parser.add_argument(
+        "--sample", type=share, metavar="SHARE",
+        help="this share, 5%% or 0.05 (default: the run file's record.audit_rate)",
+    )  # fmt: skip
+    parser.set_defaults(call=run_auditor)
+
+
+def _add_common(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", metavar="RUN", help="a run's folder")
+    parser.add_argument(
+        "--key", type=Path, metavar="FILE",
+        help="the auditor's own key; made if it is not there (default: a key for this once)",
+    )  # fmt: skip
+    parser.add_argument("--log-key", metavar="NAME+HASH+KEY", help="the log's key, as told to you")
+    parser.add_argument(
+        "--store", action="append", default=[], metavar="PLACE",
+        help="a further store of states and payloads, folder or URL; may be given several times",
+    )  # fmt: skip
+    parser.add_argument("--data", type=Path, metavar="FOLDER", help="the run's token files")
+    parser.add_argument(
+        "--randomness", type=Path, metavar="FILE",
+        help="public randomness that enters the selection, lines of `ROUND HEX`",
+    )  # fmt: skip
+
+
+def share(text: str) -> float:
+    """A share of a whole, `5%` or `0.05`. Raises `argparse.ArgumentTypeError`."""
+    try:
+        value = float(text.removesuffix("%")) / (100.0 if text.endswith("%") else 1.0)
+    except ValueError:
+        value = -1.0
+    if not 0.0 < value <= 1.0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no share: give 5% or 0.05")
+    return value
+
+
+def run(options: argparse.Namespace) -> int:
+    """Audit and print; exit code 0, 1 or 3."""
+    import torch
+
+    from dilocox.record.beacon import read_randomness
+
+    torch.set_num_threads(1)  # before forking: no thread pool that a child would miss
+    if options.sample is not None and (options.site or options.round is not None):
+        raise ConfigError("--sample: selects by itself; leave out --site and --round, or this")
+    if options.randomness is not None and options.sample is None:
+        raise ConfigError("--randomness: enters a selection; add --sample, or leave this out")
+    audited, signer = _opened(options), _signer(options.key)
+    _check_site(audited, options.site)
+    console = Console(highlight=False, soft_wrap=True, quiet=options.json)
+    if options.sample is not None:
+        randomness = read_randomness(options.randomness) if options.randomness else {}
+        chosen = audited.sampled(options.sample, randomness)
+    else:
+        chosen = audited.requested(options.site, options.round)
+    found = [_audit(audited, each, signer, console) for each in chosen]
+    if options.json:
+        print(json.dumps(as_json(audited, found, signer), indent=2))
+    else:
+        _conclude(audited, found, signer, console, options.key)
+    return exit_code(found)
+
+
+def run_auditor(options: argparse.Namespace) -> int:
+    """Audit what is selected until the run ends; exit code 0, 1 or 3."""
+    import torch
+
+    from dilocox.record.audits import read_all
+
+    torch.set_num_threads(1)
+    audited, signer = _opened(options), _signer(options.key)
+    rate = options.sample
+    if rate is None:
+        rate = float(audited.course.config["record"].get("audit_rate", 0.0))
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(
+        f"auditing {rate:.0%} of the rounds of run {audited.course.run[:12]} that keep states; "
+        "Ctrl-C ends it"
+    )
+    earlier = read_all(audited.folder, audited.course.run)
+    known = {(s.verdict.round, s.verdict.site) for s in earlier if s.auditor == signer.public}
+    found: list[Verdict] = []
+    done: set[int] = set()
+    while True:
+        over = audited.over()
+        audited.refresh()
+        for chosen in _selected(audited, rate, options.randomness, done):
+            if (chosen.round, chosen.site) not in known:
+                found.append(_audit(audited, chosen, signer, console))
+        if over:
+            break
+        time.sleep(LOOK_EVERY)
+    _conclude(audited, found, signer, console, options.key)
+    return exit_code(found) if found else 0
+
+
+def _selected(
+    audited: AuditedRun, rate: float, randomness: Path | None, done: set[int]
+) -> Iterator[Chosen]:
+    """What is selected in rounds that are due and not `done`; they are, then.
+
+    Where public randomness is to enter, a round waits for its own.
+    """
+    from dilocox.record.beacon import due_rounds, read_randomness
+
+    values = None if randomness is None else read_randomness(randomness)
+    for round_ in due_rounds(audited.course):
+        if round_ in done or (values is not None and round_ not in values):
+            continue
+        done.add(round_)
+        value = b"" if values is None else values[round_]
+        for draw, chosen in audited.drawn(round_, rate, value):
+            if draw < rate:
+                yield chosen
+
+
+def _opened(options: argparse.Namespace) -> AuditedRun:
+    from dilocox.audit.run import AuditedRun
+
+    if "://" in options.run:
+        raise RecordError(
+            f"{options.run}: an audit writes its verdicts into the run's folder; copy the run here"
+        )
+    return AuditedRun(Path(options.run), tuple(options.store), options.data, options.log_key)
+
+
+def _check_site(audited: AuditedRun, site: str | None) -> None:
+    names = sorted(audited.course.config["sites"])
+    if site is not None and site not in names:
+        raise ConfigError(f"--site {site}: not in the run, which names: {', '.join(names)}")
+
+
+def _signer(path: Path | None) -> Signer:
+    """The auditor's key."""
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+    from dilocox.outer.coordinator.identity import write_private
+    from dilocox.record.statements import Signer
+
+    fresh = Ed25519PrivateKey.generate().private_bytes_raw().hex()
+    if path is None:
+        return Signer.from_hex(fresh)
+    try:
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_private(path, f"{fresh}\n".encode())
+        return Signer.from_hex(path.read_text(encoding="utf-8").strip())
+    except (OSError, ValueError) as error:
+        raise RecordError(f"--key {path}: not a key ({error}); name another file") from None
+
+
+def _audit(audited: AuditedRun, chosen: Chosen, signer: Signer, console: Console) -> Verdict:
+    from dilocox.audit.judging import judge
+    from dilocox.audit.repeating import repeat_site
+    from dilocox.record.audits import Signed, write
+    from dilocox.record.notary import code_digest
+
+    plan = audited.course.plans.get(chosen.round, {})
+    title = f"round {chosen.round} of {chosen.site}"
+    with _bar(console, title, int(plan.get("inner_steps", 0))) as progress:
+        verdict = judge(audited.case(), chosen.site, chosen.round, repeat_site, progress)
+    signed = Signed(verdict, chosen.selection, signer.public, audited.course.run)
+    write(audited.folder, signed, signer, code_digest())
+    _show(verdict, console)
+    return verdict
+
+
+@contextlib.contextmanager
+def _bar(console: Console, title: str, steps: int) -> Iterator[Callable[[int], None]]:
+    if not console.is_terminal or console.quiet:
+        yield lambda step: None
+        return
+    bar = Progress(
+        TextColumn("{task.description}"), BarColumn(), TextColumn("step {task.completed}"),
+        TimeElapsedColumn(), console=console, transient=True,
+    )  # fmt: skip
+    with bar:
+        task = bar.add_task(title, total=steps)
+        yield lambda step: bar.update(task, completed=step)
+
+
+def _show(verdict: Verdict, console: Console) -> None:
+    colour = COLOURS.get(verdict.verdict, "bold red")
+    where = f"round {verdict.round:<4} {verdict.site}"
+    step = verdict.first_bad_step
+    first = "" if step is None or step < 0 else f"first bad step {step}: "
+    console.print(f"[{colour}]{verdict.verdict:<10}[/]  {where}: {first}{escape(verdict.reason)}")
+
+
+def _conclude(
+    audited: AuditedRun,
+    found: Sequence[Verdict],
+    signer: Signer,
+    console: Console,
+    key: Path | None,
+) -> None:
+    if not found:
+        console.print(
+            "nothing was audited: no round that keeps a state is decided and selected "
+            "(record.states_every)"
+        )
+        return
+    once = "" if key else " (made for this once: --key FILE keeps one)"
+    place = audited.folder / "record" / "audits"
+    console.print(f"{len(found)} verdicts in {place}, signed by {signer.public}{once}")
+
+
+def as_json(audited: AuditedRun, found: Sequence[Verdict], signer: Signer) -> dict[str, Any]:
+    """What `--json` prints."""
+    return {
+        "run": audited.course.run,
+        "auditor": signer.public,
+        "exit_code": exit_code(found),
+        "verdicts": [asdict(verdict) for verdict in found],
+    }
+
+
+def exit_code(found: Sequence[Verdict]) -> int:
+    """0: all that was audited is good; 1: something is not; 3: something, or all, was not run."""
+    from dilocox.record.audits import BAD, GOOD
+
+    if any(verdict.verdict in BAD for verdict in found):
+        return 1
+    return 0 if found and all(verdict.verdict in GOOD for verdict in found) else 3

@@ -1,0 +1,333 @@
+"""Judges one round of one site: what it has signed, and what a repetition gives."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from dilocox.assembly import Place
+from dilocox.audit.replay import Progress, RankJob, RankReplay
+from dilocox.audit.starting import wrong_start
+from dilocox.config import RunConfig
+from dilocox.data import TokenFiles
+from dilocox.errors import DilocoxError, RecordError
+from dilocox.methods import EXCHANGE_GRADIENTS
+from dilocox.outer.coordinator.keys import ExchangeKey
+from dilocox.outer.coordinator.messages import RoundPlan
+from dilocox.record.audits import AuditVerdict, Verdict
+from dilocox.record.beacon import decided, exchanges_of, sites_of
+from dilocox.record.course import Course, RoundState
+from dilocox.record.replay import Get
+from dilocox.record.rounds import Document, Fingerprint, steps_from_bytes
+from dilocox.record.store import MissingError
+
+TOLERANCE = 1e-4
+"""Largest relative difference of losses, gradient norms and parameters between classes, in fp32.
+Measured: see docs/notes/audit.md."""
+PAYLOAD_TOLERANCE = 2e-2
+"""Of payloads: a value at the edge of two codes may fall to either side."""
+
+Repeat = Callable[[Sequence[RankJob], Progress], list[RankReplay]]
+"""All ranks of a site repeat a round, in the order given."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run whose rounds are judged."""
+
+    course: Course
+    config: RunConfig
+    get: Get
+    stores: tuple[str, ...]
+    data: Path
+
+
+@dataclass(frozen=True)
+class _Began:
+    """What a rank has signed of the round."""
+
+    place: Place
+    state: RoundState
+    start: Document
+    steps: list[Fingerprint] | None
+    after: RoundState | None
+    end: Document | None
+
+
+@dataclass(frozen=True)
+class Bad:
+    """Where a repetition begins to differ."""
+
+    step: int
+    """See `Verdict.first_bad_step`."""
+    what: str
+
+
+class JudgedError(Exception):
+    """No repetition is needed, or none is possible."""
+
+    def __init__(self, verdict: AuditVerdict, reason: str, step: int | None = None) -> None:
+        super().__init__(reason)
+        self.verdict: AuditVerdict = verdict
+        self.reason, self.step = reason, step
+
+
+def judge(case: Case, site: str, round_: int, repeat: Repeat, progress: Progress) -> Verdict:
+    """The verdict on one round of one site."""
+    states: dict[str, str] = {}
+    try:
+        _check_possible(case, site, round_)
+        began = [_began(case, site, place, round_) for place in _places(case.config, site)]
+        states |= {f"{b.place.stage}/{b.place.shard}": b.state.document for b in began}
+        _check_begun(case, began)
+        plan = RoundPlan.model_validate(case.course.plans[round_])
+        try:
+            replays = repeat([_job(case, each, plan) for each in began], progress)
+        except MissingError as error:
+            raise JudgedError("NOT_RUN", f"{error}; name more stores with --store") from None
+        except DilocoxError as error:
+            raise JudgedError("NOT_RUN", f"the round cannot be repeated here: {error}") from None
+        found = _compared(site, round_, plan, began, replays)
+    except JudgedError as judged:
+        found = Verdict(site, round_, judged.verdict, judged.reason, judged.step)
+    return replace(found, states=states)
+
+
+def _places(config: RunConfig, site: str) -> list[Place]:
+    layout = config.site
+    return [
+        Place(site, stage, shard)
+        for stage in range(layout.stages)
+        for shard in range(layout.shards)
+    ]
+
+
+def _check_possible(case: Case, site: str, round_: int) -> None:
+    course = case.course
+    method = course.config["outer"]["method"]
+    every = int(course.config["record"].get("states_every", 0))
+    if method in EXCHANGE_GRADIENTS:
+        raise JudgedError("NOT_RUN", f"method {method} exchanges gradients, which are not kept")
+    if every == 0:
+        raise JudgedError("NOT_RUN", "this run kept no states (record.states_every = 0)")
+    if round_ % every:
+        raise JudgedError("NOT_RUN", f"no state is kept of this round: every {every} rounds only")
+    if not decided(course, round_):
+        raise JudgedError("NOT_RUN", "the log does not decide all exchanges of this round")
+    if site not in sites_of(course, round_):
+        raise JudgedError("NOT_RUN", "the site did not train this round")
+    named = {str(each["data"]) for each in course.enrolments if each["site"] == site}
+    if course.config["sites"][site]["data"]:
+        raise JudgedError("NOT_RUN", "the site trains on text of its own, which does not leave it")
+    try:
+        digest = TokenFiles.open(case.data).digest
+    except DilocoxError as error:
+        raise JudgedError("NOT_RUN", f"{error}; say with --data where they are") from None
+    if digest not in named:
+        raise JudgedError("NOT_RUN", f"{case.data}: other token files than the site's")
+
+
+def _began(case: Case, site: str, place: Place, round_: int) -> _Began:
+    """Raises `JudgedError`: what should be there is withheld."""
+    rounds = case.course.rounds
+    where = (site, place.stage, place.shard)
+    state, after = rounds.get((round_, *where)), rounds.get((round_ + 1, *where))
+    if state is None or state.served == "no":
+        raise JudgedError("FAIL", f"{place} has signed no state of this round: withheld")
+    if state.served != "yes":
+        raise JudgedError("FAIL", f"{place} withholds its state ({state.served}) without a reason")
+    decisions = (
+        case.course.numbers[key]
+        for key in exchanges_of(case.course, round_)
+        if ExchangeKey.parse(key).stage == place.stage
+    )
+    if state.number > min(decisions):
+        raise JudgedError("FAIL", f"{place} has signed its state only after what was made from it")
+    start = _document(case.get, state, place)
+    missing = next((each for each in start.tensors if not _there(case.get, each.sha256)), None)
+    if missing is not None:
+        raise JudgedError(
+            "FAIL", f"{place}: {missing.name} of its state is not in the store: withheld"
+        )
+    steps, end = None, None
+    if after is not None and after.steps is not None:
+        try:
+            steps = steps_from_bytes(case.get(after.steps))
+        except RecordError as error:
+            raise JudgedError("FAIL", f"{place}: its fingerprints: {error}") from None
+        end = _document(case.get, after, place)
+    return _Began(place, state, start, steps, after, end)
+
+
+def _document(get: Get, state: RoundState, place: Place) -> Document:
+    try:
+        document = Document.from_bytes(get(state.document))
+    except RecordError as error:
+        raise JudgedError("FAIL", f"{place}: its state is withheld: {error}") from None
+    if document.root != state.root:
+        raise JudgedError("FAIL", f"{place}: its state has another root than it has signed")
+    return document
+
+
+def _there(get: Get, digest: str) -> bool:
+    try:
+        get(digest)
+    except RecordError:
+        return False
+    return True
+
+
+def _check_begun(case: Case, began: Sequence[_Began]) -> None:
+    for each in began:
+        if each.start.replaced:
+            what = " and ".join(each.start.replaced)
+            raise JudgedError("NOT_RUN", f"the site's own program replaces {what}")
+        try:
+            wrong = wrong_start(case.course, each.place, each.state, each.start, case.get)
+        except MissingError as error:
+            raise JudgedError("NOT_RUN", f"{error}; name more stores with --store") from None
+        except DilocoxError as error:
+            raise JudgedError("NOT_RUN", str(error)) from None
+        if wrong:
+            raise JudgedError("MISMATCH", f"{each.place}: before the first step {wrong}", -1)
+
+
+def _job(case: Case, began: _Began, plan: RoundPlan) -> RankJob:
+    facts = began.start.facts
+    try:
+        site = case.config.site.model_copy(
+            update={
+                "threads": int(facts["threads"]),
+                "precision": {"float32": "fp32", "bfloat16": "bf16"}[facts["precision"]],
+                "device": "cpu" if facts["device"] == "cpu" else "auto",
+            }
+        )
+    except (KeyError, TypeError, ValueError):
+        raise JudgedError("FAIL", f"{began.place} names no determinism class") from None
+    served = began.after is not None and began.after.served == "yes"
+    return RankJob(
+        config=case.config.model_copy(update={"site": site}),
+        place=began.place,
+        course=case.course,
+        plan=plan,
+        start=began.start,
+        end=began.end if served else None,
+        stores=case.stores,
+        data=case.data,
+    )
+
+
+def _compared(
+    site: str,
+    round_: int,
+    plan: RoundPlan,
+    began: Sequence[_Began],
+    replays: Sequence[RankReplay],
+) -> Verdict:
+    pairs = list(zip(began, replays, strict=True))
+    same = all(each.start.facts == replay.facts for each, replay in pairs)
+    bad = [b for each, replay in pairs for b in differences(plan, each, replay)]
+    if not bad:
+        signed = all(each.end is not None for each in began)
+        more = "" if signed else "; it has signed no fingerprints of its steps"
+        count = sum(len(replay.payloads) for replay in replays)
+        reason = f"{plan.inner_steps} steps, {count} payloads, the same bits{more}"
+        return Verdict(site, round_, "EXACT", reason, same_class=same)
+    if not same:
+        return _between_classes(site, round_, plan, pairs)
+    first = min(bad, key=lambda each: each.step)
+    return Verdict(site, round_, "MISMATCH", first.what, first.step, same_class=True)
+
+
+def differences(plan: RoundPlan, began: _Began, replay: RankReplay) -> Iterator[Bad]:
+    """Where bits differ, at one rank."""
+    where = began.place
+    if began.steps is not None:
+        if len(began.steps) != plan.inner_steps:
+            yield Bad(
+                min(len(began.steps), plan.inner_steps) - 1,
+                f"{where}: {len(began.steps)} steps instead of {plan.inner_steps}",
+            )
+        for number, (signed, found) in enumerate(zip(began.steps, replay.steps, strict=False)):
+            if signed != found:
+                yield Bad(number, f"{where}: {_unlike(signed, found)} of step {number}")
+                break
+    for check in replay.payloads:
+        if not check.same:
+            when = f"after step {check.after - 1}" if check.after else "from before the round"
+            yield Bad(check.after - 1, f"{where}: another payload of {check.key}, {when}")
+    if began.end is not None and not _equal(began.end, replay.end):
+        yield Bad(plan.inner_steps - 1, f"{where}: {_apart(began.end, replay.end)} after the round")
+
+
+def _equal(signed: Document, found: Document) -> bool:
+    """The class may be another: a run that was resumed may go on elsewhere."""
+    return (signed.state, signed.tensors) == (found.state, found.tensors)
+
+
+def _unlike(signed: Fingerprint, found: Fingerprint) -> str:
+    if signed.loss != found.loss:
+        return f"loss {float.fromhex(signed.loss):.9g} instead of {float.fromhex(found.loss):.9g}"
+    if signed.norm != found.norm:
+        norms = [float.fromhex(each.norm) for each in (signed, found)]
+        return f"gradient norm {norms[0]:.9g} instead of {norms[1]:.9g}"
+    return "other parameters at the end"
+
+
+def _apart(signed: Document, found: Document) -> str:
+    """What two states differ in."""
+    ours = {each.name: each for each in found.tensors}
+    names = [each.name for each in signed.tensors if ours.get(each.name) != each]
+    if names:
+        return f"another {names[0]} and {len(names) - 1} more tensors" if names[1:] else (
+            f"another {names[0]}"
+        )  # fmt: skip
+    return "another position or other exchanges under way"
+
+
+def _between_classes(
+    site: str, round_: int, plan: RoundPlan, pairs: Sequence[tuple[_Began, RankReplay]]
+) -> Verdict:
+    here = "auditor and site are of different determinism classes"
+    if any(each.start.facts["precision"] != "float32" for each, _ in pairs):
+        raise JudgedError("NOT_RUN", f"{here}, and in bf16 honest differences say nothing")
+    if any(each.steps is None for each, _ in pairs):
+        raise JudgedError("NOT_RUN", f"{here}, and no fingerprints were signed to compare")
+    largest, bad = 0.0, list[Bad]()
+    for each, replay in pairs:
+        assert each.steps is not None
+        if len(each.steps) != plan.inner_steps:
+            bad.append(Bad(0, f"{each.place}: {len(each.steps)} steps"))
+        for number, (signed, found) in enumerate(zip(each.steps, replay.steps, strict=False)):
+            apart = max(relative(signed.loss, found.loss), relative(signed.norm, found.norm))
+            largest = max(largest, apart)
+            if apart > TOLERANCE:
+                bad.append(Bad(number, f"{each.place}: {_unlike(signed, found)} of step {number}"))
+        for check in replay.payloads:
+            if check.difference is not None and check.difference > PAYLOAD_TOLERANCE:
+                what = f"{each.place}: the payload of {check.key} is {check.difference:.1g} off"
+                bad.append(Bad(check.after - 1, what))
+        if replay.moved is not None:
+            largest = max(largest, replay.moved)
+            if replay.moved > TOLERANCE:
+                what = f"{each.place}: parameters after the round {replay.moved:.1g} off"
+                bad.append(Bad(plan.inner_steps - 1, what))
+    if bad:
+        first = min(bad, key=lambda one: one.step)
+        return Verdict(
+            site, round_, "MISMATCH", f"{here}; {first.what}", first.step, largest, False
+        )
+    reason = f"{here}; relative difference {largest:.1g}, at most {TOLERANCE:g}"
+    return Verdict(site, round_, "WITHIN_TOL", reason, None, largest, False)
+
+
+def relative(signed: str, found: str) -> float:
+    """Relative difference of two float64 as hex texts; infinite where one is not finite."""
+    a, b = float.fromhex(signed), float.fromhex(found)
+    if a == b or (math.isnan(a) and math.isnan(b)):
+        return 0.0
+    if not (math.isfinite(a) and math.isfinite(b)):
+        return math.inf
+    return abs(a - b) / max(abs(a), abs(b))

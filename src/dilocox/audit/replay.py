@@ -1,0 +1,230 @@
+"""One rank repeats one round: the trainer's own loop, with nobody at the other end of its lines."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dilocox.assembly import Batches, Blueprint, Hooks, Place, Rank, build_rank
+from dilocox.audit.exchanges import PayloadCheck, RecordedExchanges
+from dilocox.config import RunConfig
+from dilocox.data import TokenFiles
+from dilocox.determinism import facts_here
+from dilocox.errors import RecordError
+from dilocox.outer.control import RankControl
+from dilocox.outer.coordinator.client import CoordinatorClient
+from dilocox.outer.coordinator.messages import PlanReply, RoundPlan
+from dilocox.outer.coordinator.timeouts import Timeouts
+from dilocox.outer.loop import OuterLoop
+from dilocox.persistence import Keeper, capture_round, restore_round
+from dilocox.record.course import Course
+from dilocox.record.digests import TensorDigest
+from dilocox.record.inner import Capture
+from dilocox.record.replay import Get
+from dilocox.record.rounds import Document, Fingerprint, checksum, fingerprint
+from dilocox.record.store import Store, Stores
+from dilocox.trainer import Trainer
+
+Progress = Callable[[int], None]
+"""Inner steps that are done."""
+
+
+@dataclass(frozen=True)
+class RankJob:
+    """What a rank repeats."""
+
+    config: RunConfig
+    """With device, threads and precision as the site had them, where they are to be had."""
+    place: Place
+    course: Course
+    plan: RoundPlan
+    start: Document
+    end: Document | None
+    """The state after the round, if it is kept: another class is compared with its tensors."""
+    stores: tuple[str, ...]
+    data: Path
+    """Folder of the token files."""
+    meeting: str | None = None
+    """File in which the site's ranks meet."""
+
+
+@dataclass(frozen=True)
+class RankReplay:
+    """What came of it."""
+
+    facts: Mapping[str, Any]
+    """This process's determinism class."""
+    steps: tuple[Fingerprint, ...]
+    payloads: tuple[PayloadCheck, ...]
+    end: Document
+    moved: float | None
+    """Norm of the difference of the parameters after the round over that of the way they had come
+    in it, if the site's are kept."""
+
+
+class Onlooker:
+    """A `RoundWatch` that keeps fingerprints to itself."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._steps: list[tuple[Tensor, Tensor]] = []
+
+    def boundary(self, round_: int, tick: int, trains: bool, capture: Capture) -> None:
+        """The round's state was given."""
+
+    def step(self, numbers: Tensor, parameters: Iterable[Tensor]) -> None:
+        """See `RoundWatch`."""
+        self._steps.append((numbers, checksum(parameters)))
+        self._progress(len(self._steps))
+
+    def wait(self) -> None:
+        """Nothing is kept anywhere."""
+
+    @property
+    def taken(self) -> int:
+        """Inner steps so far."""
+        return len(self._steps)
+
+    def fingerprints(self) -> tuple[Fingerprint, ...]:
+        """Of all steps so far."""
+        return tuple(fingerprint(numbers, total) for numbers, total in self._steps)
+
+
+class Alone:
+    """Control, coordinator and keeper of a rank that has none: nobody waits, nobody hears."""
+
+    news = SimpleNamespace(entering=[])
+
+    def touch(self) -> None:
+        """Nobody counts it as dead."""
+
+    def at(self, tick: int, round_: int, slot: int, seconds: float | None) -> None:
+        """Nobody asks where it is."""
+
+    def may_finish(self, tick: int) -> bool:
+        """No lease."""
+        return True
+
+    def poll_plan(self, round_: int, wait: float = 0.0) -> PlanReply:
+        """The next round is nobody's matter."""
+        return PlanReply(plan=None, waiting_for="")
+
+    def report(self, round_: int, metrics: Mapping[str, Any], kind: str = "round") -> None:
+        """No metrics."""
+
+    def round_done(self, round_: int, measured: Any) -> None:
+        """No ledger."""
+
+    def fail(self, reason: str) -> None:
+        """No run."""
+
+    def save(self, trainer: Trainer, plan: RoundPlan | None, *, last: bool = False) -> None:
+        """No checkpoint."""
+
+
+class RepeatingTrainer(Trainer):
+    """A trainer that evaluates nothing: what is held out moves no parameter."""
+
+    def evaluate(self, plan: RoundPlan, round_: int) -> None:
+        """Left out."""
+
+
+def repeat(job: RankJob, progress: Progress) -> RankReplay:
+    """Repeat a round. Collective over the site's ranks. Raises `DilocoxError`."""
+    place, config = job.place, job.config
+    files = TokenFiles.open(job.data)
+    store = None if job.meeting is None else dist.FileStore(job.meeting, config.site.ranks)
+    rank = build_rank(
+        config,
+        Blueprint.of(config, files.vocabulary_size),
+        place,
+        Hooks(),
+        store=store if config.site.ranks > 1 else None,
+        local_rank=place.stage * config.site.shards + place.shard,
+        ranks_here=config.site.ranks,
+        timeout=Timeouts.derive(config.network).stall,
+    )
+    get = Stores([Store(each) for each in job.stores]).get
+    watch = Onlooker(progress)
+    device = rank.mesh.device
+    layouts = [state.layout for state in rank.states]
+    exchanges = RecordedExchanges(
+        job.course, place, layouts, get, lambda: watch.taken, device.type == "cpu"
+    )
+    nobody = Alone()
+    outer = OuterLoop(
+        rank.states, rank.live, place.site, place.stage, config.site.stages,
+        exchanges.submit, nobody.touch,
+    )  # fmt: skip
+    trainer = RepeatingTrainer(
+        config=config,
+        rank=rank,
+        outer=outer,
+        control=cast(RankControl, nobody),
+        client=cast(CoordinatorClient, nobody),
+        batches=Batches.open(config, place, Hooks(), files),
+        validation=[],
+        keeper=cast(Keeper, nobody),
+        hooks=Hooks(),
+        form_group=_no_group,
+        entry_timeout=0.0,
+        watch=watch,
+    )
+    facts = facts_here(config, device)
+    _take_up(trainer, job, get)
+    trainer.train_round(job.plan)
+    tensors, state = capture_round(trainer)
+    end = Document.of(tensors, state, facts, ())
+    return RankReplay(
+        facts, watch.fingerprints(), tuple(exchanges.checks), end, _moved(rank, job, get)
+    )
+
+
+def _take_up(trainer: Trainer, job: RankJob, get: Get) -> None:
+    tensors = {each.name: load_tensor(each, get) for each in job.start.tensors}
+    if trainer.rank.mesh.device.type != "cuda":
+        tensors.pop("random/cuda", None)
+    try:
+        restore_round(trainer, tensors, job.start.state, job.plan.first_tick)
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise RecordError(f"{job.place}: its state is not one of this run ({error})") from None
+    trainer.outer.take_up_again()
+
+
+def _moved(rank: Rank, job: RankJob, get: Get) -> float | None:
+    """See `RankReplay.moved`."""
+    if job.end is None:
+        return None
+    start = {each.name: each for each in job.start.tensors}
+    end = {each.name: each for each in job.end.tensors}
+    apart = way = 0.0
+    for name, tensor in rank.live.items():
+        ours = tensor.detach().cpu().double()
+        theirs = load_tensor(end[f"live/{name}"], get).double()
+        before = load_tensor(start[f"live/{name}"], get).double()
+        apart += float((ours - theirs).square().sum())
+        way += float((theirs - before).square().sum())
+    return math.sqrt(apart / way) if way else math.sqrt(apart)
+
+
+def load_tensor(about: TensorDigest, get: Get) -> Tensor:
+    """A tensor of a state, on the CPU. Raises `RecordError`."""
+    dtype = getattr(torch, about.dtype, None)
+    data = get(about.sha256)
+    if not isinstance(dtype, torch.dtype) or len(data) != dtype.itemsize * math.prod(about.shape):
+        raise RecordError(f"{about.name}: its bytes are no {about.dtype} {list(about.shape)}")
+    if not data:
+        return torch.empty(about.shape, dtype=dtype)
+    return torch.frombuffer(bytearray(data), dtype=dtype).view(about.shape)
+
+
+def _no_group(name: str, donor: str, receiver: str) -> Any:
+    raise RecordError("a repeated round has no peers")

@@ -1,0 +1,132 @@
+"""A recorded run, finished or going on, whose rounds are audited."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from dilocox.audit.judging import Case
+from dilocox.config import RunConfig, load_run
+from dilocox.errors import ConfigError, RecordError
+from dilocox.record.audits import Selection
+from dilocox.record.beacon import due_rounds, point_of, sites_of
+from dilocox.record.course import Course, CourseReader
+from dilocox.record.log import CHECKPOINT, PUBLIC, LogContent, check_log, read_log
+from dilocox.record.note import LogCheckpoint, NoteKey, open_note
+from dilocox.record.store import Store, Stores
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A round of a site that is to be audited."""
+
+    round: int
+    site: str
+    selection: Selection
+
+
+class AuditedRun:
+    """What is known of a run by its log, as far as a signed checkpoint covers it."""
+
+    def __init__(
+        self, folder: Path, stores: tuple[str, ...], data: Path | None, key: str | None = None
+    ) -> None:
+        """`key`: the log's, as it was told some other way. Raises `RecordError`."""
+        self.folder = folder
+        self._stores = (str(folder / "record" / "store"), *stores)
+        self._data = data
+        self._key = NoteKey.parse(key or _read(folder / "record" / PUBLIC).strip())
+        self._reader = CourseReader(self._key)
+        self.entries: list[str] = []
+        self.refresh()
+        self._config = self._load_config()
+
+    @property
+    def course(self) -> Course:
+        """What the log says so far."""
+        return self._reader.course
+
+    def refresh(self) -> bool:
+        """Read what the log has grown by; whether it has. Raises `RecordError` if it has not
+        grown from what was read before."""
+        record = self.folder / "record"
+        note = _read(record / CHECKPOINT)  # first: what it covers is there
+        size = LogCheckpoint.parse(open_note(note, self._key)).size
+        entries = read_log(record, whole=False).entries[:size]
+        check_log(LogContent(entries, note, str(self._key)), self._key)
+        known = len(self.entries)
+        if entries[:known] != self.entries:
+            raise RecordError(f"{record}: its statements are not those that were read before")
+        self._reader.take(entries[known:])
+        self.entries = entries
+        return len(entries) > known
+
+    def case(self) -> Case:
+        """What `judge` takes."""
+        return Case(
+            course=self.course,
+            config=self._config,
+            get=Stores([Store(each) for each in self._stores]).get,
+            stores=self._stores,
+            data=self._data or self._config.data_folder,
+        )
+
+    def over(self) -> bool:
+        """True if nothing more will be written."""
+        course = self.course
+        if all(course.state("final", stage) for stage in range(course.stages)):
+            return True
+        summary, begun = self.folder / "summary.json", self.folder / "record" / PUBLIC
+        # A coordinator writes its log's key whenever it starts.
+        return summary.exists() and summary.stat().st_mtime_ns > begun.stat().st_mtime_ns
+
+    def requested(self, site: str | None, round_: int | None) -> list[Chosen]:
+        """All rounds that can be audited, or those of a site, or a round."""
+        rounds = due_rounds(self.course) if round_ is None else [round_]
+        found = []
+        for number in rounds:
+            known = number in self.course.plans
+            sites = sites_of(self.course, number) if known and site is None else []
+            found += [
+                Chosen(number, name, Selection("request"))
+                for name in (sites if site is None else [site])
+            ]
+        return found
+
+    def drawn(self, round_: int, rate: float, randomness: bytes) -> list[tuple[float, Chosen]]:
+        """All sites of a round that is due, each with its draw."""
+        point = point_of(self.course, self.entries, round_)
+        chosen = Selection("beacon", rate, point.size, point.root, randomness.hex())
+        return [
+            (point.draw(randomness, site), Chosen(round_, site, chosen))
+            for site in sites_of(self.course, round_)
+        ]
+
+    def sampled(self, rate: float, randomness: dict[int, bytes]) -> list[Chosen]:
+        """What the beacon selects at `rate`; at least one, the one with the smallest draw."""
+        drawn = [
+            each
+            for round_ in due_rounds(self.course)
+            for each in self.drawn(round_, rate, randomness.get(round_, b""))
+        ]
+        found = [chosen for draw, chosen in drawn if draw < rate]
+        return found or [chosen for _, chosen in sorted(drawn, key=lambda each: each[0])[:1]]
+
+    def _load_config(self) -> RunConfig:
+        path = self.folder / "run.toml"
+        try:
+            config = load_run(path)
+        except ConfigError as error:
+            raise RecordError(str(error)) from None
+        if config.digest() != self.course.manifest["config_digest"]:
+            raise RecordError(f"{path}: says something else than the run was begun with")
+        return config
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise RecordError(f"{path}: missing; was this run recorded?") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecordError(f"{path}: cannot be read ({error})") from None

@@ -1,0 +1,18 @@
+"""What the bits of a rank's inner steps hang on beside their input."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from dilocox.config import RunConfig
+from dilocox.record.notary import code_digest
+from dilocox.site import determinism_facts, resolve_precision
+
+
+def facts_here(config: RunConfig, device: torch.device) -> dict[str, Any]:
+    """The determinism class of this process: machine, libraries, settings, dilocox's own code."""
+    precision = resolve_precision(config.site, device)
+    facts = determinism_facts(config.site, config.model, device, precision)
+    return {**facts, "code": code_digest()}

@@ -1,0 +1,103 @@
+"""What `dilocox verify` says of the audits whose verdicts lie in a run's folder."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from dilocox.errors import RecordError
+from dilocox.record.audits import BAD, GOOD, Signed, read_all
+from dilocox.record.beacon import decided, due_rounds, point_of, sites_of
+from dilocox.record.claims import NotRunError
+from dilocox.record.course import Course
+
+
+@dataclass(frozen=True)
+class Audits:
+    """The audits of one run. All methods raise `RecordError` (FAIL) and `NotRunError`."""
+
+    course: Course
+    entries: Sequence[str]
+    folder: Path
+    auditors: Sequence[str]
+    """Keys, hex, that count; none: all."""
+
+    def verdicts(self) -> str:
+        """Every verdict is about this log's states, and none is bad."""
+        signed = self._read()
+        for each in signed:
+            self._check_states(each)
+        bad = [each for each in signed if each.verdict.verdict in BAD]
+        if bad:
+            first, more = bad[0].verdict, len(bad) - 1
+            others = f" (and {more} more)" if more else ""
+            raise RecordError(
+                f"round {first.round} of {first.site}: {first.verdict}, {first.reason}{others}"
+            )
+        good = {(s.verdict.round, s.verdict.site) for s in signed if s.verdict.verdict in GOOD}
+        due = sum(len(sites_of(self.course, round_)) for round_ in due_rounds(self.course))
+        if not good:
+            raise NotRunError(f"none of {due} rounds of sites that keep states was audited")
+        counts = Counter(each.verdict.verdict for each in signed)
+        said = ", ".join(f"{count} {verdict}" for verdict, count in sorted(counts.items()))
+        keys = sorted({each.auditor for each in signed})
+        names = ", ".join(f"{key[:12]}…" for key in keys)
+        return f"{len(good)} of {due} rounds of sites that keep states: {said}, by {names}"
+
+    def beacon(self) -> str:
+        """What was to be audited was, and public randomness said so."""
+        drawn = [each for each in self._read() if each.selection.by == "beacon"]
+        for each in drawn:
+            self._check_drawn(each)
+        public = [each for each in drawn if each.selection.randomness]
+        if not public:
+            how = "the log alone has selected" if drawn else "no audit was selected by the log"
+            raise NotRunError(f"{how}: public randomness was not at hand")
+        judged = {(s.verdict.round, s.verdict.site) for s in public if s.verdict.verdict in GOOD}
+        rate = float(self.course.config["record"].get("audit_rate", 0.0))
+        values: dict[int, str] = {}
+        for each in public:
+            known = values.setdefault(each.verdict.round, each.selection.randomness)
+            if known != each.selection.randomness:
+                raise RecordError(f"two audits of round {each.verdict.round} name other randomness")
+        for round_, text in values.items():
+            point = point_of(self.course, self.entries, round_)
+            for site in sites_of(self.course, round_):
+                if point.draw(bytes.fromhex(text), site) < rate and (round_, site) not in judged:
+                    raise NotRunError(f"round {round_} of {site} is selected and was not audited")
+        unknown = [round_ for round_ in due_rounds(self.course) if round_ not in values]
+        if unknown:
+            raise NotRunError(f"no public randomness is known of round {unknown[0]}")
+        return f"{len(judged)} rounds of sites, at a rate of {rate:.0%}"
+
+    def _read(self) -> list[Signed]:
+        found = read_all(self.folder, self.course.run)
+        return [each for each in found if not self.auditors or each.auditor in self.auditors]
+
+    def _check_states(self, signed: Signed) -> None:
+        verdict = signed.verdict
+        if verdict.verdict not in GOOD:
+            return
+        places = {
+            f"{stage}/{shard}": (stage, shard)
+            for stage in range(self.course.stages)
+            for shard in range(self.course.shards)
+        }
+        where = f"the audit of round {verdict.round} of {verdict.site}"
+        if set(verdict.states) != set(places):
+            raise RecordError(f"{where} is not about all of the site's ranks")
+        for name, (stage, shard) in places.items():
+            state = self.course.rounds.get((verdict.round, verdict.site, stage, shard))
+            if state is None or state.document != verdict.states[name]:
+                raise RecordError(f"{where} is about another state than the one in this log")
+
+    def _check_drawn(self, signed: Signed) -> None:
+        verdict, chosen = signed.verdict, signed.selection
+        where = f"the audit of round {verdict.round} of {verdict.site}"
+        if not decided(self.course, verdict.round):
+            raise RecordError(f"{where}: this log does not decide the round")
+        point = point_of(self.course, self.entries, verdict.round)
+        if (point.size, point.root) != (chosen.size, chosen.root):
+            raise RecordError(f"{where} was selected by another log")

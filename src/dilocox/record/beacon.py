@@ -1,0 +1,94 @@
+"""Which rounds of which sites are audited: anyone can work it out, nobody before the round is over.
+
+The selection point of a round is the end of the shortest prefix of the log that decides all of its
+exchanges. Beacon = H(size, root of that prefix, public randomness); a site is selected if its draw,
+H(beacon, site) as a fraction of 2^256, is below the rate. By then the log holds the signed state in
+which the round began and every payload that was made in it. Without public randomness the holder
+of the log's key could try several logs until one selects what it likes; with it nobody can.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from dilocox.errors import RecordError
+from dilocox.outer.coordinator.keys import ExchangeKey
+from dilocox.record.course import Course
+from dilocox.record.merkle import Frontier, leaf_hash
+
+BEACON, DRAW = b"dilocox/beacon/v1\0", b"dilocox/draw/v1\0"
+
+
+@dataclass(frozen=True)
+class Point:
+    """Where a round's audits are selected."""
+
+    round: int
+    size: int
+    """Statements of the prefix."""
+    root: str
+    """Its Merkle root, hex."""
+
+    def beacon(self, randomness: bytes) -> bytes:
+        """32 bytes. `randomness`: public and unknown before the prefix was; may be empty."""
+        size = self.size.to_bytes(8, "big")
+        return hashlib.sha256(BEACON + size + bytes.fromhex(self.root) + randomness).digest()
+
+    def draw(self, randomness: bytes, site: str) -> float:
+        """What selects a site: evenly spread over [0, 1)."""
+        data = DRAW + self.beacon(randomness) + f"{self.round}/{site}".encode()
+        return int.from_bytes(hashlib.sha256(data).digest()[:6], "big") / 2**48
+
+
+def exchanges_of(course: Course, round_: int) -> list[str]:
+    """Keys of all exchanges whose boundaries lie in a training round."""
+    fragments = int(course.plans[round_]["fragments"])
+    return [
+        ExchangeKey.outer(round_, stage, fragment).text
+        for stage in range(course.stages)
+        for fragment in range(fragments)
+    ]
+
+
+def decided(course: Course, round_: int) -> bool:
+    """True if the log holds the plan of a training round and decides all of its exchanges."""
+    plan = course.plans.get(round_)
+    if plan is None or plan["kind"] != "train":
+        return False
+    return all(key in course.steps for key in exchanges_of(course, round_))
+
+
+def point_of(course: Course, entries: Sequence[str], round_: int) -> Point:
+    """The selection point of a round that is `decided`. `entries`: of the whole log."""
+    size = 1 + max(course.numbers[key] for key in exchanges_of(course, round_))
+    root = Frontier(leaf_hash(entry.encode()) for entry in entries[:size]).root
+    return Point(round_, size, root.hex())
+
+
+def due_rounds(course: Course) -> list[int]:
+    """Rounds that are decided and whose states have to be there."""
+    every = int(course.config["record"].get("states_every", 0))
+    return [n for n in sorted(course.plans) if every and n % every == 0 and decided(course, n)]
+
+
+def sites_of(course: Course, round_: int) -> list[str]:
+    """Who trained a round, by name."""
+    return sorted(course.plans[round_]["members"])
+
+
+def read_randomness(path: Path) -> dict[int, bytes]:
+    """Public randomness by round, from lines `ROUND HEX`. Raises `RecordError`."""
+    found: dict[int, bytes] = {}
+    try:
+        for line in path.read_text(encoding="utf-8").splitlines():
+            if line.strip() and not line.startswith("#"):
+                number, value = line.split()
+                found[int(number)] = bytes.fromhex(value)
+    except (OSError, ValueError) as error:
+        raise RecordError(
+            f"{path}: no list of public randomness ({error}); give one line `ROUND HEX` per round"
+        ) from None
+    return found

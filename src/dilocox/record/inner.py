@@ -1,0 +1,193 @@
+"""What a rank does so that its rounds can be repeated: it keeps and signs the states they begin in.
+
+A state is copied at the round's beginning and hashed, kept and signed by a thread beside training.
+No contribution is voted on before its round's state is signed and in the log, so that nobody can
+choose a state that fits it afterwards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from dilocox import timeline
+from dilocox.errors import DilocoxError, RecordError
+from dilocox.record import statements as s
+from dilocox.record.digests import tensor_bytes
+from dilocox.record.recording import Author, Coordinator
+from dilocox.record.rounds import Document, checksum, fingerprint, steps_to_bytes
+from dilocox.record.store import Store
+
+log = logging.getLogger(__name__)
+
+Capture = Callable[[], tuple[Mapping[str, Tensor], Mapping[str, Any]]]
+"""Tensors (not copies) and numbers of this rank's state."""
+
+
+class RoundWatch(Protocol):
+    """Who looks on while a rank trains its rounds."""
+
+    def boundary(self, round_: int, tick: int, trains: bool, capture: Capture) -> None:
+        """A round is about to begin, `tick` slots into the run; `trains`: with inner steps."""
+
+    def step(self, numbers: Tensor, parameters: Iterable[Tensor]) -> None:
+        """An inner step was taken: float64 [loss, norm], and this rank's parameters after it."""
+
+    def wait(self) -> None:
+        """Return when all that is known so far is kept, or was warned of."""
+
+
+@dataclass(frozen=True)
+class Manner:
+    """How a rank computes and what it shows."""
+
+    every: int
+    """Rounds from one state that is kept to the next."""
+    private: bool
+    """The site trains on text of its own: its states are signed, not kept."""
+    facts: Mapping[str, Any]
+    """The determinism class."""
+    replaced: Sequence[str] = ()
+    """See `Document`."""
+
+
+class InnerRecord:
+    """One rank's `RoundWatch` in a run that is recorded."""
+
+    def __init__(
+        self,
+        author: Author,
+        manner: Manner,
+        store: Store,
+        coordinator: Coordinator,
+        warn: Callable[[str], None],
+        patience: float,
+    ) -> None:
+        """`warn` is told once if something cannot be kept or said. `patience`: seconds that a round
+        waits for a store that is slow, before the keeping ends."""
+        self._patience = patience
+        self._author, self._manner = author, manner
+        self._store, self._coordinator, self._warn = store, coordinator, warn
+        self._steps: list[tuple[Tensor, Tensor]] | None = None
+        self._beside = ThreadPoolExecutor(1, thread_name_prefix="round-state")
+        self._keeping: Future[None] | None = None
+        self._signed = threading.Event()
+        self._signed.set()
+        self._broken = False
+
+    def boundary(self, round_: int, tick: int, trains: bool, capture: Capture) -> None:
+        """See `RoundWatch`. Waits for the state before, of which there is one copy at a time."""
+        steps, self._steps = self._steps, None
+        begins = trains and round_ % self._manner.every == 0
+        if self._broken or (steps is None and not begins) or not self._is_kept():
+            return
+        with timeline.span("copy round state", round=round_):
+            tensors, state = capture()
+            copies = {name: each.detach().to("cpu", copy=True) for name, each in tensors.items()}
+        if begins:
+            self._steps = []
+        self._signed.clear()
+        self._keeping = self._beside.submit(self._keep, round_, tick, begins, copies, state, steps)
+
+    def step(self, numbers: Tensor, parameters: Iterable[Tensor]) -> None:
+        """See `RoundWatch`."""
+        if self._steps is not None:
+            self._steps.append((numbers, checksum(parameters)))
+
+    def wait(self) -> None:
+        """See `RoundWatch`."""
+        self._is_kept()
+
+    def wait_signed(self) -> None:
+        """Return when the newest state is signed and in the log, or that was warned of."""
+        self._signed.wait()
+
+    def _is_kept(self) -> bool:
+        """Wait until the state before is kept; whether it was in time."""
+        try:
+            if self._keeping is not None:
+                self._keeping.result(self._patience)
+        except FutureTimeoutError:
+            slow = f"{self._store.where}: has not kept a state for {self._patience:.0f} s"
+            self._give_up(RecordError(slow))
+            return False
+        return True
+
+    def _keep(
+        self,
+        round_: int,
+        tick: int,
+        begins: bool,
+        tensors: Mapping[str, Tensor],
+        state: Mapping[str, Any],
+        steps: list[tuple[Tensor, Tensor]] | None,
+    ) -> None:
+        manner = self._manner
+        served = "no" if not begins else "private" if manner.private else "yes"
+        try:
+            with timeline.span("sign round state", round=round_):
+                document = Document.of(tensors, state, manner.facts, manner.replaced)
+                self._sign(round_, tick, served, document, steps)
+            self._signed.set()
+            with timeline.span("keep round state", round=round_):
+                for each in document.tensors if served == "yes" else ():
+                    self._store.put(tensor_bytes(tensors[each.name]), each.sha256)
+        except Exception as error:  # other people's storage, over a network
+            self._give_up(error)
+        finally:
+            self._signed.set()
+
+    def _sign(
+        self,
+        round_: int,
+        tick: int,
+        served: str,
+        document: Document,
+        steps: list[tuple[Tensor, Tensor]] | None,
+    ) -> None:
+        author = self._author
+        subjects = {"state": document.root, "document": self._store.put(document.to_bytes())}
+        if steps is not None:
+            found = [fingerprint(numbers, total) for numbers, total in steps]
+            subjects["steps"] = self._store.put(steps_to_bytes(found))
+        said = round_state(author.run, author.rank, round_, tick, served, subjects)
+        self._coordinator.record_state(author.signer.sign(said))
+
+    def _give_up(self, error: Exception) -> None:
+        log.error("record: %s", error)
+        if not self._broken:
+            self._broken = True
+            with contextlib.suppress(DilocoxError):
+                self._warn(f"record: {error}; the run goes on, audits of its rounds will fail")
+
+
+def round_state(
+    run: str,
+    rank: Any,
+    round_: int,
+    tick: int,
+    served: str,
+    subjects: Mapping[str, str],
+) -> s.Statement:
+    """What a rank signs of the state in which it begins a round."""
+    return s.Statement(
+        s.ROUND,
+        subjects,
+        {
+            "run": run,
+            "site": rank.site,
+            "stage": rank.stage,
+            "shard": rank.shard,
+            "round": round_,
+            "tick": tick,
+            "served": served,
+        },
+    )

@@ -1,0 +1,243 @@
+"""Two sites of one rank in this process, which train and record rounds as real ones do.
+
+Loop, states, codecs, record and log are the engine's; only the network and the coordinator are
+played. One site may cheat: every cheat is a change of what it does in one round.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from dilocox.assembly import Batches, Blueprint, Hooks, Place, Rank, build_rank
+from dilocox.audit.replay import Alone, RepeatingTrainer
+from dilocox.compression import payload_digest
+from dilocox.config import RunConfig
+from dilocox.data import TokenFiles
+from dilocox.determinism import facts_here
+from dilocox.outer.attempt import Contribution, Outcome
+from dilocox.outer.averaging import average
+from dilocox.outer.control import RankControl
+from dilocox.outer.coordinator import messages as m
+from dilocox.outer.coordinator.client import CoordinatorClient
+from dilocox.outer.coordinator.notary import Decision
+from dilocox.outer.loop import OuterLoop
+from dilocox.persistence import Keeper, record_state
+from dilocox.record.inner import InnerRecord, Manner
+from dilocox.record.notary import LogNotary
+from dilocox.record.recording import Author, RankRecord
+from dilocox.record.statements import Signer
+from dilocox.record.store import Store
+from dilocox.trainer import Trainer
+
+STEPS, SLOTS = 4, 4
+"""Inner steps and slots of a round."""
+
+Cheat = Callable[["Neighbour"], Any]
+"""A context in which a site trains one round; what it changes is put back."""
+
+
+class Registry:
+    """The coordinator's part: it decides, and its notary writes the log."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self.config = config
+        self.notary = LogNotary.open(config, config.folder / "coordinator", print)
+        self.plans: dict[int, m.RoundPlan] = {}
+        self._lock = threading.Lock()
+        self._in: dict[str, dict[str, tuple[Contribution, Future[Outcome]]]] = {}
+        self.sites: dict[str, Neighbour] = {}
+
+    def record_state(self, statement: str) -> None:
+        """What a rank has signed, whoever it is."""
+        for site in self.config.sites:
+            rank = m.Rank(site=site, stage=0, shard=0)
+            if f'"site":"{site}"' in _payload(statement):
+                with self._lock:
+                    self.notary.checkpoint(rank, statement)
+
+    def exchange(self, me: str, given: Contribution) -> Future[Outcome]:
+        """Take a contribution; when all are there the exchange is over."""
+        future: Future[Outcome] = Future()
+        self.sites[me].watch.wait_signed()
+        with self._lock:
+            there = self._in.setdefault(given.key.text, {})
+            there[me] = (given, future)
+            if len(there) == len(self.sites):
+                self._decide(given, there)
+        return future
+
+    def _decide(
+        self, what: Contribution, there: Mapping[str, tuple[Contribution, Future[Outcome]]]
+    ) -> None:
+        plan, payloads = self.plans[what.key.round], {}
+        part = cast(Any, what.compressor).part(0, what.length, what.seed)
+        for site in plan.members:
+            values = there[site][0].values
+            assert values is not None
+            payloads[site] = part.encode(values)
+            digest = payload_digest(payloads[site]).hex()
+            self.sites[site].store.put(bytes(payloads[site].numpy()))
+            signed = self.sites[site].record.sign(what.key, 1, digest)
+            rank = m.Rank(site=site, stage=0, shard=0)
+            self.notary.contribution(rank, what.key, 1, digest, signed)
+        names = tuple(plan.members)
+        self.notary.decided(Decision(what.key, 1, names, names, plan))
+        mean = average((part.decode(payloads[site]) for site in names), [1.0] * len(names))
+        for site, (_, future) in there.items():
+            sent = part.decode(payloads[site])
+            future.set_result(Outcome(mean, names, sent, None, 0, 0.0, 1))
+
+    def plan(self, round_: int) -> m.RoundPlan:
+        """The next round's plan, on fresh token ranges."""
+        count = STEPS * self.config.site.batch_size
+        first = round_ * count * len(self.config.sites)
+        plan = m.RoundPlan(
+            round=round_,
+            kind="train",
+            first_tick=round_ * SLOTS,
+            first_step=round_ * STEPS,
+            members={
+                site: m.MemberPlan(
+                    weight=1.0,
+                    batch=self.config.site.batch_size,
+                    ranges=[(first + number * count, count)],
+                    space="shared",
+                )
+                for number, site in enumerate(self.config.sites)
+            },
+            inner_steps=STEPS,
+            slots=SLOTS,
+            fragments=2,
+            delay=1,
+            overlap="keep",
+            keep=0.7,
+            learning_rate=0.8,
+            momentum=0.5,
+            codec="int4",
+            residual_decay=0.95,
+            exchange="gather",
+            checkpoint=False,
+            evaluate=False,
+            last=False,
+        )
+        self.plans[round_] = plan
+        self.notary.planned(plan)
+        return plan
+
+
+def _payload(statement: str) -> str:
+    from dilocox.record.statements import opened
+
+    return opened(statement)[0].to_bytes().decode()
+
+
+class Neighbour:
+    """One site."""
+
+    def __init__(self, registry: Registry, name: str, number: int, files: TokenFiles) -> None:
+        config, place = registry.config, Place(name, 0, 0)
+        signer = Signer.from_hex(f"{number + 1:02x}" * 32)
+        registry.notary.enrolled(
+            m.EnrolRequest.model_construct(
+                site=name,
+                record_key=signer.public,
+                data_digest=files.digest,
+                versions=m.Versions(dilocox="0", torch="0", python="0"),
+            ),
+            1,
+        )
+        registry.sites[name] = self
+        self.name = name
+        self.rank: Rank = build_rank(
+            config, Blueprint.of(config, files.vocabulary_size), place, Hooks(),
+            store=None, local_rank=0, ranks_here=1, timeout=60.0,
+        )  # fmt: skip
+        author = Author(registry.notary.run, m.Rank(site=name, stage=0, shard=0), signer)
+        self.store = Store(config.record_store)
+        self.record = RankRecord(author, self.store, registry, print, 60.0)
+        facts = facts_here(config, self.rank.mesh.device)
+        self.watch = InnerRecord(author, Manner(1, False, facts), self.store, registry, print, 60.0)
+        self.change: Callable[[Tensor], Tensor] = lambda u: u
+        """What it makes of a contribution before it is sent."""
+        self.outer = OuterLoop(
+            self.rank.states, self.rank.live, name, 0, 1,
+            lambda given: registry.exchange(name, self._given(given)), lambda: None,
+        )  # fmt: skip
+        nobody = Alone()
+        self.trainer: Trainer = RepeatingTrainer(
+            config=config,
+            rank=self.rank,
+            outer=self.outer,
+            control=cast(RankControl, nobody),
+            client=cast(CoordinatorClient, nobody),
+            batches=Batches.open(config, place, Hooks(), files),
+            validation=[],
+            keeper=cast(Keeper, nobody),
+            hooks=Hooks(),
+            form_group=cast(Any, None),
+            entry_timeout=0.0,
+            watch=self.watch,
+        )
+        record_state(self.record, "initial", 0, self.rank)
+
+    def _given(self, given: Contribution) -> Contribution:
+        from dataclasses import replace
+
+        assert given.values is not None
+        return replace(given, values=self.change(given.values))
+
+
+def train(config: RunConfig, files: TokenFiles, rounds: int, cheats: Mapping[int, Cheat]) -> None:
+    """Train `rounds` rounds into the run's folder; lyon cheats in some, paris never."""
+    torch.set_num_threads(1)
+    config.folder.mkdir(parents=True)
+    (config.folder / "run.toml").write_text(config.to_toml(), encoding="utf-8")
+    registry = Registry(config)
+    sites = [Neighbour(registry, name, number, files) for number, name in enumerate(config.sites)]
+    with ThreadPoolExecutor(len(sites)) as pool:
+        for round_ in range(rounds):
+            plan = registry.plan(round_)
+
+            def one(site: Neighbour, plan: m.RoundPlan = plan) -> None:
+                cheat = cheats.get(plan.round) if site.name == "lyon" else None
+                with (cheat or honest)(site):
+                    site.trainer.train_round(plan)
+                site.watch.wait()
+
+            for future in [pool.submit(one, site) for site in sites]:
+                future.result(60.0)
+    # What the last round ended in, as a run says when it has no more rounds to train.
+    end = registry.plan(rounds).model_copy(update={"kind": "flush"})
+    for site in sites:
+        site.trainer.show_state(end)
+        site.watch.wait()
+    registry.notary.close()
+
+
+@contextmanager
+def honest(site: Neighbour) -> Any:
+    """Nothing is changed."""
+    yield
+
+
+def run_config(root: Path, name: str) -> RunConfig:
+    """The run file of two sites that keep the state of every round."""
+    from tests.test_preflight import ARCHITECTURE, config
+
+    small = {**ARCHITECTURE, "num_hidden_layers": 2, "hidden_size": 16, "intermediate_size": 32}
+    return config(
+        root, name,
+        model={"architecture": small},
+        site={"stages": 1, "threads": 1, "precision": "fp32", "device": "cpu"},
+        outer={"rounds": 20, "inner_steps": STEPS, "fragments": 2},
+        control={"adapt": "off"},
+        record={"states_every": 1},
+    )  # fmt: skip

@@ -1,0 +1,361 @@
+"""What a site may do instead of its work, and at which step an audit says that it began.
+
+One run: paris is honest, lyon cheats in another way in every round. Every round begins from a state
+that lyon has signed, so each is judged by itself.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dilocox import trainer
+from dilocox.audit import judging
+from dilocox.audit import replay as replaying
+from dilocox.audit.judging import judge
+from dilocox.audit.replay import Progress, RankJob, RankReplay, repeat
+from dilocox.audit.run import AuditedRun
+from dilocox.data import prepare
+from dilocox.record.audits import Verdict
+from dilocox.record.rounds import Document
+from dilocox.record.store import Store
+from tests.audit.neighbours import STEPS, Neighbour, run_config, train
+from tests.test_preflight import write_text
+
+
+def around_step(
+    number: int, before: Callable[[Neighbour], Any], after: Callable[[Neighbour, Any], object]
+) -> Callable[[Neighbour], Any]:
+    """Do something before and after one inner step of the round."""
+
+    @contextmanager
+    def cheat(site: Neighbour) -> Iterator[None]:
+        model, taken = site.rank.model, iter(range(STEPS))
+        step = model.inner_step
+
+        def inner_step(*given: Any) -> Any:
+            if next(taken) != number:
+                return step(*given)
+            kept = before(site)
+            result = step(*given)
+            after(site, kept)
+            return result
+
+        model.inner_step = inner_step  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            del model.inner_step
+
+    return cheat
+
+
+def copies(site: Neighbour) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    live = {name: each.detach().clone() for name, each in site.rank.live.items()}
+    inner = {name: each.clone() for name, each in site.rank.model.optimizer_state().items()}
+    return live, inner
+
+
+@torch.no_grad()
+def put_back(site: Neighbour, kept: tuple[dict[str, torch.Tensor], Any]) -> None:
+    for name, each in site.rank.live.items():
+        each.copy_(kept[0][name])
+    site.rank.model.load_optimizer_state(kept[1])
+
+
+@torch.no_grad()
+def forget(site: Neighbour) -> None:
+    for name, each in site.rank.model.optimizer_state().items():
+        if name.startswith("exp_avg/"):
+            each.mul_(0.5)
+
+
+@contextmanager
+def other_rate(site: Neighbour) -> Iterator[None]:
+    """From the third step on."""
+    model, taken = site.rank.model, iter(range(STEPS))
+    step = model.inner_step
+
+    def inner_step(inputs: Any, labels: Any, rate: float, *more: Any) -> Any:
+        return step(inputs, labels, rate * (1.05 if next(taken) >= 2 else 1.0), *more)
+
+    model.inner_step = inner_step  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del model.inner_step
+
+
+def other_text(change: Callable[[Any, list[tuple[int, int]], int, int], Any]) -> Any:
+    @contextmanager
+    def cheat(site: Neighbour) -> Iterator[None]:
+        batches = site.trainer.batches
+        read = batches.step
+
+        def step(ranges: Any, batch: int, number: int) -> Any:
+            return change(read, ranges, batch, number)
+
+        batches.step = step  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            del batches.step
+
+    return cheat
+
+
+def shard(read: Any, ranges: Any, batch: int, number: int) -> Any:
+    """A site's share of another site's text."""
+    (start, count) = ranges[0]
+    return read([(start + 5000, count)], batch, number)
+
+
+def swapped(read: Any, ranges: Any, batch: int, number: int) -> Any:
+    return read(ranges, batch, {1: 2, 2: 1}.get(number, number))
+
+
+def half(read: Any, ranges: Any, batch: int, number: int) -> Any:
+    inputs, labels = read(ranges, batch, number)
+    if number == 3:
+        inputs, labels = (torch.cat([each[: batch // 2]] * 2) for each in (inputs, labels))
+    return inputs, labels
+
+
+@contextmanager
+def stale(site: Neighbour) -> Iterator[None]:
+    """What lands at the third slot's end is not taken up: it trains on from its own."""
+    outer, slots = site.outer, iter(range(1, STEPS + 1))
+    end = outer.end_of_slot
+
+    def end_of_slot(plan: Any, slot: int) -> bool:
+        number = next(slots)
+        kept = copies(site)
+        owner = end(plan, slot)
+        if number == 3:
+            put_back(site, kept)
+        return owner
+
+    outer.end_of_slot = end_of_slot  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del outer.end_of_slot
+
+
+@contextmanager
+def residual(site: Neighbour) -> Iterator[None]:
+    """The residual is made larger just before the boundary at the second slot's end."""
+    outer, slots = site.outer, iter(range(1, STEPS + 1))
+    end = outer.end_of_slot
+
+    def end_of_slot(plan: Any, slot: int) -> bool:
+        if next(slots) == 2:
+            for state in outer.states:
+                assert state.residual is not None
+                state.residual.mul_(3.0)
+        return end(plan, slot)
+
+    outer.end_of_slot = end_of_slot  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del outer.end_of_slot
+
+
+@contextmanager
+def poison(site: Neighbour) -> Iterator[None]:
+    """Honest steps; what is sent has another sign."""
+    site.change = lambda u: -u
+    try:
+        yield
+    finally:
+        site.change = lambda u: u
+
+
+@contextmanager
+def between_rounds(site: Neighbour) -> Iterator[None]:
+    """The moments are changed when the round is over: the next one begins from others."""
+    yield
+    forget(site)
+
+
+CHEATS: dict[str, tuple[Any, int, str]] = {
+    "skipped step": (around_step(2, copies, put_back), 2, "other parameters"),
+    "wrong learning rate": (other_rate, 2, "other parameters"),
+    "other shard": (other_text(shard), 0, "loss"),
+    "swapped batches": (other_text(swapped), 1, "loss"),
+    "half a batch": (other_text(half), 3, "loss"),
+    "stale base": (stale, 3, "loss"),
+    "tampered optimizer": (around_step(1, forget, lambda *_: None), 1, "other parameters"),
+    "changed between rounds": (between_rounds, STEPS - 1, "inner/exp_avg/"),
+    "tampered residual": (residual, 1, "another payload"),
+    "poison": (poison, 1, "another payload"),
+}
+"""The cheat, the first bad step, and what is said of it."""
+ROUND_OF = {name: number + 1 + (name == "poison") for number, name in enumerate(CHEATS)}
+"""One after the other, but what a changed residual has sent is to land before the last begins."""
+ROUNDS = ROUND_OF["poison"] + 1
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("cheats")
+    write_text(root / "text", 0)
+    config = run_config(root, "run")
+    files = prepare(config.data, config.data_folder, config.run.seed)
+    cheats = {ROUND_OF[name]: cheat for name, (cheat, _, _) in CHEATS.items()}
+    train(config, files, ROUNDS, cheats)
+    return config.folder
+
+
+def here(jobs: Sequence[RankJob], progress: Progress) -> list[RankReplay]:
+    """Repeat in this process: all sites have one rank."""
+    return [repeat(job, progress) for job in jobs]
+
+
+def audit(folder: Path, site: str, round_: int) -> Verdict:
+    return judge(AuditedRun(folder, (), None).case(), site, round_, here, lambda step: None)
+
+
+@pytest.mark.parametrize("name", CHEATS)
+def test_a_cheat_is_found_at_its_first_step(trained: Path, name: str) -> None:
+    _, first, said = CHEATS[name]
+    verdict = audit(trained, "lyon", ROUND_OF[name])
+    assert (verdict.verdict, verdict.first_bad_step) == ("MISMATCH", first), verdict
+    assert said in verdict.reason
+    assert verdict.same_class
+
+
+@pytest.mark.parametrize(("site", "round_"), [("paris", 3), ("paris", 11), ("lyon", 0)])
+def test_honest_rounds_are_exact(trained: Path, site: str, round_: int) -> None:
+    """With overlap and error feedback; beside a cheat; and what is under way at the beginning."""
+    verdict = audit(trained, site, round_)
+    assert verdict.verdict == "EXACT", verdict
+    # Two boundaries; in later rounds one exchange is under way at the beginning.
+    assert verdict.reason == f"{STEPS} steps, {2 if round_ == 0 else 3} payloads, the same bits"
+
+
+@pytest.fixture
+def copied(trained: Path, tmp_path: Path) -> Path:
+    """The run, whose store may be changed."""
+    folder = tmp_path / "run"
+    shutil.copytree(trained, folder)
+    return folder
+
+
+def object_of(folder: Path, round_: int, name: str = "") -> Path:
+    """Of lyon's state: its document, or a tensor."""
+    course = AuditedRun(folder, (), None).course
+    state = course.rounds[(round_, "lyon", 0, 0)]
+    store = Store(str(folder / "record" / "store"))
+    digest = state.document
+    if name:
+        document = Document.from_bytes(store.get(digest))
+        digest = next(each.sha256 for each in document.tensors if each.name == name)
+    return Path(store.path(digest))
+
+
+@pytest.mark.parametrize("name", ["", "outer/0/residual"])
+def test_a_withheld_state_fails(copied: Path, name: str) -> None:
+    object_of(copied, 2, name).unlink()
+    verdict = audit(copied, "lyon", 2)
+    assert verdict.verdict == "FAIL"
+    assert "withheld" in verdict.reason
+
+
+def test_a_state_that_is_not_the_signed_one_fails(copied: Path) -> None:
+    path = object_of(copied, 2, "outer/0/residual")
+    data = bytearray(path.read_bytes())
+    data[7] ^= 1
+    path.write_bytes(data)
+    assert audit(copied, "lyon", 2).verdict == "FAIL"
+
+
+def test_a_state_that_was_signed_late_fails(trained: Path) -> None:
+    """After the first payload that was made from it was decided on."""
+    case = AuditedRun(trained, (), None).case()
+    key = (2, "lyon", 0, 0)
+    late = case.course.numbers["outer/2/0/0"] + 1
+    case.course.rounds[key] = replace(case.course.rounds[key], number=late)
+    verdict = judge(case, "lyon", 2, here, lambda step: None)
+    assert verdict.verdict == "FAIL"
+    assert "only after what was made from it" in verdict.reason
+
+
+# --- between classes ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The auditor's machine is another."""
+    monkeypatch.setattr(replaying, "facts_here", lambda *given: {"machine": "another"})
+
+
+def rates_off_by(monkeypatch: pytest.MonkeyPatch, share: float) -> None:
+    """A repetition computes a little otherwise, as another processor would."""
+    rate = trainer.learning_rate
+    monkeypatch.setattr(trainer, "learning_rate", lambda *given: rate(*given) * (1.0 + share))
+
+
+def test_equal_bits_are_exact_in_every_class(trained: Path, elsewhere: None) -> None:
+    verdict = audit(trained, "paris", 3)
+    assert (verdict.verdict, verdict.same_class) == ("EXACT", False)
+
+
+@pytest.mark.parametrize(
+    ("share", "expected"), [(1e-6, "WITHIN_TOL"), (1e-2, "MISMATCH")], ids=["tiny", "not tiny"]
+)
+def test_differences_between_classes(
+    trained: Path, elsewhere: None, monkeypatch: pytest.MonkeyPatch, share: float, expected: str
+) -> None:
+    rates_off_by(monkeypatch, share)
+    verdict = audit(trained, "paris", 3)
+    assert (verdict.verdict, verdict.same_class) == (expected, False), verdict
+    assert verdict.difference is not None
+    assert (0.0 < verdict.difference < 1e-4) == (expected == "WITHIN_TOL")
+
+
+def test_the_same_differences_in_one_class(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rates_off_by(monkeypatch, 1e-6)
+    assert audit(trained, "paris", 3).verdict == "MISMATCH"
+
+
+@pytest.mark.parametrize("name", ["skipped step", "wrong learning rate", "tampered optimizer"])
+def test_cheats_are_found_from_another_class(trained: Path, elsewhere: None, name: str) -> None:
+    verdict = audit(trained, "lyon", ROUND_OF[name])
+    assert verdict.verdict == "MISMATCH", verdict
+    assert verdict.first_bad_step is not None
+    assert verdict.first_bad_step >= CHEATS[name][1]
+
+
+def test_bf16_between_classes_says_nothing(
+    trained: Path, elsewhere: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rates_off_by(monkeypatch, 1e-2)
+    begin = judging._began
+
+    def in_bf16(*given: Any) -> Any:
+        began = begin(*given)
+        facts = {**began.start.facts, "precision": "bfloat16"}
+        return replace(began, start=replace(began.start, facts=facts))
+
+    monkeypatch.setattr(judging, "_began", in_bf16)
+    monkeypatch.setattr(judging, "_job", lambda case, began, plan: JOB(case, in_fp32(began), plan))
+    verdict = audit(trained, "paris", 3)
+    assert verdict.verdict == "NOT_RUN"
+    assert "in bf16 honest differences say nothing" in verdict.reason
+
+
+JOB = judging._job
+
+
+def in_fp32(began: Any) -> Any:
+    facts = {**began.start.facts, "precision": "float32"}
+    return replace(began, start=replace(began.start, facts=facts))
