@@ -26,7 +26,7 @@ from dilocox.config_rounds import (
 )
 from dilocox.config_section import Fraction, Positive, Section
 from dilocox.errors import ConfigError
-from dilocox.methods import METHODS, method_defaults
+from dilocox.methods import EXCHANGE_GRADIENTS, METHODS, method_defaults
 from dilocox.problems import first_problem
 
 Beta = Annotated[float, Field(ge=0.0, lt=1.0, strict=True)]
@@ -200,6 +200,9 @@ class SiteOverride(Section):
 
     batch_size: Positive | None = None
     """Sequences per inner step at this site; weighs its contribution."""
+    speed: Annotated[float, Field(gt=0.0, le=1e9)] | None = None
+    """How fast this site is, in any unit that all sites use, such as tokens/s; sites that do not
+    say it count as 1. Not set at any site: measured. Used with `control.steps = "by-speed"`."""
     data: str | None = None
     """Folder of this site's own token files (private text): its own space of token ranges."""
     interface: str | None = None
@@ -371,11 +374,16 @@ class RunConfig(Section):
         """Sequences per inner step at `site`."""
         return self.sites[site].batch_size or self.site.batch_size
 
-    def weights(self, sites: Sequence[str]) -> dict[str, float]:
-        """w_i of ALGORITHM.md §2: tokens per step of each of `sites` over their mean."""
-        batches = {name: self.site_batch(name) for name in sites}
-        mean = sum(batches.values()) / len(batches)
-        return {name: batch / mean for name, batch in batches.items()}
+    @property
+    def declares_speeds(self) -> bool:
+        """The run file says how fast sites are."""
+        return any(site.speed is not None for site in self.sites.values())
+
+    @property
+    def measures(self) -> bool:
+        """Plans depend on what sites measure."""
+        paced = self.control.steps == "by-speed" and not self.declares_speeds
+        return self.control.measures or paced
 
     def to_toml(self) -> str:
         """The resolved run file. Keys that are none are left out."""
@@ -444,11 +452,22 @@ def resolve_run(raw: dict[str, Any], where: str = "run file") -> RunConfig:
             ]
         raw["outer"] = {**defaults["outer"], **outer}
         raw["compression"] = {**defaults["compression"], **compression}
+        control.setdefault("steps", _steps(raw, known, control))
         raw["control"] = control
     try:
         return RunConfig.model_validate(raw)
     except ValidationError as error:
         raise ConfigError(f"{where}: {first_problem(error, RunConfig)}") from None
+
+
+def _steps(raw: dict[str, Any], method: str, control: dict[str, Any]) -> str:
+    """`control.steps` of a run file that leaves it out."""
+    sites = raw.get("sites")
+    tables = sites.values() if isinstance(sites, dict) else ()
+    declared = any(isinstance(table, dict) and "speed" in table for table in tables)
+    measured = control["adapt"] == "link" and not {"link", "step_seconds"} <= control.keys()
+    by_speed = method not in EXCHANGE_GRADIENTS and (measured or declared)
+    return "by-speed" if by_speed else "equal"
 
 
 def _apply_override(raw: dict[str, Any], override: str) -> None:

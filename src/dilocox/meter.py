@@ -120,7 +120,8 @@ class RoundMeter:
         sites = len(plan.members)
         dense = 8 * (sites - 1) / sites * self._parameters if sites else 0.0
         if steps:
-            self.slot_seconds = seconds * plan.inner_steps / steps / max(plan.slots, 1)
+            own = member.steps(plan.inner_steps) if member else steps
+            self.slot_seconds = seconds * own / steps / max(plan.slots, 1)
         factor = sites - 1 if plan.exchange == "gather" else 2 * (sites - 1) / max(sites, 1)
         payload = shared.payload_bytes
         record: dict[str, Any] = {

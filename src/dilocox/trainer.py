@@ -122,7 +122,9 @@ class Trainer:
         timeline.mark(
             f"round {plan.round}", inner_steps=plan.inner_steps, codec=plan.codec, delay=plan.delay
         )
-        for slot in range(self.at.slot + 1, plan.slots + 1):
+        member, steps = plan.members[self.me], plan.inner_steps // plan.slots
+        before, spent = self.at.slot, 0.0
+        for slot in range(before + 1, plan.slots + 1):
             start = time.monotonic()
             with timeline.span("wait for lease"):
                 leased = self.control.may_finish(plan.first_tick + slot)
@@ -131,7 +133,10 @@ class Trainer:
             began = time.monotonic()
             self.meter.held(began - start)
             self.train_slot(plan, slot)
-            self.end_slot(plan, slot, time.monotonic() - began)
+            spent += time.monotonic() - began
+            taken = member.steps(slot * steps) > member.steps(before * steps)
+            # A slow site's slots have a step or none: only their mean says how fast it goes.
+            self.end_slot(plan, slot, spent / (slot - before) if taken else None)
         self.end_round(plan)
 
     def look_ahead(self, round_: int) -> None:
@@ -147,28 +152,29 @@ class Trainer:
         self.ahead = self.errands.do(ask)
 
     def train_slot(self, plan: RoundPlan, slot: int) -> None:
-        """The inner steps of one slot."""
+        """The inner steps of one slot; a slow site may have none in it."""
         member = plan.members[self.me]
         steps = plan.inner_steps // plan.slots
-        for number in range((slot - 1) * steps, slot * steps):
-            if number == plan.inner_steps - 1:
+        last = member.steps(plan.inner_steps) - 1
+        for number in range(member.steps((slot - 1) * steps), member.steps(slot * steps)):
+            if number == last:
                 self.look_ahead(plan.round + 1)
             with timeline.span("batch"):
                 inputs, labels = self.batches.step(member.ranges, member.batch, number)
-            rate = learning_rate(
-                plan.first_step + number, self.config.total_steps, self.config.inner
-            )
+            step = plan.first_step + member.place(number)
+            rate = learning_rate(step, self.config.total_steps, self.config.inner)
             exchange = None
             if self.config.exchanges_gradients:
                 exchange = GradientExchange(self, plan, number)
             tokens = member.batch * self.config.data.sequence_length
-            with timeline.span("inner step", step=plan.first_step + number, site_tokens=tokens):
+            with timeline.span("inner step", step=step, site_tokens=tokens):
                 result = self.rank.model.inner_step(inputs, labels, rate, exchange)
             self.meter.add(result, rate)
             self.control.touch()
 
-    def end_slot(self, plan: RoundPlan, slot: int, seconds: float) -> None:
-        """Landings and boundaries; then this rank says where it stands."""
+    def end_slot(self, plan: RoundPlan, slot: int, seconds: float | None) -> None:
+        """Landings and boundaries; then this rank says where it stands, and how long a slot takes
+        it if that is known."""
         if not self.config.exchanges_gradients:
             if self.outer.has_boundary(plan, slot) or slot == plan.slots:
                 self.check_finite(plan)
