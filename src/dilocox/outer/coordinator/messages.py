@@ -226,6 +226,8 @@ class PlanReply(Message):
     waiting_for: str
     leave: bool = False
     """The asking site is to leave before this round."""
+    receive: bool = False
+    """The asking site enters: it takes no part in this round, whatever the plan says."""
 
 
 class RoundDoneRequest(Message):
@@ -309,6 +311,9 @@ class VoteReply(Message):
     attempt: Count
     epoch: Count
     waiting_for: list[str]
+    late: dict[SiteName, float] = Field(default_factory=dict)
+    """With "commit": seconds after the first site at which each was there, as far as it is known.
+    Nothing is decided from it."""
 
 
 class CheckpointRequest(Message):
