@@ -149,10 +149,10 @@ class ControlSection(Section):
     `inner_steps`, the others as many as they manage in that time; `equal`: all take `inner_steps`,
     and the fast wait for the slow. Speeds are measured unless `sites.NAME.speed` declares them.
     By default `by-speed` where speeds are declared, or `adapt = "link"` measures; else `equal`."""
-    weights: Literal["equal", "tokens", "fednova"] = "equal"
-    """What contributions of unequal numbers of steps weigh, beside the batch size. `equal`: all
-    the same; `tokens`: by the tokens they were made from; `fednova`: each is divided by its number
-    of steps. Measured in docs/notes/uneven.md."""
+    weights: Literal["equal", "tokens", "fednova"] = "tokens"
+    """What contributions of unequal numbers of steps weigh. `tokens`: by the tokens that they were
+    made from; `equal`: by the batch size alone; `fednova`: each is divided by its number of steps.
+    Measured in docs/notes/uneven.md."""
     link: Annotated[
         str | None,
         Field(

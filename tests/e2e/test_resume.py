@@ -40,7 +40,6 @@ def model_bytes(run: Run) -> dict[str, bytes]:
                 "outer.inner_steps=8",
                 "compression.codec=topk:64",
                 "sites.lyon.speed=0.4",
-                "control.weights=tokens",
             ),
         ),
         pytest.param(

@@ -89,7 +89,7 @@ class Timeouts:
             "poll": "one wait at the coordinator",
             "coordinator": "the coordinator may be away for",
             "link": "a link may be silent for (link_timeout)",
-            "grace": "a late site is left behind after a round and",
+            "grace": "a site may be late by a round and (grace)",
             "form": "forming a process group",
             "exchange": "one exchange with all its attempts",
             "entry": "one request of a joiner to its donor",
