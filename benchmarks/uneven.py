@@ -10,6 +10,10 @@ there is. Then all train one model together, by `control.steps`: `by-speed` give
 inner steps as fit its measured speed, `equal` the same number to all, so that they wait for the
 slowest. Rounds before the paces have settled are not measured. Time is the clock on the wall.
 
+`waited`: share of the time that a site stood still for others. `work`: processor time of its
+exchanges' encoding, decoding and averaging, as a share of its quota. That is the same for all
+sites, so it weighs most on the slowest, and more than where a GPU computes.
+
 Needs root, iproute2, control groups: else one line says so, exit code 3.
 """
 
@@ -33,7 +37,9 @@ from dilocox.lab.running import run, run_alone
 
 SPEEDS = {"paris": 1.0, "lyon": 0.8, "oslo": 0.5, "rome": 0.25}
 LINK = "100mbit"
-INNER_STEPS, FRAGMENTS, DELAY = 20, 4, 8
+INNER_STEPS, FRAGMENTS, DELAY = 12, 4, 6
+ALONE_STEPS = 4
+"""Inner steps a round of a site by itself, whose rounds exchange nothing."""
 SETTLED = 5
 """Rounds until the paces follow what was measured in more than one round."""
 ASKED = 0.9
@@ -47,7 +53,9 @@ def quotas(cores: float | None) -> dict[str, float]:
     return {site: round(most * speed, 3) for site, speed in SPEEDS.items()}
 
 
-def configuration(root: Path, name: str, rounds: int, steps: str, width: int) -> RunConfig:
+def configuration(
+    root: Path, name: str, rounds: int, steps: str, width: int, inner_steps: int = INNER_STEPS
+) -> RunConfig:
     """The run file of one arrangement; `width`: the model's hidden size."""
     return resolve_run(
         {
@@ -66,8 +74,8 @@ def configuration(root: Path, name: str, rounds: int, steps: str, width: int) ->
             },
             "site": {"batch_size": 4, "micro_batch_size": 4, "threads": 1, "device": "cpu"},
             "outer": {
-                "rounds": rounds, "inner_steps": INNER_STEPS, "fragments": FRAGMENTS,
-                "delay": DELAY,
+                "rounds": rounds, "inner_steps": inner_steps, "fragments": FRAGMENTS,
+                "delay": min(DELAY, inner_steps),
             },
             "control": {"adapt": "off", "steps": steps},
             "checkpoint": {"every_rounds": 0},
@@ -79,7 +87,9 @@ def configuration(root: Path, name: str, rounds: int, steps: str, width: int) ->
     )  # fmt: skip
 
 
-def rows_of(steps: str, result: RunResult, alone: dict[str, float]) -> list[common.Row]:
+def rows_of(
+    steps: str, result: RunResult, alone: dict[str, float], cores: dict[str, float]
+) -> list[common.Row]:
     """One line per site, and one of all."""
     first = result.window.first
     rows: list[common.Row] = []
@@ -98,6 +108,11 @@ def rows_of(steps: str, result: RunResult, alone: dict[str, float]) -> list[comm
                 "alone_tokens_per_second": round(alone[site], 1),
                 "share": round(found.tokens_per_second / alone[site], 4),
                 "wait_share": round(found.wait_share, 4),
+                "work_share": round(
+                    sum(r["exchange_work_seconds"] for r in own)
+                    / (cores[site] * result.window.seconds),
+                    4,
+                ),
             }
         )
     total = sum(alone.values())
@@ -111,6 +126,7 @@ def rows_of(steps: str, result: RunResult, alone: dict[str, float]) -> list[comm
             "alone_tokens_per_second": round(total, 1),
             "share": round(result.tokens_per_second / total, 4),
             "wait_share": round(statistics.fmean(float(row["wait_share"]) for row in rows), 4),
+            "work_share": round(statistics.fmean(float(row["work_share"]) for row in rows), 4),
         }
     )
     return rows
@@ -124,11 +140,12 @@ def listed(values: dict[str, float]) -> str:
 def show(rows: Sequence[common.Row]) -> None:
     """A table on standard output."""
     print(f"{'steps':9} {'site':6} {'speed':>5} {'H':>6} {'tokens/s':>9} {'alone':>9} "
-          f"{'share':>7} {'waited':>7}")  # fmt: skip
+          f"{'share':>7} {'waited':>7} {'work':>7}")  # fmt: skip
     for row in rows:
         print(f"{row['steps']:9} {row['site']:6} {row['speed']:5.2f} {row['inner_steps']:6.1f} "
               f"{row['tokens_per_second']:9.1f} {row['alone_tokens_per_second']:9.1f} "
-              f"{row['share']:7.1%} {row['wait_share']:7.1%}")  # fmt: skip
+              f"{row['share']:7.1%} {row['wait_share']:7.1%} "
+              f"{row['work_share']:7.1%}")  # fmt: skip
 
 
 def main() -> int:
@@ -136,7 +153,7 @@ def main() -> int:
     arguments = common.parser(__doc__)
     arguments.add_argument("--rounds", type=int, help="measured rounds per arrangement")
     arguments.add_argument("--cores", type=float, help="CPU cores of all sites together")
-    arguments.add_argument("--width", type=int, default=128, help="hidden size of the model")
+    arguments.add_argument("--width", type=int, default=256, help="hidden size of the model")
     told = arguments.parse_args()
     common.end_on_signals()
     reason = why_not()
@@ -157,18 +174,19 @@ def main() -> int:
         try:
             with Lab(list(SPEEDS), LINK, quotas=quotas(told.cores)) as lab:
                 common.say("every site by itself")
-                by_itself = configuration(
-                    root, "alone", 1 + max(2, rounds // 3), "equal", told.width
+                own = configuration(
+                    root, "alone", 1 + max(4, rounds), "equal", told.width, ALONE_STEPS
                 )
-                found = run_alone(lab, by_itself, overwrite=True, warm_up=1)
+                found = run_alone(lab, own, overwrite=True, warm_up=1)
                 alone = {site: result.tokens_per_second for site, result in found.items()}
-                for steps in ("by-speed", "equal"):
+                for steps, warm_up, count in (
+                    ("by-speed", SETTLED, rounds),
+                    ("equal", 1, max(1, rounds // 5)),
+                ):
                     common.say(f"together, {steps} steps")
-                    count = SETTLED + rounds if steps == "by-speed" else 1 + max(2, rounds // 3)
-                    config = configuration(root, steps, count, steps, told.width)
-                    warm_up = SETTLED if steps == "by-speed" else 1
+                    config = configuration(root, steps, warm_up + count, steps, told.width)
                     result = run(lab, config, overwrite=True, warm_up=warm_up)
-                    rows += rows_of(steps, result, alone)
+                    rows += rows_of(steps, result, alone, lab.quotas)
                 shares = lab.verify().cores
         except LabError as error:
             common.say(str(error))

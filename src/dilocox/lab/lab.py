@@ -310,13 +310,12 @@ def _quotas(
     sites: Sequence[str], asked: float | None, own: Mapping[str, float]
 ) -> dict[str, float]:
     """CPU cores by site, `asked` at those without their `own`. Raises `LabError`."""
-    found = {site: own.get(site, asked) for site in sites}
-    given = [cores for cores in found.values() if cores is not None]
-    mean = sum(given) / len(sites) if len(given) == len(sites) else None
-    for cores in given:
+    usual = 0.0 if all(site in own for site in sites) else _quota(len(sites), asked)
+    found = {site: own.get(site, usual) for site in sites}
+    for cores in found.values():
         _quota(1, cores)
-    mean = _quota(len(sites), mean)
-    return {site: mean if cores is None else cores for site, cores in found.items()}
+    _quota(len(sites), sum(found.values()) / len(sites))
+    return found
 
 
 def _is_delayed(round_trip: float, delay: float) -> bool:
