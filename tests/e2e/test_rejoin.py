@@ -75,11 +75,11 @@ def test_a_straggler_is_left_behind_and_catches_up(workshop: Workshop) -> None:
     assert run.wait() == 0, run.output()
     said = run.printed()
     assert "lyon is gone" not in said
-    back = int(re.findall(r"lyon contributes from round (\d+) on", said)[-1])
-    rounds = {r["round"]: r for r in run.records(site="lyon")}
-    behind = max(number for number in rounds if number < back)
-    assert rounds[behind]["anchor_digest"] is None
-    assert all(rounds[number]["anchor_digest"] for number in rounds if number != behind)
+    # On a busy machine it may fall behind again: each time it comes back.
+    times = said.count("lyon is left behind")
+    assert len(re.findall(r"lyon contributes from round \d+ on", said)) == 1 + times
+    without = [r for r in run.records(site="lyon") if r["anchor_digest"] is None]
+    assert len(without) == times
     alone = {r["round"]: r for r in run.records(site="paris")}
     assert sum(r["waited_for"].get("lyon", 0.0) for r in alone.values()) > 0.5
     summary = run.summary()
