@@ -70,9 +70,9 @@ def test_two_sites_go_on_as_one_after_the_grace_and_a_round(two: Two) -> None:
 
 
 def wait_parts(two: Two, seconds: float) -> str:
-    """As `wait`, in parts that keep everybody alive."""
-    for _ in range(10):
-        role = two.wait(0.99 * seconds / 10)
+    """As `wait`, in parts in which nobody counts as held up."""
+    for _ in range(20):
+        role = two.wait(0.99 * seconds / 20)
     return role
 
 
@@ -144,6 +144,17 @@ def test_a_late_shard_is_a_late_site(tmp_path: Path) -> None:
         "a": "entering", "b": "active",
     }  # fmt: skip
     two.core.close()
+
+
+def test_a_coordinator_that_slept_blames_nobody() -> None:
+    arrivals = Arrivals()
+    arrivals.look(9.0, 2.5)
+    arrivals.note("k", "a", 0, 10.0)
+    arrivals.look(11.0, 2.5)
+    voters = [("a", 0, 0), ("b", 0, 0)]
+    assert arrivals.awaited("k", voters) == (10.0, ["b"])
+    arrivals.look(71.0, 2.5)
+    assert arrivals.awaited("k", voters) == (70.0, ["b"])
 
 
 def test_arrivals_by_hand() -> None:

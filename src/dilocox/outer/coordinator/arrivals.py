@@ -16,6 +16,7 @@ class Arrivals:
 
     def __init__(self) -> None:
         self._times: dict[str, dict[tuple[str, int], float]] = {}
+        self._looked: float | None = None
 
     def note(self, key: str, site: str, shard: int, now: float) -> None:
         """A rank asks for the members of exchange `key`; only the first time counts."""
@@ -24,6 +25,15 @@ class Arrivals:
     def keep(self, keys: Collection[str]) -> None:
         """Forget all exchanges but `keys`."""
         self._times = {key: times for key, times in self._times.items() if key in keys}
+
+    def look(self, now: float, limit: float) -> None:
+        """To be called often. Time in which the caller itself was held up, for more than `limit`
+        seconds, counts against nobody: who was late has asked meanwhile."""
+        if self._looked is not None and now - self._looked > limit:
+            for times in self._times.values():
+                for rank in times:
+                    times[rank] += now - self._looked
+        self._looked = now
 
     def forget(self, site: str) -> None:
         """What was heard of a site does not count any more."""

@@ -200,6 +200,7 @@ class Coordinator:
         # Catches up with what a full disk kept from being recorded.
         self._follow(None)
         grace = self.timeouts.grace
+        self.arrivals.look(self._now(), self.timeouts.heartbeat / 2)
         for straggler in overdue(self.state, self.arrivals, self._now(), grace):
             self.record(e.Overtaken(self.wall(), *straggler))
 
