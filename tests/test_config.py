@@ -271,8 +271,6 @@ def test_the_resolved_file_reads_back_as_the_same_run(raw: dict[str, Any]) -> No
     again = resolve_run(tomllib.loads(config.to_toml()))
     assert again == config
     assert again.digest() == config.digest()
-    weights = config.weights(list(config.sites))
-    assert sum(weights.values()) == pytest.approx(len(weights))
 
 
 def test_a_run_is_as_long_as_its_rounds_or_its_steps(run_file: Path) -> None:
@@ -385,3 +383,31 @@ def test_a_run_cannot_be_changed_after_it_was_checked() -> None:
     config = _with()
     with pytest.raises(ValueError, match="frozen"):
         config.outer.rounds = 3
+
+
+@pytest.mark.parametrize(
+    ("tables", "steps", "measures"),
+    [
+        ({}, "by-speed", True),
+        ({"control": {"adapt": "off"}}, "equal", False),
+        ({"control": {"adapt": "off"}, "sites": {"a": {"speed": 2.0}, "b": {}}}, "by-speed", False),
+        ({"control": {"adapt": "off", "steps": "by-speed"}}, "by-speed", True),
+        ({"control": {"steps": "equal", "link": "1gbit", "step_seconds": 1.0}}, "equal", False),
+        ({"control": {"link": "1gbit", "step_seconds": 1.0}}, "equal", False),
+        ({"outer": {"method": "allreduce"}, "sites": {"a": {"speed": 2.0}}}, "equal", False),
+        ({"outer": {"method": "diloco"}}, "equal", False),
+    ],
+)
+def test_steps_follow_speed_where_plans_follow_measurements(
+    tables: dict[str, Any], steps: str, measures: bool
+) -> None:
+    raw = {"model": {"architecture": {"model_type": "qwen3"}}, "sites": {"a": {}, "b": {}}}
+    config = resolve_run({**raw, **tables})
+    assert (config.control.steps, config.measures) == (steps, measures)
+
+
+def test_methods_whose_sites_step_together_refuse_other_paces() -> None:
+    raw: dict[str, Any] = {"model": {"architecture": {"model_type": "qwen3"}}, "sites": {"a": {}}}
+    raw |= {"outer": {"method": "cocktailsgd"}, "control": {"steps": "by-speed"}}
+    with pytest.raises(ConfigError, match='set steps = "equal"'):
+        resolve_run(raw)

@@ -18,6 +18,12 @@ import tomli_w
 from pydantic import Field, ValidationError, model_validator
 
 from dilocox.config_admission import AdmissionSection, admission_problem
+from dilocox.config_keeping import (
+    CheckpointSection,
+    EvaluationSection,
+    MetricsSection,
+    RecordSection,
+)
 from dilocox.config_rounds import (
     PINS,
     CompressionSection,
@@ -27,7 +33,7 @@ from dilocox.config_rounds import (
 )
 from dilocox.config_section import Fraction, Positive, Section
 from dilocox.errors import ConfigError
-from dilocox.methods import METHODS, method_defaults
+from dilocox.methods import EXCHANGE_GRADIENTS, METHODS, method_defaults
 from dilocox.problems import first_problem
 
 Beta = Annotated[float, Field(ge=0.0, lt=1.0, strict=True)]
@@ -201,6 +207,9 @@ class SiteOverride(Section):
 
     batch_size: Positive | None = None
     """Sequences per inner step at this site; weighs its contribution."""
+    speed: Annotated[float, Field(gt=0.0, le=1e9)] | None = None
+    """How fast this site is, in any unit that all sites use, such as tokens/s; sites that do not
+    say it count as 1. Not set at any site: measured. Used with `control.steps = "by-speed"`."""
     data: str | None = None
     """Folder of this site's own token files (private text): its own space of token ranges."""
     interface: str | None = None
@@ -255,52 +264,6 @@ class NetworkSection(Section):
                 f"heartbeat {self.heartbeat:g} s is above link_timeout {self.link_timeout:g} s"
             )
         return self
-
-
-class CheckpointSection(Section):
-    """`[checkpoint]`: what is kept to go on from, and what is published."""
-
-    every_rounds: Annotated[int, Field(ge=0)] = 5
-    """In rounds of `outer.inner_steps` inner steps; 0 writes only the one at the end."""
-    keep: Annotated[int, Field(ge=2)] = 2
-    """How many are kept; two at least, as the newest may not be whole at every rank yet."""
-    hugging_face: bool = False
-    """Also write every checkpoint as a Hugging Face folder."""
-    store: str = "{run}/checkpoints"
-    """Where they are kept, a folder or a URL that fsspec knows; `{run}` is the run's folder. A
-    write over a network is tried again for `network.link_timeout`, beside the training."""
-
-
-class EvaluationSection(Section):
-    """`[evaluation]`: held-out loss of the anchor."""
-
-    every_rounds: Annotated[int, Field(ge=0)] = 0
-    """In rounds of `outer.inner_steps` inner steps; 0 evaluates before the first and after the
-    last round only."""
-    prompt: str = ""
-    """Prompt of the sampled completion at the end."""
-    completion_tokens: Annotated[int, Field(ge=0)] = 48
-
-
-class RecordSection(Section):
-    """`[record]`: what lets a stranger check how the model was made (`dilocox verify`)."""
-
-    enabled: bool = True
-    store: str = "{run}/record/store"
-    """Where payloads and theta_0 are kept, a folder or a URL that fsspec knows; `{run}` is the
-    run's folder."""
-    states_every: Annotated[int, Field(ge=0)] = 0
-    """Every so many rounds each site also keeps the state in which the round begins, so that
-    `dilocox audit` can repeat the round; 0: never. A site with text of its own only signs it."""
-    audit_rate: Fraction = 0.05
-    """Share of these rounds of each site that `dilocox auditor` audits."""
-
-
-class MetricsSection(Section):
-    """`[metrics]`: JSONL is always written; others by name."""
-
-    sinks: list[Literal["tensorboard", "wandb", "trackio"]] = []  # noqa: RUF012 - pydantic copies defaults
-    project: str = "dilocox"
 
 
 class RunConfig(Section):
@@ -393,11 +356,16 @@ class RunConfig(Section):
         """Sequences per inner step at `site`."""
         return self.sites[site].batch_size or self.site.batch_size
 
-    def weights(self, sites: Sequence[str]) -> dict[str, float]:
-        """w_i of ALGORITHM.md §2: tokens per step of each of `sites` over their mean."""
-        batches = {name: self.site_batch(name) for name in sites}
-        mean = sum(batches.values()) / len(batches)
-        return {name: batch / mean for name, batch in batches.items()}
+    @property
+    def declares_speeds(self) -> bool:
+        """The run file says how fast sites are."""
+        return any(site.speed is not None for site in self.sites.values())
+
+    @property
+    def measures(self) -> bool:
+        """Plans depend on what sites measure."""
+        paced = self.control.steps == "by-speed" and not self.declares_speeds
+        return self.control.measures or paced
 
     def to_toml(self) -> str:
         """The resolved run file. Keys that are none are left out."""
@@ -467,11 +435,22 @@ def resolve_run(raw: dict[str, Any], where: str = "run file") -> RunConfig:
             ]
         raw["outer"] = {**defaults["outer"], **outer}
         raw["compression"] = {**defaults["compression"], **compression}
+        control.setdefault("steps", _steps(raw, known, control))
         raw["control"] = control
     try:
         return RunConfig.model_validate(raw)
     except ValidationError as error:
         raise ConfigError(f"{where}: {first_problem(error, RunConfig)}") from None
+
+
+def _steps(raw: dict[str, Any], method: str, control: dict[str, Any]) -> str:
+    """`control.steps` of a run file that leaves it out."""
+    sites = raw.get("sites")
+    tables = sites.values() if isinstance(sites, dict) else ()
+    declared = any(isinstance(table, dict) and "speed" in table for table in tables)
+    measured = control["adapt"] == "link" and not {"link", "step_seconds"} <= control.keys()
+    by_speed = method not in EXCHANGE_GRADIENTS and (measured or declared)
+    return "by-speed" if by_speed else "equal"
 
 
 def _apply_override(raw: dict[str, Any], override: str) -> None:

@@ -144,6 +144,15 @@ class ControlSection(Section):
     """
 
     adapt: Literal["off", "link", "effective-rank"]
+    steps: Literal["equal", "by-speed"] = "equal"
+    """How many inner steps sites of unequal speed take in a round. `by-speed`: the fastest takes
+    `inner_steps`, the others as many as they manage in that time; `equal`: all take `inner_steps`,
+    and the fast wait for the slow. Speeds are measured unless `sites.NAME.speed` declares them.
+    By default `by-speed` where speeds are declared, or `adapt = "link"` measures; else `equal`."""
+    weights: Literal["equal", "tokens", "fednova"] = "tokens"
+    """What contributions of unequal numbers of steps weigh. `tokens`: by the tokens that they were
+    made from; `equal`: by the batch size alone; `fednova`: each is divided by its number of steps.
+    Measured in docs/notes/uneven.md."""
     link: Annotated[
         str | None,
         Field(
@@ -155,7 +164,8 @@ class ControlSection(Section):
     latency: Annotated[float, Field(ge=0.0, le=3600.0)] = 0.0
     """Seconds that an exchange takes beside its bytes; used with `link`."""
     step_seconds: Annotated[float, Field(ge=1e-6, le=86400.0)] | None = None
-    """Seconds of an inner step at the slowest site; not set: measured."""
+    """Seconds of an inner step at the slowest site, with `steps = "by-speed"` at the fastest; not
+    set: measured."""
     utilisation: Annotated[float, Field(gt=0.0, le=1.0)] = 0.9
     """Share of the time that there is which exchanges are planned to take."""
     work: Annotated[float, Field(gt=0.0, le=1.0)] = 0.03
@@ -200,6 +210,11 @@ def rounds_problem(
         return f'compression.codec {codec} is not averaged in parts: set outer.exchange = "gather"'
     if kind in COARSE and not compression.error_feedback:
         return f"compression.codec {codec} needs compression.error_feedback = true"
+    if control.steps == "by-speed" and outer.exchanges_gradients:
+        return (
+            f'control.steps "by-speed": with method {outer.method} all sites take every inner step '
+            'together: set steps = "equal"'
+        )
     if control.adapt == "off":
         return None
     if outer.exchanges_gradients:

@@ -12,6 +12,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from dilocox.config import RunConfig
 
 Record = dict[str, Any]
+NOTABLE = 0.05
+"""Share of a round that others have to wait for a site before it is named."""
 
 
 def size(count: float) -> str:
@@ -35,11 +37,14 @@ def number(count: float) -> str:
 def round_line(record: Record, steps: int) -> str:
     """One combined round of a run of `steps` inner steps as a line of text."""
     loss = f"{record['loss']:.3f}" if "loss" in record else "-"
+    waited = record.get("waited_for", {})
+    last = max(waited, key=lambda site: waited[site], default=None)
+    whom = f" ({last} came last)" if last and waited[last] > NOTABLE * record["seconds"] else ""
     return (
         f"round {record['round'] + 1:>3}  step {record['step']:>{len(str(steps))}}/{steps}  "
         f"loss {loss}  "
         f"{number(record['tokens_per_second']):>6} tokens/s  "
-        f"waited {record['wait_share']:5.1%}  "
+        f"waited {record['wait_share']:5.1%}{whom}  "
         f"sent {size(record['payload_bytes']):>8} (synchronous {size(record['allreduce_bytes'])}; "
         f"{record['ratio_per_transfer']:.1f}x per transfer, "
         f"{record['ratio_per_token']:.0f}x per token)"

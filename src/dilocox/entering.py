@@ -2,7 +2,8 @@
 
 The founder has made theta_0 itself. Every other site that enters fetches its fragments from a
 donor in a thread, and until a plan counts it in it follows the rounds without inner steps:
-receiving what the others exchange, and landing it on what it has fetched.
+receiving what the others exchange, and landing it on what it has fetched. A site that was overtaken
+enters in the same way, but keeps its inner state, and its residual with all that it has trained.
 """
 
 from __future__ import annotations
@@ -26,9 +27,13 @@ FormGroup = Callable[[str, str, str], PeerGroup]
 """(name, donor, receiver) -> the group of these two ranks."""
 
 
-def entry_name(site: str, incarnation: int, stage: int, shard: int) -> str:
-    """Rendezvous name of one entering rank and its donor."""
-    return f"run/entry/{site}/{incarnation}/{stage}/{shard}"
+def entry_name(entry: Entering, stage: int, shard: int) -> str:
+    """Rendezvous name of one entering rank and its donor. A site may enter more than once."""
+    return f"run/entry/{entry.site}/{entry.incarnation}/{entry.from_round}/{stage}/{shard}"
+
+
+def _key(entry: Entering) -> tuple[str, int, int]:
+    return entry.site, entry.incarnation, entry.from_round
 
 
 class Donors:
@@ -38,7 +43,7 @@ class Donors:
         self._trainer = trainer
         self._form_group = form_group
         self._timeout = timeout
-        self._serving: dict[tuple[str, int], Donor] = {}
+        self._serving: dict[tuple[str, int, int], Donor] = {}
 
     @property
     def busy(self) -> bool:
@@ -49,9 +54,9 @@ class Donors:
         """Offer every fragment that may be taken over now; called between slots."""
         trainer = self._trainer
         for entry in self._new():
-            self._serving[entry.site, entry.incarnation] = self._start(entry)
+            self._serving[_key(entry)] = self._start(entry)
         for entry in trainer.control.news.entering:
-            donor = self._serving.get((entry.site, entry.incarnation))
+            donor = self._serving.get(_key(entry))
             if donor is None or donor.done or trainer.at.round < entry.from_round:
                 continue
             for fragment in sorted(donor.waiting):
@@ -69,12 +74,12 @@ class Donors:
         return [
             entry
             for entry in self._trainer.control.news.entering
-            if entry.donor == me and (entry.site, entry.incarnation) not in self._serving
+            if entry.donor == me and _key(entry) not in self._serving
         ]
 
     def _start(self, entry: Entering) -> Donor:
         place = self._trainer.rank.place
-        name = entry_name(entry.site, entry.incarnation, place.stage, place.shard)
+        name = entry_name(entry, place.stage, place.shard)
         return Donor(
             lambda: self._form_group(name, place.site, entry.site),
             entry.site,
@@ -95,7 +100,7 @@ class Newcomer:
         self._error: DilocoxError | None = None
         trainer.outer.awaiting = set(range(len(trainer.rank.states)))
         place = trainer.rank.place
-        name = entry_name(entry.site, entry.incarnation, place.stage, place.shard)
+        name = entry_name(entry, place.stage, place.shard)
         donor = entry.donor
         known = [digest_of(state.anchor.cpu()) for state in trainer.rank.states]
         # Anchor, momentum, and Q, which is smaller than what it stands for.
@@ -123,14 +128,18 @@ class Newcomer:
         trainer = self._trainer
         trainer.at.round = self._entry.from_round
         while True:
-            plan = trainer.client.poll_plan(trainer.at.round, 1.0).plan
+            reply = trainer.client.poll_plan(trainer.at.round, 1.0)
+            plan = reply.plan
             self.adopt()
             if plan is None:
                 trainer.control.touch()
                 continue
             trainer.at.tick = plan.first_tick
-            if trainer.me in plan.members or plan.kind == "flush":
+            if plan.kind == "flush" or (trainer.me in plan.members and not reply.receive):
                 break
+            # A plan may be older than the news that this site was overtaken.
+            others = {site: own for site, own in plan.members.items() if site != trainer.me}
+            plan = plan.model_copy(update={"members": others})
             for slot in range(1, plan.slots + 1):
                 trainer.outer.end_of_slot(plan, slot)
                 trainer.at.tick = plan.first_tick + slot

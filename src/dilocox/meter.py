@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,6 +48,8 @@ class RoundMeter:
         self.slot_seconds: float | None = None
         self.measured: Measured | None = None
         """What the plans to come are decided from; after `end`, none for a round without steps."""
+        self.behind = False
+        """The others have gone on without this site; after `end` the same on all its ranks."""
 
     def begin(self, plan: RoundPlan, slot: int) -> None:
         """The round begins, or goes on after `slot` of its slots."""
@@ -113,14 +115,16 @@ class RoundMeter:
         counts, outer.counts = outer.counts, Counts()
         counts.work_seconds += self._work
         self._work = 0.0
-        shared = _over_ranks(rank, self.dropped, sums, counts)
+        shared = _over_ranks(rank, self.dropped, sums, counts, outer.behind)
+        self.behind = shared.behind
         member = plan.members.get(rank.place.site)
         sequences = steps * member.batch if member else 0
         tokens = sequences * self._config.data.sequence_length
         sites = len(plan.members)
         dense = 8 * (sites - 1) / sites * self._parameters if sites else 0.0
         if steps:
-            self.slot_seconds = seconds * plan.inner_steps / steps / max(plan.slots, 1)
+            own = member.steps(plan.inner_steps) if member else steps
+            self.slot_seconds = seconds * own / steps / max(plan.slots, 1)
         factor = sites - 1 if plan.exchange == "gather" else 2 * (sites - 1) / max(sites, 1)
         payload = shared.payload_bytes
         record: dict[str, Any] = {
@@ -133,6 +137,7 @@ class RoundMeter:
             "learning_rate": self._rate,
             "wait_seconds": shared.wait_seconds,
             "wait_share": shared.wait_seconds / seconds if seconds > 0 else 0.0,
+            "waited_for": shared.waited_for,
             "exchange_seconds": shared.exchange_seconds,
             "exchange_work_seconds": shared.work_seconds,
             "link_bytes": sum(size for _, _, size in shared.link),
@@ -145,7 +150,8 @@ class RoundMeter:
             "contributors": min(counts.contributors, default=0),
             "repeated_exchanges": counts.attempts - counts.exchanges,
         }
-        record["anchor_digest"], self.dropped = shared.digest, shared.dropped
+        record["anchor_digest"] = None if shared.behind else shared.digest
+        self.dropped = shared.dropped
         if shared.effective_rank is not None:
             record["effective_rank"] = shared.effective_rank
         self.measured = None
@@ -186,6 +192,11 @@ class Shared:
     wait_seconds: float
     exchange_seconds: float
     """Both of the slowest rank."""
+    behind: bool
+    """Of any rank."""
+    waited_for: dict[str, float]
+    """Seconds of the waiting that passed until another site was there, by that site, each at the
+    rank that waited longest for it."""
     link: list[Interval]
     overhead_seconds: float
     """Of an exchange, in which nothing came in: votes, work, and waiting for a later site."""
@@ -196,7 +207,9 @@ class Shared:
     """Mean of all landings, by values."""
 
 
-def _over_ranks(rank: Rank, dropped: str | None, sums: dict[str, float], counts: Counts) -> Shared:
+def _over_ranks(
+    rank: Rank, dropped: str | None, sums: dict[str, float], counts: Counts, behind: bool
+) -> Shared:
     """`sums` of the whole round, `counts` since the last start within it."""
     own = hashlib.sha256()
     for state in rank.states:
@@ -209,6 +222,8 @@ def _over_ranks(rank: Rank, dropped: str | None, sums: dict[str, float], counts:
             "work": counts.work_seconds,
             "seconds": counts.exchange_seconds,
             "exchanges": counts.exchanges,
+            "waited_for": counts.waited_for,
+            "behind": behind,
         }
     )
     rows = rank.mesh.gather_names([own.hexdigest(), dropped or "", told])
@@ -227,11 +242,21 @@ def _over_ranks(rank: Rank, dropped: str | None, sums: dict[str, float], counts:
         values=sum(each["values"] for each in over),
         wait_seconds=max(each["wait"] for each in over),
         exchange_seconds=max(each["exchange"] for each in over),
+        behind=any(each["behind"] for each in heard),
+        waited_for=_largest(each["waited_for"] for each in heard),
         link=[(start, end, size) for each in heard for start, end, size in each["link"]],
         overhead_seconds=max(0.0, apart) / exchanges if exchanges else 0.0,
         work_seconds=max(each["work"] for each in heard),
         effective_rank=sum(value * size for value, size in ranks) / weight if weight else None,
     )
+
+
+def _largest(rows: Iterable[dict[str, float]]) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for row in rows:
+        for site, seconds in row.items():
+            found[site] = max(seconds, found.get(site, 0.0))
+    return found
 
 
 def busy_seconds(intervals: Sequence[Interval]) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +27,16 @@ def combine(reports: Mapping[str, Record]) -> Record:
     """One round of the run from its sites' reports (bytes per run, not per site).
 
     Loss is weighted by tokens; tokens, tokens/s and bytes are sums; the waiting share is the
-    largest of a site. Raises `TrainingError` if two sites hold different anchors.
+    largest of a site; `waited_for` are the seconds that all others together waited for a site.
+    Raises `TrainingError` if two sites hold different anchors.
     """
     rows = list(reports.values())
-    digests = {row["anchor_digest"] for row in rows}
+    # A site that was overtaken in this round has no anchor to compare.
+    digests = {row["anchor_digest"] for row in rows if row["anchor_digest"] is not None}
     if len(digests) > 1:
-        held = ", ".join(f"{site} {row['anchor_digest'][:12]}" for site, row in reports.items())
+        held = ", ".join(
+            f"{site} {(row['anchor_digest'] or 'none')[:12]}" for site, row in reports.items()
+        )
         raise TrainingError(
             f"round {rows[0]['round']}: the sites hold different anchors ({held}); this is a "
             "defect of dilocox or of a machine, the run was stopped"
@@ -50,15 +54,24 @@ def combine(reports: Mapping[str, Record]) -> Record:
         "seconds": max(row["seconds"] for row in rows),
         "tokens_per_second": sum(row["tokens_per_second"] for row in rows),
         "wait_share": max(row["wait_share"] for row in rows),
+        "waited_for": _waited_for(rows),
         "payload_bytes": payload,
         "allreduce_bytes": dense,
         "ratio_per_transfer": sum(row["ratio_per_transfer"] for row in rows) / len(rows),
         "ratio_per_token": dense / payload if payload else 0.0,
-        "anchor_digest": rows[0]["anchor_digest"],
+        "anchor_digest": next(iter(digests), None),
     }
     if weight:
         combined["loss"] = sum(row["loss"] * row["tokens"] for row in trained) / weight
     return combined
+
+
+def _waited_for(rows: Sequence[Record]) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for row in rows:
+        for site, seconds in row.get("waited_for", {}).items():
+            found[site] = found.get(site, 0.0) + seconds
+    return found
 
 
 class Recorder:

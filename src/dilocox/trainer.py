@@ -23,7 +23,7 @@ from dilocox.errors import DilocoxError, RunOverError
 from dilocox.meter import RoundMeter
 from dilocox.outer.control import RankControl
 from dilocox.outer.coordinator.client import CoordinatorClient
-from dilocox.outer.coordinator.messages import ExchangeKey, PlanReply, RoundPlan
+from dilocox.outer.coordinator.messages import Entering, ExchangeKey, PlanReply, RoundPlan
 from dilocox.outer.loop import OuterLoop
 from dilocox.record.inner import RoundWatch
 from dilocox.site import learning_rate
@@ -65,6 +65,8 @@ class Trainer:
     errands: Errands = field(default_factory=Errands)
     """What the coordinator is told and asked beside training: a round trip may take longer than an
     inner step."""
+    weight: float = 1.0
+    """This site's in the last round that it trained."""
     ahead: Future[PlanReply] | None = None
     """The plan of the next round, asked for while this one ends."""
     watch: RoundWatch | None = None
@@ -88,7 +90,12 @@ class Trainer:
                 plan = self.next_plan()
             self.outer.take_up_again()
             if plan.kind == "flush":
+                if newcomer is None and self.overtaken(plan.round - 1) is not None:
+                    raise RunOverError(f"site {self.me}: the run ends while it is left behind")
                 break
+            if self.me not in plan.members:
+                self.catch_up()
+                continue
             if plan.first_step == 0 and self.at.slot == 0:
                 self.evaluate(plan, -1)
             self.train_round(plan)
@@ -127,7 +134,10 @@ class Trainer:
         timeline.mark(
             f"round {plan.round}", inner_steps=plan.inner_steps, codec=plan.codec, delay=plan.delay
         )
-        for slot in range(self.at.slot + 1, plan.slots + 1):
+        member, steps = plan.members[self.me], plan.inner_steps // plan.slots
+        self.weight = member.weight
+        before, spent = self.at.slot, 0.0
+        for slot in range(before + 1, plan.slots + 1):
             start = time.monotonic()
             with timeline.span("wait for lease"):
                 leased = self.control.may_finish(plan.first_tick + slot)
@@ -136,7 +146,10 @@ class Trainer:
             began = time.monotonic()
             self.meter.held(began - start)
             self.train_slot(plan, slot)
-            self.end_slot(plan, slot, time.monotonic() - began)
+            spent += time.monotonic() - began
+            taken = member.steps(slot * steps) > member.steps(before * steps)
+            # A slow site's slots have a step or none: only their mean says how fast it goes.
+            self.end_slot(plan, slot, spent / (slot - before) if taken else None)
         self.end_round(plan)
 
     def show_state(self, plan: RoundPlan) -> None:
@@ -162,30 +175,31 @@ class Trainer:
         self.ahead = self.errands.do(ask)
 
     def train_slot(self, plan: RoundPlan, slot: int) -> None:
-        """The inner steps of one slot."""
+        """The inner steps of one slot; a slow site may have none in it."""
         member = plan.members[self.me]
         steps = plan.inner_steps // plan.slots
-        for number in range((slot - 1) * steps, slot * steps):
-            if number == plan.inner_steps - 1:
+        last = member.steps(plan.inner_steps) - 1
+        for number in range(member.steps((slot - 1) * steps), member.steps(slot * steps)):
+            if number == last:
                 self.look_ahead(plan.round + 1)
             with timeline.span("batch"):
                 inputs, labels = self.batches.step(member.ranges, member.batch, number)
-            rate = learning_rate(
-                plan.first_step + number, self.config.total_steps, self.config.inner
-            )
+            step = plan.first_step + member.place(number)
+            rate = learning_rate(step, self.config.total_steps, self.config.inner)
             exchange = None
             if self.config.exchanges_gradients:
                 exchange = GradientExchange(self, plan, number)
             tokens = member.batch * self.config.data.sequence_length
-            with timeline.span("inner step", step=plan.first_step + number, site_tokens=tokens):
+            with timeline.span("inner step", step=step, site_tokens=tokens):
                 result = self.rank.model.inner_step(inputs, labels, rate, exchange)
             if self.watch is not None:
                 self.watch.step(result.numbers, self.rank.live.values())
             self.meter.add(result, rate)
             self.control.touch()
 
-    def end_slot(self, plan: RoundPlan, slot: int, seconds: float) -> None:
-        """Landings and boundaries; then this rank says where it stands."""
+    def end_slot(self, plan: RoundPlan, slot: int, seconds: float | None) -> None:
+        """Landings and boundaries; then this rank says where it stands, and how long a slot takes
+        it if that is known."""
         if not self.config.exchanges_gradients:
             if self.outer.has_boundary(plan, slot) or slot == plan.slots:
                 self.check_finite(plan)
@@ -250,6 +264,7 @@ class Trainer:
         self.outer.dropping = False
         self.at.round, self.at.slot = plan.round + 1, 0
         with timeline.span("account"), self.meter.working():
+            self.outer.behind = self.outer.behind or self.overtaken(plan.round) is not None
             metrics = self.meter.end(plan, self.outer, self.rank)
         if self.meter.dropped is not None:
             self.dropped_round = plan.round
@@ -263,6 +278,9 @@ class Trainer:
 
         self.errands.do(tell)
         self.control.at(self.at.tick, self.at.round, 0, self.meter.slot_seconds)
+        if self.meter.behind:
+            self.catch_up()
+            return
         if plan.evaluate or plan.checkpoint or self.donors.busy:
             self.errands.wait()
         if plan.evaluate:
@@ -270,6 +288,31 @@ class Trainer:
         if plan.checkpoint:
             self.keeper.save(self, plan)
         self.donors.serve()
+
+    def overtaken(self, round_: int) -> Entering | None:
+        """How this site enters again, if the others go on without it after `round_`."""
+        for entry in self.control.news.entering:
+            # Not the entry that it has behind it, which the last beat may still tell of.
+            if entry.site == self.me and entry.from_round > round_:
+                return entry
+        return None
+
+    def catch_up(self) -> None:
+        """Enter again: the others have gone on without this site.
+
+        What it has trained since stays in its residual, and the inner optimizer as it is.
+        """
+        log.warning("site %s is left behind: it sets its work aside and catches up", self.me)
+        self.errands.wait()
+        self.ahead = None
+        while (entry := self.overtaken(self.at.round - 1)) is None:
+            self.control.hurry()
+            self.control.touch()
+            time.sleep(0.02)
+        with timeline.span("catch up", from_round=entry.from_round):
+            self.outer.set_aside(self.weight)
+            Newcomer(self, entry, self.form_group, self.entry_timeout).follow()
+        self.control.at(self.at.tick, self.at.round, self.at.slot, None)
 
     def evaluate(self, plan: RoundPlan, round_: int) -> None:
         """Held-out loss of the anchor, at the first site of the plan; round -1: before training."""

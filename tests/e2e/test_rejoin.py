@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
+import time
 
 import pytest
 
@@ -53,4 +55,33 @@ def test_kill_and_rejoin(workshop: Workshop, exchange: str) -> None:
     assert all(r["contributors"] == 2 for r in shared[2:-1])
     assert summary["val_loss_last"] < summary["val_loss_first"] - 1.0
     # What the killed site had contributed is signed, and kept by who received it.
+    assert verdicts(run.folder) == {}
+
+
+@pytest.mark.slow
+def test_a_straggler_is_left_behind_and_catches_up(workshop: Workshop) -> None:
+    """Two sites; lyon hardly runs for some seconds, but lives. Paris goes on alone meanwhile."""
+    sets = ("outer.rounds=60", "network.link_timeout=8", "network.heartbeat=5")
+    run = workshop.start("straggler", *sets)
+    run.until_round(3)
+    deadline = time.monotonic() + 60
+    while "lyon is left behind" not in run.printed():
+        assert time.monotonic() < deadline, run.output()
+        lyon = [pid for name, pid in run.rank_processes().items() if name.startswith("lyon:")]
+        for number, pause in ((signal.SIGSTOP, 1.2), (signal.SIGCONT, 0.03)):
+            for pid in lyon:
+                os.kill(pid, number)
+            time.sleep(pause)
+    assert run.wait() == 0, run.output()
+    said = run.printed()
+    assert "lyon is gone" not in said
+    # On a busy machine it may fall behind again: each time it comes back.
+    times = said.count("lyon is left behind")
+    assert len(re.findall(r"lyon contributes from round \d+ on", said)) == 1 + times
+    without = [r for r in run.records(site="lyon") if r["anchor_digest"] is None]
+    assert len(without) == times
+    alone = {r["round"]: r for r in run.records(site="paris")}
+    assert sum(r["waited_for"].get("lyon", 0.0) for r in alone.values()) > 0.5
+    summary = run.summary()
+    assert (summary["sequences_doubled"], summary["sequences_missing"]) == (0, 0)
     assert verdicts(run.folder) == {}

@@ -244,3 +244,14 @@ def test_what_stays_without_a_guard_is_removed_by_lab_clean() -> None:
     printed = call([sys.executable, "-m", "dilocox", "lab", "clean"])
     assert f"removed dilocox-{process.pid}-at-a\n" in printed
     _until_gone(process.pid, started)
+
+
+def test_sites_may_have_quotas_of_their_own() -> None:
+    cores = len(os.sched_getaffinity(0))
+    mixed = Lab(SITES, quota=0.1, quotas={SITES[0]: 0.2})
+    assert mixed.quotas == {site: 0.2 if site == SITES[0] else 0.1 for site in SITES}
+    assert mixed.quota == 0.1
+    with pytest.raises(LabError, match="of the machine's"):
+        Lab(SITES, quota=MOST * cores / 3, quotas={SITES[0]: MOST * cores / 2})
+    with pytest.raises(LabError, match="nothing can be measured"):
+        Lab(SITES, quotas=dict.fromkeys(SITES, 0.01))

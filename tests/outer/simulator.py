@@ -16,6 +16,7 @@ from torch import Tensor
 
 from dilocox.compression import Compressor, LowRank
 from dilocox.outer.averaging import average, chunk_bounds, requantise
+from dilocox.outer.controller.pace import FULL, steps_taken
 from dilocox.outer.coordinator.messages import ExchangeKey
 from dilocox.outer.fragments import Layout, split_fragments
 from dilocox.outer.overlap import Rule
@@ -134,6 +135,8 @@ class Settings:
     delay: int = 0
     weights: Callable[[int, str], float] = lambda round_, site: 1.0
     """w_i of a round."""
+    paces: Mapping[str, int] = field(default_factory=dict)
+    """Speeds in thousandths of the fastest's, of sites that are slower."""
     counted: Callable[[int, str], bool] = lambda round_, site: True
     """Whether the site is in the contribution set of a round."""
 
@@ -202,7 +205,10 @@ class Simulation:
 
     def _train_slot(self) -> None:
         for _ in range(self.settings.steps_per_slot):
-            for site in self.sites.values():
+            for own, site in self.sites.items():
+                pace = self.settings.paces.get(own, FULL)
+                if steps_taken(pace, 0, self._step + 1) == steps_taken(pace, 0, self._step):
+                    continue
                 before = {name: tensor.double() for name, tensor in site.live.items()}
                 site.inner_step(site.live, self._step)
                 for name, tensor in site.live.items():

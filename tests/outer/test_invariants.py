@@ -101,7 +101,8 @@ def test_anchors_are_equal_to_the_bit_at_all_sites(rule: tuple[str, float, int, 
 def test_error_feedback_identity(
     rule: tuple[str, float, int, int, int], name: str, mode: str
 ) -> None:
-    """Sum of W·Δ = sum of w·δ - residuals - what is in the air; weights vary, sites are left out.
+    """Sum of W·Δ = sum of w·δ - residuals - what is in the air; weights and numbers of steps vary,
+    sites are left out.
 
     The δ are summed from the inner displacements, so this also shows that no jump is ever
     counted as one.
@@ -115,6 +116,7 @@ def test_error_feedback_identity(
         momentum=0.5,
         weights=lambda round_, site: 0.5 + 0.25 * ((round_ + int(site[-1])) % 4),
         counted=lambda round_, site: site != f"site{round_ % 4}",
+        paces={"site1": 400, "site2": 750},
     )
     run = simulation(settings, sites=3)
     run.run(7)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from concurrent.futures import Future
 from typing import Any
 
@@ -196,12 +197,56 @@ def test_a_pseudo_gradient_that_is_not_finite_is_named_and_not_brought(bad: floa
     assert rank.live["b"].tolist() == [-1.0, -1.0, -1.0]
 
 
-def test_an_exchange_that_went_by_without_this_site_ends_its_part() -> None:
+def test_an_exchange_that_a_receiver_missed_ends_its_part() -> None:
     rank = Rank()
-    rank.loop.end_of_slot(plan(), 2)
+    without = plan().model_copy(update={"members": {"lyon": plan().members["lyon"]}})
+    rank.loop.end_of_slot(without, 2)
     rank.wire.answer("lyon", missed=True)
     with pytest.raises(TrainingError, match=r"outer/0/0/0 was carried without this site"):
         rank.loop.land_due(4)
+
+
+def test_an_overtaken_site_keeps_all_its_work_as_residual() -> None:
+    rank = Rank()
+    # Steps of one: two of a are on their way when the others go on, two more come after.
+    for slot in (1, 2):
+        rank.train()
+        rank.loop.end_of_slot(plan(), slot)
+    rank.wire.answer("lyon", missed=True)
+    for slot in (3, 4):
+        rank.train()
+        rank.loop.end_of_slot(plan(), slot)
+    rank.wire.answer("lyon", missed=True)
+    assert rank.loop.behind
+    assert (rank.anchor(0), rank.anchor(1)) == (0.0, 0.0)
+    rank.loop.set_aside(1.0)
+    residuals = [state.residual for state in rank.loop.states]
+    assert [None if each is None else float(each[0]) for each in residuals] == [4.0, 4.0]
+    assert not rank.loop.pending
+    # The run's anchor comes from a donor, the residual stays.
+    there = {"anchor": torch.full((128,), 7.0), "momentum": torch.ones(128)}
+    rank.loop.awaiting = {0, 1}
+    for fragment in (0, 1):
+        rank.loop.adopt(Snapshot(fragment, 9, there))
+    assert float(rank.live["a"][0]) == 7.0
+    assert [None if each is None else float(each[0]) for each in residuals] == [4.0, 4.0]
+
+
+def test_what_was_waited_for_is_put_down_to_who_came_last() -> None:
+    rank = Rank()
+    rank.loop.end_of_slot(plan(), 2)
+    ((contribution, future),) = rank.wire.given
+    now = time.monotonic()
+    arrivals = {"paris": now - 9.0, "rome": now - 1.0, "lyon": now + 60.0}
+    future.set_result(
+        Outcome(torch.ones(contribution.length), ("lyon",), None, None, 0, 0.0, 1,
+                arrivals=arrivals)
+    )  # fmt: skip
+    rank.loop.land_due(4)
+    waited = rank.loop.counts.waited_for
+    # No more than the wait itself, whatever the clocks say.
+    assert list(waited) == ["lyon"]
+    assert 0.0 <= waited["lyon"] <= rank.loop.counts.wait_seconds + 1e-3
 
 
 def test_a_failed_exchange_is_raised_at_its_landing() -> None:

@@ -15,7 +15,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -74,7 +74,8 @@ class Lab:
 
     `link` is every site's access line (`20mbit`, `20mbit/100mbit` up and down, `none`), `links` are
     settings that differ from it (`paris=5mbit`, `paris-lyon=1mbit`). `quota` is CPU cores per site,
-    an equal share of `MOST` of the machine if it is left out. `delay` seconds are added to every
+    an equal share of `MOST` of the machine if it is left out; `quotas` are those of sites that have
+    others, which makes them unequally fast. `delay` seconds are added to every
     packet on its way.
 
     Whatever way the context is left, all processes, namespaces, links and control groups go; a
@@ -88,11 +89,13 @@ class Lab:
         links: Sequence[str] = (),
         *,
         quota: float | None = None,
+        quotas: Mapping[str, float] | None = None,
         delay: float = 0.0,
     ) -> None:
         self.sites = list(sites)
         self._first = _links(self.sites, link, links)
-        self.quota = _quota(len(self.sites), quota)
+        self.quotas = _quotas(self.sites, quota, quotas or {})
+        """CPU cores by site."""
         self.network = Network([*self.sites, HUB])
         self.delay = Delay(self.network, delay) if delay else None
         self._groups: dict[str, Path] = {}
@@ -125,7 +128,7 @@ class Lab:
         hierarchy = cgroups.find()
         assert hierarchy is not None, "why_not has looked"
         for host in self.network.hosts:
-            cores = None if host == HUB else self.quota
+            cores = self.quotas.get(host)
             name = f"{self.network.layout.stem}at-{host}"
             self._groups[host] = cgroups.make(hierarchy, name, cores)
         # What measures, and what stands for the network, must not wait for a processor.
@@ -213,6 +216,11 @@ class Lab:
             at_once, delay = min(at_once, FASTEST), self.delay.seconds
         return measuring.measure_all(self.network, seconds, at_once, delay)
 
+    @property
+    def quota(self) -> float:
+        """CPU cores of the site that has least."""
+        return min(self.quotas.values())
+
     # --- hosts -----------------------------------------------------------------------------
 
     def address(self, host: str) -> str:
@@ -253,8 +261,8 @@ class Lab:
         python = [sys.executable, "-I", "-c", _SPIN, str(begin), str(seconds)]
         pipe = subprocess.PIPE
         spinning = {
-            site: [self.start(site, python, stdout=pipe) for _ in range(math.ceil(self.quota))]
-            for site in self.sites
+            site: [self.start(site, python, stdout=pipe) for _ in range(math.ceil(quota))]
+            for site, quota in self.quotas.items()
         }
         found = {}
         for site, loops in spinning.items():
@@ -296,6 +304,18 @@ def _quota(sites: int, asked: float | None) -> float:
             "take fewer sites or a larger machine"
         )
     return asked
+
+
+def _quotas(
+    sites: Sequence[str], asked: float | None, own: Mapping[str, float]
+) -> dict[str, float]:
+    """CPU cores by site, `asked` at those without their `own`. Raises `LabError`."""
+    usual = 0.0 if all(site in own for site in sites) else _quota(len(sites), asked)
+    found = {site: own.get(site, usual) for site in sites}
+    for cores in found.values():
+        _quota(1, cores)
+    _quota(len(sites), sum(found.values()) / len(sites))
+    return found
 
 
 def _is_delayed(round_trip: float, delay: float) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 import torch
@@ -124,6 +124,8 @@ class Outcome:
     """Low-rank codecs: Q to Q of the next exchange, the same at all sites; due at the landing."""
     effective_rank: float | None = None
     """Low-rank codecs: of the averaged pseudo-gradient."""
+    arrivals: Mapping[str, float] = field(default_factory=dict)
+    """When each site was there for it, by this process's `time.monotonic`."""
     payloads: tuple[torch.Tensor, ...] = ()
     """What a replay needs, as far as it is here, uint8 each: payloads that count, a low-rank
     codec's basis; of `reduce` the `chunk_index` and the payloads of chunks that passed here."""
@@ -172,6 +174,8 @@ class Attempt:
         self.opinions: dict[str, Opinion] = {}
         """What is to be said of contributions with the vote."""
         self.link: list[tuple[float, float, int]] = []
+        self.late: Mapping[str, float] = {}
+        """Seconds after the first site at which each was there; once it is decided."""
 
     def superseded(self) -> bool:
         """True if this attempt is over because the members changed."""
@@ -292,6 +296,7 @@ class Attempt:
                 )
         if reply.decision == "repeat":
             raise RepeatError("members changed")
+        self.late = reply.late
         return reply
 
     def counted(self, held: Iterable[str], own_digest: bytes | None) -> VoteReply:

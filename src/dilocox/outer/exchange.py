@@ -89,6 +89,10 @@ def _carry(ballot: Ballot, me: str, contribution: Contribution, turn: Turn) -> O
             attempts=attempts,
             link=tuple(attempt.link),
             work_seconds=time.thread_time() - work,
+            arrivals={
+                site: start + seconds - attempt.late.get(me, 0.0)
+                for site, seconds in attempt.late.items()
+            },
         )
 
 

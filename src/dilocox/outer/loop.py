@@ -55,6 +55,8 @@ class Counts:
 
     wait_seconds: float = 0.0
     """Training stood still for data that had not come."""
+    waited_for: dict[str, float] = field(default_factory=dict)
+    """Seconds of it until the last site was there, by that site; the rest is the link's."""
     exchange_seconds: float = 0.0
     exchanges: int = 0
     payload_bytes: int = 0
@@ -121,6 +123,10 @@ class OuterLoop:
         self._admission = admission or Admission()
         self.owner_landings: list[int] = []
         """Ticks at which the first stage's first fragment will land."""
+        self.behind = False
+        """Something was exchanged without this site: its anchor is not the run's any more."""
+        self.returning = False
+        """It enters again, with its residual."""
         self.awaiting: set[int] = set()
         """While entering: fragments whose state has not come yet."""
         self._held_back: list[Pending] = []
@@ -144,7 +150,8 @@ class OuterLoop:
         """
         fragment, tick = snapshot.fragment, snapshot.tick
         if snapshot.tensors:
-            self.states[fragment].adopt(self.live, snapshot.tensors, snapshot.codec)
+            state = self.states[fragment]
+            state.adopt(self.live, snapshot.tensors, snapshot.codec, self.returning)
         self.awaiting.discard(fragment)
         waiting = [item for item in self._held_back if item.key.fragment == fragment]
         self._held_back = [item for item in self._held_back if item not in waiting]
@@ -224,6 +231,19 @@ class OuterLoop:
         """Wait until all exchanges under way are decided; nothing of them lands."""
         for item in self.under_way_now():
             self._wait(item)
+
+    def set_aside(self, weight: float) -> None:
+        """This site was overtaken and will enter again: what it has trained and no average holds
+        goes into the residual. Nothing that is under way lands here."""
+        for item in self.under_way_now():
+            outcome = self._wait(item)
+            if item.contribution is not None:
+                state = self.states[item.key.fragment]
+                state.committed(item.contribution, outcome.sent, outcome.second_error)
+        self.pending = []
+        for state in self.states:
+            state.set_aside(self.live, weight)
+        self.behind, self.returning = False, True
 
     def flush(self, plan: RoundPlan) -> None:
         """End of training: land what is pending, then one last outer step of everything left."""
@@ -317,9 +337,13 @@ class OuterLoop:
         outcome = self._wait(item)
         state = self.states[item.key.fragment]
         if outcome.missed:
-            raise TrainingError(
-                f"{item.key.text} was carried without this site; it must join again"
-            )
+            if item.contribution is None:
+                raise TrainingError(
+                    f"{item.key.text} was carried without this site; it must join again"
+                )
+            state.committed(item.contribution, None)
+            self.behind = True
+            return
         with timeline.span("landing", key=item.key.text, values=state.layout.length):
             self._apply(item, outcome)
 
@@ -371,4 +395,13 @@ class OuterLoop:
                         raise
                     self._touch()
         self.counts.wait_seconds += time.monotonic() - start
+        self._blame(outcome, start)
         return outcome
+
+    def _blame(self, outcome: Outcome, since: float) -> None:
+        """Who came last, if this rank stood still for it from `since` on."""
+        others = {site: at for site, at in outcome.arrivals.items() if site != self._me}
+        last = max(others, key=lambda site: others[site], default=None)
+        if last is not None and others[last] > since:
+            waited = self.counts.waited_for
+            waited[last] = waited.get(last, 0.0) + min(others[last], time.monotonic()) - since

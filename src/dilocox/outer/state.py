@@ -203,12 +203,22 @@ class FragmentState:
         if self.residual is not None and not keep_residual:
             self.residual.zero_()
 
+    def set_aside(self, live: Mapping[str, Tensor], weight: float) -> None:
+        """All that was trained since the last boundary goes into the residual, if there is one."""
+        u, _ = self.boundary(live, weight, 1.0)
+        self.committed(u, None)
+
     def adopt(
-        self, live: Mapping[str, Tensor], agreed: Mapping[str, Tensor], codec: str = ""
+        self,
+        live: Mapping[str, Tensor],
+        agreed: Mapping[str, Tensor],
+        codec: str = "",
+        keep_residual: bool = False,
     ) -> None:
         """Enter a run: take a peer's `agreed` tensors, and go on from there without residual.
 
-        `codec`: the peer's `warm_codec`. Raises `ExchangeError` if they do not fit.
+        `codec`: the peer's `warm_codec`; `keep_residual`: of a site that enters again.
+        Raises `ExchangeError` if they do not fit.
         """
         self._settle()
         self._expect_warm(codec)
@@ -216,7 +226,7 @@ class FragmentState:
         for kept in (self.previous, self.own):
             if kept is not None:
                 kept.zero_()
-        self.reset_to_anchor(live, keep_residual=False)
+        self.reset_to_anchor(live, keep_residual)
 
     def take_anchor_from(self, live: Mapping[str, Tensor]) -> None:
         """Make the anchor what `live` is: method `allreduce`, whose sites never differ."""

@@ -140,7 +140,7 @@ class Driver:
     def write_checkpoint(self, site: str, tick: int, round_: int, slot: int) -> None:
         """All ranks write their part."""
         for rank in self.ranks(site):
-            self.core.checkpoint(
+            self.core.saves.wrote(
                 m.CheckpointRequest(
                     rank=self.check(rank), tick=tick, round=round_, slot=slot,
                     digests={"part": "0" * 64},

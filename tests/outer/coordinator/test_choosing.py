@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from dilocox.config import resolve_run
 from dilocox.errors import TrainingError
 from dilocox.outer.coordinator import messages as m
 from dilocox.outer.coordinator.core import Coordinator
@@ -200,3 +201,85 @@ def test_the_rank_follows_what_was_measured(tmp_path: Path) -> None:
 def test_a_coordinator_that_does_not_know_the_sizes_says_so(tmp_path: Path) -> None:
     with pytest.raises(TrainingError, match="not told the sizes of payloads"):
         Coordinator(run_config("ab", **LINK), tmp_path)
+
+
+PACED: dict[str, Any] = {"control": {"adapt": "off", "steps": "by-speed"}}
+
+
+def steps_of(plan: m.RoundPlan) -> list[int]:
+    return [member.steps(plan.inner_steps) for member in plan.members.values()]
+
+
+def test_a_site_takes_as_many_steps_as_fit_its_speed(tmp_path: Path) -> None:
+    driver = Adaptive(tmp_path, "abc", **{**PACED, "outer": {"rounds": 6, "inner_steps": 8}})
+    driver.start()
+    fast, slow = measured(10**6, step_us=100_000), measured(10**6, step_us=200_000)
+    driver.rounds(0, 1, a=fast, b=fast, c=slow)
+    assert [steps_of(plan) for plan in driver.plans] == [[8, 8, 8], [8, 8, 8]]
+    driver.rounds(2, 4, a=fast, b=fast, c=slow)
+    assert [steps_of(plan) for plan in driver.plans[2:]] == [[8, 8, 4]] * 3
+    before = driver.core.state
+    driver.reopen()
+    assert driver.core.state == before == replayed(driver)
+    # When the fast ones are gone, the slow one sets the pace.
+    driver.leave("a")
+    driver.leave("b")
+    plan = driver.plan(5, "c")
+    assert plan is not None
+    assert steps_of(plan) == [8]
+    driver.core.close()
+
+
+def test_paces_of_a_resumed_run_are_those_of_the_first_course(tmp_path: Path) -> None:
+    driver = Adaptive(tmp_path, **{**PACED, "outer": {"rounds": 8, "inner_steps": 8}})
+    driver.start()
+    own = [{"a": measured(10**6, 100_000), "b": measured(10**6, 150_000 + 90_000 * (r % 2))}
+           for r in range(8)]  # fmt: skip
+    for round_ in range(3):
+        driver.rounds(round_, round_, **own[round_])
+    plan = driver.plan(3, "a")
+    assert plan is not None
+    for site in "ab":
+        driver.write_checkpoint(site, plan.first_tick + 1, 3, 1)
+    for round_ in (3, 4, 5):
+        driver.rounds(round_, round_, **own[round_])
+    course = [driver.core.state.plans[round_].members for round_ in (3, 4, 5)]
+    driver.core.resume()
+    driver.start()
+    for round_ in (3, 4, 5):
+        driver.rounds(round_, round_, **own[round_])
+    again = [driver.core.state.plans[round_].members for round_ in (3, 4, 5)]
+    # Ranges differ: those of the abandoned course are not given out again.
+    assert [[(o.pace, o.carry) for o in members.values()] for members in again] == [
+        [(o.pace, o.carry) for o in members.values()] for members in course
+    ]
+    driver.core.close()
+
+
+def test_declared_speeds_need_no_measuring(tmp_path: Path) -> None:
+    config = {"outer": {"rounds": 5, "inner_steps": 8}, "control": {"adapt": "off"}}
+    raw = run_config("ab", **config).model_dump(mode="json", exclude_none=True)
+    raw["sites"] = {"a": {"speed": 100.0}, "b": {"speed": 25.0}}
+    del raw["control"]["steps"]
+    driver = Driver(tmp_path, resolve_run(raw))
+    driver.start()
+    plans = [driver.plan(round_, "a") for round_ in range(3)]
+    assert [None if plan is None else steps_of(plan) for plan in plans] == [[8, 2]] * 3
+    driver.core.close()
+
+
+def test_a_slow_site_gives_exchanges_more_time_instead_of_the_round(tmp_path: Path) -> None:
+    control = {"adapt": "link", "pinned": ["inner_steps", "codec"], "link": "80mbit"}
+    outer = {"rounds": None, "steps": 400, "inner_steps": 20, "fragments": 4}
+    found = []
+    for slow in (100_000, 400_000):
+        driver = Adaptive(tmp_path / str(slow), control=control, outer=outer)
+        driver.start()
+        driver.rounds(0, 3, a=measured(10**7, 100_000), b=measured(10**7, slow))
+        plan = driver.core.state.plans[3]
+        assert plan.estimate is not None
+        # The round is as long as the fast site's steps.
+        assert plan.estimate.step_us == 100_000
+        found.append((plan.estimate.lag_us, plan.delay))
+        driver.core.close()
+    assert found == [(0, 1), (300_000, 4)]

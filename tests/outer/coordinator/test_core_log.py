@@ -209,12 +209,12 @@ def test_a_spoiled_checkpoint_sends_the_run_back_to_the_one_before(tmp_path: Pat
     rank = driver.ranks("a")[0]
     request = m.SpoiledRequest(rank=rank, tick=ticks[1], reason="x.distcp: changed")
     with pytest.raises(Refused, match="nobody goes on from slot"):
-        driver.core.spoiled(request)  # while it is running nobody has looked at it
+        driver.core.saves.spoiled(request)  # while it is running nobody has looked at it
     driver.core.resume()
     assert resumed == [2]
     for site in "ab":
         driver.enrol(site)
-    driver.core.spoiled(request)
+    driver.core.saves.spoiled(request)
     assert resumed == [2, 1]
     assert (driver.core.state.phase, driver.core.state.first_tick) == ("enrolling", ticks[0])
     assert [c.tick for c in views.checkpoints(driver.core.state).checkpoints] == [ticks[0]]
@@ -224,7 +224,7 @@ def test_a_spoiled_checkpoint_sends_the_run_back_to_the_one_before(tmp_path: Pat
     assert replayed(driver) == driver.core.state
     for site in "ab":
         driver.enrol(site)
-    driver.core.spoiled(request.model_copy(update={"tick": ticks[0]}))
+    driver.core.saves.spoiled(request.model_copy(update={"tick": ticks[0]}))
     assert driver.core.state.phase == "failed"
     assert "no complete checkpoint" in driver.core.state.reason
     driver.core.close()

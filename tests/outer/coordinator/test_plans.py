@@ -143,3 +143,34 @@ def test_a_fixed_plan_is_the_run_files() -> None:
     fixed = as_the_run_file_says(config)
     assert (fixed.inner_steps, fixed.slots, fixed.delay, fixed.learning_rate) == (4, 4, 3, 0.6)
     assert fixed.reason == "as the run file says"
+
+
+def test_slow_sites_take_fewer_steps_and_no_sequence_twice() -> None:
+    config = run_config("ab", outer={"rounds": 3, "inner_steps": 5, "fragments": 1, "slots": 5})
+    ledger = Ledger()
+    before: RoundPlan | None = None
+    steps, rows = [], []
+    for round_ in range(4):
+        plan = make_plan(
+            config, round_, 5 * round_, 5 * round_, ["a", "b"], ledger,
+            as_the_run_file_says(config), paces={"a": 1000, "b": 500}, before=before,
+        )  # fmt: skip
+        steps.append([member.steps(plan.inner_steps) for member in plan.members.values()])
+        rows += numbers(plan)
+        for site, member in plan.members.items():
+            assert sum(count for _, count in member.ranges) == 4 * member.steps(plan.inner_steps)
+            ledger.issue(site, 1, round_, member.space, member.ranges)
+        before = plan
+    # Two steps and a half a round: the half is carried on.
+    assert steps == [[5, 2], [5, 3], [5, 2], [0, 0]]
+    assert sorted(rows) == list(range(4 * 22))
+
+
+@pytest.mark.parametrize(("rule", "expected"), [("tokens", [4 / 3, 2 / 3]), ("equal", [1, 1])])
+def test_weights_follow_the_run_file(rule: str, expected: list[float]) -> None:
+    config = run_config("ab", control={"adapt": "off", "weights": rule})
+    paces = {"a": 1000, "b": 500}
+    plan = make_plan(
+        config, 0, 0, 0, ["a", "b"], Ledger(), as_the_run_file_says(config), paces=paces
+    )
+    assert [member.weight for member in plan.members.values()] == pytest.approx(expected)

@@ -81,7 +81,7 @@ class Watched(Driver):
             rank = self.check(self.ranks(site)[0])
             request = m.SpoiledRequest(rank=rank, tick=max(ticks), reason="changed")
             self.course += 1
-            self.core.spoiled(request)
+            self.core.saves.spoiled(request)
 
     def do_finish(self, site: str) -> None:
         self.finish(site)

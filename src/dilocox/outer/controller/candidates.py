@@ -107,7 +107,8 @@ def candidate(
     work = control.work * (SLACK if in_force else 1)
     latency_us = round(control.latency * 1_000_000)
     cost = traffic(sizes, slots, slot_us, link, Crowd(sites, outer.exchange), latency_us)
-    needed = max(1, -(-1000 * cost.latest_us // max(1, permille * slot_us)))
+    late_us = cost.latest_us + link.lag_us * permille // 1000
+    needed = max(1, -(-1000 * late_us // max(1, permille * slot_us)))
     pinned = "delay" in control.pinned
     delay = min(outer.delay if pinned else needed, slots)
     return Candidate(

@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from dilocox.config import RunConfig
-from dilocox.errors import CheckpointError, JoinError, TrainingError
+from dilocox.errors import JoinError, TrainingError
 from dilocox.outer.coordinator import events as e
 from dilocox.outer.coordinator import messages as m
 from dilocox.outer.coordinator import views
 from dilocox.outer.coordinator.admission import check_admission
-from dilocox.outer.coordinator.decisions import decide, plan_round, writers
+from dilocox.outer.coordinator.arrivals import Arrivals
+from dilocox.outer.coordinator.decisions import decide, plan_round
 from dilocox.outer.coordinator.departures import Departures
 from dilocox.outer.coordinator.exchanges import Exchange
 from dilocox.outer.coordinator.identity import Authority, server_names
@@ -28,8 +29,10 @@ from dilocox.outer.coordinator.log import EventLog
 from dilocox.outer.coordinator.notary import Notary, Witness
 from dilocox.outer.coordinator.refusals import Caller, Refused
 from dilocox.outer.coordinator.resume import resume_point
+from dilocox.outer.coordinator.saves import Saves
 from dilocox.outer.coordinator.state import CoordinatorState
 from dilocox.outer.coordinator.store import Store
+from dilocox.outer.coordinator.stragglers import overdue
 from dilocox.outer.coordinator.timeouts import Timeouts
 
 Report = Callable[[str, int, str, dict[str, Any]], None]
@@ -40,6 +43,7 @@ _TOPICS: dict[type[e.Event], tuple[str, ...]] = {
     e.Started: ("plan",),
     e.Activated: ("plan", "exchange"),
     e.Leaving: ("plan",),
+    e.Overtaken: ("plan", "exchange"),
     e.Gone: ("plan", "exchange", "store"),
     e.Planned: ("plan",),
     e.RoundDone: ("plan",),
@@ -89,6 +93,8 @@ class Coordinator:
         self.state = CoordinatorState(config)
         self.store = Store(self.state, self._store)
         self.departures = Departures(self)
+        self.saves = Saves(self)
+        self.arrivals = Arrivals()
         self.log = EventLog(folder)
         try:
             self.authority = Authority(folder, server_names(config.network))
@@ -130,6 +136,7 @@ class Coordinator:
         event = resume_point(self.config, self.log.events(), self.wall(), tick)
         for site in self.state.sites:
             self.liveness.forget(site)
+            self.arrivals.forget(site)
         self.record(event)
         if self._on_resumed is not None:
             self._on_resumed(event.round)
@@ -154,6 +161,7 @@ class Coordinator:
             views.report_verdicts(self.state, event, self._hand_on)
         if isinstance(event, e.Gone):
             self.liveness.forget(event.site)
+            self.arrivals.forget(event.site)
         if isinstance(event, e.Planned) and self._on_plan is not None:
             self._on_plan(self.state.plans[event.plan["round"]])
         if isinstance(event, e.Decided | e.Retried):
@@ -195,6 +203,10 @@ class Coordinator:
                 self.record(e.Gone(self.wall(), site, incarnation, reason, True))
         # Catches up with what a full disk kept from being recorded.
         self._follow(None)
+        grace = self.timeouts.grace
+        self.arrivals.look(self._now(), self.timeouts.heartbeat / 2)
+        for straggler in overdue(self.state, self.arrivals, self._now(), grace):
+            self.record(e.Overtaken(self.wall(), *straggler))
 
     # --- who may speak ----------------------------------------------------------------------
 
@@ -312,7 +324,8 @@ class Coordinator:
         if asking is not None and asking.leaves_before(round_):
             return m.PlanReply(plan=None, waiting_for="", leave=True)
         if round_ in state.plans:
-            return m.PlanReply(plan=state.plans[round_], waiting_for="")
+            receive = asking is not None and asking.role == "entering"
+            return m.PlanReply(plan=state.plans[round_], waiting_for="", receive=receive)
         if state.over:
             raise Refused("ended", f"run {state.phase}: {state.reason}")
         if round_ < state.first_round or state.flush_planned:
@@ -334,7 +347,7 @@ class Coordinator:
         site = self.state.sites[rank.site]
         if round_ < site.rounds_done:
             return m.Done()
-        if not self.state.takes_part(rank.site, round_):
+        if not self.state.takes_part(rank.site, round_) and not site.is_behind(round_):
             raise Refused("conflict", f"{rank}: round {round_} was not planned for it")
         if (rank.stage, rank.shard) not in site.done.get(round_, ()):
             event = e.RoundDone(
@@ -362,6 +375,8 @@ class Coordinator:
                 raise Refused("conflict", f"{request.rank}: its site has not entered yet")
             self.record(e.Pinned(self.wall(), request.key), request.key)
             exchange = self.state.exchanges[request.key]
+            self.arrivals.keep(self.state.exchanges)
+        self.arrivals.note(request.key, request.rank.site, request.rank.shard, self._now())
         return views.begin_reply(self.state, exchange)
 
     def _fresh(self, round_: int) -> bool:
@@ -374,7 +389,8 @@ class Coordinator:
         exchange = self._exchange(request)
         rank = request.rank
         voter = (rank.site, rank.stage, rank.shard)
-        if exchange.decision is None and not request.observer:
+        behind = self.state.sites[rank.site].is_behind(exchange.round)
+        if exchange.decision is None and not request.observer and not behind:
             if voter not in self.state.voters(exchange):
                 raise Refused("conflict", f"{rank}: does not vote on exchange {request.key}")
             if request.broken:
@@ -425,43 +441,12 @@ class Coordinator:
     def verdict(self, request: m.VoteRequest) -> m.VoteReply:
         """What is decided for a vote that was counted."""
         self._check_running()
-        return views.vote_reply(self.state, self._exchange(request), request)
+        reply = views.vote_reply(self.state, self._exchange(request), request)
+        if reply.decision == "commit":
+            return reply.model_copy(update={"late": self.arrivals.late(request.key)})
+        return reply
 
-    # --- checkpoints and reports ------------------------------------------------------------
-
-    def checkpoint(self, request: m.CheckpointRequest) -> m.Done:
-        """A rank's part of a checkpoint is on disk."""
-        rank, state = request.rank, self.state
-        known = state.checkpoints.get(request.tick)
-        if known is not None and (known.round, known.slot) != (request.round, request.slot):
-            raise Refused(
-                "conflict",
-                f"checkpoint at slot {request.tick}: {rank} places it in round {request.round} "
-                f"slot {request.slot}, others in round {known.round} slot {known.slot}",
-            )
-        if rank.site not in writers(state, request.round):
-            raise Refused("conflict", f"{rank}: writes no checkpoint in round {request.round}")
-        if known is None or (rank.site, rank.stage, rank.shard) not in known.written:
-            event = e.Wrote(
-                self.wall(), rank.site, rank.stage, rank.shard, request.tick, request.round,
-                request.slot, dict(request.digests),
-            )  # fmt: skip
-            self.record(event)
-        return m.Done()
-
-    def spoiled(self, request: m.SpoiledRequest) -> m.Done:
-        """The checkpoint that the run was to go on from is damaged: back to the one before."""
-        rank, state = request.rank, self.state
-        if state.phase != "starting" or request.tick not in state.checkpoints:
-            raise Refused("conflict", f"{rank}: nobody goes on from slot {request.tick} now")
-        self.record(
-            e.Spoiled(self.wall(), rank.site, rank.stage, rank.shard, request.tick, request.reason)
-        )
-        try:
-            self.resume()
-        except CheckpointError as error:
-            self.record(e.Ended(self.wall(), "failed", str(error)))
-        return m.Done()
+    # --- reports ------------------------------------------------------------
 
     def report(self, request: m.ReportRequest) -> m.Done:
         """Metrics of a round; the same round and kind twice counts once."""

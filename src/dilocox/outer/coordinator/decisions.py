@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dilocox.outer.coordinator import events as e
-from dilocox.outer.coordinator.choosing import chosen
+from dilocox.outer.coordinator.choosing import chosen, paces_of
 from dilocox.outer.coordinator.exchanges import Exchange, RankKey
 from dilocox.outer.coordinator.judging import Evidence, judge
 from dilocox.outer.coordinator.keys import ExchangeKey
@@ -84,17 +84,19 @@ def plan_round(state: CoordinatorState, round_: int, time: float) -> e.Planned |
         return f"the plan of round {state.next_round}"
     if len(active) < max(1, state.config.outer.min_sites):
         return f"min_sites = {state.config.outer.min_sites} (active now: {len(active)})"
-    ahead = AHEAD - state.config.control.measures
+    ahead = AHEAD - state.config.measures
     slow = [name for name in active if state.sites[name].rounds_done + ahead < round_]
     if slow:
         return f"the end of round {round_ - ahead - 1} at {', '.join(slow)}"
     before = state.plans.get(round_ - 1)
     first_tick = before.first_tick + before.slots if before else 0
     first_step = before.first_step + before.inner_steps if before else 0
-    choice, estimate = chosen(state, round_, active)
+    paces = paces_of(state, round_, active)
+    choice, estimate = chosen(state, round_, active, paces)
     plan = make_plan(
-        state.config, round_, first_tick, first_step, active, state.ledger, choice, estimate
-    )
+        state.config, round_, first_tick, first_step, active, state.ledger, choice, estimate,
+        paces, before,
+    )  # fmt: skip
     return e.Planned(time, plan.model_dump(mode="json"))
 
 

@@ -88,6 +88,17 @@ class Activated(Event):
 
 
 @dataclass(frozen=True)
+class Overtaken(Event):
+    """A site kept the others waiting for too long: they go on without it, and when it is through
+    with the round it is in, it enters again from `donor`. It lives on and keeps its residual."""
+
+    site: str
+    incarnation: int
+    donor: str
+    reason: str
+
+
+@dataclass(frozen=True)
 class Gone(Event):
     """A site has left, or is taken for dead. `failed`: not on purpose."""
 

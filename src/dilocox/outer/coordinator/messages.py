@@ -19,23 +19,28 @@ from dilocox.outer.coordinator.plan_messages import LinkEstimate as LinkEstimate
 from dilocox.outer.coordinator.plan_messages import Measured as Measured
 from dilocox.outer.coordinator.plan_messages import MemberPlan as MemberPlan
 from dilocox.outer.coordinator.plan_messages import RoundPlan as RoundPlan
+from dilocox.outer.coordinator.store_messages import MAX_POLL as MAX_POLL
+from dilocox.outer.coordinator.store_messages import MAX_VALUE as MAX_VALUE
+from dilocox.outer.coordinator.store_messages import StoreAddReply as StoreAddReply
+from dilocox.outer.coordinator.store_messages import StoreAddRequest as StoreAddRequest
+from dilocox.outer.coordinator.store_messages import StoreCheckReply as StoreCheckReply
+from dilocox.outer.coordinator.store_messages import StoreCheckRequest as StoreCheckRequest
+from dilocox.outer.coordinator.store_messages import StoreDeleteReply as StoreDeleteReply
+from dilocox.outer.coordinator.store_messages import StoreDeleteRequest as StoreDeleteRequest
+from dilocox.outer.coordinator.store_messages import StoreGetReply as StoreGetReply
+from dilocox.outer.coordinator.store_messages import StoreGetRequest as StoreGetRequest
+from dilocox.outer.coordinator.store_messages import StoreSetRequest as StoreSetRequest
+from dilocox.outer.coordinator.store_messages import Wait as Wait
 from dilocox.outer.coordinator.verdict_messages import Opinion, Shares
 
 MAX_BODY = 1 << 20
 """Largest request that is read, in bytes."""
-MAX_VALUE = 64 * 1024
-"""Largest value of the key-value store, in bytes."""
-MAX_POLL = 20.0
-"""Longest time that one request waits at the server, in seconds."""
 
 Small = Annotated[int, Field(ge=0, le=65535)]
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-Wait = Annotated[float, Field(ge=0.0, le=MAX_POLL)]
 Sites = Annotated[list[SiteName], Field(max_length=4096)]
 KeyText = Annotated[str, Field(pattern=KEY_PATTERN)]
-StoreKey = Annotated[str, Field(pattern=r"^(epoch/\d{1,15}|site/[a-z0-9-]{1,31}|run)/.{1,400}$")]
 SignedText = Annotated[str, Field(max_length=8192)]
-StoreValue = Annotated[str, Field(max_length=(MAX_VALUE + 2) // 3 * 4)]
 
 
 class Rank(Message):
@@ -227,6 +232,8 @@ class PlanReply(Message):
     waiting_for: str
     leave: bool = False
     """The asking site is to leave before this round."""
+    receive: bool = False
+    """The asking site enters: it takes no part in this round, whatever the plan says."""
 
 
 class RoundDoneRequest(Message):
@@ -313,6 +320,9 @@ class VoteReply(Message):
     waiting_for: list[str]
     shares: dict[SiteName, Shares] = Field(default_factory=dict)
     """What counts of each site's part at the asking rank; empty: all of it."""
+    late: dict[SiteName, float] = Field(default_factory=dict)
+    """With "commit": seconds after the first site at which each was there, as far as it is known.
+    Nothing is decided from it."""
 
 
 class CheckpointRequest(Message):
@@ -434,64 +444,3 @@ class Ledger(Message):
     """First number never issued, per space."""
     pool: dict[str, list[tuple[Count, Count]]]
     """Returned (start, count) not issued again yet, per space."""
-
-
-class StoreSetRequest(Message):
-    """`kv/set`. Keys begin with `epoch/ID/` (dropped with its epoch, lost when the coordinator
-    restarts), `site/NAME/` (written by that site only, dropped when it goes) or `run/`."""
-
-    key: StoreKey
-    value: StoreValue
-    """Base64, at most 64 KiB decoded."""
-
-
-class StoreGetRequest(Message):
-    """`kv/get`: waits until all keys are there."""
-
-    keys: Annotated[list[StoreKey], Field(min_length=1, max_length=1024)]
-    wait: Wait = MAX_POLL
-
-
-class StoreGetReply(Message):
-    """Values by key; `missing` is not empty when the wait was over first."""
-
-    values: dict[str, str]
-    missing: list[str]
-
-
-class StoreAddRequest(Message):
-    """`kv/add`: adds to a decimal number, absent counts as 0. `nonce` makes a retry harmless."""
-
-    key: StoreKey
-    amount: Annotated[int, Field(ge=-(2**53), le=2**53)]
-    nonce: Annotated[str, Field(pattern=r"^[0-9a-f]{16,64}$")]
-
-
-class StoreAddReply(Message):
-    """The sum."""
-
-    value: int
-
-
-class StoreCheckRequest(Message):
-    """`kv/check`: are all keys there?"""
-
-    keys: Annotated[list[StoreKey], Field(max_length=1024)]
-
-
-class StoreCheckReply(Message):
-    """True if all are."""
-
-    present: bool
-
-
-class StoreDeleteRequest(Message):
-    """`kv/delete`."""
-
-    key: StoreKey
-
-
-class StoreDeleteReply(Message):
-    """Whether the key was there."""
-
-    deleted: bool

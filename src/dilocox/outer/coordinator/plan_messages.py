@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from dilocox.config import SiteName
+from dilocox.outer.controller.pace import FULL, step_within, steps_taken
 
 Count = Annotated[int, Field(ge=0, le=2**53)]
 Line = Annotated[str, Field(max_length=500)]
@@ -29,10 +30,22 @@ class MemberPlan(Message):
     batch: Count
     """Sequences per inner step."""
     ranges: list[tuple[Count, Count]]
-    """(start, count) of sequence numbers in `space`; together batch x inner_steps, to be read in
-    this order, `batch` of them per inner step."""
+    """(start, count) of sequence numbers in `space`; together batch x this site's inner steps, to
+    be read in this order, `batch` of them per inner step."""
     space: Annotated[str, Field(max_length=64)]
     """`shared`, or `site/NAME` for a site with token files of its own."""
+    pace: Annotated[int, Field(ge=1, le=FULL)] = FULL
+    """Its speed in thousandths of the fastest member's (`dilocox.outer.controller.pace`)."""
+    carry: Count = 0
+    """Thousandths of a step that it brings along from the round before."""
+
+    def steps(self, count: int) -> int:
+        """Inner steps that this site has taken when the fastest has taken `count` of the round."""
+        return steps_taken(self.pace, self.carry, count)
+
+    def place(self, number: int) -> int:
+        """Which of the fastest site's inner steps this site's step `number` ends with, from 0."""
+        return step_within(self.pace, self.carry, number)
 
 
 class LinkEstimate(Message):
@@ -50,6 +63,8 @@ class LinkEstimate(Message):
     """Processor time for the exchanges of a round."""
     overhead_us: Count = 0
     """Microseconds per exchange beside its transfers: rendezvous, votes, codec."""
+    lag_us: Count = 0
+    """Microseconds by which an inner step of the slowest site is longer than one of the fastest."""
 
 
 class RoundPlan(Message):
@@ -61,9 +76,10 @@ class RoundPlan(Message):
     first_tick: Count
     """Slots before this round: its slot s (from 0) ends at tick first_tick + s + 1."""
     first_step: Count
-    """Inner steps of a site before this round, if it was there from the start."""
+    """Inner steps of the fastest site before this round."""
     members: dict[SiteName, MemberPlan]
     inner_steps: Count
+    """Of the fastest member; `MemberPlan.steps` has the others'."""
     slots: Count
     fragments: Count
     delay: Count

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from dilocox.codec_spec import SPARSE, parse_spec
 from dilocox.config import RunConfig
 from dilocox.outer.controller.choice import Choice
+from dilocox.outer.controller.pace import FULL, carried, site_weights, steps_taken
 from dilocox.outer.coordinator.ledger import Ledger, Range
 from dilocox.outer.coordinator.messages import LinkEstimate, MemberPlan, RoundPlan
 
@@ -32,29 +33,38 @@ def make_plan(
     ledger: Ledger,
     choice: Choice,
     estimate: LinkEstimate | None = None,
+    paces: Mapping[str, int] | None = None,
+    before: RoundPlan | None = None,
 ) -> RoundPlan:
     """Plan of round `round_` for `members` (run file order), with what was chosen for it.
 
-    It is cut short to the steps that are left; the flush when there are none.
+    `paces` by member, none if all take the same steps; `before`: the plan of the round before, for
+    what it has left of a step. It is cut short to the steps that are left; the flush when there are
+    none.
     """
     left = config.total_steps - first_step
     flush = left <= 0
     outer = config.outer
     choice = choice.shortened(left, outer.overlap)
     steps = 0 if flush else choice.inner_steps
-    weights = config.weights(members)
+    paces = paces or dict.fromkeys(members, FULL)
+    batches = {site: config.site_batch(site) for site in members}
+    weights = site_weights(config.control.weights, batches, paces)
     offsets: dict[str, int] = {}
     spare: dict[str, list[Range]] = {}
     planned: dict[str, MemberPlan] = {}
     for site in members:
-        space, batch = space_of(config, site), config.site_batch(site)
+        space, batch, pace = space_of(config, site), batches[site], paces[site]
+        carry, _ = carried(pace, _left(before, site), steps)
         free = spare.setdefault(space, list(ledger.pool.get(space, [])))
-        before = sum(count for _, count in free)
-        needed = batch * steps
+        there = sum(count for _, count in free)
+        needed = batch * steps_taken(pace, carry, steps)
         ranges = ledger.allocate(space, needed, offsets.get(space, 0), free)
-        pooled = before - sum(count for _, count in free)
+        pooled = there - sum(count for _, count in free)
         offsets[space] = offsets.get(space, 0) + needed - pooled
-        planned[site] = MemberPlan(weight=weights[site], batch=batch, ranges=ranges, space=space)
+        planned[site] = MemberPlan(
+            weight=weights[site], batch=batch, ranges=ranges, space=space, pace=pace, carry=carry
+        )
     last = steps >= left
     whole = flush and parse_spec(choice.codec).kind not in SPARSE
 
@@ -86,3 +96,11 @@ def make_plan(
         evaluate=flush or (not last and due(config.evaluation.every_rounds)),
         last=last,
     )
+
+
+def _left(before: RoundPlan | None, site: str) -> int:
+    """Thousandths of a step of `site` that the round before has left."""
+    if before is None or site not in before.members:
+        return 0
+    member = before.members[site]
+    return carried(member.pace, member.carry, before.inner_steps)[1]

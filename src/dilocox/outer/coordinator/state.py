@@ -15,57 +15,13 @@ from dilocox.outer.coordinator.exchanges import Exchange, Member, RankKey, Vote
 from dilocox.outer.coordinator.keys import ExchangeKey
 from dilocox.outer.coordinator.ledger import Ledger
 from dilocox.outer.coordinator.messages import Measured, RoundPlan
+from dilocox.outer.coordinator.site_state import CheckpointState, SiteState
 from dilocox.outer.coordinator.verdict_messages import Opinion
 
 FEED = 1000
 """So many messages of the feed are kept."""
 REMEMBERED = 4
 """Decisions of rounds older than this, counted from the newest plan, are only in the log."""
-
-
-@dataclass
-class SiteState:
-    """One site of the run file, from its first enrolment on."""
-
-    name: str
-    incarnation: int = 0
-    role: str = "absent"
-    """absent, enrolled, entering, active, finished or gone."""
-    reason: str = ""
-    donor: str | None = None
-    request: str = ""
-    certificate: str = ""
-    ready: set[tuple[int, int]] = field(default_factory=set)
-    """(stage, shard) that hold the full state."""
-    from_round: int = 0
-    """While entering: first round none of whose exchanges was begun without it."""
-    active_from: int = 0
-    """First round that this incarnation contributes to."""
-    rounds_done: int = 0
-    """The round that it is in."""
-    done: dict[int, set[tuple[int, int]]] = field(default_factory=dict)
-    """Ranks that are through with a round, per unfinished round."""
-    leave_round: int | None = None
-    """First round that it takes no part in, if it is to leave."""
-    left: set[tuple[int, int]] = field(default_factory=set)
-    """While leaving: ranks that owe the run nothing any more."""
-    finished: set[tuple[int, int]] = field(default_factory=set)
-    complete: bool = True
-    metrics: dict[str, dict[str, Any]] = field(default_factory=dict)
-
-    def leaves_before(self, round_: int) -> bool:
-        """It is to leave, and takes no part in `round_`."""
-        return self.leave_round is not None and round_ >= self.leave_round
-
-
-@dataclass
-class CheckpointState:
-    """One checkpoint: which ranks wrote what, and the sites that it is complete for."""
-
-    round: int
-    slot: int
-    written: dict[RankKey, dict[str, str]] = field(default_factory=dict)
-    sites: list[str] | None = None
 
 
 @dataclass
@@ -204,9 +160,8 @@ class CoordinatorState:
 
     def _new_epoch(self) -> None:
         self.epoch += 1
-        self.members = [
-            (name, self.sites[name].incarnation) for name in self.with_role("entering", "active")
-        ]
+        live = self.with_role("entering", "active")
+        self.members = [(name, self.sites[name].incarnation) for name in live]
 
     def _created(self, event: e.Created) -> None:
         self.digest = event.digest
@@ -237,12 +192,19 @@ class CoordinatorState:
         self._say(event, "phase", f"starting with {', '.join(event.sites)}")
 
     def _entered(self, event: e.Entered) -> None:
-        site = self.sites[event.site]
-        site.role, site.donor = "entering", event.donor
-        begun = [exchange.round for exchange in self.exchanges.values()]
-        site.from_round = max(begun, default=self.first_round - 1) + 1
+        self._enter(self.sites[event.site], event.donor)
         self._new_epoch()
         self._say(event, "join", f"{event.site} enters, fetching from {event.donor}")
+
+    def _enter(self, site: SiteState, donor: str) -> None:
+        site.role, site.donor, site.ready = "entering", donor, set()
+        begun = (exchange.round for exchange in self.exchanges.values())
+        site.from_round = max(begun, default=self.first_round - 1) + 1
+
+    def _overtaken(self, event: e.Overtaken) -> None:
+        self._enter(self.sites[event.site], event.donor)
+        self._without((event.site, event.incarnation))
+        self._say(event, "leave", f"{event.site} is left behind: {event.reason}")
 
     def _ready(self, event: e.Ready) -> None:
         self.sites[event.site].ready.add((event.stage, event.shard))
@@ -252,7 +214,10 @@ class CoordinatorState:
             site = self.sites[name]
             site.role, site.donor = "active", None
             site.active_from = site.rounds_done = round_
-            if self.phase == "starting":
+            if self.phase != "starting":
+                # What was planned for it before it was overtaken, and it has not trained on.
+                self.ledger.give_back(name, site.incarnation)
+            else:
                 # After a resume: exchanges of recorded rounds that are still in flight are its too.
                 while name in self._members_of(site.active_from - 1):
                     site.active_from -= 1
@@ -266,29 +231,30 @@ class CoordinatorState:
                 if self.sites[name].role != "active" or self.sites[name].incarnation != incarnation:
                     self.ledger.give_back(name, incarnation)
             self._say(event, "phase", "running")
-        # Not a new epoch: the members are the same, and roles are looked up when needed.
+        # Not a new epoch: the members are the same.
 
     def _members_of(self, round_: int) -> dict[str, Any]:
         return dict(self.plans[round_].members) if round_ in self.plans else {}
 
     def _gone(self, event: e.Gone) -> None:
-        site = self.sites[event.site]
-        member = (event.site, event.incarnation)
+        site, member = self.sites[event.site], (event.site, event.incarnation)
         site.role, site.reason, site.donor = "gone", event.reason, None
         self.ledger.give_back(*member)
         self.starters = [name for name in self.starters if name != event.site]
         prefix = f"site/{event.site}/"
         self.store = {key: value for key, value in self.store.items() if not key.startswith(prefix)}
         self._say(event, "leave", f"{event.site} is gone: {event.reason}")
-        if member not in self.members:
-            return
+        if member in self.members:
+            self._without(member)
+
+    def _without(self, member: Member) -> None:
         self._new_epoch()
         for key in self.undecided:
             exchange = self.exchanges[key]
             if member in exchange.members:
                 exchange.repin(self.epoch, self.members_for(exchange.round))
                 exchange.broken = {}
-        self._new_donors(event.site)
+        self._new_donors(member[0])
 
     def _leaving(self, event: e.Leaving) -> None:
         self.sites[event.site].leave_round = event.round
@@ -304,8 +270,7 @@ class CoordinatorState:
             for name in self.starters:
                 site = self.sites[name]
                 site.donor = None if name == self.founder else self.founder
-                # State that came in part from the old founder and in part from the new one would
-                # not be one state.
+                # State that came from the old founder in part would not be one state.
                 if name not in whole:
                     site.ready = set()
             return
@@ -409,8 +374,8 @@ class CoordinatorState:
         checkpoint.written[event.site, event.stage, event.shard] = dict(event.digests)
 
     def _kept(self, event: e.Kept) -> None:
-        self.checkpoints[event.tick].sites = list(event.sites)
         where = self.checkpoints[event.tick]
+        where.sites = list(event.sites)
         self._say(event, "checkpoint", f"checkpoint at round {where.round} slot {where.slot}")
 
     def _spoiled(self, event: e.Spoiled) -> None:
@@ -418,8 +383,7 @@ class CoordinatorState:
         self._say(event, "phase", f"checkpoint at slot {event.tick} is spoiled: {event.reason}")
 
     def _reported(self, event: e.Reported) -> None:
-        metrics = self.sites[event.site].metrics
-        metrics[event.kind] = {**event.metrics, "round": event.round}
+        self.sites[event.site].metrics[event.kind] = {**event.metrics, "round": event.round}
         self.sequence += 1
 
     def _finished(self, event: e.Finished) -> None:
@@ -470,6 +434,7 @@ _APPLY: dict[type[e.Event], Callable[[CoordinatorState, Any], None]] = {
     e.Entered: CoordinatorState._entered,
     e.Ready: CoordinatorState._ready,
     e.Activated: CoordinatorState._activated,
+    e.Overtaken: CoordinatorState._overtaken,
     e.Gone: CoordinatorState._gone,
     e.Leaving: CoordinatorState._leaving,
     e.Left: CoordinatorState._left,

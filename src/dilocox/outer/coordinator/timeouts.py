@@ -35,6 +35,9 @@ class Timeouts:
     """The coordinator may be out of reach this long before a rank gives up."""
     link: float
     """A link between sites may be silent this long: `link_timeout` itself."""
+    grace: float
+    """Others wait this long for a site, beside the time that a round takes it, before they go on
+    without it."""
     form: float
     """Forming the process groups of an epoch, or of one attempt of an exchange."""
     exchange: float
@@ -64,6 +67,7 @@ class Timeouts:
             poll=min(MAX_POLL, link / 2),
             coordinator=2 * link,
             link=link,
+            grace=link / 4,
             form=link + heartbeat,
             exchange=4 * link + heartbeat,
             entry=link,
@@ -85,6 +89,7 @@ class Timeouts:
             "poll": "one wait at the coordinator",
             "coordinator": "the coordinator may be away for",
             "link": "a link may be silent for (link_timeout)",
+            "grace": "a site may be late by a round and (grace)",
             "form": "forming a process group",
             "exchange": "one exchange with all its attempts",
             "entry": "one request of a joiner to its donor",

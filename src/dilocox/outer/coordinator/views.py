@@ -65,7 +65,9 @@ def vote_reply(state: CoordinatorState, exchange: Exchange, request: m.VoteReque
     """What is decided for a voter or observer in `request.attempt`."""
     chosen: list[str] = []
     waiting: list[str] = []
-    if exchange.decision is not None:
+    if request.rank.site not in dict(exchange.members):
+        decision = "repeat"  # it was overtaken, and will be told so when it begins again
+    elif exchange.decision is not None:
         decision, chosen = "commit", exchange.decision
     elif request.attempt < exchange.attempt:
         decision = "repeat"

@@ -1,0 +1,55 @@
+"""What a run leaves behind: checkpoints, evaluations, the record, metrics."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from dilocox.config_section import Fraction, Section
+
+
+class CheckpointSection(Section):
+    """`[checkpoint]`: what is kept to go on from, and what is published."""
+
+    every_rounds: Annotated[int, Field(ge=0)] = 5
+    """In rounds of `outer.inner_steps` inner steps; 0 writes only the one at the end."""
+    keep: Annotated[int, Field(ge=2)] = 2
+    """How many are kept; two at least, as the newest may not be whole at every rank yet."""
+    hugging_face: bool = False
+    """Also write every checkpoint as a Hugging Face folder."""
+    store: str = "{run}/checkpoints"
+    """Where they are kept, a folder or a URL that fsspec knows; `{run}` is the run's folder. A
+    write over a network is tried again for `network.link_timeout`, beside the training."""
+
+
+class EvaluationSection(Section):
+    """`[evaluation]`: held-out loss of the anchor."""
+
+    every_rounds: Annotated[int, Field(ge=0)] = 0
+    """In rounds of `outer.inner_steps` inner steps; 0 evaluates before the first and after the
+    last round only."""
+    prompt: str = ""
+    """Prompt of the sampled completion at the end."""
+    completion_tokens: Annotated[int, Field(ge=0)] = 48
+
+
+class RecordSection(Section):
+    """`[record]`: what lets a stranger check how the model was made (`dilocox verify`)."""
+
+    enabled: bool = True
+    store: str = "{run}/record/store"
+    """Where payloads and theta_0 are kept, a folder or a URL that fsspec knows; `{run}` is the
+    run's folder."""
+    states_every: Annotated[int, Field(ge=0)] = 0
+    """Every so many rounds each site also keeps the state in which the round begins, so that
+    `dilocox audit` can repeat the round; 0: never. A site with text of its own only signs it."""
+    audit_rate: Fraction = 0.05
+    """Share of these rounds of each site that `dilocox auditor` audits."""
+
+
+class MetricsSection(Section):
+    """`[metrics]`: JSONL is always written; others by name."""
+
+    sinks: list[Literal["tensorboard", "wandb", "trackio"]] = []  # noqa: RUF012 - pydantic copies defaults
+    project: str = "dilocox"

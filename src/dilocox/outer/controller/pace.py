@@ -1,0 +1,98 @@
+"""How many inner steps each site takes, from how fast it is; and what its contribution weighs.
+
+A site's *pace* is its speed in thousandths of the fastest member's. While the fastest takes c inner
+steps, a site of pace p takes (c * p + carry) // 1000: what is left of a step is carried into the
+next round, so that over many rounds a site trains exactly in proportion to its speed. Rounding
+down means that no site comes late to a boundary because of it; one with longer steps comes early,
+by less than a step.
+
+Pure functions of whole numbers: times are microseconds, as sites measured them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+FULL = 1000
+"""Pace of the fastest."""
+ALIKE = 950
+"""From this pace on a site counts as equally fast: machines of one kind differ by a few per cent
+from round to round."""
+GRAIN = 10
+"""Measured paces are rounded down to multiples of this."""
+SLOWER, FASTER = 20, 50
+"""A pace in force is kept while what is measured lies less than so many thousandths of it below,
+or above."""
+ROUNDS = 3
+"""A site's step time is the median of so many rounds, so that one that was disturbed by a
+checkpoint, say, changes nothing."""
+
+
+def measured_paces(
+    step_us: Mapping[str, Sequence[int]], before: Mapping[str, int]
+) -> dict[str, int]:
+    """Pace of every site of `step_us`, from its latest step times, oldest first.
+
+    `before`: paces in force, if there are any. A site without step times keeps its own, or counts
+    as one of the fastest.
+    """
+    typical = {site: _median(times[-ROUNDS:]) for site, times in step_us.items() if times}
+    fastest = min(typical.values(), default=0)
+    found = {}
+    for site in step_us:
+        old = before.get(site, FULL)
+        found[site] = old
+        if site in typical:
+            new = FULL * fastest // max(1, typical[site])
+            new = FULL if new >= ALIKE else max(GRAIN, new // GRAIN * GRAIN)
+            near = old * (FULL - SLOWER) <= new * FULL <= old * (FULL + FASTER)
+            found[site] = old if near and new < FULL else new
+    return found
+
+
+def declared_paces(speeds: Mapping[str, float]) -> dict[str, int]:
+    """Pace of every site from speeds in any unit."""
+    fastest = max(speeds.values())
+    return {site: max(1, int(FULL * speed / fastest)) for site, speed in speeds.items()}
+
+
+def steps_taken(pace: int, carry: int, count: int) -> int:
+    """Inner steps of a site while the fastest takes `count` from the round's beginning."""
+    return (count * pace + carry) // FULL
+
+
+def carried(pace: int, carry: int, inner_steps: int) -> tuple[int, int]:
+    """(carry of this round, of the next), `carry` being what the round before has left.
+
+    Every site takes at least one step in a round of `inner_steps`; one that is too slow for that
+    is waited for.
+    """
+    if inner_steps and not steps_taken(pace, carry, inner_steps):
+        carry = FULL - pace * inner_steps
+    return carry, (pace * inner_steps + carry) % FULL
+
+
+def step_within(pace: int, carry: int, number: int) -> int:
+    """Which of the fastest site's inner steps of the round, from 0, a site's step `number`, from 0,
+    ends with: its place in the schedule of the learning rate."""
+    return -(-((number + 1) * FULL - carry) // pace) - 1
+
+
+def site_weights(
+    rule: str, batches: Mapping[str, int], paces: Mapping[str, int]
+) -> dict[str, float]:
+    """w_i of ALGORITHM.md §2 by site, their mean is 1.
+
+    With b the sequences per step and p the pace, `equal`: w ~ b, every pseudo-gradient counts as it
+    is; `tokens`: w ~ b p, by the tokens that it was made from; `fednova`: w ~ b / p, so that the
+    mean is one of displacements *per step*, whose length is that of the harmonic mean of the sites'
+    steps (Wang et al. 2020, arXiv 2007.07481, eq. 8, which leaves that length open).
+    """
+    powers = {"equal": 0, "tokens": 1, "fednova": -1}
+    raw = {site: batch * (paces[site] / FULL) ** powers[rule] for site, batch in batches.items()}
+    mean = sum(raw.values()) / len(raw)
+    return {site: value / mean for site, value in raw.items()}
+
+
+def _median(values: Sequence[int]) -> int:
+    return sorted(values)[(len(values) - 1) // 2]

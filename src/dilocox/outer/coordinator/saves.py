@@ -1,0 +1,57 @@
+"""What ranks say of their checkpoints: the requests of `Coordinator` about them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from dilocox.errors import CheckpointError
+from dilocox.outer.coordinator import events as e
+from dilocox.outer.coordinator import messages as m
+from dilocox.outer.coordinator.decisions import writers
+from dilocox.outer.coordinator.refusals import Refused
+
+if TYPE_CHECKING:
+    from dilocox.outer.coordinator.core import Coordinator
+
+
+class Saves:
+    """Checkpoints that were written, and that are damaged. Raises `Refused` with one line."""
+
+    def __init__(self, core: Coordinator) -> None:
+        self._core = core
+
+    def wrote(self, request: m.CheckpointRequest) -> m.Done:
+        """A rank's part of a checkpoint is on disk."""
+        core, rank, state = self._core, request.rank, self._core.state
+        known = state.checkpoints.get(request.tick)
+        if known is not None and (known.round, known.slot) != (request.round, request.slot):
+            raise Refused(
+                "conflict",
+                f"checkpoint at slot {request.tick}: {rank} places it in round {request.round} "
+                f"slot {request.slot}, others in round {known.round} slot {known.slot}",
+            )
+        if state.sites[rank.site].is_behind(request.round):
+            return m.Done()  # a checkpoint that it takes no part in
+        if rank.site not in writers(state, request.round):
+            raise Refused("conflict", f"{rank}: writes no checkpoint in round {request.round}")
+        if known is None or (rank.site, rank.stage, rank.shard) not in known.written:
+            event = e.Wrote(
+                core.wall(), rank.site, rank.stage, rank.shard, request.tick, request.round,
+                request.slot, dict(request.digests),
+            )  # fmt: skip
+            core.record(event)
+        return m.Done()
+
+    def spoiled(self, request: m.SpoiledRequest) -> m.Done:
+        """The checkpoint that the run was to go on from is damaged: back to the one before."""
+        core, rank, state = self._core, request.rank, self._core.state
+        if state.phase != "starting" or request.tick not in state.checkpoints:
+            raise Refused("conflict", f"{rank}: nobody goes on from slot {request.tick} now")
+        core.record(
+            e.Spoiled(core.wall(), rank.site, rank.stage, rank.shard, request.tick, request.reason)
+        )
+        try:
+            core.resume()
+        except CheckpointError as error:
+            core.record(e.Ended(core.wall(), "failed", str(error)))
+        return m.Done()

@@ -1,0 +1,57 @@
+"""What is known of one site of a run, and of one checkpoint."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from dilocox.outer.coordinator.exchanges import RankKey
+
+
+@dataclass
+class SiteState:
+    """One site of the run file, from its first enrolment on."""
+
+    name: str
+    incarnation: int = 0
+    role: str = "absent"
+    """absent, enrolled, entering, active, finished or gone."""
+    reason: str = ""
+    donor: str | None = None
+    request: str = ""
+    certificate: str = ""
+    ready: set[tuple[int, int]] = field(default_factory=set)
+    """(stage, shard) that hold the full state."""
+    from_round: int = 0
+    """While entering: first round none of whose exchanges was begun without it."""
+    active_from: int = 0
+    """First round that this incarnation contributes to."""
+    rounds_done: int = 0
+    """The round that it is in."""
+    done: dict[int, set[tuple[int, int]]] = field(default_factory=dict)
+    """Ranks that are through with a round, per unfinished round."""
+    leave_round: int | None = None
+    """First round that it takes no part in, if it is to leave."""
+    left: set[tuple[int, int]] = field(default_factory=set)
+    """While leaving: ranks that owe the run nothing any more."""
+    finished: set[tuple[int, int]] = field(default_factory=set)
+    complete: bool = True
+    metrics: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def leaves_before(self, round_: int) -> bool:
+        """It is to leave, and takes no part in `round_`."""
+        return self.leave_round is not None and round_ >= self.leave_round
+
+    def is_behind(self, round_: int) -> bool:
+        """It was overtaken in or before `round_`, which the others end without it."""
+        return self.role == "entering" and round_ < self.from_round
+
+
+@dataclass
+class CheckpointState:
+    """One checkpoint: which ranks wrote what, and the sites that it is complete for."""
+
+    round: int
+    slot: int
+    written: dict[RankKey, dict[str, str]] = field(default_factory=dict)
+    sites: list[str] | None = None

@@ -1,0 +1,113 @@
+"""Inner steps of sites of unequal speed, and their weights, against numbers worked by hand."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dilocox.outer.controller.pace import (
+    carried,
+    declared_paces,
+    measured_paces,
+    site_weights,
+    step_within,
+    steps_taken,
+)
+
+paces = st.integers(1, 1000)
+carries = st.integers(0, 999)
+
+
+def test_paces_are_speeds_over_the_fastest() -> None:
+    times = {"a": [100], "b": [125], "c": [200], "d": [400], "e": [104]}
+    expected = {"a": 1000, "b": 800, "c": 500, "d": 250, "e": 1000}
+    assert measured_paces(times, {}) == expected
+    assert declared_paces({"a": 8.0, "b": 6.4, "c": 4.0, "d": 2.0}) == {
+        "a": 1000, "b": 800, "c": 500, "d": 250,
+    }  # fmt: skip
+
+
+def test_one_disturbed_round_changes_nothing_and_two_do() -> None:
+    assert measured_paces({"a": [100] * 3, "b": [200, 200, 900]}, {"b": 500})["b"] == 500
+    assert measured_paces({"a": [100] * 3, "b": [200, 400, 400]}, {"b": 500})["b"] == 250
+
+
+def test_a_pace_in_force_stays_while_measurements_are_near() -> None:
+    for step, pace in ((200, 500), (203, 500), (192, 500), (206, 480), (188, 530)):
+        assert measured_paces({"a": [100], "b": [step]}, {"a": 1000, "b": 500})["b"] == pace, step
+    # What counts as equal is equal, whatever was in force.
+    assert measured_paces({"a": [100], "b": [102]}, {"a": 1000, "b": 940})["b"] == 1000
+
+
+def test_who_has_not_measured_keeps_its_pace_or_is_taken_for_fast() -> None:
+    found = measured_paces({"a": [100], "b": [], "c": []}, {"a": 1000, "b": 400})
+    assert found == {"a": 1000, "b": 400, "c": 1000}
+
+
+def test_steps_by_hand() -> None:
+    # 0.4 of the fastest's 5 steps: 2; of 7 it is 2.8, and the 0.8 is carried on.
+    assert [steps_taken(400, 0, count) for count in range(6)] == [0, 0, 0, 1, 1, 2]
+    assert carried(400, 0, 5) == (0, 0)
+    assert carried(400, 0, 7) == (0, 800)
+    assert steps_taken(400, 800, 7) == 3
+    assert [step_within(400, 0, number) for number in (0, 1)] == [2, 4]
+    assert [step_within(1000, 0, number) for number in range(3)] == [0, 1, 2]
+    # Too slow for a whole step in three: it takes one, at the round's end.
+    assert carried(250, 0, 3) == (250, 0)
+    assert [steps_taken(250, 250, count) for count in range(4)] == [0, 0, 0, 1]
+
+
+@given(pace=paces, rounds=st.lists(st.integers(1, 40), min_size=1, max_size=30))
+def test_over_many_rounds_a_site_trains_in_proportion(pace: int, rounds: list[int]) -> None:
+    carry = taken = waited_for = 0
+    for inner_steps in rounds:
+        used, left = carried(pace, carry, inner_steps)
+        waited_for += used - carry
+        taken += steps_taken(pace, used, inner_steps)
+        assert steps_taken(pace, used, 0) == 0
+        assert steps_taken(pace, used, inner_steps) >= 1
+        assert 0 <= left < 1000
+        carry = left
+    assert 1000 * taken + carry == pace * sum(rounds) + waited_for
+
+
+@given(pace=paces, carry=carries, count=st.integers(1, 60))
+def test_a_step_ends_with_the_one_it_is_said_to_end_with(pace: int, carry: int, count: int) -> None:
+    for number in range(steps_taken(pace, carry, count)):
+        at = step_within(pace, carry, number)
+        assert steps_taken(pace, carry, at) == number
+        assert steps_taken(pace, carry, at + 1) == number + 1
+
+
+@pytest.mark.parametrize(
+    ("rule", "expected"),
+    [
+        # b = 8, 8, 4; b p = 8, 4, 1; b / p = 8, 16, 16; each over its mean.
+        ("equal", [1.2, 1.2, 0.6]),
+        ("tokens", [24 / 13, 12 / 13, 3 / 13]),
+        ("fednova", [0.6, 1.2, 1.2]),
+    ],
+)
+def test_weights_by_hand(rule: str, expected: list[float]) -> None:
+    found = site_weights(rule, {"a": 8, "b": 8, "c": 4}, {"a": 1000, "b": 500, "c": 250})
+    assert list(found.values()) == pytest.approx(expected)
+
+
+def test_fednova_averages_displacements_per_step() -> None:
+    # Displacements of 3 per step and 1 per step, over 4 and 1 steps: the mean per step is 2, over
+    # the harmonic mean of the steps, 1.6.
+    weights = site_weights("fednova", {"a": 8, "b": 8}, {"a": 1000, "b": 250})
+    mean = (weights["a"] * 12 + weights["b"] * 1) / sum(weights.values())
+    assert mean == pytest.approx(2 * 1.6)
+
+
+@given(
+    rule=st.sampled_from(["equal", "tokens", "fednova"]),
+    sites=st.lists(st.tuples(st.integers(1, 64), paces), min_size=1, max_size=6),
+)
+def test_weights_have_a_mean_of_one(rule: str, sites: list[tuple[int, int]]) -> None:
+    batches = {str(n): batch for n, (batch, _) in enumerate(sites)}
+    found = site_weights(rule, batches, {str(n): pace for n, (_, pace) in enumerate(sites)})
+    assert sum(found.values()) == pytest.approx(len(sites))
+    assert min(found.values()) > 0
