@@ -31,6 +31,8 @@ JOIN = (
 PLAN = "dilocox plan examples/two-sites.toml --gpu h100-80g:2 --link 1gbit"
 RUN_ELSEWHERE = {
     "make test": "is what runs this",
+    "dilocox audit": "tests/audit",
+    "dilocox export --release": "tests/release",
     "python benchmarks/single_site.py --pairs 16": "tests/benchmarks",
     "python benchmarks/overlap.py --quick": "tests/benchmarks",
     "python benchmarks/quality.py --tune": "tests/benchmarks",
@@ -92,6 +94,7 @@ def test_every_command_is_known_here() -> None:
         'dilocox generate runs/quickstart --prompt "def main():"',
         "dilocox coordinator examples/two-sites.toml",
         "dilocox verify runs/quickstart",
+        "dilocox report runs/quickstart",
         PLAN,
         JOIN,
         *RUN_ELSEWHERE,
@@ -143,6 +146,18 @@ def test_verify(quickstart: Path, capsys: pytest.CaptureFixture[str]) -> None:
     told = capsys.readouterr().out
     assert end.value.code == 0, told
     assert re.search(r"PASS +replay|replay +PASS", told), told
+
+
+def test_report(quickstart: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from dilocox.cli import main
+
+    with pytest.raises(SystemExit) as end:
+        main(["report", str(quickstart)])
+    told = capsys.readouterr().out
+    assert end.value.code == 0, told
+    page = (quickstart / "report.html").read_text(encoding="utf-8")
+    assert "<h1" in page
+    assert "quickstart" in page
 
 
 def test_plan(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
