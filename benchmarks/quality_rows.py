@@ -95,7 +95,7 @@ Those that are not here have none (`allreduce`, `cocktailsgd`), or choose them t
 (`dilocox`).
 """
 BASELINES = {"adamw": "allreduce", "muon": "allreduce muon"}
-TARGETS = (100, 500, 1000, 4000)
+TARGETS = (100, 500, 1000, 3000, 4000)
 QUICK_TARGET = 500
 QUICK = (
     "allreduce",
@@ -123,7 +123,7 @@ def uplink(target: float, sites: int, parameters: int) -> str:
 
 def core_entries() -> list[Entry]:
     """The methods of ALGORITHM.md §5 with tuned rates, the paper's with published ones as well, and
-    dilocox over four links."""
+    dilocox over several links."""
     paper: Settings = {"outer.inner_steps": 20, "compression.codec": "lowrank:32"}
     return [
         Entry("allreduce", "allreduce", DENSE, "allreduce"),

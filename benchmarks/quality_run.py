@@ -25,6 +25,9 @@ Row = dict[str, Any]
 NOT_FINITE = "not finite"
 """In the reason of a run that has diverged: that is a result, other failures are none."""
 
+PATIENT = {"heartbeat": 60.0, "link_timeout": 600.0}
+"""Sites share two cores: on a busy machine none of them is to be taken for dead."""
+
 
 def configuration(job: Job, text: Text, folder: Path, steps: int | None = None) -> RunConfig:
     """The run of `job` in `folder`; `steps` instead of the regime's. Raises `ConfigError`."""
@@ -45,6 +48,7 @@ def configuration(job: Job, text: Text, folder: Path, steps: int | None = None) 
         "outer": {"method": job.entry.method, "steps": steps or regime.steps},
         "checkpoint": {"every_rounds": 0},
         "evaluation": {"completion_tokens": 0},
+        "network": PATIENT,
         "sites": {
             f"site-{number}": {}
             if job.iid
@@ -86,6 +90,7 @@ def train(job: Job, config: RunConfig, log: Path, keep: bool) -> Row | None:
         failed = str(error)
     records = read_records(config.folder / "metrics.jsonl")
     summary = json.loads((config.folder / "summary.json").read_text(encoding="utf-8"))
+    check_attendance(records, job.sites)
     row = {
         **job.key,
         **described(job, config),
@@ -100,6 +105,16 @@ def train(job: Job, config: RunConfig, log: Path, keep: bool) -> Row | None:
     if not keep:
         shutil.rmtree(config.folder, ignore_errors=True)
     return row
+
+
+def check_attendance(records: list[Row], sites: int) -> None:
+    """Raise `DilocoxError` for a run in which a site was away: it is not the method's figure."""
+    for record in records:
+        if record.get("kind") == "round" and not record.get("site") and record["sites"] != sites:
+            raise DilocoxError(
+                f"round {record['round']} had {record['sites']} of {sites} sites: this machine was "
+                "too busy; call again"
+            )
 
 
 def _cpu_seconds() -> float:

@@ -14,6 +14,8 @@ import quality_data
 import quality_run
 from quality_jobs import Job
 
+from dilocox.errors import DilocoxError
+
 
 def test_a_row_counts_bytes_and_rounds_as_they_were() -> None:
     def site(name: str, number: int, payload: int, ratio: float, steps: int) -> dict[str, Any]:
@@ -51,6 +53,16 @@ def test_a_row_counts_bytes_and_rounds_as_they_were() -> None:
     assert (made["rounds"], made["inner_steps"]) == (2, 15.0)
     assert made["dropped"] == 1
     assert made["plans"] == "int4 H=20 x1, int2 H=10 x1"
+
+
+def test_a_run_that_a_site_was_missing_from_is_no_row() -> None:
+    def whole(number: int, sites: int) -> dict[str, Any]:
+        return {"kind": "round", "round": number, "sites": sites}
+
+    one = {"kind": "round", "site": "site-0", "round": 1}
+    quality_run.check_attendance([whole(0, 4), one, {"kind": "message"}, whole(1, 4)], 4)
+    with pytest.raises(DilocoxError, match="round 1 had 3 of 4 sites"):
+        quality_run.check_attendance([whole(0, 4), whole(1, 3)], 4)
 
 
 def test_plans_hold_until_the_next_one() -> None:
