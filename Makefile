@@ -12,11 +12,13 @@ quickstart: $(VENV)/.ready
 	$(BIN)/dilocox train examples/quickstart.toml --overwrite $(SET)
 
 test: $(VENV)/.ready-dev lint
-	$(BIN)/python -m pytest -m "not slow and not alone" -n 2
+	$(BIN)/python -m pytest -m "not slow and not waits and not alone" -n 2
+	$(BIN)/python -m pytest -m "not slow and waits" -n 2 --dist loadfile
 	$(BIN)/python -m pytest -m "not slow and alone"
 
 test-all: $(VENV)/.ready-dev lint
-	$(BIN)/python -m pytest -m "not alone" -n 2
+	$(BIN)/python -m pytest -m "not waits and not alone" -n 2
+	$(BIN)/python -m pytest -m waits -n 2 --dist loadfile
 	$(BIN)/python -m pytest -m alone
 
 lint: $(VENV)/.ready-dev

@@ -42,7 +42,7 @@ def _line(point: Point) -> str:
     cells = [
         point.label,
         _shown(point.inner_steps, ".3g"),
-        _shown(point.per_transfer, ",.3g", "x"),
+        _shown(point.per_transfer, ",.0f" if (point.per_transfer or 0) >= 100 else ".3g", "x"),
         _shown(point.reduction, ",.0f", "x"),
         reached,
         _shown(point.loss_range if point.seeds > 1 and point.loss is not None else None, ".3f"),

@@ -95,7 +95,7 @@ Those that are not here have none (`allreduce`, `cocktailsgd`), or choose them t
 (`dilocox`).
 """
 BASELINES = {"adamw": "allreduce", "muon": "allreduce muon"}
-TARGETS = (100, 500, 1000, 3000, 4000)
+TARGETS = (100, 500, 1000, 2750, 4000)
 QUICK_TARGET = 500
 QUICK = (
     "allreduce",

@@ -29,13 +29,14 @@ JOIN = (
     " --token-file TOKEN_FILE"
 )
 PLAN = "dilocox plan examples/two-sites.toml --gpu h100-80g:2 --link 1gbit"
+QUALITY = "python benchmarks/quality.py --regime paper --sites 4 --iid no --only core"
 RUN_ELSEWHERE = {
     "make test": "is what runs this",
     "dilocox audit": "tests/audit",
     "dilocox export --release": "tests/release",
     "python benchmarks/single_site.py --pairs 16": "tests/benchmarks",
     "python benchmarks/overlap.py --quick": "tests/benchmarks",
-    "python benchmarks/quality.py --tune": "tests/benchmarks",
+    QUALITY: "tests/benchmarks",
     "python benchmarks/codecs.py": "tests/benchmarks",
     "python benchmarks/chaos.py --quick --rounds 90 --seed 1": "tests/benchmarks",
     "python -m pytest tests/e2e/test_wire_bytes.py": "itself",

@@ -75,7 +75,13 @@ def expected(exchange: str, sites: int, codec: str, fragments: int) -> int:
     return 2 * (sites - 1) * whole + frames * FRAME_HEADER
 
 
-@pytest.fixture(scope="module", params=[("gather", 2), ("reduce", 3)], ids=lambda p: p[0])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(("gather", 2), id="gather"),
+        pytest.param(("reduce", 3), id="reduce", marks=pytest.mark.slow),
+    ],
+)
 def ran(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[str, int, dict[str, Any]]:

@@ -72,7 +72,10 @@ TRAINED = [
 ]
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize(
+    "tied",
+    [pytest.param(False, id="untied", marks=pytest.mark.slow), pytest.param(True, id="tied")],
+)
 def test_training_is_the_same_in_every_layout(pool: Pool, tied: bool) -> None:
     single = pool.run(1, "tests.site.cases", "trained", tied=tied)
     wanted = whole(single)
