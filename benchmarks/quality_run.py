@@ -25,7 +25,7 @@ Row = dict[str, Any]
 NOT_FINITE = "not finite"
 """In the reason of a run that has diverged: that is a result, other failures are none."""
 
-PATIENT = {"heartbeat": 60.0, "link_timeout": 600.0}
+PATIENT = {"heartbeat": 20.0, "link_timeout": 600.0}
 """Sites share two cores: on a busy machine none of them is to be taken for dead."""
 
 
