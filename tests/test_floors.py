@@ -19,7 +19,7 @@ SOURCE = Path(dilocox.__file__).parent
 LONGEST = 500
 
 FLOORS = (
-    {"version", "errors", "config_section", "timeline", "errands"},
+    {"version", "errors", "backoff", "config_section", "timeline", "errands"},
     {
         "storage",
         "trace_file",

@@ -57,7 +57,7 @@ def test_pauses_double_until_the_time_is_over() -> None:
         raise OSError("gone")
 
     with pytest.raises(OSError, match="gone"):
-        patiently(fail, 10.0, lambda *_: None, clock=lambda: now[0], sleep=sleep)
+        patiently(fail, "memory://x", 10.0, clock=lambda: now[0], sleep=sleep)
     # 0.5 + 1 + 2 + 4 are 7.5 s; 8 more would be too many.
     assert pauses == [0.5, 1.0, 2.0, 4.0]
 
@@ -70,7 +70,7 @@ def test_what_is_wrong_for_good_is_not_tried_again() -> None:
         raise CheckpointError("changed since it was written")
 
     with pytest.raises(CheckpointError):
-        patiently(refuse, 10.0, lambda *_: None, sleep=lambda _: None)
+        patiently(refuse, "memory://x", 10.0, sleep=lambda _: None)
     assert len(calls) == 1
 
 

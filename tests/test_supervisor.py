@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dilocox.backoff import pauses
 from dilocox.config import NetworkSection
 from dilocox.errors import ConfigError, JoinError, NotNowError
-from dilocox.outer.coordinator.backoff import pauses
 from dilocox.outer.coordinator.timeouts import Timeouts
 from dilocox.supervisor import FRUITLESS, Ended, keep_in_run
 

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from dilocox import timeline
 from dilocox.errors import CheckpointError, DilocoxError
-from dilocox.storage import is_local, opened, patiently
+from dilocox.storage import opened, patiently
 
 log = logging.getLogger(__name__)
 
@@ -111,7 +111,13 @@ class RankCheckpointer:
         def write() -> None:
             try:
                 with timeline.span("write checkpoint", tick=tick):
-                    attempt, digest = self._write(folder, snapshot, document)
+                    attempt, digest = patiently(
+                        lambda: _attempt(folder, snapshot, document),
+                        folder,
+                        self._patience,
+                        failures=FAILURES,
+                        reason=_reason,
+                    )
                 on_written(tick, digest)
             except FAILURES as error:
                 on_failed(tick, _reason(error))
@@ -125,15 +131,6 @@ class RankCheckpointer:
         self._began = (tick, time.monotonic())
         self._writing = threading.Thread(target=write, name="checkpoint", daemon=True)
         self._writing.start()
-
-    def _write(
-        self, folder: str, tensors: Mapping[str, torch.Tensor], document: str
-    ) -> tuple[str, str]:
-        def again(error: BaseException, pause: float) -> None:
-            log.warning("%s: %s; tried again in %.1f s", folder, _reason(error), pause)
-
-        patience = 0.0 if is_local(opened(folder)[0]) else self._patience
-        return patiently(lambda: _attempt(folder, tensors, document), patience, again, FAILURES)
 
     def wait(self) -> None:
         """Wait until the write under way has ended."""
@@ -250,14 +247,13 @@ def load(
     `CheckpointError` naming the file if it is missing, changed or of another format, or if the
     storage does not answer.
     """
-
-    def again(error: BaseException, pause: float) -> None:
-        log.warning("%s: %s; tried again in %.1f s", root, _reason(error), pause)
-
     try:
-        patience = 0.0 if is_local(opened(root)[0]) else patience
         return patiently(
-            lambda: _load(root, tick, site, stage, shard, digest), patience, again, FAILURES
+            lambda: _load(root, tick, site, stage, shard, digest),
+            root,
+            patience,
+            failures=FAILURES,
+            reason=_reason,
         )
     except DilocoxError:
         raise

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import fsspec
 
+from dilocox.backoff import pauses
 from dilocox.errors import DilocoxError
+
+log = logging.getLogger(__name__)
 
 FIRST_PAUSE = 0.5
 """Seconds before the second try; they double from try to try."""
@@ -33,20 +38,22 @@ def is_local(files: Any) -> bool:
 
 def patiently(
     action: Callable[[], T],
+    where: str,
     seconds: float,
-    again: Callable[[BaseException, float], None],
-    failures: tuple[type[BaseException], ...] = (Exception,),
     *,
+    failures: tuple[type[BaseException], ...] = (Exception,),
+    reason: Callable[[BaseException], str] = str,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> T:
-    """What `action` returns, tried again for `seconds` after it has first ended with `failures`.
+    """What `action` on the storage `where` returns, tried again for `seconds` after it has first
+    ended with `failures`; on this machine's own disks it is tried once.
 
-    `again(error, pause)` is told before every pause, in seconds. Raises the last error; a
-    `DilocoxError`, which says what is wrong for good, at once.
+    Every pause is logged with the `reason`. Raises the last error; a `DilocoxError`, which says
+    what is wrong for good, at once.
     """
-    pause, deadline = FIRST_PAUSE, None
-    while True:
+    deadline = None
+    for pause in pauses(FIRST_PAUSE, math.inf, lambda _, most: most):
         try:
             return action()
         except DilocoxError:
@@ -54,11 +61,11 @@ def patiently(
         except failures as error:
             now = clock()
             deadline = now + seconds if deadline is None else deadline
-            if now + pause > deadline:
+            if now + pause > deadline or is_local(opened(where)[0]):
                 raise
-            again(error, pause)
+            log.warning("%s: %s; tried again in %.1f s", where, reason(error), pause)
         sleep(pause)
-        pause *= 2
+    raise AssertionError("pauses never end")
 
 
 def _protocols(files: Any) -> tuple[str, ...]:

@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from dilocox.backoff import pauses
 from dilocox.errors import DilocoxError, JoinError, NotNowError
-from dilocox.outer.coordinator.backoff import pauses
 from dilocox.outer.coordinator.timeouts import Timeouts
 
 FRUITLESS = 5

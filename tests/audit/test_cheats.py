@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -142,11 +143,8 @@ def stale(site: Neighbour) -> Iterator[None]:
             put_back(site, kept)
         return owner
 
-    outer.end_of_slot = end_of_slot  # type: ignore[method-assign]
-    try:
+    with patch.object(outer, "end_of_slot", end_of_slot):
         yield
-    finally:
-        del outer.end_of_slot
 
 
 @contextmanager
@@ -162,11 +160,8 @@ def residual(site: Neighbour) -> Iterator[None]:
                 state.residual.mul_(3.0)
         return end(plan, slot)
 
-    outer.end_of_slot = end_of_slot  # type: ignore[method-assign]
-    try:
+    with patch.object(outer, "end_of_slot", end_of_slot):
         yield
-    finally:
-        del outer.end_of_slot
 
 
 @contextmanager

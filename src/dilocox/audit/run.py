@@ -11,8 +11,8 @@ from dilocox.errors import ConfigError, RecordError
 from dilocox.record.audits import Selection
 from dilocox.record.beacon import due_rounds, point_of, sites_of
 from dilocox.record.course import Course, CourseReader
-from dilocox.record.log import CHECKPOINT, PUBLIC, LogContent, check_log, read_log
-from dilocox.record.note import LogCheckpoint, NoteKey, open_note
+from dilocox.record.log import PUBLIC, check_log, read_covered, read_text
+from dilocox.record.note import NoteKey
 from dilocox.record.store import Store, Stores
 
 
@@ -35,7 +35,7 @@ class AuditedRun:
         self.folder = folder
         self._stores = (str(folder / "record" / "store"), *stores)
         self._data = data
-        self._key = NoteKey.parse(key or _read(folder / "record" / PUBLIC).strip())
+        self._key = NoteKey.parse(key or read_text(folder / "record" / PUBLIC).strip())
         self._reader = CourseReader(self._key)
         self.entries: list[str] = []
         self.refresh()
@@ -50,11 +50,9 @@ class AuditedRun:
         """Read what the log has grown by; whether it has. Raises `RecordError` if it has not
         grown from what was read before."""
         record = self.folder / "record"
-        note = _read(record / CHECKPOINT)  # first: what it covers is there
-        size = LogCheckpoint.parse(open_note(note, self._key)).size
-        entries = read_log(record, whole=False).entries[:size]
-        check_log(LogContent(entries, note, str(self._key)), self._key)
-        known = len(self.entries)
+        content = read_covered(record, self._key)
+        check_log(content, self._key)
+        entries, known = content.entries, len(self.entries)
         if entries[:known] != self.entries:
             raise RecordError(f"{record}: its statements are not those that were read before")
         self._reader.take(entries[known:])
@@ -121,12 +119,3 @@ class AuditedRun:
         if config.digest() != self.course.manifest["config_digest"]:
             raise RecordError(f"{path}: says something else than the run was begun with")
         return config
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise RecordError(f"{path}: missing; was this run recorded?") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise RecordError(f"{path}: cannot be read ({error})") from None

@@ -87,18 +87,31 @@ def read_log(folder: Path, whole: bool = True) -> LogContent:
 
     Unless `whole`, a last line that is being written is left out.
     """
-    texts = {}
-    for name in (ENTRIES, CHECKPOINT, PUBLIC):
-        try:
-            texts[name] = (folder / name).read_text(encoding="utf-8")
-        except FileNotFoundError:
-            raise RecordError(f"{folder / name}: missing; was this run recorded?") from None
-        except (OSError, UnicodeDecodeError) as error:
-            raise RecordError(f"{folder / name}: cannot be read ({error})") from None
+    texts = {name: read_text(folder / name) for name in (ENTRIES, CHECKPOINT, PUBLIC)}
     lines = texts[ENTRIES].split("\n")
     if lines.pop() != "" and whole:
         raise RecordError(f"{folder / ENTRIES}: its last line was cut short")
     return LogContent(lines, texts[CHECKPOINT], texts[PUBLIC].strip())
+
+
+def read_covered(folder: Path, key: NoteKey) -> LogContent:
+    """The part of a log that is being written which its newest checkpoint covers.
+
+    Raises `RecordError` as `read_log` does, and for a checkpoint that `key` has not signed.
+    """
+    note = read_text(folder / CHECKPOINT)  # first: what it covers is there
+    size = LogCheckpoint.parse(open_note(note, key)).size
+    return LogContent(read_log(folder, whole=False).entries[:size], note, str(key))
+
+
+def read_text(path: Path) -> str:
+    """A file of a record. Raises `RecordError`."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise RecordError(f"{path}: missing; was this run recorded?") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecordError(f"{path}: cannot be read ({error})") from None
 
 
 def check_log(content: LogContent, key: NoteKey) -> LogCheckpoint:

@@ -6,15 +6,12 @@ matter who keeps the store.
 
 from __future__ import annotations
 
-import logging
 import secrets
 from pathlib import Path
 
 from dilocox.errors import RecordError
 from dilocox.record.digests import sha256
 from dilocox.storage import is_local, opened, patiently
-
-log = logging.getLogger(__name__)
 
 
 class Store:
@@ -33,7 +30,7 @@ class Store:
                 "fsspec knows"
             ) from None
         self._local = is_local(self._files)
-        self._patience = 0.0 if self._local else patience
+        self._patience = patience
 
     @property
     def folder(self) -> Path | None:
@@ -54,12 +51,8 @@ class Store:
         All or nothing: another process never sees half of it. Raises `RecordError`.
         """
         digest = sha256(data) if digest is None else digest
-
-        def again(error: BaseException, pause: float) -> None:
-            log.warning("%s: %s; tried again in %.1f s", self.where, error, pause)
-
         try:
-            patiently(lambda: self._write(self.path(digest), data), self._patience, again)
+            patiently(lambda: self._write(self.path(digest), data), self.where, self._patience)
         except Exception as error:  # every kind of storage has errors of its own
             reason = getattr(error, "strerror", None) or error
             raise RecordError(f"{self.where}: cannot be written ({reason})") from None

@@ -7,7 +7,6 @@ tool: `model_signing verify key FOLDER --signature FOLDER/model.sig --public_key
 from __future__ import annotations
 
 import hashlib
-import os
 from pathlib import Path
 
 from cryptography.hazmat.primitives.asymmetric import ec
@@ -20,6 +19,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 
 from dilocox.errors import ConfigError
+from dilocox.outer.coordinator.identity import write_private
 
 SIGNATURE = "model.sig"
 """In the folder that is signed."""
@@ -36,9 +36,7 @@ def signing_key(path: Path) -> ec.EllipticCurvePrivateKey:
             path.parent.mkdir(parents=True, exist_ok=True)
             made = ec.generate_private_key(ec.SECP256R1())
             text = made.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
-            file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-            with os.fdopen(file, "wb") as stream:
-                stream.write(text)
+            write_private(path, text)
         key = load_pem_private_key(path.read_bytes(), password=None)
     except (OSError, ValueError, TypeError) as error:
         reason = getattr(error, "strerror", None) or error

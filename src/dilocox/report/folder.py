@@ -14,8 +14,8 @@ from dilocox.data.manifest import MANIFEST, read_manifest
 from dilocox.errors import ConfigError, DataError, RecordError
 from dilocox.record import statements as s
 from dilocox.record.course import Course, read_course
-from dilocox.record.log import CHECKPOINT, ENTRIES, PUBLIC, LogContent, check_log
-from dilocox.record.note import LogCheckpoint, NoteKey, open_note
+from dilocox.record.log import CHECKPOINT, ENTRIES, PUBLIC, check_log, read_covered, read_text
+from dilocox.record.note import NoteKey
 from dilocox.report.history import Record
 
 WATCHED = (
@@ -158,25 +158,16 @@ def _read_record(files: RunFiles) -> None:
         )
         return
     try:
-        content = _covered(folder)
-        key = NoteKey.parse(content.public)
+        key = NoteKey.parse(read_text(folder / PUBLIC).strip())
+        content = read_covered(folder, key)
         check_log(content, key)
         course = read_course(content.entries, key)
         opened = (s.opened(entry)[0] for entry in content.entries)
         steps = tuple(each.predicate for each in opened if each.kind == s.STEP)
-    except (RecordError, OSError, UnicodeDecodeError) as error:
+    except RecordError as error:
         files.missing.append(f"record: not shown, it is damaged ({error})")
         return
     files.record = Recorded(course, len(content.entries), content.note, steps)
-
-
-def _covered(folder: Path) -> LogContent:
-    """The part of a log that its newest checkpoint covers: more may just be being written."""
-    note = (folder / CHECKPOINT).read_text(encoding="utf-8")
-    public = (folder / PUBLIC).read_text(encoding="utf-8").strip()
-    size = LogCheckpoint.parse(open_note(note, NoteKey.parse(public))).size
-    entries = (folder / ENTRIES).read_text(encoding="utf-8").split("\n")[:-1]
-    return LogContent(entries[:size], note, public)
 
 
 def _read_data(files: RunFiles) -> None:

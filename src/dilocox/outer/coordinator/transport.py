@@ -14,9 +14,9 @@ from urllib.parse import urlsplit
 import urllib3
 from pydantic import ValidationError
 
+from dilocox.backoff import pauses
 from dilocox.errors import DilocoxError, JoinError, NotNowError, RunOverError
 from dilocox.outer.coordinator import messages as m
-from dilocox.outer.coordinator.backoff import pauses
 from dilocox.outer.coordinator.errors import (
     CoordinatorError,
     CoordinatorUnreachableError,
