@@ -47,6 +47,7 @@ from dilocox.outer.coordinator.messages import (
 from dilocox.outer.coordinator.messages import Rank as RankName
 from dilocox.outer.coordinator.timeouts import Timeouts
 from dilocox.outer.coordinator.verdict_messages import Opinion
+from dilocox.outer.exchange import Contribution
 from dilocox.outer.groups import PeerGroup
 from dilocox.outer.loop import OuterLoop
 from dilocox.outer.tunnel import Tunnel, form_group, open_tunnel
@@ -112,6 +113,15 @@ class Network:
         self.report_broken = self.client.report_broken
         self.epoch = self.control.epoch
 
+    def enter(self, what: Contribution, payload: bytes | None) -> BeginReply:
+        """Commit to a contribution, if the run is recorded, and wait until all others have."""
+        if self.record is None or what.values is None or what.key.kind != "outer":
+            return self.client.begin(what.key)
+        if self.rounds is not None:
+            # The state comes into the log before what was made from it.
+            self.rounds.wait_signed()
+        return self.client.begin(what.key, self.record.commit(what, payload))
+
     def vote(
         self,
         key: ExchangeKey,
@@ -127,9 +137,6 @@ class Network:
         own = digests.get(self.place.site)
         signed = None
         if self.record is not None and own is not None and key.kind == "outer":
-            if self.rounds is not None:
-                # The state comes into the log before what was made from it.
-                self.rounds.wait_signed()
             signed = self.record.sign(key, attempt, own)
         return self.client.vote(
             key,

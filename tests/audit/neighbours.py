@@ -84,6 +84,11 @@ class Registry:
             assert values is not None
             payloads[site] = part.encode(values)
             digest = payload_digest(payloads[site]).hex()
+            rank = m.Rank(site=site, stage=0, shard=0)
+            said = self.sites[site].record.commit(there[site][0], bytes.fromhex(digest))
+            self.notary.committed(rank, what.key, said, bound=True)
+        for site in plan.members:
+            digest = payload_digest(payloads[site]).hex()
             self.sites[site].store.put(bytes(payloads[site].numpy()))
             signed = self.sites[site].record.sign(what.key, 1, digest)
             rank = m.Rank(site=site, stage=0, shard=0)

@@ -59,8 +59,8 @@ def said(folder: Path) -> list[tuple[str, s.Statement]]:
 def test_a_recorded_run_is_verified(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = verify(Places(recorded), lambda what, share: None)
     assert {f.claim.name: f.verdict for f in report.findings} == dict.fromkeys(
-        ("log", "signatures", "complete", "run-file", "payloads", "replay", "model", "data",
-         "code"), "PASS",
+        ("log", "signatures", "complete", "commitments", "run-file", "payloads", "replay", "model",
+         "data", "code"), "PASS",
     )  # fmt: skip
     assert report.exit_code == 0
     assert report.rounds == 3
@@ -72,8 +72,8 @@ def test_a_recorded_run_is_verified(recorded: Path, capsys: pytest.CaptureFixtur
     assert kinds[0] == s.MANIFEST
     exchanges = 3 * 2 * 2
     assert {kind: kinds.count(kind) for kind in set(kinds)} == {
-        s.MANIFEST: 1, s.ENROLMENT: 2, s.CONTRIBUTION: 2 * exchanges, s.STEP: exchanges,
-        s.CHECKPOINT: 2 + 2,
+        s.MANIFEST: 1, s.ENROLMENT: 2, s.COMMITMENT: 2 * exchanges,
+        s.CONTRIBUTION: 2 * exchanges, s.STEP: exchanges, s.CHECKPOINT: 2 + 2,
     }  # fmt: skip
     assert (recorded / "coordinator" / "record-key").stat().st_mode & 0o777 == 0o600
 
@@ -190,7 +190,7 @@ LOG: dict[str, Change] = {
     "statements swapped": lines(swap),
     "statement twice": lines(lambda entries: entries.append(entries[5])),
     "letter changed": lambda f: flip(f / "record" / ENTRIES, 2000),
-    "size changed": lambda f: edit(f / "record" / CHECKPOINT, "\n43\n", "\n42\n"),
+    "size changed": lambda f: edit(f / "record" / CHECKPOINT, "\n67\n", "\n66\n"),
     "signature changed": lambda f: flip(f / "record" / CHECKPOINT, -5),
     "root changed": lambda f: flip(f / "record" / CHECKPOINT, 40),
     "key changed": lambda f: flip(f / "record" / PUBLIC, -5),
@@ -273,14 +273,28 @@ def drop(kind: str, number: int = 0) -> Change:
     return resigned(within)
 
 
-INCOMPLETE = {"complete": "FAIL", "replay": "NOT_RUN"}
+def later(entries: list[str]) -> None:
+    """A commitment stands behind all that came of its exchange."""
+    number = next(n for n, e in enumerate(entries) if s.opened(e)[0].kind == s.COMMITMENT)
+    key = s.opened(entries[number])[0].predicate["exchange_key"]
+    last = max(
+        n for n, e in enumerate(entries) if s.opened(e)[0].predicate.get("exchange_key") == key
+    )
+    entries.insert(last, entries.pop(number))
+
+
+INCOMPLETE = {"complete": "FAIL", "commitments": "NOT_RUN", "replay": "NOT_RUN"}
 UNSIGNED = {
     "signatures": "FAIL",
     **dict.fromkeys(
-        ("complete", "run-file", "payloads", "replay", "model", "data", "code"), "NOT_RUN"
+        ("complete", "commitments", "run-file", "payloads", "replay", "model", "data", "code"),
+        "NOT_RUN",
     ),
 }
 DISHONEST: dict[str, tuple[Change, dict[str, str]]] = {
+    "commitment gone": (drop(s.COMMITMENT, 3), {"commitments": "FAIL"}),
+    "committed late": (resigned(later), {"commitments": "FAIL"}),
+    "commitment by another key": (said_again(s.COMMITMENT, lambda *_: None, "03" * 32), UNSIGNED),
     "contribution gone": (drop(s.CONTRIBUTION, 3), INCOMPLETE),
     "step gone": (drop(s.STEP, 3), INCOMPLETE),
     "flush gone": (drop(s.STEP, -1), INCOMPLETE),
@@ -330,7 +344,7 @@ def test_the_command_says_it(copied: Path, capsys: pytest.CaptureFixture[str]) -
 
     code, text = ended()
     assert code == 0
-    assert text.count("PASS") >= 9
+    assert text.count("PASS") >= 10
     assert "proves:" in text
     assert "No claim covers what happened inside a site" in text
     assert json.loads(ended("--json")[1])["exit_code"] == 0

@@ -55,6 +55,8 @@ class SharedBallot:
     """A site whose frames arrive damaged at this one."""
     group_of: PeerGroup | None = None
     votes: list[list[str]] = field(default_factory=list)
+    named: dict[str, bytes | None] = field(default_factory=dict)
+    """SHA-256 of payloads that were named before they were sent, by exchange."""
 
     def begin(self, key: ExchangeKey) -> BeginReply:
         roles: list[ExchangeMember] = []
@@ -62,6 +64,10 @@ class SharedBallot:
             role: Literal["member", "entering"] = "entering" if site in self.observers else "member"
             roles.append(ExchangeMember(site=site, incarnation=1, role=role))
         return BeginReply(epoch=1, attempt=1, members=roles, decided=False)
+
+    def enter(self, what: Contribution, payload: bytes | None) -> BeginReply:
+        self.named[what.key.text] = payload
+        return self.begin(what.key)
 
     def vote(
         self,

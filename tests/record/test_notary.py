@@ -15,9 +15,15 @@ from dilocox.outer.coordinator.keys import ExchangeKey
 from dilocox.outer.coordinator.notary import Decision
 from dilocox.outer.coordinator.refusals import Refused
 from dilocox.record import statements as s
-from dilocox.record.course import Course, gaps, read_course
+from dilocox.record.course import Course, broken_commitments, gaps, read_course
 from dilocox.record.log import check_log, read_log
-from dilocox.record.notary import KEY_FILE, LogNotary, code_digest, contribution
+from dilocox.record.notary import (
+    KEY_FILE,
+    LogNotary,
+    code_digest,
+    commitment,
+    contribution,
+)
 from dilocox.record.note import NoteKey
 from tests.outer.coordinator.helpers import Driver, run_config
 
@@ -68,8 +74,22 @@ class Scene:
         }  # fmt: skip
         return self.driver.vote(key, site, **{**fields, **changes})
 
+    def commit(self, site: str, key: ExchangeKey = KEY, **changes: Any) -> m.BeginReply:
+        """Begin with a commitment, whose fields may be changed; the reply."""
+        said: dict[str, Any] = {
+            "run": self.notary.run, "rank": m.Rank(site=site, stage=key.stage, shard=0), "key": key,
+            "values": own_digest("values of " + site), "payload": own_digest(site, key),
+        }  # fmt: skip
+        signer = SIGNERS[changes.pop("signer", site)]
+        text = signer.sign(commitment(**{**said, **changes}))
+        return self.driver.begin(key, site, commitment=text)
+
+    def begin(self, key: ExchangeKey = KEY) -> None:
+        for site in "abc":
+            self.commit(site, key)
+
     def exchange(self, key: ExchangeKey = KEY) -> None:
-        self.driver.begin(key, "a")
+        self.begin(key)
         for site in "abc":
             self.vote(site, key)
 
@@ -103,7 +123,9 @@ def scene(tmp_path: Path) -> Scene:
 
 def test_what_was_decided_is_in_the_log(scene: Scene) -> None:
     scene.exchange()
-    assert scene.kinds() == [s.MANIFEST, *[s.ENROLMENT] * 3, *[s.CONTRIBUTION] * 3, s.STEP]
+    assert scene.kinds() == [
+        s.MANIFEST, *[s.ENROLMENT] * 3, *[s.COMMITMENT] * 3, *[s.CONTRIBUTION] * 3, s.STEP,
+    ]  # fmt: skip
     course = scene.course()
     step = course.steps[KEY.text]
     assert (step.set, step.owners) == (("a", "b", "c"), ("a", "b", "c"))
@@ -122,7 +144,7 @@ def test_what_was_decided_is_in_the_log(scene: Scene) -> None:
 
 
 def test_a_site_that_is_left_out_is_not_in_the_step(scene: Scene) -> None:
-    scene.driver.begin(KEY, "a")
+    scene.begin()
     for site in "abc":
         scene.vote(site, contributes=site != "b")
     step = scene.course().steps[KEY.text]
@@ -169,6 +191,99 @@ def test_a_payload_counts_only_with_its_signature(
     assert s.CONTRIBUTION not in scene.kinds()
 
 
+def test_nobody_goes_on_before_all_have_committed(scene: Scene) -> None:
+    """Ranks that wait, a restart of the coordinator, a rank that asks again: nothing said twice."""
+    assert scene.commit("a").waiting_for == ["b stage 0 shard 0", "c stage 0 shard 0"]
+    assert scene.commit("b").waiting_for == ["c stage 0 shard 0"]
+    scene.reopen()
+    assert scene.commit("a").waiting_for == ["c stage 0 shard 0"]
+    assert scene.commit("c").waiting_for == []
+    assert scene.commit("a").waiting_for == []
+    assert scene.kinds().count(s.COMMITMENT) == 3
+
+
+def test_a_site_that_goes_is_not_waited_for(scene: Scene) -> None:
+    scene.commit("a")
+    scene.commit("b")
+    scene.driver.leave("c")
+    reply = scene.commit("a")
+    assert (reply.waiting_for, reply.attempt) == ([], 2)
+    assert [member.site for member in reply.members] == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"signer": "b"}, "not one of key"),
+        ({"run": "0" * 32}, "is of run"),
+        ({"key": ExchangeKey.outer(1, 0, 0)}, "signed commitment for outer/0/0/0 is another"),
+        ({"rank": m.Rank(site="a", stage=0, shard=1)}, "is another"),
+        ({"payload": None}, "is another"),
+    ],
+)
+def test_a_commitment_is_its_rank_s_own(scene: Scene, changes: dict[str, Any], reason: str) -> None:
+    scene.driver.begin(KEY, "a")
+    key = changes.pop("key", KEY)
+    text = SIGNERS[changes.pop("signer", "a")].sign(
+        commitment(**{"run": scene.notary.run, "rank": m.Rank(site="a", stage=0, shard=0),
+                      "key": key, "values": ONE, "payload": ONE, **changes}))  # fmt: skip
+    with pytest.raises(Refused, match=reason):
+        scene.driver.begin(KEY, "a", commitment=text)
+    assert s.COMMITMENT not in scene.kinds()
+
+
+def test_nobody_commits_twice(scene: Scene) -> None:
+    """Whoever has seen the others' commitments is not to choose another contribution."""
+    scene.commit("a")
+    with pytest.raises(Refused, match="has committed to another contribution to outer/0/0/0"):
+        scene.commit("a", values=ONE)
+
+
+@pytest.mark.parametrize("committed", [True, False])
+def test_a_payload_that_was_not_committed_to_does_not_count(scene: Scene, committed: bool) -> None:
+    """Another one, or none at all: a reason code in the record, and nobody else is harmed."""
+    for site in "abc" if committed else "ac":
+        scene.commit(site)
+    for site in "abc":
+        digest = ONE if site == "b" else own_digest(site)
+        signed = scene.signed(site, digest=digest)
+        scene.vote(site, digests={site: digest}, statement=signed)
+    decided = s.opened(scene.entries()[-1])[0].predicate
+    assert {site: said["code"] for site, said in decided["verdicts"].items()} == {
+        "a": "admitted", "b": "uncommitted", "c": "admitted",
+    }  # fmt: skip
+    course = scene.course()
+    assert course.steps[KEY.text].set == ("a", "c")
+    assert broken_commitments(course) == []
+
+
+def test_broken_commitments_are_named(scene: Scene) -> None:
+    scene.exchange()
+    course = scene.course()
+    assert broken_commitments(course) == []
+    where = (KEY.text, "b", 0)
+    said = course.commitments[where]
+    for changes, problem in (
+        ({"number": course.votes[KEY.text, 1] + 1}, "committed only after payloads were sent"),
+        ({"payload": ONE}, "committed to another payload"),
+    ):
+        course.commitments[where] = replace(said, **changes)
+        (found,) = broken_commitments(course)
+        assert found == f"outer/0/0/0: b has {problem}"
+    del course.commitments[where]
+    assert broken_commitments(course) == ["outer/0/0/0: b has not committed to its contribution"]
+
+
+def test_after_a_resume_sites_commit_again(scene: Scene) -> None:
+    scene.exchange()
+    scene.notary.resumed(0, 0)
+    rank = m.Rank(site="a", stage=0, shard=0)
+    again = commitment(scene.notary.run, rank, KEY, ONE, own_digest("a"))
+    assert scene.notary.committed(rank, KEY, SIGNERS["a"].sign(again), bound=True)
+    course = scene.course()
+    assert course.commitments[KEY.text, "a", 0].values == ONE
+
+
 def test_a_site_needs_a_key(tmp_path: Path) -> None:
     scene = Scene(tmp_path)
     with pytest.raises(Refused, match="no key for the run's record"):
@@ -188,7 +303,7 @@ def test_nothing_is_asked_of_sites_where_nothing_is_recorded(tmp_path: Path) -> 
 
 def test_the_same_vote_again_is_said_once(scene: Scene) -> None:
     """A reply was lost on its way, or the coordinator died between log and record."""
-    scene.driver.begin(KEY, "a")
+    scene.begin()
     rank, digest = m.Rank(site="a", stage=0, shard=0), own_digest("a")
     scene.notary.contribution(rank, KEY, 1, digest, scene.signed("a", digest=digest))
     for site in "aabbcc":

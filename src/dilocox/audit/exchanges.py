@@ -22,6 +22,7 @@ from dilocox.outer.averaging import average, chunk_bounds, requantise
 from dilocox.outer.exchange import chunk_index
 from dilocox.outer.fragments import Layout
 from dilocox.record.course import Course, Step
+from dilocox.record.digests import sha256, tensor_bytes
 from dilocox.record.replay import DIGEST_BYTES, Get, payload_tensor, step_average
 
 
@@ -37,6 +38,8 @@ class PayloadCheck:
     difference: float | None
     """Norm of the difference of the two payloads' values over that of the site's; none if that is
     not kept, because it did not count."""
+    committed: bool = True
+    """The values that it was made from are those that the site had committed to, if it had."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +107,7 @@ class RecordedExchanges:
         else:
             made, second = self._chunks(step, given)
         counts = self._place.site in step.set
-        same = self._check(step, made, counts)
+        same = self._check(step, made, counts, given.values)
         sent = None if not counts else made.decoded if same else made.signed()
         return self._result(step, mean, sent, second, advance)
 
@@ -118,7 +121,7 @@ class RecordedExchanges:
     ) -> Outcome:
         return Outcome(mean, step.set, sent, second, 0, 0.0, 1, advance=advance)
 
-    def _check(self, step: Step, made: _Made, counts: bool) -> bool:
+    def _check(self, step: Step, made: _Made, counts: bool, values: Tensor) -> bool:
         """Whether the site has signed what was made again. `counts`: its bytes are kept."""
         place = self._place
         where = (step.key.text, step.attempt, place.site, place.shard)
@@ -129,7 +132,9 @@ class RecordedExchanges:
         difference: float | None = 0.0
         if not same:
             difference = _difference(made.decoded, made.signed()) if counts else None
-        self.checks.append(PayloadCheck(step.key.text, self._taken(), same, difference))
+        said = self._course.commitments.get((step.key.text, place.site, place.shard))
+        committed = said is None or said.values == sha256(tensor_bytes(values))
+        self.checks.append(PayloadCheck(step.key.text, self._taken(), same, difference, committed))
         return same
 
     def _own(self, step: Step) -> bytes:

@@ -255,9 +255,12 @@ def differences(plan: RoundPlan, began: _Began, replay: RankReplay) -> Iterator[
                 yield Bad(number, f"{where}: {_unlike(signed, found)} of step {number}")
                 break
     for check in replay.payloads:
+        when = f"after step {check.after - 1}" if check.after else "from before the round"
         if not check.same:
-            when = f"after step {check.after - 1}" if check.after else "from before the round"
             yield Bad(check.after - 1, f"{where}: another payload of {check.key}, {when}")
+        elif not check.committed:
+            what = f"another contribution to {check.key} than it had committed to, {when}"
+            yield Bad(check.after - 1, f"{where}: {what}")
     if began.end is not None and not _equal(began.end, replay.end):
         yield Bad(plan.inner_steps - 1, f"{where}: {_apart(began.end, replay.end)} after the round")
 

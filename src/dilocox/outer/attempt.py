@@ -32,6 +32,12 @@ class Ballot(Protocol):
     def begin(self, key: ExchangeKey) -> BeginReply:
         """The group that carries `key`."""
 
+    def enter(self, what: Contribution, payload: bytes | None) -> BeginReply:
+        """The group that carries `what`, once all of its members have committed to theirs.
+
+        `payload`: SHA-256 of what will be sent, where that does not hang on the group.
+        """
+
     def vote(
         self,
         key: ExchangeKey,

@@ -45,7 +45,8 @@ __all__ = ["Ballot", "Contribution", "Outcome", "exchange"]
 def exchange(ballot: Ballot, me: str, contribution: Contribution, turn: Turn) -> Outcome:
     """Carry one exchange to its decision, over as many attempts as it takes.
 
-    Before its `turn` it asks for members and encodes, after its turn it votes and averages.
+    Before its `turn` it encodes, commits to what it will send and learns the members, after its
+    turn it votes and averages.
     Raises `ExchangeError` when no decision comes within the limit, naming who was waited for.
     """
     what = contribution
@@ -65,10 +66,12 @@ def _carry(ballot: Ballot, me: str, contribution: Contribution, turn: Turn) -> O
     start, work = time.monotonic(), time.thread_time()
     sent_bytes = 0
     attempts = 0
+    frame = _frame_for_all(contribution)
+    digest = None if frame is None else frame_digest(frame)
     while True:
         attempts += 1
         with timeline.span("ask for members"):
-            begun = ballot.begin(contribution.key)
+            begun = ballot.enter(contribution, digest)
         if me not in [member.site for member in begun.members]:
             return Outcome(None, (), None, None, 0, time.monotonic() - start, attempts, True)
         attempt = Attempt(ballot, me, contribution, begun, turn)
@@ -76,7 +79,7 @@ def _carry(ballot: Ballot, me: str, contribution: Contribution, turn: Turn) -> O
             if isinstance(contribution.compressor, LowRank):
                 outcome = low_rank(attempt, contribution.compressor)
             elif contribution.mode == "gather":
-                outcome = gather(attempt)
+                outcome = gather(attempt, frame)
             else:
                 outcome = reduce(attempt)
         except (RepeatError, EpochChangedError):
@@ -96,17 +99,21 @@ def _carry(ballot: Ballot, me: str, contribution: Contribution, turn: Turn) -> O
         )
 
 
-def gather(attempt: Attempt) -> Outcome:
-    """Every payload to every site."""
+def _frame_for_all(what: Contribution) -> torch.Tensor | None:
+    """What a site will send to all others, if that is the same whoever they are."""
+    if what.values is None or what.mode != "gather" or isinstance(what.compressor, LowRank):
+        return None
+    part = what.compressor.part(0, what.length, what.seed)
+    with timeline.span("encode", values=what.length):
+        return pack_frame(part, part.encode(what.values))
+
+
+def gather(attempt: Attempt, own: torch.Tensor | None) -> Outcome:
+    """Every payload to every site. `own`: this site's frame; none if it only receives."""
     what = attempt.what
     assert not isinstance(what.compressor, LowRank)
     part = what.compressor.part(0, what.length, what.seed)
-    own = None
-    if not attempt.observes:
-        assert what.values is not None
-        with timeline.span("encode", values=what.length):
-            own = part.encode(what.values)
-    return _to_everyone(attempt, part, own, part.decode, phase=1)[0]
+    return _to_everyone(attempt, part, None if attempt.observes else own, part.decode, phase=1)[0]
 
 
 def low_rank(attempt: Attempt, codec: LowRank) -> Outcome:
@@ -148,7 +155,7 @@ def low_rank(attempt: Attempt, codec: LowRank) -> Outcome:
     if not attempt.observes:
         assert what.values is not None
         with timeline.span("encode", values=what.length):
-            own = codec.encode(what.values, basis)
+            own = pack_frame(codec.payload_part, codec.encode(what.values, basis))
     outcome, chosen = _to_everyone(
         attempt, codec.payload_part, own, lambda payload: codec.decode(payload, basis), phase=3
     )
@@ -172,10 +179,10 @@ def _to_everyone(
 ) -> tuple[Outcome, list[torch.Tensor]]:
     """Payloads of `part` to every site; the outcome, and the payloads that count in their order.
 
-    `own`: this site's, none if it only receives.
+    `own`: this site's frame, none if it only receives.
     """
     me = attempt.me
-    frames = {} if own is None else {me: pack_frame(part, own)}
+    frames = {} if own is None else {me: own}
     received = attempt.swap(
         outgoing={} if own is None else dict.fromkeys(attempt.receivers, frames[me]),
         incoming=dict.fromkeys(attempt.senders, part),

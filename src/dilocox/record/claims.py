@@ -42,6 +42,14 @@ COMPLETE = Claim(
     "no round is missing, and every payload that counts was signed by its site",
     "that each site left out of a round was left out for a good reason",
 )
+COMMITMENTS = Claim(
+    "commitments",
+    True,
+    "each site had signed what it would contribute to an exchange before any vote on it, and with "
+    "it before any payload was sent: none that counts was made from another's",
+    "that no payload went other ways; with low-rank codecs and in `reduce` only an audit shows "
+    "that a payload was made from what was committed to",
+)
 RUN_FILE = Claim(
     "run-file",
     True,
@@ -93,7 +101,10 @@ BEACON = Claim(
     "what that would be",
     "that the randomness was unknown when the log was signed: look it up at its source",
 )
-CLAIMS = (LOG, SIGNATURES, COMPLETE, RUN_FILE, PAYLOADS, REPLAY, MODEL, DATA, CODE, AUDITS, BEACON)
+CLAIMS = (
+    LOG, SIGNATURES, COMPLETE, COMMITMENTS, RUN_FILE, PAYLOADS, REPLAY, MODEL, DATA, CODE, AUDITS,
+    BEACON,
+)  # fmt: skip
 """The last two are judged only of a run that keeps states for audits."""
 
 

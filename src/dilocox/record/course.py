@@ -12,6 +12,7 @@ from typing import Any
 
 from dilocox.errors import RecordError
 from dilocox.outer.coordinator.keys import ExchangeKey
+from dilocox.outer.coordinator.notary import names_payload
 from dilocox.outer.coordinator.plan_messages import RoundPlan
 from dilocox.record import statements as s
 from dilocox.record.note import NoteKey
@@ -94,6 +95,18 @@ def _shares(said: Mapping[str, Any]) -> tuple[tuple[tuple[int, ...], ...], ...]:
 
 
 @dataclass(frozen=True)
+class Commitment:
+    """What a rank has signed of its contribution before payloads were sent."""
+
+    values: str
+    """SHA-256 of u, flat fp32, hex."""
+    payload: str | None
+    """Of what it would send, where that follows from u alone."""
+    number: int
+    """Which statement of the log this is, from 0."""
+
+
+@dataclass(frozen=True)
 class State:
     """A stage's tensors at one moment, as a site has signed them."""
 
@@ -145,6 +158,12 @@ class Course:
     """By exchange key, as they stand at the end."""
     contributions: dict[tuple[str, int, str, int], str] = field(default_factory=dict)
     """SHA-256 of payloads by (exchange key, attempt, site, shard)."""
+    commitments: dict[tuple[str, str, int], Commitment] = field(default_factory=dict)
+    """By (exchange key, site, shard)."""
+    votes: dict[tuple[str, int], int] = field(default_factory=dict)
+    """Which statement was the first contribution to an (exchange key, attempt)."""
+    since: int = 0
+    """Statements before the latest resume."""
     states: list[State] = field(default_factory=list)
     plans: dict[int, Mapping[str, Any]] = field(default_factory=dict)
     """By round, where rounds can be repeated; as `RoundPlan` says them."""
@@ -260,13 +279,32 @@ def _enrolled(course: Course, keys: dict[str, str], statement: s.Statement) -> N
     course.enrolments.append(said)
 
 
-def _contributed(course: Course, keys: dict[str, str], statement: s.Statement) -> None:
-    said = statement.predicate
+def _committed(course: Course, keys: dict[str, str], statement: s.Statement) -> None:
+    said, subjects = statement.predicate, statement.subjects
+    key = _key_of(said)
+    found = Commitment(subjects["values"], subjects.get("payload"), course.read)
+    where = (key.text, str(said["site"]), int(said["shard"]))
+    known = course.commitments.get(where)
+    if known is None or known.number < course.since:
+        course.commitments[where] = found
+    elif (known.values, known.payload) != (found.values, found.payload):
+        raise RecordError(f"{said['site']} has committed to two contributions to {key.text}")
+
+
+def _key_of(said: Mapping[str, Any]) -> ExchangeKey:
     key = ExchangeKey.parse(said["exchange_key"])
     if int(said["round"]) != key.round:
         raise RecordError(f"{said['site']}'s contribution to {key.text} names another round")
-    where = (key.text, int(said["attempt"]), str(said["site"]), int(said["shard"]))
+    return key
+
+
+def _contributed(course: Course, keys: dict[str, str], statement: s.Statement) -> None:
+    said = statement.predicate
+    key, attempt = _key_of(said), int(said["attempt"])
+    where = (key.text, attempt, str(said["site"]), int(said["shard"]))
     course.contributions[where] = statement.subjects["payload"]
+    if course.votes.get((key.text, attempt), -1) < course.since:
+        course.votes[key.text, attempt] = course.read
 
 
 def _stepped(course: Course, keys: dict[str, str], statement: s.Statement) -> None:
@@ -320,6 +358,7 @@ def _held(course: Course, keys: dict[str, str], statement: s.Statement) -> None:
 
 def _resumed(course: Course, keys: dict[str, str], statement: s.Statement) -> None:
     tick = int(statement.predicate["tick"])
+    course.since = course.read
     course.steps = {key: step for key, step in course.steps.items() if step.tick <= tick}
     course.states = [state for state in course.states if state.kind == "initial"]
     course.plans = {n: plan for n, plan in course.plans.items() if plan["first_tick"] <= tick}
@@ -330,6 +369,7 @@ def _resumed(course: Course, keys: dict[str, str], statement: s.Statement) -> No
 _TAKE = {
     s.MANIFEST: _again,
     s.ENROLMENT: _enrolled,
+    s.COMMITMENT: _committed,
     s.CONTRIBUTION: _contributed,
     s.STEP: _stepped,
     s.PLAN: _planned,
@@ -364,6 +404,27 @@ def gaps(course: Course) -> list[str]:
             roots = {state.root for state in course.state(kind, stage)}
             if len(roots) != 1:
                 found.append(f"stage {stage}: {len(roots)} different {kind} states are signed")
+    return found
+
+
+def broken_commitments(course: Course) -> list[str]:
+    """Contributions that count and were not committed to before any payload, one line each.
+
+    As the log has it: whoever votes had payloads, so all commitments come before all votes.
+    """
+    found = []
+    for step in course.steps.values():
+        key, first = step.key.text, course.votes.get((step.key.text, step.attempt), -1)
+        bound = names_payload(step.exchange, step.codec)
+        for site in step.set:
+            for shard in range(course.shards):
+                said = course.commitments.get((key, site, shard))
+                if said is None:
+                    found.append(f"{key}: {site} has not committed to its contribution")
+                elif said.number >= first:
+                    found.append(f"{key}: {site} has committed only after payloads were sent")
+                elif bound and said.payload != step.payloads[f"{site}/{shard}"]:
+                    found.append(f"{key}: {site} has committed to another payload")
     return found
 
 

@@ -7,7 +7,7 @@ import importlib.metadata
 import logging
 import platform
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -54,6 +54,8 @@ class LogNotary:
     _plans: dict[int, Mapping[str, Any]] = field(default_factory=dict)
     _payloads: dict[str, dict[str, str]] = field(default_factory=dict)
     """SHA-256 of payloads by exchange and attempt, by `SITE/SHARD`."""
+    _commitments: dict[str, dict[tuple[str, int], dict[str, str]]] = field(default_factory=dict)
+    """What was committed to, by exchange, by (site, shard)."""
     _filed: set[bytes] = field(default_factory=set)
     _failure: OSError | None = None
     _told: bool = False
@@ -109,15 +111,36 @@ class LogNotary:
         )
         self._keys[request.site] = request.record_key
 
+    def committed(self, rank: Rank, key: ExchangeKey, statement: str, *, bound: bool) -> bool:
+        """See `Notary`."""
+        found = self._signed(rank, statement, s.COMMITMENT)
+        said = {name: found.subjects.get(name) for name in ("values", "payload")}
+        expected = commitment(self.run, rank, key, str(said["values"]), said["payload"])
+        if found != expected or (said["payload"] is not None) != bound:
+            raise Refused("refused", f"{rank}: its signed commitment for {key.text} is another")
+        known = self._commitments.get(key.text, {}).get((rank.site, rank.shard))
+        if known is not None and known != dict(found.subjects):
+            raise Refused(
+                "refused", f"{rank}: has committed to another contribution to {key.text} before"
+            )
+        self._file(statement, found)
+        return known is None
+
+    def commitments(self, key: ExchangeKey) -> Collection[tuple[str, int]]:
+        """See `Notary`."""
+        return self._commitments.get(key.text, {}).keys()
+
     def contribution(
         self, rank: Rank, key: ExchangeKey, attempt: int, digest: str, statement: str
-    ) -> None:
+    ) -> bool:
         """See `Notary`."""
         found = self._signed(rank, statement, s.CONTRIBUTION)
         expected = contribution(self.run, rank, key, attempt, digest)
         if found != expected:
             raise Refused("refused", f"{rank}: its signed contribution to {key.text} is another")
+        before = self._commitments.get(key.text, {}).get((rank.site, rank.shard))
         self._file(statement, found)
+        return before is not None and before.get("payload", digest) == digest
 
     def checkpoint(self, rank: Rank, statement: str) -> None:
         """See `Notary`."""
@@ -159,6 +182,7 @@ class LogNotary:
         self._say(s.RESUME, {"round": round_, "tick": tick}, {})
         self._steps.clear()
         self._plans.clear()
+        self._commitments.clear()
         self._filed.clear()
 
     def cover(self) -> None:
@@ -192,10 +216,17 @@ class LogNotary:
         elif kind == s.STEP:
             self._steps[predicate["exchange_key"]] = predicate
             self._payloads.pop(f"{predicate['exchange_key']}#{predicate['attempt']}", None)
+            self._commitments.pop(predicate["exchange_key"], None)
+        elif kind == s.COMMITMENT:
+            place = (predicate["site"], predicate["shard"])
+            there = self._commitments.setdefault(predicate["exchange_key"], {})
+            there[place] = dict(statement.subjects)
         elif kind == s.CONTRIBUTION:
             attempt = f"{predicate['exchange_key']}#{predicate['attempt']}"
-            place = f"{predicate['site']}/{predicate['shard']}"
-            self._payloads.setdefault(attempt, {})[place] = statement.subjects["payload"]
+            of = f"{predicate['site']}/{predicate['shard']}"
+            self._payloads.setdefault(attempt, {})[of] = statement.subjects["payload"]
+        elif kind == s.RESUME:
+            self._commitments.clear()
         if kind in s.BY_SITE:
             self._filed.add(hashlib.sha256(statement.to_bytes()).digest())
 
@@ -262,6 +293,28 @@ def code_digest() -> str:
         name = path.relative_to(root).as_posix()
         total.update(f"{name}\0{hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
     return total.hexdigest()
+
+
+def commitment(
+    run: str, rank: Rank, key: ExchangeKey, values: str, payload: str | None
+) -> s.Statement:
+    """What a rank signs before any payload of an exchange is sent, whatever the attempt.
+
+    `values`: SHA-256, hex, of its contribution u, flat fp32. `payload`: of what it will send,
+    where that follows from u alone.
+    """
+    subjects = {"values": values} | ({} if payload is None else {"payload": payload})
+    return s.Statement(
+        s.COMMITMENT,
+        subjects,
+        {
+            "run": run,
+            "site": rank.site,
+            "shard": rank.shard,
+            "round": key.round,
+            "exchange_key": key.text,
+        },
+    )
 
 
 def contribution(run: str, rank: Rank, key: ExchangeKey, attempt: int, digest: str) -> s.Statement:

@@ -23,8 +23,14 @@ from dilocox.outer.attempt import Contribution, Outcome
 from dilocox.outer.coordinator.keys import ExchangeKey
 from dilocox.outer.coordinator.messages import Rank
 from dilocox.record import statements as s
-from dilocox.record.digests import TensorDigest, stage_root, tensor_bytes, tensor_digest
-from dilocox.record.notary import contribution
+from dilocox.record.digests import (
+    TensorDigest,
+    sha256,
+    stage_root,
+    tensor_bytes,
+    tensor_digest,
+)
+from dilocox.record.notary import commitment, contribution
 from dilocox.record.store import Store
 
 log = logging.getLogger(__name__)
@@ -71,6 +77,19 @@ class RankRecord:
         self._broken = False
         self._thread = threading.Thread(target=self._run, name="record", daemon=True)
         self._thread.start()
+
+    def commit(self, given: Contribution, payload: bytes | None) -> str:
+        """The signed statement of what this rank will contribute; `given` has values.
+
+        `payload`: SHA-256 of what will be sent, where it follows from the values alone.
+        """
+        assert given.values is not None
+        author = self._author
+        with timeline.span("commit", key=given.key.text):
+            values = sha256(tensor_bytes(given.values))
+            named = None if payload is None else payload.hex()
+            said = commitment(author.run, author.rank, given.key, values, named)
+            return author.signer.sign(said)
 
     def sign(self, key: ExchangeKey, attempt: int, digest: str) -> str:
         """The signed statement that this rank contributes a payload of this SHA-256."""

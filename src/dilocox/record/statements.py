@@ -25,6 +25,7 @@ PREFIX, SUFFIX = "urn:dilocox:record:", ":v1"
 
 MANIFEST = "run-manifest"
 ENROLMENT = "enrolment"
+COMMITMENT = "commitment"
 CONTRIBUTION = "contribution"
 STEP = "outer-step"
 CHECKPOINT = "checkpoint"
@@ -34,7 +35,7 @@ ROUND = "round-state"
 AUDIT = "audit"
 BY_LOG = (MANIFEST, ENROLMENT, STEP, RESUME, PLAN)
 """Types that the log's own key signs: what the coordinator has decided."""
-BY_SITE = (CONTRIBUTION, CHECKPOINT, ROUND)
+BY_SITE = (COMMITMENT, CONTRIBUTION, CHECKPOINT, ROUND)
 """Types that a site's key signs."""
 BY_AUDITOR = (AUDIT,)
 """Types that are not in the log: an auditor's key signs them."""

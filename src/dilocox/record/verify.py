@@ -15,7 +15,7 @@ from dilocox.record import claims as c
 from dilocox.record.audit_claims import Audits
 from dilocox.record.audits import FOLDER
 from dilocox.record.claims import NotRunError
-from dilocox.record.course import Course, State, gaps, read_course
+from dilocox.record.course import Course, State, broken_commitments, gaps, read_course
 from dilocox.record.files import other_files
 from dilocox.record.log import LogContent, check_grown, check_log, read_log
 from dilocox.record.notary import code_digest
@@ -90,6 +90,7 @@ class _Verification:
             (c.LOG, self.log),
             (c.SIGNATURES, self.signatures),
             (c.COMPLETE, self.complete),
+            (c.COMMITMENTS, self.commitments),
             (c.RUN_FILE, self.run_file),
             (c.PAYLOADS, self.payloads),
             (c.REPLAY, self.replay),
@@ -177,6 +178,18 @@ class _Verification:
             f"{len(rounds)} rounds with the flush, {len(course.steps)} outer steps, "
             f"{counted} payloads signed"
         )
+
+    def commitments(self) -> str:
+        """Nobody's contribution was made from another's payload."""
+        course = self._need(c.LOG, c.SIGNATURES)
+        if _by_gradient(course):
+            raise NotRunError("gradients are exchanged without commitments")
+        self._need(c.COMPLETE)
+        problems = broken_commitments(course)
+        if problems:
+            raise RecordError(f"{problems[0]}{_more(len(problems) - 1)}")
+        counted = sum(len(step.payloads) for step in course.steps.values())
+        return f"{counted} contributions, each signed before the first vote on its exchange"
 
     def run_file(self) -> str:
         """`run.toml` is the run's."""

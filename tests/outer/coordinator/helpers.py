@@ -119,10 +119,12 @@ class Driver:
             request = m.RoundDoneRequest(rank=self.check(rank), round=round_, measured=said)
             self.core.round_done(request)
 
-    def begin(self, key: m.ExchangeKey, site: str, shard: int = 0) -> m.BeginReply:
+    def begin(
+        self, key: m.ExchangeKey, site: str, shard: int = 0, commitment: str | None = None
+    ) -> m.BeginReply:
         """One rank begins."""
         rank = self.check(m.Rank(site=site, stage=key.stage, shard=shard))
-        return self.core.begin(m.BeginRequest(key=key.text, rank=rank))
+        return self.core.begin(m.BeginRequest(key=key.text, rank=rank, commitment=commitment))
 
     def vote(
         self, key: m.ExchangeKey, site: str, attempt: int = 1, shard: int = 0, **fields: Any

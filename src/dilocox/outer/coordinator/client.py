@@ -142,11 +142,29 @@ class CoordinatorClient:
 
     # --- exchange ---------------------------------------------------------------------------
 
-    def begin(self, key: m.ExchangeKey) -> m.BeginReply:
-        """Attempt and group of an exchange; waits for nobody."""
-        return self._post(
-            "exchange/begin", m.BeginRequest(key=key.text, rank=self.rank), m.BeginReply
-        )
+    def begin(
+        self, key: m.ExchangeKey, commitment: str | None = None, *, limit: float | None = None
+    ) -> m.BeginReply:
+        """Attempt and group of an exchange.
+
+        Without a signed `commitment` it waits for nobody; with one until all who vote have given
+        theirs. Raises `ExchangeError` after `limit` seconds (default `timeouts.exchange`), naming
+        the ranks that were waited for.
+        """
+        limit = self.timeouts.exchange if limit is None else limit
+        end = self._now() + limit
+        while True:
+            left = 0.0 if commitment is None else max(0.0, end - self._now())
+            wait = min(self.timeouts.poll, left)
+            request = m.BeginRequest(key=key.text, rank=self.rank, commitment=commitment, wait=wait)
+            reply = self._post("exchange/begin", request, m.BeginReply, wait)
+            if not reply.waiting_for:
+                return reply
+            if self._now() >= end:
+                raise ExchangeError(
+                    f"exchange {key.text}: not all have committed to a contribution after "
+                    f"{limit:g} s; waited for {', '.join(reply.waiting_for[:8])}"
+                )
 
     def vote(
         self,

@@ -360,7 +360,8 @@ class Coordinator:
     # --- exchange ---------------------------------------------------------------------------
 
     def begin(self, request: m.BeginRequest) -> m.BeginReply:
-        """Pin an exchange to the present epoch, or say what it is pinned to."""
+        """Pin an exchange to the present epoch, or say what it is pinned to and who has to commit
+        to a contribution before payloads may be sent."""
         self._check_running()
         key = m.ExchangeKey.parse(request.key)
         if key.stage != request.rank.stage:
@@ -377,7 +378,18 @@ class Coordinator:
             exchange = self.state.exchanges[request.key]
             self.arrivals.keep(self.state.exchanges)
         self.arrivals.note(request.key, request.rank.site, request.rank.shard, self._now())
-        return views.begin_reply(self.state, exchange)
+        if self.witness.committing(self.state, exchange, request):
+            self.on_change(f"key/{request.key}")
+        return self.begun(request)
+
+    def begun(self, request: m.BeginRequest) -> m.BeginReply:
+        """What an exchange that was begun is pinned to now, and who has to commit yet."""
+        self._check_running()
+        exchange = self.state.exchanges.get(request.key)
+        if exchange is None:
+            raise Refused("conflict", f"exchange {request.key}: not in progress any more")
+        awaited = self.witness.awaited(self.state, exchange, request)
+        return views.begin_reply(self.state, exchange, awaited)
 
     def _fresh(self, round_: int) -> bool:
         """No decision of this round has been forgotten yet."""
@@ -419,12 +431,13 @@ class Coordinator:
             return
         if request.phase == "done" and exchange.averaging is None:
             raise Refused("conflict", f"{rank}: done with {request.key} before its set was fixed")
-        self.witness.voting(request)
+        committed = self.witness.voting(request)
         event = e.Voted(
             self.wall(), rank.site, rank.stage, rank.shard, request.key, request.attempt,
             request.phase, list(request.held), request.contributes,
             request.digests.get(rank.site),
             {site: own.model_dump(exclude_defaults=True) for site, own in request.opinions.items()},
+            committed,
         )  # fmt: skip
         self.record(event, request.key)
 

@@ -144,10 +144,8 @@ def evidence(state: CoordinatorState, exchange: Exchange, voters: list[RankKey])
     key, admission = ExchangeKey.parse(exchange.key), state.config.admission
     sites = list(dict.fromkeys(site for site, _, _ in voters))
     whole = exchange.contribution_set(voters, list(state.sites))
-    withdrawn = [
-        site for site in sites
-        if not all(exchange.votes[voter].contributes for voter in voters if voter[0] == site)
-    ]  # fmt: skip
+    votes = {site: [exchange.votes[v] for v in voters if v[0] == site] for site in sites}
+    withdrawn = [site for site in sites if not all(vote.contributes for vote in votes[site])]
     shards = range(state.config.site.shards)
     before = state.exchanges.get(key._replace(round=key.round - 1).text)
     outer = key.kind == "outer"
@@ -162,6 +160,7 @@ def evidence(state: CoordinatorState, exchange: Exchange, voters: list[RankKey])
             for site in sites
         } if outer else {},
         earlier=frozenset() if before is None else before.digests,
+        uncommitted=[site for site in sites if not all(vote.committed for vote in votes[site])],
         withdrawn=withdrawn,
         missing=[site for site in sites if site not in (*whole, *withdrawn)],
         training=outer and state.plans[exchange.round].kind == "train",

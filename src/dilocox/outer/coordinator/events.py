@@ -167,6 +167,8 @@ class Voted(OfRank):
     digest: str | None
     opinions: dict[str, dict[str, Any]] = field(default_factory=dict)
     """An `Opinion` as JSON by site."""
+    committed: bool = True
+    """The payload is the one that its rank had committed to, as far as the run demands it."""
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,8 @@ class Vote:
     digest: str | None = None
     """SHA-256 of its own payload, if it was given."""
     opinions: Mapping[str, Opinion] = field(default_factory=dict)
+    committed: bool = True
+    """Its own payload is the one that it had committed to before any was sent."""
 
 
 @dataclass

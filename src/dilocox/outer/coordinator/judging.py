@@ -36,6 +36,8 @@ class Evidence:
     """SHA-256 of payloads by site and shard, as far as they are known."""
     earlier: frozenset[str] = frozenset()
     """SHA-256 of the payloads of this fragment's exchange before."""
+    uncommitted: Sequence[str] = ()
+    """Sites whose payload is not the one that they had committed to."""
     withdrawn: Sequence[str] = ()
     """Sites that do not let their contribution count."""
     missing: Sequence[str] = ()
@@ -66,6 +68,7 @@ def judge(given: Evidence) -> Judgement:
     codes: dict[str, Code] = dict.fromkeys(given.whole, "admitted")
     codes.update(_of_bytes(given, settled))
     codes.update({site: "equivocation" for site in given.whole if _equivocates(site, given)})
+    codes.update({site: "uncommitted" for site in given.whole if site in given.uncommitted})
     usual = given.usual
     if given.tolerance is not None:
         left = {site: settled[site] for site in given.whole if codes[site] == "admitted"}

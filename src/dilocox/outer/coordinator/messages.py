@@ -257,10 +257,17 @@ class ExchangeMember(Message):
 
 
 class BeginRequest(Message):
-    """`exchange/begin`: which group carries this exchange?"""
+    """`exchange/begin`: which group carries this exchange?
+
+    With a commitment it waits until all who vote have committed to their contributions: nobody
+    sends a payload, and so nobody can see one, before.
+    """
 
     key: KeyText
     rank: Rank
+    commitment: SignedText | None = None
+    """This rank's signed statement of what it will contribute, if the run is recorded."""
+    wait: Wait = 0.0
 
 
 class BeginReply(Message):
@@ -273,6 +280,8 @@ class BeginReply(Message):
     """Run file order."""
     decided: bool
     """The contribution set is fixed already: ask for it with a vote."""
+    waiting_for: list[str] = Field(default_factory=list)
+    """Who has not committed yet: begin again, and send nothing before nobody is left."""
 
 
 class VoteRequest(Message):

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from dilocox.codec_spec import parse_spec
 from dilocox.outer.coordinator import events as e
-from dilocox.outer.coordinator.exchanges import Exchange
+from dilocox.outer.coordinator.exchanges import Exchange, RankKey
 from dilocox.outer.coordinator.keys import ExchangeKey
 from dilocox.outer.coordinator.messages import (
+    BeginRequest,
     Done,
     EnrolRequest,
     Rank,
@@ -20,6 +22,14 @@ from dilocox.outer.coordinator.messages import (
 from dilocox.outer.coordinator.refusals import Refused
 from dilocox.outer.coordinator.state import CoordinatorState
 from dilocox.outer.coordinator.verdict_messages import Verdict
+
+
+def names_payload(exchange: str, codec: str) -> bool:
+    """True where a payload follows from the contribution alone, so that a commitment names it.
+
+    In `reduce` chunks hang on who is there, and a low-rank payload on the basis.
+    """
+    return exchange == "gather" and parse_spec(codec).kind != "lowrank"
 
 
 @dataclass(frozen=True)
@@ -47,10 +57,21 @@ class Notary(Protocol):
     def enrolled(self, request: EnrolRequest, incarnation: int) -> None:
         """A site is let in with this key. Raises `Refused` for a site without a usable one."""
 
+    def committed(self, rank: Rank, key: ExchangeKey, statement: str, *, bound: bool) -> bool:
+        """A rank says what it will contribute, before any payload is sent; whether that is news.
+
+        `bound`: the payload follows from the contribution alone, and has to be named. Raises
+        `Refused` unless the site's key has signed it, and for another than it has said before.
+        """
+
+    def commitments(self, key: ExchangeKey) -> Collection[tuple[str, int]]:
+        """(site, shard) of all that have committed to a contribution to an open exchange."""
+
     def contribution(
         self, rank: Rank, key: ExchangeKey, attempt: int, digest: str, statement: str
-    ) -> None:
-        """A rank votes with a payload of this SHA-256, and signs it.
+    ) -> bool:
+        """A rank votes with a payload of this SHA-256, and signs it; whether it is the one that it
+        had committed to.
 
         Raises `Refused` unless the statement says just that and the site's key has signed it.
         """
@@ -84,15 +105,46 @@ class Witness:
         if self._notary is not None:
             self._notary.enrolled(request, incarnation)
 
-    def voting(self, request: VoteRequest) -> None:
-        """Before the vote is counted. Raises `Refused` for a payload that is not signed."""
+    def committing(
+        self, state: CoordinatorState, exchange: Exchange, request: BeginRequest
+    ) -> bool:
+        """Before a rank may send anything; whether that is news to others. Raises `Refused`."""
+        if self._notary is None or request.commitment is None or exchange.decision is not None:
+            return False
+        rank, plan = request.rank, state.plans[exchange.round]
+        if (rank.site, rank.stage, rank.shard) not in state.voters(exchange):
+            return False  # it comes too late, or only receives
+        key = ExchangeKey.parse(request.key)
+        bound = names_payload(plan.exchange, plan.codec)
+        return self._notary.committed(rank, key, request.commitment, bound=bound)
+
+    def awaited(
+        self, state: CoordinatorState, exchange: Exchange, request: BeginRequest
+    ) -> list[RankKey]:
+        """Whose commitments the rank has to wait for before it sends anything."""
+        if self._notary is None or request.commitment is None or exchange.decision is not None:
+            return []
+        voters, rank = state.voters(exchange), request.rank
+        if (rank.site, rank.stage, rank.shard) not in voters:
+            return []
+        there = self._notary.commitments(ExchangeKey.parse(request.key))
+        # Who has voted had its payloads, and nobody sent one before all had committed.
+        return [v for v in voters if (v[0], v[2]) not in there and v not in exchange.votes]
+
+    def voting(self, request: VoteRequest) -> bool:
+        """Before the vote is counted; whether its payload is the one that was committed to.
+
+        Raises `Refused` for a payload that is not signed.
+        """
         key = ExchangeKey.parse(request.key)
         digest = request.digests.get(request.rank.site)
         if self._notary is None or digest is None or key.kind != "outer":
-            return
+            return True
         if request.statement is None:
             raise Refused("refused", f"{request.rank}: its payload of {request.key} is not signed")
-        self._notary.contribution(request.rank, key, request.attempt, digest, request.statement)
+        return self._notary.contribution(
+            request.rank, key, request.attempt, digest, request.statement
+        )
 
     def state(self, request: StateRequest) -> Done:
         """A rank has signed what model state it holds. Raises `Refused`."""

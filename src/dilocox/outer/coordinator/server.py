@@ -142,7 +142,7 @@ class CoordinatorServer:
             ("fail", m.FailRequest, lambda r, c: departures.fail(r)),
             ("finish", m.FinishRequest, lambda r, c: departures.finish(r)),
             ("round_done", m.RoundDoneRequest, lambda r, c: core.round_done(r)),
-            ("exchange/begin", m.BeginRequest, lambda r, c: core.begin(r)),
+            ("exchange/begin", m.BeginRequest, self._begin),
             ("exchange/vote", m.VoteRequest, self._vote),
             ("checkpoint", m.CheckpointRequest, lambda r, c: core.saves.wrote(r)),
             ("spoiled", m.SpoiledRequest, lambda r, c: core.saves.spoiled(r)),
@@ -189,6 +189,22 @@ class CoordinatorServer:
 
     async def _enrol(self, request: web.Request) -> web.Response:
         return _reply(self.coordinator.enrol(await _read(request, m.EnrolRequest)))
+
+    async def _begin(self, request: m.BeginRequest, caller: Caller) -> m.BeginReply:
+        first = self.coordinator.begin(request)
+        if not first.waiting_for:
+            return first
+
+        def look() -> m.BeginReply:
+            self.coordinator.check(caller, request.rank)
+            return self.coordinator.begun(request)
+
+        return await self._waiters.poll(
+            (f"key/{request.key}", "exchange"),
+            request.wait,
+            look,
+            lambda reply: not reply.waiting_for,
+        )
 
     async def _vote(self, request: m.VoteRequest, caller: Caller) -> m.VoteReply:
         first = self.coordinator.vote(request)

@@ -330,7 +330,9 @@ class CoordinatorState:
             exchange.done.add(rank)
         else:
             opinions = {s: Opinion.model_validate(o) for s, o in event.opinions.items()}
-            vote = Vote(list(event.held), event.contributes, event.digest, opinions)
+            vote = Vote(
+                list(event.held), event.contributes, event.digest, opinions, event.committed
+            )
             exchange.votes[rank] = vote
 
     def _broke(self, event: e.Broke) -> None:

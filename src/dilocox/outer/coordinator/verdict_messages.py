@@ -18,6 +18,7 @@ Code = Literal[
     "not-held",
     "malformed",
     "not-finite",
+    "uncommitted",
     "equivocation",
     "zero",
     "duplicate",

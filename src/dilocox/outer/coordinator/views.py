@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from dilocox.outer.coordinator import events as e
@@ -44,8 +44,10 @@ def beat_reply(state: CoordinatorState, site: str) -> m.BeatReply:
     )
 
 
-def begin_reply(state: CoordinatorState, exchange: Exchange) -> m.BeginReply:
-    """Attempt and group of an exchange."""
+def begin_reply(
+    state: CoordinatorState, exchange: Exchange, awaited: Sequence[RankKey] = ()
+) -> m.BeginReply:
+    """Attempt and group of an exchange, and whose commitments are missing."""
     members: list[Any] = []
     for site, incarnation in exchange.members:
         same = state.sites[site].incarnation == incarnation
@@ -57,6 +59,7 @@ def begin_reply(state: CoordinatorState, exchange: Exchange) -> m.BeginReply:
             "attempt": exchange.attempt,
             "members": members,
             "decided": exchange.decision is not None,
+            "waiting_for": [rank_text(rank) for rank in awaited],
         }
     )
 
