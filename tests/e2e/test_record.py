@@ -23,6 +23,7 @@ from dilocox.record.consumed import from_ledger, seen_by
 from dilocox.record.log import CHECKPOINT, ENTRIES, PUBLIC, LogWriter, read_log
 from dilocox.record.verify import Places, verify
 from dilocox.release.release import release
+from dilocox.release.signature import public_pem, signing_key
 from dilocox.report.folder import read_run
 from dilocox.report.page import build
 from dilocox.report.render import render
@@ -421,8 +422,19 @@ def test_a_release_is_the_verified_model(recorded: Path, tmp_path: Path) -> None
     pytest.importorskip("model_signing", reason="model-signing is not installed")
     made = release(recorded, tmp_path / "released", key=tmp_path / "key.pem")
     assert verdicts(recorded, model=made.folder) == {}
-    text = (made.folder / "README.md").read_text(encoding="utf-8")
+    card = made.folder / "README.md"
+    text = card.read_text(encoding="utf-8")
     assert "bit for bit" in text
+    card.write_text(text + "better than it is", encoding="utf-8")
+    assert verdicts(recorded, model=made.folder) == {"release": "FAIL"}
+    card.write_text(text, encoding="utf-8")
+    made.public_key.unlink()
+    assert verdicts(recorded, model=made.folder) == {"release": "NOT_RUN"}
+    flip(made.folder / "model.safetensors.index.json", 20)
+    key = signing_key(tmp_path / "key.pem")
+    made.public_key.write_bytes(public_pem(key))
+    found = verdicts(recorded, model=made.folder, release_key=made.public_key)
+    assert found == {"model": "FAIL", "release": "FAIL"}
     assert read_log(recorded / "record").public in text.replace("\\", "")
 
 

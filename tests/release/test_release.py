@@ -12,10 +12,12 @@ import pytest
 from safetensors.numpy import save_file
 
 from dilocox.cli import main
-from dilocox.errors import CheckpointError, ConfigError
+from dilocox.errors import CheckpointError, ConfigError, RecordError
+from dilocox.record.claims import NotRunError
+from dilocox.record.released import SIGNATURE, check_release
 from dilocox.release.card import Terms, card
 from dilocox.release.release import release
-from dilocox.release.signature import signing_key
+from dilocox.release.signature import fingerprint, signing_key
 from dilocox.report.folder import read_run
 from dilocox.report.page import build
 from tests.report.runs import RUN_FILE, usual, write_run
@@ -83,6 +85,41 @@ def test_a_changed_weight_and_another_key_are_refused(run: Path, tmp_path: Path)
     data[-1] ^= 1
     weights.write_bytes(data)
     assert not accepted(made.folder, made.public_key)
+
+
+def test_the_signature_is_judged_as_its_own_tool_does(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("model_signing", reason="model-signing is not installed")
+    made = release(run, tmp_path / "toy-model", key=tmp_path / "own.pem")
+    other = release(run, tmp_path / "again", key=tmp_path / "other.pem")
+    key = fingerprint(signing_key(tmp_path / "own.pem"))
+    assert (
+        check_release(made.folder, made.public_key) == f"all files of {made.folder}, by key {key}"
+    )
+    assert check_release(made.folder, None).endswith("compare it with what its owner says")
+    with pytest.raises(RecordError, match="not what key"):
+        check_release(made.folder, other.public_key)
+    for name in ("README.md", "config.json", "model-00001-of-00001.safetensors", SIGNATURE):
+        before = (made.folder / name).read_bytes()
+        (made.folder / name).write_bytes(before[:-9] + bytes([before[-9] ^ 1]) + before[-8:])
+        with pytest.raises(RecordError, match="not what key"):
+            check_release(made.folder, made.public_key)
+        (made.folder / name).write_bytes(before)
+    (made.folder / "modeling.py").write_text("import os")
+    with pytest.raises(RecordError, match=r"modeling\.py"):
+        check_release(made.folder, made.public_key)
+    (made.folder / "modeling.py").unlink()
+    assert check_release(made.folder, made.public_key)
+    (tmp_path / "no-key.pub").write_text("nonsense")
+    for told, reason in ((tmp_path / "no-key.pub", "no public key"), (tmp_path / "x", "not there")):
+        with pytest.raises(NotRunError, match=reason):
+            check_release(made.folder, told)
+    with pytest.raises(NotRunError, match="the folder is not signed"):
+        check_release(run / "model", made.public_key)
+    monkeypatch.setitem(sys.modules, "model_signing", None)
+    with pytest.raises(NotRunError, match="pip install"):
+        check_release(made.folder, made.public_key)
 
 
 def test_what_cannot_be_released_is_said(run: Path, tmp_path: Path) -> None:

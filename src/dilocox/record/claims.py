@@ -75,6 +75,14 @@ MODEL = Claim(
     "the published folder holds that final state bit for bit, and the files that came with it",
     "that the model is good, or safe to use",
 )
+RELEASE = Claim(
+    "release",
+    False,
+    "every file of the released folder is the one that the holder of the release key has signed, "
+    "and none was added",
+    "that this key is its owner's: compare it, or give it with --release-key; where the weights "
+    "come from (claim model)",
+)
 DATA = Claim(
     "data",
     False,
@@ -102,10 +110,11 @@ BEACON = Claim(
     "that the randomness was unknown when the log was signed: look it up at its source",
 )
 CLAIMS = (
-    LOG, SIGNATURES, COMPLETE, COMMITMENTS, RUN_FILE, PAYLOADS, REPLAY, MODEL, DATA, CODE, AUDITS,
-    BEACON,
+    LOG, SIGNATURES, COMPLETE, COMMITMENTS, RUN_FILE, PAYLOADS, REPLAY, MODEL, RELEASE, DATA, CODE,
+    AUDITS, BEACON,
 )  # fmt: skip
-"""The last two are judged only of a run that keeps states for audits."""
+"""The last two are judged only of a run that keeps states for audits, `release` only of a model
+that somebody has signed."""
 
 
 @dataclass(frozen=True)

@@ -48,6 +48,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a checkpoint of the log that you kept: the log must have grown from it",
     )  # fmt: skip
     parser.add_argument(
+        "--release-key", type=Path, metavar="FILE",
+        help="public key (PEM) that has to have signed the model's folder (default: the one beside "
+        "a folder that is signed)",
+    )  # fmt: skip
+    parser.add_argument(
         "--auditor", action="append", default=[], metavar="KEY",
         help="let only this auditor's verdicts count; may be given several times",
     )  # fmt: skip
@@ -73,6 +78,7 @@ def run(options: argparse.Namespace) -> int:
                 options.data,
                 options.key,
                 options.seen,
+                options.release_key,
                 options.auditor,
             ),
             options.json,

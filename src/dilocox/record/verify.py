@@ -20,6 +20,7 @@ from dilocox.record.files import other_files
 from dilocox.record.log import LogContent, check_grown, check_log, read_log
 from dilocox.record.notary import code_digest
 from dilocox.record.note import NoteKey
+from dilocox.record.released import check_release, is_released
 from dilocox.record.store import MissingError, Store, Stores
 
 if TYPE_CHECKING:
@@ -45,6 +46,8 @@ class Places:
     """The log's key, as it was told some other way."""
     seen: Path | None = None
     """A checkpoint of the log that was kept from an earlier look."""
+    release_key: Path | None = None
+    """Public key, PEM, of who has to have signed the model's folder; none: the one beside it."""
     auditors: Sequence[str] = ()
     """Public keys, hex, of auditors whose verdicts count; none: all."""
 
@@ -95,9 +98,10 @@ class _Verification:
             (c.PAYLOADS, self.payloads),
             (c.REPLAY, self.replay),
             (c.MODEL, self.model),
-            (c.DATA, self.data),
-            (c.CODE, self.code),
         ]
+        if self.places.release_key is not None or is_released(self._model_folder()):
+            checks.append((c.RELEASE, self.release))
+        checks += [(c.DATA, self.data), (c.CODE, self.code)]
         findings = [self._judge(claim, check) for claim, check in checks]
         course = self.course
         if course is not None and self._audited(course):
@@ -292,7 +296,7 @@ class _Verification:
     def model(self) -> str:
         """The published folder is the final state."""
         course = self._need(c.LOG, c.SIGNATURES)
-        folder = self.places.model or self.places.run / "model"
+        folder = self._model_folder()
         if not any(state.kind == "final" for state in course.states):
             raise NotRunError("no final state is signed: the run has not finished")
         if not folder.is_dir():
@@ -304,6 +308,13 @@ class _Verification:
         self._other_files(folder, states)
         count = self._tensors(folder, states)
         return f"{count} tensors and {len(states[0].files)} other files of {folder}"
+
+    def _model_folder(self) -> Path:
+        return self.places.model or self.places.run / "model"
+
+    def release(self) -> str:
+        """The model's folder is what its release key has signed."""
+        return check_release(self._model_folder(), self.places.release_key)
 
     def _other_files(self, folder: Path, states: Sequence[State]) -> None:
         signed = {name: digest for state in states for name, digest in state.files.items()}

@@ -10,6 +10,7 @@ from pathlib import Path
 from dilocox.data.croissant import CROISSANT, render_croissant
 from dilocox.errors import CheckpointError, ConfigError
 from dilocox.model_files import export, model_folder
+from dilocox.record.released import key_beside
 from dilocox.release.card import Terms, card
 from dilocox.release.signature import (
     check_installed,
@@ -58,7 +59,7 @@ def release(
     page = build(files, time.time())
     terms = Terms(dtype, licence, fingerprint(private))
     partial = to.with_name(f".{to.name}.release")
-    public = to.with_name(f"{to.name}.pub")
+    public = key_beside(to)
     shutil.rmtree(partial, ignore_errors=True)
     try:
         _copy(run, partial, dtype)

@@ -20,9 +20,8 @@ from cryptography.hazmat.primitives.serialization import (
 
 from dilocox.errors import ConfigError
 from dilocox.outer.coordinator.identity import write_private
+from dilocox.record.released import SIGNATURE
 
-SIGNATURE = "model.sig"
-"""In the folder that is signed."""
 MISSING = "signing needs the package model-signing; run: pip install 'dilocox[release]'"
 
 
