@@ -35,7 +35,8 @@ BLOBS = "record/store/sha256"
 
 @pytest.fixture(scope="module")
 def recorded(shared_workshop: Workshop) -> Path:
-    run = shared_workshop.train("recorded", "outer.rounds=2", "checkpoint.every_rounds=0")
+    sets = ("outer.rounds=2", "checkpoint.every_rounds=0", "network.heartbeat=30")
+    run = shared_workshop.train("recorded", *sets)
     return run.folder
 
 

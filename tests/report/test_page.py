@@ -10,6 +10,7 @@ import pytest
 
 from dilocox.cli import main
 from dilocox.errors import ConfigError
+from dilocox.record.audits import Selection, Signed, Verdict, write
 from dilocox.record.statements import Signer, Statement
 from dilocox.report.folder import RunFiles, read_run
 from dilocox.report.page import Page, after, build, when
@@ -127,10 +128,8 @@ def test_the_page_needs_nothing_else_and_keeps_text_text(tmp_path: Path) -> None
 
 def test_verdicts_of_admission_and_audits(tmp_path: Path) -> None:
     files = RunFiles(tmp_path)
-    files.audits = [
-        {"site": "lyon", "round": 11, "verdict": "MISMATCH", "first_bad_step": 7, "auditor": "ab",
-         "reason": "another payload"}
-    ]  # fmt: skip
+    found = Verdict("lyon", 11, "MISMATCH", "another payload", 7)
+    files.audits = [Signed(found, Selection("request"), "ab", "r")]
     judged = {"kind": "admission", "round": 2, "site": "lyon", "flags": [], "code": "admitted"}
     files.metrics = [
         judged | {"norm": 1500, "cosine": -200, "gain": 1000},
@@ -150,14 +149,15 @@ def test_verdicts_of_admission_and_audits(tmp_path: Path) -> None:
 def test_an_audit_is_shown_if_its_key_has_signed_it(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "toy", usual())
     signer, other = (Signer.from_hex(letter * 64) for letter in "ab")
-    said = {"run": "r", "site": "lyon", "round": 0, "verdict": "EXACT", "auditor": signer.public}
-    (folder / "record" / "audits").mkdir(parents=True)
-    for name, key in (("good", signer), ("bad", other)):
-        text = key.sign(Statement("outer-step", {}, said))
-        (folder / "record" / "audits" / f"{name}.json").write_text(text + "\n")
+    for site, key in (("lyon", signer), ("oslo", other)):
+        signed = Signed(Verdict(site, 0, "EXACT", ""), Selection("request"), signer.public, "r")
+        write(folder, signed, key, "00")
+    step = signer.sign(Statement("outer-step", {}, {"run": "r", "auditor": signer.public}))
+    (folder / "record" / "audits" / "step.json").write_text(step + "\n")
     files = read_run(folder)
-    assert [each["verdict"] for each in files.audits] == ["EXACT"]
-    assert any("record/audits/bad.json: not shown" in line for line in files.missing)
+    assert [each.verdict.site for each in files.audits] == ["lyon"]
+    refused = [line for line in files.missing if "not shown" in line and "audits" in line]
+    assert ["oslo" in line for line in refused] == [True, False]
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from dilocox.audit.judging import Case
 from dilocox.config import RunConfig, load_run
+from dilocox.data.folder import folder_of_run
 from dilocox.errors import ConfigError, RecordError
 from dilocox.record.audits import Selection
 from dilocox.record.beacon import due_rounds, point_of, sites_of
@@ -66,7 +67,7 @@ class AuditedRun:
             config=self._config,
             get=Stores([Store(each) for each in self._stores]).get,
             stores=self._stores,
-            data=self._data or self._config.data_folder,
+            data=self._data or folder_of_run(self.folder),
         )
 
     def over(self) -> bool:

@@ -10,11 +10,21 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from dilocox.config import DataSection
+from dilocox.config import DataSection, load_run
 from dilocox.data.files import TokenFiles
 from dilocox.data.manifest import MANIFEST
 from dilocox.data.sources import list_files
 from dilocox.errors import DataError
+
+
+def folder_of_run(run: Path) -> Path:
+    """Where the token files of the run in folder `run` are: in its `data`, as they are handed on
+    with a run, or else where its run file says.
+
+    Raises `ConfigError` for a run file that cannot be read.
+    """
+    beside, file = run / "data", run / "run.toml"
+    return beside if beside.exists() or not file.exists() else load_run(file).data_folder
 
 
 @contextmanager

@@ -94,15 +94,19 @@ def write(folder: Path, signed: Signed, signer: s.Signer, code: str) -> Path:
     return path
 
 
-def read(path: Path, run: str) -> Signed:
-    """A verdict whose signature and run are right. Raises `RecordError`."""
+def read(path: Path, run: str | None) -> Signed:
+    """A verdict whose signature and run are right. Raises `RecordError`.
+
+    `run`: none where there is no log that says which it has to be.
+    """
     try:
         line = path.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
         raise RecordError(f"{path}: cannot be read ({error})") from None
     try:
-        auditor = str(s.opened(line)[0].predicate.get("auditor"))
-        statement = s.open_signed(line, auditor, run=run, kinds=s.BY_AUDITOR)
+        said = s.opened(line)[0]
+        auditor = str(said.predicate.get("auditor"))
+        statement = s.open_signed(line, auditor, run=run or said.run, kinds=s.BY_AUDITOR)
         return _parsed(statement)
     except RecordError as error:
         raise RecordError(f"{path.name}: {error}") from None
@@ -110,8 +114,12 @@ def read(path: Path, run: str) -> Signed:
 
 def read_all(folder: Path, run: str) -> list[Signed]:
     """All verdicts below a run's folder, by round and site. Raises `RecordError`."""
-    paths = sorted((folder / "record" / FOLDER).glob("[!.]*.json"))
-    return [read(path, run) for path in paths]
+    return [read(path, run) for path in paths_of(folder)]
+
+
+def paths_of(folder: Path) -> list[Path]:
+    """Files of all verdicts below a run's folder, by round and site."""
+    return sorted((folder / "record" / FOLDER).glob("[!.]*.json"))
 
 
 def _parsed(statement: s.Statement) -> Signed:

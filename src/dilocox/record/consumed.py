@@ -10,9 +10,9 @@ from typing import Any
 
 from dilocox.config import load_run
 from dilocox.data import SequenceSpace, TokenFiles
+from dilocox.data.folder import folder_of_run
 from dilocox.data.seen import Seen, seen_documents
 from dilocox.errors import DataError, RecordError
-from dilocox.record import statements as s
 from dilocox.record.course import read_course
 from dilocox.record.log import ENTRIES, check_log, read_log
 from dilocox.record.note import NoteKey
@@ -66,9 +66,7 @@ def seen_by(
         found = from_ledger(_ledger(folder), rounds)
     if not found:
         raise DataError(f"{folder}: no token range is known to be trained on by then")
-    beside = folder / "data"
-    place = data or (beside if beside.exists() else config.data_folder)
-    files = TokenFiles.open(place)
+    files = TokenFiles.open(data or folder_of_run(folder))
     space = SequenceSpace(files, seed=config.run.seed, sequence_length=config.data.sequence_length)
     shared = ((each.start, each.count) for each in found if each.space == SHARED)
     return Answer(
@@ -131,17 +129,10 @@ def _steps(folder: Path) -> list[Mapping[str, Any]]:
     content = read_log(folder / "record")
     key = NoteKey.parse(content.public)
     check_log(content, key)
-    counted = {(k, step.attempt) for k, step in read_course(content.entries, key).steps.items()}
-    opened = (s.opened(entry)[0] for entry in content.entries)
-    said = [each.predicate for each in opened if each.kind == s.STEP]
-    steps = {
-        each["exchange_key"]: each
-        for each in said
-        if (each["exchange_key"], each["attempt"]) in counted
-    }
-    if steps and not all("ranges" in each for each in steps.values()):
+    steps = [step.said for step in read_course(content.entries, key).steps.values()]
+    if not all("ranges" in each for each in steps):
         raise RecordError(f"{folder}: its record is of a dilocox that did not note token ranges")
-    return list(steps.values())
+    return steps
 
 
 def _ledger(folder: Path) -> Mapping[str, Any]:

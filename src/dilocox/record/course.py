@@ -47,6 +47,8 @@ class Step:
     delay: int = 0
     """Slots from its boundary to its landing, or to the fragment's next boundary if that is
     sooner."""
+    said: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    """The whole statement, with what no replay needs: token ranges, verdicts."""
 
     @classmethod
     def of(cls, statement: s.Statement) -> Step:
@@ -71,6 +73,7 @@ class Step:
                 payloads=dict(statement.subjects),
                 aggregation=str(said.get("aggregation", "mean")),
                 shares=_shares(said),
+                said=said,
             )
             named = (int(said["round"]), int(said["stage"]), int(said["fragment"]))
         except (KeyError, TypeError, ValueError, AttributeError):

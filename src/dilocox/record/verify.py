@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from dilocox.config import load_run
 from dilocox.data import TokenFiles
+from dilocox.data.folder import folder_of_run
 from dilocox.errors import ConfigError, DataError, DilocoxError, RecordError
 from dilocox.methods import EXCHANGE_GRADIENTS
 from dilocox.record import claims as c
@@ -348,7 +349,10 @@ class _Verification:
     def data(self) -> str:
         """The token files are those that the sites named."""
         course = self._need(c.LOG, c.SIGNATURES)
-        folder = self.places.data or self._data_folder()
+        try:
+            folder = self.places.data or folder_of_run(self.places.run)
+        except ConfigError as error:
+            raise NotRunError(str(error)) from None
         if not (folder / "manifest.json").exists():
             raise NotRunError(f"{folder}: no token files there; say where with --data")
         files = TokenFiles.open(folder)
@@ -357,16 +361,6 @@ class _Verification:
         if named != {files.digest}:
             raise DataError(f"{folder}: digest {files.digest[:12]}…, the sites named others")
         return f"digest {files.digest[:12]}…"
-
-    def _data_folder(self) -> Path:
-        path = self.places.run / "run.toml"
-        beside = self.places.run / "data"
-        if beside.exists() or not path.exists():
-            return beside
-        try:
-            return load_run(path).data_folder
-        except ConfigError as error:
-            raise NotRunError(str(error)) from None
 
     def code(self) -> str:
         """This code is the run's."""

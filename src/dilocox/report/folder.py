@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from dilocox.data.folder import folder_of_run
 from dilocox.data.manifest import MANIFEST, read_manifest
 from dilocox.errors import ConfigError, DataError, RecordError
-from dilocox.record import statements as s
+from dilocox.record.audits import Signed, paths_of, read
 from dilocox.record.course import Course, read_course
 from dilocox.record.log import CHECKPOINT, ENTRIES, PUBLIC, check_log, read_covered, read_text
 from dilocox.record.note import NoteKey
@@ -42,8 +43,6 @@ class Recorded:
     statements: int
     checkpoint: str
     """The log's signed checkpoint, as a text to keep."""
-    steps: tuple[Mapping[str, Any], ...]
-    """What the outer-step statements say, in the log's order."""
 
 
 @dataclass
@@ -65,8 +64,8 @@ class RunFiles:
     """(name, bytes) of the published model's files."""
     parameters: int | None = None
     checkpoints: list[Written] = field(default_factory=list)
-    audits: list[Mapping[str, Any]] = field(default_factory=list)
-    """What audit statements say, each signed by the auditor's key that it names."""
+    audits: list[Signed] = field(default_factory=list)
+    """Verdicts, each signed by the auditor's key that it names."""
     missing: list[str] = field(default_factory=list)
     """What could not be read and why, one line each."""
 
@@ -162,16 +161,18 @@ def _read_record(files: RunFiles) -> None:
         content = read_covered(folder, key)
         check_log(content, key)
         course = read_course(content.entries, key)
-        opened = (s.opened(entry)[0] for entry in content.entries)
-        steps = tuple(each.predicate for each in opened if each.kind == s.STEP)
     except RecordError as error:
         files.missing.append(f"record: not shown, it is damaged ({error})")
         return
-    files.record = Recorded(course, len(content.entries), content.note, steps)
+    files.record = Recorded(course, len(content.entries), content.note)
 
 
 def _read_data(files: RunFiles) -> None:
-    folder = data_folder(files.folder, files.config)
+    try:
+        folder = folder_of_run(files.folder)
+    except ConfigError as error:
+        files.missing.append(f"token files: {error}")
+        return
     if not (folder / MANIFEST).is_file():
         files.missing.append(f"token files: no manifest in {folder} (sources, licences, digests)")
         return
@@ -179,17 +180,6 @@ def _read_data(files: RunFiles) -> None:
         files.data, files.data_folder = read_manifest(folder), folder
     except DataError as error:
         files.missing.append(f"token files: {error}")
-
-
-def data_folder(folder: Path, config: Mapping[str, Any]) -> Path:
-    """Where the token files of the run in `folder` are: in it, or where its run file says."""
-    beside = folder / "data"
-    said = _below(config, "data").get("folder")
-    if beside.exists() or not isinstance(said, str):
-        return beside
-    run = _below(config, "run")
-    place = str(run.get("folder", "")).replace("{name}", str(run.get("name", "")))
-    return Path(said.replace("{run}", place))
 
 
 def _read_model(files: RunFiles) -> None:
@@ -222,15 +212,11 @@ def _read_checkpoints(files: RunFiles) -> None:
 
 
 def _read_audits(files: RunFiles) -> None:
-    folder = files.folder / "record" / "audits"
-    for path in sorted(folder.glob("[!.]*.json")):
+    run = None if files.record is None else files.record.course.run
+    for path in paths_of(files.folder):
         try:
-            statement, envelope = s.opened(path.read_text(encoding="utf-8").strip())
-            s.check_signature(envelope, str(statement.predicate.get("auditor")))
-            if files.record is not None and statement.run != files.record.course.run:
-                raise RecordError("it is about another run")
-            files.audits.append(statement.predicate)
-        except (OSError, UnicodeDecodeError, RecordError) as error:
+            files.audits.append(read(path, run))
+        except RecordError as error:
             files.missing.append(f"record/audits/{path.name}: not shown ({error})")
 
 

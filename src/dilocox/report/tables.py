@@ -157,11 +157,11 @@ def _verdicts(history: History, files: RunFiles) -> list[tuple[str, str, str]]:
 def _decided(files: RunFiles) -> list[Admission]:
     """The verdicts in the record's outer steps."""
     found = []
-    for step in files.record.steps if files.record else ():
-        verdicts = step.get("verdicts")
+    for step in files.record.course.steps.values() if files.record else ():
+        verdicts = step.said.get("verdicts")
         for site, said in verdicts.items() if isinstance(verdicts, dict) else ():
             if isinstance(said, dict):
-                found.append(admission(int(step.get("round", 0)), str(site), said))
+                found.append(admission(step.key.round, str(site), said))
     return found
 
 
@@ -189,14 +189,11 @@ def _mean(values: Sequence[float | None], form: str) -> str:
 
 def audits(files: RunFiles) -> Table:
     """What auditors have signed."""
-    keys = ("site", "round", "verdict", "first_bad_step", "reason", "auditor")
     rows = []
-    for each in files.audits:
-        cells = [_word(each.get(key)) for key in keys]
-        if isinstance(each.get("round"), int):
-            cells[1] = str(each["round"] + 1)
-        cells[5] = cells[5][:16]
-        rows.append(tuple(cells))
+    for signed in files.audits:
+        each, first = signed.verdict, signed.verdict.first_bad_step
+        rows.append((each.site, str(each.round + 1), each.verdict, _word(first), each.reason,
+                     signed.auditor[:16]))  # fmt: skip
     shown, left = _latest(rows)
     return Table("audits", "Rounds that auditors have repeated",
                  ("site", "round", "verdict", "first bad step", "reason", "auditor's key"),
