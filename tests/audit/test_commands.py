@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -216,6 +217,10 @@ def test_the_beacon_claim(folder: Path) -> None:
         audits(folder).beacon()
     judged(b"public")
     assert audits(folder).beacon().startswith("6 rounds of sites")
+    told = replace(audits(folder), randomness={1: b"public"})
+    assert told.beacon().endswith("the randomness of 1 of 3 rounds was told")
+    with pytest.raises(RecordError, match="round 1 was selected by other randomness than was told"):
+        replace(told, randomness={1: b"other"}).beacon()
     assert audits(folder).verdicts().startswith("6 of 6")
     with pytest.raises(NotRunError, match="none of 6"):
         audits(folder, "ff" * 32).verdicts()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from dilocox.record import statements as s
@@ -17,6 +19,7 @@ GATED = (
     "admission.aggregation=clip",
     "admission.gate=true",
     "network.heartbeat=30",
+    "record.states_every=2",
 )
 LIMIT = 300.0
 REJECTIONS = {"zero", "loss", "duplicate", "stale", "not-finite", "malformed", "equivocation"}
@@ -28,8 +31,18 @@ def named(run: ForkedRun) -> dict[str, set[str]]:
     return {site: set(why) & REJECTIONS for site, why in found.items() if set(why) & REJECTIONS}
 
 
+def audited(workshop: Workshop, forge: Forge, run: ForkedRun, round_: str) -> dict[str, str]:
+    """Verdicts of an audit of all sites' round, by site."""
+    arguments = ("audit", str(run.folder), "--round", round_, "--json")
+    audit = forge.command(workshop, run.folder.name, *arguments)
+    audit.wait(LIMIT)
+    text = audit.printed()
+    found = json.loads(text[text.index("{") :])["verdicts"]
+    return {each["site"]: each["verdict"] for each in found}
+
+
 @pytest.mark.slow
-def test_one_lazy_and_one_poisoning_site_are_named_and_do_no_harm(
+def test_one_lazy_and_one_poisoning_site_are_named_twice_and_do_no_harm(
     workshop: Workshop, forge: Forge
 ) -> None:
     clean = forge.train(workshop, "all-honest", *GATED, sites=SITES)
@@ -49,7 +62,13 @@ def test_one_lazy_and_one_poisoning_site_are_named_and_do_no_harm(
     scores = [r for r in run.records("admission", "rome") if r["code"] == "loss"]
     assert scores
     assert all(r["norm"] > 5000 and r["cosine"] < 0 and r["gain"] < 0 for r in scores)
-    assert verdicts(run.folder) == {}
+    # The other way to find them: a round is repeated, whoever was thought to be honest.
+    found = audited(workshop, forge, run, "2")
+    assert {site for site, verdict in found.items() if verdict == "MISMATCH"} == {"oslo", "rome"}
+    assert {found["paris"], found["lyon"]} == {"EXACT"}
+    assert set(audited(workshop, forge, clean, "2").values()) == {"EXACT"}
+    assert verdicts(clean.folder) == {"beacon": "NOT_RUN"}
+    assert verdicts(run.folder) == {"audits": "FAIL", "beacon": "NOT_RUN"}
     entries = [s.opened(line)[0] for line in read_log(run.folder / "record").entries]
     steps = [each.predicate for each in entries if each.kind == s.STEP]
     codes = [{site: v["code"] for site, v in step["verdicts"].items()} for step in steps]

@@ -185,7 +185,19 @@ def own_key(folder: Path) -> None:
     log.close()
 
 
+def older_checkpoint(folder: Path) -> None:
+    """Signed by the log's own key, when the log was shorter."""
+    content, newest = read_log(folder / "record"), folder / "record" / CHECKPOINT
+    log = LogWriter(folder / "older", content.public.split("+")[0], log_key(folder))
+    for entry in content.entries[:20]:
+        log.append(entry)
+    log.close()
+    shutil.copy(folder / "older" / CHECKPOINT, newest)
+
+
 LOG: dict[str, Change] = {
+    "older checkpoint": older_checkpoint,
+    "unsigned line": lines(lambda entries: entries.insert(9, "{}")),
     "last statement gone": lines(lambda entries: entries.pop()),
     "statement gone": lines(lambda entries: entries.pop(9)),
     "all gone": lines(lambda entries: entries.clear()),

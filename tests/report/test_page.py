@@ -149,8 +149,8 @@ def test_verdicts_of_admission_and_audits(tmp_path: Path) -> None:
 def test_an_audit_is_shown_if_its_key_has_signed_it(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "toy", usual())
     signer, other = (Signer.from_hex(letter * 64) for letter in "ab")
-    for site, key in (("lyon", signer), ("oslo", other)):
-        signed = Signed(Verdict(site, 0, "EXACT", ""), Selection("request"), signer.public, "r")
+    for name, key in (("lyon", signer), ("oslo", other)):
+        signed = Signed(Verdict(name, 0, "EXACT", ""), Selection("request"), signer.public, "r")
         write(folder, signed, key, "00")
     step = signer.sign(Statement("outer-step", {}, {"run": "r", "auditor": signer.public}))
     (folder / "record" / "audits" / "step.json").write_text(step + "\n")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from dilocox.errors import RecordError
@@ -23,6 +23,8 @@ class Audits:
     folder: Path
     auditors: Sequence[str]
     """Keys, hex, that count; none: all."""
+    randomness: Mapping[int, bytes] = field(default_factory=dict)
+    """Public randomness by round, as the reader has looked it up."""
 
     def verdicts(self) -> str:
         """Every verdict is about this log's states, and none is bad."""
@@ -63,6 +65,8 @@ class Audits:
             if known != each.selection.randomness:
                 raise RecordError(f"two audits of round {each.verdict.round} name other randomness")
         for round_, text in values.items():
+            if self.randomness.get(round_, bytes.fromhex(text)).hex() != text:
+                raise RecordError(f"round {round_} was selected by other randomness than was told")
             point = point_of(self.course, self.entries, round_)
             for site in sites_of(self.course, round_):
                 if point.draw(bytes.fromhex(text), site) < rate and (round_, site) not in judged:
@@ -70,7 +74,11 @@ class Audits:
         unknown = [round_ for round_ in due_rounds(self.course) if round_ not in values]
         if unknown:
             raise NotRunError(f"no public randomness is known of round {unknown[0]}")
-        return f"{len(judged)} rounds of sites, at a rate of {rate:.0%}"
+        told = sum(round_ in self.randomness for round_ in values)
+        return (
+            f"{len(judged)} rounds of sites, at a rate of {rate:.0%}; the randomness of {told} of "
+            f"{len(values)} rounds was told"
+        )
 
     def _read(self) -> list[Signed]:
         found = read_all(self.folder, self.course.run)

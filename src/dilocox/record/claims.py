@@ -107,7 +107,8 @@ BEACON = Claim(
     False,
     "all that the log and public randomness select was audited, and no site could know before "
     "what that would be",
-    "that the randomness was unknown when the log was signed: look it up at its source",
+    "that the randomness was unknown when the log was signed: look it up at its source, and give "
+    "it with --randomness",
 )
 CLAIMS = (
     LOG, SIGNATURES, COMPLETE, COMMITMENTS, RUN_FILE, PAYLOADS, REPLAY, MODEL, RELEASE, DATA, CODE,

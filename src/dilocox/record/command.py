@@ -56,12 +56,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--auditor", action="append", default=[], metavar="KEY",
         help="let only this auditor's verdicts count; may be given several times",
     )  # fmt: skip
+    parser.add_argument(
+        "--randomness", type=Path, metavar="FILE",
+        help="public randomness as you have looked it up, lines of `ROUND HEX`: audits must have "
+        "been selected by it",
+    )  # fmt: skip
     parser.set_defaults(call=run)
 
 
 def run(options: argparse.Namespace) -> int:
     """Judge and print; exit code 0, 1 or 3."""
     # Not above: other commands need none of it.
+    from dilocox.record.beacon import read_randomness
     from dilocox.record.remote import fetched
     from dilocox.record.verify import Places
 
@@ -80,6 +86,7 @@ def run(options: argparse.Namespace) -> int:
                 options.seen,
                 options.release_key,
                 options.auditor,
+                read_randomness(options.randomness) if options.randomness else {},
             ),
             options.json,
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -51,6 +51,8 @@ class Places:
     """Public key, PEM, of who has to have signed the model's folder; none: the one beside it."""
     auditors: Sequence[str] = ()
     """Public keys, hex, of auditors whose verdicts count; none: all."""
+    randomness: Mapping[int, bytes] = field(default_factory=dict)
+    """Public randomness by round, as the reader has looked it up."""
 
 
 @dataclass
@@ -106,7 +108,10 @@ class _Verification:
         findings = [self._judge(claim, check) for claim, check in checks]
         course = self.course
         if course is not None and self._audited(course):
-            audits = Audits(course, self.content.entries, self.places.run, self.places.auditors)
+            places = self.places
+            audits = Audits(
+                course, self.content.entries, places.run, places.auditors, places.randomness
+            )
             findings.append(self._judge(c.AUDITS, audits.verdicts))
             findings.append(self._judge(c.BEACON, audits.beacon))
         rounds = {step.key.round for step in course.steps.values()} if course else set()
