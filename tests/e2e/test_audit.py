@@ -13,7 +13,7 @@ from dilocox.record.log import read_log
 from tests.e2e.harness import Run, Workshop, verdicts
 
 pytestmark = pytest.mark.slow
-KEPT = ("record.states_every=1", "checkpoint.every_rounds=0")
+KEPT = ("record.states_every=1", "checkpoint.every_rounds=0", "network.heartbeat=30")
 
 
 def audited(workshop: Workshop, folder: Path, *more: str, code: int = 0) -> str:

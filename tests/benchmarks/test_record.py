@@ -1,0 +1,82 @@
+"""What is made of runs with and without a record, against numbers worked by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import record
+from dilocox.config import load_run
+from dilocox.outer.coordinator.keys import ExchangeKey
+from dilocox.record import statements as s
+from dilocox.record.course import Course, Step
+
+SIGNER = s.Signer.from_hex("01" * 32)
+
+
+def reports(seconds: float, rounds: int) -> list[dict[str, Any]]:
+    return [
+        {"site": site, "round": number, "time": 50.0 + seconds * number, "tokens": 300}
+        for number in range(rounds)
+        for site in record.SITES
+    ]
+
+
+def test_speed_is_that_of_the_measured_rounds_by_the_clock() -> None:
+    found = reports(2.0, 6)
+    found[0]["time"] = -1000.0
+    assert record.speed(found) == pytest.approx(2 * 300 / 2.0)
+
+
+def step(round_: int, flush: bool, payloads: dict[str, str]) -> Step:
+    key = ExchangeKey.outer(round_, 0, 0)
+    return Step(key, flush, 1, 0, (), (), (), "int4", "gather", 0.8, 0.5, 1, payloads)
+
+
+def test_bytes_are_per_training_round_and_of_both_sites() -> None:
+    course = Course("run", "log", {})
+    steps = (
+        step(0, False, {"paris/0": "a", "lyon/0": "b"}),
+        step(1, False, {"paris/0": "c", "lyon/0": "b"}),
+        step(2, True, {"paris/0": "d"}),
+    )
+    course.steps = {each.key.text: each for each in steps}
+    said = [SIGNER.sign(s.Statement(kind, {}, {"run": "run"}))
+            for kind in (s.MANIFEST, s.COMMITMENT, s.COMMITMENT, s.STEP)]  # fmt: skip
+    sizes = {"a": 100, "b": 10, "c": 1, "d": 5000, "theta": 70, "state": 30}
+    assert record.bytes_of(course, said, sizes) == {
+        "rounds": 2,
+        "log_bytes_per_round": round((len(said[1]) * 2 + len(said[3]) + 3) / 2),
+        "commitment_bytes_per_round": len(said[1]) + 1,
+        "payload_bytes_per_round": round(111 / 2),
+        "other_bytes": 100,
+    }
+
+
+def test_runs_are_compared_within_their_repetition() -> None:
+    """The machine was half as fast in the second one: that is no cost of the record."""
+    costs = {
+        "off": [record.Cost(1000.0, 10.0), record.Cost(500.0, 20.0)],
+        "on": [record.Cost(990.0, 11.0), record.Cost(495.0, 22.0)],
+        "states": [record.Cost(900.0, 10.0), record.Cost(450.0, 20.0)],
+    }
+    found = {
+        "on": {"rounds": 2, "log_bytes_per_round": 7, "other_bytes": 100},
+        "states": {"rounds": 2, "log_bytes_per_round": 9, "other_bytes": 700},
+    }
+    off, on, states = record.rows_of(costs, found)
+    assert (off["ratio"], off["cpu_ratio"], off.get("theta_bytes")) == (1.0, 1.0, None)
+    assert (on["ratio"], on["ratio_low"], on["ratio_high"]) == (0.99, 0.99, 0.99)
+    assert (on["cpu_ratio"], on["state_bytes_per_round"], on["theta_bytes"]) == (1.1, 0, 100)
+    assert (states["ratio"], states["state_bytes_per_round"]) == (0.9, 300)
+
+
+def test_all_settings_are_runs_that_the_run_file_allows(tmp_path: Path) -> None:
+    found = {
+        name: load_run(record.run_file(tmp_path, name, given, 3)).record
+        for name, given in record.SETTINGS.items()
+    }
+    assert [each.enabled for each in found.values()] == [False, True, True]
+    assert [each.states_every for each in found.values()] == [0, 0, 1]
