@@ -284,6 +284,17 @@ def test_a_state_that_was_signed_late_fails(trained: Path) -> None:
     assert "only after what was made from it" in verdict.reason
 
 
+def test_other_values_than_were_committed_to(trained: Path) -> None:
+    """The payload alone may hide it: low-rank codecs drop most of what they are given."""
+    case = AuditedRun(trained, (), None).case()
+    where = ("outer/3/0/0", "paris", 0)
+    said = case.course.commitments[where]
+    case.course.commitments[where] = replace(said, values="00" * 32)
+    verdict = judge(case, "paris", 3, here, lambda step: None)
+    assert (verdict.verdict, verdict.first_bad_step) == ("MISMATCH", 1), verdict
+    assert "another contribution to outer/3/0/0 than it had committed to" in verdict.reason
+
+
 # --- between classes ---------------------------------------------------------------------------
 
 

@@ -340,6 +340,42 @@ def test_a_site_alone_needs_no_network(mode: str) -> None:
     assert outcome.payload_bytes == 0
 
 
+@dataclass
+class Voter(SharedBallot):
+    """Alone; remembers what it has voted with."""
+
+    voted: dict[str, str] = field(default_factory=dict)
+
+    def vote(self, key: ExchangeKey, *_: Any, **given: Any) -> VoteReply:
+        self.voted |= given["digests"]
+        decision = "average" if self.reduce and given["phase"] == "held" else "commit"
+        return VoteReply.model_validate(
+            {"decision": decision, "set": [self.me], "attempt": 1, "epoch": 1, "waiting_for": []}
+        )
+
+
+@pytest.mark.parametrize(
+    ("mode", "codec", "named"),
+    [
+        ("gather", "int4", True), ("gather", "topk:64", True), ("gather", "lowrank:4", False),
+        ("reduce", "int4", False),
+    ],
+)  # fmt: skip
+def test_what_is_committed_to_is_what_is_sent(mode: str, codec: str, named: bool) -> None:
+    """Where the payload does not hang on who is there, it is named before anything is sent."""
+    ballot = Voter(MemoryStore({}), "paris", members=["paris"], reduce=mode == "reduce")
+    chosen = compressor(codec, GEOMETRY)
+    warm = chosen.first_warm() if isinstance(chosen, LowRank) else None
+    what = Contribution(KEY, LENGTH, values_of("paris"), chosen, mode, WEIGHTS, warm=warm)
+    outcome = exchange(ballot, "paris", what, LinkTurn(Turns(), 0))
+    assert outcome.contributors == ("paris",)
+    digest = ballot.named[KEY.text]
+    assert (digest is not None) == named
+    if digest is not None:
+        assert digest.hex() == ballot.voted["paris"]
+        assert digest == payload_digest(outcome.payloads[0])
+
+
 def test_an_exchange_from_before_this_site_was_there(mode: str) -> None:
     ballot = SharedBallot(MemoryStore({}), "oslo", members=["paris", "lyon"])
     what = Contribution(KEY, LENGTH, None, compressor("none", GEOMETRY), mode, WEIGHTS)

@@ -281,7 +281,24 @@ def test_after_a_resume_sites_commit_again(scene: Scene) -> None:
     again = commitment(scene.notary.run, rank, KEY, ONE, own_digest("a"))
     assert scene.notary.committed(rank, KEY, SIGNERS["a"].sign(again), bound=True)
     course = scene.course()
-    assert course.commitments[KEY.text, "a", 0].values == ONE
+    assert course.commitments[KEY.text, "a", 0].values == again.subjects["values"]
+
+
+def test_a_commitment_of_another_s_is_worth_nothing(scene: Scene) -> None:
+    """Whoever copies it, and then the payload behind it, has committed to something else."""
+    honest = commitment(scene.notary.run, m.Rank(site="a", stage=0, shard=0), KEY, ONE,
+                        own_digest("a"))  # fmt: skip
+    said = commitment(scene.notary.run, m.Rank(site="b", stage=0, shard=0), KEY, "", None)
+    copied = SIGNERS["b"].sign(replace(said, subjects=honest.subjects))
+    scene.driver.begin(KEY, "a", commitment=SIGNERS["a"].sign(honest))
+    scene.driver.begin(KEY, "b", commitment=copied)
+    scene.commit("c")
+    for site in "abc":
+        digest = own_digest("c" if site == "c" else "a")
+        signed = scene.signed(site, digest=digest)
+        scene.vote(site, digests={site: digest}, statement=signed)
+    step = scene.course().steps[KEY.text]
+    assert (step.set, step.said["verdicts"]["b"]["code"]) == (("a", "c"), "uncommitted")
 
 
 def test_a_site_needs_a_key(tmp_path: Path) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import threading
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,13 @@ from dilocox.outer.attempt import Contribution, Outcome
 from dilocox.outer.coordinator.keys import ExchangeKey
 from dilocox.outer.coordinator.messages import Rank
 from dilocox.record import statements as s
-from dilocox.record.digests import sha256, stage_root, tensor_digest
+from dilocox.record.digests import (
+    sealed,
+    sha256,
+    stage_root,
+    tensor_bytes,
+    tensor_digest,
+)
 from dilocox.record.recording import WAITING, Author, RankRecord
 from dilocox.record.store import Store
 
@@ -147,6 +155,34 @@ def test_what_is_signed_is_what_the_coordinator_expects() -> None:
         "run": "run", "site": "paris", "shard": 0, "round": 3, "exchange_key": "outer/3/1/0",
         "attempt": 2,
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("payload", [None, b"\xab" * 32])
+def test_a_commitment_names_values_and_payload_for_its_maker_alone(payload: bytes | None) -> None:
+    record, _, _ = rank_record(Store("memory://committing"))
+    values = torch.arange(128.0)
+    given = replace(contribution(KEY), values=values)
+    text = record.commit(given, payload)
+    said = s.open_signed(text, SIGNER.public, run="run", kinds=(s.COMMITMENT,))
+    where = ("run", "outer/3/1/0", "paris", 0)
+    expected = {"values": sealed(sha256(tensor_bytes(values)), *where)}
+    if payload is not None:
+        expected["payload"] = sealed("ab" * 32, *where)
+    assert said.subjects == expected
+    assert said.predicate == {
+        "run": "run", "site": "paris", "shard": 0, "round": 3, "exchange_key": "outer/3/1/0",
+    }  # fmt: skip
+
+
+def test_a_sealed_digest_is_its_maker_s_alone() -> None:
+    all_ = {
+        sealed("ab" * 32, run, key, site, shard)
+        for run in ("r", "s") for key in ("outer/3/1/0", "outer/3/1/1")
+        for site in ("paris", "lyon") for shard in (0, 1)
+    }  # fmt: skip
+    assert len(all_) == 16
+    text = b'dilocox/commitment/v1\0["r","outer/3/1/0","lyon",1,"%s"]' % (b"ab" * 32)
+    assert hashlib.sha256(text).hexdigest() in all_
 
 
 @pytest.mark.parametrize("kind", ["initial", "final"])

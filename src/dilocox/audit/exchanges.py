@@ -22,7 +22,7 @@ from dilocox.outer.averaging import average, chunk_bounds, requantise
 from dilocox.outer.exchange import chunk_index
 from dilocox.outer.fragments import Layout
 from dilocox.record.course import Course, Step
-from dilocox.record.digests import sha256, tensor_bytes
+from dilocox.record.digests import sealed, sha256, tensor_bytes
 from dilocox.record.replay import DIGEST_BYTES, Get, payload_tensor, step_average
 
 
@@ -133,7 +133,9 @@ class RecordedExchanges:
         if not same:
             difference = _difference(made.decoded, made.signed()) if counts else None
         said = self._course.commitments.get((step.key.text, place.site, place.shard))
-        committed = said is None or said.values == sha256(tensor_bytes(values))
+        digest, run = sha256(tensor_bytes(values)), self._course.run
+        expected = sealed(digest, run, step.key.text, place.site, place.shard)
+        committed = said is None or said.values == expected
         self.checks.append(PayloadCheck(step.key.text, self._taken(), same, difference, committed))
         return same
 

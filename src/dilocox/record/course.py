@@ -15,6 +15,7 @@ from dilocox.outer.coordinator.keys import ExchangeKey
 from dilocox.outer.coordinator.notary import names_payload
 from dilocox.outer.coordinator.plan_messages import RoundPlan
 from dilocox.record import statements as s
+from dilocox.record.digests import sealed
 from dilocox.record.note import NoteKey
 
 Place = tuple[int, int]
@@ -102,9 +103,9 @@ class Commitment:
     """What a rank has signed of its contribution before payloads were sent."""
 
     values: str
-    """SHA-256 of u, flat fp32, hex."""
+    """SHA-256 of u, flat fp32, `sealed`."""
     payload: str | None
-    """Of what it would send, where that follows from u alone."""
+    """Of what it would send, where that follows from u alone, likewise."""
     number: int
     """Which statement of the log this is, from 0."""
 
@@ -422,11 +423,12 @@ def broken_commitments(course: Course) -> list[str]:
         for site in step.set:
             for shard in range(course.shards):
                 said = course.commitments.get((key, site, shard))
+                payload = step.payloads.get(f"{site}/{shard}", "")
                 if said is None:
                     found.append(f"{key}: {site} has not committed to its contribution")
                 elif said.number >= first:
                     found.append(f"{key}: {site} has committed only after payloads were sent")
-                elif bound and said.payload != step.payloads[f"{site}/{shard}"]:
+                elif bound and said.payload != sealed(payload, course.run, key, site, shard):
                     found.append(f"{key}: {site} has committed to another payload")
     return found
 

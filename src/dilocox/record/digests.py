@@ -21,9 +21,21 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+COMMITMENT = b"dilocox/commitment/v1\0"
+
+
 def sha256(data: bytes | bytearray | memoryview) -> str:
     """Hex digest."""
     return hashlib.sha256(data).hexdigest()
+
+
+def sealed(digest: str, run: str, key: str, site: str, shard: int) -> str:
+    """What a commitment to `key`'s exchange holds of a digest, hex.
+
+    It is bound to who commits: nobody can take over a commitment of which it has not seen what is
+    behind it.
+    """
+    return sha256(COMMITMENT + rfc8785.dumps([run, key, site, shard, digest]))
 
 
 @dataclass(frozen=True)

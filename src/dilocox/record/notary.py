@@ -26,6 +26,7 @@ from dilocox.outer.coordinator.messages import EnrolRequest, Rank, RoundPlan
 from dilocox.outer.coordinator.notary import Decision
 from dilocox.outer.coordinator.refusals import Refused
 from dilocox.record import statements as s
+from dilocox.record.digests import sealed
 from dilocox.record.log import ENTRIES, LogWriter
 from dilocox.version import __version__
 
@@ -114,9 +115,9 @@ class LogNotary:
     def committed(self, rank: Rank, key: ExchangeKey, statement: str, *, bound: bool) -> bool:
         """See `Notary`."""
         found = self._signed(rank, statement, s.COMMITMENT)
-        said = {name: found.subjects.get(name) for name in ("values", "payload")}
-        expected = commitment(self.run, rank, key, str(said["values"]), said["payload"])
-        if found != expected or (said["payload"] is not None) != bound:
+        named = {"values", "payload"} if bound else {"values"}
+        said = commitment(self.run, rank, key, "", None).predicate
+        if found.predicate != said or set(found.subjects) != named:
             raise Refused("refused", f"{rank}: its signed commitment for {key.text} is another")
         known = self._commitments.get(key.text, {}).get((rank.site, rank.shard))
         if known is not None and known != dict(found.subjects):
@@ -140,7 +141,10 @@ class LogNotary:
             raise Refused("refused", f"{rank}: its signed contribution to {key.text} is another")
         before = self._commitments.get(key.text, {}).get((rank.site, rank.shard))
         self._file(statement, found)
-        return before is not None and before.get("payload", digest) == digest
+        if before is None:
+            return False
+        expected = sealed(digest, self.run, key.text, rank.site, rank.shard)
+        return before.get("payload", expected) == expected
 
     def checkpoint(self, rank: Rank, statement: str) -> None:
         """See `Notary`."""
@@ -301,12 +305,15 @@ def commitment(
     """What a rank signs before any payload of an exchange is sent, whatever the attempt.
 
     `values`: SHA-256, hex, of its contribution u, flat fp32. `payload`: of what it will send,
-    where that follows from u alone.
+    where that follows from u alone. Both are `sealed`.
     """
-    subjects = {"values": values} | ({} if payload is None else {"payload": payload})
+    digests = {"values": values} | ({} if payload is None else {"payload": payload})
     return s.Statement(
         s.COMMITMENT,
-        subjects,
+        {
+            name: sealed(digest, run, key.text, rank.site, rank.shard)
+            for name, digest in digests.items()
+        },
         {
             "run": run,
             "site": rank.site,

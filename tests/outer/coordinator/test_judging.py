@@ -51,6 +51,11 @@ def test_a_zero_is_no_contribution_unless_all_are() -> None:
     assert codes(evidence(everyone, digests=same)) == {}
 
 
+def test_what_was_not_committed_to_does_not_count() -> None:
+    assert codes(evidence({}, uncommitted=["b"])) == {"b": "uncommitted"}
+    assert codes(evidence({"b": {"code": "zero"}}, uncommitted=["b"])) == {"b": "uncommitted"}
+
+
 def test_the_same_bytes_count_once_and_raise_a_flag() -> None:
     digests = {site: [digest(site)] for site in SITES} | {"c": [digest("a")]}
     found = judge(evidence({}, digests=digests))
