@@ -143,8 +143,8 @@ class LogNotary:
         self._file(statement, found)
         if before is None:
             return False
-        expected = sealed(digest, self.run, key.text, rank.site, rank.shard)
-        return before.get("payload", expected) == expected
+        bound = sealed(digest, self.run, key.text, rank.site, rank.shard)
+        return before.get("payload", bound) == bound
 
     def checkpoint(self, rank: Rank, statement: str) -> None:
         """See `Notary`."""
