@@ -202,6 +202,20 @@ def test_nobody_goes_on_before_all_have_committed(scene: Scene) -> None:
     assert scene.kinds().count(s.COMMITMENT) == 3
 
 
+def test_who_does_not_commit_is_as_good_as_absent(scene: Scene) -> None:
+    """A site that begins and keeps its commitment back is late, and late is left behind."""
+    scene.commit("a")
+    scene.commit("b")
+    scene.driver.begin(KEY, "c")
+    core = scene.driver.core
+    voters = core.state.voters(core.state.exchanges[KEY.text])
+    awaited = core.arrivals.awaited(KEY.text, voters)
+    assert awaited is not None
+    assert awaited[1] == ["c"]
+    scene.commit("c")
+    assert core.arrivals.awaited(KEY.text, voters) is None
+
+
 def test_a_site_that_goes_is_not_waited_for(scene: Scene) -> None:
     scene.commit("a")
     scene.commit("b")

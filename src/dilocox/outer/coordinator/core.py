@@ -377,9 +377,10 @@ class Coordinator:
             self.record(e.Pinned(self.wall(), request.key), request.key)
             exchange = self.state.exchanges[request.key]
             self.arrivals.keep(self.state.exchanges)
-        self.arrivals.note(request.key, request.rank.site, request.rank.shard, self._now())
         if self.witness.committing(self.state, exchange, request):
             self.on_change(f"key/{request.key}")
+        if self.witness.is_there(request):
+            self.arrivals.note(request.key, request.rank.site, request.rank.shard, self._now())
         return self.begun(request)
 
     def begun(self, request: m.BeginRequest) -> m.BeginReply:

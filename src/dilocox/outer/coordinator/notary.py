@@ -118,6 +118,11 @@ class Witness:
         bound = names_payload(plan.exchange, plan.codec)
         return self._notary.committed(rank, key, request.commitment, bound=bound)
 
+    def is_there(self, request: BeginRequest) -> bool:
+        """The rank keeps nobody waiting any more. Who does not commit is as good as absent."""
+        recorded = self._notary is not None and ExchangeKey.parse(request.key).kind == "outer"
+        return request.commitment is not None or not recorded
+
     def awaited(
         self, state: CoordinatorState, exchange: Exchange, request: BeginRequest
     ) -> list[RankKey]:
