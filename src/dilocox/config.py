@@ -64,6 +64,10 @@ class ModelSection(Section):
     revision: str | None = None
     pretrained: bool = True
     """With `path`: start from its weights (true) or from its configuration alone (false)."""
+    handover: bool = False
+    """`path` was written by `dilocox hand-over`: the run goes on from the run that it is of, with
+    its outer momentum, inner steps (which count towards the length of this run) and token ranges.
+    Sites, stages and shards may be others."""
     architecture: dict[str, Any] | None = None
     """Inline architecture: `model_type` and the keys of that type's configuration."""
     attention: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
@@ -76,6 +80,8 @@ class ModelSection(Section):
             raise ValueError("give exactly one of path and architecture")
         if self.architecture is not None and "model_type" not in self.architecture:
             raise ValueError('architecture needs model_type, for example "qwen3"')
+        if self.handover and (self.path is None or not self.pretrained):
+            raise ValueError("handover needs path, and pretrained = true")
         return self
 
 
@@ -142,6 +148,13 @@ class SiteSection(Section):
         if problem is not None:
             raise ValueError(f"batch_size {self.batch_size} {problem}")
         return self
+
+    @property
+    def batch_unit(self) -> int:
+        """Sequences that a batch is a multiple of: a micro-batch on every shard, on as many stages
+        as the schedule needs at a time."""
+        stages = self.stages if self.schedule.startswith("interleaved") else 1
+        return self.shards * self.micro_batch_size * stages
 
     def batch_problem(self, batch_size: int) -> str | None:
         """Why `batch_size` sequences per step cannot run in this layout, or none."""
@@ -296,6 +309,12 @@ class RunConfig(Section):
         problem = rounds_problem(self.outer, self.compression, self.control) or admission_problem(
             self.admission, self.outer, self.site.ranks
         )
+        piled = self.site.stages > 1 and self.site.schedule in ("gpipe", "interleaved-1f1b")
+        if self.outer.global_batch == "fixed" and piled:
+            problem = problem or (
+                f'outer.global_batch "fixed": with schedule "{self.site.schedule}" more '
+                'micro-batches take more memory: set site.schedule = "1f1b"'
+            )
         if problem is not None:
             raise ValueError(problem)
         if self.record.states_every and self.exchanges_gradients:
@@ -353,8 +372,13 @@ class RunConfig(Section):
         return self.outer.delay
 
     def site_batch(self, site: str) -> int:
-        """Sequences per inner step at `site`."""
+        """Sequences per inner step at `site`, if no other one's are added."""
         return self.sites[site].batch_size or self.site.batch_size
+
+    @property
+    def global_batch(self) -> int:
+        """Sequences per inner step at all sites of the run file."""
+        return sum(map(self.site_batch, self.sites))
 
     @property
     def declares_speeds(self) -> bool:
@@ -449,7 +473,9 @@ def _steps(raw: dict[str, Any], method: str, control: dict[str, Any]) -> str:
     tables = sites.values() if isinstance(sites, dict) else ()
     declared = any(isinstance(table, dict) and "speed" in table for table in tables)
     measured = control["adapt"] == "link" and not {"link", "step_seconds"} <= control.keys()
-    by_speed = method not in EXCHANGE_GRADIENTS and (measured or declared)
+    outer = raw.get("outer")
+    fixed = isinstance(outer, dict) and outer.get("global_batch") == "fixed"
+    by_speed = method not in EXCHANGE_GRADIENTS and (measured or declared) and not fixed
     return "by-speed" if by_speed else "equal"
 
 

@@ -64,6 +64,11 @@ class OuterSection(Section):
     """Where anchor, momentum and residual live: host memory or the model's device."""
     min_sites: Positive = 1
     """Fewer live sites than this: wait instead of going on."""
+    global_batch: Literal["by-sites", "fixed"] = "by-sites"
+    """Sequences per inner step of all sites together. `by-sites`: those of the sites that are
+    there. `fixed`: those of all sites of the run file; while some are away, the others take more
+    micro-batches per inner step, which then takes longer. Needs `control.steps = "equal"`, and
+    makes it the default."""
 
     @property
     def exchanges_gradients(self) -> bool:
@@ -210,6 +215,11 @@ def rounds_problem(
         return f'compression.codec {codec} is not averaged in parts: set outer.exchange = "gather"'
     if kind in COARSE and not compression.error_feedback:
         return f"compression.codec {codec} needs compression.error_feedback = true"
+    if control.steps == "by-speed" and outer.global_batch == "fixed":
+        return (
+            'outer.global_batch "fixed": with control.steps "by-speed" the batch follows the '
+            'sites\' speeds: set steps = "equal", or global_batch = "by-sites"'
+        )
     if control.steps == "by-speed" and outer.exchanges_gradients:
         return (
             f'control.steps "by-speed": with method {outer.method} all sites take every inner step '
