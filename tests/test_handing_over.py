@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dilocox.config import resolve_run
-from dilocox.errors import CheckpointError
+from dilocox.errors import CheckpointError, ConfigError
 from dilocox.handing_over import ledger_of, steps_taken_by, whole_state
 from dilocox.handover import MOMENTUM, Handover
 from dilocox.outer.coordinator import events as e
@@ -18,6 +18,7 @@ from dilocox.outer.coordinator.ledger import Ledger
 from dilocox.outer.coordinator.messages import MemberPlan, RoundPlan
 from dilocox.outer.fragments import Layout, local_shapes
 from dilocox.payloads import fragment_names
+from tests.outer.coordinator.helpers import Driver
 from tests.outer.test_loop import plan as plan_of
 
 
@@ -110,3 +111,46 @@ def test_a_handover_is_read_as_it_was_written_or_refused(tmp_path: Path) -> None
     (tmp_path / "handover.json").write_text('{"run": "old"}')
     with pytest.raises(CheckpointError, match="write the folder again"):
         Handover.read(tmp_path)
+
+
+def test_the_coordinator_goes_on_from_steps_and_ranges(tmp_path: Path) -> None:
+    ledger = Ledger(next={"shared": 56}, pool={"shared": [(44, 4), (52, 4)]})
+    ledger.note_committed("handover", "shared", [(0, 44), (48, 4)])
+    made = Handover(
+        run="old", tick=11, steps=11, seed=0, sequence_length=32, data_digest="d" * 64,
+        momentum="0" * 64, ledger=ledger.to_json(),
+    )  # fmt: skip
+    made.write(tmp_path)
+    run = resolve_run(
+        {
+            "model": {"path": str(tmp_path), "handover": True},
+            "site": {"batch_size": 4, "micro_batch_size": 1},
+            "outer": {"rounds": 4, "inner_steps": 4, "fragments": 2},
+            "control": {"adapt": "off"},
+            "sites": {"a": {}, "b": {}},
+        }
+    )
+    driver = Driver(tmp_path / "run", run)
+    driver.start()
+    plans = [driver.plan(0, "a"), driver.plan(1, "a")]
+    assert [plan and plan.first_step for plan in plans] == [11, 15]
+    assert [plan and plan.inner_steps for plan in plans] == [4, 1]
+    assert plans[0] is not None
+    assert plans[0].first_tick == 0
+    assert plans[0].members["a"].ranges == [(44, 4), (52, 4), (56, 8)]
+    # It is read once: what is in the log counts when the coordinator starts again.
+    (tmp_path / "handover.json").unlink()
+    driver.reopen()
+    assert driver.core.state.steps_before == 11
+    driver.write_checkpoint("a", 2, 0, 2)
+    driver.write_checkpoint("b", 2, 0, 2)
+    driver.core.resume()
+    assert driver.core.state.ledger.next == {"shared": 56 + 24}
+    assert audit(driver.core.state.ledger).missing == 0
+    driver.core.close()
+
+
+def test_a_handover_needs_a_folder_and_its_weights() -> None:
+    for model in ({"architecture": {"model_type": "qwen3"}}, {"path": "x", "pretrained": False}):
+        with pytest.raises(ConfigError, match="handover needs path, and pretrained = true"):
+            resolve_run({"model": {**model, "handover": True}, "sites": {"a": {}}})

@@ -30,10 +30,11 @@ from dilocox.config_rounds import (
     ControlSection,
     OuterSection,
     rounds_problem,
+    usual_steps,
 )
 from dilocox.config_section import Fraction, Positive, Section
 from dilocox.errors import ConfigError
-from dilocox.methods import EXCHANGE_GRADIENTS, METHODS, method_defaults
+from dilocox.methods import METHODS, method_defaults
 from dilocox.problems import first_problem
 
 Beta = Annotated[float, Field(ge=0.0, lt=1.0, strict=True)]
@@ -306,15 +307,10 @@ class RunConfig(Section):
             raise ValueError(
                 f"outer.min_sites {self.outer.min_sites} is above the {len(self.sites)} sites named"
             )
-        problem = rounds_problem(self.outer, self.compression, self.control) or admission_problem(
-            self.admission, self.outer, self.site.ranks
-        )
-        piled = self.site.stages > 1 and self.site.schedule in ("gpipe", "interleaved-1f1b")
-        if self.outer.global_batch == "fixed" and piled:
-            problem = problem or (
-                f'outer.global_batch "fixed": with schedule "{self.site.schedule}" more '
-                'micro-batches take more memory: set site.schedule = "1f1b"'
-            )
+        schedule = self.site.schedule if self.site.stages > 1 else None
+        problem = rounds_problem(
+            self.outer, self.compression, self.control, schedule
+        ) or admission_problem(self.admission, self.outer, self.site.ranks)
         if problem is not None:
             raise ValueError(problem)
         if self.record.states_every and self.exchanges_gradients:
@@ -459,24 +455,12 @@ def resolve_run(raw: dict[str, Any], where: str = "run file") -> RunConfig:
             ]
         raw["outer"] = {**defaults["outer"], **outer}
         raw["compression"] = {**defaults["compression"], **compression}
-        control.setdefault("steps", _steps(raw, known, control))
+        control.setdefault("steps", usual_steps(raw, known, control))
         raw["control"] = control
     try:
         return RunConfig.model_validate(raw)
     except ValidationError as error:
         raise ConfigError(f"{where}: {first_problem(error, RunConfig)}") from None
-
-
-def _steps(raw: dict[str, Any], method: str, control: dict[str, Any]) -> str:
-    """`control.steps` of a run file that leaves it out."""
-    sites = raw.get("sites")
-    tables = sites.values() if isinstance(sites, dict) else ()
-    declared = any(isinstance(table, dict) and "speed" in table for table in tables)
-    measured = control["adapt"] == "link" and not {"link", "step_seconds"} <= control.keys()
-    outer = raw.get("outer")
-    fixed = isinstance(outer, dict) and outer.get("global_batch") == "fixed"
-    by_speed = method not in EXCHANGE_GRADIENTS and (measured or declared) and not fixed
-    return "by-speed" if by_speed else "equal"
 
 
 def _apply_override(raw: dict[str, Any], override: str) -> None:

@@ -296,11 +296,13 @@ def record_state(
     round_: int,
     rank: Rank,
     files: Mapping[str, str] | None = None,
+    momentum: bool = False,
 ) -> None:
-    """Sign, if the run is recorded, what anchor the site holds. Collective over the site."""
+    """Sign, if the run is recorded, what anchor the site holds; with `momentum` what outer
+    momentum, too. Collective over the site."""
     if record is not None:
         tensors = whole_anchor(rank)
-        if kind == "initial" and any(bool(state.momentum.any()) for state in rank.states):
+        if momentum:
             momenta = {
                 name: view
                 for state in rank.states

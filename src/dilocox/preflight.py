@@ -55,6 +55,7 @@ WRITTEN = (
 STATE_BYTES = 32
 """Per parameter, of the state in which a round begins: fp32 parameters, two moments, anchor, outer
 momentum, reference, residual, and what is under way. Less with SGD or without error feedback."""
+_ELSEWHERE = "choose another run.name (`dilocox hand-over` lets it go on from here)"
 STARTED = ("metrics.jsonl", "coordinator", "logs", "record")
 """What a start leaves that failed before anything was trained."""
 
@@ -175,9 +176,9 @@ def _check_same_run(config: RunConfig, written: Path) -> None:
                 raise TrainingError(
                     f"{written.parent}: was begun with {section}.{key} = "
                     f"{before[section].get(key)!r}, the run file says {value!r}; resume with the "
-                    "same values, or choose another run.name"
+                    f"same values, or {_ELSEWHERE}"
                 )
-    raise TrainingError(f"{written.parent}: was begun with other sites; choose another run.name")
+    raise TrainingError(f"{written.parent}: was begun with other sites; {_ELSEWHERE}")
 
 
 def check_coordinator(config: RunConfig, wait_for: int | None = None) -> None:

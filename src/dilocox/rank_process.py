@@ -316,13 +316,13 @@ def _take_part(
         keeper=Keeper(config, rank, files, job.shared_folder, client, record),
         hooks=job.hooks,
         form_group=network.pair,
-        entry_limits=(timeouts.stall, timeouts.link),
+        entry_limits=(timeouts.stall, 2 * timeouts.heartbeat),
         watch=rounds,
     )
     control.wait_while_role("enrolled")
     newcomer = _enter(trainer, network, timeouts)
     if newcomer is None and trainer.at.tick == 0:
-        record_state(record, "initial", 0, rank)
+        record_state(record, "initial", 0, rank, momentum=config.model.handover)
     trainer.run(newcomer)
     worker.close()
 

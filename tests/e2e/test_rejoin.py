@@ -91,6 +91,29 @@ def test_a_donor_that_dies_is_replaced_by_another(workshop: Workshop, forge: For
 
 
 @pytest.mark.slow
+def test_the_global_batch_stays_while_a_site_is_away(workshop: Workshop) -> None:
+    sets = ("outer.rounds=5000", "outer.global_batch=fixed", "checkpoint.every_rounds=0",
+            "network.heartbeat=5")  # fmt: skip
+    run = workshop.start("fixed", *sets)
+    run.until_round(2)
+    os.kill(run.rank_processes()["lyon:1.0"], signal.SIGKILL)
+    run.until(lambda: run.printed().count("lyon contributes from round") == 2, 200.0)
+    last = max(r["round"] for r in run.records())
+    run.until(lambda: any(r["round"] > last and r["sites"] == 2 for r in run.records()), 200.0)
+    run.interrupt()
+    assert run.wait(200.0) == 130, run.output()
+    # Eight steps of eight sequences of 32 tokens, by one site or two.
+    by_members = {
+        number: {r["tokens"] for r in run.records("round", "paris") if r["members"] == number}
+        for number in (1, 2)
+    }
+    assert by_members == {1: {2048}, 2: {1024}}
+    whole = {r["tokens"] for r in run.records() if r["sites"] == 2}
+    assert whole == {2048}
+    assert (run.summary()["sequences_doubled"], run.summary()["sequences_missing"]) == (0, 0)
+
+
+@pytest.mark.slow
 def test_a_straggler_is_left_behind_and_catches_up(workshop: Workshop) -> None:
     """Two sites; lyon hardly runs for some seconds, but lives. Paris goes on alone meanwhile."""
     sets = ("outer.rounds=60", "network.link_timeout=8", "network.heartbeat=5")
