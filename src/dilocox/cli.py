@@ -26,6 +26,7 @@ examples:
   dilocox coordinator run.toml               (prints the join line for every site)
   dilocox join HOST:PORT --site lyon --run-file run.toml --token-file token
   dilocox leave runs/run --site lyon         (after its round; where the coordinator runs)
+  dilocox hand-over runs/run --to start      (to go on with other sites, stages or shards)
   dilocox plan examples/two-sites.toml --gpu h100-80g:2 --link 1gbit
   dilocox data prepare run.toml
   dilocox data show runs/quickstart/data
@@ -151,6 +152,18 @@ def _parser() -> argparse.ArgumentParser:
         "--now", action="store_true", help="at once: its round is given to the others"
     )
     leave.set_defaults(call=_leave)
+
+    handing = commands.add_parser(
+        "hand-over",
+        parents=[common],
+        help="a checkpoint as a folder that a run with other sites, stages or shards goes on from",
+    )
+    handing.add_argument("run_folder", type=Path, metavar="RUN_FOLDER")
+    handing.add_argument("--to", type=Path, required=True, metavar="FOLDER")
+    handing.add_argument(
+        "--checkpoint", type=int, metavar="SLOT", help="that of checkpoints/tick-SLOT (the newest)"
+    )
+    handing.set_defaults(call=_hand_over)
 
     planning = commands.add_parser("plan", parents=[common], help=plan.HELP)
     plan.add_arguments(planning)
@@ -292,6 +305,14 @@ def _leave(options: argparse.Namespace) -> int:
     from dilocox.coordinating import leave
 
     print(leave(options.run_folder, options.site, options.now))
+    return 0
+
+
+def _hand_over(options: argparse.Namespace) -> int:
+    from dilocox.handing_over import describe, hand_over
+
+    made = hand_over(options.run_folder, options.to, options.checkpoint)
+    print("\n".join(describe(made, options.to)))
     return 0
 
 

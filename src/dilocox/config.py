@@ -30,10 +30,11 @@ from dilocox.config_rounds import (
     ControlSection,
     OuterSection,
     rounds_problem,
+    usual_steps,
 )
 from dilocox.config_section import Fraction, Positive, Section
 from dilocox.errors import ConfigError
-from dilocox.methods import EXCHANGE_GRADIENTS, METHODS, method_defaults
+from dilocox.methods import METHODS, method_defaults
 from dilocox.problems import first_problem
 
 Beta = Annotated[float, Field(ge=0.0, lt=1.0, strict=True)]
@@ -64,6 +65,10 @@ class ModelSection(Section):
     revision: str | None = None
     pretrained: bool = True
     """With `path`: start from its weights (true) or from its configuration alone (false)."""
+    handover: bool = False
+    """`path` was written by `dilocox hand-over`: the run goes on from the run that it is of, with
+    its outer momentum, inner steps (which count towards the length of this run) and token ranges.
+    Sites, stages and shards may be others."""
     architecture: dict[str, Any] | None = None
     """Inline architecture: `model_type` and the keys of that type's configuration."""
     attention: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
@@ -76,6 +81,8 @@ class ModelSection(Section):
             raise ValueError("give exactly one of path and architecture")
         if self.architecture is not None and "model_type" not in self.architecture:
             raise ValueError('architecture needs model_type, for example "qwen3"')
+        if self.handover and (self.path is None or not self.pretrained):
+            raise ValueError("handover needs path, and pretrained = true")
         return self
 
 
@@ -142,6 +149,13 @@ class SiteSection(Section):
         if problem is not None:
             raise ValueError(f"batch_size {self.batch_size} {problem}")
         return self
+
+    @property
+    def batch_unit(self) -> int:
+        """Sequences that a batch is a multiple of: a micro-batch on every shard, on as many stages
+        as the schedule needs at a time."""
+        stages = self.stages if self.schedule.startswith("interleaved") else 1
+        return self.shards * self.micro_batch_size * stages
 
     def batch_problem(self, batch_size: int) -> str | None:
         """Why `batch_size` sequences per step cannot run in this layout, or none."""
@@ -293,9 +307,10 @@ class RunConfig(Section):
             raise ValueError(
                 f"outer.min_sites {self.outer.min_sites} is above the {len(self.sites)} sites named"
             )
-        problem = rounds_problem(self.outer, self.compression, self.control) or admission_problem(
-            self.admission, self.outer, self.site.ranks
-        )
+        schedule = self.site.schedule if self.site.stages > 1 else None
+        problem = rounds_problem(
+            self.outer, self.compression, self.control, schedule
+        ) or admission_problem(self.admission, self.outer, self.site.ranks)
         if problem is not None:
             raise ValueError(problem)
         if self.record.states_every and self.exchanges_gradients:
@@ -353,8 +368,13 @@ class RunConfig(Section):
         return self.outer.delay
 
     def site_batch(self, site: str) -> int:
-        """Sequences per inner step at `site`."""
+        """Sequences per inner step at `site`, if no other one's are added."""
         return self.sites[site].batch_size or self.site.batch_size
+
+    @property
+    def global_batch(self) -> int:
+        """Sequences per inner step at all sites of the run file."""
+        return sum(map(self.site_batch, self.sites))
 
     @property
     def declares_speeds(self) -> bool:
@@ -435,22 +455,12 @@ def resolve_run(raw: dict[str, Any], where: str = "run file") -> RunConfig:
             ]
         raw["outer"] = {**defaults["outer"], **outer}
         raw["compression"] = {**defaults["compression"], **compression}
-        control.setdefault("steps", _steps(raw, known, control))
+        control.setdefault("steps", usual_steps(raw, known, control))
         raw["control"] = control
     try:
         return RunConfig.model_validate(raw)
     except ValidationError as error:
         raise ConfigError(f"{where}: {first_problem(error, RunConfig)}") from None
-
-
-def _steps(raw: dict[str, Any], method: str, control: dict[str, Any]) -> str:
-    """`control.steps` of a run file that leaves it out."""
-    sites = raw.get("sites")
-    tables = sites.values() if isinstance(sites, dict) else ()
-    declared = any(isinstance(table, dict) and "speed" in table for table in tables)
-    measured = control["adapt"] == "link" and not {"link", "step_seconds"} <= control.keys()
-    by_speed = method not in EXCHANGE_GRADIENTS and (measured or declared)
-    return "by-speed" if by_speed else "equal"
 
 
 def _apply_override(raw: dict[str, Any], override: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -64,6 +64,11 @@ class OuterSection(Section):
     """Where anchor, momentum and residual live: host memory or the model's device."""
     min_sites: Positive = 1
     """Fewer live sites than this: wait instead of going on."""
+    global_batch: Literal["by-sites", "fixed"] = "by-sites"
+    """Sequences per inner step of all sites together. `by-sites`: those of the sites that are
+    there. `fixed`: those of all sites of the run file; while some are away, the others take more
+    micro-batches per inner step, which then takes longer. Needs `control.steps = "equal"`, and
+    makes it the default."""
 
     @property
     def exchanges_gradients(self) -> bool:
@@ -197,9 +202,20 @@ def rate_of(text: str) -> int:
 
 
 def rounds_problem(
-    outer: OuterSection, compression: CompressionSection, control: ControlSection
+    outer: OuterSection,
+    compression: CompressionSection,
+    control: ControlSection,
+    schedule: str | None,
 ) -> str | None:
-    """Why these sections do not go together, with the keys and the mend, or none."""
+    """Why these sections do not go together, with the keys and the mend, or none.
+
+    `schedule`: of the pipeline; none with one stage.
+    """
+    if outer.global_batch == "fixed" and schedule in ("gpipe", "interleaved-1f1b"):
+        return (
+            f'outer.global_batch "fixed": with schedule "{schedule}" more micro-batches take more '
+            'memory: set site.schedule = "1f1b"'
+        )
     codec, kind = compression.codec, compression.kind
     if kind == "lowrank" and outer.exchanges_gradients:
         return (
@@ -210,6 +226,11 @@ def rounds_problem(
         return f'compression.codec {codec} is not averaged in parts: set outer.exchange = "gather"'
     if kind in COARSE and not compression.error_feedback:
         return f"compression.codec {codec} needs compression.error_feedback = true"
+    if control.steps == "by-speed" and outer.global_batch == "fixed":
+        return (
+            'outer.global_batch "fixed": with control.steps "by-speed" the batch follows the '
+            'sites\' speeds: set steps = "equal", or global_batch = "by-sites"'
+        )
     if control.steps == "by-speed" and outer.exchanges_gradients:
         return (
             f'control.steps "by-speed": with method {outer.method} all sites take every inner step '
@@ -230,3 +251,15 @@ def rounds_problem(
             'none: set codec = "lowrank:R", or adapt = "off"'
         )
     return None
+
+
+def usual_steps(raw: dict[str, Any], method: str, control: dict[str, Any]) -> str:
+    """`control.steps` of a run file that leaves it out."""
+    sites = raw.get("sites")
+    tables = sites.values() if isinstance(sites, dict) else ()
+    declared = any(isinstance(table, dict) and "speed" in table for table in tables)
+    measured = control["adapt"] == "link" and not {"link", "step_seconds"} <= control.keys()
+    outer = raw.get("outer")
+    fixed = isinstance(outer, dict) and outer.get("global_batch") == "fixed"
+    by_speed = method not in EXCHANGE_GRADIENTS and (measured or declared) and not fixed
+    return "by-speed" if by_speed else "equal"

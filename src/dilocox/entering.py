@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from dilocox.errors import DilocoxError, TrainingError
+from dilocox.errors import DilocoxError, ExchangeError, TrainingError
 from dilocox.outer.coordinator.messages import Entering
 from dilocox.outer.entry import Donor, Snapshot, digest_of, fetch
 from dilocox.outer.groups import PeerGroup
@@ -28,8 +29,10 @@ FormGroup = Callable[[str, str, str], PeerGroup]
 
 
 def entry_name(entry: Entering, stage: int, shard: int) -> str:
-    """Rendezvous name of one entering rank and its donor. A site may enter more than once."""
-    return f"run/entry/{entry.site}/{entry.incarnation}/{entry.from_round}/{stage}/{shard}"
+    """Rendezvous name of one entering rank and its donor. A site may enter more than once, and have
+    more than one donor."""
+    who = f"{entry.site}/{entry.incarnation}/{entry.from_round}"
+    return f"run/entry/{who}/{entry.donor}/{stage}/{shard}"
 
 
 def _key(entry: Entering) -> tuple[str, int, int]:
@@ -50,9 +53,17 @@ class Donors:
         """True while a site is waiting for fragments of this rank."""
         return any(not donor.done for donor in self._serving.values()) or bool(self._new())
 
+    def _cancel_others(self) -> None:
+        """End the service of sites that have died, or have another donor now."""
+        mine = {_key(entry) for entry in self._mine()}
+        for key, donor in self._serving.items():
+            if key not in mine and donor.waiting and not donor.done:
+                donor.cancel()
+
     def serve(self) -> None:
         """Offer every fragment that may be taken over now; called between slots."""
         trainer = self._trainer
+        self._cancel_others()
         for entry in self._new():
             self._serving[_key(entry)] = self._start(entry)
         for entry in trainer.control.news.entering:
@@ -69,13 +80,12 @@ class Donors:
                 log.warning("could not serve %s: %s", key[0], donor.failure)
                 donor.failure = None
 
-    def _new(self) -> list[Entering]:
+    def _mine(self) -> list[Entering]:
         me = self._trainer.rank.place.site
-        return [
-            entry
-            for entry in self._trainer.control.news.entering
-            if entry.donor == me and _key(entry) not in self._serving
-        ]
+        return [entry for entry in self._trainer.control.news.entering if entry.donor == me]
+
+    def _new(self) -> list[Entering]:
+        return [entry for entry in self._mine() if _key(entry) not in self._serving]
 
     def _start(self, entry: Entering) -> Donor:
         place = self._trainer.rank.place
@@ -89,39 +99,76 @@ class Donors:
 
 
 class Newcomer:
-    """Fetches this rank's fragments and follows the rounds until the site is counted in."""
+    """Fetches this rank's fragments and follows the rounds until the site is counted in.
 
-    def __init__(self, trainer: Trainer, entry: Entering, form_group: FormGroup, timeout: float):
-        assert entry.donor is not None
+    If its donor goes, it fetches what is missing from the one that the coordinator names then; a
+    link that broke is given `patience` seconds for that.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        entry: Entering,
+        form_group: FormGroup,
+        timeout: float,
+        patience: float,
+    ):
         self._trainer = trainer
         self._entry = entry
+        self._form_group = form_group
+        self._timeout = timeout
+        self._patience = patience
         self._arrived: list[Snapshot] = []
         self._lock = threading.Lock()
         self._error: DilocoxError | None = None
+        self._broke_at = 0.0
+        self._tries = 0
+        self._whole = False
+        """All fragments have come, and the coordinator knows."""
         trainer.outer.awaiting = set(range(len(trainer.rank.states)))
-        place = trainer.rank.place
+        self._thread = self._fetch()
+
+    def _fetch(self) -> threading.Thread:
+        """Begin to fetch from the donor of the present entry, in a thread."""
+        trainer, entry = self._trainer, self._entry
+        assert entry.donor is not None
+        with self._lock:
+            self._tries += 1
+            self._error = None
+        number, donor, place = self._tries, entry.donor, trainer.rank.place
         name = entry_name(entry, place.stage, place.shard)
-        donor = entry.donor
         known = [digest_of(state.anchor.cpu()) for state in trainer.rank.states]
+        here = set(range(len(known))) - trainer.outer.awaiting
         # Anchor, momentum, and Q, which is smaller than what it stands for.
         limits = [3 * state.anchor.nbytes for state in trainer.rank.states]
 
         def run() -> None:
             try:
                 fetch(
-                    lambda: form_group(name, donor, place.site),
+                    lambda: self._form_group(name, donor, place.site),
                     donor,
                     known,
                     limits,
-                    self._take,
-                    timeout,
+                    lambda snapshot: self._take(number, snapshot),
+                    self._timeout,
+                    here,
                 )
-                trainer.client.ready()
+                if self._is_current(number):
+                    trainer.client.ready()
             except DilocoxError as error:
-                self._error = error
+                with self._lock:
+                    if number == self._tries:
+                        self._error, self._broke_at = error, time.monotonic()
 
-        self._thread = threading.Thread(target=run, name="entry", daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=run, name="entry", daemon=True)
+        thread.start()
+        return thread
+
+    def _is_current(self, number: int) -> bool:
+        """Whether try `number` is the one that counts; if so it stays the last."""
+        with self._lock:
+            self._whole = number == self._tries
+            return self._whole
 
     def follow(self) -> None:
         """Return when the next plan counts this site in; the anchor is then the run's."""
@@ -154,13 +201,37 @@ class Newcomer:
 
     def adopt(self) -> None:
         """Take over what has arrived. Raises what ended the transfer."""
-        if self._error is not None:
-            raise TrainingError(f"entering the run failed: {self._error}")
         with self._lock:
             arrived, self._arrived = self._arrived, []
+            error, since = self._error, time.monotonic() - self._broke_at
         for snapshot in arrived:
             self._trainer.outer.adopt(snapshot)
+        if self._whole and error is None:
+            return
+        donor = self._next_donor()
+        if donor is not None:
+            log.warning("%s is gone: fetching from %s", self._entry.donor, donor)
+            self._entry = self._entry.model_copy(update={"donor": donor})
+            self._thread = self._fetch()
+        elif error is not None and (not isinstance(error, ExchangeError) or since > self._patience):
+            raise TrainingError(f"entering the run failed: {error}")
 
-    def _take(self, snapshot: Snapshot) -> None:
+    def _next_donor(self) -> str | None:
+        """Whom the coordinator has named in the place of the donor, if it has.
+
+        While a run starts there is none: what came from a founder that died in the middle is of no
+        use to anyone, and the site begins anew.
+        """
+        news = self._trainer.control.news
+        if news.phase == "starting":
+            self._patience = 0.0
+            return None
+        for entry in news.entering:
+            if _key(entry) == _key(self._entry) and entry.donor != self._entry.donor:
+                return entry.donor
+        return None
+
+    def _take(self, number: int, snapshot: Snapshot) -> None:
         with self._lock:
-            self._arrived.append(snapshot)
+            if number == self._tries:
+                self._arrived.append(snapshot)

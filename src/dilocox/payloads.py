@@ -80,13 +80,17 @@ def _stage_sizes(config: RunConfig, shapes: Mapping[str, Shape], codec: str) -> 
 
 def geometries(config: RunConfig, shapes: Mapping[str, Shape]) -> list[list[Geometry]]:
     """How a stage of these whole `shapes` lies in its ranks' buffers, by fragment and shard."""
-    sizes = {name: math.prod(shape) for name, shape in shapes.items()}
     shards = config.site.shards
-    fragments = 1 if config.exchanges_gradients else config.outer.fragments
     return [
         [Layout.of(local_shapes(shapes, names, shard, shards)).geometry for shard in range(shards)]
-        for names in split_fragments(sizes, fragments)
+        for names in fragment_names(config, shapes)
     ]
+
+
+def fragment_names(config: RunConfig, shapes: Mapping[str, Shape]) -> list[list[str]]:
+    """Names of a stage's tensors of these whole `shapes`, by fragment."""
+    sizes = {name: math.prod(shape) for name, shape in shapes.items()}
+    return split_fragments(sizes, 1 if config.exchanges_gradients else config.outer.fragments)
 
 
 def message_bytes(codec: str, geometry: Geometry) -> int:

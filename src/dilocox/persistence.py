@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import safe_open
 from torch.distributed.tensor import DTensor
 
 from dilocox import checkpoint, timeline
@@ -16,12 +17,13 @@ from dilocox.assembly import Rank, anchors
 from dilocox.config import RunConfig
 from dilocox.data import TokenFiles
 from dilocox.errors import CheckpointError, DilocoxError
+from dilocox.handover import Handover
 from dilocox.models import finish_model_folder, stage_file_name, write_stage_file
 from dilocox.outer.coordinator.client import CoordinatorClient
 from dilocox.outer.coordinator.messages import Checkpoint, ExchangeKey, RoundPlan
 from dilocox.outer.loop import Pending
 from dilocox.record.files import other_files
-from dilocox.record.recording import RankRecord
+from dilocox.record.recording import MOMENTUM_OF, RankRecord
 
 if TYPE_CHECKING:
     from dilocox.trainer import Trainer
@@ -294,12 +296,34 @@ def record_state(
     round_: int,
     rank: Rank,
     files: Mapping[str, str] | None = None,
+    momentum: bool = False,
 ) -> None:
-    """Sign, if the run is recorded, what anchor the site holds. Collective over the site."""
+    """Sign, if the run is recorded, what anchor the site holds; with `momentum` what outer
+    momentum, too. Collective over the site."""
     if record is not None:
         tensors = whole_anchor(rank)
+        if momentum:
+            momenta = {
+                name: view
+                for state in rank.states
+                for name, view in state.layout.views(state.momentum).items()
+            }
+            tensors |= {MOMENTUM_OF + name: t for name, t in _whole(rank, momenta).items()}
         if rank.place.shard == 0:
             record.state(kind, round_, tensors, files if rank.place.leads else None)
+
+
+def take_momentum(rank: Rank, folder: str) -> None:
+    """Set this rank's outer momentum from the handover in `folder`. Raises `CheckpointError`."""
+    path = Handover.read(folder).check_momentum(folder)
+    with safe_open(path, framework="pt") as file:
+        for state in rank.states:
+            rows = {}
+            for name, shape in zip(state.layout.names, state.layout.shapes, strict=True):
+                run = -(-rank.shapes[name][0] // rank.mesh.shards)
+                start = rank.mesh.shard * run
+                rows[name] = file.get_slice(name)[start : start + run].reshape(shape)
+            state.take_momentum(rows)
 
 
 def whole_anchor(rank: Rank) -> dict[str, torch.Tensor]:
@@ -307,8 +331,12 @@ def whole_anchor(rank: Rank) -> dict[str, torch.Tensor]:
 
     Collective over the stage's shards; only shard 0 gets the tensors.
     """
+    return _whole(rank, anchors(rank))
+
+
+def _whole(rank: Rank, views: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     result = {}
-    for name, view in anchors(rank).items():
+    for name, view in views.items():
         if rank.mesh.shards == 1:
             result[name] = view.detach().cpu()
             continue

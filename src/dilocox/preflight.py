@@ -27,6 +27,7 @@ from dilocox.config import RunConfig, resolve_run
 from dilocox.data import SequenceSpace, TokenFiles
 from dilocox.display import number
 from dilocox.errors import ConfigError, DataError, TrainingError
+from dilocox.handover import Handover
 from dilocox.metrics import check_sinks
 from dilocox.models import count_parameters, probe_cut
 from dilocox.outer.fragments import split_fragments
@@ -54,6 +55,7 @@ WRITTEN = (
 STATE_BYTES = 32
 """Per parameter, of the state in which a round begins: fp32 parameters, two moments, anchor, outer
 momentum, reference, residual, and what is under way. Less with SGD or without error feedback."""
+_ELSEWHERE = "choose another run.name (`dilocox hand-over` lets it go on from here)"
 STARTED = ("metrics.jsonl", "coordinator", "logs", "record")
 """What a start leaves that failed before anything was trained."""
 
@@ -174,9 +176,9 @@ def _check_same_run(config: RunConfig, written: Path) -> None:
                 raise TrainingError(
                     f"{written.parent}: was begun with {section}.{key} = "
                     f"{before[section].get(key)!r}, the run file says {value!r}; resume with the "
-                    "same values, or choose another run.name"
+                    f"same values, or {_ELSEWHERE}"
                 )
-    raise TrainingError(f"{written.parent}: was begun with other sites; choose another run.name")
+    raise TrainingError(f"{written.parent}: was begun with other sites; {_ELSEWHERE}")
 
 
 def check_coordinator(config: RunConfig, wait_for: int | None = None) -> None:
@@ -238,6 +240,8 @@ def check_data(
             spaces[site], seed=config.run.seed, sequence_length=config.data.sequence_length
         )
         batch = config.site_batch(site)
+        if config.outer.global_batch == "fixed":
+            batch = config.global_batch  # where it is the only one that is left
         if batch > space.sequences_per_epoch:
             private = config.sites[site].data or config.sites[site].batch_size
             key = f"sites.{site}.batch_size" if private else "site.batch_size"
@@ -279,6 +283,8 @@ def check_run(
     files = TokenFiles.open(config.data_folder)
     everyone = list(config.sites) if sites_here == len(config.sites) else []
     check_data(config, files, everyone, own_dataset)
+    if config.model.handover:
+        _check_handover(config, files)
     blueprint = Blueprint.of(config, vocabulary_size)
     parameters = _check_blueprint(config, blueprint)
     on_gpu = _on_gpu(config)
@@ -290,6 +296,33 @@ def check_run(
     _check_disk(config, sum(parameters), sites_here)
     if config.record.enabled:
         _check_store(config, blueprint, sum(parameters))
+
+
+def _check_handover(config: RunConfig, files: TokenFiles) -> None:
+    """Raise `ConfigError` for a run that cannot go on from its handover, `CheckpointError`."""
+    found = Handover.read(config.model.path)
+    found.check_momentum(str(config.model.path))
+    if config.exchanges_gradients:
+        raise ConfigError(
+            f"model.handover: method {config.outer.method} exchanges gradients and has no outer "
+            "state to go on from: set handover = false"
+        )
+    if config.total_steps <= found.steps:
+        raise ConfigError(
+            f"outer: {config.total_steps} inner steps in all, of which run {found.run} has taken "
+            f"{found.steps}; raise outer.rounds or outer.steps"
+        )
+    same = {
+        "run.seed": (config.run.seed, found.seed),
+        "data.sequence_length": (config.data.sequence_length, found.sequence_length),
+        "the token files' digest": (files.digest, found.data_digest),
+    }
+    for what, (now, before) in same.items():
+        if now != before:
+            raise ConfigError(
+                f"model.handover: {what} is {now}, of run {found.run} it was {before}; token "
+                "ranges would name other text: use the same, or set handover = false"
+            )
 
 
 def _check_store(config: RunConfig, blueprint: Blueprint, parameters: int) -> None:
@@ -399,6 +432,8 @@ def headline(config: RunConfig, files: TokenFiles) -> str:
         f"{number(files.token_count('validation'))} held out, vocabulary {files.vocabulary_size}",
         f"method {outer.method}: {_course(config)}",
     ]
+    if config.model.handover:
+        lines.append(Handover.read(config.model.path).line)
     return "\n".join(lines)
 
 

@@ -52,7 +52,7 @@ from dilocox.outer.groups import PeerGroup
 from dilocox.outer.loop import OuterLoop
 from dilocox.outer.tunnel import Tunnel, form_group, open_tunnel
 from dilocox.outer.worker import ExchangeWorker
-from dilocox.persistence import Keeper, record_state
+from dilocox.persistence import Keeper, record_state, take_momentum
 from dilocox.record.inner import InnerRecord, Manner
 from dilocox.record.recording import Author, RankRecord
 from dilocox.record.statements import Signer
@@ -323,13 +323,13 @@ def _take_part(
         keeper=Keeper(config, rank, files, job.shared_folder, client, record),
         hooks=job.hooks,
         form_group=network.pair,
-        entry_timeout=timeouts.stall,
+        entry_limits=(timeouts.stall, 2 * timeouts.heartbeat),
         watch=rounds,
     )
     control.wait_while_role("enrolled")
     newcomer = _enter(trainer, network, timeouts)
     if newcomer is None and trainer.at.tick == 0:
-        record_state(record, "initial", 0, rank)
+        record_state(record, "initial", 0, rank, momentum=config.model.handover)
     trainer.run(newcomer)
     worker.close()
 
@@ -408,13 +408,15 @@ def _enter(trainer: Trainer, network: Network, timeouts: Timeouts) -> Newcomer |
             trainer.client.fail(reason)
             raise RunOverError(reason)
         if news.donor is None:
+            if trainer.config.model.handover:
+                take_momentum(trainer.rank, str(trainer.config.model.path))
             trainer.client.ready()
             return None
     entry = next(
         (e for e in news.entering if e.site == trainer.me),
         Entering(site=trainer.me, incarnation=0, donor=None, from_round=0),
     )
-    return Newcomer(trainer, entry, network.pair, timeouts.stall)
+    return Newcomer(trainer, entry, network.pair, *trainer.entry_limits)
 
 
 def _last_complete(checkpoints: list[Checkpoint]) -> Checkpoint | None:

@@ -58,7 +58,8 @@ class Trainer:
     keeper: persistence.Keeper
     hooks: Hooks
     form_group: FormGroup
-    entry_timeout: float
+    entry_limits: tuple[float, float]
+    """Seconds that a donor may be silent, and that one whose link broke may take to be replaced."""
     at: Position = field(default_factory=Position)
     dropped_round: int = -2
     """Last round in which this site met a non-finite value."""
@@ -75,7 +76,7 @@ class Trainer:
     def __post_init__(self) -> None:
         self.me = self.rank.place.site
         self.meter = RoundMeter(self.config, self.rank)
-        self.donors = Donors(self, self.form_group, self.entry_timeout)
+        self.donors = Donors(self, self.form_group, self.entry_limits[0])
 
     def run(self, newcomer: Newcomer | None) -> None:
         """Train to the end of the run. `newcomer`: the fetching of state, if this site enters.
@@ -96,7 +97,7 @@ class Trainer:
             if self.me not in plan.members:
                 self.catch_up()
                 continue
-            if plan.first_step == 0 and self.at.slot == 0:
+            if plan.round == 0 and self.at.slot == 0:
                 self.evaluate(plan, -1)
             self.train_round(plan)
         self.finish(plan)
@@ -311,7 +312,7 @@ class Trainer:
             time.sleep(0.02)
         with timeline.span("catch up", from_round=entry.from_round):
             self.outer.set_aside(self.weight)
-            Newcomer(self, entry, self.form_group, self.entry_timeout).follow()
+            Newcomer(self, entry, self.form_group, *self.entry_limits).follow()
         self.control.at(self.at.tick, self.at.round, self.at.slot, None)
 
     def evaluate(self, plan: RoundPlan, round_: int) -> None:

@@ -188,7 +188,7 @@ class Neighbour:
             keeper=cast(Keeper, nobody),
             hooks=Hooks(),
             form_group=cast(Any, None),
-            entry_timeout=0.0,
+            entry_limits=(0.0, 0.0),
             watch=self.watch,
         )
         record_state(self.record, "initial", 0, self.rank)

@@ -1,7 +1,8 @@
 """`dilocox` processes forked from one interpreter, which costs 0.1 s where a fresh one costs 3.
 
 python -m tests.e2e.forked reads one JSON line per process from stdin: `arguments` of the command
-line, `hooks` (a name of `HOOKS`, for `dilocox.train`), `log` and the run's `folder`. Every process
+line, `hooks` (see `hooks_of`), `log`, the run's `folder` and perhaps the
+network `namespace` that it runs in. Every process
 gets a group of its own, as a terminal gives it, so that a signal to the group is Ctrl-C. What such
 a process leaves behind becomes a child of this one; when all are gone, `LOG.gone` says how they
 ended.
@@ -29,8 +30,13 @@ import torch
 import transformers  # noqa: F401 - imported once, for all
 
 import dilocox.api
-from dilocox import cli, launch, model_files  # noqa: F401 - imported once, for all
-from dilocox.assembly import Sequences
+from dilocox import checkpoint, cli, launch, model_files  # noqa: F401 - imported once, for all
+from dilocox.assembly import Batches, Sequences
+from dilocox.lab.netns import enter_namespace
+from dilocox.outer.coordinator.client import CoordinatorClient
+from dilocox.outer.entry import Donor, Snapshot
+from dilocox.outer.groups import PeerGroup
+from dilocox.outer.state import FragmentState
 from dilocox.site import mean_cross_entropy
 from tests.e2e.altered import contributions_times
 from tests.e2e.harness import LIMIT, Run, Workshop
@@ -106,10 +112,66 @@ def small_disk() -> dict[str, Any]:
     return {"loss": loss}
 
 
+def donor_dies() -> dict[str, Any]:
+    """The first rank of paris that gives a site something dies of it, once per run."""
+    original = Donor.offer
+
+    def offer(self: Donor, snapshot: Snapshot) -> None:
+        flag = _disk.with_name("donor-died")
+        # At the start of a run the founder gives theta_0 to all.
+        if me().startswith("paris") and snapshot.tick > 0 and not flag.exists():
+            flag.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        original(self, snapshot)
+
+    Donor.offer = offer  # type: ignore[method-assign]
+    return {}
+
+
 def lazy_and_poisoning() -> dict[str, Any]:
     """Oslo contributes nothing, and rome the opposite of what it has learned, ten times."""
     contributions_times({"oslo": 0.0, "rome": -10.0})
     return {}
+
+
+PLACES: dict[str, tuple[Any, str]] = {
+    "step": (Batches, "step"),
+    "load": (checkpoint, "_sha256"),
+    "write": (checkpoint.dcp, "save"),
+    "send": (PeerGroup, "send"),
+    "vote": (CoordinatorClient, "vote"),
+    "landing": (FragmentState, "land"),
+}
+"""What `killed_at` counts. Behind `dcp.save` a checkpoint has its tensors and is not whole yet;
+behind `send` a payload travels."""
+
+
+def killed_at(place: str, number: int, rank: str) -> dict[str, Any]:
+    """SIGKILL for the whole run, right behind the call `number`, from 1, of `place` at `rank`."""
+    owner, name = PLACES[place]
+    original, calls = getattr(owner, name), 0
+
+    @functools.wraps(original)
+    def counted(*arguments: Any, **more: Any) -> Any:
+        nonlocal calls
+        result = original(*arguments, **more)
+        if me() == rank:
+            calls += 1
+            if calls == number:
+                os.killpg(0, signal.SIGKILL)
+        return result
+
+    setattr(owner, name, counted)
+    return {}
+
+
+def hooks_of(text: str) -> dict[str, Any]:
+    """By a name of `HOOKS`, or `kill/PLACE/NUMBER/RANK`."""
+    kind, *words = text.split("/")
+    if kind == "kill":
+        place, number, rank = words
+        return killed_at(place, int(number), rank)
+    return HOOKS[kind]()
 
 
 _disk = Path()
@@ -124,6 +186,7 @@ HOOKS: dict[str, Callable[[], dict[str, Any]]] = {
     "poisoned": functools.partial(poisoned_at, "lyon", 1),
     "poisoned-alone": functools.partial(poisoned_at, "paris", 1),
     "lazy-and-poisoning": lazy_and_poisoning,
+    "donor-dies": donor_dies,
 }
 
 
@@ -149,9 +212,13 @@ class Forge:
         workshop.runs.append(run)
         return run
 
-    def command(self, workshop: Workshop, name: str, *arguments: str) -> ForkedRun:
-        """Begin any `dilocox` command that belongs to the run called `name`."""
-        run = ForkedRun(self._process, list(arguments), "none", workshop.folder(name))
+    def command(
+        self, workshop: Workshop, name: str, *arguments: str, namespace: str = ""
+    ) -> ForkedRun:
+        """Begin any `dilocox` command that belongs to the run called `name`; in a network namespace
+        if one is named."""
+        folder = workshop.folder(name)
+        run = ForkedRun(self._process, list(arguments), "none", folder, namespace)
         workshop.runs.append(run)
         return run
 
@@ -200,7 +267,12 @@ class ForkedRun(Run):
     process: Any
 
     def __init__(
-        self, forge: subprocess.Popen[str], arguments: list[str], hooks: str, folder: Path
+        self,
+        forge: subprocess.Popen[str],
+        arguments: list[str],
+        hooks: str,
+        folder: Path,
+        namespace: str = "",
     ) -> None:
         self.folder = folder
         self._log = folder.parent / f"{folder.name}-{time.monotonic_ns()}.out"
@@ -211,6 +283,7 @@ class ForkedRun(Run):
             "hooks": hooks,
             "log": str(self._log),
             "folder": str(folder),
+            "namespace": namespace,
         }
         assert forge.stdin is not None
         print(json.dumps(order), file=forge.stdin, flush=True)
@@ -288,13 +361,15 @@ def _run(order: dict[str, Any]) -> None:
     global _disk
     _disk = Path(order["folder"]) / "checkpoints"
     os.setpgid(0, 0)
+    if order["namespace"]:
+        enter_namespace(order["namespace"])
     log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     nothing = os.open(os.devnull, os.O_RDONLY)
     for new, old in ((nothing, 0), (log, 1), (log, 2)):
         os.dup2(new, old)
     code: Any = 1
     try:
-        dilocox.api.train = functools.partial(dilocox.api.train, **HOOKS[order["hooks"]]())
+        dilocox.api.train = functools.partial(dilocox.api.train, **hooks_of(order["hooks"]))
         cli.main(order["arguments"])
     except SystemExit as end:
         code = end.code

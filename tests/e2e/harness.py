@@ -101,15 +101,18 @@ class Workshop:
         self.runs.clear()
 
     def run_file(
-        self, name: str, *sets: str, sites: Sequence[str] = ("paris", "lyon")
+        self,
+        name: str,
+        *sets: str,
+        sites: Sequence[str] = ("paris", "lyon"),
+        model: str = ARCHITECTURE,
     ) -> list[str]:
         """Command-line arguments of a run called `name`: its file and its overrides."""
-        file = self.root / f"run-{'-'.join(sites)}.toml"
+        kind = "run" if model == ARCHITECTURE else f"run-{name}"
+        file = self.root / f"{kind}-{'-'.join(sites)}.toml"
         if not file.exists():
             tables = "\n".join(f"[sites.{site}]" for site in sites)
-            text = RUN.format(
-                name="run", root=self.root, model=ARCHITECTURE, text=self.text, sites=tables
-            )
+            text = RUN.format(name="run", root=self.root, model=model, text=self.text, sites=tables)
             file.write_text(text, encoding="utf-8")
         arguments = [str(file), "--set", f"run.name={name}"]
         for item in sets:

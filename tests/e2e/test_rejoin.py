@@ -10,6 +10,7 @@ import time
 
 import pytest
 
+from tests.e2e.forked import Forge
 from tests.e2e.harness import Run, Workshop, verdicts
 
 
@@ -56,6 +57,60 @@ def test_kill_and_rejoin(workshop: Workshop, exchange: str) -> None:
     assert summary["val_loss_last"] < summary["val_loss_first"] - 1.0
     # What the killed site had contributed is signed, and kept by who received it.
     assert verdicts(run.folder) == {}
+
+
+@pytest.mark.slow
+def test_a_donor_that_dies_is_replaced_by_another(workshop: Workshop, forge: Forge) -> None:
+    """Lyon enters again, fetching from paris, which dies of the first fragment that it gives."""
+    sets = (
+        "outer.rounds=5000",
+        "checkpoint.every_rounds=0",
+        "site.stages=1",
+        "network.heartbeat=5",
+    )
+    sites = ("paris", "lyon", "oslo")
+    run = forge.train(workshop, "donor", *sets, hooks="donor-dies", sites=sites)
+    run.until_round(2)
+    os.kill(run.rank_processes()["lyon:0.0"], signal.SIGKILL)
+    run.until(lambda: "paris is gone: paris-stage0-shard0 was killed" in run.printed(), 200.0)
+    # Both come back; lyon with the processes that it had begun to enter with.
+    run.until(lambda: run.printed().count("lyon contributes from round") == 2, 200.0)
+    run.until(lambda: run.printed().count("paris contributes from round") == 2, 200.0)
+    said = run.printed()
+    assert "lyon enters, fetching from paris" in said
+    assert said.count("lyon enrolled") == 2
+    assert said.count("dilocox: site lyon joins again in ") == 1
+    log = (run.folder / "logs" / "lyon-stage0-shard0.log").read_text()
+    assert "paris is gone: fetching from oslo" in log
+    last = max(r["round"] for r in run.records())
+    run.until(lambda: any(r["round"] > last and r["sites"] == 3 for r in run.records()), 200.0)
+    run.ctrl_c()
+    assert run.wait(200.0) == 130, run.output()
+    summary = run.summary()
+    assert (summary["sequences_doubled"], summary["sequences_missing"]) == (0, 0)
+
+
+@pytest.mark.slow
+def test_the_global_batch_stays_while_a_site_is_away(workshop: Workshop) -> None:
+    sets = ("outer.rounds=5000", "outer.global_batch=fixed", "checkpoint.every_rounds=0",
+            "network.heartbeat=5")  # fmt: skip
+    run = workshop.start("fixed", *sets)
+    run.until_round(2)
+    os.kill(run.rank_processes()["lyon:1.0"], signal.SIGKILL)
+    run.until(lambda: run.printed().count("lyon contributes from round") == 2, 200.0)
+    last = max(r["round"] for r in run.records())
+    run.until(lambda: any(r["round"] > last and r["sites"] == 2 for r in run.records()), 200.0)
+    run.interrupt()
+    assert run.wait(200.0) == 130, run.output()
+    # Eight steps of eight sequences of 32 tokens, by one site or two.
+    by_members = {
+        number: {r["tokens"] for r in run.records("round", "paris") if r["members"] == number}
+        for number in (1, 2)
+    }
+    assert by_members == {1: {2048}, 2: {1024}}
+    whole = {r["tokens"] for r in run.records() if r["sites"] == 2}
+    assert whole == {2048}
+    assert (run.summary()["sequences_doubled"], run.summary()["sequences_missing"]) == (0, 0)
 
 
 @pytest.mark.slow

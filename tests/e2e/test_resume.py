@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import random
+import signal
+import sqlite3
+from collections.abc import Sequence
+
 import pytest
 
+from tests.e2e.forked import PLACES, Forge
 from tests.e2e.harness import Run, Workshop, verdicts
 
 # A stop takes effect some two beats of slots later (the lease), so the run must outlast two.
 SETS = ("outer.rounds=48", "checkpoint.every_rounds=0")
+DEATHS = (
+    "kill/write/1/paris-stage1-shard0",
+    "kill/send/5/lyon-stage0-shard0",
+    "kill/step/11/lyon-stage1-shard0",
+)
+"""Of the whole run: while a checkpoint is being written, while payloads travel, while it trains."""
 
 
 @pytest.mark.slow
@@ -40,6 +52,7 @@ def model_bytes(run: Run) -> dict[str, bytes]:
                 "outer.inner_steps=8",
                 "compression.codec=topk:64",
                 "sites.lyon.speed=0.4",
+                "checkpoint.every_rounds=6",
             ),
         ),
         pytest.param(
@@ -60,7 +73,10 @@ def model_bytes(run: Run) -> dict[str, bytes]:
         ),
     ],
 )
-def test_two_stops_change_nothing(workshop: Workshop, name: str, sets: tuple[str, ...]) -> None:
+def test_two_stops_change_nothing(
+    workshop: Workshop, forge: Forge, name: str, sets: tuple[str, ...]
+) -> None:
+    """And, in the first case, three deaths of the whole run: `DEATHS`."""
     whole = workshop.train(f"whole-{name}", *SETS, *sets)
     cut = workshop.start(f"cut-{name}", *SETS, *sets)
     cut.until_round(1)
@@ -72,6 +88,9 @@ def test_two_stops_change_nothing(workshop: Workshop, name: str, sets: tuple[str
     again.until(lambda: len(again.records()) > stopped_at)
     again.interrupt()
     assert again.wait() == 130, again.output()
+    for moment in DEATHS if name == "keep" else ():
+        dies = forge.train(workshop, f"cut-{name}", *SETS, *sets, hooks=moment, flags=("--resume",))
+        assert dies.wait() == -signal.SIGKILL, f"{moment}: {dies.output()}"
     last = workshop.start(f"cut-{name}", *SETS, *sets, flags=("--resume",))
     assert last.wait() == 0, last.output()
     assert model_bytes(last) == model_bytes(whole)
@@ -80,3 +99,72 @@ def test_two_stops_change_nothing(workshop: Workshop, name: str, sets: tuple[str
     assert last.summary()["tokens"] == whole.summary()["tokens"]
     # The record tells the course that was gone on with, and replays to that model.
     assert verdicts(last.folder) == ({"replay": "NOT_RUN"} if name == "late-gradients" else {})
+
+
+# --- the whole run dies --------------------------------------------------------------------------
+
+KILLS = 20
+LONG = 280.0
+"""Seconds: there are many processes."""
+DYING = ("checkpoint.every_rounds=1", "network.heartbeat=20")
+
+
+def random_moments(count: int, ranks: Sequence[str]) -> list[str]:
+    """Moments of the next start of a run, as hooks: every place comes up before any does again.
+
+    Few calls each, so that the run is still going on at the last of them.
+    """
+    draw = random.Random(20)
+    most = {"step": 12, "load": 3, "write": 2, "send": 4, "vote": 4, "landing": 4}
+    places: list[str] = []
+    while len(places) < count:
+        places += draw.sample(sorted(PLACES), len(PLACES))
+    return [
+        f"kill/{place}/{draw.randint(1, most[place])}/{draw.choice(ranks)}"
+        for place in places[:count]
+    ]
+
+
+def has_checkpoint(run: Run) -> bool:
+    """The coordinator has recorded a checkpoint of all ranks."""
+    path = run.folder / "coordinator" / "coordinator.sqlite"
+    if not path.exists():
+        return False
+    log = sqlite3.connect(f"file:{path}?mode=ro", uri=True)
+    try:
+        return bool(log.execute("SELECT 1 FROM events WHERE kind = 'Kept'").fetchone())
+    except sqlite3.OperationalError:  # not created yet
+        return False
+    finally:
+        log.close()
+
+
+def dies_again_and_again(
+    workshop: Workshop, forge: Forge, name: str, sets: Sequence[str], moments: Sequence[str]
+) -> None:
+    """A run that is killed as a whole once it has a checkpoint, and at each of `moments` of the
+    start after, ends as one that was not disturbed."""
+    whole = workshop.start(f"whole-{name}", *sets)
+    assert whole.wait(LONG) == 0, whole.output()
+    run: Run = workshop.start(name, *sets)
+    run.until(lambda: has_checkpoint(run), LONG)
+    run.process.kill()
+    assert run.wait(LONG) == -signal.SIGKILL
+    for moment in moments:
+        run = forge.train(workshop, name, *sets, hooks=moment, flags=("--resume",))
+        assert run.wait(LONG) == -signal.SIGKILL, f"{moment}: {run.output()}"
+    last = workshop.start(name, *sets, flags=("--resume",))
+    assert last.wait(LONG) == 0, last.output()
+    assert model_bytes(last) == model_bytes(whole)
+    for key in ("anchor_digest", "val_loss_last", "tokens", "rounds"):
+        assert last.summary()[key] == whole.summary()[key]
+    assert (last.summary()["sequences_doubled"], last.summary()["sequences_missing"]) == (0, 0)
+    assert verdicts(last.folder) == {}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_twenty_deaths_of_the_whole_run_change_nothing(workshop: Workshop, forge: Forge) -> None:
+    sets = (*DYING, "outer.rounds=36", "sites.lyon.speed=0.4", "outer.delay=3")
+    ranks = [f"{site}-stage{stage}-shard0" for site in ("paris", "lyon") for stage in (0, 1)]
+    dies_again_and_again(workshop, forge, "dying", sets, random_moments(KILLS - 1, ranks))

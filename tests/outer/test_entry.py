@@ -35,10 +35,9 @@ from tests.outer.sites import MemoryStore, run_each, shared_store, until
 LIMIT = 15.0
 
 
-def link(store: MemoryStore, me: str) -> PeerGroup:
-    return PeerGroup(
-        store, "run/entry/new/1/0/0", ["old", "new"], me, "127.0.0.1", LIMIT, LIMIT, lambda: False
-    )
+def link(store: MemoryStore, me: str, donor: str = "old") -> PeerGroup:
+    name = f"run/entry/new/1/{donor}/0/0"
+    return PeerGroup(store, name, [donor, "new"], me, "127.0.0.1", LIMIT, LIMIT, lambda: False)
 
 
 def state(fragment: int, momentum: float) -> dict[str, torch.Tensor]:
@@ -105,6 +104,53 @@ def test_a_receiver_that_dies_harms_only_its_entry() -> None:
     with shared_store() as store:
         results = run_each({"old": old(store), "new": new(store)})
     assert results["old"].startswith("link to new broke: ")
+
+
+def test_a_second_donor_sends_what_the_first_has_not() -> None:
+    def first(store: MemoryStore) -> Callable[[], str]:
+        def go() -> str:
+            donor = Donor(lambda: link(store, "old"), "new", 3, LIMIT)
+            donor.offer(Snapshot(1, 40, state(1, 0.5)))
+            assert until(lambda: store.kv_check(["had one"]))
+            # Its site is told that the receiver has another donor: the thread does not stay.
+            donor.cancel()
+            assert until(lambda: donor.done)
+            return str(donor.failure)
+
+        return go
+
+    def second(store: MemoryStore) -> Callable[[], str]:
+        def go() -> str:
+            donor = Donor(lambda: link(store, "next", "next"), "new", 3, LIMIT)
+            for number in (1, 0, 2):
+                donor.offer(Snapshot(number, 41, state(number, 0.5)))
+            assert until(lambda: donor.done)
+            return str(donor.failure)
+
+        return go
+
+    def new(store: MemoryStore) -> Callable[[], object]:
+        def go() -> object:
+            got: list[Snapshot] = []
+
+            def take(snapshot: Snapshot) -> None:
+                got.append(snapshot)
+                if len(got) == 1:
+                    store.kv_set("had one", b"")
+
+            known, limits = ["0" * 64] * 3, [1 << 20] * 3
+            with pytest.raises(ExchangeError, match="link to old broke"):
+                fetch(lambda: link(store, "new"), "old", known, limits, take, LIMIT)
+            fetch(lambda: link(store, "new", "next"), "next", known, limits, take, LIMIT, {1})
+            return [(s.fragment, s.tick) for s in got]
+
+        return go
+
+    with shared_store() as store:
+        results = run_each({"old": first(store), "next": second(store), "new": new(store)})
+    assert results["old"] == "new does not wait for this site any more"
+    assert results["next"] == "None"
+    assert results["new"] == [(1, 40), (0, 41), (2, 41)]
 
 
 @pytest.mark.parametrize(
@@ -209,7 +255,7 @@ def test_a_receiver_of_another_number_of_fragments_is_refused() -> None:
 
     def new(store: MemoryStore) -> Callable[[], str]:
         def go() -> str:
-            header = json.dumps({"anchors": ["0" * 64]}).encode().ljust(HEADER_BYTES)
+            header = json.dumps({"anchors": ["0" * 64], "here": []}).encode().ljust(HEADER_BYTES)
             group = link(store, "new")
             group.send(torch.frombuffer(bytearray(header), dtype=torch.uint8), "old", HEADER_TAG)
             until(lambda: store.kv_check(["done"]))

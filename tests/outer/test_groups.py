@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -18,9 +20,10 @@ from dilocox.outer.groups import (
     Transfer,
     gloo_device,
 )
-from tests.outer.sites import MemoryStore, run_each, shared_store, until
+from tests.outer.sites import CONTEXT, MemoryStore, run_each, shared_store, until
 
 HERE = "127.0.0.1"
+LIMIT = 20.0
 
 
 def group(store: MemoryStore, me: str, silence: float = 20.0) -> PeerGroup:
@@ -128,6 +131,44 @@ def test_giving_up_starts_no_more_pieces() -> None:
 def test_forming_a_group_says_who_is_missing() -> None:
     with pytest.raises(ExchangeError, match=r"epoch/1/x/.*within 0\.1 s; is network\.interface"):
         CoordinatorStore(MemoryStore({}), "epoch/1/x/", 0.1, lambda: False).get("rank1")
+
+
+def test_a_peer_that_dies_while_a_group_is_formed_is_not_waited_for() -> None:
+    """Its address is there, so Gloo tries to reach it for as long as a link may be silent."""
+
+    def waiting(store: MemoryStore) -> Callable[[], Any]:
+        def go() -> Any:
+            began = time.monotonic()
+
+            def cancelled() -> bool:
+                return store.kv_check(["told"]) and time.monotonic() > began + 1.0
+
+            with pytest.raises(EpochChangedError, match="the members changed"):
+                PeerGroup(store, "g", ["a", "b"], "a", "127.0.0.1", LIMIT, LIMIT, cancelled)
+            return time.monotonic() - began
+
+        return go
+
+    def dying(store: MemoryStore) -> Callable[[], Any]:
+        def told(key: str, value: bytes) -> bytes:
+            store.kv_set(f"g/{key}", value)
+            store.kv_set("told", b"")
+            os._exit(0)
+
+        def go() -> Any:
+            PeerGroup(
+                store, "g", ["a", "b"], "b", "127.0.0.1", LIMIT, LIMIT, lambda: False, on_set=told
+            )
+
+        return go
+
+    with shared_store() as store:
+        dead = CONTEXT.Process(target=dying(store))
+        dead.start()
+        seconds = run_each({"a": waiting(store)}, limit=LIMIT)["a"]
+        dead.join()
+    assert isinstance(seconds, float), seconds
+    assert seconds < LIMIT / 2
 
 
 def test_a_change_of_members_ends_the_waiting() -> None:

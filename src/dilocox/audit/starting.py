@@ -48,7 +48,8 @@ def wrong_start(
             for step in course.of((place.stage, fragment))
             if step.key.round < state.round and step.key.text not in waiting
         ]
-        anchor, momentum = replay_steps(landed, layout, start, place.shard, get)
+        moving = stage.rows(stage.momentum(get, names), place.shard)
+        anchor, momentum = replay_steps(landed, layout, start, moving, place.shard, get)
         for name, flat in (("anchor", anchor), ("momentum", momentum)):
             full = f"outer/{fragment}/{name}"
             if tensors.get(full) != tensor_digest(full, flat):

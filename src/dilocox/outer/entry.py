@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import queue
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, TypeVar
 
@@ -44,6 +44,8 @@ class Held(Said):
 
     anchors: list[Sha256]
     """Digests of its anchors, by fragment."""
+    here: list[Annotated[int, Field(ge=0)]]
+    """Fragments that it has from an earlier donor: they are not sent."""
 
 
 class FragmentHeader(Said):
@@ -97,7 +99,7 @@ class Donor:
         self._site = site
         self._fragments = fragments
         self._timeout = timeout
-        self._offers: queue.Queue[Snapshot] = queue.Queue()
+        self._offers: queue.Queue[Snapshot | None] = queue.Queue()
         self.waiting = set(range(fragments))
         """Fragments not offered yet."""
         self.failure: str | None = None
@@ -109,6 +111,10 @@ class Donor:
         self.waiting.discard(snapshot.fragment)
         self._offers.put(snapshot)
 
+    def cancel(self) -> None:
+        """The receiver waits for no more offers: it has died, or has another donor."""
+        self._offers.put(None)
+
     @property
     def done(self) -> bool:
         """True when everything is sent or the receiver is gone."""
@@ -117,13 +123,18 @@ class Donor:
     def _serve(self) -> None:
         try:
             group = self._form_group()
-            known = _receive(Held, group, self._site, self._timeout).anchors
+            held = _receive(Held, group, self._site, self._timeout)
+            known = held.anchors
             if len(known) != self._fragments:
                 raise ExchangeError(
                     f"{self._site} holds {len(known)} fragments, here are {self._fragments}"
                 )
             for _ in known:
                 snapshot = self._offers.get()
+                if snapshot is None:
+                    raise ExchangeError(f"{self._site} does not wait for this site any more")
+                if snapshot.fragment in held.here:
+                    continue
                 anchor = digest_of(snapshot.tensors["anchor"])
                 fresh = not snapshot.codec and not bool(snapshot.tensors["momentum"].any())
                 same = fresh and known[snapshot.fragment] == anchor
@@ -151,8 +162,9 @@ def fetch(
     limits: Sequence[int],
     on_fragment: Callable[[Snapshot], None],
     timeout: float,
+    here: Collection[int] = (),
 ) -> None:
-    """Receive all fragments from `donor`.
+    """Receive all fragments but those that are `here` from `donor`.
 
     `anchors`: digests of what this rank holds (`digest_of`), one per fragment; `limits`: bytes that
     a fragment's tensors can have at most. `on_fragment` is called once for each. Raises
@@ -160,9 +172,9 @@ def fetch(
     came is not what its digest says.
     """
     group = form_group()
-    _send(group, donor, Held(anchors=list(anchors)), timeout)
-    missing = set(range(len(anchors)))
-    for _ in anchors:
+    _send(group, donor, Held(anchors=list(anchors), here=sorted(here)), timeout)
+    missing = set(range(len(anchors))) - set(here)
+    while missing:
         header = _receive(FragmentHeader, group, donor, timeout)
         check_header(header, donor, missing, limits)
         missing.discard(header.fragment)

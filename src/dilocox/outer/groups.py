@@ -42,6 +42,8 @@ class EpochChangedError(ExchangeError):
 
 PIECE_BYTES = 4 << 20
 FIRST_BYTES = 64
+LOOK = 0.02
+"""Seconds between two looks at whether a group that is being formed is still wanted."""
 PIECES_UNDER_WAY = 4
 """Together 16 MiB: what is on the way on 1 Gbps at a round trip of 130 ms."""
 
@@ -243,15 +245,18 @@ class PeerGroup:
         # One piece may be silent for so long; what has timed out is not used again.
         options._timeout = timedelta(seconds=silence)
         options._threads = 1
-        store = CoordinatorStore(kv, f"{name}/", timeout, cancelled, on_set, on_get)
+        over = _Sticky(cancelled)
+        store = CoordinatorStore(kv, f"{name}/", timeout, over, on_set, on_get)
         self._store = store
         before = connections() if congestion else set()
         try:
-            self._backend = _GLOO(store, self._index[me], len(self.sites), options)
+            self._backend = _unless(
+                over, lambda: _GLOO(store, self._index[me], len(self.sites), options)
+            )
         except (ExchangeError, dist.DistError):
             raise
         except RuntimeError as error:
-            if cancelled():
+            if over():
                 raise EpochChangedError("the members changed while the group was formed") from None
             raise ExchangeError(f"group {name}: {_first_line(error)}") from None
         if congestion:
@@ -277,6 +282,46 @@ class PeerGroup:
     def close(self) -> None:
         """Drop the connections; operations under way fail at the peers."""
         self._backend = None
+
+
+class _Sticky:
+    """A condition that stays true, for several threads."""
+
+    def __init__(self, condition: Callable[[], bool]) -> None:
+        self._condition = condition
+        self._lock = threading.Lock()
+        self._true = False
+
+    def __call__(self) -> bool:
+        with self._lock:
+            self._true = self._true or self._condition()
+            return self._true
+
+
+def _unless(over: Callable[[], bool], make: Callable[[], Any]) -> Any:
+    """What `make` returns or raises. Raises `EpochChangedError` as soon as `over()` is true.
+
+    Gloo waits for a peer that has left its address and died for as long as its own time-out, and
+    cannot be interrupted: that wait is left to a thread whose result nobody takes.
+    """
+    made: list[Any] = []
+    failed: list[BaseException] = []
+    ended = threading.Event()
+
+    def run() -> None:
+        try:
+            made.append(make())
+        except BaseException as error:
+            failed.append(error)
+        ended.set()
+
+    threading.Thread(target=run, name="form group", daemon=True).start()
+    while not ended.wait(LOOK):
+        if over():
+            raise EpochChangedError("the members changed while the group was formed")
+    if failed:
+        raise failed[0]
+    return made[0]
 
 
 def gloo_device(address: str) -> object:

@@ -234,6 +234,12 @@ class FragmentState:
         self.layout.pack(live, out=self.anchor)
         self.reference.copy_(self.anchor)
 
+    def take_momentum(self, whole: Mapping[str, Tensor]) -> None:
+        """Begin with an outer momentum: this rank's part of it, fp32 by full name. Raises
+        `ExchangeError` if it does not fit."""
+        self._settle()
+        self.layout.pack(whole, out=self.momentum)
+
     def agreed(self) -> dict[str, Tensor]:
         """What is equal at all sites after every landing, by name (not copies)."""
         found = {"anchor": self.anchor, "momentum": self.momentum, "warm": self.warm}

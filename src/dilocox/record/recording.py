@@ -179,6 +179,11 @@ class RankRecord:
             self._warn(f"record: {error}; the run goes on, but cannot be verified in full")
 
 
+MOMENTUM_OF = "outer-momentum/"
+"""Begins the names of the outer momentum in the state that a run begins with, where it goes on from
+another run; without it the momentum is zero."""
+
+
 def listing_of(tensors: list[TensorDigest]) -> bytes:
     """The tensors of a state as they lie in the store: canonical JSON, in model order."""
     return rfc8785.dumps([each.to_json() for each in tensors])

@@ -24,6 +24,7 @@ from dilocox.outer.fragments import Layout, local_shapes, split_fragments
 from dilocox.outer.optimizer import nesterov_step
 from dilocox.record.course import Course, Step
 from dilocox.record.digests import TensorDigest, stage_root, tensor_digest
+from dilocox.record.recording import MOMENTUM_OF
 
 Get = Callable[[str], bytes]
 """SHA-256, hex, to the bytes that have it. Raises `RecordError`."""
@@ -55,6 +56,8 @@ class Stage:
     tensors: Mapping[str, TensorDigest]
     """In model order."""
     fragments: tuple[tuple[str, ...], ...]
+    momenta: Mapping[str, TensorDigest]
+    """The outer momentum that the run begins with, by the same names; empty: zero."""
 
     @classmethod
     def of(cls, course: Course, stage: int, tensors: Sequence[TensorDigest]) -> Stage:
@@ -63,9 +66,14 @@ class Stage:
             if each.dtype != "float32":
                 raise RecordError(f"{each.name}: an anchor is fp32, this is {each.dtype}")
         number = next(iter(course.steps.values())).fragments
-        sizes = {each.name: math.prod(each.shape) for each in tensors}
+        known = {each.name: each for each in tensors}
+        theta = {n: each for n, each in known.items() if not n.startswith(MOMENTUM_OF)}
+        momenta = {n: known[MOMENTUM_OF + n] for n in theta if MOMENTUM_OF + n in known}
+        if len(theta) + len(momenta) != len(tensors) or len(momenta) not in (0, len(theta)):
+            raise RecordError(f"stage {stage}: its outer momentum is not one of its tensors")
+        sizes = {name: math.prod(each.shape) for name, each in theta.items()}
         fragments = tuple(tuple(names) for names in split_fragments(sizes, number))
-        return cls(stage, course.shards, {each.name: each for each in tensors}, fragments)
+        return cls(stage, course.shards, theta, fragments, momenta)
 
     def layout(self, fragment: int, shard: int) -> Layout:
         """How a fragment lies in a rank's buffer."""
@@ -84,7 +92,18 @@ class Stage:
 
     def load(self, get: Get, name: str) -> Tensor:
         """A whole tensor of theta_0, fp32. Raises `RecordError`."""
-        about = self.tensors[name]
+        return self._tensor(get, name, self.tensors[name])
+
+    def momentum(self, get: Get, names: Sequence[str]) -> dict[str, Tensor]:
+        """Whole tensors of the outer momentum that the run begins with; none if it is zero.
+
+        Raises `RecordError`.
+        """
+        if not self.momenta:
+            return {}
+        return {name: self._tensor(get, name, self.momenta[name]) for name in names}
+
+    def _tensor(self, get: Get, name: str, about: TensorDigest) -> Tensor:
         data = get(about.sha256)
         if len(data) != 4 * math.prod(about.shape):
             raise RecordError(f"{name}: {len(data)} bytes are not fp32 {list(about.shape)}")
@@ -104,10 +123,17 @@ def replay_stage(
     whole = {}
     for number, names in enumerate(stage.fragments):
         start = {name: stage.load(get, name) for name in names}
+        moving = stage.momentum(get, names)
         steps = course.of((stage.stage, number))
         parts = [
             _replay_rank(
-                steps, stage.layout(number, shard), stage.rows(start, shard), shard, get, on_step
+                steps,
+                stage.layout(number, shard),
+                stage.rows(start, shard),
+                stage.rows(moving, shard),
+                shard,
+                get,
+                on_step,
             )
             for shard in range(stage.shards)
         ]
@@ -121,11 +147,12 @@ def _replay_rank(
     steps: Sequence[Step],
     layout: Layout,
     start: Mapping[str, Tensor],
+    moving: Mapping[str, Tensor],
     shard: int,
     get: Get,
     on_step: Callable[[], None],
 ) -> dict[str, Tensor]:
-    anchor, _ = replay_steps(steps, layout, start, shard, get, on_step)
+    anchor, _ = replay_steps(steps, layout, start, moving, shard, get, on_step)
     return layout.views(anchor)
 
 
@@ -133,16 +160,18 @@ def replay_steps(
     steps: Sequence[Step],
     layout: Layout,
     start: Mapping[str, Tensor],
+    moving: Mapping[str, Tensor],
     shard: int,
     get: Get,
     on_step: Callable[[], None] = lambda: None,
 ) -> tuple[Tensor, Tensor]:
-    """Anchor and momentum of a rank's fragment, flat fp32, after `steps` from theta_0 `start`.
+    """Anchor and momentum of a rank's fragment, flat fp32, after `steps` from theta_0 `start` and
+    the momentum `moving` (empty: zero).
 
     Raises `RecordError` naming the step that cannot be replayed.
     """
     anchor = layout.pack(start)
-    momentum = torch.zeros_like(anchor)
+    momentum = layout.pack(moving) if moving else torch.zeros_like(anchor)
     for step in steps:
         try:
             found = step_average(step, layout, shard, get)

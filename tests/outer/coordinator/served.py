@@ -19,8 +19,15 @@ from tests.outer.coordinator.helpers import VERSIONS, Clock, run_config
 class Run:
     """A server in a thread, and the sites that joined it."""
 
-    def __init__(self, folder: Path, sites: str = "ab", shards: int = 1, **options: Any) -> None:
-        self.config = run_config(sites, shards=shards)
+    def __init__(
+        self,
+        folder: Path,
+        sites: str = "ab",
+        shards: int = 1,
+        outer: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        self.config = run_config(sites, shards=shards, outer=outer or {})
         self.folder, self.options, self.clock = folder, options, Clock()
         self.identities: dict[str, Identity] = {}
         self.clients: list[CoordinatorClient] = []

@@ -289,10 +289,15 @@ def test_min_sites_waits_instead_of_deciding(tmp_path: Path) -> None:
     driver.begin(key, "a")
     driver.leave("b")
     driver.leave("c")
-    assert driver.vote(key, "a", 3, held=["a"]).decision == "wait"
+    reply = driver.vote(key, "a", 3, held=["a"])
+    assert (reply.decision, reply.waiting_for) == ("wait", [])
     assert driver.plan(1, "a") is None
-    driver.join("b")
+    # Who enters again makes up the number: its donor has to land this before it can give.
+    driver.enrol("b")
+    assert driver.beat("b").role == "entering"
     assert driver.vote(key, "a", 3, held=["a"]).decision == "commit"
+    assert driver.plan(1, "a") is None
+    driver.ready("b")
     assert driver.plan(1, "a") is not None
     driver.core.close()
 

@@ -231,6 +231,26 @@ def test_a_wait_ends_with_the_name_of_who_was_waited_for(run: Run) -> None:
         clients["a"].kv_get([f"epoch/{run.core.state.epoch}/x"], 0.05)
 
 
+def test_too_few_sites_are_waited_for_without_a_limit(tmp_path: Path) -> None:
+    run = Run(tmp_path, outer={"min_sites": 2})
+    try:
+        clients = run.start()
+        clients["a"].plan(0)
+        key = OUTER(0, 0, 0)
+        clients["a"].begin(key)
+        clients["b"].leave("power cut", failed=True)
+        with ThreadPoolExecutor(1) as pool:
+            vote = pool.submit(clients["a"].vote, key, 2, held=["a"], limit=0.01)
+            # Longer than the limit, and than it takes to ask again.
+            with pytest.raises(TimeoutError):
+                vote.result(0.3)
+            run.enrol("b")
+            run.client("b").beat(0, 0, 0)
+            assert vote.result(20).set == ["a"]
+    finally:
+        run.close()
+
+
 def test_store_waits_adds_once_and_forgets_old_epochs(run: Run) -> None:
     clients = run.start()
     prefix = f"epoch/{run.core.state.epoch}"

@@ -182,7 +182,8 @@ class CoordinatorClient:
         """Vote and wait for the decision: "commit", "average" or "repeat".
 
         Raises `ExchangeError` after `limit` seconds (default `timeouts.exchange`), naming the
-        ranks that were waited for.
+        ranks that were waited for. While all have voted and are fewer than `min_sites`, it waits
+        for as long as that lasts.
         """
         fields = {
             "phase": phase,
@@ -227,7 +228,10 @@ class CoordinatorClient:
             reply = self._post("exchange/vote", request, m.VoteReply, wait)
             if reply.decision != "wait":
                 return reply
-            if self._now() >= end:
+            if not reply.waiting_for and not request.observer:
+                # All who are there have voted, and they are fewer than `min_sites`: that may last.
+                end = self._now() + limit
+            elif self._now() >= end:
                 missing = ", ".join(reply.waiting_for[:8]) or "enough live sites"
                 raise ExchangeError(
                     f"exchange {key.text} attempt {attempt}: no decision after {limit:g} s; "

@@ -15,6 +15,7 @@ from typing import Any
 
 from dilocox.config import RunConfig
 from dilocox.errors import JoinError, TrainingError
+from dilocox.handover import Handover
 from dilocox.outer.coordinator import events as e
 from dilocox.outer.coordinator import messages as m
 from dilocox.outer.coordinator import views
@@ -123,6 +124,9 @@ class Coordinator:
                 )
             sizes = {name: [list(row) for row in rows] for name, rows in payloads.items()}
             self.record(e.Sized(self.wall(), sizes))
+        if self.config.model.handover and self.state.steps_before is None:
+            found = Handover.read(self.config.model.path)
+            self.record(e.HandedOver(self.wall(), found.run, found.steps, found.ledger))
         for name in self.state.live:
             beaten = self.state.sites[name].role != "enrolled"
             self._expect(name, self.timeouts.reconnect if beaten else self.timeouts.first_beat)

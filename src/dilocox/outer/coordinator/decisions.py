@@ -34,7 +34,8 @@ def decide(
         site = state.sites[name]
         if site.left and len(site.left) == state.config.site.ranks:
             return e.Gone(time, name, site.incarnation, "asked to leave, and done", False)
-    if state.running and len(state.with_role("active")) >= state.config.outer.min_sites:
+    # One that enters makes up the number: what it waits for lands only after these decisions.
+    if state.running and len(state.with_role("entering", "active")) >= state.config.outer.min_sites:
         for text in [key] if key in state.undecided else [] if key else state.undecided:
             decided = _decide_exchange(state, state.exchanges[str(text)], time)
             if decided is not None:
@@ -90,7 +91,7 @@ def plan_round(state: CoordinatorState, round_: int, time: float) -> e.Planned |
         return f"the end of round {round_ - ahead - 1} at {', '.join(slow)}"
     before = state.plans.get(round_ - 1)
     first_tick = before.first_tick + before.slots if before else 0
-    first_step = before.first_step + before.inner_steps if before else 0
+    first_step = before.first_step + before.inner_steps if before else state.steps_before or 0
     paces = paces_of(state, round_, active)
     choice, estimate = chosen(state, round_, active, paces)
     plan = make_plan(

@@ -141,6 +141,15 @@ class Sized(Event):
 
 
 @dataclass(frozen=True)
+class HandedOver(Event):
+    """The run goes on from another one (`dilocox.handover`): inner steps taken, and the ledger."""
+
+    run: str
+    steps: int
+    ledger: dict[str, Any]
+
+
+@dataclass(frozen=True)
 class RoundDone(OfRank):
     """A rank is through with a round. `measured`: a `Measured` as JSON, if it gave one."""
 

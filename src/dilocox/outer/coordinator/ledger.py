@@ -88,6 +88,14 @@ class Ledger:
             entry.state = "returned"
             self._put(entry.space, entry.start, entry.count)
 
+    def give_back_range(self, space: str, start: int, count: int) -> None:
+        """Numbers that nobody has trained on are to be given out again."""
+        self._put(space, start, count)
+
+    def note_committed(self, site: str, space: str, ranges: list[Range]) -> None:
+        """Numbers that were trained on before this run, under the name `site`."""
+        self.entries += [Entry(site, 0, 0, space, *each, "committed") for each in ranges]
+
     def adopt(self, site: str, incarnation: int) -> None:
         """A site that resumed goes on with the ranges of its earlier incarnation."""
         entries = [

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from dilocox.codec_spec import SPARSE, parse_spec
 from dilocox.config import RunConfig
+from dilocox.outer.controller.batch import shared_batches
 from dilocox.outer.controller.choice import Choice
 from dilocox.outer.controller.pace import FULL, carried, site_weights, steps_taken
 from dilocox.outer.coordinator.ledger import Ledger, Range
@@ -49,6 +50,9 @@ def make_plan(
     steps = 0 if flush else choice.inner_steps
     paces = paces or dict.fromkeys(members, FULL)
     batches = {site: config.site_batch(site) for site in members}
+    if outer.global_batch == "fixed":
+        everyone = {site: config.site_batch(site) for site in config.sites}
+        batches = shared_batches(everyone, members, config.site.batch_unit)
     weights = site_weights(config.control.weights, batches, paces)
     offsets: dict[str, int] = {}
     spare: dict[str, list[Range]] = {}

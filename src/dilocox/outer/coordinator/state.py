@@ -49,6 +49,8 @@ class CoordinatorState:
     next_round: int = 0
     """First round without a plan."""
     ledger: Ledger = field(default_factory=Ledger)
+    steps_before: int | None = None
+    """Inner steps of the run that this one goes on from; none: it begins anew."""
     payloads: dict[str, list[list[int]]] | None = None
     """Bytes by codec, stage and fragment; none until they are known."""
     measured: dict[int, dict[str, Measured]] = field(default_factory=dict)
@@ -303,6 +305,10 @@ class CoordinatorState:
     def _sized(self, event: e.Sized) -> None:
         self.payloads = event.payloads
 
+    def _handed_over(self, event: e.HandedOver) -> None:
+        self.steps_before = event.steps
+        self.ledger = Ledger.from_json(event.ledger, self.ledger.until)
+
     def _round_done(self, event: e.RoundDone) -> None:
         site = self.sites[event.site]
         if event.measured is not None:
@@ -442,6 +448,7 @@ _APPLY: dict[type[e.Event], Callable[[CoordinatorState, Any], None]] = {
     e.Left: CoordinatorState._left,
     e.Planned: CoordinatorState._planned,
     e.Sized: CoordinatorState._sized,
+    e.HandedOver: CoordinatorState._handed_over,
     e.RoundDone: CoordinatorState._round_done,
     e.Pinned: CoordinatorState._pinned,
     e.Voted: CoordinatorState._voted,

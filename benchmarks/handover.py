@@ -1,0 +1,158 @@
+"""What it costs to go on with other sites, stages or shards.
+
+A run of two sites of two stages is trained to its end. From its checkpoint at the middle
+(`dilocox hand-over`) others go on to the same number of inner steps: with the same sites and
+stages, so that only what a handover leaves behind differs (residuals, inner moments, what had not
+landed yet); with other stages and shards; with one site and with three. Reported are held-out loss
+at the end, its ratio to that of the run that was left alone, and the sequences trained on in all:
+more sites train on more text in as many steps. Real processes on this machine, no shaped link:
+nothing is timed.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import common
+import tomli_w
+
+import dilocox
+from dilocox.handing_over import hand_over
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What a run goes on with."""
+
+    name: str
+    sites: int
+    stages: int
+    shards: int = 1
+    takes_over: bool = True
+    """False: the run that is left alone."""
+
+
+ALONE = Layout("left alone", 2, 2, takes_over=False)
+LAYOUTS = (
+    Layout("the same", 2, 2),
+    Layout("1 stage x 2 shards", 2, 1, 2),
+    Layout("1 site", 1, 1),
+    Layout("3 sites", 3, 1),
+)
+COLUMNS = {
+    "goes_on_with": "s",
+    "sites": "d",
+    "stages": "d",
+    "shards": "d",
+    "val_loss": ".4f",
+    "ratio": ".4f",
+    "sequences": "d",
+}
+
+
+def run_file(root: Path, layout: Layout, rounds: int, codec: str) -> Path:
+    """Write a run file and return its path."""
+    name = layout.name.replace(" ", "-")
+    model: dict[str, Any] = {
+        "architecture": {
+            "model_type": "qwen3",
+            "hidden_size": 64,
+            "intermediate_size": 160,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "max_position_embeddings": 64,
+            "tie_word_embeddings": True,
+        }
+    }
+    if layout.takes_over:
+        model = {"path": str(root / "start"), "handover": True}
+    content = {
+        "run": {"name": name, "folder": str(root / "{name}")},
+        "model": model,
+        "data": {
+            "source": "python-stdlib",
+            "folder": str(root / "data"),
+            "vocabulary_size": 512,
+            "sequence_length": 64,
+            "max_documents": 150,
+        },
+        "site": {
+            "stages": layout.stages,
+            "shards": layout.shards,
+            "batch_size": 8,
+            "micro_batch_size": 4,
+            "threads": 1,
+            "device": "cpu",
+            "precision": "fp32",
+        },
+        "inner": {"learning_rate": 3e-3, "warmup_steps": 20},
+        "outer": {"rounds": rounds, "inner_steps": 10, "fragments": 2},
+        "compression": {"codec": codec},
+        "control": {"adapt": "off"},
+        "checkpoint": {"every_rounds": rounds // 2, "keep": 5},
+        "evaluation": {"completion_tokens": 0},
+        "network": {"heartbeat": 30.0},
+        "record": {"enabled": False},
+        "sites": {f"site-{number}": {} for number in range(layout.sites)},
+    }
+    path = root / f"{name}.toml"
+    path.write_text(tomli_w.dumps(content), encoding="utf-8")
+    return path
+
+
+def train(root: Path, layout: Layout, rounds: int, codec: str) -> common.Row:
+    """Train and say what came of it."""
+    common.say(f"{codec}, {layout.name}")
+    path = run_file(root, layout, rounds, codec)
+    command = [sys.executable, "-m", "dilocox", "train", str(path)]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    summary = dilocox.load_run(path).folder / "summary.json"
+    found = json.loads(summary.read_text(encoding="utf-8"))
+    return {
+        "codec": codec,
+        "goes_on_with": layout.name,
+        "sites": layout.sites,
+        "stages": layout.stages,
+        "shards": layout.shards,
+        "val_loss": found["val_loss_last"],
+        "sequences": found["sequences_committed"],
+    }
+
+
+def compare(codec: str, rounds: int) -> list[common.Row]:
+    """All layouts after one undisturbed run."""
+    with tempfile.TemporaryDirectory(prefix="dilocox-handover-") as folder:
+        root = Path(folder)
+        rows = [train(root, ALONE, rounds, codec)]
+        config = dilocox.load_run(root / "left-alone.toml")
+        middle = sorted((config.folder / "checkpoints").glob("tick-*"))[0]
+        made = hand_over(config.folder, root / "start", int(middle.name.removeprefix("tick-")))
+        common.say(made.line)
+        rows += [train(root, layout, rounds, codec) for layout in LAYOUTS]
+    return [{**row, "ratio": row["val_loss"] / rows[0]["val_loss"]} for row in rows]
+
+
+def main() -> int:
+    """Train, print, write."""
+    options = common.parser(__doc__ or "").parse_args()
+    common.end_on_signals()
+    on = common.machine()
+    rounds = 10 if options.quick else 40
+    codecs = ["topk:64"] if options.quick else ["int4", "topk:64"]
+    rows = [row for codec in codecs for row in compare(codec, rounds)]
+    print(common.table(rows, {"codec": "s", **COLUMNS}))
+    if options.json:
+        common.write_json(options.json, "handover", on, {"rounds": rounds}, rows)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

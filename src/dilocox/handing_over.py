@@ -1,0 +1,205 @@
+"""`dilocox hand-over`: a run's checkpoint as a folder that a run of another layout goes on from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from dilocox import checkpoint
+from dilocox.assembly import Blueprint
+from dilocox.config import RunConfig, load_run
+from dilocox.data import TokenFiles
+from dilocox.errors import CheckpointError
+from dilocox.handover import MOMENTUM, Handover, sha256_of
+from dilocox.models import finish_model_folder, stage_file_name, write_stage_file
+from dilocox.outer.coordinator import events as e
+from dilocox.outer.coordinator.audit import union
+from dilocox.outer.coordinator.ledger import Ledger
+from dilocox.outer.coordinator.log import EventLog
+from dilocox.outer.coordinator.messages import RoundPlan
+from dilocox.outer.coordinator.resume import resume_point
+from dilocox.outer.coordinator.state import CoordinatorState
+from dilocox.outer.fragments import Layout, local_shapes
+from dilocox.payloads import fragment_names, model_shapes
+
+Tensors = dict[str, torch.Tensor]
+
+
+def hand_over(folder: Path, target: Path, tick: int | None = None) -> Handover:
+    """Write `target` from the checkpoint at `tick` (none: the newest whole one) of the run in
+    `folder`, which must not be going on; what was handed over.
+
+    Raises `CheckpointError` for a run without a whole checkpoint here and for a `target` that is
+    taken, `TrainingError` for a run that is going on, `DataError` without its token files.
+    """
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise CheckpointError(f"{target}: is there already; name a new folder")
+    config = load_run(folder / "run.toml", [f'run.folder="{folder}"'])
+    if config.exchanges_gradients:
+        raise CheckpointError(
+            f"{folder}: method {config.outer.method} has no outer state; export its model"
+        )
+    files = TokenFiles.open(config.data_folder)
+    point, found, state = _point(config, folder, tick)
+    blueprint = Blueprint.of(config, files.vocabulary_size)
+    shapes = model_shapes(config, blueprint)
+    momenta: Tensors = {}
+    target.mkdir(parents=True, exist_ok=True)
+    site = next(iter(found))
+    for stage, whole_shapes in enumerate(shapes):
+        parts = _load_stage(config, found, site, point.tick, stage)
+        whole = whole_state(config, whole_shapes, parts)
+        name = stage_file_name(stage, len(shapes))
+        write_stage_file(target / name, whole["anchor"], blueprint.hf_config)
+        momenta |= whole["momentum"]
+    finish_model_folder(target, blueprint.hf_config, files.tokenizer_folder)
+    save_file(momenta, target / MOMENTUM)
+    plan = state.plans.get(point.round)
+    made = Handover(
+        run=config.run.name,
+        tick=point.tick,
+        steps=steps_taken_by(point, plan, state.plans.get(point.round - 1)),
+        seed=config.run.seed,
+        sequence_length=config.data.sequence_length,
+        data_digest=files.digest,
+        momentum=sha256_of(target / MOMENTUM),
+        ledger=ledger_of(Ledger.from_json(point.ledger), plan, point.slot).to_json(),
+    )
+    made.write(target)
+    return made
+
+
+def _point(
+    config: RunConfig, folder: Path, tick: int | None
+) -> tuple[e.Resumed, dict[str, dict[tuple[int, int], str]], CoordinatorState]:
+    """Where the run would be resumed, digests of the parts of its checkpoint by site and rank, and
+    the state of then."""
+    log = EventLog(folder / "coordinator")
+    try:
+        events = list(log.events())
+    finally:
+        log.close()
+    point = resume_point(config, events, 0.0, tick)
+    state = CoordinatorState(config)
+    for event in events:
+        state.apply(event)
+    kept = state.checkpoints[point.tick]
+    found = {
+        site: {
+            (stage, shard): kept.written[site, stage, shard]["files.json"]
+            for stage, shard in state.ranks
+        }
+        for site in kept.sites or []
+        if all(
+            checkpoint.exists(config.checkpoint_store, point.tick, site, *rank)
+            for rank in state.ranks
+        )
+    }
+    if not found:
+        raise CheckpointError(
+            f"{config.checkpoint_store}: no site's part of the checkpoint at slot {point.tick} is "
+            "here as a whole; copy that of one site, or run this there"
+        )
+    state.apply(point)
+    return point, found, state
+
+
+def _load_stage(
+    config: RunConfig,
+    found: Mapping[str, Mapping[tuple[int, int], str]],
+    site: str,
+    tick: int,
+    stage: int,
+) -> list[Mapping[str, torch.Tensor]]:
+    """The tensors of every shard of a stage."""
+    return [
+        checkpoint.load(
+            config.checkpoint_store,
+            tick,
+            site,
+            stage,
+            shard,
+            found[site][stage, shard],
+            config.network.link_timeout,
+        ).tensors
+        for shard in range(config.site.shards)
+    ]
+
+
+def whole_state(
+    config: RunConfig,
+    shapes: Mapping[str, tuple[int, ...]],
+    parts: Sequence[Mapping[str, torch.Tensor]],
+) -> dict[str, Tensors]:
+    """`anchor` and `momentum` of a stage in whole tensors, from its shards' checkpoints.
+
+    `shapes`: whole, by full name in model order. Raises `CheckpointError` if they do not fit.
+    """
+    whole: dict[str, Tensors] = {"anchor": {}, "momentum": {}}
+    shards = len(parts)
+    for number, names in enumerate(fragment_names(config, shapes)):
+        layouts = [Layout.of(local_shapes(shapes, names, s, shards)) for s in range(shards)]
+        for kind, tensors in whole.items():
+            flats = [part[f"outer/{number}/{kind}"] for part in parts]
+            if [len(flat) for flat in flats] != [layout.length for layout in layouts]:
+                raise CheckpointError(
+                    f"fragment {number}: the checkpoint's {kind} does not fit the run file's model"
+                )
+            views = [layout.views(flat) for layout, flat in zip(layouts, flats, strict=True)]
+            for name in names:
+                tensors[name] = torch.cat([each[name] for each in views])
+    return {kind: {name: tensors[name] for name in shapes} for kind, tensors in whole.items()}
+
+
+def steps_taken_by(point: e.Resumed, plan: RoundPlan | None, before: RoundPlan | None) -> int:
+    """Inner steps of the fastest site up to a checkpoint, `plan` being that of the round it lies
+    in and `before` that of the round before; none where there is none."""
+    if plan is not None:
+        done = point.slot * plan.inner_steps // plan.slots if plan.slots else 0
+        return plan.first_step + done
+    return before.first_step + before.inner_steps if before is not None else 0
+
+
+def ledger_of(ledger: Ledger, plan: RoundPlan | None, slot: int) -> Ledger:
+    """The ledger that a run begins with after a checkpoint `slot` slots into the round of `plan`.
+
+    What was trained on by then counts as such, whoever did it; the rest is to be given out again.
+    """
+    done: dict[str, list[tuple[int, int]]] = {}
+    back = Ledger(next=dict(ledger.next), pool={s: list(p) for s, p in ledger.pool.items()})
+    trained = {}
+    for site, member in (plan.members if plan is not None else {}).items():
+        steps = member.steps(slot * plan.inner_steps // plan.slots) if plan and plan.slots else 0
+        trained[site] = steps * member.batch
+    for entry in ledger.entries:
+        if entry.state == "returned":
+            continue
+        whole = entry.state == "committed"
+        count = entry.count if whole else min(entry.count, trained.get(entry.site, 0))
+        if not whole:
+            trained[entry.site] = trained.get(entry.site, 0) - count
+        if count:
+            done.setdefault(entry.space, []).append((entry.start, count))
+        if count < entry.count:
+            back.give_back_range(entry.space, entry.start + count, entry.count - count)
+    for space, ranges in done.items():
+        back.note_committed("handover", space, union(ranges))
+    return back
+
+
+def describe(made: Handover, target: Path) -> list[str]:
+    """What `dilocox hand-over` prints."""
+    committed = sum(entry["count"] for entry in made.ledger["entries"])
+    waiting: Any = [count for items in made.ledger["pool"].values() for _, count in items]
+    return [
+        f"{target}: anchor and outer momentum of run {made.run} at slot {made.tick}, after "
+        f"{made.steps} inner steps; {committed} sequences trained on, {sum(waiting)} to be given "
+        "out again",
+        f'go on with model.path = "{target}" and model.handover = true in the run file of a new '
+        "run, with any sites, stages and shards; residuals, inner moments and what had not landed "
+        "yet (a round at most) stay behind",
+    ]

@@ -1,0 +1,91 @@
+"""What one run hands over to another: a folder with model, outer momentum and place in the data.
+
+The folder is a Hugging Face one (the anchor, fp32), with the outer momentum beside it, whole
+tensors by full name, and `handover.json`, written last. It does not depend on sites, stages or
+shards, so that a run with others can go on from it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from dilocox.errors import CheckpointError
+
+FILE = "handover.json"
+MOMENTUM = "outer-momentum.safetensors"
+
+Count = Annotated[int, Field(ge=0)]
+
+
+class Handover(BaseModel):
+    """`handover.json`."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+    run: str
+    """Name of the run that this comes from."""
+    tick: Count
+    """Slots of it that had ended."""
+    steps: Count
+    """Inner steps that its fastest site had taken."""
+    seed: int
+    sequence_length: Count
+    data_digest: str
+    """Of the token files that its sites share."""
+    momentum: str
+    """SHA-256 of the file with the outer momentum."""
+    ledger: dict[str, Any]
+    """Token ranges that were trained on, and those to be given out again; see `Ledger`."""
+
+    @classmethod
+    def read(cls, folder: str | Path | None) -> Handover:
+        """From a folder that `dilocox hand-over` has written. Raises `CheckpointError`."""
+        path = Path(folder or "") / FILE
+        try:
+            return cls.model_validate_json(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise CheckpointError(
+                f"{path}: cannot be read ({error.strerror}); model.handover needs a folder that "
+                "`dilocox hand-over` has written in model.path"
+            ) from None
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_input=False)[0]
+            where = ".".join(map(str, first["loc"])) or "file"
+            raise CheckpointError(
+                f"{path}: {where}: {first['msg']}; write the folder again with this version"
+            ) from None
+
+    def write(self, folder: Path) -> None:
+        """Write it into `folder`, as the last of its files."""
+        part = folder / f".{FILE}.part"
+        part.write_text(json.dumps(self.model_dump(), sort_keys=True) + "\n", encoding="utf-8")
+        part.replace(folder / FILE)
+
+    def check_momentum(self, folder: str | Path) -> Path:
+        """The file with the momentum. Raises `CheckpointError` if it is not the one handed over."""
+        path = Path(folder) / MOMENTUM
+        if not path.is_file() or sha256_of(path) != self.momentum:
+            raise CheckpointError(
+                f"{path}: missing or changed since it was handed over; copy the folder again"
+            )
+        return path
+
+    @property
+    def line(self) -> str:
+        """What goes on and what does not, in one line."""
+        return (
+            f"goes on from run {self.run} after {self.steps} inner steps: anchor, outer momentum "
+            "and token ranges are taken over; residuals, inner moments and what had not landed "
+            "yet (a round at most) are not"
+        )
+
+
+def sha256_of(path: Path) -> str:
+    """SHA-256 of a file, hex."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,156 @@
+"""What a run hands over to one of another layout."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from dilocox.config import resolve_run
+from dilocox.errors import CheckpointError, ConfigError
+from dilocox.handing_over import ledger_of, steps_taken_by, whole_state
+from dilocox.handover import MOMENTUM, Handover
+from dilocox.outer.coordinator import events as e
+from dilocox.outer.coordinator.audit import audit
+from dilocox.outer.coordinator.ledger import Ledger
+from dilocox.outer.coordinator.messages import MemberPlan, RoundPlan
+from dilocox.outer.fragments import Layout, local_shapes
+from dilocox.payloads import fragment_names
+from tests.outer.coordinator.helpers import Driver
+from tests.outer.test_loop import plan as plan_of
+
+
+def config(**site: int) -> object:
+    return resolve_run(
+        {
+            "model": {"architecture": {"model_type": "qwen3"}},
+            "site": site,
+            "outer": {"rounds": 4, "inner_steps": 4, "fragments": 2},
+            "control": {"adapt": "off"},
+            "sites": {"paris": {}},
+        }
+    )
+
+
+@pytest.mark.parametrize("shards", [1, 2, 3])
+def test_shards_are_put_together_as_they_were_cut(shards: int) -> None:
+    run = config(shards=shards, batch_size=6, micro_batch_size=1)
+    shapes = {"layers.0.w": (7, 3), "layers.0.b": (5,), "layers.1.w": (2, 4), "layers.1.b": (1,)}
+    whole = {name: torch.randn(shape) for name, shape in shapes.items()}
+    parts = []
+    for shard in range(shards):
+        part = {}
+        for number, names in enumerate(fragment_names(run, shapes)):  # type: ignore[arg-type]
+            local = local_shapes(shapes, names, shard, shards)
+            rows = {
+                name: whole[name][shard * -(-len(whole[name]) // shards) :][: local[name][0]]
+                for name in names
+            }
+            anchor = Layout.of(local).pack(rows)
+            part |= {f"outer/{number}/anchor": anchor, f"outer/{number}/momentum": 2 * anchor}
+        parts.append(part)
+    found = whole_state(run, shapes, parts)  # type: ignore[arg-type]
+    assert list(found["anchor"]) == list(found["momentum"]) == list(shapes)
+    for name, tensor in whole.items():
+        assert torch.equal(found["anchor"][name], tensor)
+        assert torch.equal(found["momentum"][name], 2 * tensor)
+    shapes["layers.1.w"] = (2, 4 * math.prod((2, 64)))
+    with pytest.raises(CheckpointError, match="does not fit the run file's model"):
+        whole_state(run, shapes, parts)  # type: ignore[arg-type]
+
+
+def plan(round_: int, **changes: object) -> RoundPlan:
+    members = {
+        "paris": MemberPlan(weight=1.0, batch=4, ranges=[(32, 16)], space="shared"),
+        "lyon": MemberPlan(weight=1.0, batch=4, ranges=[(48, 8)], space="shared", pace=500),
+    }
+    return plan_of(round_, members=members, first_step=8, **changes)
+
+
+def test_steps_count_to_the_slot_of_the_checkpoint() -> None:
+    point = e.Resumed(0.0, 9, 2, 3)
+    assert steps_taken_by(point, plan(2), plan(1)) == 8 + 3
+    assert steps_taken_by(e.Resumed(0.0, 8, 2, 0), None, plan(1)) == 8 + 4
+    assert steps_taken_by(e.Resumed(0.0, 0, 0, 0), None, None) == 0
+
+
+def test_what_was_trained_on_is_never_given_out_again_and_the_rest_is() -> None:
+    ledger = Ledger()
+    ledger.issue("paris", 1, 1, "shared", [(0, 16)])
+    ledger.issue("lyon", 1, 1, "shared", [(16, 8), (24, 8)])
+    ledger.commit("paris", 1, 1)
+    ledger.commit("lyon", 1, 1)
+    ledger.issue("paris", 1, 2, "shared", [(32, 16)])
+    ledger.issue("lyon", 1, 2, "shared", [(48, 8)])
+    # Three of four slots: paris has taken three steps of four sequences, lyon, half as fast, one.
+    found = ledger_of(ledger, plan(2), 3)
+    assert [(each.start, each.count) for each in found.entries] == [(0, 44), (48, 4)]
+    assert found.pool == {"shared": [(44, 4), (52, 4)]}
+    assert found.next == {"shared": 56}
+    checked = audit(found)
+    assert (checked.committed, checked.waiting) == (48, 8)
+    assert (checked.doubled, checked.unsettled, checked.missing) == (0, 0, 0)
+    # Between two rounds nothing is half done: what is planned ahead is given out again.
+    assert ledger_of(ledger, None, 0).pool == {"shared": [(32, 24)]}
+
+
+def test_a_handover_is_read_as_it_was_written_or_refused(tmp_path: Path) -> None:
+    made = Handover(
+        run="old", tick=3, steps=24, seed=0, sequence_length=32, data_digest="d" * 64,
+        momentum="0" * 64, ledger=Ledger().to_json(),
+    )  # fmt: skip
+    with pytest.raises(CheckpointError, match="needs a folder that"):
+        Handover.read(tmp_path)
+    made.write(tmp_path)
+    assert Handover.read(tmp_path) == made
+    (tmp_path / MOMENTUM).write_bytes(b"other")
+    with pytest.raises(CheckpointError, match="missing or changed"):
+        made.check_momentum(tmp_path)
+    (tmp_path / "handover.json").write_text('{"run": "old"}')
+    with pytest.raises(CheckpointError, match="write the folder again"):
+        Handover.read(tmp_path)
+
+
+def test_the_coordinator_goes_on_from_steps_and_ranges(tmp_path: Path) -> None:
+    ledger = Ledger(next={"shared": 56}, pool={"shared": [(44, 4), (52, 4)]})
+    ledger.note_committed("handover", "shared", [(0, 44), (48, 4)])
+    made = Handover(
+        run="old", tick=11, steps=11, seed=0, sequence_length=32, data_digest="d" * 64,
+        momentum="0" * 64, ledger=ledger.to_json(),
+    )  # fmt: skip
+    made.write(tmp_path)
+    run = resolve_run(
+        {
+            "model": {"path": str(tmp_path), "handover": True},
+            "site": {"batch_size": 4, "micro_batch_size": 1},
+            "outer": {"rounds": 4, "inner_steps": 4, "fragments": 2},
+            "control": {"adapt": "off"},
+            "sites": {"a": {}, "b": {}},
+        }
+    )
+    driver = Driver(tmp_path / "run", run)
+    driver.start()
+    plans = [driver.plan(0, "a"), driver.plan(1, "a")]
+    assert [plan and plan.first_step for plan in plans] == [11, 15]
+    assert [plan and plan.inner_steps for plan in plans] == [4, 1]
+    assert plans[0] is not None
+    assert plans[0].first_tick == 0
+    assert plans[0].members["a"].ranges == [(44, 4), (52, 4), (56, 8)]
+    # It is read once: what is in the log counts when the coordinator starts again.
+    (tmp_path / "handover.json").unlink()
+    driver.reopen()
+    assert driver.core.state.steps_before == 11
+    driver.write_checkpoint("a", 2, 0, 2)
+    driver.write_checkpoint("b", 2, 0, 2)
+    driver.core.resume()
+    assert driver.core.state.ledger.next == {"shared": 56 + 24}
+    assert audit(driver.core.state.ledger).missing == 0
+    driver.core.close()
+
+
+def test_a_handover_needs_a_folder_and_its_weights() -> None:
+    for model in ({"architecture": {"model_type": "qwen3"}}, {"path": "x", "pretrained": False}):
+        with pytest.raises(ConfigError, match="handover needs path, and pretrained = true"):
+            resolve_run({"model": {**model, "handover": True}, "sites": {"a": {}}})
