@@ -92,16 +92,22 @@ def engine_settings(method: Method, sites: int) -> Settings:
     return settings
 
 
-def measure_none(lab: Lab, folder: Path) -> Row:
-    """Every site in a run of its own, at the same time: no exchange."""
-    steps = NO_EXCHANGE_ROUNDS * int(NO_EXCHANGE["outer.inner_steps"])
-    config = configuration(folder, len(lab.sites), NO_EXCHANGE, steps, slowest(lab))
+def measure_none(
+    lab: Lab,
+    folder: Path,
+    rounds: int = NO_EXCHANGE_ROUNDS,
+    inner_steps: int = int(NO_EXCHANGE["outer.inner_steps"]),
+) -> Row:
+    """Every site in a run of its own, at the same time: no exchange. The first round is warm-up."""
+    steps = rounds * inner_steps
+    settings = {**NO_EXCHANGE, "outer.inner_steps": inner_steps}
+    config = configuration(folder, len(lab.sites), settings, steps, slowest(lab))
     found = run_alone(lab, config, overwrite=True, warm_up=1)
     return {
         "tokens_per_second": sum(result.tokens_per_second for result in found.values()),
         "seconds": statistics.fmean(result.window.seconds for result in found.values()),
-        "steps": steps - int(NO_EXCHANGE["outer.inner_steps"]),
-        "inner_steps": int(NO_EXCHANGE["outer.inner_steps"]),
+        "steps": steps - inner_steps,
+        "inner_steps": inner_steps,
         "wire_bytes": statistics.fmean(
             site.wire_per_round for result in found.values() for site in result.sites.values()
         ),
@@ -115,9 +121,15 @@ def slowest(lab: Lab) -> float:
 
 
 def measure_engine(
-    lab: Lab, folder: Path, method: Method, ratio: float, extent: Extent, trace: bool = False
+    lab: Lab,
+    folder: Path,
+    method: Method,
+    ratio: float,
+    extent: Extent,
+    trace: bool = False,
+    limit: float | None = None,
 ) -> Row:
-    """All sites in one run of a method. Raises `LabError`."""
+    """All sites in one run of a method. Raises `LabError`, also if it takes more than `limit` s."""
     sites = len(lab.sites)
     settings = engine_settings(method, sites)
     if method.name == "dilocox":
@@ -128,7 +140,7 @@ def measure_engine(
     check(config)
     checked = lab.verify()
     run = Run(lab, config, overwrite=True, trace=trace)
-    finish(lab, [run])
+    finish(lab, [run], limit=limit)
     run.new_records()
     warm_up = method.warm_up
     if method.name == "dilocox":
