@@ -48,7 +48,9 @@ def wrong_start(
             for step in course.of((place.stage, fragment))
             if step.key.round < state.round and step.key.text not in waiting
         ]
-        anchor, momentum = replay_steps(landed, layout, start, place.shard, get)
+        anchor, momentum = replay_steps(
+            landed, layout, start, place.shard, get, course.momentum_dtype
+        )
         for name, flat in (("anchor", anchor), ("momentum", momentum)):
             full = f"outer/{fragment}/{name}"
             if tensors.get(full) != tensor_digest(full, flat):

@@ -29,7 +29,7 @@ _HASHING = ThreadPoolExecutor(max_workers=1, thread_name_prefix="digest")
 
 
 class FragmentState:
-    """Flat fp32 buffers of one fragment, all [layout.length] on `device`.
+    """Flat fp32 buffers of one fragment, all [layout.length] on `device`; the momentum may be bf16.
 
     `live` arguments are this rank's parameters by full name (fp32, any device, a superset of
     the layout's names); copies between devices are explicit and complete on return. Order per
@@ -45,16 +45,18 @@ class FragmentState:
         error_feedback: bool,
         eager: bool = False,
         device: torch.device | None = None,
+        momentum_dtype: torch.dtype = torch.float32,
     ) -> None:
         """Start with the anchor at `live`, no momentum, no residual.
 
         `eager`: keep the last pseudo-gradient and the site's own part of the momentum, which
-        overlap `eager` needs (8 more bytes per parameter).
+        overlap `eager` needs (8 more bytes per parameter). `momentum_dtype`: fp32, or bf16 (2 bytes
+        per parameter less).
         """
         self.layout = layout
         self.anchor = layout.pack(live, device=device)
         """θ."""
-        self.momentum = torch.zeros_like(self.anchor)
+        self.momentum = torch.zeros_like(self.anchor, dtype=momentum_dtype)
         """m of the outer optimizer."""
         self.reference = self.anchor.clone()
         self.residual = torch.zeros_like(self.anchor) if error_feedback else None

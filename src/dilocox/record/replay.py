@@ -21,7 +21,7 @@ from dilocox.errors import DilocoxError, RecordError
 from dilocox.outer.admission.aggregation import aggregate
 from dilocox.outer.averaging import average, chunk_bounds, requantise
 from dilocox.outer.fragments import Layout, local_shapes, split_fragments
-from dilocox.outer.optimizer import nesterov_step
+from dilocox.outer.optimizer import MOMENTUM_DTYPES, nesterov_step
 from dilocox.record.course import Course, Step
 from dilocox.record.digests import TensorDigest, stage_root, tensor_digest
 
@@ -107,7 +107,13 @@ def replay_stage(
         steps = course.of((stage.stage, number))
         parts = [
             _replay_rank(
-                steps, stage.layout(number, shard), stage.rows(start, shard), shard, get, on_step
+                steps,
+                stage.layout(number, shard),
+                stage.rows(start, shard),
+                shard,
+                get,
+                course.momentum_dtype,
+                on_step,
             )
             for shard in range(stage.shards)
         ]
@@ -123,9 +129,10 @@ def _replay_rank(
     start: Mapping[str, Tensor],
     shard: int,
     get: Get,
+    momentum_dtype: str,
     on_step: Callable[[], None],
 ) -> dict[str, Tensor]:
-    anchor, _ = replay_steps(steps, layout, start, shard, get, on_step)
+    anchor, _ = replay_steps(steps, layout, start, shard, get, momentum_dtype, on_step)
     return layout.views(anchor)
 
 
@@ -135,14 +142,18 @@ def replay_steps(
     start: Mapping[str, Tensor],
     shard: int,
     get: Get,
+    momentum_dtype: str,
     on_step: Callable[[], None] = lambda: None,
 ) -> tuple[Tensor, Tensor]:
-    """Anchor and momentum of a rank's fragment, flat fp32, after `steps` from theta_0 `start`.
+    """Anchor and momentum of a rank's fragment after `steps` from theta_0 `start`: flat fp32, the
+    momentum flat as the run keeps it.
 
     Raises `RecordError` naming the step that cannot be replayed.
     """
     anchor = layout.pack(start)
-    momentum = torch.zeros_like(anchor)
+    if momentum_dtype not in MOMENTUM_DTYPES:
+        raise RecordError(f"this dilocox knows no outer momentum in {momentum_dtype}")
+    momentum = torch.zeros_like(anchor, dtype=MOMENTUM_DTYPES[momentum_dtype])
     for step in steps:
         try:
             found = step_average(step, layout, shard, get)
