@@ -130,24 +130,40 @@ def measure_engine(
     limit: float | None = None,
 ) -> Row:
     """All sites in one run of a method. Raises `LabError`, also if it takes more than `limit` s."""
-    sites = len(lab.sites)
-    settings = engine_settings(method, sites)
+    settings = engine_settings(method, len(lab.sites))
+    warm_up, steps = extent_of(method, ratio, extent)
+    return measure_run(lab, folder, settings, steps, warm_up, trace, limit)
+
+
+def extent_of(method: Method, ratio: float, extent: Extent) -> tuple[int | None, int]:
+    """Rounds that are not measured (none: as `measure_run`), and inner steps of a run."""
     if method.name == "dilocox":
-        steps = extent.ours_steps
-    else:
-        steps = method.inner_steps * (method.warm_up + method.cycles(ratio, extent.least_steps))
-    config = in_lab(lab, configuration(folder, sites, settings, steps, slowest(lab)))
+        return None, extent.ours_steps
+    cycles = method.warm_up + method.cycles(ratio, extent.least_steps)
+    return method.warm_up, method.inner_steps * cycles
+
+
+def measure_run(
+    lab: Lab,
+    folder: Path,
+    settings: Settings,
+    steps: int,
+    warm_up: int | None = None,
+    trace: bool = False,
+    limit: float | None = None,
+) -> Row:
+    """All sites in one run. `warm_up`: rounds that are not measured; none: the first half of its
+    steps. Raises `LabError`, also if it takes more than `limit` s."""
+    config = in_lab(lab, configuration(folder, len(lab.sites), settings, steps, slowest(lab)))
     check(config)
     checked = lab.verify()
     run = Run(lab, config, overwrite=True, trace=trace)
     finish(lab, [run], limit=limit)
     run.new_records()
-    warm_up = method.warm_up
-    if method.name == "dilocox":
+    if warm_up is None:
         warm_up = first_after(run.records, lab.sites, steps // 2)
-    result = run.result(warm_up)
     link = statistics.fmean(one.bits_per_second for one in checked.links)
-    return engine_row(result, link)
+    return engine_row(run.result(warm_up), link)
 
 
 def first_after(records: Sequence[Record], sites: Sequence[str], steps: int) -> int:
