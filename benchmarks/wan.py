@@ -26,7 +26,8 @@ carries while payloads cross it. Loss is not compared here: quality.py does.
 
 A full run (no options) takes hours. Every measurement is written when it is done; started again,
 the benchmark goes on with what is missing. --minutes N begins nothing that would last longer, so
-that a full run can be made in parts; --quick has nine and a half of them.
+that a full run can be made in parts; --quick has nine and a half of them. --docs writes tables into
+documents that have marks for them (`wan_docs.py`), also when nothing is left to measure.
 
 Needs Linux, root, iproute2 and control groups, else one line says so, exit code 3; the peers of
 torchft need `pip install -c constraints.txt -e '.[peers]'` and are left out without it.
@@ -47,6 +48,7 @@ from pathlib import Path
 from typing import Any
 
 import common
+import wan_docs
 import wan_peers
 import wan_plot
 import wan_rows
@@ -93,6 +95,7 @@ def arguments() -> argparse.ArgumentParser:
     made.add_argument("--only", nargs="+", metavar="NAME", help="methods and peers, beside none")
     made.add_argument("--ratio", nargs="+", type=int, choices=RATIOS, help="links")
     made.add_argument("--sites", nargs="+", type=int, choices=(2, 4))
+    made.add_argument("--docs", nargs="+", type=Path, metavar="FILE", help="fill in their tables")
     made.add_argument("--minutes", type=float, metavar="N", help="begin nothing that lasts longer")
     return made
 
@@ -124,7 +127,7 @@ def main() -> int:
             common.say(f"wan: {error}")
             return 1
         finally:
-            reported = bench.report()
+            reported = bench.report(options.docs or ())
     return reported
 
 
@@ -271,8 +274,9 @@ class Bench:
             "peers": {name: installed(name) for name in ("torch", "torchft")},
         }
 
-    def report(self) -> int:
-        """Print table and verdicts, write the picture; 1 if something could not be measured."""
+    def report(self, documents: Sequence[Path] = ()) -> int:
+        """Print table and verdicts, write the picture, fill in the tables of `documents`; 1 if
+        something could not be measured."""
         known = wan_rows.rows(self._runs, self._parameters)
         print(wan_rows.table(known))
         for line in wan_rows.verdicts(known):
@@ -280,6 +284,9 @@ class Bench:
         if self._results is not None and known:
             picture = wan_plot.picture(known)
             self._results.with_suffix(".svg").write_text(picture, encoding="utf-8")
+        for page in documents:
+            filled = wan_docs.filled(page.read_text(encoding="utf-8"), known)
+            page.write_text(filled, encoding="utf-8")
         return 1 if self._failures else 0
 
 
