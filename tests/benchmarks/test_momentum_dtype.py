@@ -17,6 +17,7 @@ def test_a_row_by_hand() -> None:
     assert momentum_dtype.row((0.8, 0.5), [2.0], [2.0])["spread"] is None
 
 
+@pytest.mark.slow
 def test_a_pair_differs_in_the_momentum_alone() -> None:
     draw = torch.Generator().manual_seed(0)
     texts = [torch.randint(0, 8, (4000,), generator=draw).to(torch.uint8) for _ in range(4)]
