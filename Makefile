@@ -6,14 +6,15 @@ VENV ?= .venv
 SET ?=
 BIN := $(VENV)/bin
 
-.PHONY: quickstart test test-all lint setup setup-dev clean
+.PHONY: quickstart test test-all test-waits lint style types setup setup-dev clean
 
 quickstart: $(VENV)/.ready
 	$(BIN)/dilocox train examples/quickstart.toml --overwrite $(SET)
 
-test: $(VENV)/.ready-dev lint
+# Types are checked beside the tests that wait for other processes more than they compute.
+test: $(VENV)/.ready-dev style
 	$(BIN)/python -m pytest -m "not slow and not waits and not alone" -n 2
-	$(BIN)/python -m pytest -m "not slow and waits" -n 2 --dist loadfile
+	$(MAKE) --no-print-directory -j 2 types test-waits
 	$(BIN)/python -m pytest -m "not slow and alone"
 
 test-all: $(VENV)/.ready-dev lint
@@ -21,9 +22,16 @@ test-all: $(VENV)/.ready-dev lint
 	$(BIN)/python -m pytest -m waits -n 2 --dist loadfile
 	$(BIN)/python -m pytest -m alone
 
-lint: $(VENV)/.ready-dev
+test-waits: $(VENV)/.ready-dev
+	$(BIN)/python -m pytest -m "not slow and waits" -n 2 --dist loadfile
+
+lint: style types
+
+style: $(VENV)/.ready-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+types: $(VENV)/.ready-dev
 	$(BIN)/mypy
 
 setup: $(VENV)/.ready
@@ -33,9 +41,9 @@ $(VENV)/.ready: pyproject.toml constraints.txt tools/setup_venv.py
 	$(PYTHON) tools/setup_venv.py $(VENV)
 	@touch $@
 
-$(VENV)/.ready-dev: $(VENV)/.ready
+$(VENV)/.ready-dev: pyproject.toml constraints.txt tools/setup_venv.py
 	$(PYTHON) tools/setup_venv.py $(VENV) --dev
-	@touch $@
+	@touch $(VENV)/.ready $@
 
 clean:
 	rm -rf $(VENV) runs

@@ -12,9 +12,11 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import urllib.error
 import urllib.request
 from pathlib import Path
+from typing import IO
 
 ROOT = Path(__file__).resolve().parent.parent
 CPU_WHEELS = "https://download.pytorch.org/whl/cpu"
@@ -45,12 +47,14 @@ def main() -> None:
         "-c",
         str(ROOT / "constraints.txt"),
     ]
+    # The system's packages come beside Python's: neither waits for the other.
+    system = start_system_packages() if arguments.dev and os.environ.get("CI") else None
     install_torch(python, pip)
     target = f"{ROOT}[dev]" if arguments.dev else str(ROOT)
     say("installing dilocox and what it needs" + (" for its tests" if arguments.dev else ""))
     subprocess.run([*pip, "-e", target], check=True)
-    if arguments.dev and os.environ.get("CI"):
-        install_system_packages()
+    if system is not None:
+        finish_system_packages(*system)
 
 
 def install_torch(python: Path, pip: list[str]) -> None:
@@ -81,18 +85,29 @@ def reachable(url: str) -> bool:
         return False
 
 
-def install_system_packages() -> None:
-    """The network tests use `ip` and `tc`, those of the run page a browser; elsewhere than in CI
-    they skip and say so."""
+def start_system_packages() -> tuple[subprocess.Popen[bytes], IO[bytes]] | None:
+    """Begin to install what the system lacks; its output goes to a file.
+
+    The network tests use `ip` and `tc`, those of the run page a browser; elsewhere than in CI they
+    skip and say so. None if nothing is missing, or this user may not install it.
+    """
     wanted = {"tc": "iproute2", "chromium": "chromium"}
     packages = [package for command, package in wanted.items() if not shutil.which(command)]
     if not packages or os.geteuid() != 0 or not shutil.which("apt-get"):
-        return
-    say(f"installing {' and '.join(packages)}")
-    subprocess.run(["apt-get", "update", "-qq"], check=False)
-    subprocess.run(
-        ["apt-get", "install", "-y", "-qq", "--no-install-recommends", *packages], check=True
-    )
+        return None
+    say(f"installing {' and '.join(packages)} of the system")
+    install = f"apt-get install -y -qq --no-install-recommends {' '.join(packages)}"
+    output = tempfile.TemporaryFile()  # noqa: SIM115
+    shell = ["sh", "-c", f"apt-get update -qq; {install}"]
+    return subprocess.Popen(shell, stdout=output, stderr=subprocess.STDOUT), output
+
+
+def finish_system_packages(installing: subprocess.Popen[bytes], output: IO[bytes]) -> None:
+    """Wait for what `start_system_packages` began; exit with its output if it failed."""
+    if installing.wait() != 0:
+        output.seek(0)
+        said = output.read().decode(errors="replace")
+        sys.exit(f"setup: the system's packages could not be installed:\n{said}")
 
 
 def say(text: str) -> None:

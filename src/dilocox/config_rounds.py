@@ -115,7 +115,7 @@ class CompressionSection(Section):
 
     codec: str
     """`none`, `fp16`, `bf16`; `int8`, `int4`, `int2`: blocks of 128 values with one bf16 scale;
-    `topk:K`: the K largest of every 4,096 values, in 2 bits; `lowrank:R`: two factors of rank R
+    `topk:K`: K of every 4,096 values, the largest, in 2 bits; `lowrank:R`: two factors of rank R
     per matrix, in 4 bits (`lowrank:R:int8`: 8); `cocktail`: the top fifth of a random tenth, in 4
     bits."""
     error_feedback: bool

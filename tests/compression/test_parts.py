@@ -36,10 +36,12 @@ def sparse_bytes(spec: str, n: int) -> int:
         kept, bits, head, n = 820, 4, 2, math.ceil(n / 10)
     else:
         kept, bits, head = int(spec.removeprefix("topk:")), 2, 4
-    size = 0
-    for c in [min(4096, n - start) for start in range(0, n, 4096)]:
+    size, chunk = 0, 4096
+    while kept * chunk < 64 * 4096 and chunk < 65536:
+        chunk *= 2
+    for c in [min(chunk, n - start) for start in range(0, n, chunk)]:
         k = math.ceil(kept * c / 4096)
-        size += head + math.ceil(min(k * (bits + 1 + low) + (c >> low) for low in range(13)) / 8)
+        size += head + math.ceil(min(k * (bits + 1 + low) + (c >> low) for low in range(17)) / 8)
     return size
 
 

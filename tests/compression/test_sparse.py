@@ -142,7 +142,7 @@ def test_streams_that_nobody_writes_are_refused() -> None:
 
 @pytest.mark.parametrize("n", [0, 1, 4095, 4096, 4097, 33 * 4096 + 128, 64 * 4096])
 def test_chunks_cover_all_values(n: int) -> None:
-    taken = list(sparse.chunks(n))
+    taken = list(sparse.chunks(n, 77))
     assert [start for start, _, _ in taken] == [
         sum(rows * width for _, rows, width in taken[:number]) for number in range(len(taken))
     ]
@@ -155,3 +155,26 @@ def test_chunks_cover_all_values(n: int) -> None:
         for each, size in zip(kept, sizes, strict=True)
     ]
     assert sparse.payload_bytes(n, 77, 4, 2) == sum(4 + math.ceil(bits / 8) for bits in streams)
+
+
+@pytest.mark.parametrize(
+    ("kept", "chunk"),
+    [
+        (1, 65536),
+        (7, 65536),
+        (8, 32768),
+        (15, 32768),
+        (16, 16384),
+        (32, 8192),
+        (63, 8192),
+        (64, 4096),
+        (2048, 4096),
+    ],
+)
+def test_chunks_are_larger_where_few_values_are_kept(kept: int, chunk: int) -> None:
+    assert sparse.chunk_of(kept) == chunk
+    n = 5 * 65536 + 100
+    taken = list(sparse.chunks(n, kept))
+    assert sum(rows * width for _, rows, width in taken) == n
+    assert {width for _, _, width in taken[:-1]} == {chunk}
+    assert max(rows * width for _, rows, width in taken) <= 64 * 4096

@@ -23,13 +23,18 @@ def draw(seed: int, blocks: int) -> Tensor:
     return normal * torch.randn(blocks * BLOCK, generator=generator).exp()
 
 
+def chunk_of(kept: int) -> int:
+    """The least power of two, from 4,096 to 65,536, of which 64 values or more are kept."""
+    return next((c for c in (4096, 8192, 16384, 32768) if kept * c >= 64 * 4096), 65536)
+
+
 def by_hand(payload: Tensor, n: int, kept: int) -> tuple[list[float], list[list[int]]]:
     """Values and each chunk's indices, read bit by bit as the module says."""
     data, values, all_indices = payload.numpy().tobytes(), [0.0] * n, []
-    for start in range(0, n, 4096):
-        width = min(4096, n - start)
+    for start in range(0, n, chunk_of(kept)):
+        width = min(chunk_of(kept), n - start)
         k = math.ceil(kept * width / 4096)
-        _, low = min((each * k + (width >> each), each) for each in range(13))
+        _, low = min((each * k + (width >> each), each) for each in range(17))
         size = 4 + math.ceil((k * (3 + low) + (width >> low)) / 8)
         record, data = data[:size], data[size:]
         levels = torch.frombuffer(bytearray(record[:4]), dtype=torch.bfloat16).tolist()
@@ -48,17 +53,29 @@ def by_hand(payload: Tensor, n: int, kept: int) -> tuple[list[float], list[list[
 
 
 @pytest.mark.parametrize(
-    ("kept", "size"), [(1, 6), (5, 13), (16, 28), (41, 59), (64, 84), (328, 314), (2048, 1284)]
+    ("kept", "alone", "chunk", "size"),
+    [
+        (1, 6, 65536, 36),
+        (5, 13, 65536, 140),
+        (6, 14, 65536, 164),
+        (8, 17, 32768, 108),
+        (16, 28, 16384, 100),
+        (41, 59, 8192, 113),
+        (64, 84, 4096, 84),
+        (328, 314, 4096, 314),
+        (2048, 1284, 4096, 1284),
+    ],
 )
-def test_bytes_of_4096_values(kept: int, size: int) -> None:
-    assert TopK(kept).payload_bytes(4096) == size
-    assert TopK(kept).payload_bytes(5 * 4096) == 5 * size
+def test_bytes_of_chunks(kept: int, alone: int, chunk: int, size: int) -> None:
+    assert TopK(kept).payload_bytes(4096) == alone
+    assert TopK(kept).payload_bytes(5 * chunk) == 5 * size
+    assert TopK(kept).payload_bytes(3 * chunk + 4096) == 3 * size + alone
 
 
 @given(
     seed=st.integers(0, 1000),
-    blocks=st.sampled_from([1, 3, 31, 32, 33, 97]),
-    kept=st.sampled_from([1, 5, 64, 77, 2048]),
+    blocks=st.sampled_from([1, 3, 31, 32, 33, 97, 512, 700]),
+    kept=st.sampled_from([1, 5, 30, 64, 77, 2048]),
 )
 @settings(max_examples=40, deadline=None, derandomize=True)
 def test_against_the_format_read_by_hand(seed: int, blocks: int, kept: int) -> None:
@@ -70,11 +87,12 @@ def test_against_the_format_read_by_hand(seed: int, blocks: int, kept: int) -> N
     decoded = topk.decode(payload, n)
     assert decoded.tolist() == expected
     for number, chosen in enumerate(indices):
-        chunk = values[4096 * number : 4096 * (number + 1)]
+        place = slice(chunk_of(kept) * number, chunk_of(kept) * (number + 1))
+        chunk = values[place]
         strongest = chunk.abs().topk(len(chosen)).indices
         assert chosen == sorted(strongest.tolist())
         # Signs are kept, and the large are those of the larger level.
-        sent = decoded[4096 * number : 4096 * (number + 1)]
+        sent = decoded[place]
         assert torch.equal(sent.sign()[chosen], chunk.sign()[chosen])
         by_size = strongest[chunk[strongest].abs().argsort()]
         assert (sent[by_size].abs().diff() >= 0).all()
@@ -82,17 +100,18 @@ def test_against_the_format_read_by_hand(seed: int, blocks: int, kept: int) -> N
 
 @pytest.mark.parametrize("kept", [2, 16, 64, 300])
 def test_levels_have_the_least_error(kept: int) -> None:
-    values = draw(3, 32 * 8)
+    size = chunk_of(kept)
+    values = draw(3, size // BLOCK * 3)
     topk = TopK(kept)
     decoded = topk.decode(topk.encode(values), values.numel())
-    for chunk, sent in zip(values.split(4096), decoded.split(4096), strict=True):
+    for chunk, sent in zip(values.split(size), decoded.split(size), strict=True):
         sizes = np.sort(chunk[sent != 0].abs().double().numpy())
-        assert len(sizes) == kept
-        halves = ((sizes[:cut], sizes[cut:]) for cut in range(1, kept))
+        assert len(sizes) == kept * size // 4096
+        halves = ((sizes[:cut], sizes[cut:]) for cut in range(1, len(sizes)))
         least = min(small.var() * len(small) + large.var() * len(large) for small, large in halves)
         error = float((chunk - sent)[sent != 0].double().square().sum())
         # bf16 levels: off by up to one part in 256 each.
-        assert error <= least + kept * float(sent.abs().max() / 2**8) ** 2
+        assert error <= least + len(sizes) * float(sent.abs().max() / 2**8) ** 2
 
 
 @given(seed=st.integers(0, 1000), kept=st.sampled_from([1, 64, 500]), blocks=st.integers(1, 32))

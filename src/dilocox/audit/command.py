@@ -249,7 +249,8 @@ def _conclude(
         return
     once = "" if key else " (made for this once: --key FILE keeps one)"
     place = audited.folder / "record" / "audits"
-    console.print(f"{len(found)} verdicts in {place}, signed by {signer.public}{once}")
+    verdicts = f"{len(found)} verdict" + ("" if len(found) == 1 else "s")
+    console.print(f"{verdicts} in {place}, signed by {signer.public}{once}")
 
 
 def as_json(audited: AuditedRun, found: Sequence[Verdict], signer: Signer) -> dict[str, Any]:

@@ -64,7 +64,7 @@ class Cocktail:
         payload = output(out, self.payload_bytes(n), torch.uint8, values.device)
         host = payload if payload.device.type == "cpu" else torch.empty_like(payload, device="cpu")
         given, records, done = values.cpu().numpy(), host.numpy(), 0
-        for start, rows, width in sparse.chunks(-(-n // _GROUP)):
+        for start, rows, width in sparse.chunks(-(-n // _GROUP), _KEPT):
             size = rows * sparse.record_bytes(width, _KEPT, _HEAD, _BITS)
             record = records[done : done + size].reshape(rows, -1)
             done += size
@@ -86,7 +86,7 @@ class Cocktail:
         values = output(out, n, torch.float32, payload.device)
         host = values if values.device.type == "cpu" else torch.empty_like(values, device="cpu")
         made, records, done = host.zero_().numpy(), payload.cpu().numpy(), 0
-        for start, rows, width in sparse.chunks(-(-n // _GROUP)):
+        for start, rows, width in sparse.chunks(-(-n // _GROUP), _KEPT):
             size = rows * sparse.record_bytes(width, _KEPT, _HEAD, _BITS)
             record = records[done : done + size].reshape(rows, -1)
             done += size

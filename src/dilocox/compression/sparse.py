@@ -1,8 +1,10 @@
-"""What `topk` and `cocktail` share: the largest of every 4,096 values, and how they are packed.
+"""What `topk` and `cocktail` share: K of every 4,096 values, the largest, and how they are packed.
 
-Values are taken in chunks of 4,096; a last chunk may be shorter. Of c values, ceil(K * c / 4096)
-are kept. Each chunk is a record of its own: its scales, then a stream of bits that starts with the
-lowest of the first byte. Of k kept values, in the order of their places in the chunk, it has
+Values are taken in chunks of 4,096, or, where K is below 64, of the next power of two of which 64
+or more are kept, 65,536 at most: of fewer values the scales, and the last byte that is not full,
+would be a large part. A last chunk may be shorter. Of c values, ceil(K * c / 4096) are kept. Each
+chunk is a record of its own: its scales, then a stream of bits that starts with the lowest of the
+first byte. Of k kept values, in the order of their places in the chunk, it has
 
 - bit 0 of the k codes, then bit 1 of them, up to bit b - 1,
 - bit 0 of the k indices, then bit 1 of them, up to bit l - 1,
@@ -24,18 +26,30 @@ from numpy.typing import NDArray
 
 from dilocox.errors import ExchangeError
 
-CHUNK = 4096
+UNIT = 4096
+"""Densities are so many of these."""
+LARGEST_CHUNK = 65536
+ENOUGH = 64
+"""Kept values that a chunk should have."""
 SMALLEST_NORMAL = 2.0**-126
 
-_PIECE = 64
-"""Chunks that are worked on together: a MiB of values stays in the cache."""
+_PIECE = 64 * UNIT
+"""Values that are worked on together: a MiB stays in the cache."""
 
 Array = NDArray[Any]
 
 
+def chunk_of(kept: int) -> int:
+    """Values in a chunk that is not the last, if `kept` of 4,096 are."""
+    size = UNIT
+    while size < LARGEST_CHUNK and kept * size < ENOUGH * UNIT:
+        size *= 2
+    return size
+
+
 def kept_of(width: int, kept: int) -> int:
     """How many of a chunk of `width` values are kept if it is `kept` of 4,096."""
-    return -(-width * kept // CHUNK)
+    return -(-width * kept // UNIT)
 
 
 def places_of(indices: Array, width: int) -> Array:
@@ -62,18 +76,20 @@ def record_bytes(width: int, kept: int, head: int, bits: int) -> int:
 
 def payload_bytes(n: int, kept: int, head: int, bits: int) -> int:
     """Bytes of the records of n values."""
-    whole, rest = divmod(n, CHUNK)
-    size = whole * record_bytes(CHUNK, kept, head, bits) if whole else 0
+    chunk = chunk_of(kept)
+    whole, rest = divmod(n, chunk)
+    size = whole * record_bytes(chunk, kept, head, bits) if whole else 0
     return size + (record_bytes(rest, kept, head, bits) if rest else 0)
 
 
-def chunks(n: int) -> Iterator[tuple[int, int, int]]:
+def chunks(n: int, kept: int) -> Iterator[tuple[int, int, int]]:
     """(first value, number of chunks, their width) of the pieces in which n values are taken."""
-    whole = n // CHUNK
-    for first in range(0, whole, _PIECE):
-        yield first * CHUNK, min(_PIECE, whole - first), CHUNK
-    if n % CHUNK:
-        yield whole * CHUNK, 1, n % CHUNK
+    chunk = chunk_of(kept)
+    whole, together = n // chunk, _PIECE // chunk
+    for first in range(0, whole, together):
+        yield first * chunk, min(together, whole - first), chunk
+    if n % chunk:
+        yield whole * chunk, 1, n % chunk
 
 
 def strongest(magnitudes: Array, kept: int) -> Array:

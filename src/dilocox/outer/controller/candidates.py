@@ -11,7 +11,7 @@ from dilocox.outer.controller.link import Estimate
 from dilocox.outer.controller.schedule import Crowd, Sizes, Traffic, traffic
 
 INNER_STEPS = (1, 2, 3, 5, 8, 12, 20, 30, 50, 80, 125, 200, 320, 500)
-KEPT = (328, 232, 164, 116, 82, 58, 41, 35, 29, 24, 20, 17, 14, 12, 10, 8, 7, 6, 5)
+KEPT = (328, 232, 164, 116, 82, 58, 41, 35, 29, 24, 20, 17, 15, 13, 12, 11, 10, 9, 8, 7, 6, 5)
 LEAST_ROUNDS = 8
 """Outer momentum and error feedback need some rounds: so many at least, where possible."""
 SLACK = 2
