@@ -1,11 +1,15 @@
 """The planner's predictions against what was measured on shaped links.
 
-Measured are the rows of `benchmarks/results/overlap-cpu.json` (two sites on one core each, a link
-of 4.5 Mbit/s): tokens/s by overlap rule, each against the same sites with no exchange between them.
 The planner is given the run file, the link and the time of a step without exchange, nothing else.
-Its two constants of an exchange (`exchange_ms`, `exchange_cpu_ms` of the planner's table) were set
-by these same rows: of the times it is a fit, of payloads and of what hides behind what a check.
-Printed: predicted over measured, the median error and the worst.
+
+- `benchmarks/results/overlap-cpu.json` (two sites on one core each, a link of 4.5 Mbit/s): tokens/s
+  by overlap rule. The planner's two constants of an exchange (`exchange_ms`, `exchange_cpu_ms` of
+  its table) were set by these same rows: of the times it is a fit, of payloads and of what hides
+  behind what a check.
+- `benchmarks/results/wan-cpu.json` (`wan.py`; another file: `--wan FILE`): every method of the
+  engine at every link and number of sites. Nothing was fitted to these.
+
+Printed: predicted over measured, the median error and the worst, of each set by itself.
 """
 
 from __future__ import annotations
@@ -21,12 +25,18 @@ from typing import Any
 
 import common
 import overlap
+import wan_grid
+import wan_run
 
 import dilocox
+from dilocox.config import RunConfig
 from dilocox.plan.predict import predict
 from dilocox.plan.table import Device, Link, Table
 
 RESULTS = Path(__file__).parent / "results" / "overlap-cpu.json"
+WAN = Path(__file__).parent / "results" / "wan-cpu.json"
+ROUNDS, ROUNDS_CHOSEN = 12, 60
+"""Simulated: where the run file says how long rounds are, and where the controller does."""
 
 
 def processor(cores: float, table: Table) -> Device:
@@ -72,27 +82,97 @@ def check_overlap(measured: dict[str, Any], table: Table) -> list[common.Row]:
     return compared
 
 
+def check_wan(measured: dict[str, Any], table: Table) -> list[common.Row]:
+    """Predicted and measured tokens/s of the engine's methods in a result of `wan.py`."""
+    settings = measured["settings"]
+    extent = replace(wan_grid.FULL, **settings["extent"])
+    cores = settings["quota_of_machine"] * measured["machine"]["cores"]
+    compared = []
+    for row in measured["rows"]:
+        method = wan_grid.BY_NAME.get(row["method"])
+        if method is None or method.kind != "engine":
+            continue
+        step = row["step_ms"] / 1000
+        sites = row["sites"]
+        bits = wan_grid.synchronous_bits(settings["parameters"], sites)
+        rate = bits / (row["comm_to_compute"] * step)
+        _, steps = wan_run.extent_of(method, row["ratio"], extent)
+        run = wan_run.configuration(
+            Path("wan"), sites, wan_run.engine_settings(method, sites), steps, rate
+        )
+        name = f"{method.name}, {sites} sites, {row['comm_to_compute']:,.0f}x"
+        compared.append(compare(name, run, row, rate, step, cores / sites, table))
+    return compared
+
+
+def compare(
+    name: str,
+    run: RunConfig,
+    measured: common.Row,
+    link: float,
+    step: float,
+    cores: float,
+    table: Table,
+    rtt: float = 0.0,
+) -> common.Row:
+    """A row of predicted and measured: `link` in bits per second, `step` and `rtt` in seconds,
+    `cores` per site; `measured` as `wan_run.engine_row` has it."""
+    found = predict(
+        run,
+        processor(cores, table),
+        Link(link / 8, link / 8, rtt),
+        list(run.sites),
+        step_seconds=step,
+        rounds=ROUNDS_CHOSEN if run.control.adapt == "link" else ROUNDS,
+    )
+    return {
+        "run": name,
+        "measured": measured["tokens_per_second"],
+        "predicted": found.tokens_per_second,
+        "ratio": found.tokens_per_second / measured["tokens_per_second"],
+        "measured_waited": measured["wait_share"],
+        "predicted_waited": found.waited_share,
+        "measured_payload": round(measured["payload_bytes"]),
+        "predicted_payload": found.payload_bytes,
+    }
+
+
 def errors(rows: Sequence[common.Row]) -> tuple[float, float]:
     """Median and worst distance of predicted over measured from 1."""
     found = [abs(row["ratio"] - 1) for row in rows]
     return statistics.median(found), max(found)
 
 
-def main() -> int:
-    """Predict, compare, print, write."""
-    options = common.parser(__doc__ or "").parse_args()
-    rows = check_overlap(json.loads(RESULTS.read_text(encoding="utf-8")), Table.load())
+def show(rows: Sequence[common.Row]) -> None:
+    """Print a set of rows and its errors."""
     share: Callable[[Any], str] = lambda value: f"{value:.1%}"  # noqa: E731
     print(common.table(rows, {
-        "run": "s", "measured": ",.0f", "predicted": ",.0f", "ratio": ".3f",
+        "run": "s", "measured": ",.1f", "predicted": ",.1f", "ratio": ".3f",
         "measured_waited": share, "predicted_waited": share,
         "measured_payload": ",d", "predicted_payload": ",d",
     }))  # fmt: skip
     median, worst = errors(rows)
-    print(f"median error {median:.1%}, worst {worst:.1%}")
+    print(f"{len(rows)} rows: median error {median:.1%}, worst {worst:.1%}")
+
+
+def main() -> int:
+    """Predict, compare, print, write."""
+    parser = common.parser(__doc__ or "")
+    parser.add_argument("--wan", type=Path, metavar="FILE", help=f"rows of wan.py ({WAN.name})")
+    options = parser.parse_args()
+    table = Table.load()
+    rows = check_overlap(json.loads(RESULTS.read_text(encoding="utf-8")), table)
+    show(rows)
+    against = [RESULTS.name]
+    wan = options.wan or (WAN if WAN.exists() else None)
+    if wan is not None:
+        of_wan = check_wan(json.loads(wan.read_text(encoding="utf-8")), table)
+        show(of_wan)
+        rows += of_wan
+        against.append(wan.name)
     if options.json:
         common.write_json(options.json, "plan_check", common.machine(),
-                          {"against": RESULTS.name}, rows)  # fmt: skip
+                          {"against": ", ".join(against)}, rows)  # fmt: skip
     return 0
 
 

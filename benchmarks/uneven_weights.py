@@ -96,7 +96,15 @@ def model(seed: int) -> Qwen3ForCausalLM:
 class Site:
     """One site's model, optimizer and text."""
 
-    def __init__(self, texts: Sequence[torch.Tensor], seed: int, number: int, pace: int) -> None:
+    def __init__(
+        self,
+        texts: Sequence[torch.Tensor],
+        seed: int,
+        number: int,
+        pace: int,
+        error_feedback: bool = False,
+        momentum_dtype: torch.dtype = torch.float32,
+    ) -> None:
         self.net, self.pace, self.carry, self._texts = model(seed), pace, 0, texts
         self._draws = torch.Generator().manual_seed(1000 * seed + number)
         self.live = {name: p.data for name, p in self.net.named_parameters()}
@@ -106,7 +114,8 @@ class Site:
             FragmentState(
                 Layout.of({name: self.live[name].shape for name in names}),
                 self.live,
-                error_feedback=False,
+                error_feedback=error_feedback,
+                momentum_dtype=momentum_dtype,
             )
             for names in split_fragments(sizes, FRAGMENTS)
         ]

@@ -25,7 +25,9 @@ interface counts them, control traffic included. Efficiency is payload bits over
 carries while payloads cross it. Loss is not compared here: quality.py does.
 
 A full run (no options) takes hours. Every measurement is written when it is done; started again,
-the benchmark goes on with what is missing. --quick ends within 10 minutes on two idle cores.
+the benchmark goes on with what is missing. --minutes N begins nothing that would last longer, so
+that a full run can be made in parts; --quick has nine and a half of them. --docs writes tables into
+documents that have marks for them (`wan_docs.py`), also when nothing is left to measure.
 
 Needs Linux, root, iproute2 and control groups, else one line says so, exit code 3; the peers of
 torchft need `pip install -c constraints.txt -e '.[peers]'` and are left out without it.
@@ -36,6 +38,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import sys
 import tempfile
 import time
@@ -45,6 +48,7 @@ from pathlib import Path
 from typing import Any
 
 import common
+import wan_docs
 import wan_peers
 import wan_plot
 import wan_rows
@@ -55,15 +59,19 @@ from wan_grid import (
     FULL,
     MODEL,
     NONE,
+    PROBE_ROUNDS,
+    PROBE_STEPS,
     RATIOS,
     SEQUENCE_LENGTH,
     SHORT,
+    SHORT_MINUTES,
     SITES,
     VOCABULARY,
     Case,
     Extent,
     batch,
     cases,
+    duration,
     link_of,
 )
 from wan_rows import TOKENS
@@ -76,6 +84,8 @@ from dilocox.models import count_parameters, load_model_config
 Row = dict[str, Any]
 RESULTS = Path(__file__).parent / "results" / "wan-cpu.json"
 CANNOT = 3
+PATIENCE, START_LIMIT = 5.0, 300.0
+"""A run of the engine is given up after so many times what it should take, and these seconds."""
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -85,6 +95,8 @@ def arguments() -> argparse.ArgumentParser:
     made.add_argument("--only", nargs="+", metavar="NAME", help="methods and peers, beside none")
     made.add_argument("--ratio", nargs="+", type=int, choices=RATIOS, help="links")
     made.add_argument("--sites", nargs="+", type=int, choices=(2, 4))
+    made.add_argument("--docs", nargs="+", type=Path, metavar="FILE", help="fill in their tables")
+    made.add_argument("--minutes", type=float, metavar="N", help="begin nothing that lasts longer")
     return made
 
 
@@ -96,18 +108,27 @@ def main() -> int:
     if reason is not None:
         print(f"wan: cannot be measured here: {reason}", file=sys.stderr)
         return CANNOT
+    extent = SHORT if options.quick else FULL
     if options.json is None and not options.quick:
         options.json = RESULTS
-    wanted = [case for case in cases(SHORT if options.quick else FULL) if chosen(case, options)]
+    if options.minutes is None and options.quick:
+        options.minutes = SHORT_MINUTES
+    wanted = [case for case in cases(extent) if chosen(case, options)]
     if not wanted:
         common.say("wan: these options leave nothing to measure")
         return 2
     with tempfile.TemporaryDirectory(prefix="dilocox-wan-") as temporary:
         folder = (options.folder or Path(temporary)).resolve()
         folder.mkdir(parents=True, exist_ok=True)
-        bench = Bench(folder, options.json, SHORT if options.quick else FULL)
-        bench.measure(wanted)
-    return bench.report()
+        bench = Bench(folder, options.json, extent, options.minutes)
+        try:
+            bench.measure(wanted)
+        except DilocoxError as error:
+            common.say(f"wan: {error}")
+            return 1
+        finally:
+            reported = bench.report(options.docs or ())
+    return reported
 
 
 def chosen(case: Case, options: argparse.Namespace) -> bool:
@@ -126,8 +147,12 @@ class Bench:
     only printed.
     """
 
-    def __init__(self, folder: Path, results: Path | None, extent: Extent) -> None:
+    def __init__(
+        self, folder: Path, results: Path | None, extent: Extent, minutes: float | None = None
+    ) -> None:
+        """`minutes`: nothing is begun that would last longer, counted from now."""
         self._folder = folder
+        self._end = math.inf if minutes is None else time.monotonic() + 60 * minutes
         self._results = results
         self._extent = extent
         self._on = common.machine()
@@ -148,37 +173,46 @@ class Bench:
         for sites in dict.fromkeys(case.sites for case in missing):
             inside = [case for case in missing if case.sites == sites]
             with Lab(list(SITES[:sites])) as lab:
+                step = self._step(lab)
+                lasts = sum(duration(case, self._extent, step) for case in inside) / 60
+                common.say(f"{sites} sites: {len(inside)} measurements, some {lasts:.0f} minutes")
                 for ratio in dict.fromkeys(case.ratio for case in inside):
-                    lab.shape(f"{self._link(lab, ratio) / 1e3:.3f}kbit")
+                    lab.shape(f"{self._link(sites, ratio, step) / 1e3:.3f}kbit")
                     for case in inside:
                         if case.ratio == ratio:
-                            self._take(lab, case, len(missing))
+                            self._take(lab, case, duration(case, self._extent, step))
 
-    def _link(self, lab: Lab, ratio: int) -> float:
-        """Bits per second: as measured on before, or made for the time of a step, now."""
-        place = (len(lab.sites), ratio)
-        for run in self._runs:
-            if (run["sites"], run["ratio"]) == place:
-                return float(run["link_asked_bits_per_second"])
-        known = [r for r in self._runs if r["sites"] == place[0] and r["method"] == NONE]
+    def _step(self, lab: Lab) -> float:
+        """Seconds of a step without exchange: as measured before, or measured now."""
+        known = [r for r in self._runs if r["sites"] == len(lab.sites) and r["method"] == NONE]
         if known:
-            speed = wan_rows.median_speed(known)
-        else:
-            common.say(f"{place[0]} sites: measuring the time of a step")
-            lab.shape()
-            speed = wan_run.measure_none(lab, self._folder)["tokens_per_second"]
-        return link_of(ratio, self._parameters, place[0], TOKENS / speed)
+            return TOKENS / wan_rows.median_speed(known)
+        common.say(f"{len(lab.sites)} sites: measuring the time of a step")
+        lab.shape()
+        found = wan_run.measure_none(lab, self._folder, PROBE_ROUNDS, PROBE_STEPS)
+        return TOKENS / float(found["tokens_per_second"])
 
-    def _take(self, lab: Lab, case: Case, missing: int) -> None:
-        """One measurement, said in one line; one that fails leaves the others as they are."""
+    def _link(self, sites: int, ratio: int, step: float) -> float:
+        """Bits per second: as measured on before, or made for the time of a step."""
+        for run in self._runs:
+            if (run["sites"], run["ratio"]) == (sites, ratio):
+                return float(run["link_asked_bits_per_second"])
+        return link_of(ratio, self._parameters, sites, step)
+
+    def _take(self, lab: Lab, case: Case, lasts: float) -> None:
+        """One measurement of so many seconds, said in one line; one that fails leaves the others
+        as they are."""
         began = time.monotonic()
         name = f"{case.sites} sites, {case.ratio}x, {case.method}, block {case.block}"
         lacking = wan_peers.missing(BY_NAME[case.method]) if case.method in BY_NAME else None
         if lacking is not None:
             common.say(f"{name}: left out, {lacking}")
             return
+        if began + lasts > self._end:
+            common.say(f"{name}: left out, it takes some {lasts:.0f} s and the time is over")
+            return
         try:
-            found = self._measured(lab, case)
+            found = self._measured(lab, case, PATIENCE * lasts + START_LIMIT)
             checked = lab.verify()
         except DilocoxError as error:
             common.say(f"{name}: {error}")
@@ -198,14 +232,16 @@ class Bench:
         self._write()
         common.say(f"{name}: {run['tokens_per_second']:,.1f} tokens/s; {run['took']:.0f} s")
 
-    def _measured(self, lab: Lab, case: Case) -> Row:
+    def _measured(self, lab: Lab, case: Case, limit: float) -> Row:
         if case.method == NONE:
             return wan_run.measure_none(lab, self._folder)
         if case.method == ALONE:
             return wan_peers.measure_alone(lab, self._folder, self._extent)
         method = BY_NAME[case.method]
         if method.kind == "engine":
-            return wan_run.measure_engine(lab, self._folder, method, case.ratio, self._extent)
+            return wan_run.measure_engine(
+                lab, self._folder, method, case.ratio, self._extent, limit=limit
+            )
         own = [r for r in self._runs if r["sites"] == case.sites and r["method"] == ALONE]
         if not own:
             own = [r for r in self._runs if r["sites"] == case.sites and r["method"] == NONE]
@@ -238,8 +274,9 @@ class Bench:
             "peers": {name: installed(name) for name in ("torch", "torchft")},
         }
 
-    def report(self) -> int:
-        """Print table and verdicts, write the picture; 1 if something could not be measured."""
+    def report(self, documents: Sequence[Path] = ()) -> int:
+        """Print table and verdicts, write the picture, fill in the tables of `documents`; 1 if
+        something could not be measured."""
         known = wan_rows.rows(self._runs, self._parameters)
         print(wan_rows.table(known))
         for line in wan_rows.verdicts(known):
@@ -247,6 +284,9 @@ class Bench:
         if self._results is not None and known:
             picture = wan_plot.picture(known)
             self._results.with_suffix(".svg").write_text(picture, encoding="utf-8")
+        for page in documents:
+            filled = wan_docs.filled(page.read_text(encoding="utf-8"), known)
+            page.write_text(filled, encoding="utf-8")
         return 1 if self._failures else 0
 
 

@@ -128,7 +128,7 @@ METHODS = (
 """H as published, PowerSGD at its least rank, Streaming DiLoCo at the longest delay that torchft
 takes: nobody is slowed down by what is chosen here. What they cost in loss is `quality.py`'s
 business."""
-QUICK = (SYNCHRONOUS, OURS, "dilocox-paper", "ddp", "ddp-powersgd", "torchft-diloco")
+QUICK = (SYNCHRONOUS, OURS, "ddp", "ddp-powersgd", "torchft-streaming")
 BY_NAME = {method.name: method for method in METHODS}
 
 NO_EXCHANGE: Settings = {
@@ -140,6 +140,14 @@ NO_EXCHANGE: Settings = {
 """Each site in a run of its own: inner steps, and an outer step every 200 of them. A shorter round,
 or the codecs of `dilocox` with nobody to send to, would make the reference slower."""
 NO_EXCHANGE_ROUNDS = 3
+PROBE_ROUNDS, PROBE_STEPS = 2, 50
+"""What the time of a step is measured with before there is a link."""
+ALONE_WARM_UP = 50
+"""Steps of the peers' loop by itself that are not measured."""
+START_SECONDS = 15.0
+"""Starting and ending a measurement: processes, imports, evaluation."""
+FLUSH_BITS = 8.2
+"""Per value, of what a run's last outer step sends."""
 
 
 @dataclass(frozen=True)
@@ -183,7 +191,9 @@ class Extent:
 
 
 FULL = Extent(8, 4, 2, 1, 1600, 600, RATIOS, (2, 4), tuple(BY_NAME))
-SHORT = Extent(3, 0, 1, 0, 800, 300, (RATIO,), (2,), QUICK)
+SHORT = Extent(3, 0, 1, 0, 600, 200, (RATIO,), (2,), QUICK)
+SHORT_MINUTES = 9.5
+"""`--quick`: what would last longer is left out, and said."""
 
 
 def cases(extent: Extent) -> list[Case]:
@@ -205,6 +215,23 @@ def cases(extent: Extent) -> list[Case]:
                 inside = inside if block % 2 == 0 else inside[::-1]
                 found += [Case(sites, ratio, name, block) for name in inside]
     return found
+
+
+def duration(case: Case, extent: Extent, step_seconds: float) -> float:
+    """Seconds that a measurement takes, roughly: its warm-up, its flush and its start included."""
+    if case.method == NONE:
+        steps: float = NO_EXCHANGE_ROUNDS * int(NO_EXCHANGE["outer.inner_steps"])
+    elif case.method == ALONE:
+        steps = ALONE_WARM_UP + extent.least_steps
+    else:
+        method, ratio = BY_NAME[case.method], case.ratio
+        cycles = method.warm_up + method.cycles(ratio, extent.least_steps)
+        steps = cycles * method.cycle_steps(ratio) + method.dense_warm_up * ratio
+        if method.name == OURS:
+            steps = extent.ours_steps
+        if method.kind == "engine" and method.inner_steps > 1:
+            steps += ratio * FLUSH_BITS / 32
+    return START_SECONDS + steps * step_seconds
 
 
 def synchronous_bits(parameters: int, sites: int) -> float:

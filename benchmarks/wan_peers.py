@@ -15,7 +15,16 @@ from pathlib import Path
 from typing import Any
 
 from peers.peer import Outcome, PeerJob
-from wan_grid import MODEL, SEQUENCE_LENGTH, VOCABULARY, Extent, Method, Settings, batch
+from wan_grid import (
+    ALONE_WARM_UP,
+    MODEL,
+    SEQUENCE_LENGTH,
+    VOCABULARY,
+    Extent,
+    Method,
+    Settings,
+    batch,
+)
 
 from dilocox.lab import HUB, Lab, LabError
 
@@ -26,8 +35,6 @@ LIGHTHOUSE = ["--min_replicas", "{sites}", "--quorum_tick_ms", "10"]
 """Quorums are looked for every 10 ms instead of 100, in favour of torchft."""
 START_SECONDS, PATIENCE = 300.0, 10.0
 """A peer is given up after `PATIENCE` times what it should take, and the time to start."""
-WARM_UP = 50
-"""Steps of the peers' loop by itself that are not measured."""
 
 
 def missing(method: Method) -> str | None:
@@ -57,7 +64,7 @@ def measure_peer(
 
 def measure_alone(lab: Lab, folder: Path, extent: Extent) -> Row:
     """The peers' loop at all sites, with no exchange. Raises `LabError`."""
-    job = peer_job(lab, warm_up=WARM_UP, cycles=extent.least_steps)
+    job = peer_job(lab, warm_up=ALONE_WARM_UP, cycles=extent.least_steps)
     return peer_row(_everywhere(lab, PEERS / "alone.py", job, folder, limit=10 * START_SECONDS))
 
 

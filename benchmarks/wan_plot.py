@@ -1,7 +1,8 @@
 """The plot of the WAN benchmark: share of the no-network speed against how slow the link is (SVG).
 
 Plain text, no library: one panel per number of sites, both axes by their logarithm, a line per
-method, its interval where it was measured several times.
+method, its interval where it was measured several times. Where there is one link only, a bar per
+method.
 """
 
 from __future__ import annotations
@@ -44,8 +45,10 @@ def picture(rows: Sequence[Row]) -> str:
         '<rect width="100%" height="100%" fill="#ffffff"/>',
     ]
     for number, sites in enumerate(panels):
+        inside = [row for row in known if row["sites"] == sites]
+        one_link = len({row["ratio"] for row in inside}) == 1
         parts.append(f'<g transform="translate(0 {HEIGHT * number})">')
-        parts += _panel(sites, [row for row in known if row["sites"] == sites])
+        parts += _bars(sites, inside) if one_link else _panel(sites, inside)
         parts.append("</g>")
     return "\n".join([*parts, "</svg>"]) + "\n"
 
@@ -85,6 +88,40 @@ def _panel(sites: int, known: Sequence[Row]) -> list[str]:
             parts += _line(scale, method, own)
             ends.append((scale.y(own[-1]["share_of_no_network"]), method))
     return parts + _names(ends)
+
+
+def _bars(sites: int, known: Sequence[Row]) -> list[str]:
+    """Methods at one link, the fastest on top; shares by their logarithm."""
+    ratio = known[0]["comm_to_compute"]
+    parts = [
+        f'<text x="16" y="22" font-size="14">Share of the speed without network, {sites} sites, '
+        f"gradients take {ratio:,.0f} steps</text>"
+    ]
+    lowest = min(row["share_of_no_network"] for row in known)
+    low = min(-1, math.floor(math.log10(lowest)))
+    left, right, bottom = 2 * LEFT, WIDTH - LEFT, HEIGHT - BOTTOM
+
+    def x(share: float) -> float:
+        return right - (right - left) * math.log10(share) / low
+
+    for power in range(low, 1):
+        at, name = x(10.0**power), f"{100 * 10.0**power:g} %"
+        parts.append(f'<path d="M{at:.1f} {TOP}V{bottom}" stroke="#e4e4e4"/>')
+        parts.append(f'<text x="{at:.1f}" y="{bottom + 16}" text-anchor="middle">{name}</text>')
+    high = (bottom - TOP) / len(known)
+    order = sorted(known, key=lambda row: -row["share_of_no_network"])
+    for number, row in enumerate(order):
+        share, colour = row["share_of_no_network"], COLOURS[row["method"]]
+        name = escape(row["method"])
+        y = TOP + high * (number + 0.5)
+        end = x(min(share, 1.0))
+        parts += [
+            f'<rect x="{left}" y="{y - 0.3 * high:.1f}" width="{end - left:.1f}" '
+            f'height="{0.6 * high:.1f}" fill="{colour}"/>',
+            f'<text x="{left - 8}" y="{y + 4:.1f}" text-anchor="end">{name}</text>',
+            f'<text x="{end + 6:.1f}" y="{y + 4:.1f}">{100 * share:.3g} %</text>',
+        ]
+    return parts
 
 
 def _axes(scale: _Scale) -> list[str]:

@@ -92,16 +92,22 @@ def engine_settings(method: Method, sites: int) -> Settings:
     return settings
 
 
-def measure_none(lab: Lab, folder: Path) -> Row:
-    """Every site in a run of its own, at the same time: no exchange."""
-    steps = NO_EXCHANGE_ROUNDS * int(NO_EXCHANGE["outer.inner_steps"])
-    config = configuration(folder, len(lab.sites), NO_EXCHANGE, steps, slowest(lab))
+def measure_none(
+    lab: Lab,
+    folder: Path,
+    rounds: int = NO_EXCHANGE_ROUNDS,
+    inner_steps: int = int(NO_EXCHANGE["outer.inner_steps"]),
+) -> Row:
+    """Every site in a run of its own, at the same time: no exchange. The first round is warm-up."""
+    steps = rounds * inner_steps
+    settings = {**NO_EXCHANGE, "outer.inner_steps": inner_steps}
+    config = configuration(folder, len(lab.sites), settings, steps, slowest(lab))
     found = run_alone(lab, config, overwrite=True, warm_up=1)
     return {
         "tokens_per_second": sum(result.tokens_per_second for result in found.values()),
         "seconds": statistics.fmean(result.window.seconds for result in found.values()),
-        "steps": steps - int(NO_EXCHANGE["outer.inner_steps"]),
-        "inner_steps": int(NO_EXCHANGE["outer.inner_steps"]),
+        "steps": steps - inner_steps,
+        "inner_steps": inner_steps,
         "wire_bytes": statistics.fmean(
             site.wire_per_round for result in found.values() for site in result.sites.values()
         ),
@@ -115,27 +121,49 @@ def slowest(lab: Lab) -> float:
 
 
 def measure_engine(
-    lab: Lab, folder: Path, method: Method, ratio: float, extent: Extent, trace: bool = False
+    lab: Lab,
+    folder: Path,
+    method: Method,
+    ratio: float,
+    extent: Extent,
+    trace: bool = False,
+    limit: float | None = None,
 ) -> Row:
-    """All sites in one run of a method. Raises `LabError`."""
-    sites = len(lab.sites)
-    settings = engine_settings(method, sites)
+    """All sites in one run of a method. Raises `LabError`, also if it takes more than `limit` s."""
+    settings = engine_settings(method, len(lab.sites))
+    warm_up, steps = extent_of(method, ratio, extent)
+    return measure_run(lab, folder, settings, steps, warm_up, trace, limit)
+
+
+def extent_of(method: Method, ratio: float, extent: Extent) -> tuple[int | None, int]:
+    """Rounds that are not measured (none: as `measure_run`), and inner steps of a run."""
     if method.name == "dilocox":
-        steps = extent.ours_steps
-    else:
-        steps = method.inner_steps * (method.warm_up + method.cycles(ratio, extent.least_steps))
-    config = in_lab(lab, configuration(folder, sites, settings, steps, slowest(lab)))
+        return None, extent.ours_steps
+    cycles = method.warm_up + method.cycles(ratio, extent.least_steps)
+    return method.warm_up, method.inner_steps * cycles
+
+
+def measure_run(
+    lab: Lab,
+    folder: Path,
+    settings: Settings,
+    steps: int,
+    warm_up: int | None = None,
+    trace: bool = False,
+    limit: float | None = None,
+) -> Row:
+    """All sites in one run. `warm_up`: rounds that are not measured; none: the first half of its
+    steps. Raises `LabError`, also if it takes more than `limit` s."""
+    config = in_lab(lab, configuration(folder, len(lab.sites), settings, steps, slowest(lab)))
     check(config)
     checked = lab.verify()
     run = Run(lab, config, overwrite=True, trace=trace)
-    finish(lab, [run])
+    finish(lab, [run], limit=limit)
     run.new_records()
-    warm_up = method.warm_up
-    if method.name == "dilocox":
+    if warm_up is None:
         warm_up = first_after(run.records, lab.sites, steps // 2)
-    result = run.result(warm_up)
     link = statistics.fmean(one.bits_per_second for one in checked.links)
-    return engine_row(result, link)
+    return engine_row(run.result(warm_up), link)
 
 
 def first_after(records: Sequence[Record], sites: Sequence[str], steps: int) -> int:

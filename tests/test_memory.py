@@ -40,18 +40,21 @@ def test_states_in_bytes_per_parameter() -> None:
     assert memory.outer_bytes_per_parameter(config(outer={"method": "dilocox"})) == 17
     # ... with the last pseudo-gradient and the site's own part of the momentum
     assert memory.outer_bytes_per_parameter(config(outer={"overlap": "eager"})) == 24
+    # ... with the momentum in bf16
+    assert memory.outer_bytes_per_parameter(config(outer={"momentum_dtype": "bf16"})) == 14
 
 
 def test_the_outer_state_is_as_large_as_said() -> None:
     from dilocox.outer.fragments import Layout
+    from dilocox.outer.optimizer import MOMENTUM_DTYPES
     from dilocox.outer.state import FragmentState
 
     live = {"w": torch.zeros(64, 16)}
-    for overlap, feedback in (("none", False), ("eager", True)):
+    for overlap, feedback, dtype in (("none", False, "fp32"), ("eager", True, "bf16")):
         run = resolve_run(
             {
                 "model": {"path": "x"},
-                "outer": {"method": "diloco", "overlap": overlap},
+                "outer": {"method": "diloco", "overlap": overlap, "momentum_dtype": dtype},
                 "compression": {"error_feedback": feedback},
                 "sites": {"a": {}},
             }
@@ -61,6 +64,7 @@ def test_the_outer_state_is_as_large_as_said() -> None:
             live,
             error_feedback=feedback,
             eager=overlap == "eager",
+            momentum_dtype=MOMENTUM_DTYPES[dtype],
         )
         held = sum(t.nbytes for t in vars(state).values() if isinstance(t, torch.Tensor))
         in_flight = live["w"].nbytes

@@ -28,6 +28,7 @@ from dilocox.models import (
 from dilocox.outer.admission.gate import Gate
 from dilocox.outer.fragments import Layout, split_fragments
 from dilocox.outer.loop import Admission
+from dilocox.outer.optimizer import MOMENTUM_DTYPES
 from dilocox.outer.state import FragmentState
 from dilocox.site import (
     SiteMesh,
@@ -207,6 +208,7 @@ def build_states(config: RunConfig, rank: Rank) -> list[FragmentState]:
                 error_feedback=config.compression.error_feedback,
                 eager=config.outer.overlap == "eager",
                 device=device,
+                momentum_dtype=MOMENTUM_DTYPES[config.outer.momentum_dtype],
             )
         )
     return states

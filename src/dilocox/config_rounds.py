@@ -59,6 +59,8 @@ class OuterSection(Section):
     """gamma, the outer learning rate."""
     momentum: Annotated[float, Field(ge=0.0, lt=1.0)]
     """mu, the outer Nesterov momentum."""
+    momentum_dtype: Literal["fp32", "bf16"] = "fp32"
+    """What the outer momentum is kept in: bf16 takes 2 bytes per parameter less."""
     exchange: Literal["gather", "reduce"] = "gather"
     device: Literal["cpu", "model"] = "cpu"
     """Where anchor, momentum and residual live: host memory or the model's device."""

@@ -144,7 +144,7 @@ def whole_state(
     for number, names in enumerate(fragment_names(config, shapes)):
         layouts = [Layout.of(local_shapes(shapes, names, s, shards)) for s in range(shards)]
         for kind, tensors in whole.items():
-            flats = [part[f"outer/{number}/{kind}"] for part in parts]
+            flats = [part[f"outer/{number}/{kind}"].float() for part in parts]
             if [len(flat) for flat in flats] != [layout.length for layout in layouts]:
                 raise CheckpointError(
                     f"fragment {number}: the checkpoint's {kind} does not fit the run file's model"

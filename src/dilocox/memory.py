@@ -21,6 +21,10 @@ INNER_BYTES = {"adamw": 16, "muon": 12, "sgd": 8}
 embedding and head have AdamW's two)."""
 
 
+MOMENTUM_BYTES = {"fp32": 4, "bf16": 2}
+"""Of the outer optimizer, per parameter."""
+
+
 def inner_bytes_per_parameter(config: RunConfig) -> int:
     """Parameter, gradient and the inner optimizer's moments, fp32."""
     return INNER_BYTES[config.inner.optimizer]
@@ -29,7 +33,7 @@ def inner_bytes_per_parameter(config: RunConfig) -> int:
 def outer_bytes_per_parameter(config: RunConfig) -> int:
     """Anchor, momentum and reference, residual, what `eager` keeps, and one fragment in flight."""
     extra = 4 * config.compression.error_feedback + 8 * (config.outer.overlap == "eager")
-    return 12 + extra + 4 // config.outer.fragments
+    return 8 + MOMENTUM_BYTES[config.outer.momentum_dtype] + extra + 4 // config.outer.fragments
 
 
 def activation_bytes(

@@ -304,7 +304,7 @@ def record_state(
         tensors = whole_anchor(rank)
         if momentum:
             momenta = {
-                name: view
+                name: view.float()
                 for state in rank.states
                 for name, view in state.layout.views(state.momentum).items()
             }

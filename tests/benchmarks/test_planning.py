@@ -4,6 +4,7 @@ runs."""
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -116,3 +117,68 @@ def test_two_sites_scale_as_the_table_says() -> None:
     # Uneven sites wait for the slowest; with batches to match they do not.
     speeds = {one["scenario"]: one["efficiency"] for one in rows}
     assert speeds["uneven, gather"] < 0.8 < speeds["evened out, gather"]
+
+
+def wan_row(method: str, sites: int, speed: float, **more: Any) -> dict[str, Any]:
+    return {
+        "method": method, "sites": sites, "ratio": 400, "comm_to_compute": 400.0, "step_ms": 50.0,
+        "tokens_per_second": speed, "wait_share": 0.9, "payload_bytes": 3675648.0, **more,
+    }  # fmt: skip
+
+
+WAN: dict[str, Any] = {
+    "machine": {"cores": 2},
+    "settings": {"quota_of_machine": 0.9, "parameters": 918_912, "extent": {"ours_steps": 600}},
+    "rows": [
+        wan_row("none", 2, 20_480.0, wait_share=None, payload_bytes=None),
+        wan_row("allreduce", 2, 51.0),
+        wan_row("intellect1", 2, 10_240.0),
+        wan_row("ddp", 2, 50.0, wait_share=None),
+        wan_row("allreduce", 4, 51.0),
+    ],
+}
+"""As `wan.py` writes them, with a step of 50 ms and links on which gradients take 20 s."""
+
+
+def test_rows_of_the_wan_benchmark_are_predicted_by_their_link_and_step_alone() -> None:
+    rows = plan_check.check_wan(WAN, TABLE)
+    assert [row["run"] for row in rows] == [
+        "allreduce, 2 sites, 400x", "intellect1, 2 sites, 400x", "allreduce, 4 sites, 400x",
+    ]  # fmt: skip
+    two, rare, four = rows
+    # 1,024 tokens in a step of 50 ms and 400 times that on the link; at four sites the link is
+    # wider by the half that averaging in parts sends more.
+    assert two["predicted"] == pytest.approx(1024 / (0.05 * 401), rel=0.02)
+    assert four["predicted"] == pytest.approx(1024 / (0.05 * 401), rel=0.02)
+    assert two["predicted_payload"] == pytest.approx(4 * 918_912, rel=0.01)
+    # 100 steps, then 8 bits and a scale in 128 values: a quarter of 400 steps and some.
+    assert rare["predicted"] == pytest.approx(
+        1024 / 0.05 * 100 / (100 + 400 * 8.125 / 32), rel=0.05
+    )
+    assert rare["ratio"] == pytest.approx(rare["predicted"] / 10_240)
+
+
+def test_all_sets_of_rows_are_printed_and_written(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [wan_row("allreduce", 2, 51.0)]
+    (tmp_path / "wan.json").write_text(json.dumps({**WAN, "rows": rows}), encoding="utf-8")
+    monkeypatch.setattr(plan_check, "check_overlap", lambda *_: [compared(1.1), compared(0.9)])
+    monkeypatch.setattr(plan_check.common, "machine", dict)
+    told = ["plan_check.py", "--wan", str(tmp_path / "wan.json"), "--json", str(tmp_path / "out")]
+    monkeypatch.setattr(sys, "argv", told)
+    assert plan_check.main() == 0
+    said = capsys.readouterr().out
+    assert "2 rows: median error 10.0%, worst 10.0%" in said
+    assert "1 rows: median error" in said
+    written = json.loads((tmp_path / "out").read_text(encoding="utf-8"))
+    assert written["settings"]["against"] == "overlap-cpu.json, wan.json"
+    assert len(written["rows"]) == 3
+
+
+def compared(ratio: float) -> dict[str, Any]:
+    return {
+        "run": "a", "measured": 100.0, "predicted": 100.0 * ratio, "ratio": ratio,
+        "measured_waited": 0.5, "predicted_waited": 0.5, "measured_payload": 10,
+        "predicted_payload": 10,
+    }  # fmt: skip

@@ -52,7 +52,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(wan, "Lab", FakeLab)
     monkeypatch.setattr(wan.common, "machine", lambda: {"cores": 2})
     monkeypatch.setattr(wan.wan_run, "measure_none", lambda *_: give(NONE))
-    monkeypatch.setattr(wan.wan_run, "measure_engine", lambda _l, _f, m, *_: give(m.name))
+    monkeypatch.setattr(wan.wan_run, "measure_engine", lambda _l, _f, m, *_, limit: give(m.name))
     monkeypatch.setattr(wan.wan_peers, "measure_peer", lambda _l, _f, m, *_: give(m.name))
     monkeypatch.setattr(wan.wan_peers, "measure_alone", lambda *_: give(ALONE))
     return found
@@ -100,6 +100,36 @@ def test_a_measurement_that_fails_leaves_the_others(
     assert bench.report() == 1
     assert "ddp, block 0: ddp at paris has failed: why" in capsys.readouterr().err
     assert measured.count(OURS) == 2
+
+
+def test_nothing_is_begun_that_would_last_longer(
+    measured: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    # No exchange takes 600 steps of 51 ms and its start: 46 s. All of it would take minutes.
+    monkeypatch.setattr(wan.time, "monotonic", lambda: 1000.0)
+    bench = wan.Bench(tmp_path, None, EXTENT, minutes=0.8)
+    bench.measure(cases(EXTENT))
+    said = capsys.readouterr().err
+    assert "2 sites: 7 measurements, some 5 minutes" in said
+    assert "allreduce, block 0: left out, it takes some 56 s and the time is over" in said
+    assert measured == [NONE, NONE, OURS, ALONE, OURS, NONE]
+
+
+def test_what_ends_the_lab_ends_the_benchmark_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, measured: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_: object) -> None:
+        raise LabError("paris up: 2.1 Mbit/s instead of 1.6")
+
+    monkeypatch.setattr(sys, "argv", ["wan.py", "--quick"])
+    monkeypatch.setattr(wan.common, "end_on_signals", lambda: None)
+    monkeypatch.setattr(wan, "why_not", lambda: None)
+    monkeypatch.setattr(wan.wan_run, "measure_none", refuse)
+    assert wan.main() == 1
+    assert capsys.readouterr().err.splitlines()[-1] == "wan: paris up: 2.1 Mbit/s instead of 1.6"
 
 
 def test_a_peer_that_is_not_installed_is_left_out_with_the_mend(

@@ -15,9 +15,13 @@ from wan_grid import (
     OURS,
     RATIO,
     SHORT,
+    SHORT_MINUTES,
+    START_SECONDS,
+    Case,
     Extent,
     Method,
     cases,
+    duration,
     link_of,
     synchronous_bits,
 )
@@ -109,3 +113,27 @@ def test_peers_and_methods_are_those_that_were_asked_for() -> None:
 
 def test_tokens_per_step_are_the_same_for_any_number_of_sites() -> None:
     assert {wan_grid.batch(sites) * sites for sites in (2, 4)} == {wan_grid.SEQUENCES}
+
+
+def test_how_long_a_measurement_takes_by_hand() -> None:
+    extent = Extent(1, 1, 1, 1, 100, 50, (400,), (2,), ())
+    steps = {
+        # Three rounds of 200 steps.
+        NONE: 600,
+        # 50 that are not measured, 50 that are.
+        ALONE: 100,
+        # 100 steps and 8.2 bits per value at the end, a quarter of 400 steps' 32.
+        OURS: 100 + 102.5,
+        # One step to warm up and one measured, each with 400 on the link.
+        "allreduce": 802,
+        # 3 + 4 cycles of 13.5 (the least of 50 is reached with four), two dense steps before.
+        "ddp-powersgd": 7 * 13.5 + 800,
+    }
+    for method, expected in steps.items():
+        found = duration(Case(2, 400, method, 0), extent, 0.05)
+        assert found == pytest.approx(START_SECONDS + 0.05 * expected), method
+
+
+def test_a_quick_run_fits_its_time_on_steps_of_50_ms() -> None:
+    lasts = sum(duration(case, SHORT, 0.05) for case in cases(SHORT))
+    assert lasts / 60 < SHORT_MINUTES

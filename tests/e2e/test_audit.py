@@ -36,7 +36,12 @@ def audited(workshop: Workshop, folder: Path, *more: str, code: int = 0) -> str:
             "outer.slots=1",
             "outer.fragments=1",
         ),
-        ("compression.codec=lowrank:4", "site.stages=1", "outer.fragments=1"),
+        (
+            "outer.momentum_dtype=bf16",
+            "compression.codec=lowrank:4",
+            "site.stages=1",
+            "outer.fragments=1",
+        ),
         ("outer.exchange=reduce", "site.stages=1", "site.shards=2"),
     ],
     ids=["stages", "eager-topk", "lowrank", "reduce-shards"],

@@ -50,6 +50,7 @@ def model_bytes(run: Run) -> dict[str, bytes]:
             "keep",
             (
                 "outer.inner_steps=8",
+                "outer.momentum_dtype=bf16",
                 "compression.codec=topk:64",
                 "sites.lyon.speed=0.4",
                 "checkpoint.every_rounds=6",

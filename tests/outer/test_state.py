@@ -37,9 +37,14 @@ def move(live: dict[str, Tensor], by: float) -> None:
 
 
 def make(
-    live: dict[str, Tensor], error_feedback: bool = True, eager: bool = False
+    live: dict[str, Tensor],
+    error_feedback: bool = True,
+    eager: bool = False,
+    momentum_dtype: torch.dtype = torch.float32,
 ) -> FragmentState:
-    return FragmentState(LAYOUT, live, error_feedback=error_feedback, eager=eager)
+    return FragmentState(
+        LAYOUT, live, error_feedback=error_feedback, eager=eager, momentum_dtype=momentum_dtype
+    )
 
 
 def test_contribution_is_the_weighted_displacement_and_the_decayed_residual() -> None:
@@ -223,7 +228,10 @@ def test_anchor_from_live_parameters() -> None:
 
 
 @pytest.mark.parametrize(("overlap", "eager"), [("keep", False), ("eager", True)])
-def test_saved_and_loaded_it_goes_on_the_same(overlap: str, eager: bool) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_saved_and_loaded_it_goes_on_the_same(
+    overlap: str, eager: bool, dtype: torch.dtype
+) -> None:
     rule = Rule(overlap, 0.7, 0.9, keep=0.6, share=0.5)  # type: ignore[arg-type]
 
     def round_of(state: FragmentState, live: dict[str, Tensor], number: int) -> None:
@@ -235,12 +243,12 @@ def test_saved_and_loaded_it_goes_on_the_same(overlap: str, eager: bool) -> None
         state.land(live, sent, rule)
 
     live = live_of(0)
-    state = make(live, eager=eager)
+    state = make(live, eager=eager, momentum_dtype=dtype)
     for number in range(3):
         round_of(state, live, number)
     saved = {name: tensor.clone() for name, tensor in state.state_tensors().items()}
     other_live = {name: tensor.clone() for name, tensor in live.items()}
-    other = make(live_of(9), eager=eager)
+    other = make(live_of(9), eager=eager, momentum_dtype=dtype)
     other.load(saved)
     for number in range(3, 6):
         round_of(state, live, number)
@@ -298,6 +306,11 @@ def test_what_does_not_fit_is_not_loaded() -> None:
     with pytest.raises(CheckpointError, match="momentum: expected"):
         state.load(wrong)
     assert tensors_digest(state.state_tensors()) == before
+    narrow = make(live_of(1), momentum_dtype=torch.bfloat16)
+    with pytest.raises(CheckpointError, match=r"momentum: expected torch.float32 .* got torch.bf"):
+        state.load(narrow.state_tensors())
+    with pytest.raises(ExchangeError, match=r"momentum: expected torch.bfloat16"):
+        narrow.adopt(live, state.agreed())
 
 
 def test_digest_sees_names_shapes_dtypes_and_bits() -> None:

@@ -50,6 +50,16 @@ def test_a_plan_in_one_page(plan: Command, file: Path) -> None:
     assert "lyon, paris: l40s:2x1, 1 of 2 GPUs used; link 100mbit, round trip 30 ms" in out
     assert "100.0M tokens:" in out
     assert "allreduce" in out
+    assert "outer state (17 bytes per parameter) in the host's memory" in out
+
+
+def test_the_outer_state_is_smaller_with_momentum_in_bf16(plan: Command, file: Path) -> None:
+    wanted = ("--gpu", "l40s", "--link", "100mbit", "--json", "--set", "outer.momentum_dtype=bf16")
+    code, out, _ = plan(file, *wanted)
+    assert code == 0
+    memory = json.loads(out)["memory"]
+    assert memory["outer_bytes_per_parameter"] == 15
+    assert memory["stages"][0]["host"] == 15 * memory["stages"][0]["parameters"]
 
 
 def test_json_alone_on_standard_output(plan: Command, file: Path) -> None:

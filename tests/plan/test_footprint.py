@@ -45,6 +45,8 @@ def test_optimizers_and_where_the_outer_state_is() -> None:
     (inside,) = of(run(outer={"device": "model"}))
     assert inside.host == 0
     assert inside.device == 18 * whole + 9000 + 17 * whole
+    (narrow,) = of(run(outer={"device": "model", "momentum_dtype": "bf16"}))
+    assert inside.device - narrow.device == 2 * whole
     (dense,) = of(run(outer={"method": "diloco"}))
     assert dense.outer == 16 * whole  # no residual, but the whole model in flight
 
@@ -117,6 +119,18 @@ def test_advice_is_computed_and_makes_it_fit() -> None:
         assert change.text.startswith("--set ")
     # Half the micro-batch costs training nothing but bubbles: it comes first.
     assert found[0].values == {"site.micro_batch_size": 4}
+
+
+def test_momentum_in_bf16_is_advised_where_the_outer_state_is_on_the_gpu() -> None:
+    config = run(outer={"device": "model"})
+    outline, place = tight(config, 0.98)
+    found = [dict(change.values) for change in advice(config, outline, place)]
+    assert found[:2] == [{"outer.device": "cpu"}, {"outer.momentum_dtype": "bf16"}]
+    config = run(outer={"device": "cpu"})
+    outline, place = tight(config, 0.98)
+    assert {"outer.momentum_dtype": "bf16"} not in [
+        dict(change.values) for change in advice(config, outline, place)
+    ]
 
 
 def test_where_one_change_does_not_do_they_are_taken_together() -> None:

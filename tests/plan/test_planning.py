@@ -25,7 +25,10 @@ KEYS: dict[str, Any] = {
     "model": {"type", "parameters", "flops_per_token"},
     "layout": {"sites", "stages", "shards", "schedule", "tokens_per_step"},
     "sites": None,
-    "memory": {"fits", "needed_bytes", "available_bytes", "exact", "stages", "advice"},
+    "memory": {
+        "fits", "needed_bytes", "available_bytes", "exact", "inner_bytes_per_parameter",
+        "outer_bytes_per_parameter", "stages", "advice",
+    },
     "step": {"seconds", "compute", "bubble", "traffic", "optimizer"},
     "prediction": {
         "tokens_per_second", "share_of_no_network", "waited_share", "inner_steps", "slots",

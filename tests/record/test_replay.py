@@ -18,7 +18,7 @@ from dilocox.outer.averaging import average, chunk_bounds, requantise
 from dilocox.outer.coordinator.keys import ExchangeKey
 from dilocox.outer.exchange import chunk_index
 from dilocox.outer.fragments import Layout, local_shapes, split_fragments
-from dilocox.outer.optimizer import nesterov_step
+from dilocox.outer.optimizer import MOMENTUM_DTYPES, nesterov_step
 from dilocox.record.course import Course, Step
 from dilocox.record.digests import sha256, stage_root, tensor_bytes, tensor_digest
 from dilocox.record.recording import listing_of
@@ -34,6 +34,8 @@ SHAPES = {
     "norm.weight": (40,),
 }
 GOLDEN = "28341e8a0989cb5810e98ba64752d252013a1e6be8c51579fa448a0274f842b6"
+GOLDEN_BF16 = "cf24cec115f83cfd8425bed6cbaaba29e519a1c1d38ebda7d4396d8f8fe94e88"
+"""The same with the outer momentum in bf16."""
 
 
 class Shelf:
@@ -66,10 +68,14 @@ def numbers(count: int, seed: int) -> torch.Tensor:
 class Made:
     """A recorded course, and what the sites came to hold: by the engine's functions alone."""
 
-    def __init__(self, codec: str, exchange: str = "gather", shards: int = 1) -> None:
+    def __init__(
+        self, codec: str, exchange: str = "gather", shards: int = 1, momentum_dtype: str = "fp32"
+    ) -> None:
         self.shelf = Shelf()
+        self.momentum_dtype = momentum_dtype
         self.codec, self.exchange, self.shards = codec, exchange, shards
-        config = {"site": {"stages": 1, "shards": shards}, "outer": {"method": "dilocox"}}
+        outer = {"method": "dilocox", "momentum_dtype": momentum_dtype}
+        config = {"site": {"stages": 1, "shards": shards}, "outer": outer}
         self.course = Course("run", "log", {"config": config})
         start = {name: numbers(torch.Size(s).numel(), 7).view(s) for name, s in SHAPES.items()}
         self.theta = [tensor_digest(name, tensor) for name, tensor in start.items()]
@@ -92,7 +98,7 @@ class Made:
         self, layout: Layout, rows: dict[str, torch.Tensor], fragment: int, shard: int
     ) -> dict[str, torch.Tensor]:
         anchor = layout.pack(rows)
-        momentum = torch.zeros_like(anchor)
+        momentum = torch.zeros_like(anchor, dtype=MOMENTUM_DTYPES[self.momentum_dtype])
         for round_ in range(ROUNDS):
             key = ExchangeKey.outer(round_, 0, fragment)
             seeds = [1000 * round_ + 100 * fragment + 10 * shard + n for n in range(len(SITES))]
@@ -255,15 +261,31 @@ def test_lists_of_tensors_are_checked() -> None:
         read_listing(made.shelf.get, made.shelf.put(b"{}x"), root)
 
 
-def one_digest() -> str:
+def one_digest(momentum_dtype: str = "fp32") -> str:
     """Over replays with every kind of codec and exchange."""
     courses = [("int4", "gather"), ("topk:64", "gather"), ("lowrank:4", "gather"),
                ("int8", "reduce"), ("bf16", "gather"), ("cocktail", "reduce")]  # fmt: skip
-    return sha256("".join(Made(*course).root() for course in courses).encode())
+    roots = [Made(*course, momentum_dtype=momentum_dtype).root() for course in courses]
+    return sha256("".join(roots).encode())
 
 
 def test_one_digest_for_all_machines() -> None:
     assert one_digest() == GOLDEN
+    assert one_digest("bf16") == GOLDEN_BF16
+
+
+def test_momentum_in_bf16_is_replayed_as_it_was_kept() -> None:
+    made = Made("int4", shards=2, momentum_dtype="bf16")
+    found = made.replayed()
+    for name, tensor in found.items():
+        assert torch.equal(tensor, made.final[name]), name
+    assert made.root() != Made("int4", shards=2).root()
+    # A run from before there was a choice says nothing, and kept fp32.
+    del made.course.manifest["config"]["outer"]["momentum_dtype"]
+    assert made.root() == Made("int4", shards=2).root()
+    made.course.manifest["config"]["outer"]["momentum_dtype"] = "fp8"
+    with pytest.raises(RecordError, match="knows no outer momentum in fp8"):
+        made.replayed()
 
 
 @pytest.mark.slow
@@ -274,14 +296,14 @@ def test_one_digest_for_all_instruction_sets(capability: str, threads: str) -> N
         "import torch\n"
         f"torch.set_num_threads({threads})\n"
         "from tests.record.test_replay import one_digest\n"
-        "print(torch.backends.cpu.get_cpu_capability(), one_digest())\n"
+        "print(torch.backends.cpu.get_cpu_capability(), one_digest(), one_digest('bf16'))\n"
     )
     environment = {**os.environ, "ATEN_CPU_CAPABILITY": capability, "OMP_NUM_THREADS": threads}
     answer = subprocess.run(
         [sys.executable, "-c", script],
         capture_output=True, text=True, check=True, timeout=120, env=environment,
     )  # fmt: skip
-    used, digest = answer.stdout.split()[-2:]
+    used, *digests = answer.stdout.split()[-3:]
     if used.lower() != capability:
         pytest.skip(f"this processor has no {capability}: it used {used}")
-    assert digest == GOLDEN
+    assert digests == [GOLDEN, GOLDEN_BF16]

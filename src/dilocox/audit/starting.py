@@ -49,7 +49,9 @@ def wrong_start(
             if step.key.round < state.round and step.key.text not in waiting
         ]
         moving = stage.rows(stage.momentum(get, names), place.shard)
-        anchor, momentum = replay_steps(landed, layout, start, moving, place.shard, get)
+        anchor, momentum = replay_steps(
+            landed, layout, start, moving, place.shard, get, course.momentum_dtype
+        )
         for name, flat in (("anchor", anchor), ("momentum", momentum)):
             full = f"outer/{fragment}/{name}"
             if tensors.get(full) != tensor_digest(full, flat):

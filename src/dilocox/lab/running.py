@@ -10,6 +10,7 @@ The processes are those of `dilocox coordinator` and `dilocox join`, forked from
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import time
@@ -255,9 +256,16 @@ class Run:
         processes.end([child.process for child in self._children.values()], grace=0.0)
 
 
-def finish(lab: Lab, runs: Sequence[Run], on_record: OnRecord | None = None) -> None:
-    """Follow runs to their ends. Raises `LabError` if a process fails; the runs are ended then."""
+def finish(
+    lab: Lab,
+    runs: Sequence[Run],
+    on_record: OnRecord | None = None,
+    limit: float | None = None,
+) -> None:
+    """Follow runs to their ends. Raises `LabError` if a process fails, or if they have not ended
+    after `limit` seconds; the runs are ended then."""
     due = 0.0
+    last = math.inf if limit is None else time.monotonic() + limit
     try:
         while True:
             for each in runs:
@@ -274,6 +282,9 @@ def finish(lab: Lab, runs: Sequence[Run], on_record: OnRecord | None = None) -> 
                             on_record(record)
             if not sentinels:
                 return
+            if time.monotonic() > last:
+                names = ", ".join(each.config.run.name for each in runs)
+                raise LabError(f"run {names} has not ended after {limit:.0f} s")
             wait(sentinels, timeout=max(0.0, due - time.monotonic()))
     finally:
         for each in runs:

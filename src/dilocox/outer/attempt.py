@@ -22,6 +22,8 @@ log = logging.getLogger(__name__)
 
 Weights = Mapping[str, float]
 """w_i by site."""
+LOOK = 0.1
+"""Seconds between two looks whether members changed, or a link broke, while payloads travel."""
 EARLY = 1e-3
 """Seconds that a site waits for a peer's first byte if it was the first to be there."""
 
@@ -235,7 +237,7 @@ class Attempt:
                 for transfer in waiting:
                     transfer.give_up()
                 raise RepeatError("members changed")
-            waiting[0].wait(0.02)
+            waiting[0].wait(LOOK)
             left = []
             for transfer in waiting:
                 try:

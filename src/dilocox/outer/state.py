@@ -21,7 +21,7 @@ from dilocox import timeline
 from dilocox.compression import Compressor, LowRank, compressor, first_non_finite
 from dilocox.errors import CheckpointError, ExchangeError, TrainingError
 from dilocox.outer.fragments import Layout
-from dilocox.outer.optimizer import nesterov_step
+from dilocox.outer.optimizer import as_kept, nesterov_step
 from dilocox.outer.overlap import Rule, local_view
 
 _HASHING = ThreadPoolExecutor(max_workers=1, thread_name_prefix="digest")
@@ -29,7 +29,7 @@ _HASHING = ThreadPoolExecutor(max_workers=1, thread_name_prefix="digest")
 
 
 class FragmentState:
-    """Flat fp32 buffers of one fragment, all [layout.length] on `device`.
+    """Flat fp32 buffers of one fragment, all [layout.length] on `device`; the momentum may be bf16.
 
     `live` arguments are this rank's parameters by full name (fp32, any device, a superset of
     the layout's names); copies between devices are explicit and complete on return. Order per
@@ -45,16 +45,18 @@ class FragmentState:
         error_feedback: bool,
         eager: bool = False,
         device: torch.device | None = None,
+        momentum_dtype: torch.dtype = torch.float32,
     ) -> None:
         """Start with the anchor at `live`, no momentum, no residual.
 
         `eager`: keep the last pseudo-gradient and the site's own part of the momentum, which
-        overlap `eager` needs (8 more bytes per parameter).
+        overlap `eager` needs (8 more bytes per parameter). `momentum_dtype`: fp32, or bf16 (2 bytes
+        per parameter less).
         """
         self.layout = layout
         self.anchor = layout.pack(live, device=device)
         """θ."""
-        self.momentum = torch.zeros_like(self.anchor)
+        self.momentum = torch.zeros_like(self.anchor, dtype=momentum_dtype)
         """m of the outer optimizer."""
         self.reference = self.anchor.clone()
         self.residual = torch.zeros_like(self.anchor) if error_feedback else None
@@ -238,7 +240,7 @@ class FragmentState:
         """Begin with an outer momentum: this rank's part of it, fp32 by full name. Raises
         `ExchangeError` if it does not fit."""
         self._settle()
-        self.layout.pack(whole, out=self.momentum)
+        self.momentum.copy_(as_kept(self.layout.pack(whole), self.momentum.dtype))
 
     def agreed(self) -> dict[str, Tensor]:
         """What is equal at all sites after every landing, by name (not copies)."""

@@ -206,6 +206,8 @@ def _changes(config: RunConfig, outline: Outline, place: Place) -> Iterator[tupl
     site = config.site
     if config.outer.device == "model" and not place.device.shared:
         yield "outer.device", "cpu"
+        if config.outer.momentum_dtype == "fp32":
+            yield "outer.momentum_dtype", "bf16"
     if site.schedule == "gpipe" and site.stages > 1:
         yield "site.schedule", "1f1b"
     smaller = site.micro_batch_size // 2

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from dilocox.display import number, size
-from dilocox.memory import GIB
+from dilocox.memory import GIB, inner_bytes_per_parameter, outer_bytes_per_parameter
 from dilocox.plan.bottleneck import sentence, shares
 from dilocox.plan.footprint import Footprint
 from dilocox.plan.planning import MethodRow, RunPlan
@@ -65,7 +65,8 @@ def _memory(plan: RunPlan) -> str:
     outer = "in it, too" if shared else outer
     lines.append(
         f"{'fits' if plan.fits else 'DOES NOT FIT'}: {plan.needed / GIB:.1f} GiB of the "
-        f"{plan.available / GIB:.1f} GiB that training may use of {where}; outer state {outer}"
+        f"{plan.available / GIB:.1f} GiB that training may use of {where}; outer state "
+        f"({outer_bytes_per_parameter(plan.config)} bytes per parameter) {outer}"
         + ("" if plan.exact else "; activations are a lower bound")
     )
     for change in plan.advice:
@@ -192,6 +193,8 @@ def as_json(plan: RunPlan) -> dict[str, Any]:
             "needed_bytes": plan.needed,
             "available_bytes": plan.available,
             "exact": plan.exact,
+            "inner_bytes_per_parameter": inner_bytes_per_parameter(plan.config),
+            "outer_bytes_per_parameter": outer_bytes_per_parameter(plan.config),
             "stages": [_footprint(each) for each in plan.footprints],
             "advice": [
                 {"set": dict(change.values), "needed_bytes": change.needed, "fits": change.fits}

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from dilocox.config import RunConfig
+from dilocox.memory import MOMENTUM_BYTES
 from dilocox.meter import busy_seconds
 from dilocox.outer.calendar import boundary_slots
 from dilocox.outer.controller.choice import Choice
@@ -26,8 +27,6 @@ from dilocox.plan.course import Course, Round, SimSite
 from dilocox.plan.parcels import Parcel, Toil, round_trips, toil
 from dilocox.plan.shared_link import SharedLink
 
-DIGESTED = 8
-"""Bytes per parameter whose digest the sites compare after each round: anchor and momentum."""
 SHARED_SLOWDOWN = 2.0
 """On cores that train meanwhile, an exchange's thread gets every other slice of time."""
 Menu = Mapping[str, Sequence[Sequence[Parcel]]]
@@ -244,8 +243,9 @@ class _Play:
     def _digests(self, site: _Site) -> list[tuple[int, float]]:
         """By stage: seconds for the digest of anchor and momentum, at a round's end."""
         codec = self._choices[site.round].codec
+        digested = 4 + MOMENTUM_BYTES[self._config.outer.momentum_dtype]
         return [
-            (stage, DIGESTED * sum(each.values for each in row) / site.about.host.digest)
+            (stage, digested * sum(each.values for each in row) / site.about.host.digest)
             for stage, row in enumerate(self._menu[codec])
         ]
 

@@ -198,6 +198,11 @@ class Course:
         """FSDP ranks of a stage."""
         return int(self.config["site"]["shards"])
 
+    @property
+    def momentum_dtype(self) -> str:
+        """What the outer momentum is kept in; runs from before there was a choice kept fp32."""
+        return str(self.config.get("outer", {}).get("momentum_dtype", "fp32"))
+
     def of(self, place: Place) -> list[Step]:
         """The outer steps of one fragment, in order."""
         found = [step for step in self.steps.values() if step.place == place]

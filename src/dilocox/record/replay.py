@@ -21,7 +21,7 @@ from dilocox.errors import DilocoxError, RecordError
 from dilocox.outer.admission.aggregation import aggregate
 from dilocox.outer.averaging import average, chunk_bounds, requantise
 from dilocox.outer.fragments import Layout, local_shapes, split_fragments
-from dilocox.outer.optimizer import nesterov_step
+from dilocox.outer.optimizer import MOMENTUM_DTYPES, as_kept, nesterov_step
 from dilocox.record.course import Course, Step
 from dilocox.record.digests import TensorDigest, stage_root, tensor_digest
 from dilocox.record.recording import MOMENTUM_OF
@@ -133,6 +133,7 @@ def replay_stage(
                 stage.rows(moving, shard),
                 shard,
                 get,
+                course.momentum_dtype,
                 on_step,
             )
             for shard in range(stage.shards)
@@ -150,9 +151,10 @@ def _replay_rank(
     moving: Mapping[str, Tensor],
     shard: int,
     get: Get,
+    momentum_dtype: str,
     on_step: Callable[[], None],
 ) -> dict[str, Tensor]:
-    anchor, _ = replay_steps(steps, layout, start, moving, shard, get, on_step)
+    anchor, _ = replay_steps(steps, layout, start, moving, shard, get, momentum_dtype, on_step)
     return layout.views(anchor)
 
 
@@ -163,15 +165,21 @@ def replay_steps(
     moving: Mapping[str, Tensor],
     shard: int,
     get: Get,
+    momentum_dtype: str,
     on_step: Callable[[], None] = lambda: None,
 ) -> tuple[Tensor, Tensor]:
-    """Anchor and momentum of a rank's fragment, flat fp32, after `steps` from theta_0 `start` and
-    the momentum `moving` (empty: zero).
+    """Anchor and momentum of a rank's fragment after `steps` from theta_0 `start` and the momentum
+    `moving` (empty: zero): flat fp32, the momentum flat as the run keeps it.
 
     Raises `RecordError` naming the step that cannot be replayed.
     """
     anchor = layout.pack(start)
-    momentum = layout.pack(moving) if moving else torch.zeros_like(anchor)
+    if momentum_dtype not in MOMENTUM_DTYPES:
+        raise RecordError(f"this dilocox knows no outer momentum in {momentum_dtype}")
+    kept = MOMENTUM_DTYPES[momentum_dtype]
+    momentum = (
+        as_kept(layout.pack(moving), kept) if moving else torch.zeros_like(anchor, dtype=kept)
+    )
     for step in steps:
         try:
             found = step_average(step, layout, shard, get)
