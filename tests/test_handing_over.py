@@ -35,7 +35,8 @@ def config(**site: int) -> object:
 
 
 @pytest.mark.parametrize("shards", [1, 2, 3])
-def test_shards_are_put_together_as_they_were_cut(shards: int) -> None:
+@pytest.mark.parametrize("kept", [torch.float32, torch.bfloat16])
+def test_shards_are_put_together_as_they_were_cut(shards: int, kept: torch.dtype) -> None:
     run = config(shards=shards, batch_size=6, micro_batch_size=1)
     shapes = {"layers.0.w": (7, 3), "layers.0.b": (5,), "layers.1.w": (2, 4), "layers.1.b": (1,)}
     whole = {name: torch.randn(shape) for name, shape in shapes.items()}
@@ -49,13 +50,14 @@ def test_shards_are_put_together_as_they_were_cut(shards: int) -> None:
                 for name in names
             }
             anchor = Layout.of(local).pack(rows)
-            part |= {f"outer/{number}/anchor": anchor, f"outer/{number}/momentum": 2 * anchor}
+            momentum = (2 * anchor).to(kept)
+            part |= {f"outer/{number}/anchor": anchor, f"outer/{number}/momentum": momentum}
         parts.append(part)
     found = whole_state(run, shapes, parts)  # type: ignore[arg-type]
     assert list(found["anchor"]) == list(found["momentum"]) == list(shapes)
     for name, tensor in whole.items():
         assert torch.equal(found["anchor"][name], tensor)
-        assert torch.equal(found["momentum"][name], 2 * tensor)
+        assert torch.equal(found["momentum"][name], (2 * tensor).to(kept).float())
     shapes["layers.1.w"] = (2, 4 * math.prod((2, 64)))
     with pytest.raises(CheckpointError, match="does not fit the run file's model"):
         whole_state(run, shapes, parts)  # type: ignore[arg-type]

@@ -360,3 +360,12 @@ def test_a_fragment_without_values_works() -> None:
     state.committed(u, u, (0, u))
     state.land(live, u, PLAIN)
     assert state.digest() == FragmentState(state.layout, live, error_feedback=False).digest()
+
+
+def test_a_run_begins_with_a_momentum_as_it_keeps_it() -> None:
+    taken = {name: tensor / 3 for name, tensor in live_of(5).items()}
+    for dtype in (torch.float32, torch.bfloat16):
+        state = FragmentState(LAYOUT, live_of(1), error_feedback=False, momentum_dtype=dtype)
+        state.take_momentum(taken)
+        assert state.momentum.dtype == dtype
+        assert torch.equal(state.momentum, LAYOUT.pack(taken).to(dtype))
