@@ -122,7 +122,6 @@ class FailingNetwork(Network):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.begin = self._begin
         self._struck: set[Fault] = set()
         self._round = -1
 
@@ -142,11 +141,12 @@ class FailingNetwork(Network):
         else:
             os.kill(os.getpid(), signal.SIGKILL if kind == "dies" else signal.SIGSTOP)
 
-    def _begin(self, key: ExchangeKey) -> BeginReply:
-        if key.fragment == 0:
-            self._round = key.round
+    def enter(self, what: Contribution, payload: bytes | None) -> BeginReply:
+        """Fails before anybody knows of its contribution."""
+        if what.key.fragment == 0:
+            self._round = what.key.round
             self.strike("before")
-        return self.client.begin(key)
+        return super().enter(what, payload)
 
     def vote(self, key: ExchangeKey, attempt: int, **fields: Any) -> VoteReply:
         """`gather`: fails with all payloads and no vote; `reduce`: with the set, and its mean not
