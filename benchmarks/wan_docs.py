@@ -54,7 +54,7 @@ def _line(row: Row) -> str:
         _share(row),
         _shown(row["speedup_vs_allreduce"], ",.0f", "x"),
         _shown(row["inner_steps"], ".0f") if method in BY_NAME else "",
-        _size(row["payload_bytes"]),
+        _size(row["payload_bytes"]) if method in BY_NAME else "",
         _size(row["wire_bytes"]) if method in BY_NAME else "",
         _shown(row["efficiency"], ".0%"),
     ]  # fmt: skip

@@ -34,6 +34,8 @@ LINK_TIMEOUT = 1800.0
 """Seconds. The whole model in fp32 takes minutes on the slowest link."""
 LEAST_QUEUE = 32
 """Frames that a slow link's queue holds (see `dilocox.lab.shaping`)."""
+MOST_EFFICIENT = 1.2
+"""A bucket of 10 ms and the first frame make a payload of some frames seem faster than the link."""
 HEARTBEAT, QUEUES = 5.0, 20
 """Seconds after which a silent site is gone: dilocox's default, or so many times what a full queue
 of the link holds a beat up, if that is longer (below 1.6 Mbit/s)."""
@@ -196,10 +198,17 @@ def engine_row(result: RunResult, link: float) -> Row:
         "wire_bytes": statistics.fmean(s.wire_per_round for s in result.sites.values()),
         "wait_share": statistics.fmean(s.wait_share for s in result.sites.values()),
         "work_share": sum(r["exchange_work_seconds"] for r in measured) / sites / window.seconds,
-        "efficiency": received * 8 / (link * receiving) if receiving else None,
+        "efficiency": efficiency(received, receiving, link),
         "plan": plans(result.records, window.first, window.last),
         "reason": last_reason(result.records, window.last),
     }
+
+
+def efficiency(received: float, seconds: float, link: float) -> float | None:
+    """Payload bits over what a link of `link` bits per second carries in the seconds in which they
+    came; none where they are so few that the shaper's bucket let them through at once."""
+    found = received * 8 / (link * seconds) if seconds else None
+    return None if found is None or found > MOST_EFFICIENT else found
 
 
 def plans(records: Sequence[Record], first: int, last: int) -> str:

@@ -75,6 +75,13 @@ def test_the_first_measured_round_begins_after_half_of_the_steps() -> None:
         wan_run.first_after(records, ["paris", "lyon"], 80)
 
 
+def test_efficiency_is_of_payloads_that_the_link_has_carried() -> None:
+    # 1 MB in 4.5 s is 1.78 of 2 Mbit/s; in 10 ms it has not been on that link.
+    assert wan_run.efficiency(1e6, 4.5, 2e6) == pytest.approx(0.889, abs=1e-3)
+    assert wan_run.efficiency(1e6, 0.01, 2e6) is None
+    assert wan_run.efficiency(0, 0.0, 2e6) is None
+
+
 def plan(number: int, codec: str, reason: str) -> dict[str, Any]:
     return {
         "kind": "plan",
