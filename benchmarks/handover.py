@@ -1,7 +1,7 @@
 """What it costs to go on with other sites, stages or shards.
 
 A run of two sites of two stages is trained to its end. From its checkpoint at the middle
-(`dilocox hand-over`) others go on to the same number of inner steps: with the same sites and
+(`dilocox handover`) others go on to the same number of inner steps: with the same sites and
 stages, so that only what a handover leaves behind differs (residuals, inner moments, what had not
 landed yet); with other stages and shards; with one site and with three. Reported are held-out loss
 at the end, its ratio to that of the run that was left alone, and the sequences trained on in all:

@@ -26,7 +26,7 @@ examples:
   dilocox coordinator run.toml               (prints the join line for every site)
   dilocox join HOST:PORT --site lyon --run-file run.toml --token-file token
   dilocox leave runs/run --site lyon         (after its round; where the coordinator runs)
-  dilocox hand-over runs/run --to start      (to go on with other sites, stages or shards)
+  dilocox handover runs/run --to start       (to go on with other sites, stages or shards)
   dilocox plan examples/two-sites.toml --gpu h100-80g:2 --link 1gbit
   dilocox data prepare run.toml
   dilocox data show runs/quickstart/data
@@ -154,7 +154,7 @@ def _parser() -> argparse.ArgumentParser:
     leave.set_defaults(call=_leave)
 
     handing = commands.add_parser(
-        "hand-over",
+        "handover",
         parents=[common],
         help="a checkpoint as a folder that a run with other sites, stages or shards goes on from",
     )

@@ -66,7 +66,7 @@ class ModelSection(Section):
     pretrained: bool = True
     """With `path`: start from its weights (true) or from its configuration alone (false)."""
     handover: bool = False
-    """`path` was written by `dilocox hand-over`: the run goes on from the run that it is of, with
+    """`path` was written by `dilocox handover`: the run goes on from the run that it is of, with
     its outer momentum, inner steps (which count towards the length of this run) and token ranges.
     Sites, stages and shards may be others."""
     architecture: dict[str, Any] | None = None

@@ -1,4 +1,4 @@
-"""`dilocox hand-over`: a run's checkpoint as a folder that a run of another layout goes on from."""
+"""`dilocox handover`: a run's checkpoint as a folder that a run of another layout goes on from."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ def ledger_of(ledger: Ledger, plan: RoundPlan | None, slot: int) -> Ledger:
 
 
 def describe(made: Handover, target: Path) -> list[str]:
-    """What `dilocox hand-over` prints."""
+    """What `dilocox handover` prints."""
     committed = sum(entry["count"] for entry in made.ledger["entries"])
     waiting: Any = [count for items in made.ledger["pool"].values() for _, count in items]
     return [

@@ -44,14 +44,14 @@ class Handover(BaseModel):
 
     @classmethod
     def read(cls, folder: str | Path | None) -> Handover:
-        """From a folder that `dilocox hand-over` has written. Raises `CheckpointError`."""
+        """From a folder that `dilocox handover` has written. Raises `CheckpointError`."""
         path = Path(folder or "") / FILE
         try:
             return cls.model_validate_json(path.read_text(encoding="utf-8"))
         except OSError as error:
             raise CheckpointError(
                 f"{path}: cannot be read ({error.strerror}); model.handover needs a folder that "
-                "`dilocox hand-over` has written in model.path"
+                "`dilocox handover` has written in model.path"
             ) from None
         except ValidationError as error:
             first = error.errors(include_url=False, include_input=False)[0]

@@ -55,7 +55,7 @@ WRITTEN = (
 STATE_BYTES = 32
 """Per parameter, of the state in which a round begins: fp32 parameters, two moments, anchor, outer
 momentum, reference, residual, and what is under way. Less with SGD or without error feedback."""
-_ELSEWHERE = "choose another run.name (`dilocox hand-over` lets it go on from here)"
+_ELSEWHERE = "choose another run.name (`dilocox handover` lets it go on from here)"
 STARTED = ("metrics.jsonl", "coordinator", "logs", "record")
 """What a start leaves that failed before anything was trained."""
 

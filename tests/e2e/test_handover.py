@@ -18,9 +18,7 @@ STEPS = 128
 
 def hand_over(workshop: Workshop, forge: Forge, name: str, folder: Path) -> Handover:
     """The newest checkpoint of a run, as its user would hand it over."""
-    run = forge.command(
-        workshop, name, "hand-over", str(workshop.folder(name)), "--to", str(folder)
-    )
+    run = forge.command(workshop, name, "handover", str(workshop.folder(name)), "--to", str(folder))
     assert run.wait() == 0, run.output()
     assert "residuals, inner moments and what had not landed" in run.printed()
     return Handover.read(folder)
