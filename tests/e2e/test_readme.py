@@ -33,6 +33,7 @@ QUALITY = "python benchmarks/quality.py --regime paper --sites 4 --iid no --only
 RUN_ELSEWHERE = {
     "make test": "is what runs this",
     "dilocox audit": "tests/audit",
+    "dilocox handover": "tests/e2e/test_handover.py",
     "dilocox export --release": "tests/release",
     "python benchmarks/single_site.py --pairs 16": "tests/benchmarks",
     "python benchmarks/overlap.py --quick": "tests/benchmarks",
