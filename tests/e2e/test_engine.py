@@ -109,7 +109,7 @@ def test_methods_and_rules_train(workshop: Workshop, name: str, sets: tuple[str,
     summary = run.summary()
     assert summary["val_loss_last"] < summary["val_loss_first"] - 0.2
     assert summary["payload_bytes"] > 0
-    # Every outer step, from theta_0 and the payloads, to the published model; gradients are not kept.
+    # Every outer step, from theta_0 and payloads, to the published model; gradients are not kept.
     gradients = {"commitments": "NOT_RUN", "replay": "NOT_RUN"}
     assert verdicts(run.folder) == (gradients if "allreduce" in name else {})
     if name == "allreduce-reduce":
