@@ -38,6 +38,8 @@ def main() -> None:
         loop,
         lambda: allreduce_bytes(state.total_numel_after_compression, told.sites),
     )
+    # Whoever ends first takes the store along, and the other one aborts now and then.
+    dist.barrier()
     dist.destroy_process_group()
 
 

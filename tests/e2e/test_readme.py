@@ -37,6 +37,7 @@ RUN_ELSEWHERE = {
     "dilocox export --release": "tests/release",
     "python benchmarks/single_site.py --pairs 16": "tests/benchmarks",
     "python benchmarks/overlap.py --quick": "tests/benchmarks",
+    "python benchmarks/wan.py --quick": "tests/benchmarks",
     QUALITY: "tests/benchmarks",
     "python benchmarks/codecs.py": "tests/benchmarks",
     "python benchmarks/chaos.py --quick --rounds 90 --seed 1": "tests/benchmarks",
