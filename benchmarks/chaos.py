@@ -58,7 +58,6 @@ from dilocox.outer.coordinator.identity import JoinToken
 from dilocox.outer.coordinator.joining import enrol
 from dilocox.outer.coordinator.timeouts import Timeouts
 
-CANNOT = 3
 BEFORE = 3
 """Rounds of all sites together before a fault."""
 SLOW_SECONDS = 10.0
@@ -336,10 +335,8 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, help="per part (200 with --quick, else 300)")
     options = parser.parse_args()
     common.end_on_signals()
-    reason = why_not()
-    if reason is not None:
-        print(f"chaos: cannot be measured here: {reason}", file=sys.stderr)
-        return CANNOT
+    if common.cannot("chaos", why_not()):
+        return common.CANNOT
     usual = QUICK if options.quick else FULL
     extent = Extent(
         options.seed,

@@ -18,7 +18,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import tomli_w
+import common
+from tiny_run import tiny_run
 
 from dilocox.config import load_run
 from dilocox.lab import Network
@@ -43,44 +44,17 @@ class HangError(Exception):
 
 def run_file(root: Path, name: str, rounds: int) -> Path:
     """Write a run file and return its path."""
-    content = {
+    content = tiny_run(root, rounds)
+    content["data"]["validation_sequences"] = 64
+    content["site"]["stages"] = 2
+    content["outer"]["min_sites"] = 1
+    content |= {
         "run": {"name": name, "folder": str(root / HUB / "{name}")},
-        "model": {
-            "architecture": {
-                "model_type": "qwen3",
-                "hidden_size": 64,
-                "intermediate_size": 160,
-                "num_hidden_layers": 4,
-                "num_attention_heads": 4,
-                "num_key_value_heads": 2,
-                "head_dim": 16,
-                "max_position_embeddings": 64,
-                "tie_word_embeddings": True,
-            }
-        },
-        "data": {
-            "source": "python-stdlib",
-            "folder": str(root / "data"),
-            "vocabulary_size": 512,
-            "sequence_length": 64,
-            "max_documents": 150,
-            "validation_sequences": 64,
-        },
-        "site": {
-            "stages": 2, "batch_size": 8, "micro_batch_size": 4, "threads": 1, "device": "cpu"
-        },
-        "inner": {"learning_rate": 3e-3, "warmup_steps": 20},
-        "outer": {"rounds": rounds, "inner_steps": 10, "fragments": 2, "min_sites": 1},
-        "control": {"adapt": "off"},
         "checkpoint": {"every_rounds": 8},
-        "evaluation": {"completion_tokens": 0},
         "network": {"link_timeout": 30.0, "heartbeat": HEARTBEAT},
-        "record": {"enabled": False},
         "sites": {site: {} for site in SITES},
-    }  # fmt: skip
-    path = root / f"{name}.toml"
-    path.write_text(tomli_w.dumps(content), encoding="utf-8")
-    return path
+    }
+    return common.write_run_file(root, name, content)
 
 
 def tree(pid: int) -> list[int]:

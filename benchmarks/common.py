@@ -23,6 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import tomli_w
+
 Row = dict[str, Any]
 CONFIDENCE = 0.95
 
@@ -76,6 +78,17 @@ def end_on_signals() -> None:
 
     signal.signal(signal.SIGTERM, leave)
     signal.signal(signal.SIGHUP, leave)
+
+
+CANNOT = 3
+"""Exit code of a benchmark that cannot be made on this machine."""
+
+
+def cannot(benchmark: str, reason: str | None) -> bool:
+    """Whether there is a `reason` against measuring here, which is said in one line."""
+    if reason is not None:
+        print(f"{benchmark}: cannot be measured here: {reason}", file=sys.stderr)
+    return reason is not None
 
 
 def machine() -> dict[str, Any]:
@@ -137,6 +150,13 @@ def commit() -> str | None:
     except (OSError, subprocess.CalledProcessError):
         return None
     return said.stdout.strip()
+
+
+def write_run_file(root: Path, name: str, content: Mapping[str, Any]) -> Path:
+    """Write `content` as the run file NAME.toml in `root`; its path."""
+    path = root / f"{name}.toml"
+    path.write_text(tomli_w.dumps(content), encoding="utf-8")
+    return path
 
 
 def write_json(

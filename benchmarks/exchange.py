@@ -38,7 +38,6 @@ from dilocox.compression import Geometry, compressor, frame_bytes
 from dilocox.lab import LabError, Network, why_not
 from dilocox.lab.links import Line, Links
 
-CANNOT = 3
 BURST_SECONDS = 0.010
 """What the shapers of dilocox.lab let through at once after a pause."""
 MBIT = 1e6
@@ -252,10 +251,8 @@ def main() -> int:
     """Measure, print, write."""
     options = common.parser(__doc__ or "").parse_args()
     common.end_on_signals()
-    reason = why_not()
-    if reason is not None:
-        print(f"exchange: cannot be measured here: {reason}", file=sys.stderr)
-        return CANNOT
+    if common.cannot("exchange", why_not()):
+        return common.CANNOT
     on = common.machine()
     where = Path("/proc/sys/net/ipv4/tcp_congestion_control")
     default = where.read_text(encoding="ascii").strip()

@@ -17,10 +17,9 @@ import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import common
-import tomli_w
+from tiny_run import tiny_run
 
 import dilocox
 from dilocox.handing_over import hand_over
@@ -59,53 +58,18 @@ COLUMNS = {
 def run_file(root: Path, layout: Layout, rounds: int, codec: str) -> Path:
     """Write a run file and return its path."""
     name = layout.name.replace(" ", "-")
-    model: dict[str, Any] = {
-        "architecture": {
-            "model_type": "qwen3",
-            "hidden_size": 64,
-            "intermediate_size": 160,
-            "num_hidden_layers": 4,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 16,
-            "max_position_embeddings": 64,
-            "tie_word_embeddings": True,
-        }
-    }
+    content = tiny_run(root, rounds)
     if layout.takes_over:
-        model = {"path": str(root / "start"), "handover": True}
-    content = {
+        content["model"] = {"path": str(root / "start"), "handover": True}
+    content["site"] |= {"stages": layout.stages, "shards": layout.shards, "precision": "fp32"}
+    content |= {
         "run": {"name": name, "folder": str(root / "{name}")},
-        "model": model,
-        "data": {
-            "source": "python-stdlib",
-            "folder": str(root / "data"),
-            "vocabulary_size": 512,
-            "sequence_length": 64,
-            "max_documents": 150,
-        },
-        "site": {
-            "stages": layout.stages,
-            "shards": layout.shards,
-            "batch_size": 8,
-            "micro_batch_size": 4,
-            "threads": 1,
-            "device": "cpu",
-            "precision": "fp32",
-        },
-        "inner": {"learning_rate": 3e-3, "warmup_steps": 20},
-        "outer": {"rounds": rounds, "inner_steps": 10, "fragments": 2},
         "compression": {"codec": codec},
-        "control": {"adapt": "off"},
         "checkpoint": {"every_rounds": rounds // 2, "keep": 5},
-        "evaluation": {"completion_tokens": 0},
         "network": {"heartbeat": 30.0},
-        "record": {"enabled": False},
         "sites": {f"site-{number}": {} for number in range(layout.sites)},
     }
-    path = root / f"{name}.toml"
-    path.write_text(tomli_w.dumps(content), encoding="utf-8")
-    return path
+    return common.write_run_file(root, name, content)
 
 
 def train(root: Path, layout: Layout, rounds: int, codec: str) -> common.Row:

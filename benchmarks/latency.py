@@ -35,7 +35,6 @@ QUICK_MS = (100,)
 LIMIT = 600.0
 """Seconds after which a run is given up."""
 NONE_ROUNDS, NONE_STEPS = 3, 60
-CANNOT = 3
 METHODS: dict[str, tuple[Settings, int, int | None]] = {
     "dilocox": ({}, 400, None),
     "diloco": ({"outer.method": "diloco", "outer.inner_steps": 50}, 150, 1),
@@ -98,10 +97,8 @@ def main() -> int:
     """Measure, print, write; 1 if something could not be measured."""
     options = common.parser(__doc__ or "").parse_args()
     common.end_on_signals()
-    reason = why_not()
-    if reason is not None:
-        print(f"latency: cannot be measured here: {reason}", file=sys.stderr)
-        return CANNOT
+    if common.cannot("latency", why_not()):
+        return common.CANNOT
     on = common.machine()
     rows: list[common.Row] = []
     failures = 0

@@ -34,7 +34,6 @@ from pathlib import Path
 from typing import Any
 
 import common
-import tomli_w
 
 from dilocox.config import load_run
 from dilocox.memory import outer_bytes_per_parameter
@@ -97,9 +96,7 @@ def run_file(root: Path, link: str, steps: int) -> Path:
         "evaluation": {"completion_tokens": 0},
         "sites": {site: {} for site in SITES},
     }
-    path = root / f"{link}.toml"
-    path.write_text(tomli_w.dumps(content), encoding="utf-8")
-    return path
+    return common.write_run_file(root, link, content)
 
 
 def rounds_of(trace: Mapping[str, Any]) -> dict[tuple[int, int], dict[str, float]]:

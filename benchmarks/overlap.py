@@ -37,7 +37,6 @@ from pathlib import Path
 from typing import Any
 
 import common
-import tomli_w
 
 import dilocox
 from dilocox.config import RunConfig
@@ -54,7 +53,6 @@ LIMIT = 300.0
 INNER_STEPS = 20
 INT4_BYTES = 4 / 8 + 2 / 128
 """Payload bytes per value: codes, and the scale of every 128."""
-CANNOT = 3
 
 
 @dataclass(frozen=True)
@@ -135,9 +133,7 @@ def run_file(root: Path, name: str, setting: Setting, sites: Sequence[str], roun
         "evaluation": {"completion_tokens": 0},
         "sites": {site: {} for site in sites},
     }
-    path = root / f"{name}.toml"
-    path.write_text(tomli_w.dumps(content), encoding="utf-8")
-    return path
+    return common.write_run_file(root, name, content)
 
 
 class Lab:
@@ -350,9 +346,8 @@ def main() -> int:
     reason = why_not()
     if reason is None and len(os.sched_getaffinity(0)) < len(SITES):
         reason = "each site needs a CPU core of its own, there is one"
-    if reason is not None:
-        print(f"overlap: cannot be measured here: {reason}", file=sys.stderr)
-        return CANNOT
+    if common.cannot("overlap", reason):
+        return common.CANNOT
     on = common.machine()
     root = Path(tempfile.mkdtemp(prefix="dilocox-overlap-"))
     try:

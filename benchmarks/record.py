@@ -29,7 +29,6 @@ from pathlib import Path
 from typing import Any
 
 import common
-import tomli_w
 
 from dilocox.record import statements as s
 from dilocox.record.course import Course, read_course
@@ -82,9 +81,7 @@ def run_file(root: Path, name: str, record: Mapping[str, Any], rounds: int) -> P
         "record": dict(record),
         "sites": {site: {} for site in SITES},
     }  # fmt: skip
-    path = root / f"{name}.toml"
-    path.write_text(tomli_w.dumps(content), encoding="utf-8")
-    return path
+    return common.write_run_file(root, name, content)
 
 
 class RunError(Exception):

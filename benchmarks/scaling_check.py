@@ -43,7 +43,6 @@ LIMIT = 600.0
 """Seconds after which a run is given up."""
 MOST = 0.9
 """Of the machine, for all sites together."""
-CANNOT = 3
 
 
 @dataclass(frozen=True)
@@ -135,10 +134,8 @@ def main() -> int:
     """Measure, predict, print, write."""
     options = common.parser(__doc__ or "").parse_args()
     common.end_on_signals()
-    reason = why_not()
-    if reason is not None:
-        print(f"scaling_check: cannot be measured here: {reason}", file=sys.stderr)
-        return CANNOT
+    if common.cannot("scaling_check", why_not()):
+        return common.CANNOT
     on, table = common.machine(), Table.load()
     cases = tuple(case for case in CASES if not options.quick or case.name in QUICK)
     rows: list[common.Row] = []

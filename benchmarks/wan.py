@@ -83,7 +83,6 @@ from dilocox.models import count_parameters, load_model_config
 
 Row = dict[str, Any]
 RESULTS = Path(__file__).parent / "results" / "wan-cpu.json"
-CANNOT = 3
 PATIENCE, START_LIMIT = 5.0, 300.0
 """A run of the engine is given up after so many times what it should take, and these seconds."""
 
@@ -104,10 +103,8 @@ def main() -> int:
     """Measure what is missing, print and write; 1 if something could not be measured."""
     options = arguments().parse_args()
     common.end_on_signals()
-    reason = why_not()
-    if reason is not None:
-        print(f"wan: cannot be measured here: {reason}", file=sys.stderr)
-        return CANNOT
+    if common.cannot("wan", why_not()):
+        return common.CANNOT
     extent = SHORT if options.quick else FULL
     if options.json is None and not options.quick:
         options.json = RESULTS

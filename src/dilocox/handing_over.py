@@ -14,7 +14,7 @@ from dilocox.assembly import Blueprint
 from dilocox.config import RunConfig, load_run
 from dilocox.data import TokenFiles
 from dilocox.errors import CheckpointError
-from dilocox.handover import MOMENTUM, Handover, sha256_of
+from dilocox.handover import MOMENTUM, Handover
 from dilocox.models import finish_model_folder, stage_file_name, write_stage_file
 from dilocox.outer.coordinator import events as e
 from dilocox.outer.coordinator.audit import union
@@ -25,6 +25,7 @@ from dilocox.outer.coordinator.resume import resume_point
 from dilocox.outer.coordinator.state import CoordinatorState
 from dilocox.outer.fragments import Layout, local_shapes
 from dilocox.payloads import fragment_names, model_shapes
+from dilocox.storage import sha256_of
 
 Tensors = dict[str, torch.Tensor]
 
@@ -44,14 +45,13 @@ def hand_over(folder: Path, target: Path, tick: int | None = None) -> Handover:
             f"{folder}: method {config.outer.method} has no outer state; export its model"
         )
     files = TokenFiles.open(config.data_folder)
-    point, found, state = _point(config, folder, tick)
+    point, site, digests, state = _point(config, folder, tick)
     blueprint = Blueprint.of(config, files.vocabulary_size)
     shapes = model_shapes(config, blueprint)
     momenta: Tensors = {}
     target.mkdir(parents=True, exist_ok=True)
-    site = next(iter(found))
     for stage, whole_shapes in enumerate(shapes):
-        parts = _load_stage(config, found, site, point.tick, stage)
+        parts = _load_stage(config, site, digests, point.tick, stage)
         whole = whole_state(config, whole_shapes, parts)
         name = stage_file_name(stage, len(shapes))
         write_stage_file(target / name, whole["anchor"], blueprint.hf_config)
@@ -75,9 +75,9 @@ def hand_over(folder: Path, target: Path, tick: int | None = None) -> Handover:
 
 def _point(
     config: RunConfig, folder: Path, tick: int | None
-) -> tuple[e.Resumed, dict[str, dict[tuple[int, int], str]], CoordinatorState]:
-    """Where the run would be resumed, digests of the parts of its checkpoint by site and rank, and
-    the state of then."""
+) -> tuple[e.Resumed, str, dict[tuple[int, int], str], CoordinatorState]:
+    """Where the run would be resumed, a site whose part of that checkpoint is here, digests of the
+    part by (stage, shard), and the state of then."""
     log = EventLog(folder / "coordinator")
     try:
         events = list(log.events())
@@ -88,44 +88,27 @@ def _point(
     for event in events:
         state.apply(event)
     kept = state.checkpoints[point.tick]
-    found = {
-        site: {
-            (stage, shard): kept.written[site, stage, shard]["files.json"]
-            for stage, shard in state.ranks
-        }
-        for site in kept.sites or []
+    for site in kept.sites or []:
         if all(
             checkpoint.exists(config.checkpoint_store, point.tick, site, *rank)
             for rank in state.ranks
-        )
-    }
-    if not found:
-        raise CheckpointError(
-            f"{config.checkpoint_store}: no site's part of the checkpoint at slot {point.tick} is "
-            "here as a whole; copy that of one site, or run this there"
-        )
-    state.apply(point)
-    return point, found, state
+        ):
+            digests = {rank: kept.written[site, *rank]["files.json"] for rank in state.ranks}
+            state.apply(point)
+            return point, site, digests, state
+    raise CheckpointError(
+        f"{config.checkpoint_store}: no site's part of the checkpoint at slot {point.tick} is "
+        "here as a whole; copy that of one site, or run this there"
+    )
 
 
 def _load_stage(
-    config: RunConfig,
-    found: Mapping[str, Mapping[tuple[int, int], str]],
-    site: str,
-    tick: int,
-    stage: int,
+    config: RunConfig, site: str, digests: Mapping[tuple[int, int], str], tick: int, stage: int
 ) -> list[Mapping[str, torch.Tensor]]:
     """The tensors of every shard of a stage."""
+    store, patience = config.checkpoint_store, config.network.link_timeout
     return [
-        checkpoint.load(
-            config.checkpoint_store,
-            tick,
-            site,
-            stage,
-            shard,
-            found[site][stage, shard],
-            config.network.link_timeout,
-        ).tensors
+        checkpoint.load(store, tick, site, stage, shard, digests[stage, shard], patience).tensors
         for shard in range(config.site.shards)
     ]
 

@@ -7,7 +7,6 @@ shards, so that a run with others can go on from it.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,6 +14,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from dilocox.errors import CheckpointError
+from dilocox.storage import sha256_of
 
 FILE = "handover.json"
 MOMENTUM = "outer-momentum.safetensors"
@@ -83,9 +83,3 @@ class Handover(BaseModel):
             "and token ranges are taken over; residuals, inner moments and what had not landed "
             "yet (a round at most) are not"
         )
-
-
-def sha256_of(path: Path) -> str:
-    """SHA-256 of a file, hex."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

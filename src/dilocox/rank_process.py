@@ -113,14 +113,14 @@ class Network:
         self.report_broken = self.client.report_broken
         self.epoch = self.control.epoch
 
-    def enter(self, what: Contribution, payload: bytes | None) -> BeginReply:
-        """Commit to a contribution, if the run is recorded, and wait until all others have."""
+    def commit(self, what: Contribution, payload: bytes | None) -> str | None:
+        """See `Ballot`."""
         if self.record is None or what.values is None or what.key.kind != "outer":
-            return self.client.begin(what.key)
+            return None
         if self.rounds is not None:
             # The state comes into the log before what was made from it.
             self.rounds.wait_signed()
-        return self.client.begin(what.key, self.record.commit(what, payload))
+        return self.record.commit(what, payload)
 
     def vote(
         self,

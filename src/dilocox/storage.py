@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import math
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import fsspec
@@ -34,6 +36,12 @@ def opened(where: str) -> tuple[Any, str]:
 def is_local(files: Any) -> bool:
     """True for folders of this machine: what fails there fails again."""
     return "file" in _protocols(files)
+
+
+def sha256_of(path: Path) -> str:
+    """SHA-256 of a file of this machine, hex. Raises `OSError`."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def patiently(

@@ -10,9 +10,9 @@ from __future__ import annotations
 import os
 import signal
 import time
-import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Literal
@@ -39,7 +39,7 @@ from dilocox.outer.loop import OuterLoop
 from dilocox.outer.state import FragmentState, tensors_digest
 from dilocox.outer.worker import ExchangeWorker
 from dilocox.rank_process import Network
-from tests.outer.sites import CONTEXT
+from tests.outer.sites import CONTEXT, run_and_tell
 
 SHAPES = {"layers.0": (40, 24), "layers.1": (40, 24)}
 """A fragment each: 960 values, so that a payload travels in two pieces."""
@@ -141,12 +141,12 @@ class FailingNetwork(Network):
         else:
             os.kill(os.getpid(), signal.SIGKILL if kind == "dies" else signal.SIGSTOP)
 
-    def enter(self, what: Contribution, payload: bytes | None) -> BeginReply:
+    def commit(self, what: Contribution, payload: bytes | None) -> str | None:
         """Fails before anybody knows of its contribution."""
         if what.key.fragment == 0:
             self._round = what.key.round
             self.strike("before")
-        return super().enter(what, payload)
+        return super().commit(what, payload)
 
     def vote(self, key: ExchangeKey, attempt: int, **fields: Any) -> VoteReply:
         """`gather`: fails with all payloads and no vote; `reduce`: with the set, and its mean not
@@ -307,8 +307,8 @@ def run_sites(config: RunConfig, faults: Sequence[Fault], limit: float) -> End:
     try:
         for name in ("hub", *config.sites):
             ours[name], theirs = CONTEXT.Pipe(duplex=False)
-            arguments = (config, name, by_site.get(name, ()), theirs)
-            processes[name] = CONTEXT.Process(target=_process, args=arguments, name=name)
+            part = partial(_take_part, config, name, by_site.get(name, ()))
+            processes[name] = CONTEXT.Process(target=run_and_tell, args=(part, theirs), name=name)
             processes[name].start()
             theirs.close()
         results = _supervise(folder, config, ours, processes, by_site, deadline)
@@ -359,22 +359,13 @@ def _retire(folder: Path, config: RunConfig, site: str) -> None:
     client.close()
 
 
-def _process(config: RunConfig, name: str, faults: Sequence[Fault], pipe: Connection) -> None:
-    torch.set_num_threads(1)
+def _take_part(config: RunConfig, name: str, faults: Sequence[Fault]) -> Any:
     ready = config.folder / "endpoint.json"
-    try:
-        if name == "hub":
-            result: Any = _serve(config, ready)
-        else:
-            while not ready.exists():
-                time.sleep(0.01)
-            result = Site(config, Endpoint.load(ready), name, faults).train()
-    except BaseException as error:
-        traceback.print_exc()
-        result = f"{type(error).__name__}: {error}"
-    pipe.send(result)
-    pipe.close()
-    os._exit(0)
+    if name == "hub":
+        return _serve(config, ready)
+    while not ready.exists():
+        time.sleep(0.01)
+    return Site(config, Endpoint.load(ready), name, faults).train()
 
 
 def _serve(config: RunConfig, ready: Path) -> Any:

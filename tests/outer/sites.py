@@ -89,7 +89,9 @@ def run_each(functions: Mapping[str, Callable[[], Any]], limit: float = 60.0) ->
     try:
         for name, function in functions.items():
             pipes[name], theirs = CONTEXT.Pipe(duplex=False)
-            processes[name] = CONTEXT.Process(target=_run, args=(function, theirs), name=name)
+            processes[name] = CONTEXT.Process(
+                target=run_and_tell, args=(function, theirs), name=name
+            )
             processes[name].start()
             theirs.close()
         results = {}
@@ -106,7 +108,8 @@ def run_each(functions: Mapping[str, Callable[[], Any]], limit: float = 60.0) ->
             process.join()
 
 
-def _run(function: Callable[[], Any], pipe: Connection) -> None:
+def run_and_tell(function: Callable[[], Any], pipe: Connection) -> None:
+    """In a forked process: send what `function` returns, or what it raised as text, and end."""
     torch.set_num_threads(1)
     try:
         result = function()

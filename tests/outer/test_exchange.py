@@ -58,16 +58,16 @@ class SharedBallot:
     named: dict[str, bytes | None] = field(default_factory=dict)
     """SHA-256 of payloads that were named before they were sent, by exchange."""
 
-    def begin(self, key: ExchangeKey) -> BeginReply:
+    def commit(self, what: Contribution, payload: bytes | None) -> str | None:
+        self.named[what.key.text] = payload
+        return None
+
+    def begin(self, key: ExchangeKey, commitment: str | None = None) -> BeginReply:
         roles: list[ExchangeMember] = []
         for site in self.members:
             role: Literal["member", "entering"] = "entering" if site in self.observers else "member"
             roles.append(ExchangeMember(site=site, incarnation=1, role=role))
         return BeginReply(epoch=1, attempt=1, members=roles, decided=False)
-
-    def enter(self, what: Contribution, payload: bytes | None) -> BeginReply:
-        self.named[what.key.text] = payload
-        return self.begin(what.key)
 
     def vote(
         self,

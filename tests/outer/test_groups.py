@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +19,7 @@ from dilocox.outer.groups import (
     EpochChangedError,
     PeerGroup,
     Transfer,
+    _unless,
     gloo_device,
 )
 from tests.outer.sites import CONTEXT, MemoryStore, run_each, shared_store, until
@@ -133,17 +135,17 @@ def test_forming_a_group_says_who_is_missing() -> None:
         CoordinatorStore(MemoryStore({}), "epoch/1/x/", 0.1, lambda: False).get("rank1")
 
 
-def test_a_peer_that_dies_while_a_group_is_formed_is_not_waited_for() -> None:
-    """Its address is there, so Gloo tries to reach it for as long as a link may be silent."""
+def test_a_peer_that_died_before_its_group_was_formed_is_not_waited_for() -> None:
+    """Its address is there. Who is to be reached by it waits; who is to reach it is refused."""
 
     def waiting(store: MemoryStore) -> Callable[[], Any]:
         def go() -> Any:
             began = time.monotonic()
 
             def cancelled() -> bool:
-                return store.kv_check(["told"]) and time.monotonic() > began + 1.0
+                return time.monotonic() > began + 1.0
 
-            with pytest.raises(EpochChangedError, match="the members changed"):
+            with pytest.raises((EpochChangedError, ExchangeError), match=r"changed|refused"):
                 PeerGroup(store, "g", ["a", "b"], "a", "127.0.0.1", LIMIT, LIMIT, cancelled)
             return time.monotonic() - began
 
@@ -152,7 +154,6 @@ def test_a_peer_that_dies_while_a_group_is_formed_is_not_waited_for() -> None:
     def dying(store: MemoryStore) -> Callable[[], Any]:
         def told(key: str, value: bytes) -> bytes:
             store.kv_set(f"g/{key}", value)
-            store.kv_set("told", b"")
             os._exit(0)
 
         def go() -> Any:
@@ -163,12 +164,23 @@ def test_a_peer_that_dies_while_a_group_is_formed_is_not_waited_for() -> None:
         return go
 
     with shared_store() as store:
+        # While it lives, the machine takes connections for it.
         dead = CONTEXT.Process(target=dying(store))
         dead.start()
-        seconds = run_each({"a": waiting(store)}, limit=LIMIT)["a"]
         dead.join()
+        seconds = run_each({"a": waiting(store)}, limit=LIMIT)["a"]
     assert isinstance(seconds, float), seconds
     assert seconds < LIMIT / 2
+
+
+def test_forming_that_cannot_be_interrupted_is_left_when_the_members_change() -> None:
+    let_go, looks = threading.Event(), [False, False, True]
+    try:
+        with pytest.raises(EpochChangedError, match="the members changed"):
+            _unless(lambda: looks.pop(0), lambda: let_go.wait(LIMIT))
+        assert not looks
+    finally:
+        let_go.set()
 
 
 def test_a_change_of_members_ends_the_waiting() -> None:

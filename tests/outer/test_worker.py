@@ -87,9 +87,9 @@ class Alone(SharedBallot):
     steps: list[str] = field(default_factory=list)
     encoded: threading.Event = field(default_factory=threading.Event)
 
-    def begin(self, key: ExchangeKey) -> BeginReply:
+    def begin(self, key: ExchangeKey, commitment: str | None = None) -> BeginReply:
         self.steps.append(f"begin {key.fragment}")
-        return super().begin(key)
+        return super().begin(key, commitment)
 
     def vote(self, key: ExchangeKey, *_: Any, **__: Any) -> VoteReply:
         self.steps.append(f"vote {key.fragment}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,110 +14,14 @@ from dilocox.outer.coordinator.keys import ExchangeKey
 from dilocox.outer.coordinator.notary import Decision
 from dilocox.outer.coordinator.refusals import Refused
 from dilocox.record import statements as s
-from dilocox.record.course import Course, broken_commitments, gaps, read_course
-from dilocox.record.log import check_log, read_log
+from dilocox.record.course import gaps
 from dilocox.record.notary import (
     KEY_FILE,
     LogNotary,
     code_digest,
-    commitment,
-    contribution,
 )
-from dilocox.record.note import NoteKey
 from tests.outer.coordinator.helpers import Driver, run_config
-
-SIGNERS = {name: s.Signer.from_hex(f"{number:02x}" * 32) for number, name in enumerate("abc", 1)}
-ONE = "1" * 64
-KEY = ExchangeKey.outer(0, 0, 0)
-
-
-def own_digest(site: str, key: ExchangeKey = KEY) -> str:
-    """Of the payload that a site has for an exchange: no other is the same."""
-    return hashlib.sha256(f"{site} {key.text}".encode()).hexdigest()
-
-
-OF_ALL = {f"{site}/0": own_digest(site) for site in "abc"}
-
-
-class Scene:
-    """A coordinator with a notary, and sites that sign."""
-
-    def __init__(self, root: Path, **sections: Any) -> None:
-        self.config = run_config(run={"folder": str(root / "run")}, **sections)
-        self.folder, self.messages = root / "coordinator", list[str]()
-        self.notary = LogNotary.open(self.config, self.folder, self.messages.append)
-        self.driver = Driver(self.folder, self.config, notary=self.notary)
-
-    def enrol(self) -> None:
-        for site, signer in SIGNERS.items():
-            self.driver.enrol(site, record_key=signer.public)
-        for site in SIGNERS:
-            self.driver.ready(site)
-
-    def reopen(self) -> None:
-        self.notary.close()
-        self.notary = LogNotary.open(self.config, self.folder, self.messages.append)
-        self.driver.options["notary"] = self.notary
-        self.driver.reopen()
-
-    def signed(self, site: str, key: ExchangeKey = KEY, attempt: int = 1, digest: str = ONE,
-               run: str | None = None, signer: str | None = None) -> str:  # fmt: skip
-        rank = m.Rank(site=site, stage=key.stage, shard=0)
-        said = contribution(run or self.notary.run, rank, key, attempt, digest)
-        return SIGNERS[signer or site].sign(said)
-
-    def vote(self, site: str, key: ExchangeKey = KEY, **changes: Any) -> m.VoteReply:
-        fields: dict[str, Any] = {
-            "held": list("abc"), "digests": {site: own_digest(site, key)},
-            "statement": self.signed(site, key, digest=own_digest(site, key)),
-        }  # fmt: skip
-        return self.driver.vote(key, site, **{**fields, **changes})
-
-    def commit(self, site: str, key: ExchangeKey = KEY, **changes: Any) -> m.BeginReply:
-        """Begin with a commitment, whose fields may be changed; the reply."""
-        said: dict[str, Any] = {
-            "run": self.notary.run, "rank": m.Rank(site=site, stage=key.stage, shard=0), "key": key,
-            "values": own_digest("values of " + site), "payload": own_digest(site, key),
-        }  # fmt: skip
-        signer = SIGNERS[changes.pop("signer", site)]
-        text = signer.sign(commitment(**{**said, **changes}))
-        return self.driver.begin(key, site, commitment=text)
-
-    def begin(self, key: ExchangeKey = KEY) -> None:
-        for site in "abc":
-            self.commit(site, key)
-
-    def exchange(self, key: ExchangeKey = KEY) -> None:
-        self.begin(key)
-        for site in "abc":
-            self.vote(site, key)
-
-    def entries(self) -> list[str]:
-        return (self.config.folder / "record/statements.jsonl").read_text().splitlines()
-
-    def kinds(self) -> list[str]:
-        return [s.opened(entry)[0].kind for entry in self.entries()]
-
-    def last_decision(self) -> Decision:
-        state = self.driver.core.state
-        exchange = state.exchanges[KEY.text]
-        assert exchange.decision is not None
-        return Decision(KEY, exchange.attempt, exchange.decision, list("abc"), state.plans[0])
-
-    def course(self) -> Course:
-        self.notary.close()
-        content = read_log(self.config.folder / "record")
-        key = NoteKey.parse(content.public)
-        check_log(content, key)
-        return read_course(content.entries, key)
-
-
-@pytest.fixture
-def scene(tmp_path: Path) -> Scene:
-    scene = Scene(tmp_path)
-    scene.enrol()
-    scene.driver.plan(0, "a")
-    return scene
+from tests.record.scene import KEY, OF_ALL, ONE, SIGNERS, Scene, own_digest
 
 
 def test_what_was_decided_is_in_the_log(scene: Scene) -> None:
@@ -189,130 +92,6 @@ def test_a_payload_counts_only_with_its_signature(
         scene.vote("a", statement=text)
     assert scene.driver.core.state.exchanges[KEY.text].votes == {}
     assert s.CONTRIBUTION not in scene.kinds()
-
-
-def test_nobody_goes_on_before_all_have_committed(scene: Scene) -> None:
-    """Ranks that wait, a restart of the coordinator, a rank that asks again: nothing said twice."""
-    assert scene.commit("a").waiting_for == ["b stage 0 shard 0", "c stage 0 shard 0"]
-    assert scene.commit("b").waiting_for == ["c stage 0 shard 0"]
-    scene.reopen()
-    assert scene.commit("a").waiting_for == ["c stage 0 shard 0"]
-    assert scene.commit("c").waiting_for == []
-    assert scene.commit("a").waiting_for == []
-    assert scene.kinds().count(s.COMMITMENT) == 3
-
-
-def test_who_does_not_commit_is_as_good_as_absent(scene: Scene) -> None:
-    """A site that begins and keeps its commitment back is late, and late is left behind."""
-    scene.commit("a")
-    scene.commit("b")
-    scene.driver.begin(KEY, "c")
-    core = scene.driver.core
-    voters = core.state.voters(core.state.exchanges[KEY.text])
-    awaited = core.arrivals.awaited(KEY.text, voters)
-    assert awaited is not None
-    assert awaited[1] == ["c"]
-    scene.commit("c")
-    assert core.arrivals.awaited(KEY.text, voters) is None
-
-
-def test_a_site_that_goes_is_not_waited_for(scene: Scene) -> None:
-    scene.commit("a")
-    scene.commit("b")
-    scene.driver.leave("c")
-    reply = scene.commit("a")
-    assert (reply.waiting_for, reply.attempt) == ([], 2)
-    assert [member.site for member in reply.members] == ["a", "b"]
-
-
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({"signer": "b"}, "not one of key"),
-        ({"run": "0" * 32}, "is of run"),
-        ({"key": ExchangeKey.outer(1, 0, 0)}, "signed commitment for outer/0/0/0 is another"),
-        ({"rank": m.Rank(site="a", stage=0, shard=1)}, "is another"),
-        ({"payload": None}, "is another"),
-    ],
-)
-def test_a_commitment_is_its_rank_s_own(scene: Scene, changes: dict[str, Any], reason: str) -> None:
-    scene.driver.begin(KEY, "a")
-    key = changes.pop("key", KEY)
-    text = SIGNERS[changes.pop("signer", "a")].sign(
-        commitment(**{"run": scene.notary.run, "rank": m.Rank(site="a", stage=0, shard=0),
-                      "key": key, "values": ONE, "payload": ONE, **changes}))  # fmt: skip
-    with pytest.raises(Refused, match=reason):
-        scene.driver.begin(KEY, "a", commitment=text)
-    assert s.COMMITMENT not in scene.kinds()
-
-
-def test_nobody_commits_twice(scene: Scene) -> None:
-    """Whoever has seen the others' commitments is not to choose another contribution."""
-    scene.commit("a")
-    with pytest.raises(Refused, match="has committed to another contribution to outer/0/0/0"):
-        scene.commit("a", values=ONE)
-
-
-@pytest.mark.parametrize("committed", [True, False])
-def test_a_payload_that_was_not_committed_to_does_not_count(scene: Scene, committed: bool) -> None:
-    """Another one, or none at all: a reason code in the record, and nobody else is harmed."""
-    for site in "abc" if committed else "ac":
-        scene.commit(site)
-    for site in "abc":
-        digest = ONE if site == "b" else own_digest(site)
-        signed = scene.signed(site, digest=digest)
-        scene.vote(site, digests={site: digest}, statement=signed)
-    decided = s.opened(scene.entries()[-1])[0].predicate
-    assert {site: said["code"] for site, said in decided["verdicts"].items()} == {
-        "a": "admitted", "b": "uncommitted", "c": "admitted",
-    }  # fmt: skip
-    course = scene.course()
-    assert course.steps[KEY.text].set == ("a", "c")
-    assert broken_commitments(course) == []
-
-
-def test_broken_commitments_are_named(scene: Scene) -> None:
-    scene.exchange()
-    course = scene.course()
-    assert broken_commitments(course) == []
-    where = (KEY.text, "b", 0)
-    said = course.commitments[where]
-    for changes, problem in (
-        ({"number": course.votes[KEY.text, 1] + 1}, "committed only after payloads were sent"),
-        ({"payload": ONE}, "committed to another payload"),
-    ):
-        course.commitments[where] = replace(said, **changes)
-        (found,) = broken_commitments(course)
-        assert found == f"outer/0/0/0: b has {problem}"
-    del course.commitments[where]
-    assert broken_commitments(course) == ["outer/0/0/0: b has not committed to its contribution"]
-
-
-def test_after_a_resume_sites_commit_again(scene: Scene) -> None:
-    scene.exchange()
-    scene.notary.resumed(0, 0)
-    rank = m.Rank(site="a", stage=0, shard=0)
-    again = commitment(scene.notary.run, rank, KEY, ONE, own_digest("a"))
-    assert scene.notary.committed(rank, KEY, SIGNERS["a"].sign(again), bound=True)
-    course = scene.course()
-    assert course.commitments[KEY.text, "a", 0].values == again.subjects["values"]
-
-
-def test_a_commitment_of_another_s_is_worth_nothing(scene: Scene) -> None:
-    """Whoever copies it, and then the payload behind it, has committed to something else."""
-    honest = commitment(scene.notary.run, m.Rank(site="a", stage=0, shard=0), KEY, ONE,
-                        own_digest("a"))  # fmt: skip
-    said = commitment(scene.notary.run, m.Rank(site="b", stage=0, shard=0), KEY, "", None)
-    copied = SIGNERS["b"].sign(replace(said, subjects=honest.subjects))
-    scene.driver.begin(KEY, "a", commitment=SIGNERS["a"].sign(honest))
-    scene.driver.begin(KEY, "b", commitment=copied)
-    scene.commit("c")
-    for site in "abc":
-        digest = own_digest("c" if site == "c" else "a")
-        signed = scene.signed(site, digest=digest)
-        scene.vote(site, digests={site: digest}, statement=signed)
-    step = scene.course().steps[KEY.text]
-    assert (step.set, step.said["verdicts"]["b"]["code"]) == (("a", "c"), "uncommitted")
 
 
 def test_a_site_needs_a_key(tmp_path: Path) -> None:

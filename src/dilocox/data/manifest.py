@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from dilocox.errors import DataError
+from dilocox.storage import sha256_of
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -82,7 +83,6 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 def hash_file(path: Path) -> str:
     """sha256 of a file as hex. Raises `DataError` if it cannot be read."""
     try:
-        with path.open("rb") as stream:
-            return hashlib.file_digest(stream, "sha256").hexdigest()
+        return sha256_of(path)
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror})") from None

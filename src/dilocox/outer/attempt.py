@@ -31,14 +31,15 @@ EARLY = 1e-3
 class Ballot(Protocol):
     """The coordinator, as an exchange sees it."""
 
-    def begin(self, key: ExchangeKey) -> BeginReply:
-        """The group that carries `key`."""
-
-    def enter(self, what: Contribution, payload: bytes | None) -> BeginReply:
-        """The group that carries `what`, once all of its members have committed to theirs.
+    def commit(self, what: Contribution, payload: bytes | None) -> str | None:
+        """The signed statement of what this rank will contribute, whatever the attempt; none where
+        nothing is recorded.
 
         `payload`: SHA-256 of what will be sent, where that does not hang on the group.
         """
+
+    def begin(self, key: ExchangeKey, commitment: str | None = None) -> BeginReply:
+        """The group that carries `key`; with a `commitment` once all members have given theirs."""
 
     def vote(
         self,

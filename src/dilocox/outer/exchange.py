@@ -67,11 +67,11 @@ def _carry(ballot: Ballot, me: str, contribution: Contribution, turn: Turn) -> O
     sent_bytes = 0
     attempts = 0
     frame = _frame_for_all(contribution)
-    digest = None if frame is None else frame_digest(frame)
+    commitment = ballot.commit(contribution, None if frame is None else frame_digest(frame))
     while True:
         attempts += 1
         with timeline.span("ask for members"):
-            begun = ballot.enter(contribution, digest)
+            begun = ballot.begin(contribution.key, commitment)
         if me not in [member.site for member in begun.members]:
             return Outcome(None, (), None, None, 0, time.monotonic() - start, attempts, True)
         attempt = Attempt(ballot, me, contribution, begun, turn)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
+
+from dilocox.storage import sha256_of
 
 TENSORS = ".safetensors"
 RELEASED = ("README.md", "croissant.json", "model.sig")
@@ -16,8 +17,7 @@ def other_files(folder: Path) -> dict[str, str]:
     found = {}
     for path in sorted(folder.iterdir()):
         if path.is_file() and path.suffix != TENSORS and _published(path.name):
-            with path.open("rb") as file:
-                found[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
+            found[path.name] = sha256_of(path)
     return found
 
 

@@ -34,6 +34,9 @@ REQUESTS: dict[str, type[m.Message]] = {
     "enrol": m.EnrolRequest,
 }
 """All that changes something, but what ends the run or the site's part in it, as it may."""
+ALWAYS = ("wait", "now")
+"""Fields with a `likely` value only: a long poll would hold the test up, and a site that retires
+now is gone."""
 
 anything = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
@@ -52,6 +55,7 @@ likely: dict[str, st.SearchStrategy[Any]] = {
     "held": st.just(["a", "b"]),
     "digests": st.just({"a": "0" * 64}),
     "wait": st.just(0.0),
+    "now": st.just(False),
     "value": st.just("AAAA"),
     "metrics": st.just({"loss": 1.0}),
 }
@@ -65,7 +69,7 @@ def requests(draw: st.DrawFn) -> tuple[str, bytes]:
     body = {}
     for name, field in REQUESTS[path].model_fields.items():
         usual = likely.get(name, plain)
-        if name == "wait":
+        if name in ALWAYS:
             body[name] = draw(usual)
         elif field.is_required() or draw(st.booleans()):
             body[name] = draw(usual if draw(st.integers(0, 19)) else anything)

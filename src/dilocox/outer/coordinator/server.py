@@ -27,6 +27,7 @@ _STATUS = {
 _log = logging.getLogger(__name__)
 Model = TypeVar("Model", bound=m.Message)
 Answer = TypeVar("Answer", bound=m.Message)
+Asked = TypeVar("Asked", m.BeginRequest, m.VoteRequest)
 
 
 class Waiters:
@@ -191,35 +192,36 @@ class CoordinatorServer:
         return _reply(self.coordinator.enrol(await _read(request, m.EnrolRequest)))
 
     async def _begin(self, request: m.BeginRequest, caller: Caller) -> m.BeginReply:
-        first = self.coordinator.begin(request)
-        if not first.waiting_for:
-            return first
-
-        def look() -> m.BeginReply:
-            self.coordinator.check(caller, request.rank)
-            return self.coordinator.begun(request)
-
-        return await self._waiters.poll(
-            (f"key/{request.key}", "exchange"),
-            request.wait,
-            look,
-            lambda reply: not reply.waiting_for,
+        core, first = self.coordinator, self.coordinator.begin(request)
+        return await self._settled(
+            request, caller, first, core.begun, lambda reply: not reply.waiting_for
         )
 
     async def _vote(self, request: m.VoteRequest, caller: Caller) -> m.VoteReply:
-        first = self.coordinator.vote(request)
-        if first.decision != "wait":
+        core, first = self.coordinator, self.coordinator.vote(request)
+        return await self._settled(
+            request, caller, first, core.verdict, lambda reply: reply.decision != "wait"
+        )
+
+    async def _settled(
+        self,
+        request: Asked,
+        caller: Caller,
+        first: Answer,
+        again: Callable[[Asked], Answer],
+        enough: Callable[[Answer], bool],
+    ) -> Answer:
+        """The reply about an exchange, `first` or looked at again, that is enough or the latest
+        within the request's wait."""
+        if enough(first):
             return first
 
-        def look() -> m.VoteReply:
+        def look() -> Answer:
             self.coordinator.check(caller, request.rank)
-            return self.coordinator.verdict(request)
+            return again(request)
 
         return await self._waiters.poll(
-            (f"key/{request.key}", "exchange"),
-            request.wait,
-            look,
-            lambda reply: reply.decision != "wait",
+            (f"key/{request.key}", "exchange"), request.wait, look, enough
         )
 
     async def _plan(self, request: web.Request) -> web.Response:
