@@ -13,13 +13,15 @@ quickstart: $(VENV)/.ready
 
 # Types are checked beside the tests that wait for other processes more than they compute.
 test: $(VENV)/.ready-dev style
-	$(BIN)/python -m pytest -m "not slow and not waits and not alone" -n 2
+	$(BIN)/python -m pytest -m "not slow and not waits and not runs and not alone" -n 2
 	$(MAKE) --no-print-directory -j 2 types test-waits
+	$(BIN)/python -m pytest -m "not slow and runs" -n 2 --dist loadfile
 	$(BIN)/python -m pytest -m "not slow and alone"
 
 test-all: $(VENV)/.ready-dev lint
-	$(BIN)/python -m pytest -m "not waits and not alone" -n 2
+	$(BIN)/python -m pytest -m "not waits and not runs and not alone" -n 2
 	$(BIN)/python -m pytest -m waits -n 2 --dist loadfile
+	$(BIN)/python -m pytest -m runs -n 2 --dist loadfile
 	$(BIN)/python -m pytest -m alone
 
 test-waits: $(VENV)/.ready-dev

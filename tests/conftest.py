@@ -18,17 +18,32 @@ COMPUTE = (
     "record",
 )
 """Folders of tests that compute, each in one process: two at a time keep two cores busy."""
-ALONE = ("e2e", "lab")
-"""Folders of tests that start whole runs, or measure links."""
-RUNS = ("test_sharded.py", "test_wan_run.py", "test_wan_peers.py", "test_quality_run.py")
-"""Modules elsewhere that do so, too."""
+ALONE = ("e2e", "lab", "benchmarks/test_wan_peers.py")
+"""Folders of tests, and a module, that kill, stop or measure: they watch the clock."""
+RUNS = (
+    "benchmarks/test_quality_run.py",
+    "benchmarks/test_wan_run.py",
+    "e2e/test_admission.py",
+    "e2e/test_api.py",
+    "e2e/test_audit.py",
+    "e2e/test_engine.py",
+    "e2e/test_network.py",
+    "e2e/test_readme.py",
+    "e2e/test_record.py",
+    "e2e/test_trace.py",
+    "e2e/test_wire_bytes.py",
+    "models/test_sharded.py",
+)
+"""Modules of whole runs that do not: two at a time, as a run leaves much of two cores idle."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests as `alone` or `waits`; those that compute have no mark."""
+    """Mark tests as `runs`, `alone` or `waits`; those that compute have no mark."""
     for item in items:
         where = item.path.relative_to(HERE).as_posix()
-        if _below(where, ALONE) or item.path.name in RUNS:
+        if where in RUNS:
+            item.add_marker(pytest.mark.runs)
+        elif where in ALONE or _below(where, ALONE):
             item.add_marker(pytest.mark.alone)
         elif not _below(where, COMPUTE):
             item.add_marker(pytest.mark.waits)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -412,8 +412,13 @@ class RunConfig(Section):
 
     def digest(self) -> str:
         """sha256 over `shared`, as hex."""
-        text = json.dumps(self.shared(), sort_keys=True, separators=(",", ":"))
-        return hashlib.sha256(text.encode()).hexdigest()
+        return digest_of(self.shared())
+
+
+def digest_of(shared: Mapping[str, Any]) -> str:
+    """SHA-256, hex, over what `RunConfig.shared` gives, from this version or another."""
+    text = json.dumps(shared, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def load_run(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from dilocox.config_section import Fraction, Section
 
@@ -44,8 +44,20 @@ class RecordSection(Section):
     states_every: Annotated[int, Field(ge=0)] = 0
     """Every so many rounds each site also keeps the state in which the round begins, so that
     `dilocox audit` can repeat the round; 0: never. A site with text of its own only signs it."""
+    states_keep: Annotated[int, Field(ge=0)] = 0
+    """How many of these rounds have their states in the store, the newest; older ones are removed,
+    and nobody can audit them then; 0: all. Payloads are never removed."""
     audit_rate: Fraction = 0.05
     """Share of these rounds of each site that `dilocox auditor` audits."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> RecordSection:
+        if self.states_keep and not self.states_every:
+            raise ValueError(
+                "states_keep says how many states are kept, and states_every = 0 keeps none: "
+                "set states_every, or leave states_keep out"
+            )
+        return self
 
 
 class MetricsSection(Section):

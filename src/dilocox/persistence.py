@@ -17,7 +17,7 @@ from dilocox.assembly import Rank, anchors
 from dilocox.config import RunConfig
 from dilocox.data import TokenFiles
 from dilocox.errors import CheckpointError, DilocoxError
-from dilocox.handover import Handover
+from dilocox.handover import MOMENTUM as OUTER_MOMENTUM
 from dilocox.models import finish_model_folder, stage_file_name, write_stage_file
 from dilocox.outer.coordinator.client import CoordinatorClient
 from dilocox.outer.coordinator.messages import Checkpoint, ExchangeKey, RoundPlan
@@ -314,9 +314,11 @@ def record_state(
 
 
 def take_momentum(rank: Rank, folder: str) -> None:
-    """Set this rank's outer momentum from the handover in `folder`. Raises `CheckpointError`."""
-    path = Handover.read(folder).check_momentum(folder)
-    with safe_open(path, framework="pt") as file:
+    """Set this rank's outer momentum from the handover in `folder`.
+
+    `preflight` has checked the file's digest, once for all ranks of a machine.
+    """
+    with safe_open(Path(folder) / OUTER_MOMENTUM, framework="pt") as file:
         for state in rank.states:
             rows = {}
             for name, shape in zip(state.layout.names, state.layout.shapes, strict=True):

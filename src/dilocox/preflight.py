@@ -350,7 +350,10 @@ def record_bytes(config: RunConfig, blueprint: Blueprint, parameters: int) -> in
     sizes = sizes_by_codec(config, model_shapes(config, blueprint), [codec])[codec]
     rounds = 1 + -(-config.total_steps // config.outer.inner_steps)
     every = config.record.states_every
-    states = -(-(rounds - 1) // every) * STATE_BYTES * parameters if every else 0
+    kept = -(-(rounds - 1) // every) if every else 0
+    if config.record.states_keep:
+        kept = min(kept, config.record.states_keep + 1)
+    states = kept * STATE_BYTES * parameters
     return 4 * parameters + len(config.sites) * (rounds * sum(map(sum, sizes)) + states)
 
 

@@ -238,9 +238,14 @@ def _train(job: RankJob, errors: Errors) -> None:
     blueprint = Blueprint.of(config, files.vocabulary_size)
     # Before anything that starts threads: the tunnel forks a process.
     number = place.stage * config.site.shards + place.shard
-    congestion = config.network.congestion
     tunnel = open_tunnel(
-        config.sites, job.identity, number, config.site.ranks, job.address, congestion
+        config.sites,
+        job.identity,
+        number,
+        config.site.ranks,
+        job.address,
+        timeouts,
+        config.network.congestion,
     )
     store = None
     if job.meeting is not None and config.site.ranks > 1:
@@ -350,6 +355,7 @@ def _open_rounds(job: RankJob, rank: Rank, client: CoordinatorClient) -> InnerRe
         return None
     manner = Manner(
         every=config.record.states_every,
+        keep=config.record.states_keep,
         private=config.sites[place.site].data is not None,
         facts=facts_here(config, rank.mesh.device),
         replaced=job.hooks.replaced,

@@ -169,7 +169,9 @@ class Neighbour:
         self.store = Store(config.record_store)
         self.record = RankRecord(author, self.store, registry, print, 60.0)
         facts = facts_here(config, self.rank.mesh.device)
-        self.watch = InnerRecord(author, Manner(1, False, facts), self.store, registry, print, 60.0)
+        self.watch = InnerRecord(
+            author, Manner(1, 0, False, facts), self.store, registry, print, 60.0
+        )
         self.change: Callable[[Tensor], Tensor] = lambda u: u
         """What it makes of a contribution before it is sent."""
         self.outer = OuterLoop(

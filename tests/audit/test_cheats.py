@@ -254,6 +254,7 @@ def object_of(folder: Path, round_: int, name: str = "") -> Path:
     if name:
         document = Document.from_bytes(store.get(digest))
         digest = next(each.sha256 for each in document.tensors if each.name == name)
+        store = store.states(round_)
     return Path(store.path(digest))
 
 
@@ -263,6 +264,19 @@ def test_a_withheld_state_fails(copied: Path, name: str) -> None:
     verdict = audit(copied, "lyon", 2)
     assert verdict.verdict == "FAIL"
     assert "withheld" in verdict.reason
+
+
+def test_a_state_that_may_be_gone_is_not_audited(copied: Path) -> None:
+    """With states_keep: those of older rounds are removed, and nobody is blamed."""
+    case = AuditedRun(copied, (), None).case()
+    case.course.config["record"]["states_keep"] = 2
+    newest = max(number for number, *_ in case.course.rounds)
+    for round_ in (newest - 3, newest - 2):
+        object_of(copied, round_, "outer/0/residual").unlink()
+    gone, withheld = (judge(case, "lyon", n, here, lambda step: None)
+                      for n in (newest - 3, newest - 2))  # fmt: skip
+    assert (gone.verdict, withheld.verdict) == ("NOT_RUN", "FAIL"), (gone, withheld)
+    assert "the states of 2 rounds are kept" in gone.reason
 
 
 def test_a_state_that_is_not_the_signed_one_fails(copied: Path) -> None:

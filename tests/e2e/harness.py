@@ -68,6 +68,8 @@ heartbeat = 2.5
 """
 LIMIT = 90.0
 """Seconds after which a test gives up on a run."""
+PATIENT = "network.heartbeat=20"
+"""For runs that nobody kills or stops: another test may run beside them."""
 
 
 def write_corpus(folder: Path) -> Path:

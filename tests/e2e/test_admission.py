@@ -9,7 +9,7 @@ import pytest
 from dilocox.record import statements as s
 from dilocox.record.log import read_log
 from tests.e2e.forked import Forge, ForkedRun
-from tests.e2e.harness import Workshop, verdicts
+from tests.e2e.harness import PATIENT, Workshop, verdicts
 
 SITES = ("paris", "lyon", "oslo", "rome")
 GATED = (
@@ -18,7 +18,7 @@ GATED = (
     "checkpoint.every_rounds=0",
     "admission.aggregation=clip",
     "admission.gate=true",
-    "network.heartbeat=30",
+    PATIENT,
     "record.states_every=2",
 )
 LIMIT = 300.0

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from dilocox.checkpoint import load
 from dilocox.data import TokenFiles
 from dilocox.outer.fragments import Layout, split_fragments
-from tests.e2e.harness import LIMIT, Workshop
+from tests.e2e.harness import LIMIT, PATIENT, Workshop
 
 SITES, ROUNDS, STEPS, BATCH, LENGTH = 2, 4, 8, 4, 32
 
@@ -112,6 +112,7 @@ def script(shared_workshop: Workshop, tmp_path_factory: pytest.TempPathFactory) 
         "checkpoint.hugging_face=true",
         'metrics.sinks=["tensorboard"]',
         "evaluation.every_rounds=2",
+        PATIENT,
     ]
     run_file, *rest = shared_workshop.run_file("api", *sets)
     overrides = [item for item in rest if item != "--set"]

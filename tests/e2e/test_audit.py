@@ -10,10 +10,10 @@ import pytest
 from dilocox.record import statements as s
 from dilocox.record.audits import read_all
 from dilocox.record.log import read_log
-from tests.e2e.harness import Run, Workshop, verdicts
+from tests.e2e.harness import PATIENT, Run, Workshop, verdicts
 
 pytestmark = pytest.mark.slow
-KEPT = ("record.states_every=1", "checkpoint.every_rounds=0", "network.heartbeat=30")
+KEPT = ("record.states_every=1", "checkpoint.every_rounds=0", PATIENT)
 
 
 def audited(workshop: Workshop, folder: Path, *more: str, code: int = 0) -> str:

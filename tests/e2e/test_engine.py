@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.e2e.harness import Run, Workshop, verdicts
+from tests.e2e.harness import PATIENT, Run, Workshop, verdicts
 
 WHOLE_ROUND = (
     "outer.rounds=4",
@@ -18,6 +18,7 @@ WHOLE_ROUND = (
     "outer.delay=1",
     "compression.codec=none",
     "checkpoint.every_rounds=0",
+    PATIENT,
 )
 """With one slot a round, fragments of all stages have their boundaries at the same moment."""
 
@@ -74,6 +75,7 @@ def test_rounds_of_one_step_equal_synchronous_training(workshop: Workshop) -> No
         "outer.rounds=12",
         "outer.inner_steps=1",
         "outer.fragments=1",
+        PATIENT,
     )
     synchronous = workshop.train("synchronous", *common, "outer.method=allreduce")
     local = workshop.train(
@@ -99,7 +101,13 @@ def test_methods_and_rules_train(workshop: Workshop, name: str, sets: tuple[str,
     """Every round ends with bit-identical anchors (the recorder refuses anything else)."""
     given = ("outer.fragments=1", "site.stages=1") if "fragments" not in "".join(sets) else ()
     run = workshop.train(
-        name, "outer.inner_steps=8", *given, "outer.rounds=6", "checkpoint.every_rounds=0", *sets
+        name,
+        "outer.inner_steps=8",
+        *given,
+        "outer.rounds=6",
+        "checkpoint.every_rounds=0",
+        PATIENT,
+        *sets,
     )
     rounds = run.records("round")
     assert len(rounds) == 6
@@ -118,7 +126,7 @@ def test_methods_and_rules_train(workshop: Workshop, name: str, sets: tuple[str,
 
 
 def test_a_single_site_is_the_same_code(workshop: Workshop) -> None:
-    run = workshop.train("alone", "outer.rounds=3", sites=["paris"])
+    run = workshop.train("alone", "outer.rounds=3", PATIENT, sites=["paris"])
     summary = run.summary()
     assert summary["sites"] == 1
     assert verdicts(run.folder) == {}

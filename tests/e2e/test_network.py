@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.harness import Run, Workshop, verdicts
+from tests.e2e.harness import PATIENT, Run, Workshop, verdicts
 
-SETS = ("outer.rounds=4", "checkpoint.every_rounds=0")
+SETS = ("outer.rounds=4", "checkpoint.every_rounds=0", PATIENT)
 
 
 def start_coordinator(workshop: Workshop, name: str, *sets: str) -> tuple[Run, dict[str, str]]:

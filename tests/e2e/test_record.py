@@ -14,6 +14,7 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from safetensors.torch import load_file, save_file
 
+from dilocox.config import digest_of, load_run
 from dilocox.data import TokenFiles
 from dilocox.errors import DataError, RecordError
 from dilocox.record import statements as s
@@ -27,7 +28,7 @@ from dilocox.release.signature import public_pem, signing_key
 from dilocox.report.folder import read_run
 from dilocox.report.page import build
 from dilocox.report.render import render
-from tests.e2e.harness import Workshop, verdicts
+from tests.e2e.harness import PATIENT, Workshop, verdicts
 
 Change = Callable[[Path], object]
 BLOBS = "record/store/sha256"
@@ -35,7 +36,7 @@ BLOBS = "record/store/sha256"
 
 @pytest.fixture(scope="module")
 def recorded(shared_workshop: Workshop) -> Path:
-    sets = ("outer.rounds=2", "checkpoint.every_rounds=0", "network.heartbeat=30")
+    sets = ("outer.rounds=2", "checkpoint.every_rounds=0", PATIENT)
     run = shared_workshop.train("recorded", *sets)
     return run.folder
 
@@ -262,18 +263,22 @@ def log_key(folder: Path) -> Ed25519PrivateKey:
 
 
 def said_again(
-    kind: str, change: Callable[[dict[str, Any], dict[str, str]], object], signer: str = ""
+    kind: str,
+    change: Callable[[dict[str, Any], dict[str, str]], object],
+    signer: str = "",
+    number: int = 1,
 ) -> Change:
-    """The second statement of a type, changed and signed by the log's key or another."""
+    """A statement of a type, the second if not `number`, changed and signed by the log's key or
+    another."""
 
     def apply(folder: Path) -> None:
         def within(entries: list[str]) -> None:
-            number = [n for n, e in enumerate(entries) if s.opened(e)[0].kind == kind][1]
-            found = s.opened(entries[number])[0]
+            place = [n for n, e in enumerate(entries) if s.opened(e)[0].kind == kind][number]
+            found = s.opened(entries[place])[0]
             predicate, subjects = dict(found.predicate), dict(found.subjects)
             change(predicate, subjects)
             key = s.Signer.from_hex(signer) if signer else s.Signer(log_key(folder))
-            entries[number] = key.sign(s.Statement(kind, subjects, predicate))
+            entries[place] = key.sign(s.Statement(kind, subjects, predicate))
 
         resigned(within)(folder)
 
@@ -306,6 +311,9 @@ UNSIGNED = {
     ),
 }
 DISHONEST: dict[str, tuple[Change, dict[str, str]]] = {
+    "other digest of the run file": (
+        said_again(s.MANIFEST, lambda p, _: p.update(config_digest="0" * 64), number=0),
+        {"run-file": "FAIL"}),
     "commitment gone": (drop(s.COMMITMENT, 3), {"commitments": "FAIL"}),
     "committed late": (resigned(later), {"commitments": "FAIL"}),
     "commitment by another key": (said_again(s.COMMITMENT, lambda *_: None, "03" * 32), UNSIGNED),
@@ -337,6 +345,22 @@ DISHONEST: dict[str, tuple[Change, dict[str, str]]] = {
     "contribution by the log's key": (said_again(s.CONTRIBUTION, lambda *_: None), UNSIGNED),
     "step by another key": (said_again(s.STEP, lambda *_: None, "03" * 32), UNSIGNED),
 }  # fmt: skip
+
+
+def test_a_record_by_an_older_version(copied: Path) -> None:
+    """Of one that knew less keys, and no commitments."""
+    shared = load_run(copied / "run.toml").shared()
+    del shared["outer"]["momentum_dtype"]
+
+    def older(predicate: dict[str, Any], _: dict[str, str]) -> None:
+        del predicate["commitments"]
+        predicate.update(config=shared, config_digest=digest_of(shared))
+
+    text = (copied / "run.toml").read_text()
+    assert text.count('momentum_dtype = "fp32"\n') == 1
+    (copied / "run.toml").write_text(text.replace('momentum_dtype = "fp32"\n', ""))
+    said_again(s.MANIFEST, older, number=0)(copied)
+    assert verdicts(copied) == {"commitments": "NOT_RUN"}
 
 
 @pytest.mark.parametrize("name", DISHONEST)

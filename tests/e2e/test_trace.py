@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.harness import Run, Workshop
+from tests.e2e.harness import PATIENT, Run, Workshop
 
-SHORT = ("outer.rounds=2", "checkpoint.every_rounds=0")
+SHORT = ("outer.rounds=2", "checkpoint.every_rounds=0", PATIENT)
 WAYS = ("send", "receive")
 NANOSECOND = 1e-3
 """In a trace times are microseconds."""

@@ -15,9 +15,12 @@ from typing import Any
 
 import torch
 
+from dilocox.config import NetworkSection
 from dilocox.errors import ExchangeError
 from dilocox.outer.coordinator.identity import Authority, Identity, new_request
+from dilocox.outer.coordinator.timeouts import Timeouts
 
+TIMEOUTS = Timeouts.derive(NetworkSection())
 CONTEXT = multiprocessing.get_context("fork")
 
 

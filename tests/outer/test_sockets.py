@@ -13,7 +13,14 @@ from dilocox.errors import ConfigError
 from dilocox.outer import sockets
 from dilocox.outer.groups import PeerGroup
 from dilocox.outer.tunnel_carrier import Carrier
-from tests.outer.sites import MemoryStore, authority_in, identity_of, run_each, shared_store
+from tests.outer.sites import (
+    TIMEOUTS,
+    MemoryStore,
+    authority_in,
+    identity_of,
+    run_each,
+    shared_store,
+)
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="congestion control needs Linux")
 
@@ -83,8 +90,8 @@ def test_a_group_s_connections_get_it(chosen: str | None) -> None:
 
 def test_a_tunnel_s_connections_get_it(tmp_path: Path) -> None:
     authority = authority_in(tmp_path)
-    door = Carrier(identity_of(authority, "a"), PLAIN)
-    member = Carrier(identity_of(authority, "b"), PLAIN)
+    door = Carrier(identity_of(authority, "a"), TIMEOUTS, PLAIN)
+    member = Carrier(identity_of(authority, "b"), TIMEOUTS, PLAIN)
     try:
         port = door.listen("127.0.0.1", 0)
         with socket.create_server(("127.0.0.2", 0)) as gloo:

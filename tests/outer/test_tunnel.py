@@ -31,6 +31,7 @@ from dilocox.outer.tunnel_addresses import Announcement, announce
 from dilocox.outer.tunnel_carrier import Carrier, UnreachableError
 from tests.outer.sites import (
     CONTEXT,
+    TIMEOUTS,
     Keys,
     MemoryStore,
     authority_in,
@@ -80,7 +81,7 @@ def form(tunnel: Tunnel | None, store: MemoryStore, name: str, sites: Sequence[s
 
 def open_here(keys: Mapping[str, Keys], identity: Identity) -> Tunnel | None:
     """The tunnel of the only rank of a site."""
-    return open_tunnel(keys, identity, 0, 1, ADDRESSES[identity.site])
+    return open_tunnel(keys, identity, 0, 1, ADDRESSES[identity.site], TIMEOUTS)
 
 
 def epochs(keys: Mapping[str, Keys], store: MemoryStore, identity: Identity) -> dict[str, object]:
@@ -255,7 +256,7 @@ def test_a_change_of_members_ends_the_wait_for_an_unreachable_peer() -> None:
     answers = iter([False, False, True])
     mine, peer = (Announcement("203.0.113.7", 1, "0" * 32, chosen) for chosen in (False, True))
     passage = Passage(
-        cast(Carrier, Unreachable()), mine, ["a", "b"], "a", 60.0, lambda: next(answers)
+        cast(Carrier, Unreachable()), mine, ["a", "b"], "a", 60.0, 5.0, lambda: next(answers)
     )
     with pytest.raises(EpochChangedError, match="while b was being reached"):
         passage.on_get("0/1", announce(peer, blob(1234)))

@@ -18,7 +18,7 @@ from dilocox.outer.coordinator.identity import Authority
 from dilocox.outer.tunnel_carrier import Carrier, UnreachableError
 from dilocox.outer.tunnel_relay import BUFFER_BYTES, relay
 from dilocox.outer.tunnel_tls import StrangerError, contexts, site_of
-from tests.outer.sites import authority_in, identity_of, until
+from tests.outer.sites import TIMEOUTS, authority_in, identity_of, until
 
 LIMIT = 20.0
 
@@ -34,7 +34,7 @@ def carriers(authority: Authority) -> Iterator[Callable[..., Carrier]]:
     made: list[Carrier] = []
 
     def make(site: str, of: Authority = authority) -> Carrier:
-        made.append(Carrier(identity_of(of, site)))
+        made.append(Carrier(identity_of(of, site), TIMEOUTS))
         return made[-1]
 
     yield make
@@ -208,7 +208,7 @@ def test_a_taken_port_is_named_with_the_mend(authority: Authority) -> None:
     with socket.create_server(("127.0.0.11", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError) as caught:
-            Carrier(identity_of(authority, "a")).listen("127.0.0.11", port)
+            Carrier(identity_of(authority, "a"), TIMEOUTS).listen("127.0.0.11", port)
     assert str(caught.value) == (
         f"sites.a.ports: port {port} on 127.0.0.11 cannot be listened at (Address already in "
         "use); choose other ports or another sites.a.interface, or end what holds the port"

@@ -18,6 +18,7 @@ import torch
 from dilocox.outer.coordinator.identity import Identity
 from dilocox.outer.tunnel import open_tunnel
 from tests.outer.sites import (
+    TIMEOUTS,
     Keys,
     MemoryStore,
     authority_in,
@@ -131,7 +132,7 @@ def takes_part(
     me = identity.site
     other = next(site for site in sites if site != me)
     store.kv_get(["router"], LIMIT)
-    tunnel = open_tunnel(keys, identity, rank, 2, address)
+    tunnel = open_tunnel(keys, identity, rank, 2, address, TIMEOUTS)
     assert tunnel is not None
     wall = _wall_before(f"{INSIDE}.2" if me == "away" else f"{OUTSIDE}.2")
     for name in ("epoch/1/0/1", "epoch/2/0/1"):

@@ -30,10 +30,10 @@ def capture() -> tuple[Mapping[str, Tensor], Mapping[str, Any]]:
 
 
 def inner_record(
-    store: Store, every: int = 1, private: bool = False, patience: float = 30.0
+    store: Store, every: int = 1, private: bool = False, patience: float = 30.0, keep: int = 0
 ) -> tuple[InnerRecord, Notebook, list[str]]:
     notebook, warnings = Notebook(), list[str]()
-    manner = Manner(every, private, {"threads": 1})
+    manner = Manner(every, keep, private, {"threads": 1})
     author = Author("run", RANK, SIGNER)
     return (
         InnerRecord(author, manner, store, notebook, warnings.append, patience), notebook, warnings,
@@ -71,7 +71,8 @@ def test_every_second_round(tmp_path: Path) -> None:
         "run": "run", "site": "paris", "stage": 1, "shard": 0, "round": 2, "tick": 20,
         "served": "yes",
     }  # fmt: skip
-    assert store.get(document.tensors[0].sha256) == bytes(tensor_bytes(LIVE["live/w"]))
+    kept = store.states(2).get(document.tensors[0].sha256)
+    assert kept == bytes(tensor_bytes(LIVE["live/w"]))
     assert warnings == []
 
 
@@ -97,6 +98,40 @@ def test_private_states_are_signed_not_kept(tmp_path: Path) -> None:
     assert found.predicate["served"] == "private"
     document = Document.from_bytes(store.get(found.subjects["document"]))
     assert not store.has(document.tensors[0].sha256)
+    assert not store.states(0).has(document.tensors[0].sha256)
+
+
+def test_the_newest_states_are_kept(tmp_path: Path) -> None:
+    store = Store(str(tmp_path))
+    record, notebook, warnings = inner_record(store, every=2, keep=2)
+    for round_ in range(7):
+        record.boundary(
+            round_, round_, True, lambda now=round_: ({"live/w": LIVE["live/w"] + now}, {})
+        )
+    record.wait()
+    there = [round_ for round_ in range(0, 7, 2) if (tmp_path / f"states/{round_:08d}").exists()]
+    assert there == [4, 6]
+    # What was signed can be looked at for ever.
+    for each in said(notebook):
+        Document.from_bytes(store.get(each.subjects["document"]))
+    assert warnings == []
+
+
+def test_a_store_that_removes_nothing_is_warned_of_once(tmp_path: Path) -> None:
+    store = Append(str(tmp_path))
+    record, notebook, warnings = inner_record(store, keep=1)
+    for round_ in range(4):
+        record.boundary(round_, round_, True, capture)
+    record.wait()
+    assert len(said(notebook)) == 4
+    assert warnings == ["record: s3://x: old states cannot be removed (no); all states are kept"]
+
+
+class Append(Store):
+    """Storage that may be added to."""
+
+    def drop_states(self, before: int) -> list[int]:
+        raise RecordError("s3://x: old states cannot be removed (no)")
 
 
 class GatedStore(Store):
@@ -105,6 +140,11 @@ class GatedStore(Store):
     def __init__(self, where: str, tensors: bool = False) -> None:
         super().__init__(where)
         self.go, self.failure, self.tensors = threading.Event(), False, tensors
+
+    def states(self, round_: int) -> GatedStore:
+        below = GatedStore(super().states(round_).where, self.tensors)
+        below.go, below.failure = self.go, self.failure
+        return below
 
     def put(self, data: bytes | memoryview, digest: str | None = None) -> str:
         if digest is not None or not self.tensors:
@@ -122,10 +162,10 @@ def test_it_is_signed_before_it_is_kept(tmp_path: Path) -> None:
     record.wait_signed()
     assert len(said(notebook)) == 1
     digest = sha256(tensor_bytes(LIVE["live/w"]))
-    assert not store.has(digest)
+    assert not store.states(0).has(digest)
     store.go.set()
     record.wait()
-    assert store.has(digest)
+    assert store.states(0).has(digest)
 
 
 @pytest.mark.parametrize("failure", [True, False])

@@ -43,6 +43,11 @@ def test_too_little_disk_for_the_record(prepared: Path, monkeypatch: pytest.Monk
     without = preflight.record_bytes(config(prepared, **ten), blueprint, parameters)
     kept = config(prepared, **ten, record={"states_every": 4})
     assert preflight.record_bytes(kept, blueprint, parameters) - without == 3 * 2 * 32 * parameters
+    # The newest, and the one that is being written before an older one goes.
+    newest = config(prepared, **ten, record={"states_every": 4, "states_keep": 1})
+    assert (
+        preflight.record_bytes(newest, blueprint, parameters) - without == 2 * 2 * 32 * parameters
+    )
 
     class Usage:
         free = 10**9

@@ -59,6 +59,31 @@ def test_an_unknown_url_is_said(where: str) -> None:
         Store(where)
 
 
+@pytest.mark.parametrize("where", ["{folder}", "memory://record-test/states"])
+def test_old_states_are_removed_and_nothing_else(where: str, tmp_path: Path) -> None:
+    store = Store(where.format(folder=tmp_path))
+    assert store.drop_states(9) == [], "none yet"
+    store.put(b"abc")
+    for round_ in (0, 2, 12):
+        store.states(round_).put(b"abc")
+    assert store.drop_states(3) == [0, 2]
+    assert [store.states(round_).has(ABC) for round_ in (0, 2, 12)] == [False, False, True]
+    assert store.get(ABC) == store.states(12).get(ABC) == b"abc"
+    assert store.drop_states(3) == []
+
+
+def test_old_states_that_stay_are_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = Store(str(tmp_path))
+    store.states(0).put(b"abc")
+
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(store._files, "rm", refuse)
+    with pytest.raises(RecordError, match=r"old states cannot be removed \(Operation not"):
+        store.drop_states(3)
+
+
 def test_a_full_or_closed_disk_is_said(tmp_path: Path) -> None:
     (tmp_path / "sha256").write_text("in the way")
     with pytest.raises(RecordError, match="cannot be written"):

@@ -21,7 +21,7 @@ from dilocox.record.beacon import decided, exchanges_of, sites_of
 from dilocox.record.course import Course, RoundState
 from dilocox.record.replay import Get
 from dilocox.record.rounds import Document, Fingerprint, steps_from_bytes
-from dilocox.record.store import MissingError
+from dilocox.record.store import MissingError, Store, Stores, states_of
 
 TOLERANCE = 1e-4
 """Largest relative difference of losses, gradient norms and parameters between classes, in fp32.
@@ -42,6 +42,13 @@ class Case:
     get: Get
     stores: tuple[str, ...]
     data: Path
+
+    def of_round(self, round_: int) -> Case:
+        """With the states in which this round and the next one begin."""
+        stores = self.stores + tuple(
+            states_of(where, number) for number in (round_, round_ + 1) for where in self.stores
+        )
+        return replace(self, stores=stores, get=Stores([Store(each) for each in stores]).get)
 
 
 @dataclass(frozen=True)
@@ -76,6 +83,7 @@ class JudgedError(Exception):
 
 def judge(case: Case, site: str, round_: int, repeat: Repeat, progress: Progress) -> Verdict:
     """The verdict on one round of one site."""
+    case = case.of_round(round_)
     states: dict[str, str] = {}
     try:
         _check_possible(case, site, round_)
@@ -147,6 +155,10 @@ def _began(case: Case, site: str, place: Place, round_: int) -> _Began:
         raise JudgedError("FAIL", f"{place} has signed its state only after what was made from it")
     start = _document(case.get, state, place)
     missing = next((each for each in start.tensors if not _there(case.get, each.sha256)), None)
+    if missing is not None and _dropped(case.course, round_):
+        keep = case.course.config["record"]["states_keep"]
+        what = f"the states of {keep} rounds are kept (record.states_keep), newer ones than this"
+        raise JudgedError("NOT_RUN", what)
     if missing is not None:
         raise JudgedError(
             "FAIL", f"{place}: {missing.name} of its state is not in the store: withheld"
@@ -169,6 +181,16 @@ def _document(get: Get, state: RoundState, place: Place) -> Document:
     if document.root != state.root:
         raise JudgedError("FAIL", f"{place}: its state has another root than it has signed")
     return document
+
+
+def _dropped(course: Course, round_: int) -> bool:
+    """Whether so many rounds have begun since that its states may be gone."""
+    said = course.config["record"]
+    keep, every = int(said.get("states_keep", 0)), int(said.get("states_every", 0))
+    if keep == 0:
+        return False
+    begun = (number for (number, *_), state in course.rounds.items() if state.served != "no")
+    return max(begun) >= round_ + keep * every
 
 
 def _there(get: Get, digest: str) -> bool:

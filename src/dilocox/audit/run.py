@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dilocox.audit.judging import Case
-from dilocox.config import RunConfig, load_run
+from dilocox.config import RunConfig
 from dilocox.data.folder import folder_of_run
-from dilocox.errors import ConfigError, RecordError
+from dilocox.errors import RecordError
+from dilocox.record.agreed import agreed_run
 from dilocox.record.audits import Selection
 from dilocox.record.beacon import due_rounds, point_of, sites_of
 from dilocox.record.course import Course, CourseReader
@@ -112,11 +113,4 @@ class AuditedRun:
         return found or [chosen for _, chosen in sorted(drawn, key=lambda each: each[0])[:1]]
 
     def _load_config(self) -> RunConfig:
-        path = self.folder / "run.toml"
-        try:
-            config = load_run(path)
-        except ConfigError as error:
-            raise RecordError(str(error)) from None
-        if config.digest() != self.course.manifest["config_digest"]:
-            raise RecordError(f"{path}: says something else than the run was begun with")
-        return config
+        return agreed_run(self.folder / "run.toml", self.course.manifest)

@@ -116,10 +116,11 @@ class RankControl:
             self.touch()
 
     def wait_while_role(self, role: str) -> None:
-        """Wait until this rank's site no longer has `role`."""
+        """Wait until this rank's site no longer has `role`, which is asked once a second."""
         with self._changed:
             while self.news.role == role:
                 self._changed.wait(1.0)
+                self._hurry.set()
                 self.touch()
 
     def _raise_if_over(self) -> None:

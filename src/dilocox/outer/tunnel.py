@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from dilocox.errors import ConfigError, ExchangeError
 from dilocox.outer.coordinator.identity import Identity
+from dilocox.outer.coordinator.timeouts import Timeouts
 from dilocox.outer.groups import EpochChangedError, KeyValue, PeerGroup
 from dilocox.outer.tunnel_addresses import (
     CONNECT_HOST,
@@ -46,8 +47,6 @@ from dilocox.outer.tunnel_tls import StrangerError
 
 log = logging.getLogger(__name__)
 
-DIAL_SECONDS = 5.0
-"""One try to reach a peer; between two of them a change of members is noticed."""
 _PAUSE = 0.2
 _GLOO_ADDRESS_KEY = re.compile(r"\d+/(\d+)")
 _SIOCGIFADDR = 0x8915
@@ -59,6 +58,7 @@ def open_tunnel(
     number: int,
     ranks: int,
     address: str,
+    timeouts: Timeouts,
     congestion: str | None = None,
 ) -> Tunnel | None:
     """The tunnel of rank `number` of `ranks` of `identity`'s site; none if the run uses none.
@@ -69,7 +69,7 @@ def open_tunnel(
     if not wanted(sites):
         return None
     door = door_of(identity.site, sites[identity.site], number, ranks)
-    return Tunnel(identity, door, address, congestion)
+    return Tunnel(identity, door, address, timeouts, congestion)
 
 
 def check_ports(name: str, site: SiteKeys, ranks: int, address: str) -> None:
@@ -88,19 +88,25 @@ class Tunnel:
     """One rank's tunnel, for all of its groups. Thread-safe."""
 
     def __init__(
-        self, identity: Identity, door: Door, address: str, congestion: str | None = None
+        self,
+        identity: Identity,
+        door: Door,
+        address: str,
+        timeouts: Timeouts,
+        congestion: str | None = None,
     ) -> None:
         """`congestion`: TCP congestion control of what it carries, if not the machine's.
 
         Raises `ConfigError` if the door's port is taken or `address` is not this machine's."""
         self.site = identity.site
+        self._dial = timeouts.dial
         host = interface_address(identity.site, address)
         if door.host is None and ipaddress.ip_address(host).is_unspecified:
             raise ConfigError(
                 f"sites.{self.site}.interface: {host} is no address that others could reach; "
                 f"set sites.{self.site}.advertise"
             )
-        self._process, self._carrier = start_carrier(identity, congestion)
+        self._process, self._carrier = start_carrier(identity, timeouts, congestion)
         try:
             port = self._carrier.listen(host, door.bind_port)
         except BaseException:
@@ -123,7 +129,9 @@ class Tunnel:
 
         It also names a peer that cannot be reached as announced.
         """
-        passage = Passage(self._carrier, self._announcement(), sites, self.site, timeout, cancelled)
+        passage = Passage(
+            self._carrier, self._announcement(), sites, self.site, timeout, self._dial, cancelled
+        )
         try:
             return TunnelGroup(passage, kv, name, sites, self.site, timeout, silence, cancelled)
         except BaseException:
@@ -160,9 +168,12 @@ class Passage:
         sites: Sequence[str],
         me: str,
         timeout: float,
+        dial: float,
         cancelled: Callable[[], bool],
     ) -> None:
+        """`dial`: seconds of one try to reach a peer, `timeout`: of all tries."""
         self._carrier, self._mine = carrier, mine
+        self._try = dial
         self._sites, self._index = list(sites), list(sites).index(me)
         self._timeout, self._cancelled = timeout, cancelled
         self._seen: dict[str, bytes] = {}
@@ -225,7 +236,7 @@ class Passage:
                         peer.port,
                         peer.route,
                         self._timeout,
-                        DIAL_SECONDS,
+                        self._try,
                     )
             except UnreachableError as error:
                 if time.monotonic() + _PAUSE >= end:

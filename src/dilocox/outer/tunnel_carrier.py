@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 
 from dilocox.errors import ConfigError, ExchangeError
 from dilocox.outer.coordinator.identity import Identity
+from dilocox.outer.coordinator.timeouts import Timeouts
 from dilocox.outer.sockets import set_congestion
 from dilocox.outer.tunnel_addresses import CONNECT_HOST, GLOO_HOST
 from dilocox.outer.tunnel_relay import relay
@@ -27,10 +28,6 @@ from dilocox.outer.tunnel_tls import StrangerError, contexts, site_of, tune
 
 log = logging.getLogger(__name__)
 
-GREETING_SECONDS = 10.0
-"""For TLS and the route, from a connection's first moment."""
-CLOSE_SECONDS = 2.0
-"""For the last bytes to go out."""
 STRANGERS_AT_ONCE = 64
 """Connections that have not shown yet who they are."""
 _ROUTE_BYTES = 32
@@ -53,9 +50,12 @@ class _Route:
 class Carrier:
     """Carries the groups of one rank of `identity`'s site until `close`. Thread-safe."""
 
-    def __init__(self, identity: Identity, congestion: str | None = None) -> None:
+    def __init__(
+        self, identity: Identity, timeouts: Timeouts, congestion: str | None = None
+    ) -> None:
         """`congestion`: TCP congestion control between the sites, if not the machine's."""
         self._identity = identity
+        self._timeouts = timeouts
         self._congestion = congestion
         self._server, self._client = contexts(identity)
         self._lock = threading.Lock()
@@ -130,11 +130,11 @@ class Carrier:
                 if not isinstance(item, ssl.SSLSocket):
                     _shut(item, socket.SHUT_RD)  # what has been received is still read
             threads = list(self._threads)
-        _join(threads, CLOSE_SECONDS)
+        _join(threads, self._timeouts.parting)
         with self._lock:
             for item in self._open:
                 _shut(item, socket.SHUT_RDWR)
-        _join(threads, GREETING_SECONDS)
+        _join(threads, self._timeouts.greeting)
 
     def _start(self, function: Callable[..., None], *arguments: object, name: str) -> None:
         def run() -> None:
@@ -180,9 +180,10 @@ class Carrier:
                 self._start(self._carry_theirs, connection, where[0], name="tunnel-from")
 
     def _carry_theirs(self, connection: socket.socket, where: str) -> None:
+        limit = self._timeouts.greeting
         try:
             try:
-                secure = self._secured(connection, GREETING_SECONDS, server_side=True)
+                secure = self._secured(connection, limit, server_side=True)
                 with contextlib.ExitStack() as held:
                     held.enter_context(self._cut_by_close(secure))
                     plain = self._greet(secure)
@@ -211,7 +212,8 @@ class Carrier:
         if route is None or site not in route.sites:
             secure.sendall(_UNKNOWN)
             raise StrangerError(f"site {site} asks for a group that is not here or not its own")
-        plain = socket.create_connection((GLOO_HOST, route.port), timeout=GREETING_SECONDS)
+        limit = self._timeouts.greeting
+        plain = socket.create_connection((GLOO_HOST, route.port), timeout=limit)
         tune(plain)
         secure.sendall(_WELCOME)
         return plain

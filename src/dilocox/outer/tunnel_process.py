@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from dilocox.errors import ConfigError
 from dilocox.outer.coordinator.identity import Identity
+from dilocox.outer.coordinator.timeouts import Timeouts
 from dilocox.outer.tunnel_carrier import Carrier
 
 _PR_SET_PDEATHSIG = 1
@@ -27,7 +28,9 @@ class CarrierProcess(BaseManager):
 
     if TYPE_CHECKING:
 
-        def Carrier(self, identity: Identity, congestion: str | None) -> Carrier:  # noqa: N802
+        def Carrier(  # noqa: N802
+            self, identity: Identity, timeouts: Timeouts, congestion: str | None
+        ) -> Carrier:
             """A `Carrier` over there."""
 
     @property
@@ -40,7 +43,7 @@ CarrierProcess.register("Carrier", Carrier)
 
 
 def start_carrier(
-    identity: Identity, congestion: str | None = None
+    identity: Identity, timeouts: Timeouts, congestion: str | None = None
 ) -> tuple[CarrierProcess, Carrier]:
     """A `Carrier` in a new process, which ends with this one; end it by `shutdown`.
 
@@ -59,7 +62,7 @@ def start_carrier(
         ctx=multiprocessing.get_context("fork"),
     )
     process.start(_end_with, (os.getpid(),))
-    return process, process.Carrier(identity, congestion)
+    return process, process.Carrier(identity, timeouts, congestion)
 
 
 def _end_with(parent: int) -> None:

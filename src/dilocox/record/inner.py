@@ -51,6 +51,8 @@ class Manner:
 
     every: int
     """Rounds from one state that is kept to the next."""
+    keep: int
+    """How many such rounds have their states in the store, the newest; 0: all."""
     private: bool
     """The site trains on text of its own: its states are signed, not kept."""
     facts: Mapping[str, Any]
@@ -81,7 +83,7 @@ class InnerRecord:
         self._keeping: Future[None] | None = None
         self._signed = threading.Event()
         self._signed.set()
-        self._broken = False
+        self._broken = self._grows = False
 
     def boundary(self, round_: int, tick: int, trains: bool, capture: Capture) -> None:
         """See `RoundWatch`. Waits for the state before, of which there is one copy at a time."""
@@ -138,12 +140,26 @@ class InnerRecord:
                 self._sign(round_, tick, served, document, steps)
             self._signed.set()
             with timeline.span("keep round state", round=round_):
+                place = self._store.states(round_)
                 for each in document.tensors if served == "yes" else ():
-                    self._store.put(tensor_bytes(tensors[each.name]), each.sha256)
+                    place.put(tensor_bytes(tensors[each.name]), each.sha256)
+            if begins and manner.keep:
+                self._drop_before(round_ - (manner.keep - 1) * manner.every)
         except Exception as error:  # other people's storage, over a network
             self._give_up(error)
         finally:
             self._signed.set()
+
+    def _drop_before(self, round_: int) -> None:
+        """A store that cannot remove anything is warned of once: it grows, and nothing is lost."""
+        try:
+            self._store.drop_states(round_)
+        except RecordError as error:
+            log.error("record: %s", error)
+            if not self._grows:
+                self._grows = True
+                with contextlib.suppress(DilocoxError):
+                    self._warn(f"record: {error}; all states are kept")
 
     def _sign(
         self,

@@ -19,6 +19,7 @@ from dilocox.config import RunConfig
 from dilocox.data.croissant import render_croissant
 from dilocox.data.manifest import MANIFEST, read_manifest
 from dilocox.errors import RecordError
+from dilocox.methods import EXCHANGE_GRADIENTS
 from dilocox.outer.calendar import boundary_slots
 from dilocox.outer.coordinator.identity import write_private
 from dilocox.outer.coordinator.keys import ExchangeKey
@@ -263,6 +264,7 @@ def manifest(config: RunConfig, log_key: str) -> dict[str, Any]:
         "config": config.shared(),
         "config_digest": config.digest(),
         "log": log_key,
+        "commitments": config.outer.method not in EXCHANGE_GRADIENTS,
         "code": code_digest(),
         "data": data_digests(config),
         "versions": {

@@ -1,17 +1,26 @@
 """A content-addressed store: what is in it is found by its SHA-256, and nothing else.
 
 `sha256/ab/cdef…` below a folder or any fsspec URL. What is read is hashed again, so it does not
-matter who keeps the store.
+matter who keeps the store. The states in which rounds begin lie in stores of their own below it,
+one per round: an old one can be removed without a look at what else may need its bytes.
 """
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 from pathlib import Path
 
 from dilocox.errors import RecordError
 from dilocox.record.digests import sha256
 from dilocox.storage import is_local, opened, patiently
+
+STATES = "states"
+
+
+def states_of(where: str, round_: int) -> str:
+    """Where the states in which a round begins lie, of the store at `where`."""
+    return f"{where.rstrip('/')}/{STATES}/{round_:08d}"
 
 
 class Store:
@@ -57,6 +66,29 @@ class Store:
             reason = getattr(error, "strerror", None) or error
             raise RecordError(f"{self.where}: cannot be written ({reason})") from None
         return digest
+
+    def states(self, round_: int) -> Store:
+        """The store of the states in which a round begins."""
+        return Store(states_of(self.where, round_), self._patience)
+
+    def drop_states(self, before: int) -> list[int]:
+        """Remove the states of all rounds below `before`; which rounds. Raises `RecordError`.
+
+        What another rank removes at the same time is no error.
+        """
+        place = f"{self._root.rstrip('/')}/{STATES}"
+        dropped = []
+        try:
+            names = self._files.ls(place, detail=False) if self._files.exists(place) else []
+            for name in sorted(str(each).rstrip("/").rsplit("/", 1)[-1] for each in names):
+                if name.isdigit() and int(name) < before:
+                    with contextlib.suppress(FileNotFoundError):
+                        self._files.rm(f"{place}/{name}", recursive=True)
+                    dropped.append(int(name))
+        except Exception as error:  # every kind of storage has errors of its own
+            reason = getattr(error, "strerror", None) or error
+            raise RecordError(f"{self.where}: old states cannot be removed ({reason})") from None
+        return dropped
 
     def _write(self, path: str, data: bytes | memoryview) -> None:
         if self._files.exists(path):

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dilocox.config import load_run
 from dilocox.data import TokenFiles
 from dilocox.data.folder import folder_of_run
 from dilocox.errors import ConfigError, DataError, DilocoxError, RecordError
 from dilocox.methods import EXCHANGE_GRADIENTS
 from dilocox.record import claims as c
+from dilocox.record.agreed import agreed_run
 from dilocox.record.audit_claims import Audits
 from dilocox.record.audits import FOLDER
 from dilocox.record.claims import NotRunError
@@ -194,6 +194,8 @@ class _Verification:
         course = self._need(c.LOG, c.SIGNATURES)
         if _by_gradient(course):
             raise NotRunError("gradients are exchanged without commitments")
+        if not course.manifest.get("commitments"):
+            raise NotRunError("the run was recorded by a dilocox that asked for none")
         self._need(c.COMPLETE)
         problems = broken_commitments(course)
         if problems:
@@ -207,13 +209,8 @@ class _Verification:
         path = self.places.run / "run.toml"
         if not path.exists():
             raise NotRunError(f"{path}: not there")
-        try:
-            digest = load_run(path).digest()
-        except ConfigError as error:
-            raise RecordError(str(error)) from None
-        if digest != course.manifest["config_digest"]:
-            raise RecordError(f"{path}: says something else than the run was begun with")
-        return f"digest {digest[:12]}…"
+        agreed_run(path, course.manifest)
+        return f"digest {course.manifest['config_digest'][:12]}…"
 
     def payloads(self) -> str:
         """Everything that a replay needs is there."""

@@ -35,6 +35,7 @@ def test_order_of_limits(link: float, share: float) -> None:
     assert limits.poll <= MAX_POLL
     assert limits.poll + limits.request < limits.exchange
     assert limits.heartbeat < limits.coordinator
+    assert limits.parting < limits.dial <= limits.greeting <= limits.link
     lines = limits.table().splitlines()
     assert len(lines) == len(fields(Timeouts))
     assert len({len(line) for line in lines}) == 1

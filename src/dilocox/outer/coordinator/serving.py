@@ -22,6 +22,9 @@ from dilocox.outer.coordinator.ledger import Ledger
 from dilocox.outer.coordinator.notary import Notary
 from dilocox.outer.coordinator.server import CoordinatorServer
 
+LINGER = 2.0
+"""Seconds that a coordinator stays, at most, when all ranks have said that they are done."""
+
 
 @dataclass(frozen=True)
 class Endpoint:
@@ -184,8 +187,12 @@ async def _serve(
         for end in ends:
             end.cancel()
         if not quit_now.is_set():
-            # Ranks and displays learn the end by their next call.
+            # Ranks and displays learn the end by their next call. Where all ranks have said that
+            # they are done, only who looks on may still ask.
+            linger = 2 * coordinator.timeouts.beat
+            if coordinator.state.phase == "finished":
+                linger = min(linger, LINGER)
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(quit_now.wait(), 2 * coordinator.timeouts.beat)
+                await asyncio.wait_for(quit_now.wait(), linger)
     finally:
         await server.stop()

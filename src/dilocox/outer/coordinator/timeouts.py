@@ -42,6 +42,12 @@ class Timeouts:
     """Forming the process groups of an epoch, or of one attempt of an exchange."""
     exchange: float
     """One exchange from begin to decision, with all of its attempts."""
+    dial: float
+    """One try to reach a site's tunnel; between two of them a change of members is noticed."""
+    greeting: float
+    """TLS and what is asked for, from the first moment of a tunnel's connection."""
+    parting: float
+    """What a tunnel has been given still goes out, when it is closed."""
     entry: float
     """One request of an entering site to its donor."""
     retry: float
@@ -70,6 +76,9 @@ class Timeouts:
             grace=link / 4,
             form=link + heartbeat,
             exchange=4 * link + heartbeat,
+            dial=heartbeat,
+            greeting=min(2 * heartbeat, link),
+            parting=2 * heartbeat / 5,
             entry=link,
             retry=heartbeat / 5,
             retry_most=link / 2,
@@ -92,6 +101,9 @@ class Timeouts:
             "grace": "a site may be late by a round and (grace)",
             "form": "forming a process group",
             "exchange": "one exchange with all its attempts",
+            "dial": "one try to reach a site's tunnel",
+            "greeting": "a tunnel's connection is greeted within",
+            "parting": "a tunnel that is closed sends for",
             "entry": "one request of a joiner to its donor",
             "retry": "a site that crashed joins again after",
             "retry_most": "and again and again, at most after",

@@ -1,0 +1,66 @@
+"""Is this run file the one that a record's sites had agreed on? Also for records by other versions.
+
+A later version may know keys that the record does not have: what was agreed on says nothing about
+them, so a run file may not say anything about them either.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from dilocox.config import RunConfig, digest_of, load_run
+from dilocox.errors import ConfigError, RecordError
+
+Values = Mapping[str, Any]
+
+
+def agreed_run(path: Path, manifest: Values) -> RunConfig:
+    """The run file at `path`, which is the one of the record's `manifest`.
+
+    Raises `RecordError` if it is another one, cannot be read, or the manifest contradicts itself.
+    """
+    try:
+        config = load_run(path)
+    except ConfigError as error:
+        raise RecordError(str(error)) from None
+    written = tomllib.loads(path.read_text(encoding="utf-8"))
+    agreed, resolved = manifest["config"], config.shared()
+    if key := first_difference(agreed, resolved, written):
+        raise RecordError(f"{path}: {key} is not what the run was begun with")
+    if digest_of(_same_keys(resolved, agreed)) != manifest["config_digest"]:
+        raise RecordError("the manifest's run file is not the one with the digest that it names")
+    return config
+
+
+def first_difference(agreed: Values, resolved: Values, written: Values) -> str | None:
+    """The first key in which a run file says something else than was agreed on; None: in none.
+
+    `agreed` is the record's, `resolved` the run file's with this version's defaults, both as
+    `RunConfig.shared` gives them, `written` what stands in the run file.
+    """
+    there, here, said = dict(_leaves(agreed)), dict(_leaves(resolved)), dict(_leaves(written))
+    for key in sorted({*there, *here}):
+        if key not in there and key not in said:
+            continue  # a key that came later, at its default
+        if key not in here or key not in there or there[key] != here[key]:
+            return ".".join(key)
+    return None
+
+
+def _same_keys(values: Values, like: Values) -> dict[str, Any]:
+    """`values` with the keys of `like` alone. Canonical JSON has made 1 of the record's 1.0."""
+    return {
+        name: _same_keys(values[name], other) if isinstance(other, Mapping) else values[name]
+        for name, other in like.items()
+    }
+
+
+def _leaves(values: Values, above: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    for name, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, (*above, name))
+        else:
+            yield (*above, name), value
