@@ -28,6 +28,7 @@ RUNS = (
     "e2e/test_audit.py",
     "e2e/test_engine.py",
     "e2e/test_network.py",
+    "e2e/test_not_finite.py",
     "e2e/test_readme.py",
     "e2e/test_record.py",
     "e2e/test_trace.py",

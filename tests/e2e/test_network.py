@@ -58,7 +58,7 @@ def test_who_may_not_join(workshop: Workshop) -> None:
     }
     processes = {more: join(workshop, run, line, *more.split()) for more in refused}
     unreachable = join(workshop, run, line.replace(address, "127.0.0.1:1"), "--set",
-                       "network.link_timeout=5")  # fmt: skip
+                       "network.link_timeout=5", "--set", "network.heartbeat=5")  # fmt: skip
     for more, process in processes.items():
         assert process.wait() == 1, process.printed()
         printed = process.printed().strip()
