@@ -305,6 +305,19 @@ def test_a_plan_in_force_may_use_up_what_a_new_one_leaves_free() -> None:
         assert choose(config, sizes, at(slower * 0.98), 2, key).codec != now.codec
 
 
+def test_a_plan_in_force_keeps_its_room_while_the_round_is_long_enough() -> None:
+    config = run_config()
+    sizes = menu(config)
+    for rate in (3e4, 1e5, 3e5, 1e6):
+        for faster in (1.0, 1.05, 1.2):
+            link = at(rate * faster)
+            now = choose(config, sizes, at(rate), 2, None)
+            kept = choose(config, sizes, link, 2, (now.inner_steps, now.codec))
+            new = candidate(config, sizes[kept.codec], kept.codec, kept.inner_steps, link, 2)
+            assert kept.delay == new.delay
+            assert new.traffic.latest_us <= 0.9 * kept.delay * new.round_us / kept.slots + 1
+
+
 def test_a_plan_that_fits_gives_way_only_to_a_better_one() -> None:
     config = run_config()
     sizes = menu(config)

@@ -98,7 +98,9 @@ def candidate(
     """One plan: its traffic, the smallest delay that hides it, and its predicted loss.
 
     A plan that is `in_force` may use up what a new one has to leave free: all of the time, and
-    `SLACK` times the work. So a plan that was only just possible is not given up at once.
+    `SLACK` times the work. So a plan that was only just possible is not given up at once. Its delay
+    stays that of a new one while the round is long enough for it: what is left free is what sites
+    may be apart without waiting for each other.
     """
     outer, control = config.outer, config.control
     slot = outer.inner_steps // outer.slots
@@ -107,10 +109,12 @@ def candidate(
     work = control.work * (SLACK if in_force else 1)
     latency_us = round(control.latency * 1_000_000)
     cost = traffic(sizes, slots, slot_us, link, Crowd(sites, outer.exchange), latency_us)
-    late_us = cost.latest_us + link.lag_us * permille // 1000
-    needed = max(1, -(-1000 * late_us // max(1, permille * slot_us)))
+    roomy, needed = (
+        max(1, -(-(1000 * cost.latest_us // share + link.lag_us) // slot_us))
+        for share in (max(1, round(1000 * control.utilisation)), max(1, permille))
+    )
     pinned = "delay" in control.pinned
-    delay = min(outer.delay if pinned else needed, slots)
+    delay = min(outer.delay if pinned else roomy, slots)
     return Candidate(
         inner_steps=inner_steps,
         slots=slots,
