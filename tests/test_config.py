@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dilocox.config import RunConfig, load_run, resolve_run
+from dilocox.config_rounds import OuterSection
 from dilocox.errors import ConfigError
 from dilocox.methods import METHODS
 
@@ -374,6 +375,24 @@ def test_the_digest_ignores_places_on_a_machine(place: dict[str, Any]) -> None:
 )
 def test_the_digest_knows_what_sites_must_agree_on(change: dict[str, Any]) -> None:
     assert _with(**change).digest() != _with().digest()
+
+
+class LaterOuter(OuterSection):
+    novel: int = 3
+
+
+class LaterRun(RunConfig):
+    outer: LaterOuter
+
+
+def test_the_digest_stays_when_a_later_version_knows_more_keys() -> None:
+    config = _with()
+    later = LaterRun.model_validate(config.model_dump())
+    assert later.shared()["outer"]["novel"] == 3
+    assert later.digest() == config.digest()
+    raw = config.model_dump()
+    raw["outer"]["novel"] = 4
+    assert LaterRun.model_validate(raw).digest() != config.digest()
 
 
 def test_where_private_text_lies_is_the_sites_own_matter() -> None:

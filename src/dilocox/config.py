@@ -391,28 +391,41 @@ class RunConfig(Section):
         """The resolved run file. Keys that are none are left out."""
         return tomli_w.dumps(self.model_dump(mode="json", exclude_none=True))
 
-    def shared(self) -> dict[str, Any]:
+    def shared(self, without_defaults: bool = False) -> dict[str, Any]:
         """What all sites must agree on: all but places on one machine."""
-        shared = self.model_dump(mode="json", exclude={"metrics": True})
-        for place in ("host", "port", "advertise", "interface", "congestion"):
-            shared["network"].pop(place)
-        shared["run"].pop("folder")
-        shared["data"].pop("folder")
-        shared["record"].pop("store")
-        shared["checkpoint"].pop("store")
-        shared["site"].pop("device")
-        shared["site"].pop("threads")
+        shared = self.model_dump(
+            mode="json", exclude={"metrics": True}, exclude_defaults=without_defaults
+        )
+        for section, keys in _OF_ONE_MACHINE.items():
+            for key in keys:
+                shared.get(section, {}).pop(key, None)
         for site in shared["sites"].values():
-            for local in ("interface", "advertise", "ports"):
-                site.pop(local)
+            for key in ("interface", "advertise", "ports"):
+                site.pop(key, None)
             # Where private text lies is the site's own matter; that it is private is not: its
             # token ranges come from a space of their own.
-            site["data"] = site["data"] is not None
-        return shared
+            if "data" in site:
+                site["data"] = site["data"] is not None
+        return {name: keys for name, keys in shared.items() if keys or not without_defaults}
 
     def digest(self) -> str:
-        """sha256 over `shared`, as hex."""
-        return digest_of(self.shared())
+        """SHA-256, hex, over what of `shared` is not a default: what sites show when they join.
+
+        So a run can go on under a later version that knows more keys. Sites that join have one
+        version, and therefore the same defaults.
+        """
+        return digest_of(self.shared(without_defaults=True))
+
+
+_OF_ONE_MACHINE = {
+    "run": ("folder",),
+    "data": ("folder",),
+    "site": ("device", "threads"),
+    "network": ("host", "port", "advertise", "interface", "congestion"),
+    "checkpoint": ("store",),
+    "record": ("store",),
+}
+"""Keys by section."""
 
 
 def digest_of(shared: Mapping[str, Any]) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from dilocox.config import digest_of
 from dilocox.errors import RecordError
 from dilocox.outer.coordinator import messages as m
 from dilocox.outer.coordinator.keys import ExchangeKey
@@ -41,7 +42,7 @@ def test_what_was_decided_is_in_the_log(scene: Scene) -> None:
     assert (step.codec, step.fragments, step.flush) == ("int4", 2, False)
     assert (step.learning_rate, step.momentum) == (0.8, 0.5)
     assert course.run == scene.notary.run
-    assert course.manifest["config_digest"] == scene.config.digest()
+    assert course.manifest["config_digest"] == digest_of(scene.config.shared())
     assert course.manifest["code"] == code_digest()
     assert (scene.folder / KEY_FILE).stat().st_mode & 0o777 == 0o600
 

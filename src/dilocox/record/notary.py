@@ -15,7 +15,7 @@ from typing import Any
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from dilocox.config import RunConfig
+from dilocox.config import RunConfig, digest_of
 from dilocox.data.croissant import render_croissant
 from dilocox.data.manifest import MANIFEST, read_manifest
 from dilocox.errors import RecordError
@@ -87,7 +87,9 @@ class LogNotary:
         if not writer.entries:
             notary.run = secrets.token_hex(16)
             notary._say(
-                s.MANIFEST, manifest(config, str(writer.public)), {"run-file": config.digest()}
+                s.MANIFEST,
+                manifest(config, str(writer.public)),
+                {"run-file": digest_of(config.shared())},
             )
         return notary
 
@@ -262,7 +264,7 @@ def manifest(config: RunConfig, log_key: str) -> dict[str, Any]:
     return {
         "name": config.run.name,
         "config": config.shared(),
-        "config_digest": config.digest(),
+        "config_digest": digest_of(config.shared()),
         "log": log_key,
         "commitments": config.outer.method not in EXCHANGE_GRADIENTS,
         "code": code_digest(),
