@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.harness import Run, Workshop
+from tests.e2e.harness import PATIENT, Run, Workshop
 
 ROOT = Path(__file__).resolve().parents[2]
 CUT = (
@@ -22,6 +22,7 @@ CUT = (
     "data.sequence_length=128",
     "inner.warmup_steps=5",
     "data.validation_sequences=16",
+    PATIENT,
 )
 """The quickstart in under a minute."""
 JOIN = (
@@ -190,6 +191,7 @@ def test_two_real_sites(workshop: Workshop) -> None:
         "outer.steps=24",
         "network.port=0",
         "data.validation_sequences=8",
+        PATIENT,
     )
     sets = [part for item in cut for part in ("--set", item)]
     file = str(ROOT / "examples" / "two-sites.toml")

@@ -63,6 +63,7 @@ every_rounds = 0
 [evaluation]
 completion_tokens = 0
 [network]
+heartbeat = 20.0
 host = "{host}"
 [sites]
 {sites}
