@@ -196,9 +196,18 @@ class Run:
         ip("-n", layout.switch, "link", "set", layout.port(site), state)
 
     def finish(self) -> Record:
-        """Wait for the end of all processes; the summary. Raises `HangError`."""
+        """Wait for the end of all processes, as long as something is recorded; the summary.
+
+        Raises `HangError`.
+        """
         for host, process in self._processes.items():
-            self.until(lambda: process.poll() is not None, f"end of {host}", 3 * LIMIT)  # noqa: B023
+            known = -1
+            while process.poll() is None:
+                known, before = len(self.records()), known
+                if known == before:
+                    raise HangError(f"no end of {host}, and no round for {LIMIT:g} s")
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(LIMIT)
         summary: Record = json.loads((self.config.folder / "summary.json").read_text())
         return summary
 
