@@ -80,8 +80,8 @@ def kill(pids: list[int], number: int = signal.SIGKILL) -> None:
 
 @contextlib.contextmanager
 def small_disk(folder: Path) -> Iterator[None]:
-    """`folder` is a file system of `DISK_MIB` MiB."""
-    folder.mkdir(parents=True)
+    """`folder` is a file system of `DISK_MIB` MiB, empty each time."""
+    folder.mkdir(parents=True, exist_ok=True)
     mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_MIB}m", "dilocox-chaos", str(folder)]
     subprocess.run(mount, check=True)
     try:
