@@ -9,8 +9,11 @@ from unittest.mock import MagicMock
 
 import chaos
 import chaos_rows
+import chaos_run
 import pytest
 from chaos_rows import Blow
+
+from tests.mounting import need_mounts
 
 
 def test_every_kind_comes_once_before_any_comes_again() -> None:
@@ -118,3 +121,15 @@ def test_one_line_and_code_3_where_networks_cannot_be_made(
     assert chaos.main() == 3
     said = capsys.readouterr().err.splitlines()
     assert said == ["chaos: cannot be measured here: network namespaces need root"]
+
+
+def test_each_run_has_a_small_disk_of_its_own(tmp_path: Path) -> None:
+    need_mounts(tmp_path)
+    folder = tmp_path / "oslo"
+    for _ in range(2):
+        with chaos_run.small_disk(folder):
+            assert list(folder.iterdir()) == []
+            (folder / "filler").write_bytes(b"x")
+            with pytest.raises(OSError, match="No space left"):
+                (folder / "more").write_bytes(bytes((chaos_run.DISK_MIB + 1) << 20))
+    assert list(folder.iterdir()) == []

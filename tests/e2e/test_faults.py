@@ -9,10 +9,9 @@ import subprocess
 import time
 from pathlib import Path
 
-import pytest
-
 from tests.e2e.forked import Forge, ForkedRun
 from tests.e2e.harness import Workshop
+from tests.mounting import need_mounts
 
 LONG = ("outer.rounds=2000", "checkpoint.every_rounds=2")
 
@@ -94,20 +93,10 @@ def test_a_dead_or_hanging_rank_takes_its_site_down_which_comes_back(
 # --- disks ---------------------------------------------------------------------------------------
 
 
-def may_mount(folder: Path) -> bool:
-    """Whether this process may mount a file system."""
-    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(folder)]
-    if subprocess.run(mount, capture_output=True, check=False).returncode:
-        return False
-    subprocess.run(["umount", str(folder)], check=True)
-    return True
-
-
 def test_a_full_disk_is_reported_and_training_goes_on(
     workshop: Workshop, forge: Forge, tmp_path: Path
 ) -> None:
-    if os.geteuid() != 0 or not may_mount(tmp_path):
-        pytest.skip("mounting a small file system is not allowed here")
+    need_mounts(tmp_path)
     place = workshop.folder("full") / "checkpoints"
     sets = ("outer.rounds=4", "checkpoint.every_rounds=1", "checkpoint.hugging_face=true")
     try:
