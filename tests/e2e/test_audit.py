@@ -14,6 +14,8 @@ from tests.e2e.harness import PATIENT, Run, Workshop, verdicts
 
 pytestmark = pytest.mark.slow
 KEPT = ("record.states_every=1", "checkpoint.every_rounds=0", PATIENT)
+SOON = "network.heartbeat=5"
+"""A stop takes effect two beats later, which is not to be after the run."""
 
 
 def audited(workshop: Workshop, folder: Path, *more: str, code: int = 0) -> str:
@@ -76,11 +78,11 @@ def test_an_auditor_beside_a_run(workshop: Workshop) -> None:
 
 def test_a_resumed_run_is_repeated(workshop: Workshop) -> None:
     """What was trained before the stop and what was trained after it."""
-    run = workshop.start("again", *KEPT, "outer.rounds=6", "outer.inner_steps=24")
+    run = workshop.start("again", *KEPT, SOON, "outer.rounds=6", "outer.inner_steps=24")
     run.until_round(2)
     run.interrupt()
     assert run.wait() == 130, run.output()
-    again = workshop.start("again", *KEPT, "outer.rounds=6", "outer.inner_steps=24",
+    again = workshop.start("again", *KEPT, SOON, "outer.rounds=6", "outer.inner_steps=24",
                            flags=("--resume",))  # fmt: skip
     assert again.wait() == 0, again.output()
     found = json.loads(audited(workshop, run.folder, "--site", "lyon", "--json"))
