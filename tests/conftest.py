@@ -42,13 +42,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark tests as `runs`, `alone` or `waits`; those that compute have no mark."""
     for item in items:
         where = item.path.relative_to(HERE).as_posix()
-        if where in RUNS:
+        if _of(where, RUNS):
             item.add_marker(pytest.mark.runs)
-        elif where in ALONE or _below(where, ALONE):
+        elif _of(where, ALONE):
             item.add_marker(pytest.mark.alone)
-        elif not _below(where, COMPUTE):
+        elif not _of(where, COMPUTE):
             item.add_marker(pytest.mark.waits)
 
 
-def _below(path: str, folders: tuple[str, ...]) -> bool:
-    return path.startswith(tuple(f"{folder}/" for folder in folders))
+def _of(path: str, places: tuple[str, ...]) -> bool:
+    return any(path == place or path.startswith(f"{place}/") for place in places)

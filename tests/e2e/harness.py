@@ -177,6 +177,10 @@ class Run:
         """All that was printed so far."""
         return self._log.read_text(encoding="utf-8", errors="replace")
 
+    def last_line(self) -> str:
+        """The last line that was printed so far."""
+        return self.printed().strip().splitlines()[-1]
+
     def wait(self, limit: float = LIMIT) -> int:
         """Exit code; the process is killed and the test fails after `limit` seconds."""
         try:

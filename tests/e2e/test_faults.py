@@ -9,15 +9,11 @@ import subprocess
 import time
 from pathlib import Path
 
-from tests.e2e.forked import Forge, ForkedRun
+from tests.e2e.forked import Forge
 from tests.e2e.harness import Workshop
 from tests.mounting import need_mounts
 
 LONG = ("outer.rounds=2000", "checkpoint.every_rounds=2")
-
-
-def last_line(run: ForkedRun) -> str:
-    return run.printed().strip().splitlines()[-1]
 
 
 # --- interrupts ----------------------------------------------------------------------------------
@@ -28,7 +24,7 @@ def test_ctrl_c_in_a_terminal(workshop: Workshop, forge: Forge) -> None:
     run.until_round(1)
     run.ctrl_c()
     assert run.wait() == 130, run.output()
-    assert "the same command with --resume goes on" in last_line(run)
+    assert "the same command with --resume goes on" in run.last_line()
     assert not run.left_behind()
     # A second one ends it at once, whatever it is doing, and leaves the checkpoint whole.
     again = forge.train(workshop, "interrupted", *LONG, flags=("--resume",))

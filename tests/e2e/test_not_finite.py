@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from tests.e2e.forked import Forge, ForkedRun
+from tests.e2e.forked import Forge
 from tests.e2e.harness import PATIENT, Workshop, verdicts
 
 ONE_STAGE = ("site.stages=1", "checkpoint.every_rounds=1", PATIENT)
-
-
-def last_line(run: ForkedRun) -> str:
-    return run.printed().strip().splitlines()[-1]
 
 
 def test_a_sick_round_is_dropped_and_the_run_goes_on(workshop: Workshop, forge: Forge) -> None:
@@ -40,8 +36,8 @@ def test_two_sick_rounds_end_the_run_which_can_be_resumed(workshop: Workshop, fo
     sets = ("outer.rounds=6", *ONE_STAGE)
     run = forge.train(workshop, "sick-twice", *sets, hooks="sick-twice")
     assert run.wait() == 1, run.output()
-    assert "site lyon, round 3: stage 0, shard 0: gradient of model." in last_line(run)
-    assert "second round in a row" in last_line(run)
+    assert "site lyon, round 3: stage 0, shard 0: gradient of model." in run.last_line()
+    assert "second round in a row" in run.last_line()
     assert "Traceback" not in run.printed()
     assert not run.left_behind()
     healthy = forge.train(workshop, "sick-twice", *sets, flags=("--resume",))
@@ -66,8 +62,8 @@ def test_a_site_alone_ends_with_one_line(
     sets = ("outer.rounds=4", "checkpoint.every_rounds=1", f"site.stages={stages}", PATIENT)
     run = forge.train(workshop, hooks, *sets, hooks=hooks, sites=("paris",))
     assert run.wait() == 1, run.output()
-    assert "site paris, round 1: " in last_line(run)
-    assert f"{what} is not finite" in last_line(run)
+    assert "site paris, round 1: " in run.last_line()
+    assert f"{what} is not finite" in run.last_line()
 
 
 def test_a_poisoned_pseudo_gradient_is_dropped(workshop: Workshop, forge: Forge) -> None:

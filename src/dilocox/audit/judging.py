@@ -115,7 +115,7 @@ def _places(config: RunConfig, site: str) -> list[Place]:
 def _check_possible(case: Case, site: str, round_: int) -> None:
     course = case.course
     method = course.config["outer"]["method"]
-    every = int(course.config["record"].get("states_every", 0))
+    every = course.states_every
     if method in EXCHANGE_GRADIENTS:
         raise JudgedError("NOT_RUN", f"method {method} exchanges gradients, which are not kept")
     if every == 0:
@@ -185,12 +185,11 @@ def _document(get: Get, state: RoundState, place: Place) -> Document:
 
 def _dropped(course: Course, round_: int) -> bool:
     """Whether so many rounds have begun since that its states may be gone."""
-    said = course.config["record"]
-    keep, every = int(said.get("states_keep", 0)), int(said.get("states_every", 0))
+    keep = int(course.config["record"].get("states_keep", 0))
     if keep == 0:
         return False
     begun = (number for (number, *_), state in course.rounds.items() if state.served != "no")
-    return max(begun) >= round_ + keep * every
+    return max(begun) >= round_ + keep * course.states_every
 
 
 def _there(get: Get, digest: str) -> bool:

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dilocox.audit.judging import Case
-from dilocox.config import RunConfig
 from dilocox.data.folder import folder_of_run
 from dilocox.errors import RecordError
 from dilocox.record.agreed import agreed_run
@@ -41,7 +40,7 @@ class AuditedRun:
         self._reader = CourseReader(self._key)
         self.entries: list[str] = []
         self.refresh()
-        self._config = self._load_config()
+        self._config = agreed_run(folder / "run.toml", self.course.manifest)
 
     @property
     def course(self) -> Course:
@@ -111,6 +110,3 @@ class AuditedRun:
         ]
         found = [chosen for draw, chosen in drawn if draw < rate]
         return found or [chosen for _, chosen in sorted(drawn, key=lambda each: each[0])[:1]]
-
-    def _load_config(self) -> RunConfig:
-        return agreed_run(self.folder / "run.toml", self.course.manifest)

@@ -180,10 +180,9 @@ class Carrier:
                 self._start(self._carry_theirs, connection, where[0], name="tunnel-from")
 
     def _carry_theirs(self, connection: socket.socket, where: str) -> None:
-        limit = self._timeouts.greeting
         try:
             try:
-                secure = self._secured(connection, limit, server_side=True)
+                secure = self._secured(connection, self._timeouts.greeting, server_side=True)
                 with contextlib.ExitStack() as held:
                     held.enter_context(self._cut_by_close(secure))
                     plain = self._greet(secure)
@@ -212,8 +211,7 @@ class Carrier:
         if route is None or site not in route.sites:
             secure.sendall(_UNKNOWN)
             raise StrangerError(f"site {site} asks for a group that is not here or not its own")
-        limit = self._timeouts.greeting
-        plain = socket.create_connection((GLOO_HOST, route.port), timeout=limit)
+        plain = socket.create_connection((GLOO_HOST, route.port), self._timeouts.greeting)
         tune(plain)
         secure.sendall(_WELCOME)
         return plain

@@ -70,7 +70,7 @@ def point_of(course: Course, entries: Sequence[str], round_: int) -> Point:
 
 def due_rounds(course: Course) -> list[int]:
     """Rounds that are decided and whose states have to be there."""
-    every = int(course.config["record"].get("states_every", 0))
+    every = course.states_every
     return [n for n in sorted(course.plans) if every and n % every == 0 and decided(course, n)]
 
 

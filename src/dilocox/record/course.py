@@ -189,6 +189,11 @@ class Course:
         return found
 
     @property
+    def states_every(self) -> int:
+        """Rounds from one state that is kept to the next; 0: none is."""
+        return int(self.config["record"].get("states_every", 0))
+
+    @property
     def stages(self) -> int:
         """Pipeline stages of a site."""
         return int(self.config["site"]["stages"])

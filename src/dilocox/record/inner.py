@@ -139,10 +139,11 @@ class InnerRecord:
                 document = Document.of(tensors, state, manner.facts, manner.replaced)
                 self._sign(round_, tick, served, document, steps)
             self._signed.set()
-            with timeline.span("keep round state", round=round_):
-                place = self._store.states(round_)
-                for each in document.tensors if served == "yes" else ():
-                    place.put(tensor_bytes(tensors[each.name]), each.sha256)
+            if served == "yes":
+                with timeline.span("keep round state", round=round_):
+                    place = self._store.states(round_)
+                    for each in document.tensors:
+                        place.put(tensor_bytes(tensors[each.name]), each.sha256)
             if begins and manner.keep:
                 self._drop_before(round_ - (manner.keep - 1) * manner.every)
         except Exception as error:  # other people's storage, over a network

@@ -125,7 +125,7 @@ class _Verification:
         )
 
     def _audited(self, course: Course) -> bool:
-        every = int(course.config["record"].get("states_every", 0))
+        every = course.states_every
         return every > 0 or (self.places.run / "record" / FOLDER).is_dir()
 
     def _judge(self, claim: c.Claim, check: Callable[[], str]) -> c.Finding:
