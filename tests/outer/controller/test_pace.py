@@ -10,6 +10,7 @@ from dilocox.outer.controller.pace import (
     carried,
     declared_paces,
     measured_paces,
+    rounds_looked_at,
     site_weights,
     step_within,
     steps_taken,
@@ -20,7 +21,7 @@ carries = st.integers(0, 999)
 
 
 def test_paces_are_speeds_over_the_fastest() -> None:
-    times = {"a": [100], "b": [125], "c": [200], "d": [400], "e": [104]}
+    times = {"a": [100] * 3, "b": [125] * 3, "c": [200] * 3, "d": [400] * 3, "e": [104] * 3}
     expected = {"a": 1000, "b": 800, "c": 500, "d": 250, "e": 1000}
     assert measured_paces(times, {}) == expected
     assert declared_paces({"a": 8.0, "b": 6.4, "c": 4.0, "d": 2.0}) == {
@@ -31,6 +32,31 @@ def test_paces_are_speeds_over_the_fastest() -> None:
 def test_one_disturbed_round_changes_nothing_and_two_do() -> None:
     assert measured_paces({"a": [100] * 3, "b": [200, 200, 900]}, {"b": 500})["b"] == 500
     assert measured_paces({"a": [100] * 3, "b": [200, 400, 400]}, {"b": 500})["b"] == 250
+
+
+def test_short_rounds_are_looked_at_for_a_minute() -> None:
+    # A minute has 24 rounds of 25 steps of 100 ms; the longest are looked at three at a time.
+    assert rounds_looked_at(25, 100_000) == 24
+    assert rounds_looked_at(500, 2_000_000) == 3
+    assert rounds_looked_at(1, 1_000) == 40
+
+
+def test_machines_that_are_busy_now_and_then_keep_their_steps() -> None:
+    """Two equal machines, each of which is a third slower for three rounds of ten: as three rounds
+    in a row see it, one of them is slow most of the time."""
+    steps = [[130, 130, 130, *[100] * 7], [*[100] * 5, 130, 130, 130, 100, 100]]
+    times = {name: row * 3 for name, row in zip("ab", steps, strict=True)}
+    in_force: dict[str, int] = {}
+    for end in range(8, 30):
+        heard = {name: row[max(0, end - 24) : end] for name, row in times.items()}
+        in_force = measured_paces(heard, in_force)
+        assert in_force == {"a": 1000, "b": 1000}, end
+
+
+def test_the_first_rounds_only_tell_slow_sites_from_fast_ones() -> None:
+    assert measured_paces({"a": [100, 100], "b": [120, 120]}, {})["b"] == 1000
+    assert measured_paces({"a": [100, 100], "b": [200, 200]}, {})["b"] == 500
+    assert measured_paces({"a": [100] * 3, "b": [120] * 3}, {})["b"] == 830
 
 
 def test_a_pace_in_force_stays_while_measurements_are_near() -> None:

@@ -128,9 +128,9 @@ def test_a_resumed_run_goes_on_from_what_was_measured(adaptive: Adaptive) -> Non
 
 def test_old_measurements_are_forgotten(adaptive: Adaptive) -> None:
     fast = measured(10**8)
-    adaptive.rounds(0, 30, a=fast, b=fast)
-    # The window, the rounds in which decisions are remembered, and those under way.
-    assert min(adaptive.core.state.measured) == 30 - 5 - 4
+    adaptive.rounds(0, 60, a=fast, b=fast)
+    # What paces are made from, the rounds in which decisions are remembered, and those under way.
+    assert min(adaptive.core.state.measured) == 60 - 40 - 4
 
 
 def test_a_site_that_left_is_not_waited_for_and_does_not_count(tmp_path: Path) -> None:
@@ -282,4 +282,5 @@ def test_a_slow_site_gives_exchanges_more_time_instead_of_the_round(tmp_path: Pa
         assert plan.estimate.step_us == 100_000
         found.append((plan.estimate.lag_us, plan.delay))
         driver.core.close()
-    assert found == [(0, 1), (300_000, 4)]
+    # And one step in sixteen for chance.
+    assert found == [(0, 2), (300_000, 5)]

@@ -71,9 +71,7 @@ def choose(
                 config, best, f"{_why(best, link)}, {gain:.1%} less than {_name(current)}"
             )
         if current is not None:
-            return _choice(
-                config, best, f"{_why(best, link)}; {_name(current)} would take {current.load:.0%}"
-            )
+            return _choice(config, best, f"{_why(best, link)}; {_why_not(current, link)}")
     return _choice(config, best, _why(best, link))
 
 
@@ -129,6 +127,13 @@ def _choice(config: RunConfig, chosen: Candidate, reason: str) -> Choice:
         keep=fixed.keep if "keep" in pinned else loss.kept_progress(chosen.inner_steps, share),
         reason=reason,
     )
+
+
+def _why_not(current: Candidate, link: Estimate) -> str:
+    """What a plan in force would take, now that it fits no more."""
+    if current.hides:
+        return f"the own work of {_name(current)} would take {link.work_us / current.round_us:.1%}"
+    return f"{_name(current)} would take {current.load:.0%}"
 
 
 def _name(chosen: Candidate) -> str:

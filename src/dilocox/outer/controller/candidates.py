@@ -14,8 +14,11 @@ INNER_STEPS = (1, 2, 3, 5, 8, 12, 20, 30, 50, 80, 125, 200, 320, 500)
 KEPT = (328, 232, 164, 116, 82, 58, 41, 35, 29, 24, 20, 17, 15, 13, 12, 11, 10, 9, 8, 7, 6, 5)
 LEAST_ROUNDS = 8
 """Outer momentum and error feedback need some rounds: so many at least, where possible."""
-SLACK = 2
+SLACK = 5 / 4
 """A plan in force may take so many times the work that a new one may."""
+APART = 16
+"""Steps vary by chance, at every site in its own way: a landing leaves room for one step in so many
+of a round, so that sites which are a little apart do not wait for each other."""
 
 Menu = Mapping[str, Sizes]
 """By codec: bytes of one site's payload by stage and fragment."""
@@ -99,8 +102,8 @@ def candidate(
 
     A plan that is `in_force` may use up what a new one has to leave free: all of the time, and
     `SLACK` times the work. So a plan that was only just possible is not given up at once. Its delay
-    stays that of a new one while the round is long enough for it: what is left free is what sites
-    may be apart without waiting for each other.
+    stays that of a new one while the round is long enough for it: what is left free, and in long
+    rounds a slot in `APART` more, is what sites may be apart without waiting for each other.
     """
     outer, control = config.outer, config.control
     slot = outer.inner_steps // outer.slots
@@ -114,7 +117,7 @@ def candidate(
         for share in (max(1, round(1000 * control.utilisation)), max(1, permille))
     )
     pinned = "delay" in control.pinned
-    delay = min(outer.delay if pinned else roomy, slots)
+    delay = min(outer.delay if pinned else roomy + slots // APART, slots)
     return Candidate(
         inner_steps=inner_steps,
         slots=slots,

@@ -24,19 +24,32 @@ SLOWER, FASTER = 20, 50
 """A pace in force is kept while what is measured lies less than so many thousandths of it below,
 or above."""
 ROUNDS = 3
-"""A site's step time is the median of so many rounds, so that one that was disturbed by a
+"""A site's step time is the median of so many rounds at least, so that one that was disturbed by a
 checkpoint, say, changes nothing."""
+PERIOD_US = 60_000_000
+"""It is the median of all rounds of this time, where rounds are short: a machine that is busy for
+some seconds is not a slow one, and whoever is paced by such seconds idles in the next ones."""
+MOST_ROUNDS = 40
+"""Of so many rounds at most."""
+UNSURE = 750
+"""Until a site has measured `ROUNDS` rounds, only a pace below this counts as slower."""
+
+
+def rounds_looked_at(inner_steps: int, step_us: int) -> int:
+    """How many of the latest rounds paces are made from, where a round has so many inner steps of
+    the fastest site, of `step_us` microseconds each."""
+    return min(MOST_ROUNDS, max(ROUNDS, PERIOD_US // max(1, inner_steps * step_us)))
 
 
 def measured_paces(
     step_us: Mapping[str, Sequence[int]], before: Mapping[str, int]
 ) -> dict[str, int]:
-    """Pace of every site of `step_us`, from its latest step times, oldest first.
+    """Pace of every site of `step_us`: its step times of the rounds that are looked at.
 
     `before`: paces in force, if there are any. A site without step times keeps its own, or counts
     as one of the fastest.
     """
-    typical = {site: _median(times[-ROUNDS:]) for site, times in step_us.items() if times}
+    typical = {site: _median(times) for site, times in step_us.items() if times}
     fastest = min(typical.values(), default=0)
     found = {}
     for site in step_us:
@@ -44,7 +57,8 @@ def measured_paces(
         found[site] = old
         if site in typical:
             new = FULL * fastest // max(1, typical[site])
-            new = FULL if new >= ALIKE else max(GRAIN, new // GRAIN * GRAIN)
+            alike = ALIKE if len(step_us[site]) >= ROUNDS else UNSURE
+            new = FULL if new >= alike else max(GRAIN, new // GRAIN * GRAIN)
             near = old * (FULL - SLOWER) <= new * FULL <= old * (FULL + FASTER)
             found[site] = old if near and new < FULL else new
     return found

@@ -8,7 +8,12 @@ from dataclasses import replace
 from dilocox.outer.controller import by_link, by_rank
 from dilocox.outer.controller.choice import Choice, as_the_run_file_says
 from dilocox.outer.controller.link import Estimate, Sample, declared, estimated
-from dilocox.outer.controller.pace import FULL, declared_paces, measured_paces
+from dilocox.outer.controller.pace import (
+    FULL,
+    declared_paces,
+    measured_paces,
+    rounds_looked_at,
+)
 from dilocox.outer.coordinator.messages import LinkEstimate
 from dilocox.outer.coordinator.state import CoordinatorState
 
@@ -26,6 +31,9 @@ def paces_of(state: CoordinatorState, round_: int, members: Sequence[str]) -> di
         return declared_paces({site: config.sites[site].speed or 1.0 for site in members})
     before = state.plans.get(round_ - 1)
     known = [number for number in sorted(state.measured) if number <= round_ - LOOK_BACK]
+    if before is not None and known:
+        fastest = min((own.step_us for own in state.measured[known[-1]].values()), default=1)
+        known = known[-rounds_looked_at(before.inner_steps, fastest) :]
     times = {
         site: [state.measured[n][site].step_us for n in known if site in state.measured[n]]
         for site in members

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dilocox.config import RunConfig
+from dilocox.outer.controller.pace import MOST_ROUNDS
 from dilocox.outer.coordinator import events as e
 from dilocox.outer.coordinator.exchanges import Exchange, Member, RankKey, Vote
 from dilocox.outer.coordinator.keys import ExchangeKey
@@ -292,7 +293,7 @@ class CoordinatorState:
                 name, self.sites[name].incarnation, plan.round, member.space, member.ranges
             )
         self._forget(plan.round - REMEMBERED)
-        oldest = plan.round - self.config.control.window - REMEMBERED
+        oldest = plan.round - max(self.config.control.window, MOST_ROUNDS) - REMEMBERED
         self.measured = {r: sites for r, sites in self.measured.items() if r >= oldest}
         what = "flush" if plan.kind == "flush" else f"round {plan.round}"
         self._say(event, "plan", f"{what} planned for {', '.join(plan.members)}")
