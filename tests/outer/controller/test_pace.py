@@ -47,9 +47,9 @@ def test_machines_that_are_busy_now_and_then_keep_their_steps() -> None:
     steps = [[130, 130, 130, *[100] * 7], [*[100] * 5, 130, 130, 130, 100, 100]]
     times = {name: row * 3 for name, row in zip("ab", steps, strict=True)}
     in_force: dict[str, int] = {}
-    for end in range(8, 30):
-        heard = {name: row[max(0, end - 24) : end] for name, row in times.items()}
-        in_force = measured_paces(heard, in_force)
+    for end in range(1, 30):
+        heard = {name: row[:end] for name, row in times.items()}
+        in_force = measured_paces(heard, in_force, rounds=24)
         assert in_force == {"a": 1000, "b": 1000}, end
 
 
@@ -57,6 +57,8 @@ def test_the_first_rounds_only_tell_slow_sites_from_fast_ones() -> None:
     assert measured_paces({"a": [100, 100], "b": [120, 120]}, {})["b"] == 1000
     assert measured_paces({"a": [100, 100], "b": [200, 200]}, {})["b"] == 500
     assert measured_paces({"a": [100] * 3, "b": [120] * 3}, {})["b"] == 830
+    assert measured_paces({"a": [100] * 7, "b": [120] * 7}, {}, rounds=24)["b"] == 1000
+    assert measured_paces({"a": [100] * 8, "b": [120] * 8}, {}, rounds=24)["b"] == 830
 
 
 def test_a_pace_in_force_stays_while_measurements_are_near() -> None:

@@ -31,8 +31,9 @@ PERIOD_US = 60_000_000
 some seconds is not a slow one, and whoever is paced by such seconds idles in the next ones."""
 MOST_ROUNDS = 40
 """Of so many rounds at most."""
-UNSURE = 750
-"""Until a site has measured `ROUNDS` rounds, only a pace below this counts as slower."""
+SURE, UNSURE = 8, 750
+"""Until a site has measured so many rounds, or all that are looked at, only a pace below this
+counts as slower."""
 
 
 def rounds_looked_at(inner_steps: int, step_us: int) -> int:
@@ -42,14 +43,15 @@ def rounds_looked_at(inner_steps: int, step_us: int) -> int:
 
 
 def measured_paces(
-    step_us: Mapping[str, Sequence[int]], before: Mapping[str, int]
+    step_us: Mapping[str, Sequence[int]], before: Mapping[str, int], rounds: int = ROUNDS
 ) -> dict[str, int]:
-    """Pace of every site of `step_us`: its step times of the rounds that are looked at.
+    """Pace of every site of `step_us`: its step times of the latest rounds, of which `rounds` are
+    looked at.
 
     `before`: paces in force, if there are any. A site without step times keeps its own, or counts
     as one of the fastest.
     """
-    typical = {site: _median(times) for site, times in step_us.items() if times}
+    typical = {site: _median(times[-rounds:]) for site, times in step_us.items() if times}
     fastest = min(typical.values(), default=0)
     found = {}
     for site in step_us:
@@ -57,7 +59,7 @@ def measured_paces(
         found[site] = old
         if site in typical:
             new = FULL * fastest // max(1, typical[site])
-            alike = ALIKE if len(step_us[site]) >= ROUNDS else UNSURE
+            alike = ALIKE if len(step_us[site]) >= min(SURE, rounds) else UNSURE
             new = FULL if new >= alike else max(GRAIN, new // GRAIN * GRAIN)
             near = old * (FULL - SLOWER) <= new * FULL <= old * (FULL + FASTER)
             found[site] = old if near and new < FULL else new

@@ -31,15 +31,15 @@ def paces_of(state: CoordinatorState, round_: int, members: Sequence[str]) -> di
         return declared_paces({site: config.sites[site].speed or 1.0 for site in members})
     before = state.plans.get(round_ - 1)
     known = [number for number in sorted(state.measured) if number <= round_ - LOOK_BACK]
-    if before is not None and known:
-        fastest = min((own.step_us for own in state.measured[known[-1]].values()), default=1)
-        known = known[-rounds_looked_at(before.inner_steps, fastest) :]
     times = {
         site: [state.measured[n][site].step_us for n in known if site in state.measured[n]]
         for site in members
     }
     in_force = {} if before is None else {site: own.pace for site, own in before.members.items()}
-    return measured_paces(times, in_force)
+    if before is None or not known:
+        return measured_paces(times, in_force)
+    fastest = min((own.step_us for own in state.measured[known[-1]].values()), default=1)
+    return measured_paces(times, in_force, rounds_looked_at(before.inner_steps, fastest))
 
 
 def chosen(

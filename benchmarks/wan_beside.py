@@ -1,0 +1,270 @@
+"""What `dilocox` keeps of its speed on a slow link, with sites that have no network to wait for
+running beside it at the same time.
+
+wan.py measures one after the other, and a machine whose speed changes by a fifth from minute to
+minute (a virtual one with neighbours) hides a share of 97 % in that. Here four hosts of one lab
+train at once, under quotas of a quarter of 90 % of the machine each: two sites in one run over
+their links, and two by themselves, with an outer step every 100 inner steps and no codec. What the
+machine does, it does to both. Which hosts are which changes from block to block.
+
+The link is wan.py's: 2 fp32 gradients of the model take 400 times as long on it as a step. `share`
+is tokens/s of the two over those of the others, in the rounds of the others that lie in the second
+part of the run (until then the controller gets to know the link); the median over blocks, with a
+bootstrap interval. `--work` sets `control.work`: the most that exchanges may take of the processor.
+On this machine whatever they take is taken from inner steps, for no core is idle; a smaller share
+makes rounds longer. The loss of the plans is quality.py's business: they are in the rows.
+
+Every block is written when it is done; started again with the same --json the benchmark goes on.
+Eight blocks take half an hour, --quick two of them. Needs what `dilocox lab` needs, else one line
+says so, exit code 3.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import common
+import wan_run
+from wan_grid import (
+    NO_EXCHANGE,
+    OURS,
+    RATIO,
+    SEQUENCE_LENGTH,
+    SITES,
+    VOCABULARY,
+    Settings,
+    link_of,
+    synchronous_bits,
+)
+
+from dilocox.config import RunConfig, resolve_run
+from dilocox.errors import DilocoxError
+from dilocox.lab import Lab, LabError
+from dilocox.lab.lab import why_not
+from dilocox.lab.results import Record, rounds_by_site
+from dilocox.lab.running import Run, alone, check, finish, in_lab
+from dilocox.models import count_parameters, load_model_config
+
+RESULTS = Path(__file__).parent / "results" / "wan-beside-cpu.json"
+BLOCKS, QUICK_BLOCKS = 8, 2
+BATCH = 8
+"""Sequences per step and site, as in wan.py with two sites."""
+STEPS, KNOWN_AFTER = 900, 400
+"""Inner steps of a run, and of its part that is not measured."""
+ALONE_STEPS, ALONE_ROUNDS = 100, 40
+"""A round of the sites by themselves, and more of them than they are left time for."""
+PROBE_STEPS = 40
+LIMIT = 900.0
+Course = Sequence[tuple[float, float]]
+"""(seconds since 1970, tokens so far) at the ends of a site's rounds, in their order."""
+
+
+def course_of(rounds: Sequence[Record]) -> Course:
+    """Where a site was at the ends of its rounds."""
+    found: list[tuple[float, float]] = []
+    tokens = 0.0
+    for record in rounds:
+        tokens += record["tokens"]
+        found.append((record["time"], tokens))
+    return found
+
+
+def tokens_at(course: Course, moment: float) -> float:
+    """Tokens that a site had trained on, evenly within its rounds. Raises `ValueError` for a moment
+    outside of them."""
+    for (start, before), (end, after) in pairwise(course):
+        if start <= moment <= end:
+            return before + (after - before) * (moment - start) / (end - start)
+    raise ValueError(f"no round of {course[0][0]:.1f} to {course[-1][0]:.1f} has {moment:.1f}")
+
+
+def speeds(ours: Sequence[Course], others: Sequence[Course], begin: float) -> tuple[float, float]:
+    """(tokens/s of `ours`, of `others`) in the whole rounds of each of the others after `begin`,
+    while ours go on. Raises `LabError` where there are none."""
+    end = min(course[-1][0] for course in ours)
+    mine, theirs = [], []
+    for course in others:
+        inside = [(moment, tokens) for moment, tokens in course if begin <= moment <= end]
+        if len(inside) < 2:
+            raise LabError("no whole round without exchange lies in the measured part of the run")
+        (first, before), (last, after) = inside[0], inside[-1]
+        theirs.append((after - before) / (last - first))
+        trained = sum(tokens_at(own, last) - tokens_at(own, first) for own in ours)
+        mine.append(trained / (last - first))
+    return sum(mine) / len(mine), sum(theirs) / len(theirs) * len(ours)
+
+
+def of_sites(config: RunConfig, names: Sequence[str]) -> RunConfig:
+    """`config` with some of its sites."""
+    raw = config.model_dump(mode="json", exclude_none=True)
+    raw["sites"] = {name: raw["sites"][name] for name in names}
+    raw["outer"]["min_sites"] = min(config.outer.min_sites, len(names))
+    return resolve_run(raw)
+
+
+def made(lab: Lab, folder: Path, settings: Settings, steps: int) -> RunConfig:
+    """A run of all of the lab's hosts."""
+    own = {**settings, "site.batch_size": BATCH, "site.micro_batch_size": BATCH}
+    link = wan_run.slowest(lab)
+    return in_lab(lab, wan_run.configuration(folder, len(lab.sites), own, steps, link))
+
+
+def step_seconds(lab: Lab, folder: Path) -> float:
+    """Seconds of a step while all hosts train by themselves."""
+    steps = {**NO_EXCHANGE, "outer.inner_steps": PROBE_STEPS}
+    config = made(lab, folder, steps, 2 * PROBE_STEPS)
+    check(config)
+    runs = [Run(lab, alone(config, site), overwrite=True) for site in lab.sites]
+    finish(lab, runs, limit=LIMIT)
+    speed = sum(each.result(1).tokens_per_second for each in runs) / len(runs)
+    return BATCH * SEQUENCE_LENGTH / speed
+
+
+def measure(lab: Lab, folder: Path, together: Sequence[str], work: float | None) -> common.Row:
+    """One block: the hosts `together` in one run, each of the others by itself. Raises
+    `LabError`."""
+    settings: Settings = {"outer.method": OURS}
+    if work is not None:
+        settings["control.work"] = work
+    config = made(lab, folder, settings, STEPS)
+    steps = {**NO_EXCHANGE, "outer.inner_steps": ALONE_STEPS}
+    apart = made(lab, folder, steps, ALONE_STEPS * ALONE_ROUNDS)
+    check(config)
+    checked = lab.verify()
+    others: dict[str, Run] = {}
+    try:
+        for site in lab.sites:
+            if site not in together:
+                others[site] = Run(lab, alone(apart, site), overwrite=True)
+        ours = Run(lab, of_sites(config, together), overwrite=True)
+        finish(lab, [ours], limit=LIMIT)
+        for each in others.values():
+            each.check()
+    finally:
+        for each in others.values():
+            each.end()
+    ours.new_records()
+    first = wan_run.first_after(ours.records, together, KNOWN_AFTER)
+    mine = rounds_by_site(ours.records, together)
+    begin = max(r["time"] for site in together for r in mine[site] if r["round"] == first - 1)
+    theirs = [
+        course_of([r for r in each.new_records() or each.records if is_round_of(r, site)])
+        for site, each in others.items()
+    ]
+    own, reference = speeds([course_of(mine[site]) for site in together], theirs, begin)
+    link = sum(one.bits_per_second for one in checked.links) / len(checked.links)
+    row = wan_run.engine_row(ours.result(first), link)
+    return {
+        "method": OURS,
+        "sites": len(together),
+        "hosts": " ".join(together),
+        "link_bits_per_second": round(link),
+        "round_trip_ms": round(1000 * checked.round_trip, 2),
+        **row,
+        "tokens_per_second": own,
+        "no_network_tokens_per_second": reference,
+        "share": own / reference,
+    }
+
+
+def is_round_of(record: Record, site: str) -> bool:
+    """True for the record of a round at one site."""
+    return record["kind"] == "round" and record.get("site") == site
+
+
+def report(rows: Sequence[common.Row]) -> str:
+    """The blocks as a table, and what they come to."""
+    percent = ".1%"
+    table = common.table(
+        rows,
+        {
+            "block": str, "hosts": str, "tokens_per_second": ",.0f",
+            "no_network_tokens_per_second": ",.0f", "share": percent, "wait_share": percent,
+            "work_share": percent, "inner_steps": ".1f", "plan": str,
+        },
+    )  # fmt: skip
+    found = common.median_interval([row["share"] for row in rows])
+    return (
+        f"{table}\n\nshare of the speed without a network: {found.median:.1%} "
+        f"({found.low:.1%} to {found.high:.1%}) in {len(rows)} blocks, on "
+        f"{rows[0]['link_bits_per_second'] / 1e3:,.0f} kbit/s, where gradients take "
+        f"{rows[0]['ratio']:.0f} times as long as a step"
+    )
+
+
+def read(path: Path | None, settings: dict[str, Any]) -> list[common.Row]:
+    """Blocks that were measured before with the same settings; ends the program for others."""
+    if path is None or not path.exists():
+        return []
+    found = json.loads(path.read_text(encoding="utf-8"))
+    if found.get("benchmark") != "wan-beside" or found.get("settings") != settings:
+        common.say(f"{path}: holds other results; name another file")
+        sys.exit(2)
+    return list(found["rows"])
+
+
+def measured(
+    folder: Path, before: Sequence[common.Row], blocks: int, work: float | None
+) -> Iterator[common.Row]:
+    """Blocks that follow those `before`, until there are so many. Raises `DilocoxError`."""
+    model = wan_run.configuration(folder, 2, {}, 1).model
+    parameters = int(count_parameters(load_model_config(model, VOCABULARY)))
+    begun = len(before)
+    with Lab(list(SITES)) as lab:
+        if before:
+            asked = before[0]["link_asked_bits_per_second"]
+        else:
+            common.say("measuring the time of a step")
+            asked = link_of(RATIO, parameters, 2, step_seconds(lab, folder))
+        lab.shape(f"{asked / 1e3:.3f}kbit")
+        for block in range(begun, blocks):
+            began = time.monotonic()
+            row = measure(lab, folder, lab.sites[::2] if block % 2 else lab.sites[:2], work)
+            step = 2 * BATCH * SEQUENCE_LENGTH / row["no_network_tokens_per_second"]
+            yield {
+                "block": block,
+                **row,
+                "ratio": synchronous_bits(parameters, 2) / row["link_bits_per_second"] / step,
+                "link_asked_bits_per_second": asked,
+                "commit": common.commit(),
+                "took": round(time.monotonic() - began, 1),
+            }
+
+
+def main() -> int:
+    """Measure, print and write."""
+    parser = common.parser(__doc__ or "")
+    parser.add_argument("--work", type=float, metavar="SHARE", help="control.work of the run")
+    parser.add_argument("--blocks", type=int, help=f"{BLOCKS}, or {QUICK_BLOCKS} with --quick")
+    options = parser.parse_args()
+    common.end_on_signals()
+    if common.cannot("wan_beside", why_not()):
+        return common.CANNOT
+    blocks = options.blocks or (QUICK_BLOCKS if options.quick else BLOCKS)
+    results = options.json or (None if options.quick else RESULTS)
+    on = common.machine()
+    settings = {"work": options.work, "steps": STEPS, "known_after": KNOWN_AFTER, "batch": BATCH}
+    rows = read(results, settings)
+    with tempfile.TemporaryDirectory(prefix="dilocox-beside-") as temporary:
+        try:
+            for row in measured(Path(temporary), rows, blocks, options.work):
+                rows.append(row)
+                common.say(f"block {row['block']}: {row['share']:.1%}; {row['took']:.0f} s")
+                if results is not None:
+                    common.write_json(results, "wan-beside", on, settings, rows)
+        except DilocoxError as error:
+            common.say(f"wan_beside: {error}")
+            return 1
+    print(report(rows))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
