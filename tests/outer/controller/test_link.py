@@ -72,9 +72,10 @@ def test_steps_and_work_vary_more() -> None:
         assert found is not None
         return found.step_us, found.work_us
 
-    assert told(149_000, 4_400) == told(67_000, 2_001) == (100_000, 3_000)
+    assert told(149_000, 4_400) == told(80_000, 2_001) == (100_000, 3_000)
     assert told(151_000, 4_600) == (151_000, 4_600)
-    assert told(66_000, 1_900) == (66_000, 1_900)
+    # A landing some steps later comes too early if these are shorter than thought.
+    assert told(79_000, 1_900) == (79_000, 1_900)
 
 
 def test_two_sizes_tell_latency_and_rate_apart() -> None:

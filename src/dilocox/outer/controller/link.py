@@ -21,7 +21,8 @@ from dilocox.config import ControlSection
 BAND = (5, 4)
 """A measurement may differ from the estimate by this ratio, up or down: noise of +-10 % passes."""
 ROUGH = (3, 2)
-"""The same for step and work times, which vary more than links do and matter less."""
+"""The same for work times, which vary more than links do and matter less, and for steps that take
+longer than before. Ones that take less time leave less for an exchange that lands after some."""
 RISE = 4
 """The estimated rate rises by this factor a round at most."""
 _SECOND = 1_000_000
@@ -92,7 +93,9 @@ def estimated(
         beside_us = _middle(before.overhead_us, besides, beside_us)
     if control.step_seconds is not None:
         step_us = round(control.step_seconds * _SECOND)
-    elif before is not None and _agrees(step_us, before.step_us, ROUGH):
+    elif before is not None and _agrees(
+        step_us, before.step_us, ROUGH if step_us > before.step_us else BAND
+    ):
         step_us = before.step_us
     if before is not None and _agrees(work_us, before.work_us, ROUGH):
         work_us = before.work_us

@@ -1,0 +1,71 @@
+"""Shares measured side by side: from records to tokens/s over the same seconds."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import wan_beside
+from wan_beside import course_of, of_sites, report, speeds, tokens_at
+
+from dilocox.config import resolve_run
+from dilocox.lab import LabError
+
+
+def rounds(start: float, length: float, tokens: float, count: int) -> list[dict[str, Any]]:
+    return [{"time": start + length * (n + 1), "tokens": tokens} for n in range(count)]
+
+
+def test_tokens_are_trained_on_evenly_within_a_round() -> None:
+    course = course_of(rounds(100.0, 2.0, 10.0, 3))
+    assert course == [(102.0, 10.0), (104.0, 20.0), (106.0, 30.0)]
+    assert tokens_at(course, 104.0) == 20.0
+    assert tokens_at(course, 105.5) == 27.5
+    with pytest.raises(ValueError, match=r"no round of 102\.0 to 106\.0 has 101\.0"):
+        tokens_at(course, 101.0)
+
+
+def test_both_are_measured_over_the_same_seconds() -> None:
+    """Halfway through, everything gets twice as slow: each of the others by itself, and ours."""
+    ours = course_of(rounds(0.0, 1.0, 9.0, 50) + rounds(50.0, 2.0, 9.0, 25))
+    late = course_of(rounds(3.0, 8.0, 80.0, 6) + rounds(51.0, 16.0, 80.0, 3))
+    early = course_of([*rounds(1.0, 8.0, 80.0, 3), {"time": 33.0, "tokens": 80.0}])
+    own, other = speeds([ours, ours], [late, late], begin=10.0)
+    # From 11 s to 99 s the others do 40 s at 10 tokens/s and 48 s at 5; ours 39 at 9, 49 at 4.5.
+    assert other == pytest.approx(2 * (40 * 10 + 48 * 5) / 88)
+    assert own == pytest.approx(2 * (39 * 9 + 49 * 4.5) / 88)
+    own, other = speeds([ours, ours], [early, early], begin=0.0)
+    assert (own, other) == (pytest.approx(18.0), pytest.approx(20.0))
+    with pytest.raises(LabError, match="no whole round without exchange"):
+        speeds([ours], [early], begin=30.0)
+
+
+def test_hosts_are_taken_out_of_a_run_of_all() -> None:
+    sites: dict[str, Any] = {"paris": {}, "lyon": {"batch_size": 4}, "nice": {}}
+    config = resolve_run({"model": {"path": "x"}, "site": {"batch_size": 8}, "sites": sites})
+    found = of_sites(config, ["nice", "lyon"])
+    assert list(found.sites) == ["nice", "lyon"]
+    assert found.sites["lyon"].batch_size == 4
+
+
+def test_blocks_of_other_settings_are_not_mixed(tmp_path: Path) -> None:
+    file = tmp_path / "beside.json"
+    assert wan_beside.read(file, {"work": None}) == []
+    known = {"benchmark": "wan-beside", "settings": {"work": None}, "rows": [{"share": 1.0}]}
+    file.write_text(json.dumps(known))
+    assert wan_beside.read(file, {"work": None}) == [{"share": 1.0}]
+    with pytest.raises(SystemExit):
+        wan_beside.read(file, {"work": 0.01})
+
+
+def test_the_report_says_median_and_interval() -> None:
+    row = {
+        "hosts": "paris lyon", "tokens_per_second": 97.0, "no_network_tokens_per_second": 100.0,
+        "wait_share": 0.01, "work_share": 0.02, "inner_steps": 30.0, "plan": "as told",
+        "link_bits_per_second": 998_000, "ratio": 402.0,
+    }  # fmt: skip
+    told = report([{**row, "block": n, "share": share} for n, share in enumerate((0.96, 0.97, 1))])
+    assert "97.0% (96.0% to 100.0%) in 3 blocks, on 998 kbit/s" in told
+    assert "402 times as long as a step" in told
