@@ -289,13 +289,16 @@ def _coordinator(options: argparse.Namespace) -> int:
 def _join(options: argparse.Namespace) -> int:
     from dilocox.config import load_run
     from dilocox.join_token import read_token
+
+    config, token = load_run(options.run_file, options.overrides), read_token(options.token_file)
+    # Takes seconds: what is wrong with a file is said before.
     from dilocox.launch import join
 
     return join(
-        load_run(options.run_file, options.overrides),
+        config,
         site=options.site,
         address=options.address,
-        token=read_token(options.token_file),
+        token=token,
         debug=options.debug,
         trace=options.trace,
     )
