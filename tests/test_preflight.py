@@ -460,4 +460,4 @@ def test_a_start_is_refused_before_any_process_of_the_run(
 
 def _without_wandb(run: RunConfig) -> None:
     if "wandb" in run.metrics.sinks:
-        raise ConfigError("metrics.sinks: wandb is not installed; pip install 'dilocox[wandb]'")
+        raise ConfigError("metrics.sinks: wandb is not installed; run: pip install wandb")

@@ -43,6 +43,7 @@ def main() -> None:
         "pip",
         "install",
         "--quiet",
+        "--no-compile",  # what is imported is compiled then; everything takes half a minute
         "--disable-pip-version-check",
         "-c",
         str(ROOT / "constraints.txt"),

@@ -84,9 +84,10 @@ refused with the nearest valid key. What was resolved is written to `run.toml` i
 
 A run file needs `[model]` and at least one `[sites.NAME]`. All sites must use the same file and
 the same `--set` options, but for what belongs to one machine: `run.folder`, `data.folder`,
-`record.store`, `site.device`, `site.threads`, all of `[network]` and `[metrics]`, and in
-`[sites.NAME]` the keys `interface`, `advertise` and `ports`; of `data` there only whether it is
-set. A site whose file differs otherwise is refused when it joins.
+`checkpoint.store`, `record.store`, `site.device`, `site.threads`, `[network]` but for its
+time-outs, all of `[metrics]`, and in `[sites.NAME]` the keys `interface`, `advertise` and
+`ports`; of `data` there only whether it is set. A site whose file differs otherwise is refused
+when it joins.
 
 A working one: [examples/quickstart.toml](../examples/quickstart.toml).
 """
@@ -237,14 +238,15 @@ def number_text(value: float) -> str:
 
 def methods_table() -> Iterator[str]:
     """One row per method: all that it sets, resolved."""
-    outer = ("inner_steps", "fragments", "slots", "delay", "overlap", "learning_rate", "momentum")
+    outer = ("inner_steps", "fragments", "slots", "delay", "overlap", "learning_rate", "momentum",
+             "exchange")  # fmt: skip
     compression = ("codec", "error_feedback", "residual_decay")
     columns = (*outer, *compression, "adapt")
     yield _row(["method", *(f"`{key}`" for key in columns)])
     yield _row(["---"] * (1 + len(columns)))
     for method in METHODS:
         set_ = method_defaults(method, {})
-        values = [set_["outer"][key] for key in outer]
+        values = [set_["outer"].get(key, "gather") for key in outer]
         values += [set_["compression"].get(key, 1.0) for key in compression]
         values.append(set_["control"]["adapt"])
         texts = [value if isinstance(value, str) else json.dumps(value) for value in values]

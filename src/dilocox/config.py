@@ -131,7 +131,8 @@ class SiteSection(Section):
     threads: Annotated[int, Field(ge=0)] = 0
     """CPU threads per rank; 0 shares the machine's cores among the ranks that start on it."""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
-    """Compute dtype. Parameters and optimizer states are fp32 in every case."""
+    """Compute dtype; `auto`: bf16 where the hardware multiplies it natively, else fp32. Parameters
+    and optimizer states are fp32 in every case."""
     deterministic: bool = True
 
     @model_validator(mode="after")
@@ -411,8 +412,8 @@ class RunConfig(Section):
     def digest(self) -> str:
         """SHA-256, hex, over what of `shared` is not a default: what sites show when they join.
 
-        So a run can go on under a later version that knows more keys. Sites that join have one
-        version, and therefore the same defaults.
+        So a run can go on under a later version that knows more keys. Sites that join must have
+        one version and the same defaults (`Versions`).
         """
         return digest_of(self.shared(without_defaults=True))
 

@@ -15,8 +15,7 @@ FEW = 5
 
 
 class AdmissionSection(Section):
-    """`[admission]`: which contributions count, beside the checks that are always made, and what is
-    made of them."""
+    """`[admission]`: which contributions count, beside the usual checks, and how they count."""
 
     aggregation: Aggregation = "mean"
     """`mean`; `clip`: every tensor cut down to the sites' median norm, then the mean; `median` and

@@ -45,8 +45,9 @@ class RecordSection(Section):
     """Every so many rounds each site also keeps the state in which the round begins, so that
     `dilocox audit` can repeat the round; 0: never. A site with text of its own only signs it."""
     states_keep: Annotated[int, Field(ge=0)] = 0
-    """How many of these rounds have their states in the store, the newest; older ones are removed,
-    and nobody can audit them then; 0: all. Payloads are never removed."""
+    """How many of these rounds, the newest, have their states in the store at least, one more at
+    most; older ones are removed, and nobody can audit them then; 0: all. Payloads are never
+    removed."""
     audit_rate: Fraction = 0.05
     """Share of these rounds of each site that `dilocox auditor` audits."""
 

@@ -309,6 +309,14 @@ def _site_in_child(
     sys.exit(code)
 
 
+def _check_files(config: RunConfig, site: str) -> None:
+    """What a rank that somebody else has started checks of a site's files."""
+    files = prepare_data(config)
+    preflight.check_data(config, files, [site])
+    if config.model.handover:
+        preflight.check_handover(config, files)
+
+
 def join(
     config: RunConfig, *, site: str, address: str, token: str, debug: bool, trace: bool = False
 ) -> int:
@@ -330,7 +338,7 @@ def join(
             site,
             Endpoint(url, token, ""),
             variables,
-            lambda: preflight.check_data(config, prepare_data(config), [site]),
+            lambda: _check_files(config, site),
             debug,
             trace,
         )

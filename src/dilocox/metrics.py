@@ -107,9 +107,7 @@ def check_sinks(config: RunConfig) -> None:
         found = importlib.util.find_spec(_PACKAGES[name])
         # A folder of that name, such as the one that wandb itself writes, is no package.
         if found is None or found.origin is None:
-            raise ConfigError(
-                f"metrics.sinks: {name} is not installed; pip install 'dilocox[{name}]'"
-            )
+            raise ConfigError(f"metrics.sinks: {name} is not installed; run: pip install {name}")
 
 
 def _open(name: str, config: RunConfig, folder: Path) -> Sink:

@@ -284,7 +284,7 @@ def check_run(
     everyone = list(config.sites) if sites_here == len(config.sites) else []
     check_data(config, files, everyone, own_dataset)
     if config.model.handover:
-        _check_handover(config, files)
+        check_handover(config, files)
     blueprint = Blueprint.of(config, vocabulary_size)
     parameters = _check_blueprint(config, blueprint)
     on_gpu = _on_gpu(config)
@@ -298,7 +298,7 @@ def check_run(
         _check_store(config, blueprint, sum(parameters))
 
 
-def _check_handover(config: RunConfig, files: TokenFiles) -> None:
+def check_handover(config: RunConfig, files: TokenFiles) -> None:
     """Raise `ConfigError` for a run that cannot go on from its handover, `CheckpointError`."""
     found = Handover.read(config.model.path)
     found.check_momentum(str(config.model.path))

@@ -68,4 +68,9 @@ def test_the_report_says_median_and_interval() -> None:
     }  # fmt: skip
     told = report([{**row, "block": n, "share": share} for n, share in enumerate((0.96, 0.97, 1))])
     assert "97.0% (96.0% to 100.0%) in 3 blocks, on 998 kbit/s" in told
-    assert "402 times as long as a step" in told
+    assert "402 to 402 times as long as a step" in told
+
+
+def test_every_host_trains_together_as_often_as_alone() -> None:
+    together = [host for pair in wan_beside.PAIRS for host in pair]
+    assert {together.count(host) for host in range(4)} == {len(wan_beside.PAIRS) // 2}

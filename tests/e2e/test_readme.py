@@ -33,6 +33,7 @@ PLAN = "dilocox plan examples/two-sites.toml --gpu h100-80g:2 --link 1gbit"
 QUALITY = "python benchmarks/quality.py --regime paper --sites 4 --iid no --only core"
 RUN_ELSEWHERE = {
     "make test": "is what runs this",
+    "make setup": "the first thing that `make quickstart` does",
     "dilocox audit": "tests/audit",
     "dilocox handover": "tests/e2e/test_handover.py",
     "dilocox export --release": "tests/release",

@@ -125,6 +125,21 @@ def test_what_ends_the_run_is_raised_where_the_loop_waits(
         assert not stuck
 
 
+def test_who_waits_for_a_role_asks_once_a_second() -> None:
+    coordinator = Coordinator()
+    coordinator.answer = reply(role="enrolled")
+    with started(coordinator, every=60.0) as (control, _, _):
+        waiter = threading.Thread(target=control.wait_while_role, args=("enrolled",), daemon=True)
+        waiter.start()
+        began = time.monotonic()
+        coordinator.wait(lambda: len(coordinator.beats) >= 3)
+        # The first was `start`'s. A reply asks for none.
+        assert time.monotonic() - began > 1.9
+        coordinator.answer = reply()
+        waiter.join(10.0)
+        assert not waiter.is_alive()
+
+
 def test_a_loop_that_does_not_look_is_stuck() -> None:
     """Another thread that sees the error (the exchange's) is not the training loop."""
     coordinator = Coordinator()

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 
-from dilocox.config import digest_of
-from dilocox.record.agreed import first_difference
+from dilocox.config import RunConfig, digest_of
+from dilocox.errors import RecordError
+from dilocox.record.agreed import agreed_run, first_difference
 from tests.outer.coordinator.helpers import run_config
 
 AGREED = {"outer": {"rounds": 4, "keep": 1.0}, "sites": {"paris": {"speed": 1.0}}}
@@ -25,7 +29,7 @@ def test_another_value_is_named(value: object) -> None:
     assert first_difference(AGREED, changed, changed) == "outer.rounds"
 
 
-def test_a_key_that_came_later_is_not_asked_for_unless_the_run_file_has_it() -> None:
+def test_a_key_that_came_later_is_not_asked_for_unless_the_run_file_sets_it() -> None:
     later = resolved(momentum_dtype="fp32")
     assert first_difference(AGREED, later, AGREED) is None
     said = {"outer": {"momentum_dtype": "fp32"}}
@@ -42,7 +46,23 @@ def test_another_site_is_named() -> None:
     assert first_difference(other, AGREED, AGREED) == "sites.oslo.speed"
 
 
-def test_a_config_is_what_it_digests() -> None:
-    config = run_config("ab")
-    assert digest_of(config.shared()) != digest_of(run_config("abc").shared())
-    assert first_difference(config.shared(), config.shared(), {}) is None
+def manifest_of(config: RunConfig, *later: tuple[str, str]) -> dict[str, Any]:
+    """What a version that did not know the keys `later` yet has written."""
+    agreed = config.shared()
+    for section, key in later:
+        del agreed[section][key]
+    return {"config": agreed, "config_digest": digest_of(agreed)}
+
+
+def test_a_run_that_went_on_under_a_later_version_is_the_one_that_was_begun(tmp_path: Path) -> None:
+    """It has rewritten its run file, with the new keys at their defaults."""
+    config, path = run_config("ab"), tmp_path / "run.toml"
+    manifest = manifest_of(config, ("record", "states_keep"), ("outer", "momentum_dtype"))
+    path.write_text(config.to_toml())
+    assert agreed_run(path, manifest).shared() == config.shared()
+    path.write_text(config.to_toml().replace('momentum_dtype = "fp32"', 'momentum_dtype = "bf16"'))
+    with pytest.raises(RecordError, match=r"outer\.momentum_dtype is not what the run was begun"):
+        agreed_run(path, manifest)
+    path.write_text(config.to_toml())
+    with pytest.raises(RecordError, match="not the one with the digest"):
+        agreed_run(path, {**manifest, "config_digest": "0" * 64})

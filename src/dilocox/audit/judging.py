@@ -42,6 +42,8 @@ class Case:
     get: Get
     stores: tuple[str, ...]
     data: Path
+    look_again: Callable[[], object] = lambda: None
+    """Bring `course` up to date, of a run that goes on."""
 
     def of_round(self, round_: int) -> Case:
         """With the states in which this round and the next one begin."""
@@ -155,7 +157,7 @@ def _began(case: Case, site: str, place: Place, round_: int) -> _Began:
         raise JudgedError("FAIL", f"{place} has signed its state only after what was made from it")
     start = _document(case.get, state, place)
     missing = next((each for each in start.tensors if not _there(case.get, each.sha256)), None)
-    if missing is not None and _dropped(case.course, round_):
+    if missing is not None and _dropped(case, round_):
         keep = case.course.config["record"]["states_keep"]
         what = f"the states of {keep} rounds are kept (record.states_keep), newer ones than this"
         raise JudgedError("NOT_RUN", what)
@@ -183,13 +185,14 @@ def _document(get: Get, state: RoundState, place: Place) -> Document:
     return document
 
 
-def _dropped(course: Course, round_: int) -> bool:
-    """Whether so many rounds have begun since that its states may be gone."""
-    keep = int(course.config["record"].get("states_keep", 0))
+def _dropped(case: Case, round_: int) -> bool:
+    """Whether so many rounds are planned since that its states may be gone: plans are covered by
+    the log before anyone begins their rounds, and drops states for them."""
+    keep = int(case.course.config["record"].get("states_keep", 0))
     if keep == 0:
         return False
-    begun = (number for (number, *_), state in course.rounds.items() if state.served != "no")
-    return max(begun) >= round_ + keep * course.states_every
+    case.look_again()
+    return max(case.course.plans) >= round_ + keep * case.course.states_every
 
 
 def _there(get: Get, digest: str) -> bool:

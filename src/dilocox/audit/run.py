@@ -68,6 +68,7 @@ class AuditedRun:
             get=Stores([Store(each) for each in self._stores]).get,
             stores=self._stores,
             data=self._data or folder_of_run(self.folder),
+            look_again=self.refresh,
         )
 
     def over(self) -> bool:

@@ -27,7 +27,7 @@ class HubSource:
         except ImportError:
             raise DataError(
                 f"data.source {name}: hub datasets need the package datasets; "
-                'run: pip install "dilocox[hub]"'
+                "run: pip install datasets"
             ) from None
         self.name = name
         self.field = data.text_field

@@ -119,8 +119,9 @@ class RankControl:
         """Wait until this rank's site no longer has `role`, which is asked once a second."""
         with self._changed:
             while self.news.role == role:
-                self._changed.wait(1.0)
-                self._hurry.set()
+                # A reply wakes this wait too: only a second without one asks for the next.
+                if not self._changed.wait(1.0):
+                    self._hurry.set()
                 self.touch()
 
     def _raise_if_over(self) -> None:

@@ -1,12 +1,11 @@
 """Is this run file the one that a record's sites had agreed on? Also for records by other versions.
 
-A later version may know keys that the record does not have: what was agreed on says nothing about
-them, so a run file may not say anything about them either.
+A later version may know keys that the record does not have, and writes them with its defaults: what
+was agreed on says nothing about them, so a run file may not set them to anything else.
 """
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -26,22 +25,21 @@ def agreed_run(path: Path, manifest: Values) -> RunConfig:
         config = load_run(path)
     except ConfigError as error:
         raise RecordError(str(error)) from None
-    written = tomllib.loads(path.read_text(encoding="utf-8"))
     agreed, resolved = manifest["config"], config.shared()
-    if key := first_difference(agreed, resolved, written):
+    if key := first_difference(agreed, resolved, config.shared(without_defaults=True)):
         raise RecordError(f"{path}: {key} is not what the run was begun with")
     if digest_of(_same_keys(resolved, agreed)) != manifest["config_digest"]:
         raise RecordError("the manifest's run file is not the one with the digest that it names")
     return config
 
 
-def first_difference(agreed: Values, resolved: Values, written: Values) -> str | None:
+def first_difference(agreed: Values, resolved: Values, chosen: Values) -> str | None:
     """The first key in which a run file says something else than was agreed on; None: in none.
 
-    `agreed` is the record's, `resolved` the run file's with this version's defaults, both as
-    `RunConfig.shared` gives them, `written` what stands in the run file.
+    As `RunConfig.shared` gives them: `agreed` the record's values, `resolved` the run file's with
+    this version's defaults, `chosen` those of it that are no defaults.
     """
-    there, here, said = dict(_leaves(agreed)), dict(_leaves(resolved)), dict(_leaves(written))
+    there, here, said = dict(_leaves(agreed)), dict(_leaves(resolved)), dict(_leaves(chosen))
     for key in sorted({*there, *here}):
         if key not in there and key not in said:
             continue  # a key that came later, at its default

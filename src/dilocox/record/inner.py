@@ -145,7 +145,8 @@ class InnerRecord:
                     for each in document.tensors:
                         place.put(tensor_bytes(tensors[each.name]), each.sha256)
             if begins and manner.keep:
-                self._drop_before(round_ - (manner.keep - 1) * manner.every)
+                # One more than asked for: the last of them may just be on its way to somebody.
+                self._drop_before(round_ - manner.keep * manner.every)
         except Exception as error:  # other people's storage, over a network
             self._give_up(error)
         finally:

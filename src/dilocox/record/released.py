@@ -44,7 +44,7 @@ def check_release(folder: Path, told: Path | None) -> str:
         from model_signing import hashing, verifying
     except ImportError:
         raise NotRunError(
-            "needs the package model-signing; run: pip install 'dilocox[release]'"
+            "needs the package model-signing; run: pip install model-signing pyopenssl"
         ) from None
     key = _fingerprint(path)
     covered = hashing.Config().set_ignored_paths(paths=[folder / SIGNATURE], ignore_git_paths=True)

@@ -22,7 +22,7 @@ from dilocox.errors import ConfigError
 from dilocox.outer.coordinator.identity import write_private
 from dilocox.record.released import SIGNATURE
 
-MISSING = "signing needs the package model-signing; run: pip install 'dilocox[release]'"
+MISSING = "signing needs the package model-signing; run: pip install model-signing pyopenssl"
 
 
 def signing_key(path: Path) -> ec.EllipticCurvePrivateKey:

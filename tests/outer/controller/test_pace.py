@@ -59,6 +59,8 @@ def test_the_first_rounds_only_tell_slow_sites_from_fast_ones() -> None:
     assert measured_paces({"a": [100] * 3, "b": [120] * 3}, {})["b"] == 830
     assert measured_paces({"a": [100] * 7, "b": [120] * 7}, {}, rounds=24)["b"] == 1000
     assert measured_paces({"a": [100] * 8, "b": [120] * 8}, {}, rounds=24)["b"] == 830
+    # One that was found in long rounds stays when rounds get short, and more of them count.
+    assert measured_paces({"a": [100] * 4, "b": [120] * 4}, {"b": 830}, rounds=24)["b"] == 830
 
 
 def test_a_pace_in_force_stays_while_measurements_are_near() -> None:

@@ -133,6 +133,16 @@ def test_old_measurements_are_forgotten(adaptive: Adaptive) -> None:
     assert min(adaptive.core.state.measured) == 60 - 40 - 4
 
 
+def test_a_site_that_comes_back_is_measured_anew(adaptive: Adaptive) -> None:
+    fast = measured(10**8)
+    adaptive.rounds(0, 5, a=fast, b=fast)
+    adaptive.leave("b", failed=True)
+    assert "b" in adaptive.core.state.measured[3], "until another comes in its place"
+    adaptive.enrol("b")
+    assert all("b" not in sites for sites in adaptive.core.state.measured.values())
+    assert all("a" in adaptive.core.state.measured[round_] for round_ in range(6))
+
+
 def test_a_site_that_left_is_not_waited_for_and_does_not_count(tmp_path: Path) -> None:
     driver = Adaptive(tmp_path, "abc")
     driver.start()

@@ -55,6 +55,7 @@ def test_wait_for_fewer_sites(tmp_path: Path) -> None:
         ({"versions": VERSIONS.model_copy(update={"torch": "2.12.0"})}, "torch 2.12.0, but"),
         ({"versions": VERSIONS.model_copy(update={"dilocox": "9"})}, "dilocox 9, but"),
         ({"versions": VERSIONS.model_copy(update={"python": "3.11.9"})}, "python 3.11.9, but"),
+        ({"versions": VERSIONS.model_copy(update={"defaults": "12ab"})}, "defaults 12ab, but"),
         ({"data_digest": "2" * 64}, "token files differ"),
         ({"site": "x"}, "not in the run file; use one of: a, b, c"),
         ({"site": "a"}, "taken, it is enrolled already"),

@@ -133,6 +133,8 @@ def _why_not(current: Candidate, link: Estimate) -> str:
     """What a plan in force would take, now that it fits no more."""
     if current.hides:
         return f"the own work of {_name(current)} would take {link.work_us / current.round_us:.1%}"
+    if current.load <= 1:
+        return f"{_name(current)} would land late"
     return f"{_name(current)} would take {current.load:.0%}"
 
 

@@ -33,7 +33,7 @@ MOST_ROUNDS = 40
 """Of so many rounds at most."""
 SURE, UNSURE = 8, 750
 """Until a site has measured so many rounds, or all that are looked at, only a pace below this
-counts as slower."""
+counts as slower; one that is in force is measured as usual."""
 
 
 def rounds_looked_at(inner_steps: int, step_us: int) -> int:
@@ -59,7 +59,8 @@ def measured_paces(
         found[site] = old
         if site in typical:
             new = FULL * fastest // max(1, typical[site])
-            alike = ALIKE if len(step_us[site]) >= min(SURE, rounds) else UNSURE
+            sure = old < FULL or len(step_us[site]) >= min(SURE, rounds)
+            alike = ALIKE if sure else UNSURE
             new = FULL if new >= alike else max(GRAIN, new // GRAIN * GRAIN)
             near = old * (FULL - SLOWER) <= new * FULL <= old * (FULL + FASTER)
             found[site] = old if near and new < FULL else new

@@ -111,8 +111,8 @@ class Coordinator:
         digest = self.config.digest()
         if self.state.digest and self.state.digest != digest:
             raise TrainingError(
-                f"{self.log.path}: belongs to a run with another run file; give this run a folder "
-                "of its own, or use the run file in that folder"
+                f"{self.log.path}: belongs to a run with another run file, or of an older dilocox; "
+                "give this run a folder of its own, or use the run file in that folder"
             )
         if not self.state.digest:
             self.record(e.Created(self.wall(), digest, self.config.run.name))

@@ -7,6 +7,7 @@ import platform
 
 from pydantic import ValidationError
 
+from dilocox.config import RunConfig, digest_of
 from dilocox.errors import JoinError, NotNowError
 from dilocox.outer.coordinator import messages as m
 from dilocox.outer.coordinator.errors import CoordinatorError, CoordinatorUnreachableError
@@ -22,11 +23,12 @@ from dilocox.version import __version__
 
 
 def installed_versions() -> m.Versions:
-    """Versions of this process's interpreter, dilocox and torch (read without importing it)."""
+    """Of this process's interpreter, dilocox and torch (read without importing it)."""
     return m.Versions(
         dilocox=__version__,
         torch=importlib.metadata.version("torch"),
         python=platform.python_version(),
+        defaults=digest_of(RunConfig.model_json_schema())[:12],
     )
 
 

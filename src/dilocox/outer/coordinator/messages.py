@@ -71,6 +71,9 @@ class Versions(Message):
     dilocox: Annotated[str, Field(max_length=64)]
     torch: Annotated[str, Field(max_length=64)]
     python: Annotated[str, Field(max_length=64)]
+    defaults: Annotated[str, Field(max_length=64)] = ""
+    """Of all keys of the run file: copies of dilocox between two versions may differ in them, and
+    a run's digest leaves defaults out."""
 
 
 class EnrolRequest(Message):

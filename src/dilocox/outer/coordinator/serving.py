@@ -188,9 +188,10 @@ async def _serve(
             end.cancel()
         if not quit_now.is_set():
             # Ranks and displays learn the end by their next call. Where all ranks have said that
-            # they are done, only who looks on may still ask.
+            # they are done, and nobody was about to enter, only who looks on may still ask.
             linger = 2 * coordinator.timeouts.beat
-            if coordinator.state.phase == "finished":
+            state = coordinator.state
+            if state.phase == "finished" and not state.with_role("enrolled", "entering"):
                 linger = min(linger, LINGER)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(quit_now.wait(), linger)

@@ -178,6 +178,10 @@ class CoordinatorState:
             certificate=event.certificate,
             metrics=self.sites[event.site].metrics,
         )
+        if self.running:
+            # What its predecessor measured was perhaps measured on another machine.
+            for sites in self.measured.values():
+                sites.pop(event.site, None)
         if self.versions is None:
             self.versions = dict(event.versions)
         if self.data_digest is None and self.config.sites[event.site].data is None:
