@@ -40,6 +40,7 @@ RUN_ELSEWHERE = {
     "python benchmarks/single_site.py --pairs 16": "tests/benchmarks",
     "python benchmarks/overlap.py --quick": "tests/benchmarks",
     "python benchmarks/wan.py --quick": "tests/benchmarks",
+    "python benchmarks/wan_beside.py --work 0.005": "tests/benchmarks",
     QUALITY: "tests/benchmarks",
     "python benchmarks/codecs.py": "tests/benchmarks",
     "python benchmarks/chaos.py --parts 4": "tests/benchmarks",
