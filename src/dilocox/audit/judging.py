@@ -192,7 +192,7 @@ def _dropped(case: Case, round_: int) -> bool:
     if keep == 0:
         return False
     case.look_again()
-    return max(case.course.plans) >= round_ + keep * case.course.states_every
+    return max(case.course.plans) >= round_ + (keep + 1) * case.course.states_every
 
 
 def _there(get: Get, digest: str) -> bool:
