@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.harness import PATIENT, Run, Workshop
+from tests.e2e.harness import PATIENT, Workshop
 
 ROOT = Path(__file__).resolve().parents[2]
 CUT = (
@@ -197,14 +197,13 @@ def test_two_real_sites(workshop: Workshop) -> None:
     )
     sets = [part for item in cut for part in ("--set", item)]
     file = str(ROOT / "examples" / "two-sites.toml")
-    run = Run(["coordinator", file, *sets], workshop.folder("two-sites"))
-    workshop.runs.append(run)
+    run = workshop.forge.command(workshop, "two-sites", "coordinator", file, *sets)
     run.until(lambda: run.printed().count("dilocox join") == 2)
     assert "0.0.0.0" not in run.printed(), "an address that other machines reach"
-    joins = []
-    for line in re.findall(r"dilocox (join .*)", run.printed()):
-        joins.append(Run(line.split(), run.folder))
-        workshop.runs.append(joins[-1])
+    joins = [
+        workshop.forge.command(workshop, "two-sites", *line.split())
+        for line in re.findall(r"dilocox (join .*)", run.printed())
+    ]
     assert [joined.wait() for joined in joins] == [0, 0], joins[0].output()
     assert run.wait() == 0, run.output()
     assert run.summary()["val_loss_last"] < run.summary()["val_loss_first"]
