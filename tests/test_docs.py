@@ -18,7 +18,8 @@ import pytest
 from pydantic import BaseModel
 
 from dilocox.cli import _parser
-from dilocox.config import NetworkSection, RunConfig, SiteOverride
+from dilocox.config import NetworkSection, RunConfig
+from dilocox.config_site import SiteOverride
 from dilocox.outer.coordinator.timeouts import Timeouts
 
 ROOT = Path(__file__).parents[1]

@@ -31,7 +31,7 @@ FLOORS = (
         "join_token",
         "wireguard",
     },
-    {"config_rounds", "config_keeping"},
+    {"config_rounds", "config_keeping", "config_site"},
     {"config_admission"},
     {"config"},
     {"compression", "display", "metrics", "checkpoint", "handover"},

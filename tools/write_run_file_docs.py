@@ -22,7 +22,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from dilocox import config, config_admission, config_keeping, config_rounds
+from dilocox import config, config_admission, config_keeping, config_rounds, config_site
 from dilocox.methods import METHODS, method_defaults
 
 TARGET = Path(__file__).parents[1] / "docs" / "run-file.md"
@@ -76,7 +76,7 @@ HEAD = """\
 # The run file
 
 <!-- Written by tools/write_run_file_docs.py from src/dilocox/config.py and -->
-<!-- its neighbours (config_rounds.py, config_keeping.py, config_admission.py). Change it there. -->
+<!-- its neighbours (config_site.py, config_rounds.py and so on). Change it there. -->
 
 One TOML file describes a run. Every key can also be given on the command line, as
 `--set section.key=value` (TOML values; a bare word is text). Unknown keys and wrong types are
@@ -151,7 +151,7 @@ def sections() -> Iterator[tuple[str, type[BaseModel]]]:
     """(table, model) in the order of the run file; one site's table is `sites.NAME`."""
     for name, field in config.RunConfig.model_fields.items():
         if name == "sites":
-            yield "sites.NAME", config.SiteOverride
+            yield "sites.NAME", config_site.SiteOverride
         else:
             model = field.annotation
             assert isinstance(model, type)
@@ -162,7 +162,7 @@ def sections() -> Iterator[tuple[str, type[BaseModel]]]:
 def source_texts() -> dict[tuple[str, str], str]:
     """(class, key) -> the text that stands below the key in the source, on one line."""
     texts: dict[tuple[str, str], str] = {}
-    sources = (config, config_admission, config_keeping, config_rounds)
+    sources = (config, config_admission, config_keeping, config_rounds, config_site)
     written = [inspect.getsource(module) for module in sources]
     for node in ast.parse("\n".join(written)).body:
         if not isinstance(node, ast.ClassDef):

@@ -32,13 +32,11 @@ from dilocox.config_rounds import (
     rounds_problem,
     usual_steps,
 )
-from dilocox.config_section import Fraction, Positive, Section
+from dilocox.config_section import Positive, Section
+from dilocox.config_site import InnerSection, SiteName, SiteOverride, SiteSection
 from dilocox.errors import ConfigError
 from dilocox.methods import METHODS, method_defaults
 from dilocox.problems import first_problem
-
-Beta = Annotated[float, Field(ge=0.0, lt=1.0, strict=True)]
-SiteName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,30}$")]
 
 
 class RunSection(Section):
@@ -111,145 +109,6 @@ class DataSection(Section):
     validation_fraction: Annotated[float, Field(gt=0.0, le=0.5)] = 0.02
     validation_sequences: Positive = 64
     """How many held-out sequences an evaluation reads, at most."""
-
-
-class SiteSection(Section):
-    """`[site]`: what every site looks like inside. Stages × shards are the same at all sites."""
-
-    stages: Positive = 1
-    shards: Positive = 1
-    chunks: Positive = 1
-    """Model slices per stage; more than one for the interleaved and zero-bubble schedules."""
-    schedule: Literal["gpipe", "1f1b", "interleaved-1f1b", "interleaved-zero-bubble", "zbv"] = (
-        "1f1b"
-    )
-    batch_size: Positive = 16
-    """Sequences per inner step and site, over all of its shards."""
-    micro_batch_size: Positive = 4
-    """Sequences per micro-batch and shard."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    threads: Annotated[int, Field(ge=0)] = 0
-    """CPU threads per rank; 0 shares the machine's cores among the ranks that start on it."""
-    precision: Literal["auto", "fp32", "bf16"] = "auto"
-    """Compute dtype; `auto`: bf16 where the hardware multiplies it natively, else fp32. Parameters
-    and optimizer states are fp32 in every case."""
-    deterministic: bool = True
-
-    @model_validator(mode="after")
-    def _consistent(self) -> SiteSection:
-        looped = self.schedule in ("interleaved-1f1b", "interleaved-zero-bubble", "zbv")
-        if looped and self.stages < 2:
-            raise ValueError(f'schedule "{self.schedule}" needs stages of 2 or more')
-        if looped and self.chunks < 2:
-            raise ValueError(f'schedule "{self.schedule}" needs chunks of 2 or more')
-        if not looped and self.chunks != 1:
-            raise ValueError(f'schedule "{self.schedule}" has one chunk per stage: set chunks = 1')
-        if self.schedule == "zbv" and self.chunks != 2:
-            raise ValueError('schedule "zbv" has exactly two chunks per stage: set chunks = 2')
-        problem = self.batch_problem(self.batch_size)
-        if problem is not None:
-            raise ValueError(f"batch_size {self.batch_size} {problem}")
-        return self
-
-    @property
-    def batch_unit(self) -> int:
-        """Sequences that a batch is a multiple of: a micro-batch on every shard, on as many stages
-        as the schedule needs at a time."""
-        stages = self.stages if self.schedule.startswith("interleaved") else 1
-        return self.shards * self.micro_batch_size * stages
-
-    def batch_problem(self, batch_size: int) -> str | None:
-        """Why `batch_size` sequences per step cannot run in this layout, or none."""
-        group = self.shards * self.micro_batch_size
-        if batch_size % group:
-            return (
-                "is not divisible into micro-batches: make it a multiple of shards x "
-                f"micro_batch_size = {group}"
-            )
-        count = batch_size // group
-        if self.schedule.startswith("interleaved") and count % self.stages:
-            return (
-                f'gives {_batches(count)}, schedule "{self.schedule}" needs a multiple of '
-                f"stages = {self.stages}: make it a multiple of {group * self.stages}"
-            )
-        if self.stages > 1 and count < self.stages and self.schedule != "gpipe":
-            return (
-                f'gives {_batches(count)}, schedule "{self.schedule}" needs at least as many '
-                f"as stages: raise it to {group * self.stages}, or lower micro_batch_size"
-            )
-        return None
-
-    @property
-    def ranks(self) -> int:
-        """Ranks (processes) of one site."""
-        return self.stages * self.shards
-
-    @property
-    def micro_batches(self) -> int:
-        """Micro-batches per inner step and shard."""
-        return self.batch_size // (self.shards * self.micro_batch_size)
-
-
-def _batches(count: int) -> str:
-    return f"{count} micro-batch" + ("" if count == 1 else "es")
-
-
-class InnerSection(Section):
-    """`[inner]`: the optimizer of the local steps."""
-
-    optimizer: Literal["adamw", "muon", "sgd"] = "adamw"
-    learning_rate: Annotated[float, Field(gt=0.0)] = 1e-3
-    muon_learning_rate: Annotated[float, Field(gt=0.0)] | None = None
-    """`muon`: peak for the matrices, if not that of all else. Embedding and head of small models
-    gain from more than the matrices."""
-    betas: Annotated[tuple[Beta, Beta], Field(strict=False)] = (0.9, 0.95)
-    eps: Annotated[float, Field(gt=0.0)] = 1e-8
-    momentum: Beta = 0.95
-    """`muon`: Nesterov momentum of the matrices, per step."""
-    weight_decay: Annotated[float, Field(ge=0.0)] = 0.1
-    clip: Annotated[float, Field(ge=0.0)] = 1.0
-    """Largest global gradient norm, over stages and shards; 0 switches clipping off."""
-    schedule: Literal["cosine", "wsd", "constant"] = "cosine"
-    warmup_steps: Annotated[int, Field(ge=0)] = 20
-    decay_steps: Annotated[int, Field(ge=0)] = 0
-    """`wsd`: steps of the final decay; 0 means a fifth of the run."""
-    final_fraction: Fraction = 0.1
-    """Learning rate at the end of `cosine` and `wsd`, as a fraction of the peak."""
-
-
-class SiteOverride(Section):
-    """`[sites.NAME]`: what one site has of its own. An empty table is a site like all others."""
-
-    batch_size: Positive | None = None
-    """Sequences per inner step at this site; weighs its contribution."""
-    speed: Annotated[float, Field(gt=0.0, le=1e9)] | None = None
-    """How fast this site is, in any unit that all sites use, such as tokens/s; sites that do not
-    say it count as 1. Not set at any site: measured. Used with `control.steps = "by-speed"`."""
-    data: str | None = None
-    """Folder of this site's own token files (private text): its own space of token ranges."""
-    interface: str | None = None
-    """Network interface that the exchange binds to."""
-    advertise: str | None = None
-    """Address under which the other sites reach this one, if not the interface's own (NAT)."""
-    ports: str | None = None
-    """Port range FIRST-LAST for incoming exchange connections, one port per rank."""
-
-    @model_validator(mode="after")
-    def _consistent(self) -> SiteOverride:
-        first, last = self.port_range or (1, 1)
-        if not 1 <= first <= last <= 65535:
-            raise ValueError(
-                f'ports "{self.ports}" is not a range: write FIRST-LAST, for example "29500-29507"'
-            )
-        return self
-
-    @property
-    def port_range(self) -> tuple[int, int] | None:
-        """First and last port of `ports`; (0, 0) if it is not written as a range."""
-        if self.ports is None:
-            return None
-        first, _, last = self.ports.partition("-")
-        return (int(first), int(last)) if first.isdecimal() and last.isdecimal() else (0, 0)
 
 
 class NetworkSection(Section):

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dilocox.config import InnerSection, SiteSection
+from dilocox.config_site import InnerSection, SiteSection
 from dilocox.errors import ConfigError, TrainingError
 from dilocox.site import (
     SiteMesh,

@@ -6,7 +6,8 @@ import json
 
 import torch
 
-from dilocox.config import ModelSection, SiteSection
+from dilocox.config import ModelSection
+from dilocox.config_site import SiteSection
 from dilocox.site import determinism_facts, set_determinism
 
 MODEL = ModelSection(architecture={"model_type": "qwen3"})

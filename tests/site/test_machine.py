@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dilocox.config import SiteSection
+from dilocox.config_site import SiteSection
 from dilocox.errors import ConfigError
 from dilocox.site import (
     SiteMesh,

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from dilocox.config import InnerSection
+from dilocox.config_site import InnerSection
 from dilocox.errors import CheckpointError
 from dilocox.site import mean_cross_entropy, muon
 from dilocox.site.muon import orthonormalise, update_scale

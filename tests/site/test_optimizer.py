@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dilocox.config import InnerSection
+from dilocox.config_site import InnerSection
 from dilocox.errors import CheckpointError
 from dilocox.site.optimizer import InnerOptimizer
 

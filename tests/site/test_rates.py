@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dilocox.config import InnerSection
+from dilocox.config_site import InnerSection
 from dilocox.site import learning_rate
 
 KINDS = st.sampled_from(["cosine", "wsd", "constant"])

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from dilocox.config import ModelSection, SiteSection
+from dilocox.config import ModelSection
+from dilocox.config_site import SiteSection
 
 PACKAGES = ("torch", "transformers", "numpy")
 

@@ -8,7 +8,7 @@ import platform
 
 import torch
 
-from dilocox.config import SiteSection
+from dilocox.config_site import SiteSection
 from dilocox.errors import ConfigError
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dilocox import timeline
-from dilocox.config import InnerSection, SiteSection
+from dilocox.config_site import InnerSection, SiteSection
 from dilocox.errors import ConfigError, ModelError, TrainingError
 from dilocox.site.mesh import SiteMesh
 from dilocox.site.optimizer import InnerOptimizer

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dilocox.config import InnerSection
+from dilocox.config_site import InnerSection
 from dilocox.errors import CheckpointError
 from dilocox.site.muon import Muon
 

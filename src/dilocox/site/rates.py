@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from dilocox.config import InnerSection
+from dilocox.config_site import InnerSection
 
 
 def learning_rate(step: int, total_steps: int, inner: InnerSection) -> float:

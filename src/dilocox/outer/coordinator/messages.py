@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from dilocox.config import SiteName
+from dilocox.config_site import SiteName
 from dilocox.outer.coordinator.keys import KEY_PATTERN
 from dilocox.outer.coordinator.keys import ExchangeKey as ExchangeKey
 from dilocox.outer.coordinator.plan_messages import Count, Line, Message

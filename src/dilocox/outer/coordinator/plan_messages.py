@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from dilocox.config import SiteName
+from dilocox.config_site import SiteName
 from dilocox.outer.controller.pace import FULL, step_within, steps_taken
 
 Count = Annotated[int, Field(ge=0, le=2**53)]
