@@ -16,11 +16,9 @@ The last rows are real runs: a coordinator and four sites as processes, of which
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import math
 import time
-from pathlib import Path
 from typing import Any
 
 import attacks_process
@@ -80,17 +78,6 @@ def over_clean(row: common.Row, clean: float | None) -> float | None:
     return round(row["loss"] / clean, 4)
 
 
-def read(path: Path | None, settings: dict[str, Any]) -> list[common.Row]:
-    """Rows of an earlier start with the same settings."""
-    if path is None or not path.exists():
-        return []
-    found = json.loads(path.read_text(encoding="utf-8"))
-    if {key: found["settings"].get(key) for key in settings} != settings:
-        raise SystemExit(f"{path}: holds results of other settings; remove it, or name another")
-    rows: list[common.Row] = found["rows"]
-    return rows
-
-
 def show(rows: list[common.Row], clean: float | None) -> str:
     """The table: a line per attack, a column per rule."""
     lines = []
@@ -131,7 +118,7 @@ def main() -> None:
         "inner_learning_rate": INNER_RATE, "outer_learning_rate": OUTER_RATE,
         "outer_momentum": OUTER_MOMENTUM, "gate_tolerance": TOLERANCE, "seed": options.seed,
     }  # fmt: skip
-    rows = read(options.json, settings)
+    rows = common.read_rows(options.json, "attacks", settings)
     Bench(options, on, settings, length, rows).run()
 
 

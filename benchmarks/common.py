@@ -183,6 +183,19 @@ def write_json(
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
+def read_rows(path: Path | None, benchmark: str, settings: Mapping[str, Any]) -> list[Row]:
+    """Rows that an earlier start with the same settings has written. Ends the program for a file
+    of something else."""
+    if path is None or not path.exists():
+        return []
+    found = json.loads(path.read_text(encoding="utf-8"))
+    known = {key: found.get("settings", {}).get(key) for key in settings}
+    if found.get("benchmark") != benchmark or known != settings:
+        raise SystemExit(f"{path}: holds results of other settings; remove it, or name another")
+    rows: list[Row] = found["rows"]
+    return rows
+
+
 def table(rows: Sequence[Row], columns: Mapping[str, Callable[[Any], str] | str]) -> str:
     """Rows as aligned text. `columns`: key to a format such as `,.0f`, or to a function."""
     lines = [list(columns)]

@@ -21,14 +21,13 @@ needs, else one line says so, exit code 3.
 
 from __future__ import annotations
 
-import json
+import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import common
 import wan_run
@@ -44,12 +43,12 @@ from wan_grid import (
     synchronous_bits,
 )
 
-from dilocox.config import RunConfig, resolve_run
+from dilocox.config import RunConfig
 from dilocox.errors import DilocoxError
 from dilocox.lab import Lab, LabError
 from dilocox.lab.lab import why_not
 from dilocox.lab.results import Record, rounds_by_site
-from dilocox.lab.running import Run, alone, check, finish, in_lab
+from dilocox.lab.running import Run, alone, check, finish, in_lab, of_sites, run_alone
 from dilocox.models import count_parameters, load_model_config
 
 RESULTS = Path(__file__).parent / "results" / "wan-beside-cpu.json"
@@ -103,14 +102,6 @@ def speeds(ours: Sequence[Course], others: Sequence[Course], begin: float) -> tu
     return sum(mine) / len(mine), sum(theirs) / len(theirs) * len(ours)
 
 
-def of_sites(config: RunConfig, names: Sequence[str]) -> RunConfig:
-    """`config` with some of its sites."""
-    raw = config.model_dump(mode="json", exclude_none=True)
-    raw["sites"] = {name: raw["sites"][name] for name in names}
-    raw["outer"]["min_sites"] = min(config.outer.min_sites, len(names))
-    return resolve_run(raw)
-
-
 def made(lab: Lab, folder: Path, settings: Settings, steps: int) -> RunConfig:
     """A run of all of the lab's hosts."""
     own = {**settings, "site.batch_size": BATCH, "site.micro_batch_size": BATCH}
@@ -122,11 +113,8 @@ def step_seconds(lab: Lab, folder: Path) -> float:
     """Seconds of a step while all hosts train by themselves."""
     steps = {**NO_EXCHANGE, "outer.inner_steps": PROBE_STEPS}
     config = made(lab, folder, steps, 2 * PROBE_STEPS)
-    check(config)
-    runs = [Run(lab, alone(config, site), overwrite=True) for site in lab.sites]
-    finish(lab, runs, limit=LIMIT)
-    speed = sum(each.result(1).tokens_per_second for each in runs) / len(runs)
-    return BATCH * SEQUENCE_LENGTH / speed
+    found = run_alone(lab, config, overwrite=True, warm_up=1).values()
+    return BATCH * SEQUENCE_LENGTH / statistics.fmean(each.tokens_per_second for each in found)
 
 
 def measure(lab: Lab, folder: Path, together: Sequence[str], work: float | None) -> common.Row:
@@ -149,16 +137,15 @@ def measure(lab: Lab, folder: Path, together: Sequence[str], work: float | None)
         finish(lab, [ours], limit=LIMIT)
         for each in others.values():
             each.check()
+            each.new_records()
     finally:
         for each in others.values():
             each.end()
-    ours.new_records()
     first = wan_run.first_after(ours.records, together, KNOWN_AFTER)
     mine = rounds_by_site(ours.records, together)
     begin = max(r["time"] for site in together for r in mine[site] if r["round"] == first - 1)
     theirs = [
-        course_of([r for r in each.new_records() or each.records if is_round_of(r, site)])
-        for site, each in others.items()
+        course_of(rounds_by_site(each.records, [site])[site]) for site, each in others.items()
     ]
     own, reference = speeds([course_of(mine[site]) for site in together], theirs, begin)
     link = sum(one.bits_per_second for one in checked.links) / len(checked.links)
@@ -174,11 +161,6 @@ def measure(lab: Lab, folder: Path, together: Sequence[str], work: float | None)
         "no_network_tokens_per_second": reference,
         "share": own / reference,
     }
-
-
-def is_round_of(record: Record, site: str) -> bool:
-    """True for the record of a round at one site."""
-    return record["kind"] == "round" and record.get("site") == site
 
 
 def report(rows: Sequence[common.Row]) -> str:
@@ -202,24 +184,12 @@ def report(rows: Sequence[common.Row]) -> str:
     )
 
 
-def read(path: Path | None, settings: dict[str, Any]) -> list[common.Row]:
-    """Blocks that were measured before with the same settings; ends the program for others."""
-    if path is None or not path.exists():
-        return []
-    found = json.loads(path.read_text(encoding="utf-8"))
-    if found.get("benchmark") != "wan-beside" or found.get("settings") != settings:
-        common.say(f"{path}: holds other results; name another file")
-        sys.exit(2)
-    return list(found["rows"])
-
-
 def measured(
     folder: Path, before: Sequence[common.Row], blocks: int, work: float | None
 ) -> Iterator[common.Row]:
     """Blocks that follow those `before`, until there are so many. Raises `DilocoxError`."""
     model = wan_run.configuration(folder, 2, {}, 1).model
     parameters = int(count_parameters(load_model_config(model, VOCABULARY)))
-    begun = len(before)
     with Lab(list(SITES)) as lab:
         if before:
             asked = before[0]["link_asked_bits_per_second"]
@@ -227,7 +197,7 @@ def measured(
             common.say("measuring the time of a step")
             asked = link_of(RATIO, parameters, 2, step_seconds(lab, folder))
         lab.shape(f"{asked / 1e3:.3f}kbit")
-        for block in range(begun, blocks):
+        for block in range(len(before), blocks):
             began = time.monotonic()
             together = [lab.sites[number] for number in PAIRS[block % len(PAIRS)]]
             row = measure(lab, folder, together, work)
@@ -255,7 +225,7 @@ def main() -> int:
     results = options.json or (None if options.quick else RESULTS)
     on = common.machine()
     settings = {"work": options.work, "steps": STEPS, "known_after": KNOWN_AFTER, "batch": BATCH}
-    rows = read(results, settings)
+    rows = common.read_rows(results, "wan-beside", settings)
     with tempfile.TemporaryDirectory(prefix="dilocox-beside-") as temporary:
         try:
             for row in measured(Path(temporary), rows, blocks, options.work):

@@ -48,3 +48,15 @@ def test_table_aligns_and_shows_what_is_missing() -> None:
     rows = [{"name": "a", "value": 1234.5}, {"name": "long", "value": None}]
     text = common.table(rows, {"name": "s", "value": ",.1f"})
     assert text.splitlines() == ["name    value", "a     1,234.5", "long        -"]
+
+
+def test_rows_are_gone_on_with_only_where_settings_are_the_same(tmp_path: Path) -> None:
+    file = tmp_path / "rows.json"
+    assert common.read_rows(None, "beside", {}) == []
+    assert common.read_rows(file, "beside", {"work": None}) == []
+    known = {"benchmark": "beside", "settings": {"work": None, "more": 1}, "rows": [{"share": 1.0}]}
+    file.write_text(json.dumps(known))
+    assert common.read_rows(file, "beside", {"work": None}) == [{"share": 1.0}]
+    for name, settings in (("beside", {"work": 0.01}), ("attacks", {"work": None})):
+        with pytest.raises(SystemExit, match=r"rows\.json: holds results of other settings"):
+            common.read_rows(file, name, settings)

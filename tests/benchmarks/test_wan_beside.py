@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 import wan_beside
-from wan_beside import course_of, of_sites, report, speeds, tokens_at
+from wan_beside import course_of, report, speeds, tokens_at
 
-from dilocox.config import resolve_run
 from dilocox.lab import LabError
 
 
@@ -40,24 +37,6 @@ def test_both_are_measured_over_the_same_seconds() -> None:
     assert (own, other) == (pytest.approx(18.0), pytest.approx(20.0))
     with pytest.raises(LabError, match="no whole round without exchange"):
         speeds([ours], [early], begin=30.0)
-
-
-def test_hosts_are_taken_out_of_a_run_of_all() -> None:
-    sites: dict[str, Any] = {"paris": {}, "lyon": {"batch_size": 4}, "nice": {}}
-    config = resolve_run({"model": {"path": "x"}, "site": {"batch_size": 8}, "sites": sites})
-    found = of_sites(config, ["nice", "lyon"])
-    assert list(found.sites) == ["nice", "lyon"]
-    assert found.sites["lyon"].batch_size == 4
-
-
-def test_blocks_of_other_settings_are_not_mixed(tmp_path: Path) -> None:
-    file = tmp_path / "beside.json"
-    assert wan_beside.read(file, {"work": None}) == []
-    known = {"benchmark": "wan-beside", "settings": {"work": None}, "rows": [{"share": 1.0}]}
-    file.write_text(json.dumps(known))
-    assert wan_beside.read(file, {"work": None}) == [{"share": 1.0}]
-    with pytest.raises(SystemExit):
-        wan_beside.read(file, {"work": 0.01})
 
 
 def test_the_report_says_median_and_interval() -> None:

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from dilocox.config import resolve_run
 from dilocox.lab import LabError
-from dilocox.lab.running import finish
+from dilocox.lab.running import alone, finish, of_sites
 
 
 class FakeRun:
@@ -50,3 +51,16 @@ def test_a_run_that_hangs_is_ended_at_its_limit() -> None:
     finally:
         os.close(reading)
         os.close(writing)
+
+
+def test_sites_are_taken_out_of_a_run() -> None:
+    sites: dict[str, Any] = {"paris": {}, "lyon": {"batch_size": 4}, "nice": {}}
+    raw = {"model": {"path": "x"}, "site": {"batch_size": 8}, "outer": {"min_sites": 3}}
+    config = resolve_run({**raw, "sites": sites})
+    found = of_sites(config, ["nice", "lyon"])
+    assert list(found.sites) == ["nice", "lyon"]
+    assert (found.sites["lyon"].batch_size, found.outer.min_sites) == (4, 2)
+    assert found.folder == config.folder
+    single = alone(config, "lyon")
+    assert (list(single.sites), single.outer.min_sites) == (["lyon"], 1)
+    assert str(single.folder) == f"{config.folder}-lyon"

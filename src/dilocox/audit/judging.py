@@ -186,8 +186,8 @@ def _document(get: Get, state: RoundState, place: Place) -> Document:
 
 
 def _dropped(case: Case, round_: int) -> bool:
-    """Whether so many rounds are planned since that its states may be gone: plans are covered by
-    the log before anyone begins their rounds, and drops states for them."""
+    """Whether so many rounds are planned since that its states may be gone. A rank drops states
+    when it begins a round, and by then the log covers that round's plan."""
     keep = int(case.course.config["record"].get("states_keep", 0))
     if keep == 0:
         return False

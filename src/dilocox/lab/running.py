@@ -117,11 +117,17 @@ def in_lab(lab: Lab, config: RunConfig) -> RunConfig:
     return resolve_run(raw)
 
 
-def alone(config: RunConfig, site: str) -> RunConfig:
-    """The run of `config` with one site only."""
+def of_sites(config: RunConfig, names: Sequence[str]) -> RunConfig:
+    """The run of `config` with some of its sites, in the order given."""
     raw = config.model_dump(mode="json", exclude_none=True)
-    raw["sites"] = {site: raw["sites"][site]}
-    raw["outer"]["min_sites"] = 1
+    raw["sites"] = {name: raw["sites"][name] for name in names}
+    raw["outer"]["min_sites"] = min(config.outer.min_sites, len(names))
+    return resolve_run(raw)
+
+
+def alone(config: RunConfig, site: str) -> RunConfig:
+    """The run of `config` with one site only, in a folder of its own."""
+    raw = of_sites(config, [site]).model_dump(mode="json", exclude_none=True)
     raw["run"]["folder"] = f"{config.folder}-{site}"
     raw["run"]["name"] = f"{config.run.name}-{site}"
     return resolve_run(raw)
