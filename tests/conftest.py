@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,11 @@ RUNS = (
     "models/test_sharded.py",
 )
 """Modules of whole runs that do not: two at a time, as a run leaves much of two cores idle."""
+
+
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    # `make test &` in a script: what is started inherits it, and would not hear a test's Ctrl-C.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -87,8 +87,6 @@ def test_control_c_ends_it(folder: Path) -> None:
     process = subprocess.Popen(
         [sys.executable, "-m", "dilocox", "report", str(folder), "--live", "--port", "0"],
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        # Where the tests themselves run with Ctrl-C ignored, the command must not inherit that.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler) and None,
         env={**os.environ, "PYTHONUNBUFFERED": "1"},
     )  # fmt: skip
     assert process.stdout is not None
