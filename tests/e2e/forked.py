@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 import torch
-import transformers  # noqa: F401 - imported once, for all
+import transformers.models.qwen3.modeling_qwen3  # noqa: F401 - imported once, for all
 
 import dilocox.api
 from dilocox import checkpoint, cli, launch, model_files  # noqa: F401 - imported once, for all
@@ -359,6 +359,7 @@ def _group(leader: int) -> list[int]:
 
 def _run(order: dict[str, Any]) -> None:
     global _disk
+    gc.freeze()  # a collection of what was imported would take longer than many a run's set-up
     _disk = Path(order["folder"]) / "checkpoints"
     os.setpgid(0, 0)
     if order["namespace"]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import ssl
@@ -414,6 +415,18 @@ def test_serve_until_the_run_is_over_and_resume(tmp_path: Path) -> None:
     with pytest.raises(TrainingError, match="its run is finished; add --resume"):
         serve(config, tmp_path)
     assert reports == [("a", 0, "round", {"loss": 1.0})] * 2
+
+
+def test_the_end_waits_for_callers_to_hang_up(run: Run) -> None:
+    run.enrol("a")
+    client = run.client("a")
+    client.beat(0, 0, 0)
+    run.call(run.server.hung_up(0.05))  # its limit, with the connection open
+    hung_up = asyncio.run_coroutine_threadsafe(run.server.hung_up(20.0), run.loop)
+    client.beat(0, 0, 0)
+    assert not hung_up.done()
+    client.close()
+    hung_up.result(10)
 
 
 def test_no_torch_and_a_quick_import() -> None:

@@ -24,6 +24,8 @@ _STATUS = {
     "malformed": 400, "refused": 403, "join": 403, "taken": 403, "gone": 410, "conflict": 409,
     "over": 409, "ended": 410,
 }  # fmt: skip
+_LOOK = 0.02
+"""Seconds between two looks at the open connections."""
 _log = logging.getLogger(__name__)
 Model = TypeVar("Model", bound=m.Message)
 Answer = TypeVar("Answer", bound=m.Message)
@@ -114,6 +116,16 @@ class CoordinatorServer:
         self._waiters.wake_all()
         if self._runner is not None:
             await self._runner.cleanup()
+
+    async def hung_up(self, limit: float) -> None:
+        """Return when no caller's connection is open, after `limit` seconds at the latest."""
+        loop = asyncio.get_running_loop()
+        end = loop.time() + limit
+        while self._runner is not None and loop.time() < end:
+            server = self._runner.server
+            if server is None or not server.connections:
+                return
+            await asyncio.sleep(_LOOK)
 
     def _changed(self, topic: str) -> None:
         self._waiters.wake(topic)

@@ -23,7 +23,8 @@ from dilocox.outer.coordinator.notary import Notary
 from dilocox.outer.coordinator.server import CoordinatorServer
 
 LINGER = 2.0
-"""Seconds that a coordinator stays, at most, when all ranks have said that they are done."""
+"""Seconds that a coordinator stays, at most, when all ranks have said that they are done: less,
+once they have hung up."""
 
 
 @dataclass(frozen=True)
@@ -187,13 +188,13 @@ async def _serve(
         for end in ends:
             end.cancel()
         if not quit_now.is_set():
-            # Ranks and displays learn the end by their next call. Where all ranks have said that
-            # they are done, and nobody was about to enter, only who looks on may still ask.
-            linger = 2 * coordinator.timeouts.beat
+            # Ranks learn the end by their next call. Where all have said that they are done, and
+            # nobody was about to enter, they hang up and nobody calls any more.
             state = coordinator.state
-            if state.phase == "finished" and not state.with_role("enrolled", "entering"):
-                linger = min(linger, LINGER)
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(quit_now.wait(), linger)
+            if state.phase != "failed" and not state.with_role("enrolled", "entering", "active"):
+                await server.hung_up(LINGER)
+            else:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(quit_now.wait(), 2 * coordinator.timeouts.beat)
     finally:
         await server.stop()
