@@ -277,24 +277,52 @@ def validation_batches(
     A last batch that would not be whole is left out; raises nothing, but at least one batch is
     given by repeating sequences where the held-out text is very small.
     """
-    group = config.site.micro_batch_size * config.site.shards * config.site.stages
+    group = _whole_group(config)
     sequences = held_out(files, config.data.sequence_length, config.data.validation_sequences)
     if len(sequences) < group:
         sequences = np.resize(sequences, (group, sequences.shape[1]))
-    batches = []
-    for start in range(0, len(sequences) - group + 1, group):
-        rows = sequences[start : start + group]
-        share = group // config.site.shards
-        mine = torch.from_numpy(np.ascontiguousarray(rows[shard * share : (shard + 1) * share]))
-        batches.append((mine[:, :-1].contiguous(), mine[:, 1:].contiguous()))
-    return batches
+    return [
+        _of_shard(config, sequences[start : start + group], shard)
+        for start in range(0, len(sequences) - group + 1, group)
+    ]
 
 
-def admission_of(config: RunConfig, rank: Rank, files: TokenFiles, hooks: Hooks) -> Admission:
-    """How this rank judges contributions. A gate gets a copy of the model, in fp32."""
+def slope_batch(
+    config: RunConfig, files: TokenFiles, shard: int
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """What this shard's gate reads at a boundary, in whole micro-batches.
+
+    None without a gate, or where it tries contributions out (see `admission_of`).
+    """
+    section = config.admission
+    if not section.gate or config.site.ranks == 1:
+        return None
+    group = _whole_group(config)
+    count = -(-section.gate_sequences // group) * group
+    sequences = held_out(files, config.data.sequence_length, section.gate_sequences)
+    return _of_shard(config, np.resize(sequences, (count, sequences.shape[1])), shard)
+
+
+def _whole_group(config: RunConfig) -> int:
+    """Sequences of one micro-batch for each stage and shard."""
+    return config.site.micro_batch_size * config.site.shards * config.site.stages
+
+
+def _of_shard(
+    config: RunConfig, rows: np.ndarray[Any, Any], shard: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs and labels of a shard's part of `rows`."""
+    share = len(rows) // config.site.shards
+    mine = torch.from_numpy(np.ascontiguousarray(rows[shard * share : (shard + 1) * share]))
+    return mine[:, :-1].contiguous(), mine[:, 1:].contiguous()
+
+
+def admission_of(config: RunConfig, rank: Rank, files: TokenFiles) -> Admission:
+    """How this rank judges contributions. A gate gets a copy of the model, in fp32, where one rank
+    holds all of it; else it goes by slopes (see `slope_batch`)."""
     section = config.admission
     gate = None
-    if section.gate:
+    if section.gate and config.site.ranks == 1:
         sequences = held_out(files, config.data.sequence_length, section.gate_sequences)
         rows = torch.from_numpy(np.ascontiguousarray(sequences)).to(rank.mesh.device)
         loss = rank.model.loss_beside(rows[:, :-1].contiguous(), rows[:, 1:].contiguous())

@@ -22,12 +22,14 @@ class AdmissionSection(Section):
     `trimmed` (without the largest and smallest quarter): value by value; `rfa`: the geometric
     median. All but `mean` need `outer.exchange = "gather"`; the last three, five sites or more."""
     gate: bool = False
-    """Leave out a contribution that, taken alone, makes the held-out loss worse. Needs sites of one
-    rank, which keep a second copy of the model for it."""
+    """Leave out a contribution that, taken alone, makes the held-out loss worse. Sites of one rank
+    try it in a second copy of the model; of several ranks, each measures its part along a
+    gradient of the held-out loss."""
     gate_tolerance: Annotated[float, Field(ge=0.0, le=1.0)] = 0.002
     """By how much worse the loss may be, as a share of it."""
     gate_sequences: Positive = 8
-    """Held-out sequences that the gate reads for each contribution."""
+    """Held-out sequences that the gate reads: for each contribution, or for a gradient at each
+    boundary, rounded up to whole micro-batches of all stages and shards."""
     scores: bool = False
     """Compare every contribution with the others (norm, direction) and write that down; done in
     any case where `aggregation` is not `mean` or there is a gate."""
@@ -48,11 +50,8 @@ class AdmissionSection(Section):
         return None
 
 
-def admission_problem(admission: AdmissionSection, outer: OuterSection, ranks: int) -> str | None:
-    """Why this section does not go with the others, with the keys and the mend, or none.
-
-    `ranks`: of one site.
-    """
+def admission_problem(admission: AdmissionSection, outer: OuterSection) -> str | None:
+    """Why this section does not go with the others, with the keys and the mend, or none."""
     if not admission.examines:
         return None
     if admission.aggregation != "mean":
@@ -63,9 +62,4 @@ def admission_problem(admission: AdmissionSection, outer: OuterSection, ranks: i
         return f"{key}: method {outer.method} exchanges gradients, which are not compared"
     if outer.exchange != "gather":
         return f'{key} needs whole contributions at every site: set outer.exchange = "gather"'
-    if admission.gate and ranks > 1:
-        return (
-            f"admission.gate needs sites of one rank, this run's have {ranks}: set site.stages = 1 "
-            "and site.shards = 1, or gate = false"
-        )
     return None

@@ -27,6 +27,7 @@ from dilocox.assembly import (
     Rank,
     admission_of,
     build_rank,
+    slope_batch,
     validation_batches,
 )
 from dilocox.config import RunConfig
@@ -315,7 +316,7 @@ def _take_part(
         worker.submit if record is None else record.watching(worker.submit),
         control.touch,
         hash_beside=rank.mesh.device.type != "cpu",
-        admission=admission_of(config, rank, files, job.hooks),
+        admission=admission_of(config, rank, files),
     )
     trainer = Trainer(
         config=config,
@@ -330,6 +331,7 @@ def _take_part(
         form_group=network.pair,
         entry_limits=(timeouts.stall, 2 * timeouts.heartbeat),
         watch=rounds,
+        slope_batch=slope_batch(config, files, place.shard),
     )
     control.wait_while_role("enrolled")
     newcomer = _enter(trainer, network, timeouts)

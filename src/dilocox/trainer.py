@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -21,6 +22,7 @@ from dilocox.entering import Donors, FormGroup, Newcomer
 from dilocox.errands import Errands
 from dilocox.errors import DilocoxError, RunOverError
 from dilocox.meter import RoundMeter
+from dilocox.outer.admission.gate import Slope
 from dilocox.outer.control import RankControl
 from dilocox.outer.coordinator.client import CoordinatorClient
 from dilocox.outer.coordinator.messages import Entering, ExchangeKey, PlanReply, RoundPlan
@@ -72,6 +74,8 @@ class Trainer:
     """The plan of the next round, asked for while this one ends."""
     watch: RoundWatch | None = None
     """Who looks on, so that rounds can be repeated and compared."""
+    slope_batch: tuple[torch.Tensor, torch.Tensor] | None = None
+    """What the gate reads at a boundary; none without a gate that goes by slopes."""
 
     def __post_init__(self) -> None:
         self.me = self.rank.place.site
@@ -85,6 +89,8 @@ class Trainer:
         """
         if newcomer is not None:
             newcomer.follow()
+        elif self.at.tick > 0:
+            self.measure_slope()  # exchanges of the checkpoint are judged again
         self.control.at(self.at.tick, self.at.round, self.at.slot, None)
         while True:
             with timeline.span("wait for plan", round=self.at.round):
@@ -205,6 +211,9 @@ class Trainer:
             if self.outer.has_boundary(plan, slot) or slot == plan.slots:
                 self.check_finite(plan)
             with self.meter.working():
+                if self.slope_batch is not None and self.outer.has_boundary(plan, slot):
+                    self.outer.land_due(plan.first_tick + slot)
+                    self.measure_slope()
                 if self.outer.end_of_slot(plan, slot):
                     self.rank.model.sync_tied()
             self.check_pseudo_gradients(plan)
@@ -332,20 +341,42 @@ class Trainer:
 
     def held_out_loss(self) -> float:
         """Mean held-out loss of the anchor; what this rank trains on stays as it is."""
-        model, live = self.rank.model, self.rank.live
-        own = {name: tensor.detach().clone() for name, tensor in live.items()}
-        with torch.no_grad():
-            for name, anchor in anchors(self.rank).items():
-                live[name].copy_(anchor)
-            model.sync_tied()
-            losses = []
+        losses = []
+        with self.standing_at(anchors(self.rank)):
             for inputs, labels in self.validation:
-                losses.append(model.evaluate(inputs, labels))
+                losses.append(self.rank.model.evaluate(inputs, labels))
                 self.control.touch()
-            for name, tensor in own.items():
-                live[name].copy_(tensor)
-            model.sync_tied()
         return sum(losses) / len(losses)
+
+    def measure_slope(self) -> None:
+        """Where the held-out loss goes from the anchor, for a gate that goes by slopes.
+
+        Taken half-way to what this site has trained itself, as a midpoint rule does: an anchor may
+        lie on an edge whose slope leads nowhere. All ranks of the site do so at the same moment,
+        whichever stage has a boundary.
+        """
+        if self.slope_batch is None:
+            return
+        live = self.rank.live
+        middle = {n: each.lerp(live[n].detach(), 0.5) for n, each in anchors(self.rank).items()}
+        with timeline.span("gate"), self.standing_at(middle):
+            loss, gradients = self.rank.model.loss_and_gradients(*self.slope_batch)
+        self.control.touch()
+        self.outer.slope = Slope(loss, {name: each.cpu() for name, each in gradients.items()})
+
+    @contextlib.contextmanager
+    def standing_at(self, values: Mapping[str, torch.Tensor]) -> Iterator[None]:
+        """The model is `values`; what this rank trains on is put back in the end."""
+        own = {name: tensor.detach().clone() for name, tensor in self.rank.live.items()}
+        self._fill(values)
+        yield
+        self._fill(own)
+
+    def _fill(self, values: Mapping[str, torch.Tensor]) -> None:
+        with torch.no_grad():
+            for name, tensor in values.items():
+                self.rank.live[name].copy_(tensor)
+            self.rank.model.sync_tied()
 
     def wait_for_record(self) -> None:
         """Return when checkpoints and the record have all that there is so far."""
@@ -382,6 +413,9 @@ class Trainer:
             self.outer.land_gradients()
         elif self.me in plan.members:
             timeline.mark("flush", codec=plan.codec)
+            if self.slope_batch is not None:
+                self.outer.land_due(2**62)
+                self.measure_slope()
             self.outer.flush(plan)
         self.meter.begin(plan, 0)
         self.check_pseudo_gradients(plan)

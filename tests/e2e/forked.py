@@ -134,6 +134,12 @@ def lazy_and_poisoning() -> dict[str, Any]:
     return {}
 
 
+def poisoning() -> dict[str, Any]:
+    """Rome contributes the opposite of what it has learned, ten times."""
+    contributions_times({"rome": -10.0})
+    return {}
+
+
 PLACES: dict[str, tuple[Any, str]] = {
     "step": (Batches, "step"),
     "load": (checkpoint, "_sha256"),
@@ -186,6 +192,7 @@ HOOKS: dict[str, Callable[[], dict[str, Any]]] = {
     "poisoned": functools.partial(poisoned_at, "lyon", 1),
     "poisoned-alone": functools.partial(poisoned_at, "paris", 1),
     "lazy-and-poisoning": lazy_and_poisoning,
+    "poisoning": poisoning,
     "donor-dies": donor_dies,
 }
 

@@ -14,7 +14,6 @@ from tests.e2e.harness import PATIENT, Workshop, verdicts
 SITES = ("paris", "lyon", "oslo", "rome")
 GATED = (
     "outer.rounds=5",
-    "site.stages=1",
     "checkpoint.every_rounds=0",
     "admission.aggregation=clip",
     "admission.gate=true",
@@ -41,13 +40,31 @@ def audited(workshop: Workshop, forge: Forge, run: ForkedRun, round_: str) -> di
     return {each["site"]: each["verdict"] for each in found}
 
 
-@pytest.mark.slow
-def test_one_lazy_and_one_poisoning_site_are_named_twice_and_do_no_harm(
+def test_a_poisoning_site_is_named_though_no_rank_has_the_whole_model(
     workshop: Workshop, forge: Forge
 ) -> None:
-    clean = forge.train(workshop, "all-honest", *GATED, sites=SITES)
+    run = forge.train(workshop, "poisoned-stages", *GATED, hooks="poisoning", sites=SITES[1:])
+    assert run.wait(LIMIT) == 0, run.output()
+    assert named(run) == {"rome": {"loss"}}
+    digests = {r["anchor_digest"] for site in SITES[1:] for r in run.records("flush", site)}
+    assert len(digests) == 1
+    left_out = [r for r in run.records("admission", "rome") if r["code"] == "loss"]
+    assert {r["exchange"].split("/")[2] for r in left_out} == {"0", "1"}, "in both stages"
+    assert all(r["cosine"] < 0 and r["gain"] < 0 for r in left_out)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["1x1", "2x1", "1x2"])
+def test_one_lazy_and_one_poisoning_site_are_named_twice_and_do_no_harm(
+    workshop: Workshop, forge: Forge, layout: str
+) -> None:
+    stages, shards = layout.split("x")
+    sets = (*GATED, f"site.stages={stages}", f"site.shards={shards}")
+    clean = forge.train(workshop, f"all-honest-{layout}", *sets, sites=SITES)
     assert clean.wait(LIMIT) == 0, clean.output()
-    run = forge.train(workshop, "two-dishonest", *GATED, hooks="lazy-and-poisoning", sites=SITES)
+    run = forge.train(
+        workshop, f"two-dishonest-{layout}", *sets, hooks="lazy-and-poisoning", sites=SITES
+    )
     assert run.wait(LIMIT) == 0, run.output()
     assert named(clean) == {}, "nobody is named who is honest"
     assert named(run) == {"oslo": {"zero"}, "rome": {"loss"}}

@@ -104,23 +104,24 @@ def gradients(**setting: Any) -> dict[str, Any]:
         }
         norm = torch.nn.utils.clip_grad_norm_(whole.parameters(), clip)
         seen.clear()
+        mine = (rows_of(shard, shards, ids), rows_of(shard, shards, labels))
+        # The step after it must not see that somebody has looked.
+        looked, without_step = model.loss_and_gradients(*mine)
         result = model.inner_step(
-            rows_of(shard, shards, ids),
-            rows_of(shard, shards, labels),
-            0.1,
-            lambda grads: seen.update({k: v.clone() for k, v in grads.items()}),
+            *mine, 0.1, lambda grads: seen.update({k: v.clone() for k, v in grads.items()})
         )
         with torch.no_grad():
             for parameter in whole.parameters():
                 parameter -= 0.1 * parameter.grad
-        assert seen.keys() == model.local_tensors().keys()
+        assert seen.keys() == without_step.keys() == model.local_tensors().keys()
         for name, gradient in seen.items():
             assert gradient.shape == wanted[name].shape, name
             assert gradient.dtype == torch.float32
             if gradient.numel():
                 worst = max(worst, float((gradient - wanted[name]).abs().max()))
+                worst = max(worst, float((without_step[name] - wanted[name]).abs().max()))
         norms.append((result.grad_norm, float(norm)))
-        losses.append((result.loss, float(loss)))
+        losses += [(result.loss, float(loss)), (looked, float(loss))]
     return {"worst": worst, "norms": norms, "losses": losses}
 
 

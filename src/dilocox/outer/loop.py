@@ -13,7 +13,7 @@ import torch
 from dilocox import timeline
 from dilocox.compression import LowRank
 from dilocox.errors import TrainingError
-from dilocox.outer.admission.gate import Gate
+from dilocox.outer.admission.gate import Gate, Slope
 from dilocox.outer.attempt import Probe
 from dilocox.outer.calendar import boundary_slots
 from dilocox.outer.coordinator.messages import ExchangeKey, RoundPlan
@@ -112,6 +112,8 @@ class OuterLoop:
         self.counts = Counts()
         self.dropping = False
         """This site's contributions do not count until the round ends (non-finite values)."""
+        self.slope: Slope | None = None
+        """What a gate without a model of its own goes by, at the next boundaries."""
         self.non_finite: str | None = None
         """The value that was not finite in the pseudo-gradient of a boundary, until it is read."""
         self._me = me
@@ -317,12 +319,15 @@ class OuterLoop:
                 contributes=item.contributes,
                 aggregation=admission.aggregation if outer else "mean",
                 examines=admission.examines and outer,
-                probe=None if admission.gate is None else self._probe(admission.gate, state),
+                probe=self._probe(state) if outer else None,
             )
         )
 
-    def _probe(self, gate: Gate, state: FragmentState) -> Probe:
-        """The gate's model: all anchors as they are now."""
+    def _probe(self, state: FragmentState) -> Probe | None:
+        """What the gate goes by: all anchors as they are now, or the slope there."""
+        gate = self._admission.gate
+        if gate is None:
+            return None if self.slope is None else self.slope.probe(state.layout)
         anchors = {
             name: view
             for each in self.states

@@ -197,17 +197,10 @@ class SiteModel:
         norm is not, so that all sites do the same), and the result says so.
         Raises `TrainingError` naming a trained parameter that got no gradient.
         """
-        with timeline.span("forward and backward"):
-            loss = self._pipeline.accumulate(
-                input_ids.to(self._mesh.device, non_blocking=True),
-                labels.to(self._mesh.device, non_blocking=True),
-            )
+        loss, gradients = self._backward(input_ids, labels)
+        owner = None if self._owner is None else gradients[self._owner]
+        copy = None if self._copy is None else gradients[self._copy]
         with torch.no_grad():
-            gradients = self._gradients()
-            owner = None if self._owner is None else gradients[self._owner]
-            copy = None if self._copy is None else gradients[self._copy]
-            if self._tied is not None:
-                self._tied.sum_gradients(owner, copy)
             if exchange_gradients is not None:
                 exchange_gradients({n: g for n, g in gradients.items() if n != self._copy})
                 if self._tied is not None:
@@ -220,10 +213,51 @@ class SiteModel:
             with timeline.span("optimizer"):
                 divisor, skip = result.divisor_and_skip(self._clip, averaged)
                 self._optimizer.step(learning_rate, divisor, skip)
+        self._drop_gradients()
+        return result
+
+    def loss_and_gradients(
+        self, input_ids: Tensor, labels: Tensor
+    ) -> tuple[float, dict[str, Tensor]]:
+        """Mean loss over the rows of all shards, and its gradients; nothing is trained.
+
+        Collective over the site, with `input_ids` and `labels` as for `inner_step`. Gradients are
+        fp32 by full name, of the local part; a tied tensor's are its owner's. The model is as in
+        evaluation (no dropout).
+        """
+        for chunk in self._chunks:
+            chunk.eval()
+        loss, gradients = self._backward(input_ids, labels)
+        for chunk in self._chunks:
+            chunk.train()
+        found = {name: each.clone() for name, each in gradients.items() if name != self._copy}
+        self._drop_gradients()
+        return self._mean_over_shards(loss), found
+
+    def _backward(self, input_ids: Tensor, labels: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """Mean loss over the shard's rows, 0 on ranks without the last chunk; local gradients."""
+        with timeline.span("forward and backward"):
+            loss = self._pipeline.accumulate(
+                input_ids.to(self._mesh.device, non_blocking=True),
+                labels.to(self._mesh.device, non_blocking=True),
+            )
+        with torch.no_grad():
+            gradients = self._gradients()
+            if self._tied is not None:
+                self._tied.sum_gradients(
+                    None if self._owner is None else gradients[self._owner],
+                    None if self._copy is None else gradients[self._copy],
+                )
+        return loss, gradients
+
+    def _drop_gradients(self) -> None:
         for name, parameter in self._trained.items():
             parameter.grad = None
             self._locals[name].grad = None
-        return result
+
+    def _mean_over_shards(self, loss: Tensor) -> float:
+        losses = self._mesh.gather(loss.double().unsqueeze(0))[:, 0]
+        return float(losses.sum().item()) / self._mesh.shards
 
     def _gradients(self) -> dict[str, Tensor]:
         """Local fp32 gradients by full name, also set as `.grad` of what the optimizer holds."""
@@ -269,8 +303,7 @@ class SiteModel:
         )
         for chunk in self._chunks:
             chunk.train()
-        losses = self._mesh.gather(loss.double().unsqueeze(0))[:, 0]
-        return float(losses.sum().item()) / self._mesh.shards
+        return self._mean_over_shards(loss)
 
     def loss_beside(
         self, input_ids: Tensor, labels: Tensor
@@ -279,10 +312,9 @@ class SiteModel:
 
         The copy computes in fp32 and may be used while this one trains, by one thread at a time.
         `input_ids`, `labels`: int64 [b, L] on the device. For a rank that holds the whole model
-        alone; raises `ConfigError` for any other.
+        alone.
         """
-        if len(self._chunks) != 1 or self._mesh.stages * self._mesh.shards > 1:
-            raise ConfigError("admission.gate needs sites of one rank: set stages and shards to 1")
+        assert self._mesh.stages * self._mesh.shards == 1
         copied = copy.deepcopy(self._chunks[0]).eval()
         names = {full: name for name, full in copied.full_names().items()}  # type: ignore[operator]
         parameters = dict(copied.named_parameters())

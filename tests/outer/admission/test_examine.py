@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from dilocox.outer.admission.examine import examine, gram, rfa_shares
-from dilocox.outer.admission.gate import Gate
+from dilocox.outer.admission.gate import Gate, Slope
 from dilocox.outer.coordinator.verdict_messages import WHOLE, Opinion
 from dilocox.outer.fragments import Layout
 
@@ -99,3 +102,39 @@ def test_a_loss_that_is_no_number_is_the_worst() -> None:
     probe = gate.probe({"x": torch.zeros(1)}, layout)
     told = probe.opinions({"a": torch.ones(128)}, {"a": Opinion()}, {"a": 1.0})
     assert told["a"].gain == -(2**53)
+
+
+def test_along_a_slope_is_what_a_trial_gains_where_the_loss_is_a_plane() -> None:
+    layout = Layout.of({"x": (3,), "frozen": (2,), "y": (2,)})
+    anchors = {
+        "x": torch.tensor([3.0, 4.0, -1.0]),
+        "frozen": torch.tensor([7.0, 7.0]),
+        "y": torch.tensor([1.0, 2.0]),
+    }
+    gradients = {"x": torch.tensor([1.0, -2.0, 0.5]), "y": torch.tensor([0.25, -1.0])}
+
+    def plane(model: Mapping[str, Tensor]) -> float:
+        return 30.0 + sum(float(each @ model[name]) for name, each in gradients.items())
+
+    draw = torch.Generator().manual_seed(4)
+    sent = {site: torch.randn(layout.length, generator=draw) for site in "abc"}
+    weights = {"a": 1.0, "b": 2.0, "c": 0.5}
+    found = {
+        "a": Opinion(),
+        "b": Opinion(shares=[WHOLE, 0, WHOLE // 4]),
+        "c": Opinion(shares=[WHOLE // 2]),
+    }
+    tried = Gate(plane).probe(anchors, layout).opinions(sent, found, weights)
+    along = Slope(plane(anchors), gradients).probe(layout).opinions(sent, found, weights)
+    for site in "abc":
+        assert along[site].loss == tried[site].loss
+        assert along[site].gain == pytest.approx(tried[site].gain, abs=20)
+        assert along[site].shares == found[site].shares
+    assert min(abs(each.gain or 0) for each in along.values()) > 1000
+
+
+def test_a_slope_that_is_no_number_is_the_worst() -> None:
+    layout = Layout.of({"x": (1,)})
+    slope = Slope(float("nan"), {"x": torch.tensor([float("nan")])})
+    told = slope.probe(layout).opinions({"a": torch.ones(128)}, {"a": Opinion()}, {"a": 1.0})
+    assert (told["a"].gain, told["a"].loss) == (-(2**53), 0)

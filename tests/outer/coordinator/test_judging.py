@@ -127,6 +127,23 @@ def test_the_gate(
     assert found.usual == after
 
 
+def test_gains_of_shards_add_up() -> None:
+    """Half a contribution may look harmful where the whole is not, and the other way round."""
+
+    def shard(gains: Sequence[int | None]) -> list[dict[str, Opinion]]:
+        said = zip(SITES, gains, strict=True)
+        return [{site: Opinion(gain=gain, loss=3_000_000) for site, gain in said}] * 4
+
+    one, other = (-90_000, 50_000, 45_000, 50_000), (200_000, 55_000, 50_000, -150_000)
+    given = replace(evidence({}, tolerance=2000), opinions=[shard(one), shard(other)])
+    verdicts = judge(given).verdicts
+    assert [verdicts[site].gain for site in SITES] == [110_000, 105_000, 95_000, -100_000]
+    assert codes(given) == {"d": "loss"}
+    # What one shard cannot tell is not told by the other's part.
+    given = replace(given, opinions=[shard(one), shard((200_000, 55_000, 50_000, None))])
+    assert codes(given) == {}
+
+
 def test_shares_are_the_middle_of_what_ranks_propose() -> None:
     ranks = [
         {"a": Opinion(shares=[10, WHOLE]), "b": Opinion(shares=[50, 60])},

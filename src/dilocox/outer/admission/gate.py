@@ -1,12 +1,18 @@
-"""The gate: what a contribution alone does to the held-out loss."""
+"""The gate: what a contribution alone does to the held-out loss.
+
+A rank that holds the whole model tries it out (`Gate`). Of several ranks none can: there each
+measures its part of the contribution along the gradient of the held-out loss (`Slope`), and the
+coordinator adds the parts.
+"""
 
 from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from dilocox.outer.coordinator.verdict_messages import MICRO, WHOLE, Opinion
@@ -55,15 +61,63 @@ class GateProbe:
         told = {}
         for site, each in sent.items():
             tried = {**self.anchors}
-            shares = found[site].shares
-            for number, (name, view) in enumerate(self.layout.views(each).items()):
-                share = shares[number if len(shares) > 1 else 0] / WHOLE if shares else 1.0
-                tried[name] = self.anchors[name] - view.cpu() * (share / weights[site])
-            gain = before - self.gate.loss(tried)
-            told[site] = found[site].model_copy(
-                update={"gain": _micro(gain), "loss": max(0, _micro(before))}
-            )
+            for name, view, factor in _counted(self.layout, each, found[site], weights[site]):
+                tried[name] = self.anchors[name] - view.cpu() * factor
+            told[site] = _told(found[site], before - self.gate.loss(tried), before)
         return told
+
+
+@dataclass(frozen=True)
+class Slope:
+    """The held-out loss in nats near the anchors of one boundary, and its gradients."""
+
+    loss: float
+    gradients: Mapping[str, Tensor]
+    """Full name to fp32 on the CPU, as far as this rank holds and trains the model."""
+
+    def probe(self, layout: Layout) -> SlopeProbe:
+        """For an exchange of the fragment of `layout`."""
+        return SlopeProbe(self, layout)
+
+
+@dataclass(frozen=True)
+class SlopeProbe:
+    """A slope, and the fragment that is exchanged."""
+
+    slope: Slope
+    layout: Layout
+
+    def opinions(
+        self, sent: Mapping[str, Tensor], found: Mapping[str, Opinion], weights: Mapping[str, float]
+    ) -> dict[str, Opinion]:
+        """`found`, with that loss and what this rank's part of each contribution of `sent` gains
+        to first order: its inner product with the gradient, clipped as the opinion
+        says and taken whole.
+        """
+        told = {}
+        for site, each in sent.items():
+            gain = 0.0
+            for name, view, factor in _counted(self.layout, each, found[site], weights[site]):
+                gradient = self.slope.gradients.get(name)
+                if gradient is not None:
+                    product = torch.sum(gradient * view.cpu(), dtype=torch.float64)
+                    gain += factor * float(product)
+            told[site] = _told(found[site], gain, self.slope.loss)
+        return told
+
+
+def _counted(
+    layout: Layout, sent: Tensor, opinion: Opinion, weight: float
+) -> Iterator[tuple[str, Tensor, float]]:
+    """(full name, what was sent, factor to what would count of it) by tensor."""
+    shares = opinion.shares
+    for number, (name, view) in enumerate(layout.views(sent).items()):
+        share = shares[number if len(shares) > 1 else 0] / WHOLE if shares else 1.0
+        yield name, view, share / weight
+
+
+def _told(opinion: Opinion, gain: float, loss: float) -> Opinion:
+    return opinion.model_copy(update={"gain": _micro(gain), "loss": max(0, _micro(loss))})
 
 
 def _micro(value: float) -> int:

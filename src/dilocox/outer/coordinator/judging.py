@@ -97,7 +97,10 @@ def _about(site: str, voters: Iterable[Opinions]) -> list[Opinion]:
 
 
 def _settled(site: str, opinions: Sequence[Sequence[Opinions]]) -> Opinion:
-    """One opinion of the whole contribution: of several shards, the most suspicious number."""
+    """One opinion of the whole contribution: of several shards, the most suspicious number.
+
+    Gains are of each shard's part, and add up.
+    """
     norms, cosines, gains, losses = [], [], [], []
     zero = bool(opinions)
     for shard in opinions:
@@ -111,7 +114,7 @@ def _settled(site: str, opinions: Sequence[Sequence[Opinions]]) -> Opinion:
         code="zero" if zero else "admitted",
         norm=max(norms, default=None, key=lambda norm: abs(norm - MILLI)),
         cosine=min(cosines, default=None),
-        gain=min(gains, default=None),
+        gain=sum(gains) if gains and len(gains) == len(opinions) else None,
         loss=min(losses, default=None),
     )
 
