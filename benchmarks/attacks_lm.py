@@ -98,5 +98,13 @@ def loss_of(model: Mapping[str, Tensor], windows: Tensor) -> float:
     return float(found) if math.isfinite(float(found)) else math.nan
 
 
+def slope_of(model: Mapping[str, Tensor], windows: Tensor) -> tuple[float, dict[str, Tensor]]:
+    """Loss of one model over windows int64 [rows, LENGTH + 1], and its gradients by name."""
+    one = {name: each.detach().unsqueeze(0).requires_grad_() for name, each in model.items()}
+    loss = losses(one, windows[None, :, :-1], windows[None, :, 1:]).sum()
+    found = torch.autograd.grad(loss, list(one.values()))
+    return float(loss), {name: each[0] for name, each in zip(one, found, strict=True)}
+
+
 def _normal(x: Tensor) -> Tensor:
     return F.layer_norm(x, (WIDTH,))

@@ -2,7 +2,8 @@
 
 Training is batched over the sites. From a boundary on everything is what a site runs: fragment
 state, codec, frames, `Weighing`, `judge`, landing; only the network is missing. All sites see the
-same payloads, so that one opinion stands for all voters'.
+same payloads, so that one opinion stands for all voters' (a slope is that of the first site, which
+is honest, as the most are).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from attacks_lm import Text, initial, loss_of, losses
+from attacks_lm import Text, initial, loss_of, losses, slope_of
 from attacks_moves import Move, contributed, of_wrong_shape, with_nan
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from torch import Tensor
@@ -31,9 +32,9 @@ from dilocox.compression import (
 )
 from dilocox.compression.parts import Part
 from dilocox.errors import ExchangeError
-from dilocox.outer.admission.gate import Gate
+from dilocox.outer.admission.gate import Gate, Slope
 from dilocox.outer.admission.weighing import Weighing
-from dilocox.outer.attempt import Contribution
+from dilocox.outer.attempt import Contribution, Probe
 from dilocox.outer.coordinator.judging import Evidence, Judgement, judge
 from dilocox.outer.coordinator.messages import EnrolRequest, ExchangeKey, Rank, Versions
 from dilocox.outer.coordinator.refusals import Refused
@@ -53,14 +54,16 @@ INNER_RATE = 4e-3
 BATCH = 4
 TOLERANCE = 0.002
 RULES = {
-    "mean": ("mean", False),
-    "clip": ("clip", False),
-    "clip+gate": ("clip", True),
-    "median": ("median", False),
-    "trimmed": ("trimmed", False),
-    "rfa": ("rfa", False),
+    "mean": ("mean", ""),
+    "clip": ("clip", ""),
+    "clip+gate": ("clip", "trials"),
+    "clip+slope": ("clip", "slope"),
+    "median": ("median", ""),
+    "trimmed": ("trimmed", ""),
+    "rfa": ("rfa", ""),
 }
-"""Aggregation and gate by column."""
+"""Aggregation, and how its gate judges if it has one, by column: as sites of one rank do, or of
+several."""
 
 
 @dataclass(frozen=True)
@@ -151,7 +154,7 @@ class Course:
 
     def __init__(self, move: Move, rule: str, length: Length, seed: int, text: Text) -> None:
         self.move, self.length, self.seed, self.text = move, length, seed, text
-        self.aggregation, gated = RULES[rule]
+        self.aggregation, self.judges_by = RULES[rule]
         self.tally = Tally()
         self.refused = 0
         """Votes of dishonest sites that were not let in."""
@@ -176,7 +179,7 @@ class Course:
             site: [FragmentState(each, live, error_feedback=True) for each in self.layouts]
             for site, live in self.live.items()
         }
-        self.gate = Gate(lambda model: loss_of(model, text.gate)) if gated else None
+        self.gate = Gate(lambda model: loss_of(model, text.gate))
         self.usual: list[int | None] = [None] * FRAGMENTS
         self.before: list[dict[str, Tensor]] = [{}] * FRAGMENTS
         self.rule = Rule("none", OUTER_RATE, OUTER_MOMENTUM)
@@ -238,8 +241,7 @@ class Course:
         weights = dict.fromkeys(SITES, 1.0)
         what = Contribution(
             key, layout.length, None, codec, "gather", weights, aggregation=self.aggregation,
-            examines=True,
-            probe=None if self.gate is None else self.gate.probe(self._anchors(), layout),
+            examines=True, probe=self._probe(layout),
         )  # fmt: skip
         weighing = Weighing(what, SITES[0], SITES, part.decode)
         opinions |= weighing.examined(payloads)
@@ -257,6 +259,15 @@ class Course:
                 sent = own[site]
             state.committed(own[site], sent)
             state.land(self.live[site], average, self.rule)
+
+    def _probe(self, layout: Layout) -> Probe | None:
+        if self.judges_by == "trials":
+            return self.gate.probe(self._anchors(), layout)
+        if self.judges_by == "slope":
+            live = self.live[SITES[0]]
+            middle = {name: each.lerp(live[name], 0.5) for name, each in self._anchors().items()}
+            return Slope(*slope_of(middle, self.text.gate)).probe(layout)
+        return None
 
     def _frames(
         self, part: Part, key: ExchangeKey, given: Mapping[str, Tensor]
@@ -308,7 +319,7 @@ class Course:
             digests={site: [digests[site]] for site in SITES} if checked else {},
             earlier=earlier if checked else frozenset(),
             missing=[site for site in let_in if site not in held],
-            tolerance=round(TOLERANCE * MICRO) if self.gate is not None else None,
+            tolerance=round(TOLERANCE * MICRO) if self.judges_by else None,
             usual=self.usual[key.fragment],
         )
 
