@@ -103,7 +103,7 @@ def slope_of(model: Mapping[str, Tensor], windows: Tensor) -> tuple[float, dict[
     one = {name: each.detach().unsqueeze(0).requires_grad_() for name, each in model.items()}
     loss = losses(one, windows[None, :, :-1], windows[None, :, 1:]).sum()
     found = torch.autograd.grad(loss, list(one.values()))
-    return float(loss), {name: each[0] for name, each in zip(one, found, strict=True)}
+    return float(loss.detach()), {name: each[0] for name, each in zip(one, found, strict=True)}
 
 
 def _normal(x: Tensor) -> Tensor:

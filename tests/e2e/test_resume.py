@@ -67,6 +67,12 @@ def model_bytes(run: Run) -> dict[str, bytes]:
             ("outer.method=dilocox-paper", "compression.codec=lowrank:2", "outer.fragments=1"),
             marks=pytest.mark.slow,
         ),
+        # Contributions under way at a stop are judged again, by all stages together.
+        pytest.param(
+            "gate",
+            ("admission.gate=true", "admission.aggregation=clip", "outer.delay=3"),
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             "late-gradients",
             ("outer.method=cocktailsgd", "outer.fragments=1"),
