@@ -40,8 +40,9 @@ LINK = "100mbit"
 INNER_STEPS, FRAGMENTS, DELAY = 12, 4, 6
 ALONE_STEPS = 4
 """Inner steps a round of a site by itself, whose rounds exchange nothing."""
-SETTLED = 5
-"""Rounds until the paces follow what was measured in more than one round."""
+SETTLED = 12
+"""Rounds until the paces are what was measured: a site of nearly full speed is held for one of the
+fastest until it has measured eight rounds (see `dilocox.outer.controller.pace`)."""
 ASKED = 0.9
 CANNOT = 3
 
