@@ -264,9 +264,9 @@ class Course:
         if self.judges_by == "trials":
             return self.gate.probe(self._anchors(), layout)
         if self.judges_by == "slope":
-            live = self.live[SITES[0]]
-            middle = {name: each.lerp(live[name], 0.5) for name, each in self._anchors().items()}
-            return Slope(*slope_of(middle, self.text.gate)).probe(layout)
+            where, live = self._anchors(), self.live[SITES[0]]
+            where |= {name: where[name].lerp(live[name], 0.5) for name in layout.names}
+            return Slope(*slope_of(where, self.text.gate)).probe(layout)
         return None
 
     def _frames(

@@ -431,3 +431,22 @@ def test_methods_whose_sites_step_together_refuse_other_paces() -> None:
     raw |= {"outer": {"method": "cocktailsgd"}, "control": {"steps": "by-speed"}}
     with pytest.raises(ConfigError, match='set steps = "equal"'):
         resolve_run(raw)
+
+
+@pytest.mark.parametrize(
+    ("tables", "refused"),
+    [
+        ({"admission": {"gate": True}}, None),
+        ({"admission": {"gate": True}, "site": {"stages": 2}}, "sites of 2 ranks judge the dir"),
+        ({"admission": {"gate": True}, "site": {"shards": 2}}, 'admission.aggregation = "clip"'),
+        ({"admission": {"gate": True, "aggregation": "clip"}, "site": {"stages": 2}}, None),
+        ({"admission": {"scores": True}, "outer": {"method": "allreduce"}}, "exchanges gradients"),
+    ],
+)
+def test_what_a_gate_needs(tables: dict[str, Any], refused: str | None) -> None:
+    raw: dict[str, Any] = {"model": {"architecture": {"model_type": "qwen3"}}, "sites": {"a": {}}}
+    if refused is None:
+        resolve_run({**raw, **tables})
+        return
+    with pytest.raises(ConfigError, match=refused):
+        resolve_run({**raw, **tables})

@@ -299,7 +299,8 @@ def slope_batch(
         return None
     group = _whole_group(config)
     count = -(-section.gate_sequences // group) * group
-    sequences = held_out(files, config.data.sequence_length, section.gate_sequences)
+    sequences = held_out(files, config.data.sequence_length, count)
+    # Only very little held-out text is read more than once.
     return _of_shard(config, np.resize(sequences, (count, sequences.shape[1])), shard)
 
 

@@ -24,7 +24,8 @@ class AdmissionSection(Section):
     gate: bool = False
     """Leave out a contribution that, taken alone, makes the held-out loss worse. Sites of one rank
     try it in a second copy of the model; of several ranks, each measures its part along a
-    gradient of the held-out loss."""
+    gradient of the held-out loss, which tells its direction and not how far is too far: it needs
+    another `aggregation` than `mean`."""
     gate_tolerance: Annotated[float, Field(ge=0.0, le=1.0)] = 0.002
     """By how much worse the loss may be, as a share of it."""
     gate_sequences: Positive = 8
@@ -50,8 +51,11 @@ class AdmissionSection(Section):
         return None
 
 
-def admission_problem(admission: AdmissionSection, outer: OuterSection) -> str | None:
-    """Why this section does not go with the others, with the keys and the mend, or none."""
+def admission_problem(admission: AdmissionSection, outer: OuterSection, ranks: int) -> str | None:
+    """Why this section does not go with the others, with the keys and the mend, or none.
+
+    `ranks`: of one site.
+    """
     if not admission.examines:
         return None
     if admission.aggregation != "mean":
@@ -62,4 +66,9 @@ def admission_problem(admission: AdmissionSection, outer: OuterSection) -> str |
         return f"{key}: method {outer.method} exchanges gradients, which are not compared"
     if outer.exchange != "gather":
         return f'{key} needs whole contributions at every site: set outer.exchange = "gather"'
+    if admission.gate and ranks > 1 and admission.aggregation == "mean":
+        return (
+            f"admission.gate: sites of {ranks} ranks judge the direction of a contribution, not "
+            'its length: set admission.aggregation = "clip", or another rule that bounds it'
+        )
     return None

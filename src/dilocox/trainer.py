@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -90,7 +90,8 @@ class Trainer:
         if newcomer is not None:
             newcomer.follow()
         elif self.at.tick > 0:
-            self.measure_slope()  # exchanges of the checkpoint are judged again
+            # Exchanges of the checkpoint are judged again.
+            self.measure_slope([item.key.fragment for item in self.outer.restored])
         self.control.at(self.at.tick, self.at.round, self.at.slot, None)
         while True:
             with timeline.span("wait for plan", round=self.at.round):
@@ -212,8 +213,8 @@ class Trainer:
                 self.check_finite(plan)
             with self.meter.working():
                 if self.slope_batch is not None and self.outer.has_boundary(plan, slot):
-                    self.outer.land_due(plan.first_tick + slot)
-                    self.measure_slope()
+                    self.outer.land_before(plan, slot)
+                    self.measure_slope(self.outer.begins(plan, slot))
                 if self.outer.end_of_slot(plan, slot):
                     self.rank.model.sync_tied()
             self.check_pseudo_gradients(plan)
@@ -348,19 +349,24 @@ class Trainer:
                 self.control.touch()
         return sum(losses) / len(losses)
 
-    def measure_slope(self) -> None:
-        """Where the held-out loss goes from the anchor, for a gate that goes by slopes.
+    def measure_slope(self, fragments: Sequence[int]) -> None:
+        """Where the held-out loss goes along these fragments of this rank, if any, for a gate that
+        goes by slopes.
 
-        Taken half-way to what this site has trained itself, as a midpoint rule does: an anchor may
-        lie on an edge whose slope leads nowhere. All ranks of the site do so at the same moment,
-        whichever stage has a boundary.
+        Taken half-way from their anchors to what this site has trained itself, as a midpoint rule
+        does: an anchor may lie on an edge whose slope leads nowhere. The rest of the model is the
+        anchor. All ranks of the site do so at the same moment, whichever has a boundary.
         """
         if self.slope_batch is None:
             return
-        live = self.rank.live
-        middle = {n: each.lerp(live[n].detach(), 0.5) for n, each in anchors(self.rank).items()}
-        with timeline.span("gate"), self.standing_at(middle):
-            loss, gradients = self.rank.model.loss_and_gradients(*self.slope_batch)
+        names = [name for each in fragments for name in self.outer.states[each].layout.names]
+        model, live = self.rank.model, self.rank.live
+        where = dict(anchors(self.rank))
+        for name in names:
+            own = live[name].detach()
+            where[name] = where[name].to(own.device).lerp(own, 0.5)
+        with timeline.span("gate"), self.standing_at(where):
+            loss, gradients = model.loss_and_gradients(*self.slope_batch, names)
         self.control.touch()
         self.outer.slope = Slope(loss, {name: each.cpu() for name, each in gradients.items()})
 
@@ -415,7 +421,7 @@ class Trainer:
             timeline.mark("flush", codec=plan.codec)
             if self.slope_batch is not None:
                 self.outer.land_due(2**62)
-                self.measure_slope()
+                self.measure_slope(range(len(self.outer.states)))
             self.outer.flush(plan)
         self.meter.begin(plan, 0)
         self.check_pseudo_gradients(plan)

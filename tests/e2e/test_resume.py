@@ -104,6 +104,10 @@ def test_two_stops_change_nothing(
     assert last.summary()["anchor_digest"] == whole.summary()["anchor_digest"]
     assert last.summary()["val_loss_last"] == whole.summary()["val_loss_last"]
     assert last.summary()["tokens"] == whole.summary()["tokens"]
+    if name == "gate":
+        sites = ("paris", "lyon")
+        judged = [r for run in (last, whole) for s in sites for r in run.records("admission", s)]
+        assert all(r.get("gain") is not None for r in judged), "some was not judged again"
     # The record tells the course that was gone on with, and replays to that model.
     assert verdicts(last.folder) == ({"replay": "NOT_RUN"} if name == "late-gradients" else {})
 

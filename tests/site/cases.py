@@ -106,7 +106,7 @@ def gradients(**setting: Any) -> dict[str, Any]:
         seen.clear()
         mine = (rows_of(shard, shards, ids), rows_of(shard, shards, labels))
         # The step after it must not see that somebody has looked.
-        looked, without_step = model.loss_and_gradients(*mine)
+        looked, without_step = model.loss_and_gradients(*mine, [*model.local_tensors()])
         result = model.inner_step(
             *mine, 0.1, lambda grads: seen.update({k: v.clone() for k, v in grads.items()})
         )

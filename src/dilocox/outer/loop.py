@@ -208,17 +208,29 @@ class OuterLoop:
 
         A fragment lands at the latest at its next boundary, which may be sooner than its delay
         where rounds become shorter: so one exchange of a fragment is under way at a time.
-        Returns True if the first fragment of the first stage landed, at whichever rank: then a
-        tied copy must be set from its owner.
+        Returns True if the first fragment of the first stage landed or began, at whichever rank:
+        then a tied copy must be set from its owner.
         """
         tick = plan.first_tick + slot
+        self.land_before(plan, slot)
+        for fragment in self.begins(plan, slot):
+            self._begin(plan, fragment, tick)
         self.land_due(tick)
-        for fragment, due in enumerate(self._boundaries(plan, self._stage)):
-            if due == slot:
-                self._land_all([item for item in self.pending if item.key.fragment == fragment])
-                self._begin(plan, fragment, tick)
-        self.land_due(tick)
-        return self._owner_lands(plan, slot, tick)
+        # A boundary sets a tensor that is not finite back to its anchor.
+        begins = self._boundaries(plan, 0)[0] == slot
+        return self._owner_lands(plan, slot, tick) or begins
+
+    def begins(self, plan: RoundPlan, slot: int) -> list[int]:
+        """Fragments of this rank that have their boundary at the end of `slot`."""
+        boundaries = self._boundaries(plan, self._stage)
+        return [fragment for fragment, due in enumerate(boundaries) if due == slot]
+
+    def land_before(self, plan: RoundPlan, slot: int) -> None:
+        """Land what is due at the end of `slot`, and what would be under way when an exchange of
+        its fragment begins there."""
+        self.land_due(plan.first_tick + slot)
+        begins = self.begins(plan, slot)
+        self._land_all([item for item in self.pending if item.key.fragment in begins])
 
     def land_due(self, tick: int) -> None:
         """Land everything whose time has come, in order of time and fragment."""

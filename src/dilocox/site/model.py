@@ -217,20 +217,20 @@ class SiteModel:
         return result
 
     def loss_and_gradients(
-        self, input_ids: Tensor, labels: Tensor
+        self, input_ids: Tensor, labels: Tensor, names: Sequence[str]
     ) -> tuple[float, dict[str, Tensor]]:
         """Mean loss over the rows of all shards, and its gradients; nothing is trained.
 
         Collective over the site, with `input_ids` and `labels` as for `inner_step`. Gradients are
-        fp32 by full name, of the local part; a tied tensor's are its owner's. The model is as in
-        evaluation (no dropout).
+        those of `names` that are trained, fp32 by full name, of the local part; a tied tensor's
+        are its owner's. The model is as in evaluation (no dropout).
         """
         for chunk in self._chunks:
             chunk.eval()
         loss, gradients = self._backward(input_ids, labels)
         for chunk in self._chunks:
             chunk.train()
-        found = {name: each.clone() for name, each in gradients.items() if name != self._copy}
+        found = {name: gradients[name] for name in names if name in gradients}
         self._drop_gradients()
         return self._mean_over_shards(loss), found
 

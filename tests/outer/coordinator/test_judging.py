@@ -140,8 +140,12 @@ def test_gains_of_shards_add_up() -> None:
     assert [verdicts[site].gain for site in SITES] == [110_000, 105_000, 95_000, -100_000]
     assert codes(given) == {"d": "loss"}
     # What one shard cannot tell is not told by the other's part.
-    given = replace(given, opinions=[shard(one), shard((200_000, 55_000, 50_000, None))])
+    given = replace(given, opinions=[shard(one), shard((None, 55_000, 50_000, 55_000))])
     assert codes(given) == {}
+    # Nor is there a sum that a verdict could not say.
+    given = replace(given, opinions=[shard((2**53, 1, 1, -(2**53)))] * 2)
+    assert codes(given) == {"d": "loss"}
+    assert [judge(given).verdicts[site].gain for site in "ad"] == [2**53, -(2**53)]
 
 
 def test_shares_are_the_middle_of_what_ranks_propose() -> None:

@@ -14,13 +14,12 @@ from statistics import median_low
 import torch
 from torch import Tensor
 
-from dilocox.outer.coordinator.verdict_messages import MILLI, WHOLE, Opinion
+from dilocox.outer.coordinator.verdict_messages import CAP, MILLI, WHOLE, Opinion
 
 _PIECE = 1 << 18
 """Values that are looked at at a time, as fp64."""
 _STEPS = 64
 """Of the geometric median: enough for eight points of any spread to settle to 16 bits."""
-_CAP = 2.0**53
 
 
 def examine(
@@ -137,4 +136,4 @@ def _cosine(products: Sequence[Sequence[float]], number: int) -> int | None:
 
 
 def _milli(value: float) -> int:
-    return int(min(value * MILLI, _CAP))
+    return int(min(value * MILLI, CAP))

@@ -15,12 +15,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dilocox.outer.coordinator.verdict_messages import MICRO, WHOLE, Opinion
+from dilocox.outer.coordinator.verdict_messages import CAP, MICRO, WHOLE, Opinion
 from dilocox.outer.fragments import Layout
 
 Loss = Callable[[Mapping[str, Tensor]], float]
 """Whole model by full name, fp32, to held-out loss in nats."""
-_CAP = 2**53
 
 
 class Gate:
@@ -69,15 +68,16 @@ class GateProbe:
 
 @dataclass(frozen=True)
 class Slope:
-    """The held-out loss in nats near the anchors of one boundary, and its gradients."""
+    """The held-out loss in nats near the anchors of one boundary, and some of its gradients."""
 
     loss: float
     gradients: Mapping[str, Tensor]
-    """Full name to fp32 on the CPU, as far as this rank holds and trains the model."""
+    """Full name to fp32 on the CPU: of what this rank trains of the fragments of the boundary."""
 
     def probe(self, layout: Layout) -> SlopeProbe:
         """For an exchange of the fragment of `layout`."""
-        return SlopeProbe(self, layout)
+        known = {name: self.gradients[name] for name in layout.names if name in self.gradients}
+        return SlopeProbe(Slope(self.loss, known), layout)
 
 
 @dataclass(frozen=True)
@@ -122,5 +122,5 @@ def _told(opinion: Opinion, gain: float, loss: float) -> Opinion:
 
 def _micro(value: float) -> int:
     if math.isnan(value):
-        return -_CAP
-    return int(max(-_CAP, min(_CAP, round(value * MICRO) if math.isfinite(value) else value)))
+        return -CAP
+    return int(max(-CAP, min(CAP, round(value * MICRO) if math.isfinite(value) else value)))

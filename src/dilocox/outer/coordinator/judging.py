@@ -13,7 +13,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median_low
 
-from dilocox.outer.coordinator.verdict_messages import MICRO, MILLI, Code, Flag, Opinion, Verdict
+from dilocox.outer.coordinator.verdict_messages import (
+    CAP,
+    MICRO,
+    MILLI,
+    Code,
+    Flag,
+    Opinion,
+    Verdict,
+)
 
 LARGE, SMALL = 3 * MILLI, MILLI // 3
 """Norms, in thousandths of the median, beyond which a contribution is flagged."""
@@ -114,9 +122,14 @@ def _settled(site: str, opinions: Sequence[Sequence[Opinions]]) -> Opinion:
         code="zero" if zero else "admitted",
         norm=max(norms, default=None, key=lambda norm: abs(norm - MILLI)),
         cosine=min(cosines, default=None),
-        gain=sum(gains) if gains and len(gains) == len(opinions) else None,
+        gain=_added(gains) if len(gains) == len(opinions) else None,
         loss=min(losses, default=None),
     )
+
+
+def _added(gains: Sequence[int]) -> int | None:
+    """The sum, within what an opinion may say; none of nothing."""
+    return max(-CAP, min(CAP, sum(gains))) if gains else None
 
 
 def _middle(numbers: Iterable[int | None]) -> list[int]:

@@ -30,7 +30,9 @@ WHOLE = 65536
 """A share of one; shares are in this unit."""
 MILLI = 1000
 MICRO = 1_000_000
-Signed = Annotated[int, Field(ge=-(2**53), le=2**53)]
+CAP = 2**53
+"""Numbers of opinions lie between this and its opposite."""
+Signed = Annotated[int, Field(ge=-CAP, le=CAP)]
 Share = Annotated[int, Field(ge=0, le=WHOLE)]
 Shares = Annotated[list[Share], Field(max_length=65536)]
 
