@@ -210,6 +210,9 @@ def capture(trainer: Trainer) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     for number, item in enumerate(outer.under_way_now()):
         if item.contribution is not None:
             tensors[f"pending/{number}"] = item.contribution
+        if item.probe is not None:
+            kept = item.probe.tensors(outer.anchors())
+            tensors |= {f"{PROBE}{number}/{name}": tensor for name, tensor in kept.items()}
         pending.append(
             {
                 "key": item.key.text,
@@ -237,6 +240,8 @@ def capture(trainer: Trainer) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     return tensors, state
 
 
+PROBE = "probe/"
+"""Tensors that a gate goes by: what others send is judged by them, no training depends on them."""
 OF_A_ROUND = ("round_so_far", "non_finite", "dropped")
 """What `capture` says of the part of a round that was trained."""
 
@@ -244,6 +249,7 @@ OF_A_ROUND = ("round_so_far", "non_finite", "dropped")
 def capture_round(trainer: Trainer) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """`capture` between two rounds: no times, the same numbers for the same training."""
     tensors, state = capture(trainer)
+    tensors = {name: each for name, each in tensors.items() if not name.startswith(PROBE)}
     return tensors, {name: said for name, said in state.items() if name not in OF_A_ROUND}
 
 
@@ -275,13 +281,15 @@ def restore(trainer: Trainer, loaded: checkpoint.Loaded) -> None:
     trainer.at.slot = int(state["slot"])
     trainer.at.tick = int(state["tick"])
     for number, item in enumerate(state["pending"]):
+        key = ExchangeKey.parse(item["key"])
         outer.restored.append(
             Pending.waiting(
-                ExchangeKey.parse(item["key"]),
+                key,
                 RoundPlan.model_validate_json(json.dumps(item["plan"])),
                 int(item["lands_at"]),
                 tensors[f"pending/{number}"] if item["contribution"] else None,
                 bool(item["contributes"]),
+                outer.probe_again(key.fragment, _below(tensors, f"{PROBE}{number}/")),
             )
         )
 

@@ -89,9 +89,6 @@ class Trainer:
         """
         if newcomer is not None:
             newcomer.follow()
-        elif self.at.tick > 0:
-            # Exchanges of the checkpoint are judged again.
-            self.measure_slope([item.key.fragment for item in self.outer.restored])
         self.control.at(self.at.tick, self.at.round, self.at.slot, None)
         while True:
             with timeline.span("wait for plan", round=self.at.round):

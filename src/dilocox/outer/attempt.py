@@ -77,6 +77,9 @@ class Probe(Protocol):
     ) -> dict[str, Opinion]:
         """`found`, with what each contribution alone does to the held-out loss."""
 
+    def tensors(self, anchors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """What a checkpoint needs of it where the anchors are now `anchors`, by any names."""
+
 
 @dataclass(frozen=True)
 class Contribution:

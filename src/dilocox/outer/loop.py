@@ -35,6 +35,8 @@ class Pending:
     contribution: torch.Tensor | None
     """u, kept for the residual; none if this site only received."""
     contributes: bool
+    probe: Probe | None = None
+    """What its gate goes by, once it is handed in."""
 
     @classmethod
     def waiting(
@@ -44,9 +46,10 @@ class Pending:
         lands_at: int,
         contribution: torch.Tensor | None,
         contributes: bool,
+        probe: Probe | None = None,
     ) -> Pending:
-        """An exchange that has not been handed in yet."""
-        return cls(key, plan, lands_at, Future(), contribution, contributes)
+        """An exchange that has not been handed in yet. `probe`: if it was handed in before."""
+        return cls(key, plan, lands_at, Future(), contribution, contributes, probe)
 
 
 @dataclass
@@ -319,6 +322,8 @@ class OuterLoop:
         plan, state = item.plan, self.states[item.key.fragment]
         chosen = state.compressor(plan.codec)
         outer, admission = item.key.kind == "outer", self._admission
+        if outer and item.probe is None:
+            item.probe = self._probe(state)
         item.outcome = self._submit(
             Contribution(
                 key=item.key,
@@ -331,7 +336,7 @@ class OuterLoop:
                 contributes=item.contributes,
                 aggregation=admission.aggregation if outer else "mean",
                 examines=admission.examines and outer,
-                probe=self._probe(state) if outer else None,
+                probe=item.probe,
             )
         )
 
@@ -340,12 +345,22 @@ class OuterLoop:
         gate = self._admission.gate
         if gate is None:
             return None if self.slope is None else self.slope.probe(state.layout)
-        anchors = {
+        return gate.probe(self.anchors(), state.layout)
+
+    def probe_again(self, fragment: int, tensors: Mapping[str, torch.Tensor]) -> Probe | None:
+        """The probe of an exchange of a checkpoint, of what `Probe.tensors` gave for it."""
+        layout, gate = self.states[fragment].layout, self._admission.gate
+        if gate is not None:
+            return gate.again(tensors, self.anchors(), layout)
+        return Slope.again(tensors, layout) if tensors else None
+
+    def anchors(self) -> dict[str, torch.Tensor]:
+        """All anchors as they are now: full name to fp32 view."""
+        return {
             name: view
             for each in self.states
             for name, view in each.layout.views(each.anchor).items()
         }
-        return gate.probe(anchors, state.layout)
 
     def _land(self, item: Pending) -> None:
         if item.key.fragment in self.awaiting:

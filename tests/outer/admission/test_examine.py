@@ -138,3 +138,27 @@ def test_a_slope_that_is_no_number_is_the_worst() -> None:
     slope = Slope(float("nan"), {"x": torch.tensor([float("nan")])})
     told = slope.probe(layout).opinions({"a": torch.ones(128)}, {"a": Opinion()}, {"a": 1.0})
     assert (told["a"].gain, told["a"].loss) == (-(2**53), 0)
+
+
+def test_a_probe_is_made_again_of_a_checkpoint() -> None:
+    """Though anchors have moved on since, but for those that have not."""
+    layout = Layout.of({"x": (2,)})
+    anchors = {"x": torch.tensor([3.0, 4.0]), "y": torch.tensor([1.0]), "z": torch.tensor([5.0])}
+    gate = Gate(lambda model: float(sum((each**2).sum() for each in model.values())))
+    sent, found, weights = {"a": torch.ones(128)}, {"a": Opinion()}, {"a": 1.0}
+    probe = gate.probe(anchors, layout)
+    anchors["x"].mul_(2)
+    anchors["z"].zero_()
+    kept = probe.tensors(anchors)
+    assert set(kept) == {"x", "z"}
+    again = gate.again(kept, anchors, layout)
+    assert again.opinions(sent, found, weights) == probe.opinions(sent, found, weights)
+    assert gate.probe(anchors, layout).opinions(sent, found, weights) != again.opinions(
+        sent, found, weights
+    )
+    slope = Slope(0.1, {"x": torch.tensor([1.0, 2.0]), "y": torch.tensor([4.0])}).probe(layout)
+    kept = slope.tensors(anchors)
+    assert "y" not in kept, "no other fragment's"
+    along = Slope.again(kept, layout)
+    assert along.opinions(sent, found, weights) == slope.opinions(sent, found, weights)
+    assert along.opinions(sent, found, weights)["a"].gain == 3_000_000

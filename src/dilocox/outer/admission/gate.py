@@ -18,6 +18,8 @@ from torch import Tensor
 from dilocox.outer.coordinator.verdict_messages import CAP, MICRO, WHOLE, Opinion
 from dilocox.outer.fragments import Layout
 
+_LOSS = "/loss"
+"""No tensor has such a name."""
 Loss = Callable[[Mapping[str, Tensor]], float]
 """Whole model by full name, fp32, to held-out loss in nats."""
 
@@ -34,6 +36,12 @@ class Gate:
         copies = {name: tensor.detach().cpu().clone() for name, tensor in anchors.items()}
         return GateProbe(self, copies, layout)
 
+    def again(
+        self, tensors: Mapping[str, Tensor], anchors: Mapping[str, Tensor], layout: Layout
+    ) -> GateProbe:
+        """The probe that `GateProbe.tensors` were of, with the anchors that they were taken at."""
+        return self.probe({**anchors, **tensors}, layout)
+
     def loss(self, tensors: Mapping[str, Tensor]) -> float:
         """Held-out loss of a whole model."""
         with self._one_at_a_time:
@@ -47,6 +55,14 @@ class GateProbe:
     gate: Gate
     anchors: Mapping[str, Tensor]
     layout: Layout
+
+    def tensors(self, anchors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What makes it again where the anchors have become `anchors`; see `Gate.again`."""
+        return {
+            name: each
+            for name, each in self.anchors.items()
+            if not torch.equal(each, anchors[name].cpu())
+        }
 
     def opinions(
         self, sent: Mapping[str, Tensor], found: Mapping[str, Opinion], weights: Mapping[str, float]
@@ -74,6 +90,12 @@ class Slope:
     gradients: Mapping[str, Tensor]
     """Full name to fp32 on the CPU: of what this rank trains of the fragments of the boundary."""
 
+    @classmethod
+    def again(cls, tensors: Mapping[str, Tensor], layout: Layout) -> SlopeProbe:
+        """The probe that `SlopeProbe.tensors` were of."""
+        gradients = {name: each for name, each in tensors.items() if name != _LOSS}
+        return cls(float(tensors[_LOSS]), gradients).probe(layout)
+
     def probe(self, layout: Layout) -> SlopeProbe:
         """For an exchange of the fragment of `layout`."""
         known = {name: self.gradients[name] for name in layout.names if name in self.gradients}
@@ -86,6 +108,11 @@ class SlopeProbe:
 
     slope: Slope
     layout: Layout
+
+    def tensors(self, anchors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What makes it again, whatever the anchors have become; see `Slope.again`."""
+        loss = torch.tensor(self.slope.loss, dtype=torch.float64)
+        return {_LOSS: loss, **self.slope.gradients}
 
     def opinions(
         self, sent: Mapping[str, Tensor], found: Mapping[str, Opinion], weights: Mapping[str, float]

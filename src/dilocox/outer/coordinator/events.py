@@ -291,8 +291,8 @@ class Stored(Event):
 class Resumed(Event):
     """The run goes on from a checkpoint: what the log says after it is superseded.
 
-    `plans` (those of rounds up to `round`), `ledger` and `measured` are in force again, as
-    recorded.
+    `plans` (those of rounds up to `round`), `ledger`, `measured` and `usual` are in force again,
+    as recorded.
     """
 
     tick: int
@@ -302,3 +302,5 @@ class Resumed(Event):
     ledger: dict[str, Any] = field(default_factory=dict)
     measured: list[tuple[int, str, dict[str, Any]]] = field(default_factory=list)
     """(round, site, `Measured` as JSON) of rounds that plans to come look back at."""
+    usual: dict[str, int | None] = field(default_factory=dict)
+    """The gate's running means by stage and fragment."""

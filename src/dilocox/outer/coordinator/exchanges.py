@@ -49,6 +49,8 @@ class Exchange:
     verdicts: dict[str, Verdict] = field(default_factory=dict)
     shares: dict[str, list[list[int]]] = field(default_factory=dict)
     """What counts of each site by shard, in 65,536ths; empty: all of it."""
+    usual_before: int | None = None
+    """The gate's running mean before it was decided."""
     digests: frozenset[str] = frozenset()
     """SHA-256 of the payloads that came, once it is decided."""
     broken: dict[int, dict[RankKey, list[str]]] = field(default_factory=dict)

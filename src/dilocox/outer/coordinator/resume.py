@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 from dilocox.config import RunConfig
 from dilocox.errors import CheckpointError
+from dilocox.outer.calendar import boundary_slots
 from dilocox.outer.coordinator import events as e
+from dilocox.outer.coordinator.keys import ExchangeKey
 from dilocox.outer.coordinator.state import REMEMBERED, CoordinatorState
 
 
@@ -56,7 +59,30 @@ def resume_point(
             for site, measured in sites.items()
             if round_ < checkpoint.round
         ],
+        usual_at(rolled, tick),
     )
+
+
+def usual_at(state: CoordinatorState, tick: int) -> dict[str, int | None]:
+    """The gate's running means without the exchanges that had not landed by the slot end `tick`:
+    those are judged again."""
+    usual = dict(state.usual)
+    decided = [each for each in state.exchanges.values() if each.decision is not None]
+    landed = set()
+    for exchange in sorted(decided, key=lambda each: each.round, reverse=True):
+        key, plan = ExchangeKey.parse(exchange.key), state.plans[exchange.round]
+        if key.kind != "outer" or exchange.place in landed:
+            continue
+        boundary = math.inf  # the flush comes after every checkpoint
+        if plan.kind == "train":
+            slots = boundary_slots(key.stage, state.config.site.stages, plan.fragments, plan.slots)
+            boundary = plan.first_tick + slots[key.fragment]
+        if boundary + plan.delay > tick:
+            usual[exchange.place] = exchange.usual_before
+        if boundary <= tick:
+            # Those before it landed when it began, or sooner.
+            landed.add(exchange.place)
+    return usual
 
 
 def _fold(state: CoordinatorState, events: list[e.Event]) -> CoordinatorState:

@@ -365,6 +365,7 @@ class CoordinatorState:
             exchange.averaging = list(event.set)
             return
         exchange.decision = list(event.set)
+        exchange.usual_before = self.usual.get(exchange.place)
         self.usual[exchange.place] = event.usual
         exchange.votes, exchange.done, exchange.broken = {}, set(), {}
         self.undecided.pop(event.key, None)
@@ -425,7 +426,8 @@ class CoordinatorState:
         self.measured = {}
         for round_, name, measured in event.measured:
             self.measured.setdefault(round_, {})[name] = Measured.model_validate(measured)
-        self.exchanges, self.undecided, self.store, self.usual = {}, {}, {}, {}
+        self.exchanges, self.undecided, self.store = {}, {}, {}
+        self.usual = dict(event.usual)
         self.checkpoints = {
             tick: item for tick, item in self.checkpoints.items() if tick <= event.tick
         }
