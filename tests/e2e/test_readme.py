@@ -43,6 +43,7 @@ RUN_ELSEWHERE = {
     "python benchmarks/wan_beside.py --work 0.005": "tests/benchmarks",
     QUALITY: "tests/benchmarks",
     "python benchmarks/codecs.py": "tests/benchmarks",
+    "python benchmarks/attacks.py": "tests/benchmarks",
     "python benchmarks/chaos.py --parts 4": "tests/benchmarks",
     "python -m pytest tests/e2e/test_wire_bytes.py": "itself",
     "python -m pytest tests/e2e/test_resume.py": "itself",
