@@ -196,8 +196,13 @@ def newest_whole(checkpoints: Iterable[Checkpoint]) -> int | None:
     return max((item.tick for item in checkpoints if item.complete), default=None)
 
 
-def capture(trainer: Trainer) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """All tensors and numbers that make this rank go on bit for bit."""
+def capture(
+    trainer: Trainer, probes: bool = True
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """All tensors and numbers that make this rank go on bit for bit.
+
+    `probes`: with what a gate goes by, on which no training of this site depends.
+    """
     rank, outer = trainer.rank, trainer.outer
     tensors = {f"live/{name}": tensor for name, tensor in rank.live.items()}
     tensors |= {f"inner/{name}": tensor for name, tensor in rank.model.optimizer_state().items()}
@@ -210,9 +215,9 @@ def capture(trainer: Trainer) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     for number, item in enumerate(outer.under_way_now()):
         if item.contribution is not None:
             tensors[f"pending/{number}"] = item.contribution
-        if item.probe is not None:
+        if probes and item.probe is not None:
             kept = item.probe.tensors(outer.anchors())
-            tensors |= {f"{PROBE}{number}/{name}": tensor for name, tensor in kept.items()}
+            tensors |= {f"probe/{number}/{name}": tensor for name, tensor in kept.items()}
         pending.append(
             {
                 "key": item.key.text,
@@ -240,16 +245,13 @@ def capture(trainer: Trainer) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     return tensors, state
 
 
-PROBE = "probe/"
-"""Tensors that a gate goes by: what others send is judged by them, no training depends on them."""
 OF_A_ROUND = ("round_so_far", "non_finite", "dropped")
 """What `capture` says of the part of a round that was trained."""
 
 
 def capture_round(trainer: Trainer) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """`capture` between two rounds: no times, the same numbers for the same training."""
-    tensors, state = capture(trainer)
-    tensors = {name: each for name, each in tensors.items() if not name.startswith(PROBE)}
+    tensors, state = capture(trainer, probes=False)
     return tensors, {name: said for name, said in state.items() if name not in OF_A_ROUND}
 
 
@@ -289,7 +291,7 @@ def restore(trainer: Trainer, loaded: checkpoint.Loaded) -> None:
                 int(item["lands_at"]),
                 tensors[f"pending/{number}"] if item["contribution"] else None,
                 bool(item["contributes"]),
-                outer.probe_again(key.fragment, _below(tensors, f"{PROBE}{number}/")),
+                outer.probe_again(key.fragment, _below(tensors, f"probe/{number}/")),
             )
         )
 
