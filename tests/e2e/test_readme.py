@@ -44,7 +44,7 @@ RUN_ELSEWHERE = {
     QUALITY: "tests/benchmarks",
     "python benchmarks/codecs.py": "tests/benchmarks",
     "python benchmarks/attacks.py": "tests/benchmarks",
-    "python benchmarks/chaos.py --parts 4": "tests/benchmarks",
+    "python benchmarks/chaos.py --parts 9": "tests/benchmarks",
     "python -m pytest tests/e2e/test_wire_bytes.py": "itself",
     "python -m pytest tests/e2e/test_resume.py": "itself",
     "python -m pytest tests/e2e/test_engine.py": "itself",

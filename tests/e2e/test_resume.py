@@ -13,7 +13,7 @@ from tests.e2e.forked import PLACES, Forge
 from tests.e2e.harness import Run, Workshop, verdicts
 
 # A stop takes effect some two beats of slots later (the lease), so the run must outlast two.
-SETS = ("outer.rounds=48", "checkpoint.every_rounds=0")
+SETS = ("outer.rounds=36", "checkpoint.every_rounds=0")
 DEATHS = (
     "kill/write/1/paris-stage1-shard0",
     "kill/send/5/lyon-stage0-shard0",
