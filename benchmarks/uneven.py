@@ -37,7 +37,7 @@ from dilocox.lab.running import run, run_alone
 
 SPEEDS = {"paris": 1.0, "lyon": 0.8, "oslo": 0.5, "rome": 0.25}
 LINK = "100mbit"
-INNER_STEPS, FRAGMENTS, DELAY = 12, 4, 6
+INNER_STEPS, FRAGMENTS = 12, 4
 ALONE_STEPS = 4
 """Inner steps a round of a site by itself, whose rounds exchange nothing."""
 SETTLED = 12
@@ -55,9 +55,10 @@ def quotas(cores: float | None) -> dict[str, float]:
 
 
 def configuration(
-    root: Path, name: str, rounds: int, steps: str, width: int, inner_steps: int = INNER_STEPS
+    root: Path, name: str, rounds: int, steps: str, width: int, inner_steps: int
 ) -> RunConfig:
-    """The run file of one arrangement; `width`: the model's hidden size."""
+    """The run file of one arrangement; `width`: the model's hidden size. Exchanges have half a
+    round."""
     return resolve_run(
         {
             "run": {"name": name, "folder": str(root / "{name}")},
@@ -76,7 +77,7 @@ def configuration(
             "site": {"batch_size": 4, "micro_batch_size": 4, "threads": 1, "device": "cpu"},
             "outer": {
                 "rounds": rounds, "inner_steps": inner_steps, "fragments": FRAGMENTS,
-                "delay": min(DELAY, inner_steps),
+                "delay": inner_steps // 2,
             },
             "control": {"adapt": "off", "steps": steps},
             "checkpoint": {"every_rounds": 0},
@@ -154,6 +155,9 @@ def main() -> int:
     arguments = common.parser(__doc__)
     arguments.add_argument("--rounds", type=int, help="measured rounds per arrangement")
     arguments.add_argument("--cores", type=float, help="CPU cores of all sites together")
+    arguments.add_argument(
+        "--inner-steps", type=int, default=INNER_STEPS, help="of the fastest site, in a round"
+    )
     arguments.add_argument("--width", type=int, default=256, help="hidden size of the model")
     told = arguments.parse_args()
     common.end_on_signals()
@@ -165,7 +169,8 @@ def main() -> int:
     on = common.machine()
     rows: list[common.Row] = []
     settings: dict[str, Any] = {
-        "link": LINK, "inner_steps": INNER_STEPS, "fragments": FRAGMENTS, "delay": DELAY,
+        "link": LINK, "inner_steps": told.inner_steps, "fragments": FRAGMENTS,
+        "delay": told.inner_steps // 2,
         "codec": "int4", "hidden_size": told.width, "measured_rounds": rounds,
         "cpu_quota_cores": listed(quotas(told.cores)),
         "commit": common.commit(),
@@ -185,7 +190,9 @@ def main() -> int:
                     ("equal", 1, max(1, rounds // 5)),
                 ):
                     common.say(f"together, {steps} steps")
-                    config = configuration(root, steps, warm_up + count, steps, told.width)
+                    config = configuration(
+                        root, steps, warm_up + count, steps, told.width, told.inner_steps
+                    )
                     result = run(lab, config, overwrite=True, warm_up=warm_up)
                     rows += rows_of(steps, result, alone, lab.quotas)
                 shares = lab.verify().cores
