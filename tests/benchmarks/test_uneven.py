@@ -48,9 +48,9 @@ def test_quotas_are_in_proportion_to_the_speeds() -> None:
 
 def test_both_arrangements_are_runs_that_the_run_file_allows(tmp_path: Path) -> None:
     for steps in ("by-speed", "equal"):
-        config = uneven.configuration(tmp_path, steps, 3, steps, 64)
+        config = uneven.configuration(tmp_path, steps, 3, steps, 64, 12)
         assert (config.control.steps, list(config.sites)) == (steps, list(uneven.SPEEDS))
-    assert uneven.configuration(tmp_path, "alone", 3, "equal", 64, 4).outer.delay == 4
+    assert uneven.configuration(tmp_path, "alone", 3, "equal", 64, 4).outer.delay == 2
 
 
 def test_the_best_rate_is_that_of_the_lowest_loss() -> None:
