@@ -118,7 +118,7 @@ def test_boundaries_and_landings_follow_the_calendar() -> None:
         False, True, False, True,
     ]  # fmt: skip
     # Fragment a: boundary at slot 2, landing at 4. b: boundary at 4, landing at 2 of the next.
-    assert rank.round(plan(), "paris", "lyon") == [False, False, False, True]
+    assert rank.round(plan(), "paris", "lyon") == [False, True, False, True]
     assert rank.wire.keys == ["outer/0/0/0", "outer/0/0/1"]
     assert (rank.anchor(0), rank.anchor(1)) == (-2.0, 0.0)
     assert rank.loop.under_way(1, before_round=1)
