@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import itertools
 import json
 import os
 import platform
@@ -216,6 +217,29 @@ def table(rows: Sequence[Row], columns: Mapping[str, Callable[[Any], str] | str]
         ).rstrip()
         for line in lines
     )
+
+
+Course = Sequence[tuple[float, float]]
+"""(seconds since 1970, tokens so far) at the ends of a site's rounds, in their order."""
+
+
+def course_of(rounds: Sequence[Mapping[str, Any]]) -> Course:
+    """Where a site was at the ends of its rounds."""
+    found: list[tuple[float, float]] = []
+    tokens = 0.0
+    for record in rounds:
+        tokens += record["tokens"]
+        found.append((record["time"], tokens))
+    return found
+
+
+def tokens_at(course: Course, moment: float) -> float:
+    """Tokens that a site had trained on, evenly within its rounds. Raises `ValueError` for a moment
+    outside of them."""
+    for (start, before), (end, after) in itertools.pairwise(course):
+        if start <= moment <= end:
+            return before + (after - before) * (moment - start) / (end - start)
+    raise ValueError(f"no round of {course[0][0]:.1f} to {course[-1][0]:.1f} has {moment:.1f}")
 
 
 def say(text: str) -> None:

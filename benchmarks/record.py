@@ -1,21 +1,26 @@
 """What a run's record costs: throughput with and without it, and bytes per round.
 
-Two real sites of one rank each train together on this machine, in runs that differ in `[record]`
-alone: `off`, `on` (the default: signed statements, commitments, payloads and theta_0 in the store)
-and `states` (besides, the state of every round for audits, the dearest setting there is). Runs are
-interleaved: every repetition has one of each, in turned order from one to the next, and a run with
-a record is compared with the run without one of its own repetition.
+Two real sites of one rank each train together, in runs that differ in `[record]` alone: `off`, `on`
+(the default: signed statements, commitments, payloads and theta_0 in the store) and `states`
+(besides, the state of every round for audits, the dearest setting there is). Each is measured
+beside a run without a record that trains at the same time, both in a control group with a hard
+quota of half of 90 % of the machine: what the machine does, it does to both, and whatever a record
+computes is taken from training. `off` is a run without a record beside another one, which says how
+well two runs that do the same can be told apart.
 
-Per setting: tokens/s by the clock on the wall over the measured rounds, and processor time of all
-processes together, start included; each as the median of its ratios to `off`, with a 95 % bootstrap
-interval. From the records themselves: bytes of log, payloads and states per round, theta_0 besides.
+`ratio` is tokens/s by the clock on the wall over those of the run beside it, in the seconds in
+which both were in measured rounds; the median of the repetitions, with a 95 % bootstrap interval.
+From the records themselves: bytes of log, payloads and states per round, theta_0 besides.
 
 The model is small (0.9M parameters) and rounds are short (10 inner steps), so that the record's
-share is larger than in any run worth the name.
+share is larger than in any run worth the name. Every pair of runs is written when it is done;
+started again with the same --json the benchmark goes on. Some twenty minutes, six with --quick.
+Needs root and control groups: else one line says so, exit code 3.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -23,13 +28,15 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import common
 
+from dilocox.lab import cgroups
+from dilocox.lab.lab import MOST
+from dilocox.lab.system import PREFIX, LabError
 from dilocox.record import statements as s
 from dilocox.record.course import Course, read_course
 from dilocox.record.log import check_log, read_log
@@ -43,18 +50,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 WARM_UP_ROUNDS = 2
 INNER_STEPS = 10
-LIMIT = 300.0
-"""Seconds after which one run is given up."""
-
-
-@dataclass(frozen=True)
-class Cost:
-    """What one run came to."""
-
-    tokens_per_second: float
-    """Of both sites together."""
-    cpu_seconds: float
-    """Of all processes, start included."""
+LIMIT = 600.0
+"""Seconds after which two runs are given up."""
 
 
 def run_file(root: Path, name: str, record: Mapping[str, Any], rounds: int) -> Path:
@@ -88,34 +85,50 @@ class RunError(Exception):
     """A run that did not end well."""
 
 
-def train(root: Path, name: str, record: Mapping[str, Any], rounds: int) -> Cost:
-    """One run to its end. Raises `RunError` with what it said last."""
-    file, log = run_file(root, name, record, rounds), root / f"{name}.log"
-    with log.open("w") as said:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "dilocox", "train", str(file)],
-            stdout=said, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
-            env={**os.environ, "HF_HUB_OFFLINE": "1"},
-        )  # fmt: skip
-        try:
-            code, cpu = waited(process)
-        finally:
+@contextlib.contextmanager
+def quotas(hierarchy: cgroups.Hierarchy) -> Iterator[list[Path]]:
+    """Two groups that each have half of what a lab may have of the machine. Raises `LabError`."""
+    cores = MOST * (os.cpu_count() or 1) / 2
+    groups: list[Path] = []
+    try:
+        for number in range(2):
+            groups.append(cgroups.make(hierarchy, f"{PREFIX}{os.getpid()}-record{number}", cores))
+        yield groups
+    finally:
+        for group in groups:
+            group.rmdir()
+
+
+def train_beside(
+    root: Path, runs: Mapping[str, Mapping[str, Any]], groups: Sequence[Path], rounds: int
+) -> None:
+    """Two runs at the same time, each in its group, to their end; `runs`: `[record]` by name.
+
+    Raises `RunError` with what the one that failed said last.
+    """
+    processes = {}
+    try:
+        for (name, record), group in zip(runs.items(), groups, strict=True):
+            file = run_file(root, name, record, rounds)
+            with (root / f"{name}.log").open("w") as said:
+                processes[name] = subprocess.Popen(
+                    cgroups.entered(group, [sys.executable, "-m", "dilocox", "train", str(file)]),
+                    stdout=said, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
+                    env={**os.environ, "HF_HUB_OFFLINE": "1"},
+                )  # fmt: skip
+        end = time.monotonic() + LIMIT
+        for name, process in processes.items():
+            try:
+                code = process.wait(max(0.0, end - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                raise RunError(f"{name}: no end within {LIMIT:g} s") from None
+            if code != 0:
+                said_last = (root / f"{name}.log").read_text()[-1500:]
+                raise RunError(f"{name}: ended with code {code}\n{said_last}")
+    finally:
+        for process in processes.values():
             process.kill()
-    if code != 0:
-        raise RunError(f"{name}: ended with code {code}\n{log.read_text()[-1500:]}")
-    return Cost(speed(read_rounds(root / name)), cpu)
-
-
-def waited(process: subprocess.Popen[bytes]) -> tuple[int, float]:
-    """Exit code, and processor time of it and all that it has waited for. Raises `RunError`."""
-    end = time.monotonic() + LIMIT
-    while time.monotonic() < end:
-        pid, status, usage = os.wait4(process.pid, os.WNOHANG)
-        if pid:
-            process.returncode = os.waitstatus_to_exitcode(status)
-            return process.returncode, usage.ru_utime + usage.ru_stime
-        time.sleep(0.05)
-    raise RunError(f"no end within {LIMIT:g} s")
+            process.wait()
 
 
 def read_rounds(folder: Path) -> list[dict[str, Any]]:
@@ -124,14 +137,24 @@ def read_rounds(folder: Path) -> list[dict[str, Any]]:
     return [r for r in map(json.loads, lines) if r["kind"] == "round" and r.get("site")]
 
 
-def speed(records: Sequence[Mapping[str, Any]]) -> float:
-    """Tokens per second of all sites, from the report before the first measured round on."""
-    total = 0.0
-    for site in sorted({record["site"] for record in records}):
-        own = sorted((r for r in records if r["site"] == site), key=lambda r: r["round"])
-        before, measured = own[WARM_UP_ROUNDS - 1], own[WARM_UP_ROUNDS:]
-        total += sum(r["tokens"] for r in measured) / (measured[-1]["time"] - before["time"])
-    return total
+def speeds(*runs: Sequence[Mapping[str, Any]]) -> list[float]:
+    """Tokens per second of each run's sites together, by their reports of rounds, over the seconds
+    in which all sites of all runs were in measured rounds."""
+    own = [
+        [
+            sorted((r for r in records if r["site"] == site), key=lambda r: r["round"])
+            for site in sorted({record["site"] for record in records})
+        ]
+        for records in runs
+    ]
+    begin = max(rounds[WARM_UP_ROUNDS - 1]["time"] for sites in own for rounds in sites)
+    end = min(rounds[-1]["time"] for sites in own for rounds in sites)
+    found = []
+    for sites in own:
+        courses = [common.course_of(rounds) for rounds in sites]
+        trained = sum(common.tokens_at(c, end) - common.tokens_at(c, begin) for c in courses)
+        found.append(trained / (end - begin))
+    return found
 
 
 def read_record(folder: Path) -> tuple[Course, list[str]]:
@@ -175,86 +198,102 @@ def bytes_of(
     }
 
 
-def rows_of(
-    costs: Mapping[str, Sequence[Cost]], found: Mapping[str, Mapping[str, float | int]]
-) -> list[common.Row]:
-    """One row per setting; `costs` by setting, in the order of the repetitions."""
+def rows_of(pairs: Sequence[common.Row]) -> list[common.Row]:
+    """One row per setting, of the pairs that were measured."""
     rows = []
-    for name, own in costs.items():
-        row: common.Row = {"record": name, "repetitions": len(own)}
-        for key, better in (("tokens_per_second", ""), ("cpu_seconds", "cpu_")):
-            values = [getattr(each, key) for each in own]
-            row[key] = round(common.median_interval(values).median, 2)
-            pairs = zip(values, costs["off"], strict=True)
-            ratio = common.median_interval([value / getattr(o, key) for value, o in pairs])
-            row |= {
-                f"{better}ratio": round(ratio.median, 4),
-                f"{better}ratio_low": round(ratio.low, 4),
-                f"{better}ratio_high": round(ratio.high, 4),
-            }
-        said = dict(found.get(name, {}))
-        if said:
-            # Without states the store holds theta_0 and little else: what is more, are states.
-            rounds, theta = said.pop("rounds"), found["on"]["other_bytes"]
-            said["state_bytes_per_round"] = round((said.pop("other_bytes") - theta) / rounds)
-            said["theta_bytes"] = theta
+    for name in SETTINGS:
+        own = [pair for pair in pairs if pair["record"] == name]
+        if not own:
+            continue
+        ratio = common.median_interval([p["tokens_per_second"] / p["beside"] for p in own])
+        row: common.Row = {
+            "record": name,
+            "pairs": len(own),
+            "ratio": round(ratio.median, 4),
+            "ratio_low": round(ratio.low, 4),
+            "ratio_high": round(ratio.high, 4),
+        }
+        said = {key: value for key, value in own[0].items() if key.endswith("_per_round")}
+        if name != "off":
+            # With its default a store holds theta_0 and little else: what is more, are states.
+            theta = next((p["other_bytes"] for p in pairs if p["record"] == "on"), None)
+            if theta is not None:
+                more = (own[0]["other_bytes"] - theta) / own[0]["rounds"]
+                said |= {"state_bytes_per_round": round(more), "theta_bytes": theta}
         rows.append(row | said)
     return rows
 
 
-def measure(root: Path, rounds: int, repetitions: int) -> list[common.Row]:
-    """All runs; their rows."""
+def measured(
+    root: Path, before: Sequence[common.Row], rounds: int, repetitions: int
+) -> Iterator[common.Row]:
+    """Pairs of runs that follow those `before`. Raises `RunError` and `LabError`."""
+    hierarchy = cgroups.find()
+    assert hierarchy is not None
     common.say("preparing token files")
     file = run_file(root, "prepare", SETTINGS["off"], rounds)
     subprocess.run(
         [sys.executable, "-m", "dilocox", "data", "prepare", str(file)],
         check=True, stdout=subprocess.DEVNULL,
     )  # fmt: skip
-    costs: dict[str, list[Cost]] = {name: [] for name in SETTINGS}
-    found = {}
-    names = list(SETTINGS)
-    for turn in range(repetitions):
-        for name in names if turn % 2 == 0 else names[::-1]:
-            run = f"{name}-{turn}"
-            cost = train(root, run, SETTINGS[name], WARM_UP_ROUNDS + rounds)
-            costs[name].append(cost)
-            common.say(
-                f"{run}: {cost.tokens_per_second:,.0f} tokens/s, {cost.cpu_seconds:.1f} s of "
-                "processor time"
-            )
-            if name != "off" and name not in found:
-                found[name] = bytes_of(*read_record(root / run), kept(root / run))
-    return rows_of(costs, found)
+    wanted = [(turn, name) for turn in range(repetitions) for name in SETTINGS]
+    for turn, name in wanted[len(before) :]:
+        measuring, reference = f"{name}-{turn}", f"beside-{name}-{turn}"
+        runs = {measuring: SETTINGS[name], reference: SETTINGS["off"]}
+        # Which one begins, and gets which group, changes from turn to turn.
+        order = list(runs) if turn % 2 == 0 else list(runs)[::-1]
+        with quotas(hierarchy) as groups:
+            train_beside(root, {run: runs[run] for run in order}, groups, WARM_UP_ROUNDS + rounds)
+        own, beside = speeds(read_rounds(root / measuring), read_rounds(root / reference))
+        row: common.Row = {
+            "record": name,
+            "turn": turn,
+            "tokens_per_second": round(own, 1),
+            "beside": round(beside, 1),
+        }
+        if name != "off":
+            row |= bytes_of(*read_record(root / measuring), kept(root / measuring))
+        common.say(f"{measuring}: {own:,.0f} tokens/s, {own / beside:.2%} of the run beside it")
+        yield row
 
 
 def main() -> int:
     """Measure, print, write."""
     options = common.parser(__doc__ or "")
-    options.add_argument("--pairs", type=int, help="repetitions (default: 12, with --quick 4)")
-    options.add_argument("--rounds", type=int, help="measured rounds per run (default: 20, 8)")
+    options.add_argument("--pairs", type=int, help="repetitions (default: 6, with --quick 2)")
+    options.add_argument("--rounds", type=int, help="measured rounds per run (default: 20)")
     told = options.parse_args()
     common.end_on_signals()
+    if common.cannot("record", cgroups.why_not(cgroups.find())):
+        return common.CANNOT
     on = common.machine()
-    rounds = told.rounds or (8 if told.quick else 20)
-    repetitions = told.pairs or (4 if told.quick else 12)
+    rounds = told.rounds or 20
+    repetitions = told.pairs or (2 if told.quick else 6)
+    settings = {
+        "sites": len(SITES), "inner_steps": INNER_STEPS, "fragments": 2, "codec": "int4",
+        "warm_up_rounds": WARM_UP_ROUNDS, "measured_rounds": rounds,
+    }  # fmt: skip
+    single = None if told.json is None else told.json.with_name(f"{told.json.stem}-pairs.json")
+    pairs = common.read_rows(single, "record-pairs", settings)
     with tempfile.TemporaryDirectory(prefix="dilocox-record-") as folder:
         try:
-            rows = measure(Path(folder), rounds, repetitions)
-        except RunError as error:
+            for row in measured(Path(folder), pairs, rounds, repetitions):
+                pairs.append({**row, "commit": common.commit()})
+                if single is not None:
+                    common.write_json(single, "record-pairs", on, settings, pairs)
+        except (RunError, LabError) as error:
             print(f"record: {error}", file=sys.stderr)
             return 1
+    rows = rows_of(pairs)
     print(
         common.table(
             rows,
             {
                 "record": "s",
-                "tokens_per_second": ",.0f",
+                "pairs": "d",
                 "ratio": ".4f",
                 "ratio_low": ".4f",
                 "ratio_high": ".4f",
-                "cpu_ratio": ".4f",
-                "cpu_ratio_low": ".4f",
-                "cpu_ratio_high": ".4f",
                 "log_bytes_per_round": ",.0f",
                 "commitment_bytes_per_round": ",.0f",
                 "payload_bytes_per_round": ",.0f",
@@ -263,11 +302,6 @@ def main() -> int:
         )
     )
     if told.json:
-        settings = {
-            "sites": len(SITES), "inner_steps": INNER_STEPS, "fragments": 2, "codec": "int4",
-            "warm_up_rounds": WARM_UP_ROUNDS, "measured_rounds": rounds, "pairs": repetitions,
-            "commit": common.commit(),
-        }  # fmt: skip
         common.write_json(told.json, "record", on, settings, rows)
     return 0
 

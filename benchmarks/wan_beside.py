@@ -26,11 +26,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
 from pathlib import Path
 
 import common
 import wan_run
+from common import Course, course_of, tokens_at
 from wan_grid import (
     NO_EXCHANGE,
     OURS,
@@ -47,7 +47,7 @@ from dilocox.config import RunConfig
 from dilocox.errors import DilocoxError
 from dilocox.lab import Lab, LabError
 from dilocox.lab.lab import why_not
-from dilocox.lab.results import Record, rounds_by_site
+from dilocox.lab.results import rounds_by_site
 from dilocox.lab.running import Run, alone, check, finish, in_lab, of_sites, run_alone
 from dilocox.models import count_parameters, load_model_config
 
@@ -63,27 +63,6 @@ PAIRS = ((0, 1), (0, 2), (2, 3), (1, 3))
 """Which hosts train together, block by block: each as often as it trains by itself."""
 PROBE_STEPS = 40
 LIMIT = 900.0
-Course = Sequence[tuple[float, float]]
-"""(seconds since 1970, tokens so far) at the ends of a site's rounds, in their order."""
-
-
-def course_of(rounds: Sequence[Record]) -> Course:
-    """Where a site was at the ends of its rounds."""
-    found: list[tuple[float, float]] = []
-    tokens = 0.0
-    for record in rounds:
-        tokens += record["tokens"]
-        found.append((record["time"], tokens))
-    return found
-
-
-def tokens_at(course: Course, moment: float) -> float:
-    """Tokens that a site had trained on, evenly within its rounds. Raises `ValueError` for a moment
-    outside of them."""
-    for (start, before), (end, after) in pairwise(course):
-        if start <= moment <= end:
-            return before + (after - before) * (moment - start) / (end - start)
-    raise ValueError(f"no round of {course[0][0]:.1f} to {course[-1][0]:.1f} has {moment:.1f}")
 
 
 def speeds(ours: Sequence[Course], others: Sequence[Course], begin: float) -> tuple[float, float]:

@@ -283,7 +283,7 @@ _OF_ONE_MACHINE = {
     "site": ("device", "threads"),
     "network": ("host", "port", "advertise", "interface", "congestion"),
     "checkpoint": ("store",),
-    "record": ("store",),
+    "record": ("store", "anchor"),
 }
 """Keys by section."""
 

@@ -51,6 +51,11 @@ class RecordSection(Section):
     audit_rate: Fraction = 0.05
     """Share of these rounds of each site that `dilocox auditor` audits."""
 
+    anchor: list[str] = []  # noqa: RUF012 - pydantic copies defaults
+    """A command, word by word, that the coordinator runs beside training whenever the log has a
+    new signed checkpoint: once a round, and at the end. It gets the checkpoint on its standard
+    input and takes it to where others can see it. Its failures are said and change nothing."""
+
     @model_validator(mode="after")
     def _consistent(self) -> RecordSection:
         if self.states_keep and not self.states_every:

@@ -16,18 +16,19 @@ from dilocox.record.course import Course, Step
 SIGNER = s.Signer.from_hex("01" * 32)
 
 
-def reports(seconds: float, rounds: int) -> list[dict[str, Any]]:
+def reports(seconds: float, rounds: int, start: float = 50.0) -> list[dict[str, Any]]:
     return [
-        {"site": site, "round": number, "time": 50.0 + seconds * number, "tokens": 300}
+        {"site": site, "round": number, "time": start + seconds * number, "tokens": 300}
         for number in range(rounds)
         for site in record.SITES
     ]
 
 
-def test_speed_is_that_of_the_measured_rounds_by_the_clock() -> None:
-    found = reports(2.0, 6)
-    found[0]["time"] = -1000.0
-    assert record.speed(found) == pytest.approx(2 * 300 / 2.0)
+def test_speeds_are_those_of_the_seconds_that_both_runs_were_measured_in() -> None:
+    # The second one began 4 s later and is half as fast; from its second round's end, at 58 s, on.
+    fast, slow = reports(2.0, 9), reports(4.0, 6, start=54.0)
+    fast[0]["time"] = -1000.0
+    assert record.speeds(fast, slow) == pytest.approx([2 * 300 / 2.0, 2 * 300 / 4.0])
 
 
 def step(round_: int, flush: bool, payloads: dict[str, str]) -> Step:
@@ -55,21 +56,25 @@ def test_bytes_are_per_training_round_and_of_both_sites() -> None:
     }
 
 
-def test_runs_are_compared_within_their_repetition() -> None:
-    """The machine was half as fast in the second one: that is no cost of the record."""
-    costs = {
-        "off": [record.Cost(1000.0, 10.0), record.Cost(500.0, 20.0)],
-        "on": [record.Cost(990.0, 11.0), record.Cost(495.0, 22.0)],
-        "states": [record.Cost(900.0, 10.0), record.Cost(450.0, 20.0)],
-    }
-    found = {
-        "on": {"rounds": 2, "log_bytes_per_round": 7, "other_bytes": 100},
-        "states": {"rounds": 2, "log_bytes_per_round": 9, "other_bytes": 700},
-    }
-    off, on, states = record.rows_of(costs, found)
-    assert (off["ratio"], off["cpu_ratio"], off.get("theta_bytes")) == (1.0, 1.0, None)
+def test_runs_are_compared_with_those_beside_them() -> None:
+    """The machine was half as fast in the second turn: that is no cost of the record."""
+    bytes_on = {"rounds": 2, "log_bytes_per_round": 7, "other_bytes": 100}
+    bytes_states = {"rounds": 2, "log_bytes_per_round": 9, "other_bytes": 700}
+    pairs: list[dict[str, Any]] = [
+        {"record": name, "turn": turn, "tokens_per_second": share * speed, "beside": speed, **more}
+        for turn, speed in enumerate((1000.0, 500.0))
+        for name, share, more in (
+            ("off", 1.0, {}), ("on", 0.99, bytes_on), ("states", 0.9, bytes_states),
+        )
+    ]  # fmt: skip
+    off, on, states = record.rows_of(pairs)
+    assert (off["ratio"], off["pairs"], off.get("theta_bytes")) == (1.0, 2, None)
     assert (on["ratio"], on["ratio_low"], on["ratio_high"]) == (0.99, 0.99, 0.99)
-    assert (on["cpu_ratio"], on["state_bytes_per_round"], on["theta_bytes"]) == (1.1, 0, 100)
+    assert (on["log_bytes_per_round"], on["state_bytes_per_round"], on["theta_bytes"]) == (
+        7,
+        0,
+        100,
+    )
     assert (states["ratio"], states["state_bytes_per_round"]) == (0.9, 300)
 
 

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import wan_beside
-from wan_beside import course_of, report, speeds, tokens_at
+from common import course_of, tokens_at
+from wan_beside import report, speeds
 
 from dilocox.lab import LabError
 

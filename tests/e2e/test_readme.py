@@ -44,6 +44,7 @@ RUN_ELSEWHERE = {
     QUALITY: "tests/benchmarks",
     "python benchmarks/codecs.py": "tests/benchmarks",
     "python benchmarks/attacks.py": "tests/benchmarks",
+    "python benchmarks/uneven.py --inner-steps 40 --rounds 8": "tests/benchmarks",
     "python benchmarks/chaos.py --parts 9": "tests/benchmarks",
     "python -m pytest tests/e2e/test_wire_bytes.py": "itself",
     "python -m pytest tests/e2e/test_resume.py": "itself",

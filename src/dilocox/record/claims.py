@@ -110,12 +110,18 @@ BEACON = Claim(
     "that the randomness was unknown when the log was signed: look it up at its source, and give "
     "it with --randomness",
 )
+ATTESTATIONS = Claim(
+    "attestations",
+    False,
+    "each site that has signed evidence of the machine it ran on ran what that evidence says",
+    "anything yet: this version keeps evidence, and judges none",
+)
 CLAIMS = (
     LOG, SIGNATURES, COMPLETE, COMMITMENTS, RUN_FILE, PAYLOADS, REPLAY, MODEL, RELEASE, DATA, CODE,
-    AUDITS, BEACON,
+    AUDITS, BEACON, ATTESTATIONS,
 )  # fmt: skip
-"""The last two are judged only of a run that keeps states for audits, `release` only of a model
-that somebody has signed."""
+"""`audits` and `beacon` are judged only of a run that keeps states for audits, `release` only of a
+model that somebody has signed, `attestations` only where a site has signed one."""
 
 
 @dataclass(frozen=True)

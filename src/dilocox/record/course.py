@@ -149,6 +149,17 @@ class RoundState:
     """Which statement of the log this is, from 0."""
 
 
+@dataclass(frozen=True)
+class Attestation:
+    """A site's evidence of what it ran on. Nothing here judges it."""
+
+    site: str
+    format: str
+    """What kind of evidence, as the site names it."""
+    evidence: str
+    """SHA-256, hex, of it in the store."""
+
+
 @dataclass
 class Course:
     """A whole run."""
@@ -175,6 +186,7 @@ class Course:
     """By (round, site, stage, shard)."""
     again: set[tuple[int, str, int, int]] = field(default_factory=set)
     """Keys of `rounds` that may be signed once more, since the run was resumed there."""
+    attestations: list[Attestation] = field(default_factory=list)
     numbers: dict[str, int] = field(default_factory=dict)
     """Which statement of the log has decided an exchange, by its key."""
     read: int = 0
@@ -370,6 +382,13 @@ def _held(course: Course, keys: dict[str, str], statement: s.Statement) -> None:
     course.states.append(state)
 
 
+def _attested(course: Course, keys: dict[str, str], statement: s.Statement) -> None:
+    said = statement.predicate
+    course.attestations.append(
+        Attestation(str(said["site"]), str(said["format"]), statement.subjects["evidence"])
+    )
+
+
 def _resumed(course: Course, keys: dict[str, str], statement: s.Statement) -> None:
     tick = int(statement.predicate["tick"])
     course.since = course.read
@@ -389,6 +408,7 @@ _TAKE = {
     s.PLAN: _planned,
     s.ROUND: _began,
     s.CHECKPOINT: _held,
+    s.ATTESTATION: _attested,
     s.RESUME: _resumed,
 }
 

@@ -51,7 +51,7 @@ class LogWriter:
         self._tree = Frontier(leaf_hash(entry.encode()) for entry in self.entries)
         self._file = (folder / ENTRIES).open("ab")
         _replace(folder / PUBLIC, f"{self.public}\n")
-        self._covered = -1
+        self._covered, self._note = -1, ""
         self._lock = threading.Lock()
         self.cover()
 
@@ -63,16 +63,17 @@ class LogWriter:
             self._file.flush()
             self._tree.append(leaf_hash(data))
 
-    def cover(self) -> LogCheckpoint:
-        """Sign what is there now; the checkpoint. Raises `OSError`."""
+    def cover(self) -> str:
+        """Sign what is there now; the signed checkpoint. Raises `OSError`."""
         with self._lock:
             checkpoint = LogCheckpoint(self._origin, self._tree.size, self._tree.root)
         if self._covered != checkpoint.size:
             # A checkpoint that is there after a power cut must find its entries there.
             os.fsync(self._file.fileno())
-            _replace(self._folder / CHECKPOINT, sign_note(checkpoint.text, self._origin, self._key))
+            self._note = sign_note(checkpoint.text, self._origin, self._key)
+            _replace(self._folder / CHECKPOINT, self._note)
             self._covered = checkpoint.size
-        return checkpoint
+        return self._note
 
     def close(self) -> None:
         """Cover what is there and let go of it. Raises `OSError`."""

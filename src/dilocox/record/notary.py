@@ -27,6 +27,7 @@ from dilocox.outer.coordinator.messages import EnrolRequest, Rank, RoundPlan
 from dilocox.outer.coordinator.notary import Decision
 from dilocox.outer.coordinator.refusals import Refused
 from dilocox.record import statements as s
+from dilocox.record.anchor import Anchor
 from dilocox.record.digests import sealed
 from dilocox.record.log import ENTRIES, LogWriter
 from dilocox.version import __version__
@@ -61,6 +62,7 @@ class LogNotary:
     _filed: set[bytes] = field(default_factory=set)
     _failure: OSError | None = None
     _told: bool = False
+    _anchor: Anchor | None = None
     _beside: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
 
     @classmethod
@@ -91,12 +93,18 @@ class LogNotary:
                 manifest(config, str(writer.public)),
                 {"run-file": digest_of(config.shared())},
             )
+        if config.record.anchor:
+            notary._anchor = Anchor(config.record.anchor, config.network.link_timeout)
         return notary
 
     def close(self) -> None:
-        """Cover what is there and let go of the log."""
+        """Cover what is there, anchor that, and let go of the log."""
         self._beside.shutdown()
+        self._guarded(self._cover)
         self._guarded(self.writer.close)
+        if self._anchor is not None:
+            self._anchor.close()
+            self._tell_trouble(self._anchor)
 
     def enrolled(self, request: EnrolRequest, incarnation: int) -> None:
         """See `Notary`."""
@@ -150,11 +158,15 @@ class LogNotary:
         return before.get("payload", bound) == bound
 
     def checkpoint(self, rank: Rank, statement: str) -> None:
-        """See `Notary`."""
-        found = self._signed(rank, statement, s.CHECKPOINT, s.ROUND)
+        """See `Notary`. An attestation is about a site, the others about a rank."""
+        found = self._signed(rank, statement, s.CHECKPOINT, s.ROUND, s.ATTESTATION)
         said = found.predicate
         place = (said.get("site"), said.get("stage"), said.get("shard", rank.shard))
-        if place != (rank.site, rank.stage, rank.shard):
+        if found.kind == s.ATTESTATION:
+            fits = place[0] == rank.site and "evidence" in found.subjects and "format" in said
+        else:
+            fits = place == (rank.site, rank.stage, rank.shard)
+        if not fits:
             raise Refused("refused", f"{rank}: its signed {found.kind} is another rank's")
         self._file(statement, found)
 
@@ -194,7 +206,19 @@ class LogNotary:
 
     def cover(self) -> None:
         """See `Notary`. Disks take their time to keep something for good: it is done beside."""
-        self._beside.submit(self._guarded, self.writer.cover)
+        self._beside.submit(self._guarded, self._cover)
+        if self._anchor is not None:
+            self._tell_trouble(self._anchor)
+
+    def _cover(self) -> None:
+        note = self.writer.cover()
+        if self._anchor is not None:
+            self._anchor.take(note)
+
+    def _tell_trouble(self, anchor: Anchor) -> None:
+        trouble = anchor.trouble()
+        if trouble is not None:
+            self.on_message(f"{trouble}; training goes on")
 
     def _signed(self, rank: Rank, text: str, *kinds: str) -> s.Statement:
         try:

@@ -32,10 +32,11 @@ CHECKPOINT = "checkpoint"
 RESUME = "resume"
 PLAN = "plan"
 ROUND = "round-state"
+ATTESTATION = "attestation"
 AUDIT = "audit"
 BY_LOG = (MANIFEST, ENROLMENT, STEP, RESUME, PLAN)
 """Types that the log's own key signs: what the coordinator has decided."""
-BY_SITE = (COMMITMENT, CONTRIBUTION, CHECKPOINT, ROUND)
+BY_SITE = (COMMITMENT, CONTRIBUTION, CHECKPOINT, ROUND, ATTESTATION)
 """Types that a site's key signs."""
 BY_AUDITOR = (AUDIT,)
 """Types that are not in the log: an auditor's key signs them."""

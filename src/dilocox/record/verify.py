@@ -114,6 +114,8 @@ class _Verification:
             )
             findings.append(self._judge(c.AUDITS, audits.verdicts))
             findings.append(self._judge(c.BEACON, audits.beacon))
+        if course is not None and course.attestations:
+            findings.append(self._judge(c.ATTESTATIONS, self.attestations))
         rounds = {step.key.round for step in course.steps.values()} if course else set()
         return Report(
             run=course.run if course else "",
@@ -363,6 +365,13 @@ class _Verification:
         if named != {files.digest}:
             raise DataError(f"{folder}: digest {files.digest[:12]}…, the sites named others")
         return f"digest {files.digest[:12]}…"
+
+    def attestations(self) -> str:
+        """Evidence is there, and nobody here to judge it."""
+        found = self._need(c.LOG, c.SIGNATURES).attestations
+        sites = ", ".join(sorted({each.site for each in found}))
+        formats = ", ".join(sorted({each.format for each in found}))
+        raise NotRunError(f"{len(found)} of {sites} ({formats}); this dilocox judges no evidence")
 
     def code(self) -> str:
         """This code is the run's."""

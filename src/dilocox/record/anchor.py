@@ -1,0 +1,78 @@
+"""Takes checkpoints of a run's log to where others can see them, with a command of the operator's.
+
+The command gets a signed checkpoint on its standard input. Whether it puts it on a chain, stamps it
+with a time or mails it is its own affair: a run never waits for it. Of checkpoints that come while
+it works only the newest is kept, since each covers all that were before it.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import threading
+from collections.abc import Sequence
+
+
+class Anchor:
+    """Runs the command in a thread of its own, one call at a time."""
+
+    def __init__(self, command: Sequence[str], patience: float) -> None:
+        """`command`: word by word. `patience`: seconds that one call may take."""
+        self._command, self._patience = tuple(command), patience
+        self._newest: str | None = None
+        self._trouble: str | None = None
+        self._failing, self._closing = False, False
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._run, name="anchor", daemon=True)
+        self._thread.start()
+
+    def take(self, checkpoint: str) -> None:
+        """Anchor this one as soon as the one under way is done. `checkpoint`: a signed note."""
+        with self._changed:
+            self._newest = checkpoint
+            self._changed.notify()
+
+    def trouble(self) -> str | None:
+        """What has gone wrong since this was asked last, if calls before it had gone well."""
+        with self._changed:
+            trouble, self._trouble = self._trouble, None
+        return trouble
+
+    def close(self) -> None:
+        """Anchor what is left, and wait for it."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        # A call that was under way may be followed by that for the last checkpoint.
+        self._thread.join(2 * self._patience + 1.0)
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._newest is not None or self._closing)
+                checkpoint, self._newest = self._newest, None
+            if checkpoint is None:
+                return  # closed, and nothing is left
+            problem = self._called(checkpoint)
+            with self._changed:
+                if problem is not None and not self._failing:
+                    self._trouble = f"record.anchor: {self._command[0]} {problem}"
+                self._failing = problem is not None
+
+    def _called(self, checkpoint: str) -> str | None:
+        """What went wrong, or none."""
+        try:
+            done = subprocess.run(  # noqa: S603 - the operator's own command
+                self._command,
+                input=checkpoint.encode(),
+                capture_output=True,
+                timeout=self._patience,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            return f"took longer than {self._patience:g} s"
+        except OSError as error:
+            return f"cannot be started ({error.strerror})"
+        if done.returncode == 0:
+            return None
+        said = done.stderr.decode(errors="replace").strip().splitlines()
+        return f"ended with {done.returncode}" + (f" ({said[-1][:200]})" if said else "")
