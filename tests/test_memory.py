@@ -44,6 +44,22 @@ def test_states_in_bytes_per_parameter() -> None:
     assert memory.outer_bytes_per_parameter(config(outer={"momentum_dtype": "bf16"})) == 14
 
 
+def test_a_gate_needs_a_model_to_try_in_and_what_it_goes_by() -> None:
+    gate = {"aggregation": "clip", "gate": True}
+    for site, admission, on_device, beside in (
+        ({}, {}, 0, 0),
+        ({}, gate, 4, 4),
+        ({"stages": 2}, gate, 0, 1),
+    ):
+        run = config(outer={"method": "dilocox"}, **site)
+        run = run.model_copy(update={"admission": run.admission.model_copy(update=dict(admission))})
+        assert memory.gate_model_bytes_per_parameter(run) == on_device
+        assert memory.gate_probe_bytes_per_parameter(run) == beside
+        assert memory.host_bytes_per_parameter(run, on_gpu=False) == 33 + on_device + beside
+        assert memory.gpu_bytes(run, 1000, 0) == 1000 * (16 + on_device)
+        assert memory.host_bytes_per_parameter(run, on_gpu=True) == 17 + beside
+
+
 def test_the_outer_state_is_as_large_as_said() -> None:
     from dilocox.outer.fragments import Layout
     from dilocox.outer.optimizer import MOMENTUM_DTYPES

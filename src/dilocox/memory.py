@@ -36,6 +36,20 @@ def outer_bytes_per_parameter(config: RunConfig) -> int:
     return 8 + MOMENTUM_BYTES[config.outer.momentum_dtype] + extra + 4 // config.outer.fragments
 
 
+def gate_model_bytes_per_parameter(config: RunConfig) -> int:
+    """The model, fp32, in which a gate tries contributions: beside the rank's own, if it is the
+    site's only one."""
+    return 4 * (config.admission.gate and config.site.ranks == 1)
+
+
+def gate_probe_bytes_per_parameter(config: RunConfig) -> int:
+    """What a gate keeps of one boundary in the machine's memory, fp32: the whole model's anchors
+    to try contributions at, or a fragment's gradients where a site has several ranks."""
+    if not config.admission.gate:
+        return 0
+    return 4 if config.site.ranks == 1 else 4 // config.outer.fragments
+
+
 def activation_bytes(
     config: RunConfig, hf_config: Any, stage: int, layers: int, head: bool, width: int
 ) -> int:
@@ -67,7 +81,7 @@ def activation_bytes(
 
 def gpu_bytes(config: RunConfig, parameters: int, activations: int) -> int:
     """Bytes that one rank needs on its GPU. `parameters`: of its stage, over all shards."""
-    per_parameter = inner_bytes_per_parameter(config)
+    per_parameter = inner_bytes_per_parameter(config) + gate_model_bytes_per_parameter(config)
     if config.outer.device == "model":
         per_parameter += outer_bytes_per_parameter(config)
     return parameters * per_parameter // config.site.shards + activations
@@ -115,10 +129,11 @@ def check_gpu(
 
 def host_bytes_per_parameter(config: RunConfig, on_gpu: bool) -> int:
     """What a site's ranks hold in the machine's own memory, per parameter of the model."""
-    outer = outer_bytes_per_parameter(config)
+    outer, probe = outer_bytes_per_parameter(config), gate_probe_bytes_per_parameter(config)
     if on_gpu:
-        return outer if config.outer.device == "cpu" else 0
-    return inner_bytes_per_parameter(config) + outer
+        return probe + (outer if config.outer.device == "cpu" else 0)
+    gate = gate_model_bytes_per_parameter(config)
+    return inner_bytes_per_parameter(config) + outer + gate + probe
 
 
 def host_problem(

@@ -11,7 +11,11 @@ from typing import Any
 
 from dilocox.config import RunConfig
 from dilocox.errors import DilocoxError
-from dilocox.memory import inner_bytes_per_parameter, outer_bytes_per_parameter
+from dilocox.memory import (
+    gate_model_bytes_per_parameter,
+    inner_bytes_per_parameter,
+    outer_bytes_per_parameter,
+)
 from dilocox.plan.activations import Kept, kept
 from dilocox.plan.outline import Outline
 from dilocox.plan.table import Place
@@ -73,6 +77,7 @@ def footprints(config: RunConfig, outline: Outline, place: Place, each: Kept) ->
             copies = (2 if bf16 else 4) * (2 * layer + outside) + 4 * layer
         elif bf16:
             copies = 2 * parameters
+        copies += gate_model_bytes_per_parameter(config) * parameters
         found.append(
             Footprint(
                 stage=stage,
