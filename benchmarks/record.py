@@ -10,7 +10,11 @@ well two runs that do the same can be told apart.
 
 `ratio` is tokens/s by the clock on the wall over those of the run beside it, in the seconds in
 which both were in measured rounds; the median of the repetitions, with a 95 % bootstrap interval.
-From the records themselves: bytes of log, payloads and states per round, theta_0 besides.
+On a machine that many share it moves by one or two per cent. `work` does not: it is the processor
+time of everything but the sites' training threads (exchanges, record, coordinator) in these
+seconds, as a share of all processor time of the run, less the same of the run beside it. What
+training threads copy for `states` is in `ratio` alone. From the records themselves: bytes of log,
+payloads and states per round, theta_0 besides.
 
 The model is small (0.9M parameters) and rounds are short (10 inner steps), so that the record's
 share is larger than in any run worth the name. Every pair of runs is written when it is done;
@@ -29,6 +33,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +57,47 @@ WARM_UP_ROUNDS = 2
 INNER_STEPS = 10
 LIMIT = 600.0
 """Seconds after which two runs are given up."""
+LOOK = 0.25
+"""Seconds between two looks at what threads have computed."""
+TICKS = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True)
+class Used:
+    """Processor time of a run's processes up to a moment, in seconds."""
+
+    moment: float
+    """Seconds since 1970."""
+    training: float
+    """Of the ranks' main threads, which compute inner steps, land and begin exchanges."""
+    beside: float
+    """Of all others."""
+
+
+def used(group: Path, proc: Path = Path("/proc")) -> Used:
+    """Of the processes in a control group; one that has just ended is left out."""
+    training = beside = 0.0
+    for process in cgroups.members(group):
+        for task in (proc / str(process) / "task").glob("*/stat"):
+            try:
+                text = task.read_text()
+            except OSError:
+                continue
+            name, rest = text[text.index("(") + 1 : text.rindex(")")], text[text.rindex(")") + 2 :]
+            seconds = sum(map(int, rest.split()[11:13])) / TICKS
+            # A rank is called SITE:STAGE.SHARD; its main thread has the number of the process.
+            if ":" in name and int(task.parent.name) == process:
+                training += seconds
+            else:
+                beside += seconds
+    return Used(time.time(), training, beside)
+
+
+def work_share(course: Sequence[Used], begin: float, end: float) -> float:
+    """What is not training, as a share of all processor time from `begin` to `end`."""
+    inside = [each for each in course if begin <= each.moment <= end]
+    beside = inside[-1].beside - inside[0].beside
+    return beside / (beside + inside[-1].training - inside[0].training)
 
 
 def run_file(root: Path, name: str, record: Mapping[str, Any], rounds: int) -> Path:
@@ -101,12 +147,14 @@ def quotas(hierarchy: cgroups.Hierarchy) -> Iterator[list[Path]]:
 
 def train_beside(
     root: Path, runs: Mapping[str, Mapping[str, Any]], groups: Sequence[Path], rounds: int
-) -> None:
+) -> dict[str, list[Used]]:
     """Two runs at the same time, each in its group, to their end; `runs`: `[record]` by name.
 
-    Raises `RunError` with what the one that failed said last.
+    What they have computed, look by look. Raises `RunError` with what the one that failed said
+    last.
     """
-    processes = {}
+    processes: dict[str, subprocess.Popen[bytes]] = {}
+    courses: dict[str, list[Used]] = {name: [] for name in runs}
     try:
         for (name, record), group in zip(runs.items(), groups, strict=True):
             file = run_file(root, name, record, rounds)
@@ -117,14 +165,18 @@ def train_beside(
                     env={**os.environ, "HF_HUB_OFFLINE": "1"},
                 )  # fmt: skip
         end = time.monotonic() + LIMIT
+        while any(process.poll() is None for process in processes.values()):
+            if time.monotonic() > end:
+                raise RunError(f"{' and '.join(runs)}: no end within {LIMIT:g} s")
+            for (name, process), group in zip(processes.items(), groups, strict=True):
+                if process.poll() is None:
+                    courses[name].append(used(group))
+            time.sleep(LOOK)
         for name, process in processes.items():
-            try:
-                code = process.wait(max(0.0, end - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                raise RunError(f"{name}: no end within {LIMIT:g} s") from None
-            if code != 0:
-                said_last = (root / f"{name}.log").read_text()[-1500:]
-                raise RunError(f"{name}: ended with code {code}\n{said_last}")
+            if process.returncode != 0:
+                last = (root / f"{name}.log").read_text()[-1500:]
+                raise RunError(f"{name}: ended with code {process.returncode}\n{last}")
+        return courses
     finally:
         for process in processes.values():
             process.kill()
@@ -137,9 +189,9 @@ def read_rounds(folder: Path) -> list[dict[str, Any]]:
     return [r for r in map(json.loads, lines) if r["kind"] == "round" and r.get("site")]
 
 
-def speeds(*runs: Sequence[Mapping[str, Any]]) -> list[float]:
+def speeds(*runs: Sequence[Mapping[str, Any]]) -> tuple[list[float], float, float]:
     """Tokens per second of each run's sites together, by their reports of rounds, over the seconds
-    in which all sites of all runs were in measured rounds."""
+    in which all sites of all runs were in measured rounds; and begin and end of these."""
     own = [
         [
             sorted((r for r in records if r["site"] == site), key=lambda r: r["round"])
@@ -154,7 +206,7 @@ def speeds(*runs: Sequence[Mapping[str, Any]]) -> list[float]:
         courses = [common.course_of(rounds) for rounds in sites]
         trained = sum(common.tokens_at(c, end) - common.tokens_at(c, begin) for c in courses)
         found.append(trained / (end - begin))
-    return found
+    return found, begin, end
 
 
 def read_record(folder: Path) -> tuple[Course, list[str]]:
@@ -206,12 +258,16 @@ def rows_of(pairs: Sequence[common.Row]) -> list[common.Row]:
         if not own:
             continue
         ratio = common.median_interval([p["tokens_per_second"] / p["beside"] for p in own])
+        work = common.median_interval([p["work"] - p["work_beside"] for p in own])
         row: common.Row = {
             "record": name,
             "pairs": len(own),
             "ratio": round(ratio.median, 4),
             "ratio_low": round(ratio.low, 4),
             "ratio_high": round(ratio.high, 4),
+            "work": round(work.median, 5),
+            "work_low": round(work.low, 5),
+            "work_high": round(work.high, 5),
         }
         said = {key: value for key, value in own[0].items() if key.endswith("_per_round")}
         if name != "off":
@@ -243,17 +299,27 @@ def measured(
         # Which one begins, and gets which group, changes from turn to turn.
         order = list(runs) if turn % 2 == 0 else list(runs)[::-1]
         with quotas(hierarchy) as groups:
-            train_beside(root, {run: runs[run] for run in order}, groups, WARM_UP_ROUNDS + rounds)
-        own, beside = speeds(read_rounds(root / measuring), read_rounds(root / reference))
+            courses = train_beside(
+                root, {run: runs[run] for run in order}, groups, WARM_UP_ROUNDS + rounds
+            )
+        (own, beside), begin, end = speeds(
+            read_rounds(root / measuring), read_rounds(root / reference)
+        )
         row: common.Row = {
             "record": name,
             "turn": turn,
             "tokens_per_second": round(own, 1),
             "beside": round(beside, 1),
+            "work": round(work_share(courses[measuring], begin, end), 5),
+            "work_beside": round(work_share(courses[reference], begin, end), 5),
         }
         if name != "off":
             row |= bytes_of(*read_record(root / measuring), kept(root / measuring))
-        common.say(f"{measuring}: {own:,.0f} tokens/s, {own / beside:.2%} of the run beside it")
+        more = row["work"] - row["work_beside"]
+        common.say(
+            f"{measuring}: {own:,.0f} tokens/s, {own / beside:.2%} of the run beside it; "
+            f"{more:+.2%} of the processor"
+        )
         yield row
 
 
@@ -294,6 +360,9 @@ def main() -> int:
                 "ratio": ".4f",
                 "ratio_low": ".4f",
                 "ratio_high": ".4f",
+                "work": ".4f",
+                "work_low": ".4f",
+                "work_high": ".4f",
                 "log_bytes_per_round": ",.0f",
                 "commitment_bytes_per_round": ",.0f",
                 "payload_bytes_per_round": ",.0f",

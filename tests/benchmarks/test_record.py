@@ -28,7 +28,34 @@ def test_speeds_are_those_of_the_seconds_that_both_runs_were_measured_in() -> No
     # The second one began 4 s later and is half as fast; from its second round's end, at 58 s, on.
     fast, slow = reports(2.0, 9), reports(4.0, 6, start=54.0)
     fast[0]["time"] = -1000.0
-    assert record.speeds(fast, slow) == pytest.approx([2 * 300 / 2.0, 2 * 300 / 4.0])
+    found, begin, end = record.speeds(fast, slow)
+    assert found == pytest.approx([2 * 300 / 2.0, 2 * 300 / 4.0])
+    assert (begin, end) == (58.0, 66.0)
+
+
+def test_work_is_what_threads_beside_training_compute(tmp_path: Path) -> None:
+    group = tmp_path / "group"
+    group.mkdir()
+    (group / "cgroup.procs").write_text("7\n8\n9\n")
+    ticks = record.TICKS
+    for process, thread, name, user, system in (
+        (7, 7, "paris:0.0", 90, 10),
+        (7, 70, "paris:0.0", 3, 1),
+        (7, 71, "gloo (tcp) loop", 2, 0),
+        (8, 8, "coordinator", 4, 0),
+    ):
+        task = tmp_path / "proc" / str(process) / "task" / str(thread)
+        task.mkdir(parents=True)
+        rest = " ".join(["S", *["0"] * 10, str(user * ticks), str(system * ticks), "5", "5"])
+        (task / "stat").write_text(f"{thread} ({name}) {rest}\n")
+    found = record.used(group, tmp_path / "proc")
+    assert (found.training, found.beside) == (100.0, 10.0)
+
+
+def test_work_is_a_share_of_the_measured_seconds() -> None:
+    course = [record.Used(float(t), 8.0 * t + 1000, 2.0 * t + (50 if t > 6 else 0))
+              for t in range(10)]  # fmt: skip
+    assert record.work_share(course, 1.5, 6.5) == pytest.approx(0.2)
 
 
 def step(round_: int, flush: bool, payloads: dict[str, str]) -> Step:
@@ -61,7 +88,8 @@ def test_runs_are_compared_with_those_beside_them() -> None:
     bytes_on = {"rounds": 2, "log_bytes_per_round": 7, "other_bytes": 100}
     bytes_states = {"rounds": 2, "log_bytes_per_round": 9, "other_bytes": 700}
     pairs: list[dict[str, Any]] = [
-        {"record": name, "turn": turn, "tokens_per_second": share * speed, "beside": speed, **more}
+        {"record": name, "turn": turn, "tokens_per_second": share * speed, "beside": speed,
+         "work": 0.013 if name == "on" else 0.01, "work_beside": 0.01, **more}
         for turn, speed in enumerate((1000.0, 500.0))
         for name, share, more in (
             ("off", 1.0, {}), ("on", 0.99, bytes_on), ("states", 0.9, bytes_states),
@@ -70,6 +98,7 @@ def test_runs_are_compared_with_those_beside_them() -> None:
     off, on, states = record.rows_of(pairs)
     assert (off["ratio"], off["pairs"], off.get("theta_bytes")) == (1.0, 2, None)
     assert (on["ratio"], on["ratio_low"], on["ratio_high"]) == (0.99, 0.99, 0.99)
+    assert (off["work"], on["work"]) == (0.0, pytest.approx(0.003))
     assert (on["log_bytes_per_round"], on["state_bytes_per_round"], on["theta_bytes"]) == (
         7,
         0,
