@@ -232,13 +232,14 @@ def _exchange_rounds(
     )
     worker = ExchangeWorker(network, place.site)
     draw = torch.Generator().manual_seed(case.sites.index(place.site) * case.stages + place.stage)
-    values = torch.randn(case.values, generator=draw)
     chosen = compressor(case.codec, Geometry(((case.values,),), (0,), case.values))
     control.wait_while_role("enrolled")
     client.ready()
     for number in range(case.rounds):
         plan = client.plan(number)
         weights = {site: member.weight for site, member in plan.members.items()}
+        # Others in every round: the same bytes again would be stale, and count for nothing.
+        values = torch.randn(case.values, generator=draw)
         start.wait(LIMIT)
         began = time.monotonic()
         futures = [
@@ -256,6 +257,9 @@ def _exchange_rounds(
         ]
         outcomes: list[Outcome] = [future.result(LIMIT) for future in futures]
         ended = time.monotonic()
+        for outcome in outcomes:
+            if sorted(outcome.contributors) != sorted(case.sites):
+                raise LabError(f"round {number}: only {', '.join(outcome.contributors)} counted")
         told.put(
             Turn(
                 place.site,
