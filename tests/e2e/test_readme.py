@@ -39,7 +39,7 @@ RUN_ELSEWHERE = {
     "dilocox export --release": "tests/release",
     "python benchmarks/single_site.py --pairs 16": "tests/benchmarks",
     "python benchmarks/overlap.py --quick": "tests/benchmarks",
-    "python benchmarks/wan.py --quick": "tests/benchmarks",
+    "python benchmarks/wan.py --ratio 400 --sites 2": "tests/benchmarks",
     "python benchmarks/wan_beside.py --work 0.005": "tests/benchmarks",
     QUALITY: "tests/benchmarks",
     "python benchmarks/codecs.py": "tests/benchmarks",
