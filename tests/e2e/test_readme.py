@@ -43,6 +43,7 @@ RUN_ELSEWHERE = {
     "python benchmarks/wan_beside.py --work 0.005": "tests/benchmarks",
     QUALITY: "tests/benchmarks",
     "python benchmarks/codecs.py": "tests/benchmarks",
+    "python benchmarks/latency.py": "tests/benchmarks",
     "python benchmarks/attacks.py": "tests/benchmarks",
     "python benchmarks/uneven.py --inner-steps 40 --rounds 8": "tests/benchmarks",
     "python benchmarks/chaos.py --parts 9": "tests/benchmarks",
