@@ -185,7 +185,7 @@ def measure(root: Path, link: str, steps: int) -> common.Row:
     folder = root / config.run.name
     records = [json.loads(line) for line in (folder / "metrics.jsonl").open(encoding="utf-8")]
     trace = json.loads((folder / "trace.json").read_text(encoding="utf-8"))
-    parameters = count_parameters(load_model_config(config.model))
+    parameters = count_parameters(load_model_config(config.model, config.data.vocabulary_size))
     return row(link, records, trace, parameters, outer_bytes_per_parameter(config))
 
 

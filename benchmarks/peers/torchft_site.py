@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from datetime import timedelta
 from itertools import pairwise
+from typing import Any
 
 import torch
 from peer import PeerJob, allreduce_bytes, make_loop, measure
@@ -79,7 +80,7 @@ def fragments(model: nn.Module, count: int) -> list[nn.Module]:
 
     Every parameter is in exactly one. Raises `ValueError` if some would be in none.
     """
-    base = model.model
+    base: Any = model.model
     layers = list(base.layers)
     cuts = [number * len(layers) // count for number in range(count + 1)]
     parts: list[list[nn.Module]] = [layers[first:last] for first, last in pairwise(cuts)]
