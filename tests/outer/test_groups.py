@@ -15,6 +15,7 @@ from dilocox.errors import ExchangeError
 from dilocox.outer.groups import (
     FIRST_BYTES,
     PIECE_BYTES,
+    PIECES_UNDER_WAY,
     CoordinatorStore,
     EpochChangedError,
     PeerGroup,
@@ -106,28 +107,50 @@ def test_a_silent_peer_is_given_up_after_the_limit() -> None:
 class Work:
     """A piece under way that ends when told."""
 
-    def __init__(self, started: list[int], size: int) -> None:
-        started.append(size)
+    def __init__(self, may_end: threading.Event) -> None:
+        self._may_end = may_end
 
     def wait(self) -> bool:
-        return True
+        return self._may_end.wait(10.0)
 
 
-def test_giving_up_starts_no_more_pieces() -> None:
-    started: list[int] = []
-    transfer: Transfer
+def test_pieces_are_under_way_at_once_and_giving_up_starts_no_more() -> None:
+    """At once: a receive that is made after a send is announced behind all that this has sent."""
+    started, may_end = list[int](), threading.Event()
 
     def start(piece: torch.Tensor) -> Work:
-        until(lambda: bool(holder))
-        if len(started) == 1:
-            holder[0].give_up()
-        return Work(started, piece.numel())
+        started.append(piece.numel())
+        return Work(may_end)
 
-    holder: list[Transfer] = []
-    transfer = Transfer(start, "b", torch.empty(5 * PIECE_BYTES, dtype=torch.uint8), "send")  # type: ignore[arg-type]
-    holder.append(transfer)
+    transfer = Transfer(start, "b", torch.empty(9 * PIECE_BYTES, dtype=torch.uint8), "receive")  # type: ignore[arg-type]
+    first = [FIRST_BYTES, *[PIECE_BYTES] * (PIECES_UNDER_WAY - 1)]
+    assert started == first
+    transfer.give_up()
+    may_end.set()
     assert transfer.poll(10.0)
-    assert started == [FIRST_BYTES, PIECE_BYTES]
+    assert started == first
+
+
+def test_all_pieces_travel_a_few_at_a_time() -> None:
+    started, may_end = list[int](), threading.Event()
+    may_end.set()
+
+    def start(piece: torch.Tensor) -> Work:
+        started.append(piece.numel())
+        return Work(may_end)
+
+    transfer = Transfer(start, "b", torch.empty(6 * PIECE_BYTES, dtype=torch.uint8), "send")  # type: ignore[arg-type]
+    assert transfer.poll(10.0)
+    assert started == [FIRST_BYTES, *[PIECE_BYTES] * 5, PIECE_BYTES - FIRST_BYTES]
+
+
+def test_a_transfer_that_cannot_begin_says_why() -> None:
+    def start(piece: torch.Tensor) -> Work:
+        raise RuntimeError("connection reset\nat pair.cc:42")
+
+    transfer = Transfer(start, "b", torch.empty(100, dtype=torch.uint8), "send")  # type: ignore[arg-type]
+    with pytest.raises(ExchangeError, match=r"^link to b broke: connection reset$"):
+        transfer.poll(10.0)
 
 
 def test_forming_a_group_says_who_is_missing() -> None:

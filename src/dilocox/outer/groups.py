@@ -123,6 +123,10 @@ class CoordinatorStore(dist.Store):
 class Transfer:
     """One tensor on its way to or from a site, in a thread of its own.
 
+    The first pieces are under way when it has been made: Gloo answers "send" with "ready" on the
+    same connection, behind whatever this rank has sent before, so receives have to be made before
+    sends, or the other direction stands still until these are through.
+
     It travels in pieces, some of them under way at a time, so that a large tensor on a slow link
     is not taken for silence: only a piece that does not move for the group's time-out ends it.
     The first piece is small: when it is through, the peer has begun, and the time from there is
@@ -141,13 +145,19 @@ class Transfer:
         self._what = what
         self._group = group
         self._start = start
-        self._tensor = tensor
+        self._size = tensor.numel()
+        self._pieces = deque(_pieces(tensor))
+        self._under_way: deque[tuple[dist.Work, int]] = deque()
         self._ended = threading.Event()
         self._given_up = False
         self._failure: str | None = None
         self.posted = self.began = self.ended = time.time()
         """When it was asked for, and when the first piece and all were through, by the machine's
         clock; once ended."""
+        try:
+            self._fill()
+        except RuntimeError as error:
+            self._failure = _first_line(error)
         row = f"{what} {'to' if what == 'send' else 'from'} {site}"
         threading.Thread(target=self._run, name=row, daemon=True).start()
 
@@ -171,36 +181,32 @@ class Transfer:
         self._given_up = True
 
     def _run(self) -> None:
-        size = self._tensor.numel()
-        with timeline.span(self._what, site=self.site, bytes=size, group=self._group):
-            try:
-                self._move()
-            except RuntimeError as error:
-                self._failure = _first_line(error)
+        with timeline.span(self._what, site=self.site, bytes=self._size, group=self._group):
+            if self._failure is None:
+                try:
+                    self._move()
+                except RuntimeError as error:
+                    self._failure = _first_line(error)
         self.ended = time.time()
         self._ended.set()
 
-    def _move(self) -> None:
-        under_way: deque[tuple[dist.Work, int]] = deque()
-        through = 0
+    def _fill(self) -> None:
+        """Start pieces while there are any and few enough are under way."""
+        while self._pieces and len(self._under_way) < PIECES_UNDER_WAY:
+            piece = self._pieces.popleft()
+            self._under_way.append((self._start(piece), piece.numel()))
 
-        def finish_one() -> None:
-            nonlocal through
-            work, size = under_way.popleft()
+    def _move(self) -> None:
+        through = 0
+        while self._under_way:
+            work, size = self._under_way.popleft()
             with timeline.span("piece" if through else "wait for peer", bytes=size):
                 work.wait()
             through += 1
             if through == 1:
                 self.began = time.time()
-
-        for piece in _pieces(self._tensor):
-            if self._given_up:
-                break
-            under_way.append((self._start(piece), piece.numel()))
-            if len(under_way) == PIECES_UNDER_WAY:
-                finish_one()
-        while under_way:
-            finish_one()
+            if not self._given_up:
+                self._fill()
 
 
 def _pieces(tensor: torch.Tensor) -> list[torch.Tensor]:
