@@ -46,6 +46,7 @@ from dilocox.record import statements as s
 from dilocox.record.course import Course, read_course
 from dilocox.record.log import check_log, read_log
 from dilocox.record.note import NoteKey
+from dilocox.record.store import STATES
 
 SITES = ("paris", "lyon")
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -223,6 +224,13 @@ def kept(folder: Path) -> dict[str, int]:
     return {path.parent.name + path.name: path.stat().st_size for path in store.glob("*/*")}
 
 
+def state_bytes(folder: Path) -> int:
+    """Bytes of the states that a run keeps for audits, per round that has some, over both sites."""
+    rounds = list((folder / "record" / "store" / STATES).glob("*"))
+    files = [path for each in rounds for path in each.rglob("*") if path.is_file()]
+    return round(sum(path.stat().st_size for path in files) / max(1, len(rounds)))
+
+
 def bytes_of(
     course: Course, entries: Sequence[str], sizes: Mapping[str, int]
 ) -> dict[str, float | int]:
@@ -271,11 +279,9 @@ def rows_of(pairs: Sequence[common.Row]) -> list[common.Row]:
         }
         said = {key: value for key, value in own[0].items() if key.endswith("_per_round")}
         if name != "off":
-            # With its default a store holds theta_0 and little else: what is more, are states.
+            # With its default a store holds theta_0 and little else.
             theta = next((p["other_bytes"] for p in pairs if p["record"] == "on"), None)
-            if theta is not None:
-                more = (own[0]["other_bytes"] - theta) / own[0]["rounds"]
-                said |= {"state_bytes_per_round": round(more), "theta_bytes": theta}
+            said |= {} if theta is None else {"theta_bytes": theta}
         rows.append(row | said)
     return rows
 
@@ -315,6 +321,7 @@ def measured(
         }
         if name != "off":
             row |= bytes_of(*read_record(root / measuring), kept(root / measuring))
+            row["state_bytes_per_round"] = state_bytes(root / measuring)
         more = row["work"] - row["work_beside"]
         common.say(
             f"{measuring}: {own:,.0f} tokens/s, {own / beside:.2%} of the run beside it; "

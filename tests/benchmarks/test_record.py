@@ -83,10 +83,19 @@ def test_bytes_are_per_training_round_and_of_both_sites() -> None:
     }
 
 
+def test_states_lie_by_rounds(tmp_path: Path) -> None:
+    assert record.state_bytes(tmp_path) == 0
+    for round_, size in ((0, 100), (1, 300)):
+        place = tmp_path / "record" / "store" / "states" / f"{round_:08d}" / "sha256" / "ab"
+        place.mkdir(parents=True)
+        (place / "cd").write_bytes(bytes(size))
+    assert record.state_bytes(tmp_path) == 200
+
+
 def test_runs_are_compared_with_those_beside_them() -> None:
     """The machine was half as fast in the second turn: that is no cost of the record."""
-    bytes_on = {"rounds": 2, "log_bytes_per_round": 7, "other_bytes": 100}
-    bytes_states = {"rounds": 2, "log_bytes_per_round": 9, "other_bytes": 700}
+    bytes_on = {"log_bytes_per_round": 7, "state_bytes_per_round": 0, "other_bytes": 100}
+    bytes_states = {**bytes_on, "state_bytes_per_round": 300}
     pairs: list[dict[str, Any]] = [
         {"record": name, "turn": turn, "tokens_per_second": share * speed, "beside": speed,
          "work": 0.013 if name == "on" else 0.01, "work_beside": 0.01, **more}
