@@ -44,6 +44,8 @@ RUN_ELSEWHERE = {
     QUALITY: "tests/benchmarks",
     "python benchmarks/codecs.py": "tests/benchmarks",
     "python benchmarks/latency.py": "tests/benchmarks",
+    "python benchmarks/exchange.py": "tests/benchmarks",
+    "python benchmarks/record.py --pairs 3 --rounds 14": "tests/benchmarks",
     "python benchmarks/attacks.py": "tests/benchmarks",
     "python benchmarks/uneven.py --inner-steps 40 --rounds 8": "tests/benchmarks",
     "python benchmarks/chaos.py --parts 9": "tests/benchmarks",
