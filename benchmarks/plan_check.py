@@ -26,6 +26,7 @@ from typing import Any
 import common
 import overlap
 import wan_grid
+import wan_rows
 import wan_run
 
 import dilocox
@@ -83,12 +84,16 @@ def check_overlap(measured: dict[str, Any], table: Table) -> list[common.Row]:
 
 
 def check_wan(measured: dict[str, Any], table: Table) -> list[common.Row]:
-    """Predicted and measured tokens/s of the engine's methods in a result of `wan.py`."""
+    """Predicted and measured tokens/s of the engine's methods in a result of `wan.py`, or in the
+    single measurements that it keeps beside one."""
     settings = measured["settings"]
     extent = replace(wan_grid.FULL, **settings["extent"])
     cores = settings["quota_of_machine"] * measured["machine"]["cores"]
     compared = []
-    for row in measured["rows"]:
+    rows = measured["rows"]
+    if measured["benchmark"] == "wan-runs":
+        rows = wan_rows.rows(rows, settings["parameters"])
+    for row in rows:
         method = wan_grid.BY_NAME.get(row["method"])
         if method is None or method.kind != "engine":
             continue

@@ -127,6 +127,7 @@ def wan_row(method: str, sites: int, speed: float, **more: Any) -> dict[str, Any
 
 
 WAN: dict[str, Any] = {
+    "benchmark": "wan",
     "machine": {"cores": 2},
     "settings": {"quota_of_machine": 0.9, "parameters": 918_912, "extent": {"ours_steps": 600}},
     "rows": [
@@ -156,6 +157,16 @@ def test_rows_of_the_wan_benchmark_are_predicted_by_their_link_and_step_alone() 
         1024 / 0.05 * 100 / (100 + 400 * 8.125 / 32), rel=0.05
     )
     assert rare["ratio"] == pytest.approx(rare["predicted"] / 10_240)
+
+
+@pytest.mark.slow
+def test_a_quiet_block_of_every_method_is_predicted() -> None:
+    runs = Path(plan_check.__file__).parent / "results" / "wan-block-cpu-runs.json"
+    rows = plan_check.check_wan(json.loads(runs.read_text(encoding="utf-8")), TABLE)
+    assert len(rows) == 8
+    median, worst = plan_check.errors(rows)
+    assert median < 0.15
+    assert worst < 0.30
 
 
 def test_all_sets_of_rows_are_printed_and_written(
