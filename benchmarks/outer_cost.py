@@ -132,7 +132,7 @@ def rounds_of(trace: Mapping[str, Any]) -> dict[tuple[int, int], dict[str, float
 
 
 def row(link: str, records: Sequence[Mapping[str, Any]], trace: Mapping[str, Any],
-        parameters: int, state_bytes: int) -> common.Row:  # fmt: skip
+        parameters: int, state_bytes: int, fragments: int) -> common.Row:  # fmt: skip
     """Medians over sites and rounds: those from `SETTLED` on that had the commonest plan.
 
     Raises `ValueError` if there are none.
@@ -157,7 +157,7 @@ def row(link: str, records: Sequence[Mapping[str, Any]], trace: Mapping[str, Any
         "link": link,
         "codec": plan["codec"],
         "inner_steps": plan["inner_steps"],
-        "fragments": plan["fragments"],
+        "fragments": fragments,
         "delay": plan["delay"],
         "tokens_per_parameter": round(plan["inner_steps"] * BATCH * LENGTH / parameters, 4),
         **{f"{name}_ms": round(spent, 2) for name, spent in parts.items()},
@@ -186,7 +186,9 @@ def measure(root: Path, link: str, steps: int) -> common.Row:
     records = [json.loads(line) for line in (folder / "metrics.jsonl").open(encoding="utf-8")]
     trace = json.loads((folder / "trace.json").read_text(encoding="utf-8"))
     parameters = count_parameters(load_model_config(config.model, config.data.vocabulary_size))
-    return row(link, records, trace, parameters, outer_bytes_per_parameter(config))
+    return row(
+        link, records, trace, parameters, outer_bytes_per_parameter(config), config.outer.fragments
+    )
 
 
 COLUMNS = {

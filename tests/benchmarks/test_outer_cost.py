@@ -7,6 +7,8 @@ from typing import Any
 import outer_cost
 import pytest
 
+from dilocox.recorder import CHOSEN
+
 
 def span(name: str, at: float, spent: float, pid: int = 1) -> dict[str, Any]:
     """A span at `at` ms that computed `spent` ms."""
@@ -48,13 +50,13 @@ def test_spans_count_once_and_the_last_round_not_at_all() -> None:
 
 
 def test_a_row_has_the_share_of_the_settled_rounds() -> None:
-    first = {
-        "kind": "plan", "round": 0, "codec": "int4", "inner_steps": 2, "fragments": 4, "delay": 1
-    }  # fmt: skip
+    # The keys that a run writes, no others.
+    first: dict[str, Any] = {"kind": "plan", "round": 0, **dict.fromkeys(CHOSEN)}
+    first |= {"codec": "int4", "inner_steps": 2, "delay": 1}
     last = {**first, "round": outer_cost.SETTLED + 2, "inner_steps": 1}
     parameters = 2 * outer_cost.BATCH * outer_cost.LENGTH * 10
     plans = [first, last]
-    row = outer_cost.row("5mbit", plans, trace(outer_cost.SETTLED + 3), parameters, 17)
+    row = outer_cost.row("5mbit", plans, trace(outer_cost.SETTLED + 3), parameters, 17, 4)
     assert row["inner_steps"] == 2
     assert row["outer_ms"] == pytest.approx(8.0)
     assert row["share"] == pytest.approx(0.1)
@@ -64,4 +66,4 @@ def test_a_row_has_the_share_of_the_settled_rounds() -> None:
 
 def test_too_short_a_run_is_said() -> None:
     with pytest.raises(ValueError, match="more steps"):
-        outer_cost.row("5mbit", [], trace(outer_cost.SETTLED), 1, 17)
+        outer_cost.row("5mbit", [], trace(outer_cost.SETTLED), 1, 17, 4)
