@@ -41,6 +41,7 @@ import common
 
 from dilocox.lab import cgroups
 from dilocox.lab.lab import MOST
+from dilocox.lab.results import rounds_by_site
 from dilocox.lab.system import PREFIX, LabError
 from dilocox.record import statements as s
 from dilocox.record.course import Course, read_course
@@ -184,22 +185,19 @@ def train_beside(
             process.wait()
 
 
-def read_rounds(folder: Path) -> list[dict[str, Any]]:
-    """The sites' reports of their rounds."""
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
+    """What a run has written down of itself."""
     lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    return [r for r in map(json.loads, lines) if r["kind"] == "round" and r.get("site")]
+    return [json.loads(line) for line in lines]
 
 
-def speeds(*runs: Sequence[Mapping[str, Any]]) -> tuple[list[float], float, float]:
+def speeds(*runs: Sequence[dict[str, Any]]) -> tuple[list[float], float, float]:
     """Tokens per second of each run's sites together, by their reports of rounds, over the seconds
-    in which all sites of all runs were in measured rounds; and begin and end of these."""
-    own = [
-        [
-            sorted((r for r in records if r["site"] == site), key=lambda r: r["round"])
-            for site in sorted({record["site"] for record in records})
-        ]
-        for records in runs
-    ]
+    in which all sites of all runs were in measured rounds; and begin and end of these.
+
+    Raises `LabError` if a site was not there in all rounds.
+    """
+    own = [list(rounds_by_site(records, SITES).values()) for records in runs]
     begin = max(rounds[WARM_UP_ROUNDS - 1]["time"] for sites in own for rounds in sites)
     end = min(rounds[-1]["time"] for sites in own for rounds in sites)
     found = []
@@ -236,7 +234,7 @@ def bytes_of(
 ) -> dict[str, float | int]:
     """Bytes of a record per training round, over both sites; `sizes`: as `kept` has them.
 
-    What is not a payload of a training round or of the flush, nor theta_0, is a state.
+    `other_bytes`: of what is no payload, which is theta_0 and small documents.
     """
     rounds = len({step.key.round for step in course.steps.values() if not step.flush})
     payloads = {d for step in course.steps.values() for d in step.payloads.values()}
@@ -309,7 +307,7 @@ def measured(
                 root, {run: runs[run] for run in order}, groups, WARM_UP_ROUNDS + rounds
             )
         (own, beside), begin, end = speeds(
-            read_rounds(root / measuring), read_rounds(root / reference)
+            read_metrics(root / measuring), read_metrics(root / reference)
         )
         row: common.Row = {
             "record": name,

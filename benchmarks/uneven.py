@@ -44,7 +44,6 @@ SETTLED = 12
 """Rounds until the paces are what was measured: a site of nearly full speed is held for one of the
 fastest until it has measured eight rounds (see `dilocox.outer.controller.pace`)."""
 ASKED = 0.9
-CANNOT = 3
 
 
 def quotas(cores: float | None) -> dict[str, float]:
@@ -161,10 +160,8 @@ def main() -> int:
     arguments.add_argument("--width", type=int, default=256, help="hidden size of the model")
     told = arguments.parse_args()
     common.end_on_signals()
-    reason = why_not()
-    if reason is not None:
-        common.say(f"cannot be measured here: {reason}")
-        return CANNOT
+    if common.cannot("uneven", why_not()):
+        return common.CANNOT
     rounds = told.rounds or (6 if told.quick else 30)
     on = common.machine()
     rows: list[common.Row] = []

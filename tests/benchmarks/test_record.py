@@ -18,7 +18,13 @@ SIGNER = s.Signer.from_hex("01" * 32)
 
 def reports(seconds: float, rounds: int, start: float = 50.0) -> list[dict[str, Any]]:
     return [
-        {"site": site, "round": number, "time": start + seconds * number, "tokens": 300}
+        {
+            "kind": "round",
+            "site": site,
+            "round": number,
+            "time": start + seconds * number,
+            "tokens": 300,
+        }
         for number in range(rounds)
         for site in record.SITES
     ]

@@ -33,6 +33,15 @@ def test_the_last_checkpoint_is_anchored_before_it_closes(tmp_path: Path) -> Non
     assert anchor.trouble() is None
 
 
+def test_a_checkpoint_is_anchored_once(tmp_path: Path) -> None:
+    anchor = Anchor(copying(tmp_path / "kept"), 60.0)
+    for _ in range(3):
+        anchor.take("the same\n")
+    anchor.close()
+    anchor.take("the same\n")
+    assert kept(tmp_path / "kept") == ["the same\n"]
+
+
 def test_trouble_is_told_once(tmp_path: Path) -> None:
     for command, why in (
         ([str(tmp_path / "missing")], "cannot be started (No such file or directory)"),

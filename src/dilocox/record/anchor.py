@@ -10,53 +10,53 @@ from __future__ import annotations
 import subprocess
 import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 
 class Anchor:
-    """Runs the command in a thread of its own, one call at a time."""
+    """Runs the command beside everything else, one call at a time."""
 
     def __init__(self, command: Sequence[str], patience: float) -> None:
         """`command`: word by word. `patience`: seconds that one call may take."""
         self._command, self._patience = tuple(command), patience
+        self._taken = ""
         self._newest: str | None = None
         self._trouble: str | None = None
-        self._failing, self._closing = False, False
-        self._changed = threading.Condition()
-        self._thread = threading.Thread(target=self._run, name="anchor", daemon=True)
-        self._thread.start()
+        self._failing = False
+        self._lock = threading.Lock()
+        self._beside = ThreadPoolExecutor(1, "anchor")
 
     def take(self, checkpoint: str) -> None:
-        """Anchor this one as soon as the one under way is done. `checkpoint`: a signed note."""
-        with self._changed:
-            self._newest = checkpoint
-            self._changed.notify()
+        """Anchor this one as soon as the one under way is done, unless it was taken last.
+
+        `checkpoint`: a signed note.
+        """
+        if checkpoint == self._taken:
+            return
+        with self._lock:
+            self._taken = self._newest = checkpoint
+        self._beside.submit(self._anchor_newest)
 
     def trouble(self) -> str | None:
         """What has gone wrong since this was asked last, if calls before it had gone well."""
-        with self._changed:
+        with self._lock:
             trouble, self._trouble = self._trouble, None
         return trouble
 
     def close(self) -> None:
-        """Anchor what is left, and wait for it."""
-        with self._changed:
-            self._closing = True
-            self._changed.notify()
-        # A call that was under way may be followed by that for the last checkpoint.
-        self._thread.join(2 * self._patience + 1.0)
+        """Anchor what is left, and wait for it: two calls at most, with the one under way."""
+        self._beside.shutdown()
 
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._newest is not None or self._closing)
-                checkpoint, self._newest = self._newest, None
-            if checkpoint is None:
-                return  # closed, and nothing is left
-            problem = self._called(checkpoint)
-            with self._changed:
-                if problem is not None and not self._failing:
-                    self._trouble = f"record.anchor: {self._command[0]} {problem}"
-                self._failing = problem is not None
+    def _anchor_newest(self) -> None:
+        with self._lock:
+            checkpoint, self._newest = self._newest, None
+        if checkpoint is None:
+            return  # a call before this one has taken it
+        problem = self._called(checkpoint)
+        with self._lock:
+            if problem is not None and not self._failing:
+                self._trouble = f"record.anchor: {self._command[0]} {problem}"
+            self._failing = problem is not None
 
     def _called(self, checkpoint: str) -> str | None:
         """What went wrong, or none."""

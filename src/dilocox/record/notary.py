@@ -104,7 +104,7 @@ class LogNotary:
         self._guarded(self.writer.close)
         if self._anchor is not None:
             self._anchor.close()
-            self._tell_trouble(self._anchor)
+        self._tell_trouble()
 
     def enrolled(self, request: EnrolRequest, incarnation: int) -> None:
         """See `Notary`."""
@@ -163,10 +163,10 @@ class LogNotary:
         said = found.predicate
         place = (said.get("site"), said.get("stage"), said.get("shard", rank.shard))
         if found.kind == s.ATTESTATION:
-            fits = place[0] == rank.site and "evidence" in found.subjects and "format" in said
-        else:
-            fits = place == (rank.site, rank.stage, rank.shard)
-        if not fits:
+            if "evidence" not in found.subjects or "format" not in said:
+                raise Refused("refused", f"{rank}: its attestation names no evidence or no format")
+            place = (said.get("site"), rank.stage, rank.shard)
+        if place != (rank.site, rank.stage, rank.shard):
             raise Refused("refused", f"{rank}: its signed {found.kind} is another rank's")
         self._file(statement, found)
 
@@ -207,16 +207,15 @@ class LogNotary:
     def cover(self) -> None:
         """See `Notary`. Disks take their time to keep something for good: it is done beside."""
         self._beside.submit(self._guarded, self._cover)
-        if self._anchor is not None:
-            self._tell_trouble(self._anchor)
+        self._tell_trouble()
 
     def _cover(self) -> None:
         note = self.writer.cover()
         if self._anchor is not None:
             self._anchor.take(note)
 
-    def _tell_trouble(self, anchor: Anchor) -> None:
-        trouble = anchor.trouble()
+    def _tell_trouble(self) -> None:
+        trouble = None if self._anchor is None else self._anchor.trouble()
         if trouble is not None:
             self.on_message(f"{trouble}; training goes on")
 
