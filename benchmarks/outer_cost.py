@@ -11,7 +11,9 @@ of
 - `transfer`: handing payloads to the network and taking them from it,
 - `rest`: votes, frames, digests of the anchor, reports, plans,
 
-and their sum (`outer_ms`) as a `share` of that of the inner steps. `tokens_per_parameter` is what
+and their sum (`outer_ms`) as a `share` of that of the inner steps. `counted_ms` is what the sites
+told the controller of it, who holds it below `control.work` of a round on the clock.
+`tokens_per_parameter` is what
 the steps of a round have of tokens, per site: the outer path costs the same per parameter whatever
 a step computes, so that a larger batch makes the share smaller in proportion.
 
@@ -43,6 +45,9 @@ LINKS = ("1gbit", "100mbit", "20mbit", "5mbit")
 QUICK_LINKS = ("100mbit", "5mbit")
 SITES = ("paris", "lyon")
 BATCH, LENGTH = 8, 256
+STEPS, QUICK_STEPS = 240, 120
+"""Inner steps of a run. The controller leaves eight rounds at least, however much their exchanges
+compute, so a run must be long enough for the rounds that it would choose: 30 steps, 12 steps."""
 SETTLED = 4
 """Rounds until plans have settled; plans go by what was measured two rounds before."""
 LIMIT = 900.0
@@ -153,6 +158,12 @@ def row(link: str, records: Sequence[Mapping[str, Any]], trace: Mapping[str, Any
     }
     outer = [sum(found.values()) - found["inner"] for found in rounds]
     share = [spent / found["inner"] for spent, found in zip(outer, rounds, strict=True)]
+    chosen_rounds = {number for (_, number), n in in_force.items() if n == chosen}
+    counted = [
+        1000 * record["exchange_work_seconds"]
+        for record in records
+        if "exchange_work_seconds" in record and record["round"] in chosen_rounds
+    ]
     return {
         "link": link,
         "codec": plan["codec"],
@@ -162,6 +173,7 @@ def row(link: str, records: Sequence[Mapping[str, Any]], trace: Mapping[str, Any
         "tokens_per_parameter": round(plan["inner_steps"] * BATCH * LENGTH / parameters, 4),
         **{f"{name}_ms": round(spent, 2) for name, spent in parts.items()},
         "outer_ms": round(statistics.median(outer), 2),
+        "counted_ms": round(statistics.median(counted), 2) if counted else None,
         "share": round(statistics.median(share), 5),
         "share_worst": round(max(share), 5),
         "state_bytes": state_bytes,
@@ -203,6 +215,7 @@ COLUMNS = {
     "boundaries_ms": ".1f",
     "transfer_ms": ".1f",
     "rest_ms": ".1f",
+    "counted_ms": ".1f",
     "share": ".2%",
     "share_worst": ".2%",
     "state_bytes": "d",
@@ -218,7 +231,7 @@ def main() -> int:
     rows = []
     try:
         for link in QUICK_LINKS if options.quick else LINKS:
-            rows.append(measure(root, link, steps=48 if options.quick else 120))
+            rows.append(measure(root, link, QUICK_STEPS if options.quick else STEPS))
             common.say(common.table(rows[-1:], COLUMNS).splitlines()[1])
     finally:
         shutil.rmtree(root, ignore_errors=True)

@@ -55,6 +55,7 @@ ON_GPU = {
     "outer": 1e-10,
     "exchange": 0.0,
     "exchange_cpu": 0.0,
+    "exchange_thread": 0.0,
 }
 """Codecs as a GPU would do them, nearly for nothing: the published system's are not known."""
 PUBLISHED: tuple[tuple[str, float, str, dict[str, Any]], ...] = (

@@ -122,8 +122,8 @@ def uplink(target: float, sites: int, parameters: int) -> str:
 
 
 def core_entries() -> list[Entry]:
-    """The methods of ALGORITHM.md §5 with tuned rates, the paper's with published ones as well, and
-    dilocox over several links."""
+    """The methods of docs/algorithm.md §5 with tuned rates, the paper's with published ones as
+    well, and dilocox over several links."""
     paper: Settings = {"outer.inner_steps": 20, "compression.codec": "lowrank:32"}
     return [
         Entry("allreduce", "allreduce", DENSE, "allreduce"),

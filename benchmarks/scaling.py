@@ -2,8 +2,10 @@
 
 A 7B model, eight H100 per site, 1 Gbit/s to each site. Sites are added in two ways: `weak` gives
 each the same batch, `strong` shares one batch of 1,024 sequences out. Payloads go to everyone
-(`gather`) or are averaged in parts (`reduce`). In `uneven` every second site has GPUs of half the
-speed, and a quarter of the link; in `evened out` its batch is half as large, too.
+(`gather`) or are averaged in parts (`reduce`). The outer state is in the hosts' memory, but for
+`state on GPUs`. In `uneven` every second site has GPUs of half the speed, and a quarter of the
+link; sites take steps by their speed, as dilocox does, and in `uneven, equal steps` all take the
+same number of them.
 
 Plans are made by the real controller, round by round, from what the simulated sites measure.
 `efficiency` is tokens/s over the sum of what the sites would do alone, `loss` the controller's own
@@ -45,17 +47,19 @@ class Scenario:
     strong: bool = False
     exchange: str = "gather"
     uneven: bool = False
-    matched: bool = False
-    """Uneven sites whose batches follow their speed."""
+    steps: str = "by-speed"
+    device: str = "cpu"
+    """Where anchors, momentum and residuals are."""
 
 
 SCENARIOS = (
     Scenario("weak, gather"),
     Scenario("weak, reduce", exchange="reduce"),
+    Scenario("weak, state on GPUs", device="model"),
     Scenario("strong, gather", strong=True),
     Scenario("strong, reduce", strong=True, exchange="reduce"),
     Scenario("uneven, gather", uneven=True),
-    Scenario("evened out, gather", uneven=True, matched=True),
+    Scenario("uneven, equal steps", uneven=True, steps="equal"),
 )
 
 
@@ -63,7 +67,6 @@ def run_of(scenario: Scenario, sites: int) -> RunConfig:
     """The run file: a 7B model (the shape of Qwen2.5-7B), one stage of eight shards per site."""
     batch = WHOLE // sites if scenario.strong else BATCH
     names = [f"site-{number + 1}" for number in range(sites)]
-    slower = {"batch_size": batch // 2} if scenario.matched else {}
     return resolve_run(
         {
             "run": {"name": "scaling"},
@@ -82,8 +85,9 @@ def run_of(scenario: Scenario, sites: int) -> RunConfig:
             },
             "data": {"sequence_length": 4096, "tokenizer": "Qwen/Qwen2.5-7B"},
             "site": {"shards": 8, "batch_size": batch, "micro_batch_size": 1},
-            "outer": {"steps": 20000, "exchange": scenario.exchange},
-            "sites": {name: (slower if number % 2 else {}) for number, name in enumerate(names)},
+            "outer": {"steps": 20000, "exchange": scenario.exchange, "device": scenario.device},
+            "control": {"steps": scenario.steps},
+            "sites": {name: {} for name in names},
         }
     )
 
@@ -138,7 +142,7 @@ def rows(counts: Sequence[int]) -> list[common.Row]:
 
 HEAD = """\
 | sites | tokens/s | efficiency | H | codec | predicted loss | payload per round | link busy | \
-exchange's work |
+standing still |
 |---|---|---|---|---|---|---|---|---|
 """
 _MARKED = re.compile(r"(<!-- scaling: begin ([\w, ]+) -->\n).*?(<!-- scaling: end -->)", re.DOTALL)

@@ -9,7 +9,7 @@ from html import escape
 WIDTH, HEIGHT = 860, 340
 PANEL, LEFT, TOP, BOTTOM = 330, 56, 40, 46
 LEGEND = 730
-COLOURS = ("#0a66c2", "#1e8449", "#c0392b", "#d35400", "#7a4fa3", "#8e6c1f")
+COLOURS = ("#0a66c2", "#1e8449", "#c0392b", "#d35400", "#7a4fa3", "#8e6c1f", "#2c3e50")
 Point = tuple[str, int, float, float]
 """Name of the line, sites, efficiency, predicted loss."""
 

@@ -1,4 +1,4 @@
-"""Every method is a composition of the same parts, with the numbers of ALGORITHM.md §5."""
+"""Every method is a composition of the same parts, with the numbers of docs/algorithm.md §5."""
 
 from __future__ import annotations
 

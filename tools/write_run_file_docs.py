@@ -84,8 +84,8 @@ refused with the nearest valid key. What was resolved is written to `run.toml` i
 
 A run file needs `[model]` and at least one `[sites.NAME]`. All sites must use the same file and
 the same `--set` options, but for what belongs to one machine: `run.folder`, `data.folder`,
-`checkpoint.store`, `record.store`, `site.device`, `site.threads`, `[network]` but for its
-time-outs, all of `[metrics]`, and in `[sites.NAME]` the keys `interface`, `advertise` and
+`checkpoint.store`, `record.store`, `record.anchor`, `site.device`, `site.threads`, `[network]` but
+for its time-outs, all of `[metrics]`, and in `[sites.NAME]` the keys `interface`, `advertise` and
 `ports`; of `data` there only whether it is set. A site whose file differs otherwise is refused
 when it joins.
 

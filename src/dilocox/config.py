@@ -112,14 +112,15 @@ class DataSection(Section):
 
 
 class NetworkSection(Section):
-    """`[network]`: the coordinator's address and the one time-out."""
+    """`[network]`: the coordinator's address, and the two time-outs."""
 
     host: str = "127.0.0.1"
     """Address that the coordinator listens on."""
     port: Annotated[int, Field(ge=0, le=65535)] = 0
     """0 takes a free port."""
     advertise: str | None = None
-    """Address that the join line shows, if not `host`."""
+    """Address that the join line shows; not set: `host`, or this machine's own address if `host` is
+    0.0.0.0."""
     interface: str | None = None
     """Default interface of the exchange; none: the one that reaches the coordinator."""
     congestion: Annotated[str, Field(pattern=r"^[a-z0-9_-]{1,15}$")] | None = None
@@ -127,7 +128,8 @@ class NetworkSection(Section):
     the machine's. Three sites or more share their links more evenly with `cubic` than with `bbr`,
     which is better on links that lose packets (docs/notes/exchange.md)."""
     link_timeout: Annotated[float, Field(ge=5.0)] = 120.0
-    """Seconds that a link may be silent; all other time-outs are derived from it."""
+    """Seconds that a link may be silent. From this and `heartbeat` all other time-outs are
+    derived."""
     heartbeat: Annotated[float, Field(gt=0.0)] = 5.0
     """Seconds within which it is noticed that a rank has died."""
 

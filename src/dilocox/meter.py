@@ -10,6 +10,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from dilocox.assembly import Rank
 from dilocox.config import RunConfig
 from dilocox.models import count_parameters
@@ -39,7 +41,8 @@ class RoundMeter:
         self._start = time.monotonic()
         self._held = 0.0
         self._work = 0.0
-        self._on_cpu = rank.mesh.device.type == "cpu"
+        self._stood = 0.0
+        self._device = rank.mesh.device
         self._bad: str | None = None
         self.dropped: str | None = None
         """What was not finite (stage and tensor), if contributions of this round were dropped.
@@ -85,16 +88,29 @@ class RoundMeter:
         self._held += seconds
 
     @contextlib.contextmanager
-    def working(self) -> Iterator[None]:
+    def working(self, waits: Counts | None = None) -> Iterator[None]:
         """What is done inside is the exchanges' work, though this thread does it: boundaries,
-        landings, accounts. Its processor time counts as theirs, in this round or the next. With a
-        GPU nothing is counted: it would be the time in which the thread waits for inner steps."""
-        begin = time.thread_time()
-        try:
-            yield
-        finally:
-            if self._on_cpu:
+        landings, accounts. It counts in this round or the next.
+
+        On processors as their processor time. A GPU stands still meanwhile, once it has come to the
+        end of its inner steps: with `waits`, the time on the clock counts from there on, without
+        what is waited for other sites in it (`waits.wait_seconds`).
+        """
+        if self._device.type == "cpu":
+            begin = time.thread_time()
+            try:
+                yield
+            finally:
                 self._work += time.thread_time() - begin
+        elif waits is None:
+            yield
+        else:
+            torch.cuda.synchronize(self._device)
+            begin, waited = time.monotonic(), waits.wait_seconds
+            try:
+                yield
+            finally:
+                self._stood += time.monotonic() - begin - (waits.wait_seconds - waited)
 
     def add(self, result: StepResult, rate: float) -> None:
         """An inner step at learning rate `rate`."""
@@ -114,8 +130,10 @@ class RoundMeter:
         seconds, steps = sums["seconds"], int(sums["steps"])
         counts, outer.counts = outer.counts, Counts()
         counts.work_seconds += self._work
-        self._work = 0.0
-        shared = _over_ranks(rank, self.dropped, sums, counts, outer.behind)
+        # Exchanges' threads take nothing from a GPU.
+        lost = counts.work_seconds if self._device.type == "cpu" else self._stood
+        self._work = self._stood = 0.0
+        shared = _over_ranks(rank, self.dropped, sums, counts, lost, outer.behind)
         self.behind = shared.behind
         member = plan.members.get(rank.place.site)
         sequences = steps * member.batch if member else 0
@@ -162,7 +180,7 @@ class RoundMeter:
                 exchange_us=round(busy_seconds(shared.link) * 1e6),
                 exchanges=len(shared.link),
                 overhead_us=round(shared.overhead_seconds * 1e6),
-                work_us=round(shared.work_seconds * 1e6),
+                work_us=round(shared.lost_seconds * 1e6),
                 effective_rank_milli=None
                 if shared.effective_rank is None
                 else round(shared.effective_rank * 1000),
@@ -201,16 +219,24 @@ class Shared:
     overhead_seconds: float
     """Of an exchange, in which nothing came in: votes, work, and waiting for a later site."""
     work_seconds: float
-    """Processor time of the exchanges at the busiest rank: their thread's, and what the training's
-    own does for them."""
+    """Processor time of the exchanges at the busiest rank: their thread's, and on processors what
+    the training's own does for them."""
+    lost_seconds: float
+    """What training loses by them beside waiting, at the rank that loses most: on processors all of
+    their work, on GPUs boundaries and landings, during which these stand still."""
     effective_rank: float | None
     """Mean of all landings, by values."""
 
 
 def _over_ranks(
-    rank: Rank, dropped: str | None, sums: dict[str, float], counts: Counts, behind: bool
+    rank: Rank,
+    dropped: str | None,
+    sums: dict[str, float],
+    counts: Counts,
+    lost: float,
+    behind: bool,
 ) -> Shared:
-    """`sums` of the whole round, `counts` since the last start within it."""
+    """`sums` of the whole round, `counts` and `lost` since the last start within it."""
     own = hashlib.sha256()
     for state in rank.states:
         own.update(state.digest().encode())
@@ -220,6 +246,7 @@ def _over_ranks(
             "link": counts.link,
             "ranks": counts.effective_ranks,
             "work": counts.work_seconds,
+            "lost": lost,
             "seconds": counts.exchange_seconds,
             "exchanges": counts.exchanges,
             "waited_for": counts.waited_for,
@@ -247,6 +274,7 @@ def _over_ranks(
         link=[(start, end, size) for each in heard for start, end, size in each["link"]],
         overhead_seconds=max(0.0, apart) / exchanges if exchanges else 0.0,
         work_seconds=max(each["work"] for each in heard),
+        lost_seconds=max(each["lost"] for each in heard),
         effective_rank=sum(value * size for value, size in ranks) / weight if weight else None,
     )
 

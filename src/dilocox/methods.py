@@ -1,4 +1,4 @@
-"""The methods of ALGORITHM.md §5: each one a composition of the same parts.
+"""The methods of docs/algorithm.md §5: each one a composition of the same parts.
 
 A method is nothing but defaults for `[outer]`, `[compression]` and `[control]`; a run file may set
 every one of these keys itself.

@@ -1,4 +1,4 @@
-"""The training loop of one rank: rounds of slots of inner steps (ALGORITHM.md §2).
+"""The training loop of one rank: rounds of slots of inner steps (docs/algorithm.md §2).
 
 Every rank of every site runs this same loop. A single site is the case D = 1; a site that enters
 late runs it without inner steps until a plan counts it in.
@@ -208,7 +208,8 @@ class Trainer:
         if not self.config.exchanges_gradients:
             if self.outer.has_boundary(plan, slot) or slot == plan.slots:
                 self.check_finite(plan)
-            with self.meter.working():
+            due = self.outer.has_due(plan, slot)
+            with self.meter.working(self.outer.counts if due else None):
                 if self.slope_batch is not None and self.outer.has_boundary(plan, slot):
                     self.outer.land_before(plan, slot)
                     self.measure_slope(self.outer.begins(plan, slot))

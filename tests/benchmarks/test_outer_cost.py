@@ -55,11 +55,16 @@ def test_a_row_has_the_share_of_the_settled_rounds() -> None:
     first |= {"codec": "int4", "inner_steps": 2, "delay": 1}
     last = {**first, "round": outer_cost.SETTLED + 2, "inner_steps": 1}
     parameters = 2 * outer_cost.BATCH * outer_cost.LENGTH * 10
-    plans = [first, last]
+    reported = [
+        {"kind": "round", "round": number, "exchange_work_seconds": number / 1000}
+        for number in (0, outer_cost.SETTLED, outer_cost.SETTLED + 1, outer_cost.SETTLED + 2)
+    ]
+    plans = [first, last, *reported]
     row = outer_cost.row("5mbit", plans, trace(outer_cost.SETTLED + 3), parameters, 17, 4)
     assert row["inner_steps"] == 2
     assert row["outer_ms"] == pytest.approx(8.0)
     assert row["share"] == pytest.approx(0.1)
+    assert row["counted_ms"] == pytest.approx(outer_cost.SETTLED + 0.5)
     assert row["rounds"] == 2
     assert row["tokens_per_parameter"] == pytest.approx(0.1)
 

@@ -74,9 +74,10 @@ def test_a_run_of_every_scenario(scenario: scaling.Scenario) -> None:
     config = scaling.run_of(scenario, 8)
     assert len(config.sites) == 8
     total = sum(config.site_batch(name) for name in config.sites)
-    expected = 1024 if scenario.strong else 8 * 128
-    assert total == (expected * 3 // 4 if scenario.matched else expected)
+    assert total == (1024 if scenario.strong else 8 * 128)
     assert config.outer.exchange == scenario.exchange
+    assert config.control.steps == scenario.steps
+    assert config.outer.device == scenario.device
 
 
 def row(name: str, sites: int) -> dict[str, object]:
@@ -100,6 +101,10 @@ def test_the_document_is_filled_between_its_marks() -> None:
     )
 
 
+def test_every_scenario_has_a_colour_of_its_own() -> None:
+    assert len(set(scaling_plot.COLOURS)) >= len(scaling.SCENARIOS)
+
+
 def test_the_picture_has_a_line_for_every_scenario() -> None:
     points = [("a", 2, 1.0, 0.1), ("a", 64, 0.5, 0.6), ("b", 2, 1.0, 0.1), ("b", 64, 0.9, 0.2)]
     picture = scaling_plot.picture(points)
@@ -114,9 +119,9 @@ def test_two_sites_scale_as_the_table_says() -> None:
     rows = scaling.rows([2])
     assert [one["scenario"] for one in rows] == [each.name for each in scaling.SCENARIOS]
     assert all(0.5 < one["efficiency"] <= 1.0 for one in rows)
-    # Uneven sites wait for the slowest; with batches to match they do not.
+    # Uneven sites wait for the slowest if all take as many steps.
     speeds = {one["scenario"]: one["efficiency"] for one in rows}
-    assert speeds["uneven, gather"] < 0.8 < speeds["evened out, gather"]
+    assert speeds["uneven, equal steps"] < 0.8 < speeds["uneven, gather"]
 
 
 def wan_row(method: str, sites: int, speed: float, **more: Any) -> dict[str, Any]:

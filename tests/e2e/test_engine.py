@@ -1,4 +1,4 @@
-"""The engine end to end: layouts, methods and overlap rules in real runs (ALGORITHM.md §6)."""
+"""The engine end to end: layouts, methods and overlap rules in real runs (docs/algorithm.md §6)."""
 
 from __future__ import annotations
 

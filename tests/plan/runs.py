@@ -18,6 +18,7 @@ FREE = Host(
     outer=0.0,
     exchange=0.0,
     exchange_cpu=0.0,
+    exchange_thread=0.0,
 )
 """A machine whose exchanges cost nothing beside their transfers."""
 ARCHITECTURE: dict[str, Any] = {

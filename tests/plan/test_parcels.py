@@ -70,14 +70,19 @@ def host(**values: float) -> Host:
 
 def test_work_of_an_exchange_by_hand() -> None:
     parcel = Parcel(payload=4000, values=1000, own=500, products=0)
-    own = host(encode=1e3, decode=2e3, average=4e3, digest=1e3, outer=0.01, exchange_cpu=0.25)
+    own = host(encode=1e3, decode=2e3, average=4e3, digest=1e3, outer=0.01, exchange_cpu=0.25,
+               exchange_thread=0.125)  # fmt: skip
     found = toil(parcel, "int4", own, 3, "gather")
     assert found.begin == found.land == 5.0
     assert found.encode == pytest.approx(4000 / 1e3 + 0.5)
     # Three payloads are decoded, checked and added up.
     assert found.decode == pytest.approx(3 * (2 + 0.5 + 1))
-    assert found.work == pytest.approx(4.5 + 10.5)
+    assert found.work == pytest.approx(4.5 + 10.5 + 0.125)
     assert found.processor == pytest.approx(4.5 + 10.5 + 0.25)
+    recorded = toil(parcel, "int4", own, 3, "gather", commits=True)
+    # All values are hashed, in fp32.
+    assert recorded.encode == pytest.approx(found.encode + 4.0)
+    assert recorded.work == pytest.approx(found.work + 4.0)
     parts = toil(parcel, "int4", own, 4, "reduce")
     assert parts.encode == pytest.approx(4.5)
     # Every site's part of a chunk, then all of the mean; the mean's chunk is encoded again.

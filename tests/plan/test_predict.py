@@ -94,6 +94,24 @@ def test_sites_of_their_own() -> None:
         predict(config, device(), [link(1e4)] * 3, 2, outline=OUTLINE)
 
 
+def test_uneven_sites_as_shipped_do_not_wait_for_the_slowest() -> None:
+    def two(**control: str) -> Prediction:
+        config = run(outer={"steps": 10**6}, control=control)
+        return predict(
+            config, device(), link(1e5), ["a", "b"], step_seconds=[1.0, 2.0], outline=OUTLINE
+        )
+
+    found, equal = two(), two(steps="equal")
+    tokens = 8 * 16
+    assert found.alone == pytest.approx(1.5 * tokens)
+    assert found.tokens_per_second == pytest.approx(1.5 * tokens, rel=0.01)
+    assert equal.alone == pytest.approx(tokens)
+    assert equal.tokens_per_second == pytest.approx(tokens, rel=0.01)
+    # Of the three steps that both take in the time of two, the fast site makes two.
+    per_round = 2 * found.payload_bytes / found.payload_per_token
+    assert per_round == pytest.approx(1.5 * found.choice.inner_steps * tokens, rel=0.01)
+
+
 def test_without_a_measured_step_the_cost_model_has_one() -> None:
     config = fixed("diloco", inner_steps=10)
     found = predict(config, device(), link(1e9), 2, outline=OUTLINE)

@@ -118,6 +118,32 @@ def test_the_slowest_site_and_the_narrowest_link_set_the_pace() -> None:
     assert round_seconds(pair) == pytest.approx([5 + 40.0] * 6)
 
 
+def test_sites_take_steps_by_their_declared_speed() -> None:
+    config = run(
+        outer={"steps": 10**6, "method": "diloco", "inner_steps": 5},
+        control={"adapt": "off"},
+        sites={"a": {"speed": 1.0}, "b": {"speed": 0.5}},
+    )
+    course = play(config, site("a"), site("b", step=2.0))
+    # Half of five steps: two, and the half that is left makes it three in the next round.
+    assert [each.steps for each in course.rounds[0]] == [5] * 8
+    assert [each.steps for each in course.rounds[1]] == [2, 3] * 4
+    # Three steps of 2 s end after the other's five; then 10 s of transfers.
+    assert round_seconds(course) == pytest.approx([15, 16] * 3)
+
+
+def test_speeds_that_are_not_declared_are_measured() -> None:
+    config = run(
+        outer={"steps": 10**6, "method": "diloco", "inner_steps": 4},
+        control={"adapt": "off", "steps": "by-speed"},
+    )
+    course = play(config, site("lyon"), site("paris", step=2.0))
+    # A plan knows of the round before the last: the third is the first one that does.
+    assert [each.steps for each in course.rounds[1]] == [4, 4, 2, 2, 2, 2, 2, 2]
+    assert course.rounds[1][-1].waited == pytest.approx(10.0)
+    assert course.rounds[0][-1].waited == pytest.approx(10.0)
+
+
 def test_work_and_round_trips_are_on_the_way() -> None:
     config = fixed(method="diloco", inner_steps=5)
     slow = Host(**{**vars(FREE), "encode": dict.fromkeys(KINDS, 4.0), "decode":

@@ -263,7 +263,7 @@ class LowRank:
         and the energy that the basis misses: Σs² exactly; Σs⁴ is the core's plus at most the missed
         energy times the smallest s² of the core, as a basis of the largest directions misses none
         above it. That most is taken, so the estimate errs on the low side; it is exact for equal
-        singular values, and exceeds the rank when the basis is too small (ALGORITHM.md §4).
+        singular values, and exceeds the rank when the basis is too small (docs/algorithm.md §4).
 
         What the mean misses is not sent: sites' differences are taken to average out of it as
         they do within the basis. A report: its last digits may differ between machines.

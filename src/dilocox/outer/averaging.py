@@ -58,7 +58,7 @@ class Requantised:
     decoded: Tensor
     """What every site, the owner too, applies."""
     second_error: Tensor
-    """Sum of w times (mean - decoded): enters the owner's residual (ALGORITHM.md §2).
+    """Sum of w times (mean - decoded): enters the owner's residual (docs/algorithm.md §2).
 
     Applying `decoded` withholds (mean - decoded) of the mean, which is that times the sum of w
     of the sum of contributions; sent again by this one site, it is made good exactly once.

@@ -3,7 +3,7 @@
 `gather`: every site receives every payload; no second quantisation. `reduce`: each site owns a
 chunk, averages it, quantises the mean again and hands it round: 2(D-1)/D payloads per site.
 A low-rank codec needs two messages before that: the sites' factors to one owner, and from him the
-basis that all project on (ALGORITHM.md §2, §3). What counts is decided by the coordinator from
+basis that all project on (docs/algorithm.md §2, §3). What counts is decided by the coordinator from
 what every live rank holds; transfers that a change of members cancelled are repeated in the new
 group.
 """

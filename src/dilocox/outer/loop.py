@@ -1,4 +1,4 @@
-"""The outer loop of one rank: boundaries, exchanges under way, landings (ALGORITHM.md §2)."""
+"""The outer loop of one rank: boundaries, exchanges under way, landings (docs/algorithm.md §2)."""
 
 from __future__ import annotations
 
@@ -141,6 +141,11 @@ class OuterLoop:
     def has_boundary(self, plan: RoundPlan, slot: int) -> bool:
         """True if a fragment of any stage has its boundary at the end of `slot`."""
         return any(slot in self._boundaries(plan, stage) for stage in range(self._stages))
+
+    def has_due(self, plan: RoundPlan, slot: int) -> bool:
+        """True if something of this rank lands or begins at the end of `slot`."""
+        tick = plan.first_tick + slot
+        return bool(self.begins(plan, slot)) or any(item.lands_at <= tick for item in self.pending)
 
     def under_way(self, fragment: int, before_round: int) -> bool:
         """True if an exchange of `fragment` from before `before_round` has not landed."""

@@ -5,7 +5,7 @@ live parameters x; when a landing makes x jump, it jumps along. So at any time
 
     reference − x = −(sum of the inner optimizer's displacements since the last boundary) = δ,
 
-whatever jumps lay between. (ALGORITHM.md §1, §2.)
+whatever jumps lay between. (docs/algorithm.md §1, §2.)
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ class Shares:
 def shares(plan: RunPlan) -> Shares:
     """Of the time from one inner step of the slowest site to its next."""
     prediction, step = plan.prediction, plan.step
-    whole = prediction.tokens_per_step / prediction.tokens_per_second
+    whole = prediction.course.step_seconds_of(plan.slowest)
     network = prediction.course.waited_share_of(plan.slowest)
     parts = (step.compute, step.bubble, step.traffic, step.optimizer)
     own = [part / whole for part in parts]
@@ -99,8 +99,9 @@ def _network(plan: RunPlan, share: float) -> str:
 
 def _uneven(plan: RunPlan) -> float:
     """Share of all GPUs' time lost because the other sites wait for the slowest."""
-    steps = [site.step for site in plan.prediction.course.sites]
-    return 1 - sum(steps) / (len(steps) * max(steps))
+    course = plan.prediction.course
+    busy = [site.step * course.steps_of(number) for number, site in enumerate(course.sites)]
+    return 1 - sum(busy) / (len(busy) * max(busy))
 
 
 def _uneven_text(plan: RunPlan) -> str:

@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from dilocox.config import RunConfig
-from dilocox.outer.controller import by_link, by_rank
+from dilocox.outer.controller import deciding
 from dilocox.outer.controller.candidates import Menu
-from dilocox.outer.controller.choice import Choice, as_the_run_file_says
-from dilocox.outer.controller.link import Estimate, Sample, declared, estimated
+from dilocox.outer.controller.choice import Choice
+from dilocox.outer.controller.deciding import Decided, Measurements
+from dilocox.outer.controller.link import Estimate
+from dilocox.outer.controller.pace import carried, steps_taken
 
-LOOK_BACK = 2
-"""The plan of round t may use what was measured up to round t - 2, as at the coordinator."""
+
+@dataclass(frozen=True)
+class SimPlan:
+    """What is decided for a round."""
+
+    choice: Choice
+    """Cut to the steps that are left."""
+    paces: dict[str, int]
+    carries: dict[str, int]
+    """By site; see `dilocox.outer.controller.pace`."""
+    estimate: Estimate | None
+
+    def steps(self, site: str, count: int) -> int:
+        """Inner steps of `site` while the fastest takes `count` from the round's beginning."""
+        return steps_taken(self.paces[site], self.carries[site], count)
 
 
 @dataclass
@@ -25,26 +40,31 @@ class Chooser:
 
     config: RunConfig
     menu: Menu
-    sites: int
-    choices: list[Choice] = field(default_factory=list)
-    estimates: list[Estimate | None] = field(default_factory=list)
+    sites: Sequence[str]
+    plans: list[SimPlan] = field(default_factory=list)
+    _decided: Decided | None = None
 
-    def choose(self, measured: Mapping[int, list[Sample]]) -> Choice:
-        """The plan of the next round; `measured` by round, of all sites that are through."""
-        config = self.config
-        round_ = len(self.choices)
-        estimate = self.estimates[-1] if self.estimates else None
-        if config.control.adapt == "off":
-            choice = as_the_run_file_says(config)
-        elif config.control.adapt == "effective-rank":
-            choice = by_rank.choose(config, [])
-        else:
-            estimate = declared(config.control) or estimated(
-                estimate, measured.get(round_ - LOOK_BACK, []), config.control
-            )
-            last = self.choices[-1] if self.choices else None
-            now = None if last is None else (last.inner_steps, last.codec)
-            choice = by_link.choose(config, self.menu, estimate, self.sites, now)
-        self.choices.append(choice)
-        self.estimates.append(estimate)
-        return choice
+    def choose(self, measured: Measurements, left: int) -> SimPlan:
+        """The plan of the next round, of `left` inner steps at most.
+
+        `measured`: all that the sites have measured so far; the controller looks no further than
+        it may.
+        """
+        config, round_ = self.config, len(self.plans)
+        paces = deciding.paces_of(config, round_, self.sites, measured, self._decided)
+        choice, estimate = deciding.chosen(
+            config, self.menu, round_, paces, measured, [], self._decided
+        )
+        choice = choice.shortened(left, config.outer.overlap)
+        carries = {site: self._carry(site, paces[site], choice.inner_steps) for site in paces}
+        self.plans.append(SimPlan(choice, paces, carries, estimate))
+        self._decided = Decided(choice.inner_steps, choice.codec, paces, estimate)
+        return self.plans[-1]
+
+    def _carry(self, site: str, pace: int, inner_steps: int) -> int:
+        """What the round before has left of a step."""
+        left = 0
+        if self.plans:
+            last = self.plans[-1]
+            left = carried(last.paces[site], last.carries[site], last.choice.inner_steps)[1]
+        return carried(pace, left, inner_steps)[0]

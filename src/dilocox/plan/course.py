@@ -43,8 +43,8 @@ class Round:
     overhead: float = 0.0
     exchanges: int = 0
     work: float = 0.0
-    """Processor seconds of the busiest rank's exchanges: of their threads, and without GPUs of what
-    the training's own thread does for them."""
+    """Seconds that training loses by its exchanges beside waiting, at the rank that loses most: on
+    processors all that they compute, on GPUs boundaries and landings."""
     steps: int = 0
 
 
@@ -56,7 +56,8 @@ class Course:
     choices: list[Choice]
     rounds: list[list[Round]]
     """By site."""
-    samples: dict[int, list[Sample]]
+    samples: dict[int, dict[str, Sample]]
+    """By round and site."""
 
     def settled(self) -> int:
         """The first round from which on the plan stays the same, one for it to take effect."""
@@ -78,6 +79,15 @@ class Course:
             for site, rounds in zip(self.sites, self.rounds, strict=True)
         )
         return tokens / (end - begin)
+
+    def steps_of(self, site: int) -> int:
+        """Inner steps of a site, by its number, in the settled rounds."""
+        return sum(each.steps for each in self.rounds[site][self.settled() :])
+
+    def step_seconds_of(self, site: int) -> float:
+        """Time from one inner step of a site to its next, whatever it does between them."""
+        rounds = self.rounds[site][self.settled() :]
+        return (rounds[-1].end - rounds[0].start) / self.steps_of(site)
 
     @property
     def waited_share(self) -> float:

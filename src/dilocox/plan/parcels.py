@@ -59,15 +59,15 @@ class Toil:
     """In the training's own thread, at the landing."""
     processor: float
     """Processor time of all threads that the exchange has."""
-
-    @property
-    def work(self) -> float:
-        """Of that, what the exchange's thread does itself: the controller goes by it."""
-        return self.encode + self.decode
+    work: float
+    """Of that, what the exchange's thread does itself: the controller goes by it."""
 
 
-def toil(parcel: Parcel, codec: str, host: Host, sites: int, exchange: str) -> Toil:
-    """What a parcel costs each of `sites` sites. `exchange`: `gather` or `reduce`.
+def toil(
+    parcel: Parcel, codec: str, host: Host, sites: int, exchange: str, commits: bool = False
+) -> Toil:
+    """What a parcel costs each of `sites` sites. `exchange`: `gather` or `reduce`; `commits`: the
+    values are hashed before anything is sent, for the run's record.
 
     `gather` decodes every payload and adds them up. `reduce` does so with a part of each, encodes
     the mean again and decodes the whole of it. Boundary and landing are halves of `Host.outer`.
@@ -81,13 +81,15 @@ def toil(parcel: Parcel, codec: str, host: Host, sites: int, exchange: str) -> T
         # Two products to encode (its factor, then its payload), one to decode.
         encode += 2 * parcel.products / host.lowrank
         decode += parcel.products / host.lowrank
+    before = encode + digest + (size / host.digest if commits else 0.0)
     if exchange == "gather":
-        before = encode + digest
         after = sites * (decode + digest + size / host.average)
     else:
-        before = encode + digest
         after = 2 * decode + encode / sites + 2 * digest + size / host.average
-    return Toil(outer, before, after, outer, before + after + host.exchange_cpu)
+    coding = before + after
+    return Toil(
+        outer, before, after, outer, coding + host.exchange_cpu, coding + host.exchange_thread
+    )
 
 
 def round_trips(codec: str, exchange: str) -> int:

@@ -33,7 +33,8 @@ class Prediction:
 
     tokens_per_second: float
     alone: float
-    """Tokens per second of the same sites with the exchange switched off."""
+    """Tokens per second of the same sites with the exchange switched off: of each for itself where
+    sites take steps by their speed, else all at the pace of the slowest."""
     waited_share: float
     """Of the time, at the average site, in which training stands still for the network."""
     choice: Choice
@@ -44,7 +45,7 @@ class Prediction:
     payload_bytes: int
     """That a site sends, and receives, in a round."""
     work_seconds: float
-    """Processor seconds of a round's exchanges at the busiest rank (`Round.work`)."""
+    """That training loses by a round's exchanges beside waiting (`Round.work`)."""
     step_seconds: float
     """Of an inner step at the slowest site."""
     tokens_per_step: int
@@ -59,8 +60,12 @@ class Prediction:
     @property
     def payload_per_token(self) -> float:
         """Bytes that all sites together send for a token trained."""
-        sites = len(self.course.sites)
-        return sites * self.payload_bytes / (self.choice.inner_steps * self.tokens_per_step)
+        rounds = len(self.course.choices) - self.course.settled()
+        tokens = sum(
+            site.tokens * self.course.steps_of(number)
+            for number, site in enumerate(self.course.sites)
+        )
+        return len(self.course.sites) * self.payload_bytes * rounds / tokens
 
 
 def predict(
@@ -136,8 +141,11 @@ def _settled(config: RunConfig, menu: Menu, course: Course) -> Prediction:
     first = course.settled()
     last = [each[-1] for each in course.rounds]
     total = sum(site.tokens for site in sites)
-    # Everybody waits for the slowest, with or without a network between them.
-    alone = sum(site.tokens for site in sites) / max(site.step for site in sites)
+    if config.control.steps == "by-speed":
+        alone = sum(site.tokens / site.step for site in sites)
+    else:
+        # Everybody waits for the slowest, with or without a network between them.
+        alone = total / max(site.step for site in sites)
     settled = [record for each in course.rounds for record in each[first:]]
     choice = course.choices[-1]
     crowd = Crowd(len(sites), config.outer.exchange)
@@ -147,7 +155,8 @@ def _settled(config: RunConfig, menu: Menu, course: Course) -> Prediction:
         for each in row:
             number, size = crowd.transfers(each.payload)
             sent += often * number * size
-    busy = [sample.exchange_us for sample in course.samples.get(len(course.choices) - 1, [])]
+    measured = course.samples.get(len(course.choices) - 1, {})
+    busy = [sample.exchange_us for sample in measured.values()]
     return Prediction(
         tokens_per_second=course.tokens_per_second,
         alone=alone,

@@ -1,10 +1,10 @@
 """A run as a series of events: sites compute, exchanges share the link, landings wait or not.
 
-It follows ALGORITHM.md §2 as `dilocox.outer.loop` and `dilocox.outer.worker` do it: at a slot end
-first landings, then boundaries; a rank's exchanges use the link in their order, while the next one
-is encoded and the one before decoded; an exchange is sent when the last site has encoded its part.
-Exchanges of different stages share the narrowest link evenly. Plans come from the real controller,
-round by round.
+It follows docs/algorithm.md §2 as `dilocox.outer.loop` and `dilocox.outer.worker` do it: at a slot
+end first landings, then boundaries; a rank's exchanges use the link in their order, while the next
+one is encoded and the one before decoded; an exchange is sent when the last site has encoded its
+part. Exchanges of different stages share the narrowest link evenly. Plans come from the real
+controller, round by round.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from dilocox.config import RunConfig
 from dilocox.memory import MOMENTUM_BYTES
 from dilocox.meter import busy_seconds
 from dilocox.outer.calendar import boundary_slots
-from dilocox.outer.controller.choice import Choice
+from dilocox.outer.controller.deciding import LOOK_BACK
 from dilocox.outer.controller.link import Sample
 from dilocox.outer.controller.schedule import Crowd
 from dilocox.outer.worker import AT_ONCE
-from dilocox.plan.chooser import LOOK_BACK, Chooser
+from dilocox.plan.chooser import Chooser, SimPlan
 from dilocox.plan.course import Course, Round, SimSite
 from dilocox.plan.parcels import Parcel, Toil, round_trips, toil
 from dilocox.plan.shared_link import SharedLink
@@ -119,9 +119,8 @@ class _Play:
             codec: [[parcel.payload for parcel in row] for row in rows]
             for codec, rows in menu.items()
         }
-        self._chooser = Chooser(config, sizes, len(sites))
+        self._chooser = Chooser(config, sizes, [site.name for site in sites])
         self._sites = [_Site(number, about) for number, about in enumerate(sites)]
-        self._choices: list[Choice] = []
         self._first_tick = [0]
         self._first_step = [0]
         self._exchanges: dict[tuple[int, int, int], _Exchange] = {}
@@ -129,7 +128,7 @@ class _Play:
         """By stage: the last exchange that was begun."""
         self._at_once = at_once
         self._toils: dict[tuple[int, int, str], list[Toil]] = {}
-        self._samples: dict[int, list[Sample]] = {}
+        self._samples: dict[int, dict[str, Sample]] = {}
         self._calendars: dict[int, dict[int, list[tuple[int, int]]]] = {}
         self._parked: list[_Site] = []
         self._events: list[tuple[float, int, Callable[[], None]]] = []
@@ -149,10 +148,14 @@ class _Play:
             act()
         return Course(
             [site.about for site in self._sites],
-            self._choices,
+            [plan.choice for plan in self._plans],
             [site.rounds for site in self._sites],
             self._samples,
         )
+
+    @property
+    def _plans(self) -> list[SimPlan]:
+        return self._chooser.plans
 
     def _at(self, when: float, act: Callable[[], None]) -> None:
         self._count += 1
@@ -164,7 +167,7 @@ class _Play:
         """Take the round's plan; wait for the sites that it depends on."""
         if site.round >= self._most:
             return
-        if site.round == len(self._choices):
+        if site.round == len(self._plans):
             # A site's `round` is the number of rounds that it is through with.
             if min(other.round for other in self._sites) < site.round - LOOK_BACK + 1:
                 self._parked.append(site)
@@ -172,9 +175,7 @@ class _Play:
             left = self._config.total_steps - self._first_step[-1]
             if left <= 0:
                 return
-            choice = self._chooser.choose(self._samples)
-            choice = choice.shortened(left, self._config.outer.overlap)
-            self._choices.append(choice)
+            choice = self._chooser.choose(self._samples, left).choice
             slots = choice.inner_steps if self._gradients else choice.slots
             self._first_tick.append(self._first_tick[-1] + slots)
             self._first_step.append(self._first_step[-1] + choice.inner_steps)
@@ -185,12 +186,15 @@ class _Play:
 
     def _begin_slot(self, site: _Site) -> None:
         """Compute until the next slot end at which something is due."""
-        plan = self._choices[site.round]
-        slots = plan.inner_steps if self._gradients else plan.slots
+        plan = self._plans[site.round]
+        inner_steps = plan.choice.inner_steps
+        slots = inner_steps if self._gradients else plan.choice.slots
         landings = [when - self._first_tick[site.round] for when, _ in site.pending]
         boundaries = self._boundaries(slots)
         until = min(slot for slot in (*boundaries, *landings, slots) if slot > site.slot)
-        steps = (until - site.slot) * plan.inner_steps // slots
+        begun, ended = (slot * inner_steps // slots for slot in (site.slot, until))
+        name = site.about.name
+        steps = plan.steps(name, ended) - plan.steps(name, begun)
         seconds = steps * site.about.step + site.debt
         site.debt = 0.0
         self._at(self._now + seconds, lambda: self._end_slot(site, until, slots))
@@ -219,9 +223,9 @@ class _Play:
         self._wait(site, first, boundaries)
 
     def _hand_in(self, site: _Site, begun: Sequence[_Exchange], slots: int) -> None:
-        plan = self._choices[site.round]
+        delay = self._plans[site.round].choice.delay
         for each in begun:
-            site.pending.append((site.tick + plan.delay, each))
+            site.pending.append((site.tick + delay, each))
             site.queues.setdefault(each.stage, deque()).append(each)
             self._work_on(site, each.stage)
         now_due = [item for item in site.pending if item[0] <= site.tick]
@@ -237,12 +241,14 @@ class _Play:
         if site.slot < slots:
             self._begin_slot(site)
             return
-        digest = self._blocking(site, self._digests(site)) if len(self._sites) > 1 else 0.0
+        # Beside a GPU, digests are made while it goes on.
+        digests = len(self._sites) > 1 and site.about.cores is not None
+        digest = self._blocking(site, self._digests(site)) if digests else 0.0
         self._at(self._now + digest, lambda: self._next_round(site))
 
     def _digests(self, site: _Site) -> list[tuple[int, float]]:
         """By stage: seconds for the digest of anchor and momentum, at a round's end."""
-        codec = self._choices[site.round].codec
+        codec = self._plans[site.round].choice.codec
         digested = 4 + MOMENTUM_BYTES[self._config.outer.momentum_dtype]
         return [
             (stage, digested * sum(each.values for each in row) / site.about.host.digest)
@@ -279,17 +285,17 @@ class _Play:
     def _blocking(self, site: _Site, parts: Sequence[tuple[int, float]]) -> float:
         """Seconds of the training's own thread: stages side by side, on shared cores in turn.
 
-        On processors they count as the exchanges' work, as the engine's meter has it.
+        They count as the exchanges' work, as the engine's meter has it.
         """
         by_stage: dict[int, float] = {}
         for stage, seconds in parts:
             by_stage[stage] = by_stage.get(stage, 0.0) + seconds
         if not by_stage:
             return 0.0
-        if site.about.cores is None:
-            return max(by_stage.values())
         for stage, seconds in by_stage.items():
             site.work[stage] = site.work.get(stage, 0.0) + seconds
+        if site.about.cores is None:
+            return max(by_stage.values())
         return sum(by_stage.values()) * site.about.shards / site.about.cores
 
     def _wait(
@@ -305,20 +311,18 @@ class _Play:
         site.go_on = go_on
 
     def _end_round(self, site: _Site) -> None:
-        plan, record = self._choices[site.round], site.rounds[-1]
+        plan, record = self._plans[site.round], site.rounds[-1]
         record.end = self._now
-        record.steps = plan.inner_steps
+        record.steps = plan.steps(site.about.name, plan.choice.inner_steps)
         record.work = max(site.work.values(), default=0.0)
         seconds = record.end - record.start - record.waited
-        self._samples.setdefault(site.round, []).append(
-            Sample(
-                step_us=max(1, round(seconds / plan.inner_steps * 1e6)),
-                exchange_bytes=record.received,
-                exchange_us=round(busy_seconds(record.link) * 1e6),
-                exchanges=len(record.link),
-                overhead_us=round(record.overhead / max(1, record.exchanges) * 1e6),
-                work_us=round(record.work * 1e6),
-            )
+        self._samples.setdefault(site.round, {})[site.about.name] = Sample(
+            step_us=max(1, round(seconds / record.steps * 1e6)),
+            exchange_bytes=record.received,
+            exchange_us=round(busy_seconds(record.link) * 1e6),
+            exchanges=len(record.link),
+            overhead_us=round(record.overhead / max(1, record.exchanges) * 1e6),
+            work_us=round(record.work * 1e6),
         )
 
     # --- exchanges ----------------------------------------------------------------------------
@@ -326,7 +330,7 @@ class _Play:
     def _exchange(self, site: _Site, stage: int, fragment: int) -> _Exchange:
         key = (site.tick, stage, fragment)
         if key not in self._exchanges:
-            codec = self._choices[site.round].codec
+            codec = self._plans[site.round].choice.codec
             parcel = self._menu[codec][stage][fragment]
             self._exchanges[key] = self._line[stage] = _Exchange(
                 stage,
@@ -342,8 +346,11 @@ class _Play:
     def _all_toils(self, parcel: Parcel, codec: str) -> list[Toil]:
         key = (parcel.payload, parcel.values, codec)
         if key not in self._toils:
+            commits = self._config.record.enabled and not self._gradients
             self._toils[key] = [
-                toil(parcel, codec, site.about.host, len(self._sites), self._crowd.exchange)
+                toil(
+                    parcel, codec, site.about.host, len(self._sites), self._crowd.exchange, commits
+                )
                 for site in self._sites
             ]
         return self._toils[key]
@@ -360,7 +367,8 @@ class _Play:
         site.busy[stage] = site.busy.get(stage, 0) + 1
         site.begun[id(each)] = self._now
         own = self._toil(each, site)
-        site.work[stage] = site.work.get(stage, 0.0) + own.work
+        if site.about.cores is not None:
+            site.work[stage] = site.work.get(stage, 0.0) + own.work
         self._charge(site, own.processor)
 
         def encoded() -> None:

@@ -45,7 +45,9 @@ class Host:
     exchange: float
     """Seconds of an exchange beside its transfer and its codec."""
     exchange_cpu: float
-    """Processor seconds of the same."""
+    """Processor seconds of the same, of all threads."""
+    exchange_thread: float
+    """Of these, what the exchange's own thread has: the controller knows of no other."""
     source: str = ""
 
 
@@ -266,6 +268,7 @@ class Table:
             outer=1e-9 * self._number(where, every, "outer_ns", zero=True),
             exchange=1e-3 * self._number(where, every, "exchange_ms", zero=True),
             exchange_cpu=1e-3 * self._number(where, every, "exchange_cpu_ms", zero=True),
+            exchange_thread=1e-3 * self._number(where, every, "exchange_thread_ms", zero=True),
             source=self._told(str(every.get("source", ""))),
         )
 

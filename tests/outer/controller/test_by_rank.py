@@ -1,4 +1,4 @@
-"""AdaGradCmp as published (ALGORITHM.md §4)."""
+"""AdaGradCmp as published (docs/algorithm.md §4)."""
 
 from __future__ import annotations
 

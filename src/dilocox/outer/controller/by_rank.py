@@ -1,4 +1,4 @@
-"""`adapt = "effective-rank"`: the paper's AdaGradCmp (arXiv 2506.21263, form of ALGORITHM.md §4).
+"""`adapt = "effective-rank"`: the paper's AdaGradCmp (2506.21263, form of docs/algorithm.md §4).
 
 Rank and inner steps follow the effective rank of the averaged pseudo-gradient: while fewer than c
 rounds have been measured they are the run file's r_1 and H_1; then r is the mean of the last c

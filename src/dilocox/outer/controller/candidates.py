@@ -39,7 +39,8 @@ class Candidate:
     hides: bool
     """Its exchanges are over in time, beside computation."""
     light: bool
-    """The processor time that they take themselves is small beside it."""
+    """What training loses by them beside waiting is small: on processors their own computation, on
+    GPUs boundaries and landings."""
 
     @property
     def fits(self) -> bool:

@@ -54,7 +54,7 @@ class Estimate:
     overhead_us: int = 0
     """Per exchange, beside its transfers: a power of two, since it is a rough number."""
     work_us: int = 0
-    """Processor time for the exchanges of a round: the whole model once."""
+    """What training loses by the exchanges of a round beside waiting: the whole model once."""
     lag_us: int = 0
     """By so much an inner step of the slowest site is longer than one of the fastest: it comes as
     much early to a landing, or late."""

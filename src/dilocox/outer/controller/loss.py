@@ -78,7 +78,7 @@ def residual_decay(codec: str) -> float:
 
 
 def kept_progress(inner_steps: int, delay_share: float) -> float:
-    """kappa of overlap `keep`: less than 1 where long rounds land late (ALGORITHM.md §2)."""
+    """kappa of overlap `keep`: less than 1 where long rounds land late (docs/algorithm.md §2)."""
     rule = table()["keep"]
     late = inner_steps >= rule["inner_steps"] and delay_share > rule["share"]
     return float(rule["late" if late else "else"])

@@ -98,7 +98,7 @@ def step_within(pace: int, carry: int, number: int) -> int:
 def site_weights(
     rule: str, batches: Mapping[str, int], paces: Mapping[str, int]
 ) -> dict[str, float]:
-    """w_i of ALGORITHM.md §2 by site, their mean is 1.
+    """w_i of docs/algorithm.md §2 by site, their mean is 1.
 
     With b the sequences per step and p the pace, `equal`: w ~ b, every pseudo-gradient counts as it
     is; `tokens`: w ~ b p, by the tokens that it was made from; `fednova`: w ~ b / p, so that the

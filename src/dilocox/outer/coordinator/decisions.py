@@ -93,7 +93,7 @@ def plan_round(state: CoordinatorState, round_: int, time: float) -> e.Planned |
     first_tick = before.first_tick + before.slots if before else 0
     first_step = before.first_step + before.inner_steps if before else state.steps_before or 0
     paces = paces_of(state, round_, active)
-    choice, estimate = chosen(state, round_, active, paces)
+    choice, estimate = chosen(state, round_, paces)
     plan = make_plan(
         state.config, round_, first_tick, first_step, active, state.ledger, choice, estimate,
         paces, before,

@@ -26,7 +26,7 @@ class MemberPlan(Message):
     """What one site does in a round."""
 
     weight: float
-    """w_i of ALGORITHM.md §2 among the plan's members."""
+    """w_i of docs/algorithm.md §2 among the plan's members."""
     batch: Count
     """Sequences per inner step."""
     ranges: list[tuple[Count, Count]]
@@ -60,7 +60,7 @@ class LinkEstimate(Message):
     payload: Count
     """Bytes of the payload that was measured last."""
     work_us: Count = 0
-    """Processor time for the exchanges of a round."""
+    """What training loses by a round's exchanges beside waiting."""
     overhead_us: Count = 0
     """Microseconds per exchange beside its transfers: rendezvous, votes, codec."""
     lag_us: Count = 0
@@ -118,6 +118,7 @@ class Measured(Message):
     that comes last to an exchange this is what rendezvous, votes and codec take; the others wait
     for it besides."""
     work_us: Count = 0
-    """Microseconds of processor time for encoding, decoding and averaging, at the busiest rank."""
+    """Microseconds that training loses by its exchanges beside waiting, at the rank that loses
+    most: on processors the processor time of all that they do, on GPUs boundaries and landings."""
     effective_rank_milli: Count | None = None
     """Effective rank of the averaged pseudo-gradients, in thousandths, if the codec knows it."""

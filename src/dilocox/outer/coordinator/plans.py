@@ -13,7 +13,7 @@ from dilocox.outer.coordinator.ledger import Ledger, Range
 from dilocox.outer.coordinator.messages import LinkEstimate, MemberPlan, RoundPlan
 
 FLUSH_CODEC = "int8"
-"""ALGORITHM.md §2: what is pending at the end of training goes through the 8-bit codec.
+"""docs/algorithm.md §2: what is pending at the end of training goes through the 8-bit codec.
 
 Sparse codecs are kept: their residual is what many rounds have withheld, and much of it is out of
 date. Sent whole, it was measured to undo training, and costs more bytes than hundreds of rounds

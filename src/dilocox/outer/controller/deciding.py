@@ -1,0 +1,101 @@
+"""What is decided of a round from what sites measured: how fast each goes, then the plan.
+
+Pure: the coordinator and the planner's simulation decide by the same functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from dilocox.config import RunConfig
+from dilocox.outer.controller import by_link, by_rank
+from dilocox.outer.controller.candidates import Menu
+from dilocox.outer.controller.choice import Choice, as_the_run_file_says
+from dilocox.outer.controller.link import Estimate, Sample, declared, estimated
+from dilocox.outer.controller.pace import (
+    FULL,
+    declared_paces,
+    measured_paces,
+    rounds_looked_at,
+)
+
+LOOK_BACK = 2
+"""The plan of round t may use what was measured up to round t - 2: all sites are through with it,
+while none waits for the others."""
+
+Measurements = Mapping[int, Mapping[str, Sample]]
+"""By round and site. Steps are the site's own: longer than the fastest's, and fewer."""
+
+
+@dataclass(frozen=True)
+class Decided:
+    """What was decided for the round before."""
+
+    inner_steps: int
+    codec: str
+    paces: Mapping[str, int]
+    estimate: Estimate | None
+
+
+def paces_of(
+    config: RunConfig,
+    round_: int,
+    members: Sequence[str],
+    measured: Measurements,
+    before: Decided | None,
+) -> dict[str, int]:
+    """How fast `members` go in `round_`, in thousandths of the fastest."""
+    if config.control.steps == "equal":
+        return dict.fromkeys(members, FULL)
+    if config.declares_speeds:
+        return declared_paces({site: config.sites[site].speed or 1.0 for site in members})
+    known = [number for number in sorted(measured) if number <= round_ - LOOK_BACK]
+    times = {
+        site: [measured[n][site].step_us for n in known if site in measured[n]] for site in members
+    }
+    in_force = {} if before is None else before.paces
+    if before is None or not known:
+        return measured_paces(times, in_force)
+    fastest = min((own.step_us for own in measured[known[-1]].values()), default=1)
+    return measured_paces(times, in_force, rounds_looked_at(before.inner_steps, fastest))
+
+
+def chosen(
+    config: RunConfig,
+    menu: Menu,
+    round_: int,
+    paces: Mapping[str, int],
+    measured: Measurements,
+    ranks: Sequence[int],
+    before: Decided | None,
+) -> tuple[Choice, Estimate | None]:
+    """What is chosen for `round_` of the sites of `paces`, and the estimate that it was chosen by.
+
+    `menu`: payload sizes by codec, if the controller goes by the link; `ranks`: effective ranks of
+    the rounds that may be looked at, in thousandths, oldest first, if it goes by these.
+    """
+    if config.control.adapt == "off":
+        return as_the_run_file_says(config), None
+    if config.control.adapt == "effective-rank":
+        return by_rank.choose(config, ranks), None
+    estimate = declared(config.control) or estimated(
+        None if before is None else before.estimate,
+        _samples(measured, round_ - LOOK_BACK, paces),
+        config.control,
+        earlier=_samples(measured, round_ - LOOK_BACK - 1, paces),
+    )
+    if estimate is not None:
+        slowest = min(paces.values())
+        estimate = replace(estimate, lag_us=estimate.step_us * (FULL - slowest) // slowest)
+    now = None if before is None else (before.inner_steps, before.codec)
+    return by_link.choose(config, menu, estimate, len(paces), now), estimate
+
+
+def _samples(measured: Measurements, round_: int, paces: Mapping[str, int]) -> list[Sample]:
+    """What members measured in a round, with steps as the fastest site has them."""
+    return [
+        replace(own, step_us=max(1, own.step_us * paces[site] // FULL))
+        for site, own in measured.get(round_, {}).items()
+        if site in paces
+    ]

@@ -1,0 +1,93 @@
+"""What of a round's exchanges the controller is told: on processors, and on a GPU."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from dilocox import meter
+from dilocox.meter import RoundMeter
+from dilocox.outer.coordinator.messages import MemberPlan, RoundPlan
+from dilocox.outer.loop import Counts
+from dilocox.site import StepResult
+from tests.plan.runs import run
+
+PLAN = RoundPlan(
+    round=0, kind="train", first_tick=0, first_step=0, inner_steps=1, slots=1, fragments=1,
+    members={"lyon": MemberPlan(weight=1.0, batch=8, ranges=[], space="shared")}, delay=1,
+    overlap="keep", keep=1.0, learning_rate=1.0, momentum=0.0, codec="int4", residual_decay=1.0,
+    exchange="gather", checkpoint=False, evaluate=False, last=False,
+)  # fmt: skip
+
+
+class Clocks:
+    """The clock on the wall and the thread's own, moved by hand. Seconds."""
+
+    def __init__(self) -> None:
+        self.wall = self.thread = 0.0
+        self.ahead = 0.0
+        """What a GPU has still to do of its inner steps."""
+
+    def monotonic(self) -> float:
+        return self.wall
+
+    def thread_time(self) -> float:
+        return self.thread
+
+    def synchronize(self, _device: torch.device) -> None:
+        self.wall += self.ahead
+        self.ahead = 0.0
+
+
+@pytest.fixture
+def clocks(monkeypatch: pytest.MonkeyPatch) -> Clocks:
+    made = Clocks()
+    monkeypatch.setattr(meter, "time", made)
+    monkeypatch.setattr(torch.cuda, "synchronize", made.synchronize)
+    monkeypatch.setattr(meter, "count_parameters", lambda _config: 1000)
+    return made
+
+
+def round_on(kind: str, clocks: Clocks) -> tuple[RoundMeter, dict[str, Any]]:
+    """A round of one step: exchange threads compute 3 s; the training's own thread spends 5 s at
+    the slot's end and computes for 1 s of them, waits 2 s for a site, and 0.5 s for the account."""
+    rank: Any = SimpleNamespace(
+        blueprint=SimpleNamespace(hf_config=None),
+        place=SimpleNamespace(site="lyon"),
+        states=[],
+        mesh=SimpleNamespace(device=torch.device(kind), gather_names=lambda names: [names]),
+    )
+    outer: Any = SimpleNamespace(counts=Counts(work_seconds=3.0), behind=False)
+    measured = RoundMeter(run(), rank)
+    measured.begin(PLAN, 0)
+    clocks.wall += 10.0
+    clocks.ahead = 4.0
+    measured.add(StepResult(torch.tensor([[1.0, 1.0, 0.0]]), 1, 0, [["loss"]]), 0.1)
+    with measured.working(outer.counts):
+        clocks.wall += 5.0
+        clocks.thread += 1.0
+        outer.counts.wait_seconds += 2.0
+    with measured.working():
+        clocks.wall += 0.5
+        clocks.thread += 0.5
+    return measured, measured.end(PLAN, outer, rank)
+
+
+def test_on_processors_all_that_exchanges_compute_is_lost(clocks: Clocks) -> None:
+    measured, record = round_on("cpu", clocks)
+    assert record["exchange_work_seconds"] == pytest.approx(3.0 + 1.0 + 0.5)
+    assert measured.measured is not None
+    assert measured.measured.work_us == 4_500_000
+
+
+def test_a_gpu_loses_the_time_in_which_it_stands_still(clocks: Clocks) -> None:
+    """What it still computes when the slot ends is not lost, nor is what its exchanges' threads
+    compute; waiting for a site is counted elsewhere."""
+    measured, record = round_on("cuda", clocks)
+    assert record["exchange_work_seconds"] == pytest.approx(3.0)
+    assert record["seconds"] == pytest.approx(10.0 + 4.0 + 5.0 + 0.5)
+    assert measured.measured is not None
+    assert measured.measured.work_us == 3_000_000
