@@ -31,6 +31,7 @@ import wan_run
 
 import dilocox
 from dilocox.config import RunConfig
+from dilocox.outer.controller.choice import Choice
 from dilocox.plan.predict import predict
 from dilocox.plan.table import Device, Link, Table
 
@@ -139,7 +140,15 @@ def compare(
         "predicted_waited": found.waited_share,
         "measured_payload": round(measured["payload_bytes"]),
         "predicted_payload": found.payload_bytes,
+        "measured_work": measured.get("work_share"),
+        "predicted_work": found.work_seconds / found.round_seconds,
+        "predicted_plan": plan_text(found.choice),
     }
+
+
+def plan_text(choice: Choice) -> str:
+    """A plan in few words, as `wan_run` has it."""
+    return f"{choice.codec} H={choice.inner_steps} delay={choice.delay}"
 
 
 def errors(rows: Sequence[common.Row]) -> tuple[float, float]:
@@ -155,6 +164,7 @@ def show(rows: Sequence[common.Row]) -> None:
         "run": "s", "measured": ",.1f", "predicted": ",.1f", "ratio": ".3f",
         "measured_waited": share, "predicted_waited": share,
         "measured_payload": ",d", "predicted_payload": ",d",
+        "measured_work": share, "predicted_work": share, "predicted_plan": str,
     }))  # fmt: skip
     median, worst = errors(rows)
     print(f"{len(rows)} rows: median error {median:.1%}, worst {worst:.1%}")

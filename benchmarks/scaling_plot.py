@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from html import escape
 
-WIDTH, HEIGHT = 860, 340
+WIDTH, HEIGHT = 900, 340
 PANEL, LEFT, TOP, BOTTOM = 330, 56, 40, 46
 LEGEND = 730
 COLOURS = ("#0a66c2", "#1e8449", "#c0392b", "#d35400", "#7a4fa3", "#8e6c1f", "#2c3e50")

@@ -18,6 +18,7 @@ is arithmetic on whole numbers, so it is the same on every machine.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -33,6 +34,9 @@ ENOUGH = 64
 """Kept values that a chunk should have."""
 SMALLEST_NORMAL = 2.0**-126
 
+_APART, _SPREADS = 8, 4
+"""A threshold is sought among every so many values, and so many standard deviations below where the
+last kept value is to be expected among them."""
 _PIECE = 64 * UNIT
 """Values that are worked on together: a MiB stays in the cache."""
 
@@ -98,19 +102,47 @@ def strongest(magnitudes: Array, kept: int) -> Array:
     Positions in the flat array, ascending; among equals the first are taken.
     """
     rows, width = magnitudes.shape
-    place = width - kept
-    least = np.partition(magnitudes, place, axis=1)[:, place : place + 1]
-    found: Array = np.flatnonzero(magnitudes >= least)
+    found, least = _at_least(magnitudes, kept)
     if found.size == rows * kept:
         return found
     row = found // width
-    equal = magnitudes.reshape(-1)[found] == least[row, 0]
+    equal = magnitudes.reshape(-1)[found] == least[row]
     spare = np.bincount(row, minlength=rows) - kept
     # Counted from the end of its row, an equal one is left out as long as there are too many.
     behind = np.cumsum(equal[::-1])[::-1]
     after = np.concatenate([behind, [0]])[np.searchsorted(row, np.arange(rows), side="right")]
     chosen: Array = found[~equal | (behind - after[row] > spare[row])]
     return chosen
+
+
+def _at_least(magnitudes: Array, kept: int) -> tuple[Array, Array]:
+    """Positions of all that are as large as the `kept`-th of their row, and that, [rows].
+
+    Partitioning whole rows is most of what encoding costs. So every eighth value is looked at
+    first: what is above a rank of these that is hardly ever too high is a small part of the row.
+    """
+    rows, width = magnitudes.shape
+    sample = magnitudes[:, ::_APART]
+    expected = kept / _APART
+    rank = math.ceil(expected + _SPREADS * math.sqrt(expected + 1))
+    if 2 * rank > sample.shape[1]:
+        return _at_least_in_all(magnitudes, kept)
+    bound = np.partition(sample, -rank, axis=1)[:, -rank]
+    found: Array = np.flatnonzero(magnitudes >= bound[:, None])
+    counts = np.diff(np.searchsorted(found, np.arange(0, (rows + 1) * width, width)))
+    widest = int(counts.max())
+    if counts.min() < kept or 2 * widest > width:
+        return _at_least_in_all(magnitudes, kept)
+    values = magnitudes.reshape(-1)[found]
+    table = np.full((rows, widest), -1, dtype=np.int32)
+    table[np.arange(widest) < counts[:, None]] = values
+    least = np.partition(table, -kept, axis=1)[:, -kept]
+    return found[values >= np.repeat(least, counts)], least
+
+
+def _at_least_in_all(magnitudes: Array, kept: int) -> tuple[Array, Array]:
+    least = np.partition(magnitudes, -kept, axis=1)[:, -kept]
+    return np.flatnonzero(magnitudes >= least[:, None]), least
 
 
 def indices_of(found: Array, rows: int, width: int) -> Array:
