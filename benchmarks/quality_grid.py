@@ -72,7 +72,7 @@ def _entry(inner_steps: int, codec: str, share: float = 0.0) -> Entry:
         "outer.fragments": 1,
         "outer.overlap": "keep" if share else "none",
         "outer.delay": round(share * inner_steps),
-        "outer.keep": loss.kept_progress(inner_steps, share),
+        "outer.keep": loss.kept_progress(inner_steps, share, codec),
         "outer.learning_rate": rate,
         "outer.momentum": momentum,
         "compression.codec": codec,

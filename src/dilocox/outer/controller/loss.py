@@ -77,10 +77,15 @@ def residual_decay(codec: str) -> float:
     return float(table()["residual_decay"].get(parse_spec(codec).kind, 1.0))
 
 
-def kept_progress(inner_steps: int, delay_share: float) -> float:
-    """kappa of overlap `keep`: less than 1 where long rounds land late (docs/algorithm.md §2)."""
+def kept_progress(inner_steps: int, delay_share: float, codec: str = "none") -> float:
+    """kappa of overlap `keep`: less than 1 where long rounds land late (docs/algorithm.md §2).
+
+    With top-k shorter ones, too: what a landing brings is little of what the site itself has
+    trained since (docs/notes/quality.md). Raises `ConfigError` for a `codec` that is no spec.
+    """
     rule = table()["keep"]
-    late = inner_steps >= rule["inner_steps"] and delay_share > rule["share"]
+    kind = "topk" if parse_spec(codec).kind == "topk" else "flat"
+    late = inner_steps >= rule["inner_steps"][kind] and delay_share > rule["share"]
     return float(rule["late" if late else "else"])
 
 
