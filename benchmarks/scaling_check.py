@@ -2,7 +2,8 @@
 
 The same runs are made in a lab (`dilocox.lab`: shaped links, hard CPU quotas) and played by the
 simulation that `scaling.py` uses, which is given the run file, the link, and the time of a step
-without exchange as measured before and after. Nothing is fitted to these runs.
+without exchange as measured before and after. One number was set by these runs: how much more
+processor time exchanges take on cores that train (`SHARED_WORK`), which plans follow from.
 
 - `waits`: every site waits for its exchange at each round's end, payloads in 8 bits to everyone;
 - `waits, reduce`: the same, averaged in parts;
@@ -12,14 +13,19 @@ without exchange as measured before and after. Nothing is fitted to these runs.
 With more sites `gather` sends more over the same link, `reduce` hardly: that is what is compared.
 Printed: predicted over measured, the median error and the worst. Some six minutes on two idle
 cores, half of it with --quick. Needs what `dilocox lab` needs, else one line says so, exit code 3.
+--again plays the runs of a results file anew, with the simulation as it is now, and measures
+nothing.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import common
 import plan_check
@@ -107,6 +113,7 @@ def measure(sites: int, cases: tuple[Case, ...], folder: Path, table: Table) -> 
             {
                 "sites": sites,
                 **row,
+                "cores": cores,
                 "link_bits_per_second": round(rate),
                 "comm_to_compute": round(synchronous_bits(parameters, sites) / rate / step, 1),
                 "step_ms": round(1000 * step, 2),
@@ -115,6 +122,26 @@ def measure(sites: int, cases: tuple[Case, ...], folder: Path, table: Table) -> 
                 "plan": measured["plan"],
             }
         )
+    return rows
+
+
+def played_again(known: Mapping[str, Any], table: Table) -> list[common.Row]:
+    """The rows of a results file with what is predicted of their runs now."""
+    cases, rows = {case.name: case for case in CASES}, []
+    with tempfile.TemporaryDirectory(prefix="dilocox-scaling-") as folder:
+        for row in known["rows"]:
+            case, rate = cases[row["run"].rpartition(", ")[0]], row["link_bits_per_second"]
+            run = wan_run.configuration(Path(folder), row["sites"], case.settings, case.steps, rate)
+            measured = {
+                "tokens_per_second": row["measured"],
+                "wait_share": row["measured_waited"],
+                "payload_bytes": row["measured_payload"],
+                "work_share": row["measured_work"],
+            }
+            step, rtt = row["step_ms"] / 1000, row["round_trip_ms"] / 1000
+            cores = row["cores"]
+            found = plan_check.compare(row["run"], run, measured, rate, step, cores, table, rtt)
+            rows.append({**row, **found})
     return rows
 
 
@@ -132,13 +159,24 @@ def parameters_of(folder: Path) -> int:
 
 def main() -> int:
     """Measure, predict, print, write."""
-    options = common.parser(__doc__ or "").parse_args()
+    parser = common.parser(__doc__ or "")
+    parser.add_argument("--again", type=Path, metavar="FILE", help="play its runs anew")
+    options = parser.parse_args()
     common.end_on_signals()
+    if options.again is not None:
+        known = json.loads(options.again.read_text(encoding="utf-8"))
+        rows = played_again(known, Table.load())
+        plan_check.show(rows)
+        if options.json:
+            common.write_json(
+                options.json, "scaling_check", known["machine"], known["settings"], rows
+            )
+        return 0
     if common.cannot("scaling_check", why_not()):
         return common.CANNOT
     on, table = common.machine(), Table.load()
     cases = tuple(case for case in CASES if not options.quick or case.name in QUICK)
-    rows: list[common.Row] = []
+    rows = []
     with tempfile.TemporaryDirectory(prefix="dilocox-scaling-") as folder:
         for sites in (2, 4):
             try:

@@ -29,6 +29,10 @@ from dilocox.plan.shared_link import SharedLink
 
 SHARED_SLOWDOWN = 2.0
 """On cores that train meanwhile, an exchange's thread gets every other slice of time."""
+SHARED_WORK = 1.6
+"""There its work takes so many times the processor time that it takes on a core of its own: caches
+are cold, and hardware threads share a core (1.5 to 2 in benchmarks/results/scaling_check-cpu.json).
+"""
 Menu = Mapping[str, Sequence[Sequence[Parcel]]]
 """Parcels by codec, stage and fragment."""
 
@@ -293,7 +297,7 @@ class _Play:
         if not by_stage:
             return 0.0
         for stage, seconds in by_stage.items():
-            site.work[stage] = site.work.get(stage, 0.0) + seconds
+            self._count_work(site, stage, seconds)
         if site.about.cores is None:
             return max(by_stage.values())
         return sum(by_stage.values()) * site.about.shards / site.about.cores
@@ -368,7 +372,7 @@ class _Play:
         site.begun[id(each)] = self._now
         own = self._toil(each, site)
         if site.about.cores is not None:
-            site.work[stage] = site.work.get(stage, 0.0) + own.work
+            self._count_work(site, stage, own.work)
         self._charge(site, own.processor)
 
         def encoded() -> None:
@@ -377,6 +381,10 @@ class _Play:
                 self._send(each)
 
         self._at(self._now + own.encode * _slowdown(site.about), encoded)
+
+    def _count_work(self, site: _Site, stage: int, seconds: float) -> None:
+        times = 1.0 if site.about.cores is None else SHARED_WORK
+        site.work[stage] = site.work.get(stage, 0.0) + times * seconds
 
     def _charge(self, site: _Site, seconds: float) -> None:
         """Work on cores that train meanwhile; who stands still anyway has them to spare."""
