@@ -63,7 +63,9 @@ class OuterSection(Section):
     """What the outer momentum is kept in: bf16 takes 2 bytes per parameter less."""
     exchange: Literal["gather", "reduce"] = "gather"
     device: Literal["cpu", "model"] = "cpu"
-    """Where anchor, momentum and residual live: host memory or the model's device."""
+    """Where anchor, momentum and residual live: host memory or the model's device. In a GPU's
+    memory they take up to 17 bytes per parameter (docs/planner.md), and it hardly stands still for
+    boundaries and landings, so that rounds can be short."""
     min_sites: Positive = 1
     """Fewer live sites than this: wait instead of going on."""
     global_batch: Literal["by-sites", "fixed"] = "by-sites"
