@@ -31,7 +31,6 @@ import wan_run
 
 import dilocox
 from dilocox.config import RunConfig
-from dilocox.outer.controller.choice import Choice
 from dilocox.plan.predict import predict
 from dilocox.plan.table import Device, Link, Table
 
@@ -142,13 +141,8 @@ def compare(
         "predicted_payload": found.payload_bytes,
         "measured_work": measured.get("work_share"),
         "predicted_work": found.work_seconds / found.round_seconds,
-        "predicted_plan": plan_text(found.choice),
+        "predicted_plan": wan_run.plan_text(vars(found.choice)),
     }
-
-
-def plan_text(choice: Choice) -> str:
-    """A plan in few words, as `wan_run` has it."""
-    return f"{choice.codec} H={choice.inner_steps} delay={choice.delay}"
 
 
 def errors(rows: Sequence[common.Row]) -> tuple[float, float]:

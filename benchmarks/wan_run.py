@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -211,6 +211,11 @@ def efficiency(received: float, seconds: float, link: float) -> float | None:
     return None if found is None or found > MOST_EFFICIENT else found
 
 
+def plan_text(plan: Mapping[str, Any]) -> str:
+    """A plan in few words."""
+    return f"{plan['codec']} H={plan['inner_steps']} delay={plan['delay']}"
+
+
 def plans(records: Sequence[Record], first: int, last: int) -> str:
     """The plans of rounds `first` to `last`, each with its number of rounds, by first use."""
     changes = [record for record in records if record["kind"] == "plan"]
@@ -219,7 +224,7 @@ def plans(records: Sequence[Record], first: int, last: int) -> str:
     for change, end in zip(changes, ends, strict=False):
         rounds = min(end, last + 1) - max(change["round"], first)
         if rounds > 0:
-            name = f"{change['codec']} H={change['inner_steps']} delay={change['delay']}"
+            name = plan_text(change)
             counts[name] = counts.get(name, 0) + rounds
     return ", ".join(f"{name} x{count}" for name, count in counts.items())
 

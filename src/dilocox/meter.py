@@ -40,8 +40,7 @@ class RoundMeter:
         self._earlier = dict(NOTHING)
         self._start = time.monotonic()
         self._held = 0.0
-        self._work = 0.0
-        self._stood = 0.0
+        self._lost = 0.0
         self._device = rank.mesh.device
         self._bad: str | None = None
         self.dropped: str | None = None
@@ -101,7 +100,7 @@ class RoundMeter:
             try:
                 yield
             finally:
-                self._work += time.thread_time() - begin
+                self._lost += time.thread_time() - begin
         elif waits is None:
             yield
         else:
@@ -110,7 +109,7 @@ class RoundMeter:
             try:
                 yield
             finally:
-                self._stood += time.monotonic() - begin - (waits.wait_seconds - waited)
+                self._lost += time.monotonic() - begin - (waits.wait_seconds - waited)
 
     def add(self, result: StepResult, rate: float) -> None:
         """An inner step at learning rate `rate`."""
@@ -129,10 +128,11 @@ class RoundMeter:
         sums = self.so_far(outer)
         seconds, steps = sums["seconds"], int(sums["steps"])
         counts, outer.counts = outer.counts, Counts()
-        counts.work_seconds += self._work
+        lost, self._lost = self._lost, 0.0
         # Exchanges' threads take nothing from a GPU.
-        lost = counts.work_seconds if self._device.type == "cpu" else self._stood
-        self._work = self._stood = 0.0
+        if self._device.type == "cpu":
+            counts.work_seconds += lost
+            lost = counts.work_seconds
         shared = _over_ranks(rank, self.dropped, sums, counts, lost, outer.behind)
         self.behind = shared.behind
         member = plan.members.get(rank.place.site)

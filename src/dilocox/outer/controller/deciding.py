@@ -38,14 +38,46 @@ class Decided:
     estimate: Estimate | None
 
 
-def paces_of(
+def decide(
+    config: RunConfig,
+    menu: Menu,
+    round_: int,
+    members: Sequence[str],
+    measured: Measurements,
+    ranks: Sequence[int],
+    before: Decided | None,
+) -> tuple[dict[str, int], Choice, Estimate | None]:
+    """How fast `members` go in `round_`, in thousandths of the fastest; what is chosen for it; and
+    the estimate of the link that it was chosen by.
+
+    `menu`: payload sizes by codec, if the controller goes by the link; `ranks`: effective ranks of
+    the rounds that may be looked at, in thousandths, oldest first, if it goes by these.
+    """
+    paces = _paces(config, round_, members, measured, before)
+    if config.control.adapt == "off":
+        return paces, as_the_run_file_says(config), None
+    if config.control.adapt == "effective-rank":
+        return paces, by_rank.choose(config, ranks), None
+    estimate = declared(config.control) or estimated(
+        None if before is None else before.estimate,
+        _samples(measured, round_ - LOOK_BACK, paces),
+        config.control,
+        earlier=_samples(measured, round_ - LOOK_BACK - 1, paces),
+    )
+    if estimate is not None:
+        slowest = min(paces.values())
+        estimate = replace(estimate, lag_us=estimate.step_us * (FULL - slowest) // slowest)
+    now = None if before is None else (before.inner_steps, before.codec)
+    return paces, by_link.choose(config, menu, estimate, len(paces), now), estimate
+
+
+def _paces(
     config: RunConfig,
     round_: int,
     members: Sequence[str],
     measured: Measurements,
     before: Decided | None,
 ) -> dict[str, int]:
-    """How fast `members` go in `round_`, in thousandths of the fastest."""
     if config.control.steps == "equal":
         return dict.fromkeys(members, FULL)
     if config.declares_speeds:
@@ -59,37 +91,6 @@ def paces_of(
         return measured_paces(times, in_force)
     fastest = min((own.step_us for own in measured[known[-1]].values()), default=1)
     return measured_paces(times, in_force, rounds_looked_at(before.inner_steps, fastest))
-
-
-def chosen(
-    config: RunConfig,
-    menu: Menu,
-    round_: int,
-    paces: Mapping[str, int],
-    measured: Measurements,
-    ranks: Sequence[int],
-    before: Decided | None,
-) -> tuple[Choice, Estimate | None]:
-    """What is chosen for `round_` of the sites of `paces`, and the estimate that it was chosen by.
-
-    `menu`: payload sizes by codec, if the controller goes by the link; `ranks`: effective ranks of
-    the rounds that may be looked at, in thousandths, oldest first, if it goes by these.
-    """
-    if config.control.adapt == "off":
-        return as_the_run_file_says(config), None
-    if config.control.adapt == "effective-rank":
-        return by_rank.choose(config, ranks), None
-    estimate = declared(config.control) or estimated(
-        None if before is None else before.estimate,
-        _samples(measured, round_ - LOOK_BACK, paces),
-        config.control,
-        earlier=_samples(measured, round_ - LOOK_BACK - 1, paces),
-    )
-    if estimate is not None:
-        slowest = min(paces.values())
-        estimate = replace(estimate, lag_us=estimate.step_us * (FULL - slowest) // slowest)
-    now = None if before is None else (before.inner_steps, before.codec)
-    return by_link.choose(config, menu, estimate, len(paces), now), estimate
 
 
 def _samples(measured: Measurements, round_: int, paces: Mapping[str, int]) -> list[Sample]:

@@ -16,7 +16,7 @@ from functools import lru_cache
 from importlib.resources import files
 from typing import Any
 
-from dilocox.codec_spec import parse_spec
+from dilocox.codec_spec import Spec, parse_spec
 
 
 @lru_cache(maxsize=1)
@@ -64,7 +64,7 @@ def outer_rates(inner_steps: int, codec: str = "none") -> tuple[float, float]:
     `ConfigError` for a `codec` that is no spec.
     """
     spec, outer = parse_spec(codec), table()["outer"]
-    rates = outer["topk" if spec.kind == "topk" else "flat"]
+    rates = outer[_family(spec)]
     rate = _at(inner_steps, rates["learning_rate"])
     if spec.kind == "topk":
         rise = outer["topk"]["rise"]
@@ -84,9 +84,14 @@ def kept_progress(inner_steps: int, delay_share: float, codec: str = "none") -> 
     trained since (docs/notes/quality.md). Raises `ConfigError` for a `codec` that is no spec.
     """
     rule = table()["keep"]
-    kind = "topk" if parse_spec(codec).kind == "topk" else "flat"
-    late = inner_steps >= rule["inner_steps"][kind] and delay_share > rule["share"]
+    least = rule["inner_steps"][_family(parse_spec(codec))]
+    late = inner_steps >= least and delay_share > rule["share"]
     return float(rule["late" if late else "else"])
+
+
+def _family(spec: Spec) -> str:
+    """What the table tells apart where it does not name codecs."""
+    return "topk" if spec.kind == "topk" else "flat"
 
 
 def _delays(row: Sequence[float], share: float) -> tuple[float, Sequence[float], Sequence[float]]:

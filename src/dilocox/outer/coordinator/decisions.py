@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dilocox.outer.coordinator import events as e
-from dilocox.outer.coordinator.choosing import chosen, paces_of
+from dilocox.outer.coordinator.choosing import decided
 from dilocox.outer.coordinator.exchanges import Exchange, RankKey
 from dilocox.outer.coordinator.judging import Evidence, judge
 from dilocox.outer.coordinator.keys import ExchangeKey
@@ -92,8 +92,7 @@ def plan_round(state: CoordinatorState, round_: int, time: float) -> e.Planned |
     before = state.plans.get(round_ - 1)
     first_tick = before.first_tick + before.slots if before else 0
     first_step = before.first_step + before.inner_steps if before else state.steps_before or 0
-    paces = paces_of(state, round_, active)
-    choice, estimate = chosen(state, round_, paces)
+    paces, choice, estimate = decided(state, round_, active)
     plan = make_plan(
         state.config, round_, first_tick, first_step, active, state.ledger, choice, estimate,
         paces, before,
