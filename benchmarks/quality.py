@@ -125,7 +125,7 @@ def write_loss_table(results: Path) -> None:
         f"{quality_grid.ABOUT} Runs of {', '.join(map(str, steps))} steps, seed "
         f"{rows[0]['seed']}, benchmarks/results/{results.name}."
     )
-    made = quality_grid.measured_table(rows, loss.table(), about)
+    made = quality_grid.measured_table(rows, loss.committed(), about)
     LOSS_TABLE.write_text(quality_grid.as_text(made), encoding="utf-8")
 
 

@@ -119,7 +119,12 @@ def row(scenario: Scenario, sites: int, outline: Outline, table: Table) -> commo
         "inner_steps": choice.inner_steps,
         "delay_share": choice.delay / choice.slots,
         "codec": choice.codec,
-        "loss": loss_of(choice.inner_steps, choice.codec, choice.delay / choice.slots),
+        "loss": loss_of(
+            choice.inner_steps,
+            choice.codec,
+            choice.delay / choice.slots,
+            config.inner.optimizer,
+        ),
         "payload_gb": found.payload_bytes / 1e9,
         "round_seconds": found.round_seconds,
         "link_share": found.exchange_seconds / found.round_seconds,

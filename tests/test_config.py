@@ -433,6 +433,13 @@ def test_methods_whose_sites_step_together_refuse_other_paces() -> None:
         resolve_run(raw)
 
 
+def test_a_latency_without_a_link_is_refused() -> None:
+    raw: dict[str, Any] = {"model": {"architecture": {"model_type": "qwen3"}}, "sites": {"a": {}}}
+    resolve_run({**raw, "control": {"latency": 0.1, "link": "1gbit"}})
+    with pytest.raises(ConfigError, match=r"control\.link is not set"):
+        resolve_run({**raw, "control": {"latency": 0.1}})
+
+
 @pytest.mark.parametrize(
     ("tables", "refused"),
     [
@@ -441,9 +448,19 @@ def test_methods_whose_sites_step_together_refuse_other_paces() -> None:
         ({"admission": {"gate": True}, "site": {"shards": 2}}, 'admission.aggregation = "clip"'),
         ({"admission": {"gate": True, "aggregation": "clip"}, "site": {"stages": 2}}, None),
         ({"admission": {"scores": True}, "outer": {"method": "allreduce"}}, "exchanges gradients"),
+        ({"admission": {"aggregation": "median"}}, None),
+        (
+            {"admission": {"aggregation": "median"}, "compression": {"codec": "topk:64"}},
+            'median" with codec "topk:64": each site sends other values',
+        ),
+        (
+            {"admission": {"aggregation": "trimmed"}, "outer": {"method": "sparseloco"}},
+            "nearly nothing counts",
+        ),
+        ({"admission": {"aggregation": "rfa"}, "compression": {"codec": "topk:64"}}, None),
     ],
 )
-def test_what_a_gate_needs(tables: dict[str, Any], refused: str | None) -> None:
+def test_what_admission_needs(tables: dict[str, Any], refused: str | None) -> None:
     raw: dict[str, Any] = {"model": {"architecture": {"model_type": "qwen3"}}, "sites": {"a": {}}}
     if refused is None:
         resolve_run({**raw, **tables})

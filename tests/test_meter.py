@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from dilocox import meter
-from dilocox.meter import RoundMeter
+from dilocox.meter import NOTHING, RoundMeter
 from dilocox.outer.coordinator.messages import MemberPlan, RoundPlan
 from dilocox.outer.loop import Counts
 from dilocox.site import StepResult
@@ -91,3 +92,50 @@ def test_a_gpu_loses_the_time_in_which_it_stands_still(clocks: Clocks) -> None:
     assert record["seconds"] == pytest.approx(10.0 + 4.0 + 5.0 + 0.5)
     assert measured.measured is not None
     assert measured.measured.work_us == 3_000_000
+
+
+def test_a_rank_that_waits_for_the_last_landing_ends_the_round_for_all(clocks: Clocks) -> None:
+    """The others pass that time in telling each other what the round was like: it is in the
+    round, and is not taken off steps that were short."""
+    waited = {**NOTHING, "steps": 1.0, "seconds": 12.0, "wait": 11.0}
+    other = {
+        "sums": waited, "link": [[0.0, 4.0, 40], [4.0, 8.0, 40]], "ranks": [], "work": 0.0,
+        "lost": 0.0, "seconds": 8.0, "exchanges": 2, "waited_for": {}, "behind": False,
+    }  # fmt: skip
+    rank: Any = SimpleNamespace(
+        blueprint=SimpleNamespace(hf_config=None),
+        place=SimpleNamespace(site="lyon"),
+        states=[],
+        mesh=SimpleNamespace(
+            device=torch.device("cpu"),
+            gather_names=lambda names: [names, ["", "", json.dumps(other)]],
+        ),
+    )
+    outer: Any = SimpleNamespace(counts=Counts(), behind=False)
+    measured = RoundMeter(run(), rank)
+    measured.begin(PLAN, 0)
+    clocks.wall += 1.0
+    measured.add(StepResult(torch.tensor([[1.0, 1.0, 0.0]]), 1, 0, [["loss"]]), 0.1)
+    record = measured.end(PLAN, outer, rank)
+    assert (record["seconds"], record["wait_share"]) == (12.0, pytest.approx(11 / 12))
+    assert measured.measured is not None
+    assert measured.measured.step_us == 1_000_000
+    assert measured.measured.exchanges == 2
+
+
+def test_swaps_of_all_shards_count_once(clocks: Clocks) -> None:
+    """The controller adds up what travels over shards: latency passes at all of them at once."""
+    rank: Any = SimpleNamespace(
+        blueprint=SimpleNamespace(hf_config=None),
+        place=SimpleNamespace(site="lyon"),
+        states=[],
+        mesh=SimpleNamespace(device=torch.device("cpu"), gather_names=lambda names: [names, names]),
+    )
+    outer: Any = SimpleNamespace(counts=Counts(link=[(0.0, 1.0, 8), (2.0, 3.0, 8)]), behind=False)
+    measured = RoundMeter(run(site={"shards": 2}), rank)
+    measured.begin(PLAN, 0)
+    clocks.wall += 4.0
+    measured.add(StepResult(torch.tensor([[1.0, 1.0, 0.0]]), 1, 0, [["loss"]]), 0.1)
+    measured.end(PLAN, outer, rank)
+    assert measured.measured is not None
+    assert (measured.measured.exchanges, measured.measured.exchange_bytes) == (2, 32)

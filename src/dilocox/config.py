@@ -172,7 +172,7 @@ class RunConfig(Section):
         schedule = self.site.schedule if self.site.stages > 1 else None
         problem = rounds_problem(
             self.outer, self.compression, self.control, schedule
-        ) or admission_problem(self.admission, self.outer, self.site.ranks)
+        ) or admission_problem(self.admission, self.outer, self.compression, self.site.ranks)
         if problem is not None:
             raise ValueError(problem)
         if self.record.states_every and self.exchanges_gradients:

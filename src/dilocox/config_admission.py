@@ -6,10 +6,14 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from dilocox.config_rounds import OuterSection
+from dilocox.config_rounds import CompressionSection, OuterSection
 from dilocox.config_section import Positive, Section
 
 Aggregation = Literal["mean", "clip", "median", "trimmed", "rfa"]
+BY_VALUE = ("median", "trimmed")
+"""They look at every value by itself."""
+PICKED = ("topk", "cocktail")
+"""Codecs that send values which each site picks for itself."""
 FEW = 5
 """With fewer sites than this, robust rules mean nothing."""
 
@@ -20,7 +24,8 @@ class AdmissionSection(Section):
     aggregation: Aggregation = "mean"
     """`mean`; `clip`: every tensor cut down to the sites' median norm, then the mean; `median` and
     `trimmed` (without the largest and smallest quarter): value by value; `rfa`: the geometric
-    median. All but `mean` need `outer.exchange = "gather"`; the last three, five sites or more."""
+    median. All but `mean` need `outer.exchange = "gather"`; the last three, five sites or more.
+    `median` and `trimmed` do not go with codecs that send few values, each site others."""
     gate: bool = False
     """Leave out a contribution that, taken alone, makes the held-out loss worse. Sites of one rank
     try it in a second copy of the model; of several ranks, each measures its part along a
@@ -51,7 +56,9 @@ class AdmissionSection(Section):
         return None
 
 
-def admission_problem(admission: AdmissionSection, outer: OuterSection, ranks: int) -> str | None:
+def admission_problem(
+    admission: AdmissionSection, outer: OuterSection, compression: CompressionSection, ranks: int
+) -> str | None:
     """Why this section does not go with the others, with the keys and the mend, or none.
 
     `ranks`: of one site.
@@ -66,6 +73,12 @@ def admission_problem(admission: AdmissionSection, outer: OuterSection, ranks: i
         return f"{key}: method {outer.method} exchanges gradients, which are not compared"
     if outer.exchange != "gather":
         return f'{key} needs whole contributions at every site: set outer.exchange = "gather"'
+    if admission.aggregation in BY_VALUE and compression.kind in PICKED:
+        return (
+            f'{key} with codec "{compression.codec}": each site sends other values, so that most '
+            'are zero at most sites and nearly nothing counts; set compression.codec = "int2" or '
+            "finer, or another aggregation"
+        )
     if admission.gate and ranks > 1 and admission.aggregation == "mean":
         return (
             f"admission.gate: sites of {ranks} ranks judge the direction of a contribution, not "

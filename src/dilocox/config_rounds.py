@@ -171,7 +171,7 @@ class ControlSection(Section):
     ] = None
     """Uplink of the slowest site per second; not set: measured."""
     latency: Annotated[float, Field(ge=0.0, le=3600.0)] = 0.0
-    """Seconds that an exchange takes beside its bytes; used with `link`."""
+    """Seconds that an exchange takes beside its bytes, with a declared `link`; else measured."""
     step_seconds: Annotated[float, Field(ge=1e-6, le=86400.0)] | None = None
     """Seconds of an inner step at the slowest site, with `steps = "by-speed"` at the fastest; not
     set: measured."""
@@ -242,6 +242,11 @@ def rounds_problem(
         return (
             f'control.steps "by-speed": with method {outer.method} all sites take every inner step '
             'together: set steps = "equal"'
+        )
+    if control.latency and control.link is None:
+        return (
+            "control.latency is of a declared link, and control.link is not set: set it too, or "
+            "leave latency out, which is measured then"
         )
     if control.adapt == "off":
         return None

@@ -126,7 +126,7 @@ class RoundMeter:
     def end(self, plan: RoundPlan, outer: OuterLoop, rank: Rank) -> dict[str, Any]:
         """The round's record, the same on all ranks of the site. Collective over the site."""
         sums = self.so_far(outer)
-        seconds, steps = sums["seconds"], int(sums["steps"])
+        steps = int(sums["steps"])
         counts, outer.counts = outer.counts, Counts()
         lost, self._lost = self._lost, 0.0
         # Exchanges' threads take nothing from a GPU.
@@ -134,7 +134,7 @@ class RoundMeter:
             counts.work_seconds += lost
             lost = counts.work_seconds
         shared = _over_ranks(rank, self.dropped, sums, counts, lost, outer.behind)
-        self.behind = shared.behind
+        self.behind, seconds = shared.behind, shared.seconds
         member = plan.members.get(rank.place.site)
         sequences = steps * member.batch if member else 0
         tokens = sequences * self._config.data.sequence_length
@@ -178,7 +178,7 @@ class RoundMeter:
                 step_us=max(1, round((seconds - shared.wait_seconds) / steps * 1e6)),
                 exchange_bytes=sum(size for _, _, size in shared.link),
                 exchange_us=round(busy_seconds(shared.link) * 1e6),
-                exchanges=len(shared.link),
+                exchanges=-(-len(shared.link) // self._config.site.shards),
                 overhead_us=round(shared.overhead_seconds * 1e6),
                 work_us=round(shared.lost_seconds * 1e6),
                 effective_rank_milli=None
@@ -207,9 +207,11 @@ class Shared:
     payload_bytes: float
     values: float
     """fp32 values that the payloads stand for; both summed over the ranks."""
+    seconds: float
     wait_seconds: float
     exchange_seconds: float
-    """Both of the slowest rank."""
+    """All three of the slowest rank. One that waits for the last landing of the round ends it late:
+    the others pass that time in telling each other this."""
     behind: bool
     """Of any rank."""
     waited_for: dict[str, float]
@@ -267,6 +269,7 @@ def _over_ranks(
         dropped=next((row[1] for row in rows if row[1]), None),
         payload_bytes=sum(each["payload"] for each in over),
         values=sum(each["values"] for each in over),
+        seconds=max(each["seconds"] for each in over),
         wait_seconds=max(each["wait"] for each in over),
         exchange_seconds=max(each["exchange"] for each in over),
         behind=any(each["behind"] for each in heard),

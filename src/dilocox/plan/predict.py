@@ -153,7 +153,7 @@ def _settled(config: RunConfig, menu: Menu, course: Course) -> Prediction:
     sent = 0
     for row in menu[choice.codec]:
         for each in row:
-            number, size = crowd.transfers(each.payload)
+            number, size = crowd.swaps(each.payload)
             sent += often * number * size
     measured = course.samples.get(len(course.choices) - 1, {})
     busy = [sample.exchange_us for sample in measured.values()]

@@ -395,7 +395,7 @@ class _Play:
         """All sites have encoded: half of what is beside the transfer, then its turn to travel."""
         trips = round_trips(each.codec, self._crowd.exchange)
         beside = max(_overhead(site.about, trips) for site in self._sites)
-        count, size = self._crowd.transfers(each.parcel.payload)
+        count, size = self._crowd.swaps(each.parcel.payload)
 
         def ended() -> None:
             each.ended = self._now

@@ -71,13 +71,13 @@ class Play:
         return choice
 
     def sample(self, number: int, choice: Choice) -> Sample:
-        """What a round of that plan measures."""
+        """What a round of that plan measures: latency passes once for each swap."""
         count = total = 0
         busy = 0.0
         for payload in (size for row in self.menu[choice.codec] for size in row):
-            transfers, each = Crowd(self.sites, self.config.outer.exchange).transfers(payload)
-            count, total = count + transfers, total + transfers * each
-            busy += transfers * (self.latency_us + each / self.rate(number) * 1e6)
+            swaps, each = Crowd(self.sites, self.config.outer.exchange).swaps(payload)
+            count, total = count + swaps, total + swaps * each
+            busy += swaps * (self.latency_us + each / self.rate(number) * 1e6)
         beside = round(self.beside_us(number))
         return Sample(round(self.step_us(number)), total, round(busy), count, beside)
 

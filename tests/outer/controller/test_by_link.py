@@ -41,7 +41,7 @@ def test_the_least_lossy_plan_that_hides_is_chosen(
     config = run_config(
         outer={"exchange": exchange},
         site={"stages": stages, "batch_size": 16, "micro_batch_size": 1},
-        control={"latency": latency},
+        control={"latency": latency, "link": "1gbit", "step_seconds": 1.0} if latency else {},
     )
     sizes, link = menu(config), at(rate, step_us)
     choice = choose(config, sizes, link, sites, None)

@@ -63,6 +63,13 @@ def test_the_first_rounds_only_tell_slow_sites_from_fast_ones() -> None:
     assert measured_paces({"a": [100] * 4, "b": [120] * 4}, {"b": 830}, rounds=24)["b"] == 830
 
 
+def test_who_has_just_come_is_not_what_the_others_are_measured_by() -> None:
+    # It may have waited for most of what it takes for its first round, or come in its middle.
+    found = measured_paces({"a": [100] * 9, "b": [100] * 9, "new": [1]}, {})
+    assert found == {"a": 1000, "b": 1000, "new": 1000}
+    assert measured_paces({"a": [100] * 9, "new": [50, 50, 50]}, {})["a"] == 500
+
+
 def test_a_pace_in_force_stays_while_measurements_are_near() -> None:
     for step, pace in ((200, 500), (203, 500), (192, 500), (206, 480), (188, 530)):
         assert measured_paces({"a": [100], "b": [step]}, {"a": 1000, "b": 500})["b"] == pace, step

@@ -19,14 +19,14 @@ PAIR = Crowd(2, "gather")
     ("crowd", "expected"),
     [
         (Crowd(2, "gather"), (1, 100)),
-        (Crowd(4, "gather"), (3, 100)),
+        (Crowd(4, "gather"), (1, 300)),
         (Crowd(2, "reduce"), (2, 50)),
-        (Crowd(4, "reduce"), (6, 25)),
-        (Crowd(3, "reduce"), (4, 34)),
+        (Crowd(4, "reduce"), (2, 75)),
+        (Crowd(3, "reduce"), (2, 68)),
     ],
 )
 def test_what_a_site_receives(crowd: Crowd, expected: tuple[int, int]) -> None:
-    assert crowd.transfers(100) == expected
+    assert crowd.swaps(100) == expected
 
 
 def test_fragments_with_the_link_to_themselves() -> None:
@@ -51,7 +51,7 @@ def test_fragments_that_share_a_boundary_or_overtake_each_other() -> None:
     assert both == Traffic(400, 400, 160)
     assert traffic([[10, 10], [10, 10]], 1, 400, LINK, PAIR, 60) == Traffic(40, 140, 150)
     late = Estimate(0, 1_000_000, 10, 0, overhead_us=0)
-    assert traffic([[100, 150]], 4, 200, late, Crowd(3, "gather"), 0) == Traffic(500, 540, 320)
+    assert traffic([[100, 150]], 4, 200, late, Crowd(3, "gather"), 0) == Traffic(500, 520, 310)
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)

@@ -13,11 +13,10 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from dilocox.config_admission import BY_VALUE
 from dilocox.errors import ExchangeError
 from dilocox.outer.averaging import average
 from dilocox.outer.coordinator.verdict_messages import WHOLE
-
-BY_VALUE = ("median", "trimmed")
 
 
 def aggregate(

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from dilocox.config import RunConfig
+from dilocox.config_admission import BY_VALUE
 from dilocox.outer.controller import loss
 from dilocox.outer.controller.link import Estimate
 from dilocox.outer.controller.schedule import Crowd, Sizes, Traffic, traffic
@@ -61,7 +62,7 @@ def codecs(config: RunConfig) -> list[str]:
     names = ["none", "int8", "int4"]
     if config.compression.error_feedback:
         names.append("int2")
-        if config.outer.exchange == "gather":
+        if config.outer.exchange == "gather" and config.admission.aggregation not in BY_VALUE:
             names += [f"topk:{kept}" for kept in KEPT]
     return names if own in names else [*names, own]
 
@@ -111,7 +112,8 @@ def candidate(
     slots, slot_us = inner_steps // slot, slot * link.step_us
     permille = 1000 if in_force else round(1000 * control.utilisation)
     work = control.work * (SLACK if in_force else 1)
-    latency_us = round(control.latency * 1_000_000)
+    # Of a link that is measured, it is measured with it.
+    latency_us = round(control.latency * 1_000_000) if control.link_rate is not None else 0
     cost = traffic(sizes, slots, slot_us, link, Crowd(sites, outer.exchange), latency_us)
     roomy, needed = (
         max(1, -(-(1000 * cost.latest_us // share + link.lag_us) // slot_us))
@@ -124,7 +126,7 @@ def candidate(
         slots=slots,
         delay=delay,
         codec=codec,
-        loss=loss.loss_of(inner_steps, codec, delay / slots),
+        loss=loss.loss_of(inner_steps, codec, delay / slots, config.inner.optimizer),
         traffic=cost,
         round_us=slots * slot_us,
         hides=needed <= delay and 1000 * cost.busy_us <= permille * slots * slot_us,

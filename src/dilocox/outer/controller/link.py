@@ -6,9 +6,9 @@ that is too bold costs waiting, one that is too timid only a round. Times of ste
 beside the transfers follow what two rounds in a row say, whichever of them says less: a machine
 that was busy elsewhere for a moment, with a checkpoint say, is not slower for that.
 
-A payload takes `latency + bytes / rate`. The two are told apart when payloads of another size have
-been measured; until then all of the time counts as transfer, which errs to the slow side for
-larger payloads.
+What a site receives in one swap, of all others at the same time, takes `latency + bytes / rate`.
+The two are told apart when swaps of another size have been measured; until then all of the time
+counts as transfer, which errs to the slow side for larger ones.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ class Estimate:
     step_us: int
     rate: int
     latency_us: int
-    """Per payload, beside its bytes."""
+    """Per swap, beside its bytes."""
     payload: int
-    """Bytes of the payload that was measured last."""
+    """Bytes of a swap as they were measured last."""
     overhead_us: int = 0
     """Per exchange, beside its transfers: a power of two, since it is a rough number."""
     work_us: int = 0
@@ -60,7 +60,7 @@ class Estimate:
     much early to a landing, or late."""
 
     def transfer_us(self, payload: int) -> int:
-        """Microseconds that a payload of so many bytes takes."""
+        """Microseconds that a swap of so many bytes takes."""
         return self.latency_us + -(-payload * _SECOND // self.rate)
 
 
@@ -143,7 +143,7 @@ def _agrees(value: int, known: int, band: tuple[int, int] = BAND) -> bool:
 
 
 def _link(before: Estimate | None, payload: int, time_us: int) -> tuple[int, int, int]:
-    """(rate, latency, payload) after a payload of `payload` bytes took `time_us`."""
+    """(rate, latency, payload) after a swap of `payload` bytes took `time_us`."""
     if before is None:
         return payload * _SECOND // time_us, 0, payload
     predicted = before.transfer_us(payload)
@@ -154,7 +154,7 @@ def _link(before: Estimate | None, payload: int, time_us: int) -> tuple[int, int
     more, longer = payload - before.payload, time_us - before.transfer_us(before.payload)
     sizes = sorted((payload, before.payload))
     if sizes[0] > 0 and sizes[1] >= 2 * sizes[0] and faster == (more > 0) and more * longer > 0:
-        # A larger payload that took less than in proportion, or a smaller one that took more: the
+        # A larger swap that took less than in proportion, or a smaller one that took more: the
         # two sizes tell latency and rate apart.
         rate = max(1, min(most, more * _SECOND // longer))
         return rate, max(0, time_us - payload * _SECOND // rate), payload

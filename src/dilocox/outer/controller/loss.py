@@ -5,6 +5,9 @@ share of it, for local steps, late landing and codec. The three are added. Betwe
 read linearly in the logarithm of the inner steps, between densities of top-k linearly in both
 logarithms; beyond its ends the last row or column holds. A codec that is not in the table counts
 as lossless: such a codec is only ever in force because the run file sets it.
+
+What is known of an inner optimizer (`inner.optimizer`) in particular stands in the table by its
+name, and holds instead of what was measured with AdamW.
 """
 
 from __future__ import annotations
@@ -18,33 +21,44 @@ from typing import Any
 
 from dilocox.codec_spec import Spec, parse_spec
 
+ADAMW = "adamw"
+
 
 @lru_cache(maxsize=1)
-def table() -> dict[str, Any]:
-    """The committed table."""
+def committed() -> dict[str, Any]:
+    """The committed table, as it is written."""
     text = files("dilocox.outer.controller").joinpath("loss_table.json").read_text("utf-8")
     content: dict[str, Any] = json.loads(text)
     return content
 
 
+@lru_cache(maxsize=8)
+def table(optimizer: str = ADAMW) -> dict[str, Any]:
+    """The committed table for an inner optimizer; AdamW's for one of which it says nothing."""
+    whole = committed()
+    return {**whole, **whole["optimizers"].get(optimizer, {})}
+
+
 @lru_cache(maxsize=65536)
-def loss_of(inner_steps: int, codec: str, delay_share: float) -> float:
-    """Predicted rise of the loss over synchronous training, 0.1 for 10 %.
+def loss_of(inner_steps: int, codec: str, delay_share: float, optimizer: str = ADAMW) -> float:
+    """Predicted rise of the loss over synchronous training with `optimizer`, 0.1 for 10 %.
 
     `inner_steps` per round; `delay_share`: delay over round, 0 to 1. Raises `ConfigError` for a
     `codec` that is no spec.
     """
+    delay = table(optimizer)["delay"]
+    late = [_line(delay_share, delay["share"], row) for row in delay["loss"]]
     return (
-        _at(inner_steps, table()["local"])
-        + _at(inner_steps, [_line(*_delays(row, delay_share)) for row in table()["delay"]["loss"]])
-        + codec_loss(inner_steps, codec)
+        _at(inner_steps, table(optimizer)["local"])
+        + _at(inner_steps, late)
+        + codec_loss(inner_steps, codec, optimizer)
     )
 
 
 @lru_cache(maxsize=4096)
-def codec_loss(inner_steps: int, codec: str) -> float:
+def codec_loss(inner_steps: int, codec: str, optimizer: str = ADAMW) -> float:
     """The codec's part of `loss_of`."""
-    spec, known = parse_spec(codec), table()
+    spec, known = parse_spec(codec), table(optimizer)
     if spec.kind == "topk":
         kept = [math.log(k) for k in known["topk"]["kept"]]
         logs = [
@@ -92,10 +106,6 @@ def kept_progress(inner_steps: int, delay_share: float, codec: str = "none") -> 
 def _family(spec: Spec) -> str:
     """What the table tells apart where it does not name codecs."""
     return "topk" if spec.kind == "topk" else "flat"
-
-
-def _delays(row: Sequence[float], share: float) -> tuple[float, Sequence[float], Sequence[float]]:
-    return share, table()["delay"]["share"], row
 
 
 def _at(inner_steps: int, values: Sequence[float]) -> float:

@@ -49,10 +49,12 @@ def measured_paces(
     looked at.
 
     `before`: paces in force, if there are any. A site without step times keeps its own, or counts
-    as one of the fastest.
+    as one of the fastest. One of fewer than `ROUNDS` rounds, which has just come, is not what the
+    others are measured by, unless all are like that.
     """
     typical = {site: _median(times[-rounds:]) for site, times in step_us.items() if times}
-    fastest = min(typical.values(), default=0)
+    known = [time for site, time in typical.items() if len(step_us[site]) >= ROUNDS]
+    fastest = min(known or typical.values(), default=0)
     found = {}
     for site in step_us:
         old = before.get(site, FULL)

@@ -35,12 +35,13 @@ class Crowd:
     sites: int
     exchange: str
 
-    def transfers(self, payload: int) -> tuple[int, int]:
-        """(number, bytes each) of what a site receives in one exchange of such a payload."""
+    def swaps(self, payload: int) -> tuple[int, int]:
+        """(number, bytes each) of the swaps of one exchange of such a payload: in each a site
+        receives from all others at the same time, so that latency passes once."""
         others = self.sites - 1
         if self.exchange == "gather":
-            return others, payload
-        return 2 * others, -(-payload // self.sites)
+            return 1, others * payload
+        return 2, others * -(-payload // self.sites)
 
 
 def traffic(sizes: Sizes, slots: int, slot_us: int, link: Estimate, crowd: Crowd,
@@ -58,7 +59,7 @@ def traffic(sizes: Sizes, slots: int, slot_us: int, link: Estimate, crowd: Crowd
     for stage, row in enumerate(sizes):
         slots_of = boundary_slots(stage, stages, fragments, slots)
         for fragment, (slot, payload) in enumerate(zip(slots_of, row, strict=True)):
-            count, each = crowd.transfers(payload)
+            count, each = crowd.swaps(payload)
             due.append((slot, fragment, stage, count * link.transfer_us(each)))
             total += count * each
     due.sort()

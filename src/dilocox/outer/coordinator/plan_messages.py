@@ -56,7 +56,7 @@ class LinkEstimate(Message):
     rate: Count
     """Bytes per second that a site receives while payloads come in."""
     latency_us: Count
-    """Microseconds per payload beside its bytes."""
+    """Microseconds per swap beside its bytes."""
     payload: Count
     """Bytes of the payload that was measured last."""
     work_us: Count = 0
@@ -112,7 +112,8 @@ class Measured(Message):
     exchange_us: Count
     """Microseconds during which payloads came in; what overlaps counts once."""
     exchanges: Count
-    """Payloads that came in."""
+    """Swaps in which they came in, of all shards together: one per exchange in `gather`, two in
+    `reduce`."""
     overhead_us: Count = 0
     """Microseconds per exchange, from hand-in to result, in which no payload came in. Of the site
     that comes last to an exchange this is what rendezvous, votes and codec take; the others wait
