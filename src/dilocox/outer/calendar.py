@@ -9,6 +9,10 @@ from __future__ import annotations
 
 from dilocox.errors import ConfigError
 
+AT_ONCE = 2
+"""Exchanges of a rank that may be under way: one whose first payloads travel, and one that is being
+encoded before that, or voted on and decoded after it."""
+
 
 def boundary_slots(stage: int, stages: int, fragments: int, slots: int) -> list[int]:
     """Slot, 1 to `slots`, at whose end each fragment of `stage` has its boundary.

@@ -14,10 +14,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 
 from dilocox import timeline
+from dilocox.outer.calendar import AT_ONCE
 from dilocox.outer.exchange import Ballot, Contribution, Outcome, exchange
-
-AT_ONCE = 2
-"""One whose first payloads travel, and one before or after that."""
 
 
 class Turns:

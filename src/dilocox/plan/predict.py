@@ -11,7 +11,7 @@ from dilocox.errors import ConfigError
 from dilocox.outer.controller.candidates import codecs
 from dilocox.outer.controller.choice import Choice
 from dilocox.outer.controller.schedule import Crowd
-from dilocox.outer.worker import AT_ONCE
+from dilocox.outer.calendar import AT_ONCE
 from dilocox.plan.course import Course, SimSite
 from dilocox.plan.outline import Outline
 from dilocox.plan.parcels import parcels

@@ -21,7 +21,7 @@ from dilocox.outer.calendar import boundary_slots
 from dilocox.outer.controller.deciding import LOOK_BACK
 from dilocox.outer.controller.link import Sample
 from dilocox.outer.controller.schedule import Crowd
-from dilocox.outer.worker import AT_ONCE
+from dilocox.outer.calendar import AT_ONCE
 from dilocox.plan.chooser import Chooser, SimPlan
 from dilocox.plan.course import Course, Round, SimSite
 from dilocox.plan.parcels import Parcel, Toil, round_trips, toil

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dilocox.outer.calendar import boundary_slots
+from dilocox.outer.calendar import AT_ONCE, boundary_slots
 from dilocox.outer.controller.link import Estimate
 
 Sizes = Sequence[Sequence[int]]
@@ -23,7 +23,8 @@ class Traffic:
     payload_bytes: int
     """What a site sends, and receives, in a round."""
     busy_us: int
-    """Time that its exchanges take: of the link, or of the busiest stage if that is more."""
+    """Time that its exchanges take: of the link, or of the threads of the busiest stage if that is
+    more."""
     latest_us: int
     """From a boundary until its exchange is over, at worst; the queue before it included."""
 
@@ -48,9 +49,10 @@ def traffic(sizes: Sizes, slots: int, slot_us: int, link: Estimate, crowd: Crowd
             latency_us: int) -> Traffic:  # fmt: skip
     """Exchanges of payloads of `sizes` in rounds of `slots` slots of `slot_us` each.
 
-    `latency_us`: of an exchange, beside what its transfers take. It passes at all stages at once;
-    transfers follow one another, and so do the exchanges of a stage. Two rounds in a row are
-    followed, since the first exchange of a round may wait for the last of the round before.
+    `latency_us`: of an exchange, beside what its transfers take: half of it, and of what the
+    estimate has for that, passes before them and half after. Transfers follow one another; beside
+    them, each stage has `AT_ONCE` exchanges under way. Two rounds in a row are followed, since the
+    first exchange of a round may wait for the last of the round before.
     """
     stages, fragments = len(sizes), len(sizes[0])
     due: list[tuple[int, int, int, int]] = []
@@ -63,18 +65,22 @@ def traffic(sizes: Sizes, slots: int, slot_us: int, link: Estimate, crowd: Crowd
             due.append((slot, fragment, stage, count * link.transfer_us(each)))
             total += count * each
     due.sort()
-    before = latency_us + link.overhead_us
+    beside = latency_us + link.overhead_us
     link_free = latest = 0
-    free = [0] * stages
+    free = [[0] * AT_ONCE for _ in range(stages)]
+    """When the threads of each stage are free, the next one first."""
     for round_ in (0, 1):
         for slot, _, stage, time_us in due:
             begin = (round_ * slots + slot) * slot_us
-            link_free = max(max(begin, free[stage]) + before, link_free) + time_us
-            free[stage] = link_free
-            latest = max(latest, link_free - begin)
+            first, *others = free[stage]
+            link_free = max(max(begin, first) + beside // 2, link_free) + time_us
+            over = link_free + beside - beside // 2
+            free[stage] = sorted([*others, over])
+            latest = max(latest, over - begin)
     transfers = sum(time_us for *_, time_us in due)
-    longest = max(
-        sum(before + time_us for _, _, other, time_us in due if other == stage)
+    busiest = max(
+        sum(beside + time_us for _, _, other, time_us in due if other == stage)
         for stage in range(stages)
     )
+    longest = -(-busiest // AT_ONCE)
     return Traffic(total, max(transfers, longest), latest)
