@@ -467,3 +467,22 @@ def test_what_admission_needs(tables: dict[str, Any], refused: str | None) -> No
         return
     with pytest.raises(ConfigError, match=refused):
         resolve_run({**raw, **tables})
+
+
+@pytest.mark.parametrize(
+    ("model", "data", "tokenizer"),
+    [
+        ({"architecture": {"model_type": "qwen3"}}, {}, "train"),
+        ({"path": "team/tiny"}, {}, "team/tiny"),
+        ({"path": "team/tiny", "revision": "v2"}, {}, "team/tiny@v2"),
+        ({"path": "team/tiny"}, {"tokenizer": "team/other"}, "team/other"),
+        ({"path": "team/tiny"}, {"tokenizer": "train"}, "train"),
+        ({"path": "team/tiny", "pretrained": False}, {}, "train"),
+        ({"path": "start", "handover": True}, {}, "train"),
+    ],
+)
+def test_pretrained_weights_bring_their_tokenizer(
+    model: dict[str, Any], data: dict[str, Any], tokenizer: str
+) -> None:
+    run = resolve_run({"model": model, "data": data, "sites": {"a": {}}})
+    assert run.data.tokenizer == tokenizer

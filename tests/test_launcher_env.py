@@ -76,6 +76,19 @@ def test_variables_that_are_no_numbers(broken: dict[str, str]) -> None:
         rank_variables(broken)
 
 
+@pytest.mark.parametrize("launcher", [TORCHRUN, SLURM])
+@pytest.mark.parametrize(
+    ("shown", "device"),
+    [({}, 1), ({"CUDA_VISIBLE_DEVICES": "0,1"}, 1), ({"CUDA_VISIBLE_DEVICES": "3"}, 0)],
+)
+def test_who_is_shown_one_gpu_takes_that(
+    launcher: dict[str, str], shown: dict[str, str], device: int
+) -> None:
+    found = rank_variables(launcher | shown)
+    assert found is not None
+    assert (found.local_rank, found.device_number) == (1, device)
+
+
 def test_node_lists_are_written_out_by_slurm(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

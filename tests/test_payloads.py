@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
+from dilocox import payloads
 from dilocox.assembly import Blueprint
 from dilocox.compression import Geometry, compressor
 from dilocox.config import RunConfig, resolve_run
@@ -96,3 +98,17 @@ def test_a_message_is_what_its_codec_says(codec: str) -> None:
     else:
         expected = 64 + chosen.part(0, 8320, 0).payload_bytes
     assert message_bytes(codec, geometry) == expected
+
+
+def test_shapes_are_known_where_no_gpu_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """flash_attention_2 cannot be built without one, and looking for it would start CUDA."""
+
+    def looks() -> bool:
+        raise AssertionError("CUDA was looked for")
+
+    plain = config()
+    flash = config(model={"attention": "flash_attention_2"})
+    expected = payloads.model_shapes(plain, Blueprint.of(plain, None))
+    monkeypatch.setattr(torch.cuda, "is_available", looks)
+    blueprint = Blueprint.of(flash, None)
+    assert payloads.model_shapes(flash, blueprint) == expected

@@ -36,7 +36,6 @@ PLAIN = {
     "compute the layer again there.",
     "model.compile": "Compile every layer with `torch.compile`; not with the zero-bubble "
     "schedules.",
-    "data.format": "What the source is; `auto` goes by the file names.",
     "data.revision": "Hub datasets: branch, tag or commit.",
     "data.licence": "Licence of the text, for the manifest; for hub datasets the one on the card, "
     "if not given.",

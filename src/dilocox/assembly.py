@@ -18,6 +18,7 @@ from dilocox.data import SequenceSpace, TokenFiles, held_out
 from dilocox.memory import check_gpu
 from dilocox.models import (
     ChunkSpec,
+    WeightSource,
     build_chunk,
     load_model_config,
     materialise,
@@ -125,11 +126,13 @@ def build_rank(
     local_rank: int,
     ranks_here: int,
     timeout: float,
+    progress: Callable[[], None] = lambda: None,
 ) -> Rank:
     """Build and fill this rank's part of the model. Collective over the site.
 
-    `store`: where the site's ranks meet; none under an existing launcher. `local_rank` of
-    `ranks_here` on this machine. `timeout` in seconds, of collectives inside the site.
+    `store`: where the site's ranks meet; none if they have met already. `local_rank` of
+    `ranks_here` on this machine. `timeout` in seconds, of collectives inside the site. `progress`
+    is called before each tensor that is read.
     """
     set_threads(config.site.threads, ranks_here)
     set_determinism(config.site.deterministic)
@@ -171,7 +174,7 @@ def build_rank(
         for chunk in chunks
         for name, parameter in chunk.named_parameters()
     }
-    source = open_weights(config.model, blueprint.hf_config, config.run.seed)
+    source = _Watched(open_weights(config.model, blueprint.hf_config, config.run.seed), progress)
     model = SiteModel(
         chunks,
         lambda chunk, where: materialise(chunk, source, where),  # type: ignore[arg-type]
@@ -191,6 +194,19 @@ def build_rank(
     rank = Rank(place, blueprint, mesh, model, live, {name: shapes[name] for name in live})
     rank.states = build_states(config, rank)
     return rank
+
+
+@dataclass(frozen=True)
+class _Watched:
+    """Weights; `progress` is called whenever one is asked for."""
+
+    source: WeightSource
+    progress: Callable[[], None]
+
+    def tensor(self, full_name: str) -> torch.Tensor:
+        """See `WeightSource`."""
+        self.progress()
+        return self.source.tensor(full_name)
 
 
 def build_states(config: RunConfig, rank: Rank) -> list[FragmentState]:

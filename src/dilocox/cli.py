@@ -323,8 +323,11 @@ def _data_prepare(options: argparse.Namespace) -> int:
     from dilocox.config import load_run
     from dilocox.data import show
     from dilocox.launch import prepare_data
+    from dilocox.tokenizer_check import check_tokenizer
 
-    print(show(prepare_data(load_run(options.run, options.overrides))))
+    config = load_run(options.run, options.overrides)
+    check_tokenizer(config)
+    print(show(prepare_data(config)))
     return 0
 
 

@@ -88,8 +88,13 @@ class DataSection(Section):
     """`[data]`: text to token files."""
 
     source: str | list[str] | None = None
-    """`python-stdlib`, or files and folders, or a hub dataset name (with `format = "hub"`)."""
+    """`python-stdlib`, or files and folders, or a hub dataset name (with `format = "hub"`). Of a
+    folder, files of other kinds and hidden ones are left out, counted and shown by `dilocox data
+    show`; links are followed."""
     format: Literal["auto", "text", "jsonl", "parquet", "code", "hub"] = "auto"
+    """What the source is; `auto` goes by the file names. `jsonl`: JSON objects, one per line or all
+    in one array; in a folder, `.json` files are taken with this format only. Text and JSONL may be
+    packed (`.gz`)."""
     text_field: str = "text"
     """Field or column that holds the text in JSONL, Parquet and hub datasets."""
     subset: str | None = None
@@ -102,9 +107,15 @@ class DataSection(Section):
     folder: str = "{run}/data"
     """Where the token files are; `{run}` is the run's folder."""
     tokenizer: str = "train"
-    """A local folder or hub name, or `train`: byte-level BPE trained on the corpus."""
+    """A local folder or hub name (`NAME@REVISION`: of that branch, tag or commit), or `train`:
+    byte-level BPE trained on the corpus. Not set, where `model.path` gives the weights: that
+    model's own, since its weights know no other; `train` is refused there. With `model.handover`:
+    what the run before had."""
     vocabulary_size: Annotated[int, Field(ge=257)] = 4096
     """Size of a trained tokenizer."""
+    begin_of_text: bool = True
+    """Begin every document with what the tokenizer itself writes before a text, as Llama's,
+    Mistral's and Gemma's do; a trained one writes nothing."""
     sequence_length: Positive = 256
     validation_fraction: Annotated[float, Field(gt=0.0, le=0.5)] = 0.02
     validation_sequences: Positive = 64
@@ -337,10 +348,22 @@ def resolve_run(raw: dict[str, Any], where: str = "run file") -> RunConfig:
         raw["compression"] = {**defaults["compression"], **compression}
         control.setdefault("steps", usual_steps(raw, known, control))
         raw["control"] = control
+    _take_the_models_tokenizer(raw)
     try:
         return RunConfig.model_validate(raw)
     except ValidationError as error:
         raise ConfigError(f"{where}: {first_problem(error, RunConfig)}") from None
+
+
+def _take_the_models_tokenizer(raw: dict[str, Any]) -> None:
+    """Set `data.tokenizer` to that of the model whose weights the run starts from, if not set."""
+    model, data = raw.get("model"), raw.get("data", {})
+    # What has another type is left to the validation.
+    if not isinstance(model, dict) or not isinstance(data, dict) or "tokenizer" in data:
+        return
+    path, revision = model.get("path"), model.get("revision")
+    if isinstance(path, str) and model.get("pretrained", True) and not model.get("handover"):
+        raw["data"] = {**data, "tokenizer": f"{path}@{revision}" if revision else path}
 
 
 def _apply_override(raw: dict[str, Any], override: str) -> None:

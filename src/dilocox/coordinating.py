@@ -24,6 +24,7 @@ from dilocox.outer.coordinator.transport import host_and_port
 from dilocox.payloads import payload_sizes
 from dilocox.record.notary import LogNotary
 from dilocox.recorder import Record, Recorder
+from dilocox.tokenizer_check import check_trained_tokenizer
 
 ENDPOINT = "endpoint.json"
 """In the coordinator's folder, readable by its owner: address, join token, operator's identity."""
@@ -54,6 +55,8 @@ def coordinate(
         refuse_finished(folder)
     port = config.network.port or _port_before(folder)
     preflight.check_coordinator(_with_port(config, port), wait_for)
+    if not (resume or begun):
+        check_trained_tokenizer(config)
     known = config.data.vocabulary_size if config.data.tokenizer == "train" else None
     payloads = payload_sizes(config, known)
     preflight.claim_folder(config, resume or begun)

@@ -56,7 +56,7 @@ def hand_over(folder: Path, target: Path, tick: int | None = None) -> Handover:
         name = stage_file_name(stage, len(shapes))
         write_stage_file(target / name, whole["anchor"], blueprint.hf_config)
         momenta |= whole["momentum"]
-    finish_model_folder(target, blueprint.hf_config, files.tokenizer_folder)
+    finish_model_folder(target, blueprint.hf_config, files.tokenizer_folder, config.model.revision)
     save_file(momenta, target / MOMENTUM)
     plan = state.plans.get(point.round)
     made = Handover(

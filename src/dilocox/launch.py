@@ -6,6 +6,7 @@ Both ways are the same: a coordinator (see `dilocox.coordinating`), and sites th
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import traceback
 from collections.abc import Callable
@@ -25,6 +26,7 @@ from dilocox.data import TokenFiles
 from dilocox.data import prepare as prepare_token_files
 from dilocox.display import Display
 from dilocox.errors import DilocoxError, JoinError, TrainingError
+from dilocox.launched import join_as_rank
 from dilocox.launcher_env import rank_variables
 from dilocox.model_files import generate
 from dilocox.outer.coordinator.client import CoordinatorClient
@@ -37,7 +39,9 @@ from dilocox.outer.sockets import check_congestion
 from dilocox.outer.tunnel import check_ports
 from dilocox.payloads import payload_sizes
 from dilocox.recorder import Record
-from dilocox.site_process import join_as_rank, keep_site
+from dilocox.site_process import keep_site
+from dilocox.tokenizer_check import check_tokenizer
+from dilocox.weights_check import fetch_weights
 
 
 @dataclass(frozen=True)
@@ -97,14 +101,17 @@ def train_here(
     Ctrl-C stops the run at a slot end with a checkpoint; a second one ends it at once. `trace`:
     what every rank does when is recorded, as `trace.json` in the run folder.
     """
-    torch.set_num_threads(1)  # before forking: no thread pool that a child would miss
+    _stay_forkable()
     display = Display(config)
     folder = config.folder
     preflight.check_folder(config, resume, overwrite)
     if resume:
         refuse_finished(folder)
     preflight.check_coordinator(config)
+    if not resume:
+        check_tokenizer(config)
     preflight.check_model(config)
+    fetch_weights(config, display.step)
     files = prepare_data(config, display)
     preflight.check_run(
         config,
@@ -309,12 +316,28 @@ def _site_in_child(
     sys.exit(code)
 
 
-def _check_files(config: RunConfig, site: str) -> None:
-    """What a rank that somebody else has started checks of a site's files."""
-    files = prepare_data(config)
+def _stay_forkable() -> None:
+    """To be called before anything else by a process that forks others."""
+    torch.set_num_threads(1)  # no thread pool that a child would miss
+    # Whoever asks whether there is a GPU must not start CUDA: no child could use it then.
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+
+
+def _check_site(
+    config: RunConfig, site: str, display: Display | None, ranks_here: int | None = None
+) -> None:
+    """Refuse what cannot run at `site`, and have its weights and token files here.
+
+    `ranks_here`: of the site, on this machine, if not all of them.
+    """
+    preflight.check_model(config)
+    if display is None:
+        fetch_weights(config)
+    else:
+        fetch_weights(config, display.step)
+    files = prepare_data(config, display)
+    preflight.check_run(config, files.vocabulary_size, sites_here=1, ranks_here=ranks_here)
     preflight.check_data(config, files, [site])
-    if config.model.handover:
-        preflight.check_handover(config, files)
 
 
 def join(
@@ -328,7 +351,7 @@ def join(
     if site not in config.sites:
         known = ", ".join(config.sites)
         raise JoinError(f"site {site!r}: not in the run file, which names: {known}")
-    torch.set_num_threads(1)
+    _stay_forkable()
     url = f"https://{address.removeprefix('https://')}"
     host_and_port(url)
     variables = rank_variables()
@@ -338,15 +361,13 @@ def join(
             site,
             Endpoint(url, token, ""),
             variables,
-            lambda: _check_files(config, site),
+            lambda: _check_site(config, site, None, variables.local_world),
+            lambda: fetch_weights(config),
             debug,
             trace,
         )
-    preflight.check_model(config)
     display = Display(config)
-    files = prepare_data(config, display)
-    preflight.check_run(config, files.vocabulary_size, sites_here=1)
-    preflight.check_data(config, files, [site])
+    _check_site(config, site, display)
     shared = (config.folder / "coordinator" / ENDPOINT).exists()
     endpoint = Endpoint(url, token, "")
     try:

@@ -20,6 +20,13 @@ class RankVariables:
     local_world: int
     master_address: str
     master_port: str
+    own_gpu: bool = False
+    """The launcher shows this process one GPU alone, as `srun --gpus-per-task=1` does."""
+
+    @property
+    def device_number(self) -> int:
+        """Number of this rank's GPU among those that it sees."""
+        return 0 if self.own_gpu else self.local_rank
 
     def export(self) -> None:
         """Set the variables that `torch.distributed` reads."""
@@ -41,6 +48,7 @@ def rank_variables(environment: Mapping[str, str] | None = None) -> RankVariable
     Raises `JoinError` for variables that are not numbers.
     """
     env = os.environ if environment is None else environment
+    seen = [name for name in env.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
     try:
         if {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"} <= env.keys():
             return RankVariables(
@@ -50,6 +58,7 @@ def rank_variables(environment: Mapping[str, str] | None = None) -> RankVariable
                 int(env.get("LOCAL_WORLD_SIZE", env["WORLD_SIZE"])),
                 env["MASTER_ADDR"],
                 env["MASTER_PORT"],
+                len(seen) == 1,
             )
         if {"SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"} <= env.keys():
             if env.get("SLURM_STEP_ID", "").startswith("429496"):
@@ -65,6 +74,7 @@ def rank_variables(environment: Mapping[str, str] | None = None) -> RankVariable
                 max(1, world // nodes),
                 env.get("MASTER_ADDR") or _first_node(env.get("SLURM_STEP_NODELIST", "")),
                 env.get("MASTER_PORT") or str(20000 + port % 12000),
+                len(seen) == 1,
             )
     except ValueError as error:
         raise JoinError(f"launcher variables: {error}; start the ranks with torchrun") from None

@@ -14,6 +14,7 @@ import torch
 from dilocox.config import RunConfig
 from dilocox.errors import ConfigError
 from dilocox.models import ChunkSpec
+from dilocox.site import loss_bytes
 
 GIB = 2**30
 INNER_BYTES = {"adamw": 16, "muon": 12, "sgd": 8}
@@ -58,7 +59,7 @@ def activation_bytes(
     `layers` of the model are on the rank, `head` if the last is; `width`: bytes of the compute
     dtype. Per layer and token these are the inputs of its two blocks and the feed-forward's
     hidden values, with activation checkpointing the layer's input alone; for one micro-batch the
-    head's fp32 logits and their gradient.
+    head's logits and what their loss needs.
     """
     tokens = config.site.micro_batch_size * config.data.sequence_length
     hidden = int(hf_config.hidden_size)
@@ -75,7 +76,7 @@ def activation_bytes(
     else:
         in_flight = 1
     kept = hidden if config.model.activation_checkpointing else per_layer
-    logits = 2 * 4 * tokens * int(hf_config.vocab_size) if head else 0
+    logits = loss_bytes(tokens * int(hf_config.vocab_size), width) if head else 0
     return layers * kept * in_flight * tokens * width + logits
 
 

@@ -28,7 +28,7 @@ def stage_shapes(config: RunConfig, blueprint: Blueprint, stage: int) -> dict[st
         chunk = build_chunk(
             blueprint.hf_config,
             blueprint.cut[index],
-            attention=config.model.attention,
+            attention="eager",  # has the same parameters, and needs no GPU to be built
             activation_checkpointing=False,
         )
         shapes |= {chunk.full_name(n): tuple(p.shape) for n, p in chunk.named_parameters()}

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable, Mapping
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from safetensors import safe_open
@@ -30,6 +33,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+MEETING = 5.0
+"""Seconds between two meetings of a site's ranks that wait for one another's disks: far less than
+one meeting may last."""
+
 
 class Keeper:
     """Writes this rank's checkpoints and its part of the published model."""
@@ -42,8 +50,12 @@ class Keeper:
         shared: bool,
         client: CoordinatorClient,
         record: RankRecord | None,
+        touch: Callable[[], None],
     ) -> None:
+        """`touch` is called while a disk is waited for, so that the rank keeps counting as alive:
+        that may take longer than a hanging rank is let live."""
         place = rank.place
+        self._touch = touch
         self._record = record
         self._config = config
         self._files = files
@@ -97,7 +109,7 @@ class Keeper:
                     f"been being written for {behind[1]:.0f} s; the storage is slow"
                 )
                 return
-            self._writer.wait()
+            self._writer.wait(self._touch)
             if at.tick != self._recorded:
                 tensors, state = capture(trainer)
                 self._writer.save(at.tick, tensors, state, written, failed)
@@ -109,9 +121,9 @@ class Keeper:
 
     def wait(self) -> None:
         """Wait for the write under way, and until the record has all payloads so far."""
-        self._writer.wait()
+        self._writer.wait(self._touch)
         if self._record is not None:
-            self._record.wait()
+            living(self._record.wait, self._touch)
 
     def publish(self, trainer: Trainer, plan: RoundPlan) -> None:
         """Write the anchor as `model/`, a Hugging Face folder. Collective over the site.
@@ -133,22 +145,37 @@ class Keeper:
         """Write a Hugging Face folder; why that failed at any rank of the site, or nothing."""
         if not self._publishes(rank, plan):
             return ""
-        tensors = whole_anchor(rank)
-        problem = ""
-        if rank.place.shard == 0:
+        tensors, config = whole_anchor(rank), rank.blueprint.hf_config
+
+        def stage() -> None:
             name = stage_file_name(rank.place.stage, rank.mesh.stages)
-            try:
-                write_stage_file(folder / name, tensors, rank.blueprint.hf_config)
-            except (CheckpointError, OSError) as error:
-                problem = f"{folder}: {error}" if isinstance(error, OSError) else str(error)
-        problem = _first(rank.mesh.gather_names([problem]))
-        if not problem and rank.place.leads:
-            tokenizer = self._files.tokenizer_folder
-            try:
-                finish_model_folder(folder, rank.blueprint.hf_config, tokenizer)
-            except (CheckpointError, OSError) as error:
-                problem = f"{folder}: {error}"
-        return _first(rank.mesh.gather_names([problem]))
+            write_stage_file(folder / name, tensors, config)
+
+        def rest() -> None:
+            tokenizer, revision = self._files.tokenizer_folder, self._config.model.revision
+            finish_model_folder(folder, config, tokenizer, revision)
+
+        problem = self._written(rank, folder, stage if rank.place.shard == 0 else None)
+        if problem:
+            return problem
+        return self._written(rank, folder, rest if rank.place.leads else None)
+
+    def _written(self, rank: Rank, folder: Path, write: Callable[[], None] | None) -> str:
+        """Why `write` failed at any rank of the site, or nothing. Collective.
+
+        A rank does not wait in one meeting for another's disk: a meeting has a limit.
+        """
+        writing = None if write is None else begun(write)
+        while True:
+            busy, problem = "", ""
+            if writing is not None and not wait_for([writing], timeout=MEETING).done:
+                busy = "busy"
+            elif writing is not None:
+                problem = _why_not(writing, folder)
+            rows = rank.mesh.gather_names([problem, busy])
+            self._touch()
+            if not any(row[1] for row in rows):
+                return _first(rows)
 
     def load(self, trainer: Trainer, found: Checkpoint) -> bool:
         """Take up the checkpoint `found`; False if this site does not hold all of it.
@@ -165,14 +192,17 @@ class Keeper:
             return False
         loaded, damage = None, ""
         try:
-            loaded = checkpoint.load(
-                root,
-                found.tick,
-                place.site,
-                place.stage,
-                place.shard,
-                digests["files.json"],
-                self._config.network.link_timeout,
+            loaded = living(
+                lambda: checkpoint.load(
+                    root,
+                    found.tick,
+                    place.site,
+                    place.stage,
+                    place.shard,
+                    digests["files.json"],
+                    self._config.network.link_timeout,
+                ),
+                self._touch,
             )
         except CheckpointError as error:
             damage = str(error)
@@ -185,6 +215,38 @@ class Keeper:
         restore(trainer, loaded)
         self._recorded = found.tick
         return True
+
+
+def begun(call: Callable[[], T]) -> Future[T]:
+    """What `call` will return or raise, in a thread that keeps no process from ending."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="disk", daemon=True).start()
+    return future
+
+
+def living(call: Callable[[], T], touch: Callable[[], None]) -> T:
+    """What `call` returns or raises; `touch` says meanwhile that this rank lives."""
+    future = begun(call)
+    while not wait_for([future], timeout=checkpoint.LOOK).done:
+        touch()
+    return future.result()
+
+
+def _why_not(writing: Future[None], folder: Path) -> str:
+    try:
+        writing.result()
+    except CheckpointError as error:
+        return str(error)
+    except OSError as error:
+        return f"{folder}: {error}"
+    return ""
 
 
 def _first(rows: list[list[str]]) -> str:

@@ -1,8 +1,9 @@
 """What can be refused before any process starts: folder, port, model, data, memory, disk.
 
 In order of a start: `check_folder` and `check_coordinator` (the coordinator's machine),
-`check_model`, then the data is prepared, `check_run`, and `claim_folder` last: until then nothing
-of an earlier run in the folder is changed, so that a refused start loses nothing.
+`check_tokenizer` (`dilocox.tokenizer_check`, of a new run), `check_model`, `fetch_weights`
+(`dilocox.weights_check`), then the data is prepared, `check_run`, and `claim_folder` last: until
+then nothing of an earlier run in the folder is changed, so that a refused start loses nothing.
 """
 
 from __future__ import annotations
@@ -25,14 +26,16 @@ from dilocox import memory, storage
 from dilocox.assembly import Blueprint
 from dilocox.config import RunConfig, resolve_run
 from dilocox.data import SequenceSpace, TokenFiles
+from dilocox.data.manifest import MANIFEST
 from dilocox.display import number
 from dilocox.errors import ConfigError, DataError, TrainingError
 from dilocox.handover import Handover
 from dilocox.metrics import check_sinks
-from dilocox.models import count_parameters, probe_cut
+from dilocox.models import count_parameters, load_model_config, probe_cut
 from dilocox.outer.fragments import split_fragments
 from dilocox.payloads import model_shapes, sizes_by_codec, stage_shapes
 from dilocox.record.store import Store
+from dilocox.tokenizer_check import tokenizer_size
 
 WRITTEN = (
     "run.toml",
@@ -213,10 +216,13 @@ def check_coordinator(config: RunConfig, wait_for: int | None = None) -> None:
 def check_model(config: RunConfig) -> None:
     """Raise `ModelError` or `ConfigError` for a model that cannot be trained in this layout.
 
-    Needs no data; a tokenizer that is still to be trained will have `data.vocabulary_size` tokens.
+    Needs no data; a tokenizer that is still to be trained will have `data.vocabulary_size` tokens,
+    one that is still to be loaded is loaded: preparing the text may take hours.
     """
     known = config.data.vocabulary_size if config.data.tokenizer == "train" else None
     _check_blueprint(config, Blueprint.of(config, known))
+    if known is None and not (config.data_folder / MANIFEST).exists():
+        load_model_config(config.model, tokenizer_size(config.data.tokenizer))
 
 
 def check_data(
@@ -273,12 +279,17 @@ def _vocabulary(files: TokenFiles) -> dict[str, int]:
 
 
 def check_run(
-    config: RunConfig, vocabulary_size: int, sites_here: int, own_dataset: bool = False
+    config: RunConfig,
+    vocabulary_size: int,
+    sites_here: int,
+    own_dataset: bool = False,
+    ranks_here: int | None = None,
 ) -> None:
     """Raise the error that a rank would meet later, before any rank is started.
 
     The token files are there. `sites_here`: sites of the run on this machine; a machine with one
-    of several looks at that site's own token files by `check_data`.
+    of several looks at that site's own token files by `check_data`. `ranks_here`: of a site over
+    several machines, how many of its ranks are here, the first ones.
     """
     files = TokenFiles.open(config.data_folder)
     everyone = list(config.sites) if sites_here == len(config.sites) else []
@@ -287,6 +298,8 @@ def check_run(
         check_handover(config, files)
     blueprint = Blueprint.of(config, vocabulary_size)
     parameters = _check_blueprint(config, blueprint)
+    if ranks_here is not None:
+        parameters = _held_by_first(config, parameters, ranks_here)
     on_gpu = _on_gpu(config)
     available = _available_memory()
     if available is not None:
@@ -381,6 +394,15 @@ def _stage_parameters(config: RunConfig, blueprint: Blueprint, stage: int) -> in
     return sum(sizes.values())
 
 
+def _held_by_first(config: RunConfig, parameters: Sequence[int], ranks: int) -> list[int]:
+    """Of every stage's parameters, how many the first `ranks` ranks of a site hold."""
+    shards = config.site.shards
+    return [
+        size * min(shards, max(0, ranks - stage * shards)) // shards
+        for stage, size in enumerate(parameters)
+    ]
+
+
 def _on_gpu(config: RunConfig) -> bool:
     """Will ranks here use a GPU? Told without CUDA: a process that has used it cannot be forked."""
     if config.site.device != "auto":
@@ -432,7 +454,8 @@ def headline(config: RunConfig, files: TokenFiles) -> str:
         f"run {config.run.name}: {hf.model_type}, {number(count_parameters(hf))} parameters, "
         f"{shape}",
         f"data: {number(files.token_count('train'))} tokens, "
-        f"{number(files.token_count('validation'))} held out, vocabulary {files.vocabulary_size}",
+        f"{number(files.token_count('validation'))} held out, vocabulary {files.vocabulary_size}"
+        + (f"; {files.left_out} files left out (dilocox data show)" if files.left_out else ""),
         f"method {outer.method}: {_course(config)}",
     ]
     if config.model.handover:

@@ -7,9 +7,8 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
-from datetime import timedelta
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -19,8 +18,7 @@ from dilocox import processes
 from dilocox.assembly import Hooks, Place
 from dilocox.config import RunConfig
 from dilocox.data import TokenFiles
-from dilocox.errors import DilocoxError, JoinError, NotNowError
-from dilocox.launcher_env import RankVariables
+from dilocox.errors import DilocoxError, NotNowError
 from dilocox.outer.coordinator.client import CoordinatorClient
 from dilocox.outer.coordinator.identity import Identity
 from dilocox.outer.coordinator.joining import enrol
@@ -31,9 +29,8 @@ from dilocox.outer.coordinator.transport import host_and_port
 from dilocox.outer.sockets import check_congestion
 from dilocox.outer.tunnel import check_ports
 from dilocox.rank_process import RankJob, run_rank
-from dilocox.site import resolve_device, start_site_group
 from dilocox.supervisor import Ended, complain, keep_in_run, listening
-from dilocox.trace_file import merge_rank, part_path
+from dilocox.trace_file import part_path
 
 
 def run_site(
@@ -52,10 +49,12 @@ def run_site(
     `trace`: every rank records its timeline below `folder` (see `trace_file.part_path`).
     Raises `JoinError`, or `ConfigError` for ports that cannot be used.
     """
+    # Sites that share a machine share its GPUs: each begins after those of the sites before.
+    first = list(config.sites).index(site) * config.site.ranks if shared_folder else 0
     address = exchange_address(config, site, endpoint.url)
     check_ports(site, config.sites[site], config.site.ranks, address)
     check_congestion(config.network.congestion)
-    identity = _enrol(config, site, endpoint)
+    identity = enrol_site(config, site, endpoint)
     errors = processes.CONTEXT.SimpleQueue()
     ranks_here = config.site.ranks * (len(config.sites) if shared_folder else 1)
     ranks: list[BaseProcess] = []
@@ -71,7 +70,7 @@ def run_site(
                 hooks=hooks,
                 address=address,
                 meeting=meeting,
-                local_rank=number,
+                local_rank=first + number,
                 ranks_here=ranks_here,
                 shared_folder=shared_folder,
                 log_file=folder / "logs" / f"{site}-stage{stage}-shard{shard}.log",
@@ -112,7 +111,8 @@ def _rank_in_child(job: RankJob, errors: Any) -> None:
     sys.exit(run_rank(job, lambda line, lasting: errors.put((line, lasting))))
 
 
-def _enrol(config: RunConfig, site: str, endpoint: Endpoint) -> Identity:
+def enrol_site(config: RunConfig, site: str, endpoint: Endpoint) -> Identity:
+    """Tell the coordinator that `site` is there; its ranks have to beat soon after."""
     identity, _ = enrol(
         endpoint.url,
         endpoint.token,
@@ -202,62 +202,6 @@ def _watch(line: _Line, ranks: list[BaseProcess], errors: Any) -> Ended:
             if not alive:
                 return Ended(130 if heard else 0)
             wait([rank.sentinel for rank in alive], timeout=0.5)
-
-
-def join_as_rank(
-    config: RunConfig,
-    site: str,
-    endpoint: Endpoint,
-    variables: RankVariables,
-    prepare: Callable[[], object],
-    debug: bool,
-    trace: bool = False,
-) -> int:
-    """Take part as one rank that a launcher has started; exit code.
-
-    The first rank prepares the data, enrols the site and tells the others who they are.
-    """
-    if variables.world != config.site.ranks:
-        raise JoinError(
-            f"site {site}: {variables.world} ranks were started, the run file asks for stages x "
-            f"shards = {config.site.ranks}; start {config.site.ranks} or change [site]"
-        )
-    variables.export()
-    timeouts = Timeouts.derive(config.network)
-    stage, shard = divmod(variables.rank, config.site.shards)
-    device = resolve_device(config.site, variables.local_rank)
-    mesh = start_site_group(
-        config.site.stages, config.site.shards, device, timedelta(seconds=timeouts.stall)
-    )
-    said: list[str] = []
-    if variables.rank == 0:
-        try:
-            prepare()
-            said = [_enrol(config, site, endpoint).to_text()]
-        except DilocoxError as error:
-            said = ["", str(error)]
-    said = mesh.gather_names(said)[0]
-    if len(said) > 1:
-        raise JoinError(said[1])
-    job = RankJob(
-        config=config,
-        place=Place(site, stage, shard),
-        url=endpoint.url,
-        identity=Identity.from_text(said[0]),
-        hooks=Hooks(),
-        address=exchange_address(config, site, endpoint.url),
-        meeting=None,
-        local_rank=variables.local_rank,
-        ranks_here=variables.local_world,
-        shared_folder=False,
-        log_file=None,
-        debug=debug,
-        trace=part_path(config.folder, site, stage, shard) if trace else None,
-    )
-    code = run_rank(job, lambda line, _: complain(line))
-    if trace:
-        merge_rank(config.folder, site, stage, shard)
-    return code
 
 
 def exchange_address(config: RunConfig, site: str, url: str) -> str:

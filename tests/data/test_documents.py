@@ -142,3 +142,48 @@ def test_clean_text_always_encodes(text: str) -> None:
     cleaned.encode()
     if not any(unicodedata.category(character) == "Cs" for character in text):
         assert cleaned == text
+
+
+@pytest.mark.parametrize("block", [1, 7, 1 << 20])
+@pytest.mark.parametrize("name", ["a.json", "a.json.gz", "a.jsonl"])
+def test_json_arrays_are_read_record_by_record(
+    tmp_path: Path, name: str, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(documents, "BLOCK", block)
+    texts = [f'é [{number}] {{"}}, ]' for number in range(20)]
+    text = json.dumps([{"body": text} for text in texts], indent=1, ensure_ascii=False)
+    raw = b"\xef\xbb\xbf\n " + text.encode() + b" \n"
+    (tmp_path / name).write_bytes(gzip.compress(raw) if name.endswith(".gz") else raw)
+    assert read(tmp_path / name, "jsonl", "body") == texts
+    (tmp_path / "empty.json").write_text("[ ]\n")
+    assert read(tmp_path / "empty.json", "jsonl") == []
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ('[{"text": "a"}, {"text": ', "record 2: not valid JSON"),
+        ('[{"text": "a"}', "record 2: not valid JSON"),
+        ('[{"text": "a"} {"text": "b"}]', "record 2: not valid JSON"),
+        ('[{"text": "a"}, ]', "record 2: not valid JSON"),
+        ('[{"text": "a"}] x', "record 2: not valid JSON"),
+        ('[{"text": "a"}, 3]', "record 2: not a JSON object"),
+        ('[{"text": "a"}, {"id": 3}]', r'record 2: no field "text" \(fields: id\)'),
+        ('[{"text": 3}]', 'record 1: field "text" is not text'),
+    ],
+)
+def test_bad_record_of_an_array_is_named(tmp_path: Path, text: str, reason: str) -> None:
+    (tmp_path / "a.json").write_text(text)
+    with pytest.raises(DataError, match=rf"a\.json:{reason}") as caught:
+        read(tmp_path / "a.json", "jsonl")
+    assert "\n" not in str(caught.value)
+
+
+def test_compressed_text(tmp_path: Path) -> None:
+    text = "\ufeffgrüße\r\n\r\nzwei\n"
+    for name in ("a.txt.gz", "b.TXT.GZ"):
+        (tmp_path / name).write_bytes(gzip.compress(text.encode()))
+        assert read(tmp_path / name, "text") == ["grüße\r\n\r\nzwei\n"]
+    (tmp_path / "c.txt.gz").write_bytes(gzip.compress(text.encode() * 1000)[:-20])
+    with pytest.raises(DataError, match=r"c\.txt\.gz: cannot be read"):
+        read(tmp_path / "c.txt.gz", "text")

@@ -237,6 +237,33 @@ def test_tokenizer_of_a_big_corpus_is_trained_on_a_sample(
     assert files.document_count("train") + files.document_count("validation") == 40
 
 
+def test_a_tokenizer_is_trained_on_what_is_read_of_a_big_corpus(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not on the share of it that the bytes of the whole corpus would leave."""
+    monkeypatch.setattr(prepare_module, "SAMPLE_BYTES", 10_000)
+    data = section(corpus, max_documents=10, vocabulary_size=270)
+    files = prepare(data, tmp_path / "data", seed=0)
+    train = files.content["splits"]["train"]
+    assert files.document_count("train") + files.document_count("validation") == 10
+    sample = files.content["tokenizer"]["sample"]
+    assert sample == {"bytes": train["bytes"], "documents": train["documents"]}
+
+
+def test_the_disk_has_to_hold_what_is_read(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size = sum(path.stat().st_size for path in corpus.rglob("*.txt"))
+    usage = shutil.disk_usage(tmp_path)._replace(free=size // 5)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    monkeypatch.setattr(prepare_module, "SAMPLE_BYTES", 10_000)
+    few = section(corpus, max_documents=10, vocabulary_size=270)
+    prepare(few, tmp_path / "data", seed=0)
+    for many in (section(corpus), section(corpus, max_documents=39)):
+        with pytest.raises(DataError, match="are free; make room"):
+            prepare(many, tmp_path / "other", seed=0)
+
+
 def test_progress_goes_from_reading_to_done(corpus: Path, tmp_path: Path) -> None:
     seen: list[tuple[str, float]] = []
     prepare(section(corpus), tmp_path / "data", 0, lambda step, share: seen.append((step, share)))

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gzip
 import hashlib
 import json
 import platform
@@ -12,8 +13,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from dilocox.data import prepare
+from dilocox.data import prepare, show
 from dilocox.data.hub import HubSource
+from dilocox.data.manifest import MANIFEST, render
 from dilocox.data.sources import STDLIB, list_files, read_source
 from dilocox.errors import DataError
 from tests.data.conftest import section, story, write_corpus
@@ -127,6 +129,122 @@ def test_nothing_to_read_is_said(tmp_path: Path) -> None:
         list_files(str(tmp_path), section(tmp_path))
     with pytest.raises(DataError, match=r"data\.source: missing; name files or folders"):
         prepare(section(None), tmp_path / "data", seed=0)
+
+
+def test_json_files_hold_records_not_text(tmp_path: Path) -> None:
+    lines = write_jsonl(tmp_path / "lines.jsonl")
+    files = [prepare(section(lines), tmp_path / "0", seed=0)]
+    lines.rename(tmp_path / "lines.json")
+    (tmp_path / "array.json").write_text(json.dumps([{"text": text} for text in STORIES]))
+    (tmp_path / "a.json.gz").write_bytes(gzip.compress((tmp_path / "array.json").read_bytes()))
+    for number, name in enumerate(("lines.json", "array.json", "a.json.gz"), start=1):
+        files.append(prepare(section(tmp_path / name), tmp_path / f"data{number}", seed=0))
+    assert len({each.content["splits"]["train"]["shards"][0]["sha256"] for each in files}) == 1
+
+
+def test_json_in_a_folder_is_counted_and_read_when_asked_for(tmp_path: Path) -> None:
+    """A folder of code has package.json and the like: records are not taken for granted."""
+    corpus = write_corpus(tmp_path / "corpus")
+    (corpus / "more.json").write_text('{"text": "more"}\n')
+    source = read_source(str(corpus), section(corpus), quiet)
+    assert dict(source.left_out) == {'.json (data.format = "jsonl" reads them)': 1}
+    found = list_files(str(corpus), section(corpus, format="jsonl"))
+    assert [(file.name, file.format) for file in found] == [("more.json", "jsonl")]
+    only = tmp_path / "only"
+    only.mkdir()
+    (only / "a.json").write_text('{"text": "more"}\n')
+    with pytest.raises(DataError, match=r"left out: 1 \.json \(data\.format = .jsonl. reads them"):
+        list_files(str(only), section(only))
+
+
+def test_every_file_that_is_left_out_is_counted_with_its_reason(tmp_path: Path) -> None:
+    corpus = write_corpus(tmp_path / "corpus")
+    (corpus / "packed.txt.gz").write_bytes(gzip.compress(b"in a packed file\n"))
+    (corpus / "packed.bad.txt.gz").write_bytes(gzip.compress("é".encode("latin-1")))
+    (corpus / "latin.txt").write_bytes("é".encode("latin-1"))
+    for name in ("a.pdf", "b.PDF", "c.jsonl.zst", "LICENCE", ".hidden.txt"):
+        (corpus / name).write_text("x")
+    (corpus / ".git").mkdir()
+    (corpus / ".git" / "a.txt").write_text("x")
+    (corpus / "gone.txt").symlink_to(corpus / "nowhere")
+    source = read_source(str(corpus), section(corpus), quiet)
+    assert dict(source.left_out) == {
+        ".pdf": 2,
+        ".jsonl.zst": 1,
+        "without an ending": 1,
+        "hidden": 2,
+        "links to nothing": 1,
+    }
+    assert source.skipped == 2
+    assert "in a packed file\n" in list(source.documents())
+    files = prepare(section(corpus), tmp_path / "data", seed=0)
+    text = show(files)
+    assert "2 files skipped (not UTF-8 text)" in text
+    for part in ("2 .pdf", "1 .jsonl.zst", "1 without an ending", "2 hidden", "1 links to nothing"):
+        assert part in text
+    assert files.left_out == 2 + 5  # hidden ones apart
+    # They are this machine's matter: the same text has the same digest without them.
+    for name in ("a.pdf", "b.PDF", "c.jsonl.zst", "LICENCE", "gone.txt"):
+        (corpus / name).unlink()
+    assert prepare(section(corpus), tmp_path / "again", seed=0).digest == files.digest
+
+
+def test_many_different_endings_are_summed_up(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("x")
+    for number in range(40):
+        (tmp_path / f"b.{number}").write_text("x")
+    left = read_source(str(tmp_path), section(tmp_path), quiet).left_out
+    assert sum(left.values()) == 40
+    assert len(left) < 20
+
+
+def test_linked_folders_are_read_once(tmp_path: Path) -> None:
+    corpus = write_corpus(tmp_path / "corpus", documents=3)
+    other = tmp_path / "other"
+    (other / "deep").mkdir(parents=True)
+    (other / "deep" / "far.txt").write_text("far away")
+    (corpus / "a-link").symlink_to(other)
+    (corpus / "b-link").symlink_to(other)  # the same once more
+    (corpus / "c-link").symlink_to(corpus / "part0")  # read already
+    (other / "back").symlink_to(corpus)  # a loop
+    (other / "up").symlink_to(tmp_path)  # a folder that holds this one
+    source = read_source(str(corpus), section(corpus), quiet)
+    names = [file.name for file in source.files]
+    assert names == ["a-link/deep/far.txt", "part0/000.txt", "part1/001.txt", "part2/002.txt"]
+    assert dict(source.left_out) == {"links to folders that are read already": 4}
+    # Told apart by what they are, not by how they are reached.
+    (tmp_path / "way").symlink_to(corpus)
+    again = read_source(str(tmp_path / "way"), section(corpus), quiet)
+    assert [file.name for file in again.files] == names
+
+
+def test_a_folder_without_utf8_says_so(tmp_path: Path) -> None:
+    for number in range(3):
+        (tmp_path / f"{number}.txt").write_bytes("é".encode("latin-1"))
+    with pytest.raises(DataError, match=r"none of its 3 files is UTF-8 text; convert them"):
+        read_source(str(tmp_path), section(tmp_path), quiet)
+
+
+def test_packed_files_that_cannot_be_read_are_refused_when_named(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl.zst"
+    path.write_bytes(b"\x28\xb5\x2f\xfd")
+    with pytest.raises(DataError, match=r"a\.jsonl\.zst: \.zst is not unpacked; .*\.gz"):
+        list_files(str(path), section(path))
+
+
+def test_token_files_of_before_are_not_called_changed(tmp_path: Path) -> None:
+    """An earlier version passed over what is taken now, and wrote down nothing of it."""
+    corpus = write_corpus(tmp_path / "corpus")
+    old = prepare(section(corpus), tmp_path / "data", seed=0)
+    made_with = {k: v for k, v in old.manifest["made_with"].items() if k != "left_out"}
+    (old.folder / MANIFEST).write_text(render(old.content, made_with))
+    (corpus / "packed.txt.gz").write_bytes(gzip.compress(b"x"))
+    again = prepare(section(corpus), tmp_path / "data", seed=0)
+    assert again.digest == old.digest
+    assert again.left_out == 0
+    (corpus / "part0" / "000.txt").write_text("less")
+    with pytest.raises(DataError, match="has changed since"):
+        prepare(section(corpus), tmp_path / "data", seed=0)
 
 
 def test_unreadable_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

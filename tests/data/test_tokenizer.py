@@ -5,12 +5,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-from dilocox.data import TokenFiles, prepare
+from dilocox.data import TokenFiles, prepare, show
+from dilocox.data.croissant import croissant
+from dilocox.data.manifest import MANIFEST, render
 from dilocox.data.tokenizer import END_OF_TEXT, load_tokenizer, train_tokenizer
 from dilocox.errors import DataError
 from tests.data.conftest import section, story
@@ -112,3 +115,109 @@ def test_tokenizers_that_cannot_be_used(tmp_path: Path) -> None:
     )
     with pytest.raises(DataError, match="bare: has no end-of-text token; set eos_token"):
         load_tokenizer(str(tmp_path / "bare"), tmp_path / "out")
+
+
+def test_a_revision_belongs_to_hub_names(
+    files: TokenFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import transformers
+
+    loaded = transformers.AutoTokenizer.from_pretrained(files.tokenizer_folder)
+    asked: list[tuple[str, str | None]] = []
+
+    def fake(name: str, revision: str | None = None, **_: object) -> object:
+        if isinstance(name, str):  # not what was written, read again
+            asked.append((name, revision))
+        return loaded
+
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", fake)
+    folder = tmp_path / "mo@del"
+    folder.mkdir()
+    names = ["team/tiny", "team/tiny@v2", str(folder), f"{folder}@v2"]
+    for number, name in enumerate(names):
+        load_tokenizer(name, tmp_path / str(number))
+    assert asked == [
+        ("team/tiny", "main"),
+        ("team/tiny", "v2"),
+        (str(folder), None),
+        (str(folder), None),
+    ]
+
+
+def with_template(source: Path, folder: Path, template: str) -> Path:
+    """The tokenizer in `source` with special tokens around every text, as hub models have them."""
+    from transformers import PreTrainedTokenizerFast
+
+    inner = Tokenizer.from_file(str(source / "tokenizer.json"))
+    names = ["<g>", "<s>", END_OF_TEXT]
+    inner.add_special_tokens(names)
+    ids = [(name, inner.token_to_id(name)) for name in names]
+    inner.post_processor = processors.TemplateProcessing(single=template, special_tokens=ids)
+    PreTrainedTokenizerFast(
+        tokenizer_object=inner, bos_token="<s>", eos_token=END_OF_TEXT
+    ).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("template", "begin"),
+    [
+        ("<s> $A", ["<s>"]),
+        (f"<s> $A {END_OF_TEXT}", ["<s>"]),
+        ("<g> <s> $A", ["<g>", "<s>"]),
+        ("$A", []),
+        (f"$A {END_OF_TEXT}", []),
+        # The token that closes the document before begins the next one already.
+        (f"{END_OF_TEXT} $A", []),
+    ],
+)
+def test_documents_begin_as_the_models_tokenizer_has_it(
+    files: TokenFiles, corpus: Path, tmp_path: Path, template: str, begin: list[str]
+) -> None:
+    from transformers import AutoTokenizer
+
+    place = with_template(files.tokenizer_folder, tmp_path / "tokenizer", template)
+    made = prepare(section(corpus, tokenizer=str(place)), tmp_path / "data", seed=0)
+    made.verify()
+    assert [each["token"] for each in made.content.get("begin_of_text", [])] == begin
+    assert ("begin_of_text" in made.content) == bool(begin)  # else the digest is as it always was
+    tokens = made.tokens("train").gather(np.array([0]), made.token_count("train"))[0].tolist()
+    published = AutoTokenizer.from_pretrained(made.tokenizer_folder)
+    start = 0
+    for end in made.document_ends("train").tolist():
+        document = tokens[start:end]
+        text = published.decode(document, skip_special_tokens=True)
+        wanted = [id_ for id_ in published(text)["input_ids"] if id_ != made.end_of_text]
+        assert document == [*wanted, made.end_of_text]
+        start = end
+    assert start == len(tokens)
+    assert len(made.document_ends("train")) == made.document_count("train")
+    said = f"begin of text {' '.join(begin)}"
+    assert (said in show(made)) == bool(begin)
+    assert ("each begun by token" in croissant(made.content)["description"]) == bool(begin)
+
+
+def test_begin_of_text_can_be_left_out(files: TokenFiles, corpus: Path, tmp_path: Path) -> None:
+    place = with_template(files.tokenizer_folder, tmp_path / "tokenizer", "<s> $A")
+    data = section(corpus, tokenizer=str(place), begin_of_text=False)
+    bare = prepare(data, tmp_path / "bare", seed=0)
+    assert "begin_of_text" not in bare.content
+    assert bare.content["splits"] == files.content["splits"]
+    with pytest.raises(DataError, match="begin_of_text False instead of True"):
+        prepare(section(corpus, tokenizer=str(place)), tmp_path / "bare", seed=0)
+
+
+def test_token_files_of_before_have_no_begin_of_text(
+    files: TokenFiles, corpus: Path, tmp_path: Path
+) -> None:
+    """What an earlier version made without knowing of it stays what it was."""
+    place = with_template(files.tokenizer_folder, tmp_path / "tokenizer", "<s> $A")
+    data = section(corpus, tokenizer=str(place), begin_of_text=False)
+    old = prepare(data, tmp_path / "old", seed=0)
+    made_with = dict(old.manifest["made_with"])
+    made_with["options"] = {**made_with["options"]}
+    del made_with["options"]["begin_of_text"]
+    (old.folder / MANIFEST).write_text(render(old.content, made_with))
+    again = prepare(section(corpus, tokenizer=str(place)), old.folder, seed=0)
+    assert again.digest == old.digest
+    assert "begin of text" not in show(again)

@@ -143,6 +143,94 @@ def test_generation_settings_of_the_source_are_kept(tmp_path: Path) -> None:
     assert json.loads((target / "generation_config.json").read_text())["top_k"] == 7
 
 
+def _with_padding(folder: Path) -> Path:
+    """The same tokenizer, with all three special tokens."""
+    _tokenizer(folder)
+    file = folder / "tokenizer_config.json"
+    keys = {**json.loads(file.read_text()), "bos_token": "a", "pad_token": "b"}
+    file.write_text(json.dumps(keys))
+    return folder
+
+
+def _publish(path: ModelSection, target: Path, tokenizer: Path | None) -> dict[str, Any]:
+    """The generation settings of a model that was read from `path` and written to `target`."""
+    config = load_model_config(path, None)
+    _write(target, config, cut_model(config, 1, open_weights(path, config, 0)))
+    finish_model_folder(target, config, tokenizer, path.revision)
+    return dict(json.loads((target / "generation_config.json").read_text()))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"bos_token_id": 2, "eos_token_id": 0, "temperature": 0.6, "top_p": 0.9},
+        {"eos_token_id": [0, 1], "do_sample": False, "top_k": 3},
+    ],
+)
+def test_settings_that_transformers_would_not_save_are_published(
+    settings: dict[str, Any], tmp_path: Path
+) -> None:
+    """They came with the model; that a missing token id is added makes them no worse."""
+    from transformers import AutoModelForCausalLM
+
+    source, target = tmp_path / "in", tmp_path / "out"
+    reference_model(small_config("llama")).save_pretrained(source)  # type: ignore[operator]
+    (source / "generation_config.json").write_text(json.dumps(settings))
+    found = _publish(ModelSection(path=str(source)), target, _with_padding(tmp_path / "tokenizer"))
+    ids = {"bos_token_id": 2, "eos_token_id": 0, "pad_token_id": 3}
+    found.pop("transformers_version")
+    kept = {key: value for key, value in settings.items() if value is not False}
+    assert {key: value for key, value in found.items() if value is not False} == {**ids, **kept}
+    loaded = AutoModelForCausalLM.from_pretrained(target)
+    assert loaded.generation_config.pad_token_id == 3
+
+
+def test_settings_that_cannot_be_read_do_not_stop_publishing(tmp_path: Path) -> None:
+    source = tmp_path / "in"
+    reference_model(small_config("llama")).save_pretrained(source)  # type: ignore[operator]
+    for number, text in enumerate(['{"max_new_tokens": -3}', "[1]", "{", '{"top_k": "x"}']):
+        (source / "generation_config.json").write_text(text)
+        tokenizer = _with_padding(tmp_path / "tokenizer")
+        found = _publish(ModelSection(path=str(source)), tmp_path / str(number), tokenizer)
+        assert found["pad_token_id"] == 3
+
+
+def test_generation_settings_of_a_hub_model_are_fetched_and_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The branch that was asked for is not `main`, which this cache has not got."""
+    import fnmatch
+    import shutil
+
+    import huggingface_hub
+    from huggingface_hub import constants
+
+    source, commit = tmp_path / "in", "c0ffee" + "0" * 34
+    model = reference_model(small_config("llama"))
+    model.generation_config.top_k = 7  # type: ignore[union-attr]
+    model.generation_config.do_sample = True  # type: ignore[union-attr]
+    model.save_pretrained(source)  # type: ignore[operator]
+    cache = tmp_path / "hub" / "models--team--tiny"
+    snapshot = cache / "snapshots" / commit
+    snapshot.mkdir(parents=True)
+    (cache / "refs").mkdir()
+    (cache / "refs" / "v2").write_text(commit)
+    shutil.copyfile(source / "config.json", snapshot / "config.json")
+
+    def download(name: str, revision: str, allow_patterns: list[str], **_: Any) -> str:
+        assert (name, revision) == ("team/tiny", "v2")
+        for file in source.iterdir():
+            if any(fnmatch.fnmatch(file.name, pattern) for pattern in allow_patterns):
+                shutil.copyfile(file, snapshot / file.name)
+        return str(snapshot)
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    found = _publish(ModelSection(path="team/tiny", revision="v2"), tmp_path / "out", None)
+    assert (found["top_k"], found["do_sample"]) == (7, True)
+
+
 def test_an_incomplete_folder_is_refused_and_not_loadable(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 

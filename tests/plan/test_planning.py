@@ -115,6 +115,30 @@ def test_a_token_budget_sets_the_length_of_the_run() -> None:
     assert found.budget.tokens == 1e6
 
 
+def uneven(steps: str, tokens: float | None = None) -> RunPlan:
+    """Two sites, one of a quarter of the other's speed."""
+    places = [Place(device(memory_rate=1e18, utilisation=share), 1, 1) for share in (1.0, 0.25)]
+    config = run(control={"steps": steps}, outer={"steps": 4000})
+    return plan_run(config, places, [link(1e9)] * 2, 1e10, tokens=tokens, methods=())
+
+
+@pytest.mark.parametrize(("steps", "both"), [("by-speed", 1.25), ("equal", 2.0)])
+def test_a_slower_site_trains_on_fewer_tokens(steps: str, both: float) -> None:
+    """The run file counts the fastest site's steps, of 8 sequences of 16 tokens."""
+    found = uneven(steps)
+    budget, course = found.budget, found.prediction.course
+    assert budget.tokens == pytest.approx(4000 * both * 8 * 16, rel=0.02)
+    fastest = course.step_seconds_of(0)
+    assert budget.seconds == pytest.approx(4000 * fastest, rel=0.06)
+
+
+@pytest.mark.parametrize(("steps", "both"), [("by-speed", 1.25), ("equal", 2.0)])
+def test_a_token_budget_counts_what_each_site_trains_on(steps: str, both: float) -> None:
+    found = uneven(steps, tokens=1e7)
+    assert found.budget.tokens == 1e7
+    assert found.config.total_steps == pytest.approx(1e7 / (both * 8 * 16), rel=0.02)
+
+
 def test_more_ranks_than_gpus_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"plain:2x1: 2 GPUs for site\.stages x site\.shards = 4"):
         planned(Place(device(), 2, 1), sections={"site": {"stages": 4, "batch_size": 8}})

@@ -73,7 +73,20 @@ def test_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert resolve_device(SiteSection(), 1) == torch.device("cuda", 1)
     with pytest.raises(ConfigError, match="rank 2 of this machine has no GPU"):
-        resolve_device(SiteSection(), 2)
+        resolve_device(SiteSection(stages=3), 2)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "expected"),
+    [(4, [0, 1, 2, 3]), (8, [0, 1, 2, 3]), (2, [0, 1, 0, 1]), (3, [0, 1, 2, 0])],
+)
+def test_sites_on_one_machine_have_gpus_of_their_own(
+    gpus: int, expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    site = SiteSection(stages=2)
+    assert [resolve_device(site, number).index for number in range(4)] == expected
 
 
 def test_threads_are_shared_among_the_ranks_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:

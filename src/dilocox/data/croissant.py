@@ -115,10 +115,13 @@ def _description(content: dict[str, Any]) -> str:
             f"Source {number} ({_name(each)}): licence {each['licence'] or 'not stated'}, revision "
             f"{each['revision'] or 'not stated'}."
         )
+    begin = [str(each["id"]) for each in content.get("begin_of_text", [])]
+    begun = f"begun by token {' and '.join(begin)} and " if begin else ""
     for split, part in sorted(content["splits"].items()):
         parts.append(
             f"Split {split}: {part['tokens']} tokens ({content['dtype']}, little-endian) in "
-            f"{part['documents']} documents, each closed by token {content['end_of_text']['id']}."
+            f"{part['documents']} documents, each {begun}closed by token "
+            f"{content['end_of_text']['id']}."
         )
     return " ".join(parts)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import zlib
 from collections.abc import Iterator
@@ -24,12 +25,12 @@ def read_documents(path: Path, kind: str, text_field: str) -> Iterator[str]:
     """Yield the documents of `path` in file order; blank ones are left out.
 
     A text or code file is one document; a long one is cut where `cut_point` says, so that a single
-    big file can be held out in part and never has to fit in memory. A JSONL line and a Parquet row
-    are a document each.
-    Raises `DataError` that names the file and, for JSONL, the line.
+    big file can be held out in part and never has to fit in memory. A JSONL line, an object of a
+    JSON array and a Parquet row are a document each. Text and records may be packed (.gz).
+    Raises `DataError` that names the file and, for records, the line or number.
     """
     if kind == "jsonl":
-        documents = _jsonl(path, text_field)
+        documents = _records(path, text_field)
     elif kind == "parquet":
         documents = _parquet(path, text_field)
     else:
@@ -37,6 +38,17 @@ def read_documents(path: Path, kind: str, text_field: str) -> Iterator[str]:
     for document in documents:
         if document and not document.isspace():
             yield clean(document)
+
+
+def is_packed(path: Path) -> bool:
+    """Is it a .gz file?"""
+    return path.suffix.lower() == ".gz"
+
+
+def open_binary(path: Path) -> IO[bytes]:
+    """The bytes of a file, unpacked if it is packed. Reading may raise `OSError`, `EOFError` and
+    `zlib.error`."""
+    return cast(IO[bytes], gzip.open(path)) if is_packed(path) else path.open("rb")
 
 
 def clean(text: str) -> str:
@@ -66,7 +78,7 @@ def cut_point(text: str, start: int, after: int) -> int | None:
 
 def _text(path: Path, after: int) -> Iterator[str]:
     try:
-        with path.open(encoding="utf-8", newline="") as stream:
+        with io.TextIOWrapper(open_binary(path), encoding="utf-8", newline="") as stream:
             pending = stream.read(BLOCK).removeprefix("\ufeff")
             while pending:
                 start = 0
@@ -79,14 +91,85 @@ def _text(path: Path, after: int) -> Iterator[str]:
                     yield pending
                     return
                 pending += block
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise DataError(f"{path}: cannot be read ({error})") from None
+
+
+def _records(path: Path, field: str) -> Iterator[str]:
+    """JSON objects: one per line, or all of one array."""
+    return _array(path, field) if _is_array(path) else _jsonl(path, field)
+
+
+def _is_array(path: Path) -> bool:
+    try:
+        with io.TextIOWrapper(open_binary(path), encoding="utf-8-sig", errors="replace") as stream:
+            while block := stream.read(BLOCK):
+                if not block.isspace():
+                    return block.lstrip().startswith("[")
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"{path}: cannot be read ({error})") from None
+    return False
+
+
+def _array(path: Path, field: str) -> Iterator[str]:
+    number = 0
+    try:
+        with io.TextIOWrapper(open_binary(path), encoding="utf-8-sig") as stream:
+            for number, record in enumerate(_objects(stream), start=1):
+                yield _record_text(record, field, f"{path}:record {number}")
+    except (ValueError, RecursionError) as error:  # of which UnicodeDecodeError is one
+        raise DataError(
+            f"{path}:record {number + 1}: not valid JSON ({error}); mend or remove it"
+        ) from None
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"{path}: cannot be read after record {number} ({error})") from None
+
+
+def _objects(stream: IO[str]) -> Iterator[object]:
+    """The elements of a JSON array, one after another; raises `ValueError` where it is broken."""
+    decoder = json.JSONDecoder()
+    text, due = "", "["
+    while True:
+        text = text.lstrip()
+        problem: ValueError = ValueError("the array does not end")
+        if text and due == "[":
+            text, due = text[1:], "] or value"
+            continue
+        if text.startswith("]") and due != "value":
+            break
+        if text and due == "] or comma":
+            if text[0] != ",":
+                raise ValueError(f"no comma before {text[:16]!r}")
+            text, due = text[1:], "value"
+            continue
+        if text:
+            try:
+                value, end = decoder.raw_decode(text)
+            except json.JSONDecodeError as error:
+                # Cut off by the end of what was read, or wrong for good?
+                near = error.pos > len(text) - 16 or error.msg.startswith("Unterminated string")
+                if not near:
+                    raise
+                problem = error
+            else:
+                yield value
+                text, due = text[end:], "] or comma"
+                continue
+        block = stream.read(BLOCK)
+        if not block:
+            raise problem
+        text += block
+    text = text[1:]
+    while not text.strip() and (text := stream.read(BLOCK)):
+        pass
+    if text.strip():
+        raise ValueError(f"{text.strip()[:16]!r} behind the array")
 
 
 def _jsonl(path: Path, field: str) -> Iterator[str]:
     number = 0
     try:
-        with _binary(path) as stream:
+        with open_binary(path) as stream:
             for number, line in enumerate(stream, start=1):
                 if not line.strip():
                     continue
@@ -95,17 +178,19 @@ def _jsonl(path: Path, field: str) -> Iterator[str]:
         raise DataError(f"{path}: cannot be read after line {number} ({error})") from None
 
 
-def _binary(path: Path) -> IO[bytes]:
-    return cast(IO[bytes], gzip.open(path)) if path.suffix == ".gz" else path.open("rb")
-
-
 def _line_text(line: bytes, field: str, where: str) -> str:
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise DataError(f"{where}: not valid JSON ({error}); mend or remove the line") from None
+    return _record_text(record, field, where)
+
+
+def _record_text(record: object, field: str, where: str) -> str:
     if not isinstance(record, dict):
-        raise DataError(f'{where}: not a JSON object; each line must be one with a "{field}" field')
+        raise DataError(
+            f'{where}: not a JSON object; each record must be one with a "{field}" field'
+        )
     text = record.get(field)
     if not isinstance(text, str):
         if field in record:

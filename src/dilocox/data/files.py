@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from dilocox.data.croissant import check_croissant
 from dilocox.data.manifest import hash_file, read_manifest
+from dilocox.data.walk import HIDDEN, counted
 from dilocox.errors import DataError
 
 TOKENIZER = "tokenizer"
@@ -127,6 +128,13 @@ class TokenFiles:
         # Text never turns into that token: only the packer writes it.
         return self.tokens(split).places_of(self.end_of_text) + 1
 
+    @property
+    def left_out(self) -> int:
+        """Files of its sources, hidden ones apart, that were not taken; `show` says why."""
+        by_source = self.manifest["made_with"].get("left_out", [])
+        other = sum(n for left in by_source for reason, n in left.items() if reason != HIDDEN)
+        return other + sum(each.get("skipped_files", 0) for each in self.content["sources"])
+
     def verify(self, progress: Callable[[str, float], None] | None = None) -> None:
         """Hash every file again. Raises `DataError` that names the first bad one."""
         check_croissant(self.folder, read_manifest(self.folder)["content"])
@@ -172,14 +180,20 @@ def show(files: TokenFiles) -> str:
         if tokenizer["kind"] == "trained"
         else f"loaded from {files.manifest['made_with']['options']['tokenizer']}"
     )
+    # Token files of before it was kept have none, nor those whose tokenizer writes none.
+    begin = [each["token"] for each in content.get("begin_of_text", [])]
     lines.append(
         f"tokenizer    {content['vocabulary_size']:,} tokens, {origin}, end of text "
         f"{content['end_of_text']['token']}"
+        + (f", begin of text {' '.join(begin)}" if begin else "")
     )
     given = files.manifest["made_with"]["options"]["source"]
     names = given if isinstance(given, list) else [given]
-    for name, source in zip(names, content["sources"], strict=True):
+    left_out = files.manifest["made_with"].get("left_out", [{}] * len(names))
+    for name, source, left in zip(names, content["sources"], left_out, strict=True):
         lines.append(f"source       {name}: {_source_line(source)}")
+        if left:
+            lines.append(f"left out     {counted(left)}")
     return "\n".join(lines)
 
 

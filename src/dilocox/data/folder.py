@@ -74,28 +74,34 @@ def reuse(folder: Path, data: DataSection, names: list[str], options: dict[str, 
         )
     files = TokenFiles.open(folder)
     made_with = files.manifest["made_with"]["options"]
-    other = sorted(key for key in options if made_with.get(key) != options[key])
+    # What the version that made them did not know yet, it did not do: they stay what they are.
+    other = sorted(key for key in options if made_with.get(key, options[key]) != options[key])
     if other:
         key = other[0]
         raise DataError(
             f"{folder}: its token files were made with other options ({key} "
             f"{made_with.get(key)!r} instead of {options[key]!r}); set data.folder to another "
-            "folder or delete this one"
+            "folder or delete this one, or give the same options"
         )
     for name, source in zip(names, files.content["sources"], strict=True):
         if source["kind"] == "files" and Path(name).expanduser().exists():
-            _check_unchanged(folder, name, source, data)
+            # An earlier version, which did not write down what it left out, passed over formats and
+            # links that are read now.
+            complete = "left_out" in files.manifest["made_with"]
+            _check_unchanged(folder, name, source, data, complete)
     return files
 
 
-def _check_unchanged(folder: Path, name: str, source: dict[str, Any], data: DataSection) -> None:
+def _check_unchanged(
+    folder: Path, name: str, source: dict[str, Any], data: DataSection, complete: bool
+) -> None:
     """Names and sizes only: a corpus that grew must not be passed over in silence. One that is
     gone is no reason to refuse."""
     recorded = {file["name"]: file["bytes"] for file in source["files"]}
     found = {file.name: file.size for file in list_files(name, data)}
     changed = sorted(key for key in recorded if recorded[key] != found.get(key))
     added = len(found) - len(recorded) - source["skipped_files"]
-    if changed or added:
+    if changed or (added and complete):
         what = changed[0] if changed else f"{added:+,} files"
         raise DataError(
             f"{folder}: data.source {name} has changed since these token files were made ({what}); "

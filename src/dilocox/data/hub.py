@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from dilocox.config import DataSection
@@ -20,6 +21,7 @@ class HubSource:
     """
 
     size: int | None = None
+    left_out: Mapping[str, int] = MappingProxyType({})
 
     def __init__(self, name: str, data: DataSection) -> None:
         try:

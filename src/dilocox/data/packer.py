@@ -1,4 +1,7 @@
-"""Writing token shards: documents one after another, each closed by end-of-text."""
+"""Writing token shards: documents one after another, each closed by end-of-text.
+
+Where the tokenizer writes begin-of-text before a text, each document begins with that.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,13 @@ class Packer:
     """Writes one split into numbered files and keeps their counts and digests."""
 
     def __init__(
-        self, folder: Path, split: str, vocabulary_size: int, end_of_text: int, shard_bytes: int
+        self,
+        folder: Path,
+        split: str,
+        vocabulary_size: int,
+        end_of_text: int,
+        shard_bytes: int,
+        begin_of_text: tuple[int, ...] = (),
     ) -> None:
         self.folder = folder
         self.split = split
@@ -35,6 +44,7 @@ class Packer:
         self.documents = self.tokens = self.text_bytes = 0
         self.shards: list[dict[str, Any]] = []
         self.origins: list[list[int]] = []
+        self._begin_of_text = begin_of_text
         self._end_of_text = end_of_text
         self._stream: IO[bytes] | None = None
         self._room = 0
@@ -49,6 +59,7 @@ class Packer:
                 self.origins.append([source, file, 1])
         packed: list[int] = []
         for ids in documents:
+            packed.extend(self._begin_of_text)
             packed.extend(ids)
             packed.append(self._end_of_text)
             self.documents += 1

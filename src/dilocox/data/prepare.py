@@ -100,10 +100,11 @@ def prepare(
     ]
     try:
         with partial_folder(folder) as partial:
-            _check_disk(sources, partial)
-            content = _fill(partial, data, seed, sources, report)
+            total = _total(sources, data, report)
+            _check_disk(total, partial)
+            content = _fill(partial, data, seed, sources, total, report)
             write_croissant(partial, content)
-            write_manifest(partial, content, _made_with(options))
+            write_manifest(partial, content, _made_with(options, sources))
             check_lengths(TokenFiles.open(partial), data.sequence_length)
             if publish(partial, folder):
                 return TokenFiles.open(folder)
@@ -130,17 +131,22 @@ def _names(data: DataSection) -> list[str]:
 
 
 def _fill(
-    partial: Path, data: DataSection, seed: int, sources: list[Source], report: Progress
+    partial: Path,
+    data: DataSection,
+    seed: int,
+    sources: list[Source],
+    total: int | None,
+    report: Progress,
 ) -> dict[str, Any]:
     """Write tokenizer and shards into `partial` and return the manifest's content."""
     held = Held(seed, int(data.validation_fraction * RANGE)).settled(_documents(sources, data))
-    encoder, tokenizer = _make_tokenizer(partial / TOKENIZER, data, sources, held, report)
-    splits = _encode(partial, data, sources, held, encoder, report)
-    token = encoder.tokenizer.id_to_token(encoder.end_of_text)
-    return {
+    encoder, tokenizer = _make_tokenizer(partial / TOKENIZER, data, sources, held, total, report)
+    begin = encoder.begin_of_text if data.begin_of_text else ()
+    splits = _encode(partial, data, sources, held, encoder, begin, total, report)
+    content = {
         "dtype": splits["train"].dtype.name,
         "vocabulary_size": encoder.vocabulary_size,
-        "end_of_text": {"token": token, "id": encoder.end_of_text},
+        "end_of_text": _named(encoder, encoder.end_of_text),
         "tokenizer": tokenizer,
         "seed": seed,
         "validation_fraction": data.validation_fraction,
@@ -149,13 +155,25 @@ def _fill(
         "splits": {split: splits[split].describe() for split in SPLITS},
         "sources": [source.describe() for source in sources],
     }
+    if begin:
+        content["begin_of_text"] = [_named(encoder, token) for token in begin]
+    return content
+
+
+def _named(encoder: Encoder, token: int) -> dict[str, Any]:
+    return {"token": encoder.tokenizer.id_to_token(token), "id": token}
 
 
 def _make_tokenizer(
-    folder: Path, data: DataSection, sources: list[Source], held: Held, report: Progress
+    folder: Path,
+    data: DataSection,
+    sources: list[Source],
+    held: Held,
+    total: int | None,
+    report: Progress,
 ) -> tuple[Encoder, dict[str, Any]]:
     if data.tokenizer == "train":
-        sample = Sample(sources, data, held, report)
+        sample = Sample(sources, data, held, total, report)
         encoder = train_tokenizer(sample.batches(), data.vocabulary_size, folder)
         report("training the tokenizer", 1.0)
         entry: dict[str, Any] = {
@@ -184,11 +202,16 @@ class Sample:
     """
 
     def __init__(
-        self, sources: list[Source], data: DataSection, held: Held, report: Progress
+        self,
+        sources: list[Source],
+        data: DataSection,
+        held: Held,
+        total: int | None,
+        report: Progress,
     ) -> None:
         self.bytes = self.documents = 0
         self._sources, self._data, self._held, self._report = sources, data, held, report
-        self._total = _total(sources)
+        self._total = total
         share = min(1.0, SAMPLE_BYTES / self._total) if self._total else 1.0
         self._below = int(share * RANGE)
 
@@ -218,13 +241,13 @@ def _encode(
     sources: list[Source],
     held: Held,
     encoder: Encoder,
+    begin: tuple[int, ...],
+    total: int | None,
     report: Progress,
 ) -> dict[str, Packer]:
-    packers = {
-        split: Packer(partial, split, encoder.vocabulary_size, encoder.end_of_text, SHARD_BYTES)
-        for split in SPLITS
-    }
-    total, done = _total(sources), 0
+    size, end = encoder.vocabulary_size, encoder.end_of_text
+    packers = {split: Packer(partial, split, size, end, SHARD_BYTES, begin) for split in SPLITS}
+    done = 0
     try:
         places: list[Place] = []
         for batch in _batches(_noting(places, sources, data)):
@@ -282,19 +305,30 @@ def _batches(documents: Iterator[str]) -> Iterator[list[str]]:
         yield batch
 
 
-def _total(sources: list[Source]) -> int | None:
-    """Bytes of all sources, or None if one of them does not know."""
+def _total(sources: list[Source], data: DataSection, report: Progress) -> int | None:
+    """Bytes that will be read of all sources, or None if one of them does not know.
+
+    Where `data.max_documents` ends the reading early the text is read once more to count it, unless
+    all of it is a small matter.
+    """
     total = 0
     for source in sources:
         if source.size is None:
             return None
         total += source.size
+    if data.max_documents is None or total <= SAMPLE_BYTES:
+        return total
+    total = 0
+    for number, text in enumerate(_documents(sources, data)):
+        total += len(text.encode())
+        if number % 1024 == 0:
+            report("counting documents", number / data.max_documents)
+    report("counting documents", 1.0)
     return total
 
 
-def _check_disk(sources: list[Source], folder: Path) -> None:
+def _check_disk(total: int | None, folder: Path) -> None:
     """Refuse early what cannot fit: few tokenizers pack more than 5 bytes of text into a token."""
-    total = _total(sources)
     least = total * 2 // 5 if total is not None else 0
     free = shutil.disk_usage(folder).free
     if free < least:
@@ -304,9 +338,11 @@ def _check_disk(sources: list[Source], folder: Path) -> None:
         )
 
 
-def _made_with(options: dict[str, Any]) -> dict[str, Any]:
+def _made_with(options: dict[str, Any], sources: list[Source]) -> dict[str, Any]:
     return {
         "options": options,
+        # By source. Not part of the content: it says nothing about the tokens.
+        "left_out": [dict(source.left_out) for source in sources],
         "dilocox": __version__,
         "python": platform.python_version(),
         "tokenizers": tokenizers.__version__,

@@ -12,13 +12,16 @@ import os
 import platform
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 from dilocox.config import DataSection
-from dilocox.data.documents import TEXT_FORMATS, read_documents
+from dilocox.data.documents import TEXT_FORMATS, is_packed, open_binary, read_documents
+from dilocox.data.walk import counted, walk
 from dilocox.errors import DataError
 
 STDLIB = "python-stdlib"
@@ -30,12 +33,26 @@ _CODE = """
     sol sql swift toml ts tsx vue yaml yml zig
 """
 
+
+def _also_packed(*suffixes: str) -> frozenset[str]:
+    return frozenset({*suffixes, *(f"{suffix}.gz" for suffix in suffixes)})
+
+
 SUFFIXES: dict[str, frozenset[str]] = {
-    "jsonl": frozenset({".jsonl", ".ndjson", ".jsonl.gz"}),
+    "jsonl": _also_packed(".jsonl", ".ndjson"),
     "parquet": frozenset({".parquet"}),
-    "text": frozenset({".txt", ".text", ".md", ".rst", ".tex"}),
+    "text": _also_packed(".txt", ".text", ".md", ".rst", ".tex"),
     "code": frozenset(f".{name}" for name in _CODE.split()),
 }
+
+JSON = _also_packed(".json")
+"""Records where such a file is named, or `data.format` says so; in a folder it may be anything."""
+
+PACKED = (".zst", ".bz2", ".xz", ".lz4", ".zip", ".7z", ".br")
+"""Compressed in a way that is not read here."""
+
+KINDS_LEFT_OUT = 12
+"""Endings of files that are left out are told apart, the most frequent ones."""
 
 Progress = Callable[[str, float], None]
 
@@ -50,6 +67,10 @@ class Source(Protocol):
     def placed(self) -> Iterator[tuple[int, str]]:
         """Yield every document behind the number of its file (of `describe`), in the same order
         at every call. Raises `DataError`."""
+
+    @property
+    def left_out(self) -> Mapping[str, int]:
+        """Reason -> files that are not taken, but for those that `describe` counts."""
 
     def describe(self) -> dict[str, Any]:
         """The manifest's entry: kind, licence, revision, files with sizes and digests."""
@@ -79,6 +100,8 @@ class FileSource:
     text_field: str
     licence: str | None
     revision: str | None
+    left_out: Mapping[str, int] = field(default_factory=dict)
+    """Reason -> files and folders of the folder that are not taken for another reason."""
 
     @property
     def size(self) -> int:
@@ -114,27 +137,64 @@ def list_files(source: str, data: DataSection) -> list[SourceFile]:
 
     Raises `DataError` where there is nothing to read.
     """
+    return find_files(source, data)[0]
+
+
+def find_files(source: str, data: DataSection) -> tuple[list[SourceFile], Mapping[str, int]]:
+    """The same, and reason -> files that are not taken."""
     if source == STDLIB:
-        return _stdlib_files()
+        return _stdlib_files(), {}
     path = Path(source).expanduser()
     if path.is_file():
-        named = _format_of(path.name) if data.format == "auto" else data.format
-        return [_source_file(path, path.name, named or "text")]
+        if path.suffix.lower() in PACKED:
+            raise DataError(
+                f"data.source {source}: {path.suffix} is not unpacked; unpack it, or pack it as .gz"
+            )
+        named = _format_of(path.name, JSON) if data.format == "auto" else data.format
+        return [_source_file(path, path.name, named or "text")], {}
     if not path.is_dir():
         raise DataError(
             f"data.source {source}: no such file or folder; "
             'for a hub dataset set data.format = "hub"'
         )
     wanted = SUFFIXES if data.format == "auto" else {data.format: SUFFIXES[data.format]}
-    files = [
-        _source_file(file, name, found)
-        for name, file in _walk(path)
-        if (found := _format_of(file.name)) in wanted and found is not None
-    ]
+    records = JSON if data.format == "jsonl" else frozenset[str]()
+    listed, left = walk(path, links=True)
+    files, endings = [], Counter[str]()
+    for name, file in listed:
+        found = _format_of(file.name, records)
+        if found in wanted and found is not None:
+            files.append(_source_file(file, name, found))
+        else:
+            endings[_ending(file.name)] += 1
+    left += _summed_up(endings)
     if not files:
         known = " ".join(sorted(suffix for group in wanted.values() for suffix in group))
-        raise DataError(f"data.source {source}: no file with text in this folder; taken: {known}")
-    return files
+        others = f" (left out: {counted(left)})" if left else ""
+        raise DataError(
+            f"data.source {source}: no file with text in this folder{others}; taken: {known}"
+        )
+    return files, left
+
+
+def _ending(name: str) -> str:
+    """What a file that is not taken is counted as."""
+    path = Path(name.lower())
+    if _is_one_of(name, JSON):
+        return f'{_last(path)} (data.format = "jsonl" reads them)'
+    return _last(path) or "without an ending"
+
+
+def _last(path: Path) -> str:
+    packed = path.suffix in (*PACKED, ".gz")
+    return "".join(path.suffixes[-2:]) if packed else path.suffix
+
+
+def _summed_up(endings: Counter[str]) -> Counter[str]:
+    frequent = sorted(endings.items(), key=lambda item: (-item[1], item[0]))
+    kept = Counter(dict(frequent[:KINDS_LEFT_OUT]))
+    rest = sum(count for _, count in frequent[KINDS_LEFT_OUT:])
+    return kept + Counter({"with other endings": rest})
 
 
 def read_source(source: str, data: DataSection, progress: Progress) -> FileSource:
@@ -143,7 +203,7 @@ def read_source(source: str, data: DataSection, progress: Progress) -> FileSourc
     Files of a folder that are not UTF-8 are left out and counted; a file that was named itself must
     be readable. Raises `DataError`.
     """
-    found = list_files(source, data)
+    found, left = find_files(source, data)
     total = sum(file.size for file in found) or 1
     files: list[SourceFile] = []
     done = 0
@@ -157,6 +217,11 @@ def read_source(source: str, data: DataSection, progress: Progress) -> FileSourc
             )
         elif Path(source).expanduser().is_file():
             raise DataError(f"data.source {source}: not UTF-8 text; convert it, or set data.format")
+    if not files:
+        raise DataError(
+            f"data.source {source}: none of its {len(found)} files is UTF-8 text; convert them "
+            "(such as iconv -f LATIN1 -t UTF-8)"
+        )
     stdlib = source == STDLIB
     version = f"{platform.python_implementation()} {platform.python_version()}"
     return FileSource(
@@ -166,6 +231,7 @@ def read_source(source: str, data: DataSection, progress: Progress) -> FileSourc
         text_field=data.text_field,
         licence=data.licence or ("PSF-2.0" if stdlib else None),
         revision=version if stdlib else data.revision,
+        left_out=left,
     )
 
 
@@ -177,7 +243,7 @@ def _stdlib_files() -> list[SourceFile]:
     """
     root = Path(sysconfig.get_paths()["stdlib"])
     files = []
-    for name, path in _walk(root):
+    for name, path in walk(root, links=False)[0]:
         parts = Path(name).parts
         module = parts[0].removesuffix(".py") if len(parts) == 1 else parts[0]
         tests = any(part in ("test", "tests", "idle_test") for part in parts[:-1])
@@ -191,33 +257,16 @@ def _stdlib_files() -> list[SourceFile]:
     return files
 
 
-def _walk(root: Path) -> Iterator[tuple[str, Path]]:
-    """(relative POSIX name, path) of every file below `root`, sorted; without hidden ones."""
-    found: list[tuple[str, Path]] = []
-    for folder, inner, names in os.walk(root, onerror=_unreadable):
-        inner[:] = [
-            name
-            for name in inner
-            if not name.startswith(".") and name not in ("__pycache__", "site-packages")
-        ]
-        for name in names:
-            path = Path(folder, name)
-            if not name.startswith(".") and path.is_file():
-                found.append((path.relative_to(root).as_posix(), path))
-    found.sort()
-    yield from found
-
-
-def _unreadable(error: OSError) -> None:
-    raise DataError(f"{error.filename}: cannot be read ({error.strerror})")
-
-
-def _format_of(name: str) -> str | None:
-    lower = name.lower()
+def _format_of(name: str, records: frozenset[str]) -> str | None:
+    """By its ending; `records`: further endings of files of records."""
     for kind, suffixes in SUFFIXES.items():
-        if any(lower.endswith(suffix) for suffix in suffixes):
+        if _is_one_of(name, suffixes):
             return kind
-    return None
+    return "jsonl" if _is_one_of(name, records) else None
+
+
+def _is_one_of(name: str, suffixes: frozenset[str]) -> bool:
+    return name.lower().endswith(tuple(suffixes))
 
 
 def _stat(path: Path) -> os.stat_result:
@@ -233,24 +282,40 @@ def _source_file(path: Path, name: str, kind: str) -> SourceFile:
 
 
 def _digest(path: Path, *, decode: bool) -> tuple[str, bool]:
-    """sha256 of a file as hex and, with `decode`, whether it is UTF-8 text without NUL."""
+    """sha256 of a file as hex and, with `decode`, whether it holds UTF-8 text without NUL."""
     digest = hashlib.sha256()
-    decoder = codecs.getincrementaldecoder("utf-8")()
-    is_text = True
+    text = _TextCheck()
+    packed = is_packed(path)
     try:
         with path.open("rb") as stream:
             while block := stream.read(BLOCK):
                 digest.update(block)
-                if decode and is_text:
-                    try:
-                        is_text = "\0" not in decoder.decode(block)
-                    except UnicodeDecodeError:
-                        is_text = False
-        if decode and is_text:
+                if decode and not packed:
+                    text.add(block)
+        if decode and packed:
+            with open_binary(path) as unpacked:
+                while text.good and (block := unpacked.read(BLOCK)):
+                    text.add(block)
+    except (OSError, EOFError, zlib.error) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise DataError(f"{path}: cannot be read ({reason})") from None
+    return digest.hexdigest(), not decode or text.ended()
+
+
+class _TextCheck:
+    """Are these bytes UTF-8 without NUL?"""
+
+    def __init__(self) -> None:
+        self.good = True
+        self._decoder = codecs.getincrementaldecoder("utf-8")()
+
+    def add(self, block: bytes, *, final: bool = False) -> None:
+        if self.good:
             try:
-                decoder.decode(b"", final=True)
+                self.good = "\0" not in self._decoder.decode(block, final)
             except UnicodeDecodeError:
-                is_text = False
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror})") from None
-    return digest.hexdigest(), is_text
+                self.good = False
+
+    def ended(self) -> bool:
+        self.add(b"", final=True)
+        return self.good

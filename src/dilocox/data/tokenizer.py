@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -27,10 +28,12 @@ class Encoder:
     end_of_text: int
     vocabulary_size: int
     """Largest token id + 1."""
+    begin_of_text: tuple[int, ...] = ()
+    """What the tokenizer itself writes before every text; end-of-text left out."""
 
     def encode(self, documents: list[str]) -> list[list[int]]:
         """Token ids of each document. Text never turns into a special token: only the packer
-        writes end-of-text."""
+        writes begin- and end-of-text."""
         encodings = self.tokenizer.encode_batch_fast(documents, add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
 
@@ -73,20 +76,27 @@ def train_tokenizer(documents: Iterable[list[str]], vocabulary_size: int, folder
 
 
 def load_tokenizer(name: str, folder: Path) -> Encoder:
-    """Load a tokenizer by local folder or hub name and write it to `folder`.
+    """Load a tokenizer by local folder or hub name (or NAME@REVISION) and write it to `folder`.
 
     Raises `DataError` if there is none, it has no end-of-text token, or no fast version.
     """
     # Imported here: transformers costs seconds and is not needed to read token files.
     from transformers import AutoTokenizer
 
-    local = Path(name).expanduser()
-    if not local.is_dir() and (name.startswith(("/", ".", "~")) or name.count("/") > 1):
+    place, revision = name, "main"
+    if "@" in name and not Path(name).expanduser().is_dir():
+        place, _, revision = name.rpartition("@")
+    local = Path(place).expanduser()
+    if not local.is_dir() and (place.startswith(("/", ".", "~")) or place.count("/") > 1):
         raise DataError(
             f"data.tokenizer {name}: no such folder; give an existing one or a hub name"
         )
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(local) if local.is_dir() else name)
+        tokenizer = (
+            AutoTokenizer.from_pretrained(str(local), trust_remote_code=False)
+            if local.is_dir()
+            else AutoTokenizer.from_pretrained(place, revision=revision, trust_remote_code=False)
+        )
     except Exception as error:  # OSError, ValueError, KeyError, by kind of folder
         reason = (str(error).splitlines() or [type(error).__name__])[0].strip()
         raise DataError(
@@ -107,7 +117,24 @@ def load_tokenizer(name: str, folder: Path) -> Encoder:
     for key in _PLACES:
         config.pop(key, None)
     _write_json(folder / "tokenizer_config.json", config)
-    return _encoder(folder, str(tokenizer.eos_token))
+    encoder = _encoder(folder, str(tokenizer.eos_token))
+    # Of what was written: that is published beside the model, and what it is prompted through.
+    written = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    return replace(encoder, begin_of_text=_begin_of_text(written, encoder.end_of_text))
+
+
+def _begin_of_text(tokenizer: Any, end_of_text: int) -> tuple[int, ...]:
+    """The ids that a Hugging Face tokenizer puts before a text.
+
+    Where end-of-text is among them it is left out: in a row of documents the token that closes one
+    stands before the next already, and it is to stand at the end of documents alone.
+    """
+    plain = tokenizer("a", add_special_tokens=False)["input_ids"]
+    whole = tokenizer("a", add_special_tokens=True)["input_ids"]
+    for start in range(len(whole) - len(plain) + 1):
+        if whole[start : start + len(plain)] == plain:
+            return tuple(token for token in whole[:start] if token != end_of_text)
+    return ()
 
 
 def _encoder(folder: Path, end_of_text: str) -> Encoder:

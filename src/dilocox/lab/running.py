@@ -36,6 +36,8 @@ from dilocox.launch import prepare_data
 from dilocox.outer.coordinator.serving import Endpoint
 from dilocox.site_process import run_site
 from dilocox.supervisor import complain
+from dilocox.tokenizer_check import check_tokenizer
+from dilocox.weights_check import fetch_weights
 
 EVERY = 0.25
 """Seconds between two readings of the interfaces' counters."""
@@ -150,7 +152,9 @@ def with_sites(config: RunConfig, count: int) -> RunConfig:
 def check(config: RunConfig, display: Display | None = None) -> None:
     """Refuse what cannot run, before anything starts; prepares token files that are not there."""
     torch.set_num_threads(1)  # before forking: no thread pool that a child would miss
+    check_tokenizer(config)
     preflight.check_model(config)
+    fetch_weights(config)
     files = prepare_data(config, display)
     preflight.check_run(config, files.vocabulary_size, sites_here=len(config.sites))
     preflight.check_data(config, files, list(config.sites))

@@ -82,11 +82,15 @@ def write_stage_file(
 
 
 def finish_model_folder(
-    folder: Path, hf_config: PretrainedConfig, tokenizer_folder: Path | None
+    folder: Path,
+    hf_config: PretrainedConfig,
+    tokenizer_folder: Path | None,
+    revision: str | None = None,
 ) -> None:
     """Make the stage files in `folder` a model that `from_pretrained` loads.
 
     Writes config.json, generation_config.json and the index, and copies the tokenizer's files.
+    `revision`: of the hub model that `hf_config` is of, whose generation settings are kept.
     Raises `CheckpointError` if a tensor of the model is missing, stored twice or unknown.
     """
     model = build_skeleton(hf_config)
@@ -96,7 +100,7 @@ def finish_model_folder(
     try:
         with tempfile.TemporaryDirectory(dir=folder, prefix=".finish-") as name:
             work = Path(name)
-            _write_configs(work, model, hf_config, dtypes, tokenizer_folder)
+            _write_configs(work, model, hf_config, dtypes, tokenizer_folder, revision)
             if tokenizer_folder is not None:
                 _copy_tokenizer(tokenizer_folder, work)
             files = sorted(work.iterdir())
@@ -198,6 +202,7 @@ def _write_configs(
     hf_config: PretrainedConfig,
     dtypes: set[str],
     tokenizer_folder: Path | None,
+    revision: str | None,
 ) -> None:
     config: Any = copy.deepcopy(hf_config)
     config.use_cache = True  # off while training; without it generation is slow
@@ -208,24 +213,29 @@ def _write_configs(
         if getattr(config, key, None) is None and key in special:
             setattr(config, key, special[key])
     config.save_pretrained(work)
-    generation = _generation_config(hf_config, config)
+    generation = _generation_config(hf_config, config, revision)
     for key, value in special.items():
         if getattr(generation, key, None) is None:
             setattr(generation, key, value)
-    generation.save_pretrained(work)
+    # Not `save_pretrained`: of settings that were changed it refuses combinations that it only
+    # warns about when they are read. They came with the model, and a run is not to fail at its end.
+    generation.to_json_file(
+        work / "generation_config.json", use_diff=True, keys_to_pop=["compile_config"]
+    )
 
 
-def _generation_config(source: Any, config: Any) -> Any:
+def _generation_config(source: Any, config: Any, revision: str | None) -> Any:
     """The one that came with the model, if there is one on this machine; else the type's own."""
     from transformers import GenerationConfig
 
     name = getattr(source, "_name_or_path", "")
-    if name:
-        try:
-            return GenerationConfig.from_pretrained(name, local_files_only=True)
-        except (OSError, ValueError):
-            # Most models come without one.
-            return GenerationConfig.from_model_config(config)
+    try:
+        if name:
+            return GenerationConfig.from_pretrained(
+                name, revision=revision or "main", local_files_only=True
+            )
+    except Exception:  # most models come without one; what cannot be read raises many kinds
+        return GenerationConfig.from_model_config(config)
     return GenerationConfig.from_model_config(config)
 
 

@@ -27,6 +27,14 @@ if TYPE_CHECKING:
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+# Generation settings are published with what is made of the weights.
+_FETCHED = [
+    "*.safetensors",
+    INDEX_FILE,
+    "config.json",
+    "generation_config.json",
+    "*.bin.index.json",
+]
 
 
 @dataclass
@@ -51,7 +59,7 @@ class PretrainedWeights:
         self._files = stored_names(folder)
         self._model = build_skeleton(hf_config)
         self._shapes = {name: t.shape for name, t in self._model.state_dict().items()}
-        self._recipes, _ = find_recipes(self._model, self._files)
+        self._recipes, self._unused = find_recipes(self._model, self._files)
         self._open: dict[str, Any] = {}
         pair = tied_names(self._model)
         self._tied = pair
@@ -68,6 +76,18 @@ class PretrainedWeights:
                 f"{folder}: the safetensors lack {missing[0]}{more}; the weights do not belong to "
                 "this config.json, or the download is incomplete: fetch it again"
             )
+
+    @property
+    def strays(self) -> list[str]:
+        """Stored names that give no tensor here: the model has no use for them, or another name
+        gives the same one."""
+        twice = [
+            stored
+            for recipe in self._recipes.values()
+            if recipe.converter is None
+            for _, stored in recipe.parts[1:]
+        ]
+        return sorted({*self._unused, *twice})
 
     def tensor(self, full_name: str) -> torch.Tensor:
         """See `WeightSource`. Raises `ModelError` at a wrong shape or an unreadable file."""
@@ -144,7 +164,7 @@ def locate_weights(path: str, revision: str | None) -> Path:
                 snapshot_download(
                     path,
                     revision=revision,
-                    allow_patterns=["*.safetensors", INDEX_FILE, "config.json", "*.bin.index.json"],
+                    allow_patterns=_FETCHED,
                     ignore_patterns=["consolidated*", "*/*"],
                 )
             )
@@ -163,19 +183,22 @@ def locate_weights(path: str, revision: str | None) -> Path:
 
 
 def stored_names(folder: Path) -> dict[str, str]:
-    """Stored tensor name -> file name. Raises `ModelError` if index or file cannot be read."""
+    """Stored tensor name -> file name. Raises `ModelError` if index or file cannot be read.
+
+    As in transformers, the one file comes before the index where both are there.
+    """
     from safetensors import SafetensorError, safe_open
 
-    index = folder / INDEX_FILE
     try:
-        if index.is_file():
-            names: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-            for file in sorted(set(names.values())):
-                if Path(file).name != file or not (folder / file).is_file():
-                    raise ModelError(f"{folder}: {file} is missing; fetch the model again")
-            return names
-        with safe_open(folder / SINGLE_FILE, framework="pt") as file:
-            return dict.fromkeys(file.keys(), SINGLE_FILE)
+        if (folder / SINGLE_FILE).is_file():
+            with safe_open(folder / SINGLE_FILE, framework="pt") as file:
+                return dict.fromkeys(file.keys(), SINGLE_FILE)
+        text = (folder / INDEX_FILE).read_text(encoding="utf-8")
+        names: dict[str, str] = json.loads(text)["weight_map"]
+        for name in sorted(set(names.values())):
+            if Path(name).name != name or not (folder / name).is_file():
+                raise ModelError(f"{folder}: {name} is missing; fetch the model again")
+        return names
     except (OSError, SafetensorError, ValueError, KeyError, AttributeError) as error:
         raise ModelError(
             f"{folder}: its safetensors cannot be read ({one_line(error)}); fetch the model again"

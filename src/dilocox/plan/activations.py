@@ -1,8 +1,8 @@
 """What a forward pass keeps for the backward pass, counted on tensors that have no memory.
 
-The model's own code runs one layer (and the head with its loss) on fake tensors, and every tensor
-that autograd saves is counted once, parameters left out. So the figures are those of the model
-that will run, not of a formula.
+The model's own code runs one layer (and the head) on fake tensors, and every tensor that autograd
+saves is counted once, parameters left out. So the figures are those of the model that will run,
+not of a formula. The loss alone is a formula: most of what it needs is not what autograd saves.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from dilocox.config import RunConfig
 from dilocox.memory import activation_bytes
 from dilocox.models import ChunkSpec, build_chunk
 from dilocox.plan.outline import Outline
-from dilocox.site import mean_cross_entropy
+from dilocox.site import loss_bytes
+from dilocox.site.pipeline import Computation
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class Kept:
     entry: int
     """Of a layer, its input alone: what activation checkpointing keeps."""
     head: int
-    """Of norm, head and loss."""
+    """Of norm and head, and what the loss needs in its backward pass."""
     exact: bool
     """Counted; otherwise a lower bound, because the model cannot run on fake tensors."""
 
@@ -44,16 +45,15 @@ def kept(config: RunConfig, outline: Outline) -> Kept:
     tokens = config.site.micro_batch_size * config.data.sequence_length
     width = 2 if bf16 and sharded else 4
     entry = tokens * int(outline.hf_config.hidden_size) * width
+    loss = loss_bytes(tokens * int(outline.hf_config.vocab_size), 2 if bf16 else 4)
     try:
         layer = _saved(config, outline, head=False)
         head = max(0, _saved(config, outline, head=True) - layer)
-        return Kept(layer, entry, head, exact=True)
+        return Kept(layer, entry, head + loss, exact=True)
     except Exception:
         # Modelling code may do what fake tensors cannot, such as looking at values.
-        def least(layers: int, head: bool) -> int:
-            return activation_bytes(config, outline.hf_config, 0, layers, head, width)
-
-        return Kept(least(1, False), entry, least(0, True), exact=False)
+        least = activation_bytes(config, outline.hf_config, 0, 1, False, width)
+        return Kept(least, entry, loss, exact=False)
 
 
 def _saved(config: RunConfig, outline: Outline, head: bool) -> int:
@@ -83,16 +83,19 @@ def _saved(config: RunConfig, outline: Outline, head: bool) -> int:
             dtype=torch.bfloat16 if bf16 and sharded else torch.float32,
             requires_grad=True,
         )
-        labels = torch.zeros(rows, length, dtype=torch.int64)
+
+        computes = Computation(
+            torch.device("cpu"), torch.bfloat16 if bf16 else torch.float32, sharded
+        )
+        computes.prepare(chunk)
 
         def forward() -> Any:
-            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=bf16 and not sharded):
-                hidden = chunk(inputs)
-            return mean_cross_entropy(hidden, labels) if head else hidden
+            with computes.step(), computes.forward():
+                return chunk(inputs)
 
         saved = _count_saved(forward, chunk)
-    # Autocast casts each matrix once for all micro-batches, and its products save the cast.
-    matrices = sum(p.numel() for p in chunk.parameters() if p.dim() == 2)
+    # Each matrix is cast once for all micro-batches, and its products save the cast.
+    matrices = sum(p.numel() for p in chunk.parameters() if p.dim() > 1)
     return saved - (2 * matrices if bf16 and not sharded else 0)
 
 

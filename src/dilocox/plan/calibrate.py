@@ -228,10 +228,11 @@ def _measure_device(config: RunConfig) -> dict[str, Any]:
 def _model(
     run: RunConfig, outline: Outline, device: torch.device, precision: torch.dtype
 ) -> SiteModel:
+    flash = run.model.attention == "flash_attention_2"
     chunk = build_chunk(
         outline.hf_config,
         outline.blueprint.cut[0],
-        attention=run.model.attention,
+        attention="sdpa" if flash and device.type == "cpu" else run.model.attention,
         activation_checkpointing=run.model.activation_checkpointing,
     )
     source = open_weights(run.model, outline.hf_config, run.run.seed)

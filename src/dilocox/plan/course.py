@@ -84,6 +84,13 @@ class Course:
         """Inner steps of a site, by its number, in the settled rounds."""
         return sum(each.steps for each in self.rounds[site][self.settled() :])
 
+    @property
+    def tokens_per_step(self) -> float:
+        """Of all sites together, while the fastest takes one step, in the settled rounds."""
+        steps = [self.steps_of(number) for number in range(len(self.sites))]
+        tokens = sum(site.tokens * own for site, own in zip(self.sites, steps, strict=True))
+        return tokens / max(steps)
+
     def step_seconds_of(self, site: int) -> float:
         """Time from one inner step of a site to its next, whatever it does between them."""
         rounds = self.rounds[site][self.settled() :]

@@ -107,10 +107,9 @@ def plan_run(
                 f"--gpu {place.text}: {place.gpus} GPUs for site.stages x site.shards = "
                 f"{config.site.ranks} ranks at each site; lower them, or give more GPUs per site"
             )
-    per_step = sum(config.site_batch(name) for name in config.sites) * config.data.sequence_length
     if tokens is not None:
-        steps = max(1, round(tokens / per_step))
-        config = changed(config, {"outer.rounds": None, "outer.steps": steps})
+        batches = sum(config.site_batch(name) for name in config.sites)
+        config = _as_long_as(config, tokens, batches * config.data.sequence_length)
     progress("the model's shape")
     outline = Outline.of(config)
     smallest = min(places, key=lambda place: place.device.memory)
@@ -121,12 +120,18 @@ def plan_run(
     changes = [] if bytes_ <= available else advice(config, outline, smallest)
     progress("the run's own plan")
     prediction = _predict(config, places, links, fabric, outline)
+    guessed = config.total_steps
+    if tokens is not None:
+        # Slower sites may take fewer steps than the fastest, whose steps the run file counts.
+        config = _as_long_as(config, tokens, prediction.course.tokens_per_step)
+    if config.total_steps != guessed:
+        prediction = _predict(config, places, links, fabric, outline)
     rows = []
     for method in methods:
         progress(f"method {method}")
         rows.append(_row(config, method, places, links, fabric, outline, prediction))
     slowest = max(places, key=lambda place: step_time(config, outline, place, fabric).seconds)
-    total = float(config.total_steps * per_step) if tokens is None else tokens
+    total = config.total_steps * prediction.course.tokens_per_step if tokens is None else tokens
     bf16 = config.site.precision != "fp32"
     return RunPlan(
         config=config,
@@ -144,6 +149,12 @@ def plan_run(
         budget=budget(config, outline, prediction, places, links, total),
         limit=compute_limit(outline, places, bf16),
     )
+
+
+def _as_long_as(config: RunConfig, tokens: float, per_step: float) -> RunConfig:
+    """The run made as long as `tokens` take, at so many for each inner step of the fastest site."""
+    steps = max(1, round(tokens / per_step))
+    return changed(config, {"outer.rounds": None, "outer.steps": steps})
 
 
 def _predict(

@@ -8,10 +8,10 @@ from typing import TypeVar
 
 from dilocox.config import RunConfig
 from dilocox.errors import ConfigError
+from dilocox.outer.calendar import AT_ONCE
 from dilocox.outer.controller.candidates import codecs
 from dilocox.outer.controller.choice import Choice
 from dilocox.outer.controller.schedule import Crowd
-from dilocox.outer.calendar import AT_ONCE
 from dilocox.plan.course import Course, SimSite
 from dilocox.plan.outline import Outline
 from dilocox.plan.parcels import parcels

@@ -17,11 +17,10 @@ from dataclasses import dataclass, field
 from dilocox.config import RunConfig
 from dilocox.memory import MOMENTUM_BYTES
 from dilocox.meter import busy_seconds
-from dilocox.outer.calendar import boundary_slots
+from dilocox.outer.calendar import AT_ONCE, boundary_slots
 from dilocox.outer.controller.deciding import LOOK_BACK
 from dilocox.outer.controller.link import Sample
 from dilocox.outer.controller.schedule import Crowd
-from dilocox.outer.calendar import AT_ONCE
 from dilocox.plan.chooser import Chooser, SimPlan
 from dilocox.plan.course import Course, Round, SimSite
 from dilocox.plan.parcels import Parcel, Toil, round_trips, toil

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dilocox.site.determinism import determinism_facts
+from dilocox.site.loss import loss_bytes, mean_cross_entropy
 from dilocox.site.machine import (
     available_cores,
     keep_freed_memory,
@@ -12,7 +13,7 @@ from dilocox.site.machine import (
     set_threads,
 )
 from dilocox.site.mesh import SiteMesh, place_of_rank, start_site_group
-from dilocox.site.model import SiteModel, mean_cross_entropy
+from dilocox.site.model import SiteModel
 from dilocox.site.pipeline import chunks_of_stage, stage_of_chunk
 from dilocox.site.rates import learning_rate
 from dilocox.site.step import StepResult
@@ -26,6 +27,7 @@ __all__ = [
     "determinism_facts",
     "keep_freed_memory",
     "learning_rate",
+    "loss_bytes",
     "mean_cross_entropy",
     "place_of_rank",
     "resolve_device",

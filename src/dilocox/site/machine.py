@@ -15,8 +15,9 @@ from dilocox.errors import ConfigError
 def resolve_device(site: SiteSection, local_rank: int = 0) -> torch.device:
     """The device of the rank that is number `local_rank` on its machine.
 
-    `auto` takes a GPU where PyTorch sees one. Raises `ConfigError` if a GPU is asked for and
-    missing, or if more ranks start on the machine than it has GPUs.
+    `auto` takes a GPU where PyTorch sees one. Several sites on one machine begin again with its
+    first GPU when there are no more. Raises `ConfigError` if a GPU is asked for and missing, or
+    if more ranks of a site start on the machine than it has GPUs.
     """
     if site.device == "cpu" or (site.device == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
@@ -25,12 +26,13 @@ def resolve_device(site: SiteSection, local_rank: int = 0) -> torch.device:
             'site.device: "cuda" but PyTorch sees no GPU here; use "auto" or "cpu", or check the '
             "driver and that PyTorch is a CUDA build"
         )
-    if local_rank >= torch.cuda.device_count():
+    count = torch.cuda.device_count()
+    if local_rank >= count and site.ranks > count:
         raise ConfigError(
             f"site.device: rank {local_rank} of this machine has no GPU, there are "
-            f'{torch.cuda.device_count()}; start fewer ranks here or use device = "cpu"'
+            f'{count}; start fewer ranks here or use device = "cpu"'
         )
-    return torch.device("cuda", local_rank)
+    return torch.device("cuda", local_rank % count)
 
 
 def resolve_precision(site: SiteSection, device: torch.device) -> torch.dtype:

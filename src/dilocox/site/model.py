@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from dilocox import timeline
 from dilocox.config_site import InnerSection, SiteSection
 from dilocox.errors import ConfigError, ModelError, TrainingError
+from dilocox.site.loss import mean_cross_entropy
 from dilocox.site.mesh import SiteMesh
 from dilocox.site.optimizer import InnerOptimizer
 from dilocox.site.pipeline import (
@@ -30,11 +30,6 @@ from dilocox.site.tied import TiedPair
 
 Fill = Callable[[nn.Module, torch.device], None]
 ExchangeGradients = Callable[[dict[str, Tensor]], None]
-
-
-def mean_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """Mean cross-entropy in fp32 of logits [b, L, V] (any dtype) against labels int64 [b, L]."""
-    return F.cross_entropy(logits.flatten(0, -2).float(), labels.flatten())
 
 
 class SiteModel:
@@ -133,6 +128,7 @@ class SiteModel:
             shard_chunk(chunk, layers, self._mesh.shard_mesh, precision, reshard)
         fill(chunk, self._mesh.device)
         finish_sharding(chunk)
+        computation.prepare(chunk)
         chunk.train()
 
     def _find_tied(self, tied: tuple[str, str] | None) -> tuple[str | None, str | None]:

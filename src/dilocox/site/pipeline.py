@@ -8,7 +8,8 @@ pass nor sends objects between ranks.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from torch.distributed.pipelining.schedules import (
     ScheduleInterleavedZeroBubble,
     ScheduleZBVZeroBubble,
 )
+from torch.nn.modules.conv import _ConvNd
 
 from dilocox.errors import ConfigError
 from dilocox.site.mesh import SiteMesh
@@ -62,20 +64,62 @@ class Computation:
     """How forward passes compute: fp32, or bf16 by autocast over fp32 parameters.
 
     Inside `step()`, parameters are cast once and shared by all micro-batches. FSDP casts by
-    itself, so a sharded stage uses no autocast.
+    itself, so a sharded stage uses no autocast. Experts are multiplied by an operation that
+    autocast does not know: `prepare` has theirs cast in the same way.
     """
 
     def __init__(self, device: torch.device, precision: torch.dtype, sharded: bool) -> None:
         self._device_type = device.type
         self._precision = precision
         self._autocast = precision is not torch.float32 and not sharded
+        self._casts: dict[int, Tensor] = {}
+        """Of experts' parameters, by id(), as long as a step lasts."""
         self.boundary_dtype = precision if sharded else torch.float32
 
-    def step(self) -> contextlib.AbstractContextManager[Any]:
-        """Around all micro-batches of a step. Autocast forgets its casts when the last one ends."""
+    def prepare(self, chunk: nn.Module) -> None:
+        """To be called once for each chunk that is to compute in this way."""
         if not self._autocast:
-            return contextlib.nullcontext()
-        return torch.autocast(self._device_type, dtype=self._precision, enabled=False)
+            return
+        for module in chunk.modules():
+            names = [name for name, p in module._parameters.items() if p is not None]
+            three = any(module._parameters[name].dim() == 3 for name in names)  # type: ignore[union-attr]
+            if three and not isinstance(module, _ConvNd):
+                # No closure: a copy of the chunk is to run its own parameters.
+                run = partial(self._with_casts, module, names, module.forward)
+                setattr(module, "forward", run)  # noqa: B010
+
+    # A cast made in a compiled layer could be used by one backward pass only.
+    @torch.compiler.disable
+    def _with_casts(
+        self, module: nn.Module, names: list[str], run: Callable[..., Any], *args: Any, **kw: Any
+    ) -> Any:
+        if not torch.is_autocast_enabled(self._device_type):
+            return run(*args, **kw)
+        held: dict[str, Any] = module._parameters
+        own = {name: held[name] for name in names}
+        try:
+            held.update((name, self._cast(parameter)) for name, parameter in own.items())
+            return run(*args, **kw)
+        finally:
+            held.update(own)
+
+    def _cast(self, parameter: Tensor) -> Tensor:
+        if id(parameter) not in self._casts:
+            self._casts[id(parameter)] = parameter.to(self._precision)
+        return self._casts[id(parameter)]
+
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        """Around all micro-batches of a step. Casts are forgotten when it ends."""
+        if not self._autocast:
+            yield
+            return
+        try:
+            # Autocast forgets its own when the last of its blocks ends.
+            with torch.autocast(self._device_type, dtype=self._precision, enabled=False):
+                yield
+        finally:
+            self._casts.clear()
 
     def forward(self) -> contextlib.AbstractContextManager[Any]:
         """Around one forward pass; backward passes run outside, as autocast asks for."""

@@ -1,0 +1,195 @@
+"""A rank of a site that somebody else has started: torchrun, or Slurm's `srun`.
+
+Before the ranks form their process group they meet in a store, where one may wait for another for
+as long as it takes: preparing text takes hours, and collectives have a time limit. Until then
+nothing is started here that a fork would harm, neither CUDA nor a thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from multiprocessing.connection import Connection
+
+import torch.distributed as dist
+
+from dilocox import processes
+from dilocox.assembly import Hooks, Place
+from dilocox.config import RunConfig
+from dilocox.errors import DilocoxError, JoinError
+from dilocox.launcher_env import RankVariables
+from dilocox.outer.coordinator.identity import Identity
+from dilocox.outer.coordinator.serving import Endpoint
+from dilocox.outer.coordinator.timeouts import Timeouts
+from dilocox.rank_process import RankJob, run_rank
+from dilocox.site_process import enrol_site, exchange_address
+from dilocox.supervisor import complain
+from dilocox.trace_file import merge_rank, part_path
+
+LOOK = 0.25
+"""Seconds from one look into the store to the next. (PyTorch's own wait warns whenever it ends.)"""
+LAST_WORDS = 10.0
+"""Seconds in which the others may hear why the first rank gives up."""
+
+
+def join_as_rank(
+    config: RunConfig,
+    site: str,
+    endpoint: Endpoint,
+    variables: RankVariables,
+    check: Callable[[], object],
+    fetch: Callable[[], object],
+    debug: bool,
+    trace: bool = False,
+) -> int:
+    """Take part as one rank that a launcher has started; exit code.
+
+    The first rank does `check` (it refuses what cannot run, and prepares the data), the others
+    `fetch` (what each machine needs). When all are through, the first one enrols the site and
+    tells the others who they are. Raises `JoinError` at all of them if one cannot go on.
+    """
+    if variables.world != config.site.ranks:
+        raise JoinError(
+            f"site {site}: {variables.world} ranks were started, the run file asks for stages x "
+            f"shards = {config.site.ranks}; start {config.site.ranks} or change [site]"
+        )
+    variables.export()
+    stage, shard = divmod(variables.rank, config.site.shards)
+    patience = timedelta(seconds=Timeouts.derive(config.network).stall)
+    with meeting_place(variables, patience) as store:
+        text = agree(
+            store,
+            variables.rank,
+            variables.world,
+            check if variables.rank == 0 else fetch,
+            lambda: enrol_site(config, site, endpoint).to_text(),
+        )
+        job = RankJob(
+            config=config,
+            place=Place(site, stage, shard),
+            url=endpoint.url,
+            identity=Identity.from_text(text),
+            hooks=Hooks(),
+            address=exchange_address(config, site, endpoint.url),
+            meeting=store,
+            local_rank=variables.device_number,
+            ranks_here=variables.local_world,
+            shared_folder=False,
+            log_file=None,
+            debug=debug,
+            trace=part_path(config.folder, site, stage, shard) if trace else None,
+        )
+        code = run_rank(job, lambda line, _: complain(line))
+    if trace:
+        merge_rank(config.folder, site, stage, shard)
+    return code
+
+
+@contextlib.contextmanager
+def meeting_place(variables: RankVariables, patience: timedelta) -> Iterator[dist.Store | None]:
+    """The store of all ranks that were started together; none for one rank alone.
+
+    torchrun has one. Otherwise the first rank serves it, in a process of its own that ends with
+    it. Raises `JoinError` if there is no way there within `patience`.
+    """
+    if variables.world == 1:
+        yield None
+        return
+    host, port = variables.master_address, int(variables.master_port)
+    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    served = []
+    try:
+        if variables.rank == 0 and not agent:
+            ours, theirs = processes.CONTEXT.Pipe(duplex=False)
+            served.append(processes.start(_serve, host, port, theirs, name="meeting"))
+            theirs.close()
+            with contextlib.suppress(EOFError):
+                problem = ours.recv()
+                if problem:
+                    raise JoinError(f"{host}:{port}: the ranks cannot meet there ({problem})")
+        try:
+            store = dist.TCPStore(host, port, is_master=False, timeout=patience)
+        except RuntimeError as error:
+            raise JoinError(
+                f"{host}:{port}: no way to the first rank ({str(error).splitlines()[0]}); set "
+                "MASTER_ADDR and MASTER_PORT to where all ranks reach it"
+            ) from None
+        # An agent's store outlives the ranks that it starts again.
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        yield dist.PrefixStore(f"dilocox/{attempt}", store)
+    finally:
+        processes.end(served, grace=0.0)
+
+
+def _serve(host: str, port: int, pipe: Connection) -> None:
+    try:
+        # As long as this process lives, which is as long as the first rank does.
+        _store = dist.TCPStore(host, port, is_master=True, wait_for_workers=False)
+    except RuntimeError as error:
+        pipe.send(str(error).splitlines()[0])
+        return
+    pipe.send("")
+    while True:
+        signal.pause()
+
+
+def agree(
+    store: dist.Store | None,
+    rank: int,
+    world: int,
+    prepare: Callable[[], object],
+    enrol: Callable[[], str],
+) -> str:
+    """What `enrol` gives, at all ranks: the first one calls it once all are through `prepare`.
+
+    Raises `JoinError` at every rank if one of them cannot go on.
+    """
+    if store is None:
+        prepare()
+        return enrol()
+    try:
+        prepare()
+        if rank == 0:
+            for other in range(1, world):
+                _hear(store, f"prepared/{other}")
+            said = f"+{enrol()}"
+        else:
+            said = "+"
+    except DilocoxError as error:
+        said = f"-{error}"
+    store.set("enrolled" if rank == 0 else f"prepared/{rank}", said)
+    if rank > 0:
+        try:
+            return _hear(store, "enrolled")
+        finally:
+            with contextlib.suppress(RuntimeError):
+                store.add("heard", 1)
+    if said.startswith("-"):
+        end = time.monotonic() + LAST_WORDS
+        while store.add("heard", 0) < world - 1 and time.monotonic() < end:
+            time.sleep(LOOK)
+        raise JoinError(said[1:])
+    return said[1:]
+
+
+def _hear(store: dist.Store, key: str) -> str:
+    """What a rank has said under `key`, whenever it does. Raises `JoinError` if that is why it
+    cannot go on, or if the store is gone."""
+    while True:
+        try:
+            if not store.check([key]):
+                time.sleep(LOOK)
+                continue
+            said = store.get(key).decode()
+        except RuntimeError as error:
+            raise JoinError(
+                f"the first rank of this site is gone ({str(error).splitlines()[0]}); see what it "
+                "said"
+            ) from None
+        if said.startswith("-"):
+            raise JoinError(said[1:])
+        return said[1:]

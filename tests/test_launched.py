@@ -1,0 +1,273 @@
+"""Ranks that a launcher has started: they wait for each other, and fork before they start more."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from dilocox import launch, launched, rank_process
+from dilocox.config import RunConfig, resolve_run
+from dilocox.errors import ConfigError, JoinError
+from dilocox.launched import agree, meeting_place
+from dilocox.launcher_env import RankVariables
+from dilocox.outer.coordinator.serving import Endpoint
+
+SOON = timedelta(seconds=30)
+
+
+@pytest.fixture(autouse=True)
+def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launched, "LOOK", 0.005)
+
+
+def free_port() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return str(server.getsockname()[1])
+
+
+def variables(rank: int, world: int, port: str = "1") -> RankVariables:
+    return RankVariables(rank, world, rank, world, "127.0.0.1", port)
+
+
+def nothing() -> None:
+    return
+
+
+def all_agree(prepares: list[Callable[[], object]], enrol: Callable[[], str]) -> list[Any]:
+    """What every rank gets, or the error that it raises."""
+    store = dist.HashStore()
+
+    def one(rank: int) -> object:
+        try:
+            return agree(store, rank, len(prepares), prepares[rank], enrol)
+        except JoinError as error:
+            return error
+
+    with ThreadPoolExecutor(len(prepares)) as pool:
+        return list(pool.map(one, range(len(prepares))))
+
+
+def test_the_site_enrols_when_every_rank_is_through() -> None:
+    order: list[str] = []
+    first = threading.Event()
+
+    def check() -> None:
+        order.append("checked")
+        first.set()
+
+    def fetch() -> None:
+        assert first.wait(10.0)
+        order.append("fetched")
+
+    def enrol() -> str:
+        order.append("enrolled")
+        return "identity"
+
+    assert all_agree([check, fetch, fetch], enrol) == ["identity"] * 3
+    assert order == ["checked", "fetched", "fetched", "enrolled"]
+
+
+@pytest.mark.parametrize("culprit", [0, 1, 2])
+def test_what_one_rank_cannot_do_ends_all(culprit: int) -> None:
+    def refuse() -> None:
+        raise ConfigError("no room: buy some")
+
+    prepares: list[Callable[[], object]] = [nothing] * 3
+    prepares[culprit] = refuse
+
+    def enrol() -> str:
+        raise AssertionError("enrolled")
+
+    said = all_agree(prepares, enrol)
+    assert [str(error) for error in said] == ["no room: buy some"] * 3
+
+
+def test_a_site_of_one_rank_meets_nobody() -> None:
+    with meeting_place(variables(0, 1), SOON) as store:
+        assert store is None
+        assert agree(store, 0, 1, nothing, lambda: "me") == "me"
+
+
+@pytest.mark.waits
+def test_ranks_meet_in_a_store_that_ends_with_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    port = free_port()
+    with meeting_place(variables(0, 2, port), SOON) as first:
+        assert first is not None
+        # Nothing here that a fork would harm: the store's own thread is in another process.
+        with meeting_place(variables(1, 2, port), SOON) as second:
+            assert second is not None
+            first.set("key", "value")
+            assert second.get("key") == b"value"
+            assert not second.check(["other"])
+            # As if the first rank had died.
+            launched.processes.end(_children("meeting"), grace=0.0)
+            with pytest.raises(JoinError, match="the first rank of this site is gone"):
+                launched._hear(second, "other")
+
+
+def _children(name: str) -> list[Any]:
+    import multiprocessing
+
+    ours: list[Any] = [each for each in multiprocessing.active_children() if each.name == name]
+    assert len(ours) == 1
+    for each in ours:
+        each.kill()
+    return ours
+
+
+def test_a_port_that_is_taken_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    with socket.create_server(("", 0)) as server:
+        port = str(server.getsockname()[1])
+        with (
+            pytest.raises(JoinError, match=f"127.0.0.1:{port}: the ranks cannot meet there"),
+            meeting_place(variables(0, 2, port), SOON),
+        ):
+            pass
+
+
+def test_torchruns_own_store_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    agent = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    for attempt in ("0", "1"):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
+        with meeting_place(variables(0, 2, str(agent.port)), SOON) as store:
+            assert store is not None
+            # What an earlier attempt has said is not heard.
+            assert not store.check(["enrolled"])
+            store.set("enrolled", "+")
+
+
+def run(tmp_path: Path, **site: Any) -> RunConfig:
+    return resolve_run(
+        {
+            "run": {"folder": str(tmp_path)},
+            "model": {"architecture": {"model_type": "qwen3"}},
+            "site": {"batch_size": 4, "micro_batch_size": 2, **site},
+            "sites": {"paris": {}, "lyon": {}},
+        }
+    )
+
+
+def test_a_wrong_number_of_ranks_is_refused(tmp_path: Path) -> None:
+    config = run(tmp_path, stages=2)
+    endpoint = Endpoint("https://localhost:1", "token", "")
+    with pytest.raises(JoinError, match="3 ranks were started, the run file asks for stages x"):
+        launched.join_as_rank(
+            config, "paris", endpoint, variables(0, 3), nothing, nothing, debug=False
+        )
+
+
+def test_all_is_checked_before_a_group_or_cuda_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under a launcher as without one: model, weights, data, memory; then enrolment, then more."""
+    done: list[str] = []
+
+    def step(name: str, answer: object = None) -> Callable[..., Any]:
+        def noted(*_: object, **options: Any) -> Any:
+            assert not dist.is_initialized()
+            done.append(name)
+            if name == "check_run":
+                assert options == {"sites_here": 1, "ranks_here": 1}
+            return answer
+
+        return noted
+
+    class Files:
+        vocabulary_size = 270
+
+    class Identity:
+        def to_text(self) -> str:
+            return "identity"
+
+    for name in ("check_model", "check_run", "check_data"):
+        monkeypatch.setattr(launch.preflight, name, step(name))
+    monkeypatch.setattr(launch, "fetch_weights", step("fetch_weights"))
+    monkeypatch.setattr(launch, "prepare_data", step("prepare_data", Files()))
+    monkeypatch.setattr(launch, "rank_variables", lambda: variables(0, 1))
+    monkeypatch.setattr(launched, "enrol_site", step("enrol_site", Identity()))
+    monkeypatch.setattr(launched.Identity, "from_text", lambda text: text)
+    monkeypatch.setattr(launched, "run_rank", step("run_rank", 0))
+    monkeypatch.setattr(RankVariables, "export", nothing_of)
+    code = launch.join(run(tmp_path), site="paris", address="localhost:1", token="t", debug=False)
+    assert code == 0
+    expected = ["check_model", "fetch_weights", "prepare_data", "check_run", "check_data"]
+    assert done == [*expected, "enrol_site", "run_rank"]
+
+
+def nothing_of(_: RankVariables) -> None:
+    return
+
+
+def test_the_tunnel_forks_before_a_group_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank's process opens its tunnel, says that it is alive, and only then builds."""
+    done: list[str] = []
+    store = dist.HashStore()
+
+    class StopError(Exception):
+        pass
+
+    class Control:
+        def __init__(self, *_: object) -> None:
+            return
+
+        def start(self, *, building: bool) -> None:
+            done.append(f"beats, building {building}")
+
+        def touch(self) -> None:
+            return
+
+        def close(self) -> None:
+            return
+
+    class Client:
+        def __init__(self, *_: object) -> None:
+            done.append("client")
+
+        def close(self) -> None:
+            done.append("closed")
+
+    def build(*_: object, **options: Any) -> None:
+        assert options["store"] is store
+        done.append("build")
+        raise StopError
+
+    class Opened:
+        @staticmethod
+        def open(_: object) -> Any:
+            return type("Files", (), {"vocabulary_size": 270})
+
+    monkeypatch.setattr(rank_process, "TokenFiles", Opened)
+    monkeypatch.setattr(rank_process.Blueprint, "of", lambda *_: None)
+    monkeypatch.setattr(rank_process, "open_tunnel", lambda *_: done.append("tunnel"))
+    monkeypatch.setattr(rank_process, "RankControl", Control)
+    monkeypatch.setattr(rank_process, "CoordinatorClient", Client)
+    monkeypatch.setattr(rank_process, "build_rank", build)
+    job = rank_process.RankJob(
+        config=run(tmp_path, stages=2),
+        place=rank_process.Place("paris", 0, 0),
+        url="https://localhost:1",
+        identity=None,  # type: ignore[arg-type]
+        hooks=rank_process.Hooks(),
+        address="127.0.0.1",
+        meeting=store,
+        local_rank=0,
+        ranks_here=2,
+        shared_folder=False,
+        log_file=None,
+    )
+    with pytest.raises(StopError):
+        rank_process._train(job, lambda *_: None)
+    assert done == ["tunnel", "client", "beats, building True", "build", "closed"]

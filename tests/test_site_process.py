@@ -1,0 +1,55 @@
+"""What a site's ranks are told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dilocox import launch, site_process
+from dilocox.assembly import Hooks
+from dilocox.config import resolve_run
+from dilocox.outer.coordinator.serving import Endpoint
+from dilocox.rank_process import RankJob
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_sites_of_one_machine_have_ranks_of_different_numbers(
+    shared: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The number on the machine is the number of the GPU, where there are enough."""
+    config = resolve_run(
+        {
+            "run": {"folder": str(tmp_path)},
+            "model": {"architecture": {"model_type": "qwen3"}},
+            "site": {"stages": 2, "shards": 2, "batch_size": 8, "micro_batch_size": 2},
+            "sites": {"paris": {}, "lyon": {}, "rome": {}},
+        }
+    )
+    jobs: list[RankJob] = []
+
+    def start(_: object, job: RankJob, *_more: object, name: str) -> Any:
+        jobs.append(job)
+
+    monkeypatch.setattr(site_process.processes, "start", start)
+    monkeypatch.setattr(site_process.processes, "end", lambda *_, **__: None)
+    monkeypatch.setattr(site_process, "enrol_site", lambda *_: None)
+    monkeypatch.setattr(site_process, "check_ports", lambda *_: None)
+    monkeypatch.setattr(site_process, "_watch", lambda *_: site_process.Ended(0))
+    endpoint = Endpoint("https://localhost:1", "token", "")
+    for site in ("lyon", "rome", "paris"):
+        site_process.run_site(config, site, endpoint, Hooks(), False, tmp_path, shared)
+    numbers = [job.local_rank for job in jobs]
+    alone = [0, 1, 2, 3]
+    assert numbers == ([4, 5, 6, 7, 8, 9, 10, 11, *alone] if shared else alone * 3)
+    assert {job.ranks_here for job in jobs} == {12 if shared else 4}
+
+
+def test_who_forks_does_not_start_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "0")
+    asked: list[int] = []
+    monkeypatch.setattr(launch.torch, "set_num_threads", asked.append)
+    launch._stay_forkable()
+    assert asked == [1]
+    assert launch.os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] == "1"
