@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import pytest
 import torch
@@ -17,6 +19,8 @@ import torch
 from dilocox import checkpoint, persistence
 from dilocox.checkpoint import RankCheckpointer, exists, load, rank_folder
 from dilocox.errors import CheckpointError
+from dilocox.outer.control import RankControl
+from dilocox.outer.coordinator.messages import BeatReply
 from dilocox.processes import CONTEXT
 
 # Without a process group, as here, torch says each time that there is none.
@@ -339,6 +343,97 @@ def test_a_disk_that_takes_no_more_leaves_the_checkpoint_before(
     assert same_bits(loaded.tensors["live/w"], tensors()["live/w"])
 
 
+class Beats:
+    """A coordinator that keeps the time of every beat."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def beat(self, *_: object) -> BeatReply:
+        self.times.append(time.monotonic())
+        return BeatReply.model_validate(
+            {
+                "phase": "stopping", "reason": "", "role": "active", "donor": None,
+                "founder": "paris", "lease": 0, "stop_tick": 0,
+                "epoch": {"id": 0, "members": []}, "entering": [],
+            }
+        )  # fmt: skip
+
+    building = beat
+
+
+@pytest.mark.parametrize("slow", ["checkpoint", "record", "export"])
+def test_a_rank_lives_while_it_waits_for_a_disk_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slow: str
+) -> None:
+    """The disk takes longer than a rank that hangs is let live, and the site is not lost."""
+    stall, written = 0.5, list[int]()
+    attempt = checkpoint._attempt
+
+    def slowly(*given: Any) -> Any:
+        time.sleep(3 * stall)  # the disk itself
+        return attempt(*given) if given else None
+
+    monkeypatch.setattr(checkpoint, "_attempt", slowly if slow == "checkpoint" else attempt)
+    monkeypatch.setattr(persistence, "capture", lambda trainer: (tensors(), {}))
+    monkeypatch.setattr(persistence, "MEETING", 0.1)
+    monkeypatch.setattr(persistence, "whole_anchor", lambda rank: {})
+    monkeypatch.setattr(persistence, "write_stage_file", lambda *_: slowly())
+    monkeypatch.setattr(persistence, "finish_model_folder", lambda *_: None)
+    beats, died = Beats(), list[object]()
+    control = RankControl(beats, 0.02, stall, 60.0, died.append)
+    control.start()
+    keeper = object.__new__(persistence.Keeper)
+    keeper._writer, keeper._recorded = RankCheckpointer(str(tmp_path), *RANK, 2), None
+    keeper._touch, keeper._shared = control.touch, False
+    keeper._record = cast(Any, SimpleNamespace(wait=slowly if slow == "record" else lambda: None))
+    keeper._config = cast(
+        Any, SimpleNamespace(checkpoint=SimpleNamespace(hugging_face=slow == "export"),
+                             folder=tmp_path, model=SimpleNamespace(revision=None))
+    )  # fmt: skip
+    keeper._files = cast(Any, SimpleNamespace(tokenizer_folder=None))
+    rank = SimpleNamespace(
+        place=SimpleNamespace(site="paris", stage=0, shard=0, leads=True),
+        mesh=SimpleNamespace(stages=1, gather_names=lambda names: [names]),
+        blueprint=SimpleNamespace(hf_config=None),
+    )
+    trainer: Any = SimpleNamespace(
+        at=SimpleNamespace(tick=16, round=2, slot=0), rank=rank,
+        client=SimpleNamespace(checkpoint=lambda tick, *_: written.append(tick), report=print),
+    )  # fmt: skip
+    plan: Any = SimpleNamespace(kind="train", members={"paris": None})
+    began = time.monotonic()
+    keeper.save(trainer, plan, last=True)
+    keeper.wait()
+    ended = time.monotonic()
+    control.close()
+    assert ended - began > 2 * stall
+    assert written == [16]
+    during = [began, *(at for at in beats.times if began < at < ended), ended]
+    assert max(later - at for at, later in itertools.pairwise(during)) < stall
+    assert not died
+
+
+def test_ranks_meet_again_while_one_of_them_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No meeting waits for a disk; what failed at one is said at all."""
+    monkeypatch.setattr(persistence, "MEETING", 0.01)
+    said = [["", "busy"], ["", "busy"], ["disk full", ""]]
+    keeper = object.__new__(persistence.Keeper)
+    touched: list[int] = []
+    keeper._touch = lambda: touched.append(1)
+    rank: Any = SimpleNamespace(
+        mesh=SimpleNamespace(gather_names=lambda names: [names, said.pop(0)])
+    )
+    assert keeper._written(rank, Path("model"), None) == "disk full"
+    assert (said, len(touched)) == ([], 3)
+
+    def fails() -> None:
+        raise OSError("read-only")
+
+    rank.mesh.gather_names = lambda names: [names]
+    assert keeper._written(rank, Path("model"), fails) == "model: read-only"
+
+
 def test_slow_storage_does_not_hold_training_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """A checkpoint that is due while the one before is still written is left out and reported."""
     monkeypatch.setattr(persistence, "capture", lambda trainer: ({}, {}))
@@ -347,11 +442,12 @@ def test_slow_storage_does_not_hold_training_up(monkeypatch: pytest.MonkeyPatch)
     waited: list[int] = []
     writer = SimpleNamespace(
         behind=(8, 42.3),
-        wait=lambda: waited.append(1),
+        wait=lambda touch: waited.append(1),
         save=lambda tick, *rest: saved.append(tick),
     )
     keeper = object.__new__(persistence.Keeper)
     keeper._writer, keeper._recorded = writer, None  # type: ignore[assignment]
+    keeper._touch = lambda: None
     trainer: Any = SimpleNamespace(
         at=SimpleNamespace(tick=16, round=2, slot=0),
         client=SimpleNamespace(report=lambda round_, what, kind: said.append(what["text"])),

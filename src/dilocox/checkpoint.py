@@ -35,6 +35,8 @@ FAILURES = (Exception, CheckpointException)
 """What a write may end with; PyTorch's own is not an `Exception`."""
 
 FORMAT_VERSION = 1
+LOOK = 0.2
+"""Seconds between two words of a rank that waits for its disk."""
 
 
 def tick_folder(root: str, tick: int) -> str:
@@ -132,11 +134,15 @@ class RankCheckpointer:
         self._writing = threading.Thread(target=write, name="checkpoint", daemon=True)
         self._writing.start()
 
-    def wait(self) -> None:
-        """Wait until the write under way has ended."""
-        if self._writing is not None:
-            self._writing.join()
-            self._writing = None
+    def wait(self, touch: Callable[[], None] = lambda: None) -> None:
+        """Wait until the write under way has ended, however long that takes.
+
+        `touch` is called meanwhile, so that the rank keeps counting as alive.
+        """
+        while self._writing is not None and self._writing.is_alive():
+            self._writing.join(LOOK)
+            touch()
+        self._writing = None
 
     def _retire(self, tick: int, attempt: str) -> None:
         """Delete what the checkpoint at `tick`, now recorded, makes needless.

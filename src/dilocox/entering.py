@@ -18,11 +18,15 @@ from dilocox.errors import DilocoxError, ExchangeError, TrainingError
 from dilocox.outer.coordinator.messages import Entering
 from dilocox.outer.entry import Donor, Snapshot, digest_of, fetch
 from dilocox.outer.groups import PeerGroup
+from dilocox.outer.loop import Counts
 
 if TYPE_CHECKING:
     from dilocox.trainer import Trainer
 
 log = logging.getLogger(__name__)
+
+PAUSE = 0.5
+"""Seconds between two looks whether a run that starts has started."""
 
 FormGroup = Callable[[str, str, str], PeerGroup]
 """(name, donor, receiver) -> the group of these two ranks."""
@@ -42,10 +46,11 @@ def _key(entry: Entering) -> tuple[str, int, int]:
 class Donors:
     """What this rank gives to entering sites, at its slot ends."""
 
-    def __init__(self, trainer: Trainer, form_group: FormGroup, timeout: float) -> None:
+    def __init__(self, trainer: Trainer, form_group: FormGroup, pause: float) -> None:
+        """`pause`: seconds without an offer after which a receiver is told to go on waiting."""
         self._trainer = trainer
         self._form_group = form_group
-        self._timeout = timeout
+        self._pause = pause
         self._serving: dict[tuple[str, int, int], Donor] = {}
 
     @property
@@ -94,7 +99,7 @@ class Donors:
             lambda: self._form_group(name, place.site, entry.site),
             entry.site,
             len(self._trainer.rank.states),
-            self._timeout,
+            self._pause,
         )
 
 
@@ -110,13 +115,11 @@ class Newcomer:
         trainer: Trainer,
         entry: Entering,
         form_group: FormGroup,
-        timeout: float,
         patience: float,
     ):
         self._trainer = trainer
         self._entry = entry
         self._form_group = form_group
-        self._timeout = timeout
         self._patience = patience
         self._arrived: list[Snapshot] = []
         self._lock = threading.Lock()
@@ -150,7 +153,6 @@ class Newcomer:
                     known,
                     limits,
                     lambda snapshot: self._take(number, snapshot),
-                    self._timeout,
                     here,
                 )
                 if self._is_current(number):
@@ -175,11 +177,17 @@ class Newcomer:
         trainer = self._trainer
         trainer.at.round = self._entry.from_round
         while True:
+            # A resumed run has plans before its sites are back, and exchanges nothing until then.
+            # To be asked first: what is answered from then on is of a run that has started.
+            starting = trainer.control.news.phase == "starting"
             reply = trainer.client.poll_plan(trainer.at.round, 1.0)
             plan = reply.plan
             self.adopt()
-            if plan is None:
+            if plan is None or starting:
                 trainer.control.touch()
+                if starting:
+                    trainer.control.hurry()
+                    time.sleep(PAUSE)
                 continue
             trainer.at.tick = plan.first_tick
             if plan.kind == "flush" or (trainer.me in plan.members and not reply.receive):
@@ -194,9 +202,13 @@ class Newcomer:
                 self.adopt()
             trainer.at.round += 1
         while trainer.outer.awaiting:
+            trainer.control.touch()
             self._thread.join(0.05)
             self.adopt()
         trainer.outer.reset_to_anchor()
+        # What was received and waited for on the way is no part of this site's first round: plans
+        # are made from that.
+        trainer.outer.counts = Counts()
         trainer.rank.model.sync_tied()
 
     def adopt(self) -> None:

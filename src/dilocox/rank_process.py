@@ -9,6 +9,7 @@ import logging
 import os
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -34,7 +35,7 @@ from dilocox.config import RunConfig
 from dilocox.data import TokenFiles
 from dilocox.determinism import facts_here
 from dilocox.entering import Newcomer
-from dilocox.errors import CheckpointError, DilocoxError, RunOverError
+from dilocox.errors import CheckpointError, DilocoxError, ExchangeError, RunOverError
 from dilocox.outer.control import RankControl
 from dilocox.outer.coordinator.client import CoordinatorClient
 from dilocox.outer.coordinator.identity import Identity
@@ -49,9 +50,10 @@ from dilocox.outer.coordinator.messages import Rank as RankName
 from dilocox.outer.coordinator.timeouts import Timeouts
 from dilocox.outer.coordinator.verdict_messages import Opinion
 from dilocox.outer.exchange import Contribution
-from dilocox.outer.groups import PeerGroup
+from dilocox.outer.groups import LOOK, EpochChangedError, PeerGroup
 from dilocox.outer.loop import OuterLoop
 from dilocox.outer.tunnel import Tunnel, form_group, open_tunnel
+from dilocox.outer.unreached import UnreachedError
 from dilocox.outer.worker import ExchangeWorker
 from dilocox.persistence import Keeper, record_state, take_momentum
 from dilocox.record.inner import InnerRecord, Manner
@@ -79,8 +81,8 @@ class RankJob:
     hooks: Hooks
     address: str
     """Interface name or IP address that the exchange binds to."""
-    meeting: str | None
-    """File in which the site's ranks meet; none under an existing launcher."""
+    meeting: str | dist.Store | None
+    """File or store in which the site's ranks meet."""
     local_rank: int
     ranks_here: int
     shared_folder: bool
@@ -106,10 +108,12 @@ class Network:
     record: RankRecord | None = None
     rounds: InnerRecord | None = None
     groups: dict[GroupKey, PeerGroup] = field(default_factory=dict)
+    _unformed: dict[GroupKey, UnreachedError] = field(default_factory=dict)
     _forming: dict[GroupKey, threading.Lock] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.begin = self.client.begin
+        self.attempt = self.client.attempt
         self.observe = self.client.observe
         self.report_broken = self.client.report_broken
         self.epoch = self.control.epoch
@@ -154,19 +158,37 @@ class Network:
         """The group of these members in an epoch; formed when it is first needed.
 
         Two exchanges may ask at a time: for one group they wait for each other, for two they do
-        not, since their peers may form these in the other order.
+        not, since their peers may form these in the other order. One that could not be formed never
+        will be: what its members told each other is of their first try.
         """
         sites = tuple(member.site for member in begun.members)
         key = (begun.epoch, sites)
         with self._forming.setdefault(key, threading.Lock()):
+            if key in self._unformed:
+                raise self._unformed[key]
             if key not in self.groups:
                 with timeline.span("form group", epoch=begun.epoch, sites=len(sites)):
-                    self.groups[key] = self._form(key, superseded)
+                    self.groups[key] = self._form_or_wait(key, superseded)
                 for old in list(self.groups)[:-KEPT_GROUPS]:
                     closing = self.groups.pop(old, None)
                     if closing is not None:
                         closing.close()
             return self.groups[key]
+
+    def _form_or_wait(self, key: GroupKey, superseded: Callable[[], bool]) -> PeerGroup:
+        try:
+            return self._form(key, superseded)
+        except UnreachedError as error:
+            self._unformed[key] = error
+            # Who refuses may have died a moment ago, and who waits in vain may hear of it from the
+            # one that should have come. The coordinator knows within a heartbeat, and then this is
+            # no link's fault.
+            end = time.monotonic() + self.timeouts.heartbeat
+            while time.monotonic() < end:
+                if superseded():
+                    raise EpochChangedError("the members changed") from None
+                time.sleep(LOOK)
+            raise
 
     def _form(self, key: GroupKey, superseded: Callable[[], bool]) -> PeerGroup:
         epoch, sites = key
@@ -186,7 +208,20 @@ class Network:
         )
 
     def pair(self, name: str, donor: str, receiver: str) -> PeerGroup:
-        """The two ranks of an entry."""
+        """The two ranks of an entry.
+
+        The donor comes at one of its slot ends: the receiver waits for its word in the store for as
+        long as it is the one to fetch from, and only then begins to count. Raises
+        `EpochChangedError` when it is not any more.
+        """
+        me, word = self.place.site, f"{name}/donor"
+        if me == donor:
+            self.client.kv_set(word, b"")
+        while me != donor and not self.client.kv_check([word]):
+            if (me, donor) not in [(e.site, e.donor) for e in self.control.news.entering]:
+                raise EpochChangedError(f"{donor} is not to be fetched from any more")
+            with contextlib.suppress(ExchangeError):
+                self.client.kv_get([word], 1.0)
         return form_group(
             self.tunnel,
             self.client,
@@ -248,19 +283,9 @@ def _train(job: RankJob, errors: Errors) -> None:
         timeouts,
         config.network.congestion,
     )
-    store = None
-    if job.meeting is not None and config.site.ranks > 1:
-        store = dist.FileStore(job.meeting, config.site.ranks)
-    rank = build_rank(
-        config,
-        blueprint,
-        place,
-        job.hooks,
-        store=store,
-        local_rank=job.local_rank,
-        ranks_here=job.ranks_here,
-        timeout=timeouts.stall,
-    )
+    store = job.meeting
+    if isinstance(store, str):
+        store = dist.FileStore(store, config.site.ranks) if config.site.ranks > 1 else None
     client = CoordinatorClient(
         job.url,
         job.identity,
@@ -275,8 +300,21 @@ def _train(job: RankJob, errors: Errors) -> None:
         os._exit(1)
 
     control = RankControl(client, timeouts.beat, timeouts.stall, timeouts.heartbeat, stuck)
-    control.start()
     try:
+        # Building takes minutes where the model is large, and the coordinator waits for beats.
+        control.start(building=True)
+        rank = build_rank(
+            config,
+            blueprint,
+            place,
+            job.hooks,
+            store=store,
+            local_rank=job.local_rank,
+            ranks_here=job.ranks_here,
+            timeout=timeouts.stall,
+            progress=control.touch,
+        )
+        control.built()
         _take_part(job, rank, files, client, control, timeouts, tunnel)
     except DilocoxError as error:
         if place.leads or not isinstance(error, Stopped):
@@ -326,10 +364,10 @@ def _take_part(
         client=client,
         batches=Batches.open(config, place, job.hooks, files),
         validation=validation_batches(config, files, place.shard),
-        keeper=Keeper(config, rank, files, job.shared_folder, client, record),
+        keeper=Keeper(config, rank, files, job.shared_folder, client, record, control.touch),
         hooks=job.hooks,
         form_group=network.pair,
-        entry_limits=(timeouts.stall, 2 * timeouts.heartbeat),
+        entry_limits=(timeouts.entry, 2 * timeouts.heartbeat),
         watch=rounds,
         slope_batch=slope_batch(config, files, place.shard),
     )
@@ -424,7 +462,7 @@ def _enter(trainer: Trainer, network: Network, timeouts: Timeouts) -> Newcomer |
         (e for e in news.entering if e.site == trainer.me),
         Entering(site=trainer.me, incarnation=0, donor=None, from_round=0),
     )
-    return Newcomer(trainer, entry, network.pair, *trainer.entry_limits)
+    return Newcomer(trainer, entry, network.pair, trainer.entry_limits[1])
 
 
 def _last_complete(checkpoints: list[Checkpoint]) -> Checkpoint | None:

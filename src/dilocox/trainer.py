@@ -61,7 +61,8 @@ class Trainer:
     hooks: Hooks
     form_group: FormGroup
     entry_limits: tuple[float, float]
-    """Seconds that a donor may be silent, and that one whose link broke may take to be replaced."""
+    """Seconds after which a donor with nothing to offer says so, and that one whose link broke may
+    take to be replaced."""
     at: Position = field(default_factory=Position)
     dropped_round: int = -2
     """Last round in which this site met a non-finite value."""
@@ -320,7 +321,7 @@ class Trainer:
             time.sleep(0.02)
         with timeline.span("catch up", from_round=entry.from_round):
             self.outer.set_aside(self.weight)
-            Newcomer(self, entry, self.form_group, *self.entry_limits).follow()
+            Newcomer(self, entry, self.form_group, self.entry_limits[1]).follow()
         self.control.at(self.at.tick, self.at.round, self.at.slot, None)
 
     def evaluate(self, plan: RoundPlan, round_: int) -> None:

@@ -25,6 +25,7 @@ from dilocox.determinism import facts_here
 from dilocox.outer.attempt import Contribution, Outcome
 from dilocox.outer.averaging import average
 from dilocox.outer.control import RankControl
+from dilocox.outer.controller.pace import FULL, steps_taken
 from dilocox.outer.coordinator import messages as m
 from dilocox.outer.coordinator.client import CoordinatorClient
 from dilocox.outer.coordinator.notary import Decision
@@ -47,8 +48,10 @@ Cheat = Callable[["Neighbour"], Any]
 class Registry:
     """The coordinator's part: it decides, and its notary writes the log."""
 
-    def __init__(self, config: RunConfig) -> None:
-        self.config = config
+    def __init__(self, config: RunConfig, paces: Mapping[str, int]) -> None:
+        self.config, self.paces = config, paces
+        self.gone: set[str] = set()
+        """Sites that are still in plans and do nothing any more."""
         self.notary = LogNotary.open(config, config.folder / "coordinator", print)
         self.plans: dict[int, m.RoundPlan] = {}
         self._lock = threading.Lock()
@@ -70,7 +73,7 @@ class Registry:
         with self._lock:
             there = self._in.setdefault(given.key.text, {})
             there[me] = (given, future)
-            if len(there) == len(self.sites):
+            if len(there) == len(self.sites) - len(self.gone):
                 self._decide(given, there)
         return future
 
@@ -79,7 +82,8 @@ class Registry:
     ) -> None:
         plan, payloads = self.plans[what.key.round], {}
         part = cast(Any, what.compressor).part(0, what.length, what.seed)
-        for site in plan.members:
+        names = tuple(site for site in plan.members if site in there)
+        for site in names:
             values = there[site][0].values
             assert values is not None
             payloads[site] = part.encode(values)
@@ -87,22 +91,25 @@ class Registry:
             rank = m.Rank(site=site, stage=0, shard=0)
             said = self.sites[site].record.commit(there[site][0], bytes.fromhex(digest))
             self.notary.committed(rank, what.key, said, bound=True)
-        for site in plan.members:
+        for site in names:
             digest = payload_digest(payloads[site]).hex()
             self.sites[site].store.put(bytes(payloads[site].numpy()))
             signed = self.sites[site].record.sign(what.key, 1, digest)
             rank = m.Rank(site=site, stage=0, shard=0)
             self.notary.contribution(rank, what.key, 1, digest, signed)
-        names = tuple(plan.members)
         self.notary.decided(Decision(what.key, 1, names, names, plan))
         mean = average((part.decode(payloads[site]) for site in names), [1.0] * len(names))
         for site, (_, future) in there.items():
             sent = part.decode(payloads[site])
             future.set_result(Outcome(mean, names, sent, None, 0, 0.0, 1))
 
+    def _steps(self, site: str) -> int:
+        return steps_taken(self.paces.get(site, FULL), 0, STEPS)
+
     def plan(self, round_: int) -> m.RoundPlan:
         """The next round's plan, on fresh token ranges."""
-        count = STEPS * self.config.site.batch_size
+        batch = self.config.site.batch_size
+        count = STEPS * batch
         first = round_ * count * len(self.config.sites)
         plan = m.RoundPlan(
             round=round_,
@@ -112,9 +119,10 @@ class Registry:
             members={
                 site: m.MemberPlan(
                     weight=1.0,
-                    batch=self.config.site.batch_size,
-                    ranges=[(first + number * count, count)],
+                    batch=batch,
+                    ranges=[(first + number * count, self._steps(site) * batch)],
                     space="shared",
+                    pace=self.paces.get(site, FULL),
                 )
                 for number, site in enumerate(self.config.sites)
             },
@@ -202,12 +210,23 @@ class Neighbour:
         return replace(given, values=self.change(given.values))
 
 
-def train(config: RunConfig, files: TokenFiles, rounds: int, cheats: Mapping[int, Cheat]) -> None:
-    """Train `rounds` rounds into the run's folder; lyon cheats in some, paris never."""
+def train(
+    config: RunConfig,
+    files: TokenFiles,
+    rounds: int,
+    cheats: Mapping[int, Cheat],
+    paces: Mapping[str, int] | None = None,
+    goes_after: int | None = None,
+) -> None:
+    """Train `rounds` rounds into the run's folder; lyon cheats in some, paris never.
+
+    `paces`: of sites that are not as fast as the fastest; they leave nothing of a step. After the
+    round `goes_after` lyon is gone, though the next one names it.
+    """
     torch.set_num_threads(1)
     config.folder.mkdir(parents=True)
     (config.folder / "run.toml").write_text(config.to_toml(), encoding="utf-8")
-    registry = Registry(config)
+    registry = Registry(config, paces or {})
     sites = [Neighbour(registry, name, number, files) for number, name in enumerate(config.sites)]
     with ThreadPoolExecutor(len(sites)) as pool:
         for round_ in range(rounds):
@@ -221,6 +240,9 @@ def train(config: RunConfig, files: TokenFiles, rounds: int, cheats: Mapping[int
 
             for future in [pool.submit(one, site) for site in sites]:
                 future.result(60.0)
+            if round_ == goes_after:
+                registry.gone.add("lyon")
+                sites = [site for site in sites if site.name != "lyon"]
     # What the last round ended in, as a run says when it has no more rounds to train.
     end = registry.plan(rounds).model_copy(update={"kind": "flush"})
     for site in sites:

@@ -39,14 +39,26 @@ class Coordinator:
     def __init__(self) -> None:
         self.answer: BeatReply | DilocoxError = reply()
         self.beats: list[tuple[int, int, int]] = []
+        self.built: list[bool] = []
+        """Of every beat, whether the model was there."""
         self.beaten = threading.Condition()
 
     def beat(
         self, tick: int, round_: int, slot: int, slot_seconds: float | None = None
     ) -> BeatReply:
+        self.built.append(True)
         with self.beaten:
             self.beats.append((tick, round_, slot))
             self.beaten.notify_all()
+        return self.answered()
+
+    def building(self) -> BeatReply:
+        with self.beaten:
+            self.built.append(False)
+            self.beaten.notify_all()
+        return self.answered()
+
+    def answered(self) -> BeatReply:
         if isinstance(self.answer, DilocoxError):
             raise self.answer
         return self.answer
@@ -58,7 +70,7 @@ class Coordinator:
 
 @contextmanager
 def started(
-    coordinator: Coordinator, stall: float = 60.0, every: float = 0.005
+    coordinator: Coordinator, stall: float = 60.0, every: float = 0.005, building: bool = False
 ) -> Iterator[tuple[RankControl, list[DilocoxError], threading.Event]]:
     stuck: list[DilocoxError] = []
     said = threading.Event()
@@ -68,7 +80,7 @@ def started(
         said.set()
 
     control = RankControl(coordinator, every, stall, PATIENCE, on_stuck)
-    control.start()
+    control.start(building=building)
     try:
         yield control, stuck, said
     finally:
@@ -181,3 +193,13 @@ def test_a_loop_that_hangs_does_not_look_alive() -> None:
             time.sleep(0.2)  # the property is silence, which has no event to wait for
         control.touch()
         coordinator.wait(lambda: len(coordinator.beats) > before)
+
+
+def test_a_rank_beats_while_its_model_is_built() -> None:
+    coordinator = Coordinator()
+    with started(coordinator, building=True) as (control, _, _):
+        coordinator.wait(lambda: len(coordinator.built) >= 3)
+        assert not coordinator.beats
+        control.built()
+        coordinator.wait(lambda: len(coordinator.beats) >= 2)
+    assert coordinator.built.index(True) == coordinator.built.count(False)

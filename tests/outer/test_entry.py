@@ -6,6 +6,8 @@ import contextlib
 import hashlib
 import json
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dilocox.errors import DilocoxError, ExchangeError, JoinError
+from dilocox.outer import entry
 from dilocox.outer.entry import (
     BESIDE_TENSORS,
     BODY_TAG,
@@ -33,6 +36,7 @@ from dilocox.outer.groups import PeerGroup
 from tests.outer.sites import MemoryStore, run_each, shared_store, until
 
 LIMIT = 15.0
+HERE = "127.0.0.1"
 
 
 def link(store: MemoryStore, me: str, donor: str = "old") -> PeerGroup:
@@ -67,7 +71,7 @@ def test_fragments_come_whole_in_any_order_and_known_ones_without_tensors() -> N
             got: list[Snapshot] = []
             # Fragment 0 is the same here; fragment 2 as well, but its momentum is not.
             known = [digest_of(state(n, 0.0)["anchor"]) for n in (0, 7, 2)]
-            fetch(lambda: link(store, "new"), "old", known, [1 << 20] * 3, got.append, LIMIT)
+            fetch(lambda: link(store, "new"), "old", known, [1 << 20] * 3, got.append)
             return [
                 (s.fragment, s.tick, {n: t.tolist() for n, t in s.tensors.items()}) for s in got
             ]
@@ -82,6 +86,43 @@ def test_fragments_come_whole_in_any_order_and_known_ones_without_tensors() -> N
         (0, 41, {}),
         (1, 42, {name: tensor.tolist() for name, tensor in state(1, 0.0).items()}),
     ]
+
+
+def test_a_donor_whose_slot_ends_are_far_apart_is_waited_for() -> None:
+    """Longer than the link may be silent: it says that it lives."""
+
+    def near(store: MemoryStore, me: str) -> PeerGroup:
+        name = "run/entry/new/1/old/0/0"
+        return PeerGroup(store, name, ["old", "new"], me, HERE, LIMIT, 0.6, lambda: False)
+
+    def old(store: MemoryStore) -> Callable[[], str]:
+        def go() -> str:
+            donor = Donor(lambda: near(store, "old"), "new", 1, 0.1)
+            assert not until(lambda: donor.done, 2.0), donor.failure
+            donor.offer(Snapshot(0, 40, state(0, 0.5)))
+            assert until(lambda: donor.done)
+            return str(donor.failure)
+
+        return go
+
+    def new(store: MemoryStore) -> Callable[[], object]:
+        def go() -> object:
+            got: list[Snapshot] = []
+            fetch(lambda: near(store, "new"), "old", ["0" * 64], [1 << 20], got.append)
+            return [(s.fragment, s.tick) for s in got]
+
+        return go
+
+    with shared_store() as store:
+        results = run_each({"old": old(store), "new": new(store)})
+    assert results == {"old": "None", "new": [(0, 40)]}
+
+
+def test_a_fragment_may_travel_for_longer_than_a_link_may_be_silent() -> None:
+    """Only a piece that does not move ends it, and that is for the transfer to say."""
+    polls = iter([False, False, False, True])
+    entry._wait(cast(Any, SimpleNamespace(poll=lambda seconds: next(polls))))
+    assert next(polls, None) is None
 
 
 def test_a_receiver_that_dies_harms_only_its_entry() -> None:
@@ -140,8 +181,8 @@ def test_a_second_donor_sends_what_the_first_has_not() -> None:
 
             known, limits = ["0" * 64] * 3, [1 << 20] * 3
             with pytest.raises(ExchangeError, match="link to old broke"):
-                fetch(lambda: link(store, "new"), "old", known, limits, take, LIMIT)
-            fetch(lambda: link(store, "new", "next"), "next", known, limits, take, LIMIT, {1})
+                fetch(lambda: link(store, "new"), "old", known, limits, take)
+            fetch(lambda: link(store, "new", "next"), "next", known, limits, take, {1})
             return [(s.fragment, s.tick) for s in got]
 
         return go
@@ -191,9 +232,7 @@ def test_what_a_donor_sends_is_checked(what: str, reason: str) -> None:
     def new(store: MemoryStore) -> Callable[[], str]:
         def go() -> str:
             try:
-                fetch(
-                    lambda: link(store, "new"), "old", ["0" * 64], [1 << 20], lambda _: None, LIMIT
-                )
+                fetch(lambda: link(store, "new"), "old", ["0" * 64], [1 << 20], lambda _: None)
                 return "accepted"
             except DilocoxError as error:
                 return f"{type(error).__name__}: {error}"

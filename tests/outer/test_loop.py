@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -276,6 +277,56 @@ def test_entering_lands_on_what_it_has_fetched() -> None:
     rank.loop.adopt(Snapshot(1, 6, state))
     assert rank.anchor(1) == 5.0
     assert rank.loop.awaiting == set()
+
+
+def test_entering_knows_which_landings_came_before_their_time() -> None:
+    """Rounds become shorter: a landing of tick 6 comes with its fragment's boundary at 5, and is
+    in what a donor copies there."""
+    rank = Rank()
+    rank.loop.awaiting = {0, 1}
+    alone = {"members": {"lyon": plan().members["lyon"]}}
+    long = plan(delay=4, **alone)
+    short = plan(1, first_tick=4, first_step=4, inner_steps=2, slots=2, delay=2, **alone)
+    for slot in range(1, 5):
+        rank.loop.end_of_slot(long, slot)
+        rank.wire.answer("lyon")
+    for slot in (1, 2):
+        rank.loop.end_of_slot(short, slot)
+        rank.wire.answer("lyon")
+    state = {"anchor": torch.full((128,), 5.0), "momentum": torch.zeros(128)}
+    rank.loop.adopt(Snapshot(0, 5, state))
+    assert rank.anchor(0) == 5.0
+    # Fragment 1 was copied before that of its boundary, at 6.
+    rank.loop.adopt(Snapshot(1, 5, state))
+    assert rank.anchor(1) == 4.0
+
+
+def test_entering_where_the_rank_of_the_codec_has_changed_meanwhile() -> None:
+    """What was handed in with one rank lands on a Q that came with another."""
+    rank = Rank()
+    shapes = {"a": (64, 64)}
+    live = {"a": torch.zeros(64, 64)}
+    donor, own = (FragmentState(Layout.of(shapes), live, error_feedback=True) for _ in range(2))
+    donor.compressor("lowrank:8")
+    rank.loop.states[0], rank.loop.live = own, live
+    rank.loop.awaiting = {0}
+    alone = {"members": {"lyon": plan().members["lyon"]}, "fragments": 1}
+    rank.loop.end_of_slot(plan(codec="lowrank:7", delay=1, **alone), 4)
+    seen: list[int] = []
+
+    def advance(warm: torch.Tensor) -> torch.Tensor:
+        seen.append(warm.numel())
+        return warm
+
+    (_, future), *_ = rank.wire.given
+    future.set_result(replace(Outcome(None, (), None, None, 0, 0.0, 1), advance=advance))
+    rank.loop.land_due(5)
+    assert donor.warm is not None
+    rank.loop.adopt(Snapshot(0, 4, dict(donor.agreed()), "lowrank:8"))
+    donor.compressor("lowrank:7")
+    assert donor.warm is not None
+    assert own.warm_codec == "lowrank:7"
+    assert seen == [donor.warm.numel()]
 
 
 def test_restored_exchanges_are_handed_in_once_the_run_goes_on() -> None:

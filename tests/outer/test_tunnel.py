@@ -231,11 +231,11 @@ def test_an_unreachable_address_is_named_with_the_mend(authority: Authority) -> 
     with shared_store() as store:
         results = run_each({s: partial(one_side, store, identity_of(authority, s)) for s in "ab"})
     assert results["b"] == (
-        f"ExchangeError: site a cannot be reached at 127.0.0.11:{closed}, as it announces "
+        f"UnreachedError: site a cannot be reached at 127.0.0.11:{closed}, as it announces "
         "(Connection refused); set sites.a.advertise and sites.a.ports to where its router lets "
         "this site in"
     )
-    assert results["a"].startswith("ExchangeError: ")
+    assert results["a"].startswith("UnreachedError: ")
 
 
 class Unreachable:

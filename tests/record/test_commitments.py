@@ -14,7 +14,7 @@ from dilocox.outer.coordinator import messages as m
 from dilocox.outer.coordinator.keys import ExchangeKey
 from dilocox.outer.coordinator.refusals import Refused
 from dilocox.record import statements as s
-from dilocox.record.course import broken_commitments
+from dilocox.record.course import broken_commitments, gaps
 from dilocox.record.notary import LogNotary, commitment
 from dilocox.record.statements import Signer
 from tests.outer.coordinator.helpers import run_config
@@ -39,8 +39,8 @@ def test_nobody_begins_before_all_have_committed(tmp_path: Path) -> None:
             clients["a"].begin(KEY, signed("a"), limit=0.05)
         with ThreadPoolExecutor(1) as pool:
             waiting = pool.submit(clients["a"].begin, KEY, signed("a"))
-            # Asking who is there commits to nothing, and waits for nobody.
-            assert clients["b"].begin(KEY).waiting_for == []
+            # Asking for the attempt commits to nothing, and waits for nobody.
+            assert clients["b"].attempt(KEY) == 1
             assert not waiting.done()
             assert clients["b"].begin(KEY, signed("b")).waiting_for == []
             assert waiting.result(20).attempt == 1
@@ -116,7 +116,7 @@ def test_a_payload_that_was_not_committed_to_does_not_count(scene: Scene, commit
     """Another one, or none at all: a reason code in the record, and nobody else is harmed."""
     for site in "abc" if committed else "ac":
         scene.commit(site)
-    for site in "abc":
+    for site in "bac":  # who has not committed first: the others have waited for it
         digest = ONE if site == "b" else own_digest(site)
         signed = scene.signed(site, digest=digest)
         scene.vote(site, digests={site: digest}, statement=signed)
@@ -127,6 +127,99 @@ def test_a_payload_that_was_not_committed_to_does_not_count(scene: Scene, commit
     course = scene.course()
     assert course.steps[KEY.text].set == ("a", "c")
     assert broken_commitments(course) == []
+
+
+def verdicts(scene: Scene) -> dict[str, str]:
+    said = s.opened(scene.entries()[-1])[0].predicate["verdicts"]
+    return {site: verdict["code"] for site, verdict in said.items()}
+
+
+def sound(scene: Scene) -> tuple[str, ...]:
+    """The contribution set, of which nothing is missing and nothing out of order."""
+    course = scene.course()
+    assert broken_commitments(course) == []
+    assert [each for each in gaps(course) if each.startswith(KEY.text)] == []
+    return course.steps[KEY.text].set
+
+
+@pytest.mark.parametrize("begins", [True, False])
+def test_a_vote_without_a_payload_does_not_count(scene: Scene, begins: bool) -> None:
+    """Were it taken, the others would send theirs, and its own would count unsigned."""
+    scene.commit("a")
+    scene.commit("b")
+    if begins:
+        scene.driver.begin(KEY, "c")
+    for more in ({}, {"statement": "rubbish"}, {"digests": {"a": own_digest("a")}}):
+        with pytest.raises(Refused, match="c stage 0 shard 0: its payload of outer/0/0/0 is not"):
+            scene.driver.vote(KEY, "c", held=list("abc"), **more)
+    assert scene.driver.core.state.exchanges[KEY.text].votes == {}
+    assert scene.commit("a").waiting_for == ["c stage 0 shard 0"]
+    scene.commit("c")
+    for site in "abc":
+        scene.vote(site)
+    assert sound(scene) == ("a", "b", "c")
+
+
+def test_who_brings_nothing_needs_no_payload(scene: Scene) -> None:
+    """It keeps nobody waiting, and it is not said to have committed to anything."""
+    scene.commit("a")
+    scene.commit("b")
+    scene.driver.vote(KEY, "c", held=list("abc"), contributes=False)
+    assert not scene.driver.core.state.exchanges[KEY.text].votes["c", 0, 0].committed
+    assert scene.commit("a").waiting_for == []
+    for site in "ab":
+        scene.vote(site)
+    assert verdicts(scene) == {"a": "admitted", "b": "admitted", "c": "withdrawn"}
+    assert sound(scene) == ("a", "b")
+
+
+@pytest.mark.parametrize("contributes", [True, False])
+def test_who_votes_without_a_commitment_gives_none_later(scene: Scene, contributes: bool) -> None:
+    """The others have sent theirs by then: what it would commit to it may have seen."""
+    scene.commit("a")
+    scene.commit("b")
+    fields = {} if contributes else {"contributes": False, "digests": {}, "statement": None}
+    scene.vote("c", **fields)
+    assert scene.commit("a").waiting_for == []
+    scene.commit("c")
+    scene.reopen()
+    scene.commit("c")
+    scene.driver.vote(KEY, "c", broken=True, failed=["a"])
+    for site in "abc":
+        assert scene.commit(site).waiting_for == [], "nor is it waited for in the next attempt"
+    assert s.opened(scene.entries()[-1])[0].predicate["site"] == "b", "c's is not in the log"
+    for site in "abc":
+        signed = scene.signed(site, attempt=2, digest=own_digest(site))
+        scene.vote(site, attempt=2, statement=signed)
+    assert verdicts(scene)["c"] == "uncommitted"
+    assert sound(scene) == ("a", "b")
+
+
+def test_a_vote_before_all_have_committed_does_not_count(scene: Scene) -> None:
+    """Nobody honest can vote then. In the log it would make the others' commitments look late."""
+    scene.commit("b")
+    scene.vote("b")
+    assert s.CONTRIBUTION not in scene.kinds()
+    for site in "ac":
+        scene.commit(site)
+    for site in "ac":
+        scene.vote(site)
+    assert verdicts(scene) == {"a": "admitted", "b": "uncommitted", "c": "admitted"}
+    assert sound(scene) == ("a", "c")
+
+
+def test_votes_on_an_average_name_no_payload(tmp_path: Path) -> None:
+    """In `reduce` the second vote of every site is about the mean."""
+    scene = Scene(tmp_path, outer={"exchange": "reduce"})
+    scene.enrol()
+    scene.driver.plan(0, "a")
+    for site in "abc":
+        scene.commit(site, payload=None)
+    for site in "abc":
+        scene.vote(site)
+    for site in "abc":
+        scene.driver.vote(KEY, site, held=list("abc"), phase="done")
+    assert sound(scene) == ("a", "b", "c")
 
 
 def test_broken_commitments_are_named(scene: Scene) -> None:

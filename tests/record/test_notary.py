@@ -186,6 +186,17 @@ def test_a_resume_leaves_a_course_behind(scene: Scene) -> None:
     }  # fmt: skip
 
 
+def test_what_is_decided_again_after_a_resume_and_a_restart_is_said(scene: Scene) -> None:
+    """Though the same was decided in the course that was left."""
+    notary = scene.notary
+    notary.decided(decision(1, 6))
+    notary.resumed(1, 2)
+    scene.reopen()
+    scene.notary.decided(decision(1, 6))
+    assert scene.kinds()[-2:] == [s.RESUME, s.STEP]
+    assert list(scene.course().steps) == ["outer/1/0/0"]
+
+
 def test_a_full_disk_ends_the_record_and_not_the_run(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -202,9 +202,8 @@ def _audit(audited: AuditedRun, chosen: Chosen, signer: Signer, console: Console
     from dilocox.record.audits import Signed, write
     from dilocox.record.notary import code_digest
 
-    plan = audited.course.plans.get(chosen.round, {})
     title = f"round {chosen.round} of {chosen.site}"
-    with _bar(console, title, int(plan.get("inner_steps", 0))) as progress:
+    with _bar(console, title, audited.steps_of(chosen.site, chosen.round)) as progress:
         verdict = judge(audited.case(), chosen.site, chosen.round, repeat_site, progress)
     signed = Signed(verdict, chosen.selection, signer.public, audited.course.run)
     write(audited.folder, signed, signer, code_digest())

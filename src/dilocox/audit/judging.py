@@ -127,7 +127,7 @@ def _check_possible(case: Case, site: str, round_: int) -> None:
     if not decided(course, round_):
         raise JudgedError("NOT_RUN", "the log does not decide all exchanges of this round")
     if site not in sites_of(course, round_):
-        raise JudgedError("NOT_RUN", "the site did not train this round")
+        raise JudgedError("NOT_RUN", "the site did not train this round: nothing of it is in it")
     named = {str(each["data"]) for each in course.enrolments if each["site"] == site}
     if course.config["sites"][site]["data"]:
         raise JudgedError("NOT_RUN", "the site trains on text of its own, which does not leave it")
@@ -257,7 +257,8 @@ def _compared(
         signed = all(each.end is not None for each in began)
         more = "" if signed else "; it has signed no fingerprints of its steps"
         count = sum(len(replay.payloads) for replay in replays)
-        reason = f"{plan.inner_steps} steps, {count} payloads, the same bits{more}"
+        steps = plan.members[site].steps(plan.inner_steps)
+        reason = f"{steps} steps, {count} payloads, the same bits{more}"
         return Verdict(site, round_, "EXACT", reason, same_class=same)
     if not same:
         return _between_classes(site, round_, plan, pairs)
@@ -267,12 +268,12 @@ def _compared(
 
 def differences(plan: RoundPlan, began: _Began, replay: RankReplay) -> Iterator[Bad]:
     """Where bits differ, at one rank."""
-    where = began.place
+    where, count = began.place, _steps_of(plan, began)
     if began.steps is not None:
-        if len(began.steps) != plan.inner_steps:
+        if len(began.steps) != count:
             yield Bad(
-                min(len(began.steps), plan.inner_steps) - 1,
-                f"{where}: {len(began.steps)} steps instead of {plan.inner_steps}",
+                min(len(began.steps), count) - 1,
+                f"{where}: {len(began.steps)} steps instead of {count}",
             )
         for number, (signed, found) in enumerate(zip(began.steps, replay.steps, strict=False)):
             if signed != found:
@@ -286,7 +287,12 @@ def differences(plan: RoundPlan, began: _Began, replay: RankReplay) -> Iterator[
             what = f"another contribution to {check.key} than it had committed to, {when}"
             yield Bad(check.after - 1, f"{where}: {what}")
     if began.end is not None and not _equal(began.end, replay.end):
-        yield Bad(plan.inner_steps - 1, f"{where}: {_apart(began.end, replay.end)} after the round")
+        yield Bad(count - 1, f"{where}: {_apart(began.end, replay.end)} after the round")
+
+
+def _steps_of(plan: RoundPlan, began: _Began) -> int:
+    """Inner steps that the plan asks of a site; a slower one takes fewer than the fastest."""
+    return plan.members[began.place.site].steps(plan.inner_steps)
 
 
 def _equal(signed: Document, found: Document) -> bool:
@@ -325,8 +331,9 @@ def _between_classes(
     largest, bad = 0.0, list[Bad]()
     for each, replay in pairs:
         assert each.steps is not None
-        if len(each.steps) != plan.inner_steps:
-            bad.append(Bad(0, f"{each.place}: {len(each.steps)} steps"))
+        count = _steps_of(plan, each)
+        if len(each.steps) != count:
+            bad.append(Bad(0, f"{each.place}: {len(each.steps)} steps instead of {count}"))
         for number, (signed, found) in enumerate(zip(each.steps, replay.steps, strict=False)):
             apart = max(relative(signed.loss, found.loss), relative(signed.norm, found.norm))
             largest = max(largest, apart)
@@ -340,7 +347,7 @@ def _between_classes(
             largest = max(largest, replay.moved)
             if replay.moved > TOLERANCE:
                 what = f"{each.place}: parameters after the round {replay.moved:.1g} off"
-                bad.append(Bad(plan.inner_steps - 1, what))
+                bad.append(Bad(count - 1, what))
     if bad:
         first = min(bad, key=lambda one: one.step)
         return Verdict(

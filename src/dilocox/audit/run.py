@@ -8,6 +8,7 @@ from pathlib import Path
 from dilocox.audit.judging import Case
 from dilocox.data.folder import folder_of_run
 from dilocox.errors import RecordError
+from dilocox.outer.coordinator.messages import RoundPlan
 from dilocox.record.agreed import agreed_run
 from dilocox.record.audits import Selection
 from dilocox.record.beacon import due_rounds, point_of, sites_of
@@ -70,6 +71,14 @@ class AuditedRun:
             data=self._data or folder_of_run(self.folder),
             look_again=self.refresh,
         )
+
+    def steps_of(self, site: str, round_: int) -> int:
+        """Inner steps that the plan of a round asks of a site; 0: of none that is known."""
+        said = self.course.plans.get(round_)
+        plan = None if said is None else RoundPlan.model_validate(said)
+        if plan is None or site not in plan.members:
+            return 0
+        return plan.members[site].steps(plan.inner_steps)
 
     def over(self) -> bool:
         """True if nothing more will be written."""

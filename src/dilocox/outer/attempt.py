@@ -17,6 +17,7 @@ from dilocox.outer.averaging import average
 from dilocox.outer.coordinator.messages import BeginReply, ExchangeKey, VoteReply
 from dilocox.outer.coordinator.verdict_messages import Opinion
 from dilocox.outer.groups import PeerGroup, Transfer
+from dilocox.outer.unreached import UnreachedError
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +40,11 @@ class Ballot(Protocol):
         """
 
     def begin(self, key: ExchangeKey, commitment: str | None = None) -> BeginReply:
-        """The group that carries `key`; with a `commitment` once all members have given theirs."""
+        """The group that carries `key`, once all members are there for it; with a `commitment`
+        once all have given theirs."""
+
+    def attempt(self, key: ExchangeKey) -> int:
+        """The attempt that `key` is at; waits for nobody."""
 
     def vote(
         self,
@@ -177,7 +182,8 @@ class Attempt:
         self._begun = begun
         self._turn = turn
         self._group: PeerGroup | None = None
-        self._epoch_seen = ballot.epoch()
+        # Not what the ballot knows by now: an epoch that began since may have superseded this.
+        self._epoch_seen = begun.epoch
         self.senders = [m.site for m in begun.members if m.role == "member"]
         self.receivers = [m.site for m in begun.members]
         self.observes = me not in self.senders
@@ -195,7 +201,7 @@ class Attempt:
         if newest == self._epoch_seen:
             return False
         self._epoch_seen = newest
-        return self._ballot.begin(self.what.key).attempt != self._begun.attempt
+        return self._ballot.attempt(self.what.key) != self._begun.attempt
 
     def swap(
         self, outgoing: Mapping[str, torch.Tensor], incoming: Mapping[str, FramePart], phase: int
@@ -208,7 +214,7 @@ class Attempt:
         """
         if self._group is None:
             self._turn.take()
-            self._group = self._ballot.group(self._begun, self.superseded)
+            self._group = self._formed()
         group = self._group
         tag = zlib.crc32(f"{self.what.key.text}#{self._begun.attempt}#{phase}".encode()) >> 1
         buffers = {
@@ -232,6 +238,13 @@ class Attempt:
             began, ended = min(each.began for each in timed), max(each.ended for each in timed)
             self.link.append((began, ended, size))
         return buffers
+
+    def _formed(self) -> PeerGroup:
+        try:
+            return self._ballot.group(self._begun, self.superseded)
+        except UnreachedError as error:
+            log.warning("%s: %s", self.what.key.text, error)
+            raise self.broken(error.sites) from None
 
     def _complete(self, transfers: list[Transfer]) -> None:
         failed: list[str] = []
@@ -290,7 +303,7 @@ class Attempt:
         held: Iterable[str],
         own_digest: bytes | None = None,
     ) -> VoteReply:
-        """Vote and wait. Raises `RepeatError`, or `ExchangeError` naming who was waited for."""
+        """Vote and wait. Raises `RepeatError`."""
         key, attempt = self.what.key, self._begun.attempt
         with timeline.span("vote", phase=phase):
             if self.observes:

@@ -22,6 +22,9 @@ class Beats(Protocol):
     ) -> BeatReply:
         """Say where this rank is."""
 
+    def building(self) -> BeatReply:
+        """Say that this rank is alive, but not there yet."""
+
 
 class RankControl:
     """Beats from a thread of its own and holds the newest reply.
@@ -56,16 +59,27 @@ class RankControl:
         self._changed = threading.Condition()
         self._hurry = threading.Event()
         self._closed = False
+        self._building = False
         self._thread = threading.Thread(target=self._run, name="beats", daemon=True)
 
-    def start(self) -> None:
-        """Begin to beat; returns after the first reply. The calling thread is the training loop."""
+    def start(self, *, building: bool = False) -> None:
+        """Begin to beat; returns after the first reply. The calling thread is the training loop.
+
+        With `building` beats say that the model is still being built, until `built`.
+        """
         self._loop = threading.get_ident()
+        self._building = building
         self._thread.start()
         with self._changed:
             while self._reply is None:
                 self._raise_if_over()
                 self._changed.wait(1.0)
+
+    def built(self) -> None:
+        """This rank can take part from now on."""
+        self.touch()
+        self._building = False
+        self.hurry()
 
     def close(self) -> None:
         """Stop beating; nothing is called any more."""
@@ -135,7 +149,10 @@ class RankControl:
             silent = time.monotonic() - self._touched
             if silent < self._stall:
                 try:
-                    reply = self._beats.beat(*self._position, self._slot_seconds)
+                    if self._building:
+                        reply = self._beats.building()
+                    else:
+                        reply = self._beats.beat(*self._position, self._slot_seconds)
                 except DilocoxError as error:
                     self._end(error)
                     return

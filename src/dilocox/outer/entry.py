@@ -5,6 +5,10 @@ codec, Q) at a slot end, after its landings, and sends the copy beside its own t
 entering rank checks every fragment's digest. At the
 start of a run the founder is the donor of all: a rank that already holds the same theta_0 is told
 so and receives no tensors. What either side says is checked before anything is done with it.
+
+No limit is set to how long a fragment travels, or to how long the donor's next slot end is away:
+while there is nothing to offer the donor says so from time to time, and only a link on which
+nothing moves for as long as its group allows is given up.
 """
 
 from __future__ import annotations
@@ -27,6 +31,8 @@ from dilocox.outer.groups import PeerGroup, Transfer
 HEADER_BYTES = 4096
 """Every JSON header is padded to this size."""
 HEADER_TAG, BODY_TAG = 1, 2
+LOOK = 60.0
+"""Seconds of one wait; how many there are is for the link to say."""
 BESIDE_TENSORS = 1 << 16
 """Bytes that names and shapes take in a fragment's body, at most."""
 
@@ -52,11 +58,17 @@ class FragmentHeader(Said):
     """What the donor says before each fragment."""
 
     fragment: Annotated[int, Field(ge=0)]
+    """With `wait`: none, and nothing else of this counts."""
     tick: Annotated[int, Field(ge=0, lt=1 << 53)]
     codec: Annotated[str, StringConstraints(max_length=64)]
     bytes: Annotated[int, Field(ge=0)]
     """Of the body that follows; 0: what the receiver holds is the same."""
     sha256: Sha256
+    wait: bool = False
+    """No fragment can be offered yet; another header follows."""
+
+
+WAIT = FragmentHeader(fragment=0, tick=0, codec="", bytes=0, sha256="0" * 64, wait=True)
 
 
 class Thanks(Said):
@@ -88,17 +100,18 @@ def digest_of(anchor: torch.Tensor) -> str:
 class Donor:
     """Serves one entering rank from a thread of its own.
 
-    The training loop calls `offer` for each fragment when the entering site may take it over.
+    The training loop calls `offer` for each fragment when the entering site may take it over;
+    every `pause` seconds without one the receiver is told that this site lives.
     A receiver that dies harms nobody: the thread ends and says so in the log.
     """
 
     def __init__(
-        self, form_group: Callable[[], PeerGroup], site: str, fragments: int, timeout: float
+        self, form_group: Callable[[], PeerGroup], site: str, fragments: int, pause: float
     ) -> None:
         self._form_group = form_group
         self._site = site
         self._fragments = fragments
-        self._timeout = timeout
+        self._pause = pause
         self._offers: queue.Queue[Snapshot | None] = queue.Queue()
         self.waiting = set(range(fragments))
         """Fragments not offered yet."""
@@ -123,14 +136,14 @@ class Donor:
     def _serve(self) -> None:
         try:
             group = self._form_group()
-            held = _receive(Held, group, self._site, self._timeout)
+            held = _receive(Held, group, self._site)
             known = held.anchors
             if len(known) != self._fragments:
                 raise ExchangeError(
                     f"{self._site} holds {len(known)} fragments, here are {self._fragments}"
                 )
             for _ in known:
-                snapshot = self._offers.get()
+                snapshot = self._next(group)
                 if snapshot is None:
                     raise ExchangeError(f"{self._site} does not wait for this site any more")
                 if snapshot.fragment in held.here:
@@ -146,13 +159,21 @@ class Donor:
                     bytes=len(body),
                     sha256=hashlib.sha256(body).hexdigest(),
                 )
-                _send(group, self._site, header, self._timeout)
+                _send(group, self._site, header)
                 if body:
                     data = torch.frombuffer(bytearray(body), dtype=torch.uint8)
-                    _wait(group.send(data, self._site, BODY_TAG), self._timeout)
-            _receive(Thanks, group, self._site, self._timeout)
+                    _wait(group.send(data, self._site, BODY_TAG))
+            _receive(Thanks, group, self._site)
         except ExchangeError as error:
             self.failure = str(error)
+
+    def _next(self, group: PeerGroup) -> Snapshot | None:
+        """What is offered next, however long that takes."""
+        while True:
+            try:
+                return self._offers.get(timeout=self._pause)
+            except queue.Empty:
+                _send(group, self._site, WAIT)
 
 
 def fetch(
@@ -161,30 +182,31 @@ def fetch(
     anchors: Sequence[str],
     limits: Sequence[int],
     on_fragment: Callable[[Snapshot], None],
-    timeout: float,
     here: Collection[int] = (),
 ) -> None:
     """Receive all fragments but those that are `here` from `donor`.
 
     `anchors`: digests of what this rank holds (`digest_of`), one per fragment; `limits`: bytes that
     a fragment's tensors can have at most. `on_fragment` is called once for each. Raises
-    `ExchangeError` if the donor goes silent or says what makes no sense, and `JoinError` if what
-    came is not what its digest says.
+    `ExchangeError` if the link goes silent or the donor says what makes no sense, and `JoinError`
+    if what came is not what its digest says.
     """
     group = form_group()
-    _send(group, donor, Held(anchors=list(anchors), here=sorted(here)), timeout)
+    _send(group, donor, Held(anchors=list(anchors), here=sorted(here)))
     missing = set(range(len(anchors))) - set(here)
     while missing:
-        header = _receive(FragmentHeader, group, donor, timeout)
+        header = _receive(FragmentHeader, group, donor)
+        if header.wait:
+            continue
         check_header(header, donor, missing, limits)
         missing.discard(header.fragment)
         tensors: dict[str, torch.Tensor] = {}
         if header.bytes:
             data = torch.empty(header.bytes, dtype=torch.uint8)
-            _wait(group.receive(data, donor, BODY_TAG), timeout)
+            _wait(group.receive(data, donor, BODY_TAG))
             tensors = read_body(data.numpy().tobytes(), header, donor)
         on_fragment(Snapshot(header.fragment, header.tick, tensors, header.codec))
-    _send(group, donor, Thanks(done=True), timeout)
+    _send(group, donor, Thanks(done=True))
 
 
 def read_header(kind: type[AnyHeader], data: bytes, site: str) -> AnyHeader:
@@ -229,21 +251,22 @@ def read_body(body: bytes, header: FragmentHeader, site: str) -> dict[str, torch
         ) from None
 
 
-def _receive(kind: type[AnyHeader], group: PeerGroup, site: str, timeout: float) -> AnyHeader:
+def _receive(kind: type[AnyHeader], group: PeerGroup, site: str) -> AnyHeader:
     data = torch.empty(HEADER_BYTES, dtype=torch.uint8)
-    _wait(group.receive(data, site, HEADER_TAG), timeout)
+    _wait(group.receive(data, site, HEADER_TAG))
     return read_header(kind, data.numpy().tobytes(), site)
 
 
-def _send(group: PeerGroup, site: str, said: Said, timeout: float) -> None:
+def _send(group: PeerGroup, site: str, said: Said) -> None:
     text = said.model_dump_json().encode()
     if len(text) > HEADER_BYTES:
         raise ExchangeError(f"an entry header has {len(text)} B, the limit is {HEADER_BYTES} B")
     header = torch.frombuffer(bytearray(text.ljust(HEADER_BYTES)), dtype=torch.uint8)
-    _wait(group.send(header, site, HEADER_TAG), timeout)
+    _wait(group.send(header, site, HEADER_TAG))
 
 
-def _wait(transfer: Transfer, timeout: float) -> None:
-    """A donor's offers come at its slot ends, so a header may be long in coming."""
-    if not transfer.poll(timeout):
-        raise ExchangeError(f"{transfer.site} was silent for {timeout:g} s")
+def _wait(transfer: Transfer) -> None:
+    """Until it has ended. It ends by itself when one of its pieces does not move for the group's
+    limit: a large fragment on a slow link takes as long as it takes."""
+    while not transfer.poll(LOOK):
+        pass

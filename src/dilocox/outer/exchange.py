@@ -47,7 +47,8 @@ def exchange(ballot: Ballot, me: str, contribution: Contribution, turn: Turn) ->
 
     Before its `turn` it encodes, commits to what it will send and learns the members, after its
     turn it votes and averages.
-    Raises `ExchangeError` when no decision comes within the limit, naming who was waited for.
+    It waits for as long as the coordinator answers: who lets the others wait for too long, or is
+    gone, is no member any more. Raises `ExchangeError` for what cannot be.
     """
     what = contribution
     with timeline.span(
@@ -72,7 +73,9 @@ def _carry(ballot: Ballot, me: str, contribution: Contribution, turn: Turn) -> O
         attempts += 1
         with timeline.span("ask for members"):
             begun = ballot.begin(contribution.key, commitment)
-        if me not in [member.site for member in begun.members]:
+        roles = {member.site: member.role for member in begun.members}
+        # What is decided is sent to nobody any more.
+        if me not in roles or (begun.decided and roles[me] == "entering"):
             return Outcome(None, (), None, None, 0, time.monotonic() - start, attempts, True)
         attempt = Attempt(ballot, me, contribution, begun, turn)
         try:

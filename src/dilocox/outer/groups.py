@@ -21,6 +21,7 @@ from dilocox import timeline
 from dilocox.errors import ExchangeError
 from dilocox.outer.coordinator.errors import EpochOverError
 from dilocox.outer.sockets import connections, set_congestion_of
+from dilocox.outer.unreached import Links, UnreachedError, far_ends
 
 
 class KeyValue(Protocol):
@@ -75,6 +76,17 @@ class CoordinatorStore(dist.Store):
         self._cancelled = cancelled
         self._on_set = on_set
         self._on_get = on_get
+        self.asked = ""
+        """The key that was asked for last."""
+        self.found: dict[str, bytes] = {}
+        """What was answered, by key."""
+        self._asking = False
+        self._heard = time.monotonic()
+
+    @property
+    def idle(self) -> float:
+        """Seconds since the last answer; 0 while an answer is waited for."""
+        return 0.0 if self._asking else time.monotonic() - self._heard
 
     def set(self, key: str, value: str | bytes | Sequence[int]) -> None:
         """Store `value` under `key`."""
@@ -87,7 +99,15 @@ class CoordinatorStore(dist.Store):
             raise EpochChangedError(str(error)) from None
 
     def get(self, key: str) -> bytes:
-        """The value under `key`, waiting for it. Raises `ExchangeError`, `EpochChangedError`."""
+        """The value under `key`, waiting for it. Raises `UnreachedError`, `EpochChangedError`."""
+        self.asked, self._asking = key, True
+        try:
+            self.found[key] = self._get(key)
+        finally:
+            self._heard, self._asking = time.monotonic(), False
+        return self.found[key]
+
+    def _get(self, key: str) -> bytes:
         deadline = time.monotonic() + self._limit
         while True:
             if self._cancelled():
@@ -102,7 +122,7 @@ class CoordinatorStore(dist.Store):
             if value is not None:
                 return self._on_get(key, value) if self._on_get else value
             if time.monotonic() > deadline:
-                raise ExchangeError(
+                raise UnreachedError(
                     f"no peer has answered for {self._prefix}{key} within {self._limit:g} s; "
                     "is network.interface the one that reaches the other sites?"
                 )
@@ -221,8 +241,9 @@ class PeerGroup:
     `sites` in the order of the epoch; `address` is the interface name or the IP address that
     the sockets bind to, `congestion` their TCP congestion control, if not the machine's. Forming it
     blocks until every peer has formed its own.
-    A transfer fails when nothing moves for `silence` seconds. Raises `ExchangeError` when a peer
-    does not come within `timeout` seconds and `EpochChangedError` once `cancelled()` is true.
+    A transfer fails when nothing moves for `silence` seconds. Raises `UnreachedError` when a peer
+    does not come, or is not linked, within `timeout` seconds, or refuses, `EpochChangedError` once
+    `cancelled()` is true, and `ExchangeError` for what is wrong at this rank.
     """
 
     def __init__(
@@ -257,14 +278,30 @@ class PeerGroup:
         before = connections() if congestion else set()
         try:
             self._backend = _unless(
-                over, lambda: _GLOO(store, self._index[me], len(self.sites), options)
+                over,
+                lambda: _GLOO(store, self._index[me], len(self.sites), options),
+                lambda: store.idle > timeout,
             )
+        except UnreachedError as error:
+            links = Links(sites, me, store.found)
+            raise UnreachedError(str(error), links.not_come(store.asked)) from None
+        except TimeoutError:
+            silent = Links(sites, me, store.found).silent(far_ends())
+            raise UnreachedError(
+                f"group {name}: no link to {', '.join(silent)} within {timeout:g} s; is "
+                "network.interface the one that reaches the other sites?",
+                silent,
+            ) from None
         except (ExchangeError, dist.DistError):
             raise
         except RuntimeError as error:
             if over():
                 raise EpochChangedError("the members changed while the group was formed") from None
-            raise ExchangeError(f"group {name}: {_first_line(error)}") from None
+            line = f"group {name}: {_first_line(error)}"
+            if len(store.found) < len(self.sites):
+                raise ExchangeError(line) from None  # not so far that a peer could refuse
+            refused = Links(sites, me, store.found).refused(str(error))
+            raise UnreachedError(line, refused) from None
         if congestion:
             # Another thread's connection may be among them, which takes no harm.
             set_congestion_of(connections() - before, congestion)
@@ -304,10 +341,13 @@ class _Sticky:
             return self._true
 
 
-def _unless(over: Callable[[], bool], make: Callable[[], Any]) -> Any:
-    """What `make` returns or raises. Raises `EpochChangedError` as soon as `over()` is true.
+def _unless(
+    over: Callable[[], bool], make: Callable[[], Any], late: Callable[[], bool] = lambda: False
+) -> Any:
+    """What `make` returns or raises. Raises `EpochChangedError` as soon as `over()` is true, and
+    `TimeoutError` once it is `late()`.
 
-    Gloo waits for a peer that has left its address and died for as long as its own time-out, and
+    Gloo waits for a peer that has left its address and died for five times its own time-out, and
     cannot be interrupted: that wait is left to a thread whose result nobody takes.
     """
     made: list[Any] = []
@@ -325,6 +365,8 @@ def _unless(over: Callable[[], bool], make: Callable[[], Any]) -> Any:
     while not ended.wait(LOOK):
         if over():
             raise EpochChangedError("the members changed while the group was formed")
+        if late():
+            raise TimeoutError
     if failed:
         raise failed[0]
     return made[0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
+from concurrent.futures import wait as wait_for
 from dataclasses import dataclass, field
 
 import torch
@@ -134,7 +134,8 @@ class OuterLoop:
         """It enters again, with its residual."""
         self.awaiting: set[int] = set()
         """While entering: fragments whose state has not come yet."""
-        self._held_back: list[Pending] = []
+        self._held_back: list[tuple[int, Pending]] = []
+        """Landings that wait for the state of their fragment, each with its tick."""
         self.restored: list[Pending] = []
         """Exchanges of a checkpoint that are not handed in again yet."""
 
@@ -163,11 +164,11 @@ class OuterLoop:
             state = self.states[fragment]
             state.adopt(self.live, snapshot.tensors, snapshot.codec, self.returning)
         self.awaiting.discard(fragment)
-        waiting = [item for item in self._held_back if item.key.fragment == fragment]
-        self._held_back = [item for item in self._held_back if item not in waiting]
-        for item in sorted(waiting, key=lambda item: item.lands_at):
-            if item.lands_at > tick:
-                self._land(item)
+        waiting = [each for each in self._held_back if each[1].key.fragment == fragment]
+        self._held_back = [each for each in self._held_back if each not in waiting]
+        for landed_at, item in sorted(waiting, key=lambda each: each[0]):
+            if landed_at > tick:
+                self._land(item, landed_at)
 
     def average_gradients(
         self, plan: RoundPlan, key: ExchangeKey, gradients: Mapping[str, torch.Tensor], late: bool
@@ -238,16 +239,17 @@ class OuterLoop:
         its fragment begins there."""
         self.land_due(plan.first_tick + slot)
         begins = self.begins(plan, slot)
-        self._land_all([item for item in self.pending if item.key.fragment in begins])
+        tick = plan.first_tick + slot
+        self._land_all([item for item in self.pending if item.key.fragment in begins], tick)
 
     def land_due(self, tick: int) -> None:
         """Land everything whose time has come, in order of time and fragment."""
-        self._land_all([item for item in self.pending if item.lands_at <= tick])
+        self._land_all([item for item in self.pending if item.lands_at <= tick], tick)
 
-    def _land_all(self, due: Sequence[Pending]) -> None:
+    def _land_all(self, due: Sequence[Pending], tick: int) -> None:
         for item in sorted(due, key=lambda item: (item.lands_at, item.key.fragment)):
             self.pending.remove(item)
-            self._land(item)
+            self._land(item, min(item.lands_at, tick))
 
     def settle(self) -> None:
         """Wait until all exchanges under way are decided; nothing of them lands."""
@@ -367,9 +369,9 @@ class OuterLoop:
             for name, view in each.layout.views(each.anchor).items()
         }
 
-    def _land(self, item: Pending) -> None:
+    def _land(self, item: Pending, tick: int) -> None:
         if item.key.fragment in self.awaiting:
-            self._held_back.append(item)
+            self._held_back.append((tick, item))
             return
         outcome = self._wait(item)
         state = self.states[item.key.fragment]
@@ -401,6 +403,8 @@ class OuterLoop:
         )
         with timeline.span("outer step", overlap=rule.overlap):
             state.land(self.live, outcome.average, rule)
+        # One that enters may have fetched a Q of another rank than that of this exchange.
+        state.compressor(plan.codec)
         if outcome.advance is not None and state.warm is not None:
             state.warm = outcome.advance(state.warm)
         if self._hash_beside:
@@ -423,14 +427,9 @@ class OuterLoop:
     def _wait(self, item: Pending) -> Outcome:
         start = time.monotonic()
         with timeline.span("wait for landing", key=item.key.text):
-            while True:
-                try:
-                    outcome = item.outcome.result(timeout=1.0)
-                    break
-                except FutureTimeoutError:
-                    if item.outcome.done():
-                        raise
-                    self._touch()
+            while not wait_for([item.outcome], timeout=1.0).done:
+                self._touch()
+            outcome = item.outcome.result()
         self.counts.wait_seconds += time.monotonic() - start
         self._blame(outcome, start)
         return outcome

@@ -44,6 +44,7 @@ from dilocox.outer.tunnel_addresses import (
 from dilocox.outer.tunnel_carrier import Carrier, UnreachableError, listener_at
 from dilocox.outer.tunnel_process import start_carrier
 from dilocox.outer.tunnel_tls import StrangerError
+from dilocox.outer.unreached import UnreachedError
 
 log = logging.getLogger(__name__)
 
@@ -191,7 +192,7 @@ class Passage:
     def on_get(self, key: str, value: bytes) -> bytes:
         """A Gloo address at which Gloo finds that peer here.
 
-        Raises `ExchangeError` for a peer that cannot be reached, `EpochChangedError`.
+        Raises `UnreachedError` for a peer that cannot be reached, `EpochChangedError`.
         """
         match = _GLOO_ADDRESS_KEY.fullmatch(key)
         if match is None:
@@ -200,7 +201,7 @@ class Passage:
         if index >= len(self._sites):
             raise ExchangeError(f"a Gloo address came for member {index} of {len(self._sites)}")
         if not is_announcement(value):
-            raise ExchangeError(
+            raise UnreachedError(
                 f"site {self._sites[index]} exchanges without a tunnel, this site with one; give "
                 "both the same [sites] with advertise and ports"
             )
@@ -240,9 +241,9 @@ class Passage:
                     )
             except UnreachableError as error:
                 if time.monotonic() + _PAUSE >= end:
-                    raise ExchangeError(_unreached(site, peer, str(error))) from None
+                    raise UnreachedError(_unreached(site, peer, str(error))) from None
             except StrangerError as error:
-                raise ExchangeError(_unreached(site, peer, str(error))) from None
+                raise UnreachedError(_unreached(site, peer, str(error))) from None
             time.sleep(_PAUSE)
 
 
@@ -317,10 +318,10 @@ def form_group(
 def direct_on_get(key: str, value: bytes) -> bytes:
     """The `on_get` of a group without a tunnel: refuses a peer that has one.
 
-    Raises `ExchangeError`.
+    Raises `UnreachedError`.
     """
     if is_announcement(value):
-        raise ExchangeError(
+        raise UnreachedError(
             f"a peer exchanges through a tunnel ({read_announcement(value)[0].host}), this site "
             "without; give both the same [sites] with advertise and ports"
         )

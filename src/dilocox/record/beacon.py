@@ -16,7 +16,7 @@ from pathlib import Path
 
 from dilocox.errors import RecordError
 from dilocox.outer.coordinator.keys import ExchangeKey
-from dilocox.record.course import Course
+from dilocox.record.course import Course, Step
 from dilocox.record.merkle import Frontier, leaf_hash
 
 BEACON, DRAW = b"dilocox/beacon/v1\0", b"dilocox/draw/v1\0"
@@ -75,8 +75,24 @@ def due_rounds(course: Course) -> list[int]:
 
 
 def sites_of(course: Course, round_: int) -> list[str]:
-    """Who trained a round, by name."""
-    return sorted(course.plans[round_]["members"])
+    """Who trained a round, by name.
+
+    A member of its plan that has contributed to none of its exchanges, in whatever attempt, was
+    gone before it or was left behind: nothing of it is in the model, and it has no state to show.
+    """
+    members = sorted(course.plans[round_]["members"])
+    if not decided(course, round_):
+        return members
+    steps = [course.steps[key] for key in exchanges_of(course, round_)]
+    return [site for site in members if any(_has_part(course, step, site) for step in steps)]
+
+
+def _has_part(course: Course, step: Step, site: str) -> bool:
+    return site in step.set or any(
+        (step.key.text, attempt, site, shard) in course.contributions
+        for attempt in range(1, step.attempt + 1)
+        for shard in range(course.shards)
+    )
 
 
 def read_randomness(path: Path) -> dict[int, bytes]:

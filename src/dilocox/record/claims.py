@@ -72,7 +72,8 @@ REPLAY = Claim(
 MODEL = Claim(
     "model",
     True,
-    "the published folder holds that final state bit for bit, and the files that came with it",
+    "the published folder holds that final state bit for bit, and the files that came with it; "
+    "no other weights lie there",
     "that the model is good, or safe to use",
 )
 RELEASE = Claim(

@@ -393,6 +393,10 @@ def _resumed(course: Course, keys: dict[str, str], statement: s.Statement) -> No
     tick = int(statement.predicate["tick"])
     course.since = course.read
     course.steps = {key: step for key, step in course.steps.items() if step.tick <= tick}
+    # What was signed for an exchange that begins anew is no part of it.
+    course.contributions = {
+        where: digest for where, digest in course.contributions.items() if where[0] in course.steps
+    }
     course.states = [state for state in course.states if state.kind == "initial"]
     course.plans = {n: plan for n, plan in course.plans.items() if plan["first_tick"] <= tick}
     course.rounds = {key: state for key, state in course.rounds.items() if state.tick <= tick}

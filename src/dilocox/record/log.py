@@ -2,7 +2,8 @@
 
 `statements.jsonl` holds the envelopes, a leaf each; `checkpoint` the newest signed checkpoint;
 `log.pub` the key that has signed it. An entry is written before the checkpoint that covers it, so a
-crash between the two leaves entries that the next start covers.
+crash between the two leaves entries that the next start covers. The death of the machine may take
+what was appended since the last `sync` or `cover`.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class LogContent:
 
 class LogWriter:
     """Appends to the log in a folder. One process at a time; `cover` in one thread at a time, which
-    may be another than that of `append`."""
+    may be another than that of `append` and `sync`."""
 
     def __init__(self, folder: Path, origin: str, key: Ed25519PrivateKey) -> None:
         """Begin a log, or go on with the one in `folder`.
@@ -50,8 +51,9 @@ class LogWriter:
         """What was there already."""
         self._tree = Frontier(leaf_hash(entry.encode()) for entry in self.entries)
         self._file = (folder / ENTRIES).open("ab")
+        _sync_folder(folder)
         _replace(folder / PUBLIC, f"{self.public}\n")
-        self._covered, self._note = -1, ""
+        self._covered, self._synced, self._note = -1, -1, ""
         self._lock = threading.Lock()
         self.cover()
 
@@ -63,13 +65,21 @@ class LogWriter:
             self._file.flush()
             self._tree.append(leaf_hash(data))
 
+    def sync(self) -> None:
+        """Return when all that was appended will survive a power cut. Raises `OSError`."""
+        with self._lock:
+            size = self._tree.size
+        if self._synced < size:
+            os.fsync(self._file.fileno())
+            self._synced = size
+
     def cover(self) -> str:
         """Sign what is there now; the signed checkpoint. Raises `OSError`."""
         with self._lock:
             checkpoint = LogCheckpoint(self._origin, self._tree.size, self._tree.root)
         if self._covered != checkpoint.size:
             # A checkpoint that is there after a power cut must find its entries there.
-            os.fsync(self._file.fileno())
+            self.sync()
             self._note = sign_note(checkpoint.text, self._origin, self._key)
             _replace(self._folder / CHECKPOINT, self._note)
             self._covered = checkpoint.size
@@ -167,7 +177,9 @@ def _recovered(folder: Path, key: NoteKey) -> list[str]:
             raise RecordError(f"{path}: missing, though a checkpoint of it is there; put it back")
         return []
     data = path.read_bytes()
-    whole = data.rfind(b"\n") + 1
+    # Blocks that a power cut kept from being written read as zeros, of which no entry has any.
+    hole = data.find(b"\0")
+    whole = data.rfind(b"\n", 0, len(data) if hole < 0 else hole) + 1
     entries = data[:whole].decode().split("\n")[:-1]
     if (folder / CHECKPOINT).exists():
         note = (folder / CHECKPOINT).read_text(encoding="utf-8")
@@ -190,3 +202,12 @@ def _replace(path: Path, text: str) -> None:
         file.flush()
         os.fsync(file.fileno())
     part.replace(path)
+
+
+def _sync_folder(folder: Path) -> None:
+    """A new file's name survives a power cut, too."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

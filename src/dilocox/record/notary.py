@@ -34,6 +34,9 @@ from dilocox.version import __version__
 
 log = logging.getLogger(__name__)
 
+REMEMBERED = 4
+"""Rounds whose commitments and payloads are known yet: the event log may lose a decision that the
+record has, which then is taken again."""
 KEY_FILE = "record-key"
 """In the coordinator's folder, readable by its owner: the log's private key, hex."""
 PACKAGES = ("torch", "transformers", "numpy", "safetensors", "tokenizers")
@@ -59,6 +62,8 @@ class LogNotary:
     """SHA-256 of payloads by exchange and attempt, by `SITE/SHARD`."""
     _commitments: dict[str, dict[tuple[str, int], dict[str, str]]] = field(default_factory=dict)
     """What was committed to, by exchange, by (site, shard)."""
+    _oldest: int = 0
+    """First round of which they are kept."""
     _filed: set[bytes] = field(default_factory=set)
     _failure: OSError | None = None
     _told: bool = False
@@ -93,6 +98,7 @@ class LogNotary:
                 manifest(config, str(writer.public)),
                 {"run-file": digest_of(config.shared())},
             )
+            notary.sync()
         if config.record.anchor:
             notary._anchor = Anchor(config.record.anchor, config.network.link_timeout)
         return notary
@@ -121,6 +127,7 @@ class LogNotary:
             },
             {f"key of {request.site}": hashlib.sha256(request.record_key.encode()).hexdigest()},
         )
+        self.sync()
         self._keys[request.site] = request.record_key
 
     def committed(self, rank: Rank, key: ExchangeKey, statement: str, *, bound: bool) -> bool:
@@ -143,7 +150,14 @@ class LogNotary:
         return self._commitments.get(key.text, {}).keys()
 
     def contribution(
-        self, rank: Rank, key: ExchangeKey, attempt: int, digest: str, statement: str
+        self,
+        rank: Rank,
+        key: ExchangeKey,
+        attempt: int,
+        digest: str,
+        statement: str,
+        *,
+        in_time: bool = True,
     ) -> bool:
         """See `Notary`."""
         found = self._signed(rank, statement, s.CONTRIBUTION)
@@ -151,11 +165,17 @@ class LogNotary:
         if found != expected:
             raise Refused("refused", f"{rank}: its signed contribution to {key.text} is another")
         before = self._commitments.get(key.text, {}).get((rank.site, rank.shard))
-        self._file(statement, found)
-        if before is None:
+        if before is None or not in_time:
             return False
+        self._file(statement, found)
         bound = sealed(digest, self.run, key.text, rank.site, rank.shard)
         return before.get("payload", bound) == bound
+
+    def contributions(self, key: ExchangeKey, attempt: int) -> Mapping[tuple[str, int], str]:
+        """See `Notary`."""
+        known = self._payloads.get(f"{key.text}#{attempt}", {})
+        places = {place: place.rsplit("/", 1) for place in known}
+        return {(site, int(shard)): known[place] for place, (site, shard) in places.items()}
 
     def checkpoint(self, rank: Rank, statement: str) -> None:
         """See `Notary`. An attestation is about a site, the others about a rank."""
@@ -169,6 +189,8 @@ class LogNotary:
         if place != (rank.site, rank.stage, rank.shard):
             raise Refused("refused", f"{rank}: its signed {found.kind} is another rank's")
         self._file(statement, found)
+        # It is said once: after the answer nobody would say it again.
+        self.sync()
 
     def planned(self, plan: RoundPlan) -> None:
         """See `Notary`. Who repeats a round takes its plan as given; else nobody needs it."""
@@ -195,14 +217,17 @@ class LogNotary:
         known = self._steps.get(decision.key.text, {})
         if (known.get("attempt"), known.get("set")) != (decision.attempt, list(decision.set)):
             self._say(s.STEP, predicate, payloads)
+            # Sites are told next, and what they have heard they do not ask for again.
+            self.sync()
 
     def resumed(self, round_: int, tick: int) -> None:
         """See `Notary`."""
         self._say(s.RESUME, {"round": round_, "tick": tick}, {})
-        self._steps.clear()
-        self._plans.clear()
-        self._commitments.clear()
-        self._filed.clear()
+        self.sync()
+
+    def sync(self) -> None:
+        """See `Notary`."""
+        self._guarded(self.writer.sync)
 
     def cover(self) -> None:
         """See `Notary`. Disks take their time to keep something for good: it is done beside."""
@@ -245,8 +270,7 @@ class LogNotary:
             self._plans[predicate["round"]] = predicate["plan"]
         elif kind == s.STEP:
             self._steps[predicate["exchange_key"]] = predicate
-            self._payloads.pop(f"{predicate['exchange_key']}#{predicate['attempt']}", None)
-            self._commitments.pop(predicate["exchange_key"], None)
+            self._forget(int(predicate["round"]) - REMEMBERED)
         elif kind == s.COMMITMENT:
             place = (predicate["site"], predicate["shard"])
             there = self._commitments.setdefault(predicate["exchange_key"], {})
@@ -256,9 +280,19 @@ class LogNotary:
             of = f"{predicate['site']}/{predicate['shard']}"
             self._payloads.setdefault(attempt, {})[of] = statement.subjects["payload"]
         elif kind == s.RESUME:
-            self._commitments.clear()
+            for known in (self._steps, self._plans, self._commitments, self._payloads, self._filed):
+                known.clear()
+            self._oldest = 0
         if kind in s.BY_SITE:
             self._filed.add(hashlib.sha256(statement.to_bytes()).digest())
+
+    def _forget(self, oldest: int) -> None:
+        if oldest <= self._oldest:
+            return
+        self._oldest = oldest
+        for known in (self._commitments, self._payloads):
+            for key in [k for k in known if ExchangeKey.parse(k.split("#")[0]).round < oldest]:
+                del known[key]
 
     def _guarded(self, write: Callable[[], object]) -> None:
         if self._failure is None:

@@ -22,17 +22,20 @@ AUDITS = f"record/{FOLDER}"
 def fetched(url: str) -> Iterator[Path]:
     """A folder with the log, the run file and the model of the run at `url`, for as long as it is
     needed. The store stays where it is. Raises `RecordError`."""
-    with tempfile.TemporaryDirectory(prefix="dilocox-verify-") as name:
-        folder = Path(name)
+    with tempfile.TemporaryDirectory(prefix="dilocox-verify-") as place:
+        folder = Path(place)
         try:
             files, root = fsspec.core.url_to_fs(url.rstrip("/"))
             wanted = list(LOG_FILES)
             if files.exists(f"{root}/run.toml"):
                 wanted.append("run.toml")
             if files.exists(f"{root}/model"):
-                listed = files.ls(f"{root}/model", detail=True)
-                names = [each["name"] for each in listed if each["type"] == "file"]
-                wanted += [f"model/{str(found).rsplit('/', 1)[-1]}" for found in names]
+                for each in files.ls(f"{root}/model", detail=True):
+                    where, _, name = str(each["name"]).rstrip("/").rpartition("/")
+                    if each["type"] == "file":
+                        wanted.append(f"model/{name}")
+                    elif where == f"{root}/model":  # that it is there is what is to be judged
+                        (folder / "model" / name).mkdir(parents=True, exist_ok=True)
             if files.exists(f"{root}/{AUDITS}"):
                 names = files.ls(f"{root}/{AUDITS}", detail=False)
                 wanted += [f"{AUDITS}/{str(found).rsplit('/', 1)[-1]}" for found in names]

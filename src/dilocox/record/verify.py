@@ -334,16 +334,20 @@ class _Verification:
 
     def _tensors(self, folder: Path, states: Sequence[State]) -> int:
         from dilocox.config import ModelSection
-        from dilocox.models import load_model_config, open_weights
+        from dilocox.models import load_model_config
+        from dilocox.models.pretrained import PretrainedWeights, stored_names
         from dilocox.record.digests import tensor_digest
+        from dilocox.record.weights import check_weights
 
         try:
             signed = [each for state in states for each in self._listing(state)]
         except RecordError:
             self._need(c.PAYLOADS)
             raise
-        section = ModelSection(path=str(folder))
-        weights = open_weights(section, load_model_config(section, None), 0)
+        check_weights(folder, stored_names(folder))
+        weights = PretrainedWeights(folder, load_model_config(ModelSection(path=str(folder)), None))
+        if weights.strays:
+            raise RecordError(f"{folder}: {weights.strays[0]} is stored there, none of the model's")
         for number, each in enumerate(signed):
             self.progress("comparing the model", number / len(signed))
             if tensor_digest(each.name, weights.tensor(each.name)) != each:

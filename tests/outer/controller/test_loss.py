@@ -20,8 +20,9 @@ from dilocox.outer.controller.loss import (
 STEPS = table()["inner_steps"]
 
 
-def test_the_table_is_sound() -> None:
-    known = table()
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_the_table_is_sound(optimizer: str) -> None:
+    known = table(optimizer)
     rates = known["outer"]["flat"], known["outer"]["topk"]
     columns = [known["local"], *known["flat"].values()]
     columns += [of[name] for of in rates for name in ("learning_rate", "momentum")]
@@ -71,6 +72,17 @@ def test_points_of_the_table_and_between_them() -> None:
     assert loss_of(5000, "none", 0.0) == known["local"][-1]
     assert codec_loss(5, "topk:2048") == pytest.approx(row[-1])
     assert codec_loss(5, "bf16") == 0.0
+
+
+def test_what_is_known_of_an_optimizer_holds_instead_and_the_rest_is_adamws() -> None:
+    muon, adamw = table("muon"), table()
+    assert table("sgd") == adamw
+    assert muon["delay"] == adamw["delay"]
+    assert loss_of(5, "none", 0.0, "muon") == pytest.approx(muon["local"][2])
+    assert codec_loss(5, "topk:82", "muon") == pytest.approx(muon["topk"]["loss"][2][4])
+    # Muon loses little to long rounds and much to few values.
+    assert loss_of(20, "int2", 0.25, "muon") < loss_of(20, "int2", 0.25)
+    assert loss_of(2, "topk:20", 0.5, "muon") > loss_of(2, "topk:20", 0.5)
 
 
 def test_what_goes_with_the_inner_steps() -> None:

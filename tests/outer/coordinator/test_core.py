@@ -36,6 +36,35 @@ def test_start_waits_for_all_sites_and_their_ranks(driver: Driver) -> None:
     assert sorted(numbers(plan)) == list(range(3 * 4 * 4))
 
 
+def test_a_site_that_loads_a_large_model_is_alive_and_not_there(tmp_path: Path) -> None:
+    driver = Driver(tmp_path, run_config(), wait_for=2)
+    limit = driver.core.timeouts.first_beat
+    for name in "ab":
+        driver.enrol(name)
+    building = {"building": True}
+
+    def pass_time(*sites: str) -> None:
+        # In steps: a coordinator that was asleep takes nobody for dead.
+        for _ in range(int(limit)):
+            driver.clock.time += 1.0
+            for name in sites:
+                driver.beat(name, **building)
+            driver.core.expire()
+
+    for _ in range(3):
+        pass_time("a", "b")
+    assert driver.core.state.with_role("gone") == []
+    for name in "ab":
+        driver.ready(name)
+        driver.beat(name)
+    driver.enrol("c")
+    reply = driver.beat("c", **building)
+    # It enters, and others count on it, once all its ranks are there.
+    assert (reply.role, driver.core.state.sites["c"].role) == ("enrolled", "enrolled")
+    assert driver.beat("c").role == "entering"
+    driver.core.close()
+
+
 def test_wait_for_fewer_sites(tmp_path: Path) -> None:
     driver = Driver(tmp_path, run_config(), wait_for=2)
     driver.enrol("c")
@@ -324,6 +353,46 @@ def test_a_broken_attempt_is_repeated_in_a_new_epoch(driver: Driver) -> None:
     driver.vote(first, "a", attempt, held=["a", "b"])
     assert driver.vote(first, "b", attempt, held=["a", "b"]).set == ["a", "b"]
     assert replayed(driver) == driver.core.state
+
+
+def test_one_that_enters_and_cannot_be_reached_goes_before_any_other(tmp_path: Path) -> None:
+    """It is missed by nobody, whoever else is named, and however its own reports sound."""
+    driver = Driver(tmp_path, run_config(), wait_for=2)
+    for site in "bc":
+        driver.enrol(site)
+    for site in "bc":
+        driver.ready(site)
+    driver.enrol("a")
+    assert driver.beat("a").role == "entering"
+    driver.plan(0, "b")
+    key = OUTER(0, 0, 0)
+    assert driver.begin(key, "b").members[0].role == "entering"
+    driver.vote(key, "c", 1, broken=True, failed=["a", "b"])
+    driver.vote(key, "b", 2, broken=True, failed=["c"])
+    assert driver.core.state.live == ["a", "b", "c"]
+    # It says itself that it gets nothing: heard, and to be repeated.
+    reply = driver.vote(key, "a", 3, broken=True, failed=["b"])
+    assert reply.decision == "repeat"
+    assert driver.core.state.sites["a"].reason == "unreachable"
+    assert driver.core.state.live == ["b", "c"]
+    attempt = driver.begin(key, "b").attempt
+    driver.vote(key, "c", attempt, held=["b", "c"])
+    assert driver.vote(key, "b", attempt, held=["b", "c"]).set == ["b", "c"]
+    assert replayed(driver) == driver.core.state
+    driver.core.close()
+
+
+def test_who_only_receives_does_not_vote(tmp_path: Path) -> None:
+    driver = Driver(tmp_path, run_config("ab"), wait_for=1)
+    driver.enrol("a")
+    driver.ready("a")
+    driver.enrol("b")
+    driver.beat("b")
+    driver.plan(0, "a")
+    driver.begin(OUTER(0, 0, 0), "a")
+    with pytest.raises(Refused, match="does not vote"):
+        driver.vote(OUTER(0, 0, 0), "b", held=["a"])
+    driver.core.close()
 
 
 def test_two_sites_without_a_link_do_not_drop_each_other_both(tmp_path: Path) -> None:

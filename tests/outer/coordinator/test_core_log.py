@@ -134,6 +134,7 @@ def test_resume_without_a_site_gives_its_ranges_to_the_others(tmp_path: Path) ->
     driver.enrol("a")
     driver.enrol("c")
     driver.ready("a")
+    driver.beat("c")
     driver.ready("c")
     assert driver.plan(1, "a") == plans[1]
     assert driver.core.state.sites["c"].active_from == 2

@@ -64,6 +64,12 @@ def test_the_same_bytes_count_once_and_raise_a_flag() -> None:
     assert found.verdicts["a"].flags == ["copied"]
 
 
+def test_nobody_is_the_copy_of_one_who_has_not_committed() -> None:
+    """A site that commits to nothing and votes with another's digest does not take its place."""
+    digests = {site: [digest(site)] for site in SITES} | {"a": [digest("c")]}
+    assert codes(evidence({}, digests=digests, uncommitted=["a"])) == {"a": "uncommitted"}
+
+
 def test_last_rounds_bytes_are_stale() -> None:
     assert codes(evidence({}, earlier=frozenset([digest("d")]))) == {"d": "stale"}
 

@@ -199,6 +199,7 @@ def test_exchange_with_waiting_voters_and_a_death(tmp_path: Path) -> None:
             voters = [client for (site, _), client in clients.items() if site != "b"]
             futures = [pool.submit(exchange, client) for client in voters]
             # b has voted with one of its two ranks, then it leaves.
+            clients["b", 1].attempt(key)
             futures.append(pool.submit(exchange, clients["b", 0]))
             while len(run.core.state.exchanges.get(key.text, Empty).votes) < 5:
                 assert run.core.state.phase == "running"
@@ -223,7 +224,7 @@ def test_a_wait_ends_with_the_name_of_who_was_waited_for(run: Run) -> None:
     clients = run.start()
     clients["a"].plan(0)
     key = OUTER(0, 0, 0)
-    clients["a"].begin(key)
+    clients["a"].attempt(key)
     with pytest.raises(ExchangeError, match=r"no decision after 0\.05 s; waited for b stage 0"):
         clients["a"].vote(key, 1, held=["a"], limit=0.05)
     with pytest.raises(CoordinatorError, match="waited for the plan of round 1"):
@@ -238,7 +239,7 @@ def test_too_few_sites_are_waited_for_without_a_limit(tmp_path: Path) -> None:
         clients = run.start()
         clients["a"].plan(0)
         key = OUTER(0, 0, 0)
-        clients["a"].begin(key)
+        clients["a"].attempt(key)
         clients["b"].leave("power cut", failed=True)
         with ThreadPoolExecutor(1) as pool:
             vote = pool.submit(clients["a"].vote, key, 2, held=["a"], limit=0.01)
@@ -281,7 +282,7 @@ def test_restart_while_a_rank_waits(run: Run) -> None:
     clients = run.start()
     clients["a"].plan(0)
     key = OUTER(0, 0, 0)
-    clients["a"].begin(key)
+    clients["a"].attempt(key)
     clients["a"].kv_set("site/a/address", b"10.0.0.1:5")
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(clients["a"].vote, key, 1, held=["a", "b"])

@@ -25,7 +25,7 @@ def test_order_of_limits(link: float, share: float) -> None:
         limits.first_beat,
         limits.link,
     ]
-    outer = [limits.link, limits.form, limits.exchange, limits.stall]
+    outer = [limits.link, limits.form, limits.stall]
     for chain in (inner, outer):
         assert chain == sorted(chain)
     assert limits.beat * 4 < limits.heartbeat
@@ -33,7 +33,7 @@ def test_order_of_limits(link: float, share: float) -> None:
     assert limits.silence + LOOKS * limits.beat == pytest.approx(limits.heartbeat)
     assert limits.retry < limits.retry_most < limits.coordinator < limits.rejoin
     assert limits.poll <= MAX_POLL
-    assert limits.poll + limits.request < limits.exchange
+    assert limits.poll + limits.request < limits.coordinator
     assert limits.heartbeat < limits.coordinator
     assert limits.parting < limits.dial <= limits.greeting <= limits.link
     lines = limits.table().splitlines()

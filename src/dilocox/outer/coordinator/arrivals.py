@@ -18,9 +18,16 @@ class Arrivals:
         self._times: dict[str, dict[tuple[str, int], float]] = {}
         self._looked: float | None = None
 
-    def note(self, key: str, site: str, shard: int, now: float) -> None:
-        """A rank asks for the members of exchange `key`; only the first time counts."""
-        self._times.setdefault(key, {}).setdefault((site, shard), now)
+    def note(self, key: str, site: str, shard: int, now: float) -> bool:
+        """A rank asks for the members of exchange `key`; only the first time counts. True then."""
+        times = self._times.setdefault(key, {})
+        news = (site, shard) not in times
+        times.setdefault((site, shard), now)
+        return news
+
+    def present(self, key: str) -> Collection[tuple[str, int]]:
+        """(site, shard) of those that are there for an exchange."""
+        return self._times.get(key, {}).keys()
 
     def keep(self, keys: Collection[str]) -> None:
         """Forget all exchanges but `keys`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import math
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -66,6 +67,12 @@ class CoordinatorClient:
     def ready(self) -> None:
         """This rank of an entering site holds the full state."""
         self._post("ready", m.ReadyRequest(rank=self.rank), m.Done)
+
+    def building(self) -> m.BeatReply:
+        """Say that this rank is alive, and not there yet: its model takes long to be built."""
+        request = m.BeatRequest(rank=self.rank, tick=0, round=0, slot=0, building=True)
+        limit = self.timeouts.heartbeat / 2
+        return self._transport.call("POST", "beat", request, m.BeatReply, limit=limit)
 
     def beat(
         self, tick: int, round_: int, slot: int, slot_seconds: float | None = None
@@ -145,26 +152,30 @@ class CoordinatorClient:
     def begin(
         self, key: m.ExchangeKey, commitment: str | None = None, *, limit: float | None = None
     ) -> m.BeginReply:
-        """Attempt and group of an exchange.
+        """Attempt and group of an exchange, once all who vote are there for it; with a signed
+        `commitment` once all have given theirs.
 
-        Without a signed `commitment` it waits for nobody; with one until all who vote have given
-        theirs. Raises `ExchangeError` after `limit` seconds (default `timeouts.exchange`), naming
-        the ranks that were waited for.
+        Without a `limit` in seconds it waits for as long as the coordinator answers: who lets the
+        others wait for too long, or dies, votes no more. Raises `ExchangeError` after `limit`,
+        naming the ranks that were waited for.
         """
-        limit = self.timeouts.exchange if limit is None else limit
-        end = self._now() + limit
+        end = math.inf if limit is None else self._now() + limit
         while True:
-            left = 0.0 if commitment is None else max(0.0, end - self._now())
-            wait = min(self.timeouts.poll, left)
+            wait = min(self.timeouts.poll, max(0.0, end - self._now()))
             request = m.BeginRequest(key=key.text, rank=self.rank, commitment=commitment, wait=wait)
             reply = self._post("exchange/begin", request, m.BeginReply, wait)
             if not reply.waiting_for:
                 return reply
             if self._now() >= end:
                 raise ExchangeError(
-                    f"exchange {key.text}: not all have committed to a contribution after "
-                    f"{limit:g} s; waited for {', '.join(reply.waiting_for[:8])}"
+                    f"exchange {key.text}: not all are there for it after {limit:g} s; waited for "
+                    f"{', '.join(reply.waiting_for[:8])}"
                 )
+
+    def attempt(self, key: m.ExchangeKey) -> int:
+        """The attempt that an exchange is at; waits for nobody."""
+        request = m.BeginRequest(key=key.text, rank=self.rank)
+        return self._post("exchange/begin", request, m.BeginReply).attempt
 
     def vote(
         self,
@@ -181,9 +192,9 @@ class CoordinatorClient:
     ) -> m.VoteReply:
         """Vote and wait for the decision: "commit", "average" or "repeat".
 
-        Raises `ExchangeError` after `limit` seconds (default `timeouts.exchange`), naming the
-        ranks that were waited for. While all have voted and are fewer than `min_sites`, it waits
-        for as long as that lasts.
+        It waits as `begin` does. Raises `ExchangeError` after `limit` seconds, if there is one,
+        naming the ranks that were waited for; time in which all have voted and are fewer than
+        `min_sites` does not count.
         """
         fields = {
             "phase": phase,
@@ -218,8 +229,7 @@ class CoordinatorClient:
     def _vote(
         self, key: m.ExchangeKey, attempt: int, fields: dict[str, Any], limit: float | None
     ) -> m.VoteReply:
-        limit = self.timeouts.exchange if limit is None else limit
-        end = self._now() + limit
+        end = math.inf if limit is None else self._now() + limit
         while True:
             wait = min(self.timeouts.poll, max(0.0, end - self._now()))
             request = m.VoteRequest(
@@ -228,7 +238,7 @@ class CoordinatorClient:
             reply = self._post("exchange/vote", request, m.VoteReply, wait)
             if reply.decision != "wait":
                 return reply
-            if not reply.waiting_for and not request.observer:
+            if not reply.waiting_for and not request.observer and limit is not None:
                 # All who are there have voted, and they are fewer than `min_sites`: that may last.
                 end = self._now() + limit
             elif self._now() >= end:

@@ -31,6 +31,7 @@ from dilocox.outer.coordinator.notary import Notary, Witness
 from dilocox.outer.coordinator.refusals import Caller, Refused
 from dilocox.outer.coordinator.resume import resume_point
 from dilocox.outer.coordinator.saves import Saves
+from dilocox.outer.coordinator.starting import entered, entry_round, lacking
 from dilocox.outer.coordinator.state import CoordinatorState
 from dilocox.outer.coordinator.store import Store
 from dilocox.outer.coordinator.stragglers import overdue
@@ -45,10 +46,9 @@ _TOPICS: dict[type[e.Event], tuple[str, ...]] = {
     e.Activated: ("plan", "exchange"),
     e.Leaving: ("plan",),
     e.Overtaken: ("plan", "exchange"),
-    e.Gone: ("plan", "exchange", "store"),
     e.Planned: ("plan",),
     e.RoundDone: ("plan",),
-    e.Ended: ("plan", "exchange", "store"),
+    **dict.fromkeys((e.Gone, e.Regathered, e.Resumed, e.Ended), ("plan", "exchange", "store")),
 }
 _log = logging.getLogger(__name__)
 
@@ -138,9 +138,6 @@ class Coordinator:
         enrol again. What is in the log after it stays there and is superseded. Raises
         `CheckpointError`."""
         event = resume_point(self.config, self.log.events(), self.wall(), tick)
-        for site in self.state.sites:
-            self.liveness.forget(site)
-            self.arrivals.forget(site)
         self.record(event)
         if self._on_resumed is not None:
             self._on_resumed(event.round)
@@ -163,9 +160,12 @@ class Coordinator:
         self.witness.happened(self.state, event)
         if isinstance(event, e.Decided):
             views.report_verdicts(self.state, event, self._hand_on)
-        if isinstance(event, e.Gone):
-            self.liveness.forget(event.site)
-            self.arrivals.forget(event.site)
+        if isinstance(event, e.Enrolled):
+            self._expect(event.site, self.timeouts.first_beat)
+        if isinstance(event, e.Gone | e.Regathered | e.Resumed):
+            for site in self.state.with_role("gone"):
+                self.liveness.forget(site)
+                self.arrivals.forget(site)
         if isinstance(event, e.Planned) and self._on_plan is not None:
             self._on_plan(self.state.plans[event.plan["round"]])
         if isinstance(event, e.Decided | e.Retried):
@@ -210,7 +210,7 @@ class Coordinator:
         grace = self.timeouts.grace
         self.arrivals.look(self._now(), self.timeouts.heartbeat / 2)
         for straggler in overdue(self.state, self.arrivals, self._now(), grace):
-            self.record(e.Overtaken(self.wall(), *straggler))
+            self.record(e.Overtaken(self.wall(), *straggler, entry_round(self.state)))
 
     # --- who may speak ----------------------------------------------------------------------
 
@@ -273,7 +273,6 @@ class Coordinator:
             request.data_digest,
         )  # fmt: skip
         self.witness.enrolled(request, incarnation)
-        self._expect(request.site, self.timeouts.first_beat)
         self.record(event)
         return self._admission(request.site)
 
@@ -308,11 +307,12 @@ class Coordinator:
         site = state.sites[rank.site]
         key = (rank.site, rank.stage, rank.shard)
         if site.role != "finished" and key[1:] not in site.finished | site.left:
-            self.liveness.beat(key, self._now(), request.tick, request.slot_seconds)
-        if site.role == "enrolled" and (state.running or state.phase == "starting"):
-            donor = state.donor_for(rank.site) or state.founder
-            if donor is not None and self.liveness.all_beaten(rank.site):
-                self.record(e.Entered(self.wall(), rank.site, donor))
+            self.liveness.beat(
+                key, self._now(), request.tick, request.slot_seconds, request.building
+            )
+        enters = entered(state, rank.site, self.wall())
+        if enters is not None and self.liveness.all_beaten(rank.site):
+            self.record(enters)
         if state.phase == "running":
             lease = self.liveness.lease(state.lease, state.with_role("active"))
             if lease > state.lease:
@@ -327,6 +327,8 @@ class Coordinator:
         asking = state.sites.get(caller.site)
         if asking is not None and asking.leaves_before(round_):
             return m.PlanReply(plan=None, waiting_for="", leave=True)
+        if asking is not None and (lacks := lacking(state, asking.name, round_, self.wall())):
+            self.record(lacks)
         if round_ in state.plans:
             receive = asking is not None and asking.role == "entering"
             return m.PlanReply(plan=state.plans[round_], waiting_for="", receive=receive)
@@ -364,8 +366,8 @@ class Coordinator:
     # --- exchange ---------------------------------------------------------------------------
 
     def begin(self, request: m.BeginRequest) -> m.BeginReply:
-        """Pin an exchange to the present epoch, or say what it is pinned to and who has to commit
-        to a contribution before payloads may be sent."""
+        """Pin an exchange to the present epoch, or say what it is pinned to and who has to be
+        there, or to commit to a contribution, before payloads may be sent."""
         self._check_running()
         key = m.ExchangeKey.parse(request.key)
         if key.stage != request.rank.stage:
@@ -381,19 +383,22 @@ class Coordinator:
             self.record(e.Pinned(self.wall(), request.key), request.key)
             exchange = self.state.exchanges[request.key]
             self.arrivals.keep(self.state.exchanges)
-        if self.witness.committing(self.state, exchange, request):
-            self.on_change(f"key/{request.key}")
+        news = self.witness.committing(self.state, exchange, request)
+        rank = request.rank
         if self.witness.is_there(request):
-            self.arrivals.note(request.key, request.rank.site, request.rank.shard, self._now())
+            news |= self.arrivals.note(request.key, rank.site, rank.shard, self._now())
+        if news:
+            self.on_change(f"key/{request.key}")
         return self.begun(request)
 
     def begun(self, request: m.BeginRequest) -> m.BeginReply:
-        """What an exchange that was begun is pinned to now, and who has to commit yet."""
+        """What an exchange that was begun is pinned to now, and who is waited for."""
         self._check_running()
         exchange = self.state.exchanges.get(request.key)
         if exchange is None:
             raise Refused("conflict", f"exchange {request.key}: not in progress any more")
-        awaited = self.witness.awaited(self.state, exchange, request)
+        present = self.arrivals.present(request.key)
+        awaited = self.witness.awaited(self.state, exchange, request, present)
         return views.begin_reply(self.state, exchange, awaited)
 
     def _fresh(self, round_: int) -> bool:
@@ -408,7 +413,9 @@ class Coordinator:
         voter = (rank.site, rank.stage, rank.shard)
         behind = self.state.sites[rank.site].is_behind(exchange.round)
         if exchange.decision is None and not request.observer and not behind:
-            if voter not in self.state.voters(exchange):
+            # One that only receives may say that it does not: its link is to be mended, or it goes.
+            receives = request.broken and rank.site in dict(exchange.members)
+            if voter not in self.state.voters(exchange) and not receives:
                 raise Refused("conflict", f"{rank}: does not vote on exchange {request.key}")
             if request.broken:
                 self._broke(request, exchange)

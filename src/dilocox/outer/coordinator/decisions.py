@@ -8,6 +8,7 @@ from dilocox.outer.coordinator.exchanges import Exchange, RankKey
 from dilocox.outer.coordinator.judging import Evidence, judge
 from dilocox.outer.coordinator.keys import ExchangeKey
 from dilocox.outer.coordinator.plans import make_plan
+from dilocox.outer.coordinator.starting import begun
 from dilocox.outer.coordinator.state import CoordinatorState
 from dilocox.outer.coordinator.verdict_messages import MICRO
 
@@ -27,9 +28,9 @@ def decide(
     """
     if state.over:
         return None
-    begun = _begin(state, wait_for, time)
-    if begun is not None:
-        return begun
+    started = begun(state, wait_for, time)
+    if started is not None:
+        return started
     for name in state.with_role("active"):
         site = state.sites[name]
         if site.left and len(site.left) == state.config.site.ranks:
@@ -43,36 +44,6 @@ def decide(
     if key is not None:
         return None
     return _checkpoint(state, time) or _end(state, time)
-
-
-def _begin(state: CoordinatorState, wait_for: int, time: float) -> e.Event | None:
-    if state.phase == "enrolling":
-        enrolled = state.with_role("enrolled")
-        if len(enrolled) >= wait_for:
-            return e.Started(time, enrolled, enrolled[0])
-        return None
-    ready = [
-        name
-        for name in state.with_role("entering")
-        if len(state.sites[name].ready) == state.config.site.ranks
-    ]
-    if state.phase == "starting":
-        starters = state.starters
-        if len(starters) < state.config.outer.min_sites or not starters:
-            return None
-        if not all(name in ready for name in starters):
-            return None
-    if ready and (state.phase == "starting" or state.running):
-        return e.Activated(time, {name: _first_round(state, name) for name in ready})
-    return None
-
-
-def _first_round(state: CoordinatorState, name: str) -> int:
-    """The first round without a plan; after a resume, the recorded one that names the site."""
-    plan = state.plans.get(state.first_round)
-    if state.phase == "starting" and plan is not None and name in plan.members:
-        return state.first_round
-    return state.next_round
 
 
 def plan_round(state: CoordinatorState, round_: int, time: float) -> e.Planned | str:

@@ -65,6 +65,8 @@ class Started(Event):
 
     sites: list[str]
     founder: str
+    from_round: int | None = None
+    """Who has to fetch its state receives from this round on; none: from the first."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,26 @@ class Entered(Event):
 
     site: str
     donor: str
+    from_round: int | None = None
+    """It receives from this round on; none: from the first that is not begun."""
+    starts: bool = False
+    """The others wait for it with the start."""
+
+
+@dataclass(frozen=True)
+class Lacking(Event):
+    """A site that was to go on from a checkpoint has no part of it: the others start without it,
+    and it enters."""
+
+    site: str
+
+
+@dataclass(frozen=True)
+class Regathered(Event):
+    """No start will come of the sites that are left: `sites`, which have begun to fetch state,
+    have to join again, and the run waits for as many sites as at its beginning."""
+
+    sites: list[str]
 
 
 @dataclass(frozen=True)
@@ -82,9 +104,12 @@ class Ready(OfRank):
 
 @dataclass(frozen=True)
 class Activated(Event):
-    """Sites contribute and vote from these rounds on, by site."""
+    """Sites contribute from these rounds on, by site."""
 
     rounds: dict[str, int]
+    since: dict[str, int] | None = None
+    """The first rounds whose exchanges are theirs, by site: those that they have from a checkpoint
+    are older. None: of all recorded rounds that name them."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +121,8 @@ class Overtaken(Event):
     incarnation: int
     donor: str
     reason: str
+    from_round: int | None = None
+    """As that of `Entered`."""
 
 
 @dataclass(frozen=True)

@@ -91,12 +91,15 @@ class Exchange:
         return [site for site in order if site in sites]
 
     def site_to_drop(self, sites: Sequence[str]) -> str | None:
-        """A site of the voting `sites` (run file order) that the others cannot reach.
+        """A site that the voting `sites` (run file order) cannot reach, or one of them.
 
-        One that all others, two or more, name in two attempts goes at once. After `MAX_BROKEN`
+        One that only receives goes first: it is missed by nobody, and what it says counts against
+        itself. Two attempts are enough. Of those that vote, one that all others, two or more, name
+        in two attempts goes at once. After `MAX_BROKEN`
         broken attempts the one with the most broken links goes, of equals the last in the run
         file: of two sites that cannot reach each other, one has to go on.
         """
+        receiving = [name for name, _ in self.members if name not in sites]
         unreached: Counter[str] = Counter()
         links: Counter[str] = Counter()
         for reports in self.broken.values():
@@ -106,13 +109,16 @@ class Exchange:
                 for name in failed
                 if name != reporter
             }
-            links.update(name for pair in pairs for name in pair)
+            links.update(n for pair in pairs if pair.isdisjoint(receiving) for n in pair)
+            reporters = {reporter for reporter, _, _ in reports}
+            for site in receiving:
+                unreached[site] += site in reporters or any(site in pair for pair in pairs)
             named = {(site, name) for (site, _, _), failed in reports.items() for name in failed}
             for site in sites:
                 others = [other for other in sites if other != site]
                 if len(others) >= 2 and all((other, site) in named for other in others):
                     unreached[site] += 1
-        for site in sites:
+        for site in (*receiving, *sites):
             if unreached[site] >= 2:
                 return site
         worst = max((links[site] for site in sites), default=0)

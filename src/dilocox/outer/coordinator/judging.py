@@ -146,7 +146,8 @@ def _of_bytes(given: Evidence, settled: Mapping[str, Opinion]) -> dict[str, Code
         codes = {}
     seen: set[tuple[int, str]] = set()
     for site in given.whole:
-        if settled[site].code == "zero":
+        # Nobody's payload is a copy of one that was not committed to: that may be the copy.
+        if settled[site].code == "zero" or site in given.uncommitted:
             continue
         own = [(shard, text) for shard, text in enumerate(given.digests.get(site, ())) if text]
         # A shard may hold nothing, or the same little: only all of it alike is a copy.

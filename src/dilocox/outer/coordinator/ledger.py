@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -117,6 +118,21 @@ class Ledger:
                 for earlier in {entry.round for entry in self._open[site, incarnation]}:
                     if earlier < round_:
                         self.commit(site, incarnation, earlier)
+
+    def reopen(self, round_: int, sites: Collection[str]) -> None:
+        """The run goes on from a checkpoint within `round_`, its last recorded one, that `sites`
+        have: what was trained on in that round since then is to be trained on again, and what was
+        given back of `sites` is theirs again, if they come back."""
+        for entry in self.entries:
+            # Incarnation 0: of the run before this one.
+            if entry.round < round_ or entry.state == "issued" or not entry.incarnation:
+                continue
+            if entry.state == "returned":
+                if entry.site not in sites:
+                    continue
+                self._take(entry.space, entry.start, entry.count)
+            entry.state = "issued"
+            self._open.setdefault((entry.site, entry.incarnation), []).append(entry)
 
     def to_json(self) -> dict[str, Any]:
         """All of it. Inverse: `from_json`."""

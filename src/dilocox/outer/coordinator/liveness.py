@@ -43,8 +43,20 @@ class Liveness:
             if rank is None or key[1:] == rank:
                 del self._pulses[key]
 
-    def beat(self, rank: RankKey, now: float, tick: int, slot_seconds: float | None) -> None:
-        """A rank is alive and has finished `tick` slots."""
+    def beat(
+        self,
+        rank: RankKey,
+        now: float,
+        tick: int,
+        slot_seconds: float | None,
+        building: bool = False,
+    ) -> None:
+        """A rank is alive and has finished `tick` slots; or is still `building` its model, and
+        then not there yet."""
+        if building:
+            # It may be busy with one large file, so it has as long again.
+            self.expect(rank, now, self._timeouts.first_beat)
+            return
         pulse = self._pulses.setdefault(rank, Pulse(now, self._timeouts.silence))
         if slot_seconds is None:
             slot_seconds = pulse.slot_seconds

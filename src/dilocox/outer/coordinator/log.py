@@ -16,7 +16,8 @@ FORMAT = 1
 NAME = "coordinator.sqlite"
 # Everything survives the death of the process. The death of the machine may take the last moments
 # of these kinds, which are many and cheap to lose: votes are sent again, and a decision that all
-# voters have heard is not asked for again. Epochs, plans, leases and stops wait for the disk.
+# voters have heard is not asked for again. Epochs, plans, leases and stops wait for the disk. What
+# does not wait may get there all the same: what the record needs of a decision is there before it.
 _SOFT = (
     e.Pinned, e.Voted, e.Broke, e.Decided, e.Ready, e.RoundDone, e.Wrote, e.Reported, e.Stored,
 )  # fmt: skip

@@ -146,6 +146,8 @@ class BeatRequest(Message):
     slot: Count
     slot_seconds: Annotated[float, Field(gt=0.0, le=1e7)] | None = None
     """Seconds per slot lately, waits for the lease not counted, if known."""
+    building: bool = False
+    """It is alive, but cannot take part yet: it still builds and fills its part of the model."""
 
 
 Phase = Literal["enrolling", "starting", "running", "stopping", "finished", "stopped", "failed"]

@@ -68,13 +68,24 @@ class Notary(Protocol):
         """(site, shard) of all that have committed to a contribution to an open exchange."""
 
     def contribution(
-        self, rank: Rank, key: ExchangeKey, attempt: int, digest: str, statement: str
+        self,
+        rank: Rank,
+        key: ExchangeKey,
+        attempt: int,
+        digest: str,
+        statement: str,
+        *,
+        in_time: bool = True,
     ) -> bool:
         """A rank votes with a payload of this SHA-256, and signs it; whether it is the one that it
         had committed to.
 
+        Unless it is `in_time`, or if the rank has committed to nothing, it is none, and not kept.
         Raises `Refused` unless the statement says just that and the site's key has signed it.
         """
+
+    def contributions(self, key: ExchangeKey, attempt: int) -> Mapping[tuple[str, int], str]:
+        """SHA-256 of the payloads of an attempt that are kept, by (site, shard)."""
 
     def checkpoint(self, rank: Rank, statement: str) -> None:
         """A rank says what model state it holds. Raises `Refused` as `contribution` does."""
@@ -88,6 +99,9 @@ class Notary(Protocol):
     def resumed(self, round_: int, tick: int) -> None:
         """The run goes back to `tick`, in `round_`."""
 
+    def sync(self) -> None:
+        """Return when all that was said so far will survive a power cut."""
+
     def cover(self) -> None:
         """A round begins: what was said so far is complete."""
 
@@ -99,6 +113,9 @@ class Witness:
         self._notary = notary
         self.run = "" if notary is None else notary.run
         """The run's id in its record; empty if nothing is recorded."""
+        self._state: CoordinatorState | None = None
+        self._barred: dict[str, set[RankKey]] = {}
+        """Who has voted on an exchange without a commitment: payloads may have been sent since."""
 
     def enrolled(self, request: EnrolRequest, incarnation: int) -> None:
         """Before the site is let in. Raises `Refused`."""
@@ -114,6 +131,8 @@ class Witness:
         rank, plan = request.rank, state.plans[exchange.round]
         if (rank.site, rank.stage, rank.shard) not in state.voters(exchange):
             return False  # it comes too late, or only receives
+        if (rank.site, rank.stage, rank.shard) in self._barred.get(request.key, ()):
+            return False  # in no attempt any more: it may have seen the others' payloads
         key = ExchangeKey.parse(request.key)
         bound = names_payload(plan.exchange, plan.codec)
         return self._notary.committed(rank, key, request.commitment, bound=bound)
@@ -124,32 +143,66 @@ class Witness:
         return request.commitment is not None or not recorded
 
     def awaited(
-        self, state: CoordinatorState, exchange: Exchange, request: BeginRequest
+        self,
+        state: CoordinatorState,
+        exchange: Exchange,
+        request: BeginRequest,
+        present: Collection[tuple[str, int]],
     ) -> list[RankKey]:
-        """Whose commitments the rank has to wait for before it sends anything."""
-        if self._notary is None or request.commitment is None or exchange.decision is not None:
+        """Whom the rank has to wait for before it sends or expects anything.
+
+        `present`: (site, shard) of those that are there; where they commit, that is what counts.
+        """
+        if exchange.decision is not None or request.rank.site not in dict(exchange.members):
             return []
-        voters, rank = state.voters(exchange), request.rank
-        if (rank.site, rank.stage, rank.shard) not in voters:
-            return []
-        there = self._notary.commitments(ExchangeKey.parse(request.key))
-        # Who has voted had its payloads, and nobody sent one before all had committed.
-        return [v for v in voters if (v[0], v[2]) not in there and v not in exchange.votes]
+        voters, key = state.voters(exchange), ExchangeKey.parse(request.key)
+        commits = self._notary is not None and key.kind == "outer"
+        there = self._notary.commitments(key) if self._notary is not None and commits else present
+        return self._lacking(exchange, voters, there)
+
+    def _lacking(
+        self, exchange: Exchange, voters: Sequence[RankKey], there: Collection[tuple[str, int]]
+    ) -> list[RankKey]:
+        """Voters that are waited for before payloads are sent. Who has voted without a commitment
+        has nothing that could count."""
+        barred = self._barred.get(exchange.key, ())
+        return [
+            voter
+            for voter in voters
+            if (voter[0], voter[2]) not in there
+            if voter not in exchange.votes and voter not in barred
+        ]
 
     def voting(self, request: VoteRequest) -> bool:
         """Before the vote is counted; whether its payload is the one that was committed to.
 
-        Raises `Refused` for a payload that is not signed.
+        Raises `Refused` for a payload that is to count and is not signed.
         """
-        key = ExchangeKey.parse(request.key)
-        digest = request.digests.get(request.rank.site)
-        if self._notary is None or digest is None or key.kind != "outer":
+        key, rank = ExchangeKey.parse(request.key), request.rank
+        # Once its set is fixed an exchange's payloads are, too.
+        if self._notary is None or key.kind != "outer" or request.phase == "done":
             return True
-        if request.statement is None:
-            raise Refused("refused", f"{request.rank}: its payload of {request.key} is not signed")
-        return self._notary.contribution(
-            request.rank, key, request.attempt, digest, request.statement
-        )
+        voter, digest = (rank.site, rank.stage, rank.shard), request.digests.get(rank.site)
+        there = self._notary.commitments(key)
+        committed = (rank.site, rank.shard) in there
+        if digest is not None or request.contributes:
+            if digest is None or request.statement is None:
+                raise Refused("refused", f"{rank}: its payload of {request.key} is not signed")
+            committed = self._notary.contribution(
+                rank, key, request.attempt, digest, request.statement,
+                in_time=self._in_time(request.key, voter, there),
+            )  # fmt: skip
+        if (rank.site, rank.shard) not in there:
+            self._barred.setdefault(request.key, set()).add(voter)
+        return committed
+
+    def _in_time(self, key: str, voter: RankKey, there: Collection[tuple[str, int]]) -> bool:
+        """No honest rank votes before all have committed: it has to have their payloads. What such
+        a vote says in the log would make the others' commitments look late."""
+        assert self._state is not None
+        exchange = self._state.exchanges[key]
+        others = [each for each in self._state.voters(exchange) if each != voter]
+        return not self._lacking(exchange, others, there)
 
     def state(self, request: StateRequest) -> Done:
         """A rank has signed what model state it holds. Raises `Refused`."""
@@ -164,20 +217,52 @@ class Witness:
         if isinstance(event, e.Decided):
             self._decided(state, state.exchanges[event.key])
         elif isinstance(event, e.Resumed):
+            self._barred.clear()
             self._notary.resumed(event.round, event.tick)
         elif isinstance(event, e.Planned):
+            self._barred = {k: each for k, each in self._barred.items() if k in state.exchanges}
             self._notary.planned(state.plans[event.plan["round"]])
             self._notary.cover()
         elif isinstance(event, e.Ended):
             self._notary.cover()
+        if self._may_decide(state, event):
+            # The event log may keep the decision through a power cut, wanted or not: then what it
+            # was made from must be there, too. Once for all votes, not for each.
+            self._notary.sync()
+
+    def _may_decide(self, state: CoordinatorState, event: e.Event) -> bool:
+        """The next event may be a decision: nobody's vote is missing any more."""
+        for key in [event.key] if isinstance(event, e.Voted) else state.undecided:
+            voters = state.voters(state.exchanges[key])
+            if voters and not state.exchanges[key].waiting_for(voters):
+                return True
+        return False
 
     def reopened(self, state: CoordinatorState) -> None:
-        """After a restart: what was logged last may not have been told."""
+        """After a restart: what was logged last may not have been told, and of what was said the
+        end may be lost, if it was the machine that died."""
+        self._state = state
         if self._notary is not None:
             for plan in state.plans.values():
                 self._notary.planned(plan)
         for exchange in state.exchanges.values():
             self._decided(state, exchange)
+            self._check_votes(exchange)
+
+    def _check_votes(self, exchange: Exchange) -> None:
+        """Of an exchange that is open: votes whose signed payload is lost are waited for again."""
+        key = ExchangeKey.parse(exchange.key)
+        undecided = exchange.decision is None and exchange.averaging is None
+        if self._notary is None or key.kind != "outer" or not undecided:
+            return
+        there = self._notary.commitments(key)
+        kept = self._notary.contributions(key, exchange.attempt)
+        for voter, vote in list(exchange.votes.items()):
+            place = (voter[0], voter[2])
+            if vote.committed and vote.digest is not None and kept.get(place) != vote.digest:
+                del exchange.votes[voter]
+            elif place not in there:
+                self._barred.setdefault(exchange.key, set()).add(voter)
 
     def _decided(self, state: CoordinatorState, exchange: Exchange) -> None:
         if self._notary is None or exchange.decision is None:

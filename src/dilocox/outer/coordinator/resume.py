@@ -19,7 +19,8 @@ def resume_point(
     """The event that rolls the run of `log` back to the checkpoint at `tick` (none: the latest).
 
     Plans of rounds up to the checkpoint's are kept as recorded; later ones are superseded, and the
-    ledger is as it was when the checkpoint was complete, without them. Raises `CheckpointError`.
+    ledger is as it was when the checkpoint was complete, without them, and with the ranges of the
+    recorded plans in the hands of those who have the checkpoint. Raises `CheckpointError`.
     """
     events = list(log)
     state = _fold(CoordinatorState(config), events)
@@ -42,7 +43,14 @@ def resume_point(
     rolled = CoordinatorState(config)
     rolled.ledger.until = checkpoint.round
     _fold(rolled, events[: end + 1])
-    rolled.ledger.settle(checkpoint.round, checkpoint.sites or [])
+    # A site may have written its part, and died before all others had: it goes on, too.
+    whole = [
+        site
+        for site in rolled.sites
+        if all((site, *rank) in checkpoint.written for rank in rolled.ranks)
+    ]
+    rolled.ledger.settle(checkpoint.round, whole)
+    rolled.ledger.reopen(checkpoint.round, whole)
     # Exchanges reach back a round or two; older plans are only of interest to who reads the log.
     recent = range(checkpoint.round - REMEMBERED, checkpoint.round + 1)
     plans = [rolled.plans[round_] for round_ in recent if round_ in rolled.plans]

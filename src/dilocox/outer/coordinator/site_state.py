@@ -22,6 +22,8 @@ class SiteState:
     certificate: str = ""
     ready: set[tuple[int, int]] = field(default_factory=set)
     """(stage, shard) that hold the full state."""
+    lacks: bool = False
+    """It has found no part of the checkpoint that the run goes on from."""
     from_round: int = 0
     """While entering: first round none of whose exchanges was begun without it."""
     active_from: int = 0

@@ -6,13 +6,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
-from dilocox.config import RunConfig
 from dilocox.outer.controller.pace import MOST_ROUNDS
 from dilocox.outer.coordinator import events as e
-from dilocox.outer.coordinator.exchanges import Exchange, Member, RankKey, Vote
+from dilocox.outer.coordinator.exchanges import Exchange, Member, Vote
+from dilocox.outer.coordinator.facts import Facts
 from dilocox.outer.coordinator.keys import ExchangeKey
 from dilocox.outer.coordinator.ledger import Ledger
 from dilocox.outer.coordinator.messages import Measured, RoundPlan
@@ -25,132 +24,8 @@ REMEMBERED = 4
 """Decisions of rounds older than this, counted from the newest plan, are only in the log."""
 
 
-@dataclass
-class CoordinatorState:
+class CoordinatorState(Facts):
     """All that the coordinator knows and has decided."""
-
-    config: RunConfig
-    digest: str = ""
-    phase: str = "enrolling"
-    reason: str = ""
-    sites: dict[str, SiteState] = field(default_factory=dict)
-    """In run file order."""
-    versions: dict[str, str] | None = None
-    data_digest: str | None = None
-    epoch: int = 0
-    members: list[Member] = field(default_factory=list)
-    """Live sites of the epoch: entering and active ones, run file order."""
-    starters: list[str] = field(default_factory=list)
-    founder: str | None = None
-    first_round: int = 0
-    """0, or the round of the checkpoint that the run was resumed from."""
-    first_tick: int = 0
-    """0, or the tick of that checkpoint."""
-    plans: dict[int, RoundPlan] = field(default_factory=dict)
-    next_round: int = 0
-    """First round without a plan."""
-    ledger: Ledger = field(default_factory=Ledger)
-    steps_before: int | None = None
-    """Inner steps of the run that this one goes on from; none: it begins anew."""
-    payloads: dict[str, list[list[int]]] | None = None
-    """Bytes by codec, stage and fragment; none until they are known."""
-    measured: dict[int, dict[str, Measured]] = field(default_factory=dict)
-    """By round and site, of the rounds that plans look back at."""
-    exchanges: dict[str, Exchange] = field(default_factory=dict)
-    undecided: dict[str, None] = field(default_factory=dict)
-    """Keys of exchanges without a decision, in order."""
-    usual: dict[str, int | None] = field(default_factory=dict)
-    """The gate's running mean of gains by place, in millionths."""
-    lease: int = 0
-    stop_tick: int | None = None
-    checkpoints: dict[int, CheckpointState] = field(default_factory=dict)
-    store: dict[str, str] = field(default_factory=dict)
-    feed: list[tuple[int, float, str, str]] = field(default_factory=list)
-    """(sequence, time, kind, text)."""
-    sequence: int = 0
-
-    def __post_init__(self) -> None:
-        if not self.sites:
-            self.sites = {name: SiteState(name) for name in self.config.sites}
-
-    # --- questions --------------------------------------------------------------------------
-
-    @property
-    def running(self) -> bool:
-        """Rounds are being trained."""
-        return self.phase in ("running", "stopping")
-
-    @property
-    def over(self) -> bool:
-        """Nothing will change any more, but by resuming."""
-        return self.phase in ("finished", "stopped", "failed")
-
-    @property
-    def flush_planned(self) -> bool:
-        """The last plan of the run is made."""
-        last = self.plans.get(self.next_round - 1)
-        return last is not None and last.kind == "flush"
-
-    def with_role(self, *roles: str) -> list[str]:
-        """Sites with one of these roles, run file order."""
-        return [site.name for site in self.sites.values() if site.role in roles]
-
-    @property
-    def live(self) -> list[str]:
-        """Sites that the run counts on."""
-        return self.with_role("enrolled", "entering", "active")
-
-    @property
-    def ranks(self) -> list[tuple[int, int]]:
-        """(stage, shard) of every rank of a site."""
-        site = self.config.site
-        return [(stage, shard) for stage in range(site.stages) for shard in range(site.shards)]
-
-    def takes_part(self, site: str, round_: int) -> bool:
-        """The site's present incarnation contributes to and votes on this round."""
-        state, plan = self.sites[site], self.plans.get(round_)
-        return (
-            state.role == "active"
-            and plan is not None
-            and site in plan.members
-            and state.active_from <= round_
-        )
-
-    def members_for(self, round_: int) -> list[Member]:
-        """Sites of the epoch that an exchange of `round_` is carried between.
-
-        One that enters receives from the first round on none of whose exchanges was begun without
-        it; its ranks do not wait for earlier ones.
-        """
-        return [
-            (name, incarnation)
-            for name, incarnation in self.members
-            if self.sites[name].role != "entering" or self.sites[name].from_round <= round_
-            if not self.sites[name].leaves_before(round_)
-        ]
-
-    def voters(self, exchange: Exchange) -> list[RankKey]:
-        """Ranks whose votes decide an exchange."""
-        return [
-            (site, exchange.stage, shard)
-            for site, incarnation in exchange.members
-            if self.sites[site].incarnation == incarnation and self.takes_part(site, exchange.round)
-            for shard in range(self.config.site.shards)
-        ]
-
-    def staying(self, round_: int) -> list[str]:
-        """Active sites that do not leave before `round_`, run file order."""
-        return [n for n in self.with_role("active") if not self.sites[n].leaves_before(round_)]
-
-    def donor_for(self, site: str) -> str | None:
-        """The active site with the fewest entering sites to feed; none if nobody is active."""
-        load = {name: 0 for name in self.staying(self.next_round) if name != site}
-        for other in self.sites.values():
-            if other.role == "entering" and other.donor in load and other.name != site:
-                load[other.donor] += 1
-        return min(load, key=lambda name: load[name]) if load else None
-
-    # --- recording --------------------------------------------------------------------------
 
     def apply(self, event: e.Event) -> None:
         """Record one event."""
@@ -194,22 +69,46 @@ class CoordinatorState:
         for name in event.sites:
             self.sites[name].role = "entering"
             self.sites[name].donor = None if name == event.founder else event.founder
-            self.sites[name].from_round = self.first_round
+            from_round = self.first_round if event.from_round is None else event.from_round
+            self.sites[name].from_round = from_round
         self._new_epoch()
         self._say(event, "phase", f"starting with {', '.join(event.sites)}")
 
     def _entered(self, event: e.Entered) -> None:
-        self._enter(self.sites[event.site], event.donor)
+        self._enter(event)
+        if event.starts:
+            self.starters = [n for n in self.sites if n in (*self.starters, event.site)]
         self._new_epoch()
         self._say(event, "join", f"{event.site} enters, fetching from {event.donor}")
 
-    def _enter(self, site: SiteState, donor: str) -> None:
-        site.role, site.donor, site.ready = "entering", donor, set()
+    def _enter(self, event: e.Entered | e.Overtaken) -> None:
+        site = self.sites[event.site]
+        site.role, site.donor, site.ready = "entering", event.donor, set()
+        if event.from_round is not None:
+            site.from_round = event.from_round
+            return
         begun = (exchange.round for exchange in self.exchanges.values())
         site.from_round = max(begun, default=self.first_round - 1) + 1
 
+    def _lacking(self, event: e.Lacking) -> None:
+        site = self.sites[event.site]
+        site.lacks = True
+        self.starters = [name for name in self.starters if name != event.site]
+        self._say(
+            event,
+            "join",
+            f"{event.site} has no part of the checkpoint: it enters from {site.donor}",
+        )
+
+    def _regathered(self, event: e.Regathered) -> None:
+        for name in event.sites:
+            self._let_go(name, "the start begins anew")
+        self.phase, self.founder, self.starters = "enrolling", None, []
+        self._new_epoch()
+        self._say(event, "phase", "nobody is left to start from: waiting for sites to join again")
+
     def _overtaken(self, event: e.Overtaken) -> None:
-        self._enter(self.sites[event.site], event.donor)
+        self._enter(event)
         self._without((event.site, event.incarnation))
         self._say(event, "leave", f"{event.site} is left behind: {event.reason}")
 
@@ -226,8 +125,11 @@ class CoordinatorState:
                 self.ledger.give_back(name, site.incarnation)
             else:
                 # After a resume: exchanges of recorded rounds that are still in flight are its too.
-                while name in self._members_of(site.active_from - 1):
-                    site.active_from -= 1
+                if event.since is not None:
+                    site.active_from = event.since[name]
+                else:
+                    while name in self._members_of(site.active_from - 1):
+                        site.active_from -= 1
                 if name in self._members_of(round_):
                     self.ledger.adopt(name, site.incarnation)
             self._say(event, "join", f"{name} contributes from round {round_} on")
@@ -244,15 +146,18 @@ class CoordinatorState:
         return dict(self.plans[round_].members) if round_ in self.plans else {}
 
     def _gone(self, event: e.Gone) -> None:
-        site, member = self.sites[event.site], (event.site, event.incarnation)
-        site.role, site.reason, site.donor = "gone", event.reason, None
+        member = (event.site, event.incarnation)
+        self._let_go(event.site, event.reason)
         self.ledger.give_back(*member)
         self.starters = [name for name in self.starters if name != event.site]
-        prefix = f"site/{event.site}/"
-        self.store = {key: value for key, value in self.store.items() if not key.startswith(prefix)}
         self._say(event, "leave", f"{event.site} is gone: {event.reason}")
         if member in self.members:
             self._without(member)
+
+    def _let_go(self, name: str, reason: str) -> None:
+        site, prefix = self.sites[name], f"site/{name}/"
+        site.role, site.reason, site.donor = "gone", reason, None
+        self.store = {key: value for key, value in self.store.items() if not key.startswith(prefix)}
 
     def _without(self, member: Member) -> None:
         self._new_epoch()
@@ -272,21 +177,19 @@ class CoordinatorState:
 
     def _new_donors(self, gone: str) -> None:
         if self.phase == "starting" and self.founder == gone:
-            whole = [name for name in self.starters if self._is_ready(name)]
+            whole = [name for name in self.starters if self.is_ready(name)]
             self.founder = next(iter([*whole, *self.starters]), None)
             for name in self.starters:
                 site = self.sites[name]
                 site.donor = None if name == self.founder else self.founder
-                # State that came from the old founder in part would not be one state.
-                if name not in whole:
+                # State that came from the old founder in part would not be one state; what a site
+                # has from its checkpoint is.
+                if name not in whole and self.checkpoint is None:
                     site.ready = set()
             return
         for site in self.sites.values():
             if site.role == "entering" and site.donor == gone:
                 site.donor = self.donor_for(site.name) or self.founder
-
-    def _is_ready(self, name: str) -> bool:
-        return len(self.sites[name].ready) == self.config.site.ranks
 
     def _planned(self, event: e.Planned) -> None:
         plan = RoundPlan.model_validate(event.plan)
@@ -436,6 +339,7 @@ class CoordinatorState:
                 site.role, site.reason = "gone", "the run was resumed"
             # Rounds that are trained again are reported again.
             site.metrics = {}
+            site.finished, site.left, site.leave_round = set(), set(), None
         self.members, self.starters, self.founder, self.versions = [], [], None, None
         self.phase, self.reason, self.stop_tick = "enrolling", "", None
         self.lease = event.tick
@@ -447,6 +351,8 @@ _APPLY: dict[type[e.Event], Callable[[CoordinatorState, Any], None]] = {
     e.Enrolled: CoordinatorState._enrolled,
     e.Started: CoordinatorState._started,
     e.Entered: CoordinatorState._entered,
+    e.Lacking: CoordinatorState._lacking,
+    e.Regathered: CoordinatorState._regathered,
     e.Ready: CoordinatorState._ready,
     e.Activated: CoordinatorState._activated,
     e.Overtaken: CoordinatorState._overtaken,

@@ -14,7 +14,7 @@ LOOKS = 0.5
 @dataclass(frozen=True)
 class Timeouts:
     """All limits in seconds. Order: beat < silence < heartbeat <= reconnect <= first_beat <=
-    link_timeout <= form <= exchange <= stall: no outer wait ends before what it waits for."""
+    link_timeout <= form <= stall: no outer wait ends before what it waits for."""
 
     beat: float
     """A rank beats this often."""
@@ -40,8 +40,6 @@ class Timeouts:
     without it."""
     form: float
     """Forming the process groups of an epoch, or of one attempt of an exchange."""
-    exchange: float
-    """One exchange from begin to decision, with all of its attempts."""
     dial: float
     """One try to reach a site's tunnel; between two of them a change of members is noticed."""
     greeting: float
@@ -49,7 +47,7 @@ class Timeouts:
     parting: float
     """What a tunnel has been given still goes out, when it is closed."""
     entry: float
-    """One request of an entering site to its donor."""
+    """An entering site hears of its donor so often, if only that there is nothing to fetch yet."""
     retry: float
     """Pause before the second try of what failed; it doubles from try to try."""
     retry_most: float
@@ -75,11 +73,10 @@ class Timeouts:
             link=link,
             grace=link / 4,
             form=link + heartbeat,
-            exchange=4 * link + heartbeat,
             dial=heartbeat,
             greeting=min(2 * heartbeat, link),
             parting=2 * heartbeat / 5,
-            entry=link,
+            entry=link / 2,
             retry=heartbeat / 5,
             retry_most=link / 2,
             rejoin=30 * link,
@@ -100,11 +97,10 @@ class Timeouts:
             "link": "a link may be silent for (link_timeout)",
             "grace": "a site may be late by a round and (grace)",
             "form": "forming a process group",
-            "exchange": "one exchange with all its attempts",
             "dial": "one try to reach a site's tunnel",
             "greeting": "a tunnel's connection is greeted within",
             "parting": "a tunnel that is closed sends for",
-            "entry": "one request of a joiner to its donor",
+            "entry": "a joiner hears of its donor every",
             "retry": "a site that crashed joins again after",
             "retry_most": "and again and again, at most after",
             "rejoin": "a site tries to join again for",

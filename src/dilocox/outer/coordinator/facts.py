@@ -1,0 +1,146 @@
+"""What is known and decided of a run, and what is asked of it. Changes come from `state`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from dilocox.config import RunConfig
+from dilocox.outer.coordinator.exchanges import Exchange, Member, RankKey
+from dilocox.outer.coordinator.ledger import Ledger
+from dilocox.outer.coordinator.messages import Measured, RoundPlan
+from dilocox.outer.coordinator.site_state import CheckpointState, SiteState
+
+
+@dataclass
+class Facts:
+    """All that the coordinator knows and has decided."""
+
+    config: RunConfig
+    digest: str = ""
+    phase: str = "enrolling"
+    reason: str = ""
+    sites: dict[str, SiteState] = field(default_factory=dict)
+    """In run file order."""
+    versions: dict[str, str] | None = None
+    data_digest: str | None = None
+    epoch: int = 0
+    members: list[Member] = field(default_factory=list)
+    """Live sites of the epoch: entering and active ones, run file order."""
+    starters: list[str] = field(default_factory=list)
+    founder: str | None = None
+    first_round: int = 0
+    """0, or the round of the checkpoint that the run was resumed from."""
+    first_tick: int = 0
+    """0, or the tick of that checkpoint."""
+    plans: dict[int, RoundPlan] = field(default_factory=dict)
+    next_round: int = 0
+    """First round without a plan."""
+    ledger: Ledger = field(default_factory=Ledger)
+    steps_before: int | None = None
+    """Inner steps of the run that this one goes on from; none: it begins anew."""
+    payloads: dict[str, list[list[int]]] | None = None
+    """Bytes by codec, stage and fragment; none until they are known."""
+    measured: dict[int, dict[str, Measured]] = field(default_factory=dict)
+    """By round and site, of the rounds that plans look back at."""
+    exchanges: dict[str, Exchange] = field(default_factory=dict)
+    undecided: dict[str, None] = field(default_factory=dict)
+    """Keys of exchanges without a decision, in order."""
+    usual: dict[str, int | None] = field(default_factory=dict)
+    """The gate's running mean of gains by place, in millionths."""
+    lease: int = 0
+    stop_tick: int | None = None
+    checkpoints: dict[int, CheckpointState] = field(default_factory=dict)
+    store: dict[str, str] = field(default_factory=dict)
+    feed: list[tuple[int, float, str, str]] = field(default_factory=list)
+    """(sequence, time, kind, text)."""
+    sequence: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.sites:
+            self.sites = {name: SiteState(name) for name in self.config.sites}
+
+    # --- questions --------------------------------------------------------------------------
+
+    @property
+    def running(self) -> bool:
+        """Rounds are being trained."""
+        return self.phase in ("running", "stopping")
+
+    @property
+    def over(self) -> bool:
+        """Nothing will change any more, but by resuming."""
+        return self.phase in ("finished", "stopped", "failed")
+
+    @property
+    def flush_planned(self) -> bool:
+        """The last plan of the run is made."""
+        last = self.plans.get(self.next_round - 1)
+        return last is not None and last.kind == "flush"
+
+    @property
+    def checkpoint(self) -> CheckpointState | None:
+        """What the run goes on from, or went on from last; none if it began anew."""
+        return self.checkpoints.get(self.first_tick) if self.first_tick else None
+
+    def with_role(self, *roles: str) -> list[str]:
+        """Sites with one of these roles, run file order."""
+        return [site.name for site in self.sites.values() if site.role in roles]
+
+    @property
+    def live(self) -> list[str]:
+        """Sites that the run counts on."""
+        return self.with_role("enrolled", "entering", "active")
+
+    @property
+    def ranks(self) -> list[tuple[int, int]]:
+        """(stage, shard) of every rank of a site."""
+        site = self.config.site
+        return [(stage, shard) for stage in range(site.stages) for shard in range(site.shards)]
+
+    def is_ready(self, site: str) -> bool:
+        """All ranks of an entering site hold the full state."""
+        return len(self.sites[site].ready) == self.config.site.ranks
+
+    def takes_part(self, site: str, round_: int) -> bool:
+        """The site's present incarnation contributes to and votes on this round."""
+        state, plan = self.sites[site], self.plans.get(round_)
+        return (
+            state.role == "active"
+            and plan is not None
+            and site in plan.members
+            and state.active_from <= round_
+        )
+
+    def members_for(self, round_: int) -> list[Member]:
+        """Sites of the epoch that an exchange of `round_` is carried between.
+
+        One that enters receives from the first round on none of whose exchanges was begun without
+        it; its ranks do not wait for earlier ones.
+        """
+        return [
+            (name, incarnation)
+            for name, incarnation in self.members
+            if self.sites[name].role != "entering" or self.sites[name].from_round <= round_
+            if not self.sites[name].leaves_before(round_)
+        ]
+
+    def voters(self, exchange: Exchange) -> list[RankKey]:
+        """Ranks whose votes decide an exchange."""
+        return [
+            (site, exchange.stage, shard)
+            for site, incarnation in exchange.members
+            if self.sites[site].incarnation == incarnation and self.takes_part(site, exchange.round)
+            for shard in range(self.config.site.shards)
+        ]
+
+    def staying(self, round_: int) -> list[str]:
+        """Active sites that do not leave before `round_`, run file order."""
+        return [n for n in self.with_role("active") if not self.sites[n].leaves_before(round_)]
+
+    def donor_for(self, site: str) -> str | None:
+        """The active site with the fewest entering sites to feed; none if nobody is active."""
+        load = {name: 0 for name in self.staying(self.next_round) if name != site}
+        for other in self.sites.values():
+            if other.role == "entering" and other.donor in load and other.name != site:
+                load[other.donor] += 1
+        return min(load, key=lambda name: load[name]) if load else None

@@ -1,0 +1,201 @@
+"""The claim `model`: nothing that a model can be loaded from lies in its folder unchecked."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from dilocox.record import claims as c
+from dilocox.record.course import Course, State
+from dilocox.record.digests import stage_root, tensor_digest
+from dilocox.record.files import other_files
+from dilocox.record.log import LogContent
+from dilocox.record.recording import listing_of
+from dilocox.record.remote import LOG_FILES, fetched
+from dilocox.record.store import Store, Stores
+from dilocox.record.verify import Places, _Verification
+from tests.models.architectures import reference_model, small_config
+
+INDEX = "model.safetensors.index.json"
+NORM = "model.norm.weight"
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model in several files, as a run publishes it."""
+    folder = tmp_path_factory.mktemp("published") / "model"
+    model = reference_model(small_config("llama"), seed=4)
+    model.save_pretrained(folder, max_shard_size="20KB")  # type: ignore[operator]
+    return folder
+
+
+@pytest.fixture
+def folder(published: Path, tmp_path: Path) -> Path:
+    shutil.copytree(published, tmp_path / "model")
+    return tmp_path / "model"
+
+
+def judged(published: Path, folder: Path, signed: Path | None = None) -> c.Finding:
+    """What is said of `folder`, of which the tensors of `published` were signed, and the other
+    files of `signed` (none: of `published`, too)."""
+    store = Store(str(folder.parent / "store"))
+    tensors = [
+        tensor_digest(name, tensor)
+        for path in sorted(published.glob("*.safetensors"))
+        for name, tensor in load_file(path).items()
+    ]
+    listing, root = store.put(listing_of(tensors)), stage_root(tensors).hex()
+    state = State("final", "a", 0, root, listing, other_files(signed or published))
+    config = {"site": {"stages": 1, "shards": 1}}
+    course = Course("run", "log", {"config": config}, states=[state])
+    places = Places(folder.parent, model=folder)
+    found = _Verification(places, LogContent([], "", ""), lambda what, share: None, course)
+    found.stores = Stores([store])
+    return found._judge(c.MODEL, found.model)
+
+
+def shards(folder: Path) -> list[Path]:
+    return sorted(folder.glob("model-*.safetensors"))
+
+
+def zeros(folder: Path) -> dict[str, torch.Tensor]:
+    return {
+        name: torch.zeros_like(tensor)
+        for path in shards(folder)
+        for name, tensor in load_file(path).items()
+    }
+
+
+def zeros_as(name: str) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        save_file(zeros(folder), folder / name, metadata={"format": "pt"})
+
+    return change
+
+
+def another_s(folder: Path) -> str:
+    """A tensor of the first shard, once more in the last, for which the index names others."""
+    first, last = shards(folder)[0], shards(folder)[-1]
+    name = next(iter(load_file(first)))
+    save_file({**load_file(last), name: zeros(folder)[name]}, last, metadata={"format": "pt"})
+    return name
+
+
+def from_pretrained(folder: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder)
+
+
+def test_what_was_published_passes(published: Path, folder: Path) -> None:
+    found = judged(published, folder)
+    assert found.verdict == "PASS", found
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (zeros_as("model.safetensors"), "model.safetensors"),
+        (zeros_as("shard-00000-model-00001-of-00001.safetensors"), "shard-00000-model"),
+        (zeros_as(".hidden.safetensors"), ".hidden.safetensors"),
+        (zeros_as("model.fp16.safetensors"), "model.fp16.safetensors"),
+        (zeros_as("adapter_model.safetensors"), "adapter_model.safetensors"),
+        (zeros_as("model-00099-of-00099.safetensors"), "model-00099-of-00099.safetensors"),
+        (lambda f: (f / "pytorch_model.bin").write_bytes(b"x"), "pytorch_model.bin"),
+        (lambda f: (f / "more").mkdir(), "more"),
+    ],
+)
+def test_weights_beside_those_that_were_published_fail(
+    published: Path, folder: Path, change: Callable[[Path], object], named: str
+) -> None:
+    change(folder)
+    found = judged(published, folder)
+    assert found.verdict == "FAIL", found
+    assert named in found.reason
+
+
+def test_a_tensor_that_the_index_does_not_name_fails(published: Path, folder: Path) -> None:
+    name = another_s(folder)
+    found = judged(published, folder)
+    assert (found.verdict, name in found.reason) == ("FAIL", True), found
+    assert shards(folder)[-1].name in found.reason
+
+
+def test_transformers_loads_what_was_not_published(folder: Path) -> None:
+    """Why that matters: one file comes before an index, and a shard's tensors are all loaded."""
+    name = another_s(folder)
+    loaded = from_pretrained(folder).state_dict()
+    assert loaded[NORM].any()
+    assert not loaded[name].any()
+    zeros_as("model.safetensors")(folder)
+    assert not from_pretrained(folder).state_dict()[NORM].any()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "pytorch_model.bin", "pytorch_model.bin.index.json", "model.pt", "tf_model.h5",
+        "flax_model.msgpack", "adapter_config.json", "adapter_model.bin", "model.gguf",
+        "model.safetensors.index.fp16.json",
+    ],
+)  # fmt: skip
+def test_a_publisher_may_not_sign_other_weights(published: Path, folder: Path, name: str) -> None:
+    """The site that publishes signs what lies there; that does not make it the run's model."""
+    (folder / name).write_text("{}")
+    found = judged(published, folder, signed=folder)
+    assert found.verdict == "FAIL", found
+    assert name in found.reason
+
+
+def test_a_publisher_may_not_point_elsewhere(published: Path, folder: Path) -> None:
+    """Nor at other weights in config.json, nor from its index at what is no safetensors file."""
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "transformers_weights": "x"}))
+    found = judged(published, folder, signed=folder)
+    assert (found.verdict, "transformers_weights" in found.reason) == ("FAIL", True), found
+    (folder / "config.json").write_text(json.dumps(config))
+    assert judged(published, folder, signed=folder).verdict == "PASS"
+    last = shards(folder)[-1]
+    last.rename(folder / "weights.dat")
+    text = (folder / INDEX).read_text().replace(last.name, "weights.dat")
+    (folder / INDEX).write_text(text)
+    found = judged(published, folder, signed=folder)
+    assert (found.verdict, "weights.dat" in found.reason) == ("FAIL", True), found
+
+
+def test_an_index_that_names_what_is_not_there(published: Path, folder: Path) -> None:
+    index = json.loads((folder / INDEX).read_text())
+    index["weight_map"]["model.more.weight"] = shards(folder)[0].name
+    (folder / INDEX).write_text(json.dumps(index))
+    found = judged(published, folder, signed=folder)
+    assert (found.verdict, "model.more.weight" in found.reason) == ("FAIL", True), found
+
+
+def test_tensors_that_the_model_has_no_use_for(published: Path, folder: Path) -> None:
+    """A name that is none of the model's may be another name for one of them."""
+    index, path = json.loads((folder / INDEX).read_text()), shards(folder)[0]
+    index["weight_map"]["more.weight"] = path.name
+    (folder / INDEX).write_text(json.dumps(index))
+    save_file({**load_file(path), "more.weight": torch.zeros(1)}, path, metadata={"format": "pt"})
+    found = judged(published, folder, signed=folder)
+    assert (found.verdict, "more.weight" in found.reason) == ("FAIL", True), found
+
+
+def test_a_folder_behind_a_url_is_seen(folder: Path) -> None:
+    run = folder.parent
+    (run / "record").mkdir()
+    for name in LOG_FILES:
+        (run / name).write_text("x")
+    (folder / "more").mkdir()
+    with fetched(run.as_uri()) as found:
+        assert {each.name for each in (found / "model").iterdir()} == {
+            each.name for each in folder.iterdir()
+        }
+        assert (found / "model" / "more").is_dir()
