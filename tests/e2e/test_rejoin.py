@@ -136,7 +136,8 @@ def test_a_straggler_is_left_behind_and_catches_up(workshop: Workshop) -> None:
     without = [r for r in run.records(site="lyon") if r["anchor_digest"] is None]
     assert len(without) == times
     alone = {r["round"]: r for r in run.records(site="paris")}
-    assert sum(r["waited_for"].get("lyon", 0.0) for r in alone.values()) > 0.5
+    # How long depends on where in a round it stopped.
+    assert sum(r["waited_for"].get("lyon", 0.0) for r in alone.values()) > 0.2
     summary = run.summary()
     assert (summary["sequences_doubled"], summary["sequences_missing"]) == (0, 0)
     assert verdicts(run.folder) == {}
