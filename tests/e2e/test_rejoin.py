@@ -114,6 +114,22 @@ def test_the_global_batch_stays_while_a_site_is_away(workshop: Workshop) -> None
 
 
 @pytest.mark.slow
+def test_where_all_sites_are_needed_a_dead_one_is_waited_for(workshop: Workshop) -> None:
+    """Wherever lyon dies: paris ends the round and makes one for what has to land, no more."""
+    sets = ("outer.rounds=60", "outer.min_sites=2", "checkpoint.every_rounds=0",
+            "network.heartbeat=5")  # fmt: skip
+    run = workshop.start("needed", *sets)
+    run.until_round(2)
+    for times in (2, 3, 4):
+        os.kill(run.rank_processes()["lyon:1.0"], signal.SIGKILL)
+        run.until(lambda count=times: run.printed().count("lyon contributes from round") == count)
+    assert run.wait(200.0) == 0, run.output()
+    alone = [r["round"] for r in run.records("round") if r["sites"] == 1]
+    assert len(alone) <= 2 * 3, alone
+    assert (run.summary()["sequences_doubled"], run.summary()["sequences_missing"]) == (0, 0)
+
+
+@pytest.mark.slow
 def test_a_straggler_is_left_behind_and_catches_up(workshop: Workshop) -> None:
     """Two sites; lyon hardly runs for some seconds, but lives. Paris goes on alone meanwhile."""
     sets = ("outer.rounds=60", "network.link_timeout=8", "network.heartbeat=5")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dilocox.outer.calendar import boundary_slots
 from dilocox.outer.coordinator import events as e
 from dilocox.outer.coordinator.choosing import decided
 from dilocox.outer.coordinator.exchanges import Exchange, RankKey
@@ -54,7 +55,8 @@ def plan_round(state: CoordinatorState, round_: int, time: float) -> e.Planned |
         return f"the start ({', '.join(entering) or state.phase})"
     if round_ != state.next_round:
         return f"the plan of round {state.next_round}"
-    if len(active) < max(1, state.config.outer.min_sites):
+    least = max(1, state.config.outer.min_sites)
+    if len(active) < least and not (active and _lands_for_entering(state, round_, least)):
         return f"min_sites = {state.config.outer.min_sites} (active now: {len(active)})"
     ahead = AHEAD - state.config.measures
     slow = [name for name in active if state.sites[name].rounds_done + ahead < round_]
@@ -69,6 +71,23 @@ def plan_round(state: CoordinatorState, round_: int, time: float) -> e.Planned |
         paces, before,
     )  # fmt: skip
     return e.Planned(time, plan.model_dump(mode="json"))
+
+
+def _lands_for_entering(state: CoordinatorState, round_: int, least: int) -> bool:
+    """True if sites that enter with `round_` make up the number, and what the others exchanged last
+    lands in that round only: until then there is nothing whole to give them."""
+    before = state.plans.get(round_ - 1)
+    entering = state.with_role("entering")
+    if before is None or len(state.staying(round_)) + len(entering) < least:
+        return False
+    if all(state.sites[name].from_round != round_ for name in entering):
+        return False
+    stages = state.config.site.stages
+    return any(
+        slot + before.delay > before.slots
+        for stage in range(stages)
+        for slot in boundary_slots(stage, stages, before.fragments, before.slots)
+    )
 
 
 def _decide_exchange(state: CoordinatorState, exchange: Exchange, time: float) -> e.Event | None:
