@@ -11,63 +11,18 @@ from typing import Any
 
 import pytest
 
-from dilocox import coordinating, launch, memory, preflight
+from dilocox import launch, memory, preflight
 from dilocox.assembly import Hooks
-from dilocox.config import RunConfig, resolve_run
+from dilocox.config import RunConfig
 from dilocox.data import TokenFiles, prepare
-from dilocox.errors import ConfigError, DataError, DilocoxError, ModelError, TrainingError
-from dilocox.tokenizer_check import check_tokenizer
-
-ARCHITECTURE = {
-    "model_type": "qwen3",
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-    "tie_word_embeddings": True,
-}
-WORDS = ["alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta", "iota", "kappa"]
-
-
-def write_text(folder: Path, seed: int) -> Path:
-    folder.mkdir(parents=True)
-    for number in range(30):
-        words = [WORDS[(number * 7 + seed * 3 + i * i) % len(WORDS)] for i in range(200)]
-        (folder / f"{number}.txt").write_text(" ".join(words) + f" {number}", encoding="utf-8")
-    return folder
+from dilocox.errors import ConfigError, DataError, ModelError, TrainingError
+from tests.starts import ARCHITECTURE, config, prepared, refusal, write_text
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Text and token files, shared by the tests of this module."""
-    root = tmp_path_factory.mktemp("preflight")
-    write_text(root / "text", 0)
-    run = config(root)
-    prepare(run.data, run.data_folder, run.run.seed)
-    return root
-
-
-def config(root: Path, name: str = "run", **sections: Any) -> RunConfig:
-    raw: dict[str, dict[str, Any]] = {
-        "run": {"name": name, "folder": str(root / "{name}")},
-        "model": {"architecture": dict(ARCHITECTURE)},
-        "data": {
-            "source": str(root / "text"),
-            "folder": str(root / "tokens"),
-            "vocabulary_size": 270,
-            "sequence_length": 16,
-            "validation_fraction": 0.2,
-        },
-        "site": {"stages": 2, "batch_size": 4, "micro_batch_size": 2},
-        "outer": {"rounds": 2, "inner_steps": 4, "fragments": 2},
-        "sites": {"paris": {}, "lyon": {}},
-    }
-    for section, values in sections.items():
-        raw.setdefault(section, {}).update(values)
-    return resolve_run(raw)
+    return prepared(tmp_path_factory.mktemp("preflight"))
 
 
 def begun(root: Path, **sections: Any) -> RunConfig:
@@ -89,14 +44,6 @@ def content(folder: Path) -> dict[str, str]:
         for path in folder.rglob("*")
         if path.is_file()
     }
-
-
-def refusal(run: Any, *arguments: Any, **options: Any) -> str:
-    with pytest.raises(DilocoxError) as caught:
-        run(*arguments, **options)
-    text = str(caught.value)
-    assert "\n" not in text
-    return text
 
 
 # --- the folder ---
@@ -295,71 +242,6 @@ def test_a_good_model(tmp_path: Path) -> None:
 
 
 # --- the tokenizer ---
-
-
-def pretrained(folder: Path, place: Path, vocabulary: int) -> Path:
-    """A folder as a hub model has it, without weights: configuration and tokenizer (270 tokens)."""
-    from transformers import CONFIG_MAPPING
-
-    keys = {key: value for key, value in ARCHITECTURE.items() if key != "model_type"}
-    CONFIG_MAPPING["qwen3"](**keys, vocab_size=vocabulary).save_pretrained(folder)
-    for file in (place / "tokens" / "tokenizer").iterdir():
-        shutil.copyfile(file, folder / file.name)
-    return folder
-
-
-def test_pretrained_weights_refuse_a_tokenizer_of_their_own(place: Path, tmp_path: Path) -> None:
-    model = {"architecture": None, "path": str(pretrained(tmp_path / "tiny", place, 272))}
-    check_tokenizer(config(tmp_path, model=model))
-    trained = config(tmp_path, model=model, data={"tokenizer": "train"})
-    text = refusal(check_tokenizer, trained)
-    assert text.startswith('data.tokenizer "train": the weights of model.path ')
-    assert "leave out data.tokenizer" in text
-    assert "set model.pretrained = false" in text
-    fresh = {**model, "pretrained": False}
-    check_tokenizer(config(tmp_path, model=fresh, data={"tokenizer": "train"}))
-    # What goes on with a run of its own goes on with that run's tokenizer.
-    handed = {**model, "handover": True}
-    check_tokenizer(config(tmp_path, model=handed, data={"tokenizer": "train"}))
-
-
-def test_a_run_that_would_ruin_its_weights_is_not_begun(place: Path, tmp_path: Path) -> None:
-    model = {"architecture": None, "path": str(pretrained(tmp_path / "tiny", place, 272))}
-    run = config(tmp_path, model=model, data={"tokenizer": "train"})
-    text = refusal(launch.train_here, run, Hooks(), resume=False, overwrite=False, debug=False)
-    assert "leave out data.tokenizer" in text
-    text = refusal(
-        coordinating.coordinate,
-        run,
-        run_file=tmp_path / "run.toml",
-        overrides=[],
-        wait_for=None,
-        resume=False,
-    )
-    assert "leave out data.tokenizer" in text
-    assert not run.folder.exists()
-
-
-def test_the_size_of_a_tokenizer_is_known_before_the_text_is_read(
-    place: Path, tmp_path: Path
-) -> None:
-    small = {"architecture": None, "path": str(pretrained(tmp_path / "small", place, 269))}
-    tokens = {"folder": str(tmp_path / "data")}
-    text = refusal(preflight.check_model, config(tmp_path, model=small, data=tokens))
-    assert "the tokenizer has 270 tokens, the model's vocabulary 269" in text
-    large = {"architecture": None, "path": str(pretrained(tmp_path / "large", place, 1000))}
-    own = config(tmp_path, model=large, data=tokens)
-    preflight.check_model(own)
-    check_tokenizer(own)  # embeddings may have rows that no token uses
-    other = config(tmp_path, model=large, data={**tokens, "tokenizer": small["path"]})
-    text = refusal(check_tokenizer, other)
-    assert "has 270 tokens" in text
-    assert "vocabulary of 1000" in text
-    assert "leave out data.tokenizer" in text
-    assert not (tmp_path / "data").exists()
-
-
-# --- the data ---
 
 
 def test_a_good_run(place: Path) -> None:

@@ -50,6 +50,6 @@ def test_who_forks_does_not_start_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "0")
     asked: list[int] = []
     monkeypatch.setattr(launch.torch, "set_num_threads", asked.append)
-    launch._stay_forkable()
+    launch.stay_forkable()
     assert asked == [1]
     assert launch.os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] == "1"

@@ -83,6 +83,16 @@ def prepare_data(config: RunConfig, display: Display | None = None) -> TokenFile
     return TokenFiles.open(folder)
 
 
+def have_files(config: RunConfig, display: Display | None = None) -> TokenFiles:
+    """Refuse a model that cannot be trained; then its weights and the token files are here."""
+    preflight.check_model(config)
+    if display is None:
+        fetch_weights(config)
+    else:
+        fetch_weights(config, display.step)
+    return prepare_data(config, display)
+
+
 def _prepare(config: RunConfig, progress: Callable[[str, float], None]) -> Path:
     return prepare_token_files(config.data, config.data_folder, config.run.seed, progress).folder
 
@@ -101,7 +111,7 @@ def train_here(
     Ctrl-C stops the run at a slot end with a checkpoint; a second one ends it at once. `trace`:
     what every rank does when is recorded, as `trace.json` in the run folder.
     """
-    _stay_forkable()
+    stay_forkable()
     display = Display(config)
     folder = config.folder
     preflight.check_folder(config, resume, overwrite)
@@ -110,9 +120,7 @@ def train_here(
     preflight.check_coordinator(config)
     if not resume:
         check_tokenizer(config)
-    preflight.check_model(config)
-    fetch_weights(config, display.step)
-    files = prepare_data(config, display)
+    files = have_files(config, display)
     preflight.check_run(
         config,
         files.vocabulary_size,
@@ -316,7 +324,7 @@ def _site_in_child(
     sys.exit(code)
 
 
-def _stay_forkable() -> None:
+def stay_forkable() -> None:
     """To be called before anything else by a process that forks others."""
     torch.set_num_threads(1)  # no thread pool that a child would miss
     # Whoever asks whether there is a GPU must not start CUDA: no child could use it then.
@@ -330,12 +338,7 @@ def _check_site(
 
     `ranks_here`: of the site, on this machine, if not all of them.
     """
-    preflight.check_model(config)
-    if display is None:
-        fetch_weights(config)
-    else:
-        fetch_weights(config, display.step)
-    files = prepare_data(config, display)
+    files = have_files(config, display)
     preflight.check_run(config, files.vocabulary_size, sites_here=1, ranks_here=ranks_here)
     preflight.check_data(config, files, [site])
 
@@ -351,7 +354,7 @@ def join(
     if site not in config.sites:
         known = ", ".join(config.sites)
         raise JoinError(f"site {site!r}: not in the run file, which names: {known}")
-    _stay_forkable()
+    stay_forkable()
     url = f"https://{address.removeprefix('https://')}"
     host_and_port(url)
     variables = rank_variables()

@@ -367,7 +367,8 @@ def _take_part(
         keeper=Keeper(config, rank, files, job.shared_folder, client, record, control.touch),
         hooks=job.hooks,
         form_group=network.pair,
-        entry_limits=(timeouts.entry, 2 * timeouts.heartbeat),
+        donor_pause=timeouts.entry,
+        donor_patience=2 * timeouts.heartbeat,
         watch=rounds,
         slope_batch=slope_batch(config, files, place.shard),
     )
@@ -462,7 +463,7 @@ def _enter(trainer: Trainer, network: Network, timeouts: Timeouts) -> Newcomer |
         (e for e in news.entering if e.site == trainer.me),
         Entering(site=trainer.me, incarnation=0, donor=None, from_round=0),
     )
-    return Newcomer(trainer, entry, network.pair, trainer.entry_limits[1])
+    return Newcomer(trainer, entry, network.pair, trainer.donor_patience)
 
 
 def _last_complete(checkpoints: list[Checkpoint]) -> Checkpoint | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +22,15 @@ FIRST_PAUSE = 0.5
 """Seconds before the second try; they double from try to try."""
 
 T = TypeVar("T")
+
+
+def sync_folder(folder: Path) -> None:
+    """The names of what is in a folder survive a power cut. Raises `OSError`."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def opened(where: str) -> tuple[Any, str]:

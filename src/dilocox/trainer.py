@@ -60,9 +60,10 @@ class Trainer:
     keeper: persistence.Keeper
     hooks: Hooks
     form_group: FormGroup
-    entry_limits: tuple[float, float]
-    """Seconds after which a donor with nothing to offer says so, and that one whose link broke may
-    take to be replaced."""
+    donor_pause: float
+    """Seconds after which a donor with nothing to offer says so."""
+    donor_patience: float
+    """Seconds that a donor whose link broke may take to be replaced."""
     at: Position = field(default_factory=Position)
     dropped_round: int = -2
     """Last round in which this site met a non-finite value."""
@@ -81,7 +82,7 @@ class Trainer:
     def __post_init__(self) -> None:
         self.me = self.rank.place.site
         self.meter = RoundMeter(self.config, self.rank)
-        self.donors = Donors(self, self.form_group, self.entry_limits[0])
+        self.donors = Donors(self, self.form_group, self.donor_pause)
 
     def run(self, newcomer: Newcomer | None) -> None:
         """Train to the end of the run. `newcomer`: the fetching of state, if this site enters.
@@ -321,7 +322,7 @@ class Trainer:
             time.sleep(0.02)
         with timeline.span("catch up", from_round=entry.from_round):
             self.outer.set_aside(self.weight)
-            Newcomer(self, entry, self.form_group, self.entry_limits[1]).follow()
+            Newcomer(self, entry, self.form_group, self.donor_patience).follow()
         self.control.at(self.at.tick, self.at.round, self.at.slot, None)
 
     def evaluate(self, plan: RoundPlan, round_: int) -> None:

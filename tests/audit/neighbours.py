@@ -198,7 +198,8 @@ class Neighbour:
             keeper=cast(Keeper, nobody),
             hooks=Hooks(),
             form_group=cast(Any, None),
-            entry_limits=(0.0, 0.0),
+            donor_pause=0.0,
+            donor_patience=0.0,
             watch=self.watch,
         )
         record_state(self.record, "initial", 0, self.rank)

@@ -257,8 +257,7 @@ def _compared(
         signed = all(each.end is not None for each in began)
         more = "" if signed else "; it has signed no fingerprints of its steps"
         count = sum(len(replay.payloads) for replay in replays)
-        steps = plan.members[site].steps(plan.inner_steps)
-        reason = f"{steps} steps, {count} payloads, the same bits{more}"
+        reason = f"{plan.steps_of(site)} steps, {count} payloads, the same bits{more}"
         return Verdict(site, round_, "EXACT", reason, same_class=same)
     if not same:
         return _between_classes(site, round_, plan, pairs)
@@ -268,7 +267,7 @@ def _compared(
 
 def differences(plan: RoundPlan, began: _Began, replay: RankReplay) -> Iterator[Bad]:
     """Where bits differ, at one rank."""
-    where, count = began.place, _steps_of(plan, began)
+    where, count = began.place, plan.steps_of(began.place.site)
     if began.steps is not None:
         if len(began.steps) != count:
             yield Bad(
@@ -288,11 +287,6 @@ def differences(plan: RoundPlan, began: _Began, replay: RankReplay) -> Iterator[
             yield Bad(check.after - 1, f"{where}: {what}")
     if began.end is not None and not _equal(began.end, replay.end):
         yield Bad(count - 1, f"{where}: {_apart(began.end, replay.end)} after the round")
-
-
-def _steps_of(plan: RoundPlan, began: _Began) -> int:
-    """Inner steps that the plan asks of a site; a slower one takes fewer than the fastest."""
-    return plan.members[began.place.site].steps(plan.inner_steps)
 
 
 def _equal(signed: Document, found: Document) -> bool:
@@ -328,10 +322,9 @@ def _between_classes(
         raise JudgedError("NOT_RUN", f"{here}, and in bf16 honest differences say nothing")
     if any(each.steps is None for each, _ in pairs):
         raise JudgedError("NOT_RUN", f"{here}, and no fingerprints were signed to compare")
-    largest, bad = 0.0, list[Bad]()
+    largest, bad, count = 0.0, list[Bad](), plan.steps_of(site)
     for each, replay in pairs:
         assert each.steps is not None
-        count = _steps_of(plan, each)
         if len(each.steps) != count:
             bad.append(Bad(0, f"{each.place}: {len(each.steps)} steps instead of {count}"))
         for number, (signed, found) in enumerate(zip(each.steps, replay.steps, strict=False)):

@@ -175,7 +175,8 @@ def repeat(job: RankJob, progress: Progress) -> RankReplay:
         keeper=cast(Keeper, nobody),
         hooks=Hooks(),
         form_group=_no_group,
-        entry_limits=(0.0, 0.0),
+        donor_pause=0.0,
+        donor_patience=0.0,
         watch=watch,
     )
     facts = facts_here(config, device)

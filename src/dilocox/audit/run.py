@@ -76,9 +76,7 @@ class AuditedRun:
         """Inner steps that the plan of a round asks of a site; 0: of none that is known."""
         said = self.course.plans.get(round_)
         plan = None if said is None else RoundPlan.model_validate(said)
-        if plan is None or site not in plan.members:
-            return 0
-        return plan.members[site].steps(plan.inner_steps)
+        return plan.steps_of(site) if plan is not None and site in plan.members else 0
 
     def over(self) -> bool:
         """True if nothing more will be written."""

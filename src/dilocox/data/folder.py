@@ -15,6 +15,7 @@ from dilocox.data.files import TokenFiles
 from dilocox.data.manifest import MANIFEST
 from dilocox.data.sources import list_files
 from dilocox.errors import DataError
+from dilocox.storage import sync_folder
 
 
 def folder_of_run(run: Path) -> Path:
@@ -56,11 +57,7 @@ def publish(partial: Path, folder: Path) -> bool:
         if (folder / MANIFEST).is_file():
             return False
         raise
-    descriptor = os.open(folder.parent, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync_folder(folder.parent)
     return True
 
 

@@ -21,8 +21,6 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from dilocox import preflight, processes, trace_file
 from dilocox.assembly import Hooks
 from dilocox.config import RunConfig, resolve_run
@@ -32,12 +30,11 @@ from dilocox.errors import DilocoxError
 from dilocox.lab.lab import HUB, Lab
 from dilocox.lab.results import WARM_UP, Record, RunResult, Sample, result_of
 from dilocox.lab.system import LabError
-from dilocox.launch import prepare_data
+from dilocox.launch import have_files, stay_forkable
 from dilocox.outer.coordinator.serving import Endpoint
 from dilocox.site_process import run_site
 from dilocox.supervisor import complain
 from dilocox.tokenizer_check import check_tokenizer
-from dilocox.weights_check import fetch_weights
 
 EVERY = 0.25
 """Seconds between two readings of the interfaces' counters."""
@@ -151,13 +148,10 @@ def with_sites(config: RunConfig, count: int) -> RunConfig:
 
 def check(config: RunConfig, display: Display | None = None) -> None:
     """Refuse what cannot run, before anything starts; prepares token files that are not there."""
-    torch.set_num_threads(1)  # before forking: no thread pool that a child would miss
+    stay_forkable()
     check_tokenizer(config)
-    preflight.check_model(config)
-    fetch_weights(config)
-    files = prepare_data(config, display)
+    files = have_files(config, display)
     preflight.check_run(config, files.vocabulary_size, sites_here=len(config.sites))
-    preflight.check_data(config, files, list(config.sites))
 
 
 @dataclass

@@ -237,9 +237,8 @@ class OuterLoop:
     def land_before(self, plan: RoundPlan, slot: int) -> None:
         """Land what is due at the end of `slot`, and what would be under way when an exchange of
         its fragment begins there."""
-        self.land_due(plan.first_tick + slot)
-        begins = self.begins(plan, slot)
-        tick = plan.first_tick + slot
+        tick, begins = plan.first_tick + slot, self.begins(plan, slot)
+        self.land_due(tick)
         self._land_all([item for item in self.pending if item.key.fragment in begins], tick)
 
     def land_due(self, tick: int) -> None:

@@ -20,6 +20,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from dilocox.errors import RecordError
 from dilocox.record.merkle import Frontier, leaf_hash
 from dilocox.record.note import LogCheckpoint, NoteKey, open_note, sign_note
+from dilocox.storage import sync_folder
 
 ENTRIES, CHECKPOINT, PUBLIC = "statements.jsonl", "checkpoint", "log.pub"
 
@@ -51,7 +52,7 @@ class LogWriter:
         """What was there already."""
         self._tree = Frontier(leaf_hash(entry.encode()) for entry in self.entries)
         self._file = (folder / ENTRIES).open("ab")
-        _sync_folder(folder)
+        sync_folder(folder)
         _replace(folder / PUBLIC, f"{self.public}\n")
         self._covered, self._synced, self._note = -1, -1, ""
         self._lock = threading.Lock()
@@ -202,12 +203,3 @@ def _replace(path: Path, text: str) -> None:
         file.flush()
         os.fsync(file.fileno())
     part.replace(path)
-
-
-def _sync_folder(folder: Path) -> None:
-    """A new file's name survives a power cut, too."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

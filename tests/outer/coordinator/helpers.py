@@ -94,10 +94,14 @@ class Driver:
             reply = self.core.beat(request)
         return reply
 
-    def start(self) -> None:
-        """All sites enrol and get ready."""
+    def enrol_all(self) -> None:
+        """All sites enrol."""
         for site in self.config.sites:
             self.enrol(site)
+
+    def start(self) -> None:
+        """All sites enrol and get ready."""
+        self.enrol_all()
         for site in self.config.sites:
             self.ready(site)
 

@@ -311,28 +311,6 @@ def test_spaces_of_private_text_and_weights(tmp_path: Path) -> None:
     driver.core.close()
 
 
-def test_min_sites_waits_instead_of_deciding(tmp_path: Path) -> None:
-    lands_at_once = {"overlap": "none", "delay": 0}
-    driver = Driver(tmp_path, run_config(outer={"min_sites": 2, **lands_at_once}))
-    driver.start()
-    driver.plan(0, "a")
-    key = OUTER(0, 0, 0)
-    driver.begin(key, "a")
-    driver.leave("b")
-    driver.leave("c")
-    reply = driver.vote(key, "a", 3, held=["a"])
-    assert (reply.decision, reply.waiting_for) == ("wait", [])
-    assert driver.plan(1, "a") is None
-    # Who enters again makes up the number: its donor has to land this before it can give.
-    driver.enrol("b")
-    assert driver.beat("b").role == "entering"
-    assert driver.vote(key, "a", 3, held=["a"]).decision == "commit"
-    assert driver.plan(1, "a") is None
-    driver.ready("b")
-    assert driver.plan(1, "a") is not None
-    driver.core.close()
-
-
 def test_a_broken_attempt_is_repeated_in_a_new_epoch(driver: Driver) -> None:
     driver.start()
     driver.plan(0, "a")
@@ -472,31 +450,3 @@ def test_coordinator_that_was_asleep_does_not_take_all_for_dead(driver: Driver) 
         driver.beat("a")
         driver.core.expire()
     assert driver.core.state.live == ["a"]
-
-
-def test_where_all_are_needed_one_round_is_made_for_what_has_not_landed(tmp_path: Path) -> None:
-    """A site that comes back when every exchange has begun gets what these bring from a donor, in
-    whose next round they land: so that round is made without it, and no other."""
-    driver = Driver(tmp_path, run_config("ab", outer={"min_sites": 2}))
-    driver.start()
-    assert driver.plan(0, "a") is not None
-    for fragment in (0, 1):
-        key = m.ExchangeKey.outer(0, 0, fragment)
-        for site in "ab":
-            driver.begin(key, site)
-    driver.leave("b", "crashed", failed=True)
-    driver.round_done("a", 0)
-    assert driver.plan(1, "a") is None
-    driver.enrol("b")
-    driver.beat("b")
-    entering = driver.core.state.sites["b"]
-    assert (entering.role, entering.from_round) == ("entering", 1)
-    made = driver.plan(1, "a")
-    assert made is not None
-    assert list(made.members) == ["a"]
-    driver.round_done("a", 1)
-    assert driver.plan(2, "a") is None
-    driver.ready("b")
-    both = driver.plan(2, "a")
-    assert both is not None
-    assert list(both.members) == ["a", "b"]

@@ -9,7 +9,6 @@ import ssl
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -36,13 +35,6 @@ from tests.outer.coordinator.helpers import VERSIONS, run_config
 from tests.outer.coordinator.served import Run
 
 OUTER = m.ExchangeKey.outer
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Iterator[Run]:
-    made = Run(tmp_path)
-    yield made
-    made.close()
 
 
 def test_join_gives_an_identity(run: Run, tmp_path: Path) -> None:

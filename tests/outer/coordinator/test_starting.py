@@ -57,8 +57,7 @@ class Opener(Driver):
     def resume(self, *sites: str) -> None:
         """Go back to the checkpoint; these sites enrol, and go on from it."""
         self.core.resume()
-        for site in self.config.sites:
-            self.enrol(site)
+        self.enrol_all()
         for site in sites:
             self.ready(site)
 
@@ -90,8 +89,7 @@ def test_a_site_that_is_silent_after_a_resume_is_noticed(make: Any) -> None:
         driver.finish(site, complete=False)
     assert driver.state.phase == "stopped"
     driver.core.resume()
-    for site in "abc":
-        driver.enrol(site)
+    driver.enrol_all()
     driver.silence("a", "b")
     assert driver.roles()["c"] == "gone"
     assert driver.enrol("c").incarnation == 3
@@ -151,8 +149,7 @@ def test_a_resumed_run_has_forgotten_who_left_and_finished(make: Any) -> None:
 
 def test_a_site_that_dies_and_comes_again_counts_for_min_sites(make: Any) -> None:
     driver = make("ab", min_sites=2)
-    for site in "ab":
-        driver.enrol(site)
+    driver.enrol_all()
     driver.ready("a")
     driver.leave("b", failed=True)
     assert driver.state.phase == "starting"
@@ -166,8 +163,7 @@ def test_a_site_that_dies_and_comes_again_counts_for_min_sites(make: Any) -> Non
 def test_a_log_in_which_a_start_hangs_goes_on(make: Any) -> None:
     """As an older coordinator has left it: both are there and ready, and nothing follows."""
     driver = make("ab", min_sites=2)
-    for site in "ab":
-        driver.enrol(site)
+    driver.enrol_all()
     driver.ready("a")
     driver.leave("b", failed=True)
     driver.enrol("b")
@@ -179,8 +175,7 @@ def test_a_log_in_which_a_start_hangs_goes_on(make: Any) -> None:
 
 def test_without_a_founder_the_sites_join_again(make: Any) -> None:
     driver = make("ab")
-    for site in "ab":
-        driver.enrol(site)
+    driver.enrol_all()
     driver.leave("a", failed=True)
     driver.enrol("a")
     assert driver.beat("a").donor == "b"
@@ -193,8 +188,7 @@ def test_without_a_founder_the_sites_join_again(make: Any) -> None:
     with pytest.raises(Refused, match=r"the start begins anew.; join the run again"):
         driver.beat("a")
     driver.reopen()
-    for site in "ab":
-        driver.enrol(site)
+    driver.enrol_all()
     assert (driver.state.phase, driver.state.founder) == ("starting", "a")
     driver.silence("a", "b")
     for site in "ab":
@@ -204,8 +198,7 @@ def test_without_a_founder_the_sites_join_again(make: Any) -> None:
 
 def test_who_has_not_begun_to_fetch_stays_when_the_start_begins_anew(make: Any) -> None:
     driver = make("ab")
-    for site in "ab":
-        driver.enrol(site)
+    driver.enrol_all()
     driver.leave("a", failed=True)
     driver.enrol("a")
     driver.leave("b", failed=True)
@@ -216,8 +209,7 @@ def test_who_has_not_begun_to_fetch_stays_when_the_start_begins_anew(make: Any) 
 
 def test_a_run_that_has_lost_all_sites_while_it_starts_has_failed(make: Any) -> None:
     driver = make("ab")
-    for site in "ab":
-        driver.enrol(site)
+    driver.enrol_all()
     for site in "ab":
         driver.leave(site, failed=True)
     assert driver.state.phase == "failed"
@@ -225,8 +217,7 @@ def test_a_run_that_has_lost_all_sites_while_it_starts_has_failed(make: Any) -> 
 
 def test_a_method_that_lets_nobody_in_begins_anew_with_too_few(make: Any) -> None:
     driver = make("ab", outer={"method": "allreduce", "min_sites": 2})
-    for site in "ab":
-        driver.enrol(site)
+    driver.enrol_all()
     driver.leave("b", failed=True)
     assert (driver.state.phase, driver.roles()["a"]) == ("enrolling", "gone")
     driver.start()

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-
-import pytest
 
 from dilocox.outer.coordinator import messages as m
 from dilocox.outer.coordinator.client import CoordinatorClient
@@ -15,13 +12,6 @@ from tests.outer.coordinator.served import Run
 from tests.outer.sites import until
 
 OUTER = m.ExchangeKey.outer
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Iterator[Run]:
-    made = Run(tmp_path)
-    yield made
-    made.close()
 
 
 def test_all_are_waited_for_however_long_that_takes(run: Run) -> None:

@@ -112,8 +112,7 @@ def candidate(
     slots, slot_us = inner_steps // slot, slot * link.step_us
     permille = 1000 if in_force else round(1000 * control.utilisation)
     work = control.work * (SLACK if in_force else 1)
-    # Of a link that is measured, it is measured with it.
-    latency_us = round(control.latency * 1_000_000) if control.link_rate is not None else 0
+    latency_us = round(control.latency * 1_000_000)
     cost = traffic(sizes, slots, slot_us, link, Crowd(sites, outer.exchange), latency_us)
     roomy, needed = (
         max(1, -(-(1000 * cost.latest_us // share + link.lag_us) // slot_us))

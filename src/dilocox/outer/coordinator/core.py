@@ -443,7 +443,7 @@ class Coordinator:
             return
         if request.phase == "done" and exchange.averaging is None:
             raise Refused("conflict", f"{rank}: done with {request.key} before its set was fixed")
-        committed = self.witness.voting(request)
+        committed = self.witness.voting(self.state, exchange, request)
         event = e.Voted(
             self.wall(), rank.site, rank.stage, rank.shard, request.key, request.attempt,
             request.phase, list(request.held), request.contributes,

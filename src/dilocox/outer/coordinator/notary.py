@@ -113,7 +113,6 @@ class Witness:
         self._notary = notary
         self.run = "" if notary is None else notary.run
         """The run's id in its record; empty if nothing is recorded."""
-        self._state: CoordinatorState | None = None
         self._barred: dict[str, set[RankKey]] = {}
         """Who has voted on an exchange without a commitment: payloads may have been sent since."""
 
@@ -173,7 +172,7 @@ class Witness:
             if voter not in exchange.votes and voter not in barred
         ]
 
-    def voting(self, request: VoteRequest) -> bool:
+    def voting(self, state: CoordinatorState, exchange: Exchange, request: VoteRequest) -> bool:
         """Before the vote is counted; whether its payload is the one that was committed to.
 
         Raises `Refused` for a payload that is to count and is not signed.
@@ -190,18 +189,22 @@ class Witness:
                 raise Refused("refused", f"{rank}: its payload of {request.key} is not signed")
             committed = self._notary.contribution(
                 rank, key, request.attempt, digest, request.statement,
-                in_time=self._in_time(request.key, voter, there),
+                in_time=self._in_time(state, exchange, voter, there),
             )  # fmt: skip
         if (rank.site, rank.shard) not in there:
             self._barred.setdefault(request.key, set()).add(voter)
         return committed
 
-    def _in_time(self, key: str, voter: RankKey, there: Collection[tuple[str, int]]) -> bool:
+    def _in_time(
+        self,
+        state: CoordinatorState,
+        exchange: Exchange,
+        voter: RankKey,
+        there: Collection[tuple[str, int]],
+    ) -> bool:
         """No honest rank votes before all have committed: it has to have their payloads. What such
         a vote says in the log would make the others' commitments look late."""
-        assert self._state is not None
-        exchange = self._state.exchanges[key]
-        others = [each for each in self._state.voters(exchange) if each != voter]
+        others = [each for each in state.voters(exchange) if each != voter]
         return not self._lacking(exchange, others, there)
 
     def state(self, request: StateRequest) -> Done:
@@ -241,7 +244,6 @@ class Witness:
     def reopened(self, state: CoordinatorState) -> None:
         """After a restart: what was logged last may not have been told, and of what was said the
         end may be lost, if it was the machine that died."""
-        self._state = state
         if self._notary is not None:
             for plan in state.plans.values():
                 self._notary.planned(plan)

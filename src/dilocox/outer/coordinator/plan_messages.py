@@ -58,7 +58,7 @@ class LinkEstimate(Message):
     latency_us: Count
     """Microseconds per swap beside its bytes."""
     payload: Count
-    """Bytes of the payload that was measured last."""
+    """Bytes of a swap as they were measured last."""
     work_us: Count = 0
     """What training loses by a round's exchanges beside waiting."""
     overhead_us: Count = 0
@@ -100,6 +100,10 @@ class RoundPlan(Message):
     """Evaluate the anchor at the end of this round (always true of the flush)."""
     last: bool
     """No training round follows: true of the last training round and of the flush."""
+
+    def steps_of(self, site: str) -> int:
+        """Inner steps of the round that a member takes; a slow one fewer than the fastest."""
+        return self.members[site].steps(self.inner_steps)
 
 
 class Measured(Message):

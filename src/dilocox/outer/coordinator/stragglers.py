@@ -51,4 +51,4 @@ def _is_late(state: CoordinatorState, site: str, beyond: float) -> bool:
     plan, measured = state.plans.get(latest), state.measured[latest][site]
     if plan is None or site not in plan.members:
         return False
-    return beyond > plan.members[site].steps(plan.inner_steps) * measured.step_us / 1e6
+    return beyond > plan.steps_of(site) * measured.step_us / 1e6

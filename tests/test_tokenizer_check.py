@@ -1,0 +1,84 @@
+"""Weights and a tokenizer that does not belong to them, refused before text is read."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from dilocox import coordinating, launch, preflight
+from dilocox.assembly import Hooks
+from dilocox.tokenizer_check import check_tokenizer
+from tests.starts import ARCHITECTURE, config, prepared, refusal
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Text and token files, shared by the tests of this module."""
+    return prepared(tmp_path_factory.mktemp("tokenizer"))
+
+
+def pretrained(folder: Path, place: Path, vocabulary: int) -> Path:
+    """A folder as a hub model has it, without weights: configuration and tokenizer (270 tokens)."""
+    from transformers import CONFIG_MAPPING
+
+    keys = {key: value for key, value in ARCHITECTURE.items() if key != "model_type"}
+    CONFIG_MAPPING["qwen3"](**keys, vocab_size=vocabulary).save_pretrained(folder)
+    for file in (place / "tokens" / "tokenizer").iterdir():
+        shutil.copyfile(file, folder / file.name)
+    return folder
+
+
+def test_pretrained_weights_refuse_a_tokenizer_of_their_own(place: Path, tmp_path: Path) -> None:
+    model = {"architecture": None, "path": str(pretrained(tmp_path / "tiny", place, 272))}
+    check_tokenizer(config(tmp_path, model=model))
+    trained = config(tmp_path, model=model, data={"tokenizer": "train"})
+    text = refusal(check_tokenizer, trained)
+    assert text.startswith('data.tokenizer "train": the weights of model.path ')
+    assert "leave out data.tokenizer" in text
+    assert "set model.pretrained = false" in text
+    fresh = {**model, "pretrained": False}
+    check_tokenizer(config(tmp_path, model=fresh, data={"tokenizer": "train"}))
+    # What goes on with a run of its own goes on with that run's tokenizer.
+    handed = {**model, "handover": True}
+    check_tokenizer(config(tmp_path, model=handed, data={"tokenizer": "train"}))
+
+
+def test_a_run_that_would_ruin_its_weights_is_not_begun(place: Path, tmp_path: Path) -> None:
+    model = {"architecture": None, "path": str(pretrained(tmp_path / "tiny", place, 272))}
+    run = config(tmp_path, model=model, data={"tokenizer": "train"})
+    text = refusal(launch.train_here, run, Hooks(), resume=False, overwrite=False, debug=False)
+    assert "leave out data.tokenizer" in text
+    text = refusal(
+        coordinating.coordinate,
+        run,
+        run_file=tmp_path / "run.toml",
+        overrides=[],
+        wait_for=None,
+        resume=False,
+    )
+    assert "leave out data.tokenizer" in text
+    assert not run.folder.exists()
+
+
+def test_the_size_of_a_tokenizer_is_known_before_the_text_is_read(
+    place: Path, tmp_path: Path
+) -> None:
+    small = {"architecture": None, "path": str(pretrained(tmp_path / "small", place, 269))}
+    tokens = {"folder": str(tmp_path / "data")}
+    text = refusal(preflight.check_model, config(tmp_path, model=small, data=tokens))
+    assert "the tokenizer has 270 tokens, the model's vocabulary 269" in text
+    large = {"architecture": None, "path": str(pretrained(tmp_path / "large", place, 1000))}
+    own = config(tmp_path, model=large, data=tokens)
+    preflight.check_model(own)
+    check_tokenizer(own)  # embeddings may have rows that no token uses
+    other = config(tmp_path, model=large, data={**tokens, "tokenizer": small["path"]})
+    text = refusal(check_tokenizer, other)
+    assert "has 270 tokens" in text
+    assert "vocabulary of 1000" in text
+    assert "leave out data.tokenizer" in text
+    assert not (tmp_path / "data").exists()
+
+
+# --- the data ---
