@@ -122,6 +122,14 @@ def test_bad_values_are_refused_in_one_line(run_file: Path, override: str, expec
             ["compression.codec=int2", "compression.error_feedback=false"],
             "codec int2 needs compression.error_feedback = true",
         ),
+        (
+            ["compression.residual_view=0.2", "compression.error_feedback=false"],
+            "residual_view needs compression.error_feedback = true",
+        ),
+        (
+            ["outer.method=cocktailsgd", "compression.residual_view=0.2"],
+            "residual_view: method cocktailsgd exchanges gradients",
+        ),
         (["outer.overlap=naive", "control.adapt=link"], 'set outer.overlap = "keep"'),
         (["outer.method=allreduce", "control.adapt=link"], "method allreduce has nothing to adapt"),
         (["outer.method=allreduce", "outer.overlap=keep"], "there is no pseudo-gradient to land"),

@@ -16,11 +16,12 @@ RATE = r"[0-9]{1,6}(\.[0-9]{1,3})?(kbit|mbit|gbit)"
 """Pattern of a rate such as `1gbit`, `2.5mbit` or `300kbit`."""
 
 Pin = Literal[
-    "inner_steps", "delay", "keep", "learning_rate", "momentum", "codec", "residual_decay"
-]
+    "inner_steps", "delay", "keep", "learning_rate", "momentum", "codec", "residual_decay",
+    "residual_view",
+]  # fmt: skip
 PINS: dict[str, tuple[Pin, ...]] = {
     "outer": ("inner_steps", "delay", "keep", "learning_rate", "momentum"),
-    "compression": ("codec", "residual_decay"),
+    "compression": ("codec", "residual_decay", "residual_view"),
 }
 """Keys by section that `adapt = "link"` chooses unless the run file sets them."""
 
@@ -128,6 +129,10 @@ class CompressionSection(Section):
     error_feedback: bool
     residual_decay: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     """beta: how much of the residual enters the next contribution."""
+    residual_view: Fraction = 0.0
+    """lambda: how much of its residual a site trains on top of the anchor with, so that it does not
+    forget what it could not send yet. Needs error feedback; not of methods that exchange
+    gradients."""
 
     @field_validator("codec")
     @classmethod
@@ -233,6 +238,13 @@ def rounds_problem(
         return f'compression.codec {codec} is not averaged in parts: set outer.exchange = "gather"'
     if kind in COARSE and not compression.error_feedback:
         return f"compression.codec {codec} needs compression.error_feedback = true"
+    if compression.residual_view and outer.exchanges_gradients:
+        return (
+            f"compression.residual_view: method {outer.method} exchanges gradients, of which a "
+            "site can hold nothing on top of its parameters: leave it out"
+        )
+    if compression.residual_view and not compression.error_feedback:
+        return "compression.residual_view needs compression.error_feedback = true"
     if control.steps == "by-speed" and outer.global_batch == "fixed":
         return (
             'outer.global_batch "fixed": with control.steps "by-speed" the batch follows the '

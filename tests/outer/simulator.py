@@ -129,6 +129,7 @@ class Settings:
     exchange: str = "gather"
     error_feedback: bool = False
     residual_decay: float = 1.0
+    residual_view: float = 0.0
     steps_per_slot: int = 1
     slots: int = 1
     fragments: int = 1
@@ -252,6 +253,7 @@ class Simulation:
                 momentum=settings.momentum,
                 keep=settings.keep,
                 share=settings.weights(round_, name) / total if name in counted else 0.0,
+                residual=0.0 if flush else settings.residual_view / settings.weights(round_, name),
             )
             state, advance = site.states[fragment], outcomes[name].advance
             state.land(site.live, outcomes[name].average, rule)

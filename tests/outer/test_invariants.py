@@ -230,10 +230,14 @@ def test_eager_site_alone_sees_the_anchor_that_comes() -> None:
         assert torch.allclose(state.anchor, view, rtol=0, atol=5e-6)
 
 
+@pytest.mark.parametrize("view", [0.0, 0.3])
 @pytest.mark.parametrize("rule", [RULES[1], RULES[3], RULES[5], RULES[7]], ids=str)
-def test_flush_brings_everything_home(rule: tuple[str, float, int, int, int]) -> None:
-    """After the flush only the 8-bit error of the last contribution is missing."""
-    settings = settings_of(rule, codec="int4", error_feedback=True, residual_decay=1.0)
+def test_flush_brings_everything_home(rule: tuple[str, float, int, int, int], view: float) -> None:
+    """After the flush only the 8-bit error of the last contribution is missing, and no site trains
+    on a residual any more."""
+    settings = settings_of(
+        rule, codec="int4", error_feedback=True, residual_decay=1.0, residual_view=view
+    )
     run = simulation(settings, sites=2)
     run.run(5)
     run.flush()

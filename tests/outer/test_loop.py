@@ -134,6 +134,17 @@ def test_boundaries_and_landings_follow_the_calendar() -> None:
     assert counts.contributors == [2, 2, 2]
 
 
+def test_a_share_of_what_a_site_could_not_send_stays_in_what_it_trains_on() -> None:
+    """Contributions, and so residuals, are weighted; what a site trains on is not."""
+    rank = Rank()
+    member = MemberPlan(weight=2.0, batch=4, ranges=[(0, 16)], space="shared")
+    rank.round(plan(members={"paris": member, "lyon": member}, residual_view=0.5), "lyon")
+    # Two steps of 1 before the boundary make u = 4, all of which stays here; two more came since.
+    assert float(rank.loop.states[0].residual[0]) == 4.0
+    assert rank.anchor(0) == -4.0
+    assert float(rank.live["a"][0]) == -4.0 - 2.0 - 0.5 * 4.0 / 2.0
+
+
 def test_the_flush_lands_everything_in_eight_bits() -> None:
     rank = Rank()
     rank.round(plan(), "paris", "lyon")

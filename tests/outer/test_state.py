@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -114,6 +115,26 @@ def test_rules_put_the_site_where_they_say() -> None:
     assert all(torch.equal(a, b) for a, b in zip(kept, (anchor, moved, own), strict=True))
     with pytest.raises(TrainingError, match="eager=True"):
         local_view(Rule("eager", 1, 0), anchor, moved, None)
+
+
+def test_a_site_keeps_a_share_of_its_residual_in_what_it_trains_on() -> None:
+    """Under every rule, and in no pseudo-gradient: what is sent of it still counts once."""
+    anchor, moved, own, residual = (flat_of(number) for number in range(1, 5))
+    for overlap in ("none", "naive", "keep", "eager"):
+        rule = Rule(overlap, 0.7, 0.9, share=0.25)
+        plain = local_view(rule, anchor, moved, own, residual)
+        less = local_view(replace(rule, residual=0.2), anchor, moved, own, residual)
+        assert torch.allclose(plain - less, 0.2 * residual, rtol=0, atol=1e-6)
+    assert torch.equal(local_view(Rule("none", 1, 0, residual=0.2), anchor, moved, None), anchor)
+
+    live = live_of(0)
+    state = make(live)
+    u, _ = state.boundary(live, 1.0, 1.0)
+    state.committed(u + residual, u)
+    state.land(live, flat_of(2), Rule("keep", 0.7, 0.5, residual=0.5))
+    assert torch.allclose(LAYOUT.pack(live), state.anchor - 0.5 * residual, rtol=0, atol=1e-6)
+    again, _ = state.boundary(live, 1.0, 1.0)
+    assert torch.allclose(again, residual, rtol=0, atol=1e-6)
 
 
 def test_own_parts_of_the_momentum_add_up_to_it() -> None:

@@ -393,12 +393,14 @@ class OuterLoop:
         plan = item.plan
         weights = [plan.members[site].weight for site in outcome.contributors]
         own = plan.members[self._me].weight if self._me in outcome.contributors else 0.0
+        member = item.contribution is not None
         rule = Rule(
-            overlap="none" if item.contribution is None else plan.overlap,
+            overlap=plan.overlap if member else "none",
             keep=plan.keep,
             learning_rate=plan.learning_rate,
             momentum=plan.momentum,
             share=own / sum(weights) if weights else 0.0,
+            residual=plan.residual_view / plan.members[self._me].weight if member else 0.0,
         )
         with timeline.span("outer step", overlap=rule.overlap):
             state.land(self.live, outcome.average, rule)

@@ -18,6 +18,10 @@ displacement (sum of inner updates) since the fragment's last boundary:
   given it: with one site, γ = 1 and μ = 0, x would be θ_0 + d_0 + d_2 after three rounds instead of
   θ_0 + d_0 + d_1 + d_2, and strong momentum then diverges. Nothing of it enters anchor or momentum.
 
+Under every rule a site may keep a share λ of its residual e in x: x is then less by λ·e, for e is
+of the sign of pseudo-gradients. With codecs that send few values most of what a site has learned
+waits in its residual, and the site would go on as if it had not learned it (docs/notes/quality.md).
+
 A rule moves x by a jump, and a jump is no displacement: what d counts is the same before and
 after, so all of d, undamped, is in the next pseudo-gradient (see `FragmentState.land`).
 """
@@ -47,14 +51,30 @@ class Rule:
     share: float = 0.0
     """w_i over the sum of w of the contribution set, 0 if this site is not in it; counts with
     `eager` only."""
+    residual: float = 0.0
+    """lambda / w_i: the residual is of the scale of contributions, which are weighted."""
 
 
-def local_view(rule: Rule, anchor: Tensor, displacement: Tensor, own: Tensor | None) -> Tensor:
+def local_view(
+    rule: Rule,
+    anchor: Tensor,
+    displacement: Tensor,
+    own: Tensor | None,
+    residual: Tensor | None = None,
+) -> Tensor:
     """Where the site goes on from: a new flat fp32 tensor like `anchor`, which stays as it is.
 
     `anchor` is θ after the step, `displacement` is d, `own` is m_i, the site's part of the momentum
-    after the step. Raises `TrainingError` if `eager` lacks it.
+    after the step, `residual` is e, if the site has one. Raises `TrainingError` if `eager` lacks
+    `own`.
     """
+    view = _by_rule(rule, anchor, displacement, own)
+    if rule.residual and residual is not None:
+        view.sub_(residual.mul(rule.residual))
+    return view
+
+
+def _by_rule(rule: Rule, anchor: Tensor, displacement: Tensor, own: Tensor | None) -> Tensor:
     if rule.overlap == "keep":
         return displacement.mul(rule.keep).add_(anchor)
     view = anchor.clone()

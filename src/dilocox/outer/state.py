@@ -177,7 +177,7 @@ class FragmentState:
             nesterov_step(self.anchor, self.momentum, landed, rule.learning_rate, rule.momentum)
             if self.own is not None and self.previous is not None:
                 self.own.mul_(rule.momentum).add_(self.previous.mul(rule.share))
-        view = local_view(rule, self.anchor, displacement, self.own)
+        view = local_view(rule, self.anchor, displacement, self.own, self.residual)
         self.layout.unpack(view, live)
         self.reference = view.sub_(displacement)
 

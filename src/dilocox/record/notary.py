@@ -436,6 +436,7 @@ def outer_step(decision: Decision, stages: int) -> dict[str, Any]:
         "learning_rate": plan.learning_rate,
         "momentum": plan.momentum,
         "residual_decay": plan.residual_decay,
+        "residual_view": plan.residual_view,
         "verdicts": {
             site: verdict.model_dump(exclude_none=True)
             for site, verdict in decision.verdicts.items()

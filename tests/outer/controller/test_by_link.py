@@ -251,6 +251,7 @@ def test_the_exchanges_own_work_is_kept_small() -> None:
             {"learning_rate": 0.6, "momentum": 0.2},
         ),
         ({"compression": {"residual_decay": 0.7}}, {"residual_decay": 0.7}),
+        ({"compression": {"residual_view": 0.4}}, {"residual_view": 0.4}),
         ({"outer": {"keep": 0.3}}, {"keep": 0.3}),
     ],
 )

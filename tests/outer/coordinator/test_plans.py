@@ -18,7 +18,7 @@ from tests.outer.coordinator.helpers import Driver, numbers, run_config
 
 
 def choice(inner_steps: int, slots: int, delay: int) -> Choice:
-    return Choice(inner_steps, slots, delay, "int4", 0.8, 0.5, 1.0, 1.0, "a test")
+    return Choice(inner_steps, slots, delay, "int4", 0.8, 0.5, 1.0, 0.0, 1.0, "a test")
 
 
 def course(steps: int, choices: list[Choice], overlap: str = "keep") -> list[RoundPlan]:
@@ -47,9 +47,10 @@ lengths = st.tuples(st.integers(1, 9), st.integers(1, 6), st.integers(1, 6)).map
 def test_a_sparse_codec_keeps_to_itself_in_the_flush(
     codec: str, flushed: str, decay: float
 ) -> None:
-    chosen = replace(choice(4, 2, 1), codec=codec, residual_decay=0.9)
+    chosen = replace(choice(4, 2, 1), codec=codec, residual_decay=0.9, residual_view=0.3)
     *rounds, flush = course(8, [chosen])
     assert {(plan.codec, plan.residual_decay) for plan in rounds} == {(codec, 0.9)}
+    assert {plan.residual_view for plan in rounds} == {0.3}
     assert (flush.codec, flush.residual_decay) == (flushed, decay)
 
 

@@ -124,6 +124,9 @@ def _choice(config: RunConfig, chosen: Candidate, reason: str) -> Choice:
         residual_decay=fixed.residual_decay
         if "residual_decay" in pinned
         else loss.residual_decay(chosen.codec),
+        residual_view=fixed.residual_view
+        if "residual_view" in pinned
+        else loss.residual_view(chosen.codec),
         keep=fixed.keep
         if "keep" in pinned
         else loss.kept_progress(chosen.inner_steps, share, chosen.codec),

@@ -18,6 +18,7 @@ class Choice:
     learning_rate: float
     momentum: float
     residual_decay: float
+    residual_view: float
     keep: float
     reason: str
     """One line with numbers and units."""
@@ -52,6 +53,7 @@ def as_the_run_file_says(config: RunConfig, reason: str = "as the run file says"
         learning_rate=outer.learning_rate,
         momentum=outer.momentum,
         residual_decay=compression.residual_decay,
+        residual_view=compression.residual_view,
         keep=outer.keep,
         reason=reason,
     )

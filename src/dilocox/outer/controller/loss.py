@@ -91,6 +91,11 @@ def residual_decay(codec: str) -> float:
     return float(table()["residual_decay"].get(parse_spec(codec).kind, 1.0))
 
 
+def residual_view(codec: str) -> float:
+    """lambda that is best with a codec."""
+    return float(table()["residual_view"].get(parse_spec(codec).kind, 0.0))
+
+
 def kept_progress(inner_steps: int, delay_share: float, codec: str = "none") -> float:
     """kappa of overlap `keep`: less than 1 where long rounds land late (docs/algorithm.md §2).
 

@@ -89,6 +89,7 @@ class RoundPlan(Message):
     momentum: float
     codec: str
     residual_decay: float
+    residual_view: float = 0.0
     exchange: Literal["gather", "reduce"]
     reason: Line = ""
     """Why this plan, in one line with numbers and units."""

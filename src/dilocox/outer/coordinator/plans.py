@@ -93,6 +93,7 @@ def make_plan(
         momentum=choice.momentum,
         codec=FLUSH_CODEC if whole else choice.codec,
         residual_decay=1.0 if whole else choice.residual_decay,
+        residual_view=0.0 if flush else choice.residual_view,
         exchange=outer.exchange,
         reason="" if flush else choice.reason,
         estimate=estimate,
