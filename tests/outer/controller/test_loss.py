@@ -96,7 +96,9 @@ def test_what_goes_with_the_inner_steps() -> None:
     assert outer_rates(5, "lowrank:8") == outer_rates(5)
     assert residual_decay("topk:64") == 0.95
     assert residual_decay("lowrank:8") == 1.0
-    assert [residual_view(codec) for codec in ("topk:64", "int2", "none")] == [0.2, 0.0, 0.0]
+    assert [residual_view(2, codec) for codec in ("topk:64", "int2", "none")] == [0.2, 0.0, 0.0]
+    assert residual_view(5, "topk:64", "muon") == 0.2
+    assert residual_view(2, "topk:64") > residual_view(3, "topk:64") > residual_view(8, "topk:64")
     assert [kept_progress(*case) for case in ((20, 1.0), (20, 0.5), (5, 1.0))] == [0.65, 1.0, 1.0]
     sparse = [kept_progress(*case, "topk:82") for case in ((5, 1.0), (5, 0.5), (3, 1.0))]
     assert sparse == [0.65, 1.0, 1.0]

@@ -126,7 +126,7 @@ def _choice(config: RunConfig, chosen: Candidate, reason: str) -> Choice:
         else loss.residual_decay(chosen.codec),
         residual_view=fixed.residual_view
         if "residual_view" in pinned
-        else loss.residual_view(chosen.codec),
+        else loss.residual_view(chosen.inner_steps, chosen.codec, config.inner.optimizer),
         keep=fixed.keep
         if "keep" in pinned
         else loss.kept_progress(chosen.inner_steps, share, chosen.codec),

@@ -91,9 +91,13 @@ def residual_decay(codec: str) -> float:
     return float(table()["residual_decay"].get(parse_spec(codec).kind, 1.0))
 
 
-def residual_view(codec: str) -> float:
-    """lambda that is best with a codec."""
-    return float(table()["residual_view"].get(parse_spec(codec).kind, 0.0))
+def residual_view(inner_steps: int, codec: str, optimizer: str = ADAMW) -> float:
+    """lambda that is best with so many inner steps per round and such a codec.
+
+    Longer rounds leave more in the residual: a share of it that helps short ones harms them.
+    """
+    shares = table(optimizer)["residual_view"].get(parse_spec(codec).kind)
+    return 0.0 if shares is None else round(_at(inner_steps, shares), 4)
 
 
 def kept_progress(inner_steps: int, delay_share: float, codec: str = "none") -> float:
