@@ -77,6 +77,7 @@ def _entry(inner_steps: int, codec: str, share: float = 0.0) -> Entry:
         "outer.momentum": momentum,
         "compression.codec": codec,
         "compression.residual_decay": loss.residual_decay(codec),
+        "compression.residual_view": loss.residual_view(inner_steps, codec),
     }
     return Entry(label(inner_steps, codec, share), "dilocox", settings, "dilocox", core=False)
 

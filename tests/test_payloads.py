@@ -13,25 +13,14 @@ from dilocox.compression import Geometry, compressor
 from dilocox.config import RunConfig, resolve_run
 from dilocox.outer.controller.candidates import codecs
 from dilocox.payloads import message_bytes, payload_sizes, stage_shapes
+from tests.starts import ARCHITECTURE
 
 VOCABULARY = 300
 
 
 def config(**sections: Any) -> RunConfig:
     raw: dict[str, Any] = {
-        "model": {
-            "architecture": {
-                "model_type": "qwen3",
-                "hidden_size": 32,
-                "intermediate_size": 48,
-                "num_hidden_layers": 4,
-                "num_attention_heads": 4,
-                "num_key_value_heads": 2,
-                "head_dim": 8,
-                "max_position_embeddings": 64,
-                "tie_word_embeddings": True,
-            }
-        },
+        "model": {"architecture": {**ARCHITECTURE, "intermediate_size": 48}},
         "data": {"sequence_length": 32},
         "site": {"stages": 2, "shards": 1, "batch_size": 8, "micro_batch_size": 2},
         "outer": {"fragments": 2},

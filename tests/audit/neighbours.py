@@ -136,6 +136,7 @@ class Registry:
             momentum=0.5,
             codec="int4",
             residual_decay=0.95,
+            residual_view=0.2,
             exchange="gather",
             checkpoint=False,
             evaluate=False,

@@ -221,6 +221,18 @@ class Run:
         """Wait until round `number` (from 0) is recorded."""
         self.until(lambda: any(r["round"] >= number for r in self.records()))
 
+    def until_together(self, sites: int, limit: float) -> None:
+        """Wait until a round that is not recorded yet is, by so many sites."""
+        last = max(r["round"] for r in self.records())
+        self.until(
+            lambda: any(r["round"] > last and r["sites"] == sites for r in self.records()), limit
+        )
+
+    def sequences_amiss(self) -> tuple[int, int]:
+        """Sequences that were trained on twice, and that were left out."""
+        summary = self.summary()
+        return summary["sequences_doubled"], summary["sequences_missing"]
+
     def summary(self) -> dict[str, Any]:
         """summary.json."""
         return dict(json.loads((self.folder / "summary.json").read_text(encoding="utf-8")))

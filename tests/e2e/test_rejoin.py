@@ -82,12 +82,10 @@ def test_a_donor_that_dies_is_replaced_by_another(workshop: Workshop, forge: For
     assert said.count("dilocox: site lyon joins again in ") == 1
     log = (run.folder / "logs" / "lyon-stage0-shard0.log").read_text()
     assert "paris is gone: fetching from oslo" in log
-    last = max(r["round"] for r in run.records())
-    run.until(lambda: any(r["round"] > last and r["sites"] == 3 for r in run.records()), 200.0)
+    run.until_together(3, 200.0)
     run.ctrl_c()
     assert run.wait(200.0) == 130, run.output()
-    summary = run.summary()
-    assert (summary["sequences_doubled"], summary["sequences_missing"]) == (0, 0)
+    assert run.sequences_amiss() == (0, 0)
 
 
 @pytest.mark.slow
@@ -98,8 +96,7 @@ def test_the_global_batch_stays_while_a_site_is_away(workshop: Workshop) -> None
     run.until_round(2)
     os.kill(run.rank_processes()["lyon:1.0"], signal.SIGKILL)
     run.until(lambda: run.printed().count("lyon contributes from round") == 2, 200.0)
-    last = max(r["round"] for r in run.records())
-    run.until(lambda: any(r["round"] > last and r["sites"] == 2 for r in run.records()), 200.0)
+    run.until_together(2, 200.0)
     run.interrupt()
     assert run.wait(200.0) == 130, run.output()
     # Eight steps of eight sequences of 32 tokens, by one site or two.
@@ -110,7 +107,7 @@ def test_the_global_batch_stays_while_a_site_is_away(workshop: Workshop) -> None
     assert by_members == {1: {2048}, 2: {1024}}
     whole = {r["tokens"] for r in run.records() if r["sites"] == 2}
     assert whole == {2048}
-    assert (run.summary()["sequences_doubled"], run.summary()["sequences_missing"]) == (0, 0)
+    assert run.sequences_amiss() == (0, 0)
 
 
 @pytest.mark.slow
@@ -126,7 +123,7 @@ def test_where_all_sites_are_needed_a_dead_one_is_waited_for(workshop: Workshop)
     assert run.wait(200.0) == 0, run.output()
     alone = [r["round"] for r in run.records("round") if r["sites"] == 1]
     assert len(alone) <= 2 * 3, alone
-    assert (run.summary()["sequences_doubled"], run.summary()["sequences_missing"]) == (0, 0)
+    assert run.sequences_amiss() == (0, 0)
 
 
 @pytest.mark.slow
@@ -154,6 +151,5 @@ def test_a_straggler_is_left_behind_and_catches_up(workshop: Workshop) -> None:
     alone = {r["round"]: r for r in run.records(site="paris")}
     # How long depends on where in a round it stopped.
     assert sum(r["waited_for"].get("lyon", 0.0) for r in alone.values()) > 0.2
-    summary = run.summary()
-    assert (summary["sequences_doubled"], summary["sequences_missing"]) == (0, 0)
+    assert run.sequences_amiss() == (0, 0)
     assert verdicts(run.folder) == {}

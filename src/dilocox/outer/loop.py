@@ -386,21 +386,22 @@ class OuterLoop:
             self._apply(item, outcome)
 
     def _apply(self, item: Pending, outcome: Outcome) -> None:
-        state = self.states[item.key.fragment]
+        state, plan = self.states[item.key.fragment], item.plan
+        # One that enters receives what it has no part in.
+        weight = None
         if item.contribution is not None:
+            weight = plan.members[self._me].weight
             with timeline.span("residual"):
                 state.committed(item.contribution, outcome.sent, outcome.second_error)
-        plan = item.plan
         weights = [plan.members[site].weight for site in outcome.contributors]
         own = plan.members[self._me].weight if self._me in outcome.contributors else 0.0
-        member = item.contribution is not None
         rule = Rule(
-            overlap=plan.overlap if member else "none",
+            overlap="none" if weight is None else plan.overlap,
             keep=plan.keep,
             learning_rate=plan.learning_rate,
             momentum=plan.momentum,
             share=own / sum(weights) if weights else 0.0,
-            residual=plan.residual_view / plan.members[self._me].weight if member else 0.0,
+            residual=0.0 if weight is None else plan.residual_view / weight,
         )
         with timeline.span("outer step", overlap=rule.overlap):
             state.land(self.live, outcome.average, rule)

@@ -18,9 +18,10 @@ displacement (sum of inner updates) since the fragment's last boundary:
   given it: with one site, γ = 1 and μ = 0, x would be θ_0 + d_0 + d_2 after three rounds instead of
   θ_0 + d_0 + d_1 + d_2, and strong momentum then diverges. Nothing of it enters anchor or momentum.
 
-Under every rule a site may keep a share λ of its residual e in x: x is then less by λ·e, for e is
-of the sign of pseudo-gradients. With codecs that send few values most of what a site has learned
-waits in its residual, and the site would go on as if it had not learned it (docs/notes/quality.md).
+Under every rule a site may keep a share λ of its residual e in x: x is then less by λ·e/w_i, for e
+is of the sign and scale of contributions. With codecs that send few values most of what a site has
+learned waits in its residual, and the site would go on as if it had not learned it
+(docs/notes/quality.md).
 
 A rule moves x by a jump, and a jump is no displacement: what d counts is the same before and
 after, so all of d, undamped, is in the next pseudo-gradient (see `FragmentState.land`).

@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from dilocox.config import RunConfig
+from dilocox.config_rounds import Pin
 from dilocox.outer.controller import loss
 from dilocox.outer.controller.candidates import (
     LEAST_ROUNDS,
@@ -111,25 +112,25 @@ def _current(
 
 def _choice(config: RunConfig, chosen: Candidate, reason: str) -> Choice:
     """A candidate with all that follows from it, but for what the run file pins."""
-    pinned, fixed = config.control.pinned, as_the_run_file_says(config)
-    share = chosen.delay / chosen.slots
-    rate, momentum = loss.outer_rates(chosen.inner_steps, chosen.codec)
+    fixed = as_the_run_file_says(config)
+
+    def unless_pinned(key: Pin, found: float) -> float:
+        return float(getattr(fixed, key)) if key in config.control.pinned else found
+
+    steps, codec = chosen.inner_steps, chosen.codec
+    rate, momentum = loss.outer_rates(steps, codec)
+    view = loss.residual_view(steps, codec, config.inner.optimizer)
+    keep = loss.kept_progress(steps, chosen.delay / chosen.slots, codec)
     return Choice(
-        inner_steps=chosen.inner_steps,
+        inner_steps=steps,
         slots=chosen.slots,
         delay=chosen.delay,
-        codec=chosen.codec,
-        learning_rate=fixed.learning_rate if "learning_rate" in pinned else rate,
-        momentum=fixed.momentum if "momentum" in pinned else momentum,
-        residual_decay=fixed.residual_decay
-        if "residual_decay" in pinned
-        else loss.residual_decay(chosen.codec),
-        residual_view=fixed.residual_view
-        if "residual_view" in pinned
-        else loss.residual_view(chosen.inner_steps, chosen.codec, config.inner.optimizer),
-        keep=fixed.keep
-        if "keep" in pinned
-        else loss.kept_progress(chosen.inner_steps, share, chosen.codec),
+        codec=codec,
+        learning_rate=unless_pinned("learning_rate", rate),
+        momentum=unless_pinned("momentum", momentum),
+        residual_decay=unless_pinned("residual_decay", loss.residual_decay(codec)),
+        residual_view=unless_pinned("residual_view", view),
+        keep=unless_pinned("keep", keep),
         reason=reason,
     )
 
