@@ -9,6 +9,7 @@ import pytest
 
 from dilocox import coordinating, launch, preflight
 from dilocox.assembly import Hooks
+from dilocox.plan.outline import Outline
 from dilocox.tokenizer_check import check_tokenizer
 from tests.starts import ARCHITECTURE, config, prepared, refusal
 
@@ -38,6 +39,8 @@ def test_pretrained_weights_refuse_a_tokenizer_of_their_own(place: Path, tmp_pat
     assert text.startswith('data.tokenizer "train": the weights of model.path ')
     assert "leave out data.tokenizer" in text
     assert "set model.pretrained = false" in text
+    # A plan of what would be refused is no plan.
+    assert refusal(Outline.of, trained) == text
     fresh = {**model, "pretrained": False}
     check_tokenizer(config(tmp_path, model=fresh, data={"tokenizer": "train"}))
     # What goes on with a run of its own goes on with that run's tokenizer.

@@ -94,7 +94,7 @@ class DataSection(Section):
     format: Literal["auto", "text", "jsonl", "parquet", "code", "hub"] = "auto"
     """What the source is; `auto` goes by the file names. `jsonl`: JSON objects, one per line or all
     in one array; in a folder, `.json` files are taken with this format only. Text and JSONL may be
-    packed (`.gz`)."""
+    packed (`.gz`, `.zst`)."""
     text_field: str = "text"
     """Field or column that holds the text in JSONL, Parquet and hub datasets."""
     subset: str | None = None

@@ -3,6 +3,7 @@ from __future__ import annotations
 import gzip
 import json
 import unicodedata
+from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow as pa
@@ -20,6 +21,10 @@ SETTINGS = settings(derandomize=True, deadline=None, max_examples=60)
 
 def read(path: Path, kind: str, field: str = "text") -> list[str]:
     return list(read_documents(path, kind, field))
+
+
+def zstd(data: bytes) -> bytes:
+    return bytes(pa.Codec("zstd").compress(data, asbytes=True))
 
 
 @SETTINGS
@@ -76,9 +81,15 @@ def test_jsonl_plain_and_compressed(tmp_path: Path) -> None:
     lines = "".join(json.dumps({"body": f"text {number} ☃"}) + "\n" for number in range(20))
     (tmp_path / "a.jsonl").write_text(lines)
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    # As shards are published: several frames, one after another.
+    half = lines.encode().index(b"\n") + 1
+    (tmp_path / "a.jsonl.zst").write_bytes(
+        zstd(lines.encode()[:half]) + zstd(lines.encode()[half:])
+    )
     expected = [f"text {number} ☃" for number in range(20)]
     assert read(tmp_path / "a.jsonl", "jsonl", "body") == expected
     assert read(tmp_path / "a.jsonl.gz", "jsonl", "body") == expected
+    assert read(tmp_path / "a.jsonl.zst", "jsonl", "body") == expected
 
 
 @pytest.mark.parametrize(
@@ -100,10 +111,16 @@ def test_bad_jsonl_line_is_named(tmp_path: Path, line: bytes, reason: str) -> No
     assert "\n" not in str(caught.value)
 
 
-def test_broken_gzip_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl.gz"
-    path.write_bytes(gzip.compress(b'{"text": "a"}\n' * 1000)[:-20])
-    with pytest.raises(DataError, match=r"a\.jsonl\.gz: cannot be read"):
+@pytest.mark.parametrize(("ending", "pack"), [("gz", gzip.compress), ("zst", zstd)])
+def test_broken_packed_file_is_named(
+    tmp_path: Path, ending: str, pack: Callable[[bytes], bytes]
+) -> None:
+    path = tmp_path / f"a.jsonl.{ending}"
+    path.write_bytes(pack(b'{"text": "a"}\n' * 1000)[:-8])
+    with pytest.raises(DataError, match=rf"a\.jsonl\.{ending}: cannot be read"):
+        read(path, "jsonl")
+    path.write_bytes(b'{"text": "a"}\n')  # not packed at all
+    with pytest.raises(DataError, match=rf"a\.jsonl\.{ending}: cannot be read"):
         read(path, "jsonl")
 
 
@@ -181,8 +198,9 @@ def test_bad_record_of_an_array_is_named(tmp_path: Path, text: str, reason: str)
 
 def test_compressed_text(tmp_path: Path) -> None:
     text = "\ufeffgrüße\r\n\r\nzwei\n"
-    for name in ("a.txt.gz", "b.TXT.GZ"):
-        (tmp_path / name).write_bytes(gzip.compress(text.encode()))
+    for name in ("a.txt.gz", "b.TXT.GZ", "c.txt.zst", "d.TXT.ZST"):
+        pack = gzip.compress if name.lower().endswith(".gz") else zstd
+        (tmp_path / name).write_bytes(pack(text.encode()))
         assert read(tmp_path / name, "text") == ["grüße\r\n\r\nzwei\n"]
     (tmp_path / "c.txt.gz").write_bytes(gzip.compress(text.encode() * 1000)[:-20])
     with pytest.raises(DataError, match=r"c\.txt\.gz: cannot be read"):

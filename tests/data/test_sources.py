@@ -162,7 +162,7 @@ def test_every_file_that_is_left_out_is_counted_with_its_reason(tmp_path: Path) 
     (corpus / "packed.txt.gz").write_bytes(gzip.compress(b"in a packed file\n"))
     (corpus / "packed.bad.txt.gz").write_bytes(gzip.compress("é".encode("latin-1")))
     (corpus / "latin.txt").write_bytes("é".encode("latin-1"))
-    for name in ("a.pdf", "b.PDF", "c.jsonl.zst", "LICENCE", ".hidden.txt"):
+    for name in ("a.pdf", "b.PDF", "c.jsonl.xz", "LICENCE", ".hidden.txt"):
         (corpus / name).write_text("x")
     (corpus / ".git").mkdir()
     (corpus / ".git" / "a.txt").write_text("x")
@@ -170,7 +170,7 @@ def test_every_file_that_is_left_out_is_counted_with_its_reason(tmp_path: Path) 
     source = read_source(str(corpus), section(corpus), quiet)
     assert dict(source.left_out) == {
         ".pdf": 2,
-        ".jsonl.zst": 1,
+        ".jsonl.xz": 1,
         "without an ending": 1,
         "hidden": 2,
         "links to nothing": 1,
@@ -180,11 +180,11 @@ def test_every_file_that_is_left_out_is_counted_with_its_reason(tmp_path: Path) 
     files = prepare(section(corpus), tmp_path / "data", seed=0)
     text = show(files)
     assert "2 files skipped (not UTF-8 text)" in text
-    for part in ("2 .pdf", "1 .jsonl.zst", "1 without an ending", "2 hidden", "1 links to nothing"):
+    for part in ("2 .pdf", "1 .jsonl.xz", "1 without an ending", "2 hidden", "1 links to nothing"):
         assert part in text
     assert files.left_out == 2 + 5  # hidden ones apart
     # They are this machine's matter: the same text has the same digest without them.
-    for name in ("a.pdf", "b.PDF", "c.jsonl.zst", "LICENCE", "gone.txt"):
+    for name in ("a.pdf", "b.PDF", "c.jsonl.xz", "LICENCE", "gone.txt"):
         (corpus / name).unlink()
     assert prepare(section(corpus), tmp_path / "again", seed=0).digest == files.digest
 
@@ -226,9 +226,9 @@ def test_a_folder_without_utf8_says_so(tmp_path: Path) -> None:
 
 
 def test_packed_files_that_cannot_be_read_are_refused_when_named(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl.zst"
-    path.write_bytes(b"\x28\xb5\x2f\xfd")
-    with pytest.raises(DataError, match=r"a\.jsonl\.zst: \.zst is not unpacked; .*\.gz"):
+    path = tmp_path / "a.jsonl.xz"
+    path.write_bytes(b"\xfd7zXZ\x00")
+    with pytest.raises(DataError, match=r"a\.jsonl\.xz: \.xz is not unpacked; .*\.gz"):
         list_files(str(path), section(path))
 
 

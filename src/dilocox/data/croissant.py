@@ -58,6 +58,7 @@ _FORMATS = {
     ".ndjson": "application/jsonlines",
     ".parquet": "application/x-parquet",
     ".gz": "application/gzip",
+    ".zst": "application/zstd",
     ".jinja": "text/plain",
 }
 

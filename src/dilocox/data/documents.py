@@ -12,6 +12,9 @@ from typing import IO, cast
 
 from dilocox.errors import DataError
 
+UNPACKED = (".gz", ".zst")
+"""Endings of packed files that are unpacked while they are read."""
+
 TEXT_FORMATS = ("text", "code")
 """Formats whose files are plain UTF-8 text."""
 
@@ -26,7 +29,7 @@ def read_documents(path: Path, kind: str, text_field: str) -> Iterator[str]:
 
     A text or code file is one document; a long one is cut where `cut_point` says, so that a single
     big file can be held out in part and never has to fit in memory. A JSONL line, an object of a
-    JSON array and a Parquet row are a document each. Text and records may be packed (.gz).
+    JSON array and a Parquet row are a document each. Text and records may be packed (`UNPACKED`).
     Raises `DataError` that names the file and, for records, the line or number.
     """
     if kind == "jsonl":
@@ -41,14 +44,21 @@ def read_documents(path: Path, kind: str, text_field: str) -> Iterator[str]:
 
 
 def is_packed(path: Path) -> bool:
-    """Is it a .gz file?"""
-    return path.suffix.lower() == ".gz"
+    """Is it one of `UNPACKED`?"""
+    return path.suffix.lower() in UNPACKED
 
 
 def open_binary(path: Path) -> IO[bytes]:
     """The bytes of a file, unpacked if it is packed. Reading may raise `OSError`, `EOFError` and
     `zlib.error`."""
-    return cast(IO[bytes], gzip.open(path)) if is_packed(path) else path.open("rb")
+    if not is_packed(path):
+        return path.open("rb")
+    if path.suffix.lower() == ".gz":
+        return cast(IO[bytes], gzip.open(path))
+    # Imported here: reading token files must not need Arrow's start-up time.
+    import pyarrow as pa
+
+    return io.BufferedReader(pa.CompressedInputStream(pa.OSFile(str(path)), "zstd"), BLOCK)
 
 
 def clean(text: str) -> str:

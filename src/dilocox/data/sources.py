@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from dilocox.config import DataSection
-from dilocox.data.documents import TEXT_FORMATS, is_packed, open_binary, read_documents
+from dilocox.data.documents import TEXT_FORMATS, UNPACKED, is_packed, open_binary, read_documents
 from dilocox.data.walk import counted, walk
 from dilocox.errors import DataError
 
@@ -35,7 +35,8 @@ _CODE = """
 
 
 def _also_packed(*suffixes: str) -> frozenset[str]:
-    return frozenset({*suffixes, *(f"{suffix}.gz" for suffix in suffixes)})
+    packed = (f"{suffix}{packing}" for suffix in suffixes for packing in UNPACKED)
+    return frozenset({*suffixes, *packed})
 
 
 SUFFIXES: dict[str, frozenset[str]] = {
@@ -48,7 +49,7 @@ SUFFIXES: dict[str, frozenset[str]] = {
 JSON = _also_packed(".json")
 """Records where such a file is named, or `data.format` says so; in a folder it may be anything."""
 
-PACKED = (".zst", ".bz2", ".xz", ".lz4", ".zip", ".7z", ".br")
+PACKED = (".bz2", ".xz", ".lz4", ".zip", ".7z", ".br")
 """Compressed in a way that is not read here."""
 
 KINDS_LEFT_OUT = 12
@@ -186,7 +187,7 @@ def _ending(name: str) -> str:
 
 
 def _last(path: Path) -> str:
-    packed = path.suffix in (*PACKED, ".gz")
+    packed = path.suffix in (*PACKED, *UNPACKED)
     return "".join(path.suffixes[-2:]) if packed else path.suffix
 
 

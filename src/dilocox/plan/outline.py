@@ -16,6 +16,7 @@ from dilocox.models.skeleton import build_skeleton
 from dilocox.outer.fragments import layer_number
 from dilocox.payloads import Shape, model_shapes
 from dilocox.site import chunks_of_stage
+from dilocox.tokenizer_check import check_trained_tokenizer
 
 
 @dataclass(frozen=True)
@@ -27,10 +28,13 @@ class Outline:
 
     @classmethod
     def of(cls, config: RunConfig) -> Outline:
-        """The outline of a run's model. Raises `ModelError` if it cannot be trained or cut so.
+        """The outline of a run's model.
 
-        A tokenizer that is still to be trained will have `data.vocabulary_size` tokens.
+        A tokenizer that is still to be trained will have `data.vocabulary_size` tokens. Raises
+        `ConfigError` if the model's weights do not know such a tokenizer, `ModelError` if it cannot
+        be trained or cut so.
         """
+        check_trained_tokenizer(config)
         known = config.data.vocabulary_size if config.data.tokenizer == "train" else None
         return cls(config, Blueprint.of(config, known))
 
