@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,26 @@ def test_what_was_changed_is_not_given_out(tmp_path: Path) -> None:
     Path(store.path(ABC)).write_bytes(b"abd")
     with pytest.raises(RecordError, match="holds other bytes than its name says"):
         store.get(ABC)
+
+
+def test_what_is_put_survives_a_power_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its bytes are on the disk before it has its name, and then the name is."""
+    synced: list[tuple[str, bytes]] = []
+    fsync = os.fsync
+
+    def seen(descriptor: int) -> None:
+        number = os.fstat(descriptor).st_ino
+        path = next(each for each in tmp_path.rglob("*") if each.stat().st_ino == number)
+        if path.is_dir():
+            held = [file.name for file in path.iterdir()]
+            synced.append((f"folder with {held}", b""))
+        else:
+            synced.append((path.suffix, path.read_bytes()))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", seen)
+    Store(str(tmp_path)).put(b"abc")
+    assert synced == [(".part", b"abc"), (f"folder with {[ABC[2:]]}", b"")]
 
 
 def test_what_is_not_there_is_named(tmp_path: Path) -> None:

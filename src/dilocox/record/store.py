@@ -8,12 +8,13 @@ one per round: an old one can be removed without a look at what else may need it
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
 from pathlib import Path
 
 from dilocox.errors import RecordError
 from dilocox.record.digests import sha256
-from dilocox.storage import is_local, opened, patiently
+from dilocox.storage import is_local, opened, patiently, sync_folder
 
 STATES = "states"
 
@@ -57,7 +58,8 @@ class Store:
     def put(self, data: bytes | memoryview, digest: str | None = None) -> str:
         """Keep `data`; its digest. `digest`: of `data`, if it is known already.
 
-        All or nothing: another process never sees half of it. Raises `RecordError`.
+        All or nothing: another process never sees half of it. In a folder it survives a power cut.
+        Raises `RecordError`.
         """
         digest = sha256(data) if digest is None else digest
         try:
@@ -99,8 +101,13 @@ class Store:
         part = f"{folder}/.{secrets.token_hex(8)}.part" if self._local else path
         with self._files.open(part, "wb") as file:
             file.write(data)
+            if self._local:
+                # Before its name: what is there already is never written again.
+                file.flush()
+                os.fsync(file.fileno())
         if part != path:
             self._files.mv(part, path)
+            sync_folder(Path(folder))
 
     def get(self, digest: str) -> bytes:
         """The bytes with this digest.
