@@ -48,8 +48,8 @@ import quality_report
 import quality_rows
 import quality_tuning
 from quality_data import Text
-from quality_jobs import LEAD, SEEDS, Job, select
-from quality_rows import REGIMES
+from quality_jobs import SEEDS, Job, select
+from quality_rows import LEAD, REGIMES
 from quality_run import Row, configuration, parameters, train
 
 from dilocox.data import TokenFiles

@@ -22,7 +22,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from quality_rows import DENSE, Entry, Settings
+from quality_rows import DENSE, LEAD, REGIMES, Entry, Settings
 
 from dilocox.outer.controller import loss
 
@@ -65,7 +65,8 @@ def label(inner_steps: int, codec: str, share: float = 0.0) -> str:
 
 
 def _entry(inner_steps: int, codec: str, share: float = 0.0) -> Entry:
-    rate, momentum = loss.outer_rates(inner_steps, codec)
+    whole = REGIMES[LEAD[0]].steps
+    rate, momentum = loss.outer_rates(inner_steps, codec, whole)
     settings: Settings = {
         "control.adapt": "off",
         "outer.inner_steps": inner_steps,
@@ -76,7 +77,7 @@ def _entry(inner_steps: int, codec: str, share: float = 0.0) -> Entry:
         "outer.learning_rate": rate,
         "outer.momentum": momentum,
         "compression.codec": codec,
-        "compression.residual_decay": loss.residual_decay(codec),
+        "compression.residual_decay": loss.residual_decay(codec, whole),
         "compression.residual_view": loss.residual_view(inner_steps, codec),
     }
     return Entry(label(inner_steps, codec, share), "dilocox", settings, "dilocox", core=False)

@@ -10,11 +10,9 @@ from typing import Any
 import quality_grid
 import quality_rows
 import quality_tuning
-from quality_rows import Entry, Settings
+from quality_rows import LEAD, Entry, Settings
 
 SEEDS = (0, 1, 2)
-LEAD = ("paper", 4, False)
-"""Regime, sites, IID of what ablations, trials and --quick are trained in."""
 OTHER_CELLS = ((4, True), (2, False), (2, True))
 """Sites and IID of what is trained in the first regime as well, with one seed."""
 

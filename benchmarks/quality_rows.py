@@ -53,6 +53,8 @@ REGIMES = {
     # 20 tokens per parameter: 3,300 x 32 x 128 / 673,280.
     "long": Regime("long", 3300, 200),
 }
+LEAD = ("paper", 4, False)
+"""Regime, sites, IID of what ablations, trials and --quick are trained in."""
 
 
 @dataclass(frozen=True)

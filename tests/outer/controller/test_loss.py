@@ -40,8 +40,9 @@ def test_the_table_is_sound(optimizer: str) -> None:
     assert sorted(known["local"]) == known["local"]
     for codec in ("none", *(f"topk:{kept}" for kept in known["topk"]["kept"])):
         for steps in STEPS:
-            rate, momentum = outer_rates(steps, codec)
-            assert 0.5 <= rate / (1 - momentum) <= 4
+            for whole in (1, 640, 10**6):
+                rate, momentum = outer_rates(steps, codec, whole)
+                assert 0.5 <= rate / (1 - momentum) <= 4
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)
@@ -87,18 +88,27 @@ def test_what_is_known_of_an_optimizer_holds_instead_and_the_rest_is_adamws() ->
 
 
 def test_what_goes_with_the_inner_steps() -> None:
-    assert outer_rates(1) == (1.0, 0.0)
-    assert outer_rates(20) == (0.8, 0.5)
+    assert outer_rates(1, "none", 640) == (1.0, 0.0)
+    assert outer_rates(20, "none", 640) == (0.8, 0.5)
     # What top-k withholds decays in the residual: the fewer values travel, the more they count.
-    assert outer_rates(2, "topk:82") == (0.8, 0.5)
-    assert outer_rates(2, "topk:10") == (1.6, 0.5)
-    assert outer_rates(5, "topk:5") == (2.0, 0.5)
-    assert outer_rates(5, "lowrank:8") == outer_rates(5)
-    assert residual_decay("topk:64") == 0.95
-    assert residual_decay("lowrank:8") == 1.0
+    assert outer_rates(2, "topk:82", 640) == (0.8, 0.5)
+    assert outer_rates(2, "topk:10", 640) == (1.6, 0.5)
+    assert outer_rates(5, "topk:5", 640) == (2.0, 0.5)
+    assert outer_rates(5, "lowrank:8", 640) == outer_rates(5, "none", 640)
     assert [residual_view(2, codec) for codec in ("topk:64", "int2", "none")] == [0.2, 0.0, 0.0]
     assert residual_view(5, "topk:64", "muon") == 0.2
     assert residual_view(2, "topk:64") > residual_view(3, "topk:64") > residual_view(8, "topk:64")
     assert [kept_progress(*case) for case in ((20, 1.0), (20, 0.5), (5, 1.0))] == [0.65, 1.0, 1.0]
     sparse = [kept_progress(*case, "topk:82") for case in ((5, 1.0), (5, 0.5), (3, 1.0))]
     assert sparse == [0.65, 1.0, 1.0]
+
+
+def test_longer_runs_forget_less_of_the_residual_and_raise_gamma_less_for_it() -> None:
+    assert [residual_decay("topk:64", steps) for steps in (1, 640)] == [0.95, 0.95]
+    assert [residual_decay("topk:64", steps) for steps in (3300, 10**6)] == [0.98, 0.98]
+    # Half way between them in the logarithm.
+    assert residual_decay("topk:64", 1453) == pytest.approx(0.965, abs=1e-4)
+    assert [residual_decay(codec, 3300) for codec in ("lowrank:8", "int2", "none")] == [1, 1, 1]
+    # Two fifths as much decays: two fifths of what gamma was raised by.
+    assert [outer_rates(2, "topk:10", steps)[0] for steps in (640, 3300)] == [1.6, 1.12]
+    assert outer_rates(2, "topk:82", 3300) == outer_rates(2, "topk:82", 640)

@@ -118,7 +118,8 @@ def _choice(config: RunConfig, chosen: Candidate, reason: str) -> Choice:
         return float(getattr(fixed, key)) if key in config.control.pinned else found
 
     steps, codec = chosen.inner_steps, chosen.codec
-    rate, momentum = loss.outer_rates(steps, codec)
+    rate, momentum = loss.outer_rates(steps, codec, config.total_steps)
+    decay = loss.residual_decay(codec, config.total_steps)
     view = loss.residual_view(steps, codec, config.inner.optimizer)
     keep = loss.kept_progress(steps, chosen.delay / chosen.slots, codec)
     return Choice(
@@ -128,7 +129,7 @@ def _choice(config: RunConfig, chosen: Candidate, reason: str) -> Choice:
         codec=codec,
         learning_rate=unless_pinned("learning_rate", rate),
         momentum=unless_pinned("momentum", momentum),
-        residual_decay=unless_pinned("residual_decay", loss.residual_decay(codec)),
+        residual_decay=unless_pinned("residual_decay", decay),
         residual_view=unless_pinned("residual_view", view),
         keep=unless_pinned("keep", keep),
         reason=reason,

@@ -70,25 +70,36 @@ def codec_loss(inner_steps: int, codec: str, optimizer: str = ADAMW) -> float:
     return 0.0 if rows is None else _at(inner_steps, rows)
 
 
-def outer_rates(inner_steps: int, codec: str = "none") -> tuple[float, float]:
+def outer_rates(inner_steps: int, codec: str, steps: int) -> tuple[float, float]:
     """(gamma, mu) that are best with so many inner steps per round and such a codec.
 
     With top-k most of what a site has to say decays in its residual before its turn comes, so that
-    what travels has to count for more: gamma rises as the values kept become fewer. Raises
-    `ConfigError` for a `codec` that is no spec.
+    what travels has to count for more: gamma rises as the values kept become fewer, and the less
+    so, the less decays in a run of so many inner `steps`. Raises `ConfigError` for a `codec` that
+    is no spec.
     """
     spec, outer = parse_spec(codec), table()["outer"]
     rates = outer[_family(spec)]
     rate = _at(inner_steps, rates["learning_rate"])
     if spec.kind == "topk":
         rise = outer["topk"]["rise"]
-        rate *= min(rise["most"], max(1.0, rise["kept"] / spec.kept) ** rise["power"])
+        by_density = min(rise["most"], max(1.0, rise["kept"] / spec.kept) ** rise["power"])
+        decayed = (1 - residual_decay(codec, steps)) / (1 - residual_decay(codec, 1))
+        rate *= 1 + (by_density - 1) * decayed
     return round(rate, 4), round(_at(inner_steps, rates["momentum"]), 4)
 
 
-def residual_decay(codec: str) -> float:
-    """beta that is best with a codec."""
-    return float(table()["residual_decay"].get(parse_spec(codec).kind, 1.0))
+def residual_decay(codec: str, steps: int) -> float:
+    """beta that is best with a codec in a run of so many inner steps: in longer ones, forget less.
+
+    Raises `ConfigError` for a `codec` that is no spec.
+    """
+    known = table()["residual_decay"]
+    decays = known.get(parse_spec(codec).kind)
+    if decays is None:
+        return 1.0
+    logs = [math.log(number) for number in known["steps"]]
+    return round(_line(math.log(steps), logs, decays), 4)
 
 
 def residual_view(inner_steps: int, codec: str, optimizer: str = ADAMW) -> float:
