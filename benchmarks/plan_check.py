@@ -60,13 +60,15 @@ def check_overlap(measured: dict[str, Any], table: Table) -> list[common.Row]:
                 continue
             setting = overlap.Setting(row["overlap"], row["delay_slots"])
             path = overlap.run_file(Path(folder), setting.name, setting, overlap.SITES, rounds=10)
+            # Both as the engine that made these rows did it.
+            run = dilocox.load_run(path, ["compression.moments=false"])
             found = predict(
-                dilocox.load_run(path),
+                run,
                 device,
                 link,
                 list(overlap.SITES),
                 step_seconds=alone["round_seconds"] / settings["inner_steps"],
-                at_once=1,  # as the engine that made these rows carried them
+                at_once=1,
             )
             compared.append(
                 {

@@ -161,6 +161,7 @@ FIXED: Settings = {
     "outer.learning_rate": 0.8,
     "outer.momentum": 0.5,
     "compression.codec": "topk:82",
+    "compression.moments": False,
 }
 """What ablations change one part of: short rounds, four staggered fragments, top-k of 2 %."""
 
@@ -181,6 +182,8 @@ ABLATIONS: dict[str, Settings] = {
     "codec cocktail": {"compression.codec": "cocktail"},
     "beta .95": {"compression.residual_decay": 0.95},
     "beta .8": {"compression.residual_decay": 0.8},
+    "residual in view .2": {"compression.residual_view": 0.2},
+    "moments shared": {"compression.moments": True},
     "int4, no error feedback": {
         "compression.codec": "int4",
         "compression.error_feedback": False,

@@ -1,12 +1,13 @@
 """What a payload is encoded as, written as one short text: `int4`, `topk:64`, `lowrank:8`.
 
+`int4+moments`: behind the values come row means of second moments (`dilocox.compression.moments`).
 The text stands in run files, plans and metrics. This module only reads it, and needs no torch: the
 coordinator checks run files without it. `dilocox.compression` makes the codec.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dilocox.errors import ConfigError
 
@@ -16,6 +17,7 @@ SPARSE = ("topk", "cocktail", "lowrank")
 """Kinds that send a small part of what there is; the rest waits in the residual for many rounds."""
 COARSE = ("int2", *SPARSE)
 """Kinds below 4 bits per value: without error feedback they lose too much."""
+WITH_MOMENTS = "+moments"
 DEFAULT_KEPT = 64
 LARGEST_KEPT = 2048
 DEFAULT_RANK = 8
@@ -35,15 +37,18 @@ class Spec:
     """lowrank: columns of each factor, 1 to 65535."""
     bits: int = 0
     """lowrank: bits per value of a factor, 4 or 8."""
+    moments: bool = False
+    """Second moments travel along; not with lowrank."""
 
     @property
     def text(self) -> str:
         """The canonical text; `parse_spec` of it is this spec."""
+        text = self.kind
         if self.kind == "topk":
-            return f"topk:{self.kept}"
+            text = f"topk:{self.kept}"
         if self.kind == "lowrank":
-            return f"lowrank:{self.rank}" + (":int8" if self.bits == 8 else "")
-        return self.kind
+            text = f"lowrank:{self.rank}" + (":int8" if self.bits == 8 else "")
+        return text + WITH_MOMENTS * self.moments
 
 
 def parse_spec(text: str) -> Spec:
@@ -51,6 +56,11 @@ def parse_spec(text: str) -> Spec:
 
     `topk` is `topk:64`, `lowrank` is `lowrank:8`, and `lowrank:R` is `lowrank:R:int4`.
     """
+    if text.endswith(WITH_MOMENTS):
+        spec = parse_spec(text.removesuffix(WITH_MOMENTS))
+        if spec.moments or spec.kind == "lowrank":
+            raise ConfigError(f"compression.codec: no codec {text!r}; use one of: {_FORMS}")
+        return replace(spec, moments=True)
     kind, *numbers = text.split(":")
     if kind in (*FLAT, "cocktail") and not numbers:
         return Spec(kind)

@@ -11,12 +11,14 @@ import hashlib
 import json
 import tomllib
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tomli_w
 from pydantic import Field, ValidationError, model_validator
 
+from dilocox.codec_spec import parse_spec
 from dilocox.config_admission import AdmissionSection, admission_problem
 from dilocox.config_keeping import (
     CheckpointSection,
@@ -239,6 +241,22 @@ class RunConfig(Section):
     def gradient_delay(self) -> int:
         """Inner steps between a gradient and its use, 0 or 1, if the method exchanges them."""
         return self.outer.delay
+
+    @property
+    def shares_moments(self) -> bool:
+        """Payloads carry row means of second moments, whatever does not go as low rank."""
+        return (
+            self.compression.moments
+            and self.inner.optimizer == "adamw"
+            and self.outer.exchange == "gather"
+            and not self.exchanges_gradients
+            and not self.admission.examines
+        )
+
+    def sent_as(self, codec: str) -> str:
+        """What rounds of `codec` are sent as: with moments, if sites share them."""
+        spec = parse_spec(codec)
+        return replace(spec, moments=self.shares_moments and spec.kind != "lowrank").text
 
     def site_batch(self, site: str) -> int:
         """Sequences per inner step at `site`, if no other one's are added."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -133,14 +134,21 @@ class CompressionSection(Section):
     """lambda: how much of its residual a site trains on top of the anchor with, so that it does not
     forget what it could not send yet. Needs error feedback; not of methods that exchange
     gradients."""
+    moments: bool = False
+    """Sites tell each other row means of AdamW's second moments, a byte per row behind the payloads
+    of 32 exchanges, and take the mean over the sites. Where `inner.optimizer` is `adamw`, the
+    exchange is `gather`, the codec not `lowrank`, and contributions are not examined."""
 
     @field_validator("codec")
     @classmethod
     def _canonical(cls, text: str) -> str:
         try:
-            return parse_spec(text).text
+            spec = parse_spec(text)
         except ConfigError as error:
             raise ValueError(str(error).removeprefix("compression.codec: ")) from None
+        if spec.moments:
+            raise ValueError(f'{text!r}: set "{replace(spec, moments=False).text}", and moments')
+        return spec.text
 
     @property
     def kind(self) -> str:

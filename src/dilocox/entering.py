@@ -209,7 +209,7 @@ class Newcomer:
         # What was received and waited for on the way is no part of this site's first round: plans
         # are made from that.
         trainer.outer.counts = Counts()
-        trainer.rank.model.sync_tied()
+        trainer.rank.model.sync_tied(moments=trainer.config.shares_moments)
 
     def adopt(self) -> None:
         """Take over what has arrived. Raises what ended the transfer."""

@@ -65,7 +65,7 @@ METHODS: dict[str, dict[str, dict[str, Any]]] = {
             "learning_rate": 0.8,
             "momentum": 0.5,
         },
-        "compression": {"codec": "int4", "error_feedback": True},
+        "compression": {"codec": "int4", "error_feedback": True, "moments": True},
         "control": {"adapt": "link"},
     },
 }

@@ -73,7 +73,7 @@ def sizes_by_codec(
 
 def _stage_sizes(config: RunConfig, shapes: Mapping[str, Shape], codec: str) -> list[int]:
     return [
-        sum(message_bytes(codec, geometry) for geometry in fragment)
+        sum(message_bytes(config.sent_as(codec), geometry) for geometry in fragment)
         for fragment in geometries(config, shapes)
     ]
 

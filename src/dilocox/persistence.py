@@ -277,6 +277,8 @@ def capture(
     for number, item in enumerate(outer.under_way_now()):
         if item.contribution is not None:
             tensors[f"pending/{number}"] = item.contribution
+        if item.moments is not None:
+            tensors[f"moments/{number}"] = item.moments
         if probes and item.probe is not None:
             kept = item.probe.tensors(outer.anchors())
             tensors |= {f"probe/{number}/{name}": tensor for name, tensor in kept.items()}
@@ -354,6 +356,7 @@ def restore(trainer: Trainer, loaded: checkpoint.Loaded) -> None:
                 tensors[f"pending/{number}"] if item["contribution"] else None,
                 bool(item["contributes"]),
                 outer.probe_again(key.fragment, _below(tensors, f"probe/{number}/")),
+                tensors.get(f"moments/{number}"),
             )
         )
 

@@ -216,7 +216,7 @@ class Trainer:
                     self.outer.land_before(plan, slot)
                     self.measure_slope(self.outer.begins(plan, slot))
                 if self.outer.end_of_slot(plan, slot):
-                    self.rank.model.sync_tied()
+                    self.rank.model.sync_tied(moments=self.config.shares_moments)
             self.check_pseudo_gradients(plan)
         elif slot == plan.slots:
             self.check_finite(plan)

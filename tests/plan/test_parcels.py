@@ -23,7 +23,7 @@ def test_payloads_are_what_codecs_really_make(codec: str) -> None:
         sizes = {name: torch.Size(shape).numel() for name, shape in shapes.items()}
         for parcel, names in zip(row, split_fragments(sizes, 4), strict=True):
             layout = Layout.of({name: shapes[name] for name in names})
-            made = compressor(codec, layout.geometry)
+            made = compressor(config.sent_as(codec), layout.geometry)
             assert not isinstance(made, LowRank)
             part = made.part(0, layout.length, 0)
             frame = pack_frame(part, part.encode(torch.randn(layout.length)))

@@ -39,7 +39,7 @@ def test_what_was_decided_is_in_the_log(scene: Scene) -> None:
     decided = s.opened(scene.entries()[-1])[0].predicate
     assert decided["verdicts"] == dict.fromkeys("abc", said)
     assert (decided["aggregation"], decided["shares"]) == ("mean", {})
-    assert (step.codec, step.fragments, step.flush) == ("int4", 2, False)
+    assert (step.codec, step.fragments, step.flush) == ("int4+moments", 2, False)
     assert (step.learning_rate, step.momentum) == (0.8, 0.5)
     assert course.run == scene.notary.run
     assert course.manifest["config_digest"] == digest_of(scene.config.shared())

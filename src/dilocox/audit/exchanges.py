@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from dilocox.assembly import Place
+from dilocox.codec_spec import parse_spec
 from dilocox.compression import LowRank, pack_frame, payload_digest
 from dilocox.errors import DilocoxError, RecordError
 from dilocox.outer.attempt import Contribution, Outcome
@@ -119,7 +120,15 @@ class RecordedExchanges:
         second: tuple[int, Tensor] | None = None,
         advance: Callable[[Tensor], Tensor] | None = None,
     ) -> Outcome:
-        return Outcome(mean, step.set, sent, second, 0, 0.0, 1, advance=advance)
+        payloads = self._payloads(step) if parse_spec(step.codec).moments else []
+        return Outcome(
+            mean, step.set, sent, second, 0, 0.0, 1, advance=advance, payloads=tuple(payloads)
+        )
+
+    def _payloads(self, step: Step) -> list[Tensor]:
+        """Those that count, in their order."""
+        addresses = [step.payloads[f"{site}/{self._place.shard}"] for site in step.set]
+        return [payload_tensor(self._get(address)) for address in addresses]
 
     def _check(self, step: Step, made: _Made, counts: bool, values: Tensor) -> bool:
         """Whether the site has signed what was made again. `counts`: its bytes are kept."""
@@ -158,8 +167,7 @@ class RecordedExchanges:
 
     def _low_rank(self, step: Step, codec: LowRank) -> tuple[list[Tensor], Tensor]:
         """The payloads that count, and the basis that they were made with."""
-        shard = self._place.shard
-        chosen = [payload_tensor(self._get(step.payloads[f"{s}/{shard}"])) for s in step.set]
+        chosen = self._payloads(step)
         return chosen, payload_tensor(self._get(codec.basis_digest(chosen[0]).hex()))
 
     def _chunks(self, step: Step, given: Contribution) -> tuple[_Made, tuple[int, Tensor] | None]:

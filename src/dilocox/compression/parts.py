@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from torch import Tensor
 
+from dilocox.codec_spec import WITH_MOMENTS
 from dilocox.compression.base import BLOCK, Codec, check_values
 from dilocox.compression.geometry import Geometry
+from dilocox.compression.moments import IDENTIFIER, WithMoments, due_rows
 from dilocox.errors import ExchangeError
 
 
@@ -65,6 +67,29 @@ class Compressor:
     geometry: Geometry
     codec: Callable[[int, int], Codec]
     """What encodes a part, by seed and the part's place in the buffer."""
+    moments: bool = False
+    """They travel behind payloads."""
+
+    def with_moments(self) -> Compressor:
+        """The same with moments behind its payloads, which are zeros until `carrying` sets them."""
+        due, codec = due_rows(self.geometry), self.codec
+        return replace(
+            self,
+            name=f"{self.name}{WITH_MOMENTS}",
+            identifier=IDENTIFIER + self.identifier,
+            codec=lambda seed, place: WithMoments(codec(seed, place), due),
+            moments=True,
+        )
+
+    def carrying(self, moments: Tensor) -> Compressor:
+        """The same with these moments, uint8 [due_rows], behind its payloads."""
+        codec = self.codec
+
+        def filled(seed: int, place: int) -> Codec:
+            found = codec(seed, place)
+            return replace(found, moments=moments) if isinstance(found, WithMoments) else found
+
+        return replace(self, codec=filled)
 
     def part(self, start: int, end: int, seed: int = 0) -> Part:
         """Values [start, end) of the buffer, multiples of 128, as a part.
@@ -72,6 +97,8 @@ class Compressor:
         `seed` must be the same at all sites; only `cocktail` draws from it. Raises
         `ExchangeError` for limits that are not in the buffer.
         """
+        if self.moments and (start, end) != (0, self.geometry.length):
+            raise ExchangeError(f"{self.name}: moments travel with whole buffers, not with parts")
         if start % BLOCK or end % BLOCK or not 0 <= start <= end <= self.geometry.length:
             raise ExchangeError(
                 f"values {start} to {end} are no part of a buffer of {self.geometry.length} in "

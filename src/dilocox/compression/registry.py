@@ -48,9 +48,11 @@ def compressor(spec: str, geometry: Geometry) -> Compressor | LowRank:
         return LowRank(geometry, parsed.rank, parsed.bits)
     if parsed.kind == "topk":
         topk = TopK(parsed.kept)
-        return Compressor(topk.name, topk.identifier, geometry, lambda _seed, _place: topk)
-    if parsed.kind == "cocktail":
+        found = Compressor(topk.name, topk.identifier, geometry, lambda _seed, _place: topk)
+    elif parsed.kind == "cocktail":
         one = Cocktail(seed=0, place=0)
-        return Compressor(one.name, one.identifier, geometry, Cocktail)
-    flat = codec(parsed.kind)
-    return Compressor(flat.name, flat.identifier, geometry, lambda _seed, _place: flat)
+        found = Compressor(one.name, one.identifier, geometry, Cocktail)
+    else:
+        flat = codec(parsed.kind)
+        found = Compressor(flat.name, flat.identifier, geometry, lambda _seed, _place: flat)
+    return found.with_moments() if parsed.moments else found

@@ -11,7 +11,9 @@ from dataclasses import dataclass, field
 import torch
 
 from dilocox import timeline
+from dilocox.codec_spec import parse_spec
 from dilocox.compression import LowRank
+from dilocox.compression.moments import carried
 from dilocox.errors import TrainingError
 from dilocox.outer.admission.gate import Gate, Slope
 from dilocox.outer.attempt import Probe
@@ -19,6 +21,7 @@ from dilocox.outer.calendar import boundary_slots
 from dilocox.outer.coordinator.messages import ExchangeKey, RoundPlan
 from dilocox.outer.entry import Snapshot
 from dilocox.outer.exchange import Contribution, Outcome
+from dilocox.outer.moments import Second, row_means, shared_means, take_means
 from dilocox.outer.overlap import Rule
 from dilocox.outer.state import FragmentState
 
@@ -37,6 +40,8 @@ class Pending:
     contributes: bool
     probe: Probe | None = None
     """What its gate goes by, once it is handed in."""
+    moments: torch.Tensor | None = None
+    """`row_means` at its boundary, if they travel along."""
 
     @classmethod
     def waiting(
@@ -47,9 +52,10 @@ class Pending:
         contribution: torch.Tensor | None,
         contributes: bool,
         probe: Probe | None = None,
+        moments: torch.Tensor | None = None,
     ) -> Pending:
         """An exchange that has not been handed in yet. `probe`: if it was handed in before."""
-        return cls(key, plan, lands_at, Future(), contribution, contributes, probe)
+        return cls(key, plan, lands_at, Future(), contribution, contributes, probe, moments)
 
 
 @dataclass
@@ -93,6 +99,7 @@ class OuterLoop:
     `live` are the rank's local parameters, full name to fp32 tensor, which landings change in
     place. `touch` is called while waiting, so that the rank keeps counting as alive. `hash_beside`:
     digests of what has landed are computed beside training, whose processor then is another.
+    `second`: gives the inner optimizer's second moments, if plans share them.
     """
 
     def __init__(
@@ -106,6 +113,7 @@ class OuterLoop:
         touch: Callable[[], None],
         hash_beside: bool = False,
         admission: Admission | None = None,
+        second: Second | None = None,
     ) -> None:
         self.states = list(states)
         self.live = live
@@ -126,6 +134,7 @@ class OuterLoop:
         self._touch = touch
         self._hash_beside = hash_beside
         self._admission = admission or Admission()
+        self._second = second
         self.owner_landings: list[int] = []
         """Ticks at which the first stage's first fragment will land."""
         self.behind = False
@@ -296,16 +305,19 @@ class OuterLoop:
         state = self.states[fragment]
         key = ExchangeKey.outer(plan.round, self._stage, fragment)
         member = self._me in plan.members
-        u, contributes = None, False
+        u, contributes, moments = None, False, None
         if member:
             weight = plan.members[self._me].weight
             contributes = not self.dropping
             with timeline.span("boundary", key=key.text, values=state.layout.length):
                 u, finite = state.boundary(self.live, weight, plan.residual_decay)
             contributes = contributes and finite
+            if self._second is not None and parse_spec(plan.codec).moments:
+                moments = row_means(self._second(), state.layout, plan.round)
             if not finite:
                 self.non_finite = f"stage {self._stage}: pseudo-gradient of {state.non_finite}"
-        self._start(Pending.waiting(key, plan, tick + plan.delay, u, contributes))
+        lands_at = tick + plan.delay
+        self._start(Pending.waiting(key, plan, lands_at, u, contributes, moments=moments))
 
     def _start(self, item: Pending) -> None:
         self._hand_in(item)
@@ -327,6 +339,8 @@ class OuterLoop:
     def _hand_in(self, item: Pending) -> None:
         plan, state = item.plan, self.states[item.key.fragment]
         chosen = state.compressor(plan.codec)
+        if item.moments is not None and not isinstance(chosen, LowRank):
+            chosen = chosen.carrying(item.moments)
         outer, admission = item.key.kind == "outer", self._admission
         if outer and item.probe is None:
             item.probe = self._probe(state)
@@ -405,6 +419,7 @@ class OuterLoop:
         )
         with timeline.span("outer step", overlap=rule.overlap):
             state.land(self.live, outcome.average, rule)
+        self._share_moments(item, outcome)
         # One that enters may have fetched a Q of another rank than that of this exchange.
         state.compressor(plan.codec)
         if outcome.advance is not None and state.warm is not None:
@@ -412,6 +427,14 @@ class OuterLoop:
         if self._hash_beside:
             state.start_digest()
         self._count(outcome, state.layout.length)
+
+    def _share_moments(self, item: Pending, outcome: Outcome) -> None:
+        """Take over what the sites have said of the second moments, if their payloads carry it."""
+        if self._second is None or not parse_spec(item.plan.codec).moments or not outcome.payloads:
+            return
+        layout = self.states[item.key.fragment].layout
+        said = [carried(payload, layout.geometry) for payload in outcome.payloads]
+        take_means(self._second(), layout, item.plan.round, shared_means(said))
 
     def _count(self, outcome: Outcome, values: int) -> None:
         counts = self.counts

@@ -165,14 +165,17 @@ class SiteModel:
             if name != self._copy
         }
 
-    def sync_tied(self) -> None:
-        """Set the copy of a tied tensor from its owner.
+    def sync_tied(self, moments: bool = False) -> None:
+        """Set the copy of a tied tensor from its owner; with `moments` its second moments, too.
 
         Collective between the owner's and the copy's rank, to be called at the same moment by all
         ranks of the site; nothing is sent by the others or without a tied tensor.
         """
         if self._tied is not None:
             self._tied.send(self._storage(self._owner), self._storage(self._copy))
+            if moments:
+                second, _ = self.second_moments()
+                self._tied.send(second.get(self._owner or ""), second.get(self._copy or ""))
 
     def _storage(self, name: str | None) -> Tensor | None:
         return None if name is None else local(self._parameters[name])
@@ -327,6 +330,10 @@ class SiteModel:
     def optimizer_state(self) -> dict[str, Tensor]:
         """Live inner-optimizer state by `moment/FULL NAME` and `step`, the tied copy's included."""
         return self._optimizer.state()
+
+    def second_moments(self) -> tuple[dict[str, Tensor], Tensor]:
+        """The inner optimizer's by full name, and their weights; see `InnerOptimizer`."""
+        return self._optimizer.second_moments()
 
     def load_optimizer_state(self, state: Mapping[str, Tensor]) -> None:
         """Set the inner optimizer's state, bit for bit. Raises `CheckpointError`."""

@@ -138,6 +138,21 @@ class InnerOptimizer:
                 state["step"] = own["step"].detach().cpu().clone()
         return state
 
+    def second_moments(self) -> tuple[dict[str, Tensor], Tensor]:
+        """AdamW's second moments by name, and the sum of the weights that they have given so far.
+
+        Moments: live, fp32, local shape; of SGD and Muon's matrices none, and tensors without
+        elements are left out. Weights: fp32 scalar, 1 - beta2^steps on the moments' device; it is
+        what AdamW divides moments by before it uses them.
+        """
+        found = {n: p for n, p in self._parameters.items() if p.numel() > 0}
+        if self._optimizer is None or not self._moments:
+            return {}, torch.ones(())
+        state = self._optimizer.state
+        step = state[next(iter(found.values()))]["step"]
+        weights: Tensor = 1 - self._optimizer.param_groups[0]["betas"][1] ** step
+        return {name: state[parameter]["exp_avg_sq"] for name, parameter in found.items()}, weights
+
     @torch.no_grad()
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Copy `state` in, bit for bit. Raises `CheckpointError` for other names or shapes."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
+from dilocox.codec_spec import parse_spec
 from dilocox.outer.controller import by_rank
 from dilocox.outer.controller.choice import Choice
 from dilocox.outer.controller.deciding import LOOK_BACK, Decided, Measurements, decide
@@ -21,7 +23,8 @@ def decided(
     if plan is not None:
         known = None if plan.estimate is None else Estimate(**plan.estimate.model_dump())
         paces = {site: own.pace for site, own in plan.members.items()}
-        before = Decided(plan.inner_steps, plan.codec, paces, known)
+        codec = replace(parse_spec(plan.codec), moments=False).text
+        before = Decided(plan.inner_steps, codec, paces, known)
     measured, ranks = _measured(state), _ranks(state, round_)
     paces, choice, estimate = decide(
         state.config, state.payloads or {}, round_, members, measured, ranks, before

@@ -91,7 +91,7 @@ def make_plan(
         keep=choice.keep,
         learning_rate=choice.learning_rate,
         momentum=choice.momentum,
-        codec=FLUSH_CODEC if whole else choice.codec,
+        codec=FLUSH_CODEC if whole else choice.codec if flush else config.sent_as(choice.codec),
         residual_decay=1.0 if whole else choice.residual_decay,
         residual_view=0.0 if flush else choice.residual_view,
         exchange=outer.exchange,

@@ -1,0 +1,100 @@
+"""Row means of second moments, sent behind a payload: a byte each.
+
+AdamW divides by the root of its second moments, and every site has moments of its own: a value that
+hardly matters to a site's text moves as far there as one that does. Sites that tell each other the
+mean of every row, a part of the rows per exchange, can set theirs to the mean over the sites
+(docs/algorithm.md §2).
+
+A payload with moments is that of its codec, then one byte per row that is due: 0 for none (no
+moment, or less than 2^-60), else c from 1 to 255 for numbers whose fp32 bits, without the lowest
+21, are c + 267: four steps to an octave, from 2^-60 to 2^4. Whole numbers, the same everywhere.
+Rows are those of all tensors of two or more dimensions of a buffer, one tensor after another, by
+all dimensions but the last. In exchanges of round r row i is due if i mod `PERIOD` is r mod
+`PERIOD`; where fewer are due than in other rounds the last byte is 0.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dilocox.codec_spec import WITH_MOMENTS
+from dilocox.compression.base import Codec, check_payload
+from dilocox.compression.geometry import Geometry
+
+PERIOD = 32
+"""Exchanges of a fragment in which all of its rows have been due once."""
+IDENTIFIER = 0x100
+"""Added to that of the codec."""
+
+_DROPPED = 21
+_BELOW = 267
+_LARGEST = 255
+
+
+def row_counts(shapes: Sequence[Sequence[int]]) -> list[int]:
+    """Rows of each tensor; 0 for those of fewer than two dimensions or without elements."""
+    return [math.prod(shape[:-1]) if len(shape) > 1 and min(shape) > 0 else 0 for shape in shapes]
+
+
+def due_rows(geometry: Geometry) -> int:
+    """Rows of a buffer that travel with one exchange."""
+    return -(-sum(row_counts(geometry.shapes)) // PERIOD)
+
+
+def carried(payload: Tensor, geometry: Geometry) -> Tensor:
+    """The moments behind a whole payload of a buffer: uint8 [due_rows]."""
+    return payload[len(payload) - due_rows(geometry) :]
+
+
+def to_bytes(moments: Tensor) -> Tensor:
+    """fp32 [n], finite and not negative, to uint8 [n], as the module says."""
+    codes = (moments.contiguous().view(torch.int32) >> _DROPPED) - _BELOW
+    return codes.clamp_(0, _LARGEST).to(torch.uint8)
+
+
+def from_bytes(codes: Tensor) -> Tensor:
+    """uint8 [n] to fp32 [n]: the middle of what the byte stands for; 0 for none."""
+    bits = (codes.to(torch.int32) + _BELOW << _DROPPED) + (1 << _DROPPED - 1)
+    return torch.where(codes == 0, 0.0, bits.view(torch.float32))
+
+
+@dataclass(frozen=True)
+class WithMoments:
+    """A codec whose payloads carry moments behind them."""
+
+    codec: Codec
+    count: int
+    """Rows that are due in one exchange."""
+    moments: Tensor | None = None
+    """uint8 [count], what `encode` sends; none: zeros."""
+
+    @property
+    def name(self) -> str:
+        """Canonical spec."""
+        return f"{self.codec.name}{WITH_MOMENTS}"
+
+    @property
+    def identifier(self) -> int:
+        """Number in the frame header."""
+        return IDENTIFIER + self.codec.identifier
+
+    def payload_bytes(self, n: int) -> int:
+        """That of the codec, and a byte per row."""
+        return self.codec.payload_bytes(n) + self.count
+
+    def encode(self, values: Tensor, out: Tensor | None = None) -> Tensor:
+        """See `Codec.encode`."""
+        own = self.codec.encode(values)
+        rows = torch.zeros(self.count, dtype=torch.uint8) if self.moments is None else self.moments
+        payload = torch.cat([own, rows.to(own.device)])
+        return payload if out is None else out.copy_(payload)
+
+    def decode(self, payload: Tensor, n: int, out: Tensor | None = None) -> Tensor:
+        """See `Codec.decode`: the values, without the moments."""
+        check_payload(payload, self.payload_bytes(n), self.name, n)
+        return self.codec.decode(payload[: self.codec.payload_bytes(n)], n, out)
