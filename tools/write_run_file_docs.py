@@ -239,7 +239,7 @@ def methods_table() -> Iterator[str]:
     """One row per method: all that it sets, resolved."""
     outer = ("inner_steps", "fragments", "slots", "delay", "overlap", "learning_rate", "momentum",
              "exchange")  # fmt: skip
-    compression = ("codec", "error_feedback", "residual_decay")
+    compression = ("codec", "error_feedback", "residual_decay", "moments")
     columns = (*outer, *compression, "adapt")
     yield _row(["method", *(f"`{key}`" for key in columns)])
     yield _row(["---"] * (1 + len(columns)))

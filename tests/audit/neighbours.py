@@ -81,12 +81,15 @@ class Registry:
         self, what: Contribution, there: Mapping[str, tuple[Contribution, Future[Outcome]]]
     ) -> None:
         plan, payloads = self.plans[what.key.round], {}
-        part = cast(Any, what.compressor).part(0, what.length, what.seed)
+        parts = {
+            site: cast(Any, each.compressor).part(0, what.length, what.seed)
+            for site, (each, _) in there.items()
+        }
         names = tuple(site for site in plan.members if site in there)
         for site in names:
             values = there[site][0].values
             assert values is not None
-            payloads[site] = part.encode(values)
+            payloads[site] = parts[site].encode(values)
             digest = payload_digest(payloads[site]).hex()
             rank = m.Rank(site=site, stage=0, shard=0)
             said = self.sites[site].record.commit(there[site][0], bytes.fromhex(digest))
@@ -98,10 +101,11 @@ class Registry:
             rank = m.Rank(site=site, stage=0, shard=0)
             self.notary.contribution(rank, what.key, 1, digest, signed)
         self.notary.decided(Decision(what.key, 1, names, names, plan))
-        mean = average((part.decode(payloads[site]) for site in names), [1.0] * len(names))
+        seen = {site: parts[site].decode(payloads[site]) for site in names}
+        mean = average((seen[site] for site in names), [1.0] * len(names))
+        told = tuple(payloads[site] for site in names)
         for site, (_, future) in there.items():
-            sent = part.decode(payloads[site])
-            future.set_result(Outcome(mean, names, sent, None, 0, 0.0, 1))
+            future.set_result(Outcome(mean, names, seen[site], None, 0, 0.0, 1, payloads=told))
 
     def _steps(self, site: str) -> int:
         return steps_taken(self.paces.get(site, FULL), 0, STEPS)
@@ -134,7 +138,7 @@ class Registry:
             keep=0.7,
             learning_rate=0.8,
             momentum=0.5,
-            codec="int4",
+            codec=self.config.sent_as("int4"),
             residual_decay=0.95,
             residual_view=0.2,
             exchange="gather",
@@ -183,6 +187,8 @@ class Neighbour:
         )
         self.change: Callable[[Tensor], Tensor] = lambda u: u
         """What it makes of a contribution before it is sent."""
+        self.tell: Callable[[Any], Any] = lambda compressor: compressor
+        """Sets the second moments that it sends."""
         self.outer = OuterLoop(
             self.rank.states, self.rank.live, name, 0, 1,
             lambda given: registry.exchange(name, self._given(given)), lambda: None,
@@ -210,7 +216,8 @@ class Neighbour:
         from dataclasses import replace
 
         assert given.values is not None
-        return replace(given, values=self.change(given.values))
+        compressor = self.tell(given.compressor)
+        return replace(given, values=self.change(given.values), compressor=compressor)
 
 
 def train(

@@ -23,6 +23,8 @@ from dilocox.audit import replay as replaying
 from dilocox.audit.judging import judge
 from dilocox.audit.replay import Progress, RankJob, RankReplay, repeat
 from dilocox.audit.run import AuditedRun
+from dilocox.compression import Compressor
+from dilocox.compression.moments import due_rows
 from dilocox.data import prepare
 from dilocox.record.audits import Verdict
 from dilocox.record.rounds import Document
@@ -175,6 +177,21 @@ def poison(site: Neighbour) -> Iterator[None]:
 
 
 @contextmanager
+def other_moments(site: Neighbour) -> Iterator[None]:
+    """It says that its second moments are large, so that the others' steps get smaller."""
+
+    def tell(compressor: Compressor) -> Compressor:
+        due = due_rows(compressor.geometry)
+        return compressor.carrying(torch.full((due,), 200, dtype=torch.uint8))
+
+    site.tell = tell
+    try:
+        yield
+    finally:
+        site.tell = lambda compressor: compressor
+
+
+@contextmanager
 def between_rounds(site: Neighbour) -> Iterator[None]:
     """The moments are changed when the round is over: the next one begins from others."""
     yield
@@ -191,6 +208,7 @@ CHEATS: dict[str, tuple[Any, int, str]] = {
     "tampered optimizer": (around_step(1, forget, lambda *_: None), 1, "other parameters"),
     "changed between rounds": (between_rounds, STEPS - 1, "inner/exp_avg/"),
     "tampered residual": (residual, 1, "another payload"),
+    "other moments": (other_moments, 1, "another payload"),
     "poison": (poison, 1, "another payload"),
 }
 """The cheat, the first bad step, and what is said of it."""
@@ -316,6 +334,13 @@ def test_other_values_than_were_committed_to(trained: Path) -> None:
 def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """The auditor's machine is another."""
     monkeypatch.setattr(replaying, "facts_here", lambda *given: {"machine": "another"})
+
+
+def test_other_moments_are_found_between_classes(trained: Path, elsewhere: None) -> None:
+    """The values are the same; only what is said behind them is not."""
+    verdict = audit(trained, "lyon", ROUND_OF["other moments"])
+    assert (verdict.verdict, verdict.first_bad_step) == ("MISMATCH", 1), verdict
+    assert "carries other second moments" in verdict.reason
 
 
 def rates_off_by(monkeypatch: pytest.MonkeyPatch, share: float) -> None:

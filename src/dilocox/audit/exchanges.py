@@ -16,7 +16,8 @@ from torch import Tensor
 
 from dilocox.assembly import Place
 from dilocox.codec_spec import parse_spec
-from dilocox.compression import LowRank, pack_frame, payload_digest
+from dilocox.compression import Compressor, LowRank, pack_frame, payload_digest
+from dilocox.compression.moments import carried
 from dilocox.errors import DilocoxError, RecordError
 from dilocox.outer.attempt import Contribution, Outcome
 from dilocox.outer.averaging import average, chunk_bounds, requantise
@@ -39,6 +40,8 @@ class PayloadCheck:
     difference: float | None
     """Norm of the difference of the two payloads' values over that of the site's; none if that is
     not kept, because it did not count."""
+    moments: bool = True
+    """The second moments that the two payloads carry, if any, are at most one code apart."""
     committed: bool = True
     """The values that it was made from are those that the site had committed to, if it had."""
 
@@ -53,6 +56,8 @@ class _Made:
     """What the others would have seen of it."""
     signed: Callable[[], Tensor]
     """What they saw of the site's own, if that is in the store."""
+    moments: Callable[[], bool] = lambda: True
+    """Whether second moments that the site's own carries are like those that were made again."""
 
 
 class RecordedExchanges:
@@ -104,7 +109,7 @@ class RecordedExchanges:
 
         elif step.exchange == "gather":
             part = codec.part(0, given.length, given.seed)
-            made = self._whole(step, given.values, part.encode, part.decode)
+            made = self._whole(step, given.values, part.encode, part.decode, codec)
         else:
             made, second = self._chunks(step, given)
         counts = self._place.site in step.set
@@ -141,11 +146,13 @@ class RecordedExchanges:
         difference: float | None = 0.0
         if not same:
             difference = _difference(made.decoded, made.signed()) if counts else None
+        moments = same or not counts or made.moments()
         said = self._course.commitments.get((step.key.text, place.site, place.shard))
         digest, run = sha256(tensor_bytes(values)), self._course.run
         expected = sealed(digest, run, step.key.text, place.site, place.shard)
         committed = said is None or said.values == expected
-        self.checks.append(PayloadCheck(step.key.text, self._taken(), same, difference, committed))
+        check = PayloadCheck(step.key.text, self._taken(), same, difference, moments, committed)
+        self.checks.append(check)
         return same
 
     def _own(self, step: Step) -> bytes:
@@ -157,12 +164,22 @@ class RecordedExchanges:
         values: Tensor,
         encode: Callable[[Tensor], Tensor],
         decode: Callable[[Tensor], Tensor],
+        codec: Compressor | None = None,
     ) -> _Made:
         payload = encode(values)
+
+        def alike() -> bool:
+            if codec is None or not codec.moments:
+                return True
+            both = (payload, payload_tensor(self._own(step)))
+            ours, theirs = (carried(each, codec.geometry).int() for each in both)
+            return bool(((ours - theirs).abs() <= 1).all())
+
         return _Made(
             payload_digest(payload).hex(),
             decode(payload),
             lambda: decode(payload_tensor(self._own(step))),
+            alike,
         )
 
     def _low_rank(self, step: Step, codec: LowRank) -> tuple[list[Tensor], Tensor]:

@@ -336,6 +336,9 @@ def _between_classes(
             if check.difference is not None and check.difference > PAYLOAD_TOLERANCE:
                 what = f"{each.place}: the payload of {check.key} is {check.difference:.1g} off"
                 bad.append(Bad(check.after - 1, what))
+            if not check.moments:
+                what = f"{each.place}: the payload of {check.key} carries other second moments"
+                bad.append(Bad(check.after - 1, what))
         if replay.moved is not None:
             largest = max(largest, replay.moved)
             if replay.moved > TOLERANCE:

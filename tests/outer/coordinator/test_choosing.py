@@ -67,7 +67,7 @@ def adaptive(tmp_path: Path) -> Iterator[Adaptive]:
 def test_a_plan_waits_for_the_measurements_that_it_goes_by(adaptive: Adaptive) -> None:
     assert [adaptive.plan(round_, "a") is not None for round_ in (0, 1, 2)] == [True, True, False]
     for made in adaptive.plans:
-        assert (made.codec, made.reason) == ("int4", "nothing is measured yet")
+        assert (made.codec, made.reason) == ("int4+moments", "nothing is measured yet")
     adaptive.round_done("a", 0, measured(10**6))
     waiting = adaptive.core.plan(2, Caller("a", 1)).waiting_for
     assert waiting == "the end of round 0 at b"
