@@ -44,7 +44,7 @@ def test_bytes_by_hand() -> None:
 
 def test_rows_are_those_of_matrices() -> None:
     assert row_counts(SHAPES) == [70, 0, 6, 0]
-    assert due_rows(GEOMETRY) == math.ceil(76 / PERIOD)
+    assert due_rows(GEOMETRY) == math.ceil(70 / PERIOD) + 1 == 4
     assert due_rows(Geometry.flat(256)) == 0
 
 
@@ -54,19 +54,19 @@ def test_values_are_those_of_the_codec(spec: str) -> None:
     assert isinstance(plain, Compressor)
     assert isinstance(with_moments, Compressor)
     values = torch.randn(GEOMETRY.length, generator=torch.manual_seed(0))
-    moments = torch.tensor([3, 0, 255], dtype=torch.uint8)
+    moments = torch.tensor([3, 0, 7, 255], dtype=torch.uint8)
     part, own = with_moments.carrying(moments).part(0, 3072, 7), plain.part(0, 3072, 7)
     assert part.name == f"{spec}+moments" == parse_spec(f"{spec}+moments").text
     assert part.identifier == 256 + own.identifier
     payload = part.encode(values)
-    assert len(payload) == part.payload_bytes == own.payload_bytes + 3
+    assert len(payload) == part.payload_bytes == own.payload_bytes + 4
     assert frame_bytes(part) == len(pack_frame(part, payload))
-    assert torch.equal(payload[:-3], own.encode(values))
+    assert torch.equal(payload[:-4], own.encode(values))
     assert torch.equal(carried(payload, GEOMETRY), moments)
     # Who only decodes knows no moments of his own.
     other = with_moments.part(0, 3072, 7)
     assert torch.equal(other.decode(payload), own.decode(own.encode(values)))
-    assert carried(other.encode(values), GEOMETRY).tolist() == [0, 0, 0]
+    assert carried(other.encode(values), GEOMETRY).tolist() == [0, 0, 0, 0]
     with pytest.raises(ExchangeError, match="payload of 3072 values must be"):
         other.decode(payload[:-1])
     with pytest.raises(ExchangeError, match="whole buffers"):

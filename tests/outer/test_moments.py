@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from dilocox.compression.moments import PERIOD, due_rows
+from dilocox.compression.moments import PERIOD, SecondMoments, due_rows
 from dilocox.outer.fragments import Layout
-from dilocox.outer.moments import SecondMoments, row_means, shared_means, take_means
+from dilocox.outer.moments import row_means, shared_means, take_means
 
 SHAPES = {"embedding": (70, 4), "norm": (8,), "experts": (2, 3, 5), "matrix": (40, 2)}
 LAYOUT = Layout.of(SHAPES)
@@ -23,7 +23,7 @@ def moments(seed: int, without: tuple[str, ...] = ("matrix",)) -> dict[str, torc
 
 
 def grown(second: dict[str, torch.Tensor], weights: float = 1.0) -> SecondMoments:
-    return second, torch.tensor(weights)
+    return SecondMoments(second, torch.tensor(weights), {})
 
 
 def rows(second: dict[str, torch.Tensor], name: str) -> torch.Tensor:
@@ -55,14 +55,28 @@ def test_after_a_period_all_rows_have_the_mean_of_the_sites_once() -> None:
 def test_a_round_touches_the_rows_that_are_due() -> None:
     second = moments(0)
     before = {name: tensor.clone() for name, tensor in second.items()}
-    # Rows 0 to 69 are the embedding's, 70 to 75 the experts', then the matrix's.
-    take_means(grown(second), LAYOUT, 5, torch.full((due_rows(LAYOUT.geometry),), 4.0))
+    fours = torch.full((due_rows(LAYOUT.geometry),), 4.0)
+    take_means(grown(second), LAYOUT, 5, fours)
     changed = (second["embedding"] != before["embedding"]).any(1).nonzero().flatten().tolist()
     assert changed == [5, 37, 69]
-    assert torch.equal(second["experts"], before["experts"])
-    take_means(grown(second), LAYOUT, 7, torch.full((due_rows(LAYOUT.geometry),), 4.0))
     changed = (second["experts"] != before["experts"]).reshape(6, 5).any(1).nonzero()
-    assert changed.flatten().tolist() == [1]  # 71, the experts' second
+    assert changed.flatten().tolist() == [5]
+    assert due_rows(LAYOUT.geometry) == 3 + 1 + 2
+
+
+def test_shards_and_stages_have_the_rows_of_the_whole_tensor() -> None:
+    """Row 37 of a tensor is due in the same rounds wherever it lies."""
+    whole = moments(0)
+    cut = {"embedding": whole["embedding"][27:].clone(), "other": torch.rand(9, 2)}
+    shard = SecondMoments(cut, torch.tensor(1.0), {"embedding": 27})
+    there = Layout.of({"other": (9, 2), "embedding": (43, 4)})
+    for round_ in range(PERIOD):
+        said = row_means(grown(whole), LAYOUT, round_)[:3]
+        rows = range(round_, 70, PERIOD)
+        expected = [int(code) for row, code in zip(rows, said, strict=False) if row >= 27]
+        found = row_means(shard, there, round_)[1:]
+        assert found[: len(expected)].tolist() == expected
+        assert not found[len(expected) :].any()
 
 
 def test_who_has_none_says_nothing_and_takes_nothing() -> None:

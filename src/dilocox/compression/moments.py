@@ -9,14 +9,15 @@ A payload with moments is that of its codec, then one byte per row that is due: 
 moment, or less than 2^-60), else c from 1 to 255 for numbers whose fp32 bits, without the lowest
 21, are c + 267: four steps to an octave, from 2^-60 to 2^4. Whole numbers, the same everywhere.
 Rows are those of all tensors of two or more dimensions of a buffer, one tensor after another, by
-all dimensions but the last. In exchanges of round r row i is due if i mod `PERIOD` is r mod
-`PERIOD`; where fewer are due than in other rounds the last byte is 0.
+all dimensions but the last. In exchanges of round r row i of a tensor is due if i mod `PERIOD` is
+r mod `PERIOD`, whatever else the buffer holds; of a shard, i counts from the whole tensor's first
+row. Where fewer of a tensor are due than in other rounds its last byte is 0.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -42,8 +43,21 @@ def row_counts(shapes: Sequence[Sequence[int]]) -> list[int]:
 
 
 def due_rows(geometry: Geometry) -> int:
-    """Rows of a buffer that travel with one exchange."""
-    return -(-sum(row_counts(geometry.shapes)) // PERIOD)
+    """Bytes for the rows of a buffer that travel with one exchange; not all are used in each."""
+    return sum(-(-count // PERIOD) for count in row_counts(geometry.shapes))
+
+
+@dataclass(frozen=True)
+class SecondMoments:
+    """Those of a rank's inner optimizer."""
+
+    live: Mapping[str, Tensor]
+    """By full name: fp32, local shape, the optimizer's own storage."""
+    weights: Tensor
+    """What each has given out in weights so far, 1 - beta2^steps: a fp32 scalar on their device,
+    small after a site's first steps. Moments are compared and shared divided by it."""
+    first_rows: Mapping[str, int]
+    """Of shards: the row of the whole tensor that is their first. Tensors left out are whole."""
 
 
 def carried(payload: Tensor, geometry: Geometry) -> Tensor:

@@ -430,7 +430,9 @@ class OuterLoop:
 
     def _share_moments(self, item: Pending, outcome: Outcome) -> None:
         """Take over what the sites have said of the second moments, if their payloads carry it."""
-        if self._second is None or not parse_spec(item.plan.codec).moments or not outcome.payloads:
+        # A site that counts alone has nothing to take over but the rounding of its own bytes.
+        several = len(outcome.payloads) > 1
+        if self._second is None or not parse_spec(item.plan.codec).moments or not several:
             return
         layout = self.states[item.key.fragment].layout
         said = [carried(payload, layout.geometry) for payload in outcome.payloads]

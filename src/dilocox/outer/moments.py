@@ -5,19 +5,23 @@ See `dilocox.compression.moments` for why, and for what travels.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from dilocox.compression.moments import PERIOD, due_rows, from_bytes, row_counts, to_bytes
+from dilocox.compression.moments import (
+    PERIOD,
+    SecondMoments,
+    due_rows,
+    from_bytes,
+    row_counts,
+    to_bytes,
+)
 from dilocox.outer.fragments import Layout
 
-SecondMoments = tuple[Mapping[str, Tensor], Tensor]
-"""Those of a rank's inner optimizer, full name to live fp32 tensor of local shape, and the sum of
-the weights in each of their averages, a fp32 scalar on their device: near 0 after a site's first
-step, and 1 after some dozens. Sites compare and share them divided by it."""
 Second = Callable[[], SecondMoments]
+"""Gives a rank's, as they are now."""
 
 
 def row_means(second: SecondMoments, layout: Layout, round_: int) -> Tensor:
@@ -25,12 +29,10 @@ def row_means(second: SecondMoments, layout: Layout, round_: int) -> Tensor:
 
     Rows of tensors without second moments are 0.
     """
-    moments, weights = second
+    weights = second.weights
     said = torch.zeros(due_rows(layout.geometry), device=weights.device)
-    for name, first, rows in _due(layout, round_):
-        if name in moments:
-            means = _rows(moments[name])[rows].mean(1)
-            said[first : first + len(means)] = means
+    for place, rows in _due(second, layout, round_):
+        said[place : place + len(rows)] = rows.mean(1)
     # Before the first step there are neither moments nor weights.
     return to_bytes(torch.where(weights > 0, said / weights, 0.0)).cpu()
 
@@ -49,28 +51,19 @@ def take_means(second: SecondMoments, layout: Layout, round_: int, means: Tensor
 
     What has no moments yet, and rows of which no site knows any, stay as they are.
     """
-    moments, weights = second
-    wanted_by_all = means.to(weights.device) * weights
-    for name, first, rows in _due(layout, round_):
-        if name in moments:
-            due = _rows(moments[name])[rows]
-            own = due.mean(1)
-            wanted = wanted_by_all[first : first + len(own)]
-            factors = torch.where((own > 0) & (wanted > 0), wanted / own, 1.0)
-            due.mul_(factors[:, None])
+    wanted_by_all = means.to(second.weights.device) * second.weights
+    for place, rows in _due(second, layout, round_):
+        own, wanted = rows.mean(1), wanted_by_all[place : place + len(rows)]
+        factors = torch.where((own > 0) & (wanted > 0), wanted / own, 1.0)
+        rows.mul_(factors[:, None])
 
 
-def _due(layout: Layout, round_: int) -> Iterator[tuple[str, int, slice]]:
-    """(name, place among what is due, rows) of every tensor with rows that are due in a round."""
-    place, before = 0, 0
-    counts = row_counts(layout.shapes)
-    for name, count in zip(layout.names, counts, strict=True):
-        start = (round_ - before) % PERIOD
-        if start < count:
-            yield name, place, slice(start, count, PERIOD)
-            place += -(-(count - start) // PERIOD)
-        before += count
-
-
-def _rows(tensor: Tensor) -> Tensor:
-    return tensor.view(-1, tensor.shape[-1])
+def _due(second: SecondMoments, layout: Layout, round_: int) -> Iterator[tuple[int, Tensor]]:
+    """(place among what is due, the rows [n, columns] themselves) of every tensor with moments."""
+    place = 0
+    for name, count in zip(layout.names, row_counts(layout.shapes), strict=True):
+        if count and name in second.live:
+            tensor = second.live[name]
+            start = (round_ - second.first_rows.get(name, 0)) % PERIOD
+            yield place, tensor.view(-1, tensor.shape[-1])[start::PERIOD]
+        place += -(-count // PERIOD)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from dilocox import timeline
+from dilocox.compression.moments import SecondMoments
 from dilocox.config_site import InnerSection, SiteSection
 from dilocox.errors import ConfigError, ModelError, TrainingError
 from dilocox.site.loss import mean_cross_entropy
@@ -174,7 +176,7 @@ class SiteModel:
         if self._tied is not None:
             self._tied.send(self._storage(self._owner), self._storage(self._copy))
             if moments:
-                second, _ = self.second_moments()
+                second = self.second_moments().live
                 self._tied.send(second.get(self._owner or ""), second.get(self._copy or ""))
 
     def _storage(self, name: str | None) -> Tensor | None:
@@ -331,9 +333,16 @@ class SiteModel:
         """Live inner-optimizer state by `moment/FULL NAME` and `step`, the tied copy's included."""
         return self._optimizer.state()
 
-    def second_moments(self) -> tuple[dict[str, Tensor], Tensor]:
-        """The inner optimizer's by full name, and their weights; see `InnerOptimizer`."""
-        return self._optimizer.second_moments()
+    def second_moments(self) -> SecondMoments:
+        """The inner optimizer's, of AdamW's tensors; of SGD and Muon's matrices there are none."""
+        live, weights = self._optimizer.second_moments()
+        first_rows = {}
+        if self._mesh.shards > 1:
+            for name, tensor in live.items():
+                whole = self._trained[name].shape
+                before = self._mesh.shard * -(-whole[0] // self._mesh.shards)
+                first_rows[name] = before * math.prod(tensor.shape[1:-1])
+        return SecondMoments(live, weights, first_rows)
 
     def load_optimizer_state(self, state: Mapping[str, Tensor]) -> None:
         """Set the inner optimizer's state, bit for bit. Raises `CheckpointError`."""
