@@ -24,11 +24,12 @@ class Followed:
     def __init__(self, phases: list[str]) -> None:
         self.phases, self.asked, self.ends, self.touched = phases, 0, list[tuple[int, str]](), 0
         self.at = SimpleNamespace(round=0, slot=0, tick=0)
+        self.config = SimpleNamespace(shares_moments=True)
         state = SimpleNamespace(anchor=torch.zeros(1))
         self.rank = SimpleNamespace(
             states=[state],
             place=SimpleNamespace(site="new", stage=0, shard=0),
-            model=SimpleNamespace(sync_tied=lambda: None),
+            model=SimpleNamespace(sync_tied=lambda moments: None),
         )
         self.control = SimpleNamespace(touch=self._touch, hurry=lambda: None)
         self.outer = SimpleNamespace(

@@ -60,6 +60,13 @@ def values() -> int:
     return sum(math.ceil(count / 128) * 128 for count in tensor_sizes())
 
 
+def due_rows() -> int:
+    """Rows of matrices of which a round says the mean of the second moments: one in 32."""
+    hidden, inner, heads, kv, size = 128, 256, 4, 2, 32
+    layer = [heads * size, kv * size, kv * size, hidden, inner, inner, hidden]
+    return sum(rows // 32 for rows in [4096, *layer * 4])
+
+
 def payload(count: int, bits: int) -> int:
     """Codes, and an fp16 scale for every 128 of them."""
     return count * bits // 8 + count // 128 * 2
@@ -109,6 +116,8 @@ def test_reported_bytes_are_the_computed_ones(ran: tuple[str, int, dict[str, Any
     assert all(r["repeated_exchanges"] == 0 for r in result["records"])
     sent = sum(r["payload_bytes"] for r in result["records"])
     in_rounds = ROUNDS * expected(exchange, sites, "int4", fragments=2)
+    if exchange == "gather":
+        in_rounds += ROUNDS * sites * (sites - 1) * due_rows()
     assert sent == in_rounds + expected(exchange, sites, "int8", fragments=2)
 
 
