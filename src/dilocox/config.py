@@ -37,7 +37,7 @@ from dilocox.config_rounds import (
 from dilocox.config_section import Positive, Section
 from dilocox.config_site import InnerSection, SiteName, SiteOverride, SiteSection
 from dilocox.errors import ConfigError
-from dilocox.methods import METHODS, method_defaults
+from dilocox.methods import BEFORE, METHODS, method_defaults
 from dilocox.problems import first_problem
 
 
@@ -247,6 +247,7 @@ class RunConfig(Section):
         """Payloads carry row means of second moments, whatever does not go as low rank."""
         return (
             self.compression.moments
+            and len(self.sites) > 1
             and self.inner.optimizer == "adamw"
             and self.outer.exchange == "gather"
             and not self.exchanges_gradients
@@ -331,7 +332,25 @@ def load_run(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     `overrides` are `section.key=value` texts; values are TOML, bare words are strings.
     Raises `ConfigError` with the key, the reason and the mend.
     """
-    file = Path(path)
+    return resolve_run(_read(Path(path), overrides), where=str(path))
+
+
+def load_written(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read the `run.toml` of a run's folder: resolved, maybe by an older version.
+
+    Keys that methods have set only since then are what that version did without them.
+    Raises `ConfigError`, as `load_run`.
+    """
+    raw = _read(Path(path), ())
+    for section, keys in BEFORE.items():
+        if isinstance(raw.get(section), dict):
+            raw[section] = {**keys, **raw[section]}
+    for override in overrides:
+        _apply_override(raw, override)
+    return resolve_run(raw, where=str(path))
+
+
+def _read(file: Path, overrides: Sequence[str]) -> dict[str, Any]:
     try:
         raw = tomllib.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -342,7 +361,7 @@ def load_run(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         raise ConfigError(f"{file}: not valid TOML: {error}") from None
     for override in overrides:
         _apply_override(raw, override)
-    return resolve_run(raw, where=str(file))
+    return raw
 
 
 def resolve_run(raw: dict[str, Any], where: str = "run file") -> RunConfig:

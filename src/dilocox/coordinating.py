@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dilocox import preflight
-from dilocox.config import RunConfig, load_run
+from dilocox.config import RunConfig, load_written
 from dilocox.display import Display
 from dilocox.errors import ConfigError, TrainingError
 from dilocox.outer.coordinator.audit import audit
@@ -104,7 +104,7 @@ def leave(folder: Path, site: str, now: bool) -> str:
     """
     try:
         endpoint = Endpoint.load(folder / "coordinator" / ENDPOINT)
-        config = load_run(folder / "run.toml")
+        config = load_written(folder / "run.toml")
     except (OSError, ValueError, TypeError, ConfigError) as error:
         raise TrainingError(
             f"{folder}: no folder of a coordinator whose run goes on ({error}); give the run "

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from dilocox import checkpoint
 from dilocox.assembly import Blueprint
-from dilocox.config import RunConfig, load_run
+from dilocox.config import RunConfig, load_written
 from dilocox.data import TokenFiles
 from dilocox.errors import CheckpointError
 from dilocox.handover import MOMENTUM, Handover
@@ -39,7 +39,7 @@ def hand_over(folder: Path, target: Path, tick: int | None = None) -> Handover:
     """
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise CheckpointError(f"{target}: is there already; name a new folder")
-    config = load_run(folder / "run.toml", [f'run.folder="{folder}"'])
+    config = load_written(folder / "run.toml", [f'run.folder="{folder}"'])
     if config.exchanges_gradients:
         raise CheckpointError(
             f"{folder}: method {config.outer.method} has no outer state; export its model"

@@ -73,6 +73,9 @@ EXCHANGE_GRADIENTS = ("allreduce", "cocktailsgd")
 """Methods that exchange the gradients of every inner step instead of pseudo-gradients."""
 DEFAULT_ROUNDS = 10
 
+BEFORE: dict[str, dict[str, Any]] = {"compression": {"moments": False}}
+"""Keys that methods set and older versions did not know, as those behaved."""
+
 
 def method_defaults(
     method: str, given: dict[str, Any], compression: dict[str, Any] | None = None

@@ -14,7 +14,6 @@ import os
 import shutil
 import socket
 import tempfile
-import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from tokenizers import Tokenizer
 
 from dilocox import memory, storage
 from dilocox.assembly import Blueprint
-from dilocox.config import RunConfig, resolve_run
+from dilocox.config import RunConfig, load_written
 from dilocox.data import SequenceSpace, TokenFiles
 from dilocox.data.manifest import MANIFEST
 from dilocox.display import number
@@ -164,12 +163,9 @@ def _held(lock: Path) -> bool:
 
 def _check_same_run(config: RunConfig, written: Path) -> None:
     try:
-        raw = tomllib.loads(written.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise TrainingError(
-            f"{written}: cannot be read ({error}); put back what the run wrote there"
-        ) from None
-    earlier = resolve_run(raw, where=str(written))
+        earlier = load_written(written)
+    except ConfigError as error:
+        raise TrainingError(f"{error}; put back what the run wrote there") from None
     if earlier.digest() == config.digest():
         return
     before, now = earlier.shared(), config.shared()

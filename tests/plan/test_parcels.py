@@ -13,7 +13,9 @@ from dilocox.plan.table import Host
 from tests.plan.runs import FREE, KINDS, run
 
 
-@pytest.mark.parametrize("codec", ["none", "fp16", "int8", "int4", "int2", "topk:64", "cocktail"])
+@pytest.mark.parametrize(
+    "codec", ["none", "fp16", "int8", "int4+moments", "int2", "topk:64+moments", "cocktail"]
+)
 def test_payloads_are_what_codecs_really_make(codec: str) -> None:
     config = run(site={"stages": 2})
     outline = Outline.of(config)
@@ -23,7 +25,7 @@ def test_payloads_are_what_codecs_really_make(codec: str) -> None:
         sizes = {name: torch.Size(shape).numel() for name, shape in shapes.items()}
         for parcel, names in zip(row, split_fragments(sizes, 4), strict=True):
             layout = Layout.of({name: shapes[name] for name in names})
-            made = compressor(config.sent_as(codec), layout.geometry)
+            made = compressor(codec, layout.geometry)
             assert not isinstance(made, LowRank)
             part = made.part(0, layout.length, 0)
             frame = pack_frame(part, part.encode(torch.randn(layout.length)))

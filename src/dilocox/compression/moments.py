@@ -32,6 +32,9 @@ PERIOD = 32
 IDENTIFIER = 0x100
 """Added to that of the codec."""
 
+SMALLEST = 2.0**-60
+"""Of what a byte can say. A row below has no moments worth telling or scaling."""
+
 _DROPPED = 21
 _BELOW = 267
 _LARGEST = 255

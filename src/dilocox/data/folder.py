@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from dilocox.config import DataSection, load_run
+from dilocox.config import DataSection, load_written
 from dilocox.data.files import TokenFiles
 from dilocox.data.manifest import MANIFEST
 from dilocox.data.sources import list_files
@@ -25,7 +25,7 @@ def folder_of_run(run: Path) -> Path:
     Raises `ConfigError` for a run file that cannot be read.
     """
     beside, file = run / "data", run / "run.toml"
-    return beside if beside.exists() or not file.exists() else load_run(file).data_folder
+    return beside if beside.exists() or not file.exists() else load_written(file).data_folder
 
 
 @contextmanager

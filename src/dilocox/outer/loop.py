@@ -21,7 +21,7 @@ from dilocox.outer.calendar import boundary_slots
 from dilocox.outer.coordinator.messages import ExchangeKey, RoundPlan
 from dilocox.outer.entry import Snapshot
 from dilocox.outer.exchange import Contribution, Outcome
-from dilocox.outer.moments import Second, row_means, shared_means, take_means
+from dilocox.outer.moments import Second, row_means, take_means, told_by
 from dilocox.outer.overlap import Rule
 from dilocox.outer.state import FragmentState
 
@@ -430,13 +430,13 @@ class OuterLoop:
 
     def _share_moments(self, item: Pending, outcome: Outcome) -> None:
         """Take over what the sites have said of the second moments, if their payloads carry it."""
-        # A site that counts alone has nothing to take over but the rounding of its own bytes.
-        several = len(outcome.payloads) > 1
-        if self._second is None or not parse_spec(item.plan.codec).moments or not several:
+        if self._second is None or not parse_spec(item.plan.codec).moments:
             return
         layout = self.states[item.key.fragment].layout
-        said = [carried(payload, layout.geometry) for payload in outcome.payloads]
-        take_means(self._second(), layout, item.plan.round, shared_means(said))
+        said = zip(outcome.contributors, outcome.payloads, strict=True)
+        others = [carried(payload, layout.geometry) for site, payload in said if site != self._me]
+        if others:
+            take_means(self._second(), layout, item.plan.round, told_by(others))
 
     def _count(self, outcome: Outcome, values: int) -> None:
         counts = self.counts

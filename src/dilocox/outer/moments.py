@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dilocox.compression.moments import (
     PERIOD,
+    SMALLEST,
     SecondMoments,
     due_rows,
     from_bytes,
@@ -37,25 +38,36 @@ def row_means(second: SecondMoments, layout: Layout, round_: int) -> Tensor:
     return to_bytes(torch.where(weights > 0, said / weights, 0.0)).cpu()
 
 
-def shared_means(carried: Sequence[Tensor]) -> Tensor:
-    """fp32 [due]: the mean of every row over the sites that have one, 0 where none has.
+def told_by(carried: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """What other sites have said: for each due row the sum of their means, fp32 [due], and of how
+    many that is, int64 [due].
 
-    `carried`: uint8 [due] of each site that counts, in the order of the contribution set.
+    `carried`: uint8 [due] of each other site that counts, in the order of the contribution set.
     """
     told = torch.stack([from_bytes(each) for each in carried])
-    return told.sum(0) / (told > 0).sum(0).clamp_(min=1)
+    return told.sum(0), (told > 0).sum(0)
 
 
-def take_means(second: SecondMoments, layout: Layout, round_: int, means: Tensor) -> None:
-    """Scale the rows that were due in a round, in place, to these `means` (fp32 [due]).
+def take_means(
+    second: SecondMoments, layout: Layout, round_: int, told: tuple[Tensor, Tensor]
+) -> None:
+    """Set the mean of each row that was due in a round to that over the sites, in place.
 
-    What has no moments yet, and rows of which no site knows any, stay as they are.
+    `told`: of `told_by`. A site's own means are those of now: rows whose gradient came back while
+    the exchange was under way are not scaled to what they were before. Within a row moments keep
+    their proportions; one without, or with less than 2^-60, gets the others' mean in every place.
+    Rows of which the others know nothing stay as they are.
     """
-    wanted_by_all = means.to(second.weights.device) * second.weights
+    weights = second.weights
+    sums, counts = (each.to(weights.device) for each in told)
     for place, rows in _due(second, layout, round_):
-        own, wanted = rows.mean(1), wanted_by_all[place : place + len(rows)]
-        factors = torch.where((own > 0) & (wanted > 0), wanted / own, 1.0)
-        rows.mul_(factors[:, None])
+        others, number = (each[place : place + len(rows)] for each in (sums, counts))
+        own = rows.mean(1)
+        known = (own > 0) & (own >= SMALLEST * weights)
+        mean = (others * weights + torch.where(known, own, 0.0)) / (number + known).clamp_(min=1)
+        scaled = rows * torch.where(known, mean / own, 0.0)[:, None]
+        taken = torch.where(known[:, None], scaled, mean[:, None])
+        rows.copy_(torch.where((number > 0)[:, None], taken, rows))
 
 
 def _due(second: SecondMoments, layout: Layout, round_: int) -> Iterator[tuple[int, Tensor]]:

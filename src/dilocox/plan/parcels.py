@@ -30,9 +30,11 @@ class Parcel:
 def parcels(
     config: RunConfig, stages: Sequence[dict[str, Shape]], codec: str
 ) -> list[list[Parcel]]:
-    """By stage and fragment. `stages`: whole shapes by full name, as `Outline.shapes`."""
-    sent = config.sent_as(codec)
-    return [[_parcel(sent, shards) for shards in geometries(config, shapes)] for shapes in stages]
+    """By stage and fragment. `stages`: whole shapes by full name, as `Outline.shapes`.
+
+    `codec`: as it is sent, with moments or without (`RunConfig.sent_as`).
+    """
+    return [[_parcel(codec, shards) for shards in geometries(config, shapes)] for shapes in stages]
 
 
 def _parcel(codec: str, shards: Sequence[Geometry]) -> Parcel:

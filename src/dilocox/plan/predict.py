@@ -133,7 +133,7 @@ def _host(config: RunConfig, device: Device) -> Host:
 def menu_of(config: RunConfig, outline: Outline) -> Menu:
     """Parcels of every codec that the run may use."""
     names = codecs(config) if config.control.adapt == "link" else [config.compression.codec]
-    return {name: parcels(config, outline.shapes, name) for name in names}
+    return {name: parcels(config, outline.shapes, config.sent_as(name)) for name in names}
 
 
 def _settled(config: RunConfig, menu: Menu, course: Course) -> Prediction:

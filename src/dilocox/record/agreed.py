@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from dilocox.config import RunConfig, digest_of, load_run
+from dilocox.config import RunConfig, digest_of, load_written
 from dilocox.errors import ConfigError, RecordError
 
 Values = Mapping[str, Any]
@@ -22,7 +22,7 @@ def agreed_run(path: Path, manifest: Values) -> RunConfig:
     Raises `RecordError` if it is another one, cannot be read, or the manifest contradicts itself.
     """
     try:
-        config = load_run(path)
+        config = load_written(path)
     except ConfigError as error:
         raise RecordError(str(error)) from None
     agreed, resolved = manifest["config"], config.shared()

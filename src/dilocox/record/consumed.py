@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dilocox.config import load_run
+from dilocox.config import load_written
 from dilocox.data import SequenceSpace, TokenFiles
 from dilocox.data.folder import folder_of_run
 from dilocox.data.seen import Seen, seen_documents
@@ -54,7 +54,7 @@ def seen_by(
 
     `data`: the token files, if they are not where the run file says. Raises `DilocoxError`.
     """
-    config = load_run(folder / "run.toml")
+    config = load_written(folder / "run.toml")
     signed = (folder / "record" / ENTRIES).is_file()
     if signed:
         found = from_steps(_steps(folder), rounds=rounds, tick=tick)
