@@ -78,6 +78,15 @@ def test_resuming_another_run_names_the_key_that_differs(tmp_path: Path) -> None
     assert content(run.folder) == before
 
 
+def test_a_run_of_an_older_version_goes_on_as_it_was_begun(tmp_path: Path) -> None:
+    run = begun(tmp_path)
+    path = run.folder / "run.toml"
+    path.write_text(path.read_text().replace("moments = true\n", ""))
+    text = refusal(preflight.claim_folder, run, resume=True)
+    assert "was begun with compression.moments = False, the run file says True" in text
+    preflight.claim_folder(config(tmp_path, compression={"moments": False}), resume=True)
+
+
 @pytest.mark.parametrize("damage", ["not [toml", "[outer]\nrounds = 'x'\n"])
 def test_a_damaged_run_file_in_the_folder(tmp_path: Path, damage: str) -> None:
     run = begun(tmp_path)

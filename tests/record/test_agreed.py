@@ -66,3 +66,17 @@ def test_a_run_that_went_on_under_a_later_version_is_the_one_that_was_begun(tmp_
     path.write_text(config.to_toml())
     with pytest.raises(RecordError, match="not the one with the digest"):
         agreed_run(path, {**manifest, "config_digest": "0" * 64})
+
+
+def test_what_methods_set_since_then_is_not_read_into_an_older_run(tmp_path: Path) -> None:
+    """Sites of `dilocox` share second moments now; a run whose file does not say so had none."""
+    config, path = run_config("ab", compression={"moments": False}), tmp_path / "run.toml"
+    assert run_config("ab").compression.moments
+    written = config.to_toml().replace("moments = false\n", "")
+    assert "moments" not in written
+    path.write_text(written)
+    manifest = manifest_of(config, ("compression", "moments"))
+    assert not agreed_run(path, manifest).compression.moments
+    path.write_text(run_config("ab").to_toml())
+    with pytest.raises(RecordError, match=r"compression\.moments is not what the run was begun"):
+        agreed_run(path, manifest)

@@ -48,6 +48,12 @@ def test_adamw_decays_matrices_only_and_divides_gradients() -> None:
         optimizer.step(rate, torch.tensor(divisor), torch.tensor(0.0))
     for name, parameter in held.items():
         torch.testing.assert_close(parameter.detach().double(), wanted[name], rtol=1e-5, atol=1e-6)
+    moments, weights = optimizer.second_moments()
+    assert moments.keys() == {"matrix", "vector"}
+    for name, moment in moments.items():
+        torch.testing.assert_close(moment.double(), second[name], rtol=1e-5, atol=1e-9)
+        assert moment.data_ptr() == optimizer.state()[f"exp_avg_sq/{name}"].data_ptr()
+    assert float(weights) == pytest.approx(1 - 0.9**3, rel=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["adamw", "sgd"])
@@ -59,6 +65,14 @@ def test_skipped_step_changes_nothing(kind: str) -> None:
     optimizer.step(0.1, torch.tensor(1.0), torch.tensor(1.0))
     assert all(torch.equal(p.detach(), before[name]) for name, p in held.items())
     assert not any(tensor.any() for tensor in optimizer.state().values())
+
+
+@pytest.mark.parametrize(("kind", "held"), [("sgd", set()), ("muon", {"vector"})])
+def test_only_adamws_tensors_have_second_moments(kind: str, held: set[str]) -> None:
+    shapes = {"model.layers.0.mlp.up_proj.weight": (3, 4), "vector": (5,)}
+    parameters = {name: nn.Parameter(torch.ones(shape)) for name, shape in shapes.items()}
+    optimizer = InnerOptimizer(parameters, InnerSection(optimizer=kind))  # type: ignore[arg-type]
+    assert optimizer.second_moments()[0].keys() == held
 
 
 def test_sgd_is_plain() -> None:
