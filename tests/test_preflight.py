@@ -83,7 +83,7 @@ def test_a_run_of_an_older_version_goes_on_as_it_was_begun(tmp_path: Path) -> No
     path = run.folder / "run.toml"
     path.write_text(path.read_text().replace("moments = true\n", ""))
     text = refusal(preflight.claim_folder, run, resume=True)
-    assert "was begun with compression.moments = False, the run file says True" in text
+    assert "compression.moments = false, the run file says true; resume with --set" in text
     preflight.claim_folder(config(tmp_path, compression={"moments": False}), resume=True)
 
 

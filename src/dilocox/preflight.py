@@ -9,6 +9,7 @@ then nothing of an earlier run in the folder is changed, so that a refused start
 from __future__ import annotations
 
 import fcntl
+import json
 import math
 import os
 import shutil
@@ -172,10 +173,11 @@ def _check_same_run(config: RunConfig, written: Path) -> None:
     for section, values in now.items():
         for key, value in values.items():
             if before[section].get(key) != value and section != "sites":
+                began, said = (json.dumps(each) for each in (before[section].get(key), value))
+                mend = "without it" if began == "null" else f"with --set {section}.{key}={began}"
                 raise TrainingError(
-                    f"{written.parent}: was begun with {section}.{key} = "
-                    f"{before[section].get(key)!r}, the run file says {value!r}; resume with the "
-                    f"same values, or {_ELSEWHERE}"
+                    f"{written.parent}: was begun with {section}.{key} = {began}, the run file "
+                    f"says {said}; resume {mend}, or {_ELSEWHERE}"
                 )
     raise TrainingError(f"{written.parent}: was begun with other sites; {_ELSEWHERE}")
 
