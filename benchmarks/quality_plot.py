@@ -12,7 +12,7 @@ from html import escape
 from quality_report import OURS, Cell, Point, cells, title
 
 WIDTH, HEIGHT = 640, 400
-LEFT, RIGHT, TOP, BOTTOM = 70, 20, 40, 50
+LEFT, RIGHT, TOP, BOTTOM = 70, 28, 40, 50
 COLOURS = {
     "allreduce": "#444444",
     "dilocox": "#0a66c2",
@@ -78,7 +78,7 @@ def _panel(where: Cell, known: Sequence[Point]) -> list[str]:
     parts.append(
         f'<polyline points="{line}" fill="none" stroke="{COLOURS[OURS]}" stroke-width="1.5"/>'
     )
-    taken: list[tuple[float, float]] = []
+    taken = [(x - 5, x + 5, y + 4) for x, y in (_place(scale, point) for point in known)]
     for point in sorted(known, key=lambda p: (p.loss is None, -(p.loss or 0.0))):
         parts += _mark(scale, point, taken)
     return parts
@@ -113,12 +113,15 @@ def _ticks(low: float, high: float) -> list[float]:
     return [number * step for number in range(first, math.floor(high / step) + 1)]
 
 
-def _mark(scale: _Scale, point: Point, taken: list[tuple[float, float]]) -> list[str]:
-    """A mark and its name; `taken` are the places of the names so far."""
+def _place(scale: _Scale, point: Point) -> tuple[float, float]:
+    return scale.x(point.reduction), scale.y(math.inf if point.loss is None else point.loss)
+
+
+def _mark(scale: _Scale, point: Point, taken: list[tuple[float, float, float]]) -> list[str]:
+    """A mark and its name; `taken`: left, right and base of all marks, and of the names so far."""
     colour = COLOURS.get(point.method, OTHER)
-    x = scale.x(point.reduction)
     above = point.loss is None or point.loss > scale.high
-    y = scale.y(math.inf if point.loss is None else point.loss)
+    x, y = _place(scale, point)
     name = point.label
     if above:
         name += " diverged" if point.loss is None else f" {point.loss:.2f}"
@@ -129,10 +132,12 @@ def _mark(scale: _Scale, point: Point, taken: list[tuple[float, float]]) -> list
     wide = 6.0 * len(name)
     to_left = x + 8 + wide > WIDTH - RIGHT
     left = x - 8 - wide if to_left else x + 8
-    height = y + 4
-    while any(abs(height - b) < 11 and abs(left - a) < 130 for a, b in taken):
+    height = y + (16 if point.method == OURS and not to_left else 4)  # off the line
+    while any(
+        abs(height - b) < 11 and left < end and start < left + wide for start, end, b in taken
+    ):
         height += 11
-    taken.append((left, height))
+    taken.append((left, left + wide, height))
     anchor, at = ("end", x - 8) if to_left else ("start", x + 8)
     return [
         shape,
