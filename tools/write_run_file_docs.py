@@ -246,8 +246,8 @@ def methods_table() -> Iterator[str]:
     for method in METHODS:
         set_ = method_defaults(method, {})
         values = [set_["outer"].get(key, "gather") for key in outer]
-        usual = {"residual_decay": 1.0, "moments": False}
-        values += [set_["compression"].get(key, usual.get(key)) for key in compression]
+        fields = config_rounds.CompressionSection.model_fields
+        values += [set_["compression"].get(key, fields[key].default) for key in compression]
         values.append(set_["control"]["adapt"])
         texts = [value if isinstance(value, str) else json.dumps(value) for value in values]
         yield _row([f"`{method}`", *texts])

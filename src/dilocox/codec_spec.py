@@ -51,6 +51,15 @@ class Spec:
         return text + WITH_MOMENTS * self.moments
 
 
+def sent_with_moments(text: str, moments: bool) -> str:
+    """The same codec with second moments behind its values, or without; low rank has never any.
+
+    Raises `ConfigError` as `parse_spec`.
+    """
+    spec = parse_spec(text)
+    return replace(spec, moments=moments and spec.kind != "lowrank").text
+
+
 def parse_spec(text: str) -> Spec:
     """The spec that `text` names. Raises `ConfigError` that says what may stand there.
 

@@ -11,14 +11,13 @@ import hashlib
 import json
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tomli_w
 from pydantic import Field, ValidationError, model_validator
 
-from dilocox.codec_spec import parse_spec
+from dilocox.codec_spec import sent_with_moments
 from dilocox.config_admission import AdmissionSection, admission_problem
 from dilocox.config_keeping import (
     CheckpointSection,
@@ -256,8 +255,7 @@ class RunConfig(Section):
 
     def sent_as(self, codec: str) -> str:
         """What rounds of `codec` are sent as: with moments, if sites share them."""
-        spec = parse_spec(codec)
-        return replace(spec, moments=self.shares_moments and spec.kind != "lowrank").text
+        return sent_with_moments(codec, self.shares_moments)
 
     def site_batch(self, site: str) -> int:
         """Sequences per inner step at `site`, if no other one's are added."""
@@ -341,12 +339,10 @@ def load_written(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     Keys that methods have set only since then are what that version did without them.
     Raises `ConfigError`, as `load_run`.
     """
-    raw = _read(Path(path), ())
+    raw = _read(Path(path), overrides)
     for section, keys in BEFORE.items():
         if isinstance(raw.get(section), dict):
             raw[section] = {**keys, **raw[section]}
-    for override in overrides:
-        _apply_override(raw, override)
     return resolve_run(raw, where=str(path))
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from dilocox.codec_spec import COARSE, parse_spec
+from dilocox.codec_spec import COARSE, parse_spec, sent_with_moments
 from dilocox.config_section import Fraction, Positive, Section
 from dilocox.errors import ConfigError
 from dilocox.methods import EXCHANGE_GRADIENTS
@@ -147,7 +146,8 @@ class CompressionSection(Section):
         except ConfigError as error:
             raise ValueError(str(error).removeprefix("compression.codec: ")) from None
         if spec.moments:
-            raise ValueError(f'{text!r}: set "{replace(spec, moments=False).text}", and moments')
+            plain = sent_with_moments(text, moments=False)
+            raise ValueError(f'{text!r}: set "{plain}", and moments')
         return spec.text
 
     @property

@@ -66,14 +66,16 @@ def sizes_by_codec(
 ) -> dict[str, list[list[int]]]:
     """Bytes of one site's payloads by codec of `names`, stage and fragment, summed over shards.
 
-    `stages` as `model_shapes` gives them. Methods that exchange gradients have one fragment.
+    As rounds send them, moments included. `stages` as `model_shapes` gives them. Methods that
+    exchange gradients have one fragment.
     """
-    return {codec: [_stage_sizes(config, each, codec) for each in stages] for codec in names}
+    sent = {codec: config.sent_as(codec) for codec in names}
+    return {codec: [_stage_sizes(config, each, sent[codec]) for each in stages] for codec in names}
 
 
 def _stage_sizes(config: RunConfig, shapes: Mapping[str, Shape], codec: str) -> list[int]:
     return [
-        sum(message_bytes(config.sent_as(codec), geometry) for geometry in fragment)
+        sum(message_bytes(codec, geometry) for geometry in fragment)
         for fragment in geometries(config, shapes)
     ]
 

@@ -355,7 +355,7 @@ def _take_part(
         control.touch,
         hash_beside=rank.mesh.device.type != "cpu",
         admission=admission_of(config, rank, files),
-        second=rank.model.second_moments if config.shares_moments else None,
+        second=rank.model.second_moments,
     )
     trainer = Trainer(
         config=config,

@@ -192,7 +192,7 @@ class Neighbour:
         self.outer = OuterLoop(
             self.rank.states, self.rank.live, name, 0, 1,
             lambda given: registry.exchange(name, self._given(given)), lambda: None,
-            second=self.rank.model.second_moments if config.shares_moments else None,
+            second=self.rank.model.second_moments,
         )  # fmt: skip
         nobody = Alone()
         self.trainer: Trainer = RepeatingTrainer(

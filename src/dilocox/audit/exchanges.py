@@ -169,7 +169,7 @@ class RecordedExchanges:
         payload = encode(values)
 
         def alike() -> bool:
-            if codec is None or not codec.moments:
+            if codec is None or codec.moments is None:
                 return True
             both = (payload, payload_tensor(self._own(step)))
             ours, theirs = (carried(each, codec.geometry).int() for each in both)

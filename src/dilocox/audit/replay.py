@@ -163,7 +163,7 @@ def repeat(job: RankJob, progress: Progress) -> RankReplay:
     outer = OuterLoop(
         rank.states, rank.live, place.site, place.stage, config.site.stages,
         exchanges.submit, nobody.touch,
-        second=rank.model.second_moments if config.shares_moments else None,
+        second=rank.model.second_moments,
     )  # fmt: skip
     trainer = RepeatingTrainer(
         config=config,

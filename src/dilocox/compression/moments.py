@@ -45,9 +45,14 @@ def row_counts(shapes: Sequence[Sequence[int]]) -> list[int]:
     return [math.prod(shape[:-1]) if len(shape) > 1 and min(shape) > 0 else 0 for shape in shapes]
 
 
+def due_counts(shapes: Sequence[Sequence[int]]) -> list[int]:
+    """Bytes for each tensor's rows that travel with one exchange; not all are used in each."""
+    return [-(-count // PERIOD) for count in row_counts(shapes)]
+
+
 def due_rows(geometry: Geometry) -> int:
-    """Bytes for the rows of a buffer that travel with one exchange; not all are used in each."""
-    return sum(-(-count // PERIOD) for count in row_counts(geometry.shapes))
+    """Those of a whole buffer."""
+    return sum(due_counts(geometry.shapes))
 
 
 @dataclass(frozen=True)
@@ -85,10 +90,8 @@ class WithMoments:
     """A codec whose payloads carry moments behind them."""
 
     codec: Codec
-    count: int
-    """Rows that are due in one exchange."""
-    moments: Tensor | None = None
-    """uint8 [count], what `encode` sends; none: zeros."""
+    moments: Tensor
+    """uint8 [due_rows], what `encode` sends."""
 
     @property
     def name(self) -> str:
@@ -102,13 +105,12 @@ class WithMoments:
 
     def payload_bytes(self, n: int) -> int:
         """That of the codec, and a byte per row."""
-        return self.codec.payload_bytes(n) + self.count
+        return self.codec.payload_bytes(n) + len(self.moments)
 
     def encode(self, values: Tensor, out: Tensor | None = None) -> Tensor:
         """See `Codec.encode`."""
         own = self.codec.encode(values)
-        rows = torch.zeros(self.count, dtype=torch.uint8) if self.moments is None else self.moments
-        payload = torch.cat([own, rows.to(own.device)])
+        payload = torch.cat([own, self.moments.to(own.device)])
         return payload if out is None else out.copy_(payload)
 
     def decode(self, payload: Tensor, n: int, out: Tensor | None = None) -> Tensor:

@@ -6,12 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+import torch
 from torch import Tensor
 
-from dilocox.codec_spec import WITH_MOMENTS
 from dilocox.compression.base import BLOCK, Codec, check_values
 from dilocox.compression.geometry import Geometry
-from dilocox.compression.moments import IDENTIFIER, WithMoments, due_rows
+from dilocox.compression.moments import WithMoments, due_rows
 from dilocox.errors import ExchangeError
 
 
@@ -67,29 +67,18 @@ class Compressor:
     geometry: Geometry
     codec: Callable[[int, int], Codec]
     """What encodes a part, by seed and the part's place in the buffer."""
-    moments: bool = False
-    """They travel behind payloads."""
+    moments: Tensor | None = None
+    """uint8 [due_rows] that travel behind payloads, if any do."""
 
     def with_moments(self) -> Compressor:
         """The same with moments behind its payloads, which are zeros until `carrying` sets them."""
-        due, codec = due_rows(self.geometry), self.codec
-        return replace(
-            self,
-            name=f"{self.name}{WITH_MOMENTS}",
-            identifier=IDENTIFIER + self.identifier,
-            codec=lambda seed, place: WithMoments(codec(seed, place), due),
-            moments=True,
-        )
+        zeros = torch.zeros(due_rows(self.geometry), dtype=torch.uint8)
+        one = WithMoments(self.codec(0, 0), zeros)
+        return replace(self, name=one.name, identifier=one.identifier, moments=zeros)
 
     def carrying(self, moments: Tensor) -> Compressor:
-        """The same with these moments, uint8 [due_rows], behind its payloads."""
-        codec = self.codec
-
-        def filled(seed: int, place: int) -> Codec:
-            found = codec(seed, place)
-            return replace(found, moments=moments) if isinstance(found, WithMoments) else found
-
-        return replace(self, codec=filled)
+        """The same with these moments behind its payloads instead of its own."""
+        return replace(self, moments=moments)
 
     def part(self, start: int, end: int, seed: int = 0) -> Part:
         """Values [start, end) of the buffer, multiples of 128, as a part.
@@ -97,7 +86,7 @@ class Compressor:
         `seed` must be the same at all sites; only `cocktail` draws from it. Raises
         `ExchangeError` for limits that are not in the buffer.
         """
-        if self.moments and (start, end) != (0, self.geometry.length):
+        if self.moments is not None and (start, end) != (0, self.geometry.length):
             raise ExchangeError(f"{self.name}: moments travel with whole buffers, not with parts")
         if start % BLOCK or end % BLOCK or not 0 <= start <= end <= self.geometry.length:
             raise ExchangeError(
@@ -106,6 +95,8 @@ class Compressor:
             )
         gaps = _clipped(self.geometry.gaps(), start, end)
         codec = self.codec(seed, start)
+        if self.moments is not None:
+            codec = WithMoments(codec, self.moments)
         return Part(self.name, self.identifier, end - start, codec, tuple(gaps))
 
 

@@ -21,7 +21,7 @@ from dilocox.outer.calendar import boundary_slots
 from dilocox.outer.coordinator.messages import ExchangeKey, RoundPlan
 from dilocox.outer.entry import Snapshot
 from dilocox.outer.exchange import Contribution, Outcome
-from dilocox.outer.moments import Second, row_means, take_means, told_by
+from dilocox.outer.moments import Second, none_held, row_means, take_means, told_by
 from dilocox.outer.overlap import Rule
 from dilocox.outer.state import FragmentState
 
@@ -99,7 +99,7 @@ class OuterLoop:
     `live` are the rank's local parameters, full name to fp32 tensor, which landings change in
     place. `touch` is called while waiting, so that the rank keeps counting as alive. `hash_beside`:
     digests of what has landed are computed beside training, whose processor then is another.
-    `second`: gives the inner optimizer's second moments, if plans share them.
+    `second`: gives the inner optimizer's second moments; asked for where plans share them.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class OuterLoop:
         touch: Callable[[], None],
         hash_beside: bool = False,
         admission: Admission | None = None,
-        second: Second | None = None,
+        second: Second = none_held,
     ) -> None:
         self.states = list(states)
         self.live = live
@@ -312,7 +312,7 @@ class OuterLoop:
             with timeline.span("boundary", key=key.text, values=state.layout.length):
                 u, finite = state.boundary(self.live, weight, plan.residual_decay)
             contributes = contributes and finite
-            if self._second is not None and parse_spec(plan.codec).moments:
+            if parse_spec(plan.codec).moments:
                 moments = row_means(self._second(), state.layout, plan.round)
             if not finite:
                 self.non_finite = f"stage {self._stage}: pseudo-gradient of {state.non_finite}"
@@ -430,7 +430,7 @@ class OuterLoop:
 
     def _share_moments(self, item: Pending, outcome: Outcome) -> None:
         """Take over what the sites have said of the second moments, if their payloads carry it."""
-        if self._second is None or not parse_spec(item.plan.codec).moments:
+        if not parse_spec(item.plan.codec).moments:
             return
         layout = self.states[item.key.fragment].layout
         said = zip(outcome.contributors, outcome.payloads, strict=True)

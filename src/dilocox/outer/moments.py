@@ -14,15 +14,20 @@ from dilocox.compression.moments import (
     PERIOD,
     SMALLEST,
     SecondMoments,
+    due_counts,
     due_rows,
     from_bytes,
-    row_counts,
     to_bytes,
 )
 from dilocox.outer.fragments import Layout
 
 Second = Callable[[], SecondMoments]
 """Gives a rank's, as they are now."""
+
+
+def none_held() -> SecondMoments:
+    """Those of an inner optimizer that has none."""
+    return SecondMoments({}, torch.ones(()), {})
 
 
 def row_means(second: SecondMoments, layout: Layout, round_: int) -> Tensor:
@@ -73,9 +78,9 @@ def take_means(
 def _due(second: SecondMoments, layout: Layout, round_: int) -> Iterator[tuple[int, Tensor]]:
     """(place among what is due, the rows [n, columns] themselves) of every tensor with moments."""
     place = 0
-    for name, count in zip(layout.names, row_counts(layout.shapes), strict=True):
+    for name, count in zip(layout.names, due_counts(layout.shapes), strict=True):
         if count and name in second.live:
             tensor = second.live[name]
             start = (round_ - second.first_rows.get(name, 0)) % PERIOD
             yield place, tensor.view(-1, tensor.shape[-1])[start::PERIOD]
-        place += -(-count // PERIOD)
+        place += count

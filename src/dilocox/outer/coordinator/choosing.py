@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
-from dilocox.codec_spec import parse_spec
+from dilocox.codec_spec import sent_with_moments
 from dilocox.outer.controller import by_rank
 from dilocox.outer.controller.choice import Choice
 from dilocox.outer.controller.deciding import LOOK_BACK, Decided, Measurements, decide
@@ -23,7 +22,7 @@ def decided(
     if plan is not None:
         known = None if plan.estimate is None else Estimate(**plan.estimate.model_dump())
         paces = {site: own.pace for site, own in plan.members.items()}
-        codec = replace(parse_spec(plan.codec), moments=False).text
+        codec = sent_with_moments(plan.codec, moments=False)
         before = Decided(plan.inner_steps, codec, paces, known)
     measured, ranks = _measured(state), _ranks(state, round_)
     paces, choice, estimate = decide(

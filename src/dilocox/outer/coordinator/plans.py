@@ -71,6 +71,7 @@ def make_plan(
         )
     last = steps >= left
     whole = flush and parse_spec(choice.codec).kind not in SPARSE
+    in_flush = FLUSH_CODEC if whole else choice.codec
 
     def due(every: int) -> bool:
         # Rounds of the run file's length: those that are chosen may be a single step long.
@@ -91,7 +92,7 @@ def make_plan(
         keep=choice.keep,
         learning_rate=choice.learning_rate,
         momentum=choice.momentum,
-        codec=FLUSH_CODEC if whole else choice.codec if flush else config.sent_as(choice.codec),
+        codec=in_flush if flush else config.sent_as(choice.codec),
         residual_decay=1.0 if whole else choice.residual_decay,
         residual_view=0.0 if flush else choice.residual_view,
         exchange=outer.exchange,
