@@ -73,7 +73,7 @@ def arguments() -> argparse.ArgumentParser:
         "--tuning", type=Path, metavar="FILE", default=RESULTS / "quality-tuning.json"
     )
     made.add_argument(
-        "--only", nargs="+", metavar="NAME", help="labels, methods, `core` or `ablations`"
+        "--only", nargs="+", metavar="NAME", help="labels, methods, `core`, `muon`, `ablations`"
     )
     made.add_argument("--regime", nargs="+", choices=list(REGIMES), default=list(REGIMES))
     made.add_argument("--seeds", nargs="+", type=int, default=list(SEEDS))
@@ -278,7 +278,7 @@ class Bench:
             print(quality_report.table(inside))
             for line in quality_report.verdicts(inside):
                 print(f"- {line}")
-        if path is not None and any(point.core for point in known):
+        if path is not None and any(point.group == "core" for point in known):
             path.with_suffix(".svg").write_text(quality_plot.picture(known), encoding="utf-8")
 
 

@@ -1,6 +1,6 @@
 """Tables of the quality benchmark in a Markdown document, between marks that say what they hold.
 
-<!-- quality: begin REGIME SITES iid|non-iid core|ablations --> ... <!-- quality: end -->
+<!-- quality: begin REGIME SITES iid|non-iid core|muon|ablations --> ... <!-- quality: end -->
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from quality_report import Point
 
 _MARKED = re.compile(
-    r"(<!-- quality: begin (\S+) (\d+) (iid|non-iid) (core|ablations) -->\n)"
+    r"(<!-- quality: begin (\S+) (\d+) (iid|non-iid) (core|muon|ablations) -->\n)"
     r".*?(<!-- quality: end -->)",
     re.DOTALL,
 )
@@ -28,7 +28,7 @@ def filled(text: str, known: Sequence[Point]) -> str:
     def table(found: re.Match[str]) -> str:
         begin, regime, sites, kind, group, end = found.groups()
         where = (regime, int(sites), kind == "iid")
-        inside = [p for p in known if p.cell == where and p.core == (group == "core")]
+        inside = [p for p in known if p.cell == where and p.group == group]
         if group == "ablations":
             inside.sort(key=lambda point: (point.loss is None, point.loss))
         lines = "".join(_line(point) for point in inside)

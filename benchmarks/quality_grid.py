@@ -50,7 +50,7 @@ ABOUT = (
 
 def entries() -> list[Entry]:
     """All runs of the grid, the synchronous one first."""
-    found = [Entry(SYNCHRONOUS, "allreduce", DENSE, "allreduce", core=False)]
+    found = [Entry(SYNCHRONOUS, "allreduce", DENSE, "allreduce", group="ablations")]
     found += [_entry(steps, "none") for steps in INNER_STEPS]
     found += [_entry(steps, f"topk:{kept}") for steps in INNER_STEPS for kept in KEPT]
     found += [_entry(steps, codec) for codec, lengths in FLAT.items() for steps in lengths]
@@ -80,7 +80,9 @@ def _entry(inner_steps: int, codec: str, share: float = 0.0) -> Entry:
         "compression.residual_decay": loss.residual_decay(codec, whole),
         "compression.residual_view": loss.residual_view(inner_steps, codec),
     }
-    return Entry(label(inner_steps, codec, share), "dilocox", settings, "dilocox", core=False)
+    return Entry(
+        label(inner_steps, codec, share), "dilocox", settings, "dilocox", group="ablations"
+    )
 
 
 def measured_table(rows: Sequence[Row], before: Table, about: str) -> Table:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import quality_grid
 import quality_rows
 import quality_tuning
-from quality_rows import LEAD, Entry, Settings
+from quality_rows import LEAD, Entry, Group, Settings
 
 SEEDS = (0, 1, 2)
 OTHER_CELLS = ((4, True), (2, False), (2, True))
@@ -75,15 +75,18 @@ def select(options: argparse.Namespace, trials: quality_tuning.Trials) -> Iterab
 
 
 def _wanted(options: argparse.Namespace) -> Iterable[tuple[Entry, str, int, bool, int]]:
-    core, ablations = quality_rows.core_entries(), quality_rows.ablation_entries()
+    known = quality_rows.all_entries()
     if options.quick:
-        labels = {entry.label: entry for entry in core}
-        core, ablations = [labels[label] for label in quality_rows.QUICK], []
+        labels = {entry.label: entry for entry in known}
+        known = [labels[label] for label in quality_rows.QUICK]
     if options.loss_table:
-        core, ablations = [], quality_grid.entries()
+        known = quality_grid.entries()
     if options.tried:
-        core, ablations = [], [quality_rows.tried_entry(text) for text in options.tried]
-    core, ablations = chosen_by_name(core, ablations, options.only)
+        known = [quality_rows.tried_entry(text) for text in options.tried]
+    known = chosen_by_name(known, options.only)
+    core = [entry for entry in known if entry.group == "core"]
+    muon = [entry for entry in known if entry.group == "muon"]
+    ablations = [entry for entry in known if entry.group == "ablations"]
     seeds = options.seeds[:1] if options.quick else options.seeds
     if options.loss_table:
         yield from ((entry, *LEAD, seeds[0]) for entry in ablations)
@@ -92,6 +95,8 @@ def _wanted(options: argparse.Namespace) -> Iterable[tuple[Entry, str, int, bool
     for regime in regimes:
         if 4 in options.sites and options.iid != "yes":
             yield from ((entry, regime, 4, False, seed) for seed in seeds for entry in core)
+            if regime == LEAD[0]:
+                yield from ((entry, regime, 4, False, seed) for seed in seeds for entry in muon)
             if regime == LEAD[0] or options.tried:
                 yield from ((entry, regime, 4, False, seeds[0]) for entry in ablations)
     if options.quick or LEAD[0] not in regimes:
@@ -101,25 +106,20 @@ def _wanted(options: argparse.Namespace) -> Iterable[tuple[Entry, str, int, bool
             yield from ((entry, LEAD[0], sites, iid, seeds[0]) for entry in core)
 
 
-def chosen_by_name(
-    core: list[Entry], ablations: list[Entry], names: list[str] | None
-) -> tuple[list[Entry], list[Entry]]:
-    """What `names` name: `core`, `ablations`, labels, or methods that are no labels; none: all.
+def chosen_by_name(known: list[Entry], names: list[str] | None) -> list[Entry]:
+    """What `names` name: groups, labels, or methods that are no labels; none: all.
 
     Raises `SystemExit` for a name of nothing.
     """
     if names is None:
-        return core, ablations
-    labels = {entry.label for entry in [*core, *ablations]}
-    methods = {entry.method for entry in [*core, *ablations]} - labels
-    unknown = sorted(set(names) - labels - methods - {"core", "ablations"})
+        return known
+    labels = {entry.label for entry in known}
+    methods = {entry.method for entry in known} - labels
+    unknown = sorted(set(names) - labels - methods - set(get_args(Group)))
     if unknown:
         raise SystemExit(f"quality: --only {unknown[0]!r}: names no entry; there are {labels}")
-
-    def named(entry: Entry, group: str) -> bool:
-        return bool({group, entry.label, *({entry.method} & methods)} & set(names))
-
-    return (
-        [entry for entry in core if named(entry, "core")],
-        [entry for entry in ablations if named(entry, "ablations")],
-    )
+    return [
+        entry
+        for entry in known
+        if {entry.group, entry.label, *({entry.method} & methods)} & set(names)
+    ]

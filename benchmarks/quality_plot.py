@@ -1,6 +1,7 @@
 """The plot of the quality benchmark: loss against reduction in all, as an SVG picture.
 
-Plain text, no library: one panel per cell, one mark per point, the points of dilocox joined.
+Plain text, no library: one panel per cell, one mark per point, the points of dilocox joined, with
+AdamW inside and with Muon.
 """
 
 from __future__ import annotations
@@ -24,14 +25,16 @@ COLOURS = {
     "sparseloco": "#1e8449",
 }
 OTHER = "#888888"
-CLEAR = 1.35
+MUON_COLOUR = "#0b8f8f"
+"""Of dilocox with Muon inside."""
+CLEAR = 1.55
 """Losses above this multiple of the lowest stand at the upper edge, with their value."""
 
 
 def picture(known: Sequence[Point]) -> str:
     """All cells with core points, one panel below the other."""
-    core = [point for point in known if point.core]
-    panels = cells(core)
+    known = [point for point in known if point.group != "ablations"]
+    panels = cells(point for point in known if point.group == "core")
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT * len(panels)}" '
         f'width="{WIDTH}" height="{HEIGHT * len(panels)}" '
@@ -39,7 +42,7 @@ def picture(known: Sequence[Point]) -> str:
         '<rect width="100%" height="100%" fill="#ffffff"/>',
     ]
     for number, where in enumerate(panels):
-        inside = [p for p in core if p.cell == where]
+        inside = [p for p in known if p.cell == where]
         parts.append(f'<g transform="translate(0 {HEIGHT * number})">')
         parts += _panel(where, inside)
         parts.append("</g>")
@@ -73,15 +76,25 @@ def _panel(where: Cell, known: Sequence[Point]) -> list[str]:
     scale = _Scale(known)
     parts = [f'<text x="{LEFT}" y="22" font-size="14">Held-out loss, {title(where)}</text>']
     parts += _axes(scale)
-    ours = sorted((p for p in known if p.method == OURS), key=lambda p: p.reduction)
-    line = " ".join(f"{scale.x(p.reduction):.1f},{scale.y(p.loss):.1f}" for p in ours if p.loss)
-    parts.append(
-        f'<polyline points="{line}" fill="none" stroke="{COLOURS[OURS]}" stroke-width="1.5"/>'
-    )
+    for group in ("core", "muon"):
+        ours = [p for p in known if (p.method, p.group) == (OURS, group) and p.loss is not None]
+        if ours:
+            parts.append(_joined(scale, ours))
     taken = [(x - 5, x + 5, y + 4) for x, y in (_place(scale, point) for point in known)]
     for point in sorted(known, key=lambda p: (p.loss is None, -(p.loss or 0.0))):
         parts += _mark(scale, point, taken)
     return parts
+
+
+def _joined(scale: _Scale, ours: list[Point]) -> str:
+    ours.sort(key=lambda point: point.reduction)
+    line = " ".join("{:.1f},{:.1f}".format(*_place(scale, point)) for point in ours)
+    return f'<polyline points="{line}" fill="none" stroke="{_colour(ours[0])}" stroke-width="1.5"/>'
+
+
+def _colour(point: Point) -> str:
+    muon = point.method == OURS and point.group == "muon"
+    return MUON_COLOUR if muon else COLOURS.get(point.method, OTHER)
 
 
 def _axes(scale: _Scale) -> list[str]:
@@ -119,7 +132,7 @@ def _place(scale: _Scale, point: Point) -> tuple[float, float]:
 
 def _mark(scale: _Scale, point: Point, taken: list[tuple[float, float, float]]) -> list[str]:
     """A mark and its name; `taken`: left, right and base of all marks, and of the names so far."""
-    colour = COLOURS.get(point.method, OTHER)
+    colour = _colour(point)
     above = point.loss is None or point.loss > scale.high
     x, y = _place(scale, point)
     name = point.label

@@ -47,7 +47,7 @@ class Point:
 
     label: str
     method: str
-    core: bool
+    group: str
     cell: Cell
     seeds: int
     loss: float | None
@@ -79,7 +79,7 @@ def _point(rows: list[Row]) -> Point:
     return Point(
         first["label"],
         first["method"],
-        first["core"],
+        first["group"],
         cell(first),
         len(rows),
         _mean(losses),
@@ -145,7 +145,7 @@ def table(known: Sequence[Point]) -> str:
 
 def verdicts(known: Sequence[Point]) -> list[str]:
     """What the points of one cell come to, in words and numbers: good figures and bad ones."""
-    core = [point for point in known if point.core]
+    core = [point for point in known if point.group == "core"]
     ours = [point for point in core if point.method == OURS]
     lines = [_against_paper(ours, point) for point in core if point.method == PAPER]
     rivals = [point for point in core if point.method not in (OURS, "allreduce")]

@@ -134,7 +134,7 @@ def described(job: Job, config: RunConfig) -> Row:
     gradients = config.exchanges_gradients
     return {
         "method": job.entry.method,
-        "core": job.entry.core,
+        "group": job.entry.group,
         "steps": config.total_steps,
         "published_inner_steps": job.entry.published_inner_steps,
         "optimizer": config.inner.optimizer,

@@ -17,7 +17,7 @@ def row(label: str, loss: float | None, reduction: float, **more: Any) -> dict[s
     return {
         "label": label,
         "method": method,
-        "core": True,
+        "group": "core",
         "regime": "paper",
         "sites": 4,
         "iid": False,
@@ -98,7 +98,7 @@ def test_domination_needs_the_reduction_and_the_loss() -> None:
 
 
 def test_ablations_are_no_points_of_the_curve() -> None:
-    better = row("dilocox fixed", 1.9, 900.0, core=False)
+    better = row("dilocox fixed", 1.9, 900.0, group="ablations")
     lines = said(row("allreduce", 2.0, 1.0), row("sparseloco", 2.2, 400.0), better)
     assert lines == ["sparseloco (2.2000 at 400x): NOT dominated, no dilocox point has its "
                      "reduction"]  # fmt: skip
@@ -113,7 +113,9 @@ def test_the_picture_has_every_point_in_order() -> None:
         row("dilocox-paper", 5.0, 300.0),
         row("diloco published", None, 20.0),
         row("allreduce", 2.0, 1.0, iid=True),
-        row("dilocox fixed", 1.9, 900.0, core=False),
+        row("dilocox fixed", 1.9, 900.0, group="ablations"),
+        row("dilocox muon 100x", 1.8, 110.0, group="muon", optimizer="muon"),
+        row("dilocox muon 500x", 1.9, 500.0, group="muon", optimizer="muon"),
     ]
     text = quality_plot.picture(quality_report.points(quality_report.with_gaps(rows)))
     root = ET.fromstring(text)
@@ -124,12 +126,13 @@ def test_the_picture_has_every_point_in_order() -> None:
     for name in ("allreduce", "sparseloco", "dilocox-paper 5.00", "diloco published diverged"):
         assert name in names
     assert "dilocox fixed" not in names
-    line = panels[0].find("s:polyline", spaces)
-    assert line is not None
-    places = [tuple(map(float, point.split(","))) for point in line.attrib["points"].split()]
-    (x1, y1), (x2, y2) = places
-    assert x1 < x2  # more reduction to the right
-    assert y1 > y2  # more loss above
+    lines = panels[0].findall("s:polyline", spaces)
+    assert len(lines) == 2  # AdamW inside, and Muon
+    for line in lines:
+        places = [tuple(map(float, point.split(","))) for point in line.attrib["points"].split()]
+        (x1, y1), (x2, y2) = places
+        assert x1 < x2  # more reduction to the right
+        assert y1 > y2  # more loss above
     for circle in panels[0].findall("s:circle", spaces):
         assert 0 < float(circle.attrib["cx"]) < quality_plot.WIDTH
         assert 0 < float(circle.attrib["cy"]) < quality_plot.HEIGHT
@@ -140,8 +143,8 @@ def test_documents_are_filled_between_their_marks() -> None:
         row("allreduce", 2.0, 1.0),
         row("sparseloco", 2.2, 4567.0),
         row("sparseloco", 2.3, 4567.0, seed=1),
-        row("dilocox fixed", 1.9, 900.0, core=False),
-        row("dilocox naive", None, 900.0, core=False),
+        row("dilocox fixed", 1.9, 900.0, group="ablations"),
+        row("dilocox naive", None, 900.0, group="ablations"),
         row("diloco", 9.0, 20.0, iid=True),
     ]
     blocks = ("paper 4 non-iid core", "paper 4 non-iid ablations", "long 4 non-iid core")

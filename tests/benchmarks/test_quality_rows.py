@@ -18,7 +18,7 @@ from quality_jobs import Job
 from quality_rows import Entry
 from quality_tuning import Rates
 
-ENTRIES = quality_rows.core_entries() + quality_rows.ablation_entries()
+ENTRIES = quality_rows.all_entries()
 
 
 def options(*words: str) -> argparse.Namespace:
@@ -130,6 +130,17 @@ def test_the_core_table_has_three_seeds_in_both_regimes() -> None:
         (regime, 4, False, seed) for regime, seed in lead
     }
     assert rest == {("paper", 4, True, 0), ("paper", 2, False, 0), ("paper", 2, True, 0)}
+
+
+def test_muon_has_three_seeds_where_trials_were_made_and_ablations_one() -> None:
+    jobs = list(quality_jobs.select(options("--only", "muon", "dilocox fixed"), {}))
+    seeds: dict[str, list[int]] = {}
+    for job in jobs:
+        assert (job.regime, job.sites, job.iid) == quality_rows.LEAD
+        seeds.setdefault(job.entry.label, []).append(job.seed)
+    assert seeds.pop("dilocox fixed") == [0]
+    assert list(seeds) == ["allreduce muon", *(f"dilocox muon {n}x" for n in (100, 500, 1000))]
+    assert all(each == [0, 1, 2] for each in seeds.values())
 
 
 def test_published_rates_that_are_the_best_are_trained_once() -> None:
