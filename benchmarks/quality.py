@@ -11,7 +11,7 @@ error of 0.35 to 0.55 % of the loss, and of 0.25 % at most for the difference of
 which are measured on the same sequences. `gap` is the
 loss over that of synchronous training (`allreduce`) with the same inner optimizer, text and seed,
 less one. Reductions count bytes that sites handed to the network, against fp32 vectors exchanged in
-the same way (per transfer) and against what synchronous training sends (in all; the 8-bit flush at
+the same way (per transfer) and against what synchronous training sends (in all; what is flushed at
 the end of training is in it).
 
 Regimes: `paper`, 640 steps, 32 rounds of the paper's method; `long`, 3,300 steps, 20 tokens per

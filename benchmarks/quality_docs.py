@@ -10,6 +10,8 @@ from collections.abc import Sequence
 
 from quality_report import Point
 
+from dilocox.methods import EXCHANGE_GRADIENTS
+
 _MARKED = re.compile(
     r"(<!-- quality: begin (\S+) (\d+) (iid|non-iid) (core|muon|ablations) -->\n)"
     r".*?(<!-- quality: end -->)",
@@ -41,12 +43,12 @@ def _line(point: Point) -> str:
     reached = "diverged" if point.failed else _shown(point.loss, ".3f")
     cells = [
         point.label,
-        _shown(point.inner_steps, ".3g"),
+        "1" if point.method in EXCHANGE_GRADIENTS else _shown(point.inner_steps, ".3g"),
         _shown(point.per_transfer, ",.0f" if (point.per_transfer or 0) >= 100 else ".3g", "x"),
         _shown(point.reduction, ",.0f", "x"),
         reached,
         _shown(point.loss_range if point.seeds > 1 and point.loss is not None else None, ".3f"),
-        _shown(point.gap, "+.1%"),
+        _shown(None if point.gap is None else round(point.gap, 3) + 0.0, "+.1%"),  # no "-0.0%"
     ]
     return f"| {' | '.join(cells)} |\n"
 

@@ -143,6 +143,7 @@ def test_documents_are_filled_between_their_marks() -> None:
         row("allreduce", 2.0, 1.0),
         row("sparseloco", 2.2, 4567.0),
         row("sparseloco", 2.3, 4567.0, seed=1),
+        row("dilocox 100x", 1.9991, 110.0),
         row("dilocox fixed", 1.9, 900.0, group="ablations"),
         row("dilocox naive", None, 900.0, group="ablations"),
         row("diloco", 9.0, 20.0, iid=True),
@@ -153,7 +154,8 @@ def test_documents_are_filled_between_their_marks() -> None:
     )
     known = quality_report.points(quality_report.with_gaps(rows))
     once = quality_docs.filled(text, known)
-    assert "| allreduce | 20 | 2x | 1x | 2.000 |  | +0.0% |\n| sparseloco" in once
+    assert "| allreduce | 1 | 2x | 1x | 2.000 |  | +0.0% |\n| sparseloco" in once
+    assert "| dilocox 100x | 20 | 2x | 110x | 1.999 |  | +0.0% |" in once
     assert "| sparseloco | 20 | 2x | 4,567x | 2.250 | 0.100 |  |\n" in once
     assert "| dilocox naive | 20 | 2x | 900x | diverged |  |  |\n<!-- quality: end" in once
     assert once.index("dilocox fixed") > once.index(blocks[1])
