@@ -12,7 +12,9 @@ is tokens/s of the two over those of the others, in the rounds of the others tha
 part of the run (until then the controller gets to know the link); the median over blocks, with a
 bootstrap interval. `--work` sets `control.work`: the most that exchanges may take of the processor.
 On this machine whatever they take is taken from inner steps, for no core is idle; a smaller share
-makes rounds longer. The loss of the plans is quality.py's business: they are in the rows.
+makes rounds longer. So do small steps: `--batch` is the sequences that a site takes per step, and
+runs have as many steps fewer as that is more. The loss of the plans is quality.py's business: they
+are in the rows.
 
 Every block is written when it is done; started again with the same --json the benchmark goes on.
 Eight blocks take three quarters of an hour, --quick makes two of them. Needs what `dilocox lab`
@@ -26,6 +28,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import common
@@ -56,13 +59,24 @@ BLOCKS, QUICK_BLOCKS = 8, 2
 BATCH = 8
 """Sequences per step and site, as in wan.py with two sites."""
 STEPS, KNOWN_AFTER = 1600, 800
-"""Inner steps of a run, and of its part that is not measured."""
+"""Inner steps of a run of such steps, and of its part that is not measured."""
 ALONE_STEPS, ALONE_ROUNDS = 100, 40
 """A round of the sites by themselves, and more of them than they are left time for."""
 PAIRS = ((0, 1), (0, 2), (2, 3), (1, 3))
 """Which hosts train together, block by block: each as often as it trains by itself."""
 PROBE_STEPS = 40
 LIMIT = 900.0
+
+
+@dataclass(frozen=True)
+class Size:
+    """Sequences per step and site, and how many steps things take, so that tokens stay the same."""
+
+    batch: int
+
+    def steps(self, usual: int) -> int:
+        """As many tokens as `usual` steps of `BATCH` sequences have."""
+        return max(1, usual * BATCH // self.batch)
 
 
 def speeds(ours: Sequence[Course], others: Sequence[Course], begin: float) -> tuple[float, float]:
@@ -81,30 +95,34 @@ def speeds(ours: Sequence[Course], others: Sequence[Course], begin: float) -> tu
     return sum(mine) / len(mine), sum(theirs) / len(theirs) * len(ours)
 
 
-def made(lab: Lab, folder: Path, settings: Settings, steps: int) -> RunConfig:
+def made(lab: Lab, folder: Path, size: Size, settings: Settings, steps: int) -> RunConfig:
     """A run of all of the lab's hosts."""
-    own = {**settings, "site.batch_size": BATCH, "site.micro_batch_size": BATCH}
+    own = {**settings, "site.batch_size": size.batch, "site.micro_batch_size": BATCH}
     link = wan_run.slowest(lab)
     return in_lab(lab, wan_run.configuration(folder, len(lab.sites), own, steps, link))
 
 
-def step_seconds(lab: Lab, folder: Path) -> float:
+def step_seconds(lab: Lab, folder: Path, size: Size) -> float:
     """Seconds of a step while all hosts train by themselves."""
-    steps = {**NO_EXCHANGE, "outer.inner_steps": PROBE_STEPS}
-    config = made(lab, folder, steps, 2 * PROBE_STEPS)
+    probe = size.steps(PROBE_STEPS)
+    steps = {**NO_EXCHANGE, "outer.inner_steps": probe}
+    config = made(lab, folder, size, steps, 2 * probe)
     found = run_alone(lab, config, overwrite=True, warm_up=1).values()
-    return BATCH * SEQUENCE_LENGTH / statistics.fmean(each.tokens_per_second for each in found)
+    return size.batch * SEQUENCE_LENGTH / statistics.fmean(each.tokens_per_second for each in found)
 
 
-def measure(lab: Lab, folder: Path, together: Sequence[str], work: float | None) -> common.Row:
+def measure(
+    lab: Lab, folder: Path, size: Size, together: Sequence[str], work: float | None
+) -> common.Row:
     """One block: the hosts `together` in one run, each of the others by itself. Raises
     `LabError`."""
     settings: Settings = {"outer.method": OURS}
     if work is not None:
         settings["control.work"] = work
-    config = made(lab, folder, settings, STEPS)
-    steps = {**NO_EXCHANGE, "outer.inner_steps": ALONE_STEPS}
-    apart = made(lab, folder, steps, ALONE_STEPS * ALONE_ROUNDS)
+    config = made(lab, folder, size, settings, size.steps(STEPS))
+    own_steps = size.steps(ALONE_STEPS)
+    steps = {**NO_EXCHANGE, "outer.inner_steps": own_steps}
+    apart = made(lab, folder, size, steps, own_steps * ALONE_ROUNDS)
     check(config)
     checked = lab.verify()
     others: dict[str, Run] = {}
@@ -120,7 +138,7 @@ def measure(lab: Lab, folder: Path, together: Sequence[str], work: float | None)
     finally:
         for each in others.values():
             each.end()
-    first = wan_run.first_after(ours.records, together, KNOWN_AFTER)
+    first = wan_run.first_after(ours.records, together, size.steps(KNOWN_AFTER))
     mine = rounds_by_site(ours.records, together)
     begin = max(r["time"] for site in together for r in mine[site] if r["round"] == first - 1)
     theirs = [
@@ -164,7 +182,7 @@ def report(rows: Sequence[common.Row]) -> str:
 
 
 def measured(
-    folder: Path, before: Sequence[common.Row], blocks: int, work: float | None
+    folder: Path, size: Size, before: Sequence[common.Row], blocks: int, work: float | None
 ) -> Iterator[common.Row]:
     """Blocks that follow those `before`, until there are so many. Raises `DilocoxError`."""
     model = wan_run.configuration(folder, 2, {}, 1).model
@@ -174,13 +192,13 @@ def measured(
             asked = before[0]["link_asked_bits_per_second"]
         else:
             common.say("measuring the time of a step")
-            asked = link_of(RATIO, parameters, 2, step_seconds(lab, folder))
+            asked = link_of(RATIO, parameters, 2, step_seconds(lab, folder, size))
         lab.shape(f"{asked / 1e3:.3f}kbit")
         for block in range(len(before), blocks):
             began = time.monotonic()
             together = [lab.sites[number] for number in PAIRS[block % len(PAIRS)]]
-            row = measure(lab, folder, together, work)
-            step = 2 * BATCH * SEQUENCE_LENGTH / row["no_network_tokens_per_second"]
+            row = measure(lab, folder, size, together, work)
+            step = 2 * size.batch * SEQUENCE_LENGTH / row["no_network_tokens_per_second"]
             yield {
                 "block": block,
                 **row,
@@ -196,18 +214,23 @@ def main() -> int:
     parser = common.parser(__doc__ or "")
     parser.add_argument("--work", type=float, metavar="SHARE", help="control.work of the run")
     parser.add_argument("--blocks", type=int, help=f"{BLOCKS}, or {QUICK_BLOCKS} with --quick")
+    parser.add_argument("--batch", type=int, default=BATCH, help="sequences per step and site")
     options = parser.parse_args()
+    size = Size(options.batch)
     common.end_on_signals()
     if common.cannot("wan_beside", why_not()):
         return common.CANNOT
     blocks = options.blocks or (QUICK_BLOCKS if options.quick else BLOCKS)
     results = options.json or (None if options.quick else RESULTS)
     on = common.machine()
-    settings = {"work": options.work, "steps": STEPS, "known_after": KNOWN_AFTER, "batch": BATCH}
+    settings = {
+        "work": options.work, "steps": size.steps(STEPS),
+        "known_after": size.steps(KNOWN_AFTER), "batch": size.batch,
+    }  # fmt: skip
     rows = common.read_rows(results, "wan-beside", settings)
     with tempfile.TemporaryDirectory(prefix="dilocox-beside-") as temporary:
         try:
-            for row in measured(Path(temporary), rows, blocks, options.work):
+            for row in measured(Path(temporary), size, rows, blocks, options.work):
                 rows.append(row)
                 common.say(f"block {row['block']}: {row['share']:.1%}; {row['took']:.0f} s")
                 if results is not None:
