@@ -326,6 +326,7 @@ class _Play:
             exchanges=len(record.link),
             overhead_us=round(record.overhead / max(1, record.exchanges) * 1e6),
             work_us=round(record.work * 1e6),
+            codec=plan.choice.codec,
         )
 
     # --- exchanges ----------------------------------------------------------------------------

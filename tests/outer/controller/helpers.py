@@ -52,6 +52,10 @@ class Play:
     sites: int = 2
     beside_us: Callable[[int], float] = lambda _: 0.0
     """What an exchange of round t takes beside its transfers."""
+    work_us: Callable[[str], float] = lambda _: 0.0
+    """What training loses by the exchanges of a round with a codec."""
+    constant_us: Callable[[int], float] = lambda _: 0.0
+    """What a swap of round t takes beside its bytes, and is measured as part of it."""
     choices: list[Choice] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
     estimate: Estimate | None = None
@@ -77,9 +81,13 @@ class Play:
         for payload in (size for row in self.menu[choice.codec] for size in row):
             swaps, each = Crowd(self.sites, self.config.outer.exchange).swaps(payload)
             count, total = count + swaps, total + swaps * each
-            busy += swaps * (self.latency_us + each / self.rate(number) * 1e6)
+            constant = self.latency_us + self.constant_us(number)
+            busy += swaps * (constant + each / self.rate(number) * 1e6)
         beside = round(self.beside_us(number))
-        return Sample(round(self.step_us(number)), total, round(busy), count, beside)
+        return Sample(
+            round(self.step_us(number)), total, round(busy), count, beside,
+            round(self.work_us(choice.codec)), choice.codec,
+        )  # fmt: skip
 
     def run(self, rounds: int) -> list[Choice]:
         for _ in range(rounds):

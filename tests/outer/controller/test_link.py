@@ -103,6 +103,47 @@ def test_a_link_that_slows_down_after_a_change_of_size_is_no_latency() -> None:
     assert after(sample(10_000, 90_000)) == Estimate(100_000, 111_111, 0, 10_000)
 
 
+def test_fewer_bytes_in_the_same_time_are_no_slower_link() -> None:
+    """Half a megabyte took half a second; a fifth of it, and three quarters, take that, too."""
+    for payload in (10_000, 37_000):
+        found = after(sample(payload, 50_000))
+        assert found is not None
+        assert found.rate == START.rate
+        assert found.transfer_us(payload) == 50_000
+    # Where bytes are nearly nothing of it, a busier moment does not make the link much slower.
+    far = Estimate(100_000, 100_000_000, 50_000, 50_000)
+    found = after(sample(50_000, 65_000), before=far)
+    assert found is not None
+    assert found.rate >= far.rate / 10
+    assert found.transfer_us(50_000) == pytest.approx(65_000, rel=0.001)
+
+
+def test_work_is_known_by_kind_of_codec() -> None:
+    def told(*rounds: tuple[str, int]) -> Estimate:
+        found, earlier = None, []
+        for codec, work in rounds:
+            samples = [Sample(100_000, 200_000, 200_000, 4, 0, work, codec)]
+            found = estimated(found, samples, MEASURED, earlier)
+            earlier = samples
+        assert found is not None
+        return found
+
+    assert told(("int4", 10_000)).work_of("topk:5") == 10_000  # nothing else is known
+    # A dearer kind is believed when two of its rounds say so, and changes nothing of the other's.
+    once = told(("int4", 10_000), ("topk:5", 25_000))
+    assert (once.work_of("topk:64"), once.work_of("int4")) == (10_000, 10_000)
+    twice = told(("int4", 10_000), ("topk:5", 25_000), ("topk:7", 24_000))
+    assert (twice.work_of("topk:64"), twice.work_of("int4")) == (24_000, 10_000)
+    # A machine that gets slower does so with every codec.
+    slow = told(
+        *(("int4", 10_000), ("topk:5", 25_000), ("topk:5", 25_000)),
+        *(("topk:5", 75_000), ("topk:5", 75_000)),
+    )
+    assert (slow.work_of("topk:5"), slow.work_of("int4")) == (75_000, 30_000)
+    # Without codecs, as it was: one number.
+    assert told(("", 10_000), ("", 30_000), ("", 30_000)).work_of("topk:5") == 30_000
+
+
 def test_the_overhead_of_an_exchange_is_a_rough_number() -> None:
     def overheads(*measured: int) -> list[int]:
         found, estimate = [], None

@@ -26,6 +26,9 @@ from dilocox.outer.controller.link import Estimate
 
 WORTH = 0.003
 """A plan that still fits gives way only to one with so much less predicted loss, as a share."""
+NEAR = 5 / 4
+"""Where nothing hides, what is at most so many times as slow as the fastest is chosen from by its
+loss: of exchanges whose time does not depend on their bytes, the fewest bytes buy nothing."""
 
 
 def starting_choice(config: RunConfig, reason: str) -> Choice:
@@ -55,7 +58,8 @@ def choose(
     the plan in force, if there is one. Raises KeyError for a codec that is not in the menu.
     """
     if sites < 2:
-        return starting_choice(config, "one site: nothing is exchanged")
+        alone = starting_choice(config, "one site: nothing is exchanged")
+        return alone if "codec" in config.control.pinned else replace(alone, codec="none")
     if link is None:
         return starting_choice(config, "nothing is measured yet")
     every = candidates(config, menu, link, sites)
@@ -88,16 +92,17 @@ def _next_best(
     longest = max((c.inner_steps for c in hiding), default=0)
     best = _least_lossy([c for c in hiding if c.inner_steps == longest])
     if best is not None:
-        work = f"its own work takes {link.work_us / best.round_us:.0%} of computation"
+        work = f"its own work takes {link.work_of(best.codec) / best.round_us:.0%} of computation"
         return best, f"{_why(best, link)}; {work}, more than asked for"
     few = candidates(config, menu, link, sites, rounds=2)
     best = _least_lossy([c for c in few if c.hides])
     if best is not None:
         return best, f"{_why(best, link)}; fewer than {LEAST_ROUNDS} rounds, for nothing else hides"
-    least = min([*every, *few], key=lambda c: (c.load, c.loss))
+    most = NEAR * min(c.load for c in (*every, *few))
+    least = min((c for c in (*every, *few) if c.load <= most), key=lambda c: (c.loss, c.load))
     if "delay" not in config.control.pinned:
         least = replace(least, delay=least.slots)
-    return least, f"nothing hides on this link, least traffic: {_why(least, link)}"
+    return least, f"nothing hides on this link, the least lossy of the fastest: {_why(least, link)}"
 
 
 def _current(
@@ -139,7 +144,8 @@ def _choice(config: RunConfig, chosen: Candidate, reason: str) -> Choice:
 def _why_not(current: Candidate, link: Estimate) -> str:
     """What a plan in force would take, now that it fits no more."""
     if current.hides:
-        return f"the own work of {_name(current)} would take {link.work_us / current.round_us:.1%}"
+        share = link.work_of(current.codec) / current.round_us
+        return f"the own work of {_name(current)} would take {share:.1%}"
     if current.load <= 1:
         return f"{_name(current)} would land late"
     return f"{_name(current)} would take {current.load:.0%}"

@@ -21,6 +21,9 @@ APART = 16
 """Steps vary by chance, at every site in its own way: a landing leaves room for one step in so many
 of a round, so that sites which are a little apart do not wait for each other."""
 
+_WHOLE = 1_000_000
+"""Shares are counted in so many parts."""
+
 Menu = Mapping[str, Sizes]
 """By codec: bytes of one site's payload by stage and fragment."""
 
@@ -55,7 +58,10 @@ class Candidate:
 
 
 def codecs(config: RunConfig) -> list[str]:
-    """Codecs whose payload sizes the controller needs: those it may choose, least lossy first."""
+    """Codecs whose payload sizes the controller needs: those it may choose, least lossy first.
+
+    The method's or run file's own is one of them if it is pinned, or if its loss is known.
+    """
     own = config.compression.codec
     if "codec" in config.control.pinned:
         return [own]
@@ -64,7 +70,7 @@ def codecs(config: RunConfig) -> list[str]:
         names.append("int2")
         if config.outer.exchange == "gather" and config.admission.aggregation not in BY_VALUE:
             names += [f"topk:{kept}" for kept in KEPT]
-    return names if own in names else [*names, own]
+    return names if own in names or not loss.is_known(own) else [*names, own]
 
 
 def lengths(config: RunConfig, rounds: int) -> list[int]:
@@ -110,13 +116,14 @@ def candidate(
     outer, control = config.outer, config.control
     slot = outer.inner_steps // outer.slots
     slots, slot_us = inner_steps // slot, slot * link.step_us
-    permille = 1000 if in_force else round(1000 * control.utilisation)
+    usual = max(1, round(_WHOLE * control.utilisation))
+    used = _WHOLE if in_force else usual
     work = control.work * (SLACK if in_force else 1)
     latency_us = round(control.latency * 1_000_000)
     cost = traffic(sizes, slots, slot_us, link, Crowd(sites, outer.exchange), latency_us)
     roomy, needed = (
-        max(1, -(-(1000 * cost.latest_us // share + link.lag_us) // slot_us))
-        for share in (max(1, round(1000 * control.utilisation)), max(1, permille))
+        max(1, -(-(_WHOLE * cost.latest_us // share + link.lag_us) // slot_us))
+        for share in (usual, used)
     )
     pinned = "delay" in control.pinned
     delay = min(outer.delay if pinned else roomy + slots // APART, slots)
@@ -128,6 +135,6 @@ def candidate(
         loss=loss.loss_of(inner_steps, codec, delay / slots, config.inner.optimizer),
         traffic=cost,
         round_us=slots * slot_us,
-        hides=needed <= delay and 1000 * cost.busy_us <= permille * slots * slot_us,
-        light=link.work_us <= work * slots * slot_us,
+        hides=needed <= delay and _WHOLE * cost.busy_us <= used * slots * slot_us,
+        light=link.work_of(codec) <= work * slots * slot_us,
     )

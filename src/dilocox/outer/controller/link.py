@@ -9,13 +9,17 @@ that was busy elsewhere for a moment, with a checkpoint say, is not slower for t
 What a site receives in one swap, of all others at the same time, takes `latency + bytes / rate`.
 The two are told apart when swaps of another size have been measured; until then all of the time
 counts as transfer, which errs to the slow side for larger ones.
+
+Codecs compute differently much, so work is known by kind of codec (`top-k`, `int4`, ...): a plan
+that was given up for the work of its codec is not taken up again because another codec's is less.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
+from dilocox.codec_spec import parse_spec
 from dilocox.config import ControlSection
 
 BAND = (5, 4)
@@ -39,6 +43,8 @@ class Sample:
     overhead_us: int = 0
     """Per exchange, in which nothing came in."""
     work_us: int = 0
+    codec: str = ""
+    """In force in that round; empty: not known."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +60,10 @@ class Estimate:
     overhead_us: int = 0
     """Per exchange, beside its transfers: a power of two, since it is a rough number."""
     work_us: int = 0
-    """What training loses by the exchanges of a round beside waiting: the whole model once."""
+    """What training loses by the exchanges of a round beside waiting: the whole model once. In the
+    last round that was measured."""
+    works: Mapping[str, int] = field(default_factory=dict, hash=False)
+    """The same by kind of codec, of those that were in force."""
     lag_us: int = 0
     """By so much an inner step of the slowest site is longer than one of the fastest: it comes as
     much early to a landing, or late."""
@@ -62,6 +71,11 @@ class Estimate:
     def transfer_us(self, payload: int) -> int:
         """Microseconds that a swap of so many bytes takes."""
         return self.latency_us + -(-payload * _SECOND // self.rate)
+
+    def work_of(self, codec: str) -> int:
+        """Microseconds that training loses by a round's exchanges of `codec`: as the last round's,
+        if no codec of its kind was in force yet."""
+        return self.works.get(parse_spec(codec).kind, self.work_us)
 
 
 def declared(control: ControlSection) -> Estimate | None:
@@ -85,11 +99,10 @@ def estimated(
     samples, earlier = list(samples), list(earlier)
     if not samples:
         return before
-    step_us, work_us, beside_us = _times(samples)
+    step_us, _, beside_us = _times(samples)
     if before is not None and earlier:
-        once, works, besides = _times(earlier)
+        once, _, besides = _times(earlier)
         step_us = _middle(before.step_us, once, step_us)
-        work_us = _middle(before.work_us, works, work_us)
         beside_us = _middle(before.overhead_us, besides, beside_us)
     if control.step_seconds is not None:
         step_us = round(control.step_seconds * _SECOND)
@@ -97,10 +110,9 @@ def estimated(
         step_us, before.step_us, ROUGH if step_us > before.step_us else BAND
     ):
         step_us = before.step_us
-    if before is not None and _agrees(work_us, before.work_us, ROUGH):
-        work_us = before.work_us
+    work_us, works = _work(before, samples, earlier)
     if control.link_rate is not None:
-        return Estimate(max(1, step_us), control.link_rate, 0, 0, work_us=work_us)
+        return Estimate(max(1, step_us), control.link_rate, 0, 0, work_us=work_us, works=works)
     overhead = _overhead(before, beside_us)
     heard = [s for s in samples if s.exchange_us > 0 and s.exchanges > 0 and s.exchange_bytes > 0]
     if not heard:
@@ -110,7 +122,7 @@ def estimated(
     payload = max(1, worst.exchange_bytes // worst.exchanges)
     time_us = max(1, worst.exchange_us // worst.exchanges)
     rate, latency, size = _link(before, payload, time_us)
-    return Estimate(max(1, step_us), max(1, rate), latency, size, overhead, work_us)
+    return Estimate(max(1, step_us), max(1, rate), latency, size, overhead, work_us, works)
 
 
 def _times(samples: Sequence[Sample]) -> tuple[int, int, int]:
@@ -121,6 +133,37 @@ def _times(samples: Sequence[Sample]) -> tuple[int, int, int]:
         max(sample.work_us for sample in samples),
         min(sample.overhead_us for sample in samples),
     )
+
+
+def _work(
+    before: Estimate | None, samples: Sequence[Sample], earlier: Sequence[Sample]
+) -> tuple[int, Mapping[str, int]]:
+    """What the last round's exchanges took from training, and that by kind of codec.
+
+    What is known of other kinds changes in the same proportion: it is the machine that has.
+    """
+    kind, (_, work_us, _) = _kind(samples), _times(samples)
+    if before is None:
+        return work_us, {kind: work_us} if kind else {}
+    known = before.works.get(kind, before.work_us)
+    if earlier:
+        # What two rounds of a kind say in a row is believed.
+        once = _times(earlier)[1] if _kind(earlier) == kind else known
+        work_us = _middle(known, once, work_us)
+    if _agrees(work_us, known, ROUGH):
+        work_us = known
+    if kind in before.works and known:
+        scaled = {name: value * work_us // known for name, value in before.works.items()}
+        return work_us, {**scaled, kind: work_us}
+    if kind and _kind(earlier) == kind:
+        return work_us, {**before.works, kind: work_us}
+    return work_us, before.works
+
+
+def _kind(samples: Sequence[Sample]) -> str:
+    """Of the codec that they were measured with; empty if that is not known."""
+    codec = samples[0].codec if samples else ""
+    return parse_spec(codec).kind if codec else ""
 
 
 def _middle(*three: int) -> int:
@@ -151,14 +194,25 @@ def _link(before: Estimate | None, payload: int, time_us: int) -> tuple[int, int
         return before.rate, before.latency_us, payload
     faster = time_us < predicted
     most = before.rate * RISE if faster else before.rate
-    more, longer = payload - before.payload, time_us - before.transfer_us(before.payload)
+    usual = before.transfer_us(before.payload)
+    more, longer = payload - before.payload, time_us - usual
+    if not _agrees(payload, before.payload) and more < 0 and _agrees(time_us, usual):
+        # Fewer bytes in the same time: it is not bytes that take it. Were it taken for a slower
+        # link, the next payload would be smaller still, and so on.
+        return before.rate, time_us - payload * _SECOND // before.rate, payload
     sizes = sorted((payload, before.payload))
     if sizes[0] > 0 and sizes[1] >= 2 * sizes[0] and faster == (more > 0) and more * longer > 0:
         # A larger swap that took less than in proportion, or a smaller one that took more: the
         # two sizes tell latency and rate apart.
         rate = max(1, min(most, more * _SECOND // longer))
         return rate, max(0, time_us - payload * _SECOND // rate), payload
-    # Else the link has changed.
-    latency = min(before.latency_us, time_us // 2)
+    # Else the link has changed. What passes beside the bytes may be off by the band, too: where it
+    # is nearly all of the time, a little more of it must not be taken for a much slower link. And
+    # no swap that takes less time than expected makes the link a slower one.
+    wide, narrow = BAND
+    latency = before.latency_us * wide // narrow
+    if faster:
+        latency = min(before.latency_us * narrow // wide, time_us // 2)
+        latency = max(latency, time_us - (predicted - before.latency_us))
     rate = payload * _SECOND // (time_us - latency)
     return min(rate, most), latency, payload

@@ -4,7 +4,7 @@ The table, `loss_table.json`, is data: rises of the held-out loss over synchrono
 share of it, for local steps, late landing and codec. The three are added. Between its rows it is
 read linearly in the logarithm of the inner steps, between densities of top-k linearly in both
 logarithms; beyond its ends the last row or column holds. A codec that is not in the table counts
-as lossless: such a codec is only ever in force because the run file sets it.
+as lossless: such a codec is only ever in force because it is, or because the run file sets it.
 
 What is known of an inner optimizer (`inner.optimizer`) in particular stands in the table by its
 name, and holds instead of what was measured with AdamW.
@@ -22,6 +22,8 @@ from typing import Any
 from dilocox.codec_spec import Spec, parse_spec
 
 ADAMW = "adamw"
+LOSSLESS = ("fp16", "bf16")
+"""Kinds of codecs that are not in the table, because they lose nothing."""
 
 
 @lru_cache(maxsize=1)
@@ -53,6 +55,13 @@ def loss_of(inner_steps: int, codec: str, delay_share: float, optimizer: str = A
         + _at(inner_steps, late)
         + codec_loss(inner_steps, codec, optimizer)
     )
+
+
+def is_known(codec: str) -> bool:
+    """The table says what a codec loses, or it loses nothing. Raises `ConfigError` for a `codec`
+    that is no spec."""
+    kind = parse_spec(codec).kind
+    return kind == "topk" or kind in LOSSLESS or kind in committed()["flat"]
 
 
 @lru_cache(maxsize=4096)

@@ -34,11 +34,19 @@ def decided(
 def _measured(state: CoordinatorState) -> Measurements:
     return {
         round_: {
-            site: Sample(**own.model_dump(exclude={"effective_rank_milli"}))
+            site: Sample(
+                **own.model_dump(exclude={"effective_rank_milli"}), codec=_codec(state, round_)
+            )
             for site, own in sites.items()
         }
         for round_, sites in state.measured.items()
     }
+
+
+def _codec(state: CoordinatorState, round_: int) -> str:
+    """Of a round's plan, as the controller calls it; empty if that is no more remembered."""
+    plan = state.plans.get(round_)
+    return "" if plan is None else sent_with_moments(plan.codec, moments=False)
 
 
 def _ranks(state: CoordinatorState, round_: int) -> list[int]:

@@ -60,7 +60,9 @@ class LinkEstimate(Message):
     payload: Count
     """Bytes of a swap as they were measured last."""
     work_us: Count = 0
-    """What training loses by a round's exchanges beside waiting."""
+    """What training loses by a round's exchanges beside waiting, in the last one measured."""
+    works: dict[str, Count] = {}
+    """The same by kind of codec."""
     overhead_us: Count = 0
     """Microseconds per exchange beside its transfers: rendezvous, votes, codec."""
     lag_us: Count = 0
