@@ -88,6 +88,34 @@ def test_fragments_come_whole_in_any_order_and_known_ones_without_tensors() -> N
     ]
 
 
+def test_a_rank_of_many_fragments_enters() -> None:
+    many = 90
+
+    def old(store: MemoryStore) -> Callable[[], str]:
+        def go() -> str:
+            donor = Donor(lambda: link(store, "old"), "new", many, LIMIT)
+            for number in range(many):
+                donor.offer(Snapshot(number, 40, state(number, 0.0)))
+            assert until(lambda: donor.done)
+            return str(donor.failure)
+
+        return go
+
+    def new(store: MemoryStore) -> Callable[[], object]:
+        def go() -> object:
+            got: list[Snapshot] = []
+            known = [digest_of(state(n, 0.0)["anchor"]) for n in range(many)]
+            here = range(0, many, 2)
+            fetch(lambda: link(store, "new"), "old", known, [1 << 20] * many, got.append, here)
+            return [s.fragment for s in got]
+
+        return go
+
+    with shared_store() as store:
+        results = run_each({"old": old(store), "new": new(store)})
+    assert results == {"old": "None", "new": list(range(1, many, 2))}
+
+
 def test_a_donor_whose_slot_ends_are_far_apart_is_waited_for() -> None:
     """Longer than the link may be silent: it says that it lives."""
 

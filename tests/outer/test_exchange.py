@@ -11,6 +11,7 @@ from typing import Any, Literal
 import pytest
 import torch
 
+from dilocox.codec_spec import parse_spec
 from dilocox.compression import (
     Geometry,
     LowRank,
@@ -152,8 +153,9 @@ def run(
     abstain: Sequence[str] = (),
     members: Sequence[str] = tuple(WEIGHTS),
     geometry: Geometry = GEOMETRY,
+    strange: Mapping[str, type[LowRank]] | None = None,
 ) -> dict[str, Outcome]:
-    """What every site makes of the same exchange."""
+    """What every site makes of the same exchange. `strange`: sites that send something else."""
 
     def site(me: str, store: MemoryStore) -> Callable[[], Any]:
         def go() -> Any:
@@ -162,7 +164,9 @@ def run(
                 key=KEY,
                 length=geometry.length,
                 values=None if me in observers else values_of(me, geometry),
-                compressor=compressor(name, geometry),
+                compressor=compressor(name, geometry)
+                if me not in (strange or {})
+                else strange[me](geometry, parse_spec(name).rank),
                 warm=warm_of(name, geometry),
                 mode=mode,
                 weights=WEIGHTS,
@@ -303,6 +307,55 @@ def test_lossy_codecs_give_every_site_the_same(name: str, observers: Sequence[st
     true = torch.stack([values_of(site, MATRICES).double() for site in senders]).sum(0) / weight
     error = (first.average.double() - true).norm() / true.norm()
     assert 0.05 < error < 0.99
+
+
+class FactorOfNaN(LowRank):
+    """Its factor has a scale that is no number."""
+
+    def project(self, u: torch.Tensor, warm: torch.Tensor) -> torch.Tensor:
+        factor = super().project(u, warm)
+        factor[1] = 0x7F
+        factor[0] = 0xFF
+        return factor
+
+
+class EndlessEnergy(LowRank):
+    """Says that its basis misses 1e200."""
+
+    def encode(self, u: torch.Tensor, basis: torch.Tensor) -> torch.Tensor:
+        payload = super().encode(u, basis)
+        payload[32:40] = torch.tensor([1e200], dtype=torch.float64).view(torch.uint8)
+        return payload
+
+
+class StepsOfNothing(LowRank):
+    """Its basis has a step that there is not."""
+
+    def orthonormalise(self, factors: Sequence[torch.Tensor]) -> torch.Tensor:
+        basis = super().orthonormalise(factors)
+        basis[0] = 200
+        return basis
+
+
+def test_a_low_rank_site_that_sends_anything_stops_nobody() -> None:
+    owner = list(WEIGHTS)[KEY.seed % 3]
+    other = next(site for site in WEIGHTS if site != owner)
+    usual = run("gather", "lowrank:2", geometry=MATRICES)
+    # A factor that is none is left out of the basis; its sender's contribution counts all the same.
+    outcomes = run("gather", "lowrank:2", geometry=MATRICES, strange={other: FactorOfNaN})
+    for outcome in outcomes.values():
+        assert outcome.contributors == tuple(WEIGHTS)
+        assert outcome.effective_rank == outcomes["paris"].effective_rank
+    # A payload that would make what all sites report of it no number does not count.
+    outcomes = run("gather", "lowrank:2", geometry=MATRICES, strange={other: EndlessEnergy})
+    for outcome in outcomes.values():
+        assert outcome.contributors == tuple(site for site in WEIGHTS if site != other)
+        assert outcome.effective_rank is not None
+        assert math.isfinite(outcome.effective_rank[0])
+    assert usual["paris"].contributors == tuple(WEIGHTS)
+    # An owner without a basis has broken the exchange: it is named, as if its link were down.
+    with pytest.raises(AssertionError, match=f"broken by {owner}"):
+        run("gather", "lowrank:2", geometry=MATRICES, strange={owner: StepsOfNothing})
 
 
 def test_who_abstains_is_left_out_and_still_gets_the_mean(mode: str) -> None:

@@ -195,6 +195,22 @@ def test_non_finite_displacement_is_given_up(error_feedback: bool) -> None:
     assert torch.allclose(u[128:258], expected, atol=1e-6)
 
 
+@pytest.mark.parametrize(("value", "usable"), [(2.0**40, True), (1.2e12, False), (-1.2e12, False)])
+def test_what_no_model_comes_back_from_is_given_up(value: float, usable: bool) -> None:
+    """And what a low-rank codec is given, it can send."""
+    layout = Layout.of({"a": (64, 130)})
+    live = {"a": torch.zeros(64, 130)}
+    state = FragmentState(layout, live, error_feedback=True)
+    live["a"].add_(value)
+    u, finite = state.boundary(live, -1.0, 1.0)
+    assert finite == usable
+    assert (state.non_finite is None) == usable
+    if usable:
+        low = LowRank(layout.geometry, 2)
+        basis = low.orthonormalise([low.project(u, low.first_warm())])
+        assert torch.isfinite(low.decode(low.encode(u, basis), basis)).all()
+
+
 def test_bad_averages_change_nothing() -> None:
     live = live_of(0)
     state = make(live)

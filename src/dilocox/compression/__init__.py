@@ -6,7 +6,14 @@ Nothing here knows sites, rounds or networks. Decoding is a pure function of the
 bytes on every machine.
 """
 
-from dilocox.compression.base import BLOCK, Codec, first_non_finite, require_finite
+from dilocox.compression.base import (
+    BLOCK,
+    LARGEST,
+    Codec,
+    first_non_finite,
+    first_unusable,
+    require_finite,
+)
 from dilocox.compression.frame import (
     FramePart,
     frame_bytes,
@@ -23,6 +30,7 @@ from dilocox.compression.registry import CODECS, codec, compressor
 __all__ = [
     "BLOCK",
     "CODECS",
+    "LARGEST",
     "Codec",
     "Compressor",
     "FramePart",
@@ -32,6 +40,7 @@ __all__ = [
     "codec",
     "compressor",
     "first_non_finite",
+    "first_unusable",
     "frame_bytes",
     "frame_digest",
     "pack_frame",

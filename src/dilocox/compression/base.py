@@ -62,6 +62,21 @@ class Codec(Protocol):
         ...
 
 
+LARGEST = 2.0**40
+"""A contribution with a value beyond this counts as not finite: no model comes back from there, and
+sums of squares of a low-rank codec would not hold it."""
+
+
+def first_unusable(values: Tensor) -> int | None:
+    """Position of the first of `values`, flat, that is NaN or beyond `LARGEST`, or None."""
+    if values.numel() == 0:
+        return None
+    low, high = torch.aminmax(values)
+    if bool(low >= -LARGEST) and bool(high <= LARGEST):
+        return None
+    return int((~(values.abs() <= LARGEST)).to(torch.uint8).argmax())
+
+
 def first_non_finite(values: Tensor) -> int | None:
     """Position of the first NaN or infinity in `values` (any float dtype, flat), or None.
 

@@ -40,6 +40,8 @@ FACTOR_IDENTIFIER = 16
 BASIS_IDENTIFIER = 17
 PAYLOAD_IDENTIFIER = 18
 
+MOST_ENERGY = 1e60
+"""No payload may say that its basis misses more of a matrix: squares of it are to be numbers."""
 _DIGEST_BYTES = 32
 _ENERGY_BYTES = 8
 
@@ -154,6 +156,14 @@ class LowRank:
         require_finite(left, "low-rank factor")
         return encode_factors(left, self._left, self._codec)
 
+    def check_factor(self, factor: Tensor) -> None:
+        """Raise `ExchangeError` for a factor that `orthonormalise` would refuse."""
+        decode_factors(factor, self._left, self._arranged.left_length, self._codec)
+
+    def check_basis(self, basis: Tensor) -> None:
+        """Raise `ExchangeError` for a basis that `encode` and `decode` would refuse."""
+        self._basis(basis)
+
     def orthonormalise(self, factors: Sequence[Tensor]) -> Tensor:
         """The sites' factors, uint8 [factor_bytes] each, to the basis, uint8 [basis_bytes].
 
@@ -255,8 +265,14 @@ class LowRank:
         mean.div_(torch.full((1,), weight, device=warm.device))
         return refreshed(mean, warm, self._right, count)
 
-    def effective_rank(self, payloads: Sequence[Tensor], basis: Tensor) -> float:
-        """How many equal singular values the averaged pseudo-gradient is worth; 0 if it is zero.
+    @property
+    def low_rank_values(self) -> int:
+        """Values of the fragment that go as low rank."""
+        return sum(group.size * len(group.offsets) for group in self._arranged.groups)
+
+    def effective_rank(self, payloads: Sequence[Tensor], basis: Tensor) -> float | None:
+        """How many equal singular values the averaged pseudo-gradient is worth; 0 if it is zero,
+        none if no matrix goes as low rank.
 
         (Σs²)² / Σs⁴ over its singular values s, averaged over the low-rank matrices with their
         numbers of values as weights. Unlike the entropy of s² it is nearly known from the factor
@@ -290,7 +306,7 @@ class LowRank:
             others = max(1, min(group.rows, group.columns) - group.right.rank)
             worth += group.size * float(effective_ranks(core, lost, others).sum())
             weight += group.size * len(group.offsets)
-        return worth / weight if weight else 0.0
+        return worth / weight if weight else None
 
     def _check(self, u: Tensor) -> None:
         if check_values(u) != self.geometry.length:
@@ -334,8 +350,11 @@ class LowRank:
                 "the site must encode again"
             )
         missed = energies.clone().view(torch.float64)
-        if not bool(((missed >= 0) & torch.isfinite(missed)).all()):
-            raise ExchangeError(f"{self.name} payload refused: a residual energy is no number")
+        if not bool(((missed >= 0) & (missed <= MOST_ENERGY)).all()):
+            raise ExchangeError(
+                f"{self.name} payload refused: a residual energy is no number, or beyond "
+                f"{MOST_ENERGY:g}"
+            )
         return (
             missed,
             decode_factors(factor, self._right, self.warm_length, self._codec),

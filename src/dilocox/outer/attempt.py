@@ -139,8 +139,9 @@ class Outcome:
     """Processor time of encoding, decoding and averaging."""
     advance: Callable[[torch.Tensor], torch.Tensor] | None = None
     """Low-rank codecs: Q to Q of the next exchange, the same at all sites; due at the landing."""
-    effective_rank: float | None = None
-    """Low-rank codecs: of the averaged pseudo-gradient."""
+    effective_rank: tuple[float, int] | None = None
+    """Low-rank codecs: of the averaged pseudo-gradient, and of how many values; none if no matrix
+    goes as low rank."""
     arrivals: Mapping[str, float] = field(default_factory=dict)
     """When each site was there for it, by this process's `time.monotonic`."""
     payloads: tuple[torch.Tensor, ...] = ()
@@ -275,20 +276,25 @@ class Attempt:
         parts: Mapping[str, FramePart],
         *,
         contributions: bool = False,
+        check: Callable[[torch.Tensor], None] = lambda payload: None,
     ) -> dict[str, torch.Tensor]:
         """Payloads of the frames that are what they should be; the others are left out.
 
-        `contributions`: what is wrong with them is said with the vote.
+        `contributions`: what is wrong with them is said with the vote. `check` raises
+        `ExchangeError` for a payload that is none.
         """
         payloads = {}
         with timeline.span("check frames"):
             for site, frame in frames.items():
                 try:
-                    payloads[site] = unpack_frame(frame, parts[site])
+                    payload = unpack_frame(frame, parts[site])
+                    check(payload)
                 except ExchangeError as error:
                     log.warning("%s from %s: %s", self.what.key.text, site, error)
                     if contributions:
                         self.opinions[site] = Opinion(code="malformed")
+                else:
+                    payloads[site] = payload
         return payloads
 
     def broken(self, failed: Sequence[str]) -> RepeatError:

@@ -29,7 +29,7 @@ from dilocox.errors import ExchangeError, JoinError
 from dilocox.outer.groups import PeerGroup, Transfer
 
 HEADER_BYTES = 4096
-"""Every JSON header is padded to this size."""
+"""Every JSON header is padded to this size, but for `Held` of many fragments."""
 HEADER_TAG, BODY_TAG = 1, 2
 LOOK = 60.0
 """Seconds of one wait; how many there are is for the link to say."""
@@ -52,6 +52,11 @@ class Held(Said):
     """Digests of its anchors, by fragment."""
     here: list[Annotated[int, Field(ge=0)]]
     """Fragments that it has from an earlier donor: they are not sent."""
+
+
+def held_bytes(fragments: int) -> int:
+    """Size to which `Held` is padded: a digest and a number of each fragment, and the rest."""
+    return max(HEADER_BYTES, 64 + 80 * fragments)
 
 
 class FragmentHeader(Said):
@@ -136,7 +141,7 @@ class Donor:
     def _serve(self) -> None:
         try:
             group = self._form_group()
-            held = _receive(Held, group, self._site)
+            held = _receive(Held, group, self._site, held_bytes(self._fragments))
             known = held.anchors
             if len(known) != self._fragments:
                 raise ExchangeError(
@@ -192,7 +197,8 @@ def fetch(
     if what came is not what its digest says.
     """
     group = form_group()
-    _send(group, donor, Held(anchors=list(anchors), here=sorted(here)))
+    held = Held(anchors=list(anchors), here=sorted(here))
+    _send(group, donor, held, held_bytes(len(anchors)))
     missing = set(range(len(anchors))) - set(here)
     while missing:
         header = _receive(FragmentHeader, group, donor)
@@ -251,17 +257,19 @@ def read_body(body: bytes, header: FragmentHeader, site: str) -> dict[str, torch
         ) from None
 
 
-def _receive(kind: type[AnyHeader], group: PeerGroup, site: str) -> AnyHeader:
-    data = torch.empty(HEADER_BYTES, dtype=torch.uint8)
+def _receive(
+    kind: type[AnyHeader], group: PeerGroup, site: str, size: int = HEADER_BYTES
+) -> AnyHeader:
+    data = torch.empty(size, dtype=torch.uint8)
     _wait(group.receive(data, site, HEADER_TAG))
     return read_header(kind, data.numpy().tobytes(), site)
 
 
-def _send(group: PeerGroup, site: str, said: Said) -> None:
+def _send(group: PeerGroup, site: str, said: Said, size: int = HEADER_BYTES) -> None:
     text = said.model_dump_json().encode()
-    if len(text) > HEADER_BYTES:
-        raise ExchangeError(f"an entry header has {len(text)} B, the limit is {HEADER_BYTES} B")
-    header = torch.frombuffer(bytearray(text.ljust(HEADER_BYTES)), dtype=torch.uint8)
+    if len(text) > size:
+        raise ExchangeError(f"an entry header has {len(text)} B, the limit is {size} B")
+    header = torch.frombuffer(bytearray(text.ljust(size)), dtype=torch.uint8)
     _wait(group.send(header, site, HEADER_TAG))
 
 

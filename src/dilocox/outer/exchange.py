@@ -123,7 +123,8 @@ def low_rank(attempt: Attempt, codec: LowRank) -> Outcome:
     """Factors to one owner, its basis to all, then every projection to every site.
 
     The owner changes from exchange to exchange, so that the work is shared. A factor that does not
-    come whole is left out of the basis: any basis will do that all sites have.
+    come whole, or is none, is left out of the basis: any basis will do that all sites have. An
+    owner that sends something else has broken the exchange.
     """
     what, me = attempt.what, attempt.me
     owner = attempt.senders[what.seed % len(attempt.senders)]
@@ -141,7 +142,7 @@ def low_rank(attempt: Attempt, codec: LowRank) -> Outcome:
     frames: dict[str, torch.Tensor] = {}
     if me == owner:
         parts = dict.fromkeys(attempt.senders, codec.factor_part)
-        whole = attempt.unpack(factors, parts)
+        whole = attempt.unpack(factors, parts, check=codec.check_factor)
         with timeline.span("orthonormalise"):
             basis = codec.orthonormalise([whole[site] for site in attempt.senders if site in whole])
         frames[owner] = pack_frame(codec.basis_part, basis)
@@ -150,7 +151,7 @@ def low_rank(attempt: Attempt, codec: LowRank) -> Outcome:
         incoming={owner: codec.basis_part},
         phase=2,
     )
-    bases = attempt.unpack(frames, {owner: codec.basis_part})
+    bases = attempt.unpack(frames, {owner: codec.basis_part}, check=codec.check_basis)
     if owner not in bases:
         raise attempt.broken([owner])
     basis = bases[owner]
@@ -165,11 +166,12 @@ def low_rank(attempt: Attempt, codec: LowRank) -> Outcome:
     if not chosen:
         return outcome
     weights = [what.weights[site] for site in outcome.contributors]
+    worth = codec.effective_rank(chosen, basis)
     return replace(
         outcome,
         payloads=(*chosen, basis),
         advance=lambda warm: codec.next_warm(chosen, weights, basis, warm, what.key.round),
-        effective_rank=codec.effective_rank(chosen, basis),
+        effective_rank=None if worth is None else (worth, codec.low_rank_values),
     )
 
 

@@ -449,7 +449,7 @@ class OuterLoop:
         counts.link.extend(outcome.link)
         counts.work_seconds += outcome.work_seconds
         if outcome.effective_rank is not None:
-            counts.effective_ranks.append((outcome.effective_rank, values))
+            counts.effective_ranks.append(outcome.effective_rank)
 
     def _wait(self, item: Pending) -> Outcome:
         start = time.monotonic()

@@ -11,6 +11,7 @@ whatever jumps lay between. (docs/algorithm.md §1, §2.)
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -18,7 +19,13 @@ import torch
 from torch import Tensor
 
 from dilocox import timeline
-from dilocox.compression import Compressor, LowRank, compressor, first_non_finite
+from dilocox.compression import (
+    Compressor,
+    LowRank,
+    compressor,
+    first_non_finite,
+    first_unusable,
+)
 from dilocox.errors import CheckpointError, ExchangeError, TrainingError
 from dilocox.outer.fragments import Layout
 from dilocox.outer.optimizer import as_kept, nesterov_step
@@ -70,7 +77,10 @@ class FragmentState:
         self.warm_codec = ""
         """Codec that `warm` is of; empty if there is none."""
         self.non_finite: str | None = None
-        """`name[index]` of a non-finite value that the last `boundary` met, or None."""
+        """`name[index]` of a value that the last `boundary` met which is not finite, or beyond
+        `LARGEST`, then with the value; or None."""
+        self.unusable = 0.0
+        """That value."""
         self._hashed: Future[str] | None = None
 
     def compressor(self, name: str) -> Compressor | LowRank:
@@ -92,7 +102,8 @@ class FragmentState:
     def boundary(
         self, live: Mapping[str, Tensor], weight: float, decay: float
     ) -> tuple[Tensor, bool]:
-        """The contribution u = w·δ + β·e, flat fp32 [length], and whether it is finite.
+        """The contribution u = w·δ + β·e, flat fp32 [length], and whether it is finite, with no
+        value beyond `LARGEST`.
 
         The residual moves into u and comes back with `committed`: it is never in two
         contributions, even if the next boundary comes before this one's commit.
@@ -107,6 +118,8 @@ class FragmentState:
         u, position = self._with_residual(delta.mul(weight), decay)
         if position is not None:
             self.non_finite = self.layout.locate(position)
+            if math.isfinite(self.unusable):
+                self.non_finite += f" ({self.unusable:.1e})"
             delta.zero_()
             self.layout.unpack(self.anchor, live)
             self.reference.copy_(self.anchor)
@@ -129,14 +142,16 @@ class FragmentState:
         return u, position is None
 
     def _with_residual(self, u: Tensor, decay: float) -> tuple[Tensor, int | None]:
-        """u + β·e, and the position of a value that is not finite; u is then the residual alone.
+        """u + β·e, and the position of a value that is not finite or beyond `LARGEST`, which is
+        kept in `unusable`; u is then the residual alone.
 
         The residual moves into what is returned. `u` may be overwritten.
         """
         if self.residual is not None:
             u.add_(self.residual.mul(decay))
-        position = first_non_finite(u)
+        position = first_unusable(u)
         if position is not None:
+            self.unusable = float(u[position])
             u = torch.zeros_like(u) if self.residual is None else self.residual.clone()
         if self.residual is not None:
             self.residual.zero_()
