@@ -66,6 +66,8 @@ def select(options: argparse.Namespace, trials: quality_tuning.Trials) -> Iterab
     """
     seen: set[tuple[object, ...]] = set()
     for entry, regime, sites, iid, seed in _wanted(options):
+        if sites not in entry.sites:
+            continue
         rates = quality_tuning.chosen(entry, trials.get(entry.tuned_as, {}))
         job = Job(entry, regime, sites, iid, seed, rates.settings)
         identity = (entry.method, job.settings_text, regime, sites, iid, seed)

@@ -78,6 +78,8 @@ class Entry:
     target: int | None = None
     """Reduction in all that the declared link is made for."""
     group: Group = "core"
+    sites: tuple[int, ...] = (2, 4)
+    """With how many it is trained."""
 
     @property
     def optimizer(self) -> str:
@@ -101,6 +103,9 @@ Those that are not here have none (`allreduce`, `cocktailsgd`), or choose them t
 """
 BASELINES = {"adamw": "allreduce", "muon": "allreduce muon"}
 TARGETS = (100, 500, 1000, 2750, 4000)
+FAR_TARGET = 5500
+"""With two sites alone: a gathered payload travels once there, where all-reduce sends as much, so
+that SparseLoCo comes twice as far."""
 MUON_TARGETS = (100, 500, 1000)
 QUICK_TARGET = 500
 QUICK = (
@@ -134,6 +139,7 @@ def core_entries() -> list[Entry]:
     return [
         Entry("allreduce", "allreduce", DENSE, "allreduce"),
         *(dilocox(target) for target in TARGETS),
+        replace(dilocox(FAR_TARGET), sites=(2,)),
         *_both(Entry("dilocox-paper", "dilocox-paper", paper, published_inner_steps=125)),
         Entry("diloco", "diloco", DENSE, "diloco", "all", 500),
         Entry("opendiloco", "opendiloco", DENSE, "diloco", "all", 500),

@@ -132,6 +132,11 @@ def test_the_core_table_has_three_seeds_in_both_regimes() -> None:
     assert rest == {("paper", 4, True, 0), ("paper", 2, False, 0), ("paper", 2, True, 0)}
 
 
+def test_the_farthest_link_is_for_two_sites() -> None:
+    jobs = list(quality_jobs.select(options("--only", "dilocox 5500x"), {}))
+    assert {(job.sites, job.iid) for job in jobs} == {(2, False), (2, True)}
+
+
 def test_muon_has_three_seeds_where_trials_were_made_and_ablations_one() -> None:
     jobs = list(quality_jobs.select(options("--only", "muon", "dilocox fixed"), {}))
     seeds: dict[str, list[int]] = {}
