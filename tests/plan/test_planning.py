@@ -99,6 +99,60 @@ def test_a_budget_by_hand(plan: RunPlan) -> None:
     assert budget.egress_usd == 0.0
 
 
+def test_a_short_run_pays_for_the_rounds_before_the_plan_has_settled() -> None:
+    """All of it is simulated: what it takes and sends is known round by round."""
+    found = planned(rate=2e3, methods=(), sections={"outer": {"steps": 300}})
+    course, budget = found.prediction.course, found.budget
+    assert course.choices[0].codec != found.prediction.choice.codec
+    assert course.tokens == budget.tokens == 300 * 2 * 8 * 16
+    assert sum(choice.inner_steps for choice in course.choices) == 300
+    assert budget.seconds >= course.seconds
+    assert budget.egress_bytes >= course.sent_bytes
+    settled = found.prediction
+    assert budget.egress_bytes > 1.2 * settled.payload_per_token * budget.tokens
+
+
+def test_a_last_round_that_is_cut_says_nothing_of_the_plan() -> None:
+    """1,040 steps are two rounds of 500 and one of 40, which is no plan of DiLoCo's."""
+    diloco = {"method": "diloco"}
+    cut = planned(rate=1e5, methods=(), sections={"outer": {**diloco, "steps": 1040}})
+    whole = planned(rate=1e5, methods=(), sections={"outer": {**diloco, "steps": 1000}})
+    assert cut.prediction.course.choices[-1].inner_steps == 40
+    assert cut.prediction.choice.inner_steps == 500
+    assert cut.prediction.tokens_per_second == pytest.approx(whole.prediction.tokens_per_second)
+    assert cut.prediction.payload_bytes == whole.prediction.payload_bytes
+    only = planned(rate=1e5, methods=(), sections={"outer": {**diloco, "steps": 40}})
+    assert only.prediction.choice.inner_steps == 40
+
+
+def test_a_site_with_a_larger_batch_needs_its_own_memory_and_time() -> None:
+    site = {"stages": 2, "schedule": "gpipe"}
+    found, every = (
+        planned(methods=(), sections={"site": {**site, **own}, "sites": sites})
+        for own, sites in (
+            ({}, {"lyon": {"batch_size": 32}, "paris": {}}),
+            ({"batch_size": 32}, {"lyon": {}, "paris": {}}),
+        )
+    )
+    assert found.needed == every.needed
+    assert found.step == every.step
+    assert found.slowest == 0
+    steps = [each.step for each in found.prediction.course.sites]
+    assert steps[0] == every.prediction.course.sites[0].step > steps[1]
+
+
+def test_a_declared_speed_that_is_too_low_is_named() -> None:
+    sites = {"lyon": {"speed": 0.1}, "paris": {}}
+    found = planned(
+        Place(device(memory_rate=1e18), 4, 1),
+        1e12,
+        methods=(),
+        sections={"sites": sites, "outer": {"steps": 10**5}},
+    )
+    assert "most at lyon" in sentence(found)
+    assert "sites.lyon.speed" in sentence(found)
+
+
 def test_egress_is_paid_by_the_gigabyte() -> None:
     wire = Link(1e6, 1e6, 0.0, usd_per_gb=0.5)
     found = plan_run(run(), [Place(device(), 1, 1)] * 2, [wire] * 2, 1e10, methods=())

@@ -105,7 +105,15 @@ def _uneven(plan: RunPlan) -> float:
 
 
 def _uneven_text(plan: RunPlan) -> str:
-    sites = plan.prediction.course.sites
+    course = plan.prediction.course
+    sites = course.sites
+    busy = [site.step * course.steps_of(number) for number, site in enumerate(sites)]
+    if plan.config.declares_speeds:
+        idle = sites[busy.index(min(busy))].name
+        return (
+            f"Declared speeds: {_uneven(plan):.0%} of all GPUs' time is lost, most at {idle}, "
+            f"which is faster than sites.{idle}.speed says; raise it, or declare no speeds."
+        )
     slowest = sites[plan.slowest]
     return (
         f"Uneven sites: the others wait for {slowest.name} ({slowest.step:.3g} s a step) "

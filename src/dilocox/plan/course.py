@@ -59,9 +59,16 @@ class Course:
     samples: dict[int, dict[str, Sample]]
     """By round and site."""
 
+    @property
+    def whole(self) -> int:
+        """Rounds without a last one that was cut to the steps that were left, if there are others:
+        such a round says nothing about any other."""
+        count = len(self.choices)
+        return count - (count > 1 and self.choices[-1].cut)
+
     def settled(self) -> int:
         """The first round from which on the plan stays the same, one for it to take effect."""
-        plans = [(c.inner_steps, c.slots, c.delay, c.codec) for c in self.choices]
+        plans = [(c.inner_steps, c.slots, c.delay, c.codec) for c in self.choices[: self.whole]]
         first = len(plans) - 1
         while first > 0 and plans[first - 1] == plans[-1]:
             first -= 1
@@ -71,18 +78,37 @@ class Course:
     @property
     def tokens_per_second(self) -> float:
         """Of all sites together, over the settled rounds."""
-        first = self.settled()
+        first, last = self.settled(), self.whole - 1
         begin = max(rounds[first].start for rounds in self.rounds)
-        end = max(rounds[-1].end for rounds in self.rounds)
-        tokens = sum(
-            site.tokens * sum(each.steps for each in rounds[first:])
-            for site, rounds in zip(self.sites, self.rounds, strict=True)
-        )
+        end = max(rounds[last].end for rounds in self.rounds)
+        tokens = sum(site.tokens * self.steps_of(number) for number, site in enumerate(self.sites))
         return tokens / (end - begin)
+
+    @property
+    def tokens(self) -> int:
+        """Of all sites and rounds, settled or not."""
+        return sum(
+            site.tokens * each.steps
+            for site, rounds in zip(self.sites, self.rounds, strict=True)
+            for each in rounds
+        )
+
+    @property
+    def seconds(self) -> float:
+        """From the start of the run to the end of the last round."""
+        return max(rounds[-1].end for rounds in self.rounds)
+
+    @property
+    def sent_bytes(self) -> int:
+        """Payloads of all sites and rounds."""
+        return sum(each.received for rounds in self.rounds for each in rounds)
+
+    def _settled_rounds(self, site: int) -> list[Round]:
+        return self.rounds[site][self.settled() : self.whole]
 
     def steps_of(self, site: int) -> int:
         """Inner steps of a site, by its number, in the settled rounds."""
-        return sum(each.steps for each in self.rounds[site][self.settled() :])
+        return sum(each.steps for each in self._settled_rounds(site))
 
     @property
     def tokens_per_step(self) -> float:
@@ -93,8 +119,16 @@ class Course:
 
     def step_seconds_of(self, site: int) -> float:
         """Time from one inner step of a site to its next, whatever it does between them."""
-        rounds = self.rounds[site][self.settled() :]
+        rounds = self._settled_rounds(site)
         return (rounds[-1].end - rounds[0].start) / self.steps_of(site)
+
+    @property
+    def slowest(self) -> int:
+        """Number of the site that computes most of the time, which the others wait for; among those
+        that do about as much, of the one whose steps take longest."""
+        busy = [site.step * self.steps_of(number) for number, site in enumerate(self.sites)]
+        near = [number for number, own in enumerate(busy) if own >= 0.95 * max(busy)]
+        return max(near, key=lambda number: self.sites[number].step)
 
     @property
     def waited_share(self) -> float:
@@ -103,5 +137,5 @@ class Course:
 
     def waited_share_of(self, site: int) -> float:
         """The same of one site, by its number."""
-        rounds = self.rounds[site][self.settled() :]
+        rounds = self._settled_rounds(site)
         return sum(each.waited for each in rounds) / (rounds[-1].end - rounds[0].start)

@@ -20,6 +20,7 @@ from dilocox.plan.activations import Kept, kept
 from dilocox.plan.outline import Outline
 from dilocox.plan.table import Place
 from dilocox.plan.variants import changed
+from dilocox.site.optimizer import is_hidden_matrix
 from dilocox.site.pipeline import ZERO_BUBBLE
 
 
@@ -57,7 +58,7 @@ class Footprint:
 def footprints(config: RunConfig, outline: Outline, place: Place, each: Kept) -> list[Footprint]:
     """Every stage's rank. `each`: what a micro-batch keeps (dilocox.plan.activations)."""
     site = config.site
-    inner, outer = inner_bytes_per_parameter(config), outer_bytes_per_parameter(config)
+    outer = outer_bytes_per_parameter(config)
     bf16 = site.precision != "fp32"
     found = []
     for stage, chunks in enumerate(outline.stages):
@@ -85,7 +86,7 @@ def footprints(config: RunConfig, outline: Outline, place: Place, each: Kept) ->
                 parameters=parameters,
                 weights=4 * own,
                 gradients=gradients,
-                optimizer=(inner - 8) * own,
+                optimizer=-(-_moments(config, outline, stage) // site.shards),
                 copies=copies,
                 activations=_activations(config, outline, stage, each),
                 outer=outer * own,
@@ -93,6 +94,19 @@ def footprints(config: RunConfig, outline: Outline, place: Place, each: Kept) ->
             )
         )
     return found
+
+
+def _moments(config: RunConfig, outline: Outline, stage: int) -> int:
+    """Bytes of the inner optimizer's moments, of a whole stage: two of AdamW, none of SGD; one of
+    Muon for the layers' matrices, whose other tensors AdamW trains, copies of tied ones, too."""
+    parameters = outline.stage_parameters[stage]
+    if config.inner.optimizer != "muon":
+        return (inner_bytes_per_parameter(config) - 8) * parameters
+    shapes = outline.shapes[stage]
+    matrices = sum(
+        math.prod(shape) for name, shape in shapes.items() if is_hidden_matrix(name, shape)
+    )
+    return 4 * matrices + 8 * (parameters - matrices)
 
 
 def needed(places: Sequence[Footprint], place: Place, config: RunConfig) -> int:

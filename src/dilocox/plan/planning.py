@@ -16,7 +16,7 @@ from dilocox.plan.parcels import parcels
 from dilocox.plan.predict import Prediction, predict
 from dilocox.plan.step import StepTime, compute_limit, step_time
 from dilocox.plan.table import Link, Place
-from dilocox.plan.variants import changed, with_method, with_sites
+from dilocox.plan.variants import at_site, changed, with_method, with_sites
 
 Progress = Callable[[str], None]
 
@@ -66,7 +66,7 @@ class RunPlan:
     """Activations were counted on the model's own code."""
     advice: list[Change]
     step: StepTime
-    """Of the slowest site."""
+    """Of the site that the others wait for."""
     prediction: Prediction
     methods: list[MethodRow]
     budget: Budget
@@ -80,9 +80,8 @@ class RunPlan:
 
     @property
     def slowest(self) -> int:
-        """Number of the site whose step takes longest."""
-        steps = [site.step for site in self.prediction.course.sites]
-        return steps.index(max(steps))
+        """Number of the site that the others wait for."""
+        return self.prediction.course.slowest
 
 
 def plan_run(
@@ -113,11 +112,12 @@ def plan_run(
     progress("the model's shape")
     outline = Outline.of(config)
     smallest = min(places, key=lambda place: place.device.memory)
+    largest = at_site(config, max(config.sites, key=config.site_batch))
     progress("memory")
-    each = counted(config, outline)
-    stages = footprints(config, outline, smallest, each)
-    bytes_, available = needed(stages, smallest, config), smallest.device.memory
-    changes = [] if bytes_ <= available else advice(config, outline, smallest)
+    each = counted(largest, outline)
+    stages = footprints(largest, outline, smallest, each)
+    bytes_, available = needed(stages, smallest, largest), smallest.device.memory
+    changes = [] if bytes_ <= available else advice(largest, outline, smallest)
     progress("the run's own plan")
     prediction = _predict(config, places, links, fabric, outline)
     guessed = config.total_steps
@@ -130,7 +130,10 @@ def plan_run(
     for method in methods:
         progress(f"method {method}")
         rows.append(_row(config, method, places, links, fabric, outline, prediction))
-    slowest = max(places, key=lambda place: step_time(config, outline, place, fabric).seconds)
+    times = [
+        step_time(at_site(config, name), outline, place, fabric)
+        for name, place in zip(config.sites, places, strict=True)
+    ]
     total = config.total_steps * prediction.course.tokens_per_step if tokens is None else tokens
     bf16 = config.site.precision != "fp32"
     return RunPlan(
@@ -143,7 +146,7 @@ def plan_run(
         available=available,
         exact=each.exact,
         advice=changes,
-        step=step_time(config, outline, slowest, fabric),
+        step=times[prediction.course.slowest],
         prediction=prediction,
         methods=rows,
         budget=budget(config, outline, prediction, places, links, total),
@@ -193,10 +196,14 @@ def budget(
     links: Sequence[Link],
     tokens: float,
 ) -> Budget:
-    """Time and cost of `tokens` at the predicted speed, the exchange at the end included."""
-    sites = len(links)
-    sent_each = prediction.payload_per_token * tokens / sites
-    seconds = tokens / prediction.tokens_per_second
+    """Time and cost of `tokens`: the simulated rounds as they were, with those in which nothing was
+    settled, the rest at the predicted speed, and the exchange at the end."""
+    sites, course = len(links), prediction.course
+    simulated = min(1.0, tokens / course.tokens)
+    rest = max(0.0, tokens - course.tokens)
+    sent = simulated * course.sent_bytes + prediction.payload_per_token * rest
+    sent_each = sent / sites
+    seconds = simulated * course.seconds + rest / prediction.tokens_per_second
     if sites > 1 and not config.exchanges_gradients:
         codec = prediction.choice.codec
         last = codec if parse_spec(codec).kind in SPARSE else FLUSH_CODEC

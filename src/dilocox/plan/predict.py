@@ -18,7 +18,7 @@ from dilocox.plan.parcels import parcels
 from dilocox.plan.simulate import Menu, simulate
 from dilocox.plan.step import step_time
 from dilocox.plan.table import Device, Host, Link, Place
-from dilocox.plan.variants import with_sites
+from dilocox.plan.variants import at_site, with_sites
 
 T = TypeVar("T")
 OUTER_BYTES = 170
@@ -60,7 +60,7 @@ class Prediction:
     @property
     def payload_per_token(self) -> float:
         """Bytes that all sites together send for a token trained."""
-        rounds = len(self.course.choices) - self.course.settled()
+        rounds = self.course.whole - self.course.settled()
         tokens = sum(
             site.tokens * self.course.steps_of(number)
             for number, site in enumerate(self.course.sites)
@@ -99,10 +99,9 @@ def predict(
     ]
     links = _each(link, count, "links")
     if step_seconds is None:
-        scale = [config.site_batch(name) / config.site.batch_size for name in config.sites]
         steps = [
-            step_time(config, outline, place, fabric).seconds * part
-            for place, part in zip(places, scale, strict=True)
+            step_time(at_site(config, name), outline, place, fabric).seconds
+            for name, place in zip(config.sites, places, strict=True)
         ]
     else:
         steps = [float(each) for each in _each(step_seconds, count, "step times")]
@@ -138,16 +137,16 @@ def menu_of(config: RunConfig, outline: Outline) -> Menu:
 
 def _settled(config: RunConfig, menu: Menu, course: Course) -> Prediction:
     sites = course.sites
-    first = course.settled()
-    last = [each[-1] for each in course.rounds]
+    first, end = course.settled(), course.whole
+    last = [each[end - 1] for each in course.rounds]
     total = sum(site.tokens for site in sites)
     if config.control.steps == "by-speed":
         alone = sum(site.tokens / site.step for site in sites)
     else:
         # Everybody waits for the slowest, with or without a network between them.
         alone = total / max(site.step for site in sites)
-    settled = [record for each in course.rounds for record in each[first:]]
-    choice = course.choices[-1]
+    settled = [record for each in course.rounds for record in each[first:end]]
+    choice = course.choices[end - 1]
     crowd = Crowd(len(sites), config.outer.exchange)
     often = choice.inner_steps if config.exchanges_gradients else 1
     sent = 0
@@ -155,7 +154,7 @@ def _settled(config: RunConfig, menu: Menu, course: Course) -> Prediction:
         for each in row:
             number, size = crowd.swaps(each.payload)
             sent += often * number * size
-    measured = course.samples.get(len(course.choices) - 1, {})
+    measured = course.samples.get(end - 1, {})
     busy = [sample.exchange_us for sample in measured.values()]
     return Prediction(
         tokens_per_second=course.tokens_per_second,

@@ -49,6 +49,13 @@ def with_sites(config: RunConfig, sites: int | Sequence[str]) -> RunConfig:
     return resolve_run(raw, where="the planned run")
 
 
+def at_site(config: RunConfig, name: str) -> RunConfig:
+    """The run with the batch of one of its sites as that of `[site]`."""
+    batch = config.site_batch(name)
+    site = config.site.model_copy(update={"batch_size": batch})
+    return config.model_copy(update={"site": site})
+
+
 def with_method(config: RunConfig, method: str, hidden_size: int) -> RunConfig:
     """The run with another method and that method's own settings; its length stays.
 

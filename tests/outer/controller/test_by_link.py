@@ -348,6 +348,26 @@ def test_without_error_feedback_nothing_below_four_bits() -> None:
     assert "topk:5" not in menu(run_config(outer={"exchange": "reduce"}))
 
 
+def test_a_plan_in_force_that_still_fits_outlives_all_that_could_be_new() -> None:
+    """No new plan leaves a tenth of the link free; the one in force may use all of it."""
+    config = run_config(steps=1000)
+    sizes = menu(config)
+    key, seen = (125, "topk:5"), 0
+    for rate in range(200, 600, 5):
+        now = candidate(config, sizes[key[1]], key[1], key[0], at(rate), 2, in_force=True)
+        if now.fits and not any(c.fits for c in candidates(config, sizes, at(rate), 2)):
+            kept = choose(config, sizes, at(rate), 2, key)
+            assert (kept.inner_steps, kept.codec) == key
+            seen += 1
+    assert seen > 2
+    # So does one with fewer than eight rounds.
+    rate = 200
+    long = choose(config, sizes, at(rate), 2, None)
+    assert long.inner_steps > 125
+    again = choose(config, sizes, at(0.97 * rate), 2, (long.inner_steps, long.codec))
+    assert (again.inner_steps, again.codec) == (long.inner_steps, long.codec)
+
+
 def test_outer_rates_follow_the_inner_steps() -> None:
     config = run_config()
     fast = choose(config, menu(config), at(1e10), 2, None)

@@ -118,7 +118,7 @@ def test_fewer_bytes_in_the_same_time_are_no_slower_link() -> None:
     assert found.transfer_us(50_000) == pytest.approx(65_000, rel=0.001)
 
 
-def test_work_is_known_by_kind_of_codec() -> None:
+def test_work_is_known_by_codec() -> None:
     def told(*rounds: tuple[str, int]) -> Estimate:
         found, earlier = None, []
         for codec, work in rounds:
@@ -140,6 +140,14 @@ def test_work_is_known_by_kind_of_codec() -> None:
         *(("topk:5", 75_000), ("topk:5", 75_000)),
     )
     assert (slow.work_of("topk:5"), slow.work_of("int4")) == (75_000, 30_000)
+    # Another density of top-k is no other machine.
+    dense = told(
+        *(("int4", 10_000), ("topk:29", 10_000), ("topk:29", 10_000)),
+        *(("topk:328", 90_000), ("topk:328", 90_000)),
+    )
+    assert [dense.work_of(codec) for codec in ("int4", "topk:20", "topk:232")] == [
+        10_000, 10_000, 90_000,
+    ]  # fmt: skip
     # Without codecs, as it was: one number.
     assert told(("", 10_000), ("", 30_000), ("", 30_000)).work_of("topk:5") == 30_000
 

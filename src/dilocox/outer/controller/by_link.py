@@ -64,10 +64,12 @@ def choose(
         return starting_choice(config, "nothing is measured yet")
     every = candidates(config, menu, link, sites)
     best = _least_lossy([c for c in every if c.fits])
+    current = None if now is None else _current(config, menu, link, sites, now)
+    if best is None and current is not None and current.fits:
+        return _choice(config, current, _why(current, link))
     if best is None:
         return _choice(config, *_next_best(config, menu, link, sites, every))
-    if now is not None and now != (best.inner_steps, best.codec):
-        current = _current(config, menu, link, sites, now)
+    if now != (best.inner_steps, best.codec):
         if current is not None and current.fits:
             gain = current.loss - best.loss
             if gain < WORTH:
@@ -110,7 +112,7 @@ def _current(
 ) -> Candidate | None:
     """The plan in force under the present estimate; none if it may not be chosen (any more)."""
     steps, codec = now
-    if codec not in menu or steps not in lengths(config, LEAST_ROUNDS):
+    if codec not in menu or steps not in lengths(config, rounds=2):
         return None
     return candidate(config, menu[codec], codec, steps, link, sites, in_force=True)
 

@@ -22,6 +22,8 @@ class Choice:
     keep: float
     reason: str
     """One line with numbers and units."""
+    cut: bool = False
+    """It has fewer steps than were chosen: no more are left."""
 
     def shortened(self, left: int, overlap: str) -> Choice:
         """This choice for a round of at most `left` inner steps.
@@ -39,7 +41,7 @@ class Choice:
             slots, delay = left, self.delay * length
         delay = slots if overlap in ("naive", "eager") else min(delay, slots)
         reason = f"{self.reason}; cut to the {left} inner steps that are left"
-        return replace(self, inner_steps=left, slots=slots, delay=delay, reason=reason)
+        return replace(self, inner_steps=left, slots=slots, delay=delay, reason=reason, cut=True)
 
 
 def as_the_run_file_says(config: RunConfig, reason: str = "as the run file says") -> Choice:

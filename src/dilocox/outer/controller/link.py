@@ -10,12 +10,13 @@ What a site receives in one swap, of all others at the same time, takes `latency
 The two are told apart when swaps of another size have been measured; until then all of the time
 counts as transfer, which errs to the slow side for larger ones.
 
-Codecs compute differently much, so work is known by kind of codec (`top-k`, `int4`, ...): a plan
-that was given up for the work of its codec is not taken up again because another codec's is less.
+Codecs compute differently much, so work is known by codec: a plan that was given up for the work of
+its codec is not taken up again because another codec's is less.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -63,7 +64,7 @@ class Estimate:
     """What training loses by the exchanges of a round beside waiting: the whole model once. In the
     last round that was measured."""
     works: Mapping[str, int] = field(default_factory=dict, hash=False)
-    """The same by kind of codec, of those that were in force."""
+    """The same by codec, of those that were in force."""
     lag_us: int = 0
     """By so much an inner step of the slowest site is longer than one of the fastest: it comes as
     much early to a landing, or late."""
@@ -73,9 +74,15 @@ class Estimate:
         return self.latency_us + -(-payload * _SECOND // self.rate)
 
     def work_of(self, codec: str) -> int:
-        """Microseconds that training loses by a round's exchanges of `codec`: as the last round's,
-        if no codec of its kind was in force yet."""
-        return self.works.get(parse_spec(codec).kind, self.work_us)
+        """Microseconds that training loses by a round's exchanges of `codec`: by those of the one
+        of its kind that keeps most nearly as many values, if there was none, by the last's."""
+        spec = parse_spec(codec)
+        known = {parse_spec(name).kept: work for name, work in self.works.items()
+                 if parse_spec(name).kind == spec.kind}  # fmt: skip
+        if not known:
+            return self.work_us
+        nearest = min(known, key=lambda kept: abs(math.log((kept or 1) / (spec.kept or 1))))
+        return known[nearest]
 
 
 def declared(control: ControlSection) -> Estimate | None:
@@ -138,31 +145,30 @@ def _times(samples: Sequence[Sample]) -> tuple[int, int, int]:
 def _work(
     before: Estimate | None, samples: Sequence[Sample], earlier: Sequence[Sample]
 ) -> tuple[int, Mapping[str, int]]:
-    """What the last round's exchanges took from training, and that by kind of codec.
+    """What the last round's exchanges took from training, and that by codec.
 
-    What is known of other kinds changes in the same proportion: it is the machine that has.
+    What is known of other codecs changes in the same proportion as that of one that was known: it
+    is the machine that has.
     """
-    kind, (_, work_us, _) = _kind(samples), _times(samples)
+    codec, (_, work_us, _) = samples[0].codec, _times(samples)
     if before is None:
-        return work_us, {kind: work_us} if kind else {}
-    known = before.works.get(kind, before.work_us)
+        return work_us, {codec: work_us} if codec else {}
+    known = before.work_of(codec) if codec else before.work_us
+    again = bool(earlier) and _kind(earlier[0].codec) == _kind(codec)
     if earlier:
         # What two rounds of a kind say in a row is believed.
-        once = _times(earlier)[1] if _kind(earlier) == kind else known
-        work_us = _middle(known, once, work_us)
+        work_us = _middle(known, _times(earlier)[1] if again else known, work_us)
     if _agrees(work_us, known, ROUGH):
         work_us = known
-    if kind in before.works and known:
+    if codec in before.works and known:
         scaled = {name: value * work_us // known for name, value in before.works.items()}
-        return work_us, {**scaled, kind: work_us}
-    if kind and _kind(earlier) == kind:
-        return work_us, {**before.works, kind: work_us}
+        return work_us, {**scaled, codec: work_us}
+    if codec and again:
+        return work_us, {**before.works, codec: work_us}
     return work_us, before.works
 
 
-def _kind(samples: Sequence[Sample]) -> str:
-    """Of the codec that they were measured with; empty if that is not known."""
-    codec = samples[0].codec if samples else ""
+def _kind(codec: str) -> str:
     return parse_spec(codec).kind if codec else ""
 
 

@@ -62,7 +62,7 @@ class LinkEstimate(Message):
     work_us: Count = 0
     """What training loses by a round's exchanges beside waiting, in the last one measured."""
     works: dict[str, Count] = {}
-    """The same by kind of codec."""
+    """The same by codec."""
     overhead_us: Count = 0
     """Microseconds per exchange beside its transfers: rendezvous, votes, codec."""
     lag_us: Count = 0
