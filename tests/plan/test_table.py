@@ -94,11 +94,32 @@ def test_a_file_adds_and_replaces(tmp_path: Path) -> None:
         ('[link.x]\nup = "fast"\ndown = "1gbit"', r'link\.x: "fast" is no rate'),
         ("[gpu.l40s]\nhost = 'x'", r"no \[host\.x\]"),
         ("not toml", "not valid TOML"),
+        ('[link.x]\nup = "1gbit"', r"link\.x: a rate is missing"),
+        ("[gpu]\nx = 3", r"gpu\.x is no table"),
+        ('[gpu.l40s]\nusd_per_hour = "three"', r"gpu\.l40s\.usd_per_hour: 'three' is no number"),
+        ("[gpu.l40s]\nusd_per_hour = -3", r"usd_per_hour: -3 is no number from 0"),
+        ("[gpu.l40s]\nmemory_gib = inf", r"gpu\.l40s\.memory_gib: inf is no number"),
+        ("[gpu.l40s]\nutilisation = 40", r"utilisation: 40 is no number above 0 to 1"),
+        ("[gpu.l40s]\nfragmented = 2", r"fragmented: 2 is no number from 0 to 1"),
+        ("[gpu.l40s]\ncores = 0", r"gpu\.l40s\.cores: 0 is no number above 0"),
+        ('[host.default]\nencode_gb_s = {int4 = "x"}', r"encode_gb_s\.int4: 'x' is no number"),
+        ("[host.default]\nencode_gb_s = {int4 = 0}", r"encode_gb_s\.int4: 0 is no number above 0"),
+        ("[host.default]\nencode_gb_s = 3", r"encode_gb_s: is no table"),
+        ("[host.default]\nouter_ns = -1", r"outer_ns: -1 is no number from 0"),
+        ('[defaults]\nrtt_ms = "x"', r"defaults\.rtt_ms: 'x' is no number"),
     ],
 )
 def test_a_file_that_makes_no_sense_is_refused(tmp_path: Path, text: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         more(tmp_path, text)
+
+
+def test_what_may_be_nothing_may_be_nothing(tmp_path: Path) -> None:
+    found = more(tmp_path, "[gpu.l40s]\nreserved_gib = 0\nfragmented = 0\nusd_per_hour = 0")
+    assert found.device("l40s").memory > KNOWN.device("l40s").memory
+    assert found.device("l40s").usd_per_hour == 0.0
+    # What is told of a source is text, whatever it is.
+    assert more(tmp_path, "[gpu.l40s]\nsource = 3").device("l40s").source == "3"
 
 
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:

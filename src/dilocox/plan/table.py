@@ -7,6 +7,7 @@ into bytes, operations and seconds here, so that nothing else deals in units of 
 from __future__ import annotations
 
 import difflib
+import math
 import re
 import tomllib
 from collections.abc import Mapping
@@ -120,6 +121,10 @@ class Place:
         return f"{self.device.name}:{self.per_node}x{self.nodes}"
 
 
+OF_TABLES = ("gpu", "host", "link")
+"""Sections whose entries are tables."""
+
+
 class Table:
     """All that is known of devices and links."""
 
@@ -140,12 +145,20 @@ class Table:
                 if section not in content or not isinstance(entries, dict):
                     known = ", ".join(content)
                     raise ConfigError(f"{path}: no table [{section}] is known; use {known}")
+                odd = None
+                if section in OF_TABLES:
+                    odd = next(
+                        (n for n, each in entries.items() if not isinstance(each, dict)), None
+                    )
+                if odd is not None:
+                    raise ConfigError(f"{path}: {section}.{odd} is no table: [{section}.{odd}]")
                 content[section] = _merged(content[section], entries)
         table = cls(content, ", ".join(map(str, more)) or "the planner's table")
         for name in table.devices:
             table.device(name)
         for name in content["link"]:
             table.link(name)
+        table.link("1gbit")  # by the defaults
         return table
 
     @property
@@ -180,23 +193,26 @@ class Table:
         shared = bool(entry.get("shared", False))
         total = GIB * self._number(where, every, "memory_gib")
         if not shared:
-            reserved = GIB * self._number(where, every, "reserved_gib")
-            total = (total - reserved) * (1 - self._number(where, every, "fragmented"))
-        price = entry.get("usd_per_hour")
+            reserved = GIB * self._number(where, every, "reserved_gib", zero=True)
+            lost = self._number(where, every, "fragmented", zero=True, most=1)
+            total = (total - reserved) * (1 - lost)
+        price = None
+        if "usd_per_hour" in entry:
+            price = self._number(where, entry, "usd_per_hour", zero=True)
         return Device(
             name=name,
             bf16=1e12 * self._number(where, every, "bf16_tflops"),
             fp32=1e12 * self._number(where, every, "fp32_tflops"),
-            utilisation=self._number(where, every, "utilisation"),
+            utilisation=self._number(where, every, "utilisation", most=1),
             memory=max(0, int(total)),
             memory_rate=1e9 * self._number(where, every, "memory_gb_s"),
             peer_rate=1e9 * self._number(where, every, "peer_gb_s"),
             host=self._host(str(entry.get("host", "default"))),
-            usd_per_hour=None if price is None else float(price),
-            source=self._told(entry.get("source", "")),
-            price_source=self._told(entry.get("price_source", "")),
+            usd_per_hour=price,
+            source=self._told(str(entry.get("source", ""))),
+            price_source=self._told(str(entry.get("price_source", ""))),
             shared=shared,
-            cores=float(entry.get("cores", 1.0)),
+            cores=self._number(where, {"cores": 1.0, **entry}, "cores"),
         )
 
     def link(self, text: str, rtt: float | None = None, usd_per_gb: float | None = None) -> Link:
@@ -208,8 +224,8 @@ class Table:
         if text in entries:
             entry, where = {**self.defaults, **entries[text]}, f"link.{text}"
             found = Link(
-                up=float(self._rate(where, entry["up"])),
-                down=float(self._rate(where, entry["down"])),
+                up=float(self._rate(where, entry.get("up"))),
+                down=float(self._rate(where, entry.get("down"))),
                 rtt=self._number(where, entry, "rtt_ms", zero=True) / 1000,
                 usd_per_gb=self._number(where, entry, "usd_per_gb", zero=True),
                 name=text,
@@ -225,8 +241,8 @@ class Table:
             found = Link(
                 up=float(rate_of(up)),
                 down=float(rate_of(down or up)),
-                rtt=float(self.defaults["rtt_ms"]) / 1000,
-                usd_per_gb=float(self.defaults["usd_per_gb"]),
+                rtt=self._number("defaults", self.defaults, "rtt_ms", zero=True) / 1000,
+                usd_per_gb=self._number("defaults", self.defaults, "usd_per_gb", zero=True),
                 name=text,
                 source=self._told(str(self.defaults["usd_per_gb_source"])),
             )
@@ -260,8 +276,8 @@ class Table:
             raise ConfigError(f"{self._where}: no [{where}]")
         every = _merged(self._content["host"]["default"], entry)
         return Host(
-            encode={kind: 1e9 * float(rate) for kind, rate in every["encode_gb_s"].items()},
-            decode={kind: 1e9 * float(rate) for kind, rate in every["decode_gb_s"].items()},
+            encode=self._rates(where, every, "encode_gb_s"),
+            decode=self._rates(where, every, "decode_gb_s"),
             lowrank=1e9 * self._number(where, every, "lowrank_gmacs"),
             average=1e9 * self._number(where, every, "average_gb_s"),
             digest=1e9 * self._number(where, every, "sha256_gb_s"),
@@ -272,6 +288,13 @@ class Table:
             source=self._told(str(every.get("source", ""))),
         )
 
+    def _rates(self, where: str, entry: Mapping[str, Any], key: str) -> dict[str, float]:
+        """Bytes per second by kind of codec."""
+        own = entry.get(key)
+        if not isinstance(own, dict):
+            raise ConfigError(f"{self._where}: {where}.{key}: is no table")
+        return {kind: 1e9 * self._number(f"{where}.{key}", own, kind) for kind in own}
+
     def _told(self, source: str) -> str:
         """`source` with the addresses of what it names in square brackets."""
         known = self._content["sources"]
@@ -279,18 +302,28 @@ class Table:
 
     def _rate(self, where: str, text: object) -> int:
         if not isinstance(text, str) or not _RATE.fullmatch(text):
-            raise ConfigError(f'{where}: "{text}" is no rate such as 1gbit or 2.5mbit')
+            what = "a rate is missing" if text is None else f'"{text}" is no rate'
+            raise ConfigError(f"{where}: {what} such as 1gbit or 2.5mbit")
         return rate_of(text)
 
     def _number(
-        self, where: str, entry: Mapping[str, Any], key: str, *, zero: bool = False
+        self,
+        where: str,
+        entry: Mapping[str, Any],
+        key: str,
+        *,
+        zero: bool = False,
+        most: float = math.inf,
     ) -> float:
         value = entry.get(key)
         plain = isinstance(value, int | float) and not isinstance(value, bool)
-        if not plain or not (value > 0 or (zero and value == 0)):  # type: ignore[operator]
-            what = "missing" if value is None else f"{value!r} is no number above 0"
+        found = float(value) if plain else math.nan  # type: ignore[arg-type]
+        if not (math.isfinite(found) and (found > 0 or (zero and found == 0)) and found <= most):
+            limits = "from 0" if zero else "above 0"
+            limits += "" if most == math.inf else f" to {most:g}"
+            what = "missing" if value is None else f"{value!r} is no number {limits}"
             raise ConfigError(f"{self._where}: {where}.{key}: {what}")
-        return float(value)  # type: ignore[arg-type]
+        return found
 
 
 def _read(path: Path) -> dict[str, Any]:
