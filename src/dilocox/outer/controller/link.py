@@ -163,7 +163,7 @@ def _work(
     if codec in before.works and known:
         scaled = {name: value * work_us // known for name, value in before.works.items()}
         return work_us, {**scaled, codec: work_us}
-    if codec and again:
+    if codec and again and (earlier[0].codec == codec or work_us != known):
         return work_us, {**before.works, codec: work_us}
     return work_us, before.works
 
