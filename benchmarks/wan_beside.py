@@ -28,7 +28,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import common
@@ -68,15 +67,9 @@ PROBE_STEPS = 40
 LIMIT = 900.0
 
 
-@dataclass(frozen=True)
-class Size:
-    """Sequences per step and site, and how many steps things take, so that tokens stay the same."""
-
-    batch: int
-
-    def steps(self, usual: int) -> int:
-        """As many tokens as `usual` steps of `BATCH` sequences have."""
-        return max(1, usual * BATCH // self.batch)
+def as_many(usual: int, batch: int) -> int:
+    """Steps of `batch` sequences that have as many tokens as `usual` steps of `BATCH`."""
+    return max(1, usual * BATCH // batch)
 
 
 def speeds(ours: Sequence[Course], others: Sequence[Course], begin: float) -> tuple[float, float]:
@@ -95,34 +88,34 @@ def speeds(ours: Sequence[Course], others: Sequence[Course], begin: float) -> tu
     return sum(mine) / len(mine), sum(theirs) / len(theirs) * len(ours)
 
 
-def made(lab: Lab, folder: Path, size: Size, settings: Settings, steps: int) -> RunConfig:
+def made(lab: Lab, folder: Path, batch: int, settings: Settings, steps: int) -> RunConfig:
     """A run of all of the lab's hosts."""
-    own = {**settings, "site.batch_size": size.batch, "site.micro_batch_size": BATCH}
+    own = {**settings, "site.batch_size": batch, "site.micro_batch_size": BATCH}
     link = wan_run.slowest(lab)
     return in_lab(lab, wan_run.configuration(folder, len(lab.sites), own, steps, link))
 
 
-def step_seconds(lab: Lab, folder: Path, size: Size) -> float:
+def step_seconds(lab: Lab, folder: Path, batch: int) -> float:
     """Seconds of a step while all hosts train by themselves."""
-    probe = size.steps(PROBE_STEPS)
+    probe = as_many(PROBE_STEPS, batch)
     steps = {**NO_EXCHANGE, "outer.inner_steps": probe}
-    config = made(lab, folder, size, steps, 2 * probe)
+    config = made(lab, folder, batch, steps, 2 * probe)
     found = run_alone(lab, config, overwrite=True, warm_up=1).values()
-    return size.batch * SEQUENCE_LENGTH / statistics.fmean(each.tokens_per_second for each in found)
+    return batch * SEQUENCE_LENGTH / statistics.fmean(each.tokens_per_second for each in found)
 
 
 def measure(
-    lab: Lab, folder: Path, size: Size, together: Sequence[str], work: float | None
+    lab: Lab, folder: Path, batch: int, together: Sequence[str], work: float | None
 ) -> common.Row:
     """One block: the hosts `together` in one run, each of the others by itself. Raises
     `LabError`."""
     settings: Settings = {"outer.method": OURS}
     if work is not None:
         settings["control.work"] = work
-    config = made(lab, folder, size, settings, size.steps(STEPS))
-    own_steps = size.steps(ALONE_STEPS)
+    config = made(lab, folder, batch, settings, as_many(STEPS, batch))
+    own_steps = as_many(ALONE_STEPS, batch)
     steps = {**NO_EXCHANGE, "outer.inner_steps": own_steps}
-    apart = made(lab, folder, size, steps, own_steps * ALONE_ROUNDS)
+    apart = made(lab, folder, batch, steps, own_steps * ALONE_ROUNDS)
     check(config)
     checked = lab.verify()
     others: dict[str, Run] = {}
@@ -138,7 +131,7 @@ def measure(
     finally:
         for each in others.values():
             each.end()
-    first = wan_run.first_after(ours.records, together, size.steps(KNOWN_AFTER))
+    first = wan_run.first_after(ours.records, together, as_many(KNOWN_AFTER, batch))
     mine = rounds_by_site(ours.records, together)
     begin = max(r["time"] for site in together for r in mine[site] if r["round"] == first - 1)
     theirs = [
@@ -182,7 +175,7 @@ def report(rows: Sequence[common.Row]) -> str:
 
 
 def measured(
-    folder: Path, size: Size, before: Sequence[common.Row], blocks: int, work: float | None
+    folder: Path, batch: int, before: Sequence[common.Row], blocks: int, work: float | None
 ) -> Iterator[common.Row]:
     """Blocks that follow those `before`, until there are so many. Raises `DilocoxError`."""
     model = wan_run.configuration(folder, 2, {}, 1).model
@@ -192,13 +185,13 @@ def measured(
             asked = before[0]["link_asked_bits_per_second"]
         else:
             common.say("measuring the time of a step")
-            asked = link_of(RATIO, parameters, 2, step_seconds(lab, folder, size))
+            asked = link_of(RATIO, parameters, 2, step_seconds(lab, folder, batch))
         lab.shape(f"{asked / 1e3:.3f}kbit")
         for block in range(len(before), blocks):
             began = time.monotonic()
             together = [lab.sites[number] for number in PAIRS[block % len(PAIRS)]]
-            row = measure(lab, folder, size, together, work)
-            step = 2 * size.batch * SEQUENCE_LENGTH / row["no_network_tokens_per_second"]
+            row = measure(lab, folder, batch, together, work)
+            step = 2 * batch * SEQUENCE_LENGTH / row["no_network_tokens_per_second"]
             yield {
                 "block": block,
                 **row,
@@ -216,7 +209,7 @@ def main() -> int:
     parser.add_argument("--blocks", type=int, help=f"{BLOCKS}, or {QUICK_BLOCKS} with --quick")
     parser.add_argument("--batch", type=int, default=BATCH, help="sequences per step and site")
     options = parser.parse_args()
-    size = Size(options.batch)
+    batch = options.batch
     common.end_on_signals()
     if common.cannot("wan_beside", why_not()):
         return common.CANNOT
@@ -224,13 +217,13 @@ def main() -> int:
     results = options.json or (None if options.quick else RESULTS)
     on = common.machine()
     settings = {
-        "work": options.work, "steps": size.steps(STEPS),
-        "known_after": size.steps(KNOWN_AFTER), "batch": size.batch,
+        "work": options.work, "steps": as_many(STEPS, batch),
+        "known_after": as_many(KNOWN_AFTER, batch), "batch": batch,
     }  # fmt: skip
     rows = common.read_rows(results, "wan-beside", settings)
     with tempfile.TemporaryDirectory(prefix="dilocox-beside-") as temporary:
         try:
-            for row in measured(Path(temporary), size, rows, blocks, options.work):
+            for row in measured(Path(temporary), batch, rows, blocks, options.work):
                 rows.append(row)
                 common.say(f"block {row['block']}: {row['share']:.1%}; {row['took']:.0f} s")
                 if results is not None:

@@ -8,6 +8,7 @@ coordinator checks run files without it. `dilocox.compression` makes the codec.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from dilocox.errors import ConfigError
 
@@ -60,6 +61,7 @@ def sent_with_moments(text: str, moments: bool) -> str:
     return replace(spec, moments=moments and spec.kind != "lowrank").text
 
 
+@lru_cache(maxsize=1024)
 def parse_spec(text: str) -> Spec:
     """The spec that `text` names. Raises `ConfigError` that says what may stand there.
 

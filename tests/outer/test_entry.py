@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -51,6 +51,25 @@ def state(fragment: int, momentum: float) -> dict[str, torch.Tensor]:
     }
 
 
+def giving(
+    store: MemoryStore,
+    numbers: Sequence[int],
+    tick: int,
+    momentum: float,
+    me: str = "old",
+) -> Callable[[], str]:
+    """A donor that offers fragments in this order at once; what failed, once it is done."""
+
+    def go() -> str:
+        donor = Donor(lambda: link(store, me, me), "new", len(numbers), LIMIT)
+        for number in numbers:
+            donor.offer(Snapshot(number, tick, state(number, momentum)))
+        assert until(lambda: donor.done)
+        return str(donor.failure)
+
+    return go
+
+
 def test_fragments_come_whole_in_any_order_and_known_ones_without_tensors() -> None:
     def old(store: MemoryStore) -> Callable[[], str]:
         def go() -> str:
@@ -91,16 +110,6 @@ def test_fragments_come_whole_in_any_order_and_known_ones_without_tensors() -> N
 def test_a_rank_of_many_fragments_enters() -> None:
     many = 90
 
-    def old(store: MemoryStore) -> Callable[[], str]:
-        def go() -> str:
-            donor = Donor(lambda: link(store, "old"), "new", many, LIMIT)
-            for number in range(many):
-                donor.offer(Snapshot(number, 40, state(number, 0.0)))
-            assert until(lambda: donor.done)
-            return str(donor.failure)
-
-        return go
-
     def new(store: MemoryStore) -> Callable[[], object]:
         def go() -> object:
             got: list[Snapshot] = []
@@ -112,7 +121,7 @@ def test_a_rank_of_many_fragments_enters() -> None:
         return go
 
     with shared_store() as store:
-        results = run_each({"old": old(store), "new": new(store)})
+        results = run_each({"old": giving(store, range(many), 40, 0.0), "new": new(store)})
     assert results == {"old": "None", "new": list(range(1, many, 2))}
 
 
@@ -188,16 +197,6 @@ def test_a_second_donor_sends_what_the_first_has_not() -> None:
 
         return go
 
-    def second(store: MemoryStore) -> Callable[[], str]:
-        def go() -> str:
-            donor = Donor(lambda: link(store, "next", "next"), "new", 3, LIMIT)
-            for number in (1, 0, 2):
-                donor.offer(Snapshot(number, 41, state(number, 0.5)))
-            assert until(lambda: donor.done)
-            return str(donor.failure)
-
-        return go
-
     def new(store: MemoryStore) -> Callable[[], object]:
         def go() -> object:
             got: list[Snapshot] = []
@@ -216,7 +215,13 @@ def test_a_second_donor_sends_what_the_first_has_not() -> None:
         return go
 
     with shared_store() as store:
-        results = run_each({"old": first(store), "next": second(store), "new": new(store)})
+        results = run_each(
+            {
+                "old": first(store),
+                "next": giving(store, (1, 0, 2), 41, 0.5, "next"),
+                "new": new(store),
+            }
+        )
     assert results["old"] == "new does not wait for this site any more"
     assert results["next"] == "None"
     assert results["new"] == [(1, 40), (0, 41), (2, 41)]

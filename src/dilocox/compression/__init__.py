@@ -8,7 +8,6 @@ bytes on every machine.
 
 from dilocox.compression.base import (
     BLOCK,
-    LARGEST,
     Codec,
     first_non_finite,
     first_unusable,
@@ -30,7 +29,6 @@ from dilocox.compression.registry import CODECS, codec, compressor
 __all__ = [
     "BLOCK",
     "CODECS",
-    "LARGEST",
     "Codec",
     "Compressor",
     "FramePart",

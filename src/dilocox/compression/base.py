@@ -67,18 +67,9 @@ LARGEST = 2.0**40
 sums of squares of a low-rank codec would not hold it."""
 
 
-def first_unusable(values: Tensor) -> int | None:
-    """Position of the first of `values`, flat, that is NaN or beyond `LARGEST`, or None."""
-    if values.numel() == 0:
-        return None
-    low, high = torch.aminmax(values)
-    if bool(low >= -LARGEST) and bool(high <= LARGEST):
-        return None
-    return int((~(values.abs() <= LARGEST)).to(torch.uint8).argmax())
-
-
-def first_non_finite(values: Tensor) -> int | None:
-    """Position of the first NaN or infinity in `values` (any float dtype, flat), or None.
+def first_unusable(values: Tensor, largest: float = LARGEST) -> int | None:
+    """Position of the first of `values` (any float dtype, flat) that is NaN or beyond `largest`,
+    or None.
 
     One pass without temporaries where all is well: a NaN survives in both extremes and an
     infinity is one of them.
@@ -86,9 +77,14 @@ def first_non_finite(values: Tensor) -> int | None:
     if values.numel() == 0:
         return None
     low, high = torch.aminmax(values)
-    if bool(torch.isfinite(low)) and bool(torch.isfinite(high)):
+    if bool(low >= -largest) and bool(high <= largest):
         return None
-    return int((~torch.isfinite(values)).to(torch.uint8).argmax())
+    return int((~(values.abs() <= largest)).to(torch.uint8).argmax())
+
+
+def first_non_finite(values: Tensor) -> int | None:
+    """Position of the first NaN or infinity in `values` (any float dtype, flat), or None."""
+    return first_unusable(values, torch.finfo(values.dtype).max)
 
 
 def refuse_non_finite(values: Tensor, name: str) -> None:

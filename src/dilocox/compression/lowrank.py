@@ -294,7 +294,7 @@ class LowRank:
             for stack, energies in zip(self._right, self._by_group(inside), strict=True):
                 energies += _energy(stack.view(right))
             total += right
-        worth = weight = 0.0
+        worth, weight = 0.0, self.low_rank_values
         for group, lost, apart in zip(
             self._arranged.groups, self._by_group(missed), self._by_group(inside), strict=True
         ):
@@ -305,7 +305,6 @@ class LowRank:
             lost = lost * torch.where(apart > 0, kept / apart, 1.0)
             others = max(1, min(group.rows, group.columns) - group.right.rank)
             worth += group.size * float(effective_ranks(core, lost, others).sum())
-            weight += group.size * len(group.offsets)
         return worth / weight if weight else None
 
     def _check(self, u: Tensor) -> None:

@@ -79,8 +79,6 @@ class FragmentState:
         self.non_finite: str | None = None
         """`name[index]` of a value that the last `boundary` met which is not finite, or beyond
         `LARGEST`, then with the value; or None."""
-        self.unusable = 0.0
-        """That value."""
         self._hashed: Future[str] | None = None
 
     def compressor(self, name: str) -> Compressor | LowRank:
@@ -115,11 +113,12 @@ class FragmentState:
         now = self.layout.pack(live, device=self.anchor.device)
         delta = self.reference.sub_(now)
         self.reference = now
-        u, position = self._with_residual(delta.mul(weight), decay)
-        if position is not None:
+        u, bad = self._with_residual(delta.mul(weight), decay)
+        if bad is not None:
+            position, value = bad
             self.non_finite = self.layout.locate(position)
-            if math.isfinite(self.unusable):
-                self.non_finite += f" ({self.unusable:.1e})"
+            if math.isfinite(value):
+                self.non_finite += f" ({value:.1e})"
             delta.zero_()
             self.layout.unpack(self.anchor, live)
             self.reference.copy_(self.anchor)
@@ -127,7 +126,7 @@ class FragmentState:
             self.non_finite = None
         if self.previous is not None:
             self.previous = delta
-        return u, position is None
+        return u, bad is None
 
     def gradients(
         self, gradients: Mapping[str, Tensor], weight: float, decay: float
@@ -138,24 +137,24 @@ class FragmentState:
         alone, and is not to be contributed.
         """
         own = self.layout.pack(gradients, device=self.anchor.device).mul_(weight)
-        u, position = self._with_residual(own, decay)
-        return u, position is None
+        u, bad = self._with_residual(own, decay)
+        return u, bad is None
 
-    def _with_residual(self, u: Tensor, decay: float) -> tuple[Tensor, int | None]:
-        """u + β·e, and the position of a value that is not finite or beyond `LARGEST`, which is
-        kept in `unusable`; u is then the residual alone.
+    def _with_residual(self, u: Tensor, decay: float) -> tuple[Tensor, tuple[int, float] | None]:
+        """u + β·e, and (position, value) of one that is not finite or beyond `LARGEST`; u is then
+        the residual alone.
 
         The residual moves into what is returned. `u` may be overwritten.
         """
         if self.residual is not None:
             u.add_(self.residual.mul(decay))
-        position = first_unusable(u)
+        position, bad = first_unusable(u), None
         if position is not None:
-            self.unusable = float(u[position])
+            bad = position, float(u[position])
             u = torch.zeros_like(u) if self.residual is None else self.residual.clone()
         if self.residual is not None:
             self.residual.zero_()
-        return u, position
+        return u, bad
 
     def committed(
         self, u: Tensor, sent: Tensor | None, second_error: tuple[int, Tensor] | None = None

@@ -99,15 +99,13 @@ def _network(plan: RunPlan, share: float) -> str:
 
 def _uneven(plan: RunPlan) -> float:
     """Share of all GPUs' time lost because the other sites wait for the slowest."""
-    course = plan.prediction.course
-    busy = [site.step * course.steps_of(number) for number, site in enumerate(course.sites)]
+    busy = plan.prediction.course.busy
     return 1 - sum(busy) / (len(busy) * max(busy))
 
 
 def _uneven_text(plan: RunPlan) -> str:
     course = plan.prediction.course
-    sites = course.sites
-    busy = [site.step * course.steps_of(number) for number, site in enumerate(sites)]
+    sites, busy = course.sites, course.busy
     if plan.config.declares_speeds:
         idle = sites[busy.index(min(busy))].name
         return (

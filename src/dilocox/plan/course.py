@@ -81,8 +81,12 @@ class Course:
         first, last = self.settled(), self.whole - 1
         begin = max(rounds[first].start for rounds in self.rounds)
         end = max(rounds[last].end for rounds in self.rounds)
-        tokens = sum(site.tokens * self.steps_of(number) for number, site in enumerate(self.sites))
-        return tokens / (end - begin)
+        return self.settled_tokens / (end - begin)
+
+    @property
+    def settled_tokens(self) -> int:
+        """Of all sites, in the settled rounds."""
+        return sum(site.tokens * self.steps_of(number) for number, site in enumerate(self.sites))
 
     @property
     def tokens(self) -> int:
@@ -113,9 +117,7 @@ class Course:
     @property
     def tokens_per_step(self) -> float:
         """Of all sites together, while the fastest takes one step, in the settled rounds."""
-        steps = [self.steps_of(number) for number in range(len(self.sites))]
-        tokens = sum(site.tokens * own for site, own in zip(self.sites, steps, strict=True))
-        return tokens / max(steps)
+        return self.settled_tokens / max(map(self.steps_of, range(len(self.sites))))
 
     def step_seconds_of(self, site: int) -> float:
         """Time from one inner step of a site to its next, whatever it does between them."""
@@ -123,10 +125,15 @@ class Course:
         return (rounds[-1].end - rounds[0].start) / self.steps_of(site)
 
     @property
+    def busy(self) -> list[float]:
+        """Seconds that each site computes in the settled rounds."""
+        return [site.step * self.steps_of(number) for number, site in enumerate(self.sites)]
+
+    @property
     def slowest(self) -> int:
         """Number of the site that computes most of the time, which the others wait for; among those
         that do about as much, of the one whose steps take longest."""
-        busy = [site.step * self.steps_of(number) for number, site in enumerate(self.sites)]
+        busy = self.busy
         near = [number for number, own in enumerate(busy) if own >= 0.95 * max(busy)]
         return max(near, key=lambda number: self.sites[number].step)
 

@@ -61,11 +61,8 @@ class Prediction:
     def payload_per_token(self) -> float:
         """Bytes that all sites together send for a token trained."""
         rounds = self.course.whole - self.course.settled()
-        tokens = sum(
-            site.tokens * self.course.steps_of(number)
-            for number, site in enumerate(self.course.sites)
-        )
-        return len(self.course.sites) * self.payload_bytes * rounds / tokens
+        sent = len(self.course.sites) * self.payload_bytes * rounds
+        return sent / self.course.settled_tokens
 
 
 def predict(

@@ -77,12 +77,14 @@ class Estimate:
         """Microseconds that training loses by a round's exchanges of `codec`: by those of the one
         of its kind that keeps most nearly as many values, if there was none, by the last's."""
         spec = parse_spec(codec)
-        known = {parse_spec(name).kept: work for name, work in self.works.items()
-                 if parse_spec(name).kind == spec.kind}  # fmt: skip
-        if not known:
+        alike = [name for name in self.works if parse_spec(name).kind == spec.kind]
+        if not alike:
             return self.work_us
-        nearest = min(known, key=lambda kept: abs(math.log((kept or 1) / (spec.kept or 1))))
-        return known[nearest]
+
+        def apart(name: str) -> float:
+            return abs(math.log(max(1, parse_spec(name).kept) / max(1, spec.kept)))
+
+        return self.works[min(alike, key=apart)]
 
 
 def declared(control: ControlSection) -> Estimate | None:

@@ -22,8 +22,7 @@ def decided(
     if plan is not None:
         known = None if plan.estimate is None else Estimate(**plan.estimate.model_dump())
         paces = {site: own.pace for site, own in plan.members.items()}
-        codec = sent_with_moments(plan.codec, moments=False)
-        before = Decided(plan.inner_steps, codec, paces, known)
+        before = Decided(plan.inner_steps, _codec(state, round_ - 1), paces, known)
     measured, ranks = _measured(state), _ranks(state, round_)
     paces, choice, estimate = decide(
         state.config, state.payloads or {}, round_, members, measured, ranks, before
@@ -32,15 +31,14 @@ def decided(
 
 
 def _measured(state: CoordinatorState) -> Measurements:
-    return {
-        round_: {
-            site: Sample(
-                **own.model_dump(exclude={"effective_rank_milli"}), codec=_codec(state, round_)
-            )
+    found = {}
+    for round_, sites in state.measured.items():
+        codec = _codec(state, round_)
+        found[round_] = {
+            site: Sample(**own.model_dump(exclude={"effective_rank_milli"}), codec=codec)
             for site, own in sites.items()
         }
-        for round_, sites in state.measured.items()
-    }
+    return found
 
 
 def _codec(state: CoordinatorState, round_: int) -> str:
