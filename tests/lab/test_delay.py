@@ -8,7 +8,8 @@ import time
 
 import pytest
 
-from dilocox.lab import HUB, Lab, LabError, delay, measuring
+from dilocox.lab import HUB, Lab, LabError, delay, measuring, registry
+from dilocox.lab.carried import check_relayed, sends
 from dilocox.lab.delay import Delay
 from dilocox.lab.links import Links
 from dilocox.lab.netns import Network
@@ -28,20 +29,46 @@ def test_round_trips_take_twice_the_delay_and_rates_stay() -> None:
 
 @needs_lab
 def test_a_relay_refuses_what_it_cannot_carry_and_is_missed_when_it_ends() -> None:
-    with Lab(["a", "b", "c"], quota=0.12, delay=0.01) as lab:
+    with Lab(["a", "b", "c"], "5mbit", quota=0.12, delay=0.01) as lab:
         assert lab.delay is not None
+        before = lab.links
         if not lab.delay.relayed:
             pytest.skip("this kernel has netem, no relay is needed")
-        for settings in (["a=101mbit"], ["a=80mbit", "b=80mbit", "c=80mbit"]):
-            with pytest.raises(LabError, match="the relay carries 100 Mbit/s per site and 200"):
-                lab.set(*settings)
-        assert not lab.links.shaped
-        lab.set("a=100mbit", "b=100mbit")
+        refused = "the relay carries 100 Mbit/s per site and 200"
+        for settings in (["a=101mbit", "b=101mbit"], ["a=80mbit", "b=80mbit", "c=80mbit"]):
+            # As `dilocox lab set` of another process does it.
+            links = lab.links.changed(settings, lab.sites)
+            with pytest.raises(LabError, match=refused):
+                registry.change_links(os.getpid(), links, "")
+        with pytest.raises(LabError, match=refused):
+            lab.shape()
+        assert lab.links == before
+        lab.set("a=90mbit", "b=90mbit")
         assert lab.delay._process is not None
         os.kill(lab.delay._process.pid, signal.SIGKILL)
         lab.delay._process.wait()
         with pytest.raises(LabError, match=r"the relay that delays packets ended \(code -9\)"):
             lab.delay.check_alive()
+
+
+def test_what_a_site_can_send_is_the_least_of_what_is_on_its_ways() -> None:
+    sites = ["a", "b", "c"]
+    links = Links().changed(["a=100mbit", "b=none/30mbit", "c=none/20mbit"], sites)
+    assert sends(links, "a", sites) == 50e6  # what the others can receive
+    assert sends(links, "b", sites) == 120e6
+    check_relayed(links.changed(["b=70mbit/30mbit", "c=80mbit/20mbit"], sites), sites)  # 50, 70, 80
+    for setting in ("b=none/30mbit", "c=81mbit/20mbit", "c=none"):
+        with pytest.raises(LabError, match=r"choose slower links \(--link, --links\) or no delay"):
+            check_relayed(
+                links.changed(["b=70mbit/30mbit", "c=80mbit/20mbit", setting], sites), sites
+            )
+    unshaped = Links()
+    assert sends(unshaped, "a", sites) is None
+    with pytest.raises(LabError):
+        check_relayed(unshaped, sites)
+    pairs = unshaped.changed(["a-b=1mbit", "a-c=2mbit", "b-c=3mbit"], sites)
+    assert [sends(pairs, site, sites) for site in sites] == [3e6, 4e6, 5e6]
+    check_relayed(pairs, sites)
 
 
 @needs_network

@@ -14,14 +14,9 @@ from collections.abc import Sequence
 
 from dilocox.lab import cgroups
 from dilocox.lab.layout import Layout
-from dilocox.lab.links import Links, show_rate
 from dilocox.lab.netns import Network
 from dilocox.lab.system import LabError, call, ip, tc
 
-FASTEST = 100e6
-"""Bits per second that the relay carries of one host."""
-FASTEST_IN_ALL = 200e6
-"""The same of all hosts together. It takes a sixth of a core per 100 Mbit/s."""
 LONGEST = 2.0
 """Seconds. Round trips above four seconds are no link that anyone trains over."""
 NETEM = "netem delay {microseconds}us limit 1000000"
@@ -59,17 +54,6 @@ class Delay:
                 f"action mirred egress redirect dev {device}",
             ]
         tc(layout.switch, redirect)
-
-    def check(self, links: Links) -> None:
-        """Raise `LabError` for links that are faster than the relay."""
-        if not self.relayed:
-            return
-        rates = [rate for host in self._network.hosts if (rate := links.line(host).up) is not None]
-        if max(rates, default=0.0) > FASTEST or sum(rates) > FASTEST_IN_ALL:
-            raise LabError(
-                f"delay: this kernel has no netem, and the relay carries {show_rate(FASTEST)} per "
-                f"site and {show_rate(FASTEST_IN_ALL)} in all; choose slower links or no delay"
-            )
 
     def check_alive(self) -> None:
         """Raise `LabError` if the relay has ended."""

@@ -24,7 +24,8 @@ from typing import Any
 
 from dilocox import processes
 from dilocox.lab import cgroups, guard, measuring, netns, registry, remains
-from dilocox.lab.delay import FASTEST, Delay
+from dilocox.lab.carried import FASTEST
+from dilocox.lab.delay import Delay
 from dilocox.lab.links import Links, parse_line
 from dilocox.lab.measuring import Measured
 from dilocox.lab.netns import Counters, Network
@@ -136,6 +137,8 @@ class Lab:
         self.network.__enter__()
         if self.delay is not None:
             self.delay.open()
+            with registry.changing(os.getpid()) as entry:
+                entry.relayed = self.delay.relayed
         self._change(self._first, "")
 
     def close(self) -> None:
@@ -171,8 +174,6 @@ class Lab:
         self._change(self.links.changed(settings, self.sites), " ".join(settings))
 
     def _change(self, links: Links, what: str) -> None:
-        if self.delay is not None:
-            self.delay.check(links)
         registry.change_links(os.getpid(), links, what)
 
     def verify(self, seconds: float = 1.0) -> Checked:

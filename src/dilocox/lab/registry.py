@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO, cast
 
+from dilocox.lab.carried import check_relayed
 from dilocox.lab.layout import Layout
 from dilocox.lab.links import Links
 from dilocox.lab.shaping import apply
@@ -31,6 +32,8 @@ class Entry:
     hosts: list[str]
     sites: list[str]
     """Those of the hosts whose links may be changed."""
+    relayed: bool = False
+    """A relay delays packets, which cannot carry any rate."""
     links: Links = field(default_factory=Links)
     changes: list[tuple[float, str]] = field(default_factory=list)
     """When (seconds since 1970) links were changed while the lab went on, and to what."""
@@ -99,9 +102,12 @@ def changing(owner: int) -> Iterator[Entry]:
 def change_links(owner: int, links: Links, what: str) -> None:
     """Give the lab of process `owner` these links and note the change.
 
-    Raises `LabError`; links and entry are as before then.
+    Raises `LabError`, also for links that are faster than the relay of a delay; links and entry are
+    as before then.
     """
     with changing(owner) as entry:
+        if entry.relayed:
+            check_relayed(links, entry.sites)
         apply(entry.layout, entry.links, links)
         entry.links = links
         entry.changes.append((time.time(), what))
