@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dilocox.compression.base import BLOCK, Codec, first_non_finite, require_finite
+from dilocox.compression.base import BLOCK, Codec, all_zero, first_non_finite, require_finite
 from dilocox.compression.registry import CODECS, codec
 from dilocox.errors import ConfigError, ExchangeError
 from tests.compression.patterns import patterns
@@ -284,4 +286,14 @@ def test_first_non_finite_is_found(position: int, bad: float) -> None:
 def test_finite_extremes_are_finite() -> None:
     assert first_non_finite(torch.tensor([LARGEST_FP32, -LARGEST_FP32, 1e-45])) is None
     assert first_non_finite(torch.empty(0)) is None
+
+
+@pytest.mark.parametrize("value", [1.4e-45, -1.4e-45, 3.0, math.nan, math.inf])
+def test_what_is_not_all_zero(value: float) -> None:
+    values = torch.zeros(1000)
+    values[3] = -0.0
+    assert all_zero(values)
+    assert all_zero(torch.empty(0))
+    values[997] = value
+    assert not all_zero(values)
     require_finite(torch.zeros(1), "fragment 0")

@@ -9,6 +9,7 @@ bytes on every machine.
 from dilocox.compression.base import (
     BLOCK,
     Codec,
+    all_zero,
     first_non_finite,
     first_unusable,
     require_finite,
@@ -35,6 +36,7 @@ __all__ = [
     "Geometry",
     "LowRank",
     "Part",
+    "all_zero",
     "codec",
     "compressor",
     "first_non_finite",

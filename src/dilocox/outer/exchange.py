@@ -21,6 +21,7 @@ from dilocox.compression import (
     FramePart,
     LowRank,
     Part,
+    all_zero,
     frame_digest,
     pack_frame,
     payload_digest,
@@ -244,7 +245,7 @@ def reduce(attempt: Attempt) -> Outcome:
             {**arrived, me: frames[me]}, dict.fromkeys(owners, own), contributions=True
         )
     index = None if attempt.observes else chunk_index(frames.values())
-    if what.values is not None and not what.values.any():
+    if what.values is not None and all_zero(what.values):
         attempt.opinions[me] = Opinion(code="zero")
     decision = attempt.decide("held", payloads, None if index is None else payload_digest(index))
     if decision.decision == "commit":

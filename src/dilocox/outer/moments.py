@@ -64,15 +64,23 @@ def take_means(
     Rows of which the others know nothing stay as they are.
     """
     weights = second.weights
-    sums, counts = (each.to(weights.device) for each in told)
-    for place, rows in _due(second, layout, round_):
-        others, number = (each[place : place + len(rows)] for each in (sums, counts))
-        own = rows.mean(1)
-        known = (own > 0) & (own >= SMALLEST * weights)
-        mean = (others * weights + torch.where(known, own, 0.0)) / (number + known).clamp_(min=1)
-        scaled = rows * torch.where(known, mean / own, 0.0)[:, None]
-        taken = torch.where(known[:, None], scaled, mean[:, None])
-        rows.copy_(torch.where((number > 0)[:, None], taken, rows))
+    others, number = (each.to(weights.device) for each in told)
+    own = torch.zeros_like(others)
+    due = list(_due(second, layout, round_))
+    for place, rows in due:
+        torch.mean(rows, 1, out=own[place : place + len(rows)])
+    # Of all rows together: a fragment has many tensors, of few rows each that are due.
+    known = (own > 0) & (own >= SMALLEST * weights)
+    mean = (others * weights + torch.where(known, own, 0.0)) / (number + known).clamp_(min=1)
+    told_of = number > 0
+    factor = torch.where(told_of & known, mean / own, 1.0)[:, None]
+    replaced = (told_of & ~known)[:, None]
+    some_replaced = bool(replaced.any())
+    for place, rows in due:
+        here = slice(place, place + len(rows))
+        rows.mul_(factor[here])
+        if some_replaced:
+            rows.copy_(torch.where(replaced[here], mean[here, None], rows))
 
 
 def _due(second: SecondMoments, layout: Layout, round_: int) -> Iterator[tuple[int, Tensor]]:

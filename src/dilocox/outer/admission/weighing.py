@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from torch import Tensor
 
+from dilocox.compression import all_zero
 from dilocox.errors import ExchangeError
 from dilocox.outer.admission.aggregation import aggregate
 from dilocox.outer.admission.examine import examine
@@ -95,7 +96,7 @@ class Weighing:
             self.held.append(site)
             if site == self._me:
                 self.own = sent
-            empty = not bool(sent.any())
+            empty = all_zero(sent)
             if empty:
                 opinions[site] = Opinion(code="zero")
             yield site, sent, empty
