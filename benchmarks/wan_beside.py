@@ -12,9 +12,9 @@ is tokens/s of the two over those of the others, in the rounds of the others tha
 part of the run (until then the controller gets to know the link); the median over blocks, with a
 bootstrap interval. `--work` sets `control.work`: the most that exchanges may take of the processor.
 On this machine whatever they take is taken from inner steps, for no core is idle; a smaller share
-makes rounds longer. So do small steps: `--batch` is the sequences that a site takes per step, and
-runs have as many steps fewer as that is more. The loss of the plans is quality.py's business: they
-are in the rows.
+makes rounds longer. So do small steps, since every exchange has a price of its own: `--batch` is
+the sequences that a site takes per step and `--width` the model's hidden size; runs have as many
+steps fewer as these are more. The loss of the plans is quality.py's business: they are in the rows.
 
 Every block is written when it is done; started again with the same --json the benchmark goes on.
 Eight blocks take three quarters of an hour, --quick makes two of them. Needs what `dilocox lab`
@@ -28,12 +28,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import common
 import wan_run
 from common import Course, course_of, tokens_at
 from wan_grid import (
+    MODEL,
     NO_EXCHANGE,
     OURS,
     RATIO,
@@ -57,6 +59,7 @@ RESULTS = Path(__file__).parent / "results" / "wan-beside-cpu.json"
 BLOCKS, QUICK_BLOCKS = 8, 2
 BATCH = 8
 """Sequences per step and site, as in wan.py with two sites."""
+WIDTH = int(MODEL["hidden_size"])
 STEPS, KNOWN_AFTER = 1600, 800
 """Inner steps of a run of such steps, and of its part that is not measured."""
 ALONE_STEPS, ALONE_ROUNDS = 100, 40
@@ -67,9 +70,30 @@ PROBE_STEPS = 40
 LIMIT = 900.0
 
 
-def as_many(usual: int, batch: int) -> int:
-    """Steps of `batch` sequences that have as many tokens as `usual` steps of `BATCH`."""
-    return max(1, usual * BATCH // batch)
+@dataclass(frozen=True)
+class Load:
+    """What a step computes."""
+
+    batch: int = BATCH
+    """Sequences of a site."""
+    width: int = WIDTH
+    """The model's hidden size."""
+
+    def steps(self, usual: int) -> int:
+        """Steps instead of `usual` ones of the usual load: fewer as they are longer."""
+        return max(1, usual * BATCH * WIDTH // (self.batch * self.width))
+
+    @property
+    def settings(self) -> Settings:
+        """Keys of the run file."""
+        scale = self.width // WIDTH
+        wider = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+        model = {**MODEL, **{name: MODEL[name] * scale for name in wider}}
+        return {
+            "model.architecture": model,
+            "site.batch_size": self.batch,
+            "site.micro_batch_size": min(BATCH, self.batch),
+        }
 
 
 def speeds(ours: Sequence[Course], others: Sequence[Course], begin: float) -> tuple[float, float]:
@@ -88,34 +112,35 @@ def speeds(ours: Sequence[Course], others: Sequence[Course], begin: float) -> tu
     return sum(mine) / len(mine), sum(theirs) / len(theirs) * len(ours)
 
 
-def made(lab: Lab, folder: Path, batch: int, settings: Settings, steps: int) -> RunConfig:
+def made(lab: Lab, folder: Path, load: Load, settings: Settings, steps: int) -> RunConfig:
     """A run of all of the lab's hosts."""
-    own = {**settings, "site.batch_size": batch, "site.micro_batch_size": BATCH}
+    own = {**settings, **load.settings}
     link = wan_run.slowest(lab)
     return in_lab(lab, wan_run.configuration(folder, len(lab.sites), own, steps, link))
 
 
-def step_seconds(lab: Lab, folder: Path, batch: int) -> float:
+def step_seconds(lab: Lab, folder: Path, load: Load) -> float:
     """Seconds of a step while all hosts train by themselves."""
-    probe = as_many(PROBE_STEPS, batch)
+    probe = load.steps(PROBE_STEPS)
     steps = {**NO_EXCHANGE, "outer.inner_steps": probe}
-    config = made(lab, folder, batch, steps, 2 * probe)
+    config = made(lab, folder, load, steps, 2 * probe)
     found = run_alone(lab, config, overwrite=True, warm_up=1).values()
-    return batch * SEQUENCE_LENGTH / statistics.fmean(each.tokens_per_second for each in found)
+    speed = statistics.fmean(each.tokens_per_second for each in found)
+    return load.batch * SEQUENCE_LENGTH / speed
 
 
 def measure(
-    lab: Lab, folder: Path, batch: int, together: Sequence[str], work: float | None
+    lab: Lab, folder: Path, load: Load, together: Sequence[str], work: float | None
 ) -> common.Row:
     """One block: the hosts `together` in one run, each of the others by itself. Raises
     `LabError`."""
     settings: Settings = {"outer.method": OURS}
     if work is not None:
         settings["control.work"] = work
-    config = made(lab, folder, batch, settings, as_many(STEPS, batch))
-    own_steps = as_many(ALONE_STEPS, batch)
+    config = made(lab, folder, load, settings, load.steps(STEPS))
+    own_steps = load.steps(ALONE_STEPS)
     steps = {**NO_EXCHANGE, "outer.inner_steps": own_steps}
-    apart = made(lab, folder, batch, steps, own_steps * ALONE_ROUNDS)
+    apart = made(lab, folder, load, steps, own_steps * ALONE_ROUNDS)
     check(config)
     checked = lab.verify()
     others: dict[str, Run] = {}
@@ -131,7 +156,7 @@ def measure(
     finally:
         for each in others.values():
             each.end()
-    first = wan_run.first_after(ours.records, together, as_many(KNOWN_AFTER, batch))
+    first = wan_run.first_after(ours.records, together, load.steps(KNOWN_AFTER))
     mine = rounds_by_site(ours.records, together)
     begin = max(r["time"] for site in together for r in mine[site] if r["round"] == first - 1)
     theirs = [
@@ -175,23 +200,23 @@ def report(rows: Sequence[common.Row]) -> str:
 
 
 def measured(
-    folder: Path, batch: int, before: Sequence[common.Row], blocks: int, work: float | None
+    folder: Path, load: Load, before: Sequence[common.Row], blocks: int, work: float | None
 ) -> Iterator[common.Row]:
     """Blocks that follow those `before`, until there are so many. Raises `DilocoxError`."""
-    model = wan_run.configuration(folder, 2, {}, 1).model
+    model = wan_run.configuration(folder, 2, load.settings, 1).model
     parameters = int(count_parameters(load_model_config(model, VOCABULARY)))
     with Lab(list(SITES)) as lab:
         if before:
             asked = before[0]["link_asked_bits_per_second"]
         else:
             common.say("measuring the time of a step")
-            asked = link_of(RATIO, parameters, 2, step_seconds(lab, folder, batch))
+            asked = link_of(RATIO, parameters, 2, step_seconds(lab, folder, load))
         lab.shape(f"{asked / 1e3:.3f}kbit")
         for block in range(len(before), blocks):
             began = time.monotonic()
             together = [lab.sites[number] for number in PAIRS[block % len(PAIRS)]]
-            row = measure(lab, folder, batch, together, work)
-            step = 2 * batch * SEQUENCE_LENGTH / row["no_network_tokens_per_second"]
+            row = measure(lab, folder, load, together, work)
+            step = 2 * load.batch * SEQUENCE_LENGTH / row["no_network_tokens_per_second"]
             yield {
                 "block": block,
                 **row,
@@ -208,8 +233,12 @@ def main() -> int:
     parser.add_argument("--work", type=float, metavar="SHARE", help="control.work of the run")
     parser.add_argument("--blocks", type=int, help=f"{BLOCKS}, or {QUICK_BLOCKS} with --quick")
     parser.add_argument("--batch", type=int, default=BATCH, help="sequences per step and site")
+    parser.add_argument(
+        "--width", type=int, default=WIDTH, choices=[WIDTH * n for n in (1, 2, 3, 4)],
+        help="hidden size of the model",
+    )  # fmt: skip
     options = parser.parse_args()
-    batch = options.batch
+    load = Load(options.batch, options.width)
     common.end_on_signals()
     if common.cannot("wan_beside", why_not()):
         return common.CANNOT
@@ -217,13 +246,13 @@ def main() -> int:
     results = options.json or (None if options.quick else RESULTS)
     on = common.machine()
     settings = {
-        "work": options.work, "steps": as_many(STEPS, batch),
-        "known_after": as_many(KNOWN_AFTER, batch), "batch": batch,
+        "work": options.work, "steps": load.steps(STEPS),
+        "known_after": load.steps(KNOWN_AFTER), "batch": load.batch, "width": load.width,
     }  # fmt: skip
     rows = common.read_rows(results, "wan-beside", settings)
     with tempfile.TemporaryDirectory(prefix="dilocox-beside-") as temporary:
         try:
-            for row in measured(Path(temporary), batch, rows, blocks, options.work):
+            for row in measured(Path(temporary), load, rows, blocks, options.work):
                 rows.append(row)
                 common.say(f"block {row['block']}: {row['share']:.1%}; {row['took']:.0f} s")
                 if results is not None:

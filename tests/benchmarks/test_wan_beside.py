@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import wan_beside
+import wan_run
 from common import course_of, tokens_at
-from wan_beside import report, speeds
+from wan_beside import VOCABULARY, Load, report, speeds
 
 from dilocox.lab import LabError
+from dilocox.models import count_parameters, load_model_config
 
 
 def rounds(start: float, length: float, tokens: float, count: int) -> list[dict[str, Any]]:
@@ -54,3 +57,17 @@ def test_the_report_says_median_and_interval() -> None:
 def test_every_host_trains_together_as_often_as_alone() -> None:
     together = [host for pair in wan_beside.PAIRS for host in pair]
     assert {together.count(host) for host in range(4)} == {len(wan_beside.PAIRS) // 2}
+
+
+def test_steps_are_fewer_as_they_are_longer(tmp_path: Path) -> None:
+    assert Load().steps(1600) == 1600
+    load = Load(batch=32, width=256)
+    assert load.steps(1600) == 200
+    sizes = []
+    for each in (Load(), load):
+        config = wan_run.configuration(tmp_path, 2, each.settings, 1)
+        assert config.site.batch_size == each.batch
+        sizes.append(count_parameters(load_model_config(config.model, VOCABULARY)))
+    embedding = VOCABULARY * 128
+    # Four times the matrices; some hundred of its values are norms.
+    assert sizes[1] - 2 * embedding == pytest.approx(4 * (sizes[0] - embedding), rel=0.01)
