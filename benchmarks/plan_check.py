@@ -132,6 +132,8 @@ def compare(
         step_seconds=step,
         rounds=ROUNDS_CHOSEN if run.control.adapt == "link" else ROUNDS,
     )
+    # What training loses is predicted, processor time was measured.
+    processor_share = min(1.0, cores / run.site.ranks)
     return {
         "run": name,
         "measured": measured["tokens_per_second"],
@@ -142,7 +144,7 @@ def compare(
         "measured_payload": round(measured["payload_bytes"]),
         "predicted_payload": found.payload_bytes,
         "measured_work": measured.get("work_share"),
-        "predicted_work": found.work_seconds / found.round_seconds,
+        "predicted_work": processor_share * found.work_seconds / found.round_seconds,
         "predicted_plan": wan_run.plan_text(vars(found.choice)),
     }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,7 +29,7 @@ class Clocks:
     """The clock on the wall and the thread's own, moved by hand. Seconds."""
 
     def __init__(self) -> None:
-        self.wall = self.thread = 0.0
+        self.wall = self.thread = self.kept = 0.0
         self.ahead = 0.0
         """What a GPU has still to do of its inner steps."""
 
@@ -49,10 +50,13 @@ def clocks(monkeypatch: pytest.MonkeyPatch) -> Clocks:
     monkeypatch.setattr(meter, "time", made)
     monkeypatch.setattr(torch.cuda, "synchronize", made.synchronize)
     monkeypatch.setattr(meter, "count_parameters", lambda _config: 1000)
+    monkeypatch.setattr(meter, "ran_and_kept_waiting", lambda: (made.thread, made.kept))
     return made
 
 
-def round_on(kind: str, clocks: Clocks) -> tuple[RoundMeter, dict[str, Any]]:
+def round_on(
+    kind: str, clocks: Clocks, training: Callable[[], None] = lambda: None
+) -> tuple[RoundMeter, dict[str, Any]]:
     """A round of one step: exchange threads compute 3 s; the training's own thread spends 5 s at
     the slot's end and computes for 1 s of them, waits 2 s for a site, and 0.5 s for the account."""
     rank: Any = SimpleNamespace(
@@ -65,6 +69,7 @@ def round_on(kind: str, clocks: Clocks) -> tuple[RoundMeter, dict[str, Any]]:
     measured = RoundMeter(run(), rank)
     measured.begin(PLAN, 0)
     clocks.wall += 10.0
+    training()
     clocks.ahead = 4.0
     measured.add(StepResult(torch.tensor([[1.0, 1.0, 0.0]]), 1, 0, [["loss"]]), 0.1)
     with measured.working(outer.counts):
@@ -82,6 +87,17 @@ def test_on_processors_all_that_exchanges_compute_is_lost(clocks: Clocks) -> Non
     assert record["exchange_work_seconds"] == pytest.approx(3.0 + 1.0 + 0.5)
     assert measured.measured is not None
     assert measured.measured.work_us == 4_500_000
+
+
+def test_who_gets_half_a_core_loses_two_seconds_by_one(clocks: Clocks) -> None:
+    def training() -> None:
+        clocks.thread += 8.5  # beside the 1.5 s of the exchanges' work
+        clocks.kept += 10.0
+
+    measured, record = round_on("cpu", clocks, training)
+    assert record["exchange_work_seconds"] == pytest.approx(4.5)
+    assert measured.measured is not None
+    assert measured.measured.work_us == 9_000_000
 
 
 def test_a_gpu_loses_the_time_in_which_it_stands_still(clocks: Clocks) -> None:

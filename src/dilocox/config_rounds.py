@@ -192,9 +192,10 @@ class ControlSection(Section):
     """Share of the time that there is which exchanges are planned to take."""
     work: Annotated[float, Field(gt=0.0, le=1.0)] = 0.03
     """`link`: most that training may lose by a new plan's exchanges beside waiting, as a share of
-    the round: on processors their processor time (encoding, votes, decoding, boundaries, landings,
-    digests), on GPUs the time of boundaries and landings, during which these stand still. One in
-    force may take a quarter more."""
+    the round: on processors the time that their work takes (encoding, votes, decoding, boundaries,
+    landings, digests; twice its processor time where training gets half a core), on GPUs the time
+    of boundaries and landings, during which these stand still. One in force may take a quarter
+    more."""
     window: Annotated[int, Field(ge=1, le=64)] = 5
     """`effective-rank`: rounds at the start with the run file's values, and over which the rank is
     averaged later."""

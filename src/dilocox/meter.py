@@ -19,6 +19,7 @@ from dilocox.outer.coordinator.messages import RoundPlan
 from dilocox.outer.coordinator.plan_messages import Measured
 from dilocox.outer.loop import Counts, OuterLoop
 from dilocox.site import StepResult
+from dilocox.site.machine import ran_and_kept_waiting
 
 Interval = tuple[float, float, int]
 """(start, end, bytes): when payloads came in."""
@@ -41,6 +42,7 @@ class RoundMeter:
         self._start = time.monotonic()
         self._held = 0.0
         self._lost = 0.0
+        self._ran = ran_and_kept_waiting()
         self._device = rank.mesh.device
         self._bad: str | None = None
         self.dropped: str | None = None
@@ -61,6 +63,7 @@ class RoundMeter:
         self._results = []
         self._start = time.monotonic()
         self._held = 0.0
+        self._ran = ran_and_kept_waiting()
 
     def so_far(self, outer: OuterLoop) -> dict[str, float]:
         """What a checkpoint in the middle of a round keeps of it, for `go_on`."""
@@ -123,6 +126,14 @@ class RoundMeter:
             self._bad = next(bad, None)
         return self._bad
 
+    def _crowding(self) -> float:
+        """Seconds in which training gets a second of a core: more than one where others keep it
+        waiting. So many does it lose by every second that exchanges compute on its cores."""
+        ran, waited = (
+            now - then for now, then in zip(ran_and_kept_waiting(), self._ran, strict=True)
+        )
+        return 1.0 + waited / ran if ran > 0 else 1.0
+
     def end(self, plan: RoundPlan, outer: OuterLoop, rank: Rank) -> dict[str, Any]:
         """The round's record, the same on all ranks of the site. Collective over the site."""
         sums = self.so_far(outer)
@@ -132,7 +143,7 @@ class RoundMeter:
         # Exchanges' threads take nothing from a GPU.
         if self._device.type == "cpu":
             counts.work_seconds += lost
-            lost = counts.work_seconds
+            lost = counts.work_seconds * self._crowding()
         shared = _over_ranks(rank, self.dropped, sums, counts, lost, outer.behind)
         self.behind, seconds = shared.behind, shared.seconds
         member = plan.members.get(rank.place.site)
@@ -225,7 +236,8 @@ class Shared:
     the training's own does for them."""
     lost_seconds: float
     """What training loses by them beside waiting, at the rank that loses most: on processors all of
-    their work, on GPUs boundaries and landings, during which these stand still."""
+    their work, in the time that it takes on these (see `RoundMeter._crowding`), on GPUs boundaries
+    and landings, during which these stand still."""
     effective_rank: float | None
     """Mean of all landings, by values."""
 

@@ -178,8 +178,11 @@ def test_shared_cores_pay_for_the_exchanges_work() -> None:
     )
     # Boundary and landing, a second each of one core, on half a core: and they count as work.
     assert round_seconds(slower) == pytest.approx([24.0] * 6)
-    # They take more of its time than a core of its own would.
-    assert slower.rounds[0][-1].work == pytest.approx(2.0 * SHARED_WORK)
+    # They take more processor time than on a core of its own, and the site gets half a second of it
+    # in a second.
+    assert slower.rounds[0][-1].work == pytest.approx(2.0 * SHARED_WORK / 0.5)
+    wide = play(fixed(**naive), site("a", host=outer, cores=4.0), site("b", host=outer, cores=4.0))
+    assert wide.rounds[0][-1].work == pytest.approx(2.0 * SHARED_WORK)
     free = play(fixed(**naive), site("a", host=busy), site("b", host=busy))
     assert round_seconds(free) == pytest.approx([20.0] * 6)
 

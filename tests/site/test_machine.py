@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import time
 from datetime import timedelta
 from itertools import chain
 
@@ -24,6 +28,7 @@ from dilocox.site import (
     stage_of_chunk,
     start_site_group,
 )
+from dilocox.site.machine import ran_and_kept_waiting
 
 CPU = torch.device("cpu")
 
@@ -126,3 +131,28 @@ def test_no_meeting_place_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(ConfigError, match="no place to meet"):
         start_site_group(2, 1, CPU, timedelta(seconds=5))
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/thread-self/schedstat"), reason="needs schedstats")
+def test_a_thread_knows_how_long_it_was_kept_waiting() -> None:
+    """Beside another one on the same core, of which both get half."""
+    core = {min(os.sched_getaffinity(0))}
+    spin = f"import os\nos.sched_setaffinity(0, {core})\nprint(flush=True)\nwhile True: pass"
+    before = os.sched_getaffinity(0)
+    with subprocess.Popen([sys.executable, "-I", "-c", spin], stdout=subprocess.PIPE) as other:
+        try:
+            assert other.stdout is not None
+            other.stdout.readline()
+            os.sched_setaffinity(0, core)
+            ran, kept = ran_and_kept_waiting()
+            end = time.thread_time() + 0.2
+            while time.thread_time() < end:
+                pass
+            ran, kept = (
+                now - then for now, then in zip(ran_and_kept_waiting(), (ran, kept), strict=True)
+            )
+        finally:
+            os.sched_setaffinity(0, before)
+            other.kill()
+    assert 0.19 < ran < 0.3
+    assert kept > 0.5 * ran

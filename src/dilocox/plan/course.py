@@ -44,7 +44,7 @@ class Round:
     exchanges: int = 0
     work: float = 0.0
     """Seconds that training loses by its exchanges beside waiting, at the rank that loses most: on
-    processors all that they compute, on GPUs boundaries and landings."""
+    processors the time that all they compute takes there, on GPUs boundaries and landings."""
     steps: int = 0
 
 

@@ -383,7 +383,9 @@ class _Play:
         self._at(self._now + own.encode * _slowdown(site.about), encoded)
 
     def _count_work(self, site: _Site, stage: int, seconds: float) -> None:
-        times = 1.0 if site.about.cores is None else SHARED_WORK
+        cores, ranks = site.about.cores, self._stages * site.about.shards
+        # Ranks that have less than a core each lose more than a second by a second of it.
+        times = 1.0 if cores is None else SHARED_WORK * max(1.0, ranks / cores)
         site.work[stage] = site.work.get(stage, 0.0) + times * seconds
 
     def _charge(self, site: _Site, seconds: float) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+import time
 
 import torch
 
@@ -61,6 +62,20 @@ def available_cores() -> int:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     quota = _cgroup_quota()
     return max(1, min(cores or 1, quota) if quota else cores or 1)
+
+
+def ran_and_kept_waiting() -> tuple[float, float]:
+    """Seconds that the calling thread has run on a core, and that it was ready to but kept from it
+    by others on its cores, or by a quota.
+
+    The latter are known on Linux only (schedstats), else 0. Time asleep is in neither.
+    """
+    try:
+        with open("/proc/thread-self/schedstat", encoding="ascii") as file:
+            ran, waited = file.read().split()[:2]
+    except (OSError, ValueError):
+        return time.thread_time(), 0.0
+    return int(ran) / 1e9, int(waited) / 1e9
 
 
 def set_threads(threads: int, ranks_here: int) -> int:

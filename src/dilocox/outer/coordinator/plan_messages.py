@@ -127,6 +127,7 @@ class Measured(Message):
     for it besides."""
     work_us: Count = 0
     """Microseconds that training loses by its exchanges beside waiting, at the rank that loses
-    most: on processors the processor time of all that they do, on GPUs boundaries and landings."""
+    most: on processors the processor time of all that they do, times the seconds in which training
+    gets one of it, on GPUs boundaries and landings."""
     effective_rank_milli: Count | None = None
     """Effective rank of the averaged pseudo-gradients, in thousandths, if the codec knows it."""
