@@ -3,7 +3,7 @@
 Sites are hosts of a lab (`dilocox.lab`): network namespaces joined through a bridge, each with a
 shaped up- and downlink and a hard CPU quota, together 90 % of the machine, in the runs without
 exchange too. Links, round trips and quotas are measured before anything else; nothing is reported
-if one is off by more than 5 %. The coordinator (and torchft's Lighthouse) has a host of its own.
+if a link is off by more than 5 %. The coordinator (and torchft's Lighthouse) has a host of its own.
 
 Links are made for the machine at hand: the time of a step is measured first, and a link's ratio is
 the time in which fp32 gradients cross it over that of a step: 400 (at which `allreduce` keeps a

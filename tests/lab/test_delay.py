@@ -37,9 +37,10 @@ def test_a_relay_refuses_what_it_cannot_carry_and_is_missed_when_it_ends() -> No
         refused = "the relay carries 100 Mbit/s per site and 200"
         for settings in (["a=101mbit", "b=101mbit"], ["a=80mbit", "b=80mbit", "c=80mbit"]):
             # As `dilocox lab set` of another process does it.
-            links = lab.links.changed(settings, lab.sites)
             with pytest.raises(LabError, match=refused):
-                registry.change_links(os.getpid(), links, "")
+                registry.change_links(
+                    os.getpid(), lambda links, s=settings: links.changed(s, lab.sites), ""
+                )
         with pytest.raises(LabError, match=refused):
             lab.shape()
         assert lab.links == before
@@ -62,6 +63,10 @@ def test_what_a_site_can_send_is_the_least_of_what_is_on_its_ways() -> None:
             check_relayed(
                 links.changed(["b=70mbit/30mbit", "c=80mbit/20mbit", setting], sites), sites
             )
+    # What nobody fills in training must be filled while it is measured.
+    fast = Links().changed(["a=20mbit/101mbit", "b=20mbit", "c=20mbit"], sites)
+    with pytest.raises(LabError):
+        check_relayed(fast, sites)
     unshaped = Links()
     assert sends(unshaped, "a", sites) is None
     with pytest.raises(LabError):

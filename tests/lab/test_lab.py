@@ -55,6 +55,19 @@ def test_all_that_is_reported_on_is_measured(lab: Lab) -> None:
     assert checked.cores.keys() == set(SITES)
     # What is known is not measured again, until links change.
     assert lab.verify(SECONDS) is checked
+    lab.set("a=5mbit")
+    lab.set("a=10mbit/40mbit")
+    assert lab.verify(SECONDS) is not checked
+
+
+@needs_lab
+@pytest.mark.slow
+def test_links_on_which_a_full_queue_takes_seconds_are_measured() -> None:
+    """What a measurement leaves in it is over before the next one, and before round trips."""
+    with Lab(["a", "b"], "70kbit", quota=QUOTA) as lab:
+        assert len(lab.verify(SECONDS).links) == 4
+    with Lab(["a", "b"], "600kbit", ["a-b=300kbit"], quota=QUOTA) as lab:
+        assert len(lab.verify(SECONDS).links) == 6
 
 
 @needs_lab

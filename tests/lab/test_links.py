@@ -31,7 +31,9 @@ def test_rates(text: str, rate: float | None) -> None:
     assert parse_rate(text) == rate
 
 
-@pytest.mark.parametrize("text", ["", "1", "1mb", "-1mbit", "1 mbit", "1e3mbit", "49kbit", "0mbit"])
+@pytest.mark.parametrize(
+    "text", ["", "1", "1mb", "-1mbit", "1 mbit", "1e3mbit", "49kbit", "0mbit", "101gbit"]
+)
 def test_what_is_no_rate_is_refused(text: str) -> None:
     with pytest.raises(LabError, match=f'rate "{text}"'):
         parse_rate(text)

@@ -57,6 +57,41 @@ def _change_in_vain(owner: int) -> None:
         raise LabError("tc refused")
 
 
+def test_a_change_is_made_of_the_links_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two commands at a time: the second knows what the first has changed meanwhile."""
+    own, sites = os.getpid(), ["lyon", "paris"]
+    monkeypatch.setattr(registry, "apply", lambda *_: None)
+    registry.enter(sites, sites)
+    for setting in ("paris=1mbit", "lyon=2mbit"):
+        registry.change_links(own, lambda links, s=setting: links.changed([s], sites), setting)
+    found = registry.read(own)
+    assert (found.links.line("paris").up, found.links.line("lyon").up) == (1e6, 2e6)
+    assert [what for _, what in found.changes] == ["paris=1mbit", "lyon=2mbit"]
+
+
+def test_a_change_that_fails_is_on_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some links may have changed: what was known of them counts no longer."""
+
+    def refused(*_: object) -> None:
+        raise LabError("tc refused")
+
+    own = os.getpid()
+    registry.enter(["paris"], ["paris"])
+    monkeypatch.setattr(registry, "apply", refused)
+    with pytest.raises(LabError, match="tc refused"):
+        registry.change_links(own, lambda _: Links({"paris": Line(1e6, 1e6)}), "paris=1mbit")
+    found = registry.read(own)
+    assert not found.links.shaped
+    assert [what for _, what in found.changes] == ["paris=1mbit (failed)"]
+    with pytest.raises(LabError, match="no such site"):
+        registry.change_links(own, _refuse, "x=1mbit")
+    assert len(registry.read(own).changes) == 1
+
+
+def _refuse(_: Links) -> Links:
+    raise LabError("no such site")
+
+
 def test_a_process_number_that_is_used_again_is_another_process() -> None:
     own = os.getpid()
     registry.enter(["paris"], ["paris"])

@@ -79,6 +79,16 @@ def test_bytes_are_those_of_the_whole_run_and_those_of_the_window() -> None:
     assert found.overhead == pytest.approx(3480 / 1300 - 1)
 
 
+def test_a_site_by_itself_sends_to_the_coordinator_alone() -> None:
+    """Whatever the coordinators of other runs on the same host hear meanwhile."""
+    own = [r for r in records(5) if r.get("site", "paris") == "paris"]
+    samples = [(100.0 + t, counted(100 * t, 200 * t, 500 * t)) for t in range(13)]
+    found = result_of("run", "none", ["paris"], HUB, own, samples, {}, Path("x"), warm_up=2)
+    assert found.control_bytes == 2 * 100 * 12
+    assert found.exchange_wire_bytes == 0
+    assert found.control_per_round == pytest.approx(found.sites["paris"].wire_per_round)
+
+
 def test_counters_between_two_samples_are_taken_as_even() -> None:
     samples = [(10.0, counted(0, 0, 0)), (20.0, counted(100, 0, 0)), (30.0, counted(500, 0, 0))]
     window = result().window.__class__(0, 0, begin=15.0, end=22.5)

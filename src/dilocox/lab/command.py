@@ -12,7 +12,7 @@ from typing import Any
 
 from dilocox.lab import registry, remains
 from dilocox.lab.lab import why_not
-from dilocox.lab.links import parse_line, show_rate
+from dilocox.lab.links import Links, parse_line, show_rate
 from dilocox.lab.system import LabError
 
 EPILOG = """\
@@ -149,14 +149,17 @@ def _set(options: argparse.Namespace) -> int:
     if not options.settings and options.line is None:
         raise LabError("nothing to set: give SITE=RATE, SITE-SITE=RATE or --all LINE")
     owner = _going_on(options.lab)
-    entry = registry.read(owner)
-    links, words = entry.links, list(options.settings)
+    sites, words = registry.read(owner).sites, list(options.settings)
     if options.line is not None:
-        links = links.with_all(parse_line(options.line), entry.sites)
         words.insert(0, f"every site {options.line}")
-    links = links.changed(options.settings, entry.sites)
-    registry.change_links(owner, links, " ".join(words))
-    for site in entry.sites:
+
+    def changed(links: Links) -> Links:
+        if options.line is not None:
+            links = links.with_all(parse_line(options.line), sites)
+        return links.changed(options.settings, sites)
+
+    links = registry.change_links(owner, changed, " ".join(words)).links
+    for site in sites:
         print(f"{site:<18}{links.line(site)}")
     for pair, rate in links.pairs.items():
         print(f"{'-'.join(pair):<18}{show_rate(rate)}")

@@ -101,7 +101,7 @@ class Lab:
         self.delay = Delay(self.network, delay) if delay else None
         self._groups: dict[str, Path] = {}
         self._guard: subprocess.Popen[bytes] | None = None
-        self._checked: tuple[Links, Checked] | None = None
+        self._checked: tuple[int, Checked] | None = None
 
     def __enter__(self) -> Lab:
         reason = why_not()
@@ -139,7 +139,7 @@ class Lab:
             self.delay.open()
             with registry.changing(os.getpid()) as entry:
                 entry.relayed = self.delay.relayed
-        self._change(self._first, "")
+        self._change(lambda _: self._first, "")
 
     def close(self) -> None:
         """End what runs in the lab and remove it. May be called again."""
@@ -166,15 +166,15 @@ class Lab:
 
     def shape(self, link: str = "none", links: Sequence[str] = ()) -> None:
         """Give all sites new links, as the constructor does; `lab.shape()` takes all limits off."""
-        text = " ".join([f"every site {link}", *links])
-        self._change(_links(self.sites, link, links), text)
+        asked, text = _links(self.sites, link, links), " ".join([f"every site {link}", *links])
+        self._change(lambda _: asked, text)
 
     def set(self, *settings: str) -> None:
         """Change single links: `lab.set("paris-lyon=5mbit", "paris=20mbit/100mbit")`."""
-        self._change(self.links.changed(settings, self.sites), " ".join(settings))
+        self._change(lambda links: links.changed(settings, self.sites), " ".join(settings))
 
-    def _change(self, links: Links, what: str) -> None:
-        registry.change_links(os.getpid(), links, what)
+    def _change(self, change: Callable[[Links], Links], what: str) -> None:
+        registry.change_links(os.getpid(), change, what)
 
     def verify(self, seconds: float = 1.0) -> Checked:
         """Measure all links, over `seconds` each at least, the round trips and the quotas.
@@ -183,12 +183,14 @@ class Lab:
         link that is off by more than `measuring.TOLERANCE`, and for a round trip that is not twice
         the delay: nothing may be reported that was measured on it.
         """
-        links = self.links
-        if self._checked is not None and self._checked[0] == links:
+        # Also what was changed and set back: it is shaped anew.
+        changes = len(self.changes)
+        self.network.links = self.links
+        if self._checked is not None and self._checked[0] == changes:
             return self._checked[1]
         self._checked = None
         checked = Checked(self._measured(seconds), self._round_trips(), self.cpu_shares())
-        self._checked = links, checked
+        self._checked = changes, checked
         return checked
 
     def _round_trips(self) -> dict[tuple[str, str], float]:

@@ -18,6 +18,8 @@ _UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 _RATE = re.compile(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)", re.IGNORECASE)
 SLOWEST = 50e3
 """A slower link cannot be measured in a reasonable time: fewer than five packets a second."""
+FASTEST = 100e9
+"""What the kernel's shaper has numbers for."""
 
 
 @dataclass(frozen=True)
@@ -126,6 +128,8 @@ def parse_rate(text: str) -> float | None:
     rate = float(found[1]) * _UNITS[found[2].lower()]
     if rate < SLOWEST:
         raise LabError(f'rate "{text}": below {show_rate(SLOWEST)} a link cannot be measured')
+    if rate > FASTEST:
+        raise LabError(f'rate "{text}": at most {show_rate(FASTEST)}, or none')
     return rate
 
 

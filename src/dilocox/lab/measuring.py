@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from dilocox.lab.links import Links, least, show_rate
-from dilocox.lab.shaping import FRAME_BYTES
+from dilocox.lab.shaping import FRAME_BYTES, drain_seconds
 from dilocox.lab.system import LabError
 
 if TYPE_CHECKING:
@@ -32,6 +32,8 @@ FRAMES = 200
 """A measurement lasts at least as long as so many full frames take."""
 SETTLE = 0.4
 """Seconds in which the bucket is emptied and the queue fills up."""
+UNSEEN = 0.2
+"""Seconds after a measurement in which the next one sees nothing yet: its processes start."""
 TRIES = 3
 """What is found slow is measured again: the machine may have been busy elsewhere."""
 READINGS = 20
@@ -253,6 +255,8 @@ def _rates(
         end, last = reading(network)
     finally:
         _end(senders)
+    # What is still in a slow link's queue would be counted, or waited for, in what follows.
+    time.sleep(max(0.0, drain_seconds(slowest) + delay - UNSEEN))
     found = []
     for transfer in batch:
         counted = last[transfer.port].since(first[transfer.port])

@@ -7,7 +7,7 @@ import fcntl
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO, cast
@@ -99,18 +99,28 @@ def changing(owner: int) -> Iterator[Entry]:
         file.truncate()
 
 
-def change_links(owner: int, links: Links, what: str) -> None:
-    """Give the lab of process `owner` these links and note the change.
+def change_links(owner: int, change: Callable[[Links], Links], what: str) -> Entry:
+    """Give the lab of process `owner` what `change` makes of its links; its entry after that.
 
-    Raises `LabError`, also for links that are faster than the relay of a delay; links and entry are
-    as before then.
+    The change is noted as `what`. Raises `LabError`, and what `change` raises, with everything as
+    before, also for links that are faster than the relay of a delay. If the kernel refuses a part,
+    or the caller is interrupted, some links may have changed: that is noted too, and the lab's own
+    next check finds those that have.
     """
     with changing(owner) as entry:
+        links = change(entry.links)
         if entry.relayed:
             check_relayed(links, entry.sites)
-        apply(entry.layout, entry.links, links)
-        entry.links = links
+        failure: BaseException | None = None
+        try:
+            apply(entry.layout, entry.links, links)
+            entry.links = links
+        except BaseException as error:
+            failure, what = error, f"{what} (failed)"
         entry.changes.append((time.time(), what))
+    if failure is not None:
+        raise failure
+    return entry
 
 
 @contextlib.contextmanager

@@ -128,9 +128,13 @@ def result_of(
             payload_per_round=sum(r["payload_bytes"] for r in measured) / window.rounds,
             wire_per_round=sent / window.rounds,
         )
-    control = counted[hub]
-    # What the hub receives is what the sites send to it.
-    heard = between(samples, hub, "received_bytes", window)
+    # What the hub receives is what the sites send to it; a site by itself sends nothing else, and
+    # the hub may hear others meanwhile.
+    single = sites[0] if len(sites) == 1 else None
+    control = counted[single or hub]
+    to_hub = control.sent_bytes if single else control.received_bytes
+    field = "sent_bytes" if single else "received_bytes"
+    heard = between(samples, single or hub, field, window)
     return RunResult(
         name=name,
         method=method,
@@ -138,7 +142,7 @@ def result_of(
         sites=found,
         control_bytes=control.sent_bytes + control.received_bytes,
         control_per_round=heard / window.rounds / len(sites),
-        exchange_wire_bytes=sum(counted[s].sent_bytes for s in sites) - control.received_bytes,
+        exchange_wire_bytes=sum(counted[s].sent_bytes for s in sites) - to_hub,
         summary=summary,
         records=records,
         folder=folder,

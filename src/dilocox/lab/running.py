@@ -177,20 +177,20 @@ class Run:
         _claim(config, overwrite)
         try:
             self.sample()
-            self._fork(HUB, "coordinator", _serve, config, self.folder / "run.toml")
+            self._fork(HUB, _serve, config, self.folder / "run.toml")
             endpoint = self._endpoint()
             for site in config.sites:
-                self._fork(site, site, _take_part, config, site, endpoint, self.folder, trace)
+                self._fork(site, _take_part, config, site, endpoint, self.folder, trace)
         except BaseException:
             self.end()
             raise
 
-    def _fork(self, host: str, name: str, target: Callable[..., int], *arguments: Any) -> None:
+    def _fork(self, host: str, target: Callable[..., int], *arguments: Any) -> None:
         # A coordinator clears `logs` when it starts, names with a dot it leaves alone.
-        log = self.folder / ".lab" / f"{name}.log"
+        log = self.folder / ".lab" / f"{host}.log"
         log.parent.mkdir(exist_ok=True)
-        process = self._lab.fork(host, _logged, target, log, arguments, name=name)
-        self._children[name] = _Child(process, log)
+        process = self._lab.fork(host, _logged, target, log, arguments, name=host)
+        self._children[host] = _Child(process, log)
 
     def _endpoint(self) -> Endpoint:
         file = self.folder / "coordinator" / ENDPOINT
@@ -207,13 +207,14 @@ class Run:
 
     def check(self) -> None:
         """Raise `LabError` if a process has failed."""
-        for name, child in self._children.items():
+        for host, child in self._children.items():
             if child.process.exitcode in (None, 0):
                 continue
             said = [ln for ln in _text(child.log).splitlines() if ln.startswith("dilocox: ")]
             what = said[-1].removeprefix("dilocox: ") if said else ""
             raise LabError(
-                f"run {self.config.run.name}: {name} {processes.why_ended(child.process)}"
+                f"run {self.config.run.name}: {'coordinator' if host == HUB else host} "
+                f"{processes.why_ended(child.process)}"
                 f"{f' ({what})' if what else ''}; see {child.log}"
             )
 

@@ -7,12 +7,14 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from dilocox import preflight
 from dilocox.config import RunConfig, resolve_run
 from dilocox.display import Display, number
 from dilocox.lab import report
 from dilocox.lab.lab import Lab
 from dilocox.lab.results import RunResult
-from dilocox.lab.running import check, run, run_alone, with_sites
+from dilocox.lab.running import alone, check, run, run_alone, with_sites
+from dilocox.lab.system import LabError
 
 
 class Session:
@@ -55,15 +57,17 @@ class Session:
 
         Raises `LabError` for a lab that is not what it should be: no figure is printed then.
         """
+        self._check_places(json_file)
         display = self._display
         with Lab(list(self._config.sites), link, links, quota=quota, delay=delay) as lab:
             check(self._config, display)
             display.step("measuring links, round trips and quotas")
+            before = len(lab.changes)
             checked = lab.verify()
             display.step_done()
             self._print(report.describe_lab(lab, checked))
             alone = self._train_alone(lab) if self._alone else None
-            result, changes = self._train(lab)
+            result, changes = self._train(lab, before)
             if changes:
                 checked = lab.verify()
             self._print(report.describe_run(result, checked))
@@ -79,6 +83,16 @@ class Session:
                 json_file.write_text(json.dumps(plain, indent=2) + "\n", encoding="utf-8")
         display.line(f"all of it         {result.folder}")
 
+    def _check_places(self, json_file: Path | None) -> None:
+        """Refuse, before anything is measured, what could not be written when all is done."""
+        runs = [self._config]
+        if self._alone:
+            runs += [alone(self._config, site) for site in self._config.sites]
+        for each in runs:
+            preflight.check_folder(each, resume=False, overwrite=self._overwrite)
+        if json_file is not None and not json_file.absolute().parent.is_dir():
+            raise LabError(f"--json {json_file}: no folder {json_file.parent}; make it first")
+
     def _train_alone(self, lab: Lab) -> float:
         """Tokens/s of all sites together with no exchange."""
         self._display.step("training every site by itself")
@@ -86,9 +100,9 @@ class Session:
         self._display.step_done()
         return sum(result.tokens_per_second for result in found.values())
 
-    def _train(self, lab: Lab) -> tuple[RunResult, list[str]]:
-        """The run, and how links were changed meanwhile."""
-        begin, before = time.time(), len(lab.changes)
+    def _train(self, lab: Lab, before: int) -> tuple[RunResult, list[str]]:
+        """The run, and how links were changed after the first `before` changes."""
+        begin = time.time()
         self._display.start()
         try:
             result = run(
@@ -102,7 +116,10 @@ class Session:
         finally:
             self._display.stop()
         new = lab.changes[before:]
-        return result, [f"after {when - begin:.1f} s: {what}" for when, what in new]
+        return result, [
+            f"after {when - begin:.1f} s: {what}" if when >= begin else f"before the run: {what}"
+            for when, what in new
+        ]
 
     def _print(self, lines: Sequence[str]) -> None:
         for line in lines:

@@ -97,6 +97,11 @@ def _line(device: str, before: float | None, after: float | None) -> Iterator[st
     yield f"qdisc replace dev {device} root tbf rate {int(after)}bit {size}"
 
 
+def drain_seconds(rate: float) -> float:
+    """How long a full queue of a line or pair of so many bits per second takes to empty."""
+    return _queue(rate) * 8 / rate
+
+
 def _burst(rate: float) -> int:
     return max(int(rate / 8 * 0.010), 2 * FRAME_BYTES)
 
