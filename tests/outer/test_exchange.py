@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import pytest
@@ -13,6 +13,7 @@ import torch
 
 from dilocox.codec_spec import parse_spec
 from dilocox.compression import (
+    Compressor,
     Geometry,
     LowRank,
     Part,
@@ -20,6 +21,7 @@ from dilocox.compression import (
     frame_bytes,
     payload_digest,
 )
+from dilocox.compression.base import Codec
 from dilocox.errors import ExchangeError
 from dilocox.outer.averaging import average
 from dilocox.outer.coordinator.messages import (
@@ -153,7 +155,7 @@ def run(
     abstain: Sequence[str] = (),
     members: Sequence[str] = tuple(WEIGHTS),
     geometry: Geometry = GEOMETRY,
-    strange: Mapping[str, type[LowRank]] | None = None,
+    strange: Mapping[str, Callable[[Geometry, int], Compressor | LowRank]] | None = None,
 ) -> dict[str, Outcome]:
     """What every site makes of the same exchange. `strange`: sites that send something else."""
 
@@ -356,6 +358,82 @@ def test_a_low_rank_site_that_sends_anything_stops_nobody() -> None:
     # An owner without a basis has broken the exchange: it is named, as if its link were down.
     with pytest.raises(AssertionError, match=f"broken by {owner}"):
         run("gather", "lowrank:2", geometry=MATRICES, strange={owner: StepsOfNothing})
+
+
+@dataclass
+class Spoiled:
+    """A codec some of whose payloads are others than it should send: those of the numbers in
+    `which`, from 0 on, of all that it encodes."""
+
+    codec: Codec
+    which: tuple[int, ...]
+    change: Callable[[torch.Tensor], None]
+    count: int = 0
+
+    @property
+    def name(self) -> str:
+        return self.codec.name
+
+    @property
+    def identifier(self) -> int:
+        return self.codec.identifier
+
+    def payload_bytes(self, n: int) -> int:
+        return self.codec.payload_bytes(n)
+
+    def encode(self, values: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        payload = self.codec.encode(values)
+        if self.count in self.which:
+            self.change(payload)
+        self.count += 1
+        return payload
+
+    def decode(
+        self, payload: torch.Tensor, n: int, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return self.codec.decode(payload, n, out)
+
+
+def spoiled(
+    name: str, change: Callable[[torch.Tensor], None], *which: int
+) -> Callable[[Geometry, int], Compressor]:
+    def made(geometry: Geometry, _: int) -> Compressor:
+        usual = compressor(name, geometry)
+        assert isinstance(usual, Compressor)
+        codec = Spoiled(usual.codec(0, 0), which, change)
+        return replace(usual, codec=lambda *_: codec)
+
+    return made
+
+
+def no_scale(payload: torch.Tensor) -> None:
+    payload[:2] = torch.tensor([0xC0, 0x7F], dtype=torch.uint8)  # bf16: no number
+
+
+def endless(payload: torch.Tensor) -> None:
+    payload.view(torch.float32)[0] = 3e38  # finite, as means with others are
+
+
+@pytest.mark.parametrize(("name", "change"), [("int8", no_scale), ("none", endless)])
+def test_a_payload_that_decodes_to_nothing_of_use_stops_nobody(
+    mode: str, name: str, change: Callable[[torch.Tensor], None]
+) -> None:
+    """In `reduce` the chunk for paris, the first owner, alone is spoiled."""
+    outcomes = run(mode, name, strange={"oslo": spoiled(name, change, 0)})
+    for site in ("paris", "lyon"):
+        assert outcomes[site].contributors == ("paris", "lyon")
+        mean = outcomes[site].average
+        assert mean is not None
+        assert bool((mean.abs() < 100).all())
+
+
+@pytest.mark.parametrize(("name", "change"), [("int8", no_scale), ("none", endless)])
+def test_an_owner_of_a_mean_that_is_none_has_broken_the_exchange(
+    name: str, change: Callable[[torch.Tensor], None]
+) -> None:
+    """It encodes three chunks, then the mean of its own."""
+    with pytest.raises(AssertionError, match="broken by oslo"):
+        run("reduce", name, strange={"oslo": spoiled(name, change, 3)})
 
 
 def test_who_abstains_is_left_out_and_still_gets_the_mean(mode: str) -> None:

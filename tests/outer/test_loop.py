@@ -290,6 +290,35 @@ def test_entering_lands_on_what_it_has_fetched() -> None:
     assert rank.loop.awaiting == set()
 
 
+def test_who_has_entered_keeps_what_it_has_trained_at_landings_from_before() -> None:
+    """Its first round goes on while they land; the others keep theirs, too."""
+    rank = Rank()
+    before = plan().model_copy(update={"members": {"lyon": plan().members["lyon"]}})
+    rank.loop.end_of_slot(before, 4)  # boundary of fragment 1, which lands at 6
+    rank.wire.answer("lyon")
+    first = plan(1, first_tick=4, first_step=4)
+    for slot in (1, 2):
+        rank.train()
+        rank.loop.end_of_slot(first, slot)
+        rank.wire.answer("paris", "lyon")
+    assert rank.anchor(1) == -1.0
+    assert float(rank.live["b"][0]) == -1.0 - 2.0
+
+
+def test_bytes_of_who_is_overtaken_count() -> None:
+    rank = Rank()
+    rank.train()
+    rank.loop.end_of_slot(plan(), 2)
+    rank.wire.answer("lyon", missed=True)
+    rank.loop.land_due(4)
+    assert rank.loop.counts.payload_bytes == 100
+    rank.loop.end_of_slot(plan(), 4)
+    rank.wire.answer("lyon", missed=True)
+    rank.loop.set_aside(1.0)
+    assert rank.loop.counts.payload_bytes == 200
+    assert rank.loop.counts.contributors == []
+
+
 def test_entering_knows_which_landings_came_before_their_time() -> None:
     """Rounds become shorter: a landing of tick 6 comes with its fragment's boundary at 5, and is
     in what a donor copies there."""

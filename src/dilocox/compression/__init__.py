@@ -12,6 +12,7 @@ from dilocox.compression.base import (
     all_zero,
     first_non_finite,
     first_unusable,
+    refuse_unusable,
     require_finite,
 )
 from dilocox.compression.frame import (
@@ -45,6 +46,7 @@ __all__ = [
     "frame_digest",
     "pack_frame",
     "payload_digest",
+    "refuse_unusable",
     "require_finite",
     "unpack_frame",
 ]

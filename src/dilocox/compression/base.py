@@ -100,10 +100,23 @@ def all_zero(values: Tensor) -> bool:
 
 def refuse_non_finite(values: Tensor, name: str) -> None:
     """Raise `ExchangeError` unless all decoded `values` of codec `name` are finite."""
-    position = first_non_finite(values)
+    _refuse(values, name, torch.finfo(values.dtype).max)
+
+
+def refuse_unusable(values: Tensor, name: str) -> None:
+    """Raise `ExchangeError` for decoded `values` of codec `name` beyond `LARGEST`: means of finite
+    ones can be finite, and the anchor be none after some of them.
+
+    Twice as much passes: codecs round.
+    """
+    _refuse(values, name, 2 * LARGEST)
+
+
+def _refuse(values: Tensor, name: str, largest: float) -> None:
+    position = first_unusable(values, largest)
     if position is not None:
         raise ExchangeError(
-            f"{name} payload refused: value {position} is {float(values[position])}; no site's "
+            f"{name} payload refused: value {position} is {float(values[position]):.3g}; no site's "
             "encoder writes that"
         )
 

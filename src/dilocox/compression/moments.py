@@ -7,11 +7,11 @@ mean of every row, a part of the rows per exchange, can set theirs to the mean o
 
 A payload with moments is that of its codec, then one byte per row that is due: 0 for none (no
 moment, or less than 2^-60), else c from 1 to 255 for numbers whose fp32 bits, without the lowest
-21, are c + 267: four steps to an octave, from 2^-60 to 2^4. Whole numbers, the same everywhere.
-Rows are those of all tensors of two or more dimensions of a buffer, one tensor after another, by
-all dimensions but the last. In exchanges of round r row i of a tensor is due if i mod `PERIOD` is
-r mod `PERIOD`, whatever else the buffer holds; of a shard, i counts from the whole tensor's first
-row. Where fewer of a tensor are due than in other rounds its last byte is 0.
+21, are c + 267: four steps to an octave, from 2^-60 to 14, 255 for what is more. Whole numbers, the
+same everywhere. Rows are those of all tensors of two or more dimensions of a buffer, one after
+another, by all dimensions but the last. In exchanges of round r row i of a tensor is due if i mod
+`PERIOD` is r mod `PERIOD`, whatever else the buffer holds; of a shard, i counts from the whole
+tensor's first row. Where fewer of a tensor are due than in other rounds its last byte is 0.
 """
 
 from __future__ import annotations

@@ -281,18 +281,20 @@ class Attempt:
         """Payloads of the frames that are what they should be; the others are left out.
 
         `contributions`: what is wrong with them is said with the vote. `check` raises
-        `ExchangeError` for a payload that is none.
+        `ExchangeError` for a payload that does not decode.
         """
         payloads = {}
         with timeline.span("check frames"):
             for site, frame in frames.items():
+                code: Literal["malformed", "not-finite"] = "malformed"
                 try:
                     payload = unpack_frame(frame, parts[site])
+                    code = "not-finite"
                     check(payload)
                 except ExchangeError as error:
                     log.warning("%s from %s: %s", self.what.key.text, site, error)
                     if contributions:
-                        self.opinions[site] = Opinion(code="malformed")
+                        self.opinions[site] = Opinion(code=code)
                 else:
                     payloads[site] = payload
         return payloads

@@ -10,6 +10,7 @@ group.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -25,6 +26,7 @@ from dilocox.compression import (
     frame_digest,
     pack_frame,
     payload_digest,
+    refuse_unusable,
 )
 from dilocox.errors import ExchangeError
 from dilocox.outer.admission.weighing import Weighing
@@ -37,8 +39,11 @@ from dilocox.outer.attempt import (
     Turn,
 )
 from dilocox.outer.averaging import chunk_bounds, requantise
+from dilocox.outer.coordinator.messages import ExchangeKey
 from dilocox.outer.coordinator.verdict_messages import Opinion
 from dilocox.outer.groups import EpochChangedError
+
+log = logging.getLogger(__name__)
 
 __all__ = ["Ballot", "Contribution", "Outcome", "exchange"]
 
@@ -77,7 +82,8 @@ def _carry(ballot: Ballot, me: str, contribution: Contribution, turn: Turn) -> O
         roles = {member.site: member.role for member in begun.members}
         # What is decided is sent to nobody any more.
         if me not in roles or (begun.decided and roles[me] == "entering"):
-            return Outcome(None, (), None, None, 0, time.monotonic() - start, attempts, True)
+            took = time.monotonic() - start
+            return Outcome(None, (), None, None, sent_bytes, took, attempts, True)
         attempt = Attempt(ballot, me, contribution, begun, turn)
         try:
             if isinstance(contribution.compressor, LowRank):
@@ -242,7 +248,10 @@ def reduce(attempt: Attempt) -> Outcome:
         payloads = dict.fromkeys(owners, torch.empty(0, dtype=torch.uint8))
     else:
         payloads = attempt.unpack(
-            {**arrived, me: frames[me]}, dict.fromkeys(owners, own), contributions=True
+            {**arrived, me: frames[me]},
+            dict.fromkeys(owners, own),
+            contributions=True,
+            check=lambda payload: refuse_unusable(own.decode(payload), own.name),
         )
     index = None if attempt.observes else chunk_index(frames.values())
     if what.values is not None and all_zero(what.values):
@@ -268,15 +277,18 @@ def reduce(attempt: Attempt) -> Outcome:
         phase=2,
     )
     averaged = attempt.unpack(means, chunks)
-    lost = [site for site in chunks if site not in averaged] if counted else []
+    with timeline.span("decode", values=what.length):
+        # Before anybody says that he is done: an owner's mean that is none is as good as none.
+        decoded = _decoded(what.key, chunks, averaged)
+    lost = [site for site in chunks if site not in decoded] if counted else []
     if lost:
         raise attempt.broken(lost)
     decision = attempt.decide("done", payloads)
     if decision.decision != "commit":
         raise ExchangeError(f"{what.key.text}: reduce was answered {decision.decision}")
     with timeline.span("decode", values=what.length):
-        result = _joined(chunks, averaged) if counted else None
-        sent = _joined(chunks, mine) if me in decision.set else None
+        result = _joined(decoded) if counted else None
+        sent = _joined(_decoded(what.key, chunks, mine)) if me in decision.set else None
     passed = [] if index is None else [index, *mine.values(), *payloads.values()]
     outcome = _outcome(attempt, result, decision.set, sent, second)
     return replace(outcome, payloads=tuple(passed))
@@ -291,10 +303,26 @@ def chunk_index(frames: Iterable[torch.Tensor]) -> torch.Tensor:
     return torch.frombuffer(bytearray(digests), dtype=torch.uint8)
 
 
-def _joined(chunks: Mapping[str, Part], payloads: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """All chunks decoded, one after the other; nothing of a fragment without values."""
-    decoded = [part.decode(payloads[site]) for site, part in chunks.items()]
-    return torch.cat(decoded) if decoded else torch.empty(0)
+def _decoded(
+    key: ExchangeKey, chunks: Mapping[str, Part], payloads: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Chunks by owner, in the order of `chunks`, without those that do not decode to numbers of
+    use."""
+    found = {}
+    for site, part in chunks.items():
+        if site in payloads:
+            try:
+                found[site] = part.decode(payloads[site])
+                refuse_unusable(found[site], part.name)
+            except ExchangeError as error:
+                log.warning("%s, averaged by %s: %s", key.text, site, error)
+                found.pop(site, None)
+    return found
+
+
+def _joined(decoded: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """All chunks, one after the other; nothing of a fragment without values."""
+    return torch.cat(list(decoded.values())) if decoded else torch.empty(0)
 
 
 def _outcome(

@@ -269,6 +269,7 @@ class OuterLoop:
         goes into the residual. Nothing that is under way lands here."""
         for item in self.under_way_now():
             outcome = self._wait(item)
+            self.counts.payload_bytes += outcome.payload_bytes
             if item.contribution is not None:
                 state = self.states[item.key.fragment]
                 state.committed(item.contribution, outcome.sent, outcome.second_error)
@@ -394,6 +395,7 @@ class OuterLoop:
                     f"{item.key.text} was carried without this site; it must join again"
                 )
             state.committed(item.contribution, None)
+            self.counts.payload_bytes += outcome.payload_bytes
             self.behind = True
             return
         with timeline.span("landing", key=item.key.text, values=state.layout.length):
@@ -410,7 +412,8 @@ class OuterLoop:
         weights = [plan.members[site].weight for site in outcome.contributors]
         own = plan.members[self._me].weight if self._me in outcome.contributors else 0.0
         rule = Rule(
-            overlap="none" if weight is None else plan.overlap,
+            # One that enters has a displacement too, once its own round goes on.
+            overlap=plan.overlap if weight is not None or plan.overlap == "keep" else "none",
             keep=plan.keep,
             learning_rate=plan.learning_rate,
             momentum=plan.momentum,

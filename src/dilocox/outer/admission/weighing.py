@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from torch import Tensor
 
-from dilocox.compression import all_zero
+from dilocox.compression import all_zero, refuse_unusable
 from dilocox.errors import ExchangeError
 from dilocox.outer.admission.aggregation import aggregate
 from dilocox.outer.admission.examine import examine
@@ -89,6 +89,7 @@ class Weighing:
                 continue
             try:
                 sent = self._decode(self._payloads[site])
+                refuse_unusable(sent, self._what.compressor.name)
             except ExchangeError as error:
                 log.warning("%s from %s: %s", self._what.key.text, site, error)
                 opinions[site] = Opinion(code="not-finite")
