@@ -28,8 +28,8 @@ from dilocox.outer.unreached import Links, UnreachedError
 from dilocox.outer.worker import LinkTurn, Turns
 from dilocox.rank_process import GroupKey, Network
 from tests.outer.coordinator.served import Run
+from tests.outer.exchanging import GEOMETRY, KEY, LENGTH, WEIGHTS, values_of
 from tests.outer.sites import CONTEXT, TIMEOUTS, MemoryStore, run_each, shared_store, until
-from tests.outer.test_exchange import GEOMETRY, KEY, LENGTH, WEIGHTS, values_of
 from tests.outer.test_tunnel import blob
 
 HERE = "127.0.0.9"

@@ -17,8 +17,8 @@ from dilocox.outer.coordinator.messages import BeginReply, ExchangeKey, VoteRepl
 from dilocox.outer.coordinator.verdict_messages import Opinion
 from dilocox.outer.exchange import Contribution
 from dilocox.outer.worker import ExchangeWorker, LinkTurn, Turns
+from tests.outer.exchanging import GEOMETRY, LENGTH, WEIGHTS, SharedBallot, values_of
 from tests.outer.sites import MemoryStore, run_each, shared_store, until
-from tests.outer.test_exchange import GEOMETRY, LENGTH, WEIGHTS, SharedBallot, values_of
 
 KEYS = [ExchangeKey.outer(0, 0, fragment) for fragment in range(4)]
 LIMIT = 20.0

@@ -130,11 +130,9 @@ def result_of(
         )
     # What the hub receives is what the sites send to it; a site by itself sends nothing else, and
     # the hub may hear others meanwhile.
-    single = sites[0] if len(sites) == 1 else None
-    control = counted[single or hub]
-    to_hub = control.sent_bytes if single else control.received_bytes
-    field = "sent_bytes" if single else "received_bytes"
-    heard = between(samples, single or hub, field, window)
+    host, field = (sites[0], "sent_bytes") if len(sites) == 1 else (hub, "received_bytes")
+    control = counted[host]
+    heard = between(samples, host, field, window)
     return RunResult(
         name=name,
         method=method,
@@ -142,7 +140,7 @@ def result_of(
         sites=found,
         control_bytes=control.sent_bytes + control.received_bytes,
         control_per_round=heard / window.rounds / len(sites),
-        exchange_wire_bytes=sum(counted[s].sent_bytes for s in sites) - to_hub,
+        exchange_wire_bytes=sum(counted[s].sent_bytes for s in sites) - getattr(control, field),
         summary=summary,
         records=records,
         folder=folder,

@@ -63,11 +63,9 @@ def run(
     config = in_lab(lab, config)
     check(config)
     lab.verify()
-    before = len(lab.changes)
     started = Run(lab, config, overwrite=overwrite, trace=trace)
     finish(lab, [started], on_record)
-    if len(lab.changes) > before:
-        lab.verify()
+    lab.verify()
     return started.result(warm_up)
 
 

@@ -66,20 +66,22 @@ class Session:
             checked = lab.verify()
             display.step_done()
             self._print(report.describe_lab(lab, checked))
-            alone = self._train_alone(lab) if self._alone else None
+            by_themselves = self._train_alone(lab) if self._alone else None
             result, changes = self._train(lab, before)
-            if changes:
-                checked = lab.verify()
+            # Links may have changed.
+            checked = lab.verify()
             self._print(report.describe_run(result, checked))
-            if alone is not None:
-                share = result.tokens_per_second / alone
-                self._print([f"alone             {number(alone)} tokens/s, this is {share:.1%}"])
+            if by_themselves is not None:
+                share = result.tokens_per_second / by_themselves
+                self._print(
+                    [f"alone             {number(by_themselves)} tokens/s, this is {share:.1%}"]
+                )
             if changes:
                 self._print([f"links changed     {change}" for change in changes])
                 self._print(report.link_lines(checked))
             if json_file is not None:
                 plain = report.plain(lab, checked, result, changes)
-                plain["alone_tokens_per_second"] = alone
+                plain["alone_tokens_per_second"] = by_themselves
                 json_file.write_text(json.dumps(plain, indent=2) + "\n", encoding="utf-8")
         display.line(f"all of it         {result.folder}")
 

@@ -276,7 +276,7 @@ class Attempt:
         parts: Mapping[str, FramePart],
         *,
         contributions: bool = False,
-        check: Callable[[torch.Tensor], None] = lambda payload: None,
+        check: Callable[[torch.Tensor], object] = lambda payload: None,
     ) -> dict[str, torch.Tensor]:
         """Payloads of the frames that are what they should be; the others are left out.
 

@@ -251,7 +251,7 @@ def reduce(attempt: Attempt) -> Outcome:
             {**arrived, me: frames[me]},
             dict.fromkeys(owners, own),
             contributions=True,
-            check=lambda payload: refuse_unusable(own.decode(payload), own.name),
+            check=lambda payload: _usable(own, payload),
         )
     index = None if attempt.observes else chunk_index(frames.values())
     if what.values is not None and all_zero(what.values):
@@ -288,7 +288,9 @@ def reduce(attempt: Attempt) -> Outcome:
         raise ExchangeError(f"{what.key.text}: reduce was answered {decision.decision}")
     with timeline.span("decode", values=what.length):
         result = _joined(decoded) if counted else None
-        sent = _joined(_decoded(what.key, chunks, mine)) if me in decision.set else None
+        sent = None
+        if me in decision.set:
+            sent = _joined({site: part.decode(mine[site]) for site, part in chunks.items()})
     passed = [] if index is None else [index, *mine.values(), *payloads.values()]
     outcome = _outcome(attempt, result, decision.set, sent, second)
     return replace(outcome, payloads=tuple(passed))
@@ -312,12 +314,17 @@ def _decoded(
     for site, part in chunks.items():
         if site in payloads:
             try:
-                found[site] = part.decode(payloads[site])
-                refuse_unusable(found[site], part.name)
+                found[site] = _usable(part, payloads[site])
             except ExchangeError as error:
                 log.warning("%s, averaged by %s: %s", key.text, site, error)
-                found.pop(site, None)
     return found
+
+
+def _usable(part: Part, payload: torch.Tensor) -> torch.Tensor:
+    """What `payload` decodes to. Raises `ExchangeError` for what is of no use."""
+    values = part.decode(payload)
+    refuse_unusable(values, part.name)
+    return values
 
 
 def _joined(decoded: Mapping[str, torch.Tensor]) -> torch.Tensor:
