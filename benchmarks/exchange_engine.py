@@ -33,7 +33,7 @@ from dilocox.outer.coordinator.serving import Endpoint, serve
 from dilocox.outer.coordinator.timeouts import Timeouts
 from dilocox.outer.exchange import Contribution, Outcome
 from dilocox.outer.worker import ExchangeWorker
-from dilocox.rank_process import Network as RankNetwork
+from dilocox.rank_network import Network as RankNetwork
 
 HUB = "hub"
 LIMIT = 120.0

@@ -39,7 +39,7 @@ FLOORS = (
     {"memory", "record", "tokenizer_check", "weights_check"},
     {"assembly", "determinism"},
     {"payloads"},
-    {"persistence", "entering", "meter", "preflight", "handing_over"},
+    {"persistence", "entering", "meter", "preflight", "handing_over", "rank_network"},
     {"trainer"},
     {"rank_process", "audit"},
     {"supervisor"},

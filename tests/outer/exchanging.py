@@ -17,6 +17,7 @@ from dilocox.compression import (
     LowRank,
     Part,
     compressor,
+    payload_digest,
 )
 from dilocox.errors import ExchangeError
 from dilocox.outer.coordinator.messages import (
@@ -55,10 +56,17 @@ class SharedBallot:
     votes: list[list[str]] = field(default_factory=list)
     named: dict[str, bytes | None] = field(default_factory=dict)
     """SHA-256 of payloads that were named before they were sent, by exchange."""
+    events: list[tuple[str, tuple[bytes, ...]]] = field(default_factory=list)
+    """Votes by phase, what was to be kept, by SHA-256, and when it was waited for."""
 
     def commit(self, what: Contribution, payload: bytes | None) -> str | None:
         self.named[what.key.text] = payload
         return None
+
+    def keep(self, key: ExchangeKey, payloads: Sequence[torch.Tensor]) -> Callable[[], None]:
+        digests = tuple(payload_digest(payload) for payload in payloads)
+        self.events.append(("keep", digests))
+        return lambda: self.events.append(("kept", digests))
 
     def begin(self, key: ExchangeKey, commitment: str | None = None) -> BeginReply:
         roles: list[ExchangeMember] = []
@@ -79,6 +87,7 @@ class SharedBallot:
         opinions: Mapping[str, Opinion],
     ) -> VoteReply:
         self.votes.append(list(held))
+        self.events.append((phase, ()))
         self.store._values[phase, self.me] = (list(held), contributes)
         return self.observe(key, attempt, phase=phase)
 

@@ -38,7 +38,7 @@ from dilocox.outer.groups import PeerGroup
 from dilocox.outer.loop import OuterLoop
 from dilocox.outer.state import FragmentState, tensors_digest
 from dilocox.outer.worker import ExchangeWorker
-from dilocox.rank_process import Network
+from dilocox.rank_network import Network
 from tests.outer.sites import CONTEXT, run_and_tell
 
 SHAPES = {"layers.0": (40, 24), "layers.1": (40, 24)}

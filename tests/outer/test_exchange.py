@@ -300,6 +300,7 @@ class Voter(SharedBallot):
 
     def vote(self, key: ExchangeKey, *_: Any, **given: Any) -> VoteReply:
         self.voted |= given["digests"]
+        self.events.append((given["phase"], ()))
         decision = "average" if self.reduce and given["phase"] == "held" else "commit"
         return VoteReply.model_validate(
             {"decision": decision, "set": [self.me], "attempt": 1, "epoch": 1, "waiting_for": []}
@@ -326,6 +327,20 @@ def test_what_is_committed_to_is_what_is_sent(mode: str, codec: str, named: bool
     if digest is not None:
         assert digest.hex() == ballot.voted["paris"]
         assert digest == payload_digest(outcome.payloads[0])
+
+
+def test_what_nobody_else_has_is_kept_before_it_can_count() -> None:
+    """A site that dies after its last vote has contributed: in `reduce` its index, and its chunk
+    for itself, are with nobody else."""
+    ballot = Voter(MemoryStore({}), "paris", members=["paris"], reduce=True)
+    what = Contribution(
+        KEY, LENGTH, values_of("paris"), compressor("int4", GEOMETRY), "reduce", WEIGHTS
+    )
+    outcome = exchange(ballot, "paris", what, LinkTurn(Turns(), 0))
+    index, chunk = (payload_digest(payload) for payload in outcome.payloads[:2])
+    assert index.hex() == ballot.voted["paris"]
+    own = (index, chunk)
+    assert ballot.events == [("held", ()), ("keep", own), ("kept", own), ("done", ())]
 
 
 def test_an_exchange_from_before_this_site_was_there(mode: str) -> None:

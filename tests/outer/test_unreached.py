@@ -26,7 +26,7 @@ from dilocox.outer.groups import EpochChangedError, PeerGroup
 from dilocox.outer.tunnel_addresses import blob_address, with_address
 from dilocox.outer.unreached import Links, UnreachedError
 from dilocox.outer.worker import LinkTurn, Turns
-from dilocox.rank_process import GroupKey, Network
+from dilocox.rank_network import GroupKey, Network
 from tests.outer.coordinator.served import Run
 from tests.outer.exchanging import GEOMETRY, KEY, LENGTH, WEIGHTS, values_of
 from tests.outer.sites import CONTEXT, TIMEOUTS, MemoryStore, run_each, shared_store, until

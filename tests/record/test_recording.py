@@ -119,6 +119,32 @@ def test_exchanges_wait_for_a_slow_store_only_when_the_queue_is_full(tmp_path: P
     assert store.has(sha256(b"payload 0"))
 
 
+def test_what_an_exchange_must_have_kept_is_waited_for(tmp_path: Path) -> None:
+    store = SlowStore(str(tmp_path))
+    record, _, warnings = rank_record(store)
+    kept = record.keep([torch.frombuffer(bytearray(b"own"), dtype=torch.uint8)])
+    waiting = threading.Thread(target=kept)
+    waiting.start()
+    waiting.join(0.2)
+    assert waiting.is_alive()
+    store.go.set()
+    waiting.join(30.0)
+    assert store.has(sha256(b"own"))
+    assert warnings == []
+
+
+def test_nobody_waits_for_long_for_what_is_not_kept(tmp_path: Path) -> None:
+    store = SlowStore(str(tmp_path))
+    record, _, warnings = rank_record(store, patience=0.05)
+    kept = record.keep([torch.frombuffer(bytearray(b"own"), dtype=torch.uint8)])
+    kept()
+    assert len(warnings) == 1
+    assert "has kept nothing for 0 s; the run goes on" in warnings[0]
+    kept()
+    store.go.set()
+    record.wait()
+
+
 def test_a_store_that_stays_slow_is_given_up(tmp_path: Path) -> None:
     store = SlowStore(str(tmp_path))
     record, _, warnings = rank_record(store, patience=0.05)

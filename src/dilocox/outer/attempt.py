@@ -39,6 +39,10 @@ class Ballot(Protocol):
         `payload`: SHA-256 of what will be sent, where that does not hang on the group.
         """
 
+    def keep(self, key: ExchangeKey, payloads: Sequence[torch.Tensor]) -> Callable[[], None]:
+        """Begin to keep these payloads, where the run is recorded; what waits until they are kept,
+        or cannot be."""
+
     def begin(self, key: ExchangeKey, commitment: str | None = None) -> BeginReply:
         """The group that carries `key`, once all members are there for it; with a `commitment`
         once all have given theirs."""
@@ -298,6 +302,10 @@ class Attempt:
                 else:
                     payloads[site] = payload
         return payloads
+
+    def keep(self, payloads: Sequence[torch.Tensor]) -> Callable[[], None]:
+        """See `Ballot.keep`."""
+        return self._ballot.keep(self.what.key, payloads)
 
     def broken(self, failed: Sequence[str]) -> RepeatError:
         """Tell the coordinator whose links broke; the error to raise."""

@@ -261,6 +261,12 @@ def reduce(attempt: Attempt) -> Outcome:
         # Decided in an attempt that this rank missed the end of: only the mean is left to get.
         raise ExchangeError(f"{what.key.text}: was committed without this site; it must join again")
     counted = decision.set
+    alone = []
+    if index is not None and me in counted:
+        # Nobody else has these: it counts once all have said that they are done, even if this site
+        # dies then.
+        alone = [index, *(payload for site, payload in mine.items() if site == me)]
+    kept = attempt.keep(alone)
     means: dict[str, torch.Tensor] = {}
     second = None
     if own is not None and counted:
@@ -283,6 +289,7 @@ def reduce(attempt: Attempt) -> Outcome:
     lost = [site for site in chunks if site not in decoded] if counted else []
     if lost:
         raise attempt.broken(lost)
+    kept()
     decision = attempt.decide("done", payloads)
     if decision.decision != "commit":
         raise ExchangeError(f"{what.key.text}: reduce was answered {decision.decision}")

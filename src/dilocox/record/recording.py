@@ -9,9 +9,9 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import rfc8785
@@ -39,6 +39,15 @@ WAITING = 4
 """Exchanges whose payloads may wait for the store; then the exchanges wait for it a while."""
 
 Submit = Callable[[Contribution], "Future[Outcome]"]
+
+
+@dataclass(frozen=True)
+class _Waiting:
+    """What is to be kept together."""
+
+    payloads: tuple[Tensor, ...]
+    over: threading.Event = field(default_factory=threading.Event)
+    """They are kept, or nothing is kept any more."""
 
 
 class Coordinator(Protocol):
@@ -73,7 +82,7 @@ class RankRecord:
         self._patience = patience
         self._author, self._store = author, store
         self._coordinator, self._warn = coordinator, warn
-        self._queue: queue.Queue[tuple[Tensor, ...]] = queue.Queue(WAITING)
+        self._queue: queue.Queue[_Waiting] = queue.Queue(WAITING)
         self._broken = False
         self._thread = threading.Thread(target=self._run, name="record", daemon=True)
         self._thread.start()
@@ -107,6 +116,21 @@ class RankRecord:
             return future
 
         return submitted
+
+    def keep(self, payloads: Sequence[Tensor]) -> Callable[[], None]:
+        """Begin to keep `payloads`; what waits until they are kept, or given up.
+
+        For what no other site has, before it counts: whoever replays the run needs it, also if this
+        process is killed at once. Nobody waits for a store that is slow beyond the patience.
+        """
+        waiting = self._put(tuple(payloads))
+
+        def wait() -> None:
+            with timeline.span("wait for the store"):
+                if not self._broken and not waiting.over.wait(self._patience):
+                    self._slow()
+
+        return wait
 
     def state(
         self,
@@ -148,23 +172,32 @@ class RankRecord:
         self._queue.join()
 
     def _done(self, future: Future[Outcome]) -> None:
-        if self._broken or future.cancelled() or future.exception() is not None:
-            return
-        try:
-            self._queue.put(future.result().payloads, timeout=self._patience)
-        except queue.Full:
-            slow = f"{self._store.where}: has kept nothing for {self._patience:.0f} s"
-            self._give_up(RecordError(slow))
+        if not future.cancelled() and future.exception() is None:
+            self._put(future.result().payloads)
+
+    def _put(self, payloads: tuple[Tensor, ...]) -> _Waiting:
+        waiting = _Waiting(payloads)
+        if not self._broken:
+            try:
+                self._queue.put(waiting, timeout=self._patience)
+            except queue.Full:
+                self._slow()
+        return waiting
+
+    def _slow(self) -> None:
+        slow = f"{self._store.where}: has kept nothing for {self._patience:.0f} s"
+        self._give_up(RecordError(slow))
 
     def _run(self) -> None:
         while True:
-            payloads = self._queue.get()
+            waiting = self._queue.get()
             try:
                 if not self._broken:
-                    self._keep(payloads)
+                    self._keep(waiting.payloads)
             except Exception as error:  # other people's storage, over a network
                 self._give_up(error)
             finally:
+                waiting.over.set()
                 self._queue.task_done()
 
     def _keep(self, payloads: tuple[Tensor, ...]) -> None:
