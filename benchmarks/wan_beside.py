@@ -7,7 +7,8 @@ train at once, under quotas of a quarter of 90 % of the machine each: two sites 
 their links, and two by themselves, with an outer step every 100 inner steps and no codec. What the
 machine does, it does to both. Which hosts are which changes from block to block.
 
-The link is wan.py's: 2 fp32 gradients of the model take 400 times as long on it as a step. `share`
+The link is wan.py's: 2 fp32 gradients of the model take 400 times as long on it as a step, or as
+many times as `--ratio` says. `share`
 is tokens/s of the two over those of the others, in the rounds of the others that lie in the second
 part of the run (until then the controller gets to know the link); the median over blocks, with a
 bootstrap interval. `--work` sets `control.work`: the most that exchanges may take of the processor.
@@ -39,6 +40,7 @@ from wan_grid import (
     NO_EXCHANGE,
     OURS,
     RATIO,
+    RATIOS,
     SEQUENCE_LENGTH,
     SITES,
     VOCABULARY,
@@ -200,7 +202,12 @@ def report(rows: Sequence[common.Row]) -> str:
 
 
 def measured(
-    folder: Path, load: Load, before: Sequence[common.Row], blocks: int, work: float | None
+    folder: Path,
+    load: Load,
+    ratio: int,
+    before: Sequence[common.Row],
+    blocks: int,
+    work: float | None,
 ) -> Iterator[common.Row]:
     """Blocks that follow those `before`, until there are so many. Raises `DilocoxError`."""
     model = wan_run.configuration(folder, 2, load.settings, 1).model
@@ -210,7 +217,7 @@ def measured(
             asked = before[0]["link_asked_bits_per_second"]
         else:
             common.say("measuring the time of a step")
-            asked = link_of(RATIO, parameters, 2, step_seconds(lab, folder, load))
+            asked = link_of(ratio, parameters, 2, step_seconds(lab, folder, load))
         lab.shape(f"{asked / 1e3:.3f}kbit")
         for block in range(len(before), blocks):
             began = time.monotonic()
@@ -231,6 +238,7 @@ def main() -> int:
     """Measure, print and write."""
     parser = common.parser(__doc__ or "")
     parser.add_argument("--work", type=float, metavar="SHARE", help="control.work of the run")
+    parser.add_argument("--ratio", type=int, default=RATIO, choices=RATIOS, help="the link")
     parser.add_argument("--blocks", type=int, help=f"{BLOCKS}, or {QUICK_BLOCKS} with --quick")
     parser.add_argument("--batch", type=int, default=BATCH, help="sequences per step and site")
     parser.add_argument(
@@ -248,11 +256,13 @@ def main() -> int:
     settings = {
         "work": options.work, "steps": load.steps(STEPS),
         "known_after": load.steps(KNOWN_AFTER), "batch": load.batch, "width": load.width,
+        "ratio": options.ratio,
     }  # fmt: skip
     rows = common.read_rows(results, "wan-beside", settings)
     with tempfile.TemporaryDirectory(prefix="dilocox-beside-") as temporary:
         try:
-            for row in measured(Path(temporary), load, rows, blocks, options.work):
+            blocks_left = measured(Path(temporary), load, options.ratio, rows, blocks, options.work)
+            for row in blocks_left:
                 rows.append(row)
                 common.say(f"block {row['block']}: {row['share']:.1%}; {row['took']:.0f} s")
                 if results is not None:
