@@ -97,3 +97,11 @@ def test_a_model_that_cannot_run_on_fake_tensors_has_a_lower_bound(
     assert not found.exact
     assert found.layer == activation_bytes(run(), outline.hf_config, 0, 1, False, 4)
     assert found.head > 0
+    # Of one micro-batch, whatever the pipeline: how many are in flight is counted elsewhere.
+    deep = {"stages": 4, "batch_size": 16, "micro_batch_size": 1}
+    one = run(site={"batch_size": 16, "micro_batch_size": 1})
+    expected = activations.kept(one, outline)
+    for schedule in ("1f1b", "gpipe"):
+        assert activations.kept(run(site={**deep, "schedule": schedule}), outline) == expected
+    checkpointed = run(site=one.site.model_dump(), model={"activation_checkpointing": True})
+    assert activations.kept(checkpointed, outline) == expected

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -228,6 +229,28 @@ def test_the_bottleneck_is_named() -> None:
     quick = Place(device(memory_rate=1e18), 1, 1)
     fast = {"outer": {"method": "diloco", "steps": 10**6, "overlap": "naive"}}
     assert sentence(planned(quick, methods=(), sections=fast, rate=1e12)).startswith("Computation:")
+
+
+@pytest.mark.parametrize("rate", [2e3, 1e5, 1e6])
+def test_the_link_that_is_recommended_does(rate: float) -> None:
+    """DiLoCo stands still while it exchanges, however long its rounds are."""
+    blocking = {"outer": {"method": "diloco", "steps": 10**6}}
+    quick = Place(device(memory_rate=1e18), 1, 1)
+    found = planned(quick, methods=(), sections=blocking, rate=rate)
+    assert shares(found).network > 0.1
+    told = re.search(r"about ([0-9.e+]+) ([kMG]?)bit/s", sentence(found))
+    assert told is not None
+    assert "e" not in told[1]
+    wire = float(told[1]) * {"k": 1e3, "M": 1e6, "G": 1e9}[told[2]] / 8
+    better = planned(quick, methods=(), sections=blocking, rate=0.95 * wire)
+    assert shares(better).network == pytest.approx(0.05, abs=0.01)
+
+
+def test_a_run_that_keeps_its_states_is_compared_with_all_methods() -> None:
+    """Gradients cannot be kept like that; the comparison is about speed."""
+    kept = {"record": {"states_every": 1}, "outer": {"steps": 10**6}}
+    found = planned(methods=("allreduce", "cocktailsgd"), sections=kept)
+    assert [row.prediction is not None for row in found.methods] == [True, True]
 
 
 def test_uneven_sites_are_named() -> None:

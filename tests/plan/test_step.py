@@ -52,6 +52,16 @@ def test_one_gpu_by_hand() -> None:
     found = timing.step_time(again, outline, Place(device(), 1, 1), 1e10)
     more = 2 * 4 * MATRICES * 8 * 16
     assert found.compute == pytest.approx((operations + more) / 1e12)
+    # Processors: reading and writing is shared by the cores, operations are those of all of them.
+    muon, one, eight = (
+        run(inner={"optimizer": "muon"}),
+        *(Place(device(shared=True, cores=cores), 1, 1) for cores in (1.0, 8.0)),
+    )
+    took = [
+        timing.optimizer_seconds(muon, outline, place, place.device.rate(bf16=True))
+        for place in (one, eight)
+    ]
+    assert took[0] == pytest.approx(8 * took[1])
     slower = timing.step_time(
         run(site={"precision": "fp32"}), outline, Place(device(utilisation=0.5), 1, 1), 1e10
     )

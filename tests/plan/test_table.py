@@ -49,6 +49,22 @@ def test_an_unknown_gpu_is_answered_with_the_known_ones() -> None:
         KNOWN.device("local")
 
 
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("[gpu.a800-40g]\nutilization = 0.6", r"gpu\.a800-40g\.utilization: .*utilisation"),
+        ("[gpu.a800-40g]\nusd_per_hr = 2.0", r"gpu\.a800-40g\.usd_per_hr: .*usd_per_hour"),
+        ("[link.mine]\nup = '1gbit'\ndown = '1gbit'\nrtt = 12", r"link\.mine\.rtt: .*rtt_ms"),
+        ("[host.default]\nsha_gb_s = 1.0", r"host\.default\.sha_gb_s: .*sha256_gb_s"),
+        ("[defaults]\nfabrics = '1gbit'", r"defaults\.fabrics: .*fabric"),
+        ("[gpu.a800-40g]\nshared = 'false'", r"gpu\.a800-40g\.shared: .*true or false"),
+    ],
+)
+def test_a_misspelt_key_is_refused(tmp_path: Path, text: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        more(tmp_path, text)
+
+
 def test_a_file_adds_and_replaces(tmp_path: Path) -> None:
     found = more(
         tmp_path,

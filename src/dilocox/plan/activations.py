@@ -52,7 +52,10 @@ def kept(config: RunConfig, outline: Outline) -> Kept:
         return Kept(layer, entry, head + loss, exact=True)
     except Exception:
         # Modelling code may do what fake tensors cannot, such as looking at values.
-        least = activation_bytes(config, outline.hf_config, 0, 1, False, width)
+        site = config.site.model_copy(update={"stages": 1, "schedule": "1f1b"})
+        model = config.model.model_copy(update={"activation_checkpointing": False})
+        alone = config.model_copy(update={"site": site, "model": model})
+        least = activation_bytes(alone, outline.hf_config, 0, 1, False, width)
         return Kept(least, entry, loss, exact=False)
 
 

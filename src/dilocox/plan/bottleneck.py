@@ -89,7 +89,10 @@ def _network(plan: RunPlan, share: float) -> str:
     prediction = plan.prediction
     slowest = min(plan.links, key=lambda link: link.rate)
     busy = prediction.exchange_seconds / max(1e-9, prediction.round_seconds)
-    enough = 8 * slowest.rate / WIRE_SHARE * busy / max(0.05, 1 - share)
+    # Hidden if exchanges take no longer than computation does; what nothing hides has to be short.
+    blocking = plan.config.exchanges_gradients or prediction.choice.delay == 0
+    most = SMALL / (1 - SMALL) if blocking else 1.0
+    enough = 8 * slowest.rate / WIRE_SHARE * busy / (most * max(1e-9, 1 - share))
     return (
         f"The link between the sites: training stands still for it {share:.0%} of the time "
         f"(a round's payloads take {prediction.exchange_seconds:.3g} s of its "
@@ -120,7 +123,8 @@ def _uneven_text(plan: RunPlan) -> str:
 
 
 def _rate(bits: float) -> str:
+    bits = float(f"{bits:.3g}")
     for unit, size in (("Gbit/s", 1e9), ("Mbit/s", 1e6)):
         if bits >= size:
-            return f"{bits / size:.2g} {unit}"
-    return f"{bits / 1e3:.2g} kbit/s"
+            return f"{bits / size:g} {unit}"
+    return f"{bits / 1e3:g} kbit/s"

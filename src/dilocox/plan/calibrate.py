@@ -19,7 +19,7 @@ from dilocox.errors import DilocoxError, TrainingError
 from dilocox.models import build_chunk, materialise, open_weights
 from dilocox.plan.measure import measure_host, measure_loopback, timed
 from dilocox.plan.outline import Outline
-from dilocox.plan.step import OPTIMIZER_BYTES
+from dilocox.plan.step import OPTIMIZER_BYTES, orthonormalising_flops
 from dilocox.plan.table import LOCAL
 from dilocox.site import (
     SiteMesh,
@@ -204,6 +204,10 @@ def _measure_device(config: RunConfig) -> dict[str, Any]:
     again = 2 if run.model.activation_checkpointing else 0
     flops = (6 + again) * outline.compute * rows * length
     moved = OPTIMIZER_BYTES[run.inner.optimizer] * outline.parameters
+    if run.inner.optimizer == "muon":
+        # The cost model has its products by themselves, at the rate of the step's.
+        products = sum(orthonormalising_flops(shapes) for shapes in outline.shapes)
+        fixed = max(fixed - products * each / flops, fixed / 100)
     memory = (
         os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         if shared

@@ -152,14 +152,16 @@ def fsdp_seconds(config: RunConfig, outline: Outline, place: Place, fabric: floa
 def optimizer_seconds(config: RunConfig, outline: Outline, place: Place, rate: float) -> float:
     """The inner optimizer of the busiest rank; of all ranks where they share the processor."""
     site, kind = config.site, config.inner.optimizer
+    # What is known of shared processors is of one core; `rate` is of all.
+    cores = place.device.cores if place.device.shared else 1.0
     every = []
     for parameters, shapes in zip(outline.stage_parameters, outline.shapes, strict=True):
-        seconds = OPTIMIZER_BYTES[kind] * parameters / place.device.memory_rate
+        seconds = OPTIMIZER_BYTES[kind] * parameters / (place.device.memory_rate * cores)
         if kind == "muon":
             seconds += orthonormalising_flops(shapes) / rate
         every.append(seconds)
     if place.device.shared:
-        return sum(every) / place.device.cores
+        return sum(every)
     return max(every) / site.shards
 
 

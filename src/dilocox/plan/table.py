@@ -123,6 +123,8 @@ class Place:
 
 OF_TABLES = ("gpu", "host", "link")
 """Sections whose entries are tables."""
+OF_CALIBRATIONS = frozenset(("stepped_parameters", "step_seconds", "precision"))
+"""What `dilocox plan --calibrate` writes beside what plans are made from."""
 
 
 class Table:
@@ -140,6 +142,7 @@ class Table:
         """
         own = files("dilocox.plan").joinpath("devices.toml").read_text("utf-8")
         content = tomllib.loads(own)
+        known_keys = _keys(content)
         for path in more:
             for section, entries in _read(path).items():
                 if section not in content or not isinstance(entries, dict):
@@ -152,6 +155,11 @@ class Table:
                     )
                 if odd is not None:
                     raise ConfigError(f"{path}: {section}.{odd} is no table: [{section}.{odd}]")
+                if section in OF_TABLES:
+                    for name, each in entries.items():
+                        _check_keys(f"{path}: {section}.{name}", each, known_keys[section])
+                elif section == "defaults":
+                    _check_keys(f"{path}: defaults", entries, known_keys[section])
                 content[section] = _merged(content[section], entries)
         table = cls(content, ", ".join(map(str, more)) or "the planner's table")
         for name in table.devices:
@@ -190,7 +198,9 @@ class Table:
             )
         entry, where = self._content["gpu"][name], f"gpu.{name}"
         every = {**self.defaults, **entry}
-        shared = bool(entry.get("shared", False))
+        shared = entry.get("shared", False)
+        if not isinstance(shared, bool):
+            raise ConfigError(f"{self._where}: {where}.shared: {shared!r} is not true or false")
         total = GIB * self._number(where, every, "memory_gib")
         if not shared:
             reserved = GIB * self._number(where, every, "reserved_gib", zero=True)
@@ -334,6 +344,24 @@ def _read(path: Path) -> dict[str, Any]:
         raise ConfigError(f"--table {path}: cannot be read ({reason})") from None
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"--table {path}: not valid TOML: {error}") from None
+
+
+def _keys(content: Mapping[str, Any]) -> dict[str, set[str]]:
+    """Keys that entries of each section may have: those of the package's, and some more."""
+    known = {section: set().union(*content[section].values()) for section in OF_TABLES}
+    known["defaults"] = set(content["defaults"])
+    known["gpu"] |= known["defaults"] | {"shared", "cores", "host"} | OF_CALIBRATIONS
+    return known
+
+
+def _check_keys(where: str, entry: Mapping[str, Any], known: set[str]) -> None:
+    for key in entry:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1, cutoff=0.4)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise ConfigError(
+                f"{where}.{key}: no such key{hint} (known: {', '.join(sorted(known))})"
+            )
 
 
 def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
