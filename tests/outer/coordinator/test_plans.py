@@ -29,7 +29,10 @@ def course(steps: int, choices: list[Choice], overlap: str = "keep") -> list[Rou
     tick = step = 0
     while not plans or plans[-1].kind != "flush":
         chosen = choices[min(len(plans), len(choices) - 1)]
-        plan = make_plan(config, len(plans), tick, step, ["a", "b"], Ledger(), chosen)
+        before = plans[-1] if plans else None
+        plan = make_plan(
+            config, len(plans), tick, step, ["a", "b"], Ledger(), chosen, before=before
+        )
         plans.append(plan)
         tick, step = tick + plan.slots, step + plan.inner_steps
     return plans
@@ -56,6 +59,23 @@ def test_a_sparse_codec_keeps_to_itself_in_the_flush(
     assert {(plan.codec, plan.residual_decay) for plan in rounds} == {(sent, 0.9)}
     assert {plan.residual_view for plan in rounds} == {0.3}
     assert (flush.codec, flush.residual_decay) == (flushed, decay)
+
+
+@pytest.mark.parametrize("sparse", ["topk:8", "cocktail", "lowrank:4"])
+@pytest.mark.parametrize("dense", ["none", "int8", "int4", "int2"])
+def test_what_a_sparse_codec_has_withheld_does_not_land_at_once(sparse: str, dense: str) -> None:
+    """Where one follows that sends all there is, as when a site is alone or the link gets fast."""
+    thin = replace(choice(4, 2, 1), codec=sparse, residual_decay=0.75)
+    whole = replace(choice(4, 2, 1), codec=dense, residual_decay=1.0)
+    decays = [plan.residual_decay for plan in course(16, [thin, thin, whole])]
+    assert decays == [0.75, 0.75, 0.25, 1.0, 1.0]
+    # The same if what follows is the flush.
+    *_, flush = course(8, [thin, thin, whole])
+    assert (flush.codec, flush.residual_decay) == ("int8", 0.25)
+    # From one sparse codec to another nothing is dropped, nor from one that is not.
+    other = replace(thin, codec="topk:16")
+    assert [p.residual_decay for p in course(12, [thin, other])] == [0.75] * 4
+    assert [p.residual_decay for p in course(12, [whole, thin])] == [1.0, 0.75, 0.75, 0.75]
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)
