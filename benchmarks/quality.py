@@ -101,9 +101,10 @@ def main() -> int:
     """Train what is missing, print and write what came of it; 1 if a row could not be made."""
     options = arguments().parse_args()
     common.end_on_signals()
+    trying = bool(options.steps or options.tried) and not options.loss_table
     if options.steps is None and (options.quick or options.tune):
         options.steps = quality_tuning.TRIAL_STEPS if options.tune else QUICK_STEPS
-    if options.json is None and not options.quick:
+    if options.json is None and not options.quick and not trying:
         name = "quality-grid-cpu.json" if options.loss_table else "quality-cpu.json"
         options.json = RESULTS / name
     if options.docs:
@@ -150,7 +151,10 @@ class Bench:
         self._failures = 0
 
     def measure(self) -> int:
-        """The table: all jobs that have no row yet, then table, plot and verdicts."""
+        """The table: all jobs that have no row yet, then table, plot and verdicts.
+
+        Tries and shorter runs are written to a file that was named, never among the results.
+        """
         path = self._options.json
         rows = _read_rows(path)
         jobs = list(select(self._options, quality_tuning.read(self._options.tuning)))
@@ -206,6 +210,7 @@ class Bench:
         if row is None:
             common.say("stopped; started again, the benchmark goes on with this row")
             sys.exit(130)
+        row["text"] = TokenFiles.open(self._text.mixture(job.seed)).digest
         self._learn(row)
         reached = "diverged" if row["failed"] else f"loss {row['val_loss']:.4f}"
         less = f"{row['reduction_total']:,.0f}x" if row["reduction_total"] else "-"

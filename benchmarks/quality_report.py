@@ -27,18 +27,25 @@ def cell(row: Row) -> Cell:
 
 def with_gaps(rows: Sequence[Row]) -> list[Row]:
     """Rows with `gap`: loss over that of synchronous training with the same inner optimizer, text
-    and seed, less one. None where one of the two has no loss."""
+    and seed, less one. None where one of the two has no loss, or both say what text they saw and it
+    is not the same."""
     baselines = {
-        (cell(row), row["seed"], row["optimizer"]): row["val_loss"]
+        (cell(row), row["seed"], row["optimizer"]): row
         for row in rows
         if row["label"] == BASELINES.get(row["optimizer"])
     }
     done = []
     for row in rows:
         base = baselines.get((cell(row), row["seed"], row["optimizer"]))
-        loss = row["val_loss"]
-        done.append({**row, "gap": None if base is None or loss is None else loss / base - 1})
+        done.append({**row, "gap": None if base is None else _gap(row, base)})
     return done
+
+
+def _gap(row: Row, base: Row) -> float | None:
+    loss, best = row["val_loss"], base["val_loss"]
+    # Rows of earlier versions do not say.
+    same = row.get("text", base.get("text")) == base.get("text", row.get("text"))
+    return loss / best - 1 if same and loss is not None and best is not None else None
 
 
 @dataclass(frozen=True)

@@ -50,6 +50,13 @@ def test_gap_is_against_the_same_optimizer_text_and_seed() -> None:
     gaps = [made["gap"] for made in quality_report.with_gaps(rows)]
     assert gaps[:6] == pytest.approx([0.0, 0.0, 0.0, 0.1, 0.05, 0.5])
     assert gaps[6:] == [None, None]
+    named = [
+        {**row("allreduce", 2.0, 1.0), "text": "ab"},
+        {**row("diloco", 2.2, 20.0), "text": "ab"},
+    ]
+    assert quality_report.with_gaps(named)[1]["gap"] == pytest.approx(0.1)
+    # The same seed of another text, or in another order, is no baseline.
+    assert quality_report.with_gaps([{**named[0], "text": "cd"}, named[1]])[1]["gap"] is None
 
 
 def test_points_are_means_over_seeds_and_a_diverged_run_is_not_left_out() -> None:
