@@ -63,8 +63,9 @@ def test_shards_in_a_pipeline_gather_parameters_and_sum_whole_gradients() -> Non
     assert first.copies == 2 * parameters
     assert first.gradients == 4 * parameters + 4 * parameters // 2
     # 1F1B: the first of two stages holds two micro-batches of its two layers.
-    assert first.activations == 2 * 2 * 1000
-    assert last.activations == 2 * 1000 + 5000
+    # Their outputs are kept, too, and a gradient is on its way.
+    assert first.activations == 2 * 2 * 1000 + 2 * 100 + 100
+    assert last.activations == 2 * 1000 + 5000 + 100
 
 
 def test_shards_of_one_stage_gather_two_layers_at_a_time() -> None:
@@ -80,8 +81,15 @@ def test_checkpointing_keeps_entries_and_one_layer() -> None:
         site={"stages": 2, "batch_size": 8, "micro_batch_size": 1},
     )
     first, last = of(config)
-    assert first.activations == 2 * 2 * 100 + 1000
-    assert last.activations == 2 * 100 + 1000 + 5000
+    assert first.activations == 2 * 2 * 100 + 1000 + 2 * 100 + 100
+    assert last.activations == 2 * 100 + 1000 + 5000 + 100
+
+
+def test_gpipe_holds_the_logits_of_all_micro_batches() -> None:
+    """Forward passes and losses of all come before the first backward pass."""
+    site = {"stages": 2, "schedule": "gpipe", "batch_size": 6, "micro_batch_size": 1}
+    _, last = of(run(site=site))
+    assert last.activations == 6 * 2 * 1000 + 100 + 5000 + 5 * 5000 * 2 // 3
 
 
 def test_a_processor_holds_all_ranks_of_its_site() -> None:

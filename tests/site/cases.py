@@ -122,7 +122,18 @@ def gradients(**setting: Any) -> dict[str, Any]:
                 worst = max(worst, float((without_step[name] - wanted[name]).abs().max()))
         norms.append((result.grad_norm, float(norm)))
         losses += [(result.loss, float(loss)), (looked, float(loss))]
-    return {"worst": worst, "norms": norms, "losses": losses}
+    return {"worst": worst, "norms": norms, "losses": losses, "kept": kept_buffers(model)}
+
+
+def kept_buffers(model: SiteModel) -> int:
+    """Buffers for what comes in from other stages that are still there between steps."""
+    kept = 0
+    for schedule in model._pipeline._built.values():
+        for stage in getattr(schedule, "_stages", None) or [schedule._stage]:
+            infos = [*stage.args_recv_info.values(), *stage.grad_recv_info.values()]
+            assert infos
+            kept += sum(info.buffer is not None for row in infos for info in row)
+    return kept
 
 
 def trained(steps: int = 4, exchange: bool = False, **setting: Any) -> dict[str, Any]:

@@ -44,6 +44,7 @@ def check_gradients(pool: Pool, ranks: int, setting: dict[str, Any]) -> None:
     results = pool.run(ranks, "tests.site.cases", "gradients", **setting)
     for result in results:
         assert result["worst"] < 2e-6
+        assert result["kept"] == 0
         for mine, single in result["norms"] + result["losses"]:
             assert mine == pytest.approx(single, rel=2e-6)
     # Not only close to the reference: the same bits on every rank.

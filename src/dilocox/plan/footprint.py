@@ -142,13 +142,22 @@ def _activations(config: RunConfig, outline: Outline, stage: int, each: Kept) ->
     chunks = outline.stages[stage]
     layers = max(chunk.end_layer - chunk.first_layer for chunk in chunks)
     has_head = any(chunk.head for chunk in chunks)
+    flying = in_flight(config, stage)
     if config.model.activation_checkpointing:
         # One layer at a time is computed again with all that it saves.
-        held = in_flight(config, stage) * layers * each.entry + each.layer
+        held = flying * layers * each.entry + each.layer
     else:
-        held = in_flight(config, stage) * layers * each.layer
-    # Of one micro-batch: what comes before the head is through its backward pass by then.
-    return held + (each.head if has_head else 0)
+        held = flying * layers * each.layer
+    if config.site.stages > 1:
+        # A gradient on its way; what was sent on is kept until its own gradient comes.
+        held += each.entry
+        held += flying * each.entry if any(not chunk.head for chunk in chunks) else 0
+    if not has_head:
+        return held
+    # Of one micro-batch: what comes before the head is through its backward pass by then. `gpipe`
+    # has the logits of all others, too, and what their losses have kept: two of three copies.
+    others = flying - 1 if config.site.schedule == "gpipe" and config.site.stages > 1 else 0
+    return held + each.head + others * each.head * 2 // 3
 
 
 @dataclass(frozen=True)

@@ -147,6 +147,46 @@ class _Stage(PipelineStage):
             keep_gradient_sums_fp32(self.submod)
         return result
 
+    # PyTorch makes a buffer for what comes in of every micro-batch before the first step and keeps
+    # all of them for good: with many micro-batches more than the stage's activations. Here one is
+    # there from when something is to come in until nobody needs it.
+
+    def _setup_forward_recv_info(self, num_microbatches: int, has_backward: bool) -> None:
+        device, self.device = self.device, torch.device("meta")
+        try:
+            super()._setup_forward_recv_info(num_microbatches, has_backward)
+        finally:
+            self.device = device
+        for infos in self.args_recv_info.values():
+            _drop(infos)
+
+    def _create_grad_recv_info(self, act_send_info: dict[int, list[int]]) -> tuple[Any, ...]:
+        infos: tuple[Any, ...] = super()._create_grad_recv_info(act_send_info)
+        _drop(infos)
+        return infos
+
+    def _get_recv_ops(self, recv_infos: tuple[Any, ...]) -> list[dist.P2POp]:
+        for info in recv_infos:
+            meta = info.tensor_meta
+            if not info.is_root_arg and info.buffer is None and meta is not None:
+                info.buffer = torch.empty(meta.shape, dtype=meta.dtype, device=self.device)
+        return super()._get_recv_ops(recv_infos)
+
+    def _retrieve_recv_activations(self, fwd_chunk_id: int) -> tuple[Any, ...]:
+        found: tuple[Any, ...] = super()._retrieve_recv_activations(fwd_chunk_id)
+        _drop(self.args_recv_info[fwd_chunk_id])
+        return found
+
+    def _retrieve_recv_grads(self, bwd_chunk_id: int) -> tuple[Any, ...]:
+        found: tuple[Any, ...] = super()._retrieve_recv_grads(bwd_chunk_id)
+        _drop(self.grad_recv_info[bwd_chunk_id])
+        return found
+
+
+def _drop(infos: Sequence[Any]) -> None:
+    for info in infos:
+        info.buffer = None
+
 
 class Pipeline:
     """Runs the micro-batches of one rank: training passes, and forward passes alone."""
