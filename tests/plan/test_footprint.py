@@ -121,7 +121,7 @@ def test_advice_is_computed_and_makes_it_fit() -> None:
         data={"sequence_length": 64, "tokenizer": "given"},
     )
     outline, place = tight(config, 0.7)
-    found = advice(config, outline, place)
+    found = advice(config, outline, place, place.gpus)
     assert 1 <= len(found) <= 3
     for change in found:
         assert change.fits
@@ -134,12 +134,12 @@ def test_advice_is_computed_and_makes_it_fit() -> None:
 def test_momentum_in_bf16_is_advised_where_the_outer_state_is_on_the_gpu() -> None:
     config = run(outer={"device": "model"})
     outline, place = tight(config, 0.98)
-    found = [dict(change.values) for change in advice(config, outline, place)]
+    found = [dict(change.values) for change in advice(config, outline, place, place.gpus)]
     assert found[:2] == [{"outer.device": "cpu"}, {"outer.momentum_dtype": "bf16"}]
     config = run(outer={"device": "cpu"})
     outline, place = tight(config, 0.98)
     assert {"outer.momentum_dtype": "bf16"} not in [
-        dict(change.values) for change in advice(config, outline, place)
+        dict(change.values) for change in advice(config, outline, place, place.gpus)
     ]
 
 
@@ -149,7 +149,7 @@ def test_where_one_change_does_not_do_they_are_taken_together() -> None:
         data={"sequence_length": 64, "tokenizer": "given"},
     )
     outline, place = tight(config, 0.12)
-    (found,) = advice(config, outline, place)
+    (found,) = advice(config, outline, place, place.gpus)
     assert len(found.values) > 1
     assert found.fits
     assert found.text.count("--set") == len(found.values)
@@ -158,7 +158,7 @@ def test_where_one_change_does_not_do_they_are_taken_together() -> None:
 def test_where_nothing_helps_enough_it_says_so() -> None:
     config = run(site={"batch_size": 8, "micro_batch_size": 2})
     outline, place = tight(config, 0.0001)
-    found = advice(config, outline, place)
+    found = advice(config, outline, place, place.gpus)
     assert [change.fits for change in found] == [False]
 
 
@@ -175,4 +175,4 @@ def test_where_nothing_helps_enough_it_says_so() -> None:
 def test_the_cheapest_change_comes_first(changes: dict[str, Any], first: dict[str, Any]) -> None:
     config = run(**changes)
     outline, place = tight(config, 0.95)
-    assert dict(advice(config, outline, place)[0].values) == first
+    assert dict(advice(config, outline, place, place.gpus)[0].values) == first

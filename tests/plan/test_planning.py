@@ -253,6 +253,30 @@ def test_a_run_that_keeps_its_states_is_compared_with_all_methods() -> None:
     assert [row.prediction is not None for row in found.methods] == [True, True]
 
 
+def test_memory_is_that_of_the_fullest_site_of_all() -> None:
+    """A GPU that is hardly smaller than another site's processors, which hold all ranks at once."""
+    config = run(site={"stages": 2, "batch_size": 8}, outer={"steps": 10**6})
+    roomy = planned(Place(device(memory=10**9), 2, 1), methods=(), sections={"site": {"stages": 2}})
+    enough = roomy.needed + 1
+    gpus = Place(device(memory=enough), 2, 1)
+    processors = Place(device(memory=enough + 1, shared=True), 1, 1)
+    for places in ([gpus, processors], [processors, gpus]):
+        found = plan_run(config, places, [link(1e12)] * 2, 1e10, methods=())
+        assert not found.fits
+        assert found.available == enough + 1
+
+
+def test_advice_is_for_the_site_with_fewest_gpus() -> None:
+    config = run(site={"shards": 2, "batch_size": 8}, outer={"steps": 10**6})
+    small, big = (Place(device(memory=size), count, 1) for size, count in ((1, 8), (10**9, 2)))
+    found = plan_run(config, [small, big], [link(1e12)] * 2, 1e10, methods=())
+    assert not found.fits
+    assert found.advice
+    for change in found.advice:
+        stages = change.values.get("site.stages", 1)
+        assert stages * change.values.get("site.shards", 2) <= 2, change.values
+
+
 def test_uneven_sites_are_named() -> None:
     places = [Place(device(memory_rate=1e18), 1, 1),
               Place(device(memory_rate=1e18, utilisation=0.25), 1, 1)]  # fmt: skip

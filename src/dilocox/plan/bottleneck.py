@@ -42,10 +42,11 @@ def shares(plan: RunPlan) -> Shares:
 def sentence(plan: RunPlan) -> str:
     """What holds the run back most, in numbers, and what would help."""
     if not plan.fits:
-        name = min(plan.places, key=lambda place: place.device.memory).device.name
+        device = plan.fullest.device
         stage = max(plan.footprints, key=lambda each: each.device).stage
+        who = "all ranks of a site need" if device.shared else f"stage {stage} needs"
         return (
-            f"Memory: stage {stage} needs {plan.needed / GIB:.1f} GiB, a {name} has "
+            f"Memory: {who} {plan.needed / GIB:.1f} GiB, a {device.name} has "
             f"{plan.available / GIB:.1f} GiB for training."
         )
     found = shares(plan)

@@ -182,13 +182,15 @@ MOST_ADVICE = 3
 MOST_TOGETHER = 4
 
 
-def advice(config: RunConfig, outline: Outline, place: Place) -> list[Change]:
-    """What would make the run fit: single changes, in order of what they cost training.
+def advice(config: RunConfig, outline: Outline, place: Place, gpus: int) -> list[Change]:
+    """What would make the run fit at `place`: single changes, in order of what they cost training.
+
+    `gpus`: as many as every site has.
 
     If none suffices alone, the changes that come closest, taken together until they do; the last
     one says whether they do.
     """
-    singles = _tried({}, config, outline, place)
+    singles = _tried({}, config, outline, place, gpus)
     if any(change.fits for change in singles):
         return [change for change in singles if change.fits][:MOST_ADVICE]
     together: Change | None = None
@@ -199,17 +201,17 @@ def advice(config: RunConfig, outline: Outline, place: Place) -> list[Change]:
         together = best
         if together.fits:
             break
-        singles = _tried(together.values, config, outline, place)
+        singles = _tried(together.values, config, outline, place, gpus)
     return [] if together is None else [together]
 
 
 def _tried(
-    before: Mapping[str, Any], config: RunConfig, outline: Outline, place: Place
+    before: Mapping[str, Any], config: RunConfig, outline: Outline, place: Place, gpus: int
 ) -> list[Change]:
     """Every single change on top of `before`, with what it leaves needed."""
     basis = changed(config, before) if before else config
     tried: list[Change] = []
-    for key, value in _changes(basis, outline, place):
+    for key, value in _changes(basis, outline, place, gpus):
         values = {**before, key: value}
         try:
             run = changed(config, values)
@@ -229,7 +231,9 @@ RESHAPES = ("site.stages", "site.schedule", "data.sequence_length")
 """Keys that change the cut."""
 
 
-def _changes(config: RunConfig, outline: Outline, place: Place) -> Iterator[tuple[str, Any]]:
+def _changes(
+    config: RunConfig, outline: Outline, place: Place, gpus: int
+) -> Iterator[tuple[str, Any]]:
     """Single changes worth trying, those that cost training least first."""
     site = config.site
     if config.outer.device == "model" and not place.device.shared:
@@ -245,12 +249,12 @@ def _changes(config: RunConfig, outline: Outline, place: Place) -> Iterator[tupl
     if not config.model.activation_checkpointing:
         yield "model.activation_checkpointing", True
     if not place.device.shared:
-        most = min(place.gpus // site.shards, int(outline.hf_config.num_hidden_layers))
+        most = min(gpus // site.shards, int(outline.hf_config.num_hidden_layers))
         for share in (1.25, 1.5, 2, 3, 4, 8):
             if site.chunks == 1 and site.stages < math.ceil(share * site.stages) <= most:
                 yield "site.stages", math.ceil(share * site.stages)
         for factor in (2, 4, 8):
-            if factor * site.ranks <= place.gpus:
+            if factor * site.ranks <= gpus:
                 yield "site.shards", factor * site.shards
     if config.inner.optimizer == "adamw":
         yield "inner.optimizer", "muon"

@@ -10,6 +10,7 @@ from dilocox.config import RunConfig
 from dilocox.errors import ConfigError, DilocoxError
 from dilocox.methods import METHODS
 from dilocox.outer.coordinator.plans import FLUSH_CODEC
+from dilocox.plan.activations import Kept
 from dilocox.plan.footprint import Change, Footprint, advice, counted, footprints, needed
 from dilocox.plan.outline import Outline
 from dilocox.plan.parcels import parcels
@@ -57,11 +58,13 @@ class RunPlan:
     outline: Outline
     places: list[Place]
     links: list[Link]
+    fullest: Place
+    """The one whose devices are filled most; of it are the following."""
     footprints: list[Footprint]
     needed: int
     """Bytes that the fullest device needs."""
     available: int
-    """Bytes that training may use of the smallest one."""
+    """Bytes that training may use of it."""
     exact: bool
     """Activations were counted on the model's own code."""
     advice: list[Change]
@@ -111,13 +114,15 @@ def plan_run(
         config = _as_long_as(config, tokens, batches * config.data.sequence_length)
     progress("the model's shape")
     outline = Outline.of(config)
-    smallest = min(places, key=lambda place: place.device.memory)
     largest = at_site(config, max(config.sites, key=config.site_batch))
     progress("memory")
     each = counted(largest, outline)
-    stages = footprints(largest, outline, smallest, each)
-    bytes_, available = needed(stages, smallest, largest), smallest.device.memory
-    changes = [] if bytes_ <= available else advice(largest, outline, smallest)
+    fullest, stages, bytes_ = _fullest(largest, outline, places, each)
+    available = fullest.device.memory
+    changes = []
+    if bytes_ > available:
+        fewest = min((p.gpus for p in places if not p.device.shared), default=fullest.gpus)
+        changes = advice(largest, outline, fullest, fewest)
     progress("the run's own plan")
     prediction = _predict(config, places, links, fabric, outline)
     guessed = config.total_steps
@@ -141,6 +146,7 @@ def plan_run(
         outline=outline,
         places=list(places),
         links=list(links),
+        fullest=fullest,
         footprints=stages,
         needed=bytes_,
         available=available,
@@ -152,6 +158,18 @@ def plan_run(
         budget=budget(config, outline, prediction, places, links, total),
         limit=compute_limit(outline, places, bf16),
     )
+
+
+def _fullest(
+    config: RunConfig, outline: Outline, places: Sequence[Place], each: Kept
+) -> tuple[Place, list[Footprint], int]:
+    """The place whose devices are filled most, with what the stages need there, and the largest."""
+    found: list[tuple[Place, list[Footprint], int]] = []
+    for place in places:
+        if all(place != known for known, *_ in found):
+            stages = footprints(config, outline, place, each)
+            found.append((place, stages, needed(stages, place, config)))
+    return max(found, key=lambda item: item[2] / max(1, item[0].device.memory))
 
 
 def _as_long_as(config: RunConfig, tokens: float, per_step: float) -> RunConfig:

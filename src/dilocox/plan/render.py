@@ -59,7 +59,7 @@ def _memory(plan: RunPlan) -> str:
             f"{each.copies / GIB:6.2f}  {each.activations / GIB:11.2f}  {each.device / GIB:6.2f}  "
             f"{each.host / GIB:6.2f}"
         )
-    shared = plan.places[0].device.shared
+    shared = plan.fullest.device.shared
     where = "the machine's memory, for all ranks" if shared else "a GPU"
     outer = "on the GPU" if plan.footprints[0].outer_on_device else "in the host's memory"
     outer = "in it, too" if shared else outer
