@@ -71,6 +71,14 @@ def test_the_adaptive_plan_hides_what_a_fixed_one_does_not() -> None:
     assert "predicted loss" in adaptive.choice.reason
 
 
+def test_a_codec_that_is_only_begun_with_can_be_planned() -> None:
+    """The controller does not know what it loses, so it leaves it when it has measured."""
+    begun = run(outer={"steps": 10**6}, compression={"codec": "cocktail"}, control={"pinned": []})
+    found = of(begun, rate=1e5)
+    assert found.course.choices[0].codec == "cocktail"
+    assert found.choice.codec != "cocktail"
+
+
 def test_a_declared_link_is_planned_by() -> None:
     config = run(outer={"steps": 10**6}, control={"link": "8kbit", "step_seconds": 1.0})
     found = of(config, rate=1e3)

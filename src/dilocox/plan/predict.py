@@ -128,8 +128,13 @@ def _host(config: RunConfig, device: Device) -> Host:
 
 def menu_of(config: RunConfig, outline: Outline) -> Menu:
     """Parcels of every codec that the run may use."""
-    names = codecs(config) if config.control.adapt == "link" else [config.compression.codec]
-    return {name: parcels(config, outline.shapes, config.sent_as(name)) for name in names}
+    names = [config.compression.codec]
+    if config.control.adapt == "link":
+        # What a run begins with may be none that the controller would choose.
+        names += ["none", *codecs(config)]
+    return {
+        name: parcels(config, outline.shapes, config.sent_as(name)) for name in dict.fromkeys(names)
+    }
 
 
 def _settled(config: RunConfig, menu: Menu, course: Course) -> Prediction:
