@@ -210,7 +210,7 @@ class Bench:
         if row is None:
             common.say("stopped; started again, the benchmark goes on with this row")
             sys.exit(130)
-        row["text"] = TokenFiles.open(self._text.mixture(job.seed)).digest
+        row["text"] = self._described(job.seed)["digest"]
         self._learn(row)
         reached = "diverged" if row["failed"] else f"loss {row['val_loss']:.4f}"
         less = f"{row['reduction_total']:,.0f}x" if row["reduction_total"] else "-"
@@ -255,13 +255,15 @@ class Bench:
         common.write_json(unfinished, "quality", self._on, self._settings(), rows)
         unfinished.replace(path)
 
+    def _described(self, seed: int) -> dict[str, Any]:
+        """What the text of `seed` is; its digest says in which order it is trained on, too."""
+        return quality_data.describe(TokenFiles.open(self._text.mixture(seed)))
+
     def _settings(self) -> dict[str, Any]:
         digests = {}
         for seed, sites in sorted(self._tokenised):
             if sites == 0:
-                digests[str(seed)] = quality_data.describe(
-                    TokenFiles.open(self._text.mixture(seed))
-                )
+                digests[str(seed)] = self._described(seed)
         sample = Job(quality_rows.core_entries()[0], *LEAD, 0, {})
         return {
             "model": dict(quality_rows.MODEL),
