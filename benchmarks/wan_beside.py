@@ -261,8 +261,7 @@ def main() -> int:
     rows = common.read_rows(results, "wan-beside", settings)
     with tempfile.TemporaryDirectory(prefix="dilocox-beside-") as temporary:
         try:
-            blocks_left = measured(Path(temporary), load, options.ratio, rows, blocks, options.work)
-            for row in blocks_left:
+            for row in measured(Path(temporary), load, options.ratio, rows, blocks, options.work):
                 rows.append(row)
                 common.say(f"block {row['block']}: {row['share']:.1%}; {row['took']:.0f} s")
                 if results is not None:

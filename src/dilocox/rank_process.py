@@ -35,10 +35,7 @@ from dilocox.errors import CheckpointError, DilocoxError, RunOverError
 from dilocox.outer.control import RankControl
 from dilocox.outer.coordinator.client import CoordinatorClient
 from dilocox.outer.coordinator.identity import Identity
-from dilocox.outer.coordinator.messages import (
-    Checkpoint,
-    Entering,
-)
+from dilocox.outer.coordinator.messages import Checkpoint, Entering
 from dilocox.outer.coordinator.messages import Rank as RankName
 from dilocox.outer.coordinator.timeouts import Timeouts
 from dilocox.outer.loop import OuterLoop

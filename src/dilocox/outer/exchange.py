@@ -298,7 +298,8 @@ def reduce(attempt: Attempt) -> Outcome:
         sent = None
         if me in decision.set:
             sent = _joined({site: part.decode(mine[site]) for site, part in chunks.items()})
-    passed = [] if index is None else [index, *mine.values(), *payloads.values()]
+    others = (payload for site, payload in payloads.items() if site != me)
+    passed = [] if index is None else [index, *mine.values(), *others]
     outcome = _outcome(attempt, result, decision.set, sent, second)
     return replace(outcome, payloads=tuple(passed))
 

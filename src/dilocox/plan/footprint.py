@@ -148,7 +148,8 @@ def _activations(config: RunConfig, outline: Outline, stage: int, each: Kept) ->
         held = flying * layers * each.entry + each.layer
     else:
         held = flying * layers * each.layer
-    if config.site.stages > 1:
+    pipeline = config.site.stages > 1
+    if pipeline:
         # A gradient on its way; what was sent on is kept until its own gradient comes.
         held += each.entry
         held += flying * each.entry if any(not chunk.head for chunk in chunks) else 0
@@ -156,7 +157,7 @@ def _activations(config: RunConfig, outline: Outline, stage: int, each: Kept) ->
         return held
     # Of one micro-batch: what comes before the head is through its backward pass by then. `gpipe`
     # has the logits of all others, too, and what their losses have kept: two of three copies.
-    others = flying - 1 if config.site.schedule == "gpipe" and config.site.stages > 1 else 0
+    others = flying - 1 if pipeline and config.site.schedule == "gpipe" else 0
     return held + each.head + others * each.head * 2 // 3
 
 
