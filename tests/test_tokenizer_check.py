@@ -84,4 +84,19 @@ def test_the_size_of_a_tokenizer_is_known_before_the_text_is_read(
     assert not (tmp_path / "data").exists()
 
 
+def test_a_plan_takes_the_vocabulary_of_a_tokenizer_that_is_given(
+    place: Path, tmp_path: Path
+) -> None:
+    """As the run will: a type's own default is another model's, of 150,000 tokens or so."""
+    given = {"tokenizer": str(place / "tokens" / "tokenizer")}
+    outline = Outline.of(config(tmp_path, data=given))
+    assert outline.hf_config.vocab_size == 270
+    assert outline.whole["model.embed_tokens.weight"][0] == 270
+    text = refusal(Outline.of, config(tmp_path, data={"tokenizer": str(tmp_path / "none")}))
+    assert text.endswith("; to plan without it, give model.architecture a vocab_size")
+    known = {"architecture": {**ARCHITECTURE, "vocab_size": 300}}
+    away = config(tmp_path, model=known, data={"tokenizer": str(tmp_path / "none")})
+    assert Outline.of(away).hf_config.vocab_size == 300
+
+
 # --- the data ---

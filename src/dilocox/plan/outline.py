@@ -5,18 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 from dilocox.assembly import Blueprint
 from dilocox.config import RunConfig
-from dilocox.errors import ModelError
+from dilocox.errors import DataError, ModelError
 from dilocox.models import ChunkSpec
 from dilocox.models.skeleton import build_skeleton
 from dilocox.outer.fragments import layer_number
 from dilocox.payloads import Shape, model_shapes
 from dilocox.site import chunks_of_stage
-from dilocox.tokenizer_check import check_trained_tokenizer
+from dilocox.tokenizer_check import check_trained_tokenizer, tokenizer_size
 
 
 @dataclass(frozen=True)
@@ -30,13 +30,13 @@ class Outline:
     def of(cls, config: RunConfig) -> Outline:
         """The outline of a run's model.
 
-        A tokenizer that is still to be trained will have `data.vocabulary_size` tokens. Raises
-        `ConfigError` if the model's weights do not know such a tokenizer, `ModelError` if it cannot
-        be trained or cut so.
+        A tokenizer that is still to be trained will have `data.vocabulary_size` tokens; another one
+        is loaded where the model's vocabulary is to be as large as it. Raises `ConfigError` if the
+        model's weights do not know such a tokenizer, `DataError` if it cannot be loaded,
+        `ModelError` if the model cannot be trained or cut so.
         """
         check_trained_tokenizer(config)
-        known = config.data.vocabulary_size if config.data.tokenizer == "train" else None
-        return cls(config, Blueprint.of(config, known))
+        return cls(config, Blueprint.of(config, _vocabulary(config)))
 
     @cached_property
     def stages(self) -> list[list[ChunkSpec]]:
@@ -104,6 +104,26 @@ class Outline:
     def head_compute(self, chunk: ChunkSpec) -> float:
         """Multiply-adds per token of the head, if `chunk` has it."""
         return float(self.hf_config.hidden_size * self.hf_config.vocab_size) if chunk.head else 0.0
+
+
+def _vocabulary(config: RunConfig) -> int | None:
+    """The tokenizer's, where the model does not say its own."""
+    name, architecture = config.data.tokenizer, config.model.architecture
+    if name == "train":
+        return config.data.vocabulary_size
+    if architecture is None or "vocab_size" in architecture:
+        return None
+    try:
+        return _size_of(name)
+    except DataError as error:
+        raise DataError(
+            f"{error}; to plan without it, give model.architecture a vocab_size"
+        ) from None
+
+
+@cache
+def _size_of(name: str) -> int:
+    return tokenizer_size(name)
 
 
 def check_cut(stages: Sequence[Mapping[str, Shape]], whole: Mapping[str, Shape]) -> None:
