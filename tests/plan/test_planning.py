@@ -11,13 +11,14 @@ import pytest
 
 from dilocox.config import RunConfig, load_run
 from dilocox.errors import ConfigError
+from dilocox.handover import Handover
 from dilocox.methods import METHODS
 from dilocox.plan import planning
 from dilocox.plan.bottleneck import sentence, shares
 from dilocox.plan.planning import RunPlan, plan_run
 from dilocox.plan.render import SCHEMA, as_json, as_text, grouped
 from dilocox.plan.table import Link, Place
-from tests.plan.runs import TABLE, device, link, run
+from tests.plan.runs import ARCHITECTURE, TABLE, device, link, run
 
 ROOT = Path(__file__).parents[2]
 KEYS: dict[str, Any] = {
@@ -311,3 +312,22 @@ def test_the_two_site_example_can_be_planned() -> None:
     found = plan_run(config, [place] * 2, [TABLE.link("1gbit")] * 2, 12.5e9, methods=())
     assert found.fits
     assert found.prediction.share > 0.5
+
+
+def test_the_budget_of_a_run_that_goes_on_is_of_the_steps_that_are_left(tmp_path: Path) -> None:
+    from transformers import CONFIG_MAPPING
+
+    keys = {key: value for key, value in ARCHITECTURE.items() if key != "model_type"}
+    CONFIG_MAPPING["llama"](**keys).save_pretrained(tmp_path)
+    Handover(
+        run="first", tick=1500, steps=1500, seed=0, sequence_length=16, data_digest="",
+        momentum="", ledger={},
+    ).write(tmp_path)  # fmt: skip
+    model = {"architecture": None, "path": str(tmp_path)}
+    whole = planned(sections={"model": model})
+    rest = planned(sections={"model": {**model, "handover": True}})
+    assert rest.budget.tokens == whole.budget.tokens * (4000 - 1500) / 4000
+    assert rest.budget.seconds < whole.budget.seconds
+    over = {"model": {**model, "handover": True}, "outer": {"steps": 1500}}
+    with pytest.raises(ConfigError, match=r"has taken 1500 already; raise outer\.steps"):
+        planned(sections=over)

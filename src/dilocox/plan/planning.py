@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from dilocox.codec_spec import SPARSE, parse_spec
 from dilocox.config import RunConfig
 from dilocox.errors import ConfigError, DilocoxError
+from dilocox.handover import Handover
 from dilocox.methods import METHODS
 from dilocox.outer.coordinator.plans import FLUSH_CODEC
 from dilocox.plan.activations import Kept
@@ -99,8 +100,9 @@ def plan_run(
     """Plan `config` at `places`, one site each, joined by `links`.
 
     `fabric`: bytes per second of a node's network inside its site. With `tokens` the run is made
-    as long as that many tokens take. Raises `ConfigError` and `ModelError` for a run that cannot
-    be, such as one with more ranks than GPUs.
+    as long as that many tokens take; without, the budget is of the steps that are left to it.
+    Raises `ConfigError`, `CheckpointError` and `ModelError` for a run that cannot be, such as one
+    with more ranks than GPUs.
     """
     config = with_sites(config, len(places))
     for place in places:
@@ -109,6 +111,7 @@ def plan_run(
                 f"--gpu {place.text}: {place.gpus} GPUs for site.stages x site.shards = "
                 f"{config.site.ranks} ranks at each site; lower them, or give more GPUs per site"
             )
+    left = _steps_left(config) if tokens is None else 0
     if tokens is not None:
         batches = sum(config.site_batch(name) for name in config.sites)
         config = _as_long_as(config, tokens, batches * config.data.sequence_length)
@@ -139,7 +142,7 @@ def plan_run(
         step_time(at_site(config, name), outline, place, fabric)
         for name, place in zip(config.sites, places, strict=True)
     ]
-    total = config.total_steps * prediction.course.tokens_per_step if tokens is None else tokens
+    total = left * prediction.course.tokens_per_step if tokens is None else tokens
     bf16 = config.site.precision != "fp32"
     return RunPlan(
         config=config,
@@ -158,6 +161,20 @@ def plan_run(
         budget=budget(config, outline, prediction, places, links, total),
         limit=compute_limit(outline, places, bf16),
     )
+
+
+def _steps_left(config: RunConfig) -> int:
+    """Inner steps of the fastest site that the run takes itself: what it goes on from has taken the
+    others. Raises `CheckpointError` if that cannot be read, `ConfigError` if none are left."""
+    if not config.model.handover:
+        return config.total_steps
+    taken = Handover.read(config.model.path).steps
+    if taken >= config.total_steps:
+        raise ConfigError(
+            f"outer.steps {config.total_steps}: the run that model.path {config.model.path} comes "
+            f"from has taken {taken} already; raise outer.steps (or outer.rounds)"
+        )
+    return config.total_steps - taken
 
 
 def _fullest(
