@@ -222,6 +222,15 @@ def rate_of(text: str) -> int:
     return max(1, round(float(text[:-4]) * _BITS[text[-4:]] / 8))
 
 
+def rate_text(bits_per_second: float, digits: int = 3) -> str:
+    """A rate to read, `200 Mbit/s`, with so many significant digits."""
+    bits = float(f"{bits_per_second:.{digits}g}")
+    for unit, size in (("Gbit/s", 1e9), ("Mbit/s", 1e6), ("kbit/s", 1e3)):
+        if bits >= size:
+            return f"{bits / size:.{digits}g} {unit}"
+    return f"{bits:.{digits}g} bit/s"
+
+
 def rounds_problem(
     outer: OuterSection,
     compression: CompressionSection,

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from dilocox.config_rounds import rate_text
 from dilocox.lab.system import LabError
 
 _UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
@@ -163,9 +164,4 @@ def parse_setting(text: str, hosts: Sequence[str]) -> tuple[list[str], str]:
 
 def show_rate(rate: float | None) -> str:
     """`200 Mbit/s`; `unshaped` for none."""
-    if rate is None:
-        return "unshaped"
-    for unit, size in (("Gbit/s", 1e9), ("Mbit/s", 1e6)):
-        if rate >= size:
-            return f"{rate / size:.4g} {unit}"
-    return f"{rate / 1e3:.4g} kbit/s"
+    return "unshaped" if rate is None else rate_text(rate, digits=4)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from dilocox.config_rounds import rate_text
 from dilocox.memory import GIB
 from dilocox.plan.planning import RunPlan
 from dilocox.plan.table import WIRE_SHARE
@@ -97,7 +98,7 @@ def _network(plan: RunPlan, share: float) -> str:
     return (
         f"The link between the sites: training stands still for it {share:.0%} of the time "
         f"(a round's payloads take {prediction.exchange_seconds:.3g} s of its "
-        f"{prediction.round_seconds:.3g} s); about {_rate(enough)} or a smaller codec would do."
+        f"{prediction.round_seconds:.3g} s); about {rate_text(enough)} or a smaller codec would do."
     )
 
 
@@ -121,11 +122,3 @@ def _uneven_text(plan: RunPlan) -> str:
         f"Uneven sites: the others wait for {slowest.name} ({slowest.step:.3g} s a step) "
         f"{_uneven(plan):.0%} of the time; give it a smaller sites.{slowest.name}.batch_size."
     )
-
-
-def _rate(bits: float) -> str:
-    bits = float(f"{bits:.3g}")
-    for unit, size in (("Gbit/s", 1e9), ("Mbit/s", 1e6)):
-        if bits >= size:
-            return f"{bits / size:g} {unit}"
-    return f"{bits / 1e3:g} kbit/s"

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from dilocox.config import RunConfig
-from dilocox.config_rounds import Pin
+from dilocox.config_rounds import Pin, rate_text
 from dilocox.outer.controller import loss
 from dilocox.outer.controller.candidates import (
     LEAST_ROUNDS,
@@ -163,9 +163,10 @@ def _why(chosen: Candidate, link: Estimate) -> str:
     beside = link.latency_us + link.overhead_us
     overhead = f", {_seconds(beside)} beside that per exchange," if beside else ""
     taken, whole = _seconds(chosen.traffic.busy_us), _seconds(chosen.round_us)
+    rate = rate_text(8 * link.rate)
     return (
         f"{_bytes(chosen.traffic.payload_bytes)} take {taken} of the round's {whole} "
-        f"({chosen.load:.0%}) at {_rate(link.rate)}{overhead} and {_seconds(link.step_us)} a step, "
+        f"({chosen.load:.0%}) at {rate}{overhead} and {_seconds(link.step_us)} a step, "
         f"predicted loss +{chosen.loss:.1%}"
     )
 
@@ -182,11 +183,3 @@ def _seconds(microseconds: int) -> str:
         if microseconds >= size:
             return f"{microseconds / size:.3g} {unit}"
     return f"{microseconds} us"
-
-
-def _rate(bytes_per_second: int) -> str:
-    bits = 8 * bytes_per_second
-    for unit, size in (("Gbit/s", 10**9), ("Mbit/s", 10**6), ("kbit/s", 10**3)):
-        if bits >= size:
-            return f"{bits / size:.3g} {unit}"
-    return f"{bits} bit/s"
