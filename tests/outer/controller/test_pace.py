@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dilocox.outer.controller.pace import (
+    FULL,
     carried,
     declared_paces,
     measured_paces,
@@ -129,6 +130,17 @@ def test_a_step_ends_with_the_one_it_is_said_to_end_with(pace: int, carry: int, 
 def test_weights_by_hand(rule: str, expected: list[float]) -> None:
     found = site_weights(rule, {"a": 8, "b": 8, "c": 4}, {"a": 1000, "b": 500, "c": 250})
     assert list(found.values()) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("rule", "share"), [("tokens", 0.2), ("fednova", 5.0), ("equal", 1.0)])
+def test_a_site_that_is_too_slow_for_a_step_counts_by_the_step_it_takes(
+    rule: str, share: float
+) -> None:
+    """At a tenth of the speed in rounds of five steps it takes one, as at a fifth."""
+    batches, paces = {"a": 8, "b": 8}, {"a": 1000, "b": 100}
+    assert carried(100, 0, 5)[0] == FULL - 500  # it takes one, and is waited for
+    found = site_weights(rule, batches, paces, 5)
+    assert found["b"] / found["a"] == pytest.approx(share)
 
 
 def test_fednova_averages_displacements_per_step() -> None:

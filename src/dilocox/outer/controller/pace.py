@@ -98,17 +98,20 @@ def step_within(pace: int, carry: int, number: int) -> int:
 
 
 def site_weights(
-    rule: str, batches: Mapping[str, int], paces: Mapping[str, int]
+    rule: str, batches: Mapping[str, int], paces: Mapping[str, int], inner_steps: int = 0
 ) -> dict[str, float]:
     """w_i of docs/algorithm.md §2 by site, their mean is 1.
 
-    With b the sequences per step and p the pace, `equal`: w ~ b, every pseudo-gradient counts as it
+    With b the sequences per step and p the pace in a round of `inner_steps` (0: a long one), which
+    is that of a step at least, `equal`: w ~ b, every pseudo-gradient counts as it
     is; `tokens`: w ~ b p, by the tokens that it was made from; `fednova`: w ~ b / p, so that the
     mean is one of displacements *per step*, whose length is that of the harmonic mean of the sites'
     steps (Wang et al. 2020, arXiv 2007.07481, eq. 8, which leaves that length open).
     """
     powers = {"equal": 0, "tokens": 1, "fednova": -1}
-    raw = {site: batch * (paces[site] / FULL) ** powers[rule] for site, batch in batches.items()}
+    least = FULL / inner_steps if inner_steps else 0.0
+    taken = {site: max(paces[site], least) / FULL for site in batches}
+    raw = {site: batch * taken[site] ** powers[rule] for site, batch in batches.items()}
     mean = sum(raw.values()) / len(raw)
     return {site: value / mean for site, value in raw.items()}
 

@@ -53,7 +53,7 @@ def make_plan(
     if outer.global_batch == "fixed":
         everyone = {site: config.site_batch(site) for site in config.sites}
         batches = shared_batches(everyone, members, config.site.batch_unit)
-    weights = site_weights(config.control.weights, batches, paces)
+    weights = site_weights(config.control.weights, batches, paces, steps)
     offsets: dict[str, int] = {}
     spare: dict[str, list[Range]] = {}
     planned: dict[str, MemberPlan] = {}
