@@ -29,7 +29,7 @@ JOIN = (
     "dilocox join HOST:29400 --site paris --run-file examples/two-sites.toml"
     " --token-file TOKEN_FILE"
 )
-PLAN = "dilocox plan examples/two-sites.toml --gpu h100-80g:2 --link 1gbit"
+PLAN = "dilocox plan examples/qwen1.5-107b.toml --gpu a800-40g:8x10 --link 1gbit"
 QUALITY = "python benchmarks/quality.py --regime paper --sites 4 --iid no --only core"
 RUN_ELSEWHERE = {
     "make test": "is what runs this",
@@ -181,8 +181,11 @@ def test_plan(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatc
         main(PLAN.split()[1:])
     assert end.value.code == 0
     told = capsys.readouterr().out
-    assert "fits: " in told
     assert re.search(r"^allreduce +[\d,]+", told, re.MULTILINE), told
+    # The figures that the README has of it.
+    assert "fits: 35.1 GiB of the 36.9 GiB" in told
+    assert "a round of H = 5 inner steps" in told
+    assert re.search(r"predicted: 16\.9k tokens/s, 97\.\d% of the same sites", told), told
 
 
 def test_two_real_sites(workshop: Workshop) -> None:
