@@ -257,23 +257,25 @@ def main() -> int:
     where = Path("/proc/sys/net/ipv4/tcp_congestion_control")
     default = where.read_text(encoding="ascii").strip()
     root = Path(tempfile.mkdtemp(prefix="dilocox-exchange-"))
-    rows = []
+    rows, code = [], 0
     try:
         for setting in settings(options.quick, default):
             rows.append(measure(setting, 4 if options.quick else 8, root))
             common.say(common.table(rows[-1:], COLUMNS).splitlines()[1])
     except LabError as error:
+        # What was measured before it stands.
         print(f"exchange: {error}", file=sys.stderr)
-        return 1
+        code = 1
     finally:
         with contextlib.suppress(OSError):
             shutil.rmtree(root)
-    print(common.table(rows, COLUMNS))
-    print(f"links in Mbit/s; the machine's congestion control is {default}")
-    if options.json:
+    if rows:
+        print(common.table(rows, COLUMNS))
+        print(f"links in Mbit/s; the machine's congestion control is {default}")
+    if options.json and rows:
         about = {"machine_congestion": default}
         common.write_json(options.json, "exchange", on, about, rows)
-    return 0
+    return code
 
 
 COLUMNS: dict[str, Any] = {

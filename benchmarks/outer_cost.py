@@ -228,18 +228,23 @@ def main() -> int:
     common.end_on_signals()
     on = common.machine()
     root = Path(tempfile.mkdtemp(prefix="dilocox-outer-cost-"))
-    rows = []
+    rows, code = [], 0
     try:
         for link in QUICK_LINKS if options.quick else LINKS:
             rows.append(measure(root, link, QUICK_STEPS if options.quick else STEPS))
             common.say(common.table(rows[-1:], COLUMNS).splitlines()[1])
+    except RuntimeError as error:
+        # What was measured before it stands.
+        common.say(f"outer_cost: {error}")
+        code = 1
     finally:
         shutil.rmtree(root, ignore_errors=True)
-    print(common.table(rows, COLUMNS))
-    if options.json:
+    if rows:
+        print(common.table(rows, COLUMNS))
+    if options.json and rows:
         about = {"batch": BATCH, "sequence_length": LENGTH, "sites": len(SITES)}
         common.write_json(options.json, "outer_cost", on, about, rows)
-    return 0
+    return code
 
 
 if __name__ == "__main__":

@@ -99,8 +99,13 @@ def arguments() -> argparse.ArgumentParser:
 
 def main() -> int:
     """Train what is missing, print and write what came of it; 1 if a row could not be made."""
-    options = arguments().parse_args()
+    parser = arguments()
+    options = parser.parse_args()
     common.end_on_signals()
+    if options.loss_table and options.quick:
+        parser.error("--loss-table takes whole runs: leave out --quick, or make them --steps long")
+    if options.tune and options.steps:
+        parser.error("--tune: all trials have the same steps; leave out --steps")
     trying = bool(options.steps or options.tried) and not options.loss_table
     if options.steps is None and (options.quick or options.tune):
         options.steps = quality_tuning.TRIAL_STEPS if options.tune else QUICK_STEPS
@@ -171,8 +176,10 @@ class Bench:
             rows = [other for other in rows if not _same(other, job)] + [row]
             rows = quality_report.with_gaps(rows)
             self._write(path, rows)
-        wanted = [row for row in rows if any(_same(row, job) for job in jobs)]
-        self._show(path, quality_report.with_gaps(wanted))
+        rows = quality_report.with_gaps(rows)
+        self._show([row for row in rows if any(_same(row, job) for job in jobs)])
+        if path is not None and missing:
+            _draw(path.with_suffix(".svg"), rows)
         return 1 if self._failures else 0
 
     def tune(self) -> int:
@@ -211,6 +218,7 @@ class Bench:
             common.say("stopped; started again, the benchmark goes on with this row")
             sys.exit(130)
         row["text"] = self._described(job.seed)["digest"]
+        row["date"] = time.strftime("%Y-%m-%d")
         self._learn(row)
         reached = "diverged" if row["failed"] else f"loss {row['val_loss']:.4f}"
         less = f"{row['reduction_total']:,.0f}x" if row["reduction_total"] else "-"
@@ -277,7 +285,7 @@ class Bench:
             "text": digests,
         }
 
-    def _show(self, path: Path | None, rows: Sequence[Row]) -> None:
+    def _show(self, rows: Sequence[Row]) -> None:
         known = quality_report.points(rows)
         for where in quality_report.cells(known):
             inside = [point for point in known if point.cell == where]
@@ -285,8 +293,13 @@ class Bench:
             print(quality_report.table(inside))
             for line in quality_report.verdicts(inside):
                 print(f"- {line}")
-        if path is not None and any(point.group == "core" for point in known):
-            path.with_suffix(".svg").write_text(quality_plot.picture(known), encoding="utf-8")
+
+
+def _draw(path: Path, rows: Sequence[Row]) -> None:
+    """The picture of all rows that there are, whichever were asked for."""
+    known = quality_report.points(rows)
+    if any(point.group == "core" for point in known):
+        path.write_text(quality_plot.picture(known), encoding="utf-8")
 
 
 def _wikitext(given: Path | None) -> Path | None:

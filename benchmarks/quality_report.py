@@ -27,8 +27,8 @@ def cell(row: Row) -> Cell:
 
 def with_gaps(rows: Sequence[Row]) -> list[Row]:
     """Rows with `gap`: loss over that of synchronous training with the same inner optimizer, text
-    and seed, less one. None where one of the two has no loss, or both say what text they saw and it
-    is not the same."""
+    and seed, less one. None where one of the two has no loss, or where a row says what text it saw
+    and the synchronous one did not see the same."""
     baselines = {
         (cell(row), row["seed"], row["optimizer"]): row
         for row in rows
@@ -43,8 +43,8 @@ def with_gaps(rows: Sequence[Row]) -> list[Row]:
 
 def _gap(row: Row, base: Row) -> float | None:
     loss, best = row["val_loss"], base["val_loss"]
-    # Rows of earlier versions do not say.
-    same = row.get("text", base.get("text")) == base.get("text", row.get("text"))
+    # Rows of earlier versions do not say; they were made for the synchronous one beside them.
+    same = "text" not in row or row["text"] == base.get("text")
     return loss / best - 1 if same and loss is not None and best is not None else None
 
 

@@ -224,7 +224,7 @@ def ablation_entries() -> list[Entry]:
     """dilocox with one part changed."""
     entries = []
     for name, changed in ABLATIONS.items():
-        tuned_as = "dilocox muon" if "inner.optimizer" in changed else "dilocox"
+        tuned_as = "allreduce muon" if "inner.optimizer" in changed else "dilocox"
         settings = {**FIXED, **changed}
         entries.append(Entry(f"dilocox {name}", "dilocox", settings, tuned_as))
     return [replace(entry, group="ablations") for entry in entries]

@@ -176,20 +176,24 @@ def main() -> int:
         return common.CANNOT
     on, table = common.machine(), Table.load()
     cases = tuple(case for case in CASES if not options.quick or case.name in QUICK)
-    rows = []
+    rows, code = [], 0
     with tempfile.TemporaryDirectory(prefix="dilocox-scaling-") as folder:
         for sites in (2, 4):
             try:
                 rows += measure(sites, cases, Path(folder), table)
             except DilocoxError as error:
+                # What was measured before it stands.
                 common.say(f"scaling_check: {error}")
-                return 1
+                code = 1
+                break
+    if not rows:
+        return code
     plan_check.show(rows)
     path = options.json or (None if options.quick else RESULTS)
     if path:
         common.write_json(path, "scaling_check", on, {"ratio": RATIO, "quota_of_machine": MOST},
                           rows)  # fmt: skip
-    return 0
+    return code
 
 
 if __name__ == "__main__":

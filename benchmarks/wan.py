@@ -110,6 +110,9 @@ def main() -> int:
         options.json = RESULTS
     if options.minutes is None and options.quick:
         options.minutes = SHORT_MINUTES
+    if unknown := sorted(set(options.only or ()) - set(BY_NAME)):
+        common.say(f"wan: --only {unknown[0]!r}: no such method; there are {', '.join(BY_NAME)}")
+        return 2
     wanted = [case for case in cases(extent) if chosen(case, options)]
     if not wanted:
         common.say("wan: these options leave nothing to measure")
@@ -292,13 +295,16 @@ def _is_of(run: Row, case: Case) -> bool:
 
 
 def read_runs(path: Path | None, extent: Extent) -> list[Row]:
-    """What was measured before, for as long. Ends the program for a file of something else."""
+    """What was measured before, of as large a model and for as long. Ends the program for a file of
+    something else."""
     if path is None or not path.exists():
         return []
     found = json.loads(path.read_text(encoding="utf-8"))
-    steps = found.get("settings", {}).get("extent", {}).get("ours_steps")
-    if found.get("benchmark") != "wan-runs" or steps != extent.ours_steps:
-        common.say(f"{path}: holds results of another benchmark or extent; name another file")
+    settings = found.get("settings", {})
+    same = settings.get("model") == MODEL and settings.get("tokens_per_step") == TOKENS
+    steps = settings.get("extent", {}).get("ours_steps")
+    if found.get("benchmark") != "wan-runs" or not same or steps != extent.ours_steps:
+        common.say(f"{path}: holds results of another benchmark, model or extent; name another")
         sys.exit(2)
     return list(found["rows"])
 

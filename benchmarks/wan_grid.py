@@ -81,14 +81,14 @@ METHODS = (
         1,
         settings={"outer.method": "allreduce", "outer.inner_steps": 1},
     ),
+    # It exchanges at every step, ten times .17 bits in a round: that is the interval of accounting.
     Method(
         "cocktailsgd",
         "engine",
-        1,
-        0.17,
+        10,
+        1.7,
         overlaps=True,
-        warm_up=3,
-        settings={"outer.method": "cocktailsgd", "outer.inner_steps": 1},
+        settings={"outer.method": "cocktailsgd"},
     ),
     Method("diloco", "engine", 500, settings={"outer.method": "diloco"}),
     Method("opendiloco", "engine", 500, 16, settings={"outer.method": "opendiloco"}),

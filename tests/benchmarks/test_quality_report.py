@@ -57,6 +57,8 @@ def test_gap_is_against_the_same_optimizer_text_and_seed() -> None:
     assert quality_report.with_gaps(named)[1]["gap"] == pytest.approx(0.1)
     # The same seed of another text, or in another order, is no baseline.
     assert quality_report.with_gaps([{**named[0], "text": "cd"}, named[1]])[1]["gap"] is None
+    # Nor is one that does not say, of an earlier version.
+    assert quality_report.with_gaps([rows[0], named[1]])[1]["gap"] is None
 
 
 def test_points_are_means_over_seeds_and_a_diverged_run_is_not_left_out() -> None:

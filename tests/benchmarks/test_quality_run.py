@@ -152,6 +152,33 @@ def test_a_row_of_other_settings_is_made_anew(bench: Any, tmp_path: Path) -> Non
     assert row["learning_rate"] == 0.009
 
 
+def test_the_picture_has_all_rows_whichever_are_asked_for(bench: Any, tmp_path: Path) -> None:
+    file = tmp_path / "rows.json"
+    words = ("--quick", "--json", str(file), "--tuning", str(tmp_path / "none.json"))
+    assert bench(Trained(100), *words, "--only", "allreduce", "cocktailsgd") == 0
+    assert bench(Trained(100), *words, "--only", "sparseloco") == 0
+    picture = file.with_suffix(".svg")
+    drawn = picture.read_text()
+    assert "sparseloco" in drawn.lower()
+    assert "cocktailsgd" in drawn.lower()
+    # What trains nothing changes nothing.
+    assert bench(Trained(0), *words, "--only", "cocktailsgd") == 0
+    assert picture.read_text() == drawn
+
+
+@pytest.mark.parametrize(
+    ("words", "mend"),
+    [(("--loss-table", "--quick"), "leave out --quick"), (("--tune", "--steps", "9"), "--steps")],
+)
+def test_options_that_would_lose_what_is_trained_are_refused(
+    bench: Any, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], mend: str
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        bench(Trained(0), *words)
+    assert end.value.code == 2
+    assert mend in capsys.readouterr().err
+
+
 def test_tuning_makes_all_trials_and_goes_on_after_a_cut(bench: Any, tmp_path: Path) -> None:
     tuning = tmp_path / "tuning.json"
     words = ("--tune", "--only", "diloco", "--tuning", str(tuning))

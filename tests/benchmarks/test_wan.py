@@ -153,6 +153,24 @@ def test_results_of_another_extent_are_refused(tmp_path: Path, measured: list[st
     longer = Extent(**{**vars(EXTENT), "ours_steps": 200})
     with pytest.raises(SystemExit):
         wan.Bench(tmp_path, results, longer)
+    runs = results.with_name("wan-runs.json")
+    made = json.loads(runs.read_text())
+    made["settings"]["tokens_per_step"] *= 2
+    runs.write_text(json.dumps(made))
+    with pytest.raises(SystemExit):
+        wan.Bench(tmp_path, results, EXTENT)
+
+
+def test_a_method_that_does_not_exist_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["wan.py", "--quick", "--only", "diloxo"])
+    monkeypatch.setattr(wan.common, "end_on_signals", lambda: None)
+    monkeypatch.setattr(wan, "why_not", lambda: None)
+    assert wan.main() == 2
+    said = capsys.readouterr().err
+    assert "--only 'diloxo': no such method" in said
+    assert "sparseloco" in said
 
 
 def test_options_leave_references_in() -> None:
