@@ -4,8 +4,9 @@ running beside it at the same time.
 wan.py measures one after the other, and a machine whose speed changes by a fifth from minute to
 minute (a virtual one with neighbours) hides a share of 97 % in that. Here four hosts of one lab
 train at once, under quotas of a quarter of 90 % of the machine each: two sites in one run over
-their links, and two by themselves, with an outer step every 100 inner steps and no codec. What the
-machine does, it does to both. Which hosts are which changes from block to block.
+their links, and two by themselves, with no codec and an outer step every 100 inner steps (every 12
+where these are eight times as long, which is some 0.3 % of their speed). What the machine does, it
+does to both. Which hosts are which changes from block to block.
 
 The link is wan.py's: 2 fp32 gradients of the model take 400 times as long on it as a step, or as
 many times as `--ratio` says. `share`
