@@ -137,6 +137,11 @@ def _told() -> list[str]:
     return told
 
 
+def today() -> str:
+    """The date, UTC: of a file's last call, and of a row where a file is made in several."""
+    return datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d")
+
+
 def commit() -> str | None:
     """The commit that is measured, with + if files were changed; none without git."""
     here = Path(__file__).parent
@@ -175,7 +180,7 @@ def write_json(
     content = {
         "benchmark": benchmark,
         "command": command(),
-        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
+        "date": today(),
         "machine": dict(on),
         "settings": dict(settings),
         "rows": list(rows),

@@ -218,7 +218,7 @@ class Bench:
             common.say("stopped; started again, the benchmark goes on with this row")
             sys.exit(130)
         row["text"] = self._described(job.seed)["digest"]
-        row["date"] = time.strftime("%Y-%m-%d")
+        row["date"] = common.today()
         self._learn(row)
         reached = "diverged" if row["failed"] else f"loss {row['val_loss']:.4f}"
         less = f"{row['reduction_total']:,.0f}x" if row["reduction_total"] else "-"

@@ -226,6 +226,7 @@ class Bench:
             "round_trip_ms": round(1000 * checked.round_trip, 2),
             **found,
             "commit": common.commit(),
+            "date": common.today(),
             "took": round(time.monotonic() - began, 1),
         }
         self._runs.append(run)

@@ -231,6 +231,7 @@ def measured(
                 "ratio": synchronous_bits(parameters, 2) / row["link_bits_per_second"] / step,
                 "link_asked_bits_per_second": asked,
                 "commit": common.commit(),
+                "date": common.today(),
                 "took": round(time.monotonic() - began, 1),
             }
 
