@@ -72,7 +72,10 @@ def test_shards_of_one_stage_gather_two_layers_at_a_time() -> None:
     (found,) = of(run(site={"shards": 4, "micro_batch_size": 2}))
     whole = 4 * LAYER + 2 * EMBEDDING + 32
     assert found.weights == 4 * (whole // 4)
-    assert found.copies == 2 * (2 * LAYER + 2 * EMBEDDING + 32) + 4 * LAYER
+    outside = 2 * EMBEDDING + 32
+    # Gathered ones, their gradients in bf16 (one layer's at a time, the rest's all along), and one
+    # layer's in fp32 to be reduced.
+    assert found.copies == 2 * (2 * LAYER + outside) + 2 * (LAYER + outside) + 4 * LAYER
 
 
 def test_checkpointing_keeps_entries_and_one_layer() -> None:

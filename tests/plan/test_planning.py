@@ -267,6 +267,25 @@ def test_memory_is_that_of_the_fullest_site_of_all() -> None:
         assert found.available == enough + 1
 
 
+def test_precision_auto_is_what_each_site_multiplies_natively() -> None:
+    """Older GPUs compute in fp32: slower, without casts, with wider activations."""
+    older = Place(device(multiplies_bf16=False), 4, 1)
+    newer = Place(device(), 4, 1)
+    by_precision = {
+        precision: planned(older, sections={"site": {"precision": precision}}, methods=())
+        for precision in ("auto", "fp32", "bf16")
+    }
+    assert by_precision["auto"].needed == by_precision["fp32"].needed
+    assert by_precision["auto"].step == by_precision["fp32"].step
+    assert by_precision["auto"].limit == by_precision["fp32"].limit
+    assert by_precision["auto"].step != by_precision["bf16"].step
+    mixed = plan_run(
+        run(site={"precision": "auto"}), [newer, older], [link(1e6)] * 2, 1e10, methods=()
+    )
+    assert mixed.slowest == 1
+    assert mixed.step == by_precision["fp32"].step
+
+
 def test_advice_is_for_the_site_with_fewest_gpus() -> None:
     config = run(site={"shards": 2, "batch_size": 8}, outer={"steps": 10**6})
     small, big = (Place(device(memory=size), count, 1) for size, count in ((1, 8), (10**9, 2)))

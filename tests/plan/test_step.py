@@ -121,7 +121,12 @@ def test_the_compute_limit_counts_all_gpus_of_all_sites() -> None:
     outline = Outline.of(run())
     places = [Place(device(utilisation=0.5), 8, 2), Place(device(), 4, 1)]
     expected = (16 * 0.5e12 + 4 * 1e12) / outline.flops_per_token
-    assert timing.compute_limit(outline, places, bf16=True) == pytest.approx(expected)
+    assert timing.compute_limit(run(), outline, places) == pytest.approx(expected)
+    older = [Place(device(multiplies_bf16=False), 4, 1)]
+    auto = run(site={"precision": "auto"})
+    limit = timing.compute_limit(auto, outline, older)
+    assert limit == pytest.approx(4 * 1e11 / outline.flops_per_token)
+    assert timing.compute_limit(run(), outline, older) == pytest.approx(10 * limit)
 
 
 # --- PyTorch's own orders of work --------------------------------------------------------------

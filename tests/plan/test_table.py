@@ -76,6 +76,7 @@ def test_a_file_adds_and_replaces(tmp_path: Path) -> None:
         memory_gb_s = 300.0
         peer_gb_s = 8.0
         utilisation = 0.5
+        precision = "float32"
         source = "measured"
         [gpu.l40s]
         usd_per_hour = 0.5
@@ -90,6 +91,8 @@ def test_a_file_adds_and_replaces(tmp_path: Path) -> None:
         """,
     )
     assert found.device("mine").rate(bf16=True) == 5e12
+    assert not found.device("mine").multiplies_bf16
+    assert found.device("l40s").multiplies_bf16
     assert found.device("mine").usd_per_hour is None
     assert found.device("l40s").usd_per_hour == 0.5
     assert found.device("l40s").bf16 == KNOWN.device("l40s").bf16
@@ -117,6 +120,7 @@ def test_a_file_adds_and_replaces(tmp_path: Path) -> None:
         ("[gpu.l40s]\nmemory_gib = inf", r"gpu\.l40s\.memory_gib: inf is no number"),
         ("[gpu.l40s]\nutilisation = 40", r"utilisation: 40 is no number above 0 to 1"),
         ("[gpu.l40s]\nfragmented = 2", r"fragmented: 2 is no number from 0 to 1"),
+        ('[gpu.l40s]\nprecision = "fp16"', r"gpu\.l40s\.precision: 'fp16' is neither"),
         ("[gpu.l40s]\ncores = 0", r"gpu\.l40s\.cores: 0 is no number above 0"),
         ('[host.default]\nencode_gb_s = {int4 = "x"}', r"encode_gb_s\.int4: 'x' is no number"),
         ("[host.default]\nencode_gb_s = {int4 = 0}", r"encode_gb_s\.int4: 0 is no number above 0"),

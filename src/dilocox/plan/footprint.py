@@ -72,10 +72,13 @@ def footprints(config: RunConfig, outline: Outline, place: Place, each: Kept) ->
             copies = (2 if bf16 else 4) * parameters
             gradients = 4 * parameters + 4 * own
         elif site.shards > 1:
-            # Two layers and what is outside them are gathered at a time; gradients one layer's.
+            # Two layers and what is outside them are gathered at a time. Gradients come as wide as
+            # what was gathered: one layer's, reduced in fp32, and all along those of embedding and
+            # head, which are reduced together when the backward pass is through.
             layer = outline.layer_parameters
             outside = max(0, parameters - layers * layer)
-            copies = (2 if bf16 else 4) * (2 * layer + outside) + 4 * layer
+            width = 2 if bf16 else 4
+            copies = width * (2 * layer + outside) + width * (layer + outside) + 4 * layer
         elif bf16:
             copies = 2 * parameters
         copies += gate_model_bytes_per_parameter(config) * parameters

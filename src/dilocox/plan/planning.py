@@ -11,14 +11,13 @@ from dilocox.errors import ConfigError, DilocoxError
 from dilocox.handover import Handover
 from dilocox.methods import METHODS
 from dilocox.outer.coordinator.plans import FLUSH_CODEC
-from dilocox.plan.activations import Kept
 from dilocox.plan.footprint import Change, Footprint, advice, counted, footprints, needed
 from dilocox.plan.outline import Outline
 from dilocox.plan.parcels import parcels
 from dilocox.plan.predict import Prediction, predict
 from dilocox.plan.step import StepTime, compute_limit, step_time
 from dilocox.plan.table import Link, Place
-from dilocox.plan.variants import at_site, changed, with_method, with_sites
+from dilocox.plan.variants import at_site, changed, on_device, with_method, with_sites
 
 Progress = Callable[[str], None]
 
@@ -119,13 +118,13 @@ def plan_run(
     outline = Outline.of(config)
     largest = at_site(config, max(config.sites, key=config.site_batch))
     progress("memory")
-    each = counted(largest, outline)
-    fullest, stages, bytes_ = _fullest(largest, outline, places, each)
+    fullest, stages, bytes_ = _fullest(largest, outline, places)
+    there = on_device(largest, fullest.device)
     available = fullest.device.memory
     changes = []
     if bytes_ > available:
         fewest = min((p.gpus for p in places if not p.device.shared), default=fullest.gpus)
-        changes = advice(largest, outline, fullest, fewest)
+        changes = advice(there, outline, fullest, fewest)
     progress("the run's own plan")
     prediction = _predict(config, places, links, fabric, outline)
     guessed = config.total_steps
@@ -139,11 +138,10 @@ def plan_run(
         progress(f"method {method}")
         rows.append(_row(config, method, places, links, fabric, outline, prediction))
     times = [
-        step_time(at_site(config, name), outline, place, fabric)
+        step_time(on_device(at_site(config, name), place.device), outline, place, fabric)
         for name, place in zip(config.sites, places, strict=True)
     ]
     total = left * prediction.course.tokens_per_step if tokens is None else tokens
-    bf16 = config.site.precision != "fp32"
     return RunPlan(
         config=config,
         outline=outline,
@@ -153,13 +151,13 @@ def plan_run(
         footprints=stages,
         needed=bytes_,
         available=available,
-        exact=each.exact,
+        exact=counted(there, outline).exact,
         advice=changes,
         step=times[prediction.course.slowest],
         prediction=prediction,
         methods=rows,
         budget=budget(config, outline, prediction, places, links, total),
-        limit=compute_limit(outline, places, bf16),
+        limit=compute_limit(config, outline, places),
     )
 
 
@@ -178,14 +176,15 @@ def _steps_left(config: RunConfig) -> int:
 
 
 def _fullest(
-    config: RunConfig, outline: Outline, places: Sequence[Place], each: Kept
+    config: RunConfig, outline: Outline, places: Sequence[Place]
 ) -> tuple[Place, list[Footprint], int]:
     """The place whose devices are filled most, with what the stages need there, and the largest."""
     found: list[tuple[Place, list[Footprint], int]] = []
     for place in places:
         if all(place != known for known, *_ in found):
-            stages = footprints(config, outline, place, each)
-            found.append((place, stages, needed(stages, place, config)))
+            there = on_device(config, place.device)
+            stages = footprints(there, outline, place, counted(there, outline))
+            found.append((place, stages, needed(stages, place, there)))
     return max(found, key=lambda item: item[2] / max(1, item[0].device.memory))
 
 

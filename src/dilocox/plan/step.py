@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from dilocox.config import RunConfig
 from dilocox.plan.outline import Outline
 from dilocox.plan.table import Place
+from dilocox.plan.variants import on_device
 from dilocox.site import stage_of_chunk
 from dilocox.site.optimizer import is_hidden_matrix
 
@@ -175,10 +176,11 @@ def orthonormalising_flops(shapes: dict[str, tuple[int, ...]]) -> float:
     return total
 
 
-def compute_limit(outline: Outline, places: Sequence[Place], bf16: bool) -> float:
+def compute_limit(config: RunConfig, outline: Outline, places: Sequence[Place]) -> float:
     """Tokens per second of all GPUs of all sites if nothing ever waited."""
     total = 0.0
     for place in places:
         count = 1 if place.device.shared else place.gpus
+        bf16 = on_device(config, place.device).site.precision != "fp32"
         total += count * place.device.rate(bf16)
     return math.inf if outline.compute == 0 else total / outline.flops_per_token

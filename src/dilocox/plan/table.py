@@ -76,6 +76,8 @@ class Device:
     those of one core."""
     cores: float = 1.0
     """`shared`: processor cores, or the quota, of a site."""
+    multiplies_bf16: bool = True
+    """Natively: what `precision = "auto"` computes in. GPUs since Ampere do."""
 
     def rate(self, bf16: bool) -> float:
         """Operations per second that training reaches where nothing waits."""
@@ -123,7 +125,7 @@ class Place:
 
 OF_TABLES = ("gpu", "host", "link")
 """Sections whose entries are tables."""
-OF_CALIBRATIONS = frozenset(("stepped_parameters", "step_seconds", "precision"))
+OF_CALIBRATIONS = frozenset(("stepped_parameters", "step_seconds"))
 """What `dilocox plan --calibrate` writes beside what plans are made from."""
 
 
@@ -223,6 +225,7 @@ class Table:
             price_source=self._told(str(entry.get("price_source", ""))),
             shared=shared,
             cores=self._number(where, {"cores": 1.0, **entry}, "cores"),
+            multiplies_bf16=self._precision(where, entry) == "bfloat16",
         )
 
     def link(self, text: str, rtt: float | None = None, usd_per_gb: float | None = None) -> Link:
@@ -298,6 +301,14 @@ class Table:
             source=self._told(str(every.get("source", ""))),
         )
 
+    def _precision(self, where: str, entry: Mapping[str, Any]) -> str:
+        found = entry.get("precision", "bfloat16")
+        if found not in ("bfloat16", "float32"):
+            raise ConfigError(
+                f'{self._where}: {where}.precision: {found!r} is neither "bfloat16" nor "float32"'
+            )
+        return str(found)
+
     def _rates(self, where: str, entry: Mapping[str, Any], key: str) -> dict[str, float]:
         """Bytes per second by kind of codec."""
         own = entry.get(key)
@@ -350,7 +361,7 @@ def _keys(content: Mapping[str, Any]) -> dict[str, set[str]]:
     """Keys that entries of each section may have: those of the package's, and some more."""
     known = {section: set().union(*content[section].values()) for section in OF_TABLES}
     known["defaults"] = set(content["defaults"])
-    known["gpu"] |= known["defaults"] | {"shared", "cores", "host"} | OF_CALIBRATIONS
+    known["gpu"] |= known["defaults"] | {"shared", "cores", "host", "precision"} | OF_CALIBRATIONS
     return known
 
 

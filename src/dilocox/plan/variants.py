@@ -8,6 +8,7 @@ from typing import Any
 
 from dilocox.config import RunConfig, resolve_run
 from dilocox.methods import METHODS
+from dilocox.plan.table import Device
 
 KEPT_OUTER = ("rounds", "steps", "device", "min_sites")
 """Keys of `[outer]` that have nothing to do with the method."""
@@ -53,6 +54,15 @@ def at_site(config: RunConfig, name: str) -> RunConfig:
     """The run with the batch of one of its sites as that of `[site]`."""
     batch = config.site_batch(name)
     site = config.site.model_copy(update={"batch_size": batch})
+    return config.model_copy(update={"site": site})
+
+
+def on_device(config: RunConfig, device: Device) -> RunConfig:
+    """The run with the compute dtype that `site.precision = "auto"` is on `device`."""
+    if config.site.precision != "auto":
+        return config
+    precision = "bf16" if device.multiplies_bf16 else "fp32"
+    site = config.site.model_copy(update={"precision": precision})
     return config.model_copy(update={"site": site})
 
 
