@@ -85,6 +85,9 @@ Row = dict[str, Any]
 RESULTS = Path(__file__).parent / "results" / "wan-cpu.json"
 PATIENCE, START_LIMIT = 5.0, 300.0
 """A run of the engine is given up after so many times what it should take, and these seconds."""
+CONGESTION = "cubic"
+"""Of all TCP among more than two sites, of methods and peers alike: where several flows meet before
+a narrow link, `bbr` leaves a fifth of it empty (docs/notes/exchange.md)."""
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -173,6 +176,8 @@ class Bench:
         for sites in dict.fromkeys(case.sites for case in missing):
             inside = [case for case in missing if case.sites == sites]
             with Lab(list(SITES[:sites])) as lab:
+                if sites > 2:
+                    lab.network.congest(CONGESTION)
                 step = self._step(lab)
                 lasts = sum(duration(case, self._extent, step) for case in inside) / 60
                 common.say(f"{sites} sites: {len(inside)} measurements, some {lasts:.0f} minutes")
@@ -224,6 +229,7 @@ class Bench:
             "link_asked_bits_per_second": checked.links[0].asked_bits_per_second,
             "link_bits_per_second": round(sum(links) / len(links)),
             "round_trip_ms": round(1000 * checked.round_trip, 2),
+            "congestion": CONGESTION if case.sites > 2 else machines_congestion(),
             **found,
             "commit": common.commit(),
             "date": common.today(),
@@ -289,6 +295,11 @@ class Bench:
             filled = wan_docs.filled(page.read_text(encoding="utf-8"), known)
             page.write_text(filled, encoding="utf-8")
         return 1 if self._failures else 0
+
+
+def machines_congestion() -> str:
+    """TCP's congestion control where nothing else is asked for."""
+    return Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text(encoding="ascii").strip()
 
 
 def _is_of(run: Row, case: Case) -> bool:

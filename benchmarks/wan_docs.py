@@ -38,7 +38,8 @@ def about(inside: Sequence[Row]) -> str:
     """One line on the link that some rows are of."""
     first = inside[0]
     return (
-        f"{first['sites']} sites, {first['link']} to each, a step of {first['step_ms']:.0f} ms: "
+        f"{first['sites']} sites, {first['link']} to each, round trips of "
+        f"{first['round_trip_ms']:.2f} ms, a step of {first['step_ms']:.0f} ms: "
         f"gradients in fp32 take {first['comm_to_compute']:,.0f} times as long as a step.\n"
     )
 

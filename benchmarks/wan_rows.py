@@ -78,6 +78,10 @@ def _row(inside: Sequence[Row], method: str, parameters: int) -> Row:
         "wait_share": _median(own, "wait_share", 4),
         "work_share": _median(own, "work_share", 4),
         "step_ms": round(1000 * computing, 2),
+        "round_trip_ms": _median(own, "round_trip_ms", 2),
+        "congestion": _all(own, "congestion"),
+        "dates": _all(own, "date"),
+        "commits": _all(own, "commit"),
         "ratio": first["ratio"],
         "blocks": len(own),
         "plan": own[-1].get("plan"),
@@ -132,6 +136,12 @@ def _median(own: Sequence[Row], key: str, digits: int) -> float | int | None:
     return int(found) if digits == 0 else found
 
 
+def _all(own: Sequence[Row], key: str) -> str:
+    """Every value that some measurements have, once; those that have none are of before 24 November
+    2026."""
+    return ", ".join(sorted({str(run.get(key) or "not noted") for run in own}))
+
+
 def table(known: Sequence[Row]) -> str:
     """The rows as text."""
     return common.table(
@@ -140,6 +150,7 @@ def table(known: Sequence[Row]) -> str:
             "method": "s",
             "link": "s",
             "sites": "d",
+            "round_trip_ms": ".2f",
             "comm_to_compute": ",.1f",
             "inner_steps": ",.0f",
             "tokens_per_second": ",.1f",

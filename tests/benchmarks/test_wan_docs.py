@@ -21,8 +21,9 @@ b
 
 def row(method: str, speed: float, share: float, **more: Any) -> dict[str, Any]:
     return {
-        "method": method, "sites": 2, "ratio": 400, "link": "1.2 Mbit/s", "step_ms": 50.4,
-        "comm_to_compute": 416.2, "tokens_per_second": speed, "share_of_no_network": share,
+        "method": method, "sites": 2, "ratio": 400, "link": "1.2 Mbit/s", "round_trip_ms": 0.3,
+        "step_ms": 50.4, "comm_to_compute": 416.2,
+        "tokens_per_second": speed, "share_of_no_network": share,
         "share_of_no_network_low": None, "share_of_no_network_high": None,
         "speedup_vs_allreduce": speed / 50, "inner_steps": 1.0, "payload_bytes": 3_678_784,
         "wire_bytes": 3_849_276, "efficiency": 0.948, **more,
@@ -40,7 +41,9 @@ ROWS = [
 
 def test_tables_are_filled_between_their_marks() -> None:
     filled = wan_docs.filled(TEXT, ROWS)
-    assert filled.startswith("a\n<!-- wan: begin 2 400 -->\n2 sites, 1.2 Mbit/s to each")
+    assert filled.startswith(
+        "a\n<!-- wan: begin 2 400 -->\n2 sites, 1.2 Mbit/s to each, round trips of 0.30 ms, a step"
+    )
     assert "416 times as long" in filled
     assert "| no exchange | 20,000 |  | 400x |  |  |  |  |\n" in filled
     assert "| allreduce | 50.0 | 0.25% | 1x | 1 | 3.68 MB | 3.85 MB | 95% |\n" in filled

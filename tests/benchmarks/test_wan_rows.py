@@ -20,6 +20,9 @@ def run(method: str, block: int, speed: float, ratio: int = 400, **more: Any) ->
         "block": block,
         "link_asked_bits_per_second": 1.6e6,
         "link_bits_per_second": 1.59e6,
+        "round_trip_ms": 0.4,
+        "congestion": "cubic",
+        "date": f"2026-11-0{block + 1}",
         "tokens_per_second": speed,
         **more,
     }
@@ -52,6 +55,8 @@ def test_shares_are_paired_within_blocks() -> None:
     assert ours["blocks"] == 3
     assert ours["payload_bytes"] == 1002
     assert ours["efficiency"] == pytest.approx(0.93)
+    assert (ours["round_trip_ms"], ours["congestion"]) == (0.4, "cubic")
+    assert ours["dates"] == "2026-11-01, 2026-11-02, 2026-11-03"
 
 
 def test_speedups_are_over_allreduce_and_peers_have_their_own_reference() -> None:

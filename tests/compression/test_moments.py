@@ -71,6 +71,16 @@ def test_values_are_those_of_the_codec(spec: str) -> None:
         other.decode(payload[:-1])
     with pytest.raises(ExchangeError, match="whole buffers"):
         with_moments.part(0, 128)
+    for wrong in (torch.zeros(5, dtype=torch.uint8), torch.zeros(4)):
+        with pytest.raises(ExchangeError, match=r"carries uint8 \[4\] of moments, got"):
+            with_moments.carrying(wrong)
+    with pytest.raises(ExchangeError, match="carries none of moments"):
+        plain.carrying(moments)
+    ready = torch.empty(part.payload_bytes, dtype=torch.uint8)
+    assert torch.equal(part.encode(values, out=ready), payload)
+    for unfit in (ready[:-1].clone(), torch.empty(part.payload_bytes)):
+        with pytest.raises(ExchangeError, match="output must be flat contiguous"):
+            part.encode(values, out=unfit)
 
 
 def test_low_rank_carries_none() -> None:

@@ -44,6 +44,8 @@ def test_lines() -> None:
     assert parse_line("20mbit/100mbit") == Line(20e6, 100e6)
     assert parse_line("none/1mbit") == Line(None, 1e6)
     assert parse_line("none") == FREE
+    with pytest.raises(LabError):
+        parse_line("20mbit/")
     assert str(parse_line("20mbit/100mbit")) == "20 Mbit/s up, 100 Mbit/s down"
     assert str(FREE) == "unshaped"
 

@@ -105,6 +105,33 @@ def test_a_child_that_enters_a_host_has_its_network() -> None:
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
+CONTROL = """
+import socket, sys
+TCP_CONGESTION = 13
+if sys.argv[1] == "serve":
+    with socket.create_server(("", 5000)) as door:
+        print("open", flush=True)
+        with door.accept()[0] as line:
+            print(line.getsockopt(6, TCP_CONGESTION, 16).rstrip(bytes(1)).decode())
+else:
+    with socket.create_connection((sys.argv[1], 5000)) as line:
+        print(line.getsockopt(6, TCP_CONGESTION, 16).rstrip(bytes(1)).decode())
+"""
+
+
+@needs_network
+def test_all_connections_have_the_congestion_control_that_is_set() -> None:
+    with Network(["a", "b"]) as network:
+        network.congest("reno")
+        server = network.start("b", [sys.executable, "-c", CONTROL, "serve"], stdout=-1)
+        assert server.stdout is not None
+        assert server.stdout.readline() == "open\n"
+        client = network.run("a", [sys.executable, "-c", CONTROL, network.address("b")])
+        assert (client.strip(), server.communicate()[0].strip()) == ("reno", "reno")
+        with pytest.raises(LabError):
+            network.congest("nothing-such")
+
+
 def test_without_root_the_reason_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(netns.sys, "platform", "linux")
     monkeypatch.setattr(netns.os, "geteuid", lambda: 1000)

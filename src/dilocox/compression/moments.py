@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from dilocox.codec_spec import WITH_MOMENTS
-from dilocox.compression.base import Codec, check_payload
+from dilocox.compression.base import Codec, check_payload, output
 from dilocox.compression.geometry import Geometry
 
 PERIOD = 32
@@ -109,9 +109,12 @@ class WithMoments:
 
     def encode(self, values: Tensor, out: Tensor | None = None) -> Tensor:
         """See `Codec.encode`."""
+        size = self.payload_bytes(values.numel())
+        payload = output(out, size, torch.uint8, values.device)
         own = self.codec.encode(values)
-        payload = torch.cat([own, self.moments.to(own.device)])
-        return payload if out is None else out.copy_(payload)
+        payload[: len(own)].copy_(own)
+        payload[len(own) :].copy_(self.moments)
+        return payload
 
     def decode(self, payload: Tensor, n: int, out: Tensor | None = None) -> Tensor:
         """See `Codec.decode`: the values, without the moments."""

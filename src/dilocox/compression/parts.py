@@ -77,7 +77,16 @@ class Compressor:
         return replace(self, name=one.name, identifier=one.identifier, moments=zeros)
 
     def carrying(self, moments: Tensor) -> Compressor:
-        """The same with these moments behind its payloads instead of its own."""
+        """The same with these moments, uint8 [due_rows], behind its payloads instead of its own.
+
+        Raises `ExchangeError` for others, and for a codec that carries none.
+        """
+        own = self.moments
+        if own is None or moments.dtype != torch.uint8 or moments.shape != own.shape:
+            due = "none" if own is None else f"uint8 {list(own.shape)}"
+            raise ExchangeError(
+                f"{self.name}: carries {due} of moments, got {moments.dtype} {list(moments.shape)}"
+            )
         return replace(self, moments=moments)
 
     def part(self, start: int, end: int, seed: int = 0) -> Part:

@@ -136,8 +136,8 @@ def parse_rate(text: str) -> float | None:
 
 def parse_line(text: str) -> Line:
     """An access line: `20mbit` both ways, `20mbit/100mbit` up and down. Raises `LabError`."""
-    up, _, down = text.partition("/")
-    return Line(parse_rate(up), parse_rate(down or up))
+    up, slash, down = text.partition("/")
+    return Line(parse_rate(up), parse_rate(down if slash else up))
 
 
 def parse_setting(text: str, hosts: Sequence[str]) -> tuple[list[str], str]:

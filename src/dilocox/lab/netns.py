@@ -3,7 +3,7 @@
 Every host is a network namespace with one interface, `eth0`, whose other end is a port of a bridge
 in a namespace of its own; nothing of it is visible in the machine's own network. The kernel may not
 bundle packets on these links (one segment per packet), so that interface counters show what a real
-wire would carry. TCP's congestion control is the machine's own.
+wire would carry. TCP's congestion control is the machine's own, or what `congest` sets.
 
 Linux only; needs root, `ip` and `tc` (iproute2).
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import ipaddress
 import os
 import shutil
 import subprocess
@@ -179,6 +180,20 @@ class Network:
             links = Links({**self.links.lines, **lines}, self.links.pairs)
         apply(self.layout, self.links, links)
         self.links = links
+
+    def congest(self, control: str) -> None:
+        """All TCP between the hosts goes by this congestion control from now on, such as `cubic`,
+        whatever the machine's own is, and whatever programs ask for.
+
+        Raises `LabError` if the kernel does not have it.
+        """
+        for host in self.hosts:
+            subnet = str(ipaddress.ip_interface(f"{self.address(host)}/24").network)
+            ip(
+                *("-n", self.namespace(host), "route", "change", subnet, "dev", DEVICE),
+                *("proto", "kernel", "scope", "link", "src", self.address(host)),
+                *("congctl", "lock", control),
+            )
 
     def counters(self, host: str) -> Counters:
         """What the host's interface has counted so far."""

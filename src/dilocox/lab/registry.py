@@ -91,12 +91,12 @@ def changing(owner: int) -> Iterator[Entry]:
     Raises `LabError` if there is none.
     """
     with _opened(owner, "r+", fcntl.LOCK_EX) as file:
-        entry = _from_text(file.read())
+        before = file.read()
+        entry = _from_text(before)
         yield entry
-        text = _to_text(entry)
         file.seek(0)
-        file.write(text)
-        file.truncate()
+        # In one go, with spaces over what was longer: a process that is killed leaves valid JSON.
+        file.write(_to_text(entry).ljust(len(before)))
 
 
 def change_links(owner: int, change: Callable[[Links], Links], what: str) -> Entry:

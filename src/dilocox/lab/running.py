@@ -131,7 +131,7 @@ def alone(config: RunConfig, site: str) -> RunConfig:
 
 
 def with_sites(config: RunConfig, count: int) -> RunConfig:
-    """`config` with its first `count` sites, or with more sites like the first."""
+    """`config` with its first `count` sites, or with more, without settings of their own."""
     raw = config.model_dump(mode="json", exclude_none=True)
     names = list(config.sites)[:count]
     number = len(names)

@@ -245,8 +245,8 @@ class Table:
                 source=self._told(str(entry.get("source", ""))),
             )
         else:
-            up, _, down = text.partition("/")
-            if not (_RATE.fullmatch(up) and (not down or _RATE.fullmatch(down))):
+            up, slash, down = text.partition("/")
+            if not (_RATE.fullmatch(up) and (not slash or _RATE.fullmatch(down))):
                 raise ConfigError(
                     f'--link "{text}": give a rate such as 1gbit or 2.5mbit, up/down such as '
                     f"100mbit/1gbit, or a name: {', '.join(sorted(entries))}"

@@ -78,6 +78,13 @@ def test_what_a_sparse_codec_has_withheld_does_not_land_at_once(sparse: str, den
     assert [p.residual_decay for p in course(12, [whole, thin])] == [1.0, 0.75, 0.75, 0.75]
 
 
+@pytest.mark.parametrize("sparse", ["topk:8", "cocktail", "lowrank:4"])
+def test_with_a_beta_of_one_nothing_withheld_is_ever_lost(sparse: str) -> None:
+    thin = replace(choice(4, 2, 1), codec=sparse, residual_decay=1.0)
+    whole = replace(thin, codec="int4")
+    assert [plan.residual_decay for plan in course(16, [thin, thin, whole])] == [1.0] * 5
+
+
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(st.integers(1, 100), st.lists(lengths, min_size=1, max_size=4))
 def test_inner_steps_add_up_and_then_comes_the_flush(steps: int, choices: list[Choice]) -> None:

@@ -113,9 +113,12 @@ def _of_what_was_withheld(before: RoundPlan | None, codec: str, decay: float) ->
 
     Then, as in the flush, most of what is withheld is out of date. A residual of which a share of
     beta stays from round to round has 1 - beta of it from its last round: so much goes (from 2.24,
-    the loss of a small model at two sites went to 2.82 with all of it, to 2.38 with this).
+    the loss of a small model at two sites went to 2.82 with all of it, to 2.38 with this). With a
+    beta of 1, which only a run file or a method sets, nothing may ever be lost: all of it goes.
     """
     if before is None or parse_spec(before.codec).kind not in SPARSE:
+        return decay
+    if before.residual_decay == 1.0:
         return decay
     return decay if parse_spec(codec).kind in SPARSE else 1.0 - before.residual_decay
 
