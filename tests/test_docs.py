@@ -8,6 +8,8 @@ import importlib.util
 import io
 import re
 import shlex
+import subprocess
+import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -279,6 +281,17 @@ def writer() -> ModuleType:
 def test_run_file_reference_is_what_its_script_writes() -> None:
     written = (ROOT / "docs" / "run-file.md").read_text(encoding="utf-8")
     assert written == writer().document(), "run python tools/write_run_file_docs.py"
+
+
+def test_the_readmes_pictures_are_of_the_committed_results() -> None:
+    drawn = subprocess.run(
+        [sys.executable, "tools/draw_measured.py", "--check"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert drawn.returncode == 0, drawn.stdout + drawn.stderr
 
 
 def test_every_key_is_explained_once() -> None:

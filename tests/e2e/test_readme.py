@@ -59,8 +59,9 @@ RUN_ELSEWHERE = {
 
 
 def commands() -> list[str]:
-    """Commands of the README: its sh blocks, and code spans that begin like one."""
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    """Commands of the README and of what it measured: sh blocks, code spans that begin like one."""
+    pages = (ROOT / "README.md", ROOT / "docs" / "measured.md")
+    text = "\n".join(page.read_text(encoding="utf-8") for page in pages)
     lines = [
         line.split("#")[0].strip()
         for block in re.findall(r"```sh\n(.*?)```", text, re.DOTALL)

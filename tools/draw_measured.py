@@ -1,0 +1,56 @@
+"""Draws the pictures of README from committed results: loss against bytes, speed on a slow link.
+
+python tools/draw_measured.py           writes docs/loss.svg and docs/speed.svg
+python tools/draw_measured.py --check   says whether they are up to date
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import quality_plot  # noqa: E402 - benchmarks are no package
+import quality_report  # noqa: E402
+import wan_plot  # noqa: E402
+from quality_rows import LEAD  # noqa: E402
+from wan_grid import RATIO  # noqa: E402
+
+SITES = 2
+"""Of the picture of speed, where all methods and peers were measured."""
+
+
+def pictures() -> dict[Path, str]:
+    """Each file with what it should hold."""
+    points = quality_report.points(_rows("quality-cpu"))
+    lead = [point for point in points if point.cell == LEAD]
+    slow = [row for row in _rows("wan-cpu") if (row["sites"], row["ratio"]) == (SITES, RATIO)]
+    return {
+        ROOT / "docs" / "loss.svg": quality_plot.picture(lead),
+        ROOT / "docs" / "speed.svg": wan_plot.picture(slow),
+    }
+
+
+def _rows(name: str) -> list[dict[str, object]]:
+    path = ROOT / "benchmarks" / "results" / f"{name}.json"
+    rows: list[dict[str, object]] = json.loads(path.read_text(encoding="utf-8"))["rows"]
+    return rows
+
+
+def main() -> int:
+    """Write or check. Exit code 1 if something is out of date."""
+    if "--check" not in sys.argv[1:]:
+        for path, text in pictures().items():
+            path.write_text(text, encoding="utf-8")
+        return 0
+    stale = [path for path, text in pictures().items() if path.read_text(encoding="utf-8") != text]
+    for path in stale:
+        print(f"{path.relative_to(ROOT)} is out of date: run python tools/draw_measured.py")
+    return 1 if stale else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
