@@ -67,7 +67,8 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--json", action="store_true", help="print JSON")
     command.add_argument(
         "--calibrate", action="store_true",
-        help="measure this machine and write it as --gpu local; with RUN.toml also plan with it",
+        help="measure this machine (as a link its loopback) and write it as --gpu local; with "
+        "RUN.toml also plan with it",
     )  # fmt: skip
     command.add_argument(
         "--to", type=Path, metavar="FILE", help=f"where --calibrate writes (default {CALIBRATION})"
