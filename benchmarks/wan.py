@@ -10,7 +10,8 @@ the time in which fp32 gradients cross it over that of a step: 400 (at which `al
 quarter per cent), 40 and 4,000. The ratio at which things were really measured is in the rows.
 
 - Methods of the engine: real runs. `dilocox` is as shipped; what it costs until its controller has
-  measured the link is not counted (the first half of its run).
+  measured the link is not counted (the first half of its run), nor a last round that is cut to the
+  steps that are left.
 - Peers: PyTorch DDP, DDP with the PowerSGD hook, torchft's DiLoCo and Streaming DiLoCo: one script
   per peer, started once per site, same model, same tokens per step, same links, same quota.
 - No network, for the engine: every site in a run of its own, all at the same time, under the same

@@ -11,7 +11,8 @@ does to both. Which hosts are which changes from block to block.
 The link is wan.py's: 2 fp32 gradients of the model take 400 times as long on it as a step, or as
 many times as `--ratio` says. `share`
 is tokens/s of the two over those of the others, in the rounds of the others that lie in the second
-part of the run (until then the controller gets to know the link); the median over blocks, with a
+part of the run (until then the controller gets to know the link; a last round that is cut to the
+steps that are left, in which nothing hides, is not measured either); the median over blocks, with a
 bootstrap interval. `--work` sets `control.work`: the most that exchanges may take of the processor.
 On this machine whatever they take is taken from inner steps, for no core is idle; a smaller share
 makes rounds longer. So do small steps, since every exchange has a price of its own: `--batch` is
@@ -165,9 +166,11 @@ def measure(
     theirs = [
         course_of(rounds_by_site(each.records, [site])[site]) for site, each in others.items()
     ]
-    own, reference = speeds([course_of(mine[site]) for site in together], theirs, begin)
+    result = ours.result(first)
+    whole = {site: [r for r in mine[site] if r["round"] <= result.window.last] for site in together}
+    own, reference = speeds([course_of(whole[site]) for site in together], theirs, begin)
     link = sum(one.bits_per_second for one in checked.links) / len(checked.links)
-    row = wan_run.engine_row(ours.result(first), link)
+    row = wan_run.engine_row(result, link)
     return {
         "method": OURS,
         "sites": len(together),

@@ -25,6 +25,7 @@ def records(rounds: int, seconds: float = 2.0) -> list[dict[str, Any]]:
                     "kind": "round",
                     "site": site,
                     "round": number,
+                    "step": 10 * (number + 1),
                     "time": 100.0 + seconds * (number + 1) + 0.5 * place,
                     "tokens": 1000,
                     "wait_seconds": 1.5 if number < 2 else 0.2,
@@ -102,6 +103,21 @@ def test_short_runs_have_fewer_rounds_to_warm_up_in() -> None:
     assert (window_of(rounds, 2).first, window_of(rounds, 0).first) == (1, 1)
     with pytest.raises(LabError, match="one round only"):
         window_of(rounds_by_site(records(1), SITES), 2)
+
+
+def test_a_last_round_that_is_cut_is_left_out() -> None:
+    """In it nothing hides: exchanges last as long as ever, and there are few steps beside them."""
+    found = records(5)
+    for record in found:
+        if record["kind"] == "round" and record["round"] == 4:
+            record["step"] = 44
+    rounds = rounds_by_site(found, SITES)
+    window = window_of(rounds, 2)
+    assert (window.first, window.last, window.end) == (2, 3, window_of(rounds, 0).end)
+    # It is all that there is to be measured.
+    assert (window_of(rounds, 4).first, window_of(rounds, 4).last) == (4, 4)
+    # A site that takes fewer steps than the fastest carries what is left of one.
+    assert window_of(rounds_by_site(records(5), SITES), 2).last == 4
 
 
 def test_a_run_that_a_site_left_is_not_measured() -> None:

@@ -106,6 +106,34 @@ def test_the_position_is_beaten_and_the_lease_obeyed() -> None:
         assert allowed == [True]
 
 
+def test_a_lease_that_would_be_used_up_before_the_next_answer_is_asked_for_early() -> None:
+    """On a link full of payloads the answer takes seconds: training would stand still for them."""
+    coordinator = Coordinator()
+    with started(coordinator, every=60.0) as (control, _, _):
+        control.at(1, 0, 1, 10.0)
+        # Four slots of 10 s are left of the lease, and the next beat is due in 60.
+        coordinator.answer = reply(lease=20)
+        before = len(coordinator.beats)
+        assert control.may_finish(2)
+        coordinator.wait(lambda: len(coordinator.beats) > before)
+        assert coordinator.beats[-1] == (1, 0, 1)
+        while control.news.lease < 20:
+            time.sleep(0.001)
+        # Now there are more than are needed, and until a stop there is nothing to ask for.
+        seen = len(coordinator.beats)
+        assert control.may_finish(3)
+        assert not control._hurry.is_set()
+        assert len(coordinator.beats) == seen
+        coordinator.answer = reply(lease=20, stop_tick=20)
+        control.hurry()
+        while control.news.stop_tick is None:
+            time.sleep(0.001)
+        seen = len(coordinator.beats)
+        assert control.may_finish(19)
+        assert not control._hurry.is_set()
+        assert len(coordinator.beats) == seen
+
+
 def test_a_stop_comes_before_the_lease() -> None:
     coordinator = Coordinator()
     coordinator.answer = reply(lease=9, stop_tick=5)

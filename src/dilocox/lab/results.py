@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -165,13 +166,23 @@ def rounds_by_site(records: Sequence[Record], sites: Sequence[str]) -> dict[str,
 
 
 def window_of(rounds: Mapping[str, Sequence[Record]], warm_up: int) -> Window:
-    """All rounds but the first `warm_up`, fewer if the run has no more. Raises `LabError`."""
+    """All rounds but the first `warm_up`, fewer if the run has no more, and without a last one that
+    is cut to the steps that were left: in that nothing hides, once per run. Raises `LabError`."""
     count = min(len(rows) for rows in rounds.values())
     if count < 2:
         raise LabError("the run has one round only, in which groups are formed; train two or more")
     first = min(max(warm_up, 1), count - 1)
+    if first < count - 1 and _is_cut(rounds, count - 1):
+        count -= 1
     reports = [max(rows[number]["time"] for rows in rounds.values()) for number in range(count)]
     return Window(first, count - 1, reports[first - 1], reports[-1])
+
+
+def _is_cut(rounds: Mapping[str, Sequence[Record]], number: int) -> bool:
+    """Round `number` has fewer of the fastest site's inner steps than the one before."""
+    rows = next(iter(rounds.values()))
+    taken = [after["step"] - before["step"] for before, after in itertools.pairwise(rows)]
+    return number >= 2 and taken[number - 1] < taken[number - 2]
 
 
 def between(samples: Sequence[Sample], host: str, what: str, window: Window) -> float:

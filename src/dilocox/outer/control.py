@@ -116,18 +116,27 @@ class RankControl:
     def may_finish(self, tick: int) -> bool:
         """Wait until the slot that ends at `tick` may be finished; False if the run stops before.
 
-        While it may not, the rank beats as fast as it can to hear of a longer lease.
+        While it may not, the rank beats as fast as it can to hear of a longer lease. It beats early
+        where the next beat that is due would find the lease used up: the answer takes a round trip,
+        which on a link that is full of payloads can be seconds.
         """
         while True:
             news = self.news
             if news.stop_tick is not None and news.stop_tick < tick:
                 return False
             if news.lease >= tick:
+                if news.stop_tick is None and self._runs_out(news.lease - tick):
+                    self._hurry.set()
                 return True
             with self._changed:
                 self._hurry.set()
                 self._changed.wait(0.05)
             self.touch()
+
+    def _runs_out(self, slots: int) -> bool:
+        """A lease of so many more slots is over before a beat that is due has its answer."""
+        each = self._slot_seconds
+        return each is not None and slots * each < self._every
 
     def wait_while_role(self, role: str) -> None:
         """Wait until this rank's site no longer has `role`, which is asked once a second."""
