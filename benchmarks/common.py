@@ -224,6 +224,11 @@ def table(rows: Sequence[Row], columns: Mapping[str, Callable[[Any], str] | str]
     )
 
 
+def congestion() -> str:
+    """This machine's TCP congestion control, where nothing else is asked for. Linux only."""
+    return Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text(encoding="ascii").strip()
+
+
 Course = Sequence[tuple[float, float]]
 """(seconds since 1970, tokens so far) at the ends of a site's rounds, in their order."""
 

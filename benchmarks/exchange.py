@@ -253,9 +253,7 @@ def main() -> int:
     common.end_on_signals()
     if common.cannot("exchange", why_not()):
         return common.CANNOT
-    on = common.machine()
-    where = Path("/proc/sys/net/ipv4/tcp_congestion_control")
-    default = where.read_text(encoding="ascii").strip()
+    on, default = common.machine(), common.congestion()
     root = Path(tempfile.mkdtemp(prefix="dilocox-exchange-"))
     rows, code = [], 0
     try:

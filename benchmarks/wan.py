@@ -230,7 +230,7 @@ class Bench:
             "link_asked_bits_per_second": checked.links[0].asked_bits_per_second,
             "link_bits_per_second": round(sum(links) / len(links)),
             "round_trip_ms": round(1000 * checked.round_trip, 2),
-            "congestion": CONGESTION if case.sites > 2 else machines_congestion(),
+            "congestion": CONGESTION if case.sites > 2 else common.congestion(),
             **found,
             "commit": common.commit(),
             "date": common.today(),
@@ -296,11 +296,6 @@ class Bench:
             filled = wan_docs.filled(page.read_text(encoding="utf-8"), known)
             page.write_text(filled, encoding="utf-8")
         return 1 if self._failures else 0
-
-
-def machines_congestion() -> str:
-    """TCP's congestion control where nothing else is asked for."""
-    return Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text(encoding="ascii").strip()
 
 
 def _is_of(run: Row, case: Case) -> bool:

@@ -8,8 +8,6 @@ import importlib.util
 import io
 import re
 import shlex
-import subprocess
-import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -267,10 +265,9 @@ def test_keys_are_seen() -> None:
 # --- what is generated or measured ----------------------------------------------------------
 
 
-def writer() -> ModuleType:
-    """tools/write_run_file_docs.py as a module."""
-    place = ROOT / "tools" / "write_run_file_docs.py"
-    spec = importlib.util.spec_from_file_location("write_run_file_docs", place)
+def tool(name: str) -> ModuleType:
+    """tools/NAME.py as a module."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -280,31 +277,29 @@ def writer() -> ModuleType:
 
 def test_run_file_reference_is_what_its_script_writes() -> None:
     written = (ROOT / "docs" / "run-file.md").read_text(encoding="utf-8")
-    assert written == writer().document(), "run python tools/write_run_file_docs.py"
+    assert written == tool("write_run_file_docs").document(), (
+        "run python tools/write_run_file_docs.py"
+    )
 
 
 def test_the_readmes_pictures_are_of_the_committed_results() -> None:
-    drawn = subprocess.run(
-        [sys.executable, "tools/draw_measured.py", "--check"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert drawn.returncode == 0, drawn.stdout + drawn.stderr
+    drawn = tool("draw_measured").pictures()
+    assert [path.name for path in drawn] == ["loss.svg", "speed.svg"]
+    for path, text in drawn.items():
+        assert path.read_text(encoding="utf-8") == text, "run python tools/draw_measured.py"
 
 
 def test_every_key_is_explained_once() -> None:
-    tool = writer()
-    texts = tool.source_texts()
+    script = tool("write_run_file_docs")
+    texts = script.source_texts()
     keys = set()
-    for table, model in tool.sections():
+    for table, model in script.sections():
         for name in model.model_fields:
             key = f"{table.removesuffix('.NAME')}.{name}"
             keys.add(key)
-            explained = [(model.__name__, name) in texts, key in tool.PLAIN]
+            explained = [(model.__name__, name) in texts, key in script.PLAIN]
             assert sum(explained) == 1, f"{key}: explain it in config.py or in the script"
-    assert set(tool.PLAIN) <= keys
+    assert set(script.PLAIN) <= keys
     assert len(keys) > 60
 
 

@@ -111,9 +111,9 @@ class WithMoments:
         """See `Codec.encode`."""
         size = self.payload_bytes(values.numel())
         payload = output(out, size, torch.uint8, values.device)
-        own = self.codec.encode(values)
-        payload[: len(own)].copy_(own)
-        payload[len(own) :].copy_(self.moments)
+        own = self.codec.payload_bytes(values.numel())
+        self.codec.encode(values, payload[:own])
+        payload[own:].copy_(self.moments)
         return payload
 
     def decode(self, payload: Tensor, n: int, out: Tensor | None = None) -> Tensor:

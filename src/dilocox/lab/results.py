@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bisect
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -172,17 +171,17 @@ def window_of(rounds: Mapping[str, Sequence[Record]], warm_up: int) -> Window:
     if count < 2:
         raise LabError("the run has one round only, in which groups are formed; train two or more")
     first = min(max(warm_up, 1), count - 1)
-    if first < count - 1 and _is_cut(rounds, count - 1):
+    if first < count - 1 and _is_cut(next(iter(rounds.values()))[:count]):
         count -= 1
     reports = [max(rows[number]["time"] for rows in rounds.values()) for number in range(count)]
     return Window(first, count - 1, reports[first - 1], reports[-1])
 
 
-def _is_cut(rounds: Mapping[str, Sequence[Record]], number: int) -> bool:
-    """Round `number` has fewer of the fastest site's inner steps than the one before."""
-    rows = next(iter(rounds.values()))
-    taken = [after["step"] - before["step"] for before, after in itertools.pairwise(rows)]
-    return number >= 2 and taken[number - 1] < taken[number - 2]
+def _is_cut(rows: Sequence[Record]) -> bool:
+    """The last of three rounds or more has fewer of the fastest site's inner steps than the one
+    before it."""
+    earlier, before, last = (row["step"] for row in rows[-3:])
+    return bool(last - before < before - earlier)
 
 
 def between(samples: Sequence[Sample], host: str, what: str, window: Window) -> float:

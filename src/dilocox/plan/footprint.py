@@ -60,6 +60,7 @@ def footprints(config: RunConfig, outline: Outline, place: Place, each: Kept) ->
     site = config.site
     outer = outer_bytes_per_parameter(config)
     bf16 = site.precision != "fp32"
+    width = 2 if bf16 else 4
     found = []
     for stage, chunks in enumerate(outline.stages):
         parameters = outline.stage_parameters[stage]
@@ -69,7 +70,7 @@ def footprints(config: RunConfig, outline: Outline, place: Place, each: Kept) ->
         if site.shards > 1 and site.stages > 1:
             # Parameters are gathered once per step; gradients are summed up whole, in fp32, and
             # reduced at its end (torch.distributed.pipelining).
-            copies = (2 if bf16 else 4) * parameters
+            copies = width * parameters
             gradients = 4 * parameters + 4 * own
         elif site.shards > 1:
             # Two layers and what is outside them are gathered at a time. Gradients come as wide as
@@ -77,7 +78,6 @@ def footprints(config: RunConfig, outline: Outline, place: Place, each: Kept) ->
             # head, which are reduced together when the backward pass is through.
             layer = outline.layer_parameters
             outside = max(0, parameters - layers * layer)
-            width = 2 if bf16 else 4
             copies = width * (2 * layer + outside) + width * (layer + outside) + 4 * layer
         elif bf16:
             copies = 2 * parameters

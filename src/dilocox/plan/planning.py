@@ -138,7 +138,7 @@ def plan_run(
         progress(f"method {method}")
         rows.append(_row(config, method, places, links, fabric, outline, prediction))
     times = [
-        step_time(on_device(at_site(config, name), place.device), outline, place, fabric)
+        step_time(at_site(config, name), outline, place, fabric)
         for name, place in zip(config.sites, places, strict=True)
     ]
     total = left * prediction.course.tokens_per_step if tokens is None else tokens

@@ -18,7 +18,7 @@ from dilocox.plan.parcels import parcels
 from dilocox.plan.simulate import Menu, simulate
 from dilocox.plan.step import step_time
 from dilocox.plan.table import Device, Host, Link, Place
-from dilocox.plan.variants import at_site, on_device, with_sites
+from dilocox.plan.variants import at_site, with_sites
 
 T = TypeVar("T")
 OUTER_BYTES = 170
@@ -97,9 +97,7 @@ def predict(
     links = _each(link, count, "links")
     if step_seconds is None:
         steps = [
-            step_time(
-                on_device(at_site(config, name), place.device), outline, place, fabric
-            ).seconds
+            step_time(at_site(config, name), outline, place, fabric).seconds
             for name, place in zip(config.sites, places, strict=True)
         ]
     else:

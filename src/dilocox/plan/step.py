@@ -43,6 +43,7 @@ class StepTime:
 
 def step_time(config: RunConfig, outline: Outline, place: Place, fabric: float) -> StepTime:
     """An inner step of the run's batch at `place`, whose nodes are joined at `fabric` bytes/s."""
+    config = on_device(config, place.device)
     site, device = config.site, place.device
     bf16 = site.precision != "fp32"
     rate = device.rate(bf16)
