@@ -155,3 +155,37 @@ def test_swaps_of_all_shards_count_once(clocks: Clocks) -> None:
     measured.end(PLAN, outer, rank)
     assert measured.measured is not None
     assert (measured.measured.exchanges, measured.measured.exchange_bytes) == (2, 32)
+
+
+def test_a_slot_is_as_long_as_the_rank_takes_with_its_waits_for_others(clocks: Clocks) -> None:
+    """A lease is some beats of slots. Where a slow site's slots are short but for its waits, a
+    lease by what it computes would be many times as long, and a stop that much later."""
+    rank: Any = SimpleNamespace(
+        blueprint=SimpleNamespace(hf_config=None),
+        place=SimpleNamespace(site="lyon"),
+        states=[],
+        mesh=SimpleNamespace(device=torch.device("cpu"), gather_names=lambda names: [names]),
+    )
+    outer: Any = SimpleNamespace(counts=Counts(), behind=False)
+    measured = RoundMeter(run(), rank)
+    step = StepResult(torch.tensor([[1.0, 1.0, 0.0]]), 1, 0, [["loss"]])
+    plan = PLAN.model_copy(update={"slots": 4})
+    measured.begin(plan, 0)
+    clocks.wall += 0.1
+    assert measured.slot_seconds(1) is None, "no step yet: the rank may have nothing to do in it"
+    measured.add(step, 0.1)
+    clocks.wall += 0.3
+    assert measured.slot_seconds(2) == pytest.approx(0.2)
+    clocks.wall += 7.0  # behind a payload
+    clocks.wall += 5.0
+    measured.held(5.0)  # for the lease
+    assert measured.slot_seconds(4) == pytest.approx(7.4 / 4)
+    measured.end(plan, outer, rank)
+    clocks.wall += 100.0  # for a checkpoint, say
+    measured.begin(plan, 0)
+    clocks.wall += 0.6
+    assert measured.slot_seconds(1) == pytest.approx(8.0 / 5)
+    # Gone on with in the middle: two of its slots were trained before.
+    measured.begin(plan, 2)
+    clocks.wall += 0.4
+    assert measured.slot_seconds(4) == pytest.approx(7.8 / 6)

@@ -41,6 +41,8 @@ class RoundMeter:
         self._earlier = dict(NOTHING)
         self._start = time.monotonic()
         self._held = 0.0
+        self._from = 0
+        self._paced = (0.0, 0)
         self._lost = 0.0
         self._ran = ran_and_kept_waiting()
         self._device = rank.mesh.device
@@ -49,7 +51,6 @@ class RoundMeter:
         """What was not finite (stage and tensor), if contributions of this round were dropped.
 
         After `end` the same on all ranks of the site."""
-        self.slot_seconds: float | None = None
         self.measured: Measured | None = None
         """What the plans to come are decided from; after `end`, none for a round without steps."""
         self.behind = False
@@ -63,6 +64,7 @@ class RoundMeter:
         self._results = []
         self._start = time.monotonic()
         self._held = 0.0
+        self._from = slot
         self._ran = ran_and_kept_waiting()
 
     def so_far(self, outer: OuterLoop) -> dict[str, float]:
@@ -88,6 +90,18 @@ class RoundMeter:
     def held(self, seconds: float) -> None:
         """The rank waited for the coordinator's leave to go on."""
         self._held += seconds
+
+    def slot_seconds(self, slot: int) -> float | None:
+        """How long a slot takes this rank: over the last round and the first `slot` slots of this
+        one, what it waits for other sites in them and all. Not its waits for the lease, whose
+        length is decided from this. None until an inner step was taken: a slow site's slots have a
+        step or none.
+        """
+        seconds, slots = self._paced
+        if not self._results and not slots:
+            return None
+        passed = time.monotonic() - self._start - self._held
+        return (seconds + passed) / max(slots + slot - self._from, 1)
 
     @contextlib.contextmanager
     def working(self, waits: Counts | None = None) -> Iterator[None]:
@@ -151,9 +165,10 @@ class RoundMeter:
         tokens = sequences * self._config.data.sequence_length
         sites = len(plan.members)
         dense = 8 * (sites - 1) / sites * self._parameters if sites else 0.0
-        if steps:
-            own = member.steps(plan.inner_steps) if member else steps
-            self.slot_seconds = seconds * own / steps / max(plan.slots, 1)
+        if self._results:
+            passed = time.monotonic() - self._start - self._held
+            self._paced = passed, plan.slots - self._from
+        self._start, self._held, self._from = time.monotonic(), 0.0, 0
         factor = sites - 1 if plan.exchange == "gather" else 2 * (sites - 1) / max(sites, 1)
         payload = shared.payload_bytes
         record: dict[str, Any] = {

@@ -141,22 +141,16 @@ class Trainer:
         timeline.mark(
             f"round {plan.round}", inner_steps=plan.inner_steps, codec=plan.codec, delay=plan.delay
         )
-        member, steps = plan.members[self.me], plan.inner_steps // plan.slots
-        self.weight = member.weight
-        before, spent = self.at.slot, 0.0
-        for slot in range(before + 1, plan.slots + 1):
+        self.weight = plan.members[self.me].weight
+        for slot in range(self.at.slot + 1, plan.slots + 1):
             start = time.monotonic()
             with timeline.span("wait for lease"):
                 leased = self.control.may_finish(plan.first_tick + slot)
             if not leased:
                 self.stop()
-            began = time.monotonic()
-            self.meter.held(began - start)
+            self.meter.held(time.monotonic() - start)
             self.train_slot(plan, slot)
-            spent += time.monotonic() - began
-            taken = member.steps(slot * steps) > member.steps(before * steps)
-            # A slow site's slots have a step or none: only their mean says how fast it goes.
-            self.end_slot(plan, slot, spent / (slot - before) if taken else None)
+            self.end_slot(plan, slot)
         self.end_round(plan)
 
     def show_state(self, plan: RoundPlan) -> None:
@@ -204,9 +198,9 @@ class Trainer:
             self.meter.add(result, rate)
             self.control.touch()
 
-    def end_slot(self, plan: RoundPlan, slot: int, seconds: float | None) -> None:
+    def end_slot(self, plan: RoundPlan, slot: int) -> None:
         """Landings and boundaries; then this rank says where it stands, and how long a slot takes
-        it if that is known."""
+        it."""
         if not self.config.exchanges_gradients:
             if self.outer.has_boundary(plan, slot) or slot == plan.slots:
                 self.check_finite(plan)
@@ -224,7 +218,7 @@ class Trainer:
                 state.take_anchor_from(self.rank.live)
         self.at.slot, self.at.tick = slot, plan.first_tick + slot
         if slot < plan.slots:
-            self.control.at(self.at.tick, plan.round, slot, seconds)
+            self.control.at(self.at.tick, plan.round, slot, self.meter.slot_seconds(slot))
             self.donors.serve()
 
     def check_finite(self, plan: RoundPlan) -> None:
@@ -288,7 +282,7 @@ class Trainer:
                 self.client.round_done(plan.round, measured if leads else None)
 
         self.errands.do(tell)
-        self.control.at(self.at.tick, self.at.round, 0, self.meter.slot_seconds)
+        self.control.at(self.at.tick, self.at.round, 0, self.meter.slot_seconds(0))
         if self.meter.behind:
             self.catch_up()
             return

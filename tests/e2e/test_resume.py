@@ -12,12 +12,14 @@ import pytest
 from tests.e2e.forked import PLACES, Forge
 from tests.e2e.harness import Run, Workshop, verdicts
 
-# A stop takes effect some two beats of slots later (the lease), so the run must outlast two.
+# A stop takes effect some two beats of slots later (the lease), so the run must outlast two, and in
+# the first case three deaths after them.
 SETS = ("outer.rounds=36", "checkpoint.every_rounds=0")
+OUTLASTING = "outer.rounds=48"
 DEATHS = (
     "kill/write/1/paris-stage1-shard0",
     "kill/send/5/lyon-stage0-shard0",
-    "kill/step/11/lyon-stage1-shard0",
+    "kill/step/4/lyon-stage1-shard0",
 )
 """Of the whole run: while a checkpoint is being written, while payloads travel, while it trains."""
 
@@ -49,6 +51,7 @@ def model_bytes(run: Run) -> dict[str, bytes]:
         (
             "keep",
             (
+                OUTLASTING,
                 "outer.inner_steps=8",
                 "outer.momentum_dtype=bf16",
                 "compression.codec=topk:64",

@@ -437,6 +437,24 @@ def test_lease_and_stop(driver: Driver) -> None:
     assert views.checkpoints(driver.core.state).checkpoints[0].complete
 
 
+def test_a_lease_is_no_longer_for_beats_that_come_close_together(driver: Driver) -> None:
+    """Slots of 1 s, beats each 1 s: until the first round is timed, the lease is some 4 slots long,
+    though a rank that waits for it beats as fast as it can."""
+    driver.start()
+    driver.beat("a")
+    lease = 2
+    finished = 0
+    begin = driver.clock.time
+    while finished < 20:
+        driver.clock.time = begin + finished + 0.999
+        assert driver.beat("a", finished).lease - finished <= 4
+        driver.clock.time = begin + finished + 1.0
+        finished += 1
+        lease = driver.beat("a", finished).lease
+        assert lease - finished <= 4
+    assert lease - finished >= 2
+
+
 def test_coordinator_that_was_asleep_does_not_take_all_for_dead(driver: Driver) -> None:
     driver.start()
     for site in "abc":

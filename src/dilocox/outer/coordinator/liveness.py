@@ -23,6 +23,9 @@ class Pulse:
     beaten: bool = False
     tick: int = 0
     slot_seconds: float | None = None
+    since: tuple[float, int] | None = None
+    """When the rank first said that it had finished slots, and how many: until it has timed a round
+    itself, slots are timed from there."""
 
 
 class Liveness:
@@ -58,12 +61,16 @@ class Liveness:
             self.expect(rank, now, self._timeouts.first_beat)
             return
         pulse = self._pulses.setdefault(rank, Pulse(now, self._timeouts.silence))
+        # The way from 0 may be a jump: a resumed or entering rank starts further on.
+        since = pulse.since or ((now, tick) if tick else None)
         if slot_seconds is None:
             slot_seconds = pulse.slot_seconds
-            # The way from 0 may be a jump: a resumed or entering rank starts further on.
-            if pulse.tick and tick > pulse.tick and now > pulse.seen:
-                slot_seconds = (now - pulse.seen) / (tick - pulse.tick)
-        self._pulses[rank] = Pulse(now, self._timeouts.silence, True, tick, slot_seconds)
+            # A beat comes in the middle of a slot: so much time holds one slot fewer for sure. Two
+            # beats in a row around a slot's end would make slots out to be as short as a beat, the
+            # lease as much too long, and a stop as much too late.
+            if since is not None and tick >= since[1] + 2:
+                slot_seconds = max(now - since[0], 1e-6) / (tick - since[1] - 1)
+        self._pulses[rank] = Pulse(now, self._timeouts.silence, True, tick, slot_seconds, since)
 
     def all_beaten(self, site: str) -> bool:
         """Every expected rank of a site has beaten."""
