@@ -104,6 +104,7 @@ def of_wrong_shape(part: Part, payload: Tensor) -> Tensor:
     @dataclass(frozen=True)
     class Half:
         identifier: int = part.identifier
+        numbers: tuple[int, int] = part.numbers
         name: str = part.name
         values: int = part.values // 2
         payload_bytes: int = part.payload_bytes // 2

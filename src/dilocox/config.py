@@ -7,6 +7,7 @@ touching a GPU or the network. A `RunConfig` is frozen: what was resolved is wha
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import tomllib
@@ -415,3 +416,23 @@ def _apply_override(raw: dict[str, Any], override: str) -> None:
             raise ConfigError(f"--set {override!r}: {part} is a value, not a section")
         table = inner
     table[parts[-1]] = value
+
+
+def with_sites(config: RunConfig, sites: int | Sequence[str]) -> RunConfig:
+    """The run with so many sites, or with sites of these names; those of the run file come first.
+
+    Sites beyond them are like one without settings of its own. Raises `ConfigError` for a run that
+    cannot be with these.
+    """
+    names = list(config.sites)[:sites] if isinstance(sites, int) else list(sites)
+    if isinstance(sites, int):
+        number = len(names)
+        while len(names) < sites:
+            number += 1
+            if f"site{number}" not in names:
+                names.append(f"site{number}")
+    raw = config.model_dump(mode="json", exclude_none=True)
+    own = raw["sites"]
+    raw["sites"] = {name: copy.deepcopy(own.get(name, {})) for name in names}
+    raw["outer"]["min_sites"] = min(config.outer.min_sites, len(names))
+    return resolve_run(raw)

@@ -57,22 +57,24 @@ def test_header_is_the_documented_one() -> None:
     frame, payload = frame_of()
     raw = frame.numpy().tobytes()
     assert raw[:4] == b"DLCX"
-    assert struct.unpack_from("<HHQQ", raw, 4) == (1, part("int4").identifier, N, 132)
+    assert struct.unpack_from("<HHQQ", raw, 4) == (2, part("int4").identifier, N, 132)
     assert raw[24:56] == hashlib.sha256(payload.numpy().tobytes()).digest()
     assert frame_digest(frame) == raw[24:56]
     assert raw[56:64] == bytes(8)
+    topk, _ = frame_of("topk:64", 8192)
+    assert struct.unpack_from("<II", topk.numpy().tobytes(), 56) == (64, 0)
 
 
 @pytest.mark.parametrize(
     ("offset", "form", "value", "reason"),
     [
         (0, "4s", b"GIFx", "does not start"),
-        (4, "<H", 2, "format version 2"),
+        (4, "<H", 1, "format version 1, this dilocox speaks 2"),
         (6, "<H", 4, r"codec number 4, expected 5 \(int4\)"),
         (8, "<Q", N + BLOCK, "384 values, expected 256"),
         (16, "<Q", 131, "header says 131"),
         (30, "B", 7, "digest"),
-        (60, "B", 1, "reserved"),
+        (60, "B", 1, r"codec number 5 with 0 and 1, expected 0 and 0 \(int4\)"),
         (HEADER_BYTES + 9, "B", 255, "digest"),
     ],
 )
@@ -89,7 +91,7 @@ def test_frames_of_other_codecs_and_lengths_are_refused() -> None:
     with pytest.raises(ExchangeError, match="256 values, expected 128"):
         unpack_frame(frame, part("int4", BLOCK))
     other, _ = frame_of("topk:64", 8192)
-    with pytest.raises(ExchangeError, match=r"payload of 168 bytes .* expected 196"):
+    with pytest.raises(ExchangeError, match=r"codec number 7 with 64 and 0, expected 78 and 0"):
         unpack_frame(other, part("topk:78", 8192))
     with pytest.raises(ExchangeError, match="not a flat uint8"):
         unpack_frame(frame.to(torch.int16), part("int4"))

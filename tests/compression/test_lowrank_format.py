@@ -6,7 +6,7 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from pathlib import Path
 
@@ -69,6 +69,7 @@ def test_names_parts_and_frames() -> None:
     parts = (low.factor_part, low.basis_part, low.payload_part)
     assert len({part.identifier for part in parts}) == 3
     assert low.payload_part.identifier == low.identifier
+    assert {part.numbers for part in parts} == {(low.rank, low.bits)}
     assert low.payload_part.values == geometry.length
     u = draw(geometry, 3)
     basis, payloads, decoded = exchange(low, [u], low.first_warm())
@@ -393,3 +394,78 @@ def test_messages_that_do_not_belong_together_are_refused() -> None:
             low.next_warm(payloads, weights, basis, warm, 1)
     with pytest.raises(ExchangeError, match="other tensors"):
         LowRank(geometry_of((160, 300)), 8).fit_warm(warm, low)
+
+
+FUZZED = geometry_of((64, 128), (40,))
+
+
+def outcome(what: Callable[[], Tensor]) -> Tensor | None:
+    """What was made, which must be finite where it is numbers; none where it was refused."""
+    made, reason = None, ""
+    try:
+        made = what()
+    except ExchangeError as error:
+        reason = str(error)
+    if made is None:
+        assert reason
+        assert "\n" not in reason
+        return None
+    assert not made.is_floating_point() or torch.isfinite(made).all()
+    return made
+
+
+def refused(check: Callable[[], None]) -> bool:
+    try:
+        check()
+    except ExchangeError:
+        return True
+    return False
+
+
+def any_bytes(size: int) -> st.SearchStrategy[Tensor]:
+    """Messages of mostly the right size."""
+    sizes = st.sampled_from([size] * 6 + [0, 1, size - 1, size + 1])
+    kinds = st.sampled_from([0, 64, 128, 256])  # what bytes there are: scales of any size
+
+    def made(drawn: tuple[int, int, int]) -> Tensor:
+        length, most, seed = drawn
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randint(0, max(most, 1), (length,), generator=generator, dtype=torch.uint8)
+
+    return st.tuples(sizes, kinds, st.integers(0, 2**32)).map(made)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@given(data=st.data())
+@settings(max_examples=60, deadline=None, derandomize=True)
+def test_whatever_comes_is_refused_or_gives_numbers(bits: int, data: st.DataObject) -> None:
+    """Any bytes as any of the three messages, and honest ones with some bytes changed."""
+    low = LowRank(FUZZED, 3, bits)
+    u = draw(FUZZED, 1)
+    warm = low.first_warm()
+    honest = low.project(u, warm)
+
+    def damaged(message: Tensor, size: int) -> Tensor:
+        if data.draw(st.booleans()):
+            return data.draw(any_bytes(size))
+        message = message.clone()
+        for _ in range(data.draw(st.integers(1, 4))):
+            message[data.draw(st.integers(0, size - 1))] = data.draw(st.integers(0, 255))
+        return message
+
+    factor = damaged(honest, low.factor_bytes)
+    basis = outcome(lambda: low.orthonormalise([honest, factor]))
+    assert (basis is None) == refused(lambda: low.check_factor(factor))
+    basis = damaged(low.orthonormalise([honest]), low.basis_bytes)
+    payload = outcome(lambda: low.encode(u, basis))
+    assert (payload is None) == refused(lambda: low.check_basis(basis))
+    if payload is None:
+        basis = low.orthonormalise([honest])
+        payload = low.encode(u, basis)
+    payload = damaged(payload, low.payload_bytes)
+    if len(payload) == low.payload_bytes and data.draw(st.booleans()):
+        digest = payload_digest(basis)  # as one who lies would do
+        payload[:32] = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
+    if outcome(lambda: low.decode(payload, basis)) is not None:
+        assert outcome(lambda: low.next_warm([payload], [1.0], basis, warm, 1)) is not None
+        assert math.isfinite(low.effective_rank([payload], basis) or 0.0)

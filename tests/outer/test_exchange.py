@@ -199,6 +199,10 @@ class Spoiled:
     def identifier(self) -> int:
         return self.codec.identifier
 
+    @property
+    def numbers(self) -> tuple[int, int]:
+        return self.codec.numbers
+
     def payload_bytes(self, n: int) -> int:
         return self.codec.payload_bytes(n)
 

@@ -69,7 +69,7 @@ def test_json_alone_on_standard_output(plan: Command, file: Path) -> None:
     )  # fmt: skip
     assert code == 0
     content = json.loads(out)
-    assert [site["name"] for site in content["sites"]] == ["lyon", "paris", "site-3"]
+    assert [site["name"] for site in content["sites"]] == ["lyon", "paris", "site3"]
     assert content["sites"][0]["rtt_seconds"] == 0.005
     assert content["sites"][0]["up_bytes_per_second"] == 125e6
     assert content["budget"]["egress_usd"] == 0.0

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dilocox.config import RunConfig
+from dilocox.config import RunConfig, with_sites
 from dilocox.errors import ConfigError
 from dilocox.methods import METHODS
 from dilocox.plan.outline import Outline
 from dilocox.plan.predict import Prediction, menu_of, predict
-from dilocox.plan.variants import with_method, with_sites
+from dilocox.plan.variants import with_method
 from tests.plan.runs import TABLE, device, link, run
 
 OUTLINE = Outline.of(run())
@@ -130,7 +130,7 @@ def test_without_a_measured_step_the_cost_model_has_one() -> None:
 
 def test_names_of_sites() -> None:
     assert list(with_sites(run(), 1).sites) == ["lyon"]
-    assert list(with_sites(run(), 4).sites) == ["lyon", "paris", "site-3", "site-4"]
+    assert list(with_sites(run(), 4).sites) == ["lyon", "paris", "site3", "site4"]
     assert list(with_sites(run(), ["x", "paris"]).sites) == ["x", "paris"]
 
 

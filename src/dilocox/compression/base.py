@@ -42,6 +42,12 @@ class Codec(Protocol):
         """Number in the frame header; never used again for another codec."""
         ...
 
+    @property
+    def numbers(self) -> tuple[int, int]:
+        """What else the frame header says of the codec: top-k's values per chunk, low rank's rank
+        and bits, and zeros where the codec's identifier says all."""
+        ...
+
     def payload_bytes(self, n: int) -> int:
         """Exact payload size of n values, in bytes."""
         ...

@@ -52,6 +52,7 @@ class Cocktail:
     """Where in the buffer the values begin: equal tensors do not lose the same positions."""
     name: str = "cocktail"
     identifier: int = 8
+    numbers: tuple[int, int] = (0, 0)
 
     def payload_bytes(self, n: int) -> int:
         """As the module says."""

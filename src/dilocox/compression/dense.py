@@ -29,6 +29,7 @@ class Dense:
     name: str
     identifier: int
     dtype: torch.dtype
+    numbers: tuple[int, int] = (0, 0)
 
     def payload_bytes(self, n: int) -> int:
         """2n bytes (fp16, bf16) or 4n (fp32)."""

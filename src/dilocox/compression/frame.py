@@ -1,8 +1,9 @@
 """A payload on the wire: 64 bytes that say what it is, then the payload.
 
 Header, little-endian: magic (4 bytes), format version (u16), codec identifier (u16), number of
-values (u64), payload length in bytes (u64), SHA-256 of the payload (32 bytes), 8 zero bytes. A
-frame is refused for any difference from what the receiver expects; nothing in it is trusted.
+values (u64), payload length in bytes (u64), SHA-256 of the payload (32 bytes), two numbers of the
+codec's own (u32 each: top-k's values per chunk; low rank's rank and bits; else zeros). A frame is
+refused for any difference from what the receiver expects; nothing in it is trusted.
 """
 
 from __future__ import annotations
@@ -16,12 +17,11 @@ from torch import Tensor
 
 from dilocox.errors import ExchangeError
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 HEADER_BYTES = 64
 
 _MAGIC = b"DLCX"
-_HEADER = struct.Struct("<4sHHQQ32s8s")
-_RESERVED = bytes(8)
+_HEADER = struct.Struct("<4sHHQQ32sII")
 
 
 class FramePart(Protocol):
@@ -30,6 +30,11 @@ class FramePart(Protocol):
     @property
     def identifier(self) -> int:
         """Number of the codec, or of the message if a codec has several."""
+        ...
+
+    @property
+    def numbers(self) -> tuple[int, int]:
+        """The codec's own numbers, see `Codec.numbers`."""
         ...
 
     @property
@@ -73,7 +78,7 @@ def pack_frame(part: FramePart, payload: Tensor) -> Tensor:
     frame[HEADER_BYTES:].copy_(payload)
     digest = payload_digest(frame[HEADER_BYTES:])
     header = _HEADER.pack(
-        _MAGIC, FORMAT_VERSION, part.identifier, part.values, size, digest, _RESERVED
+        _MAGIC, FORMAT_VERSION, part.identifier, part.values, size, digest, *part.numbers
     )
     frame[:HEADER_BYTES].copy_(torch.frombuffer(bytearray(header), dtype=torch.uint8))
     return frame
@@ -102,7 +107,7 @@ def unpack_frame(frame: bytes | bytearray | memoryview | Tensor, part: FramePart
     if frame.numel() < HEADER_BYTES:
         raise _short(frame.numel())
     header = frame[:HEADER_BYTES].contiguous().numpy().tobytes()
-    magic, version, identifier, count, length, digest, reserved = _HEADER.unpack(header)
+    magic, version, identifier, count, length, digest, *numbers = _HEADER.unpack(header)
     size = part.payload_bytes
     payload = frame[HEADER_BYTES:]
     if magic != _MAGIC:
@@ -117,6 +122,12 @@ def unpack_frame(frame: bytes | bytearray | memoryview | Tensor, part: FramePart
             f"frame refused: codec number {identifier}, expected {part.identifier} "
             f"({part.name}); run the same run file at every site"
         )
+    if tuple(numbers) != part.numbers:
+        raise ExchangeError(
+            f"frame refused: codec number {identifier} with {numbers[0]} and {numbers[1]}, "
+            f"expected {part.numbers[0]} and {part.numbers[1]} ({part.name}); the sites differ in "
+            "their plans"
+        )
     if count != part.values:
         raise ExchangeError(
             f"frame refused: {count} values, expected {part.values}; the sites differ in their "
@@ -127,8 +138,6 @@ def unpack_frame(frame: bytes | bytearray | memoryview | Tensor, part: FramePart
             f"frame refused: payload of {payload.numel()} bytes (header says {length}), expected "
             f"{size}; it was cut or padded on its way"
         )
-    if reserved != _RESERVED:
-        raise ExchangeError("frame refused: the reserved bytes of its header are not zero")
     if payload_digest(payload) != digest:
         raise ExchangeError(
             "frame refused: its payload does not have the digest that its header names; it was "

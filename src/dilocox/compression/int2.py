@@ -47,6 +47,7 @@ class Int2:
 
     name: str = "int2"
     identifier: int = 6
+    numbers: tuple[int, int] = (0, 0)
 
     def payload_bytes(self, n: int) -> int:
         """n / 64 bytes of scales and n / 4 bytes of codes."""

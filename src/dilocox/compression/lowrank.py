@@ -51,6 +51,8 @@ class Message:
     """One of the three messages, as frames see it."""
 
     identifier: int
+    numbers: tuple[int, int]
+    """Rank and bits."""
     name: str
     values: int
     payload_bytes: int
@@ -102,12 +104,15 @@ class LowRank:
             DENSE.payload_bytes(self._arranged.dense_length),
         )
         self.payload_bytes = sum(self._cuts)
+        numbers = rank, bits
         self.factor_part = Message(
-            FACTOR_IDENTIFIER, f"{self.name} factor", left, self.factor_bytes
+            FACTOR_IDENTIFIER, numbers, f"{self.name} factor", left, self.factor_bytes
         )
-        self.basis_part = Message(BASIS_IDENTIFIER, f"{self.name} basis", left, self.basis_bytes)
+        self.basis_part = Message(
+            BASIS_IDENTIFIER, numbers, f"{self.name} basis", left, self.basis_bytes
+        )
         self.payload_part = Message(
-            PAYLOAD_IDENTIFIER, self.name, geometry.length, self.payload_bytes
+            PAYLOAD_IDENTIFIER, numbers, self.name, geometry.length, self.payload_bytes
         )
 
     def first_warm(self) -> Tensor:

@@ -103,6 +103,11 @@ class WithMoments:
         """Number in the frame header."""
         return IDENTIFIER + self.codec.identifier
 
+    @property
+    def numbers(self) -> tuple[int, int]:
+        """The codec's."""
+        return self.codec.numbers
+
     def payload_bytes(self, n: int) -> int:
         """That of the codec, and a byte per row."""
         return self.codec.payload_bytes(n) + len(self.moments)

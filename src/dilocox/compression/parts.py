@@ -29,6 +29,11 @@ class Part:
     gaps: tuple[tuple[int, int], ...]
     """[start, end) of what belongs to no tensor: zero after decoding."""
 
+    @property
+    def numbers(self) -> tuple[int, int]:
+        """The codec's own numbers, in the frame header."""
+        return self.codec.numbers
+
     @cached_property
     def payload_bytes(self) -> int:
         """Exact size of the payload."""

@@ -50,6 +50,7 @@ class Quantised:
     name: str
     identifier: int
     bits: int
+    numbers: tuple[int, int] = (0, 0)
 
     @property
     def largest(self) -> int:

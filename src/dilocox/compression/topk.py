@@ -51,6 +51,11 @@ class TopK:
         """Canonical spec."""
         return f"topk:{self.kept}"
 
+    @property
+    def numbers(self) -> tuple[int, int]:
+        """See `Codec`: K, and 0."""
+        return self.kept, 0
+
     def payload_bytes(self, n: int) -> int:
         """As the module says."""
         return sparse.payload_bytes(check_count(n), self.kept, _HEAD, _BITS)

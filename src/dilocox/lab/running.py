@@ -130,20 +130,6 @@ def alone(config: RunConfig, site: str) -> RunConfig:
     return resolve_run(raw)
 
 
-def with_sites(config: RunConfig, count: int) -> RunConfig:
-    """`config` with its first `count` sites, or with more, without settings of their own."""
-    raw = config.model_dump(mode="json", exclude_none=True)
-    names = list(config.sites)[:count]
-    number = len(names)
-    while len(names) < count:
-        number += 1
-        if f"site{number}" not in config.sites:
-            names.append(f"site{number}")
-    raw["sites"] = {name: raw["sites"].get(name, {}) for name in names}
-    raw["outer"]["min_sites"] = min(config.outer.min_sites, count)
-    return resolve_run(raw)
-
-
 def check(config: RunConfig, display: Display | None = None) -> None:
     """Refuse what cannot run, before anything starts; prepares token files that are not there."""
     stay_forkable()

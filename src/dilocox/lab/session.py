@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dilocox import preflight
-from dilocox.config import RunConfig, resolve_run
+from dilocox.config import RunConfig, resolve_run, with_sites
 from dilocox.display import Display, number
 from dilocox.lab import report
 from dilocox.lab.lab import Lab
 from dilocox.lab.results import RunResult
-from dilocox.lab.running import alone, check, run, run_alone, with_sites
+from dilocox.lab.running import alone, check, run, run_alone
 from dilocox.lab.system import LabError
 
 

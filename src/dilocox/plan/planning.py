@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from dilocox.codec_spec import SPARSE, parse_spec
-from dilocox.config import RunConfig
+from dilocox.config import RunConfig, with_sites
 from dilocox.errors import ConfigError, DilocoxError
 from dilocox.handover import Handover
 from dilocox.methods import METHODS
@@ -17,7 +17,7 @@ from dilocox.plan.parcels import parcels
 from dilocox.plan.predict import Prediction, predict
 from dilocox.plan.step import StepTime, compute_limit, step_time
 from dilocox.plan.table import Link, Place
-from dilocox.plan.variants import at_site, changed, on_device, with_method, with_sites
+from dilocox.plan.variants import at_site, changed, on_device, with_method
 
 Progress = Callable[[str], None]
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from dilocox.config import RunConfig
+from dilocox.config import RunConfig, with_sites
 from dilocox.errors import ConfigError
 from dilocox.outer.calendar import AT_ONCE
 from dilocox.outer.controller.candidates import codecs
@@ -18,7 +18,7 @@ from dilocox.plan.parcels import parcels
 from dilocox.plan.simulate import Menu, simulate
 from dilocox.plan.step import step_time
 from dilocox.plan.table import Device, Host, Link, Place
-from dilocox.plan.variants import at_site, with_sites
+from dilocox.plan.variants import at_site
 
 T = TypeVar("T")
 OUTER_BYTES = 170

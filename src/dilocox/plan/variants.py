@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from dilocox.config import RunConfig, resolve_run
@@ -27,27 +26,6 @@ def changed(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
         else:
             raw[section][name] = value
     return resolve_run(raw, where="the changed run")
-
-
-def with_sites(config: RunConfig, sites: int | Sequence[str]) -> RunConfig:
-    """The run with so many sites, or with sites of these names; those of the run file come first.
-
-    Sites beyond them are like one without settings of its own.
-    """
-    if isinstance(sites, int):
-        names = list(config.sites)[:sites]
-        number = len(names)
-        while len(names) < sites:
-            number += 1
-            if f"site-{number}" not in names:
-                names.append(f"site-{number}")
-    else:
-        names = list(sites)
-    raw = config.model_dump(mode="json", exclude_none=True)
-    own = raw["sites"]
-    raw["sites"] = {name: copy.deepcopy(own.get(name, {})) for name in names}
-    raw["outer"]["min_sites"] = min(config.outer.min_sites, len(names))
-    return resolve_run(raw, where="the planned run")
 
 
 def at_site(config: RunConfig, name: str) -> RunConfig:
