@@ -95,6 +95,7 @@ def train(job: Job, config: RunConfig, log: Path, keep: bool) -> Row | None:
         **job.key,
         **described(job, config),
         **measures(summary, records),
+        **outer_rates([] if config.exchanges_gradients else records),
         "seconds": round(time.monotonic() - began, 1),
         "cpu_seconds": round(_cpu_seconds() - cpu, 1),
         "commit": commit(),
@@ -130,8 +131,6 @@ def read_records(path: Path) -> list[Row]:
 
 def described(job: Job, config: RunConfig) -> Row:
     """What a row says of its run before it is made."""
-    outer = config.outer
-    gradients = config.exchanges_gradients
     return {
         "method": job.entry.method,
         "group": job.entry.group,
@@ -139,8 +138,6 @@ def described(job: Job, config: RunConfig) -> Row:
         "published_inner_steps": job.entry.published_inner_steps,
         "optimizer": config.inner.optimizer,
         "learning_rate": config.inner.learning_rate,
-        "outer_learning_rate": None if gradients else outer.learning_rate,
-        "outer_momentum": None if gradients else outer.momentum,
         "target": job.entry.target,
         "link": config.control.link,
         "settings": job.settings_text,
@@ -173,6 +170,20 @@ def measures(summary: Mapping[str, Any], records: list[Row]) -> Row:
         "dropped": sum("dropped" in r for r in rounds),
         "plans": plans([r for r in records if r.get("kind") == "plan"], len(whole)),
     }
+
+
+def outer_rates(records: list[Row]) -> Row:
+    """The outer learning rate and momentum that most rounds had, whoever chose them; none without
+    a plan."""
+    changes = [r for r in records if r.get("kind") == "plan"]
+    whole = [r for r in records if r.get("kind") == "round" and not r.get("site")]
+    ends = [plan["round"] for plan in changes[1:]] + [len(whole)]
+    counts: dict[tuple[float, float], int] = {}
+    for plan, end in zip(changes, ends, strict=True):
+        rates = plan["learning_rate"], plan["momentum"]
+        counts[rates] = counts.get(rates, 0) + end - plan["round"]
+    rate, momentum = max(counts, key=lambda rates: counts[rates], default=(None, None))
+    return {"outer_learning_rate": rate, "outer_momentum": momentum}
 
 
 def plans(changes: list[Row], rounds: int) -> str | None:

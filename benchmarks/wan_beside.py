@@ -19,6 +19,10 @@ makes rounds longer. So do small steps, since every exchange has a price of its 
 the sequences that a site takes per step and `--width` the model's hidden size; runs have as many
 steps fewer as these are more. The loss of the plans is quality.py's business: they are in the rows.
 
+`--allreduce N` measures the speed-up as well: when the blocks are made, two of the same hosts take
+N steps of synchronous training over the same links, after one that is not measured. A step takes
+as many times longer than one without a network as the link's ratio says.
+
 Every block is written when it is done; started again with the same --json the benchmark goes on.
 Eight blocks take three quarters of an hour, --quick makes two of them. Needs what `dilocox lab`
 needs, else one line says so, exit code 3.
@@ -33,6 +37,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import common
 import wan_run
@@ -45,6 +50,7 @@ from wan_grid import (
     RATIOS,
     SEQUENCE_LENGTH,
     SITES,
+    SYNCHRONOUS,
     VOCABULARY,
     Settings,
     link_of,
@@ -53,9 +59,9 @@ from wan_grid import (
 
 from dilocox.config import RunConfig
 from dilocox.errors import DilocoxError
-from dilocox.lab import Lab, LabError
+from dilocox.lab import Checked, Lab, LabError
 from dilocox.lab.lab import why_not
-from dilocox.lab.results import rounds_by_site
+from dilocox.lab.results import RunResult, rounds_by_site
 from dilocox.lab.running import Run, alone, check, finish, in_lab, of_sites, run_alone
 from dilocox.models import count_parameters, load_model_config
 
@@ -71,7 +77,8 @@ ALONE_STEPS, ALONE_ROUNDS = 100, 40
 PAIRS = ((0, 1), (0, 2), (2, 3), (1, 3))
 """Which hosts train together, block by block: each as often as it trains by itself."""
 PROBE_STEPS = 40
-LIMIT = 900.0
+PATIENCE, START_LIMIT = 5.0, 300.0
+"""A run is given up after so many times what it should take, and these seconds."""
 
 
 @dataclass(frozen=True)
@@ -134,10 +141,15 @@ def step_seconds(lab: Lab, folder: Path, load: Load) -> float:
 
 
 def measure(
-    lab: Lab, folder: Path, load: Load, together: Sequence[str], work: float | None
+    lab: Lab,
+    folder: Path,
+    load: Load,
+    together: Sequence[str],
+    work: float | None,
+    limit: float,
 ) -> common.Row:
-    """One block: the hosts `together` in one run, each of the others by itself. Raises
-    `LabError`."""
+    """One block: the hosts `together` in one run, each of the others by itself. Raises `LabError`,
+    also if it takes more than `limit` s."""
     settings: Settings = {"outer.method": OURS}
     if work is not None:
         settings["control.work"] = work
@@ -153,7 +165,7 @@ def measure(
             if site not in together:
                 others[site] = Run(lab, alone(apart, site), overwrite=True)
         ours = Run(lab, of_sites(config, together), overwrite=True)
-        finish(lab, [ours], limit=LIMIT)
+        finish(lab, [ours], limit=limit)
         for each in others.values():
             each.check()
             each.new_records()
@@ -169,24 +181,67 @@ def measure(
     result = ours.result(first)
     whole = {site: [r for r in mine[site] if r["round"] <= result.window.last] for site in together}
     own, reference = speeds([course_of(whole[site]) for site in together], theirs, begin)
-    link = sum(one.bits_per_second for one in checked.links) / len(checked.links)
-    row = wan_run.engine_row(result, link)
     return {
-        "method": OURS,
-        "sites": len(together),
-        "hosts": " ".join(together),
-        "link_bits_per_second": round(link),
-        "round_trip_ms": round(1000 * checked.round_trip, 2),
-        **row,
+        **described(checked, result, together),
         "tokens_per_second": own,
         "no_network_tokens_per_second": reference,
         "share": own / reference,
     }
 
 
-def report(rows: Sequence[common.Row]) -> str:
+def synchronous(
+    lab: Lab, folder: Path, load: Load, together: Sequence[str], steps: int, limit: float
+) -> common.Row:
+    """`steps` of synchronous training at the hosts `together`, after one that is not measured; the
+    others are idle. Raises `LabError`, also if it takes more than `limit` s."""
+    settings: Settings = {"outer.method": SYNCHRONOUS, "outer.inner_steps": 1}
+    config = made(lab, folder, load, settings, 1 + steps)
+    check(config)
+    checked = lab.verify()
+    run = Run(lab, of_sites(config, together), overwrite=True)
+    finish(lab, [run], limit=limit)
+    return described(checked, run.result(1), together)
+
+
+def described(checked: Checked, result: RunResult, together: Sequence[str]) -> common.Row:
+    """What a run came to, and on which links."""
+    link = statistics.fmean(one.bits_per_second for one in checked.links)
+    return {
+        "method": result.method,
+        "sites": len(together),
+        "hosts": " ".join(together),
+        "link_bits_per_second": round(link),
+        "round_trip_ms": round(1000 * checked.round_trip, 2),
+        **wan_run.engine_row(result, link),
+    }
+
+
+def speed_up(rows: Sequence[common.Row]) -> str | None:
+    """How much faster the blocks are than synchronous training on their link; none if that was
+    not measured."""
+    slow = [row for row in rows if row["method"] == SYNCHRONOUS]
+    if not slow:
+        return None
+    blocks = blocks_of(rows)
+    base = statistics.median(row["tokens_per_second"] for row in slow)
+    alone = statistics.median(row["no_network_tokens_per_second"] for row in blocks)
+    found = common.median_interval([row["tokens_per_second"] / base for row in blocks])
+    return (
+        f"allreduce, measured on the same link after them: {base:,.1f} tokens/s, "
+        f"{base / alone:.2%} of the speed without a network; dilocox is {found.median:.0f} times "
+        f"as fast ({found.low:.0f} to {found.high:.0f})"
+    )
+
+
+def blocks_of(rows: Sequence[common.Row]) -> list[common.Row]:
+    """The rows that are blocks of `dilocox`."""
+    return [row for row in rows if row["method"] == OURS]
+
+
+def report(every: Sequence[common.Row]) -> str:
     """The blocks as a table, and what they come to."""
     percent = ".1%"
+    rows = blocks_of(every)
     table = common.table(
         rows,
         {
@@ -197,46 +252,79 @@ def report(rows: Sequence[common.Row]) -> str:
     )  # fmt: skip
     found = common.median_interval([row["share"] for row in rows])
     ratios = [row["ratio"] for row in rows]
-    return (
+    told = (
         f"{table}\n\nshare of the speed without a network: {found.median:.1%} "
         f"({found.low:.1%} to {found.high:.1%}) in {len(rows)} blocks, on "
         f"{rows[0]['link_bits_per_second'] / 1e3:,.0f} kbit/s, where gradients take "
         f"{min(ratios):.0f} to {max(ratios):.0f} times as long as a step"
     )
+    faster = speed_up(every)
+    return told if faster is None else f"{told}\n{faster}"
 
 
 def measured(
     folder: Path,
     load: Load,
-    ratio: int,
     before: Sequence[common.Row],
     blocks: int,
-    work: float | None,
+    settings: dict[str, Any],
+    allreduce: int,
 ) -> Iterator[common.Row]:
-    """Blocks that follow those `before`, until there are so many. Raises `DilocoxError`."""
+    """Blocks that follow those `before`, until there are so many; then, if it is asked for and not
+    among them, as many steps of `allreduce`. Raises `DilocoxError`."""
     model = wan_run.configuration(folder, 2, load.settings, 1).model
     parameters = int(count_parameters(load_model_config(model, VOCABULARY)))
+    bits = synchronous_bits(parameters, 2)
+    known = blocks_of(before)
     with Lab(list(SITES)) as lab:
-        if before:
-            asked = before[0]["link_asked_bits_per_second"]
+        if known:
+            asked, step = known[0]["link_asked_bits_per_second"], step_of(known, load)
         else:
             common.say("measuring the time of a step")
-            asked = link_of(ratio, parameters, 2, step_seconds(lab, folder, load))
+            step = step_seconds(lab, folder, load)
+            asked = link_of(settings["ratio"], parameters, 2, step)
         lab.shape(f"{asked / 1e3:.3f}kbit")
-        for block in range(len(before), blocks):
+        for block in range(len(known), blocks):
             began = time.monotonic()
             together = [lab.sites[number] for number in PAIRS[block % len(PAIRS)]]
-            row = measure(lab, folder, load, together, work)
-            step = 2 * load.batch * SEQUENCE_LENGTH / row["no_network_tokens_per_second"]
-            yield {
-                "block": block,
-                **row,
-                "ratio": synchronous_bits(parameters, 2) / row["link_bits_per_second"] / step,
-                "link_asked_bits_per_second": asked,
-                "commit": common.commit(),
-                "date": common.today(),
-                "took": round(time.monotonic() - began, 1),
-            }
+            limit = PATIENCE * load.steps(STEPS) * step + START_LIMIT
+            row = measure(lab, folder, load, together, settings["work"], limit)
+            known = [*known, row]
+            ratio = bits / row["link_bits_per_second"] / step_of([row], load)
+            yield {"block": block, **row, **dated(asked, ratio, began)}
+        if allreduce and not any(row["method"] == SYNCHRONOUS for row in before):
+            began = time.monotonic()
+            together = [lab.sites[number] for number in PAIRS[0]]
+            limit = PATIENCE * (1 + allreduce) * bits / asked + START_LIMIT
+            row = synchronous(lab, folder, load, together, allreduce, limit)
+            ratio = bits / row["link_bits_per_second"] / step_of(known, load)
+            yield {"block": None, **row, **dated(asked, ratio, began)}
+
+
+def step_of(blocks: Sequence[common.Row], load: Load) -> float:
+    """Seconds of a step without a network, in the median of `blocks`."""
+    speed = statistics.median(row["no_network_tokens_per_second"] for row in blocks)
+    return 2 * load.batch * SEQUENCE_LENGTH / speed
+
+
+def dated(asked: float, ratio: float, began: float) -> common.Row:
+    """The link that a row was asked for on and what it came to, when it was made, and how long
+    that took."""
+    return {
+        "ratio": ratio,
+        "link_asked_bits_per_second": asked,
+        "commit": common.commit(),
+        "date": common.today(),
+        "took": round(time.monotonic() - began, 1),
+    }
+
+
+def said(row: common.Row) -> str:
+    """A row in one line."""
+    took = f"{row['took']:.0f} s"
+    if row["method"] == OURS:
+        return f"block {row['block']}: {row['share']:.1%}; {took}"
+    return f"{row['method']}: {row['tokens_per_second']:,.1f} tokens/s; {took}"
 
 
 def main() -> int:
@@ -250,6 +338,9 @@ def main() -> int:
         "--width", type=int, default=WIDTH, choices=[WIDTH * n for n in (1, 2, 3, 4)],
         help="hidden size of the model",
     )  # fmt: skip
+    parser.add_argument(
+        "--allreduce", type=int, default=0, metavar="N", help="steps of it, after the blocks"
+    )
     options = parser.parse_args()
     load = Load(options.batch, options.width)
     common.end_on_signals()
@@ -266,9 +357,11 @@ def main() -> int:
     rows = common.read_rows(results, "wan-beside", settings)
     with tempfile.TemporaryDirectory(prefix="dilocox-beside-") as temporary:
         try:
-            for row in measured(Path(temporary), load, options.ratio, rows, blocks, options.work):
+            for row in measured(
+                Path(temporary), load, list(rows), blocks, settings, options.allreduce
+            ):
                 rows.append(row)
-                common.say(f"block {row['block']}: {row['share']:.1%}; {row['took']:.0f} s")
+                common.say(said(row))
                 if results is not None:
                     common.write_json(results, "wan-beside", on, settings, rows)
         except DilocoxError as error:

@@ -261,3 +261,11 @@ def test_plans_are_written_down_where_they_change(tmp_path: Path) -> None:
         (2, 40, "topk:82"),
     ]
     assert plans[1]["reason"] == "why"
+    kept = [line for line in run.lines() if line["kind"] == "plan_kept"]
+    assert [(line["round"], line["step"], line["reason"]) for line in kept] == [
+        (1, 20, "said otherwise"),
+    ]
+    # A coordinator that starts again and is asked for the plan of the round repeats nothing.
+    again = Recorder(run.recorder._config, tmp_path, lambda record: None)
+    again.plan(PLAN | changed | {"round": 3, "first_step": 45, "reason": "why"})
+    assert [line["kind"] for line in run.lines()] == ["plan", "plan_kept", "plan"]

@@ -96,6 +96,8 @@ class Recorder:
         self._evaluations: dict[int, float] = {}
         self._flush: dict[str, Record] = {}
         self._plan: Record = {}
+        self._reason = ""
+        """Of the latest plan, or of keeping it."""
         self._sequences: dict[str, int] = {}
         self._written: set[tuple[str, int, str]] = set()
         """(kind, round, site) of the reports of this course of the run that are in the file."""
@@ -121,6 +123,9 @@ class Recorder:
             self._evaluations[record["after_round"]] = record["val_loss"]
         elif kind == "plan":
             self._plan = {key: record[key] for key in CHOSEN if key in record}
+            self._reason = str(record.get("reason", ""))
+        elif kind == "plan_kept":
+            self._reason = str(record["reason"])
         elif kind == "admission":
             self._count_verdict(record)
         elif kind == "resumed":
@@ -138,6 +143,7 @@ class Recorder:
         self._evaluations = {r: v for r, v in self._evaluations.items() if r < round_}
         self._verdicts = {r: v for r, v in self._verdicts.items() if r < round_}
         self._open, self._flush, self._plan, self._written = {}, {}, {}, set()
+        self._reason = ""
 
     def report(self, site: str, round_: int, kind: str, metrics: Record) -> None:
         """A site's report. One that is in the file already, from before a restart of the
@@ -199,14 +205,17 @@ class Recorder:
                 counts[what] = counts.get(what, 0) + 1
 
     def plan(self, plan: Record) -> None:
-        """A plan was made; it is written down if it differs from the one before."""
+        """A plan was made: what was chosen is written down where it differs from the plan before,
+        and where that was kept, why, if anything new was known."""
         if plan["kind"] == "flush":
             return
         chosen = {key: plan[key] for key in CHOSEN}
+        place = {"round": plan["round"], "step": plan["first_step"]}
         if chosen != self._plan:
-            self._plan = chosen
-            place = {"round": plan["round"], "step": plan["first_step"]}
             self._write({"kind": "plan", **place, **chosen, "reason": plan["reason"]})
+        elif plan["reason"] != self._reason:
+            self._write({"kind": "plan_kept", **place, "reason": plan["reason"]})
+        self._plan, self._reason = chosen, plan["reason"]
 
     def message(self, text: str) -> None:
         """Something that happened."""

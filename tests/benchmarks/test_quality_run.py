@@ -65,6 +65,16 @@ def test_a_run_that_a_site_was_missing_from_is_no_row() -> None:
         quality_run.check_attendance([whole(0, 4), whole(1, 3)], 4)
 
 
+def test_a_row_has_the_outer_rates_of_most_rounds() -> None:
+    def plan(number: int, rate: float) -> dict[str, Any]:
+        return {"kind": "plan", "round": number, "learning_rate": rate, "momentum": 0.5}
+
+    whole: list[dict[str, Any]] = [{"kind": "round", "round": number} for number in range(6)]
+    told = quality_run.outer_rates([plan(0, 0.8), *whole, plan(1, 1.9), plan(4, 0.8), plan(5, 1.9)])
+    assert told == {"outer_learning_rate": 1.9, "outer_momentum": 0.5}
+    assert quality_run.outer_rates([]) == {"outer_learning_rate": None, "outer_momentum": None}
+
+
 def test_plans_hold_until_the_next_one() -> None:
     changes = [
         {"round": 0, "codec": "int4", "inner_steps": 5},

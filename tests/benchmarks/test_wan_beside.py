@@ -45,13 +45,32 @@ def test_both_are_measured_over_the_same_seconds() -> None:
 
 def test_the_report_says_median_and_interval() -> None:
     row = {
-        "hosts": "paris lyon", "tokens_per_second": 97.0, "no_network_tokens_per_second": 100.0,
+        "method": "dilocox", "hosts": "paris lyon",
+        "tokens_per_second": 97.0, "no_network_tokens_per_second": 100.0,
         "wait_share": 0.01, "work_share": 0.02, "inner_steps": 30.0, "plan": "as told",
         "link_bits_per_second": 998_000, "ratio": 402.0,
     }  # fmt: skip
     told = report([{**row, "block": n, "share": share} for n, share in enumerate((0.96, 0.97, 1))])
     assert "97.0% (96.0% to 100.0%) in 3 blocks, on 998 kbit/s" in told
     assert "402 to 402 times as long as a step" in told
+    assert "allreduce" not in told
+
+
+def test_the_report_says_how_much_faster_than_allreduce_on_the_same_link() -> None:
+    blocks = [
+        {
+            "block": n, "method": "dilocox", "hosts": "paris lyon", "tokens_per_second": 97.0 + n,
+            "no_network_tokens_per_second": 100.0, "wait_share": 0.01, "work_share": 0.02,
+            "inner_steps": 30.0, "plan": "as told", "link_bits_per_second": 998_000,
+            "ratio": 402.0, "share": 0.97 + n / 100,
+        }
+        for n in range(3)
+    ]  # fmt: skip
+    slow = {"block": None, "method": "allreduce", "tokens_per_second": 0.25, "ratio": 402.0}
+    told = report([*blocks, slow])
+    assert "98.0% (97.0% to 99.0%) in 3 blocks" in told
+    assert "0.2 tokens/s, 0.25% of the speed without a network" in told
+    assert "392 times as fast (388 to 396)" in told
 
 
 def test_every_host_trains_together_as_often_as_alone() -> None:
