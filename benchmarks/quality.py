@@ -260,7 +260,10 @@ class Bench:
         if path is None:
             return
         unfinished = path.with_name(f".{path.name}.unfinished")
-        common.write_json(unfinished, "quality", self._on, self._settings(), rows)
+        settings = self._settings()
+        # Rows of seeds that are not trained now keep what is said of their text.
+        settings["text"] = {**_read_text(path), **settings["text"]}
+        common.write_json(unfinished, "quality", self._on, settings, rows)
         unfinished.replace(path)
 
     def _described(self, seed: int) -> dict[str, Any]:
@@ -313,14 +316,23 @@ def _wikitext(given: Path | None) -> Path | None:
     return None
 
 
-def _read_rows(path: Path | None) -> list[Row]:
+def _read(path: Path | None) -> dict[str, Any]:
+    """What an earlier call has written. Ends the program for a file of something else."""
     if path is None or not path.exists():
-        return []
-    found = json.loads(path.read_text(encoding="utf-8"))
+        return {}
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     if found.get("benchmark") != "quality":
         common.say(f"{path}: holds results of another benchmark; name another file")
         sys.exit(2)
-    return list(found["rows"])
+    return found
+
+
+def _read_rows(path: Path | None) -> list[Row]:
+    return list(_read(path).get("rows", []))
+
+
+def _read_text(path: Path) -> dict[str, Any]:
+    return dict(_read(path).get("settings", {}).get("text", {}))
 
 
 def _same(row: Row, job: Job) -> bool:

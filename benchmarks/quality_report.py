@@ -43,7 +43,7 @@ def with_gaps(rows: Sequence[Row]) -> list[Row]:
 
 def _gap(row: Row, base: Row) -> float | None:
     loss, best = row["val_loss"], base["val_loss"]
-    # Rows of earlier versions do not say; they were made for the synchronous one beside them.
+    # Rows of earlier versions do not say; what the order of the text may move is in the notes.
     same = "text" not in row or row["text"] == base.get("text")
     return loss / best - 1 if same and loss is not None and best is not None else None
 

@@ -162,6 +162,17 @@ def test_a_row_of_other_settings_is_made_anew(bench: Any, tmp_path: Path) -> Non
     assert row["learning_rate"] == 0.009
 
 
+def test_texts_of_earlier_seeds_stay_described(bench: Any, tmp_path: Path) -> None:
+    file = tmp_path / "rows.json"
+    words = ("--quick", "--only", "allreduce", "--json", str(file))
+    for seed in ("0", "1"):
+        assert bench(Trained(100), *words, "--seeds", seed) == 0
+    assert json.loads(file.read_text())["settings"]["text"] == {
+        "0": {"digest": "d"},
+        "1": {"digest": "d"},
+    }
+
+
 def test_the_picture_has_all_rows_whichever_are_asked_for(bench: Any, tmp_path: Path) -> None:
     file = tmp_path / "rows.json"
     words = ("--quick", "--json", str(file), "--tuning", str(tmp_path / "none.json"))

@@ -1,7 +1,8 @@
 """Deterministic values for golden tests: no generator, the same bits on every machine.
 
 Run as a script with a file of payloads (see `save`), in a fresh interpreter, it prints the digest
-of every codec on these values, and of what it decodes from the file.
+of every codec on these values, and of what it decodes from the file, and which instructions torch
+used for that.
 """
 
 from __future__ import annotations
@@ -34,6 +35,9 @@ ODD = Geometry(
     29824,
 )
 """Tensors that end in the middle of a block, small ones, 1-D ones, an empty one, and gaps."""
+
+WIDE = Geometry(((512, 256), (1000,), (40, 3000)), (0, 131072, 132096), 252160)
+"""Enough values for torch to share them among threads, which it does from 32,768 on."""
 
 
 def with_threads(act: Callable[[], Result]) -> list[Result]:
@@ -96,28 +100,29 @@ def digests(n: int = 1 << 18) -> dict[str, str]:
     return found
 
 
-def save(file: Path) -> None:
-    """Write payloads of every codec on odd tensors."""
+def save(file: Path, geometry: Geometry = ODD) -> None:
+    """Write payloads of every codec on tensors of that geometry."""
     generator = torch.Generator().manual_seed(0)
-    buffer = filled(ODD, torch.randn(ODD.length, generator=generator))
+    buffer = filled(geometry, torch.randn(geometry.length, generator=generator))
     messages: dict[str, list[Tensor]] = {}
     for spec in SINGLE:
-        messages[spec] = [single(spec, ODD).part(0, ODD.length, seed=3).encode(buffer)]
+        part = single(spec, geometry).part(0, geometry.length, seed=3)
+        messages[spec] = [part.encode(buffer)]
     for spec in RANKS:
-        low = compressor(spec, ODD)
+        low = compressor(spec, geometry)
         assert isinstance(low, LowRank)
         basis = low.orthonormalise([low.project(buffer, low.first_warm())])
         messages[spec] = [basis, low.encode(buffer, basis), low.encode(buffer * 0.75, basis)]
     torch.save(messages, file)
 
 
-def decoded(file: Path) -> dict[str, str]:
+def decoded(file: Path, geometry: Geometry = ODD) -> dict[str, str]:
     """Digest of what is decoded from every payload of the file, by spec."""
     found = {}
     for spec, payloads in torch.load(file, weights_only=True).items():
-        made = compressor(spec, ODD)
+        made = compressor(spec, geometry)
         if isinstance(made, Compressor):
-            values = [made.part(0, ODD.length, seed=3).decode(each) for each in payloads]
+            values = [made.part(0, geometry.length, seed=3).decode(each) for each in payloads]
         else:
             basis, *sent = payloads
             warm = made.first_warm()
@@ -135,4 +140,5 @@ def everything(file: Path) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(everything(Path(sys.argv[1]))))
+    on = torch.backends.cpu.get_cpu_capability()
+    print(json.dumps({"capability": on, "digests": everything(Path(sys.argv[1]))}))

@@ -11,7 +11,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.compression.patterns import decoded, digests, everything, save, with_threads
+from dilocox.compression.geometry import Geometry
+from tests.compression.patterns import (
+    ODD,
+    WIDE,
+    decoded,
+    digests,
+    everything,
+    save,
+    with_threads,
+)
 
 GOLDEN = {
     "none": "f1c8d1b19bcb7625383399c9d9e1478bfb4d45bc4d0bb9a6e104481a4d1bd0a9",
@@ -35,9 +44,10 @@ def test_golden_bytes_in_this_process() -> None:
     assert with_threads(digests) == [GOLDEN] * 3
 
 
-def test_what_is_decoded_does_not_depend_on_threads(tmp_path: Path) -> None:
-    save(tmp_path / "payloads")
-    found = with_threads(lambda: decoded(tmp_path / "payloads"))
+@pytest.mark.parametrize("geometry", [ODD, WIDE], ids=["odd", "wide"])
+def test_what_is_decoded_does_not_depend_on_threads(geometry: Geometry, tmp_path: Path) -> None:
+    save(tmp_path / "payloads", geometry)
+    found = with_threads(lambda: decoded(tmp_path / "payloads", geometry))
     assert found[1:] == found[:1] * 2
 
 
@@ -58,4 +68,6 @@ def test_the_same_bytes_on_other_processors(capability: str, threads: str, tmp_p
         check=True,
         timeout=120,
     )
-    assert json.loads(found.stdout) == everything(tmp_path / "payloads")
+    told = json.loads(found.stdout)
+    assert told["capability"] == capability.upper()
+    assert told["digests"] == everything(tmp_path / "payloads")

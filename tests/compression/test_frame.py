@@ -99,34 +99,45 @@ def test_frames_of_other_codecs_and_lengths_are_refused() -> None:
         pack_frame(part("int8"), payload)
 
 
-@given(length=st.integers(0, 64 + 132 - 1))
-@settings(max_examples=40, deadline=None, derandomize=True)
-def test_cut_frames_are_refused(length: int) -> None:
-    frame, _ = frame_of()
+FUZZED = pytest.mark.parametrize(
+    ("name", "n"), [("int4", N), ("int2", N), ("topk:64", 8192), ("cocktail", 8192)]
+)
+
+
+@FUZZED
+@given(draw=st.data())
+@settings(max_examples=30, deadline=None, derandomize=True)
+def test_cut_frames_are_refused(name: str, n: int, draw: st.DataObject) -> None:
+    frame, _ = frame_of(name, n)
+    length = draw.draw(st.integers(0, frame.numel() - 1))
     for short in (frame[:length], frame.numpy().tobytes()[:length]):
         with pytest.raises(ExchangeError, match="refused"):
-            unpack_frame(short, part("int4"))
+            unpack_frame(short, part(name, n))
 
 
+@FUZZED
 @given(extra=st.binary(min_size=1, max_size=80))
 @settings(max_examples=20, deadline=None, derandomize=True)
-def test_longer_frames_are_refused(extra: bytes) -> None:
-    frame, _ = frame_of()
+def test_longer_frames_are_refused(name: str, n: int, extra: bytes) -> None:
+    frame, _ = frame_of(name, n)
     with pytest.raises(ExchangeError, match="cut or padded"):
-        unpack_frame(frame.numpy().tobytes() + extra, part("int4"))
+        unpack_frame(frame.numpy().tobytes() + extra, part(name, n))
 
 
-@given(position=st.integers(0, 64 + 132 - 1), change=st.integers(1, 255))
-@settings(max_examples=120, deadline=None, derandomize=True)
-def test_any_changed_byte_is_refused(position: int, change: int) -> None:
-    frame, _ = frame_of()
+@FUZZED
+@given(draw=st.data(), change=st.integers(1, 255))
+@settings(max_examples=80, deadline=None, derandomize=True)
+def test_any_changed_byte_is_refused(name: str, n: int, draw: st.DataObject, change: int) -> None:
+    frame, _ = frame_of(name, n)
+    position = draw.draw(st.integers(0, frame.numel() - 1))
     frame[position] = frame[position] ^ change
     with pytest.raises(ExchangeError, match="frame refused"):
-        unpack_frame(frame, part("int4"))
+        unpack_frame(frame, part(name, n))
 
 
+@FUZZED
 @given(junk=st.binary(max_size=300))
-@settings(max_examples=60, deadline=None, derandomize=True)
-def test_junk_is_refused(junk: bytes) -> None:
+@settings(max_examples=40, deadline=None, derandomize=True)
+def test_junk_is_refused(name: str, n: int, junk: bytes) -> None:
     with pytest.raises(ExchangeError, match="frame refused"):
-        unpack_frame(junk, part("int4"))
+        unpack_frame(junk, part(name, n))

@@ -81,7 +81,8 @@ def test_payloads_do_not_depend_on_shapes(spec: str) -> None:
 
 @ALL
 def test_error_feedback_loses_nothing(spec: str) -> None:
-    """What was sent and what is left over at the end are what came in, summed over rounds."""
+    """What was sent and what is left over at the end are what came in, summed over rounds; and what
+    is sent is a part of u, in its own size: nothing is left over that had been sent already."""
     generator = torch.Generator().manual_seed(1)
     residual, sent, came = torch.zeros(ODD.length), torch.zeros(ODD.length), torch.zeros(ODD.length)
     for count in range(12):
@@ -91,6 +92,9 @@ def test_error_feedback_loses_nothing(spec: str) -> None:
         decoded = part.decode(part.encode(u))
         residual = u - decoded
         sent, came = sent.double() + decoded, came.double() + fresh
+        assert residual.square().sum() < u.square().sum()
+        inside = (decoded.double() * u).sum() / decoded.double().square().sum()
+        assert inside == pytest.approx(1.0, abs=0.02)
     assert torch.allclose(sent + residual, came, rtol=0, atol=1e-5)
     assert sent.any()
     # Coarse codecs hold back much, but each of them less than all that came.

@@ -32,7 +32,9 @@ def density(plan: dict[str, Any]) -> tuple[int, int]:
 
 
 @pytest.mark.slow
-def test_plans_follow_the_link_within_two_rounds_and_rest_in_between(tmp_path: Path) -> None:
+def test_plans_follow_the_link_two_rounds_after_it_was_measured_and_rest_in_between(
+    tmp_path: Path,
+) -> None:
     corpus = str(write_corpus(tmp_path))
     done = subprocess.run(
         [sys.executable, "-m", "tests.e2e.link_run", str(tmp_path), corpus, "60mbit", "1mbit",

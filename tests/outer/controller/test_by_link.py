@@ -280,6 +280,16 @@ def test_a_codec_of_unknown_loss_is_chosen_only_where_it_is_pinned() -> None:
         assert (codec in codecs(config)) is there
 
 
+def test_a_prediction_says_what_it_leaves_out() -> None:
+    for codec, told in (("lowrank:16", "and what lowrank:16 adds, not known"), ("int4", "%")):
+        config = run_config(compression={"codec": codec}, control={"pinned": ["codec"]})
+        choice = choose(
+            config, dict.fromkeys([codec], menu(run_config())["int4"]), at(1e6), 2, None
+        )
+        assert choice.codec == codec
+        assert choice.reason.endswith(told), choice.reason
+
+
 def test_the_smallest_share_of_a_link_is_a_share() -> None:
     config = run_config(steps=100_000, control={"utilisation": 1e-4, "work": 1.0})
     choice = choose(config, menu(config, 10_000), at(1e7), 2, None)

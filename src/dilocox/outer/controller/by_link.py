@@ -164,10 +164,11 @@ def _why(chosen: Candidate, link: Estimate) -> str:
     overhead = f", {_seconds(beside)} beside that per exchange," if beside else ""
     taken, whole = _seconds(chosen.traffic.busy_us), _seconds(chosen.round_us)
     rate = rate_text(8 * link.rate)
+    unknown = "" if loss.is_known(chosen.codec) else f" and what {chosen.codec} adds, not known"
     return (
         f"{_bytes(chosen.traffic.payload_bytes)} take {taken} of the round's {whole} "
         f"({chosen.load:.0%}) at {rate}{overhead} and {_seconds(link.step_us)} a step, "
-        f"predicted loss +{chosen.loss:.1%}"
+        f"predicted loss +{chosen.loss:.1%}{unknown}"
     )
 
 
