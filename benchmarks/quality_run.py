@@ -177,11 +177,10 @@ def outer_rates(records: list[Row]) -> Row:
     a plan."""
     changes = [r for r in records if r.get("kind") == "plan"]
     whole = [r for r in records if r.get("kind") == "round" and not r.get("site")]
-    ends = [plan["round"] for plan in changes[1:]] + [len(whole)]
     counts: dict[tuple[float, float], int] = {}
-    for plan, end in zip(changes, ends, strict=True):
+    for plan, held in _held(changes, len(whole)):
         rates = plan["learning_rate"], plan["momentum"]
-        counts[rates] = counts.get(rates, 0) + end - plan["round"]
+        counts[rates] = counts.get(rates, 0) + held
     rate, momentum = max(counts, key=lambda rates: counts[rates], default=(None, None))
     return {"outer_learning_rate": rate, "outer_momentum": momentum}
 
@@ -191,10 +190,14 @@ def plans(changes: list[Row], rounds: int) -> str | None:
 
     `changes` are the records of plans, each of which holds until the next one.
     """
-    ends = [plan["round"] for plan in changes[1:]] + [rounds]
     counts: dict[str, int] = {}
-    for plan, end in zip(changes, ends, strict=False):
-        start = plan["round"]
+    for plan, held in _held(changes, rounds):
         name = f"{plan['codec']} H={plan['inner_steps']}"
-        counts[name] = counts.get(name, 0) + end - start
+        counts[name] = counts.get(name, 0) + held
     return ", ".join(f"{name} x{count}" for name, count in counts.items()) or None
+
+
+def _held(changes: list[Row], rounds: int) -> list[tuple[Row, int]]:
+    """Records of plans, each with the number of rounds until the next one."""
+    ends = [plan["round"] for plan in changes[1:]] + [rounds]
+    return [(plan, end - plan["round"]) for plan, end in zip(changes, ends, strict=False)]

@@ -94,7 +94,7 @@ def test_error_feedback_loses_nothing(spec: str) -> None:
         sent, came = sent.double() + decoded, came.double() + fresh
         assert residual.square().sum() < u.square().sum()
         inside = (decoded.double() * u).sum() / decoded.double().square().sum()
-        assert inside == pytest.approx(1.0, abs=0.02)
+        assert inside == pytest.approx(1.0, abs=0.04)
     assert torch.allclose(sent + residual, came, rtol=0, atol=1e-5)
     assert sent.any()
     # Coarse codecs hold back much, but each of them less than all that came.
