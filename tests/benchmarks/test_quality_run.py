@@ -220,7 +220,7 @@ def test_a_run_is_trained_and_one_that_diverges_is_a_row_without_loss(tmp_path: 
         [sys.executable, str(script), str(tmp_path), "1e-3", "1e30"],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=400,
         check=True,
     )
     good, bad = (json.loads(line) for line in said.stdout.splitlines())

@@ -66,7 +66,7 @@ def test_the_same_bytes_on_other_processors(capability: str, threads: str, tmp_p
         capture_output=True,
         text=True,
         check=True,
-        timeout=120,
+        timeout=400,
     )
     told = json.loads(found.stdout)
     assert told["capability"] == capability.upper()

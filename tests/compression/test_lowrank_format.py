@@ -186,7 +186,7 @@ def test_golden_bytes_on_lesser_processors(capability: str, threads: str) -> Non
         capture_output=True,
         text=True,
         check=True,
-        timeout=120,
+        timeout=400,
     )
     assert dict(line.split() for line in found.stdout.splitlines()) == {
         str(bits): digest for bits, digest in GOLDEN.items()

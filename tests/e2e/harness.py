@@ -66,7 +66,7 @@ link_timeout = 60.0
 heartbeat = 2.5
 {sites}
 """
-LIMIT = 90.0
+LIMIT = 270.0
 """Seconds after which a test gives up on a run."""
 PATIENT = "network.heartbeat=20"
 """For runs that nobody kills or stops: another test may run beside them."""

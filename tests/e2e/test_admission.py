@@ -20,7 +20,7 @@ GATED = (
     PATIENT,
     "record.states_every=2",
 )
-LIMIT = 300.0
+LIMIT = 600.0
 REJECTIONS = {"zero", "loss", "duplicate", "stale", "not-finite", "malformed", "equivocation"}
 
 

@@ -16,7 +16,7 @@ from tests.e2e.harness import write_corpus
 
 REASON = why_not()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
-LIMIT = 240.0
+LIMIT = 600.0
 WITHIN = 5
 """Plans are those of the rounds reported when a link changed, plus: 1 round that was going on, 1
 whose landings were still of exchanges from before, 1 that is the first to be measured, and 2 until

@@ -94,7 +94,7 @@ def quickstart(tmp_path_factory: pytest.TempPathFactory) -> Path:
         cwd=place,
         capture_output=True,
         text=True,
-        timeout=170,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -100,7 +100,7 @@ def ran(
          str(sites)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=400,
         cwd=Path(__file__).parents[2],
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

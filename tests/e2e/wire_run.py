@@ -68,7 +68,7 @@ host = "{host}"
 [sites]
 {sites}
 """
-LIMIT = 60.0
+LIMIT = 180.0
 
 
 def main() -> None:

@@ -38,7 +38,7 @@ GEOMETRY = Geometry(((LENGTH,),), (0,), LENGTH)
 MATRICES = Geometry(((96, 64), (100,), (64, 96)), (0, 6144, 6272), 12416)
 """Large enough for codecs that look at matrices or choose among many values."""
 WEIGHTS = {"paris": 1.5, "lyon": 0.5, "oslo": 1.0}
-LIMIT = 20.0
+LIMIT = 60.0
 
 
 @dataclass

@@ -75,7 +75,7 @@ def authority_in(folder: Path) -> Authority:
     return Authority(folder, ["localhost"])
 
 
-def until(condition: Callable[[], bool], limit: float = 10.0) -> bool:
+def until(condition: Callable[[], bool], limit: float = 40.0) -> bool:
     """Wait for a condition; whether it came true."""
     end = time.monotonic() + limit
     while not condition() and time.monotonic() < end:

@@ -35,7 +35,7 @@ from dilocox.outer.entry import (
 from dilocox.outer.groups import PeerGroup
 from tests.outer.sites import MemoryStore, run_each, shared_store, until
 
-LIMIT = 15.0
+LIMIT = 60.0
 HERE = "127.0.0.1"
 
 

@@ -26,7 +26,7 @@ from dilocox.outer.groups import (
 from tests.outer.sites import CONTEXT, MemoryStore, run_each, shared_store, until
 
 HERE = "127.0.0.1"
-LIMIT = 20.0
+LIMIT = 60.0
 
 
 def group(store: MemoryStore, me: str, silence: float = 20.0) -> PeerGroup:

@@ -42,7 +42,7 @@ from tests.outer.sites import (
 )
 
 ADDRESSES = {"a": "127.0.0.11", "b": "127.0.0.12", "c": "127.0.0.13"}
-LIMIT = 20.0
+LIMIT = 60.0
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from dilocox.outer.tunnel_relay import BUFFER_BYTES, relay
 from dilocox.outer.tunnel_tls import StrangerError, contexts, site_of
 from tests.outer.sites import TIMEOUTS, authority_in, identity_of, until
 
-LIMIT = 20.0
+LIMIT = 60.0
 
 
 @pytest.fixture(scope="module")

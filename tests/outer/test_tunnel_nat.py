@@ -27,7 +27,7 @@ from tests.outer.sites import (
     shared_store,
 )
 
-LIMIT = 20.0
+LIMIT = 60.0
 _CLONE_NEWNET = 0x40000000
 INSIDE, OUTSIDE = "10.201.1", "10.201.2"
 """The home network of the site behind the router, and the network of the other one."""

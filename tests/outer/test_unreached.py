@@ -36,7 +36,7 @@ HERE = "127.0.0.9"
 """Where sites that can be reached listen."""
 BELOW = "127.0.0.5"
 """Of two ranks the one at the greater address connects: this one is connected to."""
-LIMIT = 20.0
+LIMIT = 60.0
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from tests.outer.exchanging import GEOMETRY, LENGTH, WEIGHTS, SharedBallot, valu
 from tests.outer.sites import MemoryStore, run_each, shared_store, until
 
 KEYS = [ExchangeKey.outer(0, 0, fragment) for fragment in range(4)]
-LIMIT = 20.0
+LIMIT = 60.0
 
 
 def contribution(key: ExchangeKey, me: str, mode: str = "gather") -> Contribution:

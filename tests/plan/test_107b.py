@@ -43,7 +43,7 @@ def test_the_published_model_is_planned_within_30_seconds_and_2_gb() -> None:
     example = ROOT / "examples" / "qwen1.5-107b.toml"
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(example)],
-        capture_output=True, text=True, check=True, timeout=280,
+        capture_output=True, text=True, check=True, timeout=600,
     )  # fmt: skip
     found = json.loads(done.stdout)
     # The processor's time of all threads: other work on the machine does not count.

@@ -301,7 +301,7 @@ def test_one_digest_for_all_instruction_sets(capability: str, threads: str) -> N
     environment = {**os.environ, "ATEN_CPU_CAPABILITY": capability, "OMP_NUM_THREADS": threads}
     answer = subprocess.run(
         [sys.executable, "-c", script],
-        capture_output=True, text=True, check=True, timeout=120, env=environment,
+        capture_output=True, text=True, check=True, timeout=400, env=environment,
     )  # fmt: skip
     used, *digests = answer.stdout.split()[-3:]
     if used.lower() != capability:
