@@ -96,7 +96,7 @@ class LoopbackExchange:
         chosen = [payloads[site] for site in counted]
 
         def advance(warm: Tensor) -> Tensor:
-            return codec.next_warm(chosen, alone, basis, warm, self.key.round)
+            return codec.next_warm(chosen, alone, basis, warm, self.key.round + 1)
 
         mean = average((sent[site] for site in counted), alone)
         return {

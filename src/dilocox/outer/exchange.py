@@ -177,7 +177,8 @@ def low_rank(attempt: Attempt, codec: LowRank) -> Outcome:
     return replace(
         outcome,
         payloads=(*chosen, basis),
-        advance=lambda warm: codec.next_warm(chosen, weights, basis, warm, what.key.round),
+        # Landings count from 1, rounds from 0.
+        advance=lambda warm: codec.next_warm(chosen, weights, basis, warm, what.key.round + 1),
         effective_rank=None if worth is None else (worth, codec.low_rank_values),
     )
 
