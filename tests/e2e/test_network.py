@@ -90,7 +90,11 @@ def test_ranks_of_torchrun_join(workshop: Workshop) -> None:
         torchrun = Path(found)
     command = [str(torchrun), "--nproc-per-node=2", "--standalone", "-m", "dilocox"]
     ranks = subprocess.run(
-        [*command, *lines["paris"].split()], capture_output=True, text=True, timeout=270, check=False
+        [*command, *lines["paris"].split()],
+        capture_output=True,
+        text=True,
+        timeout=270,
+        check=False,
     )
     assert ranks.returncode == 0, ranks.stdout + ranks.stderr
     assert other.wait() == 0, other.output()
