@@ -250,10 +250,7 @@ class Bench:
             return wan_run.measure_engine(
                 lab, self._folder, method, case.ratio, self._extent, limit=limit
             )
-        own = [r for r in self._runs if r["sites"] == case.sites and r["method"] == ALONE]
-        if not own:
-            own = [r for r in self._runs if r["sites"] == case.sites and r["method"] == NONE]
-        step = TOKENS / wan_rows.median_speed(own)
+        step = self._step(lab)
         return wan_peers.measure_peer(lab, self._folder, method, case.ratio, self._extent, step)
 
     def _write(self) -> None:

@@ -37,10 +37,14 @@ def filled(text: str, known: Sequence[Row]) -> str:
 def about(inside: Sequence[Row]) -> str:
     """One line on the link that some rows are of."""
     first = inside[0]
+    congestion = ", ".join(sorted({row["congestion"] for row in inside} - {"not noted"}))
+    several = any(row["blocks"] > 1 for row in inside)
     return (
         f"{first['sites']} sites, {first['link']} to each, round trips of "
         f"{first['round_trip_ms']:.2f} ms, a step of {first['step_ms']:.0f} ms: "
-        f"gradients in fp32 take {first['comm_to_compute']:,.0f} times as long as a step.\n"
+        f"gradients in fp32 take {first['comm_to_compute']:,.0f} times as long as a step. "
+        f"{f'TCP by `{congestion}`. ' if congestion else ''}One measurement each"
+        f"{', medians and intervals where there are more' if several else ''}.\n"
     )
 
 

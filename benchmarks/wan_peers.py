@@ -47,7 +47,7 @@ def missing(method: Method) -> str | None:
 def measure_peer(
     lab: Lab, folder: Path, method: Method, ratio: float, extent: Extent, step_seconds: float
 ) -> Row:
-    """A peer at all sites. `step_seconds`: of the peers' loop by itself. Raises `LabError`."""
+    """A peer at all sites. `step_seconds`: roughly, for how long to wait. Raises `LabError`."""
     cycles = method.cycles(ratio, extent.least_steps)
     steps = (method.warm_up + cycles) * (method.inner_steps + ratio * method.bits / 32)
     limit = START_SECONDS + PATIENCE * (steps + method.dense_warm_up * ratio) * step_seconds
@@ -57,9 +57,7 @@ def measure_peer(
         if method.script.startswith("torchft"):
             stack.enter_context(_lighthouse(lab, folder))
         outcomes = _everywhere(lab, PEERS / f"{method.script}.py", job, folder, limit)
-    rates = [link.bits_per_second for link in lab.verify().links]
-    link = statistics.fmean(rates)
-    return {**peer_row(outcomes), "efficiency": efficiency(method, outcomes, link, step_seconds)}
+    return peer_row(outcomes)
 
 
 def measure_alone(lab: Lab, folder: Path, extent: Extent) -> Row:
@@ -91,19 +89,6 @@ def peer_row(outcomes: Sequence[Outcome]) -> Row:
         "payload_bytes": statistics.fmean(each.payload_bytes for each in outcomes) / first.cycles,
         "wire_bytes": statistics.fmean(each.wire_bytes for each in outcomes) / first.cycles,
     }
-
-
-def efficiency(
-    method: Method, outcomes: Sequence[Outcome], link: float, step_seconds: float
-) -> float | None:
-    """Payload bits over what the link could carry in the time that was not spent on steps.
-
-    None for a peer that exchanges beside its steps: then nobody knows how long it exchanges.
-    """
-    exchanging = sum(each.seconds - each.steps * step_seconds for each in outcomes)
-    if method.overlaps or exchanging <= 0:
-        return None
-    return sum(each.payload_bytes for each in outcomes) * 8 / (link * exchanging)
 
 
 def _everywhere(lab: Lab, script: Path, job: PeerJob, folder: Path, limit: float) -> list[Outcome]:

@@ -72,7 +72,7 @@ def _row(inside: Sequence[Row], method: str, parameters: int) -> Row:
         **_interval("speedup_vs_allreduce", _speedups(inside, speed), 2),
         "payload_bytes": _median(own, "payload_bytes", 0),
         "wire_bytes": _median(own, "wire_bytes", 0),
-        "efficiency": _median(own, "efficiency", 3),
+        "efficiency": _median(_with_efficiency(inside, own), "efficiency", 3),
         "comm_to_compute": round(synchronous_bits(parameters, sites) / link / computing, 1),
         "inner_steps": _median(own, "inner_steps", 1),
         "wait_share": _median(own, "wait_share", 4),
@@ -98,6 +98,31 @@ def shares(inside: Sequence[Row], own: Sequence[Row]) -> list[float]:
         return []
     middle = statistics.median(by_block.values())
     return [run["tokens_per_second"] / by_block.get(run["block"], middle) for run in own]
+
+
+def _with_efficiency(inside: Sequence[Row], own: Sequence[Row]) -> Sequence[Row]:
+    """The engine says how long payloads were on their way. A peer's are taken to travel in the time
+    beyond its steps, by the loop that peers train in; one that exchanges beside its steps has
+    none."""
+    method = BY_NAME.get(own[0]["method"])
+    if method is None or method.kind == "engine":
+        return own
+    alone = {r["block"]: r["tokens_per_second"] for r in inside if r["method"] == ALONE}
+    if method.overlaps or not alone:
+        return [{**run, "efficiency": None} for run in own]
+    middle = statistics.median(alone.values())
+    return [
+        {**run, "efficiency": peer_efficiency(run, TOKENS / alone.get(run["block"], middle))}
+        for run in own
+    ]
+
+
+def peer_efficiency(run: Row, step_seconds: float) -> float | None:
+    """Payload bits over what the link could carry in the time that was not spent on steps of
+    `step_seconds`; none if there is no such time."""
+    exchanging = run["seconds"] - run["steps"] * step_seconds
+    payload = run["payload_bytes"] * run["steps"] / run["inner_steps"]
+    return payload * 8 / (run["link_bits_per_second"] * exchanging) if exchanging > 0 else None
 
 
 def reference(method: str) -> str:

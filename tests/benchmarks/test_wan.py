@@ -47,7 +47,10 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     def give(method: str) -> dict[str, Any]:
         found.append(method)
-        return {"tokens_per_second": SPEED[method], "payload_bytes": 10.0}
+        return {
+            "tokens_per_second": SPEED[method], "payload_bytes": 10.0, "seconds": 60.0,
+            "steps": 1, "inner_steps": 1,
+        }  # fmt: skip
 
     monkeypatch.setattr(wan, "Lab", FakeLab)
     monkeypatch.setattr(wan.common, "machine", lambda: {"cores": 2})

@@ -26,7 +26,7 @@ def row(method: str, speed: float, share: float, **more: Any) -> dict[str, Any]:
         "tokens_per_second": speed, "share_of_no_network": share,
         "share_of_no_network_low": None, "share_of_no_network_high": None,
         "speedup_vs_allreduce": speed / 50, "inner_steps": 1.0, "payload_bytes": 3_678_784,
-        "wire_bytes": 3_849_276, "efficiency": 0.948, **more,
+        "wire_bytes": 3_849_276, "efficiency": 0.948, "congestion": "cubic", "blocks": 1, **more,
     }  # fmt: skip
 
 
@@ -44,7 +44,9 @@ def test_tables_are_filled_between_their_marks() -> None:
     assert filled.startswith(
         "a\n<!-- wan: begin 2 400 -->\n2 sites, 1.2 Mbit/s to each, round trips of 0.30 ms, a step"
     )
-    assert "416 times as long" in filled
+    assert "416 times as long as a step. TCP by `cubic`. One measurement each.\n" in filled
+    twice = [*ROWS, row("diloco", 9_000.0, 0.45, blocks=2)]
+    assert "One measurement each, medians and intervals where" in wan_docs.filled(TEXT, twice)
     assert "| no exchange | 20,000 |  | 400x |  |  |  |  |\n" in filled
     assert "| allreduce | 50.0 | 0.25% | 1x | 1 | 3.68 MB | 3.85 MB | 95% |\n" in filled
     assert "| dilocox | 19,600 | 98.0% (96.1% to 99.0%) | 392x | 50 | 70.3 kB |" in filled

@@ -46,14 +46,6 @@ def test_a_row_adds_the_sites_up_and_counts_bytes_per_cycle() -> None:
     assert row["wire_bytes"] == 840_000
 
 
-def test_what_a_synchronous_peer_takes_beyond_its_steps_is_its_exchange() -> None:
-    # 20 s less ten steps of 0.4 s: 4 MB in 16 s are 2 of the link's 2.5 Mbit/s.
-    found = wan_peers.efficiency(BY_NAME["ddp"], [outcome(), outcome()], 2.5e6, 0.4)
-    assert found == pytest.approx(0.8)
-    assert wan_peers.efficiency(BY_NAME["ddp"], [outcome()], 2.5e6, 2.0) is None
-    assert wan_peers.efficiency(BY_NAME["torchft-streaming"], [outcome()], 2.5e6, 0.4) is None
-
-
 @pytest.mark.parametrize("method", PEERS, ids=lambda method: method.name)
 def test_jobs_are_read_as_they_were_written(method: wan_grid.Method, tmp_path: Path) -> None:
     job = PeerJob(

@@ -24,6 +24,10 @@ def run(method: str, block: int, speed: float, ratio: int = 400, **more: Any) ->
         "congestion": "cubic",
         "date": f"2026-11-0{block + 1}",
         "tokens_per_second": speed,
+        "seconds": 20.0,
+        "steps": 10,
+        "inner_steps": 1.0,
+        "payload_bytes": 1000,
         **more,
     }
 
@@ -66,6 +70,21 @@ def test_speedups_are_over_allreduce_and_peers_have_their_own_reference() -> Non
     peer = row("ddp")
     assert peer["share_of_no_network"] == pytest.approx(51 / 25_500)
     assert peer["speedup_vs_allreduce"] == pytest.approx(1.02)
+
+
+def test_what_a_peer_takes_beyond_its_own_loops_steps_is_its_exchange() -> None:
+    """Not beyond the engine's steps, which are others: here they would leave no time at all."""
+    # 20 s less ten steps of 0.4 s: five payloads of 800 kB in 16 s are 2 of 2.5 Mbit/s.
+    spent = {"seconds": 20.0, "steps": 10, "inner_steps": 2.0, "payload_bytes": 8e5}
+    own = {**run("ddp", 0, 50.0, **spent), "link_bits_per_second": 2.5e6}
+    assert wan_rows.peer_efficiency(own, 0.4) == pytest.approx(0.8)
+    assert wan_rows.peer_efficiency(own, 2.0) is None
+    streaming = {**own, "method": "torchft-streaming"}
+    known = [run(NONE, 0, wan_rows.TOKENS / 2.0), own, streaming]
+    for runs, expected in ((known, None), ([*known, run(ALONE, 0, wan_rows.TOKENS / 0.4)], 0.8)):
+        found = {r["method"]: r["efficiency"] for r in wan_rows.rows(runs, PARAMETERS)}
+        assert found["ddp"] == expected
+        assert found["torchft-streaming"] is None
 
 
 def test_the_ratio_is_that_of_the_measured_link_and_step() -> None:

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -79,6 +80,28 @@ def test_a_lab_with_a_mis_shaped_link_reports_nothing(lab: Lab) -> None:
     with pytest.raises(LabError, match=r"link c down: 20 Mbit/s were asked for, 21\.\d+ Mbit/s"):
         lab.verify(SECONDS)
     lab.shape()  # the bucket goes, whoever made it
+
+
+@needs_lab
+def test_links_that_change_while_they_are_measured_are_measured_as_they_are_then(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`dilocox lab set` in that second is no busy machine, and must not end the run."""
+    measure_all, tries = measuring.measure_all, []
+
+    def changed(*arguments: Any) -> list[Any]:
+        tries.append(arguments)
+        if len(tries) == 1:
+            lab.set("a=5mbit")
+            raise LabError("link a up: 20 Mbit/s were asked for, 5 Mbit/s measured")
+        return measure_all(*arguments)
+
+    monkeypatch.setattr(measuring, "measure_all", changed)
+    checked = lab.verify(SECONDS)
+    assert len(tries) == 2
+    assert checked.links[0].asked_bits_per_second == 5e6
+    monkeypatch.setattr(measuring, "measure_all", lambda *_: next(iter(())))
+    assert lab.verify(SECONDS) is checked
 
 
 def _flow(lab: Lab, source: str, target: str) -> Callable[[], float]:

@@ -15,7 +15,7 @@ from dilocox.handover import Handover
 from dilocox.methods import METHODS
 from dilocox.plan import planning
 from dilocox.plan.bottleneck import sentence, shares
-from dilocox.plan.planning import RunPlan, plan_run
+from dilocox.plan.planning import RunPlan, flushed_bytes, plan_run
 from dilocox.plan.render import SCHEMA, as_json, as_text, grouped
 from dilocox.plan.table import Link, Place
 from tests.plan.runs import ARCHITECTURE, TABLE, device, link, run
@@ -99,6 +99,16 @@ def test_a_budget_by_hand(plan: RunPlan) -> None:
     rounds = 4000 / prediction.choice.inner_steps
     assert budget.egress_bytes >= 2 * rounds * prediction.payload_bytes
     assert budget.egress_usd == 0.0
+
+
+@pytest.mark.parametrize(("exchange", "payloads"), [("gather", 7.0), ("reduce", 1.75)])
+def test_the_end_of_a_run_is_exchanged_like_its_rounds(exchange: str, payloads: float) -> None:
+    """Among eight sites, whose dense rounds are followed by one payload in eight bits."""
+    config = run(outer={"method": "diloco", "exchange": exchange})
+    outline = planned(methods=()).outline
+    one = flushed_bytes(config, outline, "none", 2)
+    assert one == pytest.approx(outline.parameters * 8.125 / 8, rel=0.01)
+    assert flushed_bytes(config, outline, "none", 8) == pytest.approx(payloads * one, rel=1e-3)
 
 
 def test_a_short_run_pays_for_the_rounds_before_the_plan_has_settled() -> None:

@@ -10,6 +10,7 @@ from dilocox.config import RunConfig, with_sites
 from dilocox.errors import ConfigError, DilocoxError
 from dilocox.handover import Handover
 from dilocox.methods import METHODS
+from dilocox.outer.controller.schedule import Crowd
 from dilocox.outer.coordinator.plans import FLUSH_CODEC
 from dilocox.plan.footprint import Change, Footprint, advice, counted, footprints, needed
 from dilocox.plan.outline import Outline
@@ -239,17 +240,23 @@ def budget(
     sent_each = sent / sites
     seconds = simulated * course.seconds + rest / prediction.tokens_per_second
     if sites > 1 and not config.exchanges_gradients:
-        codec = prediction.choice.codec
-        last = codec if parse_spec(codec).kind in SPARSE else FLUSH_CODEC
-        payload = sum(each.payload for row in parcels(config, outline.shapes, last) for each in row)
-        sent_each += (sites - 1) * payload
-        seconds += (sites - 1) * payload / min(link.rate for link in links)
+        last = flushed_bytes(config, outline, prediction.choice.codec, sites)
+        sent_each += last
+        seconds += last / min(link.rate for link in links)
     egress = sum(sent_each * link.usd_per_gb / 1e9 for link in links)
     rents = [_rent(place) for place in places]
     compute = None
     if all(rent is not None for rent in rents):
         compute = seconds / 3600 * sum(rent for rent in rents if rent is not None)
     return Budget(tokens, seconds, sites * sent_each, egress, compute)
+
+
+def flushed_bytes(config: RunConfig, outline: Outline, codec: str, sites: int) -> int:
+    """Bytes that each of `sites` sites sends at the end of a run whose rounds had `codec`."""
+    last = codec if parse_spec(codec).kind in SPARSE else FLUSH_CODEC
+    payload = sum(each.payload for row in parcels(config, outline.shapes, last) for each in row)
+    swaps, size = Crowd(sites, config.outer.exchange).swaps(payload)
+    return swaps * size
 
 
 def _rent(place: Place) -> float | None:
