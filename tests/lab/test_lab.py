@@ -62,16 +62,6 @@ def test_all_that_is_reported_on_is_measured(lab: Lab) -> None:
 
 
 @needs_lab
-@pytest.mark.slow
-def test_links_on_which_a_full_queue_takes_seconds_are_measured() -> None:
-    """What a measurement leaves in it is over before the next one, and before round trips."""
-    with Lab(["a", "b"], "70kbit", quota=QUOTA) as lab:
-        assert len(lab.verify(SECONDS).links) == 4
-    with Lab(["a", "b"], "600kbit", ["a-b=300kbit"], quota=QUOTA) as lab:
-        assert len(lab.verify(SECONDS).links) == 6
-
-
-@needs_lab
 def test_a_lab_with_a_mis_shaped_link_reports_nothing(lab: Lab) -> None:
     # A bucket behind the lab's back: 6 % more than was asked for.
     switch, port = lab.network.layout.switch, lab.network.layout.port("c")

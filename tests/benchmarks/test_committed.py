@@ -1,0 +1,66 @@
+"""The committed results: what is claimed of them holds, and documents have their tables."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import plan_check
+import quality_docs
+import quality_report
+import scaling
+import wan_beside
+import wan_docs
+import wan_rows
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+def committed(name: str) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+    return content
+
+
+def page(name: str) -> str:
+    return (ROOT / "docs" / name).read_text(encoding="utf-8")
+
+
+def test_documents_have_the_tables_of_the_results() -> None:
+    wan = committed("wan-cpu")
+    assert (
+        wan_rows.rows(committed("wan-cpu-runs")["rows"], wan["settings"]["parameters"])
+        == (wan["rows"])
+    )
+    assert wan_docs.filled(page("measured.md"), wan["rows"]) == page("measured.md")
+    points = quality_report.points(quality_report.with_gaps(committed("quality-cpu")["rows"]))
+    assert quality_docs.filled(page("methods.md"), points) == page("methods.md")
+    assert scaling.filled(page("scaling.md"), committed("scaling")["rows"]) == page("scaling.md")
+
+
+def test_dilocox_is_below_every_method_at_its_reduction_in_short_runs() -> None:
+    """And at 500x or more has at most a quarter of the gap of DiLoCoX, tuned and as published."""
+    points = quality_report.points(quality_report.with_gaps(committed("quality-cpu")["rows"]))
+    paper = [point for point in points if point.cell[0] == "paper"]
+    cells = quality_report.cells(paper)
+    assert {(sites, iid) for _, sites, iid in cells} == {
+        (4, False), (4, True), (2, False), (2, True)
+    }  # fmt: skip
+    for cell in cells:
+        said = quality_report.verdicts([point for point in paper if point.cell == cell])
+        assert len(said) == 2 + 7
+        assert [line for line in said if "reached" in line] == said[:2]
+        assert all("dominated by" in line for line in said[2:])
+
+
+def test_the_planner_is_as_close_as_it_is_said_to_be() -> None:
+    median, worst = plan_check.errors(committed("plan_check-cpu")["rows"])
+    assert median <= 0.15
+    assert worst <= 0.30
+
+
+def test_speed_is_kept_beside_sites_without_a_network() -> None:
+    rows = wan_beside.blocks_of(committed("wan-beside-wide-cpu")["rows"])
+    assert len(rows) == 8
+    assert "98.8% (97.6% to 99.0%) in 8 blocks" in wan_beside.report(rows)
