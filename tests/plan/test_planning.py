@@ -107,7 +107,7 @@ def test_the_end_of_a_run_is_exchanged_like_its_rounds(exchange: str, payloads: 
     config = run(outer={"method": "diloco", "exchange": exchange})
     outline = planned(methods=()).outline
     one = flushed_bytes(config, outline, "none", 2)
-    assert one == pytest.approx(outline.parameters * 8.125 / 8, rel=0.01)
+    assert one == pytest.approx(outline.parameters * 8.125 / 8, rel=0.03)  # whole blocks
     assert flushed_bytes(config, outline, "none", 8) == pytest.approx(payloads * one, rel=1e-3)
 
 
