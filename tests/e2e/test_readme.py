@@ -42,6 +42,9 @@ RUN_ELSEWHERE = {
     "python benchmarks/wan.py --ratio 400 --sites 2": "tests/benchmarks",
     "python benchmarks/wan.py --docs docs/measured.md": "tests/benchmarks",
     "python benchmarks/wan_beside.py --work 0.005": "tests/benchmarks",
+    "python benchmarks/wan_beside.py --work 0.005 --blocks 2 --allreduce 2 --json NEW.json": (
+        "tests/benchmarks"
+    ),
     "python benchmarks/wan_beside.py --batch 32 --width 256": "tests/benchmarks",
     "python benchmarks/wan_beside.py --ratio 40 --blocks 2 --json NEW.json": "tests/benchmarks",
     QUALITY: "tests/benchmarks",
