@@ -91,13 +91,20 @@ def _row(inside: Sequence[Row], method: str, parameters: int) -> Row:
 
 
 def shares(inside: Sequence[Row], own: Sequence[Row]) -> list[float]:
-    """Each measurement of `own` over that without exchange of its block, or over their median."""
+    """Each measurement of `own` over that without exchange; none where there is none."""
+    speeds = reference_speeds(inside, own)
+    return [run["tokens_per_second"] / speed for run, speed in zip(own, speeds, strict=False)]
+
+
+def reference_speeds(inside: Sequence[Row], own: Sequence[Row]) -> list[float]:
+    """Tokens/s without exchange in the block of each measurement of `own`, or the median of all
+    blocks; empty where that was not measured."""
     without = reference(own[0]["method"])
     by_block = {r["block"]: r["tokens_per_second"] for r in inside if r["method"] == without}
     if not by_block:
         return []
     middle = statistics.median(by_block.values())
-    return [run["tokens_per_second"] / by_block.get(run["block"], middle) for run in own]
+    return [by_block.get(run["block"], middle) for run in own]
 
 
 def _with_efficiency(inside: Sequence[Row], own: Sequence[Row]) -> Sequence[Row]:
@@ -107,13 +114,10 @@ def _with_efficiency(inside: Sequence[Row], own: Sequence[Row]) -> Sequence[Row]
     method = BY_NAME.get(own[0]["method"])
     if method is None or method.kind == "engine":
         return own
-    alone = {r["block"]: r["tokens_per_second"] for r in inside if r["method"] == ALONE}
-    if method.overlaps or not alone:
-        return [{**run, "efficiency": None} for run in own]
-    middle = statistics.median(alone.values())
+    speeds = [] if method.overlaps else reference_speeds(inside, own)
     return [
-        {**run, "efficiency": peer_efficiency(run, TOKENS / alone.get(run["block"], middle))}
-        for run in own
+        {**run, "efficiency": peer_efficiency(run, TOKENS / speed)}
+        for run, speed in zip(own, speeds, strict=False)
     ]
 
 
