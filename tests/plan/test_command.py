@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 import tomli_w
 
 from dilocox import cli
-from dilocox.plan import calibrate, command, measure
+from dilocox.plan import calibrate, command, link_probe, measure
 from tests.plan.runs import ARCHITECTURE
 
 Command = Callable[..., tuple[int, str, str]]
@@ -60,6 +61,32 @@ def test_the_outer_state_is_smaller_with_momentum_in_bf16(plan: Command, file: P
     memory = json.loads(out)["memory"]
     assert memory["outer_bytes_per_parameter"] == 15
     assert memory["stages"][0]["host"] == 15 * memory["stages"][0]["parameters"]
+
+
+def test_the_outer_state_is_checked_against_the_hosts_memory(plan: Command, file: Path) -> None:
+    wanted = (file, "--gpu", "l40s:4x2", "--link", "100mbit", "--set", "site.stages=4")
+    code, out, _ = plan(*wanted)
+    assert code == 0
+    assert "of a machine's memory for 4 ranks (--host-memory GIB checks it)" in out
+    code, out, _ = plan(*wanted, "--host-memory", 1)
+    assert "outer state fits: 0.0 GiB of a machine's memory for 4 ranks, of 1.0 GiB" in out
+    code, out, _ = plan(*wanted, "--host-memory", 1e-4, "--json")
+    assert code == 0
+    memory = json.loads(out)["memory"]
+    assert not memory["fits"]
+    assert memory["needed_bytes"] <= memory["available_bytes"]
+    # 17 bytes of every parameter of the largest stage, four ranks to a machine.
+    assert memory["host_needed_bytes"] == 4 * max(each["outer"] for each in memory["stages"])
+    assert memory["host_available_bytes"] == int(1e-4 * 2**30)
+    code, out, _ = plan(*wanted, "--host-memory", 1e-4)
+    assert "outer state DOES NOT FIT" in out
+    assert "try --set outer.momentum_dtype=bf16, or spread the site over more nodes" in out
+    assert out.splitlines()[-1].startswith("Memory: the outer state of 4 ranks takes 0.0 GiB")
+    # On the GPUs there is nothing to check.
+    inside = ("--host-memory", 1e-4, "--set", "outer.device=model", "--json")
+    code, out, _ = plan(*wanted, *inside)
+    assert json.loads(out)["memory"]["fits"]
+    assert json.loads(out)["memory"]["host_needed_bytes"] is None
 
 
 def test_json_alone_on_standard_output(plan: Command, file: Path) -> None:
@@ -122,6 +149,11 @@ def test_a_table_of_ones_own(plan: Command, file: Path, tmp_path: Path) -> None:
         (["--gpu", "l40s", "--link", "1gbit", "--tokens", "0"], "--tokens 0"),
         (["--gpu", "l40s", "--link", "1gbit", "--fabric", "x"], '--fabric: "x" is no rate'),
         (["--gpu", "local", "--link", "1gbit"], "`dilocox plan --calibrate` measures"),
+        (["--gpu", "l40s", "--link", "measured"], "`dilocox plan --calibrate --peer HOST:PORT`"),
+        (["--gpu", "l40s", "--link", "1gbit", "--host-memory", "0"], "--host-memory 0"),
+        (["--gpu", "l40s", "--link", "1gbit", "--peer", "lyon:1"], "--peer: add --calibrate"),
+        (["--calibrate", "--peer", "lyon"], '--peer "lyon": write HOST:PORT'),
+        (["--answer", "29600"], "--answer: plans and measures nothing itself"),
         (
             ["--gpu", "l40s", "--link", "1gbit", "--set", "site.stages=2"],
             "1 GPUs for site.stages x site.shards = 2",
@@ -158,11 +190,32 @@ def test_a_calibration_is_written_and_used(
     written = tomllib.loads(command.CALIBRATION.read_text(encoding="utf-8"))
     local = written["gpu"]["local"]
     assert 1e-3 < local["bf16_tflops"] < 1e3
+    assert 1e-4 < local["fp32_tflops"] < 1e3
+    assert local["bf16_tflops"] != local["fp32_tflops"]  # each measured
+    assert local["precision"] in ("bfloat16", "float32")
     assert local["memory_gb_s"] > 0.01
+    assert written["host"]["local"]["memory_gib"] > 0.1
     assert set(written["host"]["local"]["encode_gb_s"]) >= {"none", "int4", "topk", "lowrank"}
     code, out, _ = plan(file, "--gpu", "local", "--link", "20mbit")
     assert code == 0
     assert "lyon, paris: local:1x1; link 20mbit" in out
+    # The link to another machine, which answers once.
+    monkeypatch.setattr(link_probe, "WARM_UP", 0.05)
+    monkeypatch.setattr(link_probe, "SECONDS", 0.2)
+    listener = link_probe.listen(0)
+    there = threading.Thread(target=link_probe.answer, args=(listener,), daemon=True)
+    there.start()
+    peer = f"127.0.0.1:{listener.getsockname()[1]}"
+    code, out, err = plan("--calibrate", "--peer", peer)
+    there.join(20.0)
+    assert (code, out) == (0, "")
+    assert "use it with --gpu local --link measured" in err
+    link = tomllib.loads(command.CALIBRATION.read_text(encoding="utf-8"))["link"]
+    assert list(link) == ["measured"]
+    assert 0 < link["measured"]["rtt_ms"] < 100
+    code, out, _ = plan(file, "--gpu", "l40s", "--link", "measured")
+    assert code == 0
+    assert "link measured" in out
     # In one go, to a file of one's own; the link is loopback then.
     code, out, _ = plan(file, "--calibrate", "--to", "mine.toml", "--json")
     assert code == 0

@@ -42,13 +42,19 @@ def shares(plan: RunPlan) -> Shares:
 
 def sentence(plan: RunPlan) -> str:
     """What holds the run back most, in numbers, and what would help."""
-    if not plan.fits:
+    if not plan.fits_devices:
         device = plan.fullest.device
         stage = max(plan.footprints, key=lambda each: each.device).stage
         who = "all ranks of a site need" if device.shared else f"stage {stage} needs"
         return (
             f"Memory: {who} {plan.needed / GIB:.1f} GiB, a {device.name} has "
             f"{plan.available / GIB:.1f} GiB for training."
+        )
+    host = plan.host
+    if host is not None and host.available is not None and not host.fits:
+        return (
+            f"Memory: the outer state of {host.ranks} ranks takes {host.needed / GIB:.1f} GiB of "
+            f"a machine at {host.place.text}, which has {host.available / GIB:.1f} GiB."
         )
     found = shares(plan)
     site = plan.config.site

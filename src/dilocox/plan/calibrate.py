@@ -1,4 +1,4 @@
-"""Measures this machine: a real inner step, codecs, the outer step, and loopback.
+"""Measures this machine: a real inner step, codecs, the outer step, and a link.
 
 What comes out is a table entry like those of `devices.toml`, under the name `local`.
 """
@@ -17,10 +17,11 @@ import torch
 from dilocox.config import RunConfig, resolve_run
 from dilocox.errors import DilocoxError, TrainingError
 from dilocox.models import build_chunk, materialise, open_weights
+from dilocox.plan.link_probe import MeasuredLink, measure_link
 from dilocox.plan.measure import measure_host, measure_loopback, timed
 from dilocox.plan.outline import Outline
 from dilocox.plan.step import OPTIMIZER_BYTES, orthonormalising_flops
-from dilocox.plan.table import LOCAL
+from dilocox.plan.table import GIB, LOCAL, LOOPBACK, MEASURED, WIRE_SHARE
 from dilocox.site import (
     SiteMesh,
     SiteModel,
@@ -47,35 +48,53 @@ NARROWED = (
 )
 
 
-def calibrate(config: RunConfig | None, progress: Progress) -> dict[str, Any]:
-    """A table with `gpu.local`, `host.local` and `link.loopback`, as measured on this machine.
+def calibrate(
+    config: RunConfig | None, progress: Progress, peer: tuple[str, int] | None = None
+) -> dict[str, Any]:
+    """A table with `gpu.local`, `host.local` and a link, as measured on this machine.
 
     `config`: the run whose model is stepped (fewer layers, a shorter sequence and one stage if it
-    is large); without it a small one. Raises `DilocoxError` if a step cannot be taken here.
+    is large); without it a small one. `peer`: host and port of a machine that answers
+    (`link_probe`), the link to which is `link.measured`; without one `link.loopback` is written.
+    Raises `DilocoxError` if a step cannot be taken here, or the link cannot be measured.
     """
+    source = f"dilocox plan --calibrate, {time.strftime('%Y-%m-%d')}"
+    if peer is None:
+        progress("loopback")
+        rate = measure_loopback()
+        link = {LOOPBACK: {**link_entry(MeasuredLink(rate, rate, 5e-5)), "usd_per_gb": 0.0}}
+    else:
+        # First: that nobody answers is known at once.
+        link = {MEASURED: link_entry(measure_link(*peer, progress))}
     run = config or small_run()
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        progress("inner steps of the run's model")
-        device = _measure_device(run)
+        device = _measure_device(run, progress)
         progress("codecs and outer step, one thread")
-        host = measure_host()
+        host = {**measure_host(), "memory_gib": _machine_memory() / GIB}
     finally:
         torch.set_num_threads(before)
-    progress("loopback")
-    rate = measure_loopback()
-    measured = time.strftime("%Y-%m-%d")
-    source = f"dilocox plan --calibrate, {measured}"
-    text = f"{max(1, int(8 * rate / 1e6))}mbit"
+    for entry in (device, host, *link.values()):
+        entry["source"] = source
     return {
-        "gpu": {LOCAL: {**device, "host": LOCAL, "source": source}},
-        "host": {LOCAL: {**host, "source": source}},
-        "link": {
-            "loopback": {"up": text, "down": text, "rtt_ms": 0.05, "usd_per_gb": 0.0,
-                         "source": source}
-        },
-    }  # fmt: skip
+        "gpu": {LOCAL: {**device, "host": LOCAL}},
+        "host": {LOCAL: host},
+        "link": link,
+    }
+
+
+def link_entry(measured: MeasuredLink) -> dict[str, Any]:
+    """A link as tables have it: with the headers that travel beside what was counted."""
+
+    def on_the_wire(rate: float) -> str:
+        return f"{max(1, round(8 * rate / WIRE_SHARE / 1e3))}kbit"
+
+    return {
+        "up": on_the_wire(measured.up),
+        "down": on_the_wire(measured.down),
+        "rtt_ms": round(1000 * measured.rtt, 3),
+    }
 
 
 def write(table: dict[str, Any], path: Path) -> None:
@@ -173,60 +192,80 @@ def split(one: float, several: float, count: int) -> tuple[float, float]:
     return each, max(one - each, one / 100)
 
 
-def _measure_device(config: RunConfig) -> dict[str, Any]:
+def _measure_device(config: RunConfig, progress: Progress) -> dict[str, Any]:
     """Operations per second of a real inner step, and what its optimizer reads and writes.
 
-    On a CPU those of one core, by the processor's time, so that other work counts for little.
+    On a CPU those of one core, by the processor's time, so that other work counts for little. In
+    the precision that the run does not have a step of one sequence is timed there: processors that
+    cannot multiply bf16 take long for it.
     """
     run = cut_down(config)
     outline = Outline.of(run)
     torch_device = resolve_device(run.site)
     precision = resolve_precision(run.site, torch_device)
+    usual = resolve_precision(run.site.model_copy(update={"precision": "auto"}), torch_device)
     shared = torch_device.type == "cpu"
     if shared:
         keep_freed_memory()
-    model = _model(run, outline, torch_device, precision)
     clock = time.process_time if shared else time.perf_counter
-    rows, length = run.site.micro_batch_size, run.data.sequence_length
-    times = {}
-    for count in (1, MICRO_BATCHES):
-        ids = torch.randint(
-            0, int(outline.hf_config.vocab_size), (count * rows, length), device=torch_device
-        )
+    rows = run.site.micro_batch_size
 
-        def step(ids: torch.Tensor = ids) -> None:
+    def timed_step(model: SiteModel, rows: int) -> float:
+        length = run.data.sequence_length
+        size = (rows, length)
+        ids = torch.randint(0, int(outline.hf_config.vocab_size), size, device=torch_device)
+
+        def step() -> None:
             # The result is read, so that a GPU is waited for.
             if not model.inner_step(ids, ids, 1e-4).finite:
                 raise TrainingError("calibration: a step of the model was not finite")
 
-        times[count] = timed(step, clock)
-    each, fixed = split(times[1], times[MICRO_BATCHES], MICRO_BATCHES)
+        return timed(step, clock)
+
+    progress(f"inner steps of the run's model in {_named(precision)}")
+    model = _model(run, outline, torch_device, precision)
+    one = timed_step(model, rows)
+    each, fixed = split(one, timed_step(model, MICRO_BATCHES * rows), MICRO_BATCHES)
+    del model
     again = 2 if run.model.activation_checkpointing else 0
-    flops = (6 + again) * outline.compute * rows * length
+    per_row = (6 + again) * outline.compute * run.data.sequence_length
+    rates = {precision: per_row * rows / each / 1e12}
+    other = torch.float32 if precision == torch.bfloat16 else torch.bfloat16
+    progress(f"an inner step in {_named(other)}")
+    fewer = 1 if shared else rows
+    site = run.site.model_copy(update={"micro_batch_size": fewer, "batch_size": fewer})
+    small = run.model_copy(update={"site": site})
+    seconds = timed_step(_model(small, outline, torch_device, other), fewer)
+    rates[other] = per_row * fewer / max(seconds - fixed, seconds / 2) / 1e12
     moved = OPTIMIZER_BYTES[run.inner.optimizer] * outline.parameters
     if run.inner.optimizer == "muon":
         # The cost model has its products by themselves, at the rate of the step's.
         products = sum(orthonormalising_flops(shapes) for shapes in outline.shapes)
-        fixed = max(fixed - products * each / flops, fixed / 100)
+        fixed = max(fixed - products / (1e12 * rates[precision]), fixed / 100)
     memory = (
-        os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        if shared
-        else torch.cuda.get_device_properties(torch_device).total_memory
+        _machine_memory() if shared else torch.cuda.get_device_properties(torch_device).total_memory
     )
-    rate = flops / each / 1e12
     return {
-        "bf16_tflops": rate,
-        "fp32_tflops": rate,
+        "bf16_tflops": rates[torch.bfloat16],
+        "fp32_tflops": rates[torch.float32],
         "utilisation": 1.0,
-        "memory_gib": memory / 2**30,
+        "memory_gib": memory / GIB,
         "memory_gb_s": moved / fixed / 1e9,
         "peer_gb_s": 10.0,
         "shared": shared,
         "cores": float(available_cores()) if shared else 1.0,
         "stepped_parameters": outline.parameters,
-        "step_seconds": times[1],
-        "precision": str(precision).removeprefix("torch."),
+        "step_seconds": one,
+        "precision": _named(usual),
     }
+
+
+def _machine_memory() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _named(precision: torch.dtype) -> str:
+    return str(precision).removeprefix("torch.")
 
 
 def _model(

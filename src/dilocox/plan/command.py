@@ -58,6 +58,10 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         help="share of a GPU's peak that training reaches where nothing waits (default 0.4)",
     )  # fmt: skip
     command.add_argument(
+        "--host-memory", type=float, metavar="GIB",
+        help="memory of each machine; with it the outer state is checked against that, too",
+    )  # fmt: skip
+    command.add_argument(
         "--tokens", type=float, metavar="N", help="token budget of the run, for example 1e9"
     )
     command.add_argument(
@@ -67,8 +71,16 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--json", action="store_true", help="print JSON")
     command.add_argument(
         "--calibrate", action="store_true",
-        help="measure this machine (as a link its loopback) and write it as --gpu local; with "
-        "RUN.toml also plan with it",
+        help="measure this machine and write it as --gpu local; with RUN.toml also plan with it",
+    )  # fmt: skip
+    command.add_argument(
+        "--peer", metavar="HOST:PORT",
+        help="with --calibrate: measure the link to the machine that answers there, too, and write "
+        "it as --link measured (without: the loopback, as --link loopback)",
+    )  # fmt: skip
+    command.add_argument(
+        "--answer", type=int, metavar="PORT",
+        help="let another machine measure the link to this one, once (--calibrate --peer there)",
     )  # fmt: skip
     command.add_argument(
         "--to", type=Path, metavar="FILE", help=f"where --calibrate writes (default {CALIBRATION})"
@@ -81,32 +93,59 @@ def run(options: argparse.Namespace) -> int:
     # Imported here and below: help needs neither pydantic nor torch.
     from dilocox.config import load_run
 
+    if options.answer is not None:
+        if options.run is not None or options.calibrate or options.peer is not None:
+            raise ConfigError("--answer: plans and measures nothing itself; give it alone")
+        return _answer(options.answer)
     if options.run is None and not options.calibrate:
         raise ConfigError("dilocox plan: give a run file, or --calibrate")
+    if options.peer is not None and not options.calibrate:
+        raise ConfigError("--peer: add --calibrate, which measures the link to it")
     config = None if options.run is None else load_run(options.run, options.overrides)
     tables = list(options.table)
     if options.calibrate:
-        tables.append(_calibrate(config, options.to or CALIBRATION))
+        tables.append(_calibrate(config, options.peer, options.to or CALIBRATION))
         if config is None:
             return 0
-    elif any(text.partition(":")[0] == "local" for text in options.gpu) and CALIBRATION.exists():
+    elif _wants_calibration(options) and CALIBRATION.exists():
         tables.insert(0, CALIBRATION)
     assert config is not None
     _plan(config, options, tables)
     return 0
 
 
-def _calibrate(config: RunConfig | None, path: Path) -> Path:
-    from dilocox.plan.calibrate import calibrate, write
+def _wants_calibration(options: argparse.Namespace) -> bool:
+    from dilocox.plan.table import LOCAL, LOCAL_LINKS
 
-    table = calibrate(config, lambda what: _say(f"measuring: {what} ..."))
+    devices = {text.partition(":")[0] for text in options.gpu}
+    return LOCAL in devices or not LOCAL_LINKS.isdisjoint(options.link)
+
+
+def _answer(port: int) -> int:
+    from dilocox.plan.link_probe import answer, listen
+
+    listener = listen(port)
+    _say(f"waiting at port {port} for one measurement; Ctrl-C ends it")
+    answer(listener, lambda what: _say(f"measuring: {what} ..."))
+    _say("measured; the port is closed")
+    return 0
+
+
+def _calibrate(config: RunConfig | None, peer: str | None, path: Path) -> Path:
+    from dilocox.plan.calibrate import calibrate, write
+    from dilocox.plan.link_probe import parse_address
+
+    other = None if peer is None else parse_address(peer)
+    table = calibrate(config, lambda what: _say(f"measuring: {what} ..."), other)
     write(table, path)
     device, host = table["gpu"]["local"], table["host"]["local"]
+    ((link, measured),) = table["link"].items()
     cores = f" on each of {device['cores']:g} cores" if device["shared"] else ""
+    rates = f"{measured['up']} up and {measured['down']} down, {measured['rtt_ms']:g} ms"
     _say(
-        f"{path}: {device['bf16_tflops'] * 1e3:,.0f} GFLOP/s in a real step{cores} "
-        f"({device['precision']}), int4 at {host['encode_gb_s']['int4']:.1f} GB/s, loopback "
-        f"{table['link']['loopback']['up']}; use it with --gpu local"
+        f"{path}: {1e3 * device['bf16_tflops']:,.0f} GFLOP/s in a real step{cores} in bf16, "
+        f"{1e3 * device['fp32_tflops']:,.0f} in fp32, int4 at {host['encode_gb_s']['int4']:.1f} "
+        f"GB/s, link {rates}; use it with --gpu local --link {link}"
         + ("" if path == CALIBRATION else f" --table {path}")
     )
     return path
@@ -141,7 +180,9 @@ def sites_of(
     config: RunConfig, options: argparse.Namespace, table: Table
 ) -> tuple[list[Place], list[Link]]:
     """What every site has: devices and links. Raises `ConfigError`."""
-    gpus = options.gpu or (["local"] if options.calibrate else [])
+    from dilocox.plan.table import GIB, LOCAL, LOOPBACK, MEASURED
+
+    gpus = options.gpu or ([LOCAL] if options.calibrate else [])
     if not gpus:
         raise ConfigError(
             f"--gpu: say what each site has, as NAME:GPUSxNODES; known: {', '.join(table.devices)}"
@@ -151,7 +192,8 @@ def sites_of(
         count = max(len(gpus), len(options.link), len(config.sites))
     if count < 1:
         raise ConfigError(f"--sites {count}: give a number from 1 on")
-    links = options.link or (["loopback"] if options.calibrate else [])
+    measured = LOOPBACK if options.peer is None else MEASURED
+    links = options.link or ([measured] if options.calibrate else [])
     if not links and count > 1:
         raise ConfigError("--link: say how fast the sites' links are, for example --link 1gbit")
     for name, given in (("--gpu", gpus), ("--link", links)):
@@ -165,8 +207,12 @@ def sites_of(
     for name, value in (("--rtt", options.rtt), ("--egress", options.egress)):
         if value is not None and not (value >= 0 and math.isfinite(value)):
             raise ConfigError(f"{name} {value:g}: give a number from 0 on")
+    memory = options.host_memory
+    if memory is not None and not (memory > 0 and math.isfinite(memory)):
+        raise ConfigError(f"--host-memory {memory:g}: give GiB above 0")
     rtt = None if options.rtt is None else options.rtt / 1000
-    places = [table.place(text, share) for text in gpus]
+    size = None if memory is None else int(memory * GIB)
+    places = [table.place(text, share, size) for text in gpus]
     every = [table.link(text, rtt, options.egress) for text in links or ["1gbit"]]
     return (
         places * (count if len(places) == 1 else 1),

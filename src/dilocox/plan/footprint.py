@@ -119,6 +119,42 @@ def needed(places: Sequence[Footprint], place: Place, config: RunConfig) -> int:
     return max(each.device for each in places)
 
 
+@dataclass(frozen=True)
+class HostMemory:
+    """What the outer state takes of the memory of one machine."""
+
+    place: Place
+    ranks: int
+    """Of one site, on that machine."""
+    needed: int
+    available: int | None
+    """None: not known."""
+
+    @property
+    def fits(self) -> bool:
+        """It is not known to be too much."""
+        return self.available is None or self.needed <= self.available
+
+
+def host_memory(
+    stages: Sequence[Footprint], places: Sequence[Place], config: RunConfig
+) -> HostMemory | None:
+    """The machine that is filled most by what ranks keep outside their GPUs, the largest of them
+    side by side; of machines whose memory is not known that which needs most. None if all of it is
+    on the devices, as it always is where the machine's memory is the device's."""
+    found = []
+    most = 0 if config.outer.device == "model" else max(each.outer for each in stages)
+    for place in places:
+        if most and not place.device.shared:
+            ranks = min(place.per_node, config.site.ranks)
+            found.append(HostMemory(place, ranks, ranks * most, place.device.host.memory))
+
+    def filled(one: HostMemory) -> tuple[float, int]:
+        return (one.needed / one.available if one.available else 0.0, one.needed)
+
+    return max(found, key=filled, default=None)
+
+
 def in_flight(config: RunConfig, stage: int) -> int:
     """Micro-batches, counted by chunk, whose activations a rank of `stage` holds at its peak.
 

@@ -12,7 +12,16 @@ from dilocox.handover import Handover
 from dilocox.methods import METHODS
 from dilocox.outer.controller.schedule import Crowd
 from dilocox.outer.coordinator.plans import FLUSH_CODEC
-from dilocox.plan.footprint import Change, Footprint, advice, counted, footprints, needed
+from dilocox.plan.footprint import (
+    Change,
+    Footprint,
+    HostMemory,
+    advice,
+    counted,
+    footprints,
+    host_memory,
+    needed,
+)
 from dilocox.plan.outline import Outline
 from dilocox.plan.parcels import parcels
 from dilocox.plan.predict import Prediction, predict
@@ -66,6 +75,8 @@ class RunPlan:
     """Bytes that the fullest device needs."""
     available: int
     """Bytes that training may use of it."""
+    host: HostMemory | None
+    """Of the machine that is filled most by the outer state; none if that is on the devices."""
     exact: bool
     """Activations were counted on the model's own code."""
     advice: list[Change]
@@ -78,9 +89,14 @@ class RunPlan:
     """Tokens per second of all GPUs if nothing ever waited."""
 
     @property
-    def fits(self) -> bool:
+    def fits_devices(self) -> bool:
         """Every rank fits its device."""
         return self.needed <= self.available
+
+    @property
+    def fits(self) -> bool:
+        """It does, and the outer state fits the machines' memory where that is known."""
+        return self.fits_devices and (self.host is None or self.host.fits)
 
     @property
     def slowest(self) -> int:
@@ -152,6 +168,7 @@ def plan_run(
         footprints=stages,
         needed=bytes_,
         available=available,
+        host=host_memory(stages, places, largest),
         exact=counted(there, outline).exact,
         advice=changes,
         step=times[prediction.course.slowest],

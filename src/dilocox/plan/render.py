@@ -8,7 +8,7 @@ from typing import Any
 from dilocox.display import number, size
 from dilocox.memory import GIB, inner_bytes_per_parameter, outer_bytes_per_parameter
 from dilocox.plan.bottleneck import sentence, shares
-from dilocox.plan.footprint import Footprint
+from dilocox.plan.footprint import Footprint, HostMemory
 from dilocox.plan.planning import MethodRow, RunPlan
 from dilocox.plan.predict import Prediction
 
@@ -64,7 +64,7 @@ def _memory(plan: RunPlan) -> str:
     outer = "on the GPU" if plan.footprints[0].outer_on_device else "in the host's memory"
     outer = "in it, too" if shared else outer
     lines.append(
-        f"{'fits' if plan.fits else 'DOES NOT FIT'}: {plan.needed / GIB:.1f} GiB of the "
+        f"{'fits' if plan.fits_devices else 'DOES NOT FIT'}: {plan.needed / GIB:.1f} GiB of the "
         f"{plan.available / GIB:.1f} GiB that training may use of {where}; outer state "
         f"({outer_bytes_per_parameter(plan.config)} bytes per parameter) {outer}"
         + ("" if plan.exact else "; activations are a lower bound")
@@ -72,9 +72,22 @@ def _memory(plan: RunPlan) -> str:
     for change in plan.advice:
         verdict = "fits" if change.fits else "still does not fit"
         lines.append(f"  {change.text}: {change.needed / GIB:.1f} GiB, {verdict}")
-    if not plan.fits and not plan.advice:
+    if not plan.fits_devices and not plan.advice:
         lines.append("  no change of the run file alone makes it fit: use more or larger GPUs")
+    if plan.host is not None:
+        lines.append(_host(plan.host, plan.config.outer.momentum_dtype))
     return "\n".join(lines)
+
+
+def _host(host: HostMemory, momentum: str) -> str:
+    need = f"{host.needed / GIB:.1f} GiB of a machine's memory for {_plural(host.ranks, 'rank')}"
+    if host.available is None:
+        return f"outer state: {need} (--host-memory GIB checks it)"
+    told = f"{need}, of {host.available / GIB:.1f} GiB at {host.place.text}"
+    if host.fits:
+        return f"outer state fits: {told}"
+    less = "--set outer.momentum_dtype=bf16, " if momentum == "fp32" else ""
+    return f"outer state DOES NOT FIT: {told}; try {less}or spread the site over more nodes"
 
 
 def _exchange(plan: RunPlan) -> str:
@@ -192,6 +205,8 @@ def as_json(plan: RunPlan) -> dict[str, Any]:
             "fits": plan.fits,
             "needed_bytes": plan.needed,
             "available_bytes": plan.available,
+            "host_needed_bytes": None if plan.host is None else plan.host.needed,
+            "host_available_bytes": None if plan.host is None else plan.host.available,
             "exact": plan.exact,
             "inner_bytes_per_parameter": inner_bytes_per_parameter(plan.config),
             "outer_bytes_per_parameter": outer_bytes_per_parameter(plan.config),

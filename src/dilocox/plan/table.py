@@ -23,6 +23,10 @@ from dilocox.errors import ConfigError
 GIB = 2**30
 LOCAL = "local"
 """Name of the GPU or processor that `dilocox plan --calibrate` has measured."""
+MEASURED, LOOPBACK = "measured", "loopback"
+"""Of the link to another machine that it has measured, and of the one to itself where it was given
+no other machine."""
+LOCAL_LINKS = frozenset((MEASURED, LOOPBACK))
 WIRE_SHARE = 0.95
 """Payload over what a link carries: TCP, IP and Ethernet headers take the rest (1,448 of 1,514
 bytes; 0.95 Gbit/s of Gloo were seen on a `tc tbf` link of 1 Gbit/s)."""
@@ -49,6 +53,8 @@ class Host:
     """Processor seconds of the same, of all threads."""
     exchange_thread: float
     """Of these, what the exchange's own thread has: the controller knows of no other."""
+    memory: int | None = None
+    """Bytes of one machine; not known unless a table or the command line says so."""
     source: str = ""
 
 
@@ -127,6 +133,10 @@ OF_TABLES = ("gpu", "host", "link")
 """Sections whose entries are tables."""
 OF_CALIBRATIONS = frozenset(("stepped_parameters", "step_seconds"))
 """What `dilocox plan --calibrate` writes beside what plans are made from."""
+
+
+MEMORY = "memory_gib"
+"""Of a device, and of a host where it is known."""
 
 
 class Table:
@@ -247,9 +257,12 @@ class Table:
         else:
             up, slash, down = text.partition("/")
             if not (_RATE.fullmatch(up) and (not slash or _RATE.fullmatch(down))):
+                hint = ""
+                if text == MEASURED:
+                    hint = "; `dilocox plan --calibrate --peer HOST:PORT` measures a link"
                 raise ConfigError(
                     f'--link "{text}": give a rate such as 1gbit or 2.5mbit, up/down such as '
-                    f"100mbit/1gbit, or a name: {', '.join(sorted(entries))}"
+                    f"100mbit/1gbit, or a name: {', '.join(sorted(entries))}{hint}"
                 )
             found = Link(
                 up=float(rate_of(up)),
@@ -263,8 +276,13 @@ class Table:
             found = replace(found, rtt=rtt)
         return found if usd_per_gb is None else replace(found, usd_per_gb=usd_per_gb)
 
-    def place(self, text: str, utilisation: float | None = None) -> Place:
-        """A site from `NAME:GPUSxNODES`, `NAME:GPUS` or `NAME`. Raises `ConfigError`."""
+    def place(
+        self, text: str, utilisation: float | None = None, host_memory: int | None = None
+    ) -> Place:
+        """A site from `NAME:GPUSxNODES`, `NAME:GPUS` or `NAME`. Raises `ConfigError`.
+
+        `utilisation` and `host_memory`, bytes of a machine, replace what the table has.
+        """
         name, colon, shape = text.partition(":")
         found = re.fullmatch(r"([1-9][0-9]{0,5})(?:x([1-9][0-9]{0,5}))?", shape) if colon else None
         if colon and found is None:
@@ -275,6 +293,8 @@ class Table:
         device = self.device(name)
         if utilisation is not None:
             device = replace(device, utilisation=utilisation)
+        if host_memory is not None:
+            device = replace(device, host=replace(device.host, memory=host_memory))
         per_node, nodes = (int(found[1]), int(found[2] or 1)) if found else (1, 1)
         return Place(device, per_node, nodes)
 
@@ -298,6 +318,7 @@ class Table:
             exchange=1e-3 * self._number(where, every, "exchange_ms", zero=True),
             exchange_cpu=1e-3 * self._number(where, every, "exchange_cpu_ms", zero=True),
             exchange_thread=1e-3 * self._number(where, every, "exchange_thread_ms", zero=True),
+            memory=(int(GIB * self._number(where, every, MEMORY)) if MEMORY in every else None),
             source=self._told(str(every.get("source", ""))),
         )
 
@@ -360,6 +381,7 @@ def _read(path: Path) -> dict[str, Any]:
 def _keys(content: Mapping[str, Any]) -> dict[str, set[str]]:
     """Keys that entries of each section may have: those of the package's, and some more."""
     known = {section: set().union(*content[section].values()) for section in OF_TABLES}
+    known["host"] |= {MEMORY}
     known["defaults"] = set(content["defaults"])
     known["gpu"] |= known["defaults"] | {"shared", "cores", "host", "precision"} | OF_CALIBRATIONS
     return known
