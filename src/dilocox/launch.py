@@ -35,7 +35,7 @@ from dilocox.outer.coordinator.identity import Identity
 from dilocox.outer.coordinator.serving import Endpoint
 from dilocox.outer.coordinator.timeouts import Timeouts
 from dilocox.outer.coordinator.transport import host_and_port
-from dilocox.outer.sockets import check_congestion
+from dilocox.outer.sockets import check_congestion, congestion_hint
 from dilocox.outer.tunnel import check_ports
 from dilocox.payloads import payload_sizes
 from dilocox.recorder import Record
@@ -371,6 +371,9 @@ def join(
         )
     display = Display(config)
     _check_site(config, site, display)
+    hint = congestion_hint(len(config.sites), config.network.congestion)
+    if hint is not None:
+        display.line(hint)
     shared = (config.folder / "coordinator" / ENDPOINT).exists()
     endpoint = Endpoint(url, token, "")
     try:

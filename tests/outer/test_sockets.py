@@ -51,6 +51,23 @@ def test_what_the_system_has_may_be_chosen() -> None:
     assert "\n" not in text
 
 
+def test_a_default_that_leaves_lines_unused_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "tcp_congestion_control"
+    monkeypatch.setattr(sockets, "_DEFAULT", file)
+    assert sockets.congestion_hint(4, None) is None  # not Linux
+    file.write_text("bbr\n")
+    told = sockets.congestion_hint(4, None)
+    assert told is not None
+    assert told.startswith("this machine's TCP is bbr")
+    assert 'network.congestion = "cubic"' in told
+    assert sockets.congestion_hint(2, None) is None
+    assert sockets.congestion_hint(4, "bbr") is None  # as was asked for
+    file.write_text("cubic\n")
+    assert sockets.congestion_hint(4, None) is None
+
+
 def test_connections_are_the_connected_ones_of_this_process() -> None:
     before = sockets.connections()
     with socket.create_server(("127.0.0.1", 0)) as listener, socket.socket() as idle:

@@ -12,6 +12,10 @@ from dilocox.errors import ConfigError
 
 _OPTION = getattr(socket, "TCP_CONGESTION", None)
 _AVAILABLE = Path("/proc/sys/net/ipv4/tcp_available_congestion_control")
+_DEFAULT = Path("/proc/sys/net/ipv4/tcp_congestion_control")
+UNEVEN = "bbr"
+"""What leaves 13 to 27 % of a line unused where a site sends to several others at once
+(docs/notes/exchange.md)."""
 
 
 def check_congestion(name: str | None) -> None:
@@ -28,6 +32,20 @@ def check_congestion(name: str | None) -> None:
             f'network.congestion: "{name}" cannot be used ({error.strerror or error}); {known}; '
             "take one of those that the system allows, or leave it out"
         ) from None
+
+
+def congestion_hint(sites: int, chosen: str | None) -> str | None:
+    """A line for the user if this machine's own congestion control is a poor one for an exchange of
+    so many sites, and the run file does not choose another."""
+    if sites < 3 or chosen is not None or not _DEFAULT.exists():
+        return None
+    default = _DEFAULT.read_text(encoding="utf-8").strip()
+    if not default.startswith(UNEVEN):
+        return None
+    return (
+        f"this machine's TCP is {default}, which fills lines badly where three sites or more "
+        'exchange; if they lose few packets, set network.congestion = "cubic"'
+    )
 
 
 def set_congestion(connection: socket.socket, name: str) -> None:
