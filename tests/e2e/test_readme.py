@@ -42,7 +42,7 @@ RUN_ELSEWHERE = {
     "python benchmarks/wan.py --ratio 400 --sites 2": "tests/benchmarks",
     "python benchmarks/wan.py --docs docs/measured.md": "tests/benchmarks",
     "python benchmarks/wan_beside.py --work 0.005": "tests/benchmarks",
-    "python benchmarks/wan_beside.py --work 0.005 --blocks 3 --allreduce 2 --json NEW.json": (
+    "python benchmarks/wan_beside.py --work 0.005 --blocks 6 --allreduce 2 --json NEW.json": (
         "tests/benchmarks"
     ),
     "python benchmarks/wan_beside.py --batch 32 --width 256": "tests/benchmarks",
