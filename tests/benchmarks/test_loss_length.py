@@ -1,0 +1,110 @@
+"""The simulation of runs of different length: what it trains, and which rows come next."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import loss_length
+import pytest
+import torch
+from loss_length import Inner, Job, Outer, Plan, best, jobs, reduction
+from loss_length_model import LAYOUT, SITES, Text, first_weights, losses, views
+
+
+def row(plan: Plan, steps: int, rate: float, loss: float | None) -> dict[str, Any]:
+    return {
+        "plan": plan.name, "steps": steps, "rate": rate, "seed": 0, "loss": loss,
+        "reduction": reduction(plan),
+    }  # fmt: skip
+
+
+SPARSE, SYNCHRONOUS = Plan(2, "topk:17"), Plan(0, "")
+
+
+def test_longer_runs_go_by_the_best_rate_of_shorter_ones() -> None:
+    lengths = (640, 3300)
+    first = jobs([], [SPARSE], lengths, 0)
+    assert first == [Job(SPARSE, 640, rate, 0) for rate in loss_length.RATES]
+    rows = [row(SPARSE, 640, rate, 3.0 - 100 * rate) for rate in loss_length.RATES[:-1]]
+    assert jobs(rows, [SPARSE], lengths, 0) == first[-1:]
+    rows.append(row(SPARSE, 640, loss_length.RATES[-1], None))  # diverged
+    rate = loss_length.RATES[-2]
+    assert jobs(rows, [SPARSE], lengths, 0) == [
+        Job(SPARSE, 3300, rate, 0), Job(SPARSE, 3300, rate / 2, 0)
+    ]  # fmt: skip
+    assert jobs(rows, [SPARSE], (3300,), 0, [0.1]) == [Job(SPARSE, 3300, 0.1, 0)]
+
+
+def test_the_best_rate_counts_on_both_sides() -> None:
+    rows = [row(SYNCHRONOUS, 640, 1e-3, 2.5), row(SYNCHRONOUS, 640, 2e-3, 2.0)]
+    rows += [row(SPARSE, 640, 1e-3, 2.2), row(SPARSE, 640, 2e-3, None)]
+    found = {each["plan"]: each for each in best(rows)}
+    assert found["synchronous"]["loss"] == 2.0
+    assert found["H=2 topk:17"]["gap"] == pytest.approx(0.1)
+
+
+def test_reductions_by_hand() -> None:
+    # Three payloads of 4 bytes a value every 20 steps, over 1.5 gradients after each step.
+    assert reduction(Plan(20, "none")) == pytest.approx(20 / 2)
+    assert reduction(Plan(10, "int4")) == pytest.approx(10 / 2 * 32 / 4.125)
+    assert reduction(SYNCHRONOUS) == 1.0
+
+
+def test_copies_do_not_see_each_other() -> None:
+    draw = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, 256, (2, 3, 49), generator=draw)
+    flat = torch.stack([first_weights(0), first_weights(1)])
+    both = losses(flat, ids)
+    for copy in range(2):
+        (alone,) = losses(flat[copy : copy + 1], ids[copy : copy + 1])
+        assert float(alone) == pytest.approx(float(both[copy]), rel=1e-5)
+    assert views(flat)["embedding"].shape == (2, 257, 48)
+
+
+def test_a_round_by_hand() -> None:
+    # Dense rounds of 4 steps that land one step later: gamma .8, mu .5 from five steps on.
+    steps, plan = 20, Plan(20, "none")
+    rate, momentum = loss_length.loss.outer_rates(20, "none", steps)
+    start = first_weights(0)
+    live = start.repeat(SITES, 1)
+    outer = Outer(live, plan, steps)
+    inner = Inner(SITES, 1e-3, steps)
+    moved = torch.zeros_like(live)
+    moved[0, 5], moved[1, 5], moved[2, 7] = 4.0, 2.0, -8.0
+    live.sub_(moved)
+    outer.after(steps, live, inner)
+    wanted = start - rate * (1 + momentum) * moved.mean(0)
+    assert torch.allclose(outer.anchor, wanted, atol=1e-6)
+    assert torch.allclose(live, wanted.expand_as(live), atol=1e-6)
+
+
+def test_what_top_k_withholds_comes_later() -> None:
+    plan = Plan(1, "topk:5")
+    live = first_weights(0).repeat(SITES, 1)
+    outer = Outer(live, plan, 1000)
+    inner = Inner(SITES, 1e-3, 1000)
+    draw = torch.Generator().manual_seed(1)
+    change = torch.randn(LAYOUT.length, generator=draw)
+    live.sub_(1e-3 * change)
+    outer.after(1, live, inner)
+    withheld = outer._residual[0].clone()
+    all_of_it = 1e-3 * float(change.norm())
+    assert 0.9 * all_of_it < float(withheld.norm()) < all_of_it
+    outer.after(2, live, inner)
+    assert float(outer._residual[0].norm()) < float(withheld.norm())
+
+
+def test_a_short_run_learns_and_is_the_same_again() -> None:
+    draw = torch.Generator().manual_seed(0)
+    parts = [torch.randint(0, 4, (500,), generator=draw).to(torch.uint8) for _ in range(SITES)]
+    held_out = torch.randint(0, 4, (2 * SITES, 49), generator=draw)
+    text = Text(parts, held_out)
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        found = [loss_length.train(text, SPARSE, 1.2e-2, 12, 0) for _ in range(2)]
+        synchronous = loss_length.train(text, SYNCHRONOUS, 1.2e-2, 12, 0)
+    finally:
+        torch.set_num_threads(before)
+    assert found[0] == found[1]
+    assert max(*found, synchronous) < 5.3  # 5.5 before
