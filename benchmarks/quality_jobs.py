@@ -66,7 +66,7 @@ def select(options: argparse.Namespace, trials: quality_tuning.Trials) -> Iterab
     """
     seen: set[tuple[object, ...]] = set()
     for entry, regime, sites, iid, seed in _wanted(options):
-        if sites not in entry.sites:
+        if sites not in entry.sites or regime not in entry.regimes:
             continue
         rates = quality_tuning.chosen(entry, trials.get(entry.tuned_as, {}))
         job = Job(entry, regime, sites, iid, seed, rates.settings)

@@ -137,6 +137,11 @@ def test_the_farthest_link_is_for_two_sites() -> None:
     assert {(job.sites, job.iid) for job in jobs} == {(2, False), (2, True)}
 
 
+def test_long_runs_have_a_link_beyond_the_sparsest_rival() -> None:
+    jobs = list(quality_jobs.select(options("--only", "dilocox 3000x"), {}))
+    assert {(job.regime, job.sites, job.iid) for job in jobs} == {("long", 4, False)}
+
+
 def test_muon_has_three_seeds_where_trials_were_made_and_ablations_one() -> None:
     jobs = list(quality_jobs.select(options("--only", "muon", "dilocox fixed"), {}))
     seeds: dict[str, list[int]] = {}

@@ -148,7 +148,10 @@ def _receive_rate(sockets: Sequence[socket.socket]) -> float:
                 raise TrainingError("nothing came over the line")
             for key, _ in ready:
                 assert isinstance(key.fileobj, socket.socket)
-                size = key.fileobj.recv_into(buffer)
+                try:
+                    size = key.fileobj.recv_into(buffer)
+                except BlockingIOError:
+                    continue  # the kernel may have thought better of it
                 if not size:
                     raise TrainingError("the other end stopped sending")
                 now = time.monotonic()
