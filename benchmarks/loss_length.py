@@ -50,8 +50,10 @@ from torch import Tensor
 
 from dilocox.compression import LowRank, compressor
 from dilocox.compression.moments import PERIOD
+from dilocox.compression.parts import Part
 from dilocox.outer.controller import loss
 from dilocox.outer.optimizer import nesterov_step
+from dilocox.outer.overlap import Rule, local_view
 
 RESULTS = Path(__file__).parent / "results" / "loss_length-cpu.json"
 CLIP, DECAY, BETAS, EPS = 1.0, 0.1, (0.9, 0.95), 1e-8
@@ -119,7 +121,8 @@ class Inner:
             if second.dim() > 2:
                 rows = second[:, due::PERIOD]
                 means = rows.mean(-1, keepdim=True)
-                rows *= (means.mean(0) / means).nan_to_num(1.0, 1.0, 1.0)
+                # A row without moments has nothing to scale.
+                rows *= torch.where(means > 0, means.mean(0) / means, 1.0)
 
 
 def train(text: Text, plan: Plan, rate: float, steps: int, seed: int) -> float:
@@ -155,12 +158,11 @@ class Outer:
         self._residual = torch.zeros_like(live)
         self._plan, self._steps, self._rounds = plan, steps, 0
         self._mean: Tensor | None = None
-        codec = compressor(plan.codec, LAYOUT.geometry)
-        assert not isinstance(codec, LowRank)
-        self._part = codec.part(0, LAYOUT.length, seed=0)
-        self._rates = loss.outer_rates(plan.inner_steps, plan.codec, steps)
+        self._part = whole_part(plan.codec)
+        rate, momentum = loss.outer_rates(plan.inner_steps, plan.codec, steps)
+        view = loss.residual_view(plan.inner_steps, plan.codec)
+        self._rule = Rule("keep", rate, momentum, residual=view)
         self._decay = loss.residual_decay(plan.codec, steps)
-        self._view = loss.residual_view(plan.inner_steps, plan.codec)
 
     def after(self, taken: int, live: Tensor, inner: Inner) -> None:
         """What is due after so many inner steps: a landing, then a boundary; all at the end."""
@@ -188,20 +190,26 @@ class Outer:
 
     def _land(self, live: Tensor) -> None:
         assert self._mean is not None
-        nesterov_step(self.anchor, self._momentum, self._mean, *self._rates)
+        rule = self._rule
+        nesterov_step(self.anchor, self._momentum, self._mean, rule.learning_rate, rule.momentum)
         moved = live - self._reference
-        live.copy_(self.anchor + moved - self._view * self._residual)
+        live.copy_(local_view(rule, self.anchor, moved, None, self._residual))
         self._reference = live - moved
         self._mean = None
+
+
+def whole_part(codec: str) -> Part:
+    """The engine's codec of that name, for all of the model at once."""
+    found = compressor(codec, LAYOUT.geometry)
+    assert not isinstance(found, LowRank)
+    return found.part(0, LAYOUT.length)
 
 
 def reduction(plan: Plan) -> float:
     """Bytes of synchronous training over the plan's, to every other site."""
     if plan.inner_steps == 0:
         return 1.0
-    codec = compressor(plan.codec, LAYOUT.geometry)
-    assert not isinstance(codec, LowRank)
-    payload = codec.part(0, LAYOUT.length).payload_bytes
+    payload = whole_part(plan.codec).payload_bytes
     return 8 * LAYOUT.length * plan.inner_steps / SITES / payload
 
 
