@@ -10,7 +10,9 @@ of 48 bytes per site and step; the text is Python's standard library, a contiguo
 site.
 
 A row is one plan at one length and one inner rate: of four in the shortest runs, in longer ones of
-the best before and half of it, unless --rates says others. `gap` is its held-out loss over that of
+the best before and half of it, unless --rates says others. Outer rates, beta and lambda (`gamma`,
+`mu`, `beta`, `view`) are those of the controller's table, unless --gamma and so on say others.
+`gap` is its held-out loss over that of
 synchronous training of the same length and seed at its best rate, less one. `reduction` is what
 synchronous training sends over what the plan sends to three others (`gather`), without the flush.
 
@@ -28,7 +30,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import asdict, astuple, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +91,27 @@ class Plan:
         return max(1, round(self.inner_steps / 4))
 
 
+@dataclass(frozen=True)
+class Outside:
+    """Outer learning rate and momentum, residual decay and the residual's share in view."""
+
+    gamma: float
+    mu: float
+    beta: float
+    view: float
+
+    @classmethod
+    def of_table(cls, plan: Plan, steps: int) -> Outside:
+        """As the controller has them for a plan in a run of so many inner steps; of synchronous
+        training, which has none, those that change nothing."""
+        if plan.inner_steps == 0:
+            return cls(1.0, 0.0, 1.0, 0.0)
+        asked = plan.inner_steps, plan.codec, steps
+        return cls(
+            *loss.outer_rates(*asked), loss.residual_decay(*asked), loss.residual_view(*asked)
+        )
+
+
 class Inner:
     """AdamW of all copies, with clipping, warm-up and a cosine to a tenth of the rate."""
 
@@ -125,14 +148,14 @@ class Inner:
                 rows *= torch.where(means > 0, means.mean(0) / means, 1.0)
 
 
-def train(text: Text, plan: Plan, rate: float, steps: int, seed: int) -> float:
+def train(text: Text, plan: Plan, rate: float, steps: int, seed: int, outside: Outside) -> float:
     """Held-out loss of the anchor after `steps` inner steps of every site."""
     draw = torch.Generator().manual_seed(seed)
     synchronous = plan.inner_steps == 0
     copies = 1 if synchronous else SITES
     live = first_weights(seed).repeat(copies, 1).requires_grad_()
     inner = Inner(copies, rate, steps)
-    outer = None if synchronous else Outer(live.detach(), plan, steps)
+    outer = None if synchronous else Outer(live.detach(), plan, steps, outside)
     for taken in range(1, steps + 1):
         ids = text.batch(draw)
         if synchronous:
@@ -151,7 +174,7 @@ def train(text: Text, plan: Plan, rate: float, steps: int, seed: int) -> float:
 class Outer:
     """Anchor, momentum, residuals and what is under way: one fragment, overlap `keep`."""
 
-    def __init__(self, live: Tensor, plan: Plan, steps: int) -> None:
+    def __init__(self, live: Tensor, plan: Plan, steps: int, outside: Outside) -> None:
         self.anchor = live[0].clone()
         self._momentum = torch.zeros_like(self.anchor)
         self._reference = live.clone()
@@ -159,10 +182,8 @@ class Outer:
         self._plan, self._steps, self._rounds = plan, steps, 0
         self._mean: Tensor | None = None
         self._part = whole_part(plan.codec)
-        rate, momentum = loss.outer_rates(plan.inner_steps, plan.codec, steps)
-        view = loss.residual_view(plan.inner_steps, plan.codec)
-        self._rule = Rule("keep", rate, momentum, residual=view)
-        self._decay = loss.residual_decay(plan.codec, steps)
+        self._rule = Rule("keep", outside.gamma, outside.mu, residual=outside.view)
+        self._decay = outside.beta
 
     def after(self, taken: int, live: Tensor, inner: Inner) -> None:
         """What is due after so many inner steps: a landing, then a boundary; all at the end."""
@@ -221,16 +242,18 @@ class Job:
     steps: int
     rate: float
     seed: int
+    outside: Outside
 
     @property
     def key(self) -> tuple[object, ...]:
         """What tells rows apart."""
-        return self.plan.name, self.steps, self.rate, self.seed
+        return self.plan.name, self.steps, self.rate, self.seed, *astuple(self.outside)
 
 
 def key_of(row: common.Row) -> tuple[object, ...]:
     """The `Job.key` that a row is of."""
-    return row["plan"], row["steps"], row["rate"], row["seed"]
+    named = ("plan", "steps", "rate", "seed", *(field.name for field in fields(Outside)))
+    return tuple(row[name] for name in named)
 
 
 def jobs(
@@ -239,10 +262,11 @@ def jobs(
     lengths: Sequence[int],
     seed: int,
     given: Sequence[float] = (),
+    outside: Mapping[str, float] | None = None,
 ) -> list[Job]:
     """Those that are not among `rows` and can be made now, the shortest runs first: a longer one
     goes by the best rate of the length before, when all of that are there. `given`: rates of all
-    lengths instead."""
+    lengths instead. `outside`: what is not to be as in the controller's table."""
     made, found = {key_of(row) for row in rows}, []
     for plan in plans:
         for number, steps in enumerate(lengths):
@@ -250,7 +274,8 @@ def jobs(
             if number and not given:
                 best_rate = _best_rate(rows, plan, lengths[number - 1], seed)
                 rates = (best_rate, best_rate / 2)
-            missing = [Job(plan, steps, rate, seed) for rate in rates]
+            wanted = replace(Outside.of_table(plan, steps), **(outside or {}))
+            missing = [Job(plan, steps, rate, seed, wanted) for rate in rates]
             missing = [job for job in missing if job.key not in made]
             found += missing
             if missing:
@@ -292,7 +317,7 @@ def _prepare() -> None:
 
 def _make(job: Job) -> common.Row:
     began = time.monotonic()
-    found = train(_TEXT[0], job.plan, job.rate, job.steps, job.seed)
+    found = train(_TEXT[0], job.plan, job.rate, job.steps, job.seed, job.outside)
     return {
         "plan": job.plan.name,
         "inner_steps": job.plan.inner_steps,
@@ -300,6 +325,7 @@ def _make(job: Job) -> common.Row:
         "steps": job.steps,
         "rate": job.rate,
         "seed": job.seed,
+        **asdict(job.outside),
         "loss": found if math.isfinite(found) else None,
         "reduction": reduction(job.plan),
         "seconds": round(time.monotonic() - began, 1),
@@ -324,8 +350,8 @@ def report(rows: Sequence[common.Row]) -> str:
     return common.table(
         best(rows),
         {
-            "steps": ",d", "plan": str, "reduction": ",.0f", "rate": "g", "loss": ".3f",
-            "gap": "+.1%", "seconds": ".0f",
+            "steps": ",d", "plan": str, "reduction": ",.0f", "rate": "g", "gamma": "g", "beta": "g",
+            "view": "g", "loss": ".3f", "gap": "+.1%", "seconds": ".0f",
         },
     )  # fmt: skip
 
@@ -339,8 +365,12 @@ def main() -> int:
     parser.add_argument(
         "--plans", nargs="+", metavar="H:CODEC", help="such as 2:topk:17; 0: synchronous training"
     )
+    for field in fields(Outside):
+        parser.add_argument(f"--{field.name}", type=float, help="instead of the controller's")
     options = parser.parse_args()
     common.end_on_signals()
+    given = {field.name: getattr(options, field.name) for field in fields(Outside)}
+    outside = {name: value for name, value in given.items() if value is not None}
     path = options.json or (None if options.quick else RESULTS)
     plans = [Plan(0, ""), *itertools.starmap(Plan, QUICK if options.quick else PLANS)]
     if options.plans:
@@ -355,7 +385,7 @@ def main() -> int:
         "sites": SITES, "parameters": sum(map(math.prod, shapes().values())), "batch": BATCH,
         "sequence_length": LENGTH, "held_out": SITES * HELD_OUT,
     }  # fmt: skip
-    while wanted := jobs(rows, plans, lengths, options.seed, options.rates):
+    while wanted := jobs(rows, plans, lengths, options.seed, options.rates, outside):
         for number, row in enumerate(made(wanted, on["cores"])):
             rows.append(row)
             if path is not None:

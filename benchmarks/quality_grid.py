@@ -77,8 +77,8 @@ def _entry(inner_steps: int, codec: str, share: float = 0.0) -> Entry:
         "outer.learning_rate": rate,
         "outer.momentum": momentum,
         "compression.codec": codec,
-        "compression.residual_decay": loss.residual_decay(codec, whole),
-        "compression.residual_view": loss.residual_view(inner_steps, codec),
+        "compression.residual_decay": loss.residual_decay(inner_steps, codec, whole),
+        "compression.residual_view": loss.residual_view(inner_steps, codec, whole),
     }
     return Entry(
         label(inner_steps, codec, share), "dilocox", settings, "dilocox", group="ablations"

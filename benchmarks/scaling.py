@@ -123,6 +123,7 @@ def row(scenario: Scenario, sites: int, outline: Outline, table: Table) -> commo
             choice.inner_steps,
             choice.codec,
             choice.delay / choice.slots,
+            config.total_steps,
             config.inner.optimizer,
         ),
         "payload_gb": found.payload_bytes / 1e9,

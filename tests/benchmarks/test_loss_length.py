@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict, replace
 from typing import Any
 
 import loss_length
 import pytest
 import torch
-from loss_length import Inner, Job, Outer, Plan, best, jobs, reduction
+from loss_length import Inner, Job, Outer, Outside, Plan, best, jobs, reduction
 from loss_length_model import LAYOUT, SITES, Text, first_weights, losses, views
 
 
 def row(plan: Plan, steps: int, rate: float, loss: float | None) -> dict[str, Any]:
     return {
         "plan": plan.name, "steps": steps, "rate": rate, "seed": 0, "loss": loss,
-        "reduction": reduction(plan),
+        "reduction": reduction(plan), **asdict(Outside.of_table(plan, steps)),
     }  # fmt: skip
+
+
+def job(plan: Plan, steps: int, rate: float) -> Job:
+    return Job(plan, steps, rate, 0, Outside.of_table(plan, steps))
 
 
 SPARSE, SYNCHRONOUS = Plan(2, "topk:17"), Plan(0, "")
@@ -24,15 +29,21 @@ SPARSE, SYNCHRONOUS = Plan(2, "topk:17"), Plan(0, "")
 def test_longer_runs_go_by_the_best_rate_of_shorter_ones() -> None:
     lengths = (640, 3300)
     first = jobs([], [SPARSE], lengths, 0)
-    assert first == [Job(SPARSE, 640, rate, 0) for rate in loss_length.RATES]
+    assert first == [job(SPARSE, 640, rate) for rate in loss_length.RATES]
     rows = [row(SPARSE, 640, rate, 3.0 - 100 * rate) for rate in loss_length.RATES[:-1]]
     assert jobs(rows, [SPARSE], lengths, 0) == first[-1:]
     rows.append(row(SPARSE, 640, loss_length.RATES[-1], None))  # diverged
     rate = loss_length.RATES[-2]
     assert jobs(rows, [SPARSE], lengths, 0) == [
-        Job(SPARSE, 3300, rate, 0), Job(SPARSE, 3300, rate / 2, 0)
+        job(SPARSE, 3300, rate), job(SPARSE, 3300, rate / 2)
     ]  # fmt: skip
-    assert jobs(rows, [SPARSE], (3300,), 0, [0.1]) == [Job(SPARSE, 3300, 0.1, 0)]
+    assert jobs(rows, [SPARSE], (3300,), 0, [0.1]) == [job(SPARSE, 3300, 0.1)]
+    # Other rates outside are other rows.
+    rate = loss_length.RATES[0]
+    (other,) = jobs(rows, [SPARSE], (640,), 0, [rate], {"beta": 0.5})
+    usual = job(SPARSE, 640, rate)
+    assert other == replace(usual, outside=replace(usual.outside, beta=0.5))
+    assert jobs(rows, [SPARSE], (640,), 0, [rate], {"beta": usual.outside.beta}) == []
 
 
 def test_the_best_rate_counts_on_both_sides() -> None:
@@ -64,16 +75,17 @@ def test_copies_do_not_see_each_other() -> None:
 def test_a_round_by_hand() -> None:
     # Dense rounds of 4 steps that land one step later: gamma .8, mu .5 from five steps on.
     steps, plan = 20, Plan(20, "none")
-    rate, momentum = loss_length.loss.outer_rates(20, "none", steps)
+    outside = Outside.of_table(plan, steps)
+    assert (outside.beta, outside.view) == (1.0, 0.0)
     start = first_weights(0)
     live = start.repeat(SITES, 1)
-    outer = Outer(live, plan, steps)
+    outer = Outer(live, plan, steps, outside)
     inner = Inner(SITES, 1e-3, steps)
     moved = torch.zeros_like(live)
     moved[0, 5], moved[1, 5], moved[2, 7] = 4.0, 2.0, -8.0
     live.sub_(moved)
     outer.after(steps, live, inner)
-    wanted = start - rate * (1 + momentum) * moved.mean(0)
+    wanted = start - outside.gamma * (1 + outside.mu) * moved.mean(0)
     assert torch.allclose(outer.anchor, wanted, atol=1e-6)
     assert torch.allclose(live, wanted.expand_as(live), atol=1e-6)
 
@@ -81,7 +93,7 @@ def test_a_round_by_hand() -> None:
 def test_what_top_k_withholds_comes_later() -> None:
     plan = Plan(1, "topk:5")
     live = first_weights(0).repeat(SITES, 1)
-    outer = Outer(live, plan, 1000)
+    outer = Outer(live, plan, 1000, Outside.of_table(plan, 1000))
     inner = Inner(SITES, 1e-3, 1000)
     draw = torch.Generator().manual_seed(1)
     change = torch.randn(LAYOUT.length, generator=draw)
@@ -102,9 +114,11 @@ def test_a_short_run_learns_and_is_the_same_again() -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        found = [loss_length.train(text, SPARSE, 1.2e-2, 12, 0) for _ in range(2)]
-        synchronous = loss_length.train(text, SYNCHRONOUS, 1.2e-2, 12, 0)
+        found = [
+            loss_length.train(text, plan, 1.2e-2, 12, 0, Outside.of_table(plan, 12))
+            for plan in (SPARSE, SPARSE, SYNCHRONOUS)
+        ]
     finally:
         torch.set_num_threads(before)
     assert found[0] == found[1]
-    assert max(*found, synchronous) < 5.3  # 5.5 before
+    assert max(found) < 5.3  # 5.5 before

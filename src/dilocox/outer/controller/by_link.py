@@ -126,8 +126,8 @@ def _choice(config: RunConfig, chosen: Candidate, reason: str) -> Choice:
 
     steps, codec = chosen.inner_steps, chosen.codec
     rate, momentum = loss.outer_rates(steps, codec, config.total_steps)
-    decay = loss.residual_decay(codec, config.total_steps)
-    view = loss.residual_view(steps, codec, config.inner.optimizer)
+    decay = loss.residual_decay(steps, codec, config.total_steps)
+    view = loss.residual_view(steps, codec, config.total_steps, config.inner.optimizer)
     keep = loss.kept_progress(steps, chosen.delay / chosen.slots, codec)
     return Choice(
         inner_steps=steps,

@@ -132,7 +132,9 @@ def candidate(
         slots=slots,
         delay=delay,
         codec=codec,
-        loss=loss.loss_of(inner_steps, codec, delay / slots, config.inner.optimizer),
+        loss=loss.loss_of(
+            inner_steps, codec, delay / slots, config.total_steps, config.inner.optimizer
+        ),
         traffic=cost,
         round_us=slots * slot_us,
         hides=needed <= delay and _WHOLE * cost.busy_us <= used * slots * slot_us,

@@ -8,13 +8,18 @@ as lossless: such a codec is only ever in force because it is, or because the ru
 
 What is known of an inner optimizer (`inner.optimizer`) in particular stands in the table by its
 name, and holds instead of what was measured with AdamW.
+
+All of this, and the rates that go with it, is of runs of one length. In longer ones local steps
+cost less, and codecs that send few values more: what is known of them stands under `longer`, and
+holds there instead. Between two lengths everything is read linearly in the logarithm of the run's
+inner steps; in shorter and longer runs than all that are known, that of the nearest holds.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from importlib.resources import files
 from typing import Any
@@ -22,6 +27,7 @@ from typing import Any
 from dilocox.codec_spec import Spec, parse_spec
 
 ADAMW = "adamw"
+Table = Mapping[str, Any]
 LOSSLESS = ("fp16", "bf16")
 """Kinds of codecs that are not in the table, because they lose nothing."""
 
@@ -34,27 +40,39 @@ def committed() -> dict[str, Any]:
     return content
 
 
-@lru_cache(maxsize=8)
-def table(optimizer: str = ADAMW) -> dict[str, Any]:
-    """The committed table for an inner optimizer; AdamW's for one of which it says nothing."""
+@lru_cache(maxsize=1)
+def run_lengths() -> tuple[int, ...]:
+    """Inner steps of the runs that the table is of, rising."""
     whole = committed()
-    return {**whole, **whole["optimizers"].get(optimizer, {})}
+    return (whole["steps"], *(longer["steps"] for longer in whole["longer"]))
+
+
+@lru_cache(maxsize=32)
+def table(optimizer: str = ADAMW, steps: int | None = None) -> dict[str, Any]:
+    """The committed table for an inner optimizer, AdamW's for one of which it says nothing, in runs
+    of `steps` inner steps: one of `run_lengths`, without it the shortest."""
+    whole = committed()
+    longer: Table = next((known for known in whole["longer"] if known["steps"] == steps), {})
+    return {**whole, **longer, **whole["optimizers"].get(optimizer, {})}
 
 
 @lru_cache(maxsize=65536)
-def loss_of(inner_steps: int, codec: str, delay_share: float, optimizer: str = ADAMW) -> float:
+def loss_of(
+    inner_steps: int, codec: str, delay_share: float, steps: int, optimizer: str = ADAMW
+) -> float:
     """Predicted rise of the loss over synchronous training with `optimizer`, 0.1 for 10 %.
 
-    `inner_steps` per round; `delay_share`: delay over round, 0 to 1. Raises `ConfigError` for a
-    `codec` that is no spec.
+    `inner_steps` per round; `delay_share`: delay over round, 0 to 1; `steps`: inner steps of the
+    run. Raises `ConfigError` for a `codec` that is no spec.
     """
-    delay = table(optimizer)["delay"]
-    late = [_line(delay_share, delay["share"], row) for row in delay["loss"]]
-    return (
-        _at(inner_steps, table(optimizer)["local"])
-        + _at(inner_steps, late)
-        + codec_loss(inner_steps, codec, optimizer)
-    )
+
+    def local_and_late(known: Table) -> float:
+        delay = known["delay"]
+        late = [_line(delay_share, delay["share"], row) for row in delay["loss"]]
+        return _at(inner_steps, known["local"]) + _at(inner_steps, late)
+
+    parts = _over_lengths(steps, local_and_late, optimizer)
+    return parts + codec_loss(inner_steps, codec, steps, optimizer)
 
 
 def is_known(codec: str) -> bool:
@@ -65,18 +83,22 @@ def is_known(codec: str) -> bool:
 
 
 @lru_cache(maxsize=4096)
-def codec_loss(inner_steps: int, codec: str, optimizer: str = ADAMW) -> float:
+def codec_loss(inner_steps: int, codec: str, steps: int, optimizer: str = ADAMW) -> float:
     """The codec's part of `loss_of`."""
-    spec, known = parse_spec(codec), table(optimizer)
-    if spec.kind == "topk":
+    spec = parse_spec(codec)
+
+    def of_table(known: Table) -> float:
+        if spec.kind != "topk":
+            rows = known["flat"].get(spec.kind)
+            return 0.0 if rows is None else _at(inner_steps, rows)
         kept = [math.log(k) for k in known["topk"]["kept"]]
         logs = [
             _line(math.log(spec.kept), kept, [math.log(value) for value in row])
             for row in known["topk"]["loss"]
         ]
         return _at(inner_steps, [math.exp(value) for value in logs])
-    rows = known["flat"].get(spec.kind)
-    return 0.0 if rows is None else _at(inner_steps, rows)
+
+    return _over_lengths(steps, of_table, optimizer)
 
 
 def outer_rates(inner_steps: int, codec: str, steps: int) -> tuple[float, float]:
@@ -87,37 +109,40 @@ def outer_rates(inner_steps: int, codec: str, steps: int) -> tuple[float, float]
     so, the less decays in a run of so many inner `steps`. Raises `ConfigError` for a `codec` that
     is no spec.
     """
-    spec, outer = parse_spec(codec), table()["outer"]
-    rates = outer[_family(spec)]
-    rate = _at(inner_steps, rates["learning_rate"])
-    if spec.kind == "topk":
-        rise = outer["topk"]["rise"]
-        by_density = min(rise["most"], max(1.0, rise["kept"] / spec.kept) ** rise["power"])
-        decayed = (1 - residual_decay(codec, steps)) / (1 - residual_decay(codec, 1))
-        rate *= 1 + (by_density - 1) * decayed
-    return round(rate, 4), round(_at(inner_steps, rates["momentum"]), 4)
+    spec = parse_spec(codec)
+
+    def rate(known: Table) -> float:
+        rates = known["outer"][_family(spec)]
+        found = _at(inner_steps, rates["learning_rate"])
+        if spec.kind != "topk":
+            return found
+        rise = known["rise"]
+        fewer = max(1.0, _at(inner_steps, rise["kept"]) / spec.kept)
+        by_density = min(rise["most"], fewer ** rise["power"])
+        return found * (1 + (by_density - 1) * _at(inner_steps, rise["share"]))
+
+    def momentum(known: Table) -> float:
+        return _at(inner_steps, known["outer"][_family(spec)]["momentum"])
+
+    return round(_over_lengths(steps, rate), 4), round(_over_lengths(steps, momentum), 4)
 
 
-def residual_decay(codec: str, steps: int) -> float:
-    """beta that is best with a codec in a run of so many inner steps: in longer ones, forget less.
+def residual_decay(inner_steps: int, codec: str, steps: int) -> float:
+    """beta that is best with a codec in rounds of `inner_steps` of a run of `steps`: where there
+    are many rounds, forget less in each.
 
     Raises `ConfigError` for a `codec` that is no spec.
     """
-    known = table()["residual_decay"]
-    decays = known.get(parse_spec(codec).kind)
-    if decays is None:
-        return 1.0
-    logs = [math.log(number) for number in known["steps"]]
-    return round(_line(math.log(steps), logs, decays), 4)
+    return _by_kind("residual_decay", 1.0, inner_steps, codec, steps, ADAMW)
 
 
-def residual_view(inner_steps: int, codec: str, optimizer: str = ADAMW) -> float:
-    """lambda that is best with so many inner steps per round and such a codec.
+def residual_view(inner_steps: int, codec: str, steps: int, optimizer: str = ADAMW) -> float:
+    """lambda that is best with so many inner steps per round and such a codec, in a run of `steps`.
 
     Longer rounds leave more in the residual: a share of it that helps short ones harms them.
+    Raises `ConfigError` for a `codec` that is no spec.
     """
-    shares = table(optimizer)["residual_view"].get(parse_spec(codec).kind)
-    return 0.0 if shares is None else round(_at(inner_steps, shares), 4)
+    return _by_kind("residual_view", 0.0, inner_steps, codec, steps, optimizer)
 
 
 def kept_progress(inner_steps: int, delay_share: float, codec: str = "none") -> float:
@@ -130,6 +155,26 @@ def kept_progress(inner_steps: int, delay_share: float, codec: str = "none") -> 
     least = rule["inner_steps"][_family(parse_spec(codec))]
     late = inner_steps >= least and delay_share > rule["share"]
     return float(rule["late" if late else "else"])
+
+
+def _by_kind(
+    name: str, otherwise: float, inner_steps: int, codec: str, steps: int, optimizer: str
+) -> float:
+    """What the table has under `name` for the codec's kind, `otherwise` if it has nothing."""
+    kind = parse_spec(codec).kind
+
+    def of_table(known: Table) -> float:
+        rows = known[name].get(kind)
+        return otherwise if rows is None else _at(inner_steps, rows)
+
+    return round(_over_lengths(steps, of_table, optimizer), 4)
+
+
+def _over_lengths(steps: int, read: Callable[[Table], float], optimizer: str = ADAMW) -> float:
+    """What `read` finds in the tables of the run lengths, read at `steps`."""
+    lengths = run_lengths()
+    found = [read(table(optimizer, length)) for length in lengths]
+    return _line(math.log(steps), [math.log(length) for length in lengths], found)
 
 
 def _family(spec: Spec) -> str:
