@@ -274,7 +274,9 @@ def jobs(
             if number and not given:
                 best_rate = _best_rate(rows, plan, lengths[number - 1], seed)
                 rates = (best_rate, best_rate / 2)
-            wanted = replace(Outside.of_table(plan, steps), **(outside or {}))
+            wanted = Outside.of_table(plan, steps)
+            if plan.inner_steps and outside:
+                wanted = replace(wanted, **outside)
             missing = [Job(plan, steps, rate, seed, wanted) for rate in rates]
             missing = [job for job in missing if job.key not in made]
             found += missing

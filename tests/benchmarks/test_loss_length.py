@@ -44,6 +44,10 @@ def test_longer_runs_go_by_the_best_rate_of_shorter_ones() -> None:
     usual = job(SPARSE, 640, rate)
     assert other == replace(usual, outside=replace(usual.outside, beta=0.5))
     assert jobs(rows, [SPARSE], (640,), 0, [rate], {"beta": usual.outside.beta}) == []
+    # Synchronous training has none.
+    assert jobs([], [SYNCHRONOUS], (640,), 0, [rate], {"beta": 0.5}) == [
+        job(SYNCHRONOUS, 640, rate)
+    ]
 
 
 def test_the_best_rate_counts_on_both_sides() -> None:
