@@ -8,8 +8,9 @@ from typing import Any
 import loss_length
 import pytest
 import torch
-from loss_length import Inner, Job, Outer, Outside, Plan, best, jobs, reduction
+from loss_length import Job, best, jobs
 from loss_length_model import LAYOUT, SITES, Text, first_weights, losses, views
+from loss_length_run import Inner, Outer, Outside, Plan, reduction, train
 
 
 def row(plan: Plan, steps: int, rate: float, loss: float | None) -> dict[str, Any]:
@@ -119,7 +120,7 @@ def test_a_short_run_learns_and_is_the_same_again() -> None:
     torch.set_num_threads(1)
     try:
         found = [
-            loss_length.train(text, plan, 1.2e-2, 12, 0, Outside.of_table(plan, 12))
+            train(text, plan, 1.2e-2, 12, 0, Outside.of_table(plan, 12))
             for plan in (SPARSE, SPARSE, SYNCHRONOUS)
         ]
     finally:
