@@ -30,7 +30,19 @@ from torch import Tensor
 
 from dilocox.compression import Geometry, LowRank, compressor, frame_bytes
 
-CODECS = ("none", "fp16", "bf16", "int8", "int4", "int2", "topk:16", "topk:64", "topk:410")
+CODECS = (
+    "none",
+    "fp16",
+    "bf16",
+    "int8",
+    "int4",
+    "int2",
+    "topk:16",
+    "topk:64",
+    "topk:410",
+    "top1:64",
+    "top1:512",
+)
 SLOWER = ("cocktail", "lowrank:8", "lowrank:64")
 QUICK_SIZES = (1 << 20, 1 << 24)
 FULL_SIZES = (1 << 20, 1 << 22, 1 << 24, 1 << 26)

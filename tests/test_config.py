@@ -84,6 +84,7 @@ REFUSED = [
     ("outer.steps=9", "outer: give exactly one of rounds and steps"),
     ("compression.codec=zip", "compression.codec: no codec 'zip'; use one of: none, fp16,"),
     ("compression.codec=4", "compression.codec: got 4, expected a text in quotes"),
+    ("compression.codec=top1:1", "compression.codec: in 'top1:1', B is a whole number from 2"),
     ("compression.codec=topk:x", "compression.codec: in 'topk:x', K is a whole number from 1"),
     ("control.adapt=maybe", 'control.adapt: got "maybe", expected one of: "off", "link"'),
     ("control.adapt=effective-rank", "changes the rank, compression.codec int4 has none"),
@@ -116,6 +117,7 @@ def test_bad_values_are_refused_in_one_line(run_file: Path, override: str, expec
 @pytest.mark.parametrize(
     ("sets", "expected"),
     [
+        (["compression.codec=top1:9", "outer.exchange=reduce"], 'set outer.exchange = "gather"'),
         (["compression.codec=topk:9", "outer.exchange=reduce"], 'set outer.exchange = "gather"'),
         (["compression.codec=lowrank", "outer.exchange=reduce"], "codec lowrank:8 is not averaged"),
         (

@@ -14,16 +14,20 @@ from dilocox.errors import ConfigError
 
 FLAT = ("none", "fp16", "bf16", "int8", "int4", "int2")
 """Codecs of single values or blocks: they need no number and do not look at tensors' shapes."""
-SPARSE = ("topk", "cocktail", "lowrank")
+PICKED = ("topk", "top1", "cocktail")
+"""Kinds that send values which each site picks for itself."""
+SPARSE = (*PICKED, "lowrank")
 """Kinds that send a small part of what there is; the rest waits in the residual for many rounds."""
 COARSE = ("int2", *SPARSE)
 """Kinds below 4 bits per value: without error feedback they lose too much."""
 WITH_MOMENTS = "+moments"
 DEFAULT_KEPT = 64
 LARGEST_KEPT = 2048
+DEFAULT_BLOCK = 64
+LARGEST_BLOCK = 32768
 DEFAULT_RANK = 8
 LARGEST_RANK = 65535
-_FORMS = ", ".join((*FLAT, "topk:K", "cocktail", "lowrank:R", "lowrank:R:int8"))
+_FORMS = ", ".join((*FLAT, "topk:K", "top1:B", "cocktail", "lowrank:R", "lowrank:R:int8"))
 
 
 @dataclass(frozen=True)
@@ -31,9 +35,11 @@ class Spec:
     """A codec and its numbers; a number that its kind does not have is 0."""
 
     kind: str
-    """One of `FLAT`, or `topk`, `cocktail`, `lowrank`."""
+    """One of `FLAT`, or `topk`, `top1`, `cocktail`, `lowrank`."""
     kept: int = 0
     """topk: how many of every 4,096 values are sent, 1 to 2048."""
+    block: int = 0
+    """top1: of how many values one is sent, 2 to 32768."""
     rank: int = 0
     """lowrank: columns of each factor, 1 to 65535."""
     bits: int = 0
@@ -47,9 +53,16 @@ class Spec:
         text = self.kind
         if self.kind == "topk":
             text = f"topk:{self.kept}"
+        if self.kind == "top1":
+            text = f"top1:{self.block}"
         if self.kind == "lowrank":
             text = f"lowrank:{self.rank}" + (":int8" if self.bits == 8 else "")
         return text + WITH_MOMENTS * self.moments
+
+    @property
+    def density(self) -> float:
+        """topk and top1: how many of every 4,096 values are sent; 0 of other kinds."""
+        return 4096 / self.block if self.block else float(self.kept)
 
 
 def sent_with_moments(text: str, moments: bool) -> str:
@@ -65,7 +78,8 @@ def sent_with_moments(text: str, moments: bool) -> str:
 def parse_spec(text: str) -> Spec:
     """The spec that `text` names. Raises `ConfigError` that says what may stand there.
 
-    `topk` is `topk:64`, `lowrank` is `lowrank:8`, and `lowrank:R` is `lowrank:R:int4`.
+    `topk` is `topk:64`, `top1` is `top1:64`, `lowrank` is `lowrank:8`, and `lowrank:R` is
+    `lowrank:R:int4`.
     """
     if text.endswith(WITH_MOMENTS):
         spec = parse_spec(text.removesuffix(WITH_MOMENTS))
@@ -78,20 +92,25 @@ def parse_spec(text: str) -> Spec:
     if kind == "topk" and len(numbers) <= 1:
         kept = _number(text, numbers, DEFAULT_KEPT, "K", LARGEST_KEPT)
         return Spec(kind, kept=kept)
+    if kind == "top1" and len(numbers) <= 1:
+        block = _number(text, numbers, DEFAULT_BLOCK, "B", LARGEST_BLOCK, least=2)
+        return Spec(kind, block=block)
     if kind == "lowrank" and (len(numbers) <= 1 or numbers[1:] in (["int4"], ["int8"])):
         rank = _number(text, numbers, DEFAULT_RANK, "R", LARGEST_RANK)
         return Spec(kind, rank=rank, bits=8 if numbers[1:] == ["int8"] else 4)
     raise ConfigError(f"compression.codec: no codec {text!r}; use one of: {_FORMS}")
 
 
-def _number(text: str, numbers: list[str], default: int, what: str, largest: int) -> int:
+def _number(
+    text: str, numbers: list[str], default: int, what: str, largest: int, least: int = 1
+) -> int:
     if not numbers:
         return default
     written = numbers[0]
     # Digits of other alphabets, signs and leading zeros would be second texts for one spec.
     plain = written.isascii() and written.isdecimal() and not written.startswith("0")
-    if not plain or len(written) > 6 or int(written) > largest:
+    if not plain or len(written) > 6 or not least <= int(written) <= largest:
         raise ConfigError(
-            f"compression.codec: in {text!r}, {what} is a whole number from 1 to {largest}"
+            f"compression.codec: in {text!r}, {what} is a whole number from {least} to {largest}"
         )
     return int(written)

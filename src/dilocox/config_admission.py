@@ -6,14 +6,13 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from dilocox.codec_spec import PICKED
 from dilocox.config_rounds import CompressionSection, OuterSection
 from dilocox.config_section import Positive, Section
 
 Aggregation = Literal["mean", "clip", "median", "trimmed", "rfa"]
 BY_VALUE = ("median", "trimmed")
 """They look at every value by itself."""
-PICKED = ("topk", "cocktail")
-"""Codecs that send values which each site picks for itself."""
 FEW = 5
 """With fewer sites than this, robust rules mean nothing."""
 

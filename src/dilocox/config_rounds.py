@@ -123,9 +123,9 @@ class CompressionSection(Section):
 
     codec: str
     """`none`, `fp16`, `bf16`; `int8`, `int4`, `int2`: blocks of 128 values with one bf16 scale;
-    `topk:K`: K of every 4,096 values, the largest, in 2 bits; `lowrank:R`: two factors of rank R
-    per matrix, in 4 bits (`lowrank:R:int8`: 8); `cocktail`: the top fifth of a random tenth, in 4
-    bits."""
+    `topk:K`: K of every 4,096 values, the largest, in 2 bits; `top1:B`: the largest of every B
+    values, in 2 bits; `lowrank:R`: two factors of rank R per matrix, in 4 bits (`lowrank:R:int8`:
+    8); `cocktail`: the top fifth of a random tenth, in 4 bits."""
     error_feedback: bool
     residual_decay: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     """beta: how much of the residual enters the next contribution."""
@@ -252,7 +252,7 @@ def rounds_problem(
             f"compression.codec {codec}: method {outer.method} exchanges gradients, which low rank "
             "is not made for; choose another codec"
         )
-    if kind in ("topk", "lowrank") and outer.exchange != "gather":
+    if kind in ("topk", "top1", "lowrank") and outer.exchange != "gather":
         return f'compression.codec {codec} is not averaged in parts: set outer.exchange = "gather"'
     if kind in COARSE and not compression.error_feedback:
         return f"compression.codec {codec} needs compression.error_feedback = true"

@@ -24,7 +24,9 @@ from dilocox.compression.registry import CODECS, compressor
 
 Result = TypeVar("Result")
 
-SPARSE = ("topk:1", "topk:64", "topk:77", "topk:2048", "cocktail")
+TOPK = ("topk:1", "topk:64", "topk:77", "topk:2048")
+TOP1 = ("top1:2", "top1:64", "top1:600")
+SPARSE = (*TOPK, *TOP1, "cocktail")
 SINGLE = (*CODECS, *SPARSE)
 """Specs with one phase."""
 RANKS = ("lowrank:4", "lowrank:8:int8")

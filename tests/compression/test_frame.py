@@ -43,7 +43,7 @@ def rewritten(frame: Tensor, offset: int, form: str, value: object) -> bytes:
     return bytes(data)
 
 
-@pytest.mark.parametrize("name", [*CODECS, "topk:64", "cocktail"])
+@pytest.mark.parametrize("name", [*CODECS, "topk:64", "top1:64", "cocktail"])
 @pytest.mark.parametrize("n", [0, BLOCK, 65 * BLOCK])
 def test_round_trip_and_size(name: str, n: int) -> None:
     frame, payload = frame_of(name, n)
@@ -100,7 +100,8 @@ def test_frames_of_other_codecs_and_lengths_are_refused() -> None:
 
 
 FUZZED = pytest.mark.parametrize(
-    ("name", "n"), [("int4", N), ("int2", N), ("topk:64", 8192), ("cocktail", 8192)]
+    ("name", "n"),
+    [("int4", N), ("int2", N), ("topk:64", 8192), ("top1:64", 8192), ("cocktail", 8192)],
 )
 
 

@@ -32,6 +32,8 @@ def whole(spec: str, seed: int = 3) -> Part:
 
 def sparse_bytes(spec: str, n: int) -> int:
     """Size of n values that are thinned out, written anew from the formats."""
+    if spec.startswith("top1"):
+        return top1_bytes(int(spec.removeprefix("top1:")), n)
     if spec == "cocktail":
         kept, bits, head, n = 820, 4, 2, math.ceil(n / 10)
     else:
@@ -42,6 +44,14 @@ def sparse_bytes(spec: str, n: int) -> int:
     for c in [min(chunk, n - start) for start in range(0, n, chunk)]:
         k = math.ceil(kept * c / 4096)
         size += head + math.ceil(min(k * (bits + 1 + low) + (c >> low) for low in range(17)) / 8)
+    return size
+
+
+def top1_bytes(block: int, n: int) -> int:
+    blocks, size = math.ceil(n / block), 0
+    for left in range(blocks, 0, -64):
+        here = min(left, 64)
+        size += 4 + math.ceil((2 * here + math.ceil(4 * math.log2(block + 1)) * -(-here // 4)) / 8)
     return size
 
 
@@ -210,9 +220,11 @@ def test_cocktail_draws_by_place_in_the_buffer() -> None:
 
 def test_texts_and_identifiers() -> None:
     identifiers = {spec: single(spec, ODD).identifier for spec in SINGLE}
-    assert len(set(identifiers.values())) == 8
+    assert len(set(identifiers.values())) == 9
     assert {identifiers[f"topk:{kept}"] for kept in (1, 64, 77, 2048)} == {7}
+    assert {identifiers[f"top1:{block}"] for block in (2, 64, 600)} == {9}
     assert single("topk", ODD).name == "topk:64"
+    assert single("top1", ODD).name == "top1:64"
     assert single("int4", ODD) is single("int4", ODD)
     with pytest.raises(ConfigError, match="no codec 'int3'"):
         single("int3", ODD)

@@ -15,6 +15,7 @@ from dilocox.compression.int2 import Int2
 from dilocox.compression.lowrank import LowRank
 from dilocox.compression.parts import Compressor
 from dilocox.compression.quantised import Quantised
+from dilocox.compression.top1 import Top1
 from dilocox.compression.topk import TopK
 from dilocox.errors import ConfigError
 
@@ -46,9 +47,9 @@ def compressor(spec: str, geometry: Geometry) -> Compressor | LowRank:
     parsed = parse_spec(spec)
     if parsed.kind == "lowrank":
         return LowRank(geometry, parsed.rank, parsed.bits)
-    if parsed.kind == "topk":
-        topk = TopK(parsed.kept)
-        found = Compressor(topk.name, topk.identifier, geometry, lambda _seed, _place: topk)
+    if parsed.kind in ("topk", "top1"):
+        picking = TopK(parsed.kept) if parsed.kind == "topk" else Top1(parsed.block)
+        found = Compressor(picking.name, picking.identifier, geometry, lambda *_: picking)
     elif parsed.kind == "cocktail":
         one = Cocktail(seed=0, place=0)
         found = Compressor(one.name, one.identifier, geometry, Cocktail)

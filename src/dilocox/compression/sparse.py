@@ -32,7 +32,6 @@ UNIT = 4096
 LARGEST_CHUNK = 65536
 ENOUGH = 64
 """Kept values that a chunk should have."""
-SMALLEST_NORMAL = 2.0**-126
 
 _APART, _SPREADS = 8, 4
 """A threshold is sought among every so many values, and so many standard deviations below where the

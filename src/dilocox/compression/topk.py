@@ -7,11 +7,7 @@ with two bf16 levels; then come, as that module says, the indices and codes of 2
 makes them least: for K = 5, 16 and 64 of 4,096 that is 140 bytes for
 65,536 values, 100 for 16,384 and 84 for 4,096: 14.0, 12.5 and 10.5 bits per value that is sent.
 
-The levels are the mean magnitudes of the small and of the large kept values, divided where the
-squared error is least. (Dividing at their mean costs nothing to speak of for normal values, but
-three times the error for Student's t with 3 degrees of freedom.) Magnitudes enter sums as whole
-numbers up to 2^30 (of the chunk's largest): exact in float64 in every order, so payloads do not
-depend on the machine. Levels are 0 or normal fp32 numbers.
+The levels are those of `dilocox.compression.levels`, of a chunk's kept values.
 """
 
 from __future__ import annotations
@@ -30,12 +26,10 @@ from dilocox.compression.base import (
     check_values,
     output,
 )
-from dilocox.compression.sparse import Array
+from dilocox.compression.levels import LARGEST_LEVEL, SMALLEST_NORMAL, two_levels
 
 _HEAD = 4
 _BITS = 2
-_WHOLE = 2.0**30
-_LARGEST_LEVEL = torch.finfo(torch.bfloat16).max
 
 
 @dataclass(frozen=True)
@@ -74,7 +68,7 @@ class TopK:
             k = sparse.kept_of(width, self.kept)
             found = sparse.strongest(piece & np.int32(0x7FFFFFFF), k)
             chosen = piece.reshape(-1)[found].reshape(rows, k)
-            levels, large = _levels(chosen & np.int32(0x7FFFFFFF))
+            levels, large = two_levels(chosen & np.int32(0x7FFFFFFF))
             where = sparse.indices_of(found, rows, width)
             codes = (chosen < 0) | large << np.int16(1)
             record[:, :_HEAD] = levels.to(torch.bfloat16).view(torch.uint8).numpy()
@@ -92,7 +86,7 @@ class TopK:
             record = records[done : done + size].reshape(rows, -1)
             done += size
             levels = torch.from_numpy(record[:, :_HEAD].copy()).view(torch.bfloat16)
-            check_scales(levels, sparse.SMALLEST_NORMAL, _LARGEST_LEVEL, self.name, zero=True)
+            check_scales(levels, SMALLEST_NORMAL, LARGEST_LEVEL, self.name, zero=True)
             k = sparse.kept_of(width, self.kept)
             where, codes = sparse.unpack(record[:, _HEAD:], k, width, _BITS, self.name)
             level = levels.to(torch.float32).numpy().view(np.int32)
@@ -100,24 +94,3 @@ class TopK:
             sign = -(codes & 1) & np.int32(-(2**31))
             bits[start : start + rows * width][sparse.places_of(where, width)] = magnitude | sign
         return values if values is host else values.copy_(host)
-
-
-def _levels(magnitudes: Array) -> tuple[Tensor, Array]:
-    """Levels, fp32 [rows, 2], of magnitudes by their bits, int32 [rows, k], and which are large."""
-    ascending = np.sort(magnitudes, axis=1)
-    k = ascending.shape[1]
-    with np.errstate(invalid="ignore"):
-        values = ascending.view(np.float32).astype(np.float64)
-        unit = values[:, -1:] / _WHOLE
-        sums = np.cumsum(np.rint(values / np.where(unit > 0, unit, 1.0)), axis=1)
-        total, below = sums[:, -1:], sums[:, : max(k - 1, 1)]
-        count = np.arange(1, k) if k > 1 else np.ones(1)
-        rest = np.maximum(k - count, 1)
-        # What is divided between n and k - n values with sums s and t: the error falls with this.
-        cut = np.argmax(below**2 / count + (total - below) ** 2 / rest, axis=1, keepdims=True)
-        low = np.take_along_axis(below / count, cut, 1)
-        high = np.take_along_axis((total - below) / rest, cut, 1) if k > 1 else low
-        levels = torch.from_numpy((np.concatenate([low, high], 1) * unit).astype(np.float32))
-    levels.clamp_(max=_LARGEST_LEVEL)
-    large = magnitudes >= np.take_along_axis(ascending, np.minimum(cut + 1, k - 1), 1)
-    return torch.where(levels < sparse.SMALLEST_NORMAL, 0.0, levels), large

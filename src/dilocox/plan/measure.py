@@ -22,7 +22,7 @@ from dilocox.outer.state import FragmentState
 SECONDS = 1.0
 """That each measurement takes, about."""
 VALUES = 1 << 22
-CODECS = ("none", "fp16", "bf16", "int8", "int4", "int2", "topk:64", "cocktail")
+CODECS = ("none", "fp16", "bf16", "int8", "int4", "int2", "topk:64", "top1:64", "cocktail")
 RANKS = (8, 64)
 """Of the low-rank codec: two, so that what grows with the rank can be told from what does not."""
 

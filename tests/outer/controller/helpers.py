@@ -34,7 +34,8 @@ def menu(config: RunConfig, values: int = 1_000_000) -> dict[str, list[list[int]
     sizes = {}
     for codec in codecs(config):
         spec = parse_spec(codec)
-        bits = 14 * spec.kept / 4096 if spec.kind == "topk" else BITS[codec]
+        each = {"topk": 14, "top1": 12}.get(spec.kind)
+        bits = BITS[codec] if each is None else each * spec.density / 4096
         whole = values * bits / 8 / stages / sum(shares)
         sizes[codec] = [[64 + round(whole * share) for share in shares] for _ in range(stages)]
     return sizes

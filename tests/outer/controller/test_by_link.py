@@ -358,6 +358,20 @@ def test_without_error_feedback_nothing_below_four_bits() -> None:
     assert "topk:5" not in menu(run_config(outer={"exchange": "reduce"}))
 
 
+def test_top1_is_on_the_menu_of_long_runs_and_taken_on_slow_links() -> None:
+    short, long = run_config(), run_config(steps=3300)
+    assert not [codec for codec in codecs(short) if codec.startswith("top1")]
+    assert "top1:590" in codecs(long)
+    for other in ({"outer": {"exchange": "reduce"}}, {"inner": {"optimizer": "muon"}}):
+        changed = run_config(steps=3300, **other)
+        assert not [codec for codec in codecs(changed) if codec.startswith("top1")]
+    choice = choose(long, menu(long), at(20_000), 2, None)
+    assert parse_spec(choice.codec).kind == "top1"
+    rates = outer_rates(choice.inner_steps, choice.codec, 3300)
+    assert (choice.learning_rate, choice.momentum) == rates
+    assert choice.residual_view > 0
+
+
 def test_a_plan_in_force_that_still_fits_outlives_all_that_could_be_new() -> None:
     """No new plan leaves a tenth of the link free; the one in force may use all of it."""
     config = run_config(steps=1000)

@@ -17,6 +17,7 @@ from dilocox.outer.controller.loss import (
     residual_view,
     run_lengths,
     table,
+    top1_offered,
 )
 
 STEPS = table()["inner_steps"]
@@ -43,6 +44,12 @@ def test_the_table_is_sound(optimizer: str, whole: int) -> None:
         assert sorted(row, reverse=True) == row
         assert min(row) > 0  # its logarithm is taken
     assert sorted(known["local"]) == known["local"]
+    if known.get("top1"):
+        assert len(known["top1"]["loss"]) == len(STEPS)
+        for row in known["top1"]["loss"]:
+            assert len(row) == len(known["top1"]["kept"])
+            assert sorted(row, reverse=True) == row
+            assert min(row) > 0
     for codec in ("none", *(f"topk:{kept}" for kept in known["topk"]["kept"])):
         for steps in STEPS:
             rate, momentum = outer_rates(steps, codec, whole)
@@ -124,6 +131,23 @@ def test_between_two_run_lengths_losses_are_read_by_the_logarithm() -> None:
     assert codec_loss(2, "topk:8", LONG) > codec_loss(2, "topk:8", SHORT)
     # Nothing is known of Muon in long runs, but for what late landing costs everybody.
     assert loss_of(20, "topk:64", 0.0, LONG, "muon") == loss_of(20, "topk:64", 0.0, SHORT, "muon")
+
+
+def test_top1_is_known_of_long_runs_with_adamw() -> None:
+    assert [top1_offered(steps) for steps in (SHORT, LONG - 1, LONG, 10**6)] == [0, 0, 1, 1]
+    assert not top1_offered(LONG, "muon")
+    for steps in (1, 2, 5, 30):
+        for block in (16, 64, 512):
+            topk = f"topk:{4096 // block}"
+            # It loses less than as dense a topk; where nothing is known of it, as much.
+            assert codec_loss(steps, f"top1:{block}", LONG) < codec_loss(steps, topk, LONG)
+            assert codec_loss(steps, f"top1:{block}", SHORT) == codec_loss(steps, topk, SHORT)
+            muon = [codec_loss(steps, name, LONG, "muon") for name in (f"top1:{block}", topk)]
+            assert muon[0] == muon[1]
+            # The rates that go with it are those of topk.
+            assert outer_rates(steps, f"top1:{block}", LONG) == outer_rates(steps, topk, LONG)
+            assert residual_decay(steps, f"top1:{block}", LONG) == residual_decay(steps, topk, LONG)
+            assert residual_view(steps, f"top1:{block}", LONG) == residual_view(steps, topk, LONG)
 
 
 def test_where_there_are_many_rounds_less_is_forgotten_and_gamma_is_raised_less_for_it() -> None:

@@ -13,6 +13,9 @@ from dilocox.outer.controller.schedule import Crowd, Sizes, Traffic, traffic
 
 INNER_STEPS = (1, 2, 3, 5, 8, 12, 20, 30, 50, 80, 125, 200, 320, 500)
 KEPT = (328, 232, 164, 116, 82, 58, 41, 35, 29, 24, 20, 17, 15, 13, 12, 11, 10, 9, 8, 7, 6, 5)
+BLOCKS = (12, 18, 25, 35, 50, 70, 100, 118, 140, 170, 205, 240, 290, 340, 410, 490, 590, 700, 850,
+          1000, 1200, 1500)  # fmt: skip
+"""B of `top1`."""
 LEAST_ROUNDS = 8
 """Outer momentum and error feedback need some rounds: so many at least, where possible."""
 SLACK = 5 / 4
@@ -70,6 +73,8 @@ def codecs(config: RunConfig) -> list[str]:
         names.append("int2")
         if config.outer.exchange == "gather" and config.admission.aggregation not in BY_VALUE:
             names += [f"topk:{kept}" for kept in KEPT]
+            if loss.top1_offered(config.total_steps, config.inner.optimizer):
+                names += [f"top1:{block}" for block in BLOCKS]
     return names if own in names or not loss.is_known(own) else [*names, own]
 
 

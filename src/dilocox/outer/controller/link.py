@@ -82,7 +82,7 @@ class Estimate:
             return self.work_us
 
         def apart(name: str) -> float:
-            return abs(math.log(max(1, parse_spec(name).kept) / max(1, spec.kept)))
+            return abs(math.log(max(0.1, parse_spec(name).density) / max(0.1, spec.density)))
 
         return self.works[min(alike, key=apart)]
 

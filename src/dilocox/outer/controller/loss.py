@@ -9,6 +9,9 @@ as lossless: such a codec is only ever in force because it is, or because the ru
 What is known of an inner optimizer (`inner.optimizer`) in particular stands in the table by its
 name, and holds instead of what was measured with AdamW.
 
+What `top1` loses stands by itself where it is known; elsewhere, and in all else, it counts as a
+`topk` that sends as many values.
+
 All of this, and the rates that go with it, is of runs of one length. In longer ones local steps
 cost less, and codecs that send few values more: what is known of them stands under `longer`, and
 holds there instead. Between two lengths everything is read linearly in the logarithm of the run's
@@ -28,6 +31,8 @@ from dilocox.codec_spec import Spec, parse_spec
 
 ADAMW = "adamw"
 Table = Mapping[str, Any]
+PICKING = ("topk", "top1")
+"""Kinds that send the largest values, of as many bits each."""
 LOSSLESS = ("fp16", "bf16")
 """Kinds of codecs that are not in the table, because they lose nothing."""
 
@@ -53,7 +58,21 @@ def table(optimizer: str = ADAMW, steps: int | None = None) -> dict[str, Any]:
     of `steps` inner steps: one of `run_lengths`, without it the shortest."""
     whole = committed()
     longer: Table = next((known for known in whole["longer"] if known["steps"] == steps), {})
-    return {**whole, **longer, **whole["optimizers"].get(optimizer, {})}
+    found = _over(whole, longer)
+    if optimizer in whole["optimizers"]:
+        # What was measured of top1 was with AdamW: with another optimizer it counts as topk.
+        found = _over({**found, "top1": None}, whole["optimizers"][optimizer])
+    return found
+
+
+def _over(below: Table, above: Table) -> dict[str, Any]:
+    """What stands in `above` instead of what stands in `below`, key by key of their tables."""
+    merged = dict(below)
+    for name, value in above.items():
+        under = below.get(name)
+        both = isinstance(under, dict) and isinstance(value, dict)
+        merged[name] = {**under, **value} if both and under is not None else value
+    return merged
 
 
 @lru_cache(maxsize=65536)
@@ -79,7 +98,14 @@ def is_known(codec: str) -> bool:
     """The table says what a codec loses, or it loses nothing. Raises `ConfigError` for a `codec`
     that is no spec."""
     kind = parse_spec(codec).kind
-    return kind == "topk" or kind in LOSSLESS or kind in committed()["flat"]
+    return kind in PICKING or kind in LOSSLESS or kind in committed()["flat"]
+
+
+@lru_cache(maxsize=64)
+def top1_offered(steps: int, optimizer: str = ADAMW) -> bool:
+    """`top1` was measured in runs of so many inner steps, with this optimizer."""
+    measured = [length for length in run_lengths() if table(optimizer, length).get("top1")]
+    return bool(measured) and steps >= measured[0]
 
 
 @lru_cache(maxsize=4096)
@@ -88,13 +114,14 @@ def codec_loss(inner_steps: int, codec: str, steps: int, optimizer: str = ADAMW)
     spec = parse_spec(codec)
 
     def of_table(known: Table) -> float:
-        if spec.kind != "topk":
+        if spec.kind not in PICKING:
             rows = known["flat"].get(spec.kind)
             return 0.0 if rows is None else _at(inner_steps, rows)
-        kept = [math.log(k) for k in known["topk"]["kept"]]
+        picked = known["top1"] if spec.kind == "top1" and known.get("top1") else known["topk"]
+        kept = [math.log(k) for k in picked["kept"]]
         logs = [
-            _line(math.log(spec.kept), kept, [math.log(value) for value in row])
-            for row in known["topk"]["loss"]
+            _line(math.log(spec.density), kept, [math.log(value) for value in row])
+            for row in picked["loss"]
         ]
         return _at(inner_steps, [math.exp(value) for value in logs])
 
@@ -104,20 +131,20 @@ def codec_loss(inner_steps: int, codec: str, steps: int, optimizer: str = ADAMW)
 def outer_rates(inner_steps: int, codec: str, steps: int) -> tuple[float, float]:
     """(gamma, mu) that are best with so many inner steps per round and such a codec.
 
-    With top-k most of what a site has to say decays in its residual before its turn comes, so that
-    what travels has to count for more: gamma rises as the values kept become fewer, and the less
-    so, the less decays in a run of so many inner `steps`. Raises `ConfigError` for a `codec` that
-    is no spec.
+    With `topk` and `top1` most of what a site has to say decays in its residual before its turn
+    comes, so that what travels has to count for more: gamma rises as the values kept become fewer,
+    and the less so, the less decays in a run of so many inner `steps`. Raises `ConfigError` for a
+    `codec` that is no spec.
     """
     spec = parse_spec(codec)
 
     def rate(known: Table) -> float:
         rates = known["outer"][_family(spec)]
         found = _at(inner_steps, rates["learning_rate"])
-        if spec.kind != "topk":
+        if spec.kind not in PICKING:
             return found
         rise = known["rise"]
-        fewer = max(1.0, _at(inner_steps, rise["kept"]) / spec.kept)
+        fewer = max(1.0, _at(inner_steps, rise["kept"]) / spec.density)
         by_density = min(rise["most"], fewer ** rise["power"])
         return found * (1 + (by_density - 1) * _at(inner_steps, rise["share"]))
 
@@ -161,10 +188,10 @@ def _by_kind(
     name: str, otherwise: float, inner_steps: int, codec: str, steps: int, optimizer: str
 ) -> float:
     """What the table has under `name` for the codec's kind, `otherwise` if it has nothing."""
-    kind = parse_spec(codec).kind
+    spec = parse_spec(codec)
 
     def of_table(known: Table) -> float:
-        rows = known[name].get(kind)
+        rows = known[name].get(_family(spec))
         return otherwise if rows is None else _at(inner_steps, rows)
 
     return round(_over_lengths(steps, of_table, optimizer), 4)
@@ -179,7 +206,7 @@ def _over_lengths(steps: int, read: Callable[[Table], float], optimizer: str = A
 
 def _family(spec: Spec) -> str:
     """What the table tells apart where it does not name codecs."""
-    return "topk" if spec.kind == "topk" else "flat"
+    return "topk" if spec.kind in PICKING else "flat"
 
 
 def _at(inner_steps: int, values: Sequence[float]) -> float:

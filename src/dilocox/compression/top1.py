@@ -1,0 +1,183 @@
+"""The largest of every B values, in 2 bits and its place (block-wise top-1).
+
+`topk` takes the largest of a long chunk, wherever they are, so that some rows of a tensor are sent
+again and again and others wait; here every B neighbours have one value sent in every round. Its
+place in them takes log2 B bits, where one among K of a chunk as dense takes about two bits more.
+
+Payload: one record per 64 blocks of B consecutive values, and one for those that are left (r
+blocks, the last of them may be shorter). A record begins with two bf16 levels
+(`dilocox.compression.levels`) of its blocks' values; then comes a stream of bits that starts with
+the lowest of the first byte:
+
+- bit 0 of the r codes (1: negative), then bit 1 of them (1: the second level),
+- the places, four blocks at a time as one number of w bits, its lowest bit first: place 0 + place 1
+  * (B + 1) + place 2 * (B + 1)^2 + place 3 * (B + 1)^3, where w bits are what the largest of these
+  needs. Of a block that has nothing but zeros the place is B and the code 0. Behind the last block
+  places are 0.
+
+A record of r blocks has 4 + ceil((2 * r + w * ceil(r / 4)) / 8) bytes: for 64 blocks of 64 and of
+512 values (w = 25 and 37) that is 70 and 94, 8.75 and 11.75 bits per value that is sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dilocox.compression.base import (
+    check_count,
+    check_payload,
+    check_scales,
+    check_values,
+    output,
+)
+from dilocox.compression.levels import LARGEST_LEVEL, SMALLEST_NORMAL, Array, two_levels
+from dilocox.errors import ExchangeError
+
+_HEAD = 4
+_BLOCKS = 64
+"""That share two levels."""
+_TOGETHER = 4
+"""Places that are one number: so less than a quarter of a bit of each is lost."""
+_PIECE = 1 << 18
+"""Values that are worked on together, about: a MiB stays in the cache."""
+
+
+@dataclass(frozen=True)
+class Top1:
+    """Works in host memory: tensors of another device are copied there and back."""
+
+    block: int
+    """B: 2 to 32768."""
+    identifier: int = 9
+
+    @property
+    def name(self) -> str:
+        """Canonical spec."""
+        return f"top1:{self.block}"
+
+    @property
+    def numbers(self) -> tuple[int, int]:
+        """See `Codec`: B, and 0."""
+        return self.block, 0
+
+    def payload_bytes(self, n: int) -> int:
+        """As the module says."""
+        whole, rest = divmod(-(-check_count(n) // self.block), _BLOCKS)
+        return whole * self._record_bytes(_BLOCKS) + (self._record_bytes(rest) if rest else 0)
+
+    def encode(self, values: Tensor, out: Tensor | None = None) -> Tensor:
+        """See `Codec.encode`."""
+        n = check_values(values)
+        payload = output(out, self.payload_bytes(n), torch.uint8, values.device)
+        host = payload if payload.device.type == "cpu" else torch.empty_like(payload, device="cpu")
+        bits, records, done = values.cpu().numpy().view(np.int32), host.numpy(), 0
+        for start, rows, width in self._records(n):
+            piece = bits[start : start + rows * width * self.block]
+            missing = rows * width * self.block - piece.size
+            if missing:
+                piece = np.concatenate([piece, np.zeros(missing, dtype=np.int32)])
+            blocks = piece.reshape(rows * width, self.block)
+            magnitudes = blocks & np.int32(0x7FFFFFFF)
+            places = np.argmax(magnitudes, axis=1)
+            flat = places + np.arange(0, blocks.size, self.block)
+            largest = magnitudes.reshape(-1)[flat].reshape(rows, width)
+            levels, large = two_levels(largest)
+            some = largest > 0
+            codes = (blocks.reshape(-1)[flat].reshape(rows, width) < 0) | large << np.int16(1)
+            size = rows * self._record_bytes(width)
+            record = records[done : done + size].reshape(rows, -1)
+            done += size
+            record[:, :_HEAD] = levels.to(torch.bfloat16).view(torch.uint8).numpy()
+            record[:, _HEAD:] = self._packed(
+                np.where(some, places.reshape(rows, width), self.block), np.where(some, codes, 0)
+            )
+        return payload if payload is host else payload.copy_(host)
+
+    def decode(self, payload: Tensor, n: int, out: Tensor | None = None) -> Tensor:
+        """See `Codec.decode`. Refuses places and codes that encoding does not make, too."""
+        payload = check_payload(payload, self.payload_bytes(n), self.name, n)
+        values = output(out, n, torch.float32, payload.device)
+        host = values if values.device.type == "cpu" else torch.empty_like(values, device="cpu")
+        bits, records, done = host.zero_().numpy().view(np.int32), payload.cpu().numpy(), 0
+        for start, rows, width in self._records(n):
+            size = rows * self._record_bytes(width)
+            record = records[done : done + size].reshape(rows, -1)
+            done += size
+            levels = torch.from_numpy(record[:, :_HEAD].copy()).view(torch.bfloat16)
+            check_scales(levels, SMALLEST_NORMAL, LARGEST_LEVEL, self.name, zero=True)
+            places, codes = self._unpacked(record[:, _HEAD:], width)
+            level = levels.to(torch.float32).numpy().view(np.int32)
+            magnitude = np.take_along_axis(level, codes >> 1, 1)
+            some = places < self.block
+            first = np.arange(start, start + places.size * self.block, self.block)
+            where = (places + first.reshape(places.shape))[some]
+            if (codes[~some] != 0).any() or (where >= n).any():
+                raise self._refused("a block has a code without a value, or one behind the end")
+            bits[where] = (magnitude | -(codes & 1) & np.int32(-(2**31)))[some]
+        return values if values is host else values.copy_(host)
+
+    def _records(self, n: int) -> Iterator[tuple[int, int, int]]:
+        """(first value, number of records, their blocks) of the pieces in which n are taken."""
+        blocks = -(-n // self.block)
+        whole, rest = divmod(blocks, _BLOCKS)
+        together = max(1, _PIECE // (_BLOCKS * self.block))
+        for first in range(0, whole, together):
+            yield first * _BLOCKS * self.block, min(together, whole - first), _BLOCKS
+        if rest:
+            yield whole * _BLOCKS * self.block, 1, rest
+
+    @property
+    def _place_bits(self) -> int:
+        """w: bits of a number of four places."""
+        return ((self.block + 1) ** _TOGETHER - 1).bit_length()
+
+    def _record_bytes(self, blocks: int) -> int:
+        return _HEAD + -(-(2 * blocks + self._place_bits * -(-blocks // _TOGETHER)) // 8)
+
+    def _packed(self, places: Array, codes: Array) -> Array:
+        """Streams, uint8 [rows, bytes], of places and codes [rows, blocks]."""
+        rows, blocks = places.shape
+        fours, width = -(-blocks // _TOGETHER), self._place_bits
+        radix = (self.block + 1) ** np.arange(_TOGETHER)
+        padded = np.zeros((rows, fours * _TOGETHER), dtype=np.int64)
+        padded[:, :blocks] = places
+        numbers = padded.reshape(rows, fours, _TOGETHER) @ radix
+        stream = np.empty((rows, 2 * blocks + fours * width), dtype=np.uint8)
+        stream[:, :blocks] = codes & 1
+        stream[:, blocks : 2 * blocks] = codes >> 1
+        above = stream[:, 2 * blocks :].reshape(rows, fours, width)
+        for place in range(width):
+            above[:, :, place] = numbers >> place & 1
+        stream[:, 2 * blocks :] = above.reshape(rows, -1)
+        return np.packbits(stream, axis=1, bitorder="little")
+
+    def _unpacked(self, data: Array, blocks: int) -> tuple[Array, Array]:
+        """Places, int64, and codes, int32, both [rows, blocks], that `_packed` made `data` from.
+
+        Raises `ExchangeError` for what it does not make.
+        """
+        fours, width = -(-blocks // _TOGETHER), self._place_bits
+        stream = np.unpackbits(data, axis=1, bitorder="little")
+        if stream[:, 2 * blocks + fours * width :].any():
+            raise self._refused("the bits behind its last place are not zero")
+        codes = stream[:, :blocks] | stream[:, blocks : 2 * blocks] << 1
+        above = stream[:, 2 * blocks : 2 * blocks + fours * width].reshape(len(data), fours, width)
+        numbers = np.zeros((len(data), fours), dtype=np.int64)
+        for place in reversed(range(width)):
+            numbers = numbers << 1 | above[:, :, place]
+        radix = self.block + 1
+        places = np.empty((len(data), fours, _TOGETHER), dtype=np.int64)
+        for number in range(_TOGETHER):
+            numbers, places[:, :, number] = np.divmod(numbers, radix)
+        flat = places.reshape(len(data), -1)
+        if numbers.any() or flat[:, blocks:].any():
+            raise self._refused("it has a place beyond its block")
+        return flat[:, :blocks], codes.astype(np.int32)
+
+    def _refused(self, why: str) -> ExchangeError:
+        return ExchangeError(f"{self.name} payload refused: {why}; no site's encoder writes that")
