@@ -46,6 +46,7 @@ RATES = (1.5e-3, 3e-3, 6e-3, 1.2e-2)
 """Inner rates of the shortest runs. Longer ones have the best before, and half of it."""
 PLANS = (
     (1, "topk:20"), (2, "topk:8"), (2, "topk:17"), (5, "topk:7"), (5, "topk:24"), (5, "topk:58"),
+    (2, "top1:512"), (5, "top1:600"),
     (8, "topk:13"), (12, "topk:23"), (12, "topk:64"), (20, "topk:41"), (20, "topk:328"),
     (30, "topk:64"), (30, "topk:164"), (20, "none"), (66, "int2"), (125, "int4"), (125, "int2"),
 )  # fmt: skip

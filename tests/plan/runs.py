@@ -8,7 +8,7 @@ from typing import Any
 from dilocox.config import RunConfig, resolve_run
 from dilocox.plan.table import Device, Host, Link, Table
 
-KINDS = ("none", "fp16", "bf16", "int8", "int4", "int2", "topk", "cocktail", "lowrank")
+KINDS = ("none", "fp16", "bf16", "int8", "int4", "int2", "topk", "top1", "cocktail", "lowrank")
 FREE = Host(
     encode=dict.fromkeys(KINDS, 1e18),
     decode=dict.fromkeys(KINDS, 1e18),

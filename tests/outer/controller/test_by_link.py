@@ -362,6 +362,7 @@ def test_top1_is_on_the_menu_of_long_runs_and_taken_on_slow_links() -> None:
     short, long = run_config(), run_config(steps=3300)
     assert not [codec for codec in codecs(short) if codec.startswith("top1")]
     assert "top1:590" in codecs(long)
+    assert not [codec for codec in codecs(long) if codec.startswith("topk")]
     for other in ({"outer": {"exchange": "reduce"}}, {"inner": {"optimizer": "muon"}}):
         changed = run_config(steps=3300, **other)
         assert not [codec for codec in codecs(changed) if codec.startswith("top1")]

@@ -15,7 +15,7 @@ INNER_STEPS = (1, 2, 3, 5, 8, 12, 20, 30, 50, 80, 125, 200, 320, 500)
 KEPT = (328, 232, 164, 116, 82, 58, 41, 35, 29, 24, 20, 17, 15, 13, 12, 11, 10, 9, 8, 7, 6, 5)
 BLOCKS = (12, 18, 25, 35, 50, 70, 100, 118, 140, 170, 205, 240, 290, 340, 410, 490, 590, 700, 850,
           1000, 1200, 1500)  # fmt: skip
-"""B of `top1`."""
+"""B of `top1`, which is taken instead of `topk` where the loss table knows what it loses."""
 LEAST_ROUNDS = 8
 """Outer momentum and error feedback need some rounds: so many at least, where possible."""
 SLACK = 5 / 4
@@ -72,9 +72,10 @@ def codecs(config: RunConfig) -> list[str]:
     if config.compression.error_feedback:
         names.append("int2")
         if config.outer.exchange == "gather" and config.admission.aggregation not in BY_VALUE:
-            names += [f"topk:{kept}" for kept in KEPT]
             if loss.top1_offered(config.total_steps, config.inner.optimizer):
                 names += [f"top1:{block}" for block in BLOCKS]
+            else:
+                names += [f"topk:{kept}" for kept in KEPT]
     return names if own in names or not loss.is_known(own) else [*names, own]
 
 
