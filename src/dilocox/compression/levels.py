@@ -8,21 +8,43 @@ error for Student's t with 3 degrees of freedom.) Magnitudes enter sums as whole
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-Array = NDArray[Any]
+from dilocox.compression.base import check_scales
+from dilocox.compression.sparse import Array, places_of
 
-SMALLEST_NORMAL = 2.0**-126
-LARGEST_LEVEL = torch.finfo(torch.bfloat16).max
+HEAD = 4
+"""Bytes of two levels."""
+_SMALLEST_NORMAL = 2.0**-126
+_LARGEST_LEVEL = torch.finfo(torch.bfloat16).max
 _WHOLE = 2.0**30
+_MAGNITUDE, _SIGN = np.int32(0x7FFFFFFF), np.int32(-(2**31))
 
 
-def two_levels(magnitudes: Array) -> tuple[Tensor, Array]:
+def to_codes(bits: Array) -> tuple[Array, Array]:
+    """What fp32 values are sent as: levels, uint8 [rows, HEAD], and codes, int16 [rows, k].
+
+    Values come by their bits, int32 [rows, k]. In a code 1 says negative, 2 the second level.
+    """
+    levels, large = _two_levels(bits & _MAGNITUDE)
+    return levels.to(torch.bfloat16).view(torch.uint8).numpy(), (bits < 0) | large << np.int16(1)
+
+
+def from_codes(head: Array, codes: Array, name: str) -> Array:
+    """The fp32 values, by their bits, int32 [rows, k], that `to_codes` made of what was sent.
+
+    Raises `ExchangeError` that names the codec for levels that it does not make.
+    """
+    levels = torch.from_numpy(head.copy()).view(torch.bfloat16)
+    check_scales(levels, _SMALLEST_NORMAL, _LARGEST_LEVEL, name, zero=True)
+    level = levels.to(torch.float32).numpy().view(np.int32)
+    found: Array = level.reshape(-1)[places_of(codes >> 1, 2)] | -(codes & 1) & _SIGN
+    return found
+
+
+def _two_levels(magnitudes: Array) -> tuple[Tensor, Array]:
     """Levels, fp32 [rows, 2], of magnitudes by their bits, int32 [rows, k], and which are large.
 
     Levels are 0 or normal numbers that bf16 can hold.
@@ -41,6 +63,6 @@ def two_levels(magnitudes: Array) -> tuple[Tensor, Array]:
         low = np.take_along_axis(below / count, cut, 1)
         high = np.take_along_axis((total - below) / rest, cut, 1) if k > 1 else low
         levels = torch.from_numpy((np.concatenate([low, high], 1) * unit).astype(np.float32))
-    levels.clamp_(max=LARGEST_LEVEL)
+    levels.clamp_(max=_LARGEST_LEVEL)
     large = magnitudes >= np.take_along_axis(ascending, np.minimum(cut + 1, k - 1), 1)
-    return torch.where(levels < SMALLEST_NORMAL, 0.0, levels), large
+    return torch.where(levels < _SMALLEST_NORMAL, 0.0, levels), large

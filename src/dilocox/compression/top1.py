@@ -31,14 +31,13 @@ from torch import Tensor
 from dilocox.compression.base import (
     check_count,
     check_payload,
-    check_scales,
     check_values,
     output,
 )
-from dilocox.compression.levels import LARGEST_LEVEL, SMALLEST_NORMAL, Array, two_levels
+from dilocox.compression.levels import HEAD, from_codes, to_codes
+from dilocox.compression.sparse import Array, places_of
 from dilocox.errors import ExchangeError
 
-_HEAD = 4
 _BLOCKS = 64
 """That share two levels."""
 _TOGETHER = 4
@@ -82,18 +81,14 @@ class Top1:
             if missing:
                 piece = np.concatenate([piece, np.zeros(missing, dtype=np.int32)])
             blocks = piece.reshape(rows * width, self.block)
-            magnitudes = blocks & np.int32(0x7FFFFFFF)
-            places = np.argmax(magnitudes, axis=1)
-            flat = places + np.arange(0, blocks.size, self.block)
-            largest = magnitudes.reshape(-1)[flat].reshape(rows, width)
-            levels, large = two_levels(largest)
-            some = largest > 0
-            codes = (blocks.reshape(-1)[flat].reshape(rows, width) < 0) | large << np.int16(1)
+            places = np.argmax(blocks & np.int32(0x7FFFFFFF), axis=1)
+            chosen = np.take_along_axis(blocks, places[:, None], 1).reshape(rows, width)
+            some = chosen & np.int32(0x7FFFFFFF) > 0
             size = rows * self._record_bytes(width)
             record = records[done : done + size].reshape(rows, -1)
             done += size
-            record[:, :_HEAD] = levels.to(torch.bfloat16).view(torch.uint8).numpy()
-            record[:, _HEAD:] = self._packed(
+            record[:, :HEAD], codes = to_codes(chosen)
+            record[:, HEAD:] = self._packed(
                 np.where(some, places.reshape(rows, width), self.block), np.where(some, codes, 0)
             )
         return payload if payload is host else payload.copy_(host)
@@ -108,17 +103,13 @@ class Top1:
             size = rows * self._record_bytes(width)
             record = records[done : done + size].reshape(rows, -1)
             done += size
-            levels = torch.from_numpy(record[:, :_HEAD].copy()).view(torch.bfloat16)
-            check_scales(levels, SMALLEST_NORMAL, LARGEST_LEVEL, self.name, zero=True)
-            places, codes = self._unpacked(record[:, _HEAD:], width)
-            level = levels.to(torch.float32).numpy().view(np.int32)
-            magnitude = np.take_along_axis(level, codes >> 1, 1)
+            places, codes = self._unpacked(record[:, HEAD:], width)
+            found = from_codes(record[:, :HEAD], codes, self.name)
             some = places < self.block
-            first = np.arange(start, start + places.size * self.block, self.block)
-            where = (places + first.reshape(places.shape))[some]
+            where = start + places_of(places.reshape(-1, 1), self.block).reshape(some.shape)[some]
             if (codes[~some] != 0).any() or (where >= n).any():
                 raise self._refused("a block has a code without a value, or one behind the end")
-            bits[where] = (magnitude | -(codes & 1) & np.int32(-(2**31)))[some]
+            bits[where] = found[some]
         return values if values is host else values.copy_(host)
 
     def _records(self, n: int) -> Iterator[tuple[int, int, int]]:
@@ -137,7 +128,7 @@ class Top1:
         return ((self.block + 1) ** _TOGETHER - 1).bit_length()
 
     def _record_bytes(self, blocks: int) -> int:
-        return _HEAD + -(-(2 * blocks + self._place_bits * -(-blocks // _TOGETHER)) // 8)
+        return HEAD + -(-(2 * blocks + self._place_bits * -(-blocks // _TOGETHER)) // 8)
 
     def _packed(self, places: Array, codes: Array) -> Array:
         """Streams, uint8 [rows, bytes], of places and codes [rows, blocks]."""

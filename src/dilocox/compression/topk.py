@@ -22,13 +22,11 @@ from dilocox.compression import sparse
 from dilocox.compression.base import (
     check_count,
     check_payload,
-    check_scales,
     check_values,
     output,
 )
-from dilocox.compression.levels import LARGEST_LEVEL, SMALLEST_NORMAL, two_levels
+from dilocox.compression.levels import HEAD, from_codes, to_codes
 
-_HEAD = 4
 _BITS = 2
 
 
@@ -52,7 +50,7 @@ class TopK:
 
     def payload_bytes(self, n: int) -> int:
         """As the module says."""
-        return sparse.payload_bytes(check_count(n), self.kept, _HEAD, _BITS)
+        return sparse.payload_bytes(check_count(n), self.kept, HEAD, _BITS)
 
     def encode(self, values: Tensor, out: Tensor | None = None) -> Tensor:
         """See `Codec.encode`."""
@@ -62,17 +60,15 @@ class TopK:
         bits, records, done = values.cpu().numpy().view(np.int32), host.numpy(), 0
         for start, rows, width in sparse.chunks(n, self.kept):
             piece = bits[start : start + rows * width].reshape(rows, width)
-            size = rows * sparse.record_bytes(width, self.kept, _HEAD, _BITS)
+            size = rows * sparse.record_bytes(width, self.kept, HEAD, _BITS)
             record = records[done : done + size].reshape(rows, -1)
             done += size
             k = sparse.kept_of(width, self.kept)
             found = sparse.strongest(piece & np.int32(0x7FFFFFFF), k)
             chosen = piece.reshape(-1)[found].reshape(rows, k)
-            levels, large = two_levels(chosen & np.int32(0x7FFFFFFF))
             where = sparse.indices_of(found, rows, width)
-            codes = (chosen < 0) | large << np.int16(1)
-            record[:, :_HEAD] = levels.to(torch.bfloat16).view(torch.uint8).numpy()
-            record[:, _HEAD:] = sparse.pack(where, codes, width, _BITS)
+            record[:, :HEAD], codes = to_codes(chosen)
+            record[:, HEAD:] = sparse.pack(where, codes, width, _BITS)
         return payload if payload is host else payload.copy_(host)
 
     def decode(self, payload: Tensor, n: int, out: Tensor | None = None) -> Tensor:
@@ -82,15 +78,11 @@ class TopK:
         host = values if values.device.type == "cpu" else torch.empty_like(values, device="cpu")
         bits, records, done = host.zero_().numpy().view(np.int32), payload.cpu().numpy(), 0
         for start, rows, width in sparse.chunks(n, self.kept):
-            size = rows * sparse.record_bytes(width, self.kept, _HEAD, _BITS)
+            size = rows * sparse.record_bytes(width, self.kept, HEAD, _BITS)
             record = records[done : done + size].reshape(rows, -1)
             done += size
-            levels = torch.from_numpy(record[:, :_HEAD].copy()).view(torch.bfloat16)
-            check_scales(levels, SMALLEST_NORMAL, LARGEST_LEVEL, self.name, zero=True)
             k = sparse.kept_of(width, self.kept)
-            where, codes = sparse.unpack(record[:, _HEAD:], k, width, _BITS, self.name)
-            level = levels.to(torch.float32).numpy().view(np.int32)
-            magnitude = level.reshape(-1)[sparse.places_of(codes >> 1, 2)]
-            sign = -(codes & 1) & np.int32(-(2**31))
-            bits[start : start + rows * width][sparse.places_of(where, width)] = magnitude | sign
+            where, codes = sparse.unpack(record[:, HEAD:], k, width, _BITS, self.name)
+            piece = bits[start : start + rows * width]
+            piece[sparse.places_of(where, width)] = from_codes(record[:, :HEAD], codes, self.name)
         return values if values is host else values.copy_(host)

@@ -31,8 +31,8 @@ from dilocox.codec_spec import Spec, parse_spec
 
 ADAMW = "adamw"
 Table = Mapping[str, Any]
-PICKING = ("topk", "top1")
-"""Kinds that send the largest values, of as many bits each."""
+LARGEST = ("topk", "top1")
+"""Kinds that send the largest values."""
 LOSSLESS = ("fp16", "bf16")
 """Kinds of codecs that are not in the table, because they lose nothing."""
 
@@ -58,21 +58,11 @@ def table(optimizer: str = ADAMW, steps: int | None = None) -> dict[str, Any]:
     of `steps` inner steps: one of `run_lengths`, without it the shortest."""
     whole = committed()
     longer: Table = next((known for known in whole["longer"] if known["steps"] == steps), {})
-    found = _over(whole, longer)
-    if optimizer in whole["optimizers"]:
-        # What was measured of top1 was with AdamW: with another optimizer it counts as topk.
-        found = _over({**found, "top1": None}, whole["optimizers"][optimizer])
-    return found
-
-
-def _over(below: Table, above: Table) -> dict[str, Any]:
-    """What stands in `above` instead of what stands in `below`, key by key of their tables."""
-    merged = dict(below)
-    for name, value in above.items():
-        under = below.get(name)
-        both = isinstance(under, dict) and isinstance(value, dict)
-        merged[name] = {**under, **value} if both and under is not None else value
-    return merged
+    own = whole["optimizers"].get(optimizer)
+    if own is None:
+        return {**whole, **longer}
+    # What was measured of top1 was with AdamW: with another optimizer it counts as topk.
+    return {**whole, **longer, "top1": None, **own}
 
 
 @lru_cache(maxsize=65536)
@@ -98,7 +88,7 @@ def is_known(codec: str) -> bool:
     """The table says what a codec loses, or it loses nothing. Raises `ConfigError` for a `codec`
     that is no spec."""
     kind = parse_spec(codec).kind
-    return kind in PICKING or kind in LOSSLESS or kind in committed()["flat"]
+    return kind in LARGEST or kind in LOSSLESS or kind in committed()["flat"]
 
 
 @lru_cache(maxsize=64)
@@ -114,7 +104,7 @@ def codec_loss(inner_steps: int, codec: str, steps: int, optimizer: str = ADAMW)
     spec = parse_spec(codec)
 
     def of_table(known: Table) -> float:
-        if spec.kind not in PICKING:
+        if spec.kind not in LARGEST:
             rows = known["flat"].get(spec.kind)
             return 0.0 if rows is None else _at(inner_steps, rows)
         picked = known["top1"] if spec.kind == "top1" and known.get("top1") else known["topk"]
@@ -141,7 +131,7 @@ def outer_rates(inner_steps: int, codec: str, steps: int) -> tuple[float, float]
     def rate(known: Table) -> float:
         rates = known["outer"][_family(spec)]
         found = _at(inner_steps, rates["learning_rate"])
-        if spec.kind not in PICKING:
+        if spec.kind not in LARGEST:
             return found
         rise = known["rise"]
         fewer = max(1.0, _at(inner_steps, rise["kept"]) / spec.density)
@@ -206,7 +196,7 @@ def _over_lengths(steps: int, read: Callable[[Table], float], optimizer: str = A
 
 def _family(spec: Spec) -> str:
     """What the table tells apart where it does not name codecs."""
-    return "topk" if spec.kind in PICKING else "flat"
+    return "topk" if spec.kind in LARGEST else "flat"
 
 
 def _at(inner_steps: int, values: Sequence[float]) -> float:
