@@ -9,8 +9,9 @@ Links are made for the machine at hand: the time of a step is measured first, an
 the time in which fp32 gradients cross it over that of a step: 400 (at which `allreduce` keeps a
 quarter per cent), 40 and 4,000. The ratio at which things were really measured is in the rows.
 
-- Methods of the engine: real runs. `dilocox` is as shipped; what it costs until its controller has
-  measured the link is not counted (the first half of its run), nor a last round that is cut to the
+- Methods of the engine: real runs. `dilocox` is as shipped, `dilocox-work-0.005` may spend half a
+  per cent of the processor on exchanges instead of three; what they cost until the controller has
+  measured the link is not counted (the first half of a run), nor a last round that is cut to the
   steps that are left.
 - Peers: PyTorch DDP, DDP with the PowerSGD hook, torchft's DiLoCo and Streaming DiLoCo: one script
   per peer, started once per site, same model, same tokens per step, same links, same quota.
@@ -19,16 +20,18 @@ quarter per cent), 40 and 4,000. The ratio at which things were really measured 
   train in, by itself. So a share counts all that sending costs: waiting, CPU time of codecs and
   protocols, control traffic.
 
-Measurements are made in blocks, every second one in reverse order, and shares are taken within
-blocks; figures are medians with bootstrap intervals. Bytes are per site and round: payloads as the
+Measurements are made in blocks of some minutes, every second one in reverse order, and shares are
+taken within blocks: no exchange and `dilocox` in each, the others spread over them. Figures are
+medians with bootstrap intervals. Bytes are per site and round: payloads as the
 engine counts them (of peers: as the collective's algorithm has it), wire bytes as the site's
 interface counts them, control traffic included. Efficiency is payload bits over what the link
 carries while payloads cross it. Loss is not compared here: quality.py does.
 
-A full run (no options) takes hours. Every measurement is written when it is done; started again,
-the benchmark goes on with what is missing. --minutes N begins nothing that would last longer, so
-that a full run can be made in parts; --quick has nine and a half of them. --docs writes tables into
-documents that have marks for them (`wan_docs.py`), also when nothing is left to measure.
+A full run (no options) takes two hours where a step takes 60 ms. Every measurement is written when
+it is done; started again, the benchmark goes on with what is missing. --minutes N begins nothing
+that would last longer, so that a full run can be made in parts; --quick has nine and a half of
+them. --docs writes tables into documents that have marks for them (`wan_docs.py`), also when
+nothing is left to measure.
 
 Needs Linux, root, iproute2 and control groups, else one line says so, exit code 3; the peers of
 torchft need `pip install -c constraints.txt -e '.[peers]'` and are left out without it.

@@ -10,6 +10,7 @@ they need to be, on any machine.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -35,11 +36,13 @@ SEQUENCES = 16
 that is 400 times too slow for it is still one of a few Mbit/s."""
 RATIO = 400
 """At this one `allreduce` must keep at most 0.3 %, and `dilocox` 97 %."""
-RATIOS = (RATIO // 10, RATIO, RATIO * 10)
+RATIOS = (RATIO, RATIO // 10, RATIO * 10)
 SITES = ("paris", "lyon", "nice", "lille")
 NONE, ALONE = "none", "peers alone"
 """No exchange: the engine, and the loop of the peers."""
 OURS, SYNCHRONOUS = "dilocox", "allreduce"
+LIGHT = "dilocox-work-0.005"
+"""As shipped but for `control.work`: half a per cent of the processor for exchanges, not 3."""
 
 Kind = Literal["engine", "peer"]
 
@@ -51,7 +54,7 @@ class Method:
     name: str
     kind: Kind
     inner_steps: int
-    """H: steps in a cycle; of `dilocox`, whose controller chooses it, of the first rounds."""
+    """H: steps in a cycle; of `dilocox`, whose controller chooses it, roughly."""
     bits: float = 32.0
     """Per value of a payload, roughly: how long a cycle on the link takes."""
     overlaps: bool = False
@@ -63,6 +66,11 @@ class Method:
     """Cycles that are not measured."""
     dense_warm_up: int = 0
     """Steps of the warm-up that send everything."""
+
+    @property
+    def adapts(self) -> bool:
+        """Its controller chooses how long its rounds are."""
+        return self.settings.get("outer.method") == OURS
 
     def cycle_steps(self, ratio: float) -> float:
         """Time of a cycle on a link, in inner steps."""
@@ -103,7 +111,15 @@ METHODS = (
         settings={"outer.method": "dilocox-paper", "compression.codec": "lowrank:32"},
         warm_up=2,
     ),
-    Method(OURS, "engine", 20, 4.2, overlaps=True, settings={"outer.method": "dilocox"}),
+    Method(OURS, "engine", 20, 4.2, overlaps=True, settings={"outer.method": OURS}),
+    Method(
+        LIGHT,
+        "engine",
+        80,
+        2.2,
+        overlaps=True,
+        settings={"outer.method": OURS, "control.work": 0.005},
+    ),
     Method("ddp", "peer", 1, script="ddp"),
     Method(
         "ddp-powersgd",
@@ -129,6 +145,8 @@ METHODS = (
 takes: nobody is slowed down by what is chosen here. What they cost in loss is `quality.py`'s
 business."""
 QUICK = (SYNCHRONOUS, OURS, "ddp", "ddp-powersgd", "torchft-streaming")
+SLOWEST = (SYNCHRONOUS, "sparseloco", "dilocox-paper", OURS, LIGHT)
+"""At links slower than `RATIO`: the others' one cycle takes as long as 3,000 steps and more."""
 BY_NAME = {method.name: method for method in METHODS}
 
 NO_EXCHANGE: Settings = {
@@ -139,7 +157,7 @@ NO_EXCHANGE: Settings = {
 }
 """Each site in a run of its own: inner steps, and an outer step every 200 of them. A shorter round,
 or the codecs of `dilocox` with nobody to send to, would make the reference slower."""
-NO_EXCHANGE_ROUNDS = 3
+NO_EXCHANGE_ROUNDS = 4
 PROBE_ROUNDS, PROBE_STEPS = 2, 50
 """What the time of a step is measured with before there is a link."""
 ALONE_WARM_UP = 50
@@ -176,11 +194,11 @@ class Extent:
     """How much is measured: blocks by method, and how long each, in inner steps."""
 
     core_blocks: int
-    """Of no exchange and `dilocox` at the link of `RATIO`."""
+    """Of no exchange and `dilocox` at two sites and the link of `RATIO`."""
     core_blocks_elsewhere: int
     other_blocks: int
-    other_blocks_slowest: int
-    """At links slower than `RATIO`, where a step of synchronous training takes minutes."""
+    """How often the others are measured there, spread over these blocks."""
+    other_blocks_elsewhere: int
     ours_steps: int
     """Inner steps of a run of `dilocox`; the first half is not measured."""
     least_steps: int
@@ -190,8 +208,8 @@ class Extent:
     methods: tuple[str, ...]
 
 
-FULL = Extent(8, 4, 2, 1, 1600, 600, RATIOS, (2, 4), tuple(BY_NAME))
-SHORT = Extent(3, 0, 1, 0, 600, 200, (RATIO,), (2,), QUICK)
+FULL = Extent(6, 3, 2, 1, 1200, 400, RATIOS, (2, 4), tuple(BY_NAME))
+SHORT = Extent(3, 0, 1, 0, 500, 200, (RATIO,), (2,), QUICK)
 SHORT_MINUTES = 9.5
 """`--quick`: what would last longer is left out, and said."""
 
@@ -199,22 +217,43 @@ SHORT_MINUTES = 9.5
 def cases(extent: Extent) -> list[Case]:
     """All measurements in their order: block after block of each link, every second one backwards.
 
-    With more than two sites only the link of `RATIO` is measured.
+    Methods are spread over the blocks, so that each is measured some minutes from its reference;
+    peers are in one block with the loop that is theirs. With more than two sites only the link of
+    `RATIO` is measured, on slower ones `SLOWEST` alone.
     """
     found = []
     for sites in extent.sites:
         for ratio in extent.ratios if sites == 2 else (RATIO,):
-            core = extent.core_blocks if ratio == RATIO else extent.core_blocks_elsewhere
-            others = extent.other_blocks_slowest if ratio > RATIO else extent.other_blocks
-            for block in range(max(core, others)):
-                inside = [NONE, OURS] if block < core else []
-                if block < others:
-                    rest = [name for name in extent.methods if name != OURS]
-                    peers = any(BY_NAME[name].kind == "peer" for name in rest)
-                    inside += [*rest, *([ALONE] if peers else [])]
+            main = (sites, ratio) == (2, RATIO)
+            core = extent.core_blocks if main else extent.core_blocks_elsewhere
+            often = extent.other_blocks if main else extent.other_blocks_elsewhere
+            methods = [m for m in extent.methods if ratio <= RATIO or m in SLOWEST]
+            for block, inside in enumerate(_blocks(methods, core, often)):
                 inside = inside if block % 2 == 0 else inside[::-1]
                 found += [Case(sites, ratio, name, block) for name in inside]
     return found
+
+
+def _blocks(methods: Sequence[str], core: int, often: int) -> list[list[str]]:
+    """What each block of a link is made of: the reference and what adapts in each of `core`, the
+    other methods `often` times, each time over as many blocks as there are for it."""
+    ours = [name for name in methods if BY_NAME[name].adapts]
+    found = [[NONE, *ours] if block < core else [] for block in range(max(core, often))]
+    if often:
+        each = max(1, core // often)
+        for block in range(each * often):
+            found[block] += _group(methods, block % each, each)
+    return found
+
+
+def _group(methods: Sequence[str], number: int, groups: int) -> list[str]:
+    """The others of one block out of `groups`: peers in the last one."""
+    engine = [m for m in methods if BY_NAME[m].kind == "engine" and not BY_NAME[m].adapts]
+    peers = [m for m in methods if BY_NAME[m].kind == "peer"]
+    share = max(1, groups - 1 if peers else groups)
+    size = math.ceil(len(engine) / share)
+    found = engine[number * size : (number + 1) * size]
+    return [*found, *peers, ALONE] if peers and number == groups - 1 else found
 
 
 def duration(case: Case, extent: Extent, step_seconds: float) -> float:
@@ -227,7 +266,7 @@ def duration(case: Case, extent: Extent, step_seconds: float) -> float:
         method, ratio = BY_NAME[case.method], case.ratio
         cycles = method.warm_up + method.cycles(ratio, extent.least_steps)
         steps = cycles * method.cycle_steps(ratio) + method.dense_warm_up * ratio
-        if method.name == OURS:
+        if method.adapts:
             steps = extent.ours_steps
         if method.kind == "engine" and method.inner_steps > 1:
             steps += ratio * FLUSH_BITS / 32

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any
 
-from wan_grid import BY_NAME, OURS, SYNCHRONOUS
+from wan_grid import BY_NAME, LIGHT, OURS, SYNCHRONOUS
 
 Row = dict[str, Any]
 WIDTH, HEIGHT = 720, 440
@@ -20,6 +20,7 @@ LEFT, RIGHT, TOP, BOTTOM = 64, 160, 40, 56
 COLOURS = {
     SYNCHRONOUS: "#444444",
     OURS: "#0a66c2",
+    LIGHT: "#5b9bd5",
     "dilocox-paper": "#c0392b",
     "diloco": "#8e6c1f",
     "opendiloco": "#b8860b",
@@ -149,7 +150,7 @@ def _line(scale: _Scale, method: str, own: Sequence[Row]) -> list[str]:
     colour = COLOURS[method]
     at = [(scale.x(r["comm_to_compute"]), scale.y(r["share_of_no_network"])) for r in own]
     broken = ' stroke-dasharray="4 3"' if BY_NAME[method].kind == "peer" else ""
-    wide = 2.5 if method == OURS else 1.2
+    wide = 2.5 if BY_NAME[method].adapts else 1.2
     joined = " ".join(f"{x:.1f},{y:.1f}" for x, y in at)
     parts = [
         f'<polyline points="{joined}" fill="none" stroke="{colour}" stroke-width="{wide}"{broken}/>'

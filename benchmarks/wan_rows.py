@@ -16,7 +16,6 @@ from wan_grid import (
     ALONE,
     BY_NAME,
     NONE,
-    OURS,
     RATIO,
     SEQUENCE_LENGTH,
     SEQUENCES,
@@ -201,7 +200,8 @@ def verdicts(known: Sequence[Row]) -> list[str]:
     """What was asked for, and whether it was reached; what `dilocox` gave up at other links."""
     said = []
     for row in known:
-        if row["method"] != OURS:
+        name = row["method"]
+        if name not in BY_NAME or not BY_NAME[name].adapts:
             continue
         where = f"{row['sites']} sites, {row['link']} ({row['comm_to_compute']:,.0f}x)"
         share, low = row["share_of_no_network"], row["share_of_no_network_low"]
@@ -211,16 +211,16 @@ def verdicts(known: Sequence[Row]) -> list[str]:
             said += [
                 f"{where}: {SYNCHRONOUS} keeps {kept:.2%} of the no-network speed, "
                 f"{_met(kept <= MOST_OF_ALLREDUCE)} at most {MOST_OF_ALLREDUCE:.1%}",
-                f"{where}: {OURS} keeps {share:.1%}, {_met(share >= LEAST_SHARE)} "
+                f"{where}: {name} keeps {share:.1%}, {_met(share >= LEAST_SHARE)} "
                 f"{LEAST_SHARE:.0%} or more (aim {AIM_SHARE:.0%})",
-                f"{where}: the interval's lower bound is "
+                f"{where}: {name}, the interval's lower bound is "
                 + (f"{low:.1%}, {_met(low >= LEAST_LOW)} {LEAST_LOW:.0%}" if low else "not known"),
-                f"{where}: {gain:,.0f} times {SYNCHRONOUS}, {_met(gain >= LEAST_SPEEDUP)} "
+                f"{where}: {name}, {gain:,.0f} times {SYNCHRONOUS}, {_met(gain >= LEAST_SPEEDUP)} "
                 f"{LEAST_SPEEDUP:.0f} (published: {AIM_SPEEDUP:.0f})",
             ]
         else:
-            said.append(f"{where}: {OURS} keeps {share:.1%}")
-        said.append(f"{where}: {row['plan']}: {row['reason']}")
+            said.append(f"{where}: {name} keeps {share:.1%}")
+        said.append(f"{where}: {name}, {row['plan']}: {row['reason']}")
     return said
 
 

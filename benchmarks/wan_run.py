@@ -89,7 +89,7 @@ def engine_settings(method: Method, sites: int) -> Settings:
     dense = method.bits > 8 and not method.overlaps
     if sites > 2 and dense:
         settings["outer.exchange"] = "reduce"
-    if "outer.inner_steps" not in settings and method.name != "dilocox":
+    if "outer.inner_steps" not in settings and not method.adapts:
         settings["outer.inner_steps"] = method.inner_steps
     return settings
 
@@ -139,7 +139,7 @@ def measure_engine(
 
 def extent_of(method: Method, ratio: float, extent: Extent) -> tuple[int | None, int]:
     """Rounds that are not measured (none: as `measure_run`), and inner steps of a run."""
-    if method.name == "dilocox":
+    if method.adapts:
         return None, extent.ours_steps
     cycles = method.warm_up + method.cycles(ratio, extent.least_steps)
     return method.warm_up, method.inner_steps * cycles

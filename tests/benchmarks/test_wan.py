@@ -13,7 +13,7 @@ from wan_grid import ALONE, BY_NAME, NONE, OURS, Case, Extent, cases
 
 from dilocox.lab import Checked, LabError, Measured
 
-EXTENT = Extent(2, 0, 1, 0, 100, 50, (400,), (2,), ("allreduce", OURS, "ddp"))
+EXTENT = Extent(2, 0, 1, 0, 100, 450, (400,), (2,), ("allreduce", OURS, "ddp"))
 SPEED = {NONE: 20_000.0, OURS: 19_800.0, "allreduce": 50.0, "ddp": 49.0, ALONE: 24_000.0}
 
 
@@ -74,7 +74,7 @@ def test_measures_writes_and_goes_on_with_what_is_missing(
     measured.clear()
     again = wan.Bench(tmp_path, results, EXTENT)
     again.measure(wanted)
-    assert measured == ["ddp", ALONE, OURS, NONE]
+    assert measured == [ALONE, "ddp", OURS, NONE]
     # 1.6 Mbit/s is what the first measurements say that their link was.
     assert FakeLab.shaped == ["1600.000kbit"]
     assert link.endswith("kbit")
@@ -101,7 +101,7 @@ def test_a_measurement_that_fails_leaves_the_others(
     bench = wan.Bench(tmp_path, None, EXTENT)
     bench.measure(cases(EXTENT))
     assert bench.report() == 1
-    assert "ddp, block 0: ddp at paris has failed: why" in capsys.readouterr().err
+    assert "ddp, block 1: ddp at paris has failed: why" in capsys.readouterr().err
     assert measured.count(OURS) == 2
 
 
@@ -111,13 +111,13 @@ def test_nothing_is_begun_that_would_last_longer(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    # No exchange takes 600 steps of 51 ms and its start: 46 s. All of it would take minutes.
+    # No exchange takes 800 steps of 51 ms and its start: 56 s. All of it would take minutes.
     monkeypatch.setattr(wan.time, "monotonic", lambda: 1000.0)
-    bench = wan.Bench(tmp_path, None, EXTENT, minutes=0.8)
+    bench = wan.Bench(tmp_path, None, EXTENT, minutes=1)
     bench.measure(cases(EXTENT))
     said = capsys.readouterr().err
-    assert "2 sites: 7 measurements, some 5 minutes" in said
-    assert "allreduce, block 0: left out, it takes some 56 s and the time is over" in said
+    assert "2 sites: 7 measurements, some 6 minutes" in said
+    assert "allreduce, block 0: left out, it takes some 77 s and the time is over" in said
     assert measured == [NONE, NONE, OURS, ALONE, OURS, NONE]
 
 

@@ -16,6 +16,7 @@ from wan_grid import (
     RATIO,
     SHORT,
     SHORT_MINUTES,
+    SLOWEST,
     START_SECONDS,
     Case,
     Extent,
@@ -81,12 +82,32 @@ def test_blocks_are_interleaved_and_every_second_one_is_backwards() -> None:
     ]
 
 
-def test_slow_links_are_measured_less_often_and_more_sites_on_one_link() -> None:
+def test_other_links_are_measured_less_often_and_more_sites_on_one_link() -> None:
     found = cases(TINY)
     assert {c.ratio for c in found if c.sites == 4} == {RATIO}
+    faster = [c for c in found if c.sites == 2 and c.ratio == 40]
+    assert [c.method for c in faster] == [NONE, OURS, "allreduce", ALONE, "ddp", OURS, NONE]
+    # No peer where a step of its own takes minutes.
     slowest = [c for c in found if c.sites == 2 and c.ratio == 4000]
-    assert [c.method for c in slowest if c.block == 1] == [OURS, NONE]
+    assert [c.method for c in slowest] == [NONE, OURS, "allreduce", OURS, NONE]
     assert len(set(found)) == len(found)
+
+
+@pytest.mark.parametrize(("sites", "ratio"), [(2, RATIO), (2, 40), (2, 4000), (4, RATIO)])
+def test_a_full_run_measures_each_method_as_often_as_it_says(sites: int, ratio: int) -> None:
+    found = [c for c in cases(FULL) if (c.sites, c.ratio) == (sites, ratio)]
+    main = (sites, ratio) == (2, RATIO)
+    for method in METHODS:
+        often = [c.block for c in found if c.method == method.name]
+        if method.adapts:
+            assert len(often) == (FULL.core_blocks if main else FULL.core_blocks_elsewhere)
+        elif ratio > RATIO and method.name not in SLOWEST:
+            assert not often
+        else:
+            assert len(often) == (FULL.other_blocks if main else FULL.other_blocks_elsewhere)
+    for block in {c.block for c in found}:
+        # Nothing is far from its reference.
+        assert len([c for c in found if c.block == block]) <= 8
 
 
 @pytest.mark.parametrize("extent", [FULL, SHORT])
@@ -118,8 +139,8 @@ def test_tokens_per_step_are_the_same_for_any_number_of_sites() -> None:
 def test_how_long_a_measurement_takes_by_hand() -> None:
     extent = Extent(1, 1, 1, 1, 100, 50, (400,), (2,), ())
     steps = {
-        # Three rounds of 200 steps.
-        NONE: 600,
+        # Four rounds of 200 steps.
+        NONE: 800,
         # 50 that are not measured, 50 that are.
         ALONE: 100,
         # 100 steps and 8.2 bits per value at the end, a quarter of 400 steps' 32.

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import wan_run
-from wan_grid import BY_NAME, METHODS, NO_EXCHANGE, OURS, SITES
+from wan_grid import BY_NAME, LIGHT, METHODS, NO_EXCHANGE, OURS, SITES
 
 from dilocox.config import RunConfig
 from dilocox.lab import LabError
@@ -21,8 +21,9 @@ ENGINE = [method for method in METHODS if method.kind == "engine"]
 def test_every_method_has_a_run_file(method: Any, sites: int, tmp_path: Path) -> None:
     settings = wan_run.engine_settings(method, sites)
     config = wan_run.configuration(tmp_path, sites, settings, steps=1000)
-    assert config.outer.method == method.name
-    assert config.outer.inner_steps == method.inner_steps
+    assert config.outer.method == (OURS if method.adapts else method.name)
+    if not method.adapts:
+        assert config.outer.inner_steps == method.inner_steps
     assert list(config.sites) == list(SITES[:sites])
     assert config.network.link_timeout > 300
     dense = method.name in ("allreduce", "diloco", "opendiloco", "intellect1")
@@ -35,6 +36,9 @@ def test_ours_is_as_shipped(tmp_path: Path) -> None:
     assert config.control.adapt == "link"
     assert config.control.measures
     assert config.control.pinned == []
+    light = wan_run.configuration(tmp_path, 2, wan_run.engine_settings(BY_NAME[LIGHT], 2), 1000)
+    changed = config.control.model_copy(update={"work": 0.005})
+    assert light == config.model_copy(update={"control": changed})
 
 
 def test_a_site_on_a_slow_link_may_be_silent_for_longer(tmp_path: Path) -> None:
