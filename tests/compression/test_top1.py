@@ -14,7 +14,7 @@ from torch import Tensor
 from dilocox.compression.base import BLOCK
 from dilocox.compression.top1 import Top1
 from dilocox.compression.topk import TopK
-from dilocox.errors import ExchangeError
+from dilocox.errors import ConfigError, ExchangeError
 
 PROPERTY = settings(max_examples=60, deadline=None, derandomize=True)
 blocks_of = st.sampled_from([2, 3, 12, 64, 100, 128, 600, 4096, 32768])
@@ -125,6 +125,33 @@ def test_blocks_of_zeros_stay_zero() -> None:
         assert not top1.decode(top1.encode(torch.zeros(BLOCK)), BLOCK).any()
     # Few values among zeros keep their size.
     assert torch.equal(Top1(64).decode(Top1(64).encode(values), values.numel()), values)
+
+
+def test_blocks_of_zeros_do_not_count_for_levels() -> None:
+    """Half of a record is zeros, a quarter has 1 and a quarter 3: two levels say that exactly."""
+    values = torch.zeros(64 * 64)
+    values[32 * 64 : 48 * 64 : 64] = 1.0
+    values[48 * 64 :: 64] = -3.0
+    assert torch.equal(Top1(64).decode(Top1(64).encode(values), values.numel()), values)
+
+
+@given(seed=st.integers(0, 1000), empty=st.integers(0, 32))
+@PROPERTY
+def test_values_are_sent_alike_whatever_zeros_are_beside_them(seed: int, empty: int) -> None:
+    values = draw(seed, 32)
+    values[: empty * BLOCK] = 0.0
+    here, n = Top1(64), values.numel()
+    sent = here.decode(here.encode(values), n)
+    # The same values, and nothing else: a record of fewer blocks.
+    rest = values[empty * BLOCK :]
+    assert torch.equal(here.decode(here.encode(rest), rest.numel()), sent[empty * BLOCK :])
+    assert not sent[: empty * BLOCK].any()
+
+
+@pytest.mark.parametrize("block", [0, 1, 32769])
+def test_a_block_that_cannot_be_is_refused(block: int) -> None:
+    with pytest.raises(ConfigError, match=f"codec 'top1:{block}': B must be from 2 to 32768"):
+        Top1(block)
 
 
 def test_equals_are_told_apart_by_their_place() -> None:

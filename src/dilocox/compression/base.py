@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from dilocox.errors import ExchangeError
+from dilocox.errors import ConfigError, ExchangeError
 
 BLOCK = 128
 """Values per block: every length that a codec sees is a multiple of it."""
@@ -44,8 +44,8 @@ class Codec(Protocol):
 
     @property
     def numbers(self) -> tuple[int, int]:
-        """What else the frame header says of the codec: top-k's values per chunk, low rank's rank
-        and bits, and zeros where the codec's identifier says all."""
+        """What else the frame header says of the codec: top-k's values per chunk, top-1's per
+        block, low rank's rank and bits, and zeros where the codec's identifier says all."""
         ...
 
     def payload_bytes(self, n: int) -> int:
@@ -142,6 +142,12 @@ def check_count(n: int) -> int:
     if n < 0 or n % BLOCK:
         raise ExchangeError(f"{n} values are not whole blocks of {BLOCK}: pad the layout")
     return n
+
+
+def check_number(codec: str, what: str, number: int, least: int, largest: int) -> None:
+    """Raise `ConfigError` for a codec's own number that it does not have."""
+    if not least <= number <= largest:
+        raise ConfigError(f"codec {codec!r}: {what} must be from {least} to {largest}")
 
 
 def check_values(values: Tensor) -> int:

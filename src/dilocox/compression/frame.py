@@ -2,8 +2,9 @@
 
 Header, little-endian: magic (4 bytes), format version (u16), codec identifier (u16), number of
 values (u64), payload length in bytes (u64), SHA-256 of the payload (32 bytes), two numbers of the
-codec's own (u32 each: top-k's values per chunk; low rank's rank and bits; else zeros). A frame is
-refused for any difference from what the receiver expects; nothing in it is trusted.
+codec's own (u32 each: top-k's values per chunk; top-1's values per block; low rank's rank and
+bits; else zeros). A frame is refused for any difference from what the receiver expects; nothing in
+it is trusted.
 """
 
 from __future__ import annotations

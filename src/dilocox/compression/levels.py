@@ -23,12 +23,14 @@ _WHOLE = 2.0**30
 _MAGNITUDE, _SIGN = np.int32(0x7FFFFFFF), np.int32(-(2**31))
 
 
-def to_codes(bits: Array) -> tuple[Array, Array]:
+def to_codes(bits: Array, zeros: bool = True) -> tuple[Array, Array]:
     """What fp32 values are sent as: levels, uint8 [rows, HEAD], and codes, int16 [rows, k].
 
     Values come by their bits, int32 [rows, k]. In a code 1 says negative, 2 the second level.
+    Without `zeros` those are not sent: levels are those of the others, and codes of zeros mean
+    nothing.
     """
-    levels, large = _two_levels(bits & _MAGNITUDE)
+    levels, large = _two_levels(bits & _MAGNITUDE, zeros)
     return levels.to(torch.bfloat16).view(torch.uint8).numpy(), (bits < 0) | large << np.int16(1)
 
 
@@ -44,10 +46,10 @@ def from_codes(head: Array, codes: Array, name: str) -> Array:
     return found
 
 
-def _two_levels(magnitudes: Array) -> tuple[Tensor, Array]:
+def _two_levels(magnitudes: Array, zeros: bool) -> tuple[Tensor, Array]:
     """Levels, fp32 [rows, 2], of magnitudes by their bits, int32 [rows, k], and which are large.
 
-    Levels are 0 or normal numbers that bf16 can hold.
+    Levels are 0 or normal numbers that bf16 can hold. Without `zeros` those do not count.
     """
     ascending = np.sort(magnitudes, axis=1)
     k = ascending.shape[1]
@@ -56,8 +58,11 @@ def _two_levels(magnitudes: Array) -> tuple[Tensor, Array]:
         unit = values[:, -1:] / _WHOLE
         sums = np.cumsum(np.rint(values / np.where(unit > 0, unit, 1.0)), axis=1)
         total, below = sums[:, -1:], sums[:, : max(k - 1, 1)]
-        count = np.arange(1, k) if k > 1 else np.ones(1)
-        rest = np.maximum(k - count, 1)
+        # They are the first of a row, and add nothing to sums.
+        left_out = 0 if zeros else np.sum(ascending == 0, axis=1, keepdims=True)
+        first = np.arange(1, max(k, 2))
+        count = np.maximum(first - left_out, 1)
+        rest = np.maximum(np.minimum(k - first, k - left_out), 1)
         # What is divided between n and k - n values with sums s and t: the error falls with this.
         cut = np.argmax(below**2 / count + (total - below) ** 2 / rest, axis=1, keepdims=True)
         low = np.take_along_axis(below / count, cut, 1)

@@ -6,8 +6,8 @@ place in them takes log2 B bits, where one among K of a chunk as dense takes abo
 
 Payload: one record per 64 blocks of B consecutive values, and one for those that are left (r
 blocks, the last of them may be shorter). A record begins with two bf16 levels
-(`dilocox.compression.levels`) of its blocks' values; then comes a stream of bits that starts with
-the lowest of the first byte:
+(`dilocox.compression.levels`) of its blocks' values that are not zero; then comes a stream of bits
+that starts with the lowest of the first byte:
 
 - bit 0 of the r codes (1: negative), then bit 1 of them (1: the second level),
 - the places, four blocks at a time as one number of w bits, its lowest bit first: place 0 + place 1
@@ -28,8 +28,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dilocox.codec_spec import LARGEST_BLOCK
 from dilocox.compression.base import (
     check_count,
+    check_number,
     check_payload,
     check_values,
     output,
@@ -53,6 +55,9 @@ class Top1:
     block: int
     """B: 2 to 32768."""
     identifier: int = 9
+
+    def __post_init__(self) -> None:
+        check_number(f"top1:{self.block}", "B", self.block, 2, LARGEST_BLOCK)
 
     @property
     def name(self) -> str:
@@ -87,7 +92,7 @@ class Top1:
             size = rows * self._record_bytes(width)
             record = records[done : done + size].reshape(rows, -1)
             done += size
-            record[:, :HEAD], codes = to_codes(chosen)
+            record[:, :HEAD], codes = to_codes(chosen, zeros=False)
             record[:, HEAD:] = self._packed(
                 np.where(some, places.reshape(rows, width), self.block), np.where(some, codes, 0)
             )

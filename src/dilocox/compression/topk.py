@@ -18,9 +18,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dilocox.codec_spec import LARGEST_KEPT
 from dilocox.compression import sparse
 from dilocox.compression.base import (
     check_count,
+    check_number,
     check_payload,
     check_values,
     output,
@@ -37,6 +39,9 @@ class TopK:
     kept: int
     """K: 1 to 2048."""
     identifier: int = 7
+
+    def __post_init__(self) -> None:
+        check_number(f"topk:{self.kept}", "K", self.kept, 1, LARGEST_KEPT)
 
     @property
     def name(self) -> str:

@@ -201,6 +201,21 @@ def test_it_begins_with_the_methods_values() -> None:
     assert starting_choice(run_config(steps=3), "").inner_steps == 1
 
 
+def test_after_a_handover_eight_rounds_are_left_of_what_is_left() -> None:
+    config = run_config(steps=3300)
+    # 300 steps: rounds of 37 at most.
+    assert starting_choice(config, "", taken=3000).inner_steps == 20
+    assert starting_choice(config, "", taken=3200).inner_steps == 12
+    pinned = run_config(steps=3300, compression={"codec": "int4"})
+    for rate, steps, of_the_rest in ((2e5, 50, 30), (1.6e5, 80, 80), (3e4, 200, 125)):
+        whole, rest = (
+            choose(pinned, menu(pinned), at(rate), 2, None, taken=taken) for taken in (0, 3000)
+        )
+        assert (whole.inner_steps, rest.inner_steps) == (steps, of_the_rest)
+        assert "fewer than 8 rounds" not in whole.reason
+        assert ("fewer than 8 rounds" in rest.reason) == (of_the_rest == 80)
+
+
 def test_a_single_site_has_nothing_to_adapt_to() -> None:
     config = run_config(sites="a")
     choice = choose(config, menu(config), at(1e6), 1, (20, "int4"))
@@ -210,18 +225,20 @@ def test_a_single_site_has_nothing_to_adapt_to() -> None:
     assert choose(pinned, menu(pinned), at(1e6), 1, (20, "int4")).codec == "int4"
 
 
+@pytest.mark.parametrize(("steps", "kind"), [(600, "topk"), (5000, "top1")])
 @settings(PROPERTY, max_examples=20)
 @given(rates, st.floats(1e3, 1e6), st.floats(1.5, 4.0), st.integers(2, 4))
 def test_codecs_that_compute_more_than_others_do_not_make_it_swing(
-    rate: float, work: float, dearer: float, sites: int
+    steps: int, kind: str, rate: float, work: float, dearer: float, sites: int
 ) -> None:
-    """Rounds of top-k take several times the work of int4's: whatever it takes to find out."""
+    """Rounds of them take several times the work of int4's: whatever it takes to find out."""
     play = Play(
-        run_config(steps=5000),
+        run_config(steps=steps),
         lambda _: rate,
         sites=sites,
-        work_us=lambda codec: work * (dearer if codec.startswith("topk") else 1.0),
+        work_us=lambda codec: work * (dearer if parse_spec(codec).kind == kind else 1.0),
     )
+    assert kind in {parse_spec(codec).kind for codec in play.menu}
     choices = play.run(40)
     assert len({chosen(choice) for choice in choices[20:]}) == 1
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -178,6 +180,12 @@ def test_what_was_not_measured_changes_nothing() -> None:
     assert estimated(START, [], MEASURED) == START
     assert estimated(START, [Sample(100_000, 0, 0, 0)], MEASURED) == START
     assert estimated(None, [Sample(100_000, 0, 0, 0)], MEASURED) is None
+
+
+def test_steps_are_measured_where_no_transfer_was() -> None:
+    slower = [Sample(300_000, 0, 0, 0)]
+    found = estimated(START, slower, MEASURED, earlier=slower)
+    assert found == replace(START, step_us=300_000)
 
 
 def test_what_is_declared_is_not_estimated() -> None:

@@ -24,6 +24,11 @@ STEPS = table()["inner_steps"]
 SHORT, LONG = run_lengths()
 
 
+def test_a_length_that_was_not_measured_has_no_table_of_its_own() -> None:
+    with pytest.raises(ValueError, match=r"steps 3301: the table is of runs of \(640, 3300\)"):
+        table("adamw", 3301)
+
+
 @pytest.mark.parametrize("whole", run_lengths())
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_the_table_is_sound(optimizer: str, whole: int) -> None:

@@ -13,6 +13,7 @@ from dilocox.config import resolve_run
 from dilocox.errors import TrainingError
 from dilocox.outer.coordinator import messages as m
 from dilocox.outer.coordinator.core import Coordinator
+from dilocox.outer.coordinator.events import Sized
 from dilocox.outer.coordinator.refusals import Caller
 from tests.outer.controller.helpers import menu
 from tests.outer.coordinator.helpers import Driver, replayed, run_config
@@ -211,6 +212,20 @@ def test_the_rank_follows_what_was_measured(tmp_path: Path) -> None:
 def test_a_coordinator_that_does_not_know_the_sizes_says_so(tmp_path: Path) -> None:
     with pytest.raises(TrainingError, match="not told the sizes of payloads"):
         Coordinator(run_config("ab", **LINK), tmp_path)
+
+
+def test_a_run_goes_on_where_a_newer_version_knows_more_codecs(tmp_path: Path) -> None:
+    """Its log has the menu of the version that it began with; the plan in force may be of that."""
+    config = run_config("ab", **LINK)
+    sizes = menu(config)
+    older = {name: sizes[name] for name in ("none", "int8", "int4")} | {"topk:999": sizes["topk:9"]}
+    Coordinator(config, tmp_path, payloads=older).close()
+    for _ in range(2):
+        Coordinator(config, tmp_path, payloads=sizes).close()
+    core = Coordinator(config, tmp_path)
+    assert core.state.payloads == {**sizes, "topk:999": sizes["topk:9"]}
+    assert [type(event) for event in core.log.events()].count(Sized) == 2
+    core.close()
 
 
 PACED: dict[str, Any] = {"control": {"adapt": "off", "steps": "by-speed"}}

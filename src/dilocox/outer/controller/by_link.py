@@ -31,15 +31,15 @@ NEAR = 5 / 4
 loss: of exchanges whose time does not depend on their bytes, the fewest bytes buy nothing."""
 
 
-def starting_choice(config: RunConfig, reason: str) -> Choice:
+def starting_choice(config: RunConfig, reason: str, taken: int = 0) -> Choice:
     """What a run begins with, before anything is measured.
 
     The run file's or method's values (for `dilocox` 20 inner steps and int4), with no more inner
-    steps than leave `LEAST_ROUNDS` rounds: cautious on a fast link, and on a slow one a first
-    measurement that costs waiting once.
+    steps than leave `LEAST_ROUNDS` rounds (`taken`: as for `lengths`): cautious on a fast link, and
+    on a slow one a first measurement that costs waiting once.
     """
     choice = as_the_run_file_says(config, reason)
-    allowed = lengths(config, LEAST_ROUNDS)
+    allowed = lengths(config, LEAST_ROUNDS, taken)
     if choice.inner_steps in allowed:
         return choice
     steps = max(allowed)
@@ -50,25 +50,31 @@ def starting_choice(config: RunConfig, reason: str) -> Choice:
 
 
 def choose(
-    config: RunConfig, menu: Menu, link: Estimate | None, sites: int, now: tuple[int, str] | None
+    config: RunConfig,
+    menu: Menu,
+    link: Estimate | None,
+    sites: int,
+    now: tuple[int, str] | None,
+    taken: int = 0,
 ) -> Choice:
     """The plan of a round of `sites` sites.
 
     `menu` holds the payload sizes of `candidates.codecs(config)`; `now` is (inner steps, codec) of
-    the plan in force, if there is one. Raises KeyError for a codec that is not in the menu.
+    the plan in force, if there is one; `taken`: inner steps before a handover. Raises KeyError for
+    a codec that is not in the menu.
     """
     if sites < 2:
-        alone = starting_choice(config, "one site: nothing is exchanged")
+        alone = starting_choice(config, "one site: nothing is exchanged", taken)
         return alone if "codec" in config.control.pinned else replace(alone, codec="none")
     if link is None:
-        return starting_choice(config, "nothing is measured yet")
-    every = candidates(config, menu, link, sites)
+        return starting_choice(config, "nothing is measured yet", taken)
+    every = candidates(config, menu, link, sites, taken=taken)
     best = _least_lossy([c for c in every if c.fits])
-    current = None if now is None else _current(config, menu, link, sites, now)
+    current = None if now is None else _current(config, menu, link, sites, now, taken)
     if best is None and current is not None and current.fits:
         return _choice(config, current, _why(current, link))
     if best is None:
-        return _choice(config, *_next_best(config, menu, link, sites, every))
+        return _choice(config, *_next_best(config, menu, link, sites, every, taken))
     if now != (best.inner_steps, best.codec):
         if current is not None and current.fits:
             gain = current.loss - best.loss
@@ -87,7 +93,12 @@ def _least_lossy(every: list[Candidate]) -> Candidate | None:
 
 
 def _next_best(
-    config: RunConfig, menu: Menu, link: Estimate, sites: int, every: list[Candidate]
+    config: RunConfig,
+    menu: Menu,
+    link: Estimate,
+    sites: int,
+    every: list[Candidate],
+    taken: int,
 ) -> tuple[Candidate, str]:
     """Where nothing fits: what is given up, in this order, and why."""
     hiding = [c for c in every if c.hides]
@@ -96,7 +107,7 @@ def _next_best(
     if best is not None:
         work = f"its own work takes {link.work_of(best.codec) / best.round_us:.0%} of computation"
         return best, f"{_why(best, link)}; {work}, more than asked for"
-    few = candidates(config, menu, link, sites, rounds=2)
+    few = candidates(config, menu, link, sites, rounds=2, taken=taken)
     best = _least_lossy([c for c in few if c.hides])
     if best is not None:
         return best, f"{_why(best, link)}; fewer than {LEAST_ROUNDS} rounds, for nothing else hides"
@@ -108,11 +119,16 @@ def _next_best(
 
 
 def _current(
-    config: RunConfig, menu: Menu, link: Estimate, sites: int, now: tuple[int, str]
+    config: RunConfig,
+    menu: Menu,
+    link: Estimate,
+    sites: int,
+    now: tuple[int, str],
+    taken: int,
 ) -> Candidate | None:
     """The plan in force under the present estimate; none if it may not be chosen (any more)."""
     steps, codec = now
-    if codec not in menu or steps not in lengths(config, rounds=2):
+    if codec not in menu or steps not in lengths(config, 2, taken):
         return None
     return candidate(config, menu[codec], codec, steps, link, sites, in_force=True)
 

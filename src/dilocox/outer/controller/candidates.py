@@ -79,27 +79,36 @@ def codecs(config: RunConfig) -> list[str]:
     return names if own in names or not loss.is_known(own) else [*names, own]
 
 
-def lengths(config: RunConfig, rounds: int) -> list[int]:
+def lengths(config: RunConfig, rounds: int, taken: int = 0) -> list[int]:
     """Numbers of inner steps per round, rising, that leave at least `rounds` rounds if any does.
 
-    A slot keeps its length, so that they are multiples of it.
+    A slot keeps its length, so that they are multiples of it. `taken`: inner steps of the run that
+    were made before its handover.
     """
     outer = config.outer
     if "inner_steps" in config.control.pinned:
         return [outer.inner_steps]
-    slot = outer.inner_steps // outer.slots
+    slot, left = outer.inner_steps // outer.slots, config.total_steps - taken
     found = sorted({-(-steps // slot) * slot for steps in (*INNER_STEPS, outer.inner_steps)})
-    return [steps for steps in found if steps * rounds <= config.total_steps] or found[:1]
+    return [steps for steps in found if steps * rounds <= left] or found[:1]
 
 
 def candidates(
-    config: RunConfig, menu: Menu, link: Estimate, sites: int, rounds: int = LEAST_ROUNDS
+    config: RunConfig,
+    menu: Menu,
+    link: Estimate,
+    sites: int,
+    rounds: int = LEAST_ROUNDS,
+    taken: int = 0,
 ) -> list[Candidate]:
-    """Every plan that may be chosen for rounds of `sites` sites, with the delay it needs."""
+    """Every plan that may be chosen for rounds of `sites` sites, with the delay it needs.
+
+    `rounds` and `taken` as for `lengths`.
+    """
     return [
         candidate(config, menu[codec], codec, steps, link, sites)
         for codec in codecs(config)
-        for steps in lengths(config, rounds)
+        for steps in lengths(config, rounds, taken)
     ]
 
 

@@ -46,12 +46,14 @@ def decide(
     measured: Measurements,
     ranks: Sequence[int],
     before: Decided | None,
+    taken: int = 0,
 ) -> tuple[dict[str, int], Choice, Estimate | None]:
     """How fast `members` go in `round_`, in thousandths of the fastest; what is chosen for it; and
     the estimate of the link that it was chosen by.
 
     `menu`: payload sizes by codec, if the controller goes by the link; `ranks`: effective ranks of
-    the rounds that may be looked at, in thousandths, oldest first, if it goes by these.
+    the rounds that may be looked at, in thousandths, oldest first, if it goes by these;
+    `taken`: inner steps of the run that were made before its handover.
     """
     paces = _paces(config, round_, members, measured, before)
     if config.control.adapt == "off":
@@ -68,7 +70,7 @@ def decide(
         slowest = min(paces.values())
         estimate = replace(estimate, lag_us=estimate.step_us * (FULL - slowest) // slowest)
     now = None if before is None else (before.inner_steps, before.codec)
-    return paces, by_link.choose(config, menu, estimate, len(paces), now), estimate
+    return paces, by_link.choose(config, menu, estimate, len(paces), now, taken), estimate
 
 
 def _paces(

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from dilocox.codec_spec import parse_spec
 from dilocox.config import ControlSection
@@ -122,10 +122,10 @@ def estimated(
     work_us, works = _work(before, samples, earlier)
     if control.link_rate is not None:
         return Estimate(max(1, step_us), control.link_rate, 0, 0, work_us=work_us, works=works)
-    overhead = _overhead(before, beside_us)
     heard = [s for s in samples if s.exchange_us > 0 and s.exchanges > 0 and s.exchange_bytes > 0]
     if not heard:
-        return before
+        return None if before is None else replace(before, step_us=max(1, step_us))
+    overhead = _overhead(before, beside_us)
     # The slowest link: least bytes per second.
     worst = min(heard, key=lambda sample: sample.exchange_bytes / sample.exchange_us)
     payload = max(1, worst.exchange_bytes // worst.exchanges)

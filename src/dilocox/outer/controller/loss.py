@@ -55,8 +55,13 @@ def run_lengths() -> tuple[int, ...]:
 @lru_cache(maxsize=32)
 def table(optimizer: str = ADAMW, steps: int | None = None) -> dict[str, Any]:
     """The committed table for an inner optimizer, AdamW's for one of which it says nothing, in runs
-    of `steps` inner steps: one of `run_lengths`, without it the shortest."""
+    of `steps` inner steps: one of `run_lengths`, without it the shortest.
+
+    Raises ValueError for another length.
+    """
     whole = committed()
+    if steps is not None and steps not in run_lengths():
+        raise ValueError(f"steps {steps}: the table is of runs of {run_lengths()} inner steps")
     longer: Table = next((known for known in whole["longer"] if known["steps"] == steps), {})
     own = whole["optimizers"].get(optimizer)
     if own is None:
@@ -93,7 +98,8 @@ def is_known(codec: str) -> bool:
 
 @lru_cache(maxsize=64)
 def top1_offered(steps: int, optimizer: str = ADAMW) -> bool:
-    """`top1` was measured in runs of so many inner steps, with this optimizer."""
+    """Runs have as many inner steps as the shortest in which `top1` was measured with this
+    optimizer, or more."""
     measured = [length for length in run_lengths() if table(optimizer, length).get("top1")]
     return bool(measured) and steps >= measured[0]
 

@@ -25,7 +25,14 @@ def decided(
         before = Decided(plan.inner_steps, _codec(state, round_ - 1), paces, known)
     measured, ranks = _measured(state), _ranks(state, round_)
     paces, choice, estimate = decide(
-        state.config, state.payloads or {}, round_, members, measured, ranks, before
+        state.config,
+        state.payloads or {},
+        round_,
+        members,
+        measured,
+        ranks,
+        before,
+        taken=state.steps_before or 0,
     )
     return paces, choice, None if estimate is None else LinkEstimate(**vars(estimate))
 
