@@ -27,7 +27,7 @@ engine counts them (of peers: as the collective's algorithm has it), wire bytes 
 interface counts them, control traffic included. Efficiency is payload bits over what the link
 carries while payloads cross it. Loss is not compared here: quality.py does.
 
-A full run (no options) takes two hours where a step takes 60 ms. Every measurement is written when
+A full run (no options) takes 2.5 hours where a step takes 60 ms. Every measurement is written when
 it is done; started again, the benchmark goes on with what is missing. --minutes N begins nothing
 that would last longer, so that a full run can be made in parts; --quick has nine and a half of
 them. --docs writes tables into documents that have marks for them (`wan_docs.py`), also when
