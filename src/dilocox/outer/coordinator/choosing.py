@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dilocox.codec_spec import sent_with_moments
+from dilocox.errors import TrainingError
 from dilocox.outer.controller import by_rank
+from dilocox.outer.controller.candidates import Menu
 from dilocox.outer.controller.choice import Choice
 from dilocox.outer.controller.deciding import LOOK_BACK, Decided, Measurements, decide
 from dilocox.outer.controller.link import Estimate, Sample
@@ -35,6 +37,24 @@ def decided(
         taken=state.steps_before or 0,
     )
     return paces, choice, None if estimate is None else LinkEstimate(**vars(estimate))
+
+
+def sizes_to_log(known: Menu | None, given: Menu | None) -> dict[str, list[list[int]]] | None:
+    """Sizes of payloads, in bytes by codec, stage and fragment, that a coordinator which adapts to
+    the link has to log beyond those that its log has: when a run begins, and when it goes on with a
+    version whose controller knows more codecs. None if there are none.
+
+    `given`: of all codecs that the controller may choose. Raises `TrainingError` if both are None.
+    """
+    if known is None and given is None:
+        raise TrainingError(
+            'control.adapt "link": the coordinator was not told the sizes of payloads; '
+            'start it with them, or set adapt = "off"'
+        )
+    if given is None or (known is not None and given.keys() <= known.keys()):
+        return None
+    # The plan in force may have a codec that is no more on the menu.
+    return {name: [list(row) for row in rows] for name, rows in {**(known or {}), **given}.items()}
 
 
 def _measured(state: CoordinatorState) -> Measurements:

@@ -21,6 +21,7 @@ from dilocox.outer.coordinator import messages as m
 from dilocox.outer.coordinator import views
 from dilocox.outer.coordinator.admission import check_admission
 from dilocox.outer.coordinator.arrivals import Arrivals
+from dilocox.outer.coordinator.choosing import sizes_to_log
 from dilocox.outer.coordinator.decisions import decide, plan_round
 from dilocox.outer.coordinator.departures import Departures
 from dilocox.outer.coordinator.exchanges import Exchange
@@ -117,7 +118,9 @@ class Coordinator:
         if not self.state.digest:
             self.record(e.Created(self.wall(), digest, self.config.run.name))
         if self.config.control.adapt == "link":
-            self._know_sizes(payloads)
+            sizes = sizes_to_log(self.state.payloads, payloads)
+            if sizes is not None:
+                self.record(e.Sized(self.wall(), sizes))
         if self.config.model.handover and self.state.steps_before is None:
             found = Handover.read(self.config.model.path)
             self.record(e.HandedOver(self.wall(), found.run, found.steps, found.ledger))
@@ -126,21 +129,6 @@ class Coordinator:
             self._expect(name, self.timeouts.reconnect if beaten else self.timeouts.first_beat)
         self.witness.reopened(self.state)
         self._follow(None)
-
-    def _know_sizes(self, payloads: Payloads | None) -> None:
-        """Log sizes of payloads that the log does not have: when a run begins, and when it goes on
-        with a version whose controller knows more codecs."""
-        known = self.state.payloads
-        if payloads is None:
-            if known is None:
-                raise TrainingError(
-                    'control.adapt "link": the coordinator was not told the sizes of payloads; '
-                    'start it with them, or set adapt = "off"'
-                )
-        elif known is None or not payloads.keys() <= known.keys():
-            sizes = {name: [list(row) for row in rows] for name, rows in payloads.items()}
-            # The plan in force may have a codec that is no more on the menu.
-            self.record(e.Sized(self.wall(), {**(known or {}), **sizes}))
 
     def resume(self, tick: int | None = None) -> e.Resumed:
         """Go on from the checkpoint at `tick` (none: the latest complete one), with sites that
