@@ -40,6 +40,7 @@ RUN_ELSEWHERE = {
     "python benchmarks/single_site.py --pairs 16": "tests/benchmarks",
     "python benchmarks/overlap.py --quick": "tests/benchmarks",
     "python benchmarks/wan.py --ratio 400 --sites 2": "tests/benchmarks",
+    "python benchmarks/wan.py --ratio 400 --sites 4": "tests/benchmarks",
     "python benchmarks/wan.py --docs docs/measured.md": "tests/benchmarks",
     "python benchmarks/wan_beside.py --work 0.005": "tests/benchmarks",
     "python benchmarks/wan_beside.py --work 0.005 --blocks 6 --allreduce 2 --json NEW.json": (
