@@ -22,10 +22,10 @@ quarter per cent), 40 and 4,000. The ratio at which things were really measured 
 
 Measurements are made in blocks of some minutes, every second one in reverse order, and shares are
 taken within blocks: no exchange and `dilocox` in each, the others spread over them. Figures are
-medians with bootstrap intervals. Bytes are per site and round: payloads as the
-engine counts them (of peers: as the collective's algorithm has it), wire bytes as the site's
-interface counts them, control traffic included. Efficiency is payload bits over what the link
-carries while payloads cross it. Loss is not compared here: quality.py does.
+medians with bootstrap intervals. Bytes are per site and round: payloads as the engine counts them
+(of peers: as the collective's algorithm has it), wire bytes as the site's interface counts them,
+control traffic included. Efficiency is payload bits over what the link carries while payloads cross
+it. Loss is not compared here: quality.py does.
 
 A full run (no options) takes 2.5 hours where a step takes 60 ms. Every measurement is written when
 it is done; started again, the benchmark goes on with what is missing. --minutes N begins nothing

@@ -13,9 +13,9 @@ from dilocox import preflight
 from dilocox.config import RunConfig, load_written
 from dilocox.display import Display
 from dilocox.errors import ConfigError, TrainingError
+from dilocox.outer.controller.candidates import Menu
 from dilocox.outer.coordinator.audit import audit
 from dilocox.outer.coordinator.client import CoordinatorClient
-from dilocox.outer.coordinator.core import Payloads
 from dilocox.outer.coordinator.identity import Identity, write_private
 from dilocox.outer.coordinator.ledger import Ledger
 from dilocox.outer.coordinator.serving import Endpoint, serve
@@ -122,7 +122,7 @@ def leave(folder: Path, site: str, now: bool) -> str:
 def serve_run(
     config: RunConfig,
     folder: Path,
-    payloads: Payloads | None,
+    payloads: Menu | None,
     *,
     resume: bool,
     wait_for: int | None,

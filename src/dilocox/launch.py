@@ -29,8 +29,8 @@ from dilocox.errors import DilocoxError, JoinError, TrainingError
 from dilocox.launched import join_as_rank
 from dilocox.launcher_env import rank_variables
 from dilocox.model_files import generate
+from dilocox.outer.controller.candidates import Menu
 from dilocox.outer.coordinator.client import CoordinatorClient
-from dilocox.outer.coordinator.core import Payloads
 from dilocox.outer.coordinator.identity import Identity
 from dilocox.outer.coordinator.serving import Endpoint
 from dilocox.outer.coordinator.timeouts import Timeouts
@@ -145,7 +145,7 @@ def _run_here(
     config: RunConfig,
     hooks: Hooks,
     display: Display,
-    payloads: Payloads | None,
+    payloads: Menu | None,
     resume: bool,
     debug: bool,
     trace: bool,
@@ -279,7 +279,7 @@ def _operator(endpoint: Endpoint, config: RunConfig) -> CoordinatorClient:
 
 
 def _coordinate_in_child(
-    config: RunConfig, folder: Path, payloads: Payloads | None, resume: bool, pipe: Connection
+    config: RunConfig, folder: Path, payloads: Menu | None, resume: bool, pipe: Connection
 ) -> None:
     # Where the reader has gone this process is about to end with it.
     def tell(kind: str, value: Any) -> None:

@@ -9,13 +9,14 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from dilocox.config import RunConfig
 from dilocox.errors import JoinError, TrainingError
 from dilocox.handover import Handover
+from dilocox.outer.controller.candidates import Menu
 from dilocox.outer.coordinator import events as e
 from dilocox.outer.coordinator import messages as m
 from dilocox.outer.coordinator import views
@@ -40,8 +41,6 @@ from dilocox.outer.coordinator.timeouts import Timeouts
 
 Report = Callable[[str, int, str, dict[str, Any]], None]
 """(site, round, kind, metrics)."""
-Payloads = Mapping[str, Sequence[Sequence[int]]]
-"""Bytes of one site's payload by codec, stage and fragment, summed over shards."""
 _TOPICS: dict[type[e.Event], tuple[str, ...]] = {
     e.Started: ("plan",),
     e.Activated: ("plan", "exchange"),
@@ -63,7 +62,7 @@ class Coordinator:
         folder: str | Path,
         *,
         wait_for: int | None = None,
-        payloads: Payloads | None = None,
+        payloads: Menu | None = None,
         on_report: Report | None = None,
         on_message: Callable[[str], None] | None = None,
         on_plan: Callable[[m.RoundPlan], None] | None = None,
@@ -105,7 +104,7 @@ class Coordinator:
             self.log.close()
             raise
 
-    def _open(self, payloads: Payloads | None) -> None:
+    def _open(self, payloads: Menu | None) -> None:
         for event in self.log.events():
             self.state.apply(event)
         self.liveness = Liveness(self.timeouts)

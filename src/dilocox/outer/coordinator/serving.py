@@ -14,9 +14,10 @@ from pathlib import Path
 
 from dilocox.config import RunConfig
 from dilocox.errors import TrainingError
+from dilocox.outer.controller.candidates import Menu
 from dilocox.outer.coordinator import messages as m
 from dilocox.outer.coordinator import views
-from dilocox.outer.coordinator.core import Coordinator, Payloads, Report
+from dilocox.outer.coordinator.core import Coordinator, Report
 from dilocox.outer.coordinator.identity import write_private
 from dilocox.outer.coordinator.ledger import Ledger
 from dilocox.outer.coordinator.notary import Notary
@@ -50,7 +51,7 @@ def serve(
     host: str | None = None,
     port: int | None = None,
     wait_for: int | None = None,
-    payloads: Payloads | None = None,
+    payloads: Menu | None = None,
     resume: bool | int = False,
     on_report: Report | None = None,
     on_message: Callable[[str], None] | None = None,
