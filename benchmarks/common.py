@@ -85,6 +85,8 @@ def end_on_signals() -> None:
 
 CANNOT = 3
 """Exit code of a benchmark that cannot be made on this machine."""
+AS_FAST = 1.25
+"""Times by which one machine's speed differs from one measurement to the next."""
 
 
 def cannot(benchmark: str, reason: str | None) -> bool:
@@ -224,6 +226,25 @@ def read_rows(path: Path | None, benchmark: str, settings: Mapping[str, Any]) ->
         raise SystemExit(f"{path}: holds results of other settings; remove it, or name another")
     rows: list[Row] = found["rows"]
     return rows
+
+
+def refuse_other_machine(path: Path | None, on: Mapping[str, Any]) -> None:
+    """Ends the program where what `path` holds was measured on another machine than `on` (see
+    `machine`): speeds of two machines, set against each other, say nothing."""
+    if path is None or not path.exists():
+        return
+    before = json.loads(path.read_text(encoding="utf-8")).get("machine", {})
+    named = [key for key in ("cpu", "instructions", "cores") if before.get(key) != on.get(key)]
+    speeds = [float(each.get("core_gflops", 0)) for each in (before, on)]
+    if named or max(speeds) > AS_FAST * min(speeds):
+        told = " and ".join(
+            f"{each.get('cpu')} with {each.get('cores')} cores, {each.get('instructions')}, "
+            f"{each.get('core_gflops')} GFLOP/s a core"
+            for each in (before, on)
+        )
+        raise SystemExit(
+            f"{path}: measured on another machine than this ({told}); name another file by --json"
+        )
 
 
 def table(rows: Sequence[Row], columns: Mapping[str, Callable[[Any], str] | str]) -> str:

@@ -103,10 +103,12 @@ def main() -> int:
     options = parser.parse_args()
     common.end_on_signals()
     if options.loss_table and options.quick:
-        parser.error("--loss-table takes whole runs: leave out --quick, or make them --steps long")
+        parser.error("--loss-table takes whole runs: leave out --quick")
+    if options.loss_table and options.steps:
+        parser.error("--loss-table: its runs are as long as those of the table; leave out --steps")
     if options.tune and options.steps:
         parser.error("--tune: all trials have the same steps; leave out --steps")
-    trying = bool(options.steps or options.tried) and not options.loss_table
+    trying = bool(options.steps or options.tried)
     if options.steps is None and (options.quick or options.tune):
         options.steps = quality_tuning.TRIAL_STEPS if options.tune else QUICK_STEPS
     if options.json is None and not options.quick and not trying:

@@ -28,10 +28,10 @@ control traffic included. Efficiency is payload bits over what the link carries 
 it. Loss is not compared here: quality.py does.
 
 A full run (no options) takes 2.5 hours where a step takes 60 ms. Every measurement is written when
-it is done; started again, the benchmark goes on with what is missing. --minutes N begins nothing
-that would last longer, so that a full run can be made in parts; --quick has nine and a half of
-them. --docs writes tables into documents that have marks for them (`wan_docs.py`), also when
-nothing is left to measure.
+it is done; started again on the same machine, the benchmark goes on with what is missing.
+--minutes N begins nothing that would last longer, so that a full run can be made in parts; --quick
+has nine and a half of them. --docs writes tables into documents that have marks for them
+(`wan_docs.py`), also when nothing is left to measure.
 
 Needs Linux, root, iproute2 and control groups, else one line says so, exit code 3; the peers of
 torchft need `pip install -c constraints.txt -e '.[peers]'` and are left out without it.
@@ -177,6 +177,8 @@ class Bench:
     def measure(self, wanted: Sequence[Case]) -> None:
         """Make the measurements that are missing, one lab after the other."""
         missing = [case for case in wanted if not any(_is_of(run, case) for run in self._runs)]
+        if missing and self._runs:
+            common.refuse_other_machine(self._runs_file, self._on)
         for sites in dict.fromkeys(case.sites for case in missing):
             inside = [case for case in missing if case.sites == sites]
             with Lab(list(SITES[:sites])) as lab:

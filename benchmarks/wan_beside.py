@@ -23,7 +23,8 @@ steps fewer as these are more. The loss of the plans is quality.py's business: t
 N steps of synchronous training over the same links, after one that is not measured. A step takes
 as many times longer than one without a network as the link's ratio says.
 
-Every block is written when it is done; started again with the same --json the benchmark goes on.
+Every block is written when it is done; started again with the same --json, on the same machine, the
+benchmark goes on.
 Eight blocks take three quarters of an hour, --quick makes two of them. Needs what `dilocox lab`
 needs, else one line says so, exit code 3.
 """
@@ -355,6 +356,8 @@ def main() -> int:
         "ratio": options.ratio,
     }  # fmt: skip
     rows = common.read_rows(results, "wan-beside", settings)
+    if 0 < len(blocks_of(rows)) < blocks:
+        common.refuse_other_machine(results, on)
     with tempfile.TemporaryDirectory(prefix="dilocox-beside-") as temporary:
         try:
             for row in measured(

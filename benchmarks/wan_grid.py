@@ -209,7 +209,7 @@ class Extent:
 
 
 FULL = Extent(6, 3, 2, 1, 1200, 400, RATIOS, (2, 4), tuple(BY_NAME))
-SHORT = Extent(3, 0, 1, 0, 500, 200, (RATIO,), (2,), QUICK)
+SHORT = Extent(2, 0, 1, 0, 500, 200, (RATIO,), (2,), QUICK)
 SHORT_MINUTES = 9.5
 """`--quick`: what would last longer is left out, and said."""
 

@@ -50,6 +50,18 @@ def test_table_aligns_and_shows_what_is_missing() -> None:
     assert text.splitlines() == ["name    value", "a     1,234.5", "long        -"]
 
 
+def test_what_another_machine_measured_is_not_gone_on_with(tmp_path: Path) -> None:
+    here = {"cpu": "A", "cores": 2, "instructions": "AVX2", "core_gflops": 80, "load_before": 0.1}
+    file = tmp_path / "speeds.json"
+    common.refuse_other_machine(None, here)
+    common.refuse_other_machine(file, here)
+    file.write_text(json.dumps({"machine": here}))
+    common.refuse_other_machine(file, {**here, "core_gflops": 92, "load_before": 2.0})
+    for changed in ({"core_gflops": 35}, {"core_gflops": 120}, {"cores": 4}, {"cpu": "B"}):
+        with pytest.raises(SystemExit, match=r"measured on another machine .*AVX2, 80 GFLOP/s"):
+            common.refuse_other_machine(file, {**here, **changed})
+
+
 def test_rows_are_gone_on_with_only_where_settings_are_the_same(tmp_path: Path) -> None:
     file = tmp_path / "rows.json"
     assert common.read_rows(None, "beside", {}) == []

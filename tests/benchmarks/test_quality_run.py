@@ -189,7 +189,11 @@ def test_the_picture_has_all_rows_whichever_are_asked_for(bench: Any, tmp_path: 
 
 @pytest.mark.parametrize(
     ("words", "mend"),
-    [(("--loss-table", "--quick"), "leave out --quick"), (("--tune", "--steps", "9"), "--steps")],
+    [
+        (("--loss-table", "--quick"), "leave out --quick"),
+        (("--loss-table", "--steps", "9"), "as long as those of the table"),
+        (("--tune", "--steps", "9"), "--steps"),
+    ],
 )
 def test_options_that_would_lose_what_is_trained_are_refused(
     bench: Any, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], mend: str

@@ -13,6 +13,7 @@ from wan_grid import (
     METHODS,
     NONE,
     OURS,
+    QUICK,
     RATIO,
     SHORT,
     SHORT_MINUTES,
@@ -155,6 +156,8 @@ def test_how_long_a_measurement_takes_by_hand() -> None:
         assert found == pytest.approx(START_SECONDS + 0.05 * expected), method
 
 
-def test_a_quick_run_fits_its_time_on_steps_of_50_ms() -> None:
-    lasts = sum(duration(case, SHORT, 0.05) for case in cases(SHORT))
+def test_a_quick_run_fits_its_time_on_steps_of_62_ms() -> None:
+    """As long as they are on the machine of the committed results."""
+    lasts = sum(duration(case, SHORT, 0.062) for case in cases(SHORT))
     assert lasts / 60 < SHORT_MINUTES
+    assert {case.method for case in cases(SHORT)} == {NONE, ALONE, *QUICK}

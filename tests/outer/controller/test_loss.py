@@ -17,7 +17,7 @@ from dilocox.outer.controller.loss import (
     residual_view,
     run_lengths,
     table,
-    top1_offered,
+    top1_up_to,
 )
 
 STEPS = table()["inner_steps"]
@@ -51,6 +51,7 @@ def test_the_table_is_sound(optimizer: str, whole: int) -> None:
     assert sorted(known["local"]) == known["local"]
     if known.get("top1"):
         assert len(known["top1"]["loss"]) == len(STEPS)
+        assert known["top1"]["kept"] == sorted(known["top1"]["kept"])
         for row in known["top1"]["loss"]:
             assert len(row) == len(known["top1"]["kept"])
             assert sorted(row, reverse=True) == row
@@ -116,7 +117,9 @@ def test_what_goes_with_the_inner_steps() -> None:
     views = [residual_view(2, codec, SHORT) for codec in ("topk:64", "int2", "none")]
     assert views == [0.2, 0.0, 0.0]
     assert residual_view(5, "topk:64", SHORT, "muon") == 0.2
-    views = [residual_view(steps, "topk:64", SHORT) for steps in (2, 3, 8)]
+    views = [residual_view(steps, "topk:64", SHORT) for steps in (2, 3, 5)]
+    assert views == [0.2, 0.2, 0.2]
+    views = [residual_view(steps, "topk:64", SHORT) for steps in (5, 8, 12)]
     assert views == sorted(set(views), reverse=True)
     assert [kept_progress(*case) for case in ((20, 1.0), (20, 0.5), (5, 1.0))] == [0.65, 1.0, 1.0]
     sparse = [kept_progress(*case, "topk:82") for case in ((5, 1.0), (5, 0.5), (3, 1.0))]
@@ -138,15 +141,20 @@ def test_between_two_run_lengths_losses_are_read_by_the_logarithm() -> None:
     assert loss_of(20, "topk:64", 0.0, LONG, "muon") == loss_of(20, "topk:64", 0.0, SHORT, "muon")
 
 
-def test_top1_is_known_of_long_runs_with_adamw() -> None:
-    assert [top1_offered(steps) for steps in (SHORT, LONG - 1, LONG, 10**6)] == [0, 0, 1, 1]
-    assert not top1_offered(LONG, "muon")
+def test_top1_is_known_with_adamw_and_is_better_where_it_is_offered() -> None:
+    """In long runs however many values travel, in short ones where few do."""
+    assert [top1_up_to(steps) for steps in (1, SHORT, LONG - 1)] == [6, 6, 6]
+    assert top1_up_to(LONG) == top1_up_to(10**6) == 4096
+    assert top1_up_to(SHORT, "muon") == top1_up_to(LONG, "muon") == 0
+    for steps in (1, 2, 5, 10, 30):
+        for kept in (5, 6):
+            top1, topk = f"top1:{4096 // kept}", f"topk:{kept}"
+            assert codec_loss(steps, top1, SHORT) < codec_loss(steps, topk, SHORT)
     for steps in (1, 2, 5, 30):
         for block in (16, 64, 512):
             topk = f"topk:{4096 // block}"
             # It loses less than as dense a topk; where nothing is known of it, as much.
             assert codec_loss(steps, f"top1:{block}", LONG) < codec_loss(steps, topk, LONG)
-            assert codec_loss(steps, f"top1:{block}", SHORT) == codec_loss(steps, topk, SHORT)
             muon = [codec_loss(steps, name, LONG, "muon") for name in (f"top1:{block}", topk)]
             assert muon[0] == muon[1]
             # The rates that go with it are those of topk.

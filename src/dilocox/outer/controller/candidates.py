@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from dilocox.codec_spec import parse_spec
 from dilocox.config import RunConfig
 from dilocox.config_admission import BY_VALUE
 from dilocox.outer.controller import loss
@@ -14,8 +15,8 @@ from dilocox.outer.controller.schedule import Crowd, Sizes, Traffic, traffic
 INNER_STEPS = (1, 2, 3, 5, 8, 12, 20, 30, 50, 80, 125, 200, 320, 500)
 KEPT = (328, 232, 164, 116, 82, 58, 41, 35, 29, 24, 20, 17, 15, 13, 12, 11, 10, 9, 8, 7, 6, 5)
 BLOCKS = (12, 18, 25, 35, 50, 70, 100, 118, 140, 170, 205, 240, 290, 340, 410, 490, 590, 700, 850,
-          1000, 1200, 1500)  # fmt: skip
-"""B of `top1`, which is taken instead of `topk` where the loss table knows what it loses."""
+          1000, 1200, 1500, 1800, 2200, 2600)  # fmt: skip
+"""B of `top1`, which is taken instead of `topk` where the loss table knows that it loses less."""
 LEAST_ROUNDS = 8
 """Outer momentum and error feedback need some rounds: so many at least, where possible."""
 SLACK = 5 / 4
@@ -72,11 +73,18 @@ def codecs(config: RunConfig) -> list[str]:
     if config.compression.error_feedback:
         names.append("int2")
         if config.outer.exchange == "gather" and config.admission.aggregation not in BY_VALUE:
-            if loss.top1_offered(config.total_steps, config.inner.optimizer):
-                names += [f"top1:{block}" for block in BLOCKS]
-            else:
-                names += [f"topk:{kept}" for kept in KEPT]
+            names += _largest(loss.top1_up_to(config.total_steps, config.inner.optimizer))
     return names if own in names or not loss.is_known(own) else [*names, own]
+
+
+def _largest(top1_up_to: float) -> list[str]:
+    """Codecs that send the largest values, densest first: `top1` of so many of 4,096 and fewer."""
+    topk = [f"topk:{kept}" for kept in KEPT]
+    top1 = [f"top1:{block}" for block in BLOCKS]
+    return [
+        *(codec for codec in topk if parse_spec(codec).density > top1_up_to),
+        *(codec for codec in top1 if parse_spec(codec).density <= top1_up_to),
+    ]
 
 
 def lengths(config: RunConfig, rounds: int, taken: int = 0) -> list[int]:

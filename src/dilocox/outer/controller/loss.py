@@ -10,7 +10,8 @@ What is known of an inner optimizer (`inner.optimizer`) in particular stands in 
 name, and holds instead of what was measured with AdamW.
 
 What `top1` loses stands by itself where it is known; elsewhere, and in all else, it counts as a
-`topk` that sends as many values.
+`topk` that sends as many values. The densest that was seen to lose less than such a `topk` stands
+with it: what is as dense or less is offered instead of `topk`.
 
 All of this, and the rates that go with it, is of runs of one length. In longer ones local steps
 cost less, and codecs that send few values more: what is known of them stands under `longer`, and
@@ -97,11 +98,14 @@ def is_known(codec: str) -> bool:
 
 
 @lru_cache(maxsize=64)
-def top1_offered(steps: int, optimizer: str = ADAMW) -> bool:
-    """Runs have as many inner steps as the shortest in which `top1` was measured with this
-    optimizer, or more."""
-    measured = [length for length in run_lengths() if table(optimizer, length).get("top1")]
-    return bool(measured) and steps >= measured[0]
+def top1_up_to(steps: int, optimizer: str = ADAMW) -> float:
+    """The densest `top1` that is known to lose less than `topk`, in values of 4,096; 0 where none
+    is: what the table has of the longest runs that are no longer than `steps`, of the shortest if
+    all are."""
+    lengths = run_lengths()
+    nearest = max((length for length in lengths if length <= steps), default=lengths[0])
+    known = table(optimizer, nearest).get("top1")
+    return float(known["densest"]) if known else 0.0
 
 
 @lru_cache(maxsize=4096)
