@@ -196,8 +196,8 @@ def test_a_calibration_is_written_and_used(
     assert local["memory_gb_s"] > 0.01
     assert written["host"]["local"]["memory_gib"] > 0.1
     assert set(written["host"]["local"]["encode_gb_s"]) >= {"none", "int4", "topk", "lowrank"}
-    code, out, _ = plan(file, "--gpu", "local", "--link", "20mbit")
-    assert code == 0
+    code, out, err = plan(file, "--gpu", "local", "--link", "20mbit")
+    assert code == 0, err
     assert "lyon, paris: local:1x1; link 20mbit" in out
     # The link to another machine, which answers once.
     monkeypatch.setattr(link_probe, "WARM_UP", 0.05)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -14,7 +15,7 @@ from dilocox.errors import ConfigError, DilocoxError, TrainingError
 from dilocox.lab import Network
 from dilocox.lab.links import Line, Links
 from dilocox.plan import link_probe
-from dilocox.plan.calibrate import link_entry
+from dilocox.plan.calibrate import link_entry, write
 from dilocox.plan.link_probe import MeasuredLink, answer, listen, measure_link, parse_address
 from dilocox.plan.table import Table
 from tests.lab.needs import needs_network
@@ -151,6 +152,16 @@ def test_as_an_entry_of_a_table() -> None:
     assert link_entry(MeasuredLink(up=1.0, down=1.0, rtt=0.1))["up"] == "1kbit"
     # What was counted comes out again.
     assert Table.load().link("8000kbit/16000kbit").rate == pytest.approx(0.95e6)
+
+
+@pytest.mark.parametrize("rate", [1.0, 0.95e6, 118.7e6, 118.8e6, 2.4e9, 100e9])
+def test_an_entry_of_any_rate_is_one_that_a_table_may_have(rate: float, tmp_path: Path) -> None:
+    """Loopback is faster than a Gbit/s everywhere: seven digits of kbit are no rate."""
+    entry = link_entry(MeasuredLink(rate, rate, 5e-5))
+    file = tmp_path / "local-device.toml"
+    write({"link": {"loopback": {**entry, "usd_per_gb": 0.0, "source": "measured"}}}, file)
+    found = Table.load(file).link("loopback")
+    assert found.rate == pytest.approx(rate, rel=1e-4, abs=120)
 
 
 _MEASURE = """\

@@ -88,7 +88,9 @@ def link_entry(measured: MeasuredLink) -> dict[str, Any]:
     """A link as tables have it: with the headers that travel beside what was counted."""
 
     def on_the_wire(rate: float) -> str:
-        return f"{max(1, round(8 * rate / WIRE_SHARE / 1e3))}kbit"
+        kbit = max(1, round(8 * rate / WIRE_SHARE / 1e3))
+        # A rate has six digits at most.
+        return f"{kbit}kbit" if kbit < 10**6 else f"{kbit / 1e3:.3f}mbit"
 
     return {
         "up": on_the_wire(measured.up),
