@@ -54,6 +54,17 @@ def test_dilocox_is_below_every_method_at_its_reduction_in_short_runs() -> None:
         assert all("dominated by" in line for line in said[2:])
 
 
+def test_rows_that_are_averaged_are_of_one_plan() -> None:
+    """A mean over seeds of what several versions of the controller chose is nobody's."""
+    plans: dict[tuple[object, ...], set[str]] = {}
+    for row in committed("quality-cpu")["rows"]:
+        if row.get("target"):
+            key = tuple(row[name] for name in ("label", "regime", "sites", "iid"))
+            plans.setdefault(key, set()).add(row["plans"].split(" x")[0])
+    assert len(plans) > 20
+    assert {key: of for key, of in plans.items() if len(of) > 1} == {}
+
+
 def test_the_planner_is_as_close_as_it_is_said_to_be() -> None:
     median, worst = plan_check.errors(committed("plan_check-cpu")["rows"])
     assert median <= 0.15

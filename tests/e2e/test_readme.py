@@ -39,8 +39,8 @@ RUN_ELSEWHERE = {
     "dilocox export --release": "tests/release",
     "python benchmarks/single_site.py --pairs 16": "tests/benchmarks",
     "python benchmarks/overlap.py --quick": "tests/benchmarks",
-    "python benchmarks/wan.py --ratio 400 --sites 2": "tests/benchmarks",
-    "python benchmarks/wan.py --ratio 400 --sites 4": "tests/benchmarks",
+    "python benchmarks/wan.py --ratio 400 --sites 2 --json NEW.json": "tests/benchmarks",
+    "python benchmarks/wan.py --ratio 400 --sites 4 --json NEW.json": "tests/benchmarks",
     "python benchmarks/wan.py --docs docs/measured.md": "tests/benchmarks",
     "python benchmarks/wan_beside.py --work 0.005": "tests/benchmarks",
     "python benchmarks/wan_beside.py --work 0.005 --blocks 6 --allreduce 2 --json NEW.json": (
