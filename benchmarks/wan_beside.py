@@ -253,11 +253,13 @@ def report(every: Sequence[common.Row]) -> str:
     )  # fmt: skip
     found = common.median_interval([row["share"] for row in rows])
     ratios = [row["ratio"] for row in rows]
+    trips = [row["round_trip_ms"] for row in rows]
     told = (
         f"{table}\n\nshare of the speed without a network: {found.median:.1%} "
         f"({found.low:.1%} to {found.high:.1%}) in {len(rows)} blocks, on "
         f"{rows[0]['link_bits_per_second'] / 1e3:,.0f} kbit/s, where gradients take "
-        f"{min(ratios):.0f} to {max(ratios):.0f} times as long as a step"
+        f"{min(ratios):.0f} to {max(ratios):.0f} times as long as a step; round trips of "
+        f"{min(trips):.1f} to {max(trips):.1f} ms"
     )
     faster = speed_up(every)
     return told if faster is None else f"{told}\n{faster}"

@@ -48,11 +48,11 @@ def test_the_report_says_median_and_interval() -> None:
         "method": "dilocox", "hosts": "paris lyon",
         "tokens_per_second": 97.0, "no_network_tokens_per_second": 100.0,
         "wait_share": 0.01, "work_share": 0.02, "inner_steps": 30.0, "plan": "as told",
-        "link_bits_per_second": 998_000, "ratio": 402.0,
+        "link_bits_per_second": 998_000, "ratio": 402.0, "round_trip_ms": 0.3,
     }  # fmt: skip
     told = report([{**row, "block": n, "share": share} for n, share in enumerate((0.96, 0.97, 1))])
     assert "97.0% (96.0% to 100.0%) in 3 blocks, on 998 kbit/s" in told
-    assert "402 to 402 times as long as a step" in told
+    assert "402 to 402 times as long as a step; round trips of 0.3 to 0.3 ms" in told
     assert "allreduce" not in told
 
 
@@ -62,7 +62,7 @@ def test_the_report_says_how_much_faster_than_allreduce_on_the_same_link() -> No
             "block": n, "method": "dilocox", "hosts": "paris lyon", "tokens_per_second": 97.0 + n,
             "no_network_tokens_per_second": 100.0, "wait_share": 0.01, "work_share": 0.02,
             "inner_steps": 30.0, "plan": "as told", "link_bits_per_second": 998_000,
-            "ratio": 402.0, "share": 0.97 + n / 100,
+            "ratio": 402.0, "round_trip_ms": 0.3, "share": 0.97 + n / 100,
         }
         for n in range(3)
     ]  # fmt: skip
