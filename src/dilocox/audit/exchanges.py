@@ -21,7 +21,7 @@ from dilocox.compression.moments import carried
 from dilocox.errors import DilocoxError, RecordError
 from dilocox.outer.attempt import Contribution, Outcome
 from dilocox.outer.averaging import average, chunk_bounds, requantise
-from dilocox.outer.exchange import chunk_index
+from dilocox.outer.exchange import advancing, chunk_index
 from dilocox.outer.fragments import Layout
 from dilocox.record.course import Course, Step
 from dilocox.record.digests import sealed, sha256, tensor_bytes
@@ -102,11 +102,7 @@ class RecordedExchanges:
             chosen, basis = self._low_rank(step, codec)
             made = self._whole(step, given.values, lambda u: codec.encode(u, basis),
                                lambda payload: codec.decode(payload, basis))  # fmt: skip
-            weights, count = list(step.weights), given.key.round
-
-            def advance(warm: Tensor) -> Tensor:
-                return codec.next_warm(chosen, weights, basis, warm, count)
-
+            advance = advancing(codec, given.key, chosen, list(step.weights), basis)
         elif step.exchange == "gather":
             part = codec.part(0, given.length, given.seed)
             made = self._whole(step, given.values, part.encode, part.decode, codec)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -118,6 +118,19 @@ def _frame_for_all(what: Contribution) -> torch.Tensor | None:
         return pack_frame(part, part.encode(what.values))
 
 
+def advancing(
+    codec: LowRank,
+    key: ExchangeKey,
+    chosen: Sequence[torch.Tensor],
+    weights: Sequence[float],
+    basis: torch.Tensor,
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """What becomes of a warm start, fp32 [codec.warm_length], when the exchange `key` lands: of the
+    payloads `chosen`, uint8 each, with their `weights`, all made with `basis`."""
+    # Landings count from 1, rounds from 0.
+    return lambda warm: codec.next_warm(chosen, weights, basis, warm, key.round + 1)
+
+
 def gather(attempt: Attempt, own: torch.Tensor | None) -> Outcome:
     """Every payload to every site. `own`: this site's frame; none if it only receives."""
     what = attempt.what
@@ -177,8 +190,7 @@ def low_rank(attempt: Attempt, codec: LowRank) -> Outcome:
     return replace(
         outcome,
         payloads=(*chosen, basis),
-        # Landings count from 1, rounds from 0.
-        advance=lambda warm: codec.next_warm(chosen, weights, basis, warm, what.key.round + 1),
+        advance=advancing(codec, what.key, chosen, weights, basis),
         effective_rank=None if worth is None else (worth, codec.low_rank_values),
     )
 
