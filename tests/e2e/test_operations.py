@@ -143,7 +143,8 @@ def test_sites_leave_when_their_round_is_done(workshop: Workshop, forge: Forge) 
 def test_a_damaged_checkpoint_is_recognised_and_the_one_before_used(
     workshop: Workshop, forge: Forge
 ) -> None:
-    sets = ("outer.rounds=6", "checkpoint.every_rounds=1", "site.stages=1")
+    # So many that the stop comes before the end on a fast machine, too.
+    sets = ("outer.rounds=16", "checkpoint.every_rounds=1", "site.stages=1")
     run = forge.train(workshop, "damaged", *sets, flags=())
     run.until_round(3)
     run.interrupt()
@@ -157,6 +158,6 @@ def test_a_damaged_checkpoint_is_recognised_and_the_one_before_used(
     slots = re.findall(r"resumed at round \d+ slot \d+", resumed.printed())
     assert f"checkpoint at slot {ticks[-1]} is spoiled" in resumed.printed()
     assert len(slots) == 2
-    assert [r["round"] for r in resumed.records()][-1] == 5
-    assert resumed.summary()["rounds"] == 6
+    assert [r["round"] for r in resumed.records()][-1] == 15
+    assert resumed.summary()["rounds"] == 16
     assert len(flush_digests(resumed)) == 1
