@@ -102,10 +102,10 @@ def main() -> int:
     parser = arguments()
     options = parser.parse_args()
     common.end_on_signals()
-    if options.loss_table and options.quick:
-        parser.error("--loss-table takes whole runs: leave out --quick")
-    if options.loss_table and options.steps:
-        parser.error("--loss-table: its runs are as long as those of the table; leave out --steps")
+    if options.loss_table and (options.quick or options.steps):
+        parser.error(
+            "--loss-table: its runs are as long as those of the table; leave out --quick, --steps"
+        )
     if options.tune and options.steps:
         parser.error("--tune: all trials have the same steps; leave out --steps")
     trying = bool(options.steps or options.tried)

@@ -295,13 +295,18 @@ def measured(
             known = [*known, row]
             ratio = bits / row["link_bits_per_second"] / step_of([row], load)
             yield {"block": block, **row, **dated(asked, ratio, began)}
-        if allreduce and not any(row["method"] == SYNCHRONOUS for row in before):
+        if lacks_synchronous(before, allreduce):
             began = time.monotonic()
             together = [lab.sites[number] for number in PAIRS[0]]
             limit = PATIENCE * (1 + allreduce) * bits / asked + START_LIMIT
             row = synchronous(lab, folder, load, together, allreduce, limit)
             ratio = bits / row["link_bits_per_second"] / step_of(known, load)
             yield {"block": None, **row, **dated(asked, ratio, began)}
+
+
+def lacks_synchronous(rows: Sequence[common.Row], steps: int) -> bool:
+    """Steps of `allreduce` are asked for and not among the rows."""
+    return steps > 0 and not any(row["method"] == SYNCHRONOUS for row in rows)
 
 
 def step_of(blocks: Sequence[common.Row], load: Load) -> float:
@@ -358,7 +363,8 @@ def main() -> int:
         "ratio": options.ratio,
     }  # fmt: skip
     rows = common.read_rows(results, "wan-beside", settings)
-    if 0 < len(blocks_of(rows)) < blocks:
+    lacking = len(blocks_of(rows)) < blocks or lacks_synchronous(rows, options.allreduce)
+    if rows and lacking:
         common.refuse_other_machine(results, on)
     with tempfile.TemporaryDirectory(prefix="dilocox-beside-") as temporary:
         try:

@@ -73,6 +73,13 @@ def test_the_report_says_how_much_faster_than_allreduce_on_the_same_link() -> No
     assert "392 times as fast (388 to 396)" in told
 
 
+def test_synchronous_steps_are_lacking_where_they_are_asked_for_and_not_there() -> None:
+    ours, theirs = {"method": "dilocox"}, {"method": "allreduce"}
+    assert wan_beside.lacks_synchronous([ours], 2)
+    assert not wan_beside.lacks_synchronous([ours], 0)
+    assert not wan_beside.lacks_synchronous([ours, theirs], 2)
+
+
 def test_every_host_trains_together_as_often_as_alone() -> None:
     together = [host for pair in wan_beside.PAIRS for host in pair]
     assert {together.count(host) for host in range(4)} == {len(wan_beside.PAIRS) // 2}

@@ -18,6 +18,7 @@ from dilocox.compression import Compressor, LowRank
 from dilocox.outer.averaging import average, chunk_bounds, requantise
 from dilocox.outer.controller.pace import FULL, steps_taken
 from dilocox.outer.coordinator.messages import ExchangeKey
+from dilocox.outer.exchange import advancing
 from dilocox.outer.fragments import Layout, split_fragments
 from dilocox.outer.overlap import Rule
 from dilocox.outer.state import FragmentState
@@ -94,10 +95,7 @@ class LoopbackExchange:
             return {site: Outcome(None, None, None) for site in contributions}
         alone = [weights[site] for site in counted]
         chosen = [payloads[site] for site in counted]
-
-        def advance(warm: Tensor) -> Tensor:
-            return codec.next_warm(chosen, alone, basis, warm, self.key.round + 1)
-
+        advance = advancing(codec, self.key, chosen, alone, basis)
         mean = average((sent[site] for site in counted), alone)
         return {
             site: Outcome(mean, sent[site] if site in counted else None, None, advance)
