@@ -302,7 +302,7 @@ def test_codecs_are_written_in_one_way(run_file: Path) -> None:
 
 def test_keys_that_the_run_file_sets_are_pinned(run_file: Path) -> None:
     config = load_run(run_file, ["compression.codec=int8", "outer.momentum=0.4"])
-    assert config.control.pinned == ["inner_steps", "momentum", "codec"]
+    assert config.control.pinned == ["inner_steps", "fragments", "momentum", "codec"]
     # The resolved file sets every key, and says which of them count.
     again = resolve_run(tomllib.loads(config.to_toml()))
     assert again.control.pinned == config.control.pinned

@@ -78,14 +78,15 @@ def test_the_line_of_a_round() -> None:
 
 
 PLAN = {
-    "kind": "plan", "round": 2, "step": 40, "inner_steps": 5, "slots": 5, "delay": 1,
+    "kind": "plan", "round": 2, "step": 40, "inner_steps": 5, "slots": 5, "fragments": 4,
+    "delay": 1,
     "codec": "topk:82", "reason": "9 kB in 0.4 s of 0.5 s",
 }  # fmt: skip
 
 
 def test_plans_are_shown_where_they_change() -> None:
     assert shown(PLAN, terminal=False) == (
-        "round   3  plan: 5 inner steps, codec topk:82, landing 1 of 5 slots later "
+        "round   3  plan: 5 inner steps, 4 fragments, codec topk:82, landing 1 of 5 slots later "
         "(9 kB in 0.4 s of 0.5 s)\n"
     )
     assert shown(PLAN, terminal=False, adapt="off") == ""

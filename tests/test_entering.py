@@ -11,7 +11,7 @@ import torch
 from dilocox import entering
 from dilocox.entering import Newcomer
 from dilocox.outer.coordinator.messages import Entering
-from dilocox.outer.loop import Counts
+from dilocox.outer.pending import Counts
 
 ENTRY = Entering(site="new", incarnation=1, donor="old", from_round=3)
 

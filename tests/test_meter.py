@@ -13,7 +13,7 @@ import torch
 from dilocox import meter
 from dilocox.meter import NOTHING, RoundMeter
 from dilocox.outer.coordinator.messages import MemberPlan, RoundPlan
-from dilocox.outer.loop import Counts
+from dilocox.outer.pending import Counts
 from dilocox.site import StepResult
 from tests.plan.runs import run
 

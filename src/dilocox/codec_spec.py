@@ -21,6 +21,8 @@ SPARSE = (*PICKED, "lowrank")
 COARSE = ("int2", *SPARSE)
 """Kinds below 4 bits per value: without error feedback they lose too much."""
 WITH_MOMENTS = "+moments"
+FRAME_HEADER_BYTES = 64
+"""What a payload's frame begins with on the wire (`dilocox.compression.frame`)."""
 DEFAULT_KEPT = 64
 LARGEST_KEPT = 2048
 DEFAULT_BLOCK = 64

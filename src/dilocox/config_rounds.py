@@ -16,11 +16,11 @@ RATE = r"[0-9]{1,6}(\.[0-9]{1,3})?(kbit|mbit|gbit)"
 """Pattern of a rate such as `1gbit`, `2.5mbit` or `300kbit`."""
 
 Pin = Literal[
-    "inner_steps", "delay", "keep", "learning_rate", "momentum", "codec", "residual_decay",
-    "residual_view",
+    "inner_steps", "fragments", "delay", "keep", "learning_rate", "momentum", "codec",
+    "residual_decay", "residual_view",
 ]  # fmt: skip
 PINS: dict[str, tuple[Pin, ...]] = {
-    "outer": ("inner_steps", "delay", "keep", "learning_rate", "momentum"),
+    "outer": ("inner_steps", "fragments", "delay", "keep", "learning_rate", "momentum"),
     "compression": ("codec", "residual_decay", "residual_view"),
 }
 """Keys by section that `adapt = "link"` chooses unless the run file sets them."""
@@ -49,7 +49,8 @@ class OuterSection(Section):
     slots: Positive
     """S: slots per round; divides inner_steps."""
     fragments: Positive
-    """F: fragments per stage."""
+    """F: fragments per stage. Those of a round may be fewer, where the controller chooses them:
+    neighbours are exchanged together then."""
     delay: Annotated[int, Field(ge=0)]
     """Slots between a fragment's boundary and its landing, at most `slots`; of a method that
     exchanges gradients, inner steps until they are used: 0 or 1."""

@@ -53,9 +53,11 @@ def round_line(record: Record, steps: int) -> str:
 
 def plan_line(record: Record) -> str:
     """What was chosen for the rounds to come."""
+    number = record["fragments"]
     return (
-        f"round {record['round'] + 1:>3}  plan: {record['inner_steps']} inner steps, codec "
-        f"{record['codec']}, landing {record['delay']} of {record['slots']} slots later "
+        f"round {record['round'] + 1:>3}  plan: {record['inner_steps']} inner steps, "
+        f"{number} fragment{'s' if number > 1 else ''}, codec {record['codec']}, "
+        f"landing {record['delay']} of {record['slots']} slots later "
         f"({record['reason']})"
     )
 

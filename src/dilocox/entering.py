@@ -18,7 +18,7 @@ from dilocox.errors import DilocoxError, ExchangeError, TrainingError
 from dilocox.outer.coordinator.messages import Entering
 from dilocox.outer.entry import Donor, Snapshot, digest_of, fetch
 from dilocox.outer.groups import PeerGroup
-from dilocox.outer.loop import Counts
+from dilocox.outer.pending import Counts
 
 if TYPE_CHECKING:
     from dilocox.trainer import Trainer

@@ -17,7 +17,8 @@ from dilocox.config import RunConfig
 from dilocox.models import count_parameters
 from dilocox.outer.coordinator.messages import RoundPlan
 from dilocox.outer.coordinator.plan_messages import Measured
-from dilocox.outer.loop import Counts, OuterLoop
+from dilocox.outer.loop import OuterLoop
+from dilocox.outer.pending import Counts
 from dilocox.site import StepResult
 from dilocox.site.machine import ran_and_kept_waiting
 

@@ -24,7 +24,7 @@ from dilocox.handover import MOMENTUM as OUTER_MOMENTUM
 from dilocox.models import finish_model_folder, stage_file_name, write_stage_file
 from dilocox.outer.coordinator.client import CoordinatorClient
 from dilocox.outer.coordinator.messages import Checkpoint, ExchangeKey, RoundPlan
-from dilocox.outer.loop import Pending
+from dilocox.outer.pending import Pending
 from dilocox.record.files import other_files
 from dilocox.record.recording import MOMENTUM_OF, RankRecord
 
@@ -348,14 +348,15 @@ def restore(trainer: Trainer, loaded: checkpoint.Loaded) -> None:
     trainer.at.tick = int(state["tick"])
     for number, item in enumerate(state["pending"]):
         key = ExchangeKey.parse(item["key"])
+        plan = RoundPlan.model_validate_json(json.dumps(item["plan"]))
         outer.restored.append(
             Pending.waiting(
                 key,
-                RoundPlan.model_validate_json(json.dumps(item["plan"])),
+                plan,
                 int(item["lands_at"]),
                 tensors[f"pending/{number}"] if item["contribution"] else None,
                 bool(item["contributes"]),
-                outer.probe_again(key.fragment, _below(tensors, f"probe/{number}/")),
+                outer.probe_again(plan, key.fragment, _below(tensors, f"probe/{number}/")),
                 tensors.get(f"moments/{number}"),
             )
         )

@@ -16,8 +16,8 @@ from dilocox.metrics import Metrics
 Record = dict[str, Any]
 Emit = Callable[[Record], None]
 CHOSEN = (
-    "inner_steps", "slots", "delay", "codec", "learning_rate", "momentum", "residual_decay",
-    "residual_view", "keep",
+    "inner_steps", "slots", "fragments", "delay", "codec", "learning_rate", "momentum",
+    "residual_decay", "residual_view", "keep",
 )  # fmt: skip
 """What of a plan may change from round to round."""
 REMEMBERED = 8

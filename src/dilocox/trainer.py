@@ -208,7 +208,7 @@ class Trainer:
             with self.meter.working(self.outer.counts if due else None):
                 if self.slope_batch is not None and self.outer.has_boundary(plan, slot):
                     self.outer.land_before(plan, slot)
-                    self.measure_slope(self.outer.begins(plan, slot))
+                    self.measure_slope(plan, self.outer.begins(plan, slot))
                 if self.outer.end_of_slot(plan, slot):
                     self.rank.model.sync_tied(moments=self.config.shares_moments)
             self.check_pseudo_gradients(plan)
@@ -343,9 +343,9 @@ class Trainer:
                 self.control.touch()
         return sum(losses) / len(losses)
 
-    def measure_slope(self, fragments: Sequence[int]) -> None:
-        """Where the held-out loss goes along these fragments of this rank, if any, for a gate that
-        goes by slopes.
+    def measure_slope(self, plan: RoundPlan, fragments: Sequence[int]) -> None:
+        """Where the held-out loss goes along these fragments of the plan at this rank, if any, for
+        a gate that goes by slopes.
 
         Taken half-way from their anchors to what this site has trained itself, as a midpoint rule
         does: an anchor may lie on an edge whose slope leads nowhere. The rest of the model is the
@@ -353,7 +353,7 @@ class Trainer:
         """
         if self.slope_batch is None:
             return
-        names = [name for each in fragments for name in self.outer.states[each].layout.names]
+        names = self.outer.names(plan, fragments)
         model, live = self.rank.model, self.rank.live
         where = dict(anchors(self.rank))
         for name in names:
@@ -415,7 +415,7 @@ class Trainer:
             timeline.mark("flush", codec=plan.codec)
             if self.slope_batch is not None:
                 self.outer.land_due(2**62)
-                self.measure_slope(range(len(self.outer.states)))
+                self.measure_slope(plan, range(plan.fragments))
             self.outer.flush(plan)
         self.meter.begin(plan, 0)
         self.check_pseudo_gradients(plan)

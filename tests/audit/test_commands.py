@@ -276,8 +276,8 @@ def changed(document: Document, name: str) -> Document:
 @pytest.mark.parametrize(
     ("round_", "name", "found"),
     [
-        (2, "outer/0/anchor", "the anchor of fragment 0 is not what the payloads lead to"),
-        (2, "outer/1/momentum", "the momentum of fragment 1 is not what the payloads lead to"),
+        (2, "outer/0/anchor", "the anchor of piece 0 is not what the payloads lead to"),
+        (2, "outer/1/momentum", "the momentum of piece 1 is not what the payloads lead to"),
         (0, "outer/1/residual", "outer/1/residual is not zero"),
         (0, "live/model.norm.weight", "model.norm.weight is not theta_0's"),
     ],

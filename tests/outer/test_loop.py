@@ -16,7 +16,8 @@ from dilocox.outer.coordinator.messages import ExchangeKey, MemberPlan, RoundPla
 from dilocox.outer.entry import Snapshot
 from dilocox.outer.exchange import Contribution, Outcome
 from dilocox.outer.fragments import Layout, split_fragments
-from dilocox.outer.loop import OuterLoop, Pending
+from dilocox.outer.loop import OuterLoop
+from dilocox.outer.pending import Pending
 from dilocox.outer.state import FragmentState
 
 
@@ -348,7 +349,7 @@ def test_entering_where_the_rank_of_the_codec_has_changed_meanwhile() -> None:
     live = {"a": torch.zeros(64, 64)}
     donor, own = (FragmentState(Layout.of(shapes), live, error_feedback=True) for _ in range(2))
     donor.compressor("lowrank:8")
-    rank.loop.states[0], rank.loop.live = own, live
+    rank.loop.states, rank.loop.live = [own], live
     rank.loop.awaiting = {0}
     alone = {"members": {"lyon": plan().members["lyon"]}, "fragments": 1}
     rank.loop.end_of_slot(plan(codec="lowrank:7", delay=1, **alone), 4)

@@ -14,7 +14,7 @@ from dilocox.outer.coordinator import messages as m
 from dilocox.outer.coordinator.keys import ExchangeKey
 from dilocox.outer.coordinator.refusals import Refused
 from dilocox.record import statements as s
-from dilocox.record.course import broken_commitments, gaps
+from dilocox.record.gaps import broken_commitments, gaps
 from dilocox.record.notary import LogNotary, commitment
 from dilocox.record.statements import Signer
 from tests.outer.coordinator.helpers import run_config

@@ -15,7 +15,7 @@ from dilocox.outer.coordinator.keys import ExchangeKey
 from dilocox.outer.coordinator.notary import Decision
 from dilocox.outer.coordinator.refusals import Refused
 from dilocox.record import statements as s
-from dilocox.record.course import gaps
+from dilocox.record.gaps import gaps
 from dilocox.record.notary import (
     KEY_FILE,
     LogNotary,
@@ -291,7 +291,7 @@ def test_gaps_are_named(scene: Scene) -> None:
     notary.decided(decision(0, 2))
     notary.decided(decision(2, 10))
     found = gaps(scene.course())
-    assert "stage 0 fragment 0: no outer step of round 1" in found
+    assert "stage 0: no outer step of round 1" in found
     assert "stage 0 fragment 1: no outer step of round 0" in found
     assert "outer/0/0/0: its payloads are not those of its contribution set" in found
     assert "stage 0: 0 different initial states are signed" in found

@@ -16,7 +16,7 @@ from dilocox.outer.coordinator import messages as m
 from dilocox.outer.coordinator.keys import ExchangeKey
 from dilocox.outer.coordinator.log import EventLog
 from dilocox.record import statements as s
-from dilocox.record.course import broken_commitments, gaps
+from dilocox.record.gaps import broken_commitments, gaps
 from dilocox.record.log import CHECKPOINT, ENTRIES
 from dilocox.record.notary import LogNotary
 from tests.record.scene import KEY, OF_ALL, ONE, SIGNERS, Scene

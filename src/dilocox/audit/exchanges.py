@@ -72,7 +72,7 @@ class RecordedExchanges:
         taken: Callable[[], int],
         on_cpu: bool,
     ) -> None:
-        """`layouts`: of the rank's fragments. `taken`: inner steps of the round so far. `on_cpu`:
+        """`layouts`: of the rank's pieces. `taken`: inner steps of the round so far. `on_cpu`:
         training computes there, and its exchanges on one thread."""
         self._course, self._place, self._layouts = course, place, layouts
         self._get, self._taken, self._on_cpu = get, taken, on_cpu
@@ -93,7 +93,8 @@ class RecordedExchanges:
         step = self._course.steps.get(key)
         if step is None:
             raise RecordError(f"{key}: the log does not say what came of it")
-        layout = self._layouts[given.key.fragment]
+        pieces = step.pieces(len(self._layouts))
+        layout = Layout.joined([self._layouts[piece] for piece in pieces])
         mean = step_average(step, layout, self._place.shard, self._get)
         if given.values is None or (isinstance(given.compressor, LowRank) and not step.set):
             return self._result(step, mean, None)

@@ -39,25 +39,28 @@ def wrong_start(
     stage = Stage.of(course, place.stage, read_listing(get, theta[-1].listing, theta[-1].root))
     tensors = {each.name: each for each in document.tensors}
     waiting = {step.key.text for step in expected}
-    for fragment, names in enumerate(stage.fragments):
-        layout = stage.layout(fragment, place.shard)
-        whole = {name: stage.load(get, name) for name in names}
-        start = stage.rows(whole, place.shard)
-        landed = [
-            step
-            for step in course.of((place.stage, fragment))
-            if step.key.round < state.round and step.key.text not in waiting
-        ]
-        moving = stage.rows(stage.momentum(get, names), place.shard)
-        anchor, momentum = replay_steps(
-            landed, layout, start, moving, place.shard, get, course.momentum_dtype
+    landed = [
+        step
+        for step in course.of(place.stage)
+        if step.key.round < state.round and step.key.text not in waiting
+    ]
+    for run, steps in stage.blocks(landed):
+        names = stage.names(run)
+        start = {name: stage.load(get, name) for name in names}
+        moving = stage.momentum(get, names)
+        flats = replay_steps(
+            steps, stage, run, start, moving, place.shard, get, course.momentum_dtype
         )
-        for name, flat in (("anchor", anchor), ("momentum", momentum)):
-            full = f"outer/{fragment}/{name}"
-            if tensors.get(full) != tensor_digest(full, flat):
-                return f"the {name} of fragment {fragment} is not what the payloads lead to"
+        first = 0
+        for piece in run:
+            end = first + stage.layout(range(piece, piece + 1), place.shard).length
+            for name, flat in zip(("anchor", "momentum"), flats, strict=True):
+                full = f"outer/{piece}/{name}"
+                if tensors.get(full) != tensor_digest(full, flat[first:end]):
+                    return f"the {name} of piece {piece} is not what the payloads lead to"
+            first = end
         if state.round == 0:
-            for name, rows in start.items():
+            for name, rows in stage.rows(start, place.shard).items():
                 if tensors.get(f"live/{name}") != tensor_digest(f"live/{name}", rows):
                     return f"{name} is not theta_0's"
     if state.round == 0:
@@ -81,12 +84,12 @@ def _begins_at_zero(about: TensorDigest) -> bool:
 def under_way(course: Course, stage: int, round_: int, tick: int) -> list[Step]:
     """Exchanges of a stage that are between boundary and landing when a round begins.
 
-    `tick`: slots that have ended by then. A fragment lands at its next boundary at the latest.
+    `tick`: slots that have ended by then. What is under way of a piece lands at the piece's next
+    boundary at the latest, and every round has one.
     """
-    last: dict[int, Step] = {}
-    for step in course.steps.values():
-        if step.key.stage == stage and step.key.round < round_ and not step.flush:
-            known = last.get(step.key.fragment)
-            if known is None or step.key.round > known.key.round:
-                last[step.key.fragment] = step
-    return [step for step in last.values() if step.tick + step.delay > tick]
+    return [
+        step
+        for step in course.steps.values()
+        if step.key.stage == stage and step.key.round == round_ - 1 and not step.flush
+        and step.tick + step.delay > tick
+    ]  # fmt: skip

@@ -16,10 +16,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from dilocox.codec_spec import FRAME_HEADER_BYTES
 from dilocox.errors import ExchangeError
 
 FORMAT_VERSION = 2
-HEADER_BYTES = 64
+HEADER_BYTES = FRAME_HEADER_BYTES
 
 _MAGIC = b"DLCX"
 _HEADER = struct.Struct("<4sHHQQ32sII")

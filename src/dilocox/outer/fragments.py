@@ -39,6 +39,20 @@ class Layout:
         plain = tuple(tuple(int(size) for size in shape) for shape in shapes.values())
         return cls(tuple(shapes), plain, tuple(offsets), length)
 
+    @classmethod
+    def joined(cls, layouts: Sequence[Layout]) -> Layout:
+        """The layout of several buffers, one behind the other."""
+        if len(layouts) == 1:
+            return layouts[0]
+        offsets: list[int] = []
+        length = 0
+        for each in layouts:
+            offsets += [length + offset for offset in each.offsets]
+            length += each.length
+        names = tuple(name for each in layouts for name in each.names)
+        shapes = tuple(shape for each in layouts for shape in each.shapes)
+        return cls(names, shapes, tuple(offsets), length)
+
     @property
     def geometry(self) -> Geometry:
         """What codecs need to know of it."""

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -21,64 +21,13 @@ from dilocox.outer.calendar import boundary_slots
 from dilocox.outer.coordinator.messages import ExchangeKey, RoundPlan
 from dilocox.outer.entry import Snapshot
 from dilocox.outer.exchange import Contribution, Outcome
+from dilocox.outer.fragment import Fragment, fragment_of
+from dilocox.outer.fragments import Layout
 from dilocox.outer.moments import Second, none_held, row_means, take_means, told_by
 from dilocox.outer.overlap import Rule
+from dilocox.outer.pending import Counts, Pending
+from dilocox.outer.pieces import pieces_of
 from dilocox.outer.state import FragmentState
-
-
-@dataclass
-class Pending:
-    """An exchange between its boundary and its landing."""
-
-    key: ExchangeKey
-    plan: RoundPlan
-    lands_at: int
-    """Tick of the landing."""
-    outcome: Future[Outcome]
-    contribution: torch.Tensor | None
-    """u, kept for the residual; none if this site only received."""
-    contributes: bool
-    probe: Probe | None = None
-    """What its gate goes by, once it is handed in."""
-    moments: torch.Tensor | None = None
-    """`row_means` at its boundary, if they travel along."""
-
-    @classmethod
-    def waiting(
-        cls,
-        key: ExchangeKey,
-        plan: RoundPlan,
-        lands_at: int,
-        contribution: torch.Tensor | None,
-        contributes: bool,
-        probe: Probe | None = None,
-        moments: torch.Tensor | None = None,
-    ) -> Pending:
-        """An exchange that has not been handed in yet. `probe`: if it was handed in before."""
-        return cls(key, plan, lands_at, Future(), contribution, contributes, probe, moments)
-
-
-@dataclass
-class Counts:
-    """What a round cost, reset when it is reported."""
-
-    wait_seconds: float = 0.0
-    """Training stood still for data that had not come."""
-    waited_for: dict[str, float] = field(default_factory=dict)
-    """Seconds of it until the last site was there, by that site; the rest is the link's."""
-    exchange_seconds: float = 0.0
-    exchanges: int = 0
-    payload_bytes: int = 0
-    values: int = 0
-    """fp32 values that the payloads stand for."""
-    attempts: int = 0
-    contributors: list[int] = field(default_factory=list)
-    link: list[tuple[float, float, int]] = field(default_factory=list)
-    """(start, end, bytes) of what came in, as `Outcome.link` has them."""
-    work_seconds: float = 0.0
-    """Processor time of the exchanges."""
-    effective_ranks: list[tuple[float, int]] = field(default_factory=list)
-    """(effective rank, values) of landings with a low-rank codec."""
 
 
 @dataclass(frozen=True)
@@ -94,8 +43,9 @@ Submit = Callable[[Contribution], "Future[Outcome]"]
 
 
 class OuterLoop:
-    """All fragments of one rank.
+    """All pieces of one rank, and how they are exchanged.
 
+    `states` are those of the pieces; a plan's fragments are runs of them (`dilocox.outer.pieces`).
     `live` are the rank's local parameters, full name to fp32 tensor, which landings change in
     place. `touch` is called while waiting, so that the rank keeps counting as alive. `hash_beside`:
     digests of what has landed are computed beside training, whose processor then is another.
@@ -142,9 +92,9 @@ class OuterLoop:
         self.returning = False
         """It enters again, with its residual."""
         self.awaiting: set[int] = set()
-        """While entering: fragments whose state has not come yet."""
-        self._held_back: list[tuple[int, Pending]] = []
-        """Landings that wait for the state of their fragment, each with its tick."""
+        """While entering: pieces whose state has not come yet."""
+        self._held_back: list[tuple[int, Pending, int]] = []
+        """Landings that wait for the state of a piece: (tick, exchange, piece)."""
         self.restored: list[Pending] = []
         """Exchanges of a checkpoint that are not handed in again yet."""
 
@@ -157,27 +107,27 @@ class OuterLoop:
         tick = plan.first_tick + slot
         return bool(self.begins(plan, slot)) or any(item.lands_at <= tick for item in self.pending)
 
-    def under_way(self, fragment: int, before_round: int) -> bool:
-        """True if an exchange of `fragment` from before `before_round` has not landed."""
+    def under_way(self, piece: int, before_round: int) -> bool:
+        """True if an exchange of `piece` from before `before_round` has not landed."""
         return any(
-            item.key.fragment == fragment and item.key.round < before_round for item in self.pending
+            piece in self._pieces(item) and item.key.round < before_round for item in self.pending
         )
 
     def adopt(self, snapshot: Snapshot) -> None:
-        """Entering: take over a fragment as it was after the landings of the snapshot's tick.
+        """Entering: take over a piece as it was after the landings of the snapshot's tick.
 
         Without tensors: what this rank holds is the same. Landings since then follow at once.
         """
-        fragment, tick = snapshot.fragment, snapshot.tick
+        piece, tick = snapshot.fragment, snapshot.tick
         if snapshot.tensors:
-            state = self.states[fragment]
+            state = self.states[piece]
             state.adopt(self.live, snapshot.tensors, snapshot.codec, self.returning)
-        self.awaiting.discard(fragment)
-        waiting = [each for each in self._held_back if each[1].key.fragment == fragment]
-        self._held_back = [each for each in self._held_back if each not in waiting]
-        for landed_at, item in sorted(waiting, key=lambda each: each[0]):
+        self.awaiting.discard(piece)
+        waiting = [each for each in self._held_back if each[2] == piece]
+        self._held_back = [each for each in self._held_back if each[2] != piece]
+        for landed_at, item, _ in sorted(waiting, key=lambda each: each[0]):
             if landed_at > tick:
-                self._land(item, landed_at)
+                self._land(item, landed_at, [piece])
 
     def average_gradients(
         self, plan: RoundPlan, key: ExchangeKey, gradients: Mapping[str, torch.Tensor], late: bool
@@ -245,10 +195,16 @@ class OuterLoop:
 
     def land_before(self, plan: RoundPlan, slot: int) -> None:
         """Land what is due at the end of `slot`, and what would be under way when an exchange of
-        its fragment begins there."""
-        tick, begins = plan.first_tick + slot, self.begins(plan, slot)
+        a piece of it begins there."""
+        tick, count = plan.first_tick + slot, len(self.states)
         self.land_due(tick)
-        self._land_all([item for item in self.pending if item.key.fragment in begins], tick)
+        begin = {
+            piece
+            for fragment in self.begins(plan, slot)
+            for piece in pieces_of(fragment, plan.fragments, count)
+        }
+        self._land_all([each for each in self.pending if begin.intersection(self._pieces(each))],
+                       tick)  # fmt: skip
 
     def land_due(self, tick: int) -> None:
         """Land everything whose time has come, in order of time and fragment."""
@@ -271,8 +227,8 @@ class OuterLoop:
             outcome = self._wait(item)
             self.counts.payload_bytes += outcome.payload_bytes
             if item.contribution is not None:
-                state = self.states[item.key.fragment]
-                state.committed(item.contribution, outcome.sent, outcome.second_error)
+                fragment = self._fragment(item.plan, item.key.fragment)
+                fragment.committed(item.contribution, outcome.sent, outcome.second_error)
         self.pending = []
         for state in self.states:
             state.set_aside(self.live, weight)
@@ -281,7 +237,7 @@ class OuterLoop:
     def flush(self, plan: RoundPlan) -> None:
         """End of training: land what is pending, then one last outer step of everything left."""
         self.land_due(2**62)
-        for fragment in range(len(self.states)):
+        for fragment in range(plan.fragments):
             self._begin(plan, fragment, plan.first_tick)
         self.land_due(2**62)
 
@@ -289,6 +245,17 @@ class OuterLoop:
         """Go on from the anchor: what was trained since the last boundaries is given up."""
         for state in self.states:
             state.reset_to_anchor(self.live)
+
+    def names(self, plan: RoundPlan, fragments: Sequence[int]) -> list[str]:
+        """Of the tensors of these fragments of `plan`."""
+        layouts = [self._fragment(plan, fragment).layout for fragment in fragments]
+        return [name for layout in layouts for name in layout.names]
+
+    def _fragment(self, plan: RoundPlan, fragment: int) -> Fragment:
+        return fragment_of(self.states, fragment, plan.fragments)
+
+    def _pieces(self, item: Pending) -> range:
+        return pieces_of(item.key.fragment, item.plan.fragments, len(self.states))
 
     def _boundaries(self, plan: RoundPlan, stage: int) -> list[int]:
         return boundary_slots(stage, self._stages, plan.fragments, plan.slots)
@@ -303,20 +270,20 @@ class OuterLoop:
         return bool(due)
 
     def _begin(self, plan: RoundPlan, fragment: int, tick: int) -> None:
-        state = self.states[fragment]
+        whole = self._fragment(plan, fragment)
         key = ExchangeKey.outer(plan.round, self._stage, fragment)
         member = self._me in plan.members
         u, contributes, moments = None, False, None
         if member:
             weight = plan.members[self._me].weight
             contributes = not self.dropping
-            with timeline.span("boundary", key=key.text, values=state.layout.length):
-                u, finite = state.boundary(self.live, weight, plan.residual_decay)
+            with timeline.span("boundary", key=key.text, values=whole.layout.length):
+                u, finite, bad = whole.boundary(self.live, weight, plan.residual_decay)
             contributes = contributes and finite
             if parse_spec(plan.codec).moments:
-                moments = row_means(self._second(), state.layout, plan.round)
+                moments = row_means(self._second(), whole.layout, plan.round)
             if not finite:
-                self.non_finite = f"stage {self._stage}: pseudo-gradient of {state.non_finite}"
+                self.non_finite = f"stage {self._stage}: pseudo-gradient of {bad}"
         lands_at = tick + plan.delay
         self._start(Pending.waiting(key, plan, lands_at, u, contributes, moments=moments))
 
@@ -338,20 +305,21 @@ class OuterLoop:
         return [*self.pending, self.gradient] if self.gradient else list(self.pending)
 
     def _hand_in(self, item: Pending) -> None:
-        plan, state = item.plan, self.states[item.key.fragment]
-        chosen = state.compressor(plan.codec)
+        plan = item.plan
+        outer, admission = item.key.kind == "outer", self._admission
+        whole = self._fragment(plan, item.key.fragment) if outer else Fragment(self.states[:1])
+        chosen = whole.compressor(plan.codec)
         if item.moments is not None and not isinstance(chosen, LowRank):
             chosen = chosen.carrying(item.moments)
-        outer, admission = item.key.kind == "outer", self._admission
         if outer and item.probe is None:
-            item.probe = self._probe(state)
+            item.probe = self._probe(whole.layout)
         item.outcome = self._submit(
             Contribution(
                 key=item.key,
-                length=state.layout.length,
+                length=whole.layout.length,
                 values=None if item.contribution is None else item.contribution.cpu(),
                 compressor=chosen,
-                warm=state.warm if isinstance(chosen, LowRank) else None,
+                warm=whole.warm if isinstance(chosen, LowRank) else None,
                 mode=plan.exchange,
                 weights={site: member.weight for site, member in plan.members.items()},
                 contributes=item.contributes,
@@ -361,16 +329,18 @@ class OuterLoop:
             )
         )
 
-    def _probe(self, state: FragmentState) -> Probe | None:
+    def _probe(self, layout: Layout) -> Probe | None:
         """What the gate goes by: all anchors as they are now, or the slope there."""
         gate = self._admission.gate
         if gate is None:
-            return None if self.slope is None else self.slope.probe(state.layout)
-        return gate.probe(self.anchors(), state.layout)
+            return None if self.slope is None else self.slope.probe(layout)
+        return gate.probe(self.anchors(), layout)
 
-    def probe_again(self, fragment: int, tensors: Mapping[str, torch.Tensor]) -> Probe | None:
+    def probe_again(
+        self, plan: RoundPlan, fragment: int, tensors: Mapping[str, torch.Tensor]
+    ) -> Probe | None:
         """The probe of an exchange of a checkpoint, of what `Probe.tensors` gave for it."""
-        layout, gate = self.states[fragment].layout, self._admission.gate
+        layout, gate = self._fragment(plan, fragment).layout, self._admission.gate
         if gate is not None:
             return gate.again(tensors, self.anchors(), layout)
         return Slope.again(tensors, layout) if tensors else None
@@ -383,32 +353,36 @@ class OuterLoop:
             for name, view in each.layout.views(each.anchor).items()
         }
 
-    def _land(self, item: Pending, tick: int) -> None:
-        if item.key.fragment in self.awaiting:
-            self._held_back.append((tick, item))
+    def _land(self, item: Pending, tick: int, pieces: Sequence[int] | None = None) -> None:
+        """Land `pieces` of it, without them all; those whose state has not come wait for it."""
+        pieces = self._pieces(item) if pieces is None else pieces
+        self._held_back += [(tick, item, piece) for piece in pieces if piece in self.awaiting]
+        here = [self.states[piece] for piece in pieces if piece not in self.awaiting]
+        if not here:
             return
         outcome = self._wait(item)
-        state = self.states[item.key.fragment]
+        fragment = self._fragment(item.plan, item.key.fragment)
         if outcome.missed:
             if item.contribution is None:
                 raise TrainingError(
                     f"{item.key.text} was carried without this site; it must join again"
                 )
-            state.committed(item.contribution, None)
+            fragment.committed(item.contribution, None, pieces=here)
             self.counts.payload_bytes += outcome.payload_bytes
             self.behind = True
             return
-        with timeline.span("landing", key=item.key.text, values=state.layout.length):
-            self._apply(item, outcome)
+        with timeline.span("landing", key=item.key.text, values=fragment.layout.length):
+            self._apply(item, outcome, fragment, here)
 
-    def _apply(self, item: Pending, outcome: Outcome) -> None:
-        state, plan = self.states[item.key.fragment], item.plan
+    def _apply(
+        self, item: Pending, outcome: Outcome, fragment: Fragment, here: Sequence[FragmentState]
+    ) -> None:
+        plan, weight = item.plan, None
         # One that enters receives what it has no part in.
-        weight = None
         if item.contribution is not None:
             weight = plan.members[self._me].weight
             with timeline.span("residual"):
-                state.committed(item.contribution, outcome.sent, outcome.second_error)
+                fragment.committed(item.contribution, outcome.sent, outcome.second_error, here)
         weights = [plan.members[site].weight for site in outcome.contributors]
         own = plan.members[self._me].weight if self._me in outcome.contributors else 0.0
         rule = Rule(
@@ -420,22 +394,26 @@ class OuterLoop:
             share=own / sum(weights) if weights else 0.0,
             residual=0.0 if weight is None else plan.residual_view / weight,
         )
-        with timeline.span("outer step", overlap=rule.overlap):
-            state.land(self.live, outcome.average, rule)
-        self._share_moments(item, outcome)
+        average = outcome.average
+        for state, place in fragment.only(here):
+            with timeline.span("outer step", overlap=rule.overlap):
+                state.land(self.live, None if average is None else average[place], rule)
+        if not item.counted:
+            self._share_moments(item, outcome, fragment.layout)
+            self._count(outcome, fragment.layout.length)
+            item.counted = True
         # One that enters may have fetched a Q of another rank than that of this exchange.
-        state.compressor(plan.codec)
-        if outcome.advance is not None and state.warm is not None:
-            state.warm = outcome.advance(state.warm)
+        fragment.compressor(plan.codec)
+        if outcome.advance is not None and here[0].warm is not None:
+            here[0].warm = outcome.advance(here[0].warm)
         if self._hash_beside:
-            state.start_digest()
-        self._count(outcome, state.layout.length)
+            for state in here:
+                state.start_digest()
 
-    def _share_moments(self, item: Pending, outcome: Outcome) -> None:
+    def _share_moments(self, item: Pending, outcome: Outcome, layout: Layout) -> None:
         """Take over what the sites have said of the second moments, if their payloads carry it."""
         if not parse_spec(item.plan.codec).moments:
             return
-        layout = self.states[item.key.fragment].layout
         said = zip(outcome.contributors, outcome.payloads, strict=True)
         others = [carried(payload, layout.geometry) for site, payload in said if site != self._me]
         if others:

@@ -60,5 +60,5 @@ class Chooser:
                 pace, self._left.get(site, 0), choice.inner_steps
             )
         self.plans.append(SimPlan(choice, paces, carries))
-        self._before = Decided(choice.inner_steps, choice.codec, paces, estimate)
+        self._before = Decided(choice.inner_steps, choice.codec, choice.fragments, paces, estimate)
         return self.plans[-1]

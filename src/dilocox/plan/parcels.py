@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dilocox.codec_spec import parse_spec
+from dilocox.codec_spec import FRAME_HEADER_BYTES, parse_spec
 from dilocox.compression import Geometry
 from dilocox.compression.lowrank_arrangement import DENSE, Arrangement
 from dilocox.config import RunConfig
@@ -46,6 +46,17 @@ def _parcel(codec: str, shards: Sequence[Geometry]) -> Parcel:
         for group in Arrangement.of(largest, spec.rank, DENSE).groups:
             products += group.size * group.left.rank * len(group.offsets)
     return Parcel(sum(sizes), largest.length, max(sizes), products)
+
+
+def joined(pieces: Sequence[Parcel], shards: int) -> Parcel:
+    """Pieces of one stage that are exchanged together, in one frame for each of its `shards`."""
+    less = FRAME_HEADER_BYTES * (len(pieces) - 1)
+    return Parcel(
+        sum(each.payload for each in pieces) - shards * less,
+        sum(each.values for each in pieces),
+        sum(each.own for each in pieces) - less,
+        sum(each.products for each in pieces),
+    )
 
 
 @dataclass(frozen=True)

@@ -91,10 +91,10 @@ def _host(host: HostMemory, momentum: str) -> str:
 
 
 def _exchange(plan: RunPlan) -> str:
-    prediction, outer = plan.prediction, plan.config.outer
+    prediction = plan.prediction
     choice = prediction.choice
     rounds = (
-        f"a round of H = {choice.inner_steps} inner steps, F = {outer.fragments} fragments, tau = "
+        f"a round of H = {choice.inner_steps} inner steps, F = {choice.fragments} fragments, tau = "
         f"{choice.delay} of {choice.slots} slots, codec {choice.codec}"
     )
     parts = 1
@@ -273,6 +273,7 @@ def _prediction(found: Prediction | None) -> dict[str, Any]:
         "waited_share": found.waited_share,
         "inner_steps": choice.inner_steps,
         "slots": choice.slots,
+        "fragments": choice.fragments,
         "delay": choice.delay,
         "codec": choice.codec,
         "reason": choice.reason,

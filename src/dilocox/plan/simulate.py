@@ -21,9 +21,10 @@ from dilocox.outer.calendar import AT_ONCE, boundary_slots
 from dilocox.outer.controller.deciding import LOOK_BACK
 from dilocox.outer.controller.link import Sample
 from dilocox.outer.controller.schedule import Crowd
+from dilocox.outer.pieces import pieces_of
 from dilocox.plan.chooser import Chooser, SimPlan
 from dilocox.plan.course import Course, Round, SimSite
-from dilocox.plan.parcels import Parcel, Toil, round_trips, toil
+from dilocox.plan.parcels import Parcel, Toil, joined, round_trips, toil
 from dilocox.plan.shared_link import SharedLink
 
 SHARED_SLOWDOWN = 2.0
@@ -59,6 +60,7 @@ class _Exchange:
 
     stage: int
     fragment: int
+    pieces: range
     parcel: Parcel
     codec: str
     round: int
@@ -116,7 +118,6 @@ class _Play:
         self._most = rounds
         self._gradients = config.exchanges_gradients
         self._stages = config.site.stages
-        self._fragments = 1 if self._gradients else config.outer.fragments
         self._crowd = Crowd(len(sites), config.outer.exchange)
         sizes = {
             codec: [[parcel.payload for parcel in row] for row in rows]
@@ -132,7 +133,7 @@ class _Play:
         self._at_once = at_once
         self._toils: dict[tuple[int, int, str], list[Toil]] = {}
         self._samples: dict[int, dict[str, Sample]] = {}
-        self._calendars: dict[int, dict[int, list[tuple[int, int]]]] = {}
+        self._calendars: dict[tuple[int, int], dict[int, list[tuple[int, int]]]] = {}
         self._parked: list[_Site] = []
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._count = 0
@@ -193,7 +194,7 @@ class _Play:
         inner_steps = plan.choice.inner_steps
         slots = inner_steps if self._gradients else plan.choice.slots
         landings = [when - self._first_tick[site.round] for when, _ in site.pending]
-        boundaries = self._boundaries(slots)
+        boundaries = self._boundaries(slots, plan.choice.fragments)
         until = min(slot for slot in (*boundaries, *landings, slots) if slot > site.slot)
         begun, ended = (slot * inner_steps // slots for slot in (site.slot, until))
         name = site.about.name
@@ -206,12 +207,16 @@ class _Play:
         """Landings, then boundaries, then landings that are due at once."""
         site.slot = slot
         site.tick = self._first_tick[site.round] + slot
-        due = self._due(site, slots)
-        # A fragment lands at the latest at its next boundary.
+        fragments = self._plans[site.round].choice.fragments
+        due = self._boundaries(slots, fragments).get(slot, [])
+        begin = {
+            (stage, piece) for stage, fragment in due for piece in self._pieces(site, fragment)
+        }
+        # A piece lands at the latest at its next boundary.
         first = [
             item
             for item in site.pending
-            if item[0] <= site.tick or (item[1].stage, item[1].fragment) in due
+            if item[0] <= site.tick or any((item[1].stage, p) in begin for p in item[1].pieces)
         ]
 
         def boundaries() -> None:
@@ -266,24 +271,27 @@ class _Play:
             self._begin_round(other)
         self._begin_round(site)
 
-    def _due(self, site: _Site, slots: int) -> list[tuple[int, int]]:
-        """(stage, fragment) of the boundaries at the end of this slot."""
-        return self._boundaries(slots).get(site.slot, [])
+    def _pieces(self, site: _Site, fragment: int) -> range:
+        """Of a fragment of the site's round."""
+        if self._gradients:
+            return range(1)
+        fragments = self._plans[site.round].choice.fragments
+        return pieces_of(fragment, fragments, self._config.outer.fragments)
 
-    def _boundaries(self, slots: int) -> dict[int, list[tuple[int, int]]]:
+    def _boundaries(self, slots: int, fragments: int) -> dict[int, list[tuple[int, int]]]:
         """(stage, fragment) of all boundaries of a round, by slot."""
-        if slots not in self._calendars:
+        if (slots, fragments) not in self._calendars:
             found: dict[int, list[tuple[int, int]]] = {}
             if len(self._sites) > 1 and self._gradients:
                 every = [(stage, 0) for stage in range(self._stages)]
                 found = dict.fromkeys(range(1, slots + 1), every)
             elif len(self._sites) > 1:
                 for stage in range(self._stages):
-                    when = boundary_slots(stage, self._stages, self._fragments, slots)
+                    when = boundary_slots(stage, self._stages, fragments, slots)
                     for fragment, slot in enumerate(when):
                         found.setdefault(slot, []).append((stage, fragment))
-            self._calendars[slots] = found
-        return self._calendars[slots]
+            self._calendars[slots, fragments] = found
+        return self._calendars[slots, fragments]
 
     def _blocking(self, site: _Site, parts: Sequence[tuple[int, float]]) -> float:
         """Seconds of the training's own thread: stages side by side, on shared cores in turn.
@@ -335,10 +343,13 @@ class _Play:
         key = (site.tick, stage, fragment)
         if key not in self._exchanges:
             codec = self._plans[site.round].choice.codec
-            parcel = self._menu[codec][stage][fragment]
+            pieces = self._pieces(site, fragment)
+            row = self._menu[codec][stage]
+            parcel = joined([row[piece] for piece in pieces], self._config.site.shards)
             self._exchanges[key] = self._line[stage] = _Exchange(
                 stage,
                 fragment,
+                pieces,
                 parcel,
                 codec,
                 site.round,

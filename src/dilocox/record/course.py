@@ -12,14 +12,10 @@ from typing import Any
 
 from dilocox.errors import RecordError
 from dilocox.outer.coordinator.keys import ExchangeKey
-from dilocox.outer.coordinator.notary import names_payload
 from dilocox.outer.coordinator.plan_messages import RoundPlan
+from dilocox.outer.pieces import pieces_of
 from dilocox.record import statements as s
-from dilocox.record.digests import sealed
 from dilocox.record.note import NoteKey
-
-Place = tuple[int, int]
-"""(stage, fragment)."""
 
 
 @dataclass(frozen=True)
@@ -83,10 +79,10 @@ class Step:
             raise RecordError(f"the outer-step statement of {key.text} names another round")
         return step
 
-    @property
-    def place(self) -> Place:
-        """Stage and fragment."""
-        return self.key.stage, self.key.fragment
+    def pieces(self, number: int) -> range:
+        """Which pieces of its stage, of so many, it is of. Raises `ConfigError` if there is no such
+        fragment."""
+        return pieces_of(self.key.fragment, self.fragments, number)
 
 
 def _shares(said: Mapping[str, Any]) -> tuple[tuple[tuple[int, ...], ...], ...]:
@@ -220,10 +216,15 @@ class Course:
         """What the outer momentum is kept in; runs from before there was a choice kept fp32."""
         return str(self.config.get("outer", {}).get("momentum_dtype", "fp32"))
 
-    def of(self, place: Place) -> list[Step]:
-        """The outer steps of one fragment, in order."""
-        found = [step for step in self.steps.values() if step.place == place]
-        return sorted(found, key=lambda step: step.key.round)
+    @property
+    def pieces(self) -> int:
+        """Pieces of each stage, runs of which are exchanged as fragments."""
+        return int(self.config["outer"]["fragments"])
+
+    def of(self, stage: int) -> list[Step]:
+        """The outer steps of a stage, in the order in which they land on any piece."""
+        found = [step for step in self.steps.values() if step.key.stage == stage]
+        return sorted(found, key=lambda step: (step.key.round, step.key.fragment))
 
     def state(self, kind: str, stage: int) -> list[State]:
         """What the sites have signed of a stage."""
@@ -415,67 +416,3 @@ _TAKE = {
     s.ATTESTATION: _attested,
     s.RESUME: _resumed,
 }
-
-
-def gaps(course: Course) -> list[str]:
-    """What is missing from a finished run, or does not fit together, one line each."""
-    numbers = {step.fragments for step in course.steps.values()}
-    if len(numbers) != 1:
-        return ["the outer steps do not agree on the number of fragments"]
-    fragments = numbers.pop()
-    last = max(step.key.round for step in course.steps.values())
-    known = {(stage, number) for stage in range(course.stages) for number in range(fragments)}
-    found = [f"{step.key.text}: no such fragment" for step in course.steps.values()
-             if step.place not in known]  # fmt: skip
-    for stage, fragment in sorted(known):
-        steps = course.of((stage, fragment))
-        there = [step.key.round for step in steps]
-        missing = sorted(set(range(last + 1)) - set(there))
-        if missing:
-            found.append(f"stage {stage} fragment {fragment}: no outer step of round {missing[0]}")
-        elif [step.key.round for step in steps if step.flush] != [last]:
-            found.append(f"stage {stage} fragment {fragment}: the last round is not the flush")
-        for step in steps:
-            found += _unsigned(course, step)
-    for kind in ("initial", "final"):
-        for stage in range(course.stages):
-            roots = {state.root for state in course.state(kind, stage)}
-            if len(roots) != 1:
-                found.append(f"stage {stage}: {len(roots)} different {kind} states are signed")
-    return found
-
-
-def broken_commitments(course: Course) -> list[str]:
-    """Contributions that count and were not committed to before any payload, one line each.
-
-    As the log has it: whoever votes had payloads, so all commitments come before all votes.
-    """
-    found = []
-    for step in course.steps.values():
-        key, first = step.key.text, course.votes.get((step.key.text, step.attempt), -1)
-        bound = names_payload(step.exchange, step.codec)
-        for site in step.set:
-            for shard in range(course.shards):
-                said = course.commitments.get((key, site, shard))
-                payload = step.payloads.get(f"{site}/{shard}", "")
-                if said is None:
-                    found.append(f"{key}: {site} has not committed to its contribution")
-                elif said.number >= first:
-                    found.append(f"{key}: {site} has committed only after payloads were sent")
-                elif bound and said.payload != sealed(payload, course.run, key, site, shard):
-                    found.append(f"{key}: {site} has committed to another payload")
-    return found
-
-
-def _unsigned(course: Course, step: Step) -> list[str]:
-    """Payloads of a step that count and that their site has not signed so."""
-    places = {f"{site}/{shard}": (site, shard) for site in step.set
-              for shard in range(course.shards)}  # fmt: skip
-    if set(places) != set(step.payloads):
-        return [f"{step.key.text}: its payloads are not those of its contribution set"]
-    return [
-        f"{step.key.text}: {site} has not signed the payload that counts"
-        for place, (site, shard) in places.items()
-        if course.contributions.get((step.key.text, step.attempt, site, shard))
-        != step.payloads[place]
-    ]

@@ -22,6 +22,7 @@ from dilocox.outer.admission.aggregation import aggregate
 from dilocox.outer.averaging import average, chunk_bounds, requantise
 from dilocox.outer.fragments import Layout, local_shapes, split_fragments
 from dilocox.outer.optimizer import MOMENTUM_DTYPES, as_kept, nesterov_step
+from dilocox.outer.pieces import apart
 from dilocox.record.course import Course, Step
 from dilocox.record.digests import TensorDigest, stage_root, tensor_digest
 from dilocox.record.recording import MOMENTUM_OF
@@ -55,7 +56,8 @@ class Stage:
     shards: int
     tensors: Mapping[str, TensorDigest]
     """In model order."""
-    fragments: tuple[tuple[str, ...], ...]
+    pieces: tuple[tuple[str, ...], ...]
+    """Names by piece: runs of these were exchanged as fragments."""
     momenta: Mapping[str, TensorDigest]
     """The outer momentum that the run begins with, by the same names; empty: zero."""
 
@@ -65,20 +67,38 @@ class Stage:
         for each in tensors:
             if each.dtype != "float32":
                 raise RecordError(f"{each.name}: an anchor is fp32, this is {each.dtype}")
-        number = next(iter(course.steps.values())).fragments
         known = {each.name: each for each in tensors}
         theta = {n: each for n, each in known.items() if not n.startswith(MOMENTUM_OF)}
         momenta = {n: known[MOMENTUM_OF + n] for n in theta if MOMENTUM_OF + n in known}
         if len(theta) + len(momenta) != len(tensors) or len(momenta) not in (0, len(theta)):
             raise RecordError(f"stage {stage}: its outer momentum is not one of its tensors")
         sizes = {name: math.prod(each.shape) for name, each in theta.items()}
-        fragments = tuple(tuple(names) for names in split_fragments(sizes, number))
-        return cls(stage, course.shards, theta, fragments, momenta)
+        pieces = tuple(tuple(names) for names in split_fragments(sizes, course.pieces))
+        return cls(stage, course.shards, theta, pieces, momenta)
 
-    def layout(self, fragment: int, shard: int) -> Layout:
-        """How a fragment lies in a rank's buffer."""
-        shapes = {name: self.tensors[name].shape for name in self.fragments[fragment]}
-        return Layout.of(local_shapes(shapes, self.fragments[fragment], shard, self.shards))
+    def layout(self, pieces: range, shard: int) -> Layout:
+        """How neighbouring pieces lie in a rank's buffer."""
+        layouts = []
+        for names in self.pieces[pieces.start : pieces.stop]:
+            shapes = {name: self.tensors[name].shape for name in names}
+            layouts.append(Layout.of(local_shapes(shapes, names, shard, self.shards)))
+        return Layout.joined(layouts)
+
+    def names(self, pieces: range) -> list[str]:
+        """Of these pieces' tensors."""
+        return [name for names in self.pieces[pieces.start : pieces.stop] for name in names]
+
+    def blocks(self, steps: Sequence[Step]) -> list[tuple[range, list[Step]]]:
+        """Runs of pieces that can be replayed by themselves, and the steps of each: as small as
+        these steps' fragments allow. Raises `ConfigError` for a fragment that there is not."""
+        number = len(self.pieces)
+        found: list[tuple[range, list[Step]]] = [
+            (run, []) for run in apart({step.fragments for step in steps}, number)
+        ]
+        home = {piece: own for run, own in found for piece in run}
+        for step in steps:
+            home[step.pieces(number).start].append(step)
+        return found
 
     def rows(self, whole: Mapping[str, Tensor], shard: int) -> dict[str, Tensor]:
         """What a shard holds of whole tensors."""
@@ -117,50 +137,31 @@ def replay_stage(
 ) -> dict[str, Tensor]:
     """A stage's tensors after all outer steps of the run, whole fp32, in model order.
 
-    `on_step` is called after every step. Memory: this stage's tensors and one fragment's buffers.
+    `on_step` is called after every step. Memory: this stage's tensors and the buffers of the pieces
+    that were exchanged together, or with others that were.
     Raises `RecordError` naming the step that cannot be replayed.
     """
     whole = {}
-    for number, names in enumerate(stage.fragments):
+    for run, steps in stage.blocks(course.of(stage.stage)):
+        names = stage.names(run)
         start = {name: stage.load(get, name) for name in names}
         moving = stage.momentum(get, names)
-        steps = course.of((stage.stage, number))
-        parts = [
-            _replay_rank(
-                steps,
-                stage.layout(number, shard),
-                stage.rows(start, shard),
-                stage.rows(moving, shard),
-                shard,
-                get,
-                course.momentum_dtype,
-                on_step,
+        parts = []
+        for shard in range(stage.shards):
+            anchor, _ = replay_steps(
+                steps, stage, run, start, moving, shard, get, course.momentum_dtype, on_step
             )
-            for shard in range(stage.shards)
-        ]
+            parts.append(stage.layout(run, shard).views(anchor))
         for name in names:
             rows = [part[name] for part in parts]
             whole[name] = rows[0] if len(rows) == 1 else torch.cat(rows)
     return {name: whole[name] for name in stage.tensors}
 
 
-def _replay_rank(
-    steps: Sequence[Step],
-    layout: Layout,
-    start: Mapping[str, Tensor],
-    moving: Mapping[str, Tensor],
-    shard: int,
-    get: Get,
-    momentum_dtype: str,
-    on_step: Callable[[], None],
-) -> dict[str, Tensor]:
-    anchor, _ = replay_steps(steps, layout, start, moving, shard, get, momentum_dtype, on_step)
-    return layout.views(anchor)
-
-
 def replay_steps(
     steps: Sequence[Step],
-    layout: Layout,
+    stage: Stage,
+    run: range,
     start: Mapping[str, Tensor],
     moving: Mapping[str, Tensor],
     shard: int,
@@ -168,11 +169,14 @@ def replay_steps(
     momentum_dtype: str,
     on_step: Callable[[], None] = lambda: None,
 ) -> tuple[Tensor, Tensor]:
-    """Anchor and momentum of a rank's fragment after `steps` from theta_0 `start` and the momentum
-    `moving` (empty: zero): flat fp32, the momentum flat as the run keeps it.
+    """Anchor and momentum of a `run` of pieces at a rank after `steps`, each of some of these
+    pieces, in order, from whole tensors of theta_0 `start` and of the momentum `moving` (empty:
+    zero): flat fp32, the momentum flat as the run keeps it.
 
     Raises `RecordError` naming the step that cannot be replayed.
     """
+    layout, number = stage.layout(run, shard), len(stage.pieces)
+    start, moving = stage.rows(start, shard), stage.rows(moving, shard)
     anchor = layout.pack(start)
     if momentum_dtype not in MOMENTUM_DTYPES:
         raise RecordError(f"this dilocox knows no outer momentum in {momentum_dtype}")
@@ -180,13 +184,21 @@ def replay_steps(
     momentum = (
         as_kept(layout.pack(moving), kept) if moving else torch.zeros_like(anchor, dtype=kept)
     )
+    places: dict[range, tuple[slice, Layout]] = {}
     for step in steps:
+        pieces = step.pieces(number)
+        if pieces not in places:
+            first = stage.layout(range(run.start, pieces.start), shard).length
+            own = stage.layout(pieces, shard)
+            places[pieces] = slice(first, first + own.length), own
+        place, own = places[pieces]
         try:
-            found = step_average(step, layout, shard, get)
+            found = step_average(step, own, shard, get)
         except DilocoxError as error:
             raise RecordError(f"{step.key.text}: {error}") from None
         if found is not None:
-            nesterov_step(anchor, momentum, found, step.learning_rate, step.momentum)
+            rates = step.learning_rate, step.momentum
+            nesterov_step(anchor[place], momentum[place], found, *rates)
         on_step()
     return anchor, momentum
 

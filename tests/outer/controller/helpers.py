@@ -8,11 +8,11 @@ from typing import Any
 
 from dilocox.codec_spec import parse_spec
 from dilocox.config import RunConfig, resolve_run
-from dilocox.outer.controller.by_link import choose
+from dilocox.outer.controller.by_link import Now, choose
 from dilocox.outer.controller.candidates import candidate, codecs
 from dilocox.outer.controller.choice import Choice
 from dilocox.outer.controller.link import Estimate, Sample, estimated
-from dilocox.outer.controller.schedule import Crowd
+from dilocox.outer.controller.schedule import Crowd, together
 
 BITS = {"none": 32.0, "fp16": 16.0, "int8": 8.125, "int4": 4.125, "int2": 2.125, "lowrank:16": 1.0}
 
@@ -69,7 +69,7 @@ class Play:
         measured = self.samples[number - 2 : number - 1] if number >= 2 else []
         earlier = self.samples[number - 3 : number - 2] if number >= 3 else []
         self.estimate = estimated(self.estimate, measured, self.config.control, earlier)
-        now = (self.choices[-1].inner_steps, self.choices[-1].codec) if self.choices else None
+        now = in_force(self.choices[-1]) if self.choices else None
         choice = choose(self.config, self.menu, self.estimate, self.sites, now)
         self.choices.append(choice)
         self.samples.append(self.sample(number, choice))
@@ -79,7 +79,8 @@ class Play:
         """What a round of that plan measures: latency passes once for each swap."""
         count = total = 0
         busy = 0.0
-        for payload in (size for row in self.menu[choice.codec] for size in row):
+        sizes = together(self.menu[choice.codec], choice.fragments, self.config.site.shards)
+        for payload in (size for row in sizes for size in row):
             swaps, each = Crowd(self.sites, self.config.outer.exchange).swaps(payload)
             count, total = count + swaps, total + swaps * each
             constant = self.latency_us + self.constant_us(number)
@@ -101,9 +102,13 @@ class Play:
         link = Estimate(100_000, round(rate), round(self.latency_us), 0)
         steps = choice.inner_steps
         return candidate(
-            self.config, sizes, choice.codec, steps, link, self.sites, in_force=True
+            self.config, sizes, choice.codec, steps, link, self.sites, choice.fragments, True
         ).fits
 
 
-def chosen(choice: Choice) -> tuple[int, str, int]:
-    return choice.inner_steps, choice.codec, choice.delay
+def chosen(choice: Choice) -> tuple[int, str, int, int]:
+    return choice.inner_steps, choice.codec, choice.fragments, choice.delay
+
+
+def in_force(choice: Choice) -> Now:
+    return choice.inner_steps, choice.codec, choice.fragments

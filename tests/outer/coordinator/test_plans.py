@@ -18,7 +18,7 @@ from tests.outer.coordinator.helpers import Driver, numbers, run_config
 
 
 def choice(inner_steps: int, slots: int, delay: int) -> Choice:
-    return Choice(inner_steps, slots, delay, "int4", 0.8, 0.5, 1.0, 0.0, 1.0, "a test")
+    return Choice(inner_steps, slots, 1, delay, "int4", 0.8, 0.5, 1.0, 0.0, 1.0, "a test")
 
 
 def course(steps: int, choices: list[Choice], overlap: str = "keep") -> list[RoundPlan]:

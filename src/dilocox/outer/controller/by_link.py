@@ -19,11 +19,14 @@ from dilocox.outer.controller.candidates import (
     Menu,
     candidate,
     candidates,
+    fragments_of,
     lengths,
 )
 from dilocox.outer.controller.choice import Choice, as_the_run_file_says
 from dilocox.outer.controller.link import Estimate
 
+Now = tuple[int, str, int]
+"""(inner steps, codec, fragments) of a plan in force."""
 WORTH = 0.003
 """A plan that still fits gives way only to one with so much less predicted loss, as a share."""
 NEAR = 5 / 4
@@ -54,13 +57,13 @@ def choose(
     menu: Menu,
     link: Estimate | None,
     sites: int,
-    now: tuple[int, str] | None,
+    now: Now | None,
     taken: int = 0,
 ) -> Choice:
     """The plan of a round of `sites` sites.
 
-    `menu` holds the payload sizes of `candidates.codecs(config)`; `now` is (inner steps, codec) of
-    the plan in force, if there is one; `taken`: inner steps before a handover. Raises KeyError for
+    `menu` holds the payload sizes of `candidates.codecs(config)`; `now` is the plan in force, if
+    there is one; `taken`: inner steps before a handover. Raises KeyError for
     a codec that is not in the menu.
     """
     if sites < 2:
@@ -75,7 +78,7 @@ def choose(
         return _choice(config, current, _why(current, link))
     if best is None:
         return _choice(config, *_next_best(config, menu, link, sites, every, taken))
-    if now != (best.inner_steps, best.codec):
+    if now != (best.inner_steps, best.codec, best.fragments):
         if current is not None and current.fits:
             gain = current.loss - best.loss
             if gain < WORTH:
@@ -89,7 +92,14 @@ def choose(
 
 
 def _least_lossy(every: list[Candidate]) -> Candidate | None:
-    return min(every, key=lambda c: (c.loss, c.load, c.inner_steps), default=None)
+    """Fewer fragments only where they promise clearly less loss: what they were measured to cost is
+    the later landing alone."""
+    most = max((c.fragments for c in every), default=1)
+
+    def worth(c: Candidate) -> tuple[float, float, int, int]:
+        return c.loss + WORTH * (c.fragments < most), c.load, c.inner_steps, -c.fragments
+
+    return min(every, key=worth, default=None)
 
 
 def _next_best(
@@ -123,14 +133,16 @@ def _current(
     menu: Menu,
     link: Estimate,
     sites: int,
-    now: tuple[int, str],
+    now: Now,
     taken: int,
 ) -> Candidate | None:
     """The plan in force under the present estimate; none if it may not be chosen (any more)."""
-    steps, codec = now
+    steps, codec, fragments = now
     if codec not in menu or steps not in lengths(config, 2, taken):
         return None
-    return candidate(config, menu[codec], codec, steps, link, sites, in_force=True)
+    if fragments not in fragments_of(config, codec):
+        return None
+    return candidate(config, menu[codec], codec, steps, link, sites, fragments, in_force=True)
 
 
 def _choice(config: RunConfig, chosen: Candidate, reason: str) -> Choice:
@@ -148,6 +160,7 @@ def _choice(config: RunConfig, chosen: Candidate, reason: str) -> Choice:
     return Choice(
         inner_steps=steps,
         slots=chosen.slots,
+        fragments=chosen.fragments,
         delay=chosen.delay,
         codec=codec,
         learning_rate=unless_pinned("learning_rate", rate),

@@ -10,7 +10,8 @@ from dilocox.config import RunConfig
 from dilocox.config_admission import BY_VALUE
 from dilocox.outer.controller import loss
 from dilocox.outer.controller.link import Estimate
-from dilocox.outer.controller.schedule import Crowd, Sizes, Traffic, traffic
+from dilocox.outer.controller.schedule import Crowd, Sizes, Traffic, together, traffic
+from dilocox.outer.pieces import fragment_counts
 
 INNER_STEPS = (1, 2, 3, 5, 8, 12, 20, 30, 50, 80, 125, 200, 320, 500)
 KEPT = (328, 232, 164, 116, 82, 58, 41, 35, 29, 24, 20, 17, 15, 13, 12, 11, 10, 9, 8, 7, 6, 5)
@@ -38,6 +39,7 @@ class Candidate:
 
     inner_steps: int
     slots: int
+    fragments: int
     delay: int
     codec: str
     loss: float
@@ -111,13 +113,45 @@ def candidates(
 ) -> list[Candidate]:
     """Every plan that may be chosen for rounds of `sites` sites, with the delay it needs.
 
-    `rounds` and `taken` as for `lengths`.
+    `rounds` and `taken` as for `lengths`. Fewer fragments than there are pieces are of use only
+    where as many as that do not hide, or land late.
     """
-    return [
-        candidate(config, menu[codec], codec, steps, link, sites)
-        for codec in codecs(config)
-        for steps in lengths(config, rounds, taken)
-    ]
+    found = []
+    for codec in codecs(config):
+        whole, *fewer = fragments_of(config, codec)
+        for steps in lengths(config, rounds, taken):
+            each = candidate(config, menu[codec], codec, steps, link, sites, whole)
+            found.append(each)
+            early = each.hides and each.delay <= max(1, each.slots // whole)
+            for fragments in fewer if each.light and not early else ():
+                if _may_hide(config, menu[codec], each, link, sites, fragments):
+                    found.append(
+                        candidate(config, menu[codec], codec, steps, link, sites, fragments)
+                    )
+    return found
+
+
+def fragments_of(config: RunConfig, codec: str) -> list[int]:
+    """Numbers of fragments that rounds of `codec` may have, falling.
+
+    All of the run's pieces apart if the run file says how many, where contributions are judged
+    (what is usual is known by fragment), and for low-rank codecs (each piece has a basis).
+    """
+    pieces = config.outer.fragments
+    judged = config.admission.gate or config.admission.examines
+    if "fragments" in config.control.pinned or judged or parse_spec(codec).kind == "lowrank":
+        return [pieces]
+    return fragment_counts(pieces)
+
+
+def _may_hide(
+    config: RunConfig, sizes: Sizes, each: Candidate, link: Estimate, sites: int, fragments: int
+) -> bool:
+    """Whether the bytes alone pass in time if these pieces travel as so many fragments."""
+    payload = sum(map(sum, together(sizes, fragments, config.site.shards)))
+    count, size = Crowd(sites, config.outer.exchange).swaps(payload)
+    bytes_us = count * size * _WHOLE // link.rate
+    return bytes_us <= config.control.utilisation * each.round_us
 
 
 def candidate(
@@ -127,9 +161,12 @@ def candidate(
     inner_steps: int,
     link: Estimate,
     sites: int,
+    fragments: int | None = None,
     in_force: bool = False,
 ) -> Candidate:
     """One plan: its traffic, the smallest delay that hides it, and its predicted loss.
+
+    `sizes`: of the run's pieces; `fragments`: that they travel as, without it each by itself.
 
     A plan that is `in_force` may use up what a new one has to leave free: all of the time, and
     `SLACK` times the work. So a plan that was only just possible is not given up at once. Its delay
@@ -143,6 +180,8 @@ def candidate(
     used = _WHOLE if in_force else usual
     work = control.work * (SLACK if in_force else 1)
     latency_us = round(control.latency * 1_000_000)
+    fragments = fragments or outer.fragments
+    sizes = together(sizes, fragments, config.site.shards)
     cost = traffic(sizes, slots, slot_us, link, Crowd(sites, outer.exchange), latency_us)
     roomy, needed = (
         max(1, -(-(_WHOLE * cost.latest_us // share + link.lag_us) // slot_us))
@@ -153,6 +192,7 @@ def candidate(
     return Candidate(
         inner_steps=inner_steps,
         slots=slots,
+        fragments=fragments,
         delay=delay,
         codec=codec,
         loss=loss.loss_of(

@@ -13,6 +13,7 @@ class Choice:
 
     inner_steps: int
     slots: int
+    fragments: int
     delay: int
     codec: str
     learning_rate: float
@@ -50,6 +51,7 @@ def as_the_run_file_says(config: RunConfig, reason: str = "as the run file says"
     return Choice(
         inner_steps=outer.inner_steps,
         slots=outer.slots,
+        fragments=outer.fragments,
         delay=outer.delay,
         codec=compression.codec,
         learning_rate=outer.learning_rate,

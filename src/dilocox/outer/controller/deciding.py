@@ -34,6 +34,7 @@ class Decided:
 
     inner_steps: int
     codec: str
+    fragments: int
     paces: Mapping[str, int]
     estimate: Estimate | None
 
@@ -69,7 +70,7 @@ def decide(
     if estimate is not None:
         slowest = min(paces.values())
         estimate = replace(estimate, lag_us=estimate.step_us * (FULL - slowest) // slowest)
-    now = None if before is None else (before.inner_steps, before.codec)
+    now = None if before is None else (before.inner_steps, before.codec, before.fragments)
     return paces, by_link.choose(config, menu, estimate, len(paces), now, taken), estimate
 
 

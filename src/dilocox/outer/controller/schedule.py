@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from dilocox.codec_spec import FRAME_HEADER_BYTES
 from dilocox.outer.calendar import AT_ONCE, boundary_slots
 from dilocox.outer.controller.link import Estimate
+from dilocox.outer.pieces import pieces_of
 
 Sizes = Sequence[Sequence[int]]
 """Bytes of one site's payload by stage and fragment, summed over shards."""
@@ -27,6 +29,20 @@ class Traffic:
     more."""
     latest_us: int
     """From a boundary until its exchange is over, at worst; the queue before it included."""
+
+
+def together(sizes: Sizes, fragments: int, shards: int) -> Sizes:
+    """What pieces of `sizes` take that are exchanged as so many fragments: their payloads, with
+    one frame's header for each fragment and shard."""
+    pieces = len(sizes[0])
+    if fragments == pieces:
+        return sizes
+    runs = [pieces_of(fragment, fragments, pieces) for fragment in range(fragments)]
+    header = FRAME_HEADER_BYTES * shards
+    return [
+        [sum(row[piece] for piece in run) - (len(run) - 1) * header for run in runs]
+        for row in sizes
+    ]
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,8 @@ def decided(
     if plan is not None:
         known = None if plan.estimate is None else Estimate(**plan.estimate.model_dump())
         paces = {site: own.pace for site, own in plan.members.items()}
-        before = Decided(plan.inner_steps, _codec(state, round_ - 1), paces, known)
+        codec = _codec(state, round_ - 1)
+        before = Decided(plan.inner_steps, codec, plan.fragments, paces, known)
     measured, ranks = _measured(state), _ranks(state, round_)
     paces, choice, estimate = decide(
         state.config,

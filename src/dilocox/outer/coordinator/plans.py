@@ -89,7 +89,7 @@ def make_plan(
         members=planned,
         inner_steps=steps,
         slots=0 if flush else choice.slots,
-        fragments=outer.fragments,
+        fragments=outer.fragments if flush else choice.fragments,
         delay=0 if flush else choice.delay,
         overlap="none" if flush else outer.overlap,
         keep=choice.keep,

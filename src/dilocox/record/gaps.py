@@ -1,0 +1,90 @@
+"""What is missing from a run's course, or does not fit together. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dilocox.outer.coordinator.notary import names_payload
+from dilocox.record.course import Course, Step
+from dilocox.record.digests import sealed
+
+
+def gaps(course: Course) -> list[str]:
+    """What is missing from a finished run, or does not fit together, one line each."""
+    last = max(step.key.round for step in course.steps.values())
+    by_round: dict[tuple[int, int], list[Step]] = {}
+    for step in course.steps.values():
+        by_round.setdefault((step.key.stage, step.key.round), []).append(step)
+    found = []
+    for stage in range(course.stages):
+        for round_ in range(last + 1):
+            steps = by_round.get((stage, round_), [])
+            found += _incomplete(stage, round_, steps, course.pieces)
+            if any(step.flush != (round_ == last) for step in steps):
+                found.append(f"stage {stage}: round {round_} is the last one, or the flush, alone")
+    for step in course.steps.values():
+        if step.key.stage >= course.stages:
+            found.append(f"{step.key.text}: no such fragment")
+        found += _unsigned(course, step)
+    for kind in ("initial", "final"):
+        for stage in range(course.stages):
+            roots = {state.root for state in course.state(kind, stage)}
+            if len(roots) != 1:
+                found.append(f"stage {stage}: {len(roots)} different {kind} states are signed")
+    return found
+
+
+def _incomplete(stage: int, round_: int, steps: Sequence[Step], pieces: int) -> list[str]:
+    """What is wrong with the outer steps that a stage of so many pieces has of a round."""
+    if not steps:
+        return [f"stage {stage}: no outer step of round {round_}"]
+    number = steps[0].fragments
+    if any(step.fragments != number for step in steps):
+        return [f"stage {stage}: the outer steps of round {round_} do not agree on the number of "
+                "fragments"]  # fmt: skip
+    if not 1 <= number <= pieces:
+        return [f"{steps[0].key.text}: {number} fragments, where a stage has {pieces} pieces"]
+    there = [step.key.fragment for step in steps]
+    found = [f"{step.key.text}: no such fragment" for step in steps if step.key.fragment >= number]
+    found += [
+        f"stage {stage} fragment {fragment}: no outer step of round {round_}"
+        for fragment in range(number)
+        if fragment not in there
+    ]
+    return found
+
+
+def broken_commitments(course: Course) -> list[str]:
+    """Contributions that count and were not committed to before any payload, one line each.
+
+    As the log has it: whoever votes had payloads, so all commitments come before all votes.
+    """
+    found = []
+    for step in course.steps.values():
+        key, first = step.key.text, course.votes.get((step.key.text, step.attempt), -1)
+        bound = names_payload(step.exchange, step.codec)
+        for site in step.set:
+            for shard in range(course.shards):
+                said = course.commitments.get((key, site, shard))
+                payload = step.payloads.get(f"{site}/{shard}", "")
+                if said is None:
+                    found.append(f"{key}: {site} has not committed to its contribution")
+                elif said.number >= first:
+                    found.append(f"{key}: {site} has committed only after payloads were sent")
+                elif bound and said.payload != sealed(payload, course.run, key, site, shard):
+                    found.append(f"{key}: {site} has committed to another payload")
+    return found
+
+
+def _unsigned(course: Course, step: Step) -> list[str]:
+    """Payloads of a step that count and that their site has not signed so."""
+    places = {f"{site}/{shard}": (site, shard) for site in step.set
+              for shard in range(course.shards)}  # fmt: skip
+    if set(places) != set(step.payloads):
+        return [f"{step.key.text}: its payloads are not those of its contribution set"]
+    return [
+        f"{step.key.text}: {site} has not signed the payload that counts"
+        for place, (site, shard) in places.items()
+        if course.contributions.get((step.key.text, step.attempt, site, shard))
+        != step.payloads[place]
+    ]
