@@ -356,7 +356,7 @@ def restore(trainer: Trainer, loaded: checkpoint.Loaded) -> None:
                 int(item["lands_at"]),
                 tensors[f"pending/{number}"] if item["contribution"] else None,
                 bool(item["contributes"]),
-                outer.probe_again(plan, key.fragment, _below(tensors, f"probe/{number}/")),
+                outer.probe_again(key, plan, _below(tensors, f"probe/{number}/")),
                 tensors.get(f"moments/{number}"),
             )
         )

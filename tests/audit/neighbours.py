@@ -48,8 +48,10 @@ Cheat = Callable[["Neighbour"], Any]
 class Registry:
     """The coordinator's part: it decides, and its notary writes the log."""
 
-    def __init__(self, config: RunConfig, paces: Mapping[str, int]) -> None:
-        self.config, self.paces = config, paces
+    def __init__(
+        self, config: RunConfig, paces: Mapping[str, int], fragments: Mapping[int, int]
+    ) -> None:
+        self.config, self.paces, self.fragments = config, paces, fragments
         self.gone: set[str] = set()
         """Sites that are still in plans and do nothing any more."""
         self.notary = LogNotary.open(config, config.folder / "coordinator", print)
@@ -132,7 +134,7 @@ class Registry:
             },
             inner_steps=STEPS,
             slots=SLOTS,
-            fragments=2,
+            fragments=self.fragments.get(round_, 2),
             delay=1,
             overlap="keep",
             keep=0.7,
@@ -227,16 +229,18 @@ def train(
     cheats: Mapping[int, Cheat],
     paces: Mapping[str, int] | None = None,
     goes_after: int | None = None,
+    fragments: Mapping[int, int] | None = None,
 ) -> None:
     """Train `rounds` rounds into the run's folder; lyon cheats in some, paris never.
 
     `paces`: of sites that are not as fast as the fastest; they leave nothing of a step. After the
-    round `goes_after` lyon is gone, though the next one names it.
+    round `goes_after` lyon is gone, though the next one names it. `fragments`: of rounds in which
+    the two pieces are not exchanged apart.
     """
     torch.set_num_threads(1)
     config.folder.mkdir(parents=True)
     (config.folder / "run.toml").write_text(config.to_toml(), encoding="utf-8")
-    registry = Registry(config, paces or {})
+    registry = Registry(config, paces or {}, fragments or {})
     sites = [Neighbour(registry, name, number, files) for number, name in enumerate(config.sites)]
     with ThreadPoolExecutor(len(sites)) as pool:
         for round_ in range(rounds):

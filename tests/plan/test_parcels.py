@@ -8,7 +8,7 @@ import torch
 from dilocox.compression import LowRank, compressor, frame_bytes, pack_frame
 from dilocox.outer.fragments import Layout, split_fragments
 from dilocox.plan.outline import Outline
-from dilocox.plan.parcels import Parcel, parcels, ring_seconds, round_trips, toil
+from dilocox.plan.parcels import Parcel, joined, parcels, ring_seconds, round_trips, toil
 from dilocox.plan.table import Host
 from tests.plan.runs import FREE, KINDS, run
 
@@ -43,6 +43,12 @@ def test_shards_send_their_own_parts() -> None:
         assert parcel.own < parcel.payload <= 2 * parcel.own
         assert one.payload <= parcel.payload <= one.payload + 4 * 1024
         assert parcel.values < one.values
+
+
+def test_pieces_that_travel_together() -> None:
+    pieces = [Parcel(200, 10, 110, 3), Parcel(300, 20, 160, 4), Parcel(400, 30, 210, 5)]
+    assert joined(pieces, 2) == Parcel(900 - 2 * 2 * 64, 60, 480 - 2 * 64, 12)
+    assert joined(pieces[:1], 2) == pieces[0]
 
 
 def test_low_rank_by_hand() -> None:

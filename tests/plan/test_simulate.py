@@ -222,6 +222,19 @@ def test_plans_are_the_controllers() -> None:
     assert course.waited_share == pytest.approx(0.0, abs=0.01)
 
 
+def test_pieces_are_exchanged_as_the_plan_has_them() -> None:
+    """Where headers are most of it, all four travel as one."""
+    config = run(outer={"steps": 4000})
+    menus = {codec: [[Parcel(65, 1, 65, 0) for _ in range(4)]] for codec in codecs(config)}
+    course = simulate(config, [site("a"), site("b")], menus, 10)
+    final = course.choices[-1]
+    assert final.fragments == 1
+    assert {each.fragments for each in course.choices[:2]} == {4}
+    sample = course.samples[9]["a"]
+    assert (sample.exchanges, sample.exchange_bytes) == (1, 4 * 65 - 3 * 64)
+    assert course.waited_share == pytest.approx(0.0, abs=0.01)
+
+
 def test_nobody_begins_a_round_before_all_are_through_with_the_one_before_the_last() -> None:
     naive = {"method": "diloco", "overlap": "naive", "slots": 1, "delay": 1, "inner_steps": 5}
     course = play(fixed(**naive), site("a"), site("b", step=4.0), size=1)

@@ -295,3 +295,35 @@ def test_gaps_are_named(scene: Scene) -> None:
     assert "stage 0 fragment 1: no outer step of round 0" in found
     assert "outer/0/0/0: its payloads are not those of its contribution set" in found
     assert "stage 0: 0 different initial states are signed" in found
+
+
+def test_fragments_that_are_not_those_of_one_number_are_gaps(scene: Scene) -> None:
+    """A round's fragments are as many as its steps say, and no more than there are pieces."""
+    scene.notary.decided(decision(0, 2))
+    course = scene.course()
+    (step,) = course.steps.values()
+    other = replace(step, key=KEY._replace(fragment=1), fragments=1)
+    course.steps[other.key.text] = other
+    assert [each for each in gaps(course) if "do not agree" in each] == [
+        "stage 0: the outer steps of round 0 do not agree on the number of fragments"
+    ]
+    course.plans = {0: {"fragments": 1}}
+    course.steps = {KEY.text: step}
+    assert "outer/0/0/0: 2 fragments, where the plan has 1" in gaps(course)
+    course.plans = {}
+    course.steps = {KEY.text: replace(step, fragments=3)}
+    assert "outer/0/0/0: 3 fragments, where a stage has 2 pieces" in gaps(course)
+    course.steps = {KEY.text: replace(step, fragments=0)}
+    assert "outer/0/0/0: 0 fragments, where a stage has 2 pieces" in gaps(course)
+    far = replace(step, key=KEY._replace(fragment=1), fragments=1)
+    course.steps = {KEY.text: replace(step, fragments=1), far.key.text: far}
+    assert "outer/0/0/1: no such fragment" in gaps(course)
+    assert not [each for each in gaps(course) if "no outer step" in each]
+    # Nothing at all, and a round far beyond what there is.
+    course.steps = {}
+    assert gaps(course) == ["no outer step is signed"]
+    lone = replace(step, key=KEY._replace(round=10**9))
+    course.steps = {lone.key.text: lone}
+    assert [each for each in gaps(course) if "no outer step" in each] == [
+        "stage 0: no outer step of round 0"
+    ]

@@ -19,6 +19,7 @@ from dilocox.outer.coordinator.keys import ExchangeKey
 from dilocox.outer.exchange import chunk_index
 from dilocox.outer.fragments import Layout, local_shapes, split_fragments
 from dilocox.outer.optimizer import MOMENTUM_DTYPES, nesterov_step
+from dilocox.outer.pieces import pieces_of
 from dilocox.record.course import Course, Step
 from dilocox.record.digests import sha256, stage_root, tensor_bytes, tensor_digest
 from dilocox.record.recording import listing_of
@@ -66,15 +67,25 @@ def numbers(count: int, seed: int) -> torch.Tensor:
 
 
 class Made:
-    """A recorded course, and what the sites came to hold: by the engine's functions alone."""
+    """A recorded course, and what the sites came to hold: by the engine's functions alone.
+
+    `fragments`: of each round, of so many `pieces`.
+    """
 
     def __init__(
-        self, codec: str, exchange: str = "gather", shards: int = 1, momentum_dtype: str = "fp32"
+        self,
+        codec: str,
+        exchange: str = "gather",
+        shards: int = 1,
+        momentum_dtype: str = "fp32",
+        fragments: Sequence[int] = (2,) * ROUNDS,
+        pieces: int = 2,
     ) -> None:
         self.shelf = Shelf()
+        self.fragments, self.pieces = fragments, pieces
         self.momentum_dtype = momentum_dtype
         self.codec, self.exchange, self.shards = codec, exchange, shards
-        outer = {"method": "dilocox", "momentum_dtype": momentum_dtype}
+        outer = {"method": "dilocox", "momentum_dtype": momentum_dtype, "fragments": pieces}
         config = {"site": {"stages": 1, "shards": shards}, "outer": outer}
         self.course = Course("run", "log", {"config": config})
         start = {name: numbers(torch.Size(s).numel(), 7).view(s) for name, s in SHAPES.items()}
@@ -83,36 +94,48 @@ class Made:
             self.shelf.put(tensor_bytes(tensor))
         sizes = {name: tensor.numel() for name, tensor in start.items()}
         parts: dict[str, list[torch.Tensor]] = {name: [] for name in start}
-        for fragment, names in enumerate(split_fragments(sizes, 2)):
-            for shard in range(shards):
-                layout = Layout.of(local_shapes(SHAPES, names, shard, shards))
-                rows = {
-                    name: start[name][(run := -(-len(start[name]) // shards)) * shard :][:run]
-                    for name in names
-                }
-                for name, held in self._train(layout, rows, fragment, shard).items():
-                    parts[name].append(held)
+        groups = split_fragments(sizes, pieces)
+        for shard in range(shards):
+            rows = {
+                name: whole[(run := -(-len(whole) // shards)) * shard :][:run]
+                for name, whole in start.items()
+            }
+            layouts = [Layout.of(local_shapes(SHAPES, names, shard, shards)) for names in groups]
+            for name, held in self._train(layouts, rows, shard).items():
+                parts[name].append(held)
         self.final = {name: torch.cat(rows) for name, rows in parts.items()}
 
     def _train(
-        self, layout: Layout, rows: dict[str, torch.Tensor], fragment: int, shard: int
+        self, layouts: list[Layout], rows: dict[str, torch.Tensor], shard: int
     ) -> dict[str, torch.Tensor]:
-        anchor = layout.pack(rows)
-        momentum = torch.zeros_like(anchor, dtype=MOMENTUM_DTYPES[self.momentum_dtype])
-        for round_ in range(ROUNDS):
-            key = ExchangeKey.outer(round_, 0, fragment)
-            seeds = [1000 * round_ + 100 * fragment + 10 * shard + n for n in range(len(SITES))]
-            given = [
-                layout.pack({n: numbers(t.numel(), s).view(t.shape) for n, t in rows.items()})
-                for s in seeds
-            ]
-            mean, digests = self._exchange(layout, key, given)
-            nesterov_step(anchor, momentum, mean, 0.8, 0.5)
-            known = self.course.steps.get(key.text)
-            payloads = dict(known.payloads) if known else {}
-            payloads |= {f"{site}/{shard}": d for site, d in zip(SITES, digests, strict=True)}
-            self.course.steps[key.text] = self.step(key, payloads)
-        return {name: view.clone() for name, view in layout.views(anchor).items()}
+        anchors = [layout.pack(rows) for layout in layouts]
+        dtype = MOMENTUM_DTYPES[self.momentum_dtype]
+        momenta = [torch.zeros_like(anchor, dtype=dtype) for anchor in anchors]
+        for round_, fragments in enumerate(self.fragments):
+            for fragment in range(fragments):
+                key = ExchangeKey.outer(round_, 0, fragment)
+                run = pieces_of(fragment, fragments, self.pieces)
+                layout = Layout.joined([layouts[piece] for piece in run])
+                seeds = [1000 * round_ + 100 * fragment + 10 * shard + n for n in range(len(SITES))]
+                own = {name: rows[name] for name in layout.names}
+                given = [
+                    layout.pack({n: numbers(t.numel(), s).view(t.shape) for n, t in own.items()})
+                    for s in seeds
+                ]
+                mean, digests = self._exchange(layout, key, given)
+                means = mean.split([layouts[piece].length for piece in run])
+                for piece, part in zip(run, means, strict=True):
+                    nesterov_step(anchors[piece], momenta[piece], part, 0.8, 0.5)
+                known = self.course.steps.get(key.text)
+                payloads = dict(known.payloads) if known else {}
+                payloads |= {f"{site}/{shard}": d for site, d in zip(SITES, digests, strict=True)}
+                step = self.step(key, payloads, fragments=fragments)
+                self.course.steps[key.text] = step
+        return {
+            name: view.clone()
+            for layout, anchor in zip(layouts, anchors, strict=True)
+            for name, view in layout.views(anchor).items()
+        }
 
     def step(self, key: ExchangeKey, payloads: dict[str, str], **changes: Any) -> Step:
         about: dict[str, Any] = {
@@ -173,6 +196,31 @@ class Made:
 )  # fmt: skip
 def test_a_replay_gives_what_the_sites_held(codec: str, exchange: str, shards: int) -> None:
     made = Made(codec, exchange, shards)
+    found = made.replayed()
+    assert list(found) == list(SHAPES)
+    for name, tensor in found.items():
+        assert torch.equal(tensor, made.final[name]), name
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize(
+    ("fragments", "blocks"),
+    [
+        # All apart, all together, two of three together: every piece hangs on every other.
+        ((3, 1, 2), [range(3)]),
+        # One is never exchanged with others.
+        ((3, 2, 2), [range(1), range(1, 3)]),
+        ((3, 3, 3), [range(1), range(1, 2), range(2, 3)]),
+        ((1, 1, 3), [range(3)]),
+    ],
+)
+@pytest.mark.parametrize("codec", ["topk:64", "int4"])
+def test_a_replay_follows_pieces_that_meet_and_part(
+    codec: str, fragments: tuple[int, ...], blocks: list[range], shards: int
+) -> None:
+    made = Made(codec, shards=shards, fragments=fragments, pieces=3)
+    stage = Stage.of(made.course, 0, made.theta)
+    assert [run for run, _ in stage.blocks(made.course.of(0))] == blocks
     found = made.replayed()
     assert list(found) == list(SHAPES)
     for name, tensor in found.items():

@@ -95,6 +95,10 @@ class RecordedExchanges:
             raise RecordError(f"{key}: the log does not say what came of it")
         pieces = step.pieces(len(self._layouts))
         layout = Layout.joined([self._layouts[piece] for piece in pieces])
+        if layout.length != given.length:
+            raise RecordError(
+                f"{key}: the log says of other pieces than its plan what came of them"
+            )
         mean = step_average(step, layout, self._place.shard, self._get)
         if given.values is None or (isinstance(given.compressor, LowRank) and not step.set):
             return self._result(step, mean, None)

@@ -14,7 +14,7 @@ from dilocox import timeline
 from dilocox.codec_spec import parse_spec
 from dilocox.compression import LowRank
 from dilocox.compression.moments import carried
-from dilocox.errors import TrainingError
+from dilocox.errors import ExchangeError, TrainingError
 from dilocox.outer.admission.gate import Gate, Slope
 from dilocox.outer.attempt import Probe
 from dilocox.outer.calendar import boundary_slots
@@ -227,7 +227,7 @@ class OuterLoop:
             outcome = self._wait(item)
             self.counts.payload_bytes += outcome.payload_bytes
             if item.contribution is not None:
-                fragment = self._fragment(item.plan, item.key.fragment)
+                fragment = self._whole(item.key, item.plan)
                 fragment.committed(item.contribution, outcome.sent, outcome.second_error)
         self.pending = []
         for state in self.states:
@@ -253,6 +253,12 @@ class OuterLoop:
 
     def _fragment(self, plan: RoundPlan, fragment: int) -> Fragment:
         return fragment_of(self.states, fragment, plan.fragments)
+
+    def _whole(self, key: ExchangeKey, plan: RoundPlan) -> Fragment:
+        """What an exchange is of: gradients are of all that there is."""
+        if key.kind == "gradient":
+            return Fragment(self.states)
+        return self._fragment(plan, key.fragment)
 
     def _pieces(self, item: Pending) -> range:
         return pieces_of(item.key.fragment, item.plan.fragments, len(self.states))
@@ -307,7 +313,7 @@ class OuterLoop:
     def _hand_in(self, item: Pending) -> None:
         plan = item.plan
         outer, admission = item.key.kind == "outer", self._admission
-        whole = self._fragment(plan, item.key.fragment) if outer else Fragment(self.states[:1])
+        whole = self._whole(item.key, plan)
         chosen = whole.compressor(plan.codec)
         if item.moments is not None and not isinstance(chosen, LowRank):
             chosen = chosen.carrying(item.moments)
@@ -337,10 +343,10 @@ class OuterLoop:
         return gate.probe(self.anchors(), layout)
 
     def probe_again(
-        self, plan: RoundPlan, fragment: int, tensors: Mapping[str, torch.Tensor]
+        self, key: ExchangeKey, plan: RoundPlan, tensors: Mapping[str, torch.Tensor]
     ) -> Probe | None:
         """The probe of an exchange of a checkpoint, of what `Probe.tensors` gave for it."""
-        layout, gate = self._fragment(plan, fragment).layout, self._admission.gate
+        layout, gate = self._whole(key, plan).layout, self._admission.gate
         if gate is not None:
             return gate.again(tensors, self.anchors(), layout)
         return Slope.again(tensors, layout) if tensors else None
@@ -395,6 +401,7 @@ class OuterLoop:
             residual=0.0 if weight is None else plan.residual_view / weight,
         )
         average = outcome.average
+        _check_lengths(fragment.layout.length, average, outcome.sent)
         for state, place in fragment.only(here):
             with timeline.span("outer step", overlap=rule.overlap):
                 state.land(self.live, None if average is None else average[place], rule)
@@ -449,3 +456,12 @@ class OuterLoop:
         if last is not None and others[last] > since:
             waited = self.counts.waited_for
             waited[last] = waited.get(last, 0.0) + min(others[last], time.monotonic()) - since
+
+
+def _check_lengths(length: int, *vectors: torch.Tensor | None) -> None:
+    """Raise `ExchangeError` for one that is not of a fragment of so many values."""
+    for vector in vectors:
+        if vector is not None and vector.shape != (length,):
+            raise ExchangeError(
+                f"{list(vector.shape)} values cannot land on a fragment of {length}"
+            )

@@ -40,6 +40,8 @@ def apart(numbers: Iterable[int], pieces: int) -> list[range]:
     """
     ends = set(range(1, pieces + 1))
     for number in numbers:
+        if number < 1:
+            raise ConfigError(f"a round of {number} fragments")
         ends &= {pieces_of(fragment, number, pieces).stop for fragment in range(number)}
     cuts = [0, *sorted(ends)]
     return [range(start, end) for start, end in pairwise(cuts)]

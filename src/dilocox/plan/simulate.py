@@ -335,6 +335,7 @@ class _Play:
             overhead_us=round(record.overhead / max(1, record.exchanges) * 1e6),
             work_us=round(record.work * 1e6),
             codec=plan.choice.codec,
+            fragments=plan.choice.fragments,
         )
 
     # --- exchanges ----------------------------------------------------------------------------

@@ -58,7 +58,11 @@ def decided(course: Course, round_: int) -> bool:
     plan = course.plans.get(round_)
     if plan is None or plan["kind"] != "train":
         return False
-    return all(key in course.steps for key in exchanges_of(course, round_))
+    keys = exchanges_of(course, round_)
+    number = plan["fragments"]
+    return bool(keys) and all(
+        key in course.steps and course.steps[key].fragments == number for key in keys
+    )
 
 
 def point_of(course: Course, entries: Sequence[str], round_: int) -> Point:

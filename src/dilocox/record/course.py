@@ -77,6 +77,8 @@ class Step:
             raise RecordError("an outer-step statement is not whole") from None
         if named != (key.round, key.stage, key.fragment):
             raise RecordError(f"the outer-step statement of {key.text} names another round")
+        if not 0 <= key.fragment < step.fragments:
+            raise RecordError(f"{key.text}: no such fragment, of {step.fragments}")
         return step
 
     def pieces(self, number: int) -> range:

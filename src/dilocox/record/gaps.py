@@ -11,6 +11,8 @@ from dilocox.record.digests import sealed
 
 def gaps(course: Course) -> list[str]:
     """What is missing from a finished run, or does not fit together, one line each."""
+    if not course.steps:
+        return ["no outer step is signed"]
     last = max(step.key.round for step in course.steps.values())
     by_round: dict[tuple[int, int], list[Step]] = {}
     for step in course.steps.values():
@@ -19,9 +21,12 @@ def gaps(course: Course) -> list[str]:
     for stage in range(course.stages):
         for round_ in range(last + 1):
             steps = by_round.get((stage, round_), [])
-            found += _incomplete(stage, round_, steps, course.pieces)
+            planned = course.plans.get(round_, {}).get("fragments")
+            found += _incomplete(stage, round_, steps, course.pieces, planned)
             if any(step.flush != (round_ == last) for step in steps):
                 found.append(f"stage {stage}: round {round_} is the last one, or the flush, alone")
+            if not steps:
+                break  # of those that a log names after it there may be any number
     for step in course.steps.values():
         if step.key.stage >= course.stages:
             found.append(f"{step.key.text}: no such fragment")
@@ -34,8 +39,11 @@ def gaps(course: Course) -> list[str]:
     return found
 
 
-def _incomplete(stage: int, round_: int, steps: Sequence[Step], pieces: int) -> list[str]:
-    """What is wrong with the outer steps that a stage of so many pieces has of a round."""
+def _incomplete(
+    stage: int, round_: int, steps: Sequence[Step], pieces: int, planned: int | None
+) -> list[str]:
+    """What is wrong with the outer steps that a stage of so many pieces has of a round, whose plan
+    has so many fragments, if it is in the log."""
     if not steps:
         return [f"stage {stage}: no outer step of round {round_}"]
     number = steps[0].fragments
@@ -44,6 +52,8 @@ def _incomplete(stage: int, round_: int, steps: Sequence[Step], pieces: int) -> 
                 "fragments"]  # fmt: skip
     if not 1 <= number <= pieces:
         return [f"{steps[0].key.text}: {number} fragments, where a stage has {pieces} pieces"]
+    if planned not in (None, number):
+        return [f"{steps[0].key.text}: {number} fragments, where the plan has {planned}"]
     there = [step.key.fragment for step in steps]
     found = [f"{step.key.text}: no such fragment" for step in steps if step.key.fragment >= number]
     found += [

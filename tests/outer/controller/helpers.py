@@ -88,7 +88,7 @@ class Play:
         beside = round(self.beside_us(number))
         return Sample(
             round(self.step_us(number)), total, round(busy), count, beside,
-            round(self.work_us(choice.codec)), choice.codec,
+            round(self.work_us(choice.codec)), choice.codec, choice.fragments,
         )  # fmt: skip
 
     def run(self, rounds: int) -> list[Choice]:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from dilocox.outer.calendar import boundary_slots
 from dilocox.outer.controller.link import Estimate
-from dilocox.outer.controller.schedule import Crowd, Traffic, traffic
+from dilocox.outer.controller.schedule import Crowd, Traffic, together, traffic
 
 LINK = Estimate(0, 1_000_000, 0, 0)
 """A byte per microsecond."""
@@ -35,6 +35,14 @@ def test_fragments_with_the_link_to_themselves() -> None:
     assert traffic([[100, 150]], 4, 100, LINK, PAIR, 20) == Traffic(250, 250, 170)
     slow = Estimate(0, 1_000_000, 0, 0, overhead_us=15)
     assert traffic([[100, 150]], 4, 100, slow, PAIR, 5) == Traffic(250, 250, 170)
+
+
+def test_pieces_that_travel_together_have_one_header() -> None:
+    sizes = [[100, 150, 200, 250], [70, 80, 90, 100]]
+    assert together(sizes, 4, 1) == sizes
+    assert together(sizes, 2, 1) == [[250 - 64, 450 - 64], [150 - 64, 190 - 64]]
+    # Each shard has a frame of its own.
+    assert together(sizes, 1, 2) == [[700 - 3 * 128], [340 - 3 * 128]]
 
 
 def test_fragments_that_share_a_boundary_or_overtake_each_other() -> None:

@@ -77,7 +77,12 @@ def test_a_plan_waits_for_the_measurements_that_it_goes_by(adaptive: Adaptive) -
     assert plan is not None
     # The slowest link counts.
     assert plan.estimate == m.LinkEstimate(
-        step_us=100_000, rate=100_000, latency_us=0, payload=100_000, works={"int4": 0}
+        step_us=100_000,
+        rate=100_000,
+        latency_us=0,
+        payload=100_000,
+        works={"int4": 0},
+        overheads={plan.fragments: 0},
     )
     assert "at 800 kbit/s and 100 ms a step" in plan.reason
     assert adaptive.chosen(2) != adaptive.chosen(1)

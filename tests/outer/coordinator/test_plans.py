@@ -43,6 +43,16 @@ lengths = st.tuples(st.integers(1, 9), st.integers(1, 6), st.integers(1, 6)).map
 )
 
 
+def test_a_round_has_the_fragments_that_were_chosen_and_the_flush_all_pieces() -> None:
+    outer = {"rounds": 2, "inner_steps": 4, "fragments": 4}
+    config = run_config("ab", outer=outer)
+    chosen = replace(choice(4, 4, 1), fragments=2)
+    plan = make_plan(config, 0, 0, 0, ["a", "b"], Ledger(), chosen)
+    flush = make_plan(config, 2, 8, 8, ["a", "b"], Ledger(), chosen)
+    assert (plan.kind, plan.fragments) == ("train", 2)
+    assert (flush.kind, flush.fragments) == ("flush", 4)
+
+
 @pytest.mark.parametrize(
     ("codec", "sent", "flushed", "decay"),
     [

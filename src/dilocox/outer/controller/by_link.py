@@ -140,7 +140,7 @@ def _current(
     steps, codec, fragments = now
     if codec not in menu or steps not in lengths(config, 2, taken):
         return None
-    if fragments not in fragments_of(config, codec):
+    if fragments not in fragments_of(config, codec, menu):
         return None
     return candidate(config, menu[codec], codec, steps, link, sites, fragments, in_force=True)
 
@@ -189,7 +189,7 @@ def _name(chosen: Candidate) -> str:
 
 def _why(chosen: Candidate, link: Estimate) -> str:
     """Sizes, times and the prediction, in words."""
-    beside = link.latency_us + link.overhead_us
+    beside = link.latency_us + link.overhead_of(chosen.fragments)
     overhead = f", {_seconds(beside)} beside that per exchange," if beside else ""
     taken, whole = _seconds(chosen.traffic.busy_us), _seconds(chosen.round_us)
     rate = rate_text(8 * link.rate)

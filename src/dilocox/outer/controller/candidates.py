@@ -26,6 +26,10 @@ APART = 16
 """Steps vary by chance, at every site in its own way: a landing leaves room for one step in so many
 of a round, so that sites which are a little apart do not wait for each other."""
 
+TOGETHER = 1 << 26
+"""Values of a fragment made of several pieces, at most. Larger ones would save nothing by fewer
+headers and messages, and what is under way takes 4 bytes of memory per value."""
+
 _WHOLE = 1_000_000
 """Shares are counted in so many parts."""
 
@@ -118,7 +122,7 @@ def candidates(
     """
     found = []
     for codec in codecs(config):
-        whole, *fewer = fragments_of(config, codec)
+        whole, *fewer = fragments_of(config, codec, menu)
         for steps in lengths(config, rounds, taken):
             each = candidate(config, menu[codec], codec, steps, link, sites, whole)
             found.append(each)
@@ -131,17 +135,25 @@ def candidates(
     return found
 
 
-def fragments_of(config: RunConfig, codec: str) -> list[int]:
+def fragments_of(config: RunConfig, codec: str, menu: Menu) -> list[int]:
     """Numbers of fragments that rounds of `codec` may have, falling.
 
     All of the run's pieces apart if the run file says how many, where contributions are judged
-    (what is usual is known by fragment), and for low-rank codecs (each piece has a basis).
+    (what is usual is known by fragment), for low-rank codecs (each piece has a basis), and where a
+    fragment would hold more than `TOGETHER` values, or nobody knows how many.
     """
     pieces = config.outer.fragments
     judged = config.admission.gate or config.admission.examines
     if "fragments" in config.control.pinned or judged or parse_spec(codec).kind == "lowrank":
         return [pieces]
-    return fragment_counts(pieces)
+    dense = menu.get("none")
+    if dense is None:
+        return [pieces]
+    return [
+        number
+        for number in fragment_counts(pieces)
+        if number == pieces or max(max(row) for row in together(dense, number, 1)) <= 4 * TOGETHER
+    ]
 
 
 def _may_hide(

@@ -46,6 +46,8 @@ class Sample:
     work_us: int = 0
     codec: str = ""
     """In force in that round; empty: not known."""
+    fragments: int = 0
+    """In that round; 0: not known."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,10 @@ class Estimate:
     payload: int
     """Bytes of a swap as they were measured last."""
     overhead_us: int = 0
-    """Per exchange, beside its transfers: a power of two, since it is a rough number."""
+    """Per exchange, beside its transfers: a power of two, since it is a rough number. In the last
+    round that was measured."""
+    overheads: Mapping[int, int] = field(default_factory=dict, hash=False)
+    """The same by the number of a round's fragments, of those that were in force."""
     work_us: int = 0
     """What training loses by the exchanges of a round beside waiting: the whole model once. In the
     last round that was measured."""
@@ -72,6 +77,20 @@ class Estimate:
     def transfer_us(self, payload: int) -> int:
         """Microseconds that a swap of so many bytes takes."""
         return self.latency_us + -(-payload * _SECOND // self.rate)
+
+    def overhead_of(self, fragments: int) -> int:
+        """Microseconds per exchange beside its transfers in rounds of so many fragments.
+
+        Of numbers that were not in force nothing is hoped for: that all of it is encoding and
+        decoding, which grow with what a fragment holds if there are fewer, and that none of it is
+        if there are more. So nothing swings between two numbers that look better from each other.
+        """
+        if fragments in self.overheads or not self.overheads:
+            return self.overheads.get(fragments, self.overhead_us)
+        more = [number for number in self.overheads if number > fragments]
+        if more:
+            return -(-self.overheads[min(more)] * min(more) // fragments)
+        return self.overheads[max(self.overheads)]
 
     def work_of(self, codec: str) -> int:
         """Microseconds that training loses by a round's exchanges of `codec`: by those of the one
@@ -112,7 +131,8 @@ def estimated(
     if before is not None and earlier:
         once, _, besides = _times(earlier)
         step_us = _middle(before.step_us, once, step_us)
-        beside_us = _middle(before.overhead_us, besides, beside_us)
+        if earlier[0].fragments == samples[0].fragments:
+            beside_us = _middle(before.overhead_of(samples[0].fragments), besides, beside_us)
     if control.step_seconds is not None:
         step_us = round(control.step_seconds * _SECOND)
     elif before is not None and _agrees(
@@ -125,13 +145,15 @@ def estimated(
     heard = [s for s in samples if s.exchange_us > 0 and s.exchanges > 0 and s.exchange_bytes > 0]
     if not heard:
         return None if before is None else replace(before, step_us=max(1, step_us))
-    overhead = _overhead(before, beside_us)
+    overhead, overheads = _overheads(before, beside_us, samples[0].fragments)
     # The slowest link: least bytes per second.
     worst = min(heard, key=lambda sample: sample.exchange_bytes / sample.exchange_us)
     payload = max(1, worst.exchange_bytes // worst.exchanges)
     time_us = max(1, worst.exchange_us // worst.exchanges)
     rate, latency, size = _link(before, payload, time_us)
-    return Estimate(max(1, step_us), max(1, rate), latency, size, overhead, work_us, works)
+    return Estimate(
+        max(1, step_us), max(1, rate), latency, size, overhead, overheads, work_us, works
+    )
 
 
 def _times(samples: Sequence[Sample]) -> tuple[int, int, int]:
@@ -178,12 +200,23 @@ def _middle(*three: int) -> int:
     return sorted(three)[1]
 
 
-def _overhead(before: Estimate | None, measured: int) -> int:
-    """The power of two above `measured` with some room; the one before while it is near."""
+def _overheads(
+    before: Estimate | None, measured: int, fragments: int
+) -> tuple[int, Mapping[int, int]]:
+    """What passes beside an exchange's transfers, and that by the number of fragments."""
+    if before is None:
+        found = _overhead(0, measured)
+        return found, {fragments: found} if fragments else {}
+    found = _overhead(before.overhead_of(fragments), measured)
+    return found, {**before.overheads, fragments: found} if fragments else before.overheads
+
+
+def _overhead(known: int, measured: int) -> int:
+    """The power of two above `measured` with some room; the `known` one while it is near."""
     if not measured:
         return 0
-    if before is not None and measured <= before.overhead_us <= 4 * measured:
-        return before.overhead_us
+    if measured <= known <= 4 * measured and known.bit_count() == 1:
+        return known
     wide, narrow = BAND
     return 1 << (measured * wide // narrow).bit_length()
 

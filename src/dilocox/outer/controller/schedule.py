@@ -81,7 +81,7 @@ def traffic(sizes: Sizes, slots: int, slot_us: int, link: Estimate, crowd: Crowd
             due.append((slot, fragment, stage, count * link.transfer_us(each)))
             total += count * each
     due.sort()
-    beside = latency_us + link.overhead_us
+    beside = latency_us + link.overhead_of(fragments)
     link_free = latest = 0
     free = [[0] * AT_ONCE for _ in range(stages)]
     """When the threads of each stage are free, the next one first."""

@@ -61,9 +61,12 @@ def sizes_to_log(known: Menu | None, given: Menu | None) -> dict[str, list[list[
 def _measured(state: CoordinatorState) -> Measurements:
     found = {}
     for round_, sites in state.measured.items():
-        codec = _codec(state, round_)
+        codec, plan = _codec(state, round_), state.plans.get(round_)
+        fragments = 0 if plan is None else plan.fragments
         found[round_] = {
-            site: Sample(**own.model_dump(exclude={"effective_rank_milli"}), codec=codec)
+            site: Sample(
+                **own.model_dump(exclude={"effective_rank_milli"}), codec=codec, fragments=fragments
+            )
             for site, own in sites.items()
         }
     return found

@@ -65,6 +65,8 @@ class LinkEstimate(Message):
     """The same by codec."""
     overhead_us: Count = 0
     """Microseconds per exchange beside its transfers: rendezvous, votes, codec."""
+    overheads: dict[int, Count] = {}
+    """The same by the number of a round's fragments."""
     lag_us: Count = 0
     """Microseconds by which an inner step of the slowest site is longer than one of the fastest."""
 

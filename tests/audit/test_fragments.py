@@ -1,0 +1,51 @@
+"""Audits of a run whose pieces are exchanged together in some rounds and apart in others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dilocox.assembly import Place
+from dilocox.audit.run import AuditedRun
+from dilocox.audit.starting import under_way, wrong_start
+from dilocox.data import prepare
+from dilocox.record.rounds import Document
+from tests.audit.neighbours import run_config, train
+from tests.audit.test_cheats import audit
+from tests.test_preflight import write_text
+
+TOGETHER = {1: 1, 3: 1, 4: 1}
+"""Rounds with one fragment, of five."""
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("together")
+    write_text(root / "text", 0)
+    config = run_config(root, "run")
+    files = prepare(config.data, config.data_folder, config.run.seed)
+    train(config, files, 5, {}, fragments=TOGETHER)
+    return config.folder
+
+
+def test_what_lands_together_or_apart_is_repeated_exactly(trained: Path) -> None:
+    payloads = []
+    for round_ in range(5):
+        verdict = audit(trained, "paris", round_)
+        assert verdict.verdict == "EXACT", verdict
+        payloads.append(int(verdict.reason.split(" steps, ")[1].split()[0]))
+    # Those under way when the round began, and the round's own.
+    assert payloads == [2, 1 + 1, 1 + 2, 1 + 1, 1 + 1]
+
+
+def test_anchors_follow_from_payloads_of_both_kinds(trained: Path) -> None:
+    case = AuditedRun(trained, (), None).case()
+    place = Place("paris", 0, 0)
+    for round_ in range(5):
+        state = case.course.rounds[(round_, "paris", 0, 0)]
+        document = Document.from_bytes(case.get(state.document))
+        assert wrong_start(case.course, place, state, document, case.get) is None
+    # Round 1 has its one boundary at its end, round 2 two of them.
+    assert [each.key.text for each in under_way(case.course, 0, 2, 8)] == ["outer/1/0/0"]
+    assert [each.key.text for each in under_way(case.course, 0, 3, 12)] == ["outer/2/0/1"]
