@@ -64,6 +64,17 @@ def model_bytes(run: Run) -> dict[str, bytes]:
             ("outer.overlap=eager", "outer.fragments=1", "outer.exchange=reduce"),
             marks=pytest.mark.slow,
         ),
+        # Both pieces of a stage travel as one fragment, and land in the next round.
+        pytest.param(
+            "together",
+            (
+                "control.adapt=link",
+                'control.pinned=["inner_steps"]',
+                "control.link=0.5kbit",
+                "control.step_seconds=1",
+            ),
+            marks=pytest.mark.slow,
+        ),
         pytest.param("reduce", ("outer.exchange=reduce", "outer.delay=3"), marks=pytest.mark.slow),
         pytest.param(
             "low-rank",
@@ -107,6 +118,9 @@ def test_two_stops_change_nothing(
     assert last.summary()["anchor_digest"] == whole.summary()["anchor_digest"]
     assert last.summary()["val_loss_last"] == whole.summary()["val_loss_last"]
     assert last.summary()["tokens"] == whole.summary()["tokens"]
+    if name == "together":
+        rounds = [record for record in whole.records("plan") if record["slots"]]
+        assert {(record["fragments"], record["delay"]) for record in rounds} == {(1, 5)}
     if name == "gate":
         sites = ("paris", "lyon")
         judged = [r for run in (last, whole) for s in sites for r in run.records("admission", s)]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dilocox.outer.controller.by_link import WORTH, choose
+from dilocox.outer.controller.by_link import FEWER_WORTH, choose
 from dilocox.outer.controller.candidates import TOGETHER, candidates, codecs, fragments_of
 from dilocox.outer.controller.link import Estimate, Sample, estimated
 from tests.outer.controller.helpers import Play, chosen, menu, run_config
@@ -23,7 +23,7 @@ def test_pieces_travel_together_where_that_is_clearly_less_lossy() -> None:
     assert choice.fragments < 4
     of_all = [c for c in candidates(config, sizes, slow, 2) if c.fits]
     apart = min(c.loss for c in of_all if c.fragments == 4)
-    assert min(c.loss for c in of_all if plan_of(c) == plan_of(choice)) <= apart - WORTH
+    assert min(c.loss for c in of_all if plan_of(c) == plan_of(choice)) <= apart - FEWER_WORTH
     assert choose(config, menu(config), at(1e6), 2, None).fragments == 4
     # A round trip that the run file declares is paid once for all.
     link = {"link": "8mbit", "step_seconds": 0.05, "latency": 0.1}
