@@ -49,8 +49,8 @@ class OuterSection(Section):
     slots: Positive
     """S: slots per round; divides inner_steps."""
     fragments: Positive
-    """F: fragments per stage. Those of a round may be fewer, where the controller chooses them:
-    neighbours are exchanged together then."""
+    """F: fragments per stage. A round may have fewer, where the controller chooses: neighbours are
+    exchanged together then."""
     delay: Annotated[int, Field(ge=0)]
     """Slots between a fragment's boundary and its landing, at most `slots`; of a method that
     exchanges gradients, inner steps until they are used: 0 or 1."""
@@ -160,10 +160,10 @@ class CompressionSection(Section):
 class ControlSection(Section):
     """`[control]`: what is chosen anew every round, and by what.
 
-    `link`: every round takes, of the codecs and numbers of inner steps whose exchange hides behind
-    computation, what is predicted to cost the least loss; keys of `[outer]` and `[compression]`
-    that the run file sets are kept. `effective-rank`: rank and inner steps follow the effective
-    rank of the averaged pseudo-gradient. `off`: the plan is what the run file says.
+    `link`: every round takes, of the codecs and numbers of inner steps and fragments whose exchange
+    hides behind computation, what is predicted to cost the least loss; keys of `[outer]` and
+    `[compression]` that the run file sets are kept. `effective-rank`: rank and inner steps follow
+    the effective rank of the averaged pseudo-gradient. `off`: the plan is what the run file says.
     """
 
     adapt: Literal["off", "link", "effective-rank"]

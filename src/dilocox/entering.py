@@ -1,6 +1,6 @@
 """How a site takes up its place: theta_0 at the start, a running site's state later.
 
-The founder has made theta_0 itself. Every other site that enters fetches its fragments from a
+The founder has made theta_0 itself. Every other site that enters fetches its pieces from a
 donor in a thread, and until a plan counts it in it follows the rounds without inner steps:
 receiving what the others exchange, and landing it on what it has fetched. A site that was overtaken
 enters in the same way, but keeps its inner state, and its residual with all that it has trained.
@@ -55,7 +55,7 @@ class Donors:
 
     @property
     def busy(self) -> bool:
-        """True while a site is waiting for fragments of this rank."""
+        """True while a site is waiting for pieces of this rank."""
         return any(not donor.done for donor in self._serving.values()) or bool(self._new())
 
     def _cancel_others(self) -> None:
@@ -66,7 +66,7 @@ class Donors:
                 donor.cancel()
 
     def serve(self) -> None:
-        """Offer every fragment that may be taken over now; called between slots."""
+        """Offer every piece that may be taken over now; called between slots."""
         trainer = self._trainer
         self._cancel_others()
         for entry in self._new():
@@ -75,11 +75,11 @@ class Donors:
             donor = self._serving.get(_key(entry))
             if donor is None or donor.done or trainer.at.round < entry.from_round:
                 continue
-            for fragment in sorted(donor.waiting):
-                if not trainer.outer.under_way(fragment, entry.from_round):
-                    state = trainer.rank.states[fragment]
+            for piece in sorted(donor.waiting):
+                if not trainer.outer.under_way(piece, entry.from_round):
+                    state = trainer.rank.states[piece]
                     copies = {name: t.detach().cpu().clone() for name, t in state.agreed().items()}
-                    donor.offer(Snapshot(fragment, trainer.at.tick, copies, state.warm_codec))
+                    donor.offer(Snapshot(piece, trainer.at.tick, copies, state.warm_codec))
         for key, donor in list(self._serving.items()):
             if donor.done and donor.failure:
                 log.warning("could not serve %s: %s", key[0], donor.failure)
@@ -104,7 +104,7 @@ class Donors:
 
 
 class Newcomer:
-    """Fetches this rank's fragments and follows the rounds until the site is counted in.
+    """Fetches this rank's pieces and follows the rounds until the site is counted in.
 
     If its donor goes, it fetches what is missing from the one that the coordinator names then; a
     link that broke is given `patience` seconds for that.
@@ -127,7 +127,7 @@ class Newcomer:
         self._broke_at = 0.0
         self._tries = 0
         self._whole = False
-        """All fragments have come, and the coordinator knows."""
+        """All pieces have come, and the coordinator knows."""
         trainer.outer.awaiting = set(range(len(trainer.rank.states)))
         self._thread = self._fetch()
 

@@ -130,7 +130,7 @@ def whole_state(
             flats = [part[f"outer/{number}/{kind}"].float() for part in parts]
             if [len(flat) for flat in flats] != [layout.length for layout in layouts]:
                 raise CheckpointError(
-                    f"fragment {number}: the checkpoint's {kind} does not fit the run file's model"
+                    f"piece {number}: the checkpoint's {kind} does not fit the run file's model"
                 )
             views = [layout.views(flat) for layout, flat in zip(layouts, flats, strict=True)]
             for name in names:

@@ -32,7 +32,7 @@ def inner_bytes_per_parameter(config: RunConfig) -> int:
 
 
 def outer_bytes_per_parameter(config: RunConfig) -> int:
-    """Anchor, momentum and reference, residual, what `eager` keeps, and one fragment in flight."""
+    """Anchor, momentum and reference, residual, what `eager` keeps, and one piece in flight."""
     extra = 4 * config.compression.error_feedback + 8 * (config.outer.overlap == "eager")
     return 8 + MOMENTUM_BYTES[config.outer.momentum_dtype] + extra + 4 // config.outer.fragments
 

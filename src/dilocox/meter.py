@@ -228,7 +228,7 @@ class Shared:
     """What the ranks of a site tell each other at a round's end, the same at all of them."""
 
     digest: str
-    """sha256 over those of all ranks in order, of their fragments each, hex: equal at all sites."""
+    """sha256 over those of all ranks in order, of their pieces each, hex: equal at all sites."""
     dropped: str | None
     """What the first rank that dropped something has dropped."""
     payload_bytes: float

@@ -1,4 +1,4 @@
-"""How large payloads would be: from a model's shapes to bytes by codec, stage and fragment.
+"""How large payloads would be: from a model's shapes to bytes by codec, stage and piece.
 
 The controller chooses among codecs by these numbers. They are computed once, where torch and the
 model are at hand, and handed to the coordinator, which knows neither.
@@ -38,7 +38,7 @@ def stage_shapes(config: RunConfig, blueprint: Blueprint, stage: int) -> dict[st
 def payload_sizes(
     config: RunConfig, vocabulary_size: int | None
 ) -> dict[str, list[list[int]]] | None:
-    """Bytes of one site's payloads, frames included, by codec, stage and fragment.
+    """Bytes of one site's payloads, frames included, by codec, stage and piece.
 
     Summed over the shards of a stage. For every codec that the controller may choose; none where
     it does not look at the link. `vocabulary_size` as for `Blueprint.of`. Raises `ModelError` and
@@ -64,10 +64,10 @@ def model_shapes(config: RunConfig, blueprint: Blueprint) -> list[dict[str, Shap
 def sizes_by_codec(
     config: RunConfig, stages: Sequence[Mapping[str, Shape]], names: Sequence[str]
 ) -> dict[str, list[list[int]]]:
-    """Bytes of one site's payloads by codec of `names`, stage and fragment, summed over shards.
+    """Bytes of one site's payloads by codec of `names`, stage and piece, summed over shards.
 
     As rounds send them, moments included. `stages` as `model_shapes` gives them. Methods that
-    exchange gradients have one fragment.
+    exchange gradients have one piece.
     """
     sent = {codec: config.sent_as(codec) for codec in names}
     return {codec: [_stage_sizes(config, each, sent[codec]) for each in stages] for codec in names}

@@ -22,8 +22,8 @@ from dilocox.outer.entry import (
     HEADER_BYTES,
     HEADER_TAG,
     Donor,
-    FragmentHeader,
     Held,
+    PieceHeader,
     Snapshot,
     Thanks,
     check_header,
@@ -44,9 +44,9 @@ def link(store: MemoryStore, me: str, donor: str = "old") -> PeerGroup:
     return PeerGroup(store, name, [donor, "new"], me, "127.0.0.1", LIMIT, LIMIT, lambda: False)
 
 
-def state(fragment: int, momentum: float) -> dict[str, torch.Tensor]:
+def state(piece: int, momentum: float) -> dict[str, torch.Tensor]:
     return {
-        "anchor": torch.arange(128, dtype=torch.float32) + fragment,
+        "anchor": torch.arange(128, dtype=torch.float32) + piece,
         "momentum": torch.full((128,), momentum),
     }
 
@@ -58,7 +58,7 @@ def giving(
     momentum: float,
     me: str = "old",
 ) -> Callable[[], str]:
-    """A donor that offers fragments in this order at once; what failed, once it is done."""
+    """A donor that offers pieces in this order at once; what failed, once it is done."""
 
     def go() -> str:
         donor = Donor(lambda: link(store, me, me), "new", len(numbers), LIMIT)
@@ -70,7 +70,7 @@ def giving(
     return go
 
 
-def test_fragments_come_whole_in_any_order_and_known_ones_without_tensors() -> None:
+def test_pieces_come_whole_in_any_order_and_known_ones_without_tensors() -> None:
     def old(store: MemoryStore) -> Callable[[], str]:
         def go() -> str:
             donor = Donor(lambda: link(store, "old"), "new", 3, LIMIT)
@@ -88,12 +88,10 @@ def test_fragments_come_whole_in_any_order_and_known_ones_without_tensors() -> N
     def new(store: MemoryStore) -> Callable[[], object]:
         def go() -> object:
             got: list[Snapshot] = []
-            # Fragment 0 is the same here; fragment 2 as well, but its momentum is not.
+            # Piece 0 is the same here; piece 2 as well, but its momentum is not.
             known = [digest_of(state(n, 0.0)["anchor"]) for n in (0, 7, 2)]
             fetch(lambda: link(store, "new"), "old", known, [1 << 20] * 3, got.append)
-            return [
-                (s.fragment, s.tick, {n: t.tolist() for n, t in s.tensors.items()}) for s in got
-            ]
+            return [(s.piece, s.tick, {n: t.tolist() for n, t in s.tensors.items()}) for s in got]
 
         return go
 
@@ -107,7 +105,7 @@ def test_fragments_come_whole_in_any_order_and_known_ones_without_tensors() -> N
     ]
 
 
-def test_a_rank_of_many_fragments_enters() -> None:
+def test_a_rank_of_many_pieces_enters() -> None:
     many = 90
 
     def new(store: MemoryStore) -> Callable[[], object]:
@@ -116,7 +114,7 @@ def test_a_rank_of_many_fragments_enters() -> None:
             known = [digest_of(state(n, 0.0)["anchor"]) for n in range(many)]
             here = range(0, many, 2)
             fetch(lambda: link(store, "new"), "old", known, [1 << 20] * many, got.append, here)
-            return [s.fragment for s in got]
+            return [s.piece for s in got]
 
         return go
 
@@ -146,7 +144,7 @@ def test_a_donor_whose_slot_ends_are_far_apart_is_waited_for() -> None:
         def go() -> object:
             got: list[Snapshot] = []
             fetch(lambda: near(store, "new"), "old", ["0" * 64], [1 << 20], got.append)
-            return [(s.fragment, s.tick) for s in got]
+            return [(s.piece, s.tick) for s in got]
 
         return go
 
@@ -155,7 +153,7 @@ def test_a_donor_whose_slot_ends_are_far_apart_is_waited_for() -> None:
     assert results == {"old": "None", "new": [(0, 40)]}
 
 
-def test_a_fragment_may_travel_for_longer_than_a_link_may_be_silent() -> None:
+def test_a_piece_may_travel_for_longer_than_a_link_may_be_silent() -> None:
     """Only a piece that does not move ends it, and that is for the transfer to say."""
     polls = iter([False, False, False, True])
     entry._wait(cast(Any, SimpleNamespace(poll=lambda seconds: next(polls))))
@@ -210,7 +208,7 @@ def test_a_second_donor_sends_what_the_first_has_not() -> None:
             with pytest.raises(ExchangeError, match="link to old broke"):
                 fetch(lambda: link(store, "new"), "old", known, limits, take)
             fetch(lambda: link(store, "new", "next"), "next", known, limits, take, {1})
-            return [(s.fragment, s.tick) for s in got]
+            return [(s.piece, s.tick) for s in got]
 
         return go
 
@@ -230,10 +228,10 @@ def test_a_second_donor_sends_what_the_first_has_not() -> None:
 @pytest.mark.parametrize(
     ("what", "reason"),
     [
-        ("changed", "JoinError: fragment 0 from old does not match its digest; join again"),
-        ("not json", "ExchangeError: old sent no FragmentHeader that can be read (Invalid JSON"),
-        ("a list", "ExchangeError: old sent no FragmentHeader that can be read (Input should be"),
-        ("too much", "ExchangeError: old announces 1114113 B for fragment 0, which has 1114112 B"),
+        ("changed", "JoinError: piece 0 from old does not match its digest; join again"),
+        ("not json", "ExchangeError: old sent no PieceHeader that can be read (Invalid JSON"),
+        ("a list", "ExchangeError: old sent no PieceHeader that can be read (Input should be"),
+        ("too much", "ExchangeError: old announces 1114113 B for piece 0, which has 1114112 B"),
     ],
 )
 def test_what_a_donor_sends_is_checked(what: str, reason: str) -> None:
@@ -243,7 +241,7 @@ def test_what_a_donor_sends_is_checked(what: str, reason: str) -> None:
             asked = torch.empty(HEADER_BYTES, dtype=torch.uint8)
             group.receive(asked, "new", HEADER_TAG).poll(LIMIT)
             body = b"x" * 64
-            good = {"fragment": 0, "tick": 3, "codec": "", "bytes": len(body), "sha256": "0" * 64}
+            good = {"piece": 0, "tick": 3, "codec": "", "bytes": len(body), "sha256": "0" * 64}
             text = {
                 "changed": json.dumps(good),
                 "not json": "{",
@@ -284,7 +282,7 @@ def test_what_a_donor_sends_is_checked(what: str, reason: str) -> None:
 digests = st.text("0123456789abcdef", min_size=64, max_size=64)
 headers = st.fixed_dictionaries(
     {
-        "fragment": st.integers(-2, 5) | st.just("0"),
+        "piece": st.integers(-2, 5) | st.just("0"),
         "tick": st.integers(-1, 1 << 60),
         "codec": st.text(max_size=80),
         "bytes": st.integers(-1, 1 << 40) | st.floats(),
@@ -296,26 +294,26 @@ headers = st.fixed_dictionaries(
 
 @given(st.binary(max_size=200) | headers.map(lambda h: json.dumps(h).encode()))
 def test_a_header_is_read_or_refused(data: bytes) -> None:
-    for kind in (Held, FragmentHeader, Thanks):
+    for kind in (Held, PieceHeader, Thanks):
         with contextlib.suppress(ExchangeError):
             found = read_header(kind, data.ljust(HEADER_BYTES), "old")
-            if isinstance(found, FragmentHeader):
+            if isinstance(found, PieceHeader):
                 check_header(found, "old", {0, 2}, [100, 100, 100])
-                assert found.fragment in (0, 2)
+                assert found.piece in (0, 2)
                 assert found.bytes <= 100 + BESIDE_TENSORS
 
 
 @given(st.binary(max_size=300), st.integers(0, 2**64 - 1))
 def test_a_body_is_read_or_refused(rest: bytes, length: int) -> None:
     for body in (rest, length.to_bytes(8, "little") + rest, len(rest).to_bytes(8, "little") + rest):
-        said = FragmentHeader(
-            fragment=1, tick=0, codec="", bytes=len(body), sha256=hashlib.sha256(body).hexdigest()
+        said = PieceHeader(
+            piece=1, tick=0, codec="", bytes=len(body), sha256=hashlib.sha256(body).hexdigest()
         )
         with contextlib.suppress(JoinError):
             assert isinstance(read_body(body, said, "old"), dict)
 
 
-def test_a_receiver_of_another_number_of_fragments_is_refused() -> None:
+def test_a_receiver_of_another_number_of_pieces_is_refused() -> None:
     def old(store: MemoryStore) -> Callable[[], str]:
         def go() -> str:
             donor = Donor(lambda: link(store, "old"), "new", 2, LIMIT)
@@ -337,4 +335,4 @@ def test_a_receiver_of_another_number_of_fragments_is_refused() -> None:
 
     with shared_store() as store:
         results = run_each({"old": old(store), "new": new(store)})
-    assert results["old"] == "new holds 1 fragments, here are 2"
+    assert results["old"] == "new holds 1 pieces, here are 2"

@@ -1,12 +1,12 @@
-"""How a site enters a run: fragment by fragment, from one peer, as safetensors and JSON.
+"""How a site enters a run: piece by piece, from one peer, as safetensors and JSON.
 
-The donor copies what all sites agree on of a fragment (anchor, outer momentum and, with a low-rank
+The donor copies what all sites agree on of a piece (anchor, outer momentum and, with a low-rank
 codec, Q) at a slot end, after its landings, and sends the copy beside its own training. The
-entering rank checks every fragment's digest. At the
+entering rank checks every piece's digest. At the
 start of a run the founder is the donor of all: a rank that already holds the same theta_0 is told
 so and receives no tensors. What either side says is checked before anything is done with it.
 
-No limit is set to how long a fragment travels, or to how long the donor's next slot end is away:
+No limit is set to how long a piece travels, or to how long the donor's next slot end is away:
 while there is nothing to offer the donor says so from time to time, and only a link on which
 nothing moves for as long as its group allows is given up.
 """
@@ -29,12 +29,12 @@ from dilocox.errors import ExchangeError, JoinError
 from dilocox.outer.groups import PeerGroup, Transfer
 
 HEADER_BYTES = 4096
-"""Every JSON header is padded to this size, but for `Held` of many fragments."""
+"""Every JSON header is padded to this size, but for `Held` of many pieces."""
 HEADER_TAG, BODY_TAG = 1, 2
 LOOK = 60.0
 """Seconds of one wait; how many there are is for the link to say."""
 BESIDE_TENSORS = 1 << 16
-"""Bytes that names and shapes take in a fragment's body, at most."""
+"""Bytes that names and shapes take in a piece's body, at most."""
 
 Sha256 = Annotated[str, StringConstraints(pattern="^[0-9a-f]{64}$")]
 
@@ -49,20 +49,20 @@ class Held(Said):
     """What the receiver says first."""
 
     anchors: list[Sha256]
-    """Digests of its anchors, by fragment."""
+    """Digests of its anchors, by piece."""
     here: list[Annotated[int, Field(ge=0)]]
-    """Fragments that it has from an earlier donor: they are not sent."""
+    """Pieces that it has from an earlier donor: they are not sent."""
 
 
-def held_bytes(fragments: int) -> int:
-    """Size to which `Held` is padded: a digest and a number of each fragment, and the rest."""
-    return max(HEADER_BYTES, 64 + 80 * fragments)
+def held_bytes(pieces: int) -> int:
+    """Size to which `Held` is padded: a digest and a number of each piece, and the rest."""
+    return max(HEADER_BYTES, 64 + 80 * pieces)
 
 
-class FragmentHeader(Said):
-    """What the donor says before each fragment."""
+class PieceHeader(Said):
+    """What the donor says before each piece."""
 
-    fragment: Annotated[int, Field(ge=0)]
+    piece: Annotated[int, Field(ge=0)]
     """With `wait`: none, and nothing else of this counts."""
     tick: Annotated[int, Field(ge=0, lt=1 << 53)]
     codec: Annotated[str, StringConstraints(max_length=64)]
@@ -70,10 +70,10 @@ class FragmentHeader(Said):
     """Of the body that follows; 0: what the receiver holds is the same."""
     sha256: Sha256
     wait: bool = False
-    """No fragment can be offered yet; another header follows."""
+    """No piece can be offered yet; another header follows."""
 
 
-WAIT = FragmentHeader(fragment=0, tick=0, codec="", bytes=0, sha256="0" * 64, wait=True)
+WAIT = PieceHeader(piece=0, tick=0, codec="", bytes=0, sha256="0" * 64, wait=True)
 
 
 class Thanks(Said):
@@ -87,9 +87,9 @@ AnyHeader = TypeVar("AnyHeader", bound=Said)
 
 @dataclass(frozen=True)
 class Snapshot:
-    """One fragment's agreed state after the landings of `tick`."""
+    """One piece's agreed state after the landings of `tick`."""
 
-    fragment: int
+    piece: int
     tick: int
     tensors: Mapping[str, torch.Tensor]
     """What all sites agree on, flat fp32 on the CPU; empty if the receiver has the same."""
@@ -105,28 +105,28 @@ def digest_of(anchor: torch.Tensor) -> str:
 class Donor:
     """Serves one entering rank from a thread of its own.
 
-    The training loop calls `offer` for each fragment when the entering site may take it over;
+    The training loop calls `offer` for each piece when the entering site may take it over;
     every `pause` seconds without one the receiver is told that this site lives.
     A receiver that dies harms nobody: the thread ends and says so in the log.
     """
 
     def __init__(
-        self, form_group: Callable[[], PeerGroup], site: str, fragments: int, pause: float
+        self, form_group: Callable[[], PeerGroup], site: str, pieces: int, pause: float
     ) -> None:
         self._form_group = form_group
         self._site = site
-        self._fragments = fragments
+        self._pieces = pieces
         self._pause = pause
         self._offers: queue.Queue[Snapshot | None] = queue.Queue()
-        self.waiting = set(range(fragments))
-        """Fragments not offered yet."""
+        self.waiting = set(range(pieces))
+        """Pieces not offered yet."""
         self.failure: str | None = None
         self._thread = threading.Thread(target=self._serve, name=f"donor-{site}", daemon=True)
         self._thread.start()
 
     def offer(self, snapshot: Snapshot) -> None:
-        """Hand over copies of one fragment's tensors; they must not change afterwards."""
-        self.waiting.discard(snapshot.fragment)
+        """Hand over copies of one piece's tensors; they must not change afterwards."""
+        self.waiting.discard(snapshot.piece)
         self._offers.put(snapshot)
 
     def cancel(self) -> None:
@@ -141,24 +141,24 @@ class Donor:
     def _serve(self) -> None:
         try:
             group = self._form_group()
-            held = _receive(Held, group, self._site, held_bytes(self._fragments))
+            held = _receive(Held, group, self._site, held_bytes(self._pieces))
             known = held.anchors
-            if len(known) != self._fragments:
+            if len(known) != self._pieces:
                 raise ExchangeError(
-                    f"{self._site} holds {len(known)} fragments, here are {self._fragments}"
+                    f"{self._site} holds {len(known)} pieces, here are {self._pieces}"
                 )
             for _ in known:
                 snapshot = self._next(group)
                 if snapshot is None:
                     raise ExchangeError(f"{self._site} does not wait for this site any more")
-                if snapshot.fragment in held.here:
+                if snapshot.piece in held.here:
                     continue
                 anchor = digest_of(snapshot.tensors["anchor"])
                 fresh = not snapshot.codec and not bool(snapshot.tensors["momentum"].any())
-                same = fresh and known[snapshot.fragment] == anchor
+                same = fresh and known[snapshot.piece] == anchor
                 body = b"" if same else safetensors.torch.save(dict(snapshot.tensors))
-                header = FragmentHeader(
-                    fragment=snapshot.fragment,
+                header = PieceHeader(
+                    piece=snapshot.piece,
                     tick=snapshot.tick,
                     codec=snapshot.codec,
                     bytes=len(body),
@@ -186,13 +186,13 @@ def fetch(
     donor: str,
     anchors: Sequence[str],
     limits: Sequence[int],
-    on_fragment: Callable[[Snapshot], None],
+    on_piece: Callable[[Snapshot], None],
     here: Collection[int] = (),
 ) -> None:
-    """Receive all fragments but those that are `here` from `donor`.
+    """Receive all pieces but those that are `here` from `donor`.
 
-    `anchors`: digests of what this rank holds (`digest_of`), one per fragment; `limits`: bytes that
-    a fragment's tensors can have at most. `on_fragment` is called once for each. Raises
+    `anchors`: digests of what this rank holds (`digest_of`), one per piece; `limits`: bytes that
+    a piece's tensors can have at most. `on_piece` is called once for each. Raises
     `ExchangeError` if the link goes silent or the donor says what makes no sense, and `JoinError`
     if what came is not what its digest says.
     """
@@ -201,17 +201,17 @@ def fetch(
     _send(group, donor, held, held_bytes(len(anchors)))
     missing = set(range(len(anchors))) - set(here)
     while missing:
-        header = _receive(FragmentHeader, group, donor)
+        header = _receive(PieceHeader, group, donor)
         if header.wait:
             continue
         check_header(header, donor, missing, limits)
-        missing.discard(header.fragment)
+        missing.discard(header.piece)
         tensors: dict[str, torch.Tensor] = {}
         if header.bytes:
             data = torch.empty(header.bytes, dtype=torch.uint8)
             _wait(group.receive(data, donor, BODY_TAG))
             tensors = read_body(data.numpy().tobytes(), header, donor)
-        on_fragment(Snapshot(header.fragment, header.tick, tensors, header.codec))
+        on_piece(Snapshot(header.piece, header.tick, tensors, header.codec))
     _send(group, donor, Thanks(done=True))
 
 
@@ -229,31 +229,27 @@ def read_header(kind: type[AnyHeader], data: bytes, site: str) -> AnyHeader:
         ) from None
 
 
-def check_header(
-    header: FragmentHeader, site: str, missing: set[int], limits: Sequence[int]
-) -> None:
-    """Raise `ExchangeError` for a fragment that is not one of `missing`, or cannot be so large."""
-    if header.fragment not in missing:
-        raise ExchangeError(f"{site} offers fragment {header.fragment}, which is not missing here")
-    most = limits[header.fragment] + BESIDE_TENSORS
+def check_header(header: PieceHeader, site: str, missing: set[int], limits: Sequence[int]) -> None:
+    """Raise `ExchangeError` for a piece that is not one of `missing`, or cannot be so large."""
+    if header.piece not in missing:
+        raise ExchangeError(f"{site} offers piece {header.piece}, which is not missing here")
+    most = limits[header.piece] + BESIDE_TENSORS
     if header.bytes > most:
         raise ExchangeError(
-            f"{site} announces {header.bytes} B for fragment {header.fragment}, which has "
+            f"{site} announces {header.bytes} B for piece {header.piece}, which has "
             f"{most} B at most"
         )
 
 
-def read_body(body: bytes, header: FragmentHeader, site: str) -> dict[str, torch.Tensor]:
-    """The tensors of a fragment. Raises `JoinError` if they are not what `header` says."""
+def read_body(body: bytes, header: PieceHeader, site: str) -> dict[str, torch.Tensor]:
+    """The tensors of a piece. Raises `JoinError` if they are not what `header` says."""
     if hashlib.sha256(body).hexdigest() != header.sha256:
-        raise JoinError(
-            f"fragment {header.fragment} from {site} does not match its digest; join again"
-        )
+        raise JoinError(f"piece {header.piece} from {site} does not match its digest; join again")
     try:
         return safetensors.torch.load(body)
     except (SafetensorError, KeyError, ValueError, RuntimeError) as error:
         raise JoinError(
-            f"fragment {header.fragment} from {site} cannot be read ({error}); join again"
+            f"piece {header.piece} from {site} cannot be read ({error}); join again"
         ) from None
 
 
@@ -275,6 +271,6 @@ def _send(group: PeerGroup, site: str, said: Said, size: int = HEADER_BYTES) -> 
 
 def _wait(transfer: Transfer) -> None:
     """Until it has ended. It ends by itself when one of its pieces does not move for the group's
-    limit: a large fragment on a slow link takes as long as it takes."""
+    limit: a large piece on a slow link takes as long as it takes."""
     while not transfer.poll(LOOK):
         pass

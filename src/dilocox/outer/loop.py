@@ -118,7 +118,7 @@ class OuterLoop:
 
         Without tensors: what this rank holds is the same. Landings since then follow at once.
         """
-        piece, tick = snapshot.fragment, snapshot.tick
+        piece, tick = snapshot.piece, snapshot.tick
         if snapshot.tensors:
             state = self.states[piece]
             state.adopt(self.live, snapshot.tensors, snapshot.codec, self.returning)
@@ -174,8 +174,9 @@ class OuterLoop:
     def end_of_slot(self, plan: RoundPlan, slot: int) -> bool:
         """Land, then begin, what is due at the end of the round's slot `slot` (1 to plan.slots).
 
-        A fragment lands at the latest at its next boundary, which may be sooner than its delay
-        where rounds become shorter: so one exchange of a fragment is under way at a time.
+        A piece lands at the latest at its next boundary, which may be sooner than its delay where
+        rounds become shorter: so one exchange of a piece is under way at a time, and what it was
+        exchanged with lands with it.
         Returns True if the first fragment of the first stage landed or began, at whichever rank:
         then a tied copy must be set from its owner.
         """

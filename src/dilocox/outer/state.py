@@ -1,6 +1,6 @@
-"""The outer state of one fragment at one rank: anchor, momentum, residual, reference.
+"""The outer state of one piece at one rank: anchor, momentum, residual, reference.
 
-A fragment's reference is the point from which displacements count. At a boundary it becomes the
+A piece's reference is the point from which displacements count. At a boundary it becomes the
 live parameters x; when a landing makes x jump, it jumps along. So at any time
 
     reference − x = −(sum of the inner optimizer's displacements since the last boundary) = δ,
@@ -36,7 +36,7 @@ _HASHING = ThreadPoolExecutor(max_workers=1, thread_name_prefix="digest")
 
 
 class FragmentState:
-    """Flat fp32 buffers of one fragment, all [layout.length] on `device`; the momentum may be bf16.
+    """Flat fp32 buffers of one piece, all [layout.length] on `device`; the momentum may be bf16.
 
     `live` arguments are this rank's parameters by full name (fp32, any device, a superset of
     the layout's names); copies between devices are explicit and complete on return. Order per

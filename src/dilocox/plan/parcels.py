@@ -15,7 +15,7 @@ from dilocox.plan.table import Host
 
 @dataclass(frozen=True)
 class Parcel:
-    """One fragment of one stage, as one codec sends it."""
+    """One piece of one stage, or several together, as one codec sends them."""
 
     payload: int
     """Bytes that a site sends to one other site, summed over the stage's shards."""
@@ -30,7 +30,7 @@ class Parcel:
 def parcels(
     config: RunConfig, stages: Sequence[dict[str, Shape]], codec: str
 ) -> list[list[Parcel]]:
-    """By stage and fragment. `stages`: whole shapes by full name, as `Outline.shapes`.
+    """By stage and piece. `stages`: whole shapes by full name, as `Outline.shapes`.
 
     `codec`: as it is sent, with moments or without (`RunConfig.sent_as`).
     """

@@ -34,7 +34,7 @@ SHARED_WORK = 1.6
 are cold, and hardware threads share a core (1.5 to 2 in benchmarks/results/scaling_check-cpu.json).
 """
 Menu = Mapping[str, Sequence[Sequence[Parcel]]]
-"""Parcels by codec, stage and fragment."""
+"""Parcels by codec, stage and piece."""
 
 
 def simulate(

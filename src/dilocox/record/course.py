@@ -42,8 +42,8 @@ class Step:
     shares: tuple[tuple[tuple[int, ...], ...], ...] = ()
     """What counts of each site of `set` by shard, in 65,536ths; empty: all of it."""
     delay: int = 0
-    """Slots from its boundary to its landing, or to the fragment's next boundary if that is
-    sooner."""
+    """Slots from its boundary to its landing, or to the next boundary of one of its pieces if that
+    is sooner."""
     said: Mapping[str, Any] = field(default_factory=dict, compare=False)
     """The whole statement, with what no replay needs: token ranges, verdicts."""
 

@@ -34,7 +34,7 @@ _WHOLE = 1_000_000
 """Shares are counted in so many parts."""
 
 Menu = Mapping[str, Sizes]
-"""By codec: bytes of one site's payload by stage and fragment, summed over shards."""
+"""By codec: bytes of one site's payload by stage and piece, summed over shards."""
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from dilocox.outer.controller.link import Estimate
 from dilocox.outer.pieces import pieces_of
 
 Sizes = Sequence[Sequence[int]]
-"""Bytes of one site's payload by stage and fragment, summed over shards."""
+"""Bytes of one site's payload by stage and piece, summed over shards."""
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ def decided(
 
 
 def sizes_to_log(known: Menu | None, given: Menu | None) -> dict[str, list[list[int]]] | None:
-    """Sizes of payloads, in bytes by codec, stage and fragment, that a coordinator which adapts to
+    """Sizes of payloads, in bytes by codec, stage and piece, that a coordinator which adapts to
     the link has to log beyond those that its log has: when a run begins, and when it goes on with a
     version whose controller knows more codecs. None if there are none.
 

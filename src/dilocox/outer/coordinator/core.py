@@ -74,7 +74,7 @@ class Coordinator:
         """Begin a run, or go on with the one whose log and keys are in `folder`.
 
         `wait_for`: sites that the run begins with (default: all of the run file). `payloads`: bytes
-        by codec, stage and fragment (see `dilocox.payloads`), which a run with `control.adapt =
+        by codec, stage and piece (see `dilocox.payloads`), which a run with `control.adapt =
         "link"` needs when it begins. `now` is a monotonic clock for liveness, `wall` stamps events.
         Raises `TrainingError`.
         """

@@ -159,7 +159,7 @@ class Planned(Event):
 
 @dataclass(frozen=True)
 class Sized(Event):
-    """What payloads would be as large as: bytes by codec, stage and fragment, summed over shards.
+    """What payloads would be as large as: bytes by codec, stage and piece, summed over shards.
 
     Computed from the model once, where its shapes are known; plans are made from it.
     """

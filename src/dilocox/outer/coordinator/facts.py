@@ -39,7 +39,7 @@ class Facts:
     steps_before: int | None = None
     """Inner steps of the run that this one goes on from; none: it begins anew."""
     payloads: dict[str, list[list[int]]] | None = None
-    """Bytes by codec, stage and fragment; none until they are known."""
+    """Bytes by codec, stage and piece; none until they are known."""
     measured: dict[int, dict[str, Measured]] = field(default_factory=dict)
     """By round and site, of the rounds that plans look back at."""
     exchanges: dict[str, Exchange] = field(default_factory=dict)
