@@ -315,9 +315,12 @@ def _set_up_log(job: RankJob) -> None:
     if job.log_file is not None:
         job.log_file.parent.mkdir(parents=True, exist_ok=True)
         stream = os.open(job.log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        os.dup2(stream, sys.stdout.fileno())
-        os.dup2(stream, sys.stderr.fileno())
+        os.dup2(stream, 1)
+        os.dup2(stream, 2)
         os.close(stream)
+        # A notebook, or whoever captures output, has put something without a descriptor there.
+        sys.stdout = open(1, "w", buffering=1, encoding="utf-8", closefd=False)  # noqa: SIM115
+        sys.stderr = open(2, "w", buffering=1, encoding="utf-8", closefd=False)  # noqa: SIM115
     logging.basicConfig(
         level=logging.DEBUG if job.debug else logging.INFO,
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",

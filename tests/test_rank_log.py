@@ -1,0 +1,45 @@
+"""A rank's log has all that its process writes, whatever its parent has made of the output."""
+
+from __future__ import annotations
+
+import io
+import logging
+import multiprocessing
+import os
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+
+from dilocox import rank_process
+
+
+def _writes(file: Path) -> None:
+    job = SimpleNamespace(log_file=file, debug=False)
+    rank_process._set_up_log(cast(rank_process.RankJob, job))
+    print("a line")
+    print("an error", file=sys.stderr)
+    logging.getLogger("x").info("a message")
+    os.write(1, b"from a library\n")
+
+
+@pytest.mark.parametrize("captured", [True, False])
+def test_a_rank_writes_to_its_log_where_output_is_captured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, captured: bool
+) -> None:
+    """As in a notebook: `sys.stdout` has no file descriptor, and a forked rank inherits that."""
+    if captured:
+        monkeypatch.setattr(sys, "stdout", io.StringIO())
+        monkeypatch.setattr(sys, "stderr", io.StringIO())
+    file = tmp_path / "logs" / "rank.log"
+    rank = multiprocessing.get_context("fork").Process(target=_writes, args=(file,))
+    rank.start()
+    rank.join(30)
+    assert rank.exitcode == 0
+    lines = file.read_text(encoding="utf-8").splitlines()
+    assert lines[0] == "a line"
+    assert lines[1] == "an error"
+    assert lines[2].endswith("INFO x: a message")
+    assert lines[3] == "from a library"
