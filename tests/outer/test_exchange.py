@@ -106,7 +106,7 @@ def test_nothing_is_lost_by_quantising(mode: str) -> None:
     assert not torch.equal(average, mean_of(list(WEIGHTS)))
 
 
-@pytest.mark.parametrize("name", ["int2", "topk:64", "cocktail", "lowrank:2"])
+@pytest.mark.parametrize("name", ["int2", "topk:64", "top1:64", "cocktail", "lowrank:2"])
 @pytest.mark.parametrize("observers", [(), ("oslo",)], ids=["all", "one-entering"])
 def test_lossy_codecs_give_every_site_the_same(name: str, observers: Sequence[str]) -> None:
     outcomes = run("gather", name, geometry=MATRICES, observers=observers)

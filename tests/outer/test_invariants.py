@@ -26,7 +26,7 @@ RULES = [
 ]
 
 EXCHANGES = [
-    *product([*CODECS, "topk:128", "cocktail"], ("gather", "reduce")),
+    *product([*CODECS, "topk:128", "top1:64", "cocktail"], ("gather", "reduce")),
     ("lowrank:2", "gather"),
 ]
 """Every codec in every mode that it can be exchanged in."""

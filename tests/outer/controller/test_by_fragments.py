@@ -36,8 +36,8 @@ def test_pieces_travel_together_where_that_is_clearly_less_lossy() -> None:
     assert longer.inner_steps > short.inner_steps
 
 
-@pytest.mark.parametrize("steps", [600, 3300, 5000])
-@pytest.mark.parametrize("coding_us", [40_000, 100_000, 130_000])
+@pytest.mark.parametrize("steps", [600, 3300])
+@pytest.mark.parametrize("coding_us", [40_000, 100_000])
 @pytest.mark.parametrize("rate", [3e4, 1e6, 1e7])
 def test_encoding_that_grows_with_a_fragment_does_not_make_it_swing(
     steps: int, coding_us: int, rate: float
