@@ -16,30 +16,33 @@ import pytest
 from dilocox import rank_process
 
 
-def _writes(file: Path) -> None:
+def _writes(file: Path, owns: bool) -> None:
     job = SimpleNamespace(log_file=file, debug=False)
+    if owns:
+        # Once nothing refers to it, it closes the descriptor.
+        sys.stdout = os.fdopen(os.dup2(os.dup(1), 1), "w", buffering=1)
     rank_process._set_up_log(cast(rank_process.RankJob, job))
-    print("a line")
+    print("a line, \udc80")
     print("an error", file=sys.stderr)
     logging.getLogger("x").info("a message")
     os.write(1, b"from a library\n")
 
 
-@pytest.mark.parametrize("captured", [True, False])
+@pytest.mark.parametrize(("captured", "owns"), [(True, False), (False, False), (False, True)])
 def test_a_rank_writes_to_its_log_where_output_is_captured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, captured: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, captured: bool, owns: bool
 ) -> None:
     """As in a notebook: `sys.stdout` has no file descriptor, and a forked rank inherits that."""
     if captured:
         monkeypatch.setattr(sys, "stdout", io.StringIO())
         monkeypatch.setattr(sys, "stderr", io.StringIO())
     file = tmp_path / "logs" / "rank.log"
-    rank = multiprocessing.get_context("fork").Process(target=_writes, args=(file,))
+    rank = multiprocessing.get_context("fork").Process(target=_writes, args=(file, owns))
     rank.start()
     rank.join(30)
     assert rank.exitcode == 0
     lines = file.read_text(encoding="utf-8").splitlines()
-    assert lines[0] == "a line"
+    assert lines[0] == "a line, \\udc80"
     assert lines[1] == "an error"
     assert lines[2].endswith("INFO x: a message")
     assert lines[3] == "from a library"

@@ -1,4 +1,4 @@
-"""Everything that one rank holds, put together from a run file: model, data, fragments."""
+"""Everything that one rank holds, put together from a run file: model, data, pieces."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class Blueprint:
 
 @dataclass
 class Rank:
-    """One rank's model and fragments."""
+    """One rank's model and pieces."""
 
     place: Place
     blueprint: Blueprint
@@ -210,7 +210,7 @@ class _Watched:
 
 
 def build_states(config: RunConfig, rank: Rank) -> list[FragmentState]:
-    """The outer state of this rank's fragments. Raises `ConfigError` for too many fragments."""
+    """The outer state of this rank's pieces. Raises `ConfigError` for too many of them."""
     fragments = 1 if config.exchanges_gradients else config.outer.fragments
     sizes = {name: shape.numel() for name, shape in rank.shapes.items()}
     device = torch.device("cpu") if config.outer.device == "cpu" else rank.mesh.device

@@ -49,8 +49,8 @@ class OuterSection(Section):
     slots: Positive
     """S: slots per round; divides inner_steps."""
     fragments: Positive
-    """F: fragments per stage. A round may have fewer, where the controller chooses: neighbours are
-    exchanged together then."""
+    """Pieces per stage, each with an outer state of its own, and as many fragments F in a round.
+    Unless this key is set, the controller may take fewer: neighbours are exchanged together."""
     delay: Annotated[int, Field(ge=0)]
     """Slots between a fragment's boundary and its landing, at most `slots`; of a method that
     exchanges gradients, inner steps until they are used: 0 or 1."""

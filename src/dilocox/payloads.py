@@ -47,7 +47,8 @@ def payload_sizes(
     if config.control.adapt != "link":
         return None
     shapes = model_shapes(config, Blueprint.of(config, vocabulary_size))
-    return sizes_by_codec(config, shapes, codecs(config))
+    # Of `none` the controller reads how many values there are, whatever it may choose.
+    return sizes_by_codec(config, shapes, list(dict.fromkeys(["none", *codecs(config)])))
 
 
 def model_shapes(config: RunConfig, blueprint: Blueprint) -> list[dict[str, Shape]]:
@@ -81,7 +82,7 @@ def _stage_sizes(config: RunConfig, shapes: Mapping[str, Shape], codec: str) -> 
 
 
 def geometries(config: RunConfig, shapes: Mapping[str, Shape]) -> list[list[Geometry]]:
-    """How a stage of these whole `shapes` lies in its ranks' buffers, by fragment and shard."""
+    """How a stage of these whole `shapes` lies in its ranks' buffers, by piece and shard."""
     shards = config.site.shards
     return [
         [Layout.of(local_shapes(shapes, names, shard, shards)).geometry for shard in range(shards)]
@@ -90,7 +91,7 @@ def geometries(config: RunConfig, shapes: Mapping[str, Shape]) -> list[list[Geom
 
 
 def fragment_names(config: RunConfig, shapes: Mapping[str, Shape]) -> list[list[str]]:
-    """Names of a stage's tensors of these whole `shapes`, by fragment."""
+    """Names of a stage's tensors of these whole `shapes`, by piece."""
     sizes = {name: math.prod(shape) for name, shape in shapes.items()}
     return split_fragments(sizes, 1 if config.exchanges_gradients else config.outer.fragments)
 
@@ -99,6 +100,6 @@ def message_bytes(codec: str, geometry: Geometry) -> int:
     """Bytes that a rank sends to one other site in one exchange, frames included."""
     chosen = compressor(codec, geometry)
     if isinstance(chosen, LowRank):
-        # The owner of a fragment sends its basis besides: the most that any rank sends.
+        # The owner of a piece sends its basis besides: the most that any rank sends.
         return frame_bytes(chosen.basis_part) + frame_bytes(chosen.payload_part)
     return frame_bytes(chosen.part(0, geometry.length, 0))

@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TextIO
 
 import torch
 import torch.distributed as dist
@@ -74,6 +75,9 @@ class RankJob:
     trace: Path | None = None
     """Where the rank's timeline is recorded, if it is."""
 
+
+_REPLACED: list[TextIO] = []
+"""What a rank's process printed to before it had its log."""
 
 Errors = Callable[[str, bool], None]
 """(the one line that says why a rank failed, whether another start would fail in the same way)."""
@@ -311,16 +315,25 @@ def _last_complete(checkpoints: list[Checkpoint]) -> Checkpoint | None:
     return max(whole, key=lambda item: item.tick, default=None)
 
 
+def _lines_to(descriptor: int) -> TextIO:
+    """Text, line by line, to a descriptor that stays open."""
+    return open(
+        descriptor, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False
+    )
+
+
 def _set_up_log(job: RankJob) -> None:
     if job.log_file is not None:
         job.log_file.parent.mkdir(parents=True, exist_ok=True)
         stream = os.open(job.log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(stream, 1)
         os.dup2(stream, 2)
-        os.close(stream)
-        # A notebook, or whoever captures output, has put something without a descriptor there.
-        sys.stdout = open(1, "w", buffering=1, encoding="utf-8", closefd=False)  # noqa: SIM115
-        sys.stderr = open(2, "w", buffering=1, encoding="utf-8", closefd=False)  # noqa: SIM115
+        if stream > 2:
+            os.close(stream)
+        # A notebook, or whoever captures output, has put something without a descriptor there. It
+        # stays referenced: what owns descriptor 1 would close it in the end.
+        _REPLACED.extend((sys.stdout, sys.stderr))
+        sys.stdout, sys.stderr = _lines_to(1), _lines_to(2)
     logging.basicConfig(
         level=logging.DEBUG if job.debug else logging.INFO,
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",

@@ -1,4 +1,4 @@
-"""Fragments: which tensors are exchanged together, and how they lie in one flat buffer."""
+"""Pieces: which tensors are exchanged together, and how they lie in one flat buffer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dilocox.errors import ConfigError, ExchangeError
 
 @dataclass(frozen=True)
 class Layout:
-    """Where each of one fragment's tensors lies in a flat fp32 buffer.
+    """Where each of the tensors of one piece, or of several, lies in a flat fp32 buffer.
 
     Every tensor starts at a multiple of 128 values, so that no quantisation block mixes two
     tensors; what lies between them is zero and stays so. A tensor may have no elements (FSDP

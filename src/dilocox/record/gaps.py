@@ -54,13 +54,11 @@ def _incomplete(
         return [f"{steps[0].key.text}: {number} fragments, where a stage has {pieces} pieces"]
     if planned not in (None, number):
         return [f"{steps[0].key.text}: {number} fragments, where the plan has {planned}"]
-    there = [step.key.fragment for step in steps]
+    there = {step.key.fragment for step in steps}
     found = [f"{step.key.text}: no such fragment" for step in steps if step.key.fragment >= number]
-    found += [
-        f"stage {stage} fragment {fragment}: no outer step of round {round_}"
-        for fragment in range(number)
-        if fragment not in there
-    ]
+    missing = next((fragment for fragment in range(number) if fragment not in there), None)
+    if missing is not None:
+        found.append(f"stage {stage} fragment {missing}: no outer step of round {round_}")
     return found
 
 

@@ -335,7 +335,9 @@ def test_the_exchanges_own_work_is_kept_small() -> None:
     )
     choice = choose(config, sizes, replace(at(1e9), work_us=31_000), 2, (8, "none", 4))
     assert choice.inner_steps == 12
-    assert choice.reason.endswith("; the own work of 8 steps of none would take 3.9%")
+    assert choice.reason.endswith(
+        "; the own work of 8 steps of none in 4 fragments would take 3.9%"
+    )
     heavy = replace(at(1e9), work_us=900_000)
     choice = choose(config, sizes, heavy, 2, None)
     assert (choice.inner_steps, choice.codec) == (50, "none")
@@ -476,6 +478,6 @@ def test_a_plan_that_fits_gives_way_only_to_a_better_one() -> None:
     assert kept.codec == "int4"
     moved = choose(config, sizes, at(1e9), 2, (20, "int4", 4))
     assert (moved.inner_steps, moved.codec) == (1, "none")
-    assert "less than 20 steps of int4" in moved.reason
+    assert "less than 20 steps of int4 in 4 fragments" in moved.reason
     down = choose(config, sizes, at(1e5), 2, (1, "none", 4))
-    assert "; 1 step of none would take" in down.reason
+    assert "; 1 step of none in 4 fragments would take" in down.reason

@@ -187,7 +187,8 @@ def _why_not(current: Candidate, link: Estimate) -> str:
 
 def _name(chosen: Candidate) -> str:
     steps = "1 step" if chosen.inner_steps == 1 else f"{chosen.inner_steps} steps"
-    return f"{steps} of {chosen.codec}"
+    parts = "1 fragment" if chosen.fragments == 1 else f"{chosen.fragments} fragments"
+    return f"{steps} of {chosen.codec} in {parts}"
 
 
 def _why(chosen: Candidate, link: Estimate) -> str:

@@ -140,7 +140,7 @@ def fragments_of(config: RunConfig, codec: str, menu: Menu) -> list[int]:
 
     All of the run's pieces apart if the run file says how many, where contributions are judged
     (what is usual is known by fragment), for low-rank codecs (each piece has a basis), and where a
-    fragment would hold more than `TOGETHER` values, or nobody knows how many.
+    fragment would hold more than `TOGETHER` values. The menu's `none` says how many it holds.
     """
     pieces = config.outer.fragments
     judged = config.admission.gate or config.admission.examines

@@ -85,8 +85,10 @@ class Estimate:
         decoding, which grow with what a fragment holds if there are fewer, and that none of it is
         if there are more. So nothing swings between two numbers that look better from each other.
         """
-        if fragments in self.overheads or not self.overheads:
-            return self.overheads.get(fragments, self.overhead_us)
+        if not fragments or not self.overheads:
+            return self.overhead_us
+        if fragments in self.overheads:
+            return self.overheads[fragments]
         more = [number for number in self.overheads if number > fragments]
         if more:
             return -(-self.overheads[min(more)] * min(more) // fragments)
@@ -203,12 +205,20 @@ def _middle(*three: int) -> int:
 def _overheads(
     before: Estimate | None, measured: int, fragments: int
 ) -> tuple[int, Mapping[int, int]]:
-    """What passes beside an exchange's transfers, and that by the number of fragments."""
+    """What passes beside an exchange's transfers, and that by the number of fragments.
+
+    What is known of other numbers changes in the same proportion as that of one that was known: it
+    is the machine, or the way to the others, that has.
+    """
     if before is None:
         found = _overhead(0, measured)
         return found, {fragments: found} if fragments else {}
-    found = _overhead(before.overhead_of(fragments), measured)
-    return found, {**before.overheads, fragments: found} if fragments else before.overheads
+    known = before.overhead_of(fragments)
+    found = _overhead(known, measured)
+    others = before.overheads
+    if fragments in others and known and found:
+        others = {number: value * found // known for number, value in others.items()}
+    return found, {**others, fragments: found} if fragments else others
 
 
 def _overhead(known: int, measured: int) -> int:
