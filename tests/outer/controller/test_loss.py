@@ -174,6 +174,10 @@ def test_where_there_are_many_rounds_less_is_forgotten_and_gamma_is_raised_less_
     # Two fifths as much decays: two fifths of what gamma was raised by.
     assert [outer_rates(2, "topk:10", steps)[0] for steps in (SHORT, LONG)] == [1.6, 1.12]
     assert outer_rates(2, "topk:82", LONG) == outer_rates(2, "topk:82", SHORT)
-    # A round of thirty steps has more to say than 64 values in 4,096, and time to say it.
-    assert outer_rates(30, "topk:64", LONG)[0] > 2 * outer_rates(30, "topk:64", SHORT)[0]
+    # A round of thirty steps has more to say than 64 values in 4,096; in a long run it has time to,
+    # in a short one less is gained (52 % of loss became 40 %, docs/notes/quality.md).
+    short, long = (outer_rates(30, "topk:64", steps)[0] for steps in (SHORT, LONG))
+    assert 0.8 < short == pytest.approx(1.26, abs=0.01)
+    assert long > 1.5 * short
+    assert outer_rates(30, "topk:328", SHORT)[0] == outer_rates(80, "topk:232", SHORT)[0] == 0.8
     assert residual_view(30, "topk:64", LONG) > residual_view(30, "topk:64", SHORT) == 0
