@@ -239,7 +239,8 @@ def test_what_a_site_warns_of_and_what_it_drops_is_shown(tmp_path: Path) -> None
 
 
 PLAN = {
-    "kind": "train", "round": 0, "first_step": 0, "inner_steps": 20, "slots": 20, "delay": 5,
+    "kind": "train", "round": 0, "first_step": 0, "inner_steps": 20, "slots": 20,
+    "fragments": 4, "delay": 5,
     "codec": "int4", "learning_rate": 0.8, "momentum": 0.5, "residual_decay": 1.0,
     "residual_view": 0.0, "keep": 1.0,
     "reason": "nothing is measured yet",
