@@ -194,7 +194,8 @@ def test_an_auditor_of_a_run_that_has_ended(
     said = [(each.verdict.round, each.verdict.site) for each in read_all(folder, run.course.run)]
     assert said == expected
     assert text.count("EXACT") == len(expected) - bad, text
-    assert code == (1 if bad else 0 if expected else 3)
+    # It may be that nothing was selected: then nothing is wrong.
+    assert code == (1 if bad else 0)
     code, text = ended("auditor", str(folder), *more, capsys=capsys)
     assert (code, text.count("EXACT")) == (0, 0)
 
