@@ -21,7 +21,7 @@ from torch import Tensor
 
 import dilocox
 from dilocox import assembly
-from dilocox.outer.state import FragmentState
+from dilocox.outer.state import PieceState
 
 SITES = ("paris", "lyon", "oslo", "rome")
 ALTERED = "rome"
@@ -35,10 +35,10 @@ CASES: tuple[tuple[str, float | None, str, dict[str, Any]], ...] = (
 """Name, what the altered site multiplies its contribution by, rule, `[admission]`."""
 
 
-def altered(factor: float) -> type[FragmentState]:
+def altered(factor: float) -> type[PieceState]:
     """A fragment state whose contributions are multiplied at the altered site."""
 
-    class Altered(FragmentState):
+    class Altered(PieceState):
         def boundary(
             self, live: Mapping[str, Tensor], weight: float, decay: float
         ) -> tuple[Tensor, bool]:
@@ -62,13 +62,13 @@ def is_altered() -> bool:
 @contextlib.contextmanager
 def at_the_altered_site(factor: float | None) -> Iterator[None]:
     """Processes that are forked meanwhile have the altered site among them."""
-    honest = assembly.FragmentState
+    honest = assembly.PieceState
     if factor is not None:
-        assembly.FragmentState = altered(factor)  # type: ignore[misc]
+        assembly.PieceState = altered(factor)  # type: ignore[misc]
     try:
         yield
     finally:
-        assembly.FragmentState = honest  # type: ignore[misc]
+        assembly.PieceState = honest  # type: ignore[misc]
 
 
 def rows(

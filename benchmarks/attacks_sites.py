@@ -39,9 +39,9 @@ from dilocox.outer.coordinator.judging import Evidence, Judgement, judge
 from dilocox.outer.coordinator.messages import EnrolRequest, ExchangeKey, Rank, Versions
 from dilocox.outer.coordinator.refusals import Refused
 from dilocox.outer.coordinator.verdict_messages import MICRO, Opinion
-from dilocox.outer.fragments import Layout, split_fragments
+from dilocox.outer.layout import Layout, split_pieces
 from dilocox.outer.overlap import Rule
-from dilocox.outer.state import FragmentState
+from dilocox.outer.state import PieceState
 from dilocox.record.notary import LogNotary, contribution
 from dilocox.record.statements import Signer
 
@@ -173,10 +173,10 @@ class Course:
         sizes = {name: tensor.numel() for name, tensor in start.items()}
         self.layouts = [
             Layout.of({name: start[name].shape for name in names})
-            for names in split_fragments(sizes, FRAGMENTS)
+            for names in split_pieces(sizes, FRAGMENTS)
         ]
         self.states = {
-            site: [FragmentState(each, live, error_feedback=True) for each in self.layouts]
+            site: [PieceState(each, live, error_feedback=True) for each in self.layouts]
             for site, live in self.live.items()
         }
         self.gate = Gate(lambda model: loss_of(model, text.gate))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from dilocox.outer.fragments import Layout
+from dilocox.outer.layout import Layout
 
 SITES = 4
 WIDTH, HEADS, HIDDEN, LAYERS = 48, 2, 96, 2

@@ -28,9 +28,9 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from dilocox.outer.averaging import average
 from dilocox.outer.calendar import boundary_slots
 from dilocox.outer.controller.pace import FULL, carried, site_weights, steps_taken
-from dilocox.outer.fragments import Layout, split_fragments
+from dilocox.outer.layout import Layout, split_pieces
 from dilocox.outer.overlap import Rule
-from dilocox.outer.state import FragmentState
+from dilocox.outer.state import PieceState
 
 SPEEDS = (1.0, 0.8, 0.5, 0.25)
 ROUND = 20
@@ -111,13 +111,13 @@ class Site:
         self.inner = torch.optim.AdamW(self.net.parameters(), lr=INNER_RATE, betas=(0.9, 0.95))
         sizes = {name: tensor.numel() for name, tensor in self.live.items()}
         self.states = [
-            FragmentState(
+            PieceState(
                 Layout.of({name: self.live[name].shape for name in names}),
                 self.live,
                 error_feedback=error_feedback,
                 momentum_dtype=momentum_dtype,
             )
-            for names in split_fragments(sizes, FRAGMENTS)
+            for names in split_pieces(sizes, FRAGMENTS)
         ]
 
     def step(self, rate: float) -> None:

@@ -16,8 +16,8 @@ from dilocox.outer.coordinator import events as e
 from dilocox.outer.coordinator.audit import audit
 from dilocox.outer.coordinator.ledger import Ledger
 from dilocox.outer.coordinator.messages import MemberPlan, RoundPlan
-from dilocox.outer.fragments import Layout, local_shapes
-from dilocox.payloads import fragment_names
+from dilocox.outer.layout import Layout, local_shapes
+from dilocox.payloads import piece_names
 from tests.outer.coordinator.helpers import Driver
 from tests.outer.test_loop import plan as plan_of
 
@@ -43,7 +43,7 @@ def test_shards_are_put_together_as_they_were_cut(shards: int, kept: torch.dtype
     parts = []
     for shard in range(shards):
         part = {}
-        for number, names in enumerate(fragment_names(run, shapes)):  # type: ignore[arg-type]
+        for number, names in enumerate(piece_names(run, shapes)):  # type: ignore[arg-type]
             local = local_shapes(shapes, names, shard, shards)
             rows = {
                 name: whole[name][shard * -(-len(whole[name]) // shards) :][: local[name][0]]

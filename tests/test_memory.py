@@ -61,9 +61,9 @@ def test_a_gate_needs_a_model_to_try_in_and_what_it_goes_by() -> None:
 
 
 def test_the_outer_state_is_as_large_as_said() -> None:
-    from dilocox.outer.fragments import Layout
+    from dilocox.outer.layout import Layout
     from dilocox.outer.optimizer import MOMENTUM_DTYPES
-    from dilocox.outer.state import FragmentState
+    from dilocox.outer.state import PieceState
 
     live = {"w": torch.zeros(64, 16)}
     for overlap, feedback, dtype in (("none", False, "fp32"), ("eager", True, "bf16")):
@@ -75,7 +75,7 @@ def test_the_outer_state_is_as_large_as_said() -> None:
                 "sites": {"a": {}},
             }
         )
-        state = FragmentState(
+        state = PieceState(
             Layout.of({"w": live["w"].shape}),
             live,
             error_feedback=feedback,

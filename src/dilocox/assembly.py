@@ -27,10 +27,10 @@ from dilocox.models import (
     tied_pair,
 )
 from dilocox.outer.admission.gate import Gate
-from dilocox.outer.fragments import Layout, split_fragments
+from dilocox.outer.layout import Layout, split_pieces
 from dilocox.outer.loop import Admission
 from dilocox.outer.optimizer import MOMENTUM_DTYPES
-from dilocox.outer.state import FragmentState
+from dilocox.outer.state import PieceState
 from dilocox.site import (
     SiteMesh,
     SiteModel,
@@ -113,7 +113,7 @@ class Rank:
     live: dict[str, torch.Tensor]
     shapes: dict[str, torch.Size]
     """Whole shapes by full name, of what `live` holds parts of."""
-    states: list[FragmentState] = field(default_factory=list)
+    states: list[PieceState] = field(default_factory=list)
 
 
 def build_rank(
@@ -209,16 +209,16 @@ class _Watched:
         return self.source.tensor(full_name)
 
 
-def build_states(config: RunConfig, rank: Rank) -> list[FragmentState]:
+def build_states(config: RunConfig, rank: Rank) -> list[PieceState]:
     """The outer state of this rank's pieces. Raises `ConfigError` for too many of them."""
     fragments = 1 if config.exchanges_gradients else config.outer.fragments
     sizes = {name: shape.numel() for name, shape in rank.shapes.items()}
     device = torch.device("cpu") if config.outer.device == "cpu" else rank.mesh.device
     states = []
-    for names in split_fragments(sizes, fragments):
+    for names in split_pieces(sizes, fragments):
         layout = Layout.of({name: rank.live[name].shape for name in names})
         states.append(
-            FragmentState(
+            PieceState(
                 layout,
                 rank.live,
                 error_feedback=config.compression.error_feedback,

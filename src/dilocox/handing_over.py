@@ -23,8 +23,8 @@ from dilocox.outer.coordinator.log import EventLog
 from dilocox.outer.coordinator.messages import RoundPlan
 from dilocox.outer.coordinator.resume import resume_point
 from dilocox.outer.coordinator.state import CoordinatorState
-from dilocox.outer.fragments import Layout, local_shapes
-from dilocox.payloads import fragment_names, model_shapes
+from dilocox.outer.layout import Layout, local_shapes
+from dilocox.payloads import model_shapes, piece_names
 from dilocox.storage import sha256_of
 
 Tensors = dict[str, torch.Tensor]
@@ -124,7 +124,7 @@ def whole_state(
     """
     whole: dict[str, Tensors] = {"anchor": {}, "momentum": {}}
     shards = len(parts)
-    for number, names in enumerate(fragment_names(config, shapes)):
+    for number, names in enumerate(piece_names(config, shapes)):
         layouts = [Layout.of(local_shapes(shapes, names, s, shards)) for s in range(shards)]
         for kind, tensors in whole.items():
             flats = [part[f"outer/{number}/{kind}"].float() for part in parts]

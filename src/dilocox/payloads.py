@@ -14,7 +14,7 @@ from dilocox.compression import Geometry, LowRank, compressor, frame_bytes
 from dilocox.config import RunConfig
 from dilocox.models import build_chunk
 from dilocox.outer.controller.candidates import codecs
-from dilocox.outer.fragments import Layout, local_shapes, split_fragments
+from dilocox.outer.layout import Layout, local_shapes, split_pieces
 from dilocox.site import chunks_of_stage
 
 Shape = tuple[int, ...]
@@ -86,14 +86,14 @@ def geometries(config: RunConfig, shapes: Mapping[str, Shape]) -> list[list[Geom
     shards = config.site.shards
     return [
         [Layout.of(local_shapes(shapes, names, shard, shards)).geometry for shard in range(shards)]
-        for names in fragment_names(config, shapes)
+        for names in piece_names(config, shapes)
     ]
 
 
-def fragment_names(config: RunConfig, shapes: Mapping[str, Shape]) -> list[list[str]]:
+def piece_names(config: RunConfig, shapes: Mapping[str, Shape]) -> list[list[str]]:
     """Names of a stage's tensors of these whole `shapes`, by piece."""
     sizes = {name: math.prod(shape) for name, shape in shapes.items()}
-    return split_fragments(sizes, 1 if config.exchanges_gradients else config.outer.fragments)
+    return split_pieces(sizes, 1 if config.exchanges_gradients else config.outer.fragments)
 
 
 def message_bytes(codec: str, geometry: Geometry) -> int:

@@ -32,7 +32,7 @@ from dilocox.errors import ConfigError, DataError, TrainingError
 from dilocox.handover import Handover
 from dilocox.metrics import check_sinks
 from dilocox.models import count_parameters, load_model_config, probe_cut
-from dilocox.outer.fragments import split_fragments
+from dilocox.outer.layout import split_pieces
 from dilocox.payloads import model_shapes, sizes_by_codec, stage_shapes
 from dilocox.record.store import Store
 from dilocox.tokenizer_check import tokenizer_size
@@ -388,7 +388,7 @@ def _stage_parameters(config: RunConfig, blueprint: Blueprint, stage: int) -> in
     shapes = stage_shapes(config, blueprint, stage)
     sizes = {name: math.prod(shape) for name, shape in shapes.items()}
     if not config.exchanges_gradients:
-        split_fragments(sizes, config.outer.fragments)
+        split_pieces(sizes, config.outer.fragments)
     return sum(sizes.values())
 
 

@@ -20,7 +20,7 @@ from dilocox.assembly import Batches, Blueprint, Hooks, Place, Rank, build_rank
 from dilocox.audit.replay import Alone, RepeatingTrainer
 from dilocox.compression import payload_digest
 from dilocox.config import RunConfig
-from dilocox.data import TokenFiles
+from dilocox.data import TokenFiles, prepare
 from dilocox.determinism import facts_here
 from dilocox.outer.attempt import Contribution, Outcome
 from dilocox.outer.averaging import average
@@ -284,3 +284,14 @@ def run_config(root: Path, name: str) -> RunConfig:
         control={"adapt": "off"},
         record={"states_every": 1},
     )  # fmt: skip
+
+
+def trained_in(root: Path, rounds: int, cheats: Mapping[int, Cheat], **more: Any) -> Path:
+    """Text, token files and a run of `train` below `root`; the run's folder. `more`: of `train`."""
+    from tests.test_preflight import write_text
+
+    write_text(root / "text", 0)
+    config = run_config(root, "run")
+    files = prepare(config.data, config.data_folder, config.run.seed)
+    train(config, files, rounds, cheats, **more)
+    return config.folder

@@ -25,12 +25,10 @@ from dilocox.audit.replay import Progress, RankJob, RankReplay, repeat
 from dilocox.audit.run import AuditedRun
 from dilocox.compression import Compressor
 from dilocox.compression.moments import due_rows
-from dilocox.data import prepare
 from dilocox.record.audits import Verdict
 from dilocox.record.rounds import Document
 from dilocox.record.store import Store
-from tests.audit.neighbours import STEPS, Neighbour, run_config, train
-from tests.test_preflight import write_text
+from tests.audit.neighbours import STEPS, Neighbour, trained_in
 
 
 def around_step(
@@ -219,13 +217,8 @@ ROUNDS = ROUND_OF["poison"] + 1
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("cheats")
-    write_text(root / "text", 0)
-    config = run_config(root, "run")
-    files = prepare(config.data, config.data_folder, config.run.seed)
     cheats = {ROUND_OF[name]: cheat for name, (cheat, _, _) in CHEATS.items()}
-    train(config, files, ROUNDS, cheats)
-    return config.folder
+    return trained_in(tmp_path_factory.mktemp("cheats"), ROUNDS, cheats)
 
 
 def here(jobs: Sequence[RankJob], progress: Progress) -> list[RankReplay]:

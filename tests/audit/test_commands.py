@@ -16,7 +16,6 @@ from dilocox.audit import command
 from dilocox.audit.run import AuditedRun
 from dilocox.audit.starting import under_way, wrong_start
 from dilocox.cli import _parser
-from dilocox.data import prepare
 from dilocox.errors import ConfigError, RecordError
 from dilocox.record import statements as s
 from dilocox.record.audit_claims import Audits
@@ -24,9 +23,8 @@ from dilocox.record.audits import Selection, Signed, Verdict, read_all, write
 from dilocox.record.claims import NotRunError
 from dilocox.record.digests import TensorDigest
 from dilocox.record.rounds import Document
-from tests.audit.neighbours import run_config, train
+from tests.audit.neighbours import trained_in
 from tests.audit.test_cheats import poison
-from tests.test_preflight import write_text
 
 SIGNER = s.Signer.from_hex("0a" * 32)
 ROUNDS = 3
@@ -35,13 +33,9 @@ ROUNDS = 3
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Three rounds, in the second of which lyon sends poison."""
-    root = tmp_path_factory.mktemp("audited")
-    write_text(root / "text", 0)
-    config = run_config(root, "run")
-    files = prepare(config.data, config.data_folder, config.run.seed)
-    train(config, files, ROUNDS, {1: poison})
-    (config.folder / "summary.json").write_text("{}", encoding="utf-8")
-    return config.folder
+    folder = trained_in(tmp_path_factory.mktemp("audited"), ROUNDS, {1: poison})
+    (folder / "summary.json").write_text("{}", encoding="utf-8")
+    return folder
 
 
 @pytest.fixture

@@ -9,11 +9,9 @@ import pytest
 from dilocox.assembly import Place
 from dilocox.audit.run import AuditedRun
 from dilocox.audit.starting import under_way, wrong_start
-from dilocox.data import prepare
 from dilocox.record.rounds import Document
-from tests.audit.neighbours import run_config, train
+from tests.audit.neighbours import trained_in
 from tests.audit.test_cheats import audit
-from tests.test_preflight import write_text
 
 TOGETHER = {1: 1, 3: 1, 4: 1}
 """Rounds with one fragment, of five."""
@@ -21,12 +19,7 @@ TOGETHER = {1: 1, 3: 1, 4: 1}
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("together")
-    write_text(root / "text", 0)
-    config = run_config(root, "run")
-    files = prepare(config.data, config.data_folder, config.run.seed)
-    train(config, files, 5, {}, fragments=TOGETHER)
-    return config.folder
+    return trained_in(tmp_path_factory.mktemp("together"), 5, {}, fragments=TOGETHER)
 
 
 def test_what_lands_together_or_apart_is_repeated_exactly(trained: Path) -> None:

@@ -16,16 +16,14 @@ import pytest
 from dilocox.audit import judging
 from dilocox.audit.judging import judge
 from dilocox.audit.run import AuditedRun
-from dilocox.data import prepare
 from dilocox.outer.coordinator.keys import ExchangeKey
 from dilocox.record import statements as s
 from dilocox.record.audit_claims import Audits
 from dilocox.record.audits import GOOD, Signed, write
 from dilocox.record.beacon import sites_of
 from dilocox.record.course import Course
-from tests.audit.neighbours import STEPS, run_config, train
+from tests.audit.neighbours import STEPS, trained_in
 from tests.audit.test_cheats import audit, elsewhere, here, rates_off_by
-from tests.test_preflight import write_text
 
 __all__ = ["elsewhere"]
 
@@ -37,12 +35,8 @@ LAST = 1
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("unequal")
-    write_text(root / "text", 0)
-    config = run_config(root, "run")
-    files = prepare(config.data, config.data_folder, config.run.seed)
-    train(config, files, LAST + 2, {}, {"lyon": 1000 * SLOWER // STEPS}, goes_after=LAST)
-    return config.folder
+    root, paces = tmp_path_factory.mktemp("unequal"), {"lyon": 1000 * SLOWER // STEPS}
+    return trained_in(root, LAST + 2, {}, paces=paces, goes_after=LAST)
 
 
 def test_a_slower_site_is_exact(trained: Path) -> None:

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from dilocox.codec_spec import FRAME_HEADER_BYTES
 from dilocox.compression.base import BLOCK
 from dilocox.compression.frame import (
-    HEADER_BYTES,
     frame_bytes,
     frame_digest,
     pack_frame,
@@ -75,7 +75,7 @@ def test_header_is_the_documented_one() -> None:
         (16, "<Q", 131, "header says 131"),
         (30, "B", 7, "digest"),
         (60, "B", 1, r"codec number 5 with 0 and 1, expected 0 and 0 \(int4\)"),
-        (HEADER_BYTES + 9, "B", 255, "digest"),
+        (FRAME_HEADER_BYTES + 9, "B", 255, "digest"),
     ],
 )
 def test_each_difference_has_its_reason(offset: int, form: str, value: object, reason: str) -> None:

@@ -8,14 +8,14 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from dilocox import assembly
-from dilocox.outer.state import FragmentState
+from dilocox.outer.state import PieceState
 
 
 def contributions_times(factors: Mapping[str, float]) -> None:
     """From now on, ranks forked from this process contribute their u times the factor of their
     site; sites that are not named stay honest."""
 
-    class Altered(FragmentState):
+    class Altered(PieceState):
         def boundary(
             self, live: Mapping[str, Tensor], weight: float, decay: float
         ) -> tuple[Tensor, bool]:
@@ -28,7 +28,7 @@ def contributions_times(factors: Mapping[str, float]) -> None:
             # What did not count must not come back and be altered again.
             super().committed(u, u if _site() in factors else sent, second_error)
 
-    assembly.FragmentState = Altered  # type: ignore[misc]
+    assembly.PieceState = Altered  # type: ignore[misc]
 
 
 def _site() -> str:

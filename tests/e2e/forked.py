@@ -36,7 +36,7 @@ from dilocox.lab.netns import enter_namespace
 from dilocox.outer.coordinator.client import CoordinatorClient
 from dilocox.outer.entry import Donor, Snapshot
 from dilocox.outer.groups import PeerGroup
-from dilocox.outer.state import FragmentState
+from dilocox.outer.state import PieceState
 from dilocox.site import mean_cross_entropy
 from tests.e2e.altered import contributions_times
 from tests.e2e.harness import LIMIT, Run, Workshop
@@ -146,7 +146,7 @@ PLACES: dict[str, tuple[Any, str]] = {
     "write": (checkpoint.dcp, "save"),
     "send": (PeerGroup, "send"),
     "vote": (CoordinatorClient, "vote"),
-    "landing": (FragmentState, "land"),
+    "landing": (PieceState, "land"),
 }
 """What `killed_at` counts. Behind `dcp.save` a checkpoint has its tensors and is not whole yet;
 behind `send` a payload travels."""

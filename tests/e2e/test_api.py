@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from dilocox.checkpoint import load
 from dilocox.data import TokenFiles
-from dilocox.outer.fragments import Layout, split_fragments
+from dilocox.outer.layout import Layout, split_pieces
 from tests.e2e.harness import LIMIT, PATIENT, Workshop
 
 SITES, ROUNDS, STEPS, BATCH, LENGTH = 2, 4, 8, 4, 32
@@ -140,7 +140,7 @@ def fragments_of(folder: Path, order: list[str]) -> list[list[dict[str, torch.Te
     stages = []
     for file in sorted(folder.glob("*.safetensors")):
         tensors = load_file(file)
-        groups = split_fragments({n: tensors[n].numel() for n in order if n in tensors}, 2)
+        groups = split_pieces({n: tensors[n].numel() for n in order if n in tensors}, 2)
         stages.append([{name: tensors[name] for name in names} for names in groups])
     return stages
 

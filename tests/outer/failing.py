@@ -33,10 +33,10 @@ from dilocox.outer.coordinator.messages import Rank as RankName
 from dilocox.outer.coordinator.serving import Endpoint, serve
 from dilocox.outer.coordinator.timeouts import Timeouts
 from dilocox.outer.exchange import Contribution, Outcome
-from dilocox.outer.fragments import Layout, split_fragments
 from dilocox.outer.groups import PeerGroup
+from dilocox.outer.layout import Layout, split_pieces
 from dilocox.outer.loop import OuterLoop
-from dilocox.outer.state import FragmentState, tensors_digest
+from dilocox.outer.state import PieceState, tensors_digest
 from dilocox.outer.worker import ExchangeWorker
 from dilocox.rank_network import Network
 from tests.outer.sites import CONTEXT, run_and_tell
@@ -214,9 +214,9 @@ class Site:
         self.worker = ExchangeWorker(self.network, me)
         self.live = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
         self.moved = {name: torch.zeros(shape).double() for name, shape in SHAPES.items()}
-        names = split_fragments(dict.fromkeys(SHAPES, 960), 2)
+        names = split_pieces(dict.fromkeys(SHAPES, 960), 2)
         self.layouts = [Layout.of({name: SHAPES[name] for name in group}) for group in names]
-        states = [FragmentState(each, self.live, error_feedback=True) for each in self.layouts]
+        states = [PieceState(each, self.live, error_feedback=True) for each in self.layouts]
         self.loop = OuterLoop(states, self.live, me, 0, 1, self.submit, self.control.touch)
         for number, layout in enumerate(self.layouts):
             for sums in (self.told.given, self.told.sent):

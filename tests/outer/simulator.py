@@ -19,9 +19,9 @@ from dilocox.outer.averaging import average, chunk_bounds, requantise
 from dilocox.outer.controller.pace import FULL, steps_taken
 from dilocox.outer.coordinator.messages import ExchangeKey
 from dilocox.outer.exchange import advancing
-from dilocox.outer.fragments import Layout, split_fragments
+from dilocox.outer.layout import Layout, split_pieces
 from dilocox.outer.overlap import Rule
-from dilocox.outer.state import FragmentState
+from dilocox.outer.state import PieceState
 from tests.outer.course import Timing, events_at, landings_after
 
 
@@ -110,7 +110,7 @@ class Site:
     live: dict[str, Tensor]
     inner_step: Callable[[dict[str, Tensor], int], None]
     """(live, step) changes `live` in place."""
-    states: list[FragmentState] = field(default_factory=list)
+    states: list[PieceState] = field(default_factory=list)
     moved: dict[str, Tensor] = field(default_factory=dict)
     """Sum of inner displacements since the last boundary, float64, by tensor."""
 
@@ -148,12 +148,12 @@ class Simulation:
         self.sites = dict(sites)
         live = next(iter(self.sites.values())).live
         sizes = {name: tensor.numel() for name, tensor in live.items()}
-        groups = split_fragments(sizes, settings.fragments)
+        groups = split_pieces(sizes, settings.fragments)
         self.layouts = [Layout.of({name: live[name].shape for name in names}) for names in groups]
         for site in self.sites.values():
             site.moved = {name: t.double().zero_() for name, t in site.live.items()}
             site.states = [
-                FragmentState(
+                PieceState(
                     layout,
                     site.live,
                     error_feedback=settings.error_feedback,

@@ -10,16 +10,16 @@ from dilocox.outer.coordinator.messages import ExchangeKey
 from dilocox.outer.entry import Snapshot
 from dilocox.outer.exchange import Outcome
 from dilocox.outer.fragment import Fragment, fragment_of
-from dilocox.outer.fragments import Layout
+from dilocox.outer.layout import Layout
 from dilocox.outer.pending import Pending
-from dilocox.outer.state import FragmentState
+from dilocox.outer.state import PieceState
 from tests.outer.test_loop import Rank, plan
 
 
-def states(*sizes: int) -> tuple[dict[str, torch.Tensor], list[FragmentState]]:
+def states(*sizes: int) -> tuple[dict[str, torch.Tensor], list[PieceState]]:
     live = {f"t{number}": torch.zeros(size) for number, size in enumerate(sizes)}
     held = [
-        FragmentState(Layout.of({name: (len(tensor),)}), live, error_feedback=True)
+        PieceState(Layout.of({name: (len(tensor),)}), live, error_feedback=True)
         for name, tensor in live.items()
     ]
     return live, held

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dilocox.outer.exchange import Contribution, Outcome
-from dilocox.outer.fragments import Layout
+from dilocox.outer.layout import Layout
 from dilocox.outer.loop import OuterLoop
-from dilocox.outer.state import FragmentState
+from dilocox.outer.state import PieceState
 from tests.outer.simulator import LoopbackExchange
 from tests.outer.test_loop import plan
 
@@ -41,7 +41,7 @@ class Sites:
     def _loop(self, site: str) -> OuterLoop:
         live = self.live[site]
         states = [
-            FragmentState(Layout.of({name: (len(tensor),)}), live, error_feedback=True)
+            PieceState(Layout.of({name: (len(tensor),)}), live, error_feedback=True)
             for name, tensor in live.items()
         ]
 

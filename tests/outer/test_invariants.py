@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dilocox.compression import CODECS
-from dilocox.outer.state import FragmentState
+from dilocox.outer.state import PieceState
 from tests.outer.problems import linear_site, loss_of, noisy_site
 from tests.outer.simulator import Settings, Simulation
 
@@ -44,7 +44,7 @@ def settings_of(rule: tuple[str, float, int, int, int], **more: object) -> Setti
     )
 
 
-def residual_of(state: FragmentState) -> Tensor:
+def residual_of(state: PieceState) -> Tensor:
     assert state.residual is not None
     return state.residual.double()
 
@@ -139,12 +139,12 @@ def test_error_feedback_identity(
 @pytest.mark.parametrize("mode", ["gather", "reduce"])
 def test_second_error_would_be_missed(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The identity fails by far if the owner forgets the second quantisation (`reduce` only)."""
-    whole = FragmentState.committed
+    whole = PieceState.committed
 
-    def forgetful(state: FragmentState, u: Tensor, sent: Tensor | None, _: object) -> None:
+    def forgetful(state: PieceState, u: Tensor, sent: Tensor | None, _: object) -> None:
         whole(state, u, sent)
 
-    monkeypatch.setattr(FragmentState, "committed", forgetful)
+    monkeypatch.setattr(PieceState, "committed", forgetful)
     run = simulation(Settings(codec="int4", exchange=mode, error_feedback=True), sites=3)
     run.run(3)
     expected = run.contributed[0]

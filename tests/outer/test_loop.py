@@ -15,10 +15,10 @@ from dilocox.errors import ExchangeError, TrainingError
 from dilocox.outer.coordinator.messages import ExchangeKey, MemberPlan, RoundPlan
 from dilocox.outer.entry import Snapshot
 from dilocox.outer.exchange import Contribution, Outcome
-from dilocox.outer.fragments import Layout, split_fragments
+from dilocox.outer.layout import Layout, split_pieces
 from dilocox.outer.loop import OuterLoop
 from dilocox.outer.pending import Pending
-from dilocox.outer.state import FragmentState
+from dilocox.outer.state import PieceState
 
 
 def plan(round_: int = 0, **changes: Any) -> RoundPlan:
@@ -86,10 +86,10 @@ class Rank:
     def __init__(self, error_feedback: bool = True, stage: int = 0, stages: int = 1) -> None:
         self.live = {"a": torch.zeros(3), "b": torch.zeros(3)}
         self.wire = Wire()
-        groups = split_fragments({"a": 3, "b": 3}, 2)
+        groups = split_pieces({"a": 3, "b": 3}, 2)
         assert [list(group) for group in groups] == [["a"], ["b"]]
         states = [
-            FragmentState(Layout.of({name: (3,)}), self.live, error_feedback=error_feedback)
+            PieceState(Layout.of({name: (3,)}), self.live, error_feedback=error_feedback)
             for name in ("a", "b")
         ]
         self.loop = OuterLoop(
@@ -347,7 +347,7 @@ def test_entering_where_the_rank_of_the_codec_has_changed_meanwhile() -> None:
     rank = Rank()
     shapes = {"a": (64, 64)}
     live = {"a": torch.zeros(64, 64)}
-    donor, own = (FragmentState(Layout.of(shapes), live, error_feedback=True) for _ in range(2))
+    donor, own = (PieceState(Layout.of(shapes), live, error_feedback=True) for _ in range(2))
     donor.compressor("lowrank:8")
     rank.loop.states, rank.loop.live = [own], live
     rank.loop.awaiting = {0}

@@ -10,10 +10,10 @@ import torch
 from dilocox.compression import Compressor
 from dilocox.compression.moments import PERIOD, SecondMoments, due_rows, from_bytes
 from dilocox.outer.exchange import Contribution, Outcome
-from dilocox.outer.fragments import Layout
+from dilocox.outer.layout import Layout
 from dilocox.outer.loop import OuterLoop
 from dilocox.outer.moments import row_means, take_means, told_by
-from dilocox.outer.state import FragmentState
+from dilocox.outer.state import PieceState
 from tests.outer.test_loop import plan
 
 SHAPES = {"embedding": (70, 4), "norm": (8,), "experts": (2, 3, 5), "matrix": (40, 2)}
@@ -164,7 +164,7 @@ class Pair:
 
     def _loop(self, site: str) -> OuterLoop:
         live = {"a": torch.zeros(70, 4)}
-        states = [FragmentState(Layout.of({"a": (70, 4)}), live, error_feedback=True)]
+        states = [PieceState(Layout.of({"a": (70, 4)}), live, error_feedback=True)]
         second = grown(self.second[site])
         return OuterLoop(
             states, live, site, 0, 1, lambda given: self._submit(site, given), lambda: None,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dilocox.compression import LowRank, compressor, frame_bytes, pack_frame
-from dilocox.outer.fragments import Layout, split_fragments
+from dilocox.outer.layout import Layout, split_pieces
 from dilocox.plan.outline import Outline
 from dilocox.plan.parcels import Parcel, joined, parcels, ring_seconds, round_trips, toil
 from dilocox.plan.table import Host
@@ -23,7 +23,7 @@ def test_payloads_are_what_codecs_really_make(codec: str) -> None:
     assert [len(row) for row in found] == [4, 4]
     for row, shapes in zip(found, outline.shapes, strict=True):
         sizes = {name: torch.Size(shape).numel() for name, shape in shapes.items()}
-        for parcel, names in zip(row, split_fragments(sizes, 4), strict=True):
+        for parcel, names in zip(row, split_pieces(sizes, 4), strict=True):
             layout = Layout.of({name: shapes[name] for name in names})
             made = compressor(codec, layout.geometry)
             assert not isinstance(made, LowRank)

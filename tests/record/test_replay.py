@@ -17,7 +17,7 @@ from dilocox.outer.admission.aggregation import aggregate
 from dilocox.outer.averaging import average, chunk_bounds, requantise
 from dilocox.outer.coordinator.keys import ExchangeKey
 from dilocox.outer.exchange import chunk_index
-from dilocox.outer.fragments import Layout, local_shapes, split_fragments
+from dilocox.outer.layout import Layout, local_shapes, split_pieces
 from dilocox.outer.optimizer import MOMENTUM_DTYPES, nesterov_step
 from dilocox.outer.pieces import pieces_of
 from dilocox.record.course import Course, Step
@@ -94,7 +94,7 @@ class Made:
             self.shelf.put(tensor_bytes(tensor))
         sizes = {name: tensor.numel() for name, tensor in start.items()}
         parts: dict[str, list[torch.Tensor]] = {name: [] for name in start}
-        groups = split_fragments(sizes, pieces)
+        groups = split_pieces(sizes, pieces)
         for shard in range(shards):
             rows = {
                 name: whole[(run := -(-len(whole) // shards)) * shard :][:run]
@@ -233,7 +233,7 @@ def test_a_replay_averages_by_the_rule_and_the_shares_that_were_agreed_on(rule: 
     mean = made.root()
     key = ExchangeKey.outer(0, 0, 0)
     step = made.course.steps[key.text]
-    names = split_fragments({n: torch.Size(s).numel() for n, s in SHAPES.items()}, 2)[0]
+    names = split_pieces({n: torch.Size(s).numel() for n, s in SHAPES.items()}, 2)[0]
     layout = Layout.of(local_shapes(SHAPES, names, 0, 1))
     count = len(names) if rule == "clip" else 1
     shares = (((65536,) * count,), ((32768,) * count,), ((100,) * count,))

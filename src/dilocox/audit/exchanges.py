@@ -22,7 +22,7 @@ from dilocox.errors import DilocoxError, RecordError
 from dilocox.outer.attempt import Contribution, Outcome
 from dilocox.outer.averaging import average, chunk_bounds, requantise
 from dilocox.outer.exchange import advancing, chunk_index
-from dilocox.outer.fragments import Layout
+from dilocox.outer.layout import Layout
 from dilocox.record.course import Course, Step
 from dilocox.record.digests import sealed, sha256, tensor_bytes
 from dilocox.record.replay import DIGEST_BYTES, Get, payload_tensor, step_average

@@ -51,14 +51,12 @@ def wrong_start(
         flats = replay_steps(
             steps, stage, run, start, moving, place.shard, get, course.momentum_dtype
         )
-        first = 0
         for piece in run:
-            end = first + stage.layout(range(piece, piece + 1), place.shard).length
+            own = stage.place(range(piece, piece + 1), run, place.shard)
             for name, flat in zip(("anchor", "momentum"), flats, strict=True):
                 full = f"outer/{piece}/{name}"
-                if tensors.get(full) != tensor_digest(full, flat[first:end]):
+                if tensors.get(full) != tensor_digest(full, flat[own]):
                     return f"the {name} of piece {piece} is not what the payloads lead to"
-            first = end
         if state.round == 0:
             for name, rows in stage.rows(start, place.shard).items():
                 if tensors.get(f"live/{name}") != tensor_digest(f"live/{name}", rows):

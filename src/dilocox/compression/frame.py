@@ -20,7 +20,6 @@ from dilocox.codec_spec import FRAME_HEADER_BYTES
 from dilocox.errors import ExchangeError
 
 FORMAT_VERSION = 2
-HEADER_BYTES = FRAME_HEADER_BYTES
 
 _MAGIC = b"DLCX"
 _HEADER = struct.Struct("<4sHHQQ32sII")
@@ -57,7 +56,7 @@ class FramePart(Protocol):
 
 def frame_bytes(part: FramePart) -> int:
     """Exact size in bytes of the frame of a payload of `part`."""
-    return HEADER_BYTES + part.payload_bytes
+    return FRAME_HEADER_BYTES + part.payload_bytes
 
 
 def payload_digest(payload: Tensor) -> bytes:
@@ -76,19 +75,19 @@ def pack_frame(part: FramePart, payload: Tensor) -> Tensor:
             f"{part.name} payload of {part.values} values must be uint8 [{size}], got "
             f"{payload.dtype} {list(payload.shape)}"
         )
-    frame = torch.empty(HEADER_BYTES + size, dtype=torch.uint8)
-    frame[HEADER_BYTES:].copy_(payload)
-    digest = payload_digest(frame[HEADER_BYTES:])
+    frame = torch.empty(FRAME_HEADER_BYTES + size, dtype=torch.uint8)
+    frame[FRAME_HEADER_BYTES:].copy_(payload)
+    digest = payload_digest(frame[FRAME_HEADER_BYTES:])
     header = _HEADER.pack(
         _MAGIC, FORMAT_VERSION, part.identifier, part.values, size, digest, *part.numbers
     )
-    frame[:HEADER_BYTES].copy_(torch.frombuffer(bytearray(header), dtype=torch.uint8))
+    frame[:FRAME_HEADER_BYTES].copy_(torch.frombuffer(bytearray(header), dtype=torch.uint8))
     return frame
 
 
 def frame_digest(frame: Tensor) -> bytes:
     """The payload's SHA-256, 32 bytes, as the header of a whole uint8 frame says it."""
-    header = frame[:HEADER_BYTES].numpy().tobytes()
+    header = frame[:FRAME_HEADER_BYTES].numpy().tobytes()
     digest: bytes = _HEADER.unpack(header)[5]
     return digest
 
@@ -101,17 +100,17 @@ def unpack_frame(frame: bytes | bytearray | memoryview | Tensor, part: FramePart
     codec or number of values, or if its payload is not the one that was sent.
     """
     if not isinstance(frame, Tensor):
-        if len(frame) < HEADER_BYTES:
+        if len(frame) < FRAME_HEADER_BYTES:
             raise _short(len(frame))
         frame = torch.frombuffer(bytearray(frame), dtype=torch.uint8)
     if frame.dtype != torch.uint8 or frame.dim() != 1 or frame.device.type != "cpu":
         raise ExchangeError("frame refused: not a flat uint8 tensor in host memory")
-    if frame.numel() < HEADER_BYTES:
+    if frame.numel() < FRAME_HEADER_BYTES:
         raise _short(frame.numel())
-    header = frame[:HEADER_BYTES].contiguous().numpy().tobytes()
+    header = frame[:FRAME_HEADER_BYTES].contiguous().numpy().tobytes()
     magic, version, identifier, count, length, digest, *numbers = _HEADER.unpack(header)
     size = part.payload_bytes
-    payload = frame[HEADER_BYTES:]
+    payload = frame[FRAME_HEADER_BYTES:]
     if magic != _MAGIC:
         raise ExchangeError("frame refused: it does not start as a dilocox payload does")
     if version != FORMAT_VERSION:
@@ -150,5 +149,5 @@ def unpack_frame(frame: bytes | bytearray | memoryview | Tensor, part: FramePart
 
 def _short(length: int) -> ExchangeError:
     return ExchangeError(
-        f"frame refused: {length} bytes are less than its header of {HEADER_BYTES}"
+        f"frame refused: {length} bytes are less than its header of {FRAME_HEADER_BYTES}"
     )

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from dilocox.compression import Compressor, LowRank, compressor
-from dilocox.errors import TrainingError
-from dilocox.outer.fragments import Layout
+from dilocox.errors import ExchangeError, TrainingError
+from dilocox.outer.layout import Layout
 from dilocox.outer.pieces import pieces_of
-from dilocox.outer.state import FragmentState
+from dilocox.outer.state import PieceState
 
 
 class Fragment:
@@ -20,7 +20,7 @@ class Fragment:
     Each keeps its own state: pieces that are exchanged together in one round may part in the next.
     """
 
-    def __init__(self, states: Sequence[FragmentState]) -> None:
+    def __init__(self, states: Sequence[PieceState]) -> None:
         self._states = states
         self.layout = Layout.joined([state.layout for state in states])
 
@@ -29,7 +29,7 @@ class Fragment:
         """Q of a low-rank codec; none for other codecs."""
         return self._states[0].warm
 
-    def slices(self) -> Iterator[tuple[FragmentState, slice]]:
+    def slices(self) -> Iterator[tuple[PieceState, slice]]:
         """Each piece's state, and where it lies in the fragment's vector."""
         start = 0
         for state in self._states:
@@ -37,7 +37,7 @@ class Fragment:
             start += state.layout.length
 
     def compressor(self, name: str) -> Compressor | LowRank:
-        """The codec `name` for this fragment; see `FragmentState.compressor`.
+        """The codec `name` for this fragment; see `PieceState.compressor`.
 
         Raises `TrainingError` for a low-rank codec and several pieces: Q is one piece's.
         """
@@ -52,7 +52,7 @@ class Fragment:
         self, live: Mapping[str, Tensor], weight: float, decay: float
     ) -> tuple[Tensor, bool, str | None]:
         """The contribution u, flat fp32 [layout.length]; whether it may be contributed; and the
-        value that is not finite, if one is (see `FragmentState.boundary`)."""
+        value that is not finite, if one is (see `PieceState.boundary`)."""
         parts, bad = [], None
         for state in self._states:
             u, finite = state.boundary(live, weight, decay)
@@ -61,7 +61,16 @@ class Fragment:
                 bad = state.non_finite
         return _one(parts), bad is None, bad
 
-    def only(self, pieces: Collection[FragmentState]) -> list[tuple[FragmentState, slice]]:
+    def check(self, *vectors: Tensor | None) -> None:
+        """Raise `ExchangeError` for one that is there and not of this fragment's length."""
+        length = self.layout.length
+        for vector in vectors:
+            if vector is not None and vector.shape != (length,):
+                raise ExchangeError(
+                    f"{list(vector.shape)} values cannot land on a fragment of {length}"
+                )
+
+    def only(self, pieces: Collection[PieceState]) -> list[tuple[PieceState, slice]]:
         """`slices` of some of its pieces."""
         chosen = {id(state) for state in pieces}
         return [(state, place) for state, place in self.slices() if id(state) in chosen]
@@ -71,9 +80,9 @@ class Fragment:
         u: Tensor,
         sent: Tensor | None,
         second_error: tuple[int, Tensor] | None = None,
-        pieces: Collection[FragmentState] | None = None,
+        pieces: Collection[PieceState] | None = None,
     ) -> None:
-        """The contribution set is fixed: see `FragmentState.committed`. `pieces`: of these alone,
+        """The contribution set is fixed: see `PieceState.committed`. `pieces`: of these alone,
         none for all."""
         for state, place in self.slices() if pieces is None else self.only(pieces):
             state.committed(
@@ -81,7 +90,7 @@ class Fragment:
             )
 
 
-def fragment_of(states: Sequence[FragmentState], fragment: int, fragments: int) -> Fragment:
+def fragment_of(states: Sequence[PieceState], fragment: int, fragments: int) -> Fragment:
     """`fragment` of `fragments` of a rank with these pieces. Raises `ConfigError`."""
     return Fragment([states[piece] for piece in pieces_of(fragment, fragments, len(states))])
 

@@ -14,7 +14,7 @@ from dilocox import timeline
 from dilocox.codec_spec import parse_spec
 from dilocox.compression import LowRank
 from dilocox.compression.moments import carried
-from dilocox.errors import ExchangeError, TrainingError
+from dilocox.errors import TrainingError
 from dilocox.outer.admission.gate import Gate, Slope
 from dilocox.outer.attempt import Probe
 from dilocox.outer.calendar import boundary_slots
@@ -22,12 +22,12 @@ from dilocox.outer.coordinator.messages import ExchangeKey, RoundPlan
 from dilocox.outer.entry import Snapshot
 from dilocox.outer.exchange import Contribution, Outcome
 from dilocox.outer.fragment import Fragment, fragment_of
-from dilocox.outer.fragments import Layout
+from dilocox.outer.layout import Layout
 from dilocox.outer.moments import Second, none_held, row_means, take_means, told_by
 from dilocox.outer.overlap import Rule
 from dilocox.outer.pending import Counts, Pending
 from dilocox.outer.pieces import pieces_of
-from dilocox.outer.state import FragmentState
+from dilocox.outer.state import PieceState
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class OuterLoop:
 
     def __init__(
         self,
-        states: Sequence[FragmentState],
+        states: Sequence[PieceState],
         live: Mapping[str, torch.Tensor],
         me: str,
         stage: int,
@@ -382,7 +382,7 @@ class OuterLoop:
             self._apply(item, outcome, fragment, here)
 
     def _apply(
-        self, item: Pending, outcome: Outcome, fragment: Fragment, here: Sequence[FragmentState]
+        self, item: Pending, outcome: Outcome, fragment: Fragment, here: Sequence[PieceState]
     ) -> None:
         plan, weight = item.plan, None
         # One that enters receives what it has no part in.
@@ -402,7 +402,7 @@ class OuterLoop:
             residual=0.0 if weight is None else plan.residual_view / weight,
         )
         average = outcome.average
-        _check_lengths(fragment.layout.length, average, outcome.sent)
+        fragment.check(average, outcome.sent)
         for state, place in fragment.only(here):
             with timeline.span("outer step", overlap=rule.overlap):
                 state.land(self.live, None if average is None else average[place], rule)
@@ -457,12 +457,3 @@ class OuterLoop:
         if last is not None and others[last] > since:
             waited = self.counts.waited_for
             waited[last] = waited.get(last, 0.0) + min(others[last], time.monotonic()) - since
-
-
-def _check_lengths(length: int, *vectors: torch.Tensor | None) -> None:
-    """Raise `ExchangeError` for one that is not of a fragment of so many values."""
-    for vector in vectors:
-        if vector is not None and vector.shape != (length,):
-            raise ExchangeError(
-                f"{list(vector.shape)} values cannot land on a fragment of {length}"
-            )

@@ -19,7 +19,7 @@ from dilocox.compression.moments import (
     from_bytes,
     to_bytes,
 )
-from dilocox.outer.fragments import Layout
+from dilocox.outer.layout import Layout
 
 Second = Callable[[], SecondMoments]
 """Gives a rank's, as they are now."""

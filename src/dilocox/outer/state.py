@@ -27,7 +27,7 @@ from dilocox.compression import (
     first_unusable,
 )
 from dilocox.errors import CheckpointError, ExchangeError, TrainingError
-from dilocox.outer.fragments import Layout
+from dilocox.outer.layout import Layout
 from dilocox.outer.optimizer import as_kept, nesterov_step
 from dilocox.outer.overlap import Rule, local_view
 
@@ -35,7 +35,7 @@ _HASHING = ThreadPoolExecutor(max_workers=1, thread_name_prefix="digest")
 """Its thread begins with the first digest that is started, not before."""
 
 
-class FragmentState:
+class PieceState:
     """Flat fp32 buffers of one piece, all [layout.length] on `device`; the momentum may be bf16.
 
     `live` arguments are this rank's parameters by full name (fp32, any device, a superset of

@@ -13,7 +13,7 @@ from dilocox.config import RunConfig
 from dilocox.errors import DataError, ModelError
 from dilocox.models import ChunkSpec
 from dilocox.models.skeleton import build_skeleton
-from dilocox.outer.fragments import layer_number
+from dilocox.outer.layout import layer_number
 from dilocox.payloads import Shape, model_shapes
 from dilocox.site import chunks_of_stage
 from dilocox.tokenizer_check import check_trained_tokenizer, tokenizer_size

@@ -11,11 +11,10 @@ from dilocox.errors import ConfigError
 from dilocox.outer.calendar import AT_ONCE
 from dilocox.outer.controller.candidates import codecs
 from dilocox.outer.controller.choice import Choice
-from dilocox.outer.controller.schedule import Crowd
-from dilocox.outer.pieces import pieces_of
+from dilocox.outer.controller.schedule import Crowd, together
 from dilocox.plan.course import Course, SimSite
 from dilocox.plan.outline import Outline
-from dilocox.plan.parcels import joined, parcels
+from dilocox.plan.parcels import parcels
 from dilocox.plan.simulate import Menu, simulate
 from dilocox.plan.step import step_time
 from dilocox.plan.table import Device, Host, Link, Place
@@ -155,9 +154,8 @@ def _settled(config: RunConfig, menu: Menu, course: Course) -> Prediction:
     sent = 0
     for row in menu[choice.codec]:
         count = len(row) if config.exchanges_gradients else choice.fragments
-        for fragment in range(count):
-            pieces = [row[piece] for piece in pieces_of(fragment, count, len(row))]
-            number, size = crowd.swaps(joined(pieces, config.site.shards).payload)
+        for payload in together([[each.payload for each in row]], count, config.site.shards)[0]:
+            number, size = crowd.swaps(payload)
             sent += often * number * size
     measured = course.samples.get(end - 1, {})
     busy = [sample.exchange_us for sample in measured.values()]

@@ -20,7 +20,7 @@ from dilocox.compression import LowRank, compressor
 from dilocox.errors import DilocoxError, RecordError
 from dilocox.outer.admission.aggregation import aggregate
 from dilocox.outer.averaging import average, chunk_bounds, requantise
-from dilocox.outer.fragments import Layout, local_shapes, split_fragments
+from dilocox.outer.layout import Layout, local_shapes, split_pieces
 from dilocox.outer.optimizer import MOMENTUM_DTYPES, as_kept, nesterov_step
 from dilocox.outer.pieces import apart
 from dilocox.record.course import Course, Step
@@ -73,7 +73,7 @@ class Stage:
         if len(theta) + len(momenta) != len(tensors) or len(momenta) not in (0, len(theta)):
             raise RecordError(f"stage {stage}: its outer momentum is not one of its tensors")
         sizes = {name: math.prod(each.shape) for name, each in theta.items()}
-        pieces = tuple(tuple(names) for names in split_fragments(sizes, course.pieces))
+        pieces = tuple(tuple(names) for names in split_pieces(sizes, course.pieces))
         return cls(stage, course.shards, theta, pieces, momenta)
 
     def layout(self, pieces: range, shard: int) -> Layout:
@@ -83,6 +83,11 @@ class Stage:
             shapes = {name: self.tensors[name].shape for name in names}
             layouts.append(Layout.of(local_shapes(shapes, names, shard, self.shards)))
         return Layout.joined(layouts)
+
+    def place(self, pieces: range, run: range, shard: int) -> slice:
+        """Where neighbouring pieces lie in the buffer of the `run` that they are of."""
+        first = self.layout(range(run.start, pieces.start), shard).length
+        return slice(first, first + self.layout(pieces, shard).length)
 
     def names(self, pieces: range) -> list[str]:
         """Of these pieces' tensors."""
@@ -188,9 +193,7 @@ def replay_steps(
     for step in steps:
         pieces = step.pieces(number)
         if pieces not in places:
-            first = stage.layout(range(run.start, pieces.start), shard).length
-            own = stage.layout(pieces, shard)
-            places[pieces] = slice(first, first + own.length), own
+            places[pieces] = stage.place(pieces, run, shard), stage.layout(pieces, shard)
         place, own = places[pieces]
         try:
             found = step_average(step, own, shard, get)

@@ -13,7 +13,7 @@ from torch import Tensor
 from dilocox.outer.admission.examine import examine, gram, rfa_shares
 from dilocox.outer.admission.gate import Gate, Slope
 from dilocox.outer.coordinator.verdict_messages import WHOLE, Opinion
-from dilocox.outer.fragments import Layout
+from dilocox.outer.layout import Layout
 
 
 def test_norm_and_direction_by_hand() -> None:

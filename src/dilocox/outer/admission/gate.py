@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dilocox.outer.coordinator.verdict_messages import CAP, MICRO, WHOLE, Opinion
-from dilocox.outer.fragments import Layout
+from dilocox.outer.layout import Layout
 
 _LOSS = "/loss"
 """No tensor has such a name."""

@@ -130,7 +130,7 @@ def layer_number(name: str) -> int | None:
     return next((int(part) for part in name.split(".") if part.isdecimal()), None)
 
 
-def split_fragments(
+def split_pieces(
     sizes: Mapping[str, int],
     fragments: int,
     layer_of: Callable[[str], int | None] = layer_number,

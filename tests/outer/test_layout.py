@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from dilocox.compression import BLOCK
 from dilocox.errors import ConfigError, ExchangeError
-from dilocox.outer.fragments import Layout, layer_number, split_fragments
+from dilocox.outer.layout import Layout, layer_number, split_pieces
 
 SHAPES = st.lists(st.lists(st.integers(0, 13), max_size=3).map(tuple), min_size=0, max_size=8)
 
@@ -105,9 +105,9 @@ def test_split_is_contiguous_and_whole(
     sizes = stage(layers, embedding, head)
     if fragments > len(sizes):
         with pytest.raises(ConfigError, match=r"lower outer\.fragments or site\.stages"):
-            split_fragments(sizes, fragments)
+            split_pieces(sizes, fragments)
         return
-    groups = split_fragments(sizes, fragments)
+    groups = split_pieces(sizes, fragments)
     assert len(groups) == fragments
     assert all(groups)
     assert [name for group in groups for name in group] == list(sizes)
@@ -120,20 +120,20 @@ def test_split_is_contiguous_and_whole(
 
 def test_split_balances() -> None:
     sizes = stage(8)
-    assert totals(sizes, split_fragments(sizes, 4)) == [200, 200, 200, 200]
+    assert totals(sizes, split_pieces(sizes, 4)) == [200, 200, 200, 200]
     # A large embedding is a fragment of its own; a small norm never is.
     sizes = stage(4, embedding=400)
-    assert totals(sizes, split_fragments(sizes, 3)) == [400, 200, 200]
+    assert totals(sizes, split_pieces(sizes, 3)) == [400, 200, 200]
     sizes = stage(4) | {"model.norm.weight": 2}
-    assert totals(sizes, split_fragments(sizes, 2)) == [200, 202]
-    assert split_fragments(stage(3), 1) == [list(stage(3))]
+    assert totals(sizes, split_pieces(sizes, 2)) == [200, 202]
+    assert split_pieces(stage(3), 1) == [list(stage(3))]
 
 
 def test_fewer_layers_than_fragments_divides_layers() -> None:
     sizes = stage(2)
-    assert totals(sizes, split_fragments(sizes, 3)) == [60, 40, 100]
-    assert totals(sizes, split_fragments(sizes, 4)) == [60, 40, 60, 40]
+    assert totals(sizes, split_pieces(sizes, 3)) == [60, 40, 100]
+    assert totals(sizes, split_pieces(sizes, 4)) == [60, 40, 60, 40]
     with pytest.raises(ConfigError, match="a stage of 4 tensors cannot be split into 5"):
-        split_fragments(sizes, 5)
+        split_pieces(sizes, 5)
     with pytest.raises(ConfigError, match="cannot be split into 0"):
-        split_fragments(sizes, 0)
+        split_pieces(sizes, 0)
