@@ -1,7 +1,7 @@
 """`dilocox lab` as a user runs it: real sites on measured links.
 
-What interfaces count may exceed the payloads by as much as `test_wire_bytes` allows: headers of 66
-bytes per packet, an acknowledgement per packet at most, 16 kB per site.
+What interfaces count may exceed the payloads by as much as `test_wire_bytes` allows: headers, an
+acknowledgement per segment at most, and what sites say to each other beside payloads.
 """
 
 from __future__ import annotations
@@ -20,13 +20,11 @@ import pytest
 
 from dilocox.lab import cgroups
 from dilocox.lab.lab import why_not
-from dilocox.lab.shaping import SEGMENT_BYTES
 from tests.e2e.harness import LIMIT, Run, Workshop
+from tests.e2e.test_wire_bytes import FIXED_PER_PEER, HEADERS
 
 REASON = why_not()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
-HEADERS = 66 / SEGMENT_BYTES
-FIXED_PER_SITE = 16_000
 SETS = ("site.stages=1", "checkpoint.every_rounds=0", "outer.rounds=4")
 
 
@@ -59,7 +57,7 @@ def test_a_run_on_measured_links_reports_payload_and_wire(workshop: Workshop) ->
     detail = f"payloads {payload}, exchange on the wire {wire}"
     assert payload == run.summary()["payload_bytes"] > 0
     assert wire >= payload * (1 + HEADERS), detail
-    assert wire <= payload * (1 + 2 * HEADERS) + 2 * FIXED_PER_SITE, detail
+    assert wire <= payload * (1 + 2 * HEADERS) + 2 * FIXED_PER_PEER, detail
     for site in found["sites"].values():
         assert site["wire_sent_bytes"] > site["payload_bytes"]
         assert site["wire_per_round"] > site["payload_per_round"] > 0
