@@ -9,6 +9,7 @@ import re
 from collections.abc import Sequence
 
 from quality_report import Point
+from quality_rows import all_entries
 
 from dilocox.methods import EXCHANGE_GRADIENTS
 
@@ -18,14 +19,19 @@ _MARKED = re.compile(
     re.DOTALL,
 )
 HEAD = """\
-| method | H | per transfer | in all | loss | range over seeds | gap |
-|---|---|---|---|---|---|---|
+| method | H | per transfer | in all | seeds | loss | range | gap |
+|---|---|---|---|---|---|---|---|
 """
 NOTHING = "Not measured yet.\n"
 
 
 def filled(text: str, known: Sequence[Point]) -> str:
-    """`text` with the tables of `known` in their places; ablations in order of loss."""
+    """`text` with the tables of `known` in their places: as entries are listed, ablations by loss.
+
+    Loss and gap are means over the seeds, the range is that of the loss.
+    """
+
+    order = {entry.label: number for number, entry in enumerate(all_entries())}
 
     def table(found: re.Match[str]) -> str:
         begin, regime, sites, kind, group, end = found.groups()
@@ -33,6 +39,8 @@ def filled(text: str, known: Sequence[Point]) -> str:
         inside = [p for p in known if p.cell == where and p.group == group]
         if group == "ablations":
             inside.sort(key=lambda point: (point.loss is None, point.loss))
+        else:
+            inside.sort(key=lambda point: order.get(point.label, len(order)))
         lines = "".join(_line(point) for point in inside)
         return begin + (HEAD + lines if lines else NOTHING) + end
 
@@ -46,6 +54,7 @@ def _line(point: Point) -> str:
         "1" if point.method in EXCHANGE_GRADIENTS else _shown(point.inner_steps, ".3g"),
         _shown(point.per_transfer, ",.0f" if (point.per_transfer or 0) >= 100 else ".3g", "x"),
         _shown(point.reduction, ",.0f", "x"),
+        str(point.seeds),
         reached,
         _shown(point.loss_range if point.seeds > 1 and point.loss is not None else None, ".3f"),
         _shown(None if point.gap is None else round(point.gap, 3) + 0.0, "+.1%"),  # no "-0.0%"

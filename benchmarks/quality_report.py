@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,6 +66,12 @@ class Point:
     inner_steps: float | None
     failed: int
     """Runs that diverged."""
+    by_seed: Mapping[int, float | None]
+    """Loss of each seed."""
+
+    def loss_of(self, seeds: Iterable[int]) -> float | None:
+        """Mean loss over `seeds`; none if there are none, or one of them has no loss."""
+        return _mean(_all([self.by_seed[seed] for seed in seeds]))
 
 
 def points(rows: Iterable[Row]) -> list[Point]:
@@ -96,6 +102,7 @@ def _point(rows: list[Row]) -> Point:
         _mean(transfers),
         _mean(steps),
         sum(row["failed"] is not None for row in rows),
+        {row["seed"]: row["val_loss"] for row in rows},
     )
 
 
@@ -188,18 +195,28 @@ def _lossless(point: Point) -> str:
 
 
 def _domination(ours: list[Point], rival: Point) -> str:
+    """Over the seeds that both have: by the text of a seed alone losses move by some per cent."""
     name = f"{rival.label} ({_number(rival.loss)} at {rival.reduction:,.0f}x)"
-    as_far = [p for p in ours if p.reduction >= rival.reduction and p.loss is not None]
     if rival.loss is None:
         return f"{name}: {_lossless(rival)}"
-    if not as_far:
+    against = []
+    for point in ours:
+        common_seeds = sorted(point.by_seed.keys() & rival.by_seed.keys())
+        own, other = point.loss_of(common_seeds), rival.loss_of(common_seeds)
+        if point.reduction >= rival.reduction and own is not None and other is not None:
+            against.append((own / other, own, point, common_seeds))
+    if not against:
         return f"{name}: NOT dominated, no dilocox point has its reduction"
-    best = min(as_far, key=lambda point: point.loss or 0.0)
-    assert best.loss is not None
-    seen = f"{best.label} ({_number(best.loss)} at {best.reduction:,.0f}x)"
-    if best.loss <= rival.loss:
+    ratio, own, best, seeds = min(against, key=lambda each: each[0])
+    told = "" if len(seeds) == rival.seeds == best.seeds else f", seeds {_listed(seeds)} of both"
+    seen = f"{best.label} ({_number(own)} at {best.reduction:,.0f}x{told})"
+    if ratio <= 1:
         return f"{name}: dominated by {seen}"
     return f"{name}: NOT dominated, the best at its reduction is {seen}"
+
+
+def _listed(seeds: Sequence[int]) -> str:
+    return ", ".join(map(str, seeds))
 
 
 def _number(loss: float | None) -> str:

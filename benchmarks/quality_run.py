@@ -95,7 +95,7 @@ def train(job: Job, config: RunConfig, log: Path, keep: bool) -> Row | None:
         **job.key,
         **described(job, config),
         **measures(summary, records),
-        **outer_rates([] if config.exchanges_gradients else records),
+        **most_rounds([] if config.exchanges_gradients else records),
         "seconds": round(time.monotonic() - began, 1),
         "cpu_seconds": round(_cpu_seconds() - cpu, 1),
         "commit": commit(),
@@ -172,17 +172,17 @@ def measures(summary: Mapping[str, Any], records: list[Row]) -> Row:
     }
 
 
-def outer_rates(records: list[Row]) -> Row:
-    """The outer learning rate and momentum that most rounds had, whoever chose them; none without
-    a plan."""
+def most_rounds(records: list[Row]) -> Row:
+    """The outer learning rate, momentum and number of fragments that most rounds had, whoever
+    chose them; none without a plan."""
     changes = [r for r in records if r.get("kind") == "plan"]
     whole = [r for r in records if r.get("kind") == "round" and not r.get("site")]
-    counts: dict[tuple[float, float], int] = {}
+    counts: dict[tuple[float, float, int], int] = {}
     for plan, held in _held(changes, len(whole)):
-        rates = plan["learning_rate"], plan["momentum"]
-        counts[rates] = counts.get(rates, 0) + held
-    rate, momentum = max(counts, key=lambda rates: counts[rates], default=(None, None))
-    return {"outer_learning_rate": rate, "outer_momentum": momentum}
+        had = plan["learning_rate"], plan["momentum"], plan["fragments"]
+        counts[had] = counts.get(had, 0) + held
+    rate, momentum, fragments = max(counts, key=lambda had: counts[had], default=(None, None, None))
+    return {"outer_learning_rate": rate, "outer_momentum": momentum, "fragments": fragments}
 
 
 def plans(changes: list[Row], rounds: int) -> str | None:

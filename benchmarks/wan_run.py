@@ -213,7 +213,7 @@ def efficiency(received: float, seconds: float, link: float) -> float | None:
 
 def plan_text(plan: Mapping[str, Any]) -> str:
     """A plan in few words."""
-    return f"{plan['codec']} H={plan['inner_steps']} delay={plan['delay']}"
+    return f"{plan['codec']} H={plan['inner_steps']} F={plan['fragments']} delay={plan['delay']}"
 
 
 def plans(records: Sequence[Record], first: int, last: int) -> str:

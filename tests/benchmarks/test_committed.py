@@ -7,12 +7,21 @@ from pathlib import Path
 from typing import Any
 
 import plan_check
+import quality_data
 import quality_docs
+import quality_jobs
 import quality_report
+import quality_rows
+import quality_run
 import scaling
 import wan_beside
 import wan_docs
 import wan_rows
+from quality_data import Text
+
+from dilocox.outer.controller import by_link
+from dilocox.outer.controller.link import declared
+from dilocox.payloads import payload_sizes
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -63,6 +72,30 @@ def test_rows_that_are_averaged_are_of_one_plan() -> None:
             plans.setdefault(key, set()).add(row["plans"].split(" x")[0])
     assert len(plans) > 20
     assert {key: of for key, of in plans.items() if len(of) > 1} == {}
+
+
+def test_rows_of_dilocox_are_of_the_plans_that_it_takes_today(tmp_path: Path) -> None:
+    """So that a controller that chooses otherwise is measured anew before it is spoken of."""
+    text = Text(tmp_path)
+    checked = set()
+    for row in committed("quality-cpu")["rows"]:
+        where = tuple(row[name] for name in ("label", "regime", "sites", "iid"))
+        if not row.get("target") or where in checked:
+            continue
+        checked.add(where)
+        entries = quality_rows.all_entries()
+        entry = next(each for each in entries if each.label == row["label"])
+        settings = dict(word.split("=", 1) for word in row["settings"].split())
+        rates = {"inner.learning_rate": float(settings["inner.learning_rate"])}
+        job = quality_jobs.Job(entry, *where[1:], row["seed"], rates)
+        config = quality_run.configuration(job, text, tmp_path / "run")
+        menu = payload_sizes(config, quality_data.VOCABULARY)
+        assert menu is not None
+        plan = by_link.choose(config, menu, declared(config.control), row["sites"], None)
+        codec, _, steps = row["plans"].split(" x")[0].partition(" H=")
+        assert (codec.removesuffix("+moments"), int(steps)) == (plan.codec, plan.inner_steps), where
+        assert row.get("fragments", plan.fragments) == plan.fragments, where
+    assert len(checked) > 20
 
 
 def test_the_planner_is_as_close_as_it_is_said_to_be() -> None:

@@ -106,6 +106,23 @@ def test_domination_needs_the_reduction_and_the_loss() -> None:
     assert said(base, rival, better_but_short)[0].endswith("no dilocox point has its reduction")
 
 
+def test_domination_is_over_the_seeds_that_both_have() -> None:
+    """The text of a seed moves a loss by more than methods differ."""
+    base = row("allreduce", 2.0, 1.0)
+    rival = [row("sparseloco", 2.2, 400.0), row("sparseloco", 3.2, 400.0, seed=1)]
+    worse = row("dilocox 500x", 2.3, 500.0)  # below the rival's mean of 2.7
+    assert said(base, *rival, worse) == [
+        "sparseloco (2.7000 at 400x): NOT dominated, the best at its reduction is "
+        "dilocox 500x (2.3000 at 500x, seeds 0 of both)"
+    ]
+    other = row("dilocox 500x", 3.0, 500.0, seed=1)
+    assert said(base, *rival, worse, other) == [
+        "sparseloco (2.7000 at 400x): dominated by dilocox 500x (2.6500 at 500x)"
+    ]
+    elsewhere = row("dilocox 500x", 2.1, 500.0, seed=2)
+    assert said(base, *rival, elsewhere)[0].endswith("no dilocox point has its reduction")
+
+
 def test_ablations_are_no_points_of_the_curve() -> None:
     better = row("dilocox fixed", 1.9, 900.0, group="ablations")
     lines = said(row("allreduce", 2.0, 1.0), row("sparseloco", 2.2, 400.0), better)
@@ -163,10 +180,10 @@ def test_documents_are_filled_between_their_marks() -> None:
     )
     known = quality_report.points(quality_report.with_gaps(rows))
     once = quality_docs.filled(text, known)
-    assert "| allreduce | 1 | 2x | 1x | 2.000 |  | +0.0% |\n| sparseloco" in once
-    assert "| dilocox 100x | 20 | 2x | 110x | 1.999 |  | +0.0% |" in once
-    assert "| sparseloco | 20 | 2x | 4,567x | 2.250 | 0.100 |  |\n" in once
-    assert "| dilocox naive | 20 | 2x | 900x | diverged |  |  |\n<!-- quality: end" in once
+    assert "| allreduce | 1 | 2x | 1x | 1 | 2.000 |  | +0.0% |\n| dilocox 100x" in once
+    assert "| dilocox 100x | 20 | 2x | 110x | 1 | 1.999 |  | +0.0% |" in once
+    assert "| sparseloco | 20 | 2x | 4,567x | 2 | 2.250 | 0.100 |  |\n" in once
+    assert "| dilocox naive | 20 | 2x | 900x | 1 | diverged |  |  |\n<!-- quality: end" in once
     assert once.index("dilocox fixed") > once.index(blocks[1])
     assert "diloco |" not in once
     assert "old" not in once

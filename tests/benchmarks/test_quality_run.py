@@ -65,14 +65,15 @@ def test_a_run_that_a_site_was_missing_from_is_no_row() -> None:
         quality_run.check_attendance([whole(0, 4), whole(1, 3)], 4)
 
 
-def test_a_row_has_the_outer_rates_of_most_rounds() -> None:
+def test_a_row_has_the_outer_rates_and_fragments_of_most_rounds() -> None:
     def plan(number: int, rate: float) -> dict[str, Any]:
-        return {"kind": "plan", "round": number, "learning_rate": rate, "momentum": 0.5}
+        rates = {"learning_rate": rate, "momentum": 0.5}
+        return {"kind": "plan", "round": number, "fragments": 4 if rate < 1 else 2, **rates}
 
     whole: list[dict[str, Any]] = [{"kind": "round", "round": number} for number in range(6)]
-    told = quality_run.outer_rates([plan(0, 0.8), *whole, plan(1, 1.9), plan(4, 0.8), plan(5, 1.9)])
-    assert told == {"outer_learning_rate": 1.9, "outer_momentum": 0.5}
-    assert quality_run.outer_rates([]) == {"outer_learning_rate": None, "outer_momentum": None}
+    told = quality_run.most_rounds([plan(0, 0.8), *whole, plan(1, 1.9), plan(4, 0.8), plan(5, 1.9)])
+    assert told == {"outer_learning_rate": 1.9, "outer_momentum": 0.5, "fragments": 2}
+    assert set(quality_run.most_rounds([]).values()) == {None}
 
 
 def test_plans_hold_until_the_next_one() -> None:

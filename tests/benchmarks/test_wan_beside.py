@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from wan_beside import VOCABULARY, Load, report, speeds
 
 from dilocox.lab import LabError
 from dilocox.models import count_parameters, load_model_config
+
+ROOT = Path(__file__).parents[2]
 
 
 def rounds(start: float, length: float, tokens: float, count: int) -> list[dict[str, Any]]:
@@ -97,3 +100,13 @@ def test_steps_are_fewer_as_they_are_longer(tmp_path: Path) -> None:
     embedding = VOCABULARY * 128
     # Four times the matrices; some hundred of its values are norms.
     assert sizes[1] - 2 * embedding == pytest.approx(4 * (sizes[0] - embedding), rel=0.01)
+
+
+def test_documented_commands_measure_and_do_not_stop_at_another_file() -> None:
+    """Blocks of other settings than those of the file that would be gone on with are refused."""
+    told = []
+    for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+        text = page.read_text(encoding="utf-8")
+        told += re.findall(r"`(python benchmarks/wan_beside\.py[^`]*)`", text)
+    assert len(told) >= 5
+    assert [command for command in told if "--json NEW.json" not in command] == []

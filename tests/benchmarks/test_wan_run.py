@@ -92,6 +92,7 @@ def plan(number: int, codec: str, reason: str) -> dict[str, Any]:
         "round": number,
         "codec": codec,
         "inner_steps": 20,
+        "fragments": 4,
         "delay": 5,
         "reason": reason,
     }
@@ -133,5 +134,5 @@ def test_a_row_is_of_the_measured_rounds_alone(tmp_path: Path) -> None:
     assert row["efficiency"] == pytest.approx(0.8)
     assert row["work_share"] == pytest.approx(3 * 0.02 / 6)
     assert (row["payload_bytes"], row["wire_bytes"], row["wait_share"]) == (300.0, 400.0, 0.25)
-    assert row["plan"] == "int4 H=20 delay=5 x1, topk:64 H=20 delay=5 x2"
+    assert row["plan"] == "int4 H=20 F=4 delay=5 x1, topk:64 H=20 F=4 delay=5 x2"
     assert row["reason"] == "second"

@@ -21,7 +21,7 @@ WITHIN = 5
 """Plans are those of the rounds reported when a link changed, plus: 1 round that was going on, 1
 whose landings were still of exchanges from before, 1 that is the first to be measured, and 2 until
 a plan may look at it."""
-DENSE = ["topk", "int2", "int4", "int8", "none"]
+DENSE = ["top1", "topk", "int2", "int4", "int8", "none"]
 """Codecs by their bytes; within the first by what is kept."""
 
 

@@ -42,11 +42,11 @@ RUN_ELSEWHERE = {
     "python benchmarks/wan.py --ratio 400 --sites 2 --json NEW.json": "tests/benchmarks",
     "python benchmarks/wan.py --ratio 400 --sites 4 --json NEW.json": "tests/benchmarks",
     "python benchmarks/wan.py --docs docs/measured.md": "tests/benchmarks",
-    "python benchmarks/wan_beside.py --work 0.005": "tests/benchmarks",
+    "python benchmarks/wan_beside.py --work 0.005 --json NEW.json": "tests/benchmarks",
     "python benchmarks/wan_beside.py --work 0.005 --blocks 6 --allreduce 2 --json NEW.json": (
         "tests/benchmarks"
     ),
-    "python benchmarks/wan_beside.py --batch 32 --width 256": "tests/benchmarks",
+    "python benchmarks/wan_beside.py --batch 32 --width 256 --json NEW.json": "tests/benchmarks",
     "python benchmarks/wan_beside.py --ratio 40 --blocks 2 --json NEW.json": "tests/benchmarks",
     QUALITY: "tests/benchmarks",
     "python benchmarks/codecs.py": "tests/benchmarks",

@@ -34,8 +34,8 @@ KEYS: dict[str, Any] = {
     "step": {"seconds", "compute", "bubble", "traffic", "optimizer"},
     "prediction": {
         "tokens_per_second", "share_of_no_network", "waited_share", "inner_steps", "slots",
-        "delay", "codec", "reason", "round_seconds", "exchange_seconds", "payload_bytes",
-        "work_seconds",
+        "delay", "fragments", "codec", "reason", "round_seconds", "exchange_seconds",
+        "payload_bytes", "work_seconds",
     },
     "methods": None,
     "limit_tokens_per_second": None,
