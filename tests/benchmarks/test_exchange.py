@@ -64,16 +64,24 @@ def test_rounds_are_told_apart_and_the_first_is_left_out() -> None:
     assert [each.sent for each in found] == [{"site0": 1_000_000, "site1": 1_000_000}] * 2
     assert found[0].swaps[0] == pytest.approx((110.1, 110.9), abs=1e-3)
     assert [len(each.swaps) for each in found] == [2, 2]
+    assert [each.first_stage for each in found] == pytest.approx([1.0, 1.0])
+
+
+def test_the_first_stage_is_through_when_all_sites_have_its_average() -> None:
+    ended = {("site0", 0): 3.0, ("site1", 0): 5.0, ("site0", 1): 4.0, ("site1", 1): 4.5}
+    turns = [Turn(site, stage, 1, 0.0, end, 1_000_000, ()) for (site, stage), end in ended.items()]
+    assert exchange.first_through(turns) == 4.5
 
 
 def test_a_row_has_medians_of_the_share_of_the_line() -> None:
     # 1 MB at 10 Mbit/s takes .8 s, less .01 s of burst: .79 of 1, 1.25 and 2 s.
     sent = {"site0": 1_000_000, "site1": 1_000_000}
-    rounds = [Round(2.0 * t, [(0.0, t)], sent, sent) for t in (1.0, 1.25, 2.0)]
+    rounds = [Round(2.0 * t, [(0.0, t)], sent, sent, 1.5 * t) for t in (1.0, 1.25, 2.0)]
     row = exchange.row(TEN, rounds)
     assert row["efficiency"] == pytest.approx(0.79 / 1.25, abs=1e-4)
     assert row["whole"] == pytest.approx(0.79 / 2.5, abs=1e-4)
     assert row["payloads"] == pytest.approx(1.0, abs=1e-3)
+    assert row["first_stage"] == pytest.approx(0.75)
     assert row["link"] == "10"
 
 
@@ -106,3 +114,14 @@ def test_reduce_sends_what_a_ring_would(sites: int, tmp_path: Path) -> None:
     row = exchange.measure(setting, 3, tmp_path)
     assert row["payloads"] == pytest.approx(2 * (sites - 1) / sites, rel=0.02)
     assert 0.85 < row["efficiency"] <= 1.0
+
+
+@pytest.mark.slow
+@pytest.mark.alone
+@pytest.mark.skipif(why_not() is not None, reason=f"no namespaces: {why_not()}")
+def test_no_stage_waits_for_another(tmp_path: Path) -> None:
+    """Four of them share a line. Were they served in turn, the first would be through after a
+    quarter of the exchange."""
+    setting = Setting(2, "gather", "none", 1.0, 50, 50, stages=4, congestion=exchange.EVEN)
+    row = exchange.measure(setting, 3, tmp_path)
+    assert 0.6 < row["first_stage"] <= 1.0
