@@ -19,9 +19,9 @@ parameter. Rounds of published methods are scaled to these runs (H in the rows, 
 beside it). The links of dilocox's rows are declared, one per target reduction R: synchronous
 training would need R times the declared step time on 90 % of it.
 
-Learning rates are tuned, with the same number of trials for every method: --tune makes them, and
-results/quality-tuning.json holds them. The row called "published" has the published outer lr and
-momentum and the best inner learning rate for these.
+Learning rates are tuned, by the same rule for every method, in short and in long runs: --tune makes
+the trials, and results/quality-tuning.json holds them. The row called "published" has the published
+outer lr and momentum and the best inner learning rate for these.
 
 A full run (no options) takes hours. Every row is written when it is done; started again, the
 benchmark goes on with the rows that are missing. --quick trains seven rows of the first
@@ -49,7 +49,7 @@ import quality_rows
 import quality_tuning
 from quality_data import Text
 from quality_jobs import SEEDS, Job, select
-from quality_rows import LEAD, REGIMES
+from quality_rows import LEAD, LONG, REGIMES
 from quality_run import Row, configuration, parameters, train
 
 from dilocox.data import TokenFiles
@@ -109,8 +109,8 @@ def main() -> int:
     if options.tune and options.steps:
         parser.error("--tune: all trials have the same steps; leave out --steps")
     trying = bool(options.steps or options.tried)
-    if options.steps is None and (options.quick or options.tune):
-        options.steps = quality_tuning.TRIAL_STEPS if options.tune else QUICK_STEPS
+    if options.steps is None and options.quick:
+        options.steps = QUICK_STEPS
     if options.json is None and not options.quick and not trying:
         name = "quality-grid-cpu.json" if options.loss_table else "quality-cpu.json"
         options.json = RESULTS / name
@@ -164,7 +164,9 @@ class Bench:
         """
         path = self._options.json
         rows = _read_rows(path)
-        jobs = list(select(self._options, quality_tuning.read(self._options.tuning)))
+        tuning = self._options.tuning
+        known = [quality_tuning.read(tuning, regime) for regime in (LEAD[0], LONG)]
+        jobs = list(select(self._options, *known))
         if not jobs:
             common.say("quality: these options leave nothing to train")
             return 2
@@ -185,23 +187,23 @@ class Bench:
         return 1 if self._failures else 0
 
     def tune(self) -> int:
-        """The tuning trials that are not made yet."""
-        path = self._options.tuning
+        """The tuning trials that are not made yet: those of short runs, then those of long ones."""
+        path, only = self._options.tuning, self._options.only
         rows = _read_rows(path)
-        only = self._options.only
-        for tuned_as, entry in quality_rows.tuning_entries().items():
-            if only and tuned_as not in only:
-                continue
-            while trials := quality_tuning.open_trials(
-                tuned_as, quality_tuning.from_rows(rows).get(tuned_as, {})
-            ):
-                job = Job(entry, *LEAD, quality_tuning.SEED, trials[0].settings)
-                row = self._train(job, [job])
-                if row is None:
-                    return 1
-                rows.append(quality_tuning.row(tuned_as, trials[0], row))
-                self._write(path, rows)
-        print(common.table(rows, dict.fromkeys(rows[0], str)))
+        for regime in self._options.regime:
+            self._options.steps = quality_tuning.TRIAL_STEPS if regime == LEAD[0] else None
+            for tuned_as, entry in quality_rows.tuning_entries().items():
+                if (only and tuned_as not in only) or (regime == LONG and entry.group == "muon"):
+                    continue
+                while (trial := _open_trial(regime, tuned_as, entry, rows)) is not None:
+                    seed = quality_tuning.SEED if regime == LEAD[0] else quality_tuning.LONG_SEED
+                    job = Job(entry, regime, *LEAD[1:], seed, trial.settings)
+                    row = self._train(job, [job])
+                    if row is None:
+                        return 1
+                    rows.append(quality_tuning.row(tuned_as, trial, row))
+                    self._write(path, rows)
+        print(common.table(rows, dict.fromkeys(rows[-1], str)))
         return 0
 
     def _train(self, job: Job, to_come: Sequence[Job]) -> Row | None:
@@ -298,6 +300,19 @@ class Bench:
             print(quality_report.table(inside))
             for line in quality_report.verdicts(inside):
                 print(f"- {line}")
+
+
+def _open_trial(
+    regime: str, tuned_as: str, entry: quality_rows.Entry, rows: Sequence[Row]
+) -> quality_tuning.Rates | None:
+    """The next trial; none when all of them are made."""
+    done = quality_tuning.from_rows(rows, regime).get(tuned_as, {})
+    if regime == LEAD[0]:
+        trials = quality_tuning.open_trials(tuned_as, done)
+    else:
+        short = quality_tuning.from_rows(rows).get(tuned_as, {})
+        trials = quality_tuning.open_long_trials(quality_tuning.chosen(entry, short), done)
+    return trials[0] if trials else None
 
 
 def _draw(path: Path, rows: Sequence[Row]) -> None:

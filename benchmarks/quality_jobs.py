@@ -10,7 +10,7 @@ from typing import Any, get_args
 import quality_grid
 import quality_rows
 import quality_tuning
-from quality_rows import LEAD, Entry, Group, Settings
+from quality_rows import LEAD, LONG, Entry, Group, Settings
 
 SEEDS = (0, 1, 2)
 OTHER_CELLS = ((4, True), (2, False), (2, True))
@@ -58,17 +58,20 @@ class Job:
         return f"{self.entry.label}, {self.regime}, D={self.sites}, {kind}, seed {self.seed}"
 
 
-def select(options: argparse.Namespace, trials: quality_tuning.Trials) -> Iterable[Job]:
+def select(
+    options: argparse.Namespace, trials: quality_tuning.Trials, longer: quality_tuning.Trials
+) -> Iterable[Job]:
     """The jobs that the options ask for, in order: what is quoted most comes first.
 
-    An entry that would repeat another one of its cell (published rates that are also the best) is
-    left out.
+    Learning rates are of `trials`, in the long regime of `longer` where there are any. An entry
+    that would repeat another one of its cell (published rates that are also the best) is left out.
     """
     seen: set[tuple[object, ...]] = set()
     for entry, regime, sites, iid, seed in _wanted(options):
         if sites not in entry.sites or regime not in entry.regimes:
             continue
-        rates = quality_tuning.chosen(entry, trials.get(entry.tuned_as, {}))
+        of_long = longer.get(entry.tuned_as, {}) if regime == LONG else {}
+        rates = quality_tuning.chosen(entry, trials.get(entry.tuned_as, {}), of_long)
         job = Job(entry, regime, sites, iid, seed, rates.settings)
         identity = (entry.method, job.settings_text, regime, sites, iid, seed)
         if identity not in seen:

@@ -56,6 +56,7 @@ REGIMES = {
     # 20 tokens per parameter: 3,300 x 32 x 128 / 673,280.
     "long": Regime("long", 3300, 200),
 }
+LONG = "long"
 LEAD = ("paper", 4, False)
 """Regime, sites, IID of what ablations, trials and --quick are trained in."""
 

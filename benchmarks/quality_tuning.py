@@ -5,6 +5,10 @@ method is tried at the same four inner learning rates. One with an outer optimiz
 the published outer lr and momentum there, and then two other pairs at the best of the four; one
 without, and dilocox, which chooses them itself, is tried at two rates beside the best. Methods
 that differ in a dense codec only (diloco, opendiloco, intellect1) share trials.
+
+Long runs want larger inner rates than short ones. Theirs begins at that of short runs and is
+doubled as long as that is better, with the outer rates of short runs: the same rule for everyone,
+in whole runs of the first seed, since each takes a quarter of an hour.
 """
 
 from __future__ import annotations
@@ -12,11 +16,11 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from quality_rows import OUTER_PUBLISHED, Entry, Settings
+from quality_rows import LEAD, OUTER_PUBLISHED, Entry, Settings
 
 TRIALS = 6
 TRIAL_STEPS = 320
@@ -24,6 +28,7 @@ SEED = 1000
 INNER_RATES = (1.5e-3, 3e-3, 6e-3, 1.2e-2)
 OUTER_PAIRS = ((0.8, 0.5), (1.5, 0.5))
 UNTUNED_RATE = 6e-3
+LONG_SEED = 0
 
 
 @dataclass(frozen=True)
@@ -42,6 +47,8 @@ class Rates:
         return keys
 
 
+ROW = ("val_loss", "label", "reduction_total", "seconds", "regime", "steps", "seed")
+"""What a trial keeps of a row."""
 Losses = Mapping[Rates, float]
 """Held-out loss by what was tried; infinite where training failed."""
 Trials = Mapping[str, Losses]
@@ -68,12 +75,32 @@ def open_trials(tuned_as: str, done: Losses) -> list[Rates]:
     return [trial for trial in second if trial not in done]
 
 
+def open_long_trials(start: Rates, done: Losses) -> list[Rates]:
+    """What is tried next in long runs, the rates of short ones being `start`; nothing: the end."""
+    best = math.inf
+    while start in done:
+        if done[start] >= best:
+            return []
+        best = done[start]
+        start = replace(start, inner=_round(2 * start.inner))
+    return [start]
+
+
 def _round(rate: float) -> float:
     return float(f"{rate:.2g}")
 
 
-def chosen(entry: Entry, done: Losses) -> Rates:
-    """The learning rates of `entry`, of the trials of its `tuned_as`; untuned if there are none."""
+def chosen(entry: Entry, done: Losses, longer: Losses | None = None) -> Rates:
+    """The learning rates of `entry`, of the trials of its `tuned_as`; untuned if there are none.
+
+    `longer` are the trials in long runs, if it is for those: the outer rates stay.
+    """
+    rates = _of_short_runs(entry, done)
+    alike = {trial: loss for trial, loss in (longer or {}).items() if trial.outer == rates.outer}
+    return min(alike, key=lambda trial: alike[trial]) if alike else rates
+
+
+def _of_short_runs(entry: Entry, done: Losses) -> Rates:
     if not done:
         return Rates(UNTUNED_RATE)
     allowed = done
@@ -83,17 +110,21 @@ def chosen(entry: Entry, done: Losses) -> Rates:
     return min(allowed, key=lambda trial: allowed[trial])
 
 
-def read(path: Path) -> dict[str, dict[Rates, float]]:
+def read(path: Path, regime: str = LEAD[0]) -> dict[str, dict[Rates, float]]:
     """Trials by `tuned_as`, from the rows of a results file; none if there is no file."""
     if not path.exists():
         return {}
-    return from_rows(json.loads(path.read_text(encoding="utf-8"))["rows"])
+    return from_rows(json.loads(path.read_text(encoding="utf-8"))["rows"], regime)
 
 
-def from_rows(rows: Iterable[Mapping[str, Any]]) -> dict[str, dict[Rates, float]]:
-    """Trials by `tuned_as`, from rows as `row` makes them."""
+def from_rows(
+    rows: Iterable[Mapping[str, Any]], regime: str = LEAD[0]
+) -> dict[str, dict[Rates, float]]:
+    """Trials of a regime by `tuned_as`, from rows as `row` makes them."""
     trials: dict[str, dict[Rates, float]] = {}
     for row in rows:
+        if row.get("regime", LEAD[0]) != regime:
+            continue
         pair = row["outer_learning_rate"], row["outer_momentum"]
         rates = Rates(row["learning_rate"], None if None in pair else pair)
         loss = row["val_loss"]
@@ -109,5 +140,5 @@ def row(tuned_as: str, rates: Rates, measured: Mapping[str, Any]) -> dict[str, A
         "learning_rate": rates.inner,
         "outer_learning_rate": outer,
         "outer_momentum": momentum,
-        **{key: measured[key] for key in ("val_loss", "label", "reduction_total", "seconds")},
+        **{key: measured[key] for key in ROW},
     }

@@ -35,7 +35,7 @@ def rows(**changed: float | None) -> list[dict[str, Any]]:
 
 def test_every_run_of_the_grid_makes_a_run_file(tmp_path: Path) -> None:
     options = quality.arguments().parse_args(["--loss-table"])
-    jobs = list(quality_jobs.select(options, {}))
+    jobs = list(quality_jobs.select(options, {}, {}))
     assert [job.entry for job in jobs] == quality_grid.entries()
     for job in jobs:
         config = quality_run.configuration(job, Text(tmp_path), tmp_path / "run")

@@ -101,9 +101,28 @@ def test_everyone_gets_the_same_number_of_trials(tuned_as: str) -> None:
     assert loss(published) == min(loss(trial) for trial in same)
 
 
+def test_rates_of_long_runs_are_doubled_as_long_as_that_is_better() -> None:
+    start, done = Rates(0.0015, (0.8, 0.5)), dict[Rates, float]()
+    while trials := quality_tuning.open_long_trials(start, done):
+        (trial,) = trials
+        done[trial] = loss(trial)
+    assert [trial.inner for trial in done] == [0.0015, 0.003, 0.006, 0.012]
+    assert {trial.outer for trial in done} == {(0.8, 0.5)}
+    entry = Entry("x", "x", tuned_as="diloco", rates="all")
+    short = {start: 1.0, Rates(0.0015, (0.7, 0.9)): 2.0}
+    assert quality_tuning.chosen(entry, short, done) == Rates(0.006, (0.8, 0.5))
+    assert quality_tuning.chosen(entry, short, {}) == start
+    # The published outer rates were not tried in long runs: nothing is known of them there.
+    published = Entry("x", "x", tuned_as="diloco")
+    assert quality_tuning.chosen(published, short, done) == Rates(0.0015, (0.7, 0.9))
+
+
 def test_trials_outlive_their_file(tmp_path: Path) -> None:
     trials = {Rates(0.003, (0.7, 0.9)): 2.5, Rates(0.006, (0.7, 0.9)): math.inf}
-    measured = {"label": "x", "reduction_total": 20.0, "seconds": 1.0}
+    measured = {
+        "label": "x", "reduction_total": 20.0, "seconds": 1.0, "regime": "long", "steps": 9,
+        "seed": 0,
+    }  # fmt: skip
     rows = [
         quality_tuning.row(
             "diloco", rates, {**measured, "val_loss": value if math.isfinite(value) else None}
@@ -112,18 +131,24 @@ def test_trials_outlive_their_file(tmp_path: Path) -> None:
     ]
     file = tmp_path / "tuning.json"
     file.write_text(json.dumps({"rows": rows}))
+    assert quality_tuning.read(file, "long") == {"diloco": trials}
+    assert quality_tuning.read(file) == {}
+    for row in rows:
+        del row["regime"]  # as those of short runs were written at first
+    file.write_text(json.dumps({"rows": rows}))
     assert quality_tuning.read(file) == {"diloco": trials}
+    assert quality_tuning.read(file, "long") == {}
     assert quality_tuning.read(tmp_path / "none.json") == {}
 
 
 def test_quick_is_one_row_of_each_method_it_names() -> None:
-    jobs = list(quality_jobs.select(options("--quick"), {}))
+    jobs = list(quality_jobs.select(options("--quick"), {}, {}))
     assert [job.entry.label for job in jobs] == list(quality_rows.QUICK)
     assert {(job.regime, job.sites, job.iid, job.seed) for job in jobs} == {("paper", 4, False, 0)}
 
 
 def test_the_core_table_has_three_seeds_in_both_regimes() -> None:
-    jobs = list(quality_jobs.select(options("--only", "allreduce"), {}))
+    jobs = list(quality_jobs.select(options("--only", "allreduce"), {}, {}))
     lead = {(job.regime, job.seed) for job in jobs if job.sites == 4 and not job.iid}
     assert lead == {(regime, seed) for regime in ("paper", "long") for seed in (0, 1, 2)}
     rest = {(job.regime, job.sites, job.iid, job.seed) for job in jobs} - {
@@ -133,17 +158,17 @@ def test_the_core_table_has_three_seeds_in_both_regimes() -> None:
 
 
 def test_the_farthest_link_is_for_two_sites() -> None:
-    jobs = list(quality_jobs.select(options("--only", "dilocox 5500x"), {}))
+    jobs = list(quality_jobs.select(options("--only", "dilocox 5500x"), {}, {}))
     assert {(job.sites, job.iid) for job in jobs} == {(2, False), (2, True)}
 
 
 def test_long_runs_have_a_link_beyond_the_sparsest_rival() -> None:
-    jobs = list(quality_jobs.select(options("--only", "dilocox 3000x"), {}))
+    jobs = list(quality_jobs.select(options("--only", "dilocox 3000x"), {}, {}))
     assert {(job.regime, job.sites, job.iid) for job in jobs} == {("long", 4, False)}
 
 
 def test_muon_has_three_seeds_where_trials_were_made_and_ablations_one() -> None:
-    jobs = list(quality_jobs.select(options("--only", "muon", "dilocox fixed"), {}))
+    jobs = list(quality_jobs.select(options("--only", "muon", "dilocox fixed"), {}, {}))
     seeds: dict[str, list[int]] = {}
     for job in jobs:
         assert (job.regime, job.sites, job.iid) == quality_rows.LEAD
@@ -166,11 +191,11 @@ def test_published_rates_that_are_the_best_are_trained_once() -> None:
     chosen = options(*words, "--sites", "4", "--seeds", "0")
     pair = quality_rows.OUTER_PUBLISHED["dilocox-paper"]
     best = {Rates(0.003, pair): 1.0, Rates(0.003, (0.8, 0.5)): 2.0}
-    assert [job.entry.label for job in quality_jobs.select(chosen, {"dilocox-paper": best})] == [
-        "dilocox-paper"
-    ]
+    assert [
+        job.entry.label for job in quality_jobs.select(chosen, {"dilocox-paper": best}, {})
+    ] == ["dilocox-paper"]
     other = {Rates(0.003, pair): 1.0, Rates(0.003, (0.8, 0.5)): 0.5}
-    labels = [job.entry.label for job in quality_jobs.select(chosen, {"dilocox-paper": other})]
+    labels = [job.entry.label for job in quality_jobs.select(chosen, {"dilocox-paper": other}, {})]
     assert labels == ["dilocox-paper", "dilocox-paper published"]
 
 
@@ -182,4 +207,4 @@ def test_what_an_entry_sets_is_not_tuned_away() -> None:
 
 def test_a_name_of_nothing_is_refused() -> None:
     with pytest.raises(SystemExit, match="names no entry"):
-        list(quality_jobs.select(options("--only", "dilocoxx"), {}))
+        list(quality_jobs.select(options("--only", "dilocoxx"), {}, {}))

@@ -91,12 +91,14 @@ class Trained:
 
     def __init__(self, cut_after: int) -> None:
         self.jobs: list[Job] = []
+        self.steps: list[int] = []
         self._cut_after = cut_after
 
     def __call__(self, job: Job, config: Any, log: Path, keep: bool) -> dict[str, Any] | None:
         if len(self.jobs) == self._cut_after:
             return None
         self.jobs.append(job)
+        self.steps.append(config.total_steps)
         summary = {
             "val_loss_last": 2.0 + 0.01 * len(self.jobs),
             "payload_bytes": 100,
@@ -207,7 +209,7 @@ def test_options_that_would_lose_what_is_trained_are_refused(
 
 def test_tuning_makes_all_trials_and_goes_on_after_a_cut(bench: Any, tmp_path: Path) -> None:
     tuning = tmp_path / "tuning.json"
-    words = ("--tune", "--only", "diloco", "--tuning", str(tuning))
+    words = ("--tune", "--regime", "paper", "--only", "diloco", "--tuning", str(tuning))
     with pytest.raises(SystemExit):
         bench(Trained(cut_after=2), *words)
     rest = Trained(100)
@@ -216,6 +218,12 @@ def test_tuning_makes_all_trials_and_goes_on_after_a_cut(bench: Any, tmp_path: P
     trials = quality.quality_tuning.read(tuning)["diloco"]
     assert len(trials) == quality.quality_tuning.TRIALS
     assert {job.seed for job in rest.jobs} == {quality.quality_tuning.SEED}
+    long = Trained(100)
+    assert bench(long, *words[:1], "--regime", "long", *words[3:]) == 0
+    told = [(job.regime, job.seed, job.rates["inner.learning_rate"]) for job in long.jobs]
+    best = quality.quality_tuning.chosen(long.jobs[0].entry, trials).inner
+    assert told == [("long", 0, best), ("long", 0, 2 * best)]
+    assert (set(rest.steps), set(long.steps)) == ({320}, {3300})
 
 
 def test_a_run_is_trained_and_one_that_diverges_is_a_row_without_loss(tmp_path: Path) -> None:
