@@ -1,0 +1,100 @@
+"""What README and docs/measured.md say of losses are the figures of the committed results."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+import quality_report
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
+LEAD = ("paper", 4, False)
+
+
+def page(name: str) -> str:
+    """Without what makes words bold."""
+    return (ROOT / name).read_text(encoding="utf-8").replace("**", "")
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[dict[str, Any]]:
+    content = json.loads((RESULTS / "quality-cpu.json").read_text(encoding="utf-8"))
+    return quality_report.with_gaps(content["rows"])
+
+
+def of(
+    rows: list[dict[str, Any]], label: str, cell: quality_report.Cell = LEAD
+) -> tuple[list[float], str]:
+    """Gaps by seed, and the mean reduction in all as it is written."""
+    own = [row for row in rows if (row["label"], quality_report.cell(row)) == (label, cell)]
+    reduction = statistics.fmean(row["reduction_total"] for row in own)
+    return [row["gap"] for row in own], f"{reduction:,.0f}x"
+
+
+def percent(value: float, digits: int, sign: str = "+") -> str:
+    return format(round(100 * value, digits) + 0.0, f"{sign}.{digits}f").replace(
+        "-", "\N{MINUS SIGN}"
+    )
+
+
+def spread(gaps: list[float]) -> str:
+    """`+7.2 % (6.4, 8.0)`; the range with signs where it begins below one."""
+    digits = 1 if abs(statistics.fmean(gaps)) < 0.1 else 0
+    sign = "+" if min(gaps) < 0.01 else ""
+    least, most = (percent(value, digits, sign) for value in (min(gaps), max(gaps)))
+    return f"{percent(statistics.fmean(gaps), digits)} % ({least}, {most})"
+
+
+@pytest.mark.parametrize(
+    ("label", "name"),
+    [
+        ("dilocox 500x", ""), ("dilocox 1000x", ""), ("dilocox 2750x", ""), ("dilocox 4000x", ""),
+        ("diloco", "DiLoCo "), ("sparseloco", "SparseLoCo "), ("dilocox-paper", "DiLoCoX "),
+    ],
+)  # fmt: skip
+def test_the_readme_has_the_losses_of_short_runs(
+    rows: list[dict[str, Any]], label: str, name: str
+) -> None:
+    gaps, reduction = of(rows, label)
+    assert len(gaps) == 3
+    assert f"{name}{spread(gaps)} with {reduction}" in page("README.md")
+
+
+@pytest.mark.parametrize(
+    "label",
+    ["dilocox 100x", "dilocox 500x", "dilocox 1000x", "dilocox 2750x", "dilocox 4000x", "diloco",
+     "intellect1", "dilocox-paper", "dilocox-paper published", "sparseloco", "cocktailsgd"],
+)  # fmt: skip
+def test_measured_has_the_losses_of_short_runs(rows: list[dict[str, Any]], label: str) -> None:
+    gaps, reduction = of(rows, label)
+    text = page("docs/measured.md")
+    told = [line for line in text.splitlines() if line.startswith("| ") and reduction in line]
+    assert any(spread(gaps) in line for line in told), (reduction, spread(gaps))
+
+
+@pytest.mark.parametrize(
+    ("cell", "labels"),
+    [
+        (("paper", 2, False), ("dilocox 1000x", "dilocox 2750x", "dilocox 4000x")),
+        (("paper", 4, True), ("dilocox 500x", "dilocox 1000x")),
+    ],
+)
+def test_measured_has_the_losses_of_other_sites(
+    rows: list[dict[str, Any]], cell: quality_report.Cell, labels: tuple[str, ...]
+) -> None:
+    text = " ".join(page("docs/measured.md").split())
+    for label in labels:
+        (gap,), reduction = of(rows, label, cell)
+        assert f"{percent(gap, 1)} % at {reduction}" in text
+
+
+def test_measured_has_the_losses_of_two_sites_with_the_same_text(
+    rows: list[dict[str, Any]],
+) -> None:
+    found = [of(rows, f"dilocox {n}x", ("paper", 2, True))[0][0] for n in (1000, 2750, 4000)]
+    first, second, third = (percent(gap, 1) for gap in found)
+    assert f"with the same text at both {first}, {second} and {third} %" in page("docs/measured.md")
