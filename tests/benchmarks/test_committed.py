@@ -63,6 +63,13 @@ def test_dilocox_is_below_every_method_at_its_reduction_in_short_runs() -> None:
         assert all("dominated by" in line for line in said[2:])
 
 
+def test_in_long_runs_too_dilocox_is_below_those_that_were_measured() -> None:
+    points = quality_report.points(quality_report.with_gaps(committed("quality-cpu")["rows"]))
+    said = quality_report.verdicts([p for p in points if p.cell == ("long", 4, False)])
+    assert {line.split(" (")[0] for line in said} >= {"diloco", "sparseloco"}
+    assert [line for line in said if ": dominated by" not in line] == []
+
+
 def test_rows_that_are_averaged_are_of_one_plan() -> None:
     """A mean over seeds of what several versions of the controller chose is nobody's."""
     plans: dict[tuple[object, ...], set[str]] = {}
