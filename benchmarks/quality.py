@@ -106,8 +106,8 @@ def main() -> int:
         parser.error(
             "--loss-table: its runs are as long as those of the table; leave out --quick, --steps"
         )
-    if options.tune and options.steps:
-        parser.error("--tune: all trials have the same steps; leave out --steps")
+    if options.tune and (options.steps or options.quick):
+        parser.error("--tune: trials have steps of their own; leave out --steps, --quick")
     trying = bool(options.steps or options.tried)
     if options.steps is None and options.quick:
         options.steps = QUICK_STEPS
@@ -188,23 +188,43 @@ class Bench:
 
     def tune(self) -> int:
         """The tuning trials that are not made yet: those of short runs, then those of long ones."""
-        path, only = self._options.tuning, self._options.only
+        path = self._options.tuning
         rows = _read_rows(path)
-        for regime in self._options.regime:
+        entries = quality_rows.tuning_entries()
+        names = self._options.only or list(entries)
+        if unknown := set(names) - set(entries):
+            common.say(f"quality: --only {min(unknown)!r}: tuned are {', '.join(entries)}")
+            return 2
+        for regime in (name for name in REGIMES if name in self._options.regime):
             self._options.steps = quality_tuning.TRIAL_STEPS if regime == LEAD[0] else None
-            for tuned_as, entry in quality_rows.tuning_entries().items():
-                if (only and tuned_as not in only) or (regime == LONG and entry.group == "muon"):
+            for tuned_as in names:
+                if regime == LONG and entries[tuned_as].group == "muon":
                     continue
-                while (trial := _open_trial(regime, tuned_as, entry, rows)) is not None:
-                    seed = quality_tuning.SEED if regime == LEAD[0] else quality_tuning.LONG_SEED
-                    job = Job(entry, regime, *LEAD[1:], seed, trial.settings)
-                    row = self._train(job, [job])
-                    if row is None:
-                        return 1
-                    rows.append(quality_tuning.row(tuned_as, trial, row))
-                    self._write(path, rows)
-        print(common.table(rows, dict.fromkeys(rows[-1], str)))
+                if not self._try_rates(regime, tuned_as, entries[tuned_as], rows):
+                    return 1
+        print(common.table(rows, dict.fromkeys(rows[-1], str) if rows else {}))
         return 0
+
+    def _try_rates(
+        self, regime: str, tuned_as: str, entry: quality_rows.Entry, rows: list[Row]
+    ) -> bool:
+        """Make the open trials of one method and add them to `rows`; whether all of them are made.
+
+        Trials on another text are not to be compared with: they end the program.
+        """
+        seed = quality_tuning.SEED if regime == LEAD[0] else quality_tuning.LONG_SEED
+        while (trial := _open_trial(regime, tuned_as, entry, rows)) is not None:
+            job = Job(entry, regime, *LEAD[1:], seed, trial.settings)
+            self._tokenise(job)
+            text = self._described(seed)["digest"]
+            if any(row["seed"] == seed and row["text"] != text for row in rows if row.get("text")):
+                sys.exit(f"{self._options.tuning}: trials on another text; name another file")
+            row = self._train(job, [job])
+            if row is None:
+                return False
+            rows.append(quality_tuning.row(tuned_as, trial, row))
+            self._write(self._options.tuning, rows)
+        return True
 
     def _train(self, job: Job, to_come: Sequence[Job]) -> Row | None:
         """One row, said in one line; none for a run that failed in any way but diverging."""
@@ -310,7 +330,9 @@ def _open_trial(
     if regime == LEAD[0]:
         trials = quality_tuning.open_trials(tuned_as, done)
     else:
-        short = quality_tuning.from_rows(rows).get(tuned_as, {})
+        short = quality_tuning.from_rows(rows).get(tuned_as)
+        if not short:
+            sys.exit(f"quality: {tuned_as}: make the trials of short runs first (--regime paper)")
         trials = quality_tuning.open_long_trials(quality_tuning.chosen(entry, short), done)
     return trials[0] if trials else None
 

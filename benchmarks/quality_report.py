@@ -195,28 +195,26 @@ def _lossless(point: Point) -> str:
 
 
 def _domination(ours: list[Point], rival: Point) -> str:
-    """Over the seeds that both have: by the text of a seed alone losses move by some per cent."""
+    """Over the seeds that both have, for by the text of a seed alone losses move by some per cent:
+    by the points that share most of them, and of these the best."""
     name = f"{rival.label} ({_number(rival.loss)} at {rival.reduction:,.0f}x)"
     if rival.loss is None:
         return f"{name}: {_lossless(rival)}"
     against = []
     for point in ours:
-        common_seeds = sorted(point.by_seed.keys() & rival.by_seed.keys())
-        own, other = point.loss_of(common_seeds), rival.loss_of(common_seeds)
+        shared = sorted(point.by_seed.keys() & rival.by_seed.keys())
+        own, other = point.loss_of(shared), rival.loss_of(shared)
         if point.reduction >= rival.reduction and own is not None and other is not None:
-            against.append((own / other, own, point, common_seeds))
+            against.append((own > other, -len(shared), own / other, point, shared, own, other))
     if not against:
         return f"{name}: NOT dominated, no dilocox point has its reduction"
-    ratio, own, best, seeds = min(against, key=lambda each: each[0])
-    told = "" if len(seeds) == rival.seeds == best.seeds else f", seeds {_listed(seeds)} of both"
-    seen = f"{best.label} ({_number(own)} at {best.reduction:,.0f}x{told})"
-    if ratio <= 1:
-        return f"{name}: dominated by {seen}"
-    return f"{name}: NOT dominated, the best at its reduction is {seen}"
-
-
-def _listed(seeds: Sequence[int]) -> str:
-    return ", ".join(map(str, seeds))
+    above, *_, best, shared, own, other = min(against, key=lambda each: each[:3])
+    seen = f"{best.label} ({_number(own)} at {best.reduction:,.0f}x)"
+    if not len(shared) == rival.seeds == best.seeds:
+        seen += f" against {_number(other)}, over seed {' and '.join(map(str, shared))}"
+    if above:
+        return f"{name}: NOT dominated, the best at its reduction is {seen}"
+    return f"{name}: dominated by {seen}"
 
 
 def _number(loss: float | None) -> str:

@@ -58,7 +58,7 @@ REGIMES = {
 }
 LONG = "long"
 LEAD = ("paper", 4, False)
-"""Regime, sites, IID of what ablations, trials and --quick are trained in."""
+"""Regime, sites, IID of what ablations, trials of short runs and --quick are trained in."""
 
 
 @dataclass(frozen=True)

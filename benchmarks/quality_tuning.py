@@ -1,14 +1,14 @@
-"""Learning rates of the quality benchmark: the same number of trials for every method.
+"""Learning rates of the quality benchmark: the same trials for every method.
 
-Trials are runs of half the paper's regime, D=4, non-IID, with a seed that no quoted row has. Every
-method is tried at the same four inner learning rates. One with an outer optimizer of its own has
-the published outer lr and momentum there, and then two other pairs at the best of the four; one
-without, and dilocox, which chooses them itself, is tried at two rates beside the best. Methods
-that differ in a dense codec only (diloco, opendiloco, intellect1) share trials.
+Those of short runs are half the paper's regime, D=4, non-IID, with a seed that no quoted row has,
+and six of each. Every method is tried at the same four inner learning rates. One with an outer
+optimizer of its own has the published outer lr and momentum there, and then two other pairs at the
+best of the four; one without, and dilocox, which chooses them itself, is tried at two rates beside
+the best. Methods that differ in a dense codec only (diloco, opendiloco, intellect1) share trials.
 
-Long runs want larger inner rates than short ones. Theirs begins at that of short runs and is
-doubled as long as that is better, with the outer rates of short runs: the same rule for everyone,
-in whole runs of the first seed, since each takes a quarter of an hour.
+In long runs the inner rate begins at that of short ones and is doubled as long as that is better,
+with the outer rates of short runs: one trial or more, by the same rule for everyone. They are whole
+runs of the first quoted seed, since each takes a quarter of an hour; what does best is its row.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Rates:
         return keys
 
 
-ROW = ("val_loss", "label", "reduction_total", "seconds", "regime", "steps", "seed")
+ROW = ("val_loss", "label", "reduction_total", "seconds", "regime", "steps", "seed", "text")
 """What a trial keeps of a row."""
 Losses = Mapping[Rates, float]
 """Held-out loss by what was tried; infinite where training failed."""
@@ -140,5 +140,5 @@ def row(tuned_as: str, rates: Rates, measured: Mapping[str, Any]) -> dict[str, A
         "learning_rate": rates.inner,
         "outer_learning_rate": outer,
         "outer_momentum": momentum,
-        **{key: measured[key] for key in ROW},
+        **{key: measured.get(key) for key in ROW},
     }

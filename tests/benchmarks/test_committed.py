@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import plan_check
+import quality
 import quality_data
 import quality_docs
 import quality_jobs
 import quality_report
 import quality_rows
 import quality_run
+import quality_tuning
 import scaling
 import wan_beside
 import wan_docs
@@ -81,6 +83,18 @@ def test_rows_that_are_averaged_are_of_one_plan() -> None:
     assert {key: of for key, of in plans.items() if len(of) > 1} == {}
 
 
+def test_rows_have_the_settings_and_rates_that_the_benchmark_would_train_them_with() -> None:
+    tuning = RESULTS / "quality-tuning.json"
+    trials = [quality_tuning.read(tuning, regime) for regime in ("paper", "long")]
+    jobs = quality_jobs.select(quality.arguments().parse_args([]), *trials)
+    wanted = {tuple(job.key.values()): job.settings_text for job in jobs}
+    rows = committed("quality-cpu")["rows"]
+    names = ("label", "regime", "sites", "iid", "seed")
+    found = {tuple(row[name] for name in names): row["settings"] for row in rows}
+    assert len(found) == len(rows) > 100
+    assert {key: text for key, text in found.items() if wanted.get(key) != text} == {}
+
+
 def test_rows_of_dilocox_are_of_the_plans_that_it_takes_today(tmp_path: Path) -> None:
     """So that a controller that chooses otherwise is measured anew before it is spoken of."""
     text = Text(tmp_path)
@@ -102,6 +116,9 @@ def test_rows_of_dilocox_are_of_the_plans_that_it_takes_today(tmp_path: Path) ->
         codec, _, steps = row["plans"].split(" x")[0].partition(" H=")
         assert (codec.removesuffix("+moments"), int(steps)) == (plan.codec, plan.inner_steps), where
         assert row.get("fragments", plan.fragments) == plan.fragments, where
+        if row.get("outer_momentum") is not None:
+            rates = row["outer_learning_rate"], row["outer_momentum"]
+            assert rates == (plan.learning_rate, plan.momentum), where
     assert len(checked) > 20
 
 

@@ -124,4 +124,4 @@ def test_no_stage_waits_for_another(tmp_path: Path) -> None:
     quarter of the exchange."""
     setting = Setting(2, "gather", "none", 1.0, 50, 50, stages=4, congestion=exchange.EVEN)
     row = exchange.measure(setting, 3, tmp_path)
-    assert 0.6 < row["first_stage"] <= 1.0
+    assert row["first_stage"] > 0.6

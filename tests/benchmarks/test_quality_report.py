@@ -113,12 +113,16 @@ def test_domination_is_over_the_seeds_that_both_have() -> None:
     worse = row("dilocox 500x", 2.3, 500.0)  # below the rival's mean of 2.7
     assert said(base, *rival, worse) == [
         "sparseloco (2.7000 at 400x): NOT dominated, the best at its reduction is "
-        "dilocox 500x (2.3000 at 500x, seeds 0 of both)"
+        "dilocox 500x (2.3000 at 500x) against 2.2000, over seed 0"
     ]
     other = row("dilocox 500x", 3.0, 500.0, seed=1)
     assert said(base, *rival, worse, other) == [
         "sparseloco (2.7000 at 400x): dominated by dilocox 500x (2.6500 at 500x)"
     ]
+    # What is better over more seeds is told, not what is better by more over one.
+    once = row("dilocox 600x", 1.5, 600.0)
+    assert "dilocox 500x" in said(base, *rival, worse, other, once)[0]
+    assert "dilocox 600x" in said(base, *rival, worse, once)[0]
     elsewhere = row("dilocox 500x", 2.1, 500.0, seed=2)
     assert said(base, *rival, elsewhere)[0].endswith("no dilocox point has its reduction")
 

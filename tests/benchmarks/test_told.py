@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import statistics
 from pathlib import Path
 from typing import Any
@@ -98,3 +99,23 @@ def test_measured_has_the_losses_of_two_sites_with_the_same_text(
     found = [of(rows, f"dilocox {n}x", ("paper", 2, True))[0][0] for n in (1000, 2750, 4000)]
     first, second, third = (percent(gap, 1) for gap in found)
     assert f"with the same text at both {first}, {second} and {third} %" in page("docs/measured.md")
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/measured.md"])
+def test_long_runs_are_told_as_they_came_out(rows: list[dict[str, Any]], name: str) -> None:
+    """With the number of seeds where there is more than one."""
+    text = page(name)
+    found = {
+        label: of(rows, label, ("long", 4, False))
+        for label in ("dilocox 1000x", "dilocox 3000x", "diloco", "sparseloco")
+    }
+    for gaps, reduction in found.values():
+        mean = percent(statistics.fmean(gaps), 1, "")
+        if len(gaps) == 1:
+            assert f"{mean} % at {reduction}" in text
+        else:
+            seeds = {2: "two", 3: "three"}[len(gaps)]
+            least, most = percent(min(gaps), 1, ""), percent(max(gaps), 1, "")
+            assert re.search(
+                rf"{mean} % \({least}, {most}(; {seeds} seeds[^)]*)?\) at {reduction}", text
+            )

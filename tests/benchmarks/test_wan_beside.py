@@ -105,7 +105,7 @@ def test_steps_are_fewer_as_they_are_longer(tmp_path: Path) -> None:
 def test_documented_commands_measure_and_do_not_stop_at_another_file() -> None:
     """Blocks of other settings than those of the file that would be gone on with are refused."""
     told = []
-    for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+    for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))):
         text = page.read_text(encoding="utf-8")
         told += re.findall(r"`(python benchmarks/wan_beside\.py[^`]*)`", text)
     assert len(told) >= 5
