@@ -52,6 +52,7 @@ RUN_ELSEWHERE = {
     "python benchmarks/codecs.py": "tests/benchmarks",
     "python benchmarks/latency.py": "tests/benchmarks",
     "python benchmarks/exchange.py": "tests/benchmarks",
+    "python benchmarks/outer_cost.py": "tests/benchmarks",
     "python benchmarks/record.py --pairs 3 --rounds 14": "tests/benchmarks",
     "python benchmarks/attacks.py": "tests/benchmarks",
     "python benchmarks/uneven.py --inner-steps 40 --rounds 8": "tests/benchmarks",
