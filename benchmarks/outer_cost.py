@@ -20,6 +20,8 @@ a step computes, so that a larger batch makes the share smaller in proportion.
 `state_bytes` are the bytes per parameter of anchor, momentum, reference, residual and a fragment in
 flight (`outer.device` says whether they are in the host's memory or beside the model); the inner
 state of AdamW takes 16 beside it.
+
+A quarter of an hour on two cores, five minutes with --quick.
 """
 
 from __future__ import annotations
