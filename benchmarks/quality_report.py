@@ -56,7 +56,6 @@ class Point:
     method: str
     group: str
     cell: Cell
-    seeds: int
     loss: float | None
     loss_range: float
     """Largest less smallest loss."""
@@ -68,6 +67,11 @@ class Point:
     """Runs that diverged."""
     by_seed: Mapping[int, float | None]
     """Loss of each seed."""
+
+    @property
+    def seeds(self) -> int:
+        """How many runs there are."""
+        return len(self.by_seed)
 
     def loss_of(self, seeds: Iterable[int]) -> float | None:
         """Mean loss over `seeds`; none if there are none, or one of them has no loss."""
@@ -94,7 +98,6 @@ def _point(rows: list[Row]) -> Point:
         first["method"],
         first["group"],
         cell(first),
-        len(rows),
         _mean(losses),
         max(losses) - min(losses) if losses else 0.0,
         _mean(gaps),

@@ -34,6 +34,11 @@ def committed(name: str) -> dict[str, Any]:
     return content
 
 
+def quality_points() -> list[quality_report.Point]:
+    """What the quality benchmark's rows come to."""
+    return quality_report.points(quality_report.with_gaps(committed("quality-cpu")["rows"]))
+
+
 def page(name: str) -> str:
     return (ROOT / "docs" / name).read_text(encoding="utf-8")
 
@@ -45,15 +50,13 @@ def test_documents_have_the_tables_of_the_results() -> None:
         == (wan["rows"])
     )
     assert wan_docs.filled(page("measured.md"), wan["rows"]) == page("measured.md")
-    points = quality_report.points(quality_report.with_gaps(committed("quality-cpu")["rows"]))
-    assert quality_docs.filled(page("methods.md"), points) == page("methods.md")
+    assert quality_docs.filled(page("methods.md"), quality_points()) == page("methods.md")
     assert scaling.filled(page("scaling.md"), committed("scaling")["rows"]) == page("scaling.md")
 
 
 def test_dilocox_is_below_every_method_at_its_reduction_in_short_runs() -> None:
     """And at 500x or more has at most a quarter of the gap of DiLoCoX, tuned and as published."""
-    points = quality_report.points(quality_report.with_gaps(committed("quality-cpu")["rows"]))
-    paper = [point for point in points if point.cell[0] == "paper"]
+    paper = [point for point in quality_points() if point.cell[0] == "paper"]
     cells = quality_report.cells(paper)
     assert {(sites, iid) for _, sites, iid in cells} == {
         (4, False), (4, True), (2, False), (2, True)
@@ -66,8 +69,7 @@ def test_dilocox_is_below_every_method_at_its_reduction_in_short_runs() -> None:
 
 
 def test_in_long_runs_too_dilocox_is_below_those_that_were_measured() -> None:
-    points = quality_report.points(quality_report.with_gaps(committed("quality-cpu")["rows"]))
-    said = quality_report.verdicts([p for p in points if p.cell == ("long", 4, False)])
+    said = quality_report.verdicts([p for p in quality_points() if p.cell == ("long", 4, False)])
     assert {line.split(" (")[0] for line in said} >= {"diloco", "sparseloco"}
     assert [line for line in said if ": dominated by" not in line] == []
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import statistics
 from pathlib import Path
@@ -10,10 +9,11 @@ from typing import Any
 
 import pytest
 import quality_report
+from quality_rows import LEAD
+
+from tests.benchmarks.test_committed import committed
 
 ROOT = Path(__file__).parents[2]
-RESULTS = ROOT / "benchmarks" / "results"
-LEAD = ("paper", 4, False)
 
 
 def page(name: str) -> str:
@@ -23,8 +23,7 @@ def page(name: str) -> str:
 
 @pytest.fixture(scope="module")
 def rows() -> list[dict[str, Any]]:
-    content = json.loads((RESULTS / "quality-cpu.json").read_text(encoding="utf-8"))
-    return quality_report.with_gaps(content["rows"])
+    return quality_report.with_gaps(committed("quality-cpu")["rows"])
 
 
 def of(
