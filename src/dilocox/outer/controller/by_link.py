@@ -8,6 +8,7 @@ and momentum are those that the loss table has for the chosen inner steps and co
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from dilocox.config import RunConfig
@@ -17,10 +18,15 @@ from dilocox.outer.controller.candidates import (
     LEAST_ROUNDS,
     Candidate,
     Menu,
+    bytes_us,
     candidate,
     candidates,
+    codecs,
     fragments_of,
+    least_loss,
     lengths,
+    most_us,
+    of_length,
 )
 from dilocox.outer.controller.choice import Choice, as_the_run_file_says
 from dilocox.outer.controller.link import Estimate
@@ -74,13 +80,12 @@ def choose(
         return alone if "codec" in config.control.pinned else replace(alone, codec="none")
     if link is None:
         return starting_choice(config, "nothing is measured yet", taken)
-    every = candidates(config, menu, link, sites, taken=taken)
-    best = _least_lossy([c for c in every if c.fits])
+    best = least_lossy_that_fits(config, menu, link, sites, taken)
     current = None if now is None else _current(config, menu, link, sites, now, taken)
     if best is None and current is not None and current.fits:
         return _choice(config, current, _why(current, link))
     if best is None:
-        return _choice(config, *_next_best(config, menu, link, sites, every, taken))
+        return _choice(config, *_next_best(config, menu, link, sites, taken))
     if now != (best.inner_steps, best.codec, best.fragments):
         if current is not None and current.fits:
             gain = current.loss - best.loss
@@ -92,6 +97,37 @@ def choose(
         if current is not None:
             return _choice(config, best, f"{_why(best, link)}; {_why_not(current, link)}")
     return _choice(config, best, _why(best, link))
+
+
+def least_lossy_that_fits(
+    config: RunConfig, menu: Menu, link: Estimate, sites: int, taken: int = 0
+) -> Candidate | None:
+    """The choice among all `candidates` that fit, none if none does.
+
+    To follow the exchanges of hundreds of plans in every round is what takes time here. So those
+    are left out that cannot fit by their bytes or work alone, and those that lose more than a plan
+    which was found, however early they land.
+    """
+    pieces = config.outer.fragments
+    options = []
+    for codec in codecs(config):
+        fewest = fragments_of(config, codec, menu)[-1]
+        needed_us = bytes_us(config, menu[codec], link, sites, fewest)
+        work_us = link.work_of(codec)
+        for steps in lengths(config, LEAST_ROUNDS, taken):
+            round_us = steps * link.step_us
+            if needed_us <= most_us(config, round_us) and work_us <= config.control.work * round_us:
+                options.append((least_loss(config, codec, steps), codec, steps))
+    found: list[Candidate] = []
+    enough = math.inf
+    for least, codec, steps in sorted(options):
+        # What fewer fragments have to be worth counts only where as many as can be fit as well.
+        if least > enough and any(c.fragments == pieces for c in found):
+            break
+        plans = of_length(config, menu, link, sites, codec, steps)
+        found += [c for c in plans if c.fits]
+        enough = min((c.loss for c in found), default=math.inf) + FEWER_WORTH
+    return _least_lossy(found)
 
 
 def _least_lossy(every: list[Candidate]) -> Candidate | None:
@@ -110,10 +146,10 @@ def _next_best(
     menu: Menu,
     link: Estimate,
     sites: int,
-    every: list[Candidate],
     taken: int,
 ) -> tuple[Candidate, str]:
     """Where nothing fits: what is given up, in this order, and why."""
+    every = candidates(config, menu, link, sites, taken=taken)
     hiding = [c for c in every if c.hides]
     longest = max((c.inner_steps for c in hiding), default=0)
     best = _least_lossy([c for c in hiding if c.inner_steps == longest])

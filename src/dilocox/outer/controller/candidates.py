@@ -120,18 +120,26 @@ def candidates(
     `rounds` and `taken` as for `lengths`. Fewer fragments than there are pieces are of use only
     where as many as that do not hide, or land late.
     """
-    found = []
-    for codec in codecs(config):
-        whole, *fewer = fragments_of(config, codec, menu)
-        for steps in lengths(config, rounds, taken):
-            each = candidate(config, menu[codec], codec, steps, link, sites, whole)
-            found.append(each)
-            early = each.hides and each.delay <= max(1, each.slots // whole)
-            for fragments in fewer if each.light and not early else ():
-                if _may_hide(config, menu[codec], each, link, sites, fragments):
-                    found.append(
-                        candidate(config, menu[codec], codec, steps, link, sites, fragments)
-                    )
+    return [
+        plan
+        for codec in codecs(config)
+        for steps in lengths(config, rounds, taken)
+        for plan in of_length(config, menu, link, sites, codec, steps)
+    ]
+
+
+def of_length(
+    config: RunConfig, menu: Menu, link: Estimate, sites: int, codec: str, inner_steps: int
+) -> list[Candidate]:
+    """Those of `candidates` that have this codec and so many inner steps."""
+    sizes = menu[codec]
+    whole, *fewer = fragments_of(config, codec, menu)
+    found = [candidate(config, sizes, codec, inner_steps, link, sites, whole)]
+    each = found[0]
+    early = each.hides and each.delay <= max(1, each.slots // whole)
+    for fragments in fewer if each.light and not early else ():
+        if bytes_us(config, sizes, link, sites, fragments) <= most_us(config, each.round_us):
+            found.append(candidate(config, sizes, codec, inner_steps, link, sites, fragments))
     return found
 
 
@@ -156,14 +164,26 @@ def fragments_of(config: RunConfig, codec: str, menu: Menu) -> list[int]:
     ]
 
 
-def _may_hide(
-    config: RunConfig, sizes: Sizes, each: Candidate, link: Estimate, sites: int, fragments: int
-) -> bool:
-    """Whether the bytes alone pass in time if these pieces travel as so many fragments."""
+def bytes_us(config: RunConfig, sizes: Sizes, link: Estimate, sites: int, fragments: int) -> int:
+    """Microseconds that the bytes alone take if pieces of `sizes` travel as so many fragments: the
+    least that their exchanges do."""
     payload = sum(map(sum, together(sizes, fragments, config.site.shards)))
     count, size = Crowd(sites, config.outer.exchange).swaps(payload)
-    bytes_us = count * size * _WHOLE // link.rate
-    return bytes_us <= config.control.utilisation * each.round_us
+    return count * size * _WHOLE // link.rate
+
+
+def most_us(config: RunConfig, round_us: int) -> float:
+    """The most that the exchanges of a new plan may take of a round, microseconds."""
+    return config.control.utilisation * round_us
+
+
+def least_loss(config: RunConfig, codec: str, inner_steps: int) -> float:
+    """What plans of this codec and so many inner steps lose at least: landing as soon as can be."""
+    slots = inner_steps * config.outer.slots // config.outer.inner_steps
+    delay = min(config.outer.delay, slots) if "delay" in config.control.pinned else 1
+    return loss.loss_of(
+        inner_steps, codec, delay / slots, config.total_steps, config.inner.optimizer
+    )
 
 
 def candidate(
