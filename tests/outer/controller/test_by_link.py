@@ -270,28 +270,6 @@ def test_a_time_that_bytes_hardly_change_is_not_taken_for_a_slow_link(
     assert play.estimate.rate >= 1e6
 
 
-def test_nothing_hides_on_a_link_that_is_far_too_slow() -> None:
-    config = run_config()
-    few = choose(config, menu(config), at(60), 2, None)
-    assert few.inner_steps > 600 // 8
-    assert few.reason.endswith("; fewer than 8 rounds, for nothing else hides")
-    choice = choose(config, menu(config), at(1), 2, None)
-    # Two rounds at least, and next to the fewest bytes per inner step that there are.
-    assert (choice.inner_steps, choice.codec) == (200, "top1:2200")
-    assert choice.delay == choice.slots
-    assert choice.reason.startswith("nothing hides on this link, the least lossy of the fastest: ")
-    assert "\n" not in choice.reason
-
-
-def test_where_nothing_hides_bytes_that_cost_nothing_are_not_saved() -> None:
-    """131 ms beside the bytes of each exchange, steps of .37 ms: every codec takes that long."""
-    config = run_config(steps=400, outer={"fragments": 4})
-    far = Estimate(370, 125_000_000, 0, 0, overhead_us=131_072)
-    choice = choose(config, menu(config, 100_000), far, 2, None)
-    assert choice.reason.startswith("nothing hides on this link")
-    assert choice.codec in ("none", "int8")
-
-
 def test_a_codec_of_unknown_loss_is_chosen_only_where_it_is_pinned() -> None:
     paper = {"method": "dilocox-paper", "overlap": "keep", "fragments": 4, "inner_steps": 20}
     config = run_config(outer=paper, control={"adapt": "link", "pinned": []})

@@ -111,12 +111,11 @@ def least_lossy_that_fits(
     pieces = config.outer.fragments
     options = []
     for codec in codecs(config):
-        fewest = fragments_of(config, codec, menu)[-1]
-        needed_us = bytes_us(config, menu[codec], link, sites, fewest)
+        least_us = _least_us(config, menu, link, sites, codec)
         work_us = link.work_of(codec)
         for steps in lengths(config, LEAST_ROUNDS, taken):
             round_us = steps * link.step_us
-            if needed_us <= most_us(config, round_us) and work_us <= config.control.work * round_us:
+            if least_us <= most_us(config, round_us) and work_us <= config.control.work * round_us:
                 options.append((least_loss(config, codec, steps), codec, steps))
     found: list[Candidate] = []
     enough = math.inf
@@ -142,29 +141,48 @@ def _least_lossy(every: list[Candidate]) -> Candidate | None:
 
 
 def _next_best(
-    config: RunConfig,
-    menu: Menu,
-    link: Estimate,
-    sites: int,
-    taken: int,
+    config: RunConfig, menu: Menu, link: Estimate, sites: int, taken: int
 ) -> tuple[Candidate, str]:
     """Where nothing fits: what is given up, in this order, and why."""
-    every = candidates(config, menu, link, sites, taken=taken)
-    hiding = [c for c in every if c.hides]
-    longest = max((c.inner_steps for c in hiding), default=0)
-    best = _least_lossy([c for c in hiding if c.inner_steps == longest])
-    if best is not None:
-        work = f"its own work takes {link.work_of(best.codec) / best.round_us:.0%} of computation"
-        return best, f"{_why(best, link)}; {work}, more than asked for"
-    few = candidates(config, menu, link, sites, rounds=2, taken=taken)
-    best = _least_lossy([c for c in few if c.hides])
+    usual = lengths(config, LEAST_ROUNDS, taken)
+    for steps in reversed(usual):
+        best = _least_lossy(_hiding(config, menu, link, sites, steps))
+        if best is not None:
+            work = f"its own work takes {link.work_of(best.codec) / best.round_us:.0%}"
+            return best, f"{_why(best, link)}; {work} of computation, more than asked for"
+    longer = [steps for steps in lengths(config, 2, taken) if steps not in usual]
+    best = _least_lossy([c for h in longer for c in _hiding(config, menu, link, sites, h)])
     if best is not None:
         return best, f"{_why(best, link)}; fewer than {LEAST_ROUNDS} rounds, for nothing else hides"
-    most = NEAR * min(c.load for c in (*every, *few))
-    least = min((c for c in (*every, *few) if c.load <= most), key=lambda c: (c.loss, c.load))
+    every = [
+        c
+        for rounds in (LEAST_ROUNDS, 2)
+        for c in candidates(config, menu, link, sites, rounds, taken)
+    ]
+    most = NEAR * min(c.load for c in every)
+    least = min((c for c in every if c.load <= most), key=lambda c: (c.loss, c.load))
     if "delay" not in config.control.pinned:
         least = replace(least, delay=least.slots)
     return least, f"nothing hides on this link, the least lossy of the fastest: {_why(least, link)}"
+
+
+def _hiding(
+    config: RunConfig, menu: Menu, link: Estimate, sites: int, steps: int
+) -> list[Candidate]:
+    """Plans of so many inner steps that hide, whatever they take of the processor."""
+    most = most_us(config, steps * link.step_us)
+    return [
+        plan
+        for codec in codecs(config)
+        if _least_us(config, menu, link, sites, codec) <= most
+        for plan in of_length(config, menu, link, sites, codec, steps)
+        if plan.hides
+    ]
+
+
+def _least_us(config: RunConfig, menu: Menu, link: Estimate, sites: int, codec: str) -> int:
+    """What exchanges of a codec take at least, microseconds: with the fewest headers."""
+    return bytes_us(config, menu[codec], link, sites, fragments_of(config, codec, menu)[-1])
 
 
 def _current(
