@@ -6,8 +6,9 @@ optimizer of its own has the published outer lr and momentum there, and then two
 best of the four; one without, and dilocox, which chooses them itself, is tried at two rates beside
 the best. Methods that differ in a dense codec only (diloco, opendiloco, intellect1) share trials.
 
-In long runs the inner rate begins at that of short ones and is doubled as long as that is better,
-with the outer rates of short runs: one trial or more, by the same rule for everyone. They are whole
+In long runs the inner rate begins at that of short ones and is doubled as long as that is better;
+where already twice is not, it is halved as long as that is; with the outer rates of short runs:
+two trials or more beside its own, by the same rule for everyone. They are whole
 runs of the first quoted seed, since each takes a quarter of an hour; what does best is its row.
 """
 
@@ -77,13 +78,16 @@ def open_trials(tuned_as: str, done: Losses) -> list[Rates]:
 
 def open_long_trials(start: Rates, done: Losses) -> list[Rates]:
     """What is tried next in long runs, the rates of short ones being `start`; nothing: the end."""
-    best = math.inf
-    while start in done:
-        if done[start] >= best:
+    for factor in (2.0, 0.5):
+        tried, best = start, math.inf
+        while tried in done and done[tried] < best:
+            best = done[tried]
+            tried = replace(tried, inner=_round(factor * tried.inner))
+        if tried not in done:
+            return [tried]
+        if best < done[start]:
             return []
-        best = done[start]
-        start = replace(start, inner=_round(2 * start.inner))
-    return [start]
+    return []
 
 
 def _round(rate: float) -> float:

@@ -117,6 +117,25 @@ def test_rates_of_long_runs_are_doubled_as_long_as_that_is_better() -> None:
     assert quality_tuning.chosen(published, short, done) == Rates(0.0015, (0.7, 0.9))
 
 
+@pytest.mark.parametrize(
+    ("losses", "expected"),
+    [
+        ({0.004: 1.0, 0.008: 1.1, 0.002: 1.2}, [0.004, 0.008, 0.002]),
+        ({0.004: 1.0, 0.008: 1.1, 0.002: 0.8, 0.001: 0.9}, [0.004, 0.008, 0.002, 0.001]),
+        ({0.004: 1.0, 0.008: math.inf, 0.002: 1.0}, [0.004, 0.008, 0.002]),
+        ({0.004: 1.0, 0.008: 0.9, 0.016: 0.9}, [0.004, 0.008, 0.016]),
+    ],
+)
+def test_rates_of_long_runs_are_halved_where_twice_is_not_better(
+    losses: dict[float, float], expected: list[float]
+) -> None:
+    start, done = Rates(0.004), dict[Rates, float]()
+    while trials := quality_tuning.open_long_trials(start, done):
+        (trial,) = trials
+        done[trial] = losses[trial.inner]
+    assert [trial.inner for trial in done] == expected
+
+
 def test_trials_outlive_their_file(tmp_path: Path) -> None:
     trials = {Rates(0.003, (0.7, 0.9)): 2.5, Rates(0.006, (0.7, 0.9)): math.inf}
     measured = {
