@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import threading
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
@@ -27,6 +26,7 @@ from dilocox.outer.coordinator.messages import Checkpoint, ExchangeKey, RoundPla
 from dilocox.outer.pending import Pending
 from dilocox.record.files import other_files
 from dilocox.record.recording import MOMENTUM_OF, RankRecord
+from dilocox.storage import begun
 
 if TYPE_CHECKING:
     from dilocox.trainer import Trainer
@@ -217,20 +217,6 @@ class Keeper:
         return True
 
 
-def begun(call: Callable[[], T]) -> Future[T]:
-    """What `call` will return or raise, in a thread that keeps no process from ending."""
-    future: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(call())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="disk", daemon=True).start()
-    return future
-
-
 def living(call: Callable[[], T], touch: Callable[[], None]) -> T:
     """What `call` returns or raises; `touch` says meanwhile that this rank lives."""
     future = begun(call)
@@ -373,9 +359,10 @@ def record_state(
     rank: Rank,
     files: Mapping[str, str] | None = None,
     momentum: bool = False,
+    touch: Callable[[], None] = lambda: None,
 ) -> None:
     """Sign, if the run is recorded, what anchor the site holds; with `momentum` what outer
-    momentum, too. Collective over the site."""
+    momentum, too. Collective over the site. `touch`: as for `living`, while it is kept."""
     if record is not None:
         tensors = whole_anchor(rank)
         if momentum:
@@ -386,7 +373,8 @@ def record_state(
             }
             tensors |= {MOMENTUM_OF + name: t for name, t in _whole(rank, momenta).items()}
         if rank.place.shard == 0:
-            record.state(kind, round_, tensors, files if rank.place.leads else None)
+            told = files if rank.place.leads else None
+            living(lambda: record.state(kind, round_, tensors, told), touch)
 
 
 def take_momentum(rank: Rank, folder: str) -> None:

@@ -219,7 +219,8 @@ def _take_part(
     control.wait_while_role("enrolled")
     newcomer = _enter(trainer, network, timeouts)
     if newcomer is None and trainer.at.tick == 0:
-        record_state(record, "initial", 0, rank, momentum=config.model.handover)
+        moved = config.model.handover
+        record_state(record, "initial", 0, rank, momentum=moved, touch=control.touch)
     trainer.run(newcomer)
     worker.close()
 

@@ -6,8 +6,10 @@ import hashlib
 import logging
 import math
 import os
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -52,6 +54,20 @@ def sha256_of(path: Path) -> str:
     """SHA-256 of a file of this machine, hex. Raises `OSError`."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def begun(call: Callable[[], T]) -> Future[T]:
+    """What `call` will return or raise, in a thread that keeps no process from ending."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="disk", daemon=True).start()
+    return future
 
 
 def patiently(

@@ -183,5 +183,21 @@ def test_a_store_that_fails_or_is_too_slow_ends_nothing(tmp_path: Path, failure:
     assert expected in warnings[0]
     assert warnings[0].endswith("the run goes on, audits of its rounds will fail")
     store.go.set()
-    record.wait_signed()
+    assert record._keeping is not None
+    record._keeping.result(30.0)
     assert len(notebook.heard) == (0 if failure else 1)
+
+
+def test_a_store_that_stops_answering_holds_no_vote_up(tmp_path: Path) -> None:
+    """Every contribution waits for the signature, which waits for the store: for a while."""
+    store = GatedStore(str(tmp_path))
+    record, _, warnings = inner_record(store, patience=0.05)
+    record.boundary(0, 0, True, capture)
+    waiting = threading.Thread(target=record.wait_signed, daemon=True)
+    waiting.start()
+    waiting.join(20.0)
+    assert not waiting.is_alive()
+    assert len(warnings) == 1
+    assert "has not kept a state for 0 s" in warnings[0]
+    record.wait_signed()
+    store.go.set()

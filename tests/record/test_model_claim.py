@@ -42,9 +42,9 @@ def folder(published: Path, tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
-def judged(published: Path, folder: Path, signed: Path | None = None) -> c.Finding:
+def judged(published: Path, folder: Path, *signed: Path) -> c.Finding:
     """What is said of `folder`, of which the tensors of `published` were signed, and the other
-    files of `signed` (none: of `published`, too)."""
+    files of `signed` (none: of `published`, too), by one site each."""
     store = Store(str(folder.parent / "store"))
     tensors = [
         tensor_digest(name, tensor)
@@ -52,9 +52,12 @@ def judged(published: Path, folder: Path, signed: Path | None = None) -> c.Findi
         for name, tensor in load_file(path).items()
     ]
     listing, root = store.put(listing_of(tensors)), stage_root(tensors).hex()
-    state = State("final", "a", 0, root, listing, other_files(signed or published))
+    states = [
+        State("final", site, 0, root, listing, other_files(each))
+        for site, each in zip("abc", signed or (published,), strict=False)
+    ]
     config = {"site": {"stages": 1, "shards": 1}}
-    course = Course("run", "log", {"config": config}, states=[state])
+    course = Course("run", "log", {"config": config}, states=states)
     places = Places(folder.parent, model=folder)
     found = _Verification(places, LogContent([], "", ""), lambda what, share: None, course)
     found.stores = Stores([store])
@@ -149,24 +152,35 @@ def test_transformers_loads_what_was_not_published(folder: Path) -> None:
 def test_a_publisher_may_not_sign_other_weights(published: Path, folder: Path, name: str) -> None:
     """The site that publishes signs what lies there; that does not make it the run's model."""
     (folder / name).write_text("{}")
-    found = judged(published, folder, signed=folder)
+    found = judged(published, folder, folder)
     assert found.verdict == "FAIL", found
     assert name in found.reason
+
+
+def test_sites_that_have_published_different_files_are_named(published: Path, folder: Path) -> None:
+    """Neither the first nor the last to sign decides which tokenizer is the run's."""
+    assert judged(published, folder, published, published).verdict == "PASS"
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "eos_token_id": 7}))
+    for signed in ((published, folder), (folder, published)):
+        found = judged(published, folder, *signed)
+        assert found.verdict == "FAIL", found
+        assert found.reason.endswith("a and b have signed different config.json")
 
 
 def test_a_publisher_may_not_point_elsewhere(published: Path, folder: Path) -> None:
     """Nor at other weights in config.json, nor from its index at what is no safetensors file."""
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "transformers_weights": "x"}))
-    found = judged(published, folder, signed=folder)
+    found = judged(published, folder, folder)
     assert (found.verdict, "transformers_weights" in found.reason) == ("FAIL", True), found
     (folder / "config.json").write_text(json.dumps(config))
-    assert judged(published, folder, signed=folder).verdict == "PASS"
+    assert judged(published, folder, folder).verdict == "PASS"
     last = shards(folder)[-1]
     last.rename(folder / "weights.dat")
     text = (folder / INDEX).read_text().replace(last.name, "weights.dat")
     (folder / INDEX).write_text(text)
-    found = judged(published, folder, signed=folder)
+    found = judged(published, folder, folder)
     assert (found.verdict, "weights.dat" in found.reason) == ("FAIL", True), found
 
 
@@ -174,7 +188,7 @@ def test_an_index_that_names_what_is_not_there(published: Path, folder: Path) ->
     index = json.loads((folder / INDEX).read_text())
     index["weight_map"]["model.more.weight"] = shards(folder)[0].name
     (folder / INDEX).write_text(json.dumps(index))
-    found = judged(published, folder, signed=folder)
+    found = judged(published, folder, folder)
     assert (found.verdict, "model.more.weight" in found.reason) == ("FAIL", True), found
 
 
@@ -184,7 +198,7 @@ def test_tensors_that_the_model_has_no_use_for(published: Path, folder: Path) ->
     index["weight_map"]["more.weight"] = path.name
     (folder / INDEX).write_text(json.dumps(index))
     save_file({**load_file(path), "more.weight": torch.zeros(1)}, path, metadata={"format": "pt"})
-    found = judged(published, folder, signed=folder)
+    found = judged(published, folder, folder)
     assert (found.verdict, "more.weight" in found.reason) == ("FAIL", True), found
 
 

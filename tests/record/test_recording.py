@@ -158,6 +158,36 @@ def test_a_store_that_stays_slow_is_given_up(tmp_path: Path) -> None:
     assert not store.has(sha256(b"nobody waits any more"))
 
 
+def test_a_store_that_stops_answering_does_not_keep_a_run_from_ending(tmp_path: Path) -> None:
+    store = SlowStore(str(tmp_path))
+    record, _, warnings = rank_record(store, patience=0.05)
+    exchanged(record, KEY, b"payload")
+    ending = threading.Thread(target=record.wait, daemon=True)
+    ending.start()
+    ending.join(20.0)
+    assert not ending.is_alive()
+    assert len(warnings) == 1
+    assert "has kept nothing for 0 s" in warnings[0]
+    store.go.set()
+
+
+def test_a_store_that_keeps_something_is_waited_for(tmp_path: Path) -> None:
+    """All together take longer than the patience, each by itself does not."""
+
+    class Steady(Store):
+        def put(self, data: bytes | memoryview, digest: str | None = None) -> str:
+            threading.Event().wait(0.4)
+            return super().put(data, digest)
+
+    record, _, warnings = rank_record(Steady(str(tmp_path)), patience=1.0)
+    payloads = [b"payload %d" % number for number in range(WAITING)]
+    for payload in payloads:
+        exchanged(record, KEY, payload)
+    record.wait()
+    assert warnings == []
+    assert all(Store(str(tmp_path)).has(sha256(payload)) for payload in payloads)
+
+
 def test_a_store_that_fails_is_said_once_and_ends_nothing(tmp_path: Path) -> None:
     store = SlowStore(str(tmp_path))
     store.failure = RecordError("s3://x: cannot be written (no such bucket)")

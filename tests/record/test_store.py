@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -72,6 +74,30 @@ def test_a_url_is_a_store_too() -> None:
     store = Store("memory://record-test/store")
     store.put(b"abc")
     assert Store("memory://record-test/store").get(ABC) == b"abc"
+
+
+def test_a_write_that_broke_off_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SFTP, say, shows a file from its first byte on, and the line drops after three of them."""
+    store = Store("memory://record-test/broken", patience=30.0)
+    whole, opened = store._files.open, list[str]()
+    digest = hashlib.sha256(b"abcdef").hexdigest()
+
+    class Breaks(io.BytesIO):
+        def write(self, data: Any) -> int:
+            with whole(store.path(digest), "wb") as file:
+                file.write(bytes(data)[:3])
+            raise ConnectionResetError("the line dropped")
+
+    def open_(path: str, mode: str) -> Any:
+        opened.append(path)
+        return Breaks() if len(opened) == 1 else whole(path, mode)
+
+    monkeypatch.setattr(store._files, "open", open_)
+    store.put(b"abcdef")
+    assert len(opened) == 2
+    assert store.get(digest) == b"abcdef"
+    store.put(b"abcdef")
+    assert len(opened) == 2, "what is whole is not written again"
 
 
 @pytest.mark.parametrize("where", ["nosuch://x", "abfs-of-nobody://y"])

@@ -11,7 +11,7 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -25,6 +25,7 @@ from dilocox.record.digests import tensor_bytes
 from dilocox.record.recording import Author, Coordinator
 from dilocox.record.rounds import Document, checksum, fingerprint, steps_to_bytes
 from dilocox.record.store import Store
+from dilocox.storage import begun
 
 log = logging.getLogger(__name__)
 
@@ -79,7 +80,6 @@ class InnerRecord:
         self._author, self._manner = author, manner
         self._store, self._coordinator, self._warn = store, coordinator, warn
         self._steps: list[tuple[Tensor, Tensor]] | None = None
-        self._beside = ThreadPoolExecutor(1, thread_name_prefix="round-state")
         self._keeping: Future[None] | None = None
         self._signed = threading.Event()
         self._signed.set()
@@ -97,7 +97,7 @@ class InnerRecord:
         if begins:
             self._steps = []
         self._signed.clear()
-        self._keeping = self._beside.submit(self._keep, round_, tick, begins, copies, state, steps)
+        self._keeping = begun(lambda: self._keep(round_, tick, begins, copies, state, steps))
 
     def step(self, numbers: Tensor, parameters: Iterable[Tensor]) -> None:
         """See `RoundWatch`."""
@@ -110,7 +110,8 @@ class InnerRecord:
 
     def wait_signed(self) -> None:
         """Return when the newest state is signed and in the log, or that was warned of."""
-        self._signed.wait()
+        if not self._signed.wait(self._patience):
+            self._too_slow()
 
     def _is_kept(self) -> bool:
         """Wait until the state before is kept; whether it was in time."""
@@ -118,10 +119,14 @@ class InnerRecord:
             if self._keeping is not None:
                 self._keeping.result(self._patience)
         except FutureTimeoutError:
-            slow = f"{self._store.where}: has not kept a state for {self._patience:.0f} s"
-            self._give_up(RecordError(slow))
+            self._too_slow()
             return False
         return True
+
+    def _too_slow(self) -> None:
+        slow = f"{self._store.where}: has not kept a state for {self._patience:.0f} s"
+        self._give_up(RecordError(slow))
+        self._signed.set()
 
     def _keep(
         self,

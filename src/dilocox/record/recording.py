@@ -84,6 +84,7 @@ class RankRecord:
         self._coordinator, self._warn = coordinator, warn
         self._queue: queue.Queue[_Waiting] = queue.Queue(WAITING)
         self._broken = False
+        self._kept = 0
         self._thread = threading.Thread(target=self._run, name="record", daemon=True)
         self._thread.start()
 
@@ -169,7 +170,12 @@ class RankRecord:
 
     def wait(self) -> None:
         """Return when all that is known so far is kept, or was warned of."""
-        self._queue.join()
+        last, kept = self._put(()), -1
+        # As long as something is kept within the patience, the store is slow and not stuck.
+        while not self._broken and not last.over.wait(self._patience):
+            if self._kept == kept:
+                self._slow()
+            kept = self._kept
 
     def _done(self, future: Future[Outcome]) -> None:
         if not future.cancelled() and future.exception() is None:
@@ -197,8 +203,8 @@ class RankRecord:
             except Exception as error:  # other people's storage, over a network
                 self._give_up(error)
             finally:
+                self._kept += 1
                 waiting.over.set()
-                self._queue.task_done()
 
     def _keep(self, payloads: tuple[Tensor, ...]) -> None:
         with timeline.span("keep payloads", payloads=len(payloads)):

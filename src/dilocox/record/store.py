@@ -58,8 +58,9 @@ class Store:
     def put(self, data: bytes | memoryview, digest: str | None = None) -> str:
         """Keep `data`; its digest. `digest`: of `data`, if it is known already.
 
-        All or nothing: another process never sees half of it. In a folder it survives a power cut.
-        Raises `RecordError`.
+        All or nothing where storage allows: in a folder, which survives a power cut, and in object
+        storage. Elsewhere half of it may be there after a break; it is written again then, and
+        `get` refuses it until it is whole. Raises `RecordError`.
         """
         digest = sha256(data) if digest is None else digest
         try:
@@ -93,11 +94,12 @@ class Store:
         return dropped
 
     def _write(self, path: str, data: bytes | memoryview) -> None:
-        if self._files.exists(path):
+        if self._is_whole(path, len(memoryview(data).cast("B"))):
             return
         folder = path.rsplit("/", 1)[0]
         self._files.makedirs(folder, exist_ok=True)
-        # Object storage shows a file when it is whole; a file system needs a second name.
+        # Object storage shows a file when it is whole; a file system needs a second name. On one
+        # that is reached over a network, moving may be a copy: there the size tells.
         part = f"{folder}/.{secrets.token_hex(8)}.part" if self._local else path
         with self._files.open(part, "wb") as file:
             file.write(data)
@@ -108,6 +110,13 @@ class Store:
         if part != path:
             self._files.mv(part, path)
             sync_folder(Path(folder))
+
+    def _is_whole(self, path: str, size: int) -> bool:
+        """Whether what is to be written there is there: a write may have broken off."""
+        try:
+            return bool(self._files.info(path).get("size") == size)
+        except OSError:
+            return False  # whatever else is wrong there, writing says
 
     def get(self, digest: str) -> bytes:
         """The bytes with this digest.

@@ -17,7 +17,7 @@ from dilocox.record.audit_claims import Audits
 from dilocox.record.audits import FOLDER
 from dilocox.record.claims import NotRunError
 from dilocox.record.course import Course, State, read_course
-from dilocox.record.files import other_files
+from dilocox.record.files import check_other_files, published_files
 from dilocox.record.gaps import broken_commitments, gaps
 from dilocox.record.log import LogContent, check_grown, check_log, read_log
 from dilocox.record.notary import code_digest
@@ -310,10 +310,10 @@ class _Verification:
         finals = [course.state("final", stage)[-1:] for stage in range(course.stages)]
         if not all(finals):
             raise NotRunError("the final states of some stages are not signed")
-        states = [state for found in finals for state in found]
-        self._other_files(folder, states)
-        count = self._tensors(folder, states)
-        return f"{count} tensors and {len(states[0].files)} other files of {folder}"
+        published = published_files(course.state("final", 0))
+        check_other_files(folder, published)
+        count = self._tensors(folder, [state for found in finals for state in found])
+        return f"{count} tensors and {len(published)} other files of {folder}"
 
     def _model_folder(self) -> Path:
         return self.places.model or self.places.run / "model"
@@ -321,17 +321,6 @@ class _Verification:
     def release(self) -> str:
         """The model's folder is what its release key has signed."""
         return check_release(self._model_folder(), self.places.release_key)
-
-    def _other_files(self, folder: Path, states: Sequence[State]) -> None:
-        signed = {name: digest for state in states for name, digest in state.files.items()}
-        found = other_files(folder)
-        for name in sorted(signed.keys() | found.keys()):
-            if name not in found:
-                raise RecordError(f"{folder / name}: missing")
-            if name not in signed:
-                raise RecordError(f"{folder / name}: was not there when the model was published")
-            if signed[name] != found[name]:
-                raise RecordError(f"{folder / name}: was changed after the model was published")
 
     def _tensors(self, folder: Path, states: Sequence[State]) -> int:
         from dilocox.config import ModelSection
