@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,10 +11,18 @@ import torch
 
 from dilocox import entering
 from dilocox.entering import Newcomer
+from dilocox.errors import RunOverError
 from dilocox.outer.coordinator.messages import Entering
+from dilocox.outer.entry import Snapshot
 from dilocox.outer.pending import Counts
 
 ENTRY = Entering(site="new", incarnation=1, donor="old", from_round=3)
+
+
+def news(phase: str, **more: Any) -> SimpleNamespace:
+    """What a beat brings back."""
+    told = {"lease": 1000, "stop_tick": None, "role": "active", "entering": [], **more}
+    return SimpleNamespace(phase=phase, **told)
 
 
 class Followed:
@@ -54,7 +63,7 @@ class Followed:
             kind="train", first_tick=2 * round_, slots=1, members=members,
             model_copy=lambda update: plan,
         )  # fmt: skip
-        return SimpleNamespace(plan=plan, receive=False)
+        return SimpleNamespace(plan=plan, receive=False, leave=False)
 
 
 @pytest.fixture(autouse=True)
@@ -75,7 +84,7 @@ def test_nothing_is_followed_before_the_run_has_started() -> None:
         @property
         def news(self) -> Any:
             phase = followed.phases[min(followed.asked, len(followed.phases) - 1)]
-            return SimpleNamespace(phase=phase, entering=[])
+            return news(phase)
 
     followed.control = Control(touch=followed._touch, hurry=lambda: None)
     Newcomer(followed, ENTRY, lambda *_: None, 1.0).follow()  # type: ignore[arg-type, return-value]
@@ -87,6 +96,106 @@ def test_nothing_is_followed_before_the_run_has_started() -> None:
 
 def test_what_was_waited_for_on_the_way_is_not_in_the_first_round() -> None:
     followed: Any = Followed(["running"])
-    followed.control.news = SimpleNamespace(phase="running", entering=[])
+    followed.control.news = news("running")
     Newcomer(followed, ENTRY, lambda *_: None, 1.0).follow()  # type: ignore[arg-type, return-value]
     assert followed.outer.counts == Counts()
+
+
+class TurnedBackError(Exception):
+    """The site has turned back."""
+
+
+class Leased(SimpleNamespace):
+    """News whose lease goes on by a slot with every look, as far as `most`."""
+
+    looks, most, told = 0, 1000, dict[str, Any]()
+
+    @property
+    def news(self) -> Any:
+        self.looks += 1
+        return news("running", **{"lease": min(self.looks, self.most), **self.told})
+
+
+def turns_back(followed: Any, **control: Any) -> list[dict[str, bool]]:
+    """How the site turns back, if it does."""
+    found: list[dict[str, bool]] = []
+
+    def turn_back(**how: bool) -> None:
+        found.append(how)
+        raise TurnedBackError
+
+    followed.turn_back = turn_back
+    followed.control = Leased(touch=followed._touch, hurry=lambda: None, **control)
+    with contextlib.suppress(TurnedBackError):
+        Newcomer(followed, ENTRY, lambda *_: None, 1.0).follow()  # type: ignore[arg-type]
+    return found
+
+
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(entering, "GLANCE", 0.0)
+
+
+def test_it_goes_no_further_than_the_lease(at_once: None) -> None:
+    """Else it would say that it stands where nobody may be yet, and be refused."""
+    followed: Any = Followed(["running"])
+    ends: list[tuple[int, int]] = []
+
+    def end_of_slot(plan: Any, slot: int) -> None:
+        ends.append((plan.first_tick + slot, followed.control.looks))
+
+    followed.outer.end_of_slot = end_of_slot
+    assert turns_back(followed) == []
+    assert [tick for tick, _ in ends] == [7]
+    assert all(tick <= looks for tick, looks in ends)
+    assert followed.at.tick == 8 <= followed.control.looks
+
+
+def test_it_turns_back_where_the_run_stops(at_once: None) -> None:
+    """At a slot of a round that it follows, and before one that will not be planned any more."""
+    followed: Any = Followed(["running"])
+    assert turns_back(followed, most=6, told={"stop_tick": 6}) == [{}]
+    assert followed.ends == []
+    waiting: Any = Followed(["running"])
+    waiting.client.poll_plan = lambda round_, wait: SimpleNamespace(
+        plan=None, receive=False, leave=False
+    )
+    assert turns_back(waiting, told={"stop_tick": 6}) == [{}]
+
+
+def test_a_site_that_is_to_leave_does_not_enter_again(at_once: None) -> None:
+    followed: Any = Followed(["running"])
+    followed.client.poll_plan = lambda round_, wait: SimpleNamespace(
+        plan=None, receive=False, leave=True
+    )
+    assert turns_back(followed) == [{"leaves": True}]
+
+
+def test_a_site_that_the_flush_leaves_out_publishes_nothing(at_once: None) -> None:
+    followed: Any = Followed(["running"])
+    flush = SimpleNamespace(kind="flush", first_tick=6, slots=1, members={"old": None})
+    followed.client.poll_plan = lambda round_, wait: SimpleNamespace(
+        plan=flush, receive=True, leave=False
+    )
+    with pytest.raises(RunOverError, match="site new: the run ends before it has entered"):
+        turns_back(followed)
+
+
+def test_of_two_donors_the_first_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What has landed since on a piece that was taken over is not undone by another's copy."""
+    followed: Any = Followed(["running"])
+    taken: list[int] = []
+
+    def adopt(snapshot: Any) -> None:
+        taken.append(snapshot.tick)
+        followed.outer.awaiting.discard(snapshot.piece)
+
+    followed.outer.adopt = adopt
+    followed.control.news = news("running")
+    monkeypatch.undo()
+    monkeypatch.setattr(Newcomer, "_fetch", lambda self: None)
+    newcomer = Newcomer(followed, ENTRY, lambda *_: None, 1.0)  # type: ignore[arg-type]
+    for tick in (3, 6):
+        newcomer._take(0, Snapshot(0, tick, {}, ""))
+        newcomer.adopt()
+    assert taken == [3]

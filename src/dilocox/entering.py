@@ -2,8 +2,10 @@
 
 The founder has made theta_0 itself. Every other site that enters fetches its pieces from a
 donor in a thread, and until a plan counts it in it follows the rounds without inner steps:
-receiving what the others exchange, and landing it on what it has fetched. A site that was overtaken
-enters in the same way, but keeps its inner state, and its residual with all that it has trained.
+receiving what the others exchange, and landing it on what it has fetched. It goes no further than
+the lease lets those who train, and so is where they are when its own rounds begin. A site that was
+overtaken enters in the same way, but keeps its inner state, and its residual with all that it has
+trained.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from dilocox.errors import DilocoxError, ExchangeError, TrainingError
+from dilocox.errors import DilocoxError, ExchangeError, RunOverError, TrainingError
 from dilocox.outer.coordinator.messages import Entering
 from dilocox.outer.entry import Donor, Snapshot, digest_of, fetch
 from dilocox.outer.groups import PeerGroup
@@ -27,6 +29,8 @@ log = logging.getLogger(__name__)
 
 PAUSE = 0.5
 """Seconds between two looks whether a run that starts has started."""
+GLANCE = 0.05
+"""Seconds between two looks whether the lease goes on."""
 
 FormGroup = Callable[[str, str, str], PeerGroup]
 """(name, donor, receiver) -> the group of these two ranks."""
@@ -173,7 +177,10 @@ class Newcomer:
             return self._whole
 
     def follow(self) -> None:
-        """Return when the next plan counts this site in; the anchor is then the run's."""
+        """Return when the next plan counts this site in; the anchor is then the run's.
+
+        Raises `RunOverError` if the run ends before, `Stopped` if it stops or the site is to leave.
+        """
         trainer = self._trainer
         trainer.at.round = self._entry.from_round
         while True:
@@ -183,21 +190,27 @@ class Newcomer:
             reply = trainer.client.poll_plan(trainer.at.round, 1.0)
             plan = reply.plan
             self.adopt()
+            if reply.leave:
+                trainer.turn_back(leaves=True)
             if plan is None or starting:
                 trainer.control.touch()
+                if plan is None and trainer.control.news.stop_tick is not None:
+                    self._stop()
                 if starting:
                     trainer.control.hurry()
                     time.sleep(PAUSE)
                 continue
-            trainer.at.tick = plan.first_tick
+            if plan.kind == "flush" and trainer.me not in plan.members:
+                raise RunOverError(f"site {trainer.me}: the run ends before it has entered")
+            self._reach(plan.first_tick)
             if plan.kind == "flush" or (trainer.me in plan.members and not reply.receive):
                 break
             # A plan may be older than the news that this site was overtaken.
             others = {site: own for site, own in plan.members.items() if site != trainer.me}
             plan = plan.model_copy(update={"members": others})
             for slot in range(1, plan.slots + 1):
+                self._reach(plan.first_tick + slot)
                 trainer.outer.end_of_slot(plan, slot)
-                trainer.at.tick = plan.first_tick + slot
                 trainer.control.touch()
                 self.adopt()
             trainer.at.round += 1
@@ -211,13 +224,36 @@ class Newcomer:
         trainer.outer.counts = Counts()
         trainer.rank.model.sync_tied(moments=trainer.config.shares_moments)
 
+    def _reach(self, tick: int) -> None:
+        """Stand at `tick` when those who train may have got there. Raises `Stopped` if they never
+        do."""
+        trainer = self._trainer
+        while (news := trainer.control.news).lease < tick:
+            if news.stop_tick is not None:
+                self._stop()
+            trainer.control.touch()
+            self.adopt()
+            time.sleep(GLANCE)
+        trainer.at.tick = tick
+
+    def _stop(self) -> None:
+        """The run stops before this site has trained: it has no checkpoint to write. Raises
+        `Stopped`; of a site that has not got all pieces, in the end, that the run is over."""
+        trainer = self._trainer
+        if trainer.control.news.role == "active":
+            trainer.turn_back()
+        trainer.control.touch()
+        time.sleep(GLANCE)
+
     def adopt(self) -> None:
         """Take over what has arrived. Raises what ended the transfer."""
         with self._lock:
             arrived, self._arrived = self._arrived, []
             error, since = self._error, time.monotonic() - self._broke_at
         for snapshot in arrived:
-            self._trainer.outer.adopt(snapshot)
+            # Of two donors the first counts: what has landed since on its piece is not undone.
+            if snapshot.piece in self._trainer.outer.awaiting:
+                self._trainer.outer.adopt(snapshot)
         if self._whole and error is None:
             return
         donor = self._next_donor()

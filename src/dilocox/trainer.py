@@ -97,7 +97,8 @@ class Trainer:
                 plan = self.next_plan()
             self.outer.take_up_again()
             if plan.kind == "flush":
-                if newcomer is None and self.overtaken(plan.round - 1) is not None:
+                left_behind = newcomer is None and self.overtaken(plan.round - 1) is not None
+                if left_behind or self.me not in plan.members:
                     raise RunOverError(f"site {self.me}: the run ends while it is left behind")
                 break
             if self.me not in plan.members:
@@ -399,6 +400,17 @@ class Trainer:
         self.outer.settle()
         self.wait_for_record()
         self.client.depart()
+        raise Stopped
+
+    def turn_back(self, leaves: bool = False) -> None:
+        """Go before this site has trained a round since it entered (again): the run stops, or the
+        site `leaves`. Raises `Stopped`."""
+        self.errands.wait()
+        self.wait_for_record()
+        if leaves:
+            self.client.depart()
+        else:
+            self.client.finish(complete=False)
         raise Stopped
 
     def finish(self, plan: RoundPlan) -> None:

@@ -337,7 +337,7 @@ class Coordinator:
                 f"the flush after {self.config.total_steps} inner steps",
             )
         planned = plan_round(state, round_, self.wall())
-        if isinstance(planned, e.Planned) and asking is not None and asking.role == "active":
+        if isinstance(planned, e.Planned) and state.may_plan(caller.site, round_):
             self.record(planned)
             return m.PlanReply(plan=state.plans[round_], waiting_for="")
         waiting = planned if isinstance(planned, str) else "an active site to ask for it"

@@ -111,17 +111,29 @@ class Facts:
             and state.active_from <= round_
         )
 
+    def may_plan(self, site: str, round_: int) -> bool:
+        """Whether a round is planned because this site asks: one that trains the round before asks
+        with its last step, one that has just entered whenever it gets there."""
+        if site not in self.sites or self.sites[site].role != "active":
+            return False
+        training = [name for name in self.sites if self.takes_part(name, round_ - 1)]
+        return not training or site in training
+
     def members_for(self, round_: int) -> list[Member]:
         """Sites of the epoch that an exchange of `round_` is carried between.
 
         One that enters receives from the first round on none of whose exchanges was begun without
-        it; its ranks do not wait for earlier ones.
+        it; its ranks do not wait for earlier ones. The flush is for those alone that are in its
+        plan: nobody else has a round to take it into.
         """
+        plan = self.plans.get(round_)
+        last = plan is not None and plan.kind == "flush"
         return [
             (name, incarnation)
             for name, incarnation in self.members
             if self.sites[name].role != "entering" or self.sites[name].from_round <= round_
             if not self.sites[name].leaves_before(round_)
+            if plan is None or not last or name in plan.members
         ]
 
     def voters(self, exchange: Exchange) -> list[RankKey]:

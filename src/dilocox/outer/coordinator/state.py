@@ -84,6 +84,8 @@ class CoordinatorState(Facts):
     def _enter(self, event: e.Entered | e.Overtaken) -> None:
         site = self.sites[event.site]
         site.role, site.donor, site.ready = "entering", event.donor, set()
+        # By these it has met donors when it entered before.
+        self._forget_keys(f"run/entry/{event.site}/")
         if event.from_round is not None:
             site.from_round = event.from_round
             return
@@ -155,8 +157,11 @@ class CoordinatorState(Facts):
             self._without(member)
 
     def _let_go(self, name: str, reason: str) -> None:
-        site, prefix = self.sites[name], f"site/{name}/"
+        site = self.sites[name]
         site.role, site.reason, site.donor = "gone", reason, None
+        self._forget_keys(f"site/{name}/")
+
+    def _forget_keys(self, prefix: str) -> None:
         self.store = {key: value for key, value in self.store.items() if not key.startswith(prefix)}
 
     def _without(self, member: Member) -> None:
