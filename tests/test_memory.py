@@ -34,14 +34,17 @@ def test_states_in_bytes_per_parameter() -> None:
     assert memory.inner_bytes_per_parameter(config()) == 16
     assert memory.inner_bytes_per_parameter(config(inner="muon")) == 12
     assert memory.inner_bytes_per_parameter(config(inner="sgd")) == 8
-    # anchor, momentum, reference, and the whole model in flight
-    assert memory.outer_bytes_per_parameter(config()) == 16
-    # ... with a residual, and a quarter of the model in flight
-    assert memory.outer_bytes_per_parameter(config(outer={"method": "dilocox"})) == 17
+    # anchor, momentum, reference
+    assert memory.outer_bytes_per_parameter(config()) == 12
+    # ... with a residual
+    assert memory.outer_bytes_per_parameter(config(outer={"method": "dilocox"})) == 16
     # ... with the last pseudo-gradient and the site's own part of the momentum
-    assert memory.outer_bytes_per_parameter(config(outer={"overlap": "eager"})) == 24
+    assert memory.outer_bytes_per_parameter(config(outer={"overlap": "eager"})) == 20
     # ... with the momentum in bf16
-    assert memory.outer_bytes_per_parameter(config(outer={"momentum_dtype": "bf16"})) == 14
+    assert memory.outer_bytes_per_parameter(config(outer={"momentum_dtype": "bf16"})) == 10
+    # Contribution, what was seen of it, and average: of the whole model, of a quarter.
+    assert memory.under_way_bytes_per_parameter(config()) == 12
+    assert memory.under_way_bytes_per_parameter(config(outer={"method": "dilocox"})) == 3
 
 
 def test_a_gate_needs_a_model_to_try_in_and_what_it_goes_by() -> None:
@@ -55,9 +58,9 @@ def test_a_gate_needs_a_model_to_try_in_and_what_it_goes_by() -> None:
         run = run.model_copy(update={"admission": run.admission.model_copy(update=dict(admission))})
         assert memory.gate_model_bytes_per_parameter(run) == on_device
         assert memory.gate_probe_bytes_per_parameter(run) == beside
-        assert memory.host_bytes_per_parameter(run, on_gpu=False) == 33 + on_device + beside
+        assert memory.host_bytes_per_parameter(run, on_gpu=False) == 35 + on_device + beside
         assert memory.gpu_bytes(run, 1000, 0) == 1000 * (16 + on_device)
-        assert memory.host_bytes_per_parameter(run, on_gpu=True) == 17 + beside
+        assert memory.host_bytes_per_parameter(run, on_gpu=True) == 19 + beside
 
 
 def test_the_outer_state_is_as_large_as_said() -> None:
@@ -83,8 +86,7 @@ def test_the_outer_state_is_as_large_as_said() -> None:
             momentum_dtype=MOMENTUM_DTYPES[dtype],
         )
         held = sum(t.nbytes for t in vars(state).values() if isinstance(t, torch.Tensor))
-        in_flight = live["w"].nbytes
-        assert held + in_flight == 1024 * memory.outer_bytes_per_parameter(run)
+        assert held == 1024 * memory.outer_bytes_per_parameter(run)
 
 
 def test_activations() -> None:
@@ -125,7 +127,7 @@ def test_a_gpu_that_is_too_small_is_named_with_the_mend() -> None:
 
 def test_shards_share_the_states_and_the_outer_state_lies_where_it_is_told() -> None:
     assert memory.gpu_bytes(config(shards=2), 1000, 77) == 8000 + 77
-    assert memory.gpu_bytes(config(outer={"device": "model"}), 1000, 0) == 32000
+    assert memory.gpu_bytes(config(outer={"device": "model"}), 1000, 0) == 28000
 
 
 def test_the_check_reads_what_is_free_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,17 +154,20 @@ def test_the_check_reads_what_is_free_on_the_device(monkeypatch: pytest.MonkeyPa
 
 def test_the_machines_own_memory() -> None:
     run = config()
-    needed = 2 * (3000 + 1000) * 32
+    needed = 2 * (3000 + 1000) * 40
     assert memory.host_problem(run, [1000, 3000], 2, needed, on_gpu=False) is None
     problem = memory.host_problem(run, [1000, 3000], 2, needed - 1, on_gpu=False)
     assert problem is not None
     assert problem.startswith("2 sites here need 0.0 GiB of memory (stage 1 alone 0.0 GiB)")
-    # On GPUs only the outer state is in the machine's memory, and not even that by option.
-    assert memory.host_problem(run, [4000], 2, 2 * 4000 * 16, on_gpu=True) is None
-    assert memory.host_problem(run, [4000], 2, 2 * 4000 * 16 - 1, on_gpu=True) is not None
-    assert memory.host_problem(config(outer={"device": "model"}), [4000], 2, 0, on_gpu=True) is None
+    # On GPUs outer state and exchanges are in the machine's memory, by option the latter alone.
+    assert memory.host_problem(run, [4000], 2, 2 * 4000 * 24, on_gpu=True) is None
+    assert memory.host_problem(run, [4000], 2, 2 * 4000 * 24 - 1, on_gpu=True) is not None
+    on_device = config(outer={"device": "model"})
+    assert memory.host_problem(on_device, [4000], 2, 2 * 4000 * 12, on_gpu=True) is None
+    assert memory.host_problem(on_device, [4000], 2, 2 * 4000 * 12 - 1, on_gpu=True) is not None
 
 
 def test_the_disk_holds_kept_checkpoints_one_more_and_the_model() -> None:
-    # parameters and moments 12, outer state 16; two kept and one being written, two sites
+    # parameters and moments 12, outer state 12, contributions 4; two kept and one being written,
+    # two sites
     assert memory.disk_bytes(config(), 1000, 2) == 2 * 28 * 1000 * 3 + 4000

@@ -158,6 +158,22 @@ def test_a_sink_that_fails_ends_no_run(tmp_path: Path, tracker: Tracker) -> None
     assert "no route to host" in failed["text"]
 
 
+def test_a_sink_that_cannot_be_opened_ends_no_run(tmp_path: Path, tracker: Tracker) -> None:
+    """A coordinator that was killed in the middle goes on, whether or not the tracker answers."""
+
+    def unreachable(**options: Any) -> Any:
+        raise ConnectionError("no route to host")
+
+    tracker.init = unreachable  # type: ignore[method-assign]
+    metrics = Metrics(config(tracker.__name__), tmp_path)
+    metrics.write(ROUND)
+    metrics.close()
+    failed, record = read(tmp_path)
+    assert tracker.__name__ in failed["text"]
+    assert "no route to host" in failed["text"]
+    assert record["step"] == 20
+
+
 @pytest.mark.parametrize("name", ["wandb", "trackio"])
 @pytest.mark.parametrize("kind", ["nothing", "folder"])
 def test_a_missing_package_is_named(

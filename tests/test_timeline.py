@@ -127,6 +127,20 @@ def test_ranks_are_processes_on_one_clock(tmp_path: Path) -> None:
     ]
 
 
+def test_ranks_that_end_together_do_not_trip_over_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both find the folder empty, and one of them has removed it."""
+    with timeline.recording(trace_file.part_path(tmp_path, "paris", 0, 0)), timeline.span("x"):
+        pass
+
+    def gone(folder: Path) -> None:
+        raise FileNotFoundError(folder)
+
+    monkeypatch.setattr(Path, "rmdir", gone)
+    assert trace_file.merge_rank(tmp_path, "paris", 0, 0) is not None
+
+
 def test_what_a_killed_rank_has_written_is_kept(tmp_path: Path) -> None:
     part = trace_file.part_path(tmp_path, "a", 0, 0)
     with timeline.recording(part):

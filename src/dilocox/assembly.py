@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from dilocox.config import RunConfig
 from dilocox.data import SequenceSpace, TokenFiles, held_out
+from dilocox.errors import ConfigError
 from dilocox.memory import check_gpu
 from dilocox.models import (
     ChunkSpec,
@@ -95,8 +96,16 @@ class Blueprint:
 
     @classmethod
     def of(cls, config: RunConfig, vocabulary_size: int | None) -> Blueprint:
-        """Raises `ModelError` for a model that cannot be trained or cut."""
+        """Raises `ModelError` for a model that cannot be trained or cut, and `ConfigError` for
+        sequences that are too long for it."""
         hf_config = load_model_config(config.model, vocabulary_size)
+        positions = getattr(hf_config, "max_position_embeddings", None)
+        if positions is not None and config.data.sequence_length > positions:
+            raise ConfigError(
+                f"data.sequence_length {config.data.sequence_length} is above the model's "
+                f"max_position_embeddings {positions}: lower it to at most {positions}, or raise "
+                "max_position_embeddings in model.architecture"
+            )
         chunks = config.site.stages * config.site.chunks
         cut = plan_cut(hf_config, chunks, config.data.sequence_length)
         return cls(hf_config, cut, tied_pair(hf_config))

@@ -35,7 +35,7 @@ from dilocox.config_rounds import (
     usual_steps,
 )
 from dilocox.config_section import Positive, Section
-from dilocox.config_site import InnerSection, SiteName, SiteOverride, SiteSection
+from dilocox.config_site import ZERO_BUBBLE, InnerSection, SiteName, SiteOverride, SiteSection
 from dilocox.errors import ConfigError
 from dilocox.methods import BEFORE, METHODS, method_defaults
 from dilocox.problems import first_problem
@@ -188,6 +188,11 @@ class RunConfig(Section):
         ) or admission_problem(self.admission, self.outer, self.compression, self.site.ranks)
         if problem is not None:
             raise ValueError(problem)
+        if self.model.compile and self.site.schedule in ZERO_BUBBLE:
+            raise ValueError(
+                f'model.compile: cannot be used with site.schedule "{self.site.schedule}", which '
+                "splits the backward pass: set it to false, or use another schedule"
+            )
         if self.record.states_every and self.exchanges_gradients:
             raise ValueError(
                 f"record.states_every: method {self.outer.method} exchanges gradients, which are "

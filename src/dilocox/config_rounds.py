@@ -66,7 +66,7 @@ class OuterSection(Section):
     exchange: Literal["gather", "reduce"] = "gather"
     device: Literal["cpu", "model"] = "cpu"
     """Where anchor, momentum and residual live: host memory or the model's device. In a GPU's
-    memory they take up to 17 bytes per parameter (docs/planner.md), and it hardly stands still for
+    memory they take up to 20 bytes per parameter (docs/planner.md), and it hardly stands still for
     boundaries and landings, so that rounds can be short."""
     min_sites: Positive = 1
     """Fewer live sites than this: wait instead of going on."""

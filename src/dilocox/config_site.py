@@ -12,6 +12,10 @@ Beta = Annotated[float, Field(ge=0.0, lt=1.0, strict=True)]
 SiteName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,30}$")]
 
 
+ZERO_BUBBLE = ("interleaved-zero-bubble", "zbv")
+"""Schedules that split the backward pass into its input and its weight half."""
+
+
 class SiteSection(Section):
     """`[site]`: what every site looks like inside. Stages × shards are the same at all sites."""
 

@@ -85,7 +85,10 @@ def join_as_rank(
         )
         code = run_rank(job, lambda line, _: complain(line))
     if trace:
-        merge_rank(config.folder, site, stage, shard)
+        try:
+            merge_rank(config.folder, site, stage, shard)
+        except OSError as error:  # not worth a run's failure
+            complain(f"the timeline was not written: {error}")
     return code
 
 

@@ -32,9 +32,21 @@ def inner_bytes_per_parameter(config: RunConfig) -> int:
 
 
 def outer_bytes_per_parameter(config: RunConfig) -> int:
-    """Anchor, momentum and reference, residual, what `eager` keeps, and one piece in flight."""
+    """Anchor, momentum and reference, residual, and what `eager` keeps, between exchanges."""
     extra = 4 * config.compression.error_feedback + 8 * (config.outer.overlap == "eager")
-    return 8 + MOMENTUM_BYTES[config.outer.momentum_dtype] + extra + 4 // config.outer.fragments
+    return 8 + MOMENTUM_BYTES[config.outer.momentum_dtype] + extra
+
+
+UNDER_WAY = 12
+"""Bytes per value of an exchange that waits for its landing, fp32 in the machine's memory: the
+contribution, what the others saw of it, and the average."""
+LANDING = 8
+"""Bytes per value of a piece that lands: how far its parameters have moved, and new values."""
+
+
+def under_way_bytes_per_parameter(config: RunConfig) -> float:
+    """What exchanges hold in the machine's memory, at least: one waits for its landing."""
+    return UNDER_WAY / config.outer.fragments
 
 
 def gate_model_bytes_per_parameter(config: RunConfig) -> int:
@@ -43,12 +55,12 @@ def gate_model_bytes_per_parameter(config: RunConfig) -> int:
     return 4 * (config.admission.gate and config.site.ranks == 1)
 
 
-def gate_probe_bytes_per_parameter(config: RunConfig) -> int:
+def gate_probe_bytes_per_parameter(config: RunConfig) -> float:
     """What a gate keeps of one boundary in the machine's memory, fp32: the whole model's anchors
     to try contributions at, or a fragment's gradients where a site has several ranks."""
     if not config.admission.gate:
         return 0
-    return 4 if config.site.ranks == 1 else 4 // config.outer.fragments
+    return 4 if config.site.ranks == 1 else 4 / config.outer.fragments
 
 
 def activation_bytes(
@@ -128,13 +140,14 @@ def check_gpu(
         raise ConfigError(problem)
 
 
-def host_bytes_per_parameter(config: RunConfig, on_gpu: bool) -> int:
+def host_bytes_per_parameter(config: RunConfig, on_gpu: bool) -> float:
     """What a site's ranks hold in the machine's own memory, per parameter of the model."""
-    outer, probe = outer_bytes_per_parameter(config), gate_probe_bytes_per_parameter(config)
+    outer = outer_bytes_per_parameter(config)
+    beside = under_way_bytes_per_parameter(config) + gate_probe_bytes_per_parameter(config)
     if on_gpu:
-        return probe + (outer if config.outer.device == "cpu" else 0)
+        return beside + (outer if config.outer.device == "cpu" else 0)
     gate = gate_model_bytes_per_parameter(config)
-    return inner_bytes_per_parameter(config) + outer + gate + probe
+    return inner_bytes_per_parameter(config) + outer + gate + beside
 
 
 def host_problem(
@@ -157,5 +170,7 @@ def host_problem(
 
 def disk_bytes(config: RunConfig, parameters: int, sites_here: int) -> int:
     """All kept checkpoints, one being written, and the model."""
-    each = parameters * (inner_bytes_per_parameter(config) - 4 + outer_bytes_per_parameter(config))
+    # Gradients are in no checkpoint, contributions under way are.
+    outer = outer_bytes_per_parameter(config) + 4 // config.outer.fragments
+    each = parameters * (inner_bytes_per_parameter(config) - 4 + outer)
     return sites_here * each * (config.checkpoint.keep + 1) + 4 * parameters

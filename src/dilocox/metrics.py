@@ -44,7 +44,12 @@ class Metrics:
         if torn:
             # A run was killed while it wrote: what follows must not be lost with that line.
             self._file.write("\n")
-        self._sinks = {name: _open(name, config, folder) for name in config.metrics.sinks}
+        self._sinks: dict[str, Sink] = {}
+        for name in config.metrics.sinks:
+            try:
+                self._sinks[name] = _open(name, config, folder)
+            except Exception as error:  # other people's code, over a network
+                self._failed(name, error)
 
     def write(self, record: Mapping[str, Any]) -> None:
         """One record: `kind` and, for kind "round", site, round and numbers.

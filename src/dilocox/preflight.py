@@ -371,13 +371,6 @@ def record_bytes(config: RunConfig, blueprint: Blueprint, parameters: int) -> in
 def _check_blueprint(config: RunConfig, blueprint: Blueprint) -> list[int]:
     """Parameters of each stage, after showing that the model can be cut and trained so."""
     chunks = config.site.stages * config.site.chunks
-    positions = getattr(blueprint.hf_config, "max_position_embeddings", None)
-    if positions is not None and config.data.sequence_length > positions:
-        raise ConfigError(
-            f"data.sequence_length {config.data.sequence_length} is above the model's "
-            f"max_position_embeddings {positions}: lower it to at most {positions}, or raise "
-            "max_position_embeddings in model.architecture"
-        )
     if chunks > 1:
         probe_cut(blueprint.hf_config, chunks, config.model.attention)
     return [_stage_parameters(config, blueprint, stage) for stage in range(config.site.stages)]

@@ -9,6 +9,7 @@ a long run has recorded need not fit into memory.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -69,9 +70,11 @@ def _merge(parts: Path, target: Path) -> Path | None:
 
 
 def _remove_empty(folder: Path) -> None:
-    for place in (*folder.iterdir(), folder) if folder.is_dir() else ():
-        if place.is_dir() and not any(place.iterdir()):
-            place.rmdir()
+    """What another rank that ends at the same time removes first is no matter."""
+    with contextlib.suppress(OSError):
+        for place in (*folder.iterdir(), folder) if folder.is_dir() else ():
+            if place.is_dir() and not any(place.iterdir()):
+                place.rmdir()
 
 
 @dataclass

@@ -51,7 +51,7 @@ def test_a_plan_in_one_page(plan: Command, file: Path) -> None:
     assert "lyon, paris: l40s:2x1, 1 of 2 GPUs used; link 100mbit, round trip 30 ms" in out
     assert "100.0M tokens:" in out
     assert "allreduce" in out
-    assert "outer state (17 bytes per parameter) in the host's memory" in out
+    assert "outer state (16 bytes per parameter) in the host's memory" in out
 
 
 def test_the_outer_state_is_smaller_with_momentum_in_bf16(plan: Command, file: Path) -> None:
@@ -59,7 +59,7 @@ def test_the_outer_state_is_smaller_with_momentum_in_bf16(plan: Command, file: P
     code, out, _ = plan(file, *wanted)
     assert code == 0
     memory = json.loads(out)["memory"]
-    assert memory["outer_bytes_per_parameter"] == 15
+    assert memory["outer_bytes_per_parameter"] == 14
     assert memory["stages"][0]["host"] == 15 * memory["stages"][0]["parameters"]
 
 
@@ -69,7 +69,10 @@ def test_the_outer_state_is_checked_against_the_hosts_memory(plan: Command, file
     assert code == 0
     assert "of a machine's memory for 4 ranks (--host-memory GIB checks it)" in out
     code, out, _ = plan(*wanted, "--host-memory", 1)
-    assert "outer state fits: 0.0 GiB of a machine's memory for 4 ranks, of 1.0 GiB" in out
+    assert (
+        "outer state and exchanges fit: 0.0 GiB of a machine's memory for 4 ranks, of 1.0 GiB"
+        in out
+    )
     code, out, _ = plan(*wanted, "--host-memory", 1e-4, "--json")
     assert code == 0
     memory = json.loads(out)["memory"]
@@ -79,9 +82,9 @@ def test_the_outer_state_is_checked_against_the_hosts_memory(plan: Command, file
     assert memory["host_needed_bytes"] == 4 * max(each["outer"] for each in memory["stages"])
     assert memory["host_available_bytes"] == int(1e-4 * 2**30)
     code, out, _ = plan(*wanted, "--host-memory", 1e-4)
-    assert "outer state DOES NOT FIT" in out
+    assert "outer state and exchanges DO NOT FIT" in out
     assert "try --set outer.momentum_dtype=bf16, or spread the site over more nodes" in out
-    assert out.splitlines()[-1].startswith("Memory: the outer state of 4 ranks takes 0.0 GiB")
+    assert out.splitlines()[-1].startswith("Memory: what 4 ranks keep of the outer state")
     # On the GPUs there is nothing to check.
     inside = ("--host-memory", 1e-4, "--set", "outer.device=model", "--json")
     code, out, _ = plan(*wanted, *inside)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from dilocox.config import RunConfig
+from dilocox.outer.controller.choice import as_the_run_file_says
 from dilocox.plan.activations import Kept
 from dilocox.plan.footprint import Footprint, advice, counted, footprints, needed
 from dilocox.plan.outline import Outline
@@ -29,11 +31,14 @@ def test_one_rank_by_hand() -> None:
     assert found.copies == 2 * whole
     # Four layers of the one micro-batch at a time, and the head of one.
     assert found.activations == 4 * 1000 + 5000
-    # dilocox: anchor, momentum, reference, residual, a quarter of the model in flight.
-    assert found.outer == 17 * whole
+    # dilocox: anchor, momentum, reference, residual, 16; a quarter of the model lands, 8 / 4.
+    assert found.outer == 18 * whole
     assert not found.outer_on_device
     assert found.device == 18 * whole + 9000
-    assert found.host == 17 * whole
+    # A quarter waits for its landing: contribution, what was seen of it, average. Of one more the
+    # int4 payloads of two sites are there, and one site's values.
+    assert found.under_way == round((12 + 4 + 2 * 0.52) / 4 * whole)
+    assert found.host == found.outer + found.under_way
 
 
 def test_optimizers_and_where_the_outer_state_is() -> None:
@@ -45,12 +50,15 @@ def test_optimizers_and_where_the_outer_state_is() -> None:
     (plain,) = of(run(inner={"optimizer": "sgd"}, site={"precision": "fp32"}))
     assert plain.optimizer == plain.copies == 0
     (inside,) = of(run(outer={"device": "model"}))
-    assert inside.host == 0
-    assert inside.device == 18 * whole + 9000 + 17 * whole
+    # Contributions are made on the GPU, and exchanged from the machine's memory.
+    assert inside.device == 18 * whole + 9000 + 19 * whole
+    assert inside.host == inside.under_way
     (narrow,) = of(run(outer={"device": "model", "momentum_dtype": "bf16"}))
     assert inside.device - narrow.device == 2 * whole
     (dense,) = of(run(outer={"method": "diloco"}))
-    assert dense.outer == 16 * whole  # no residual, but the whole model in flight
+    # No residual, but all of the model at once, as it is.
+    assert dense.outer == (12 + 8) * whole
+    assert dense.under_way == (12 + 4 + 2 * 4) * whole
 
 
 def test_shards_in_a_pipeline_gather_parameters_and_sum_whole_gradients() -> None:
@@ -93,6 +101,32 @@ def test_gpipe_holds_the_logits_of_all_micro_batches() -> None:
     site = {"stages": 2, "schedule": "gpipe", "batch_size": 6, "micro_batch_size": 1}
     _, last = of(run(site=site))
     assert last.activations == 6 * 2 * 1000 + 100 + 5000 + 5 * 5000 * 2 // 3
+
+
+def test_the_later_it_lands_the_more_is_under_way() -> None:
+    config = run()
+    outline, place = Outline.of(config), Place(device(), 8, 1)
+    rounds = as_the_run_file_says(config)
+    assert (rounds.fragments, rounds.slots) == (4, 20)
+    for delay, waiting in ((1, 1), (5, 1), (6, 2), (20, 4)):
+        (found,) = footprints(config, outline, place, EACH, replace(rounds, delay=delay))
+        bytes_each = 12 * waiting / 4 + (4 + 2 * 0.52) / 4
+        assert found.under_way == round(bytes_each * found.parameters)
+
+
+def test_layers_of_different_sizes_leave_embedding_and_head_outside() -> None:
+    """The first layers of many mixtures of experts are dense, and smaller than the largest."""
+    whole = Outline.of(run())
+    uneven = Outline.of(run())
+    uneven.__dict__["_layers"] = {**whole._layers, 0: whole._layers[0] // 2}
+    even, odd = (
+        footprints(
+            run(site={"shards": 4, "micro_batch_size": 2}), each, Place(device(), 8, 1), EACH
+        )
+        for each in (whole, uneven)
+    )
+    # What is no layer's is gathered all along, with its gradient.
+    assert odd[0].copies - even[0].copies == 2 * 2 * (whole._layers[0] - whole._layers[0] // 2)
 
 
 def test_a_processor_holds_all_ranks_of_its_site() -> None:

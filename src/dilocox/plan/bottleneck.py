@@ -53,7 +53,8 @@ def sentence(plan: RunPlan) -> str:
     host = plan.host
     if host is not None and host.available is not None and not host.fits:
         return (
-            f"Memory: the outer state of {host.ranks} ranks takes {host.needed / GIB:.1f} GiB of "
+            f"Memory: what {host.ranks} ranks keep of the outer state and of exchanges takes "
+            f"{host.needed / GIB:.1f} GiB of "
             f"a machine at {host.place.text}, which has {host.available / GIB:.1f} GiB."
         )
     found = shares(plan)

@@ -59,7 +59,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     command.add_argument(
         "--host-memory", type=float, metavar="GIB",
-        help="memory of each machine; with it the outer state is checked against that, too",
+        help="memory of each machine; with it what is kept there is checked, too",
     )  # fmt: skip
     command.add_argument(
         "--tokens", type=float, metavar="N", help="token budget of the run, for example 1e9"

@@ -9,19 +9,24 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+from dilocox.codec_spec import parse_spec
 from dilocox.config import RunConfig
+from dilocox.config_site import ZERO_BUBBLE
 from dilocox.errors import DilocoxError
 from dilocox.memory import (
+    LANDING,
+    UNDER_WAY,
     gate_model_bytes_per_parameter,
+    gate_probe_bytes_per_parameter,
     inner_bytes_per_parameter,
     outer_bytes_per_parameter,
 )
+from dilocox.outer.controller.choice import Choice, as_the_run_file_says
 from dilocox.plan.activations import Kept, kept
 from dilocox.plan.outline import Outline
 from dilocox.plan.table import Place
 from dilocox.plan.variants import changed
 from dilocox.site.optimizer import is_hidden_matrix
-from dilocox.site.pipeline import ZERO_BUBBLE
 
 
 @dataclass(frozen=True)
@@ -40,25 +45,38 @@ class Footprint:
     """Casts and gathered parameters that live during the step."""
     activations: int
     outer: int
-    """Anchor, momentum, reference, residual and what is in flight."""
+    """Anchor, momentum, reference and residual, and what a landing takes beside them."""
     outer_on_device: bool
+    under_way: int
+    """Exchanges, in the machine's memory wherever the outer state is."""
+    shared: bool
+    """The device is the machine's memory."""
 
     @property
     def device(self) -> int:
         """Bytes on the rank's device."""
         inner = self.weights + self.gradients + self.optimizer + self.copies + self.activations
-        return inner + (self.outer if self.outer_on_device else 0)
+        outer = self.outer if self.outer_on_device else 0
+        return inner + outer + (self.under_way if self.shared else 0)
 
     @property
     def host(self) -> int:
         """Bytes in the machine's memory beside that."""
-        return 0 if self.outer_on_device else self.outer
+        return 0 if self.shared else self.under_way + (0 if self.outer_on_device else self.outer)
 
 
-def footprints(config: RunConfig, outline: Outline, place: Place, each: Kept) -> list[Footprint]:
-    """Every stage's rank. `each`: what a micro-batch keeps (dilocox.plan.activations)."""
+def footprints(
+    config: RunConfig, outline: Outline, place: Place, each: Kept, rounds: Choice | None = None
+) -> list[Footprint]:
+    """Every stage's rank. `each`: what a micro-batch keeps (dilocox.plan.activations); `rounds`:
+    as they are exchanged, without it as the run file says."""
     site = config.site
-    outer = outer_bytes_per_parameter(config)
+    rounds = rounds or as_the_run_file_says(config)
+    waiting = _waiting(rounds)
+    outer = outer_bytes_per_parameter(config) + LANDING / config.outer.fragments
+    if config.outer.device == "model" and not place.device.shared:
+        outer += 4 * waiting  # contributions are made there
+    under_way = _under_way(config, rounds, waiting) + gate_probe_bytes_per_parameter(config)
     bf16 = site.precision != "fp32"
     width = 2 if bf16 else 4
     found = []
@@ -77,7 +95,7 @@ def footprints(config: RunConfig, outline: Outline, place: Place, each: Kept) ->
             # what was gathered: one layer's, reduced in fp32, and all along those of embedding and
             # head, which are reduced together when the backward pass is through.
             layer = outline.layer_parameters
-            outside = max(0, parameters - layers * layer)
+            outside = parameters - outline.inside_layers
             copies = width * (2 * layer + outside) + width * (layer + outside) + 4 * layer
         elif bf16:
             copies = 2 * parameters
@@ -92,11 +110,32 @@ def footprints(config: RunConfig, outline: Outline, place: Place, each: Kept) ->
                 optimizer=-(-_moments(config, outline, stage) // site.shards),
                 copies=copies,
                 activations=_activations(config, outline, stage, each),
-                outer=outer * own,
+                outer=round(outer * own),
                 outer_on_device=config.outer.device == "model" or place.device.shared,
+                under_way=round(under_way * own),
+                shared=place.device.shared,
             )
         )
     return found
+
+
+_WIDTHS = {"none": 4.0, "fp16": 2.0, "bf16": 2.0, "int8": 1.02, "int4": 0.52}
+_WIDTH_OF_OTHERS = 0.3
+"""Bytes per value of payloads, at most."""
+
+
+def _waiting(rounds: Choice) -> float:
+    """The share of the fragments that is between boundary and landing at once."""
+    number = -(-rounds.delay * rounds.fragments // rounds.slots)
+    return min(max(1, number), rounds.fragments) / rounds.fragments
+
+
+def _under_way(config: RunConfig, rounds: Choice, waiting: float) -> float:
+    """Bytes per parameter of exchanges: what waits for its landing, and of the one whose payloads
+    are decoded these and one site's values."""
+    width = _WIDTHS.get(parse_spec(rounds.codec).kind, _WIDTH_OF_OTHERS)
+    payloads = len(config.sites) if config.outer.exchange == "gather" else 2
+    return UNDER_WAY * waiting + (4 + payloads * width) / rounds.fragments
 
 
 def _moments(config: RunConfig, outline: Outline, stage: int) -> int:
@@ -140,12 +179,14 @@ def host_memory(
     stages: Sequence[Footprint], places: Sequence[Place], config: RunConfig
 ) -> HostMemory | None:
     """The machine that is filled most by what ranks keep outside their GPUs, the largest of them
-    side by side; of machines whose memory is not known that which needs most. None if all of it is
-    on the devices, as it always is where the machine's memory is the device's."""
+    side by side; of machines whose memory is not known that which needs most. None where every
+    device is the machine's memory itself."""
     found = []
-    most = 0 if config.outer.device == "model" else max(each.outer for each in stages)
+    most = max(
+        each.under_way + (0 if config.outer.device == "model" else each.outer) for each in stages
+    )
     for place in places:
-        if most and not place.device.shared:
+        if not place.device.shared:
             ranks = min(place.per_node, config.site.ranks)
             found.append(HostMemory(place, ranks, ranks * most, place.device.host.memory))
 

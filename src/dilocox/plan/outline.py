@@ -71,15 +71,25 @@ class Outline:
         """Of the model; tied ones count once."""
         return sum(map(math.prod, self.whole.values()))
 
-    @cached_property
+    @property
     def layer_parameters(self) -> int:
         """Of the largest layer."""
+        return max(self._layers.values(), default=0)
+
+    @property
+    def inside_layers(self) -> int:
+        """Of all layers: what is left is outside them, as embedding and head are."""
+        return sum(self._layers.values())
+
+    @cached_property
+    def _layers(self) -> dict[int, int]:
+        """Parameters by layer."""
         sizes: dict[int, int] = {}
         for name, shape in self.whole.items():
             number = layer_number(name)
             if number is not None:
                 sizes[number] = sizes.get(number, 0) + math.prod(shape)
-        return max(sizes.values(), default=0)
+        return sizes
 
     @property
     def hf_config(self) -> Any:

@@ -10,6 +10,7 @@ from dilocox.config import RunConfig, with_sites
 from dilocox.errors import ConfigError, DilocoxError
 from dilocox.handover import Handover
 from dilocox.methods import METHODS
+from dilocox.outer.controller.choice import Choice
 from dilocox.outer.controller.schedule import Crowd
 from dilocox.outer.coordinator.plans import FLUSH_CODEC
 from dilocox.plan.footprint import (
@@ -76,7 +77,8 @@ class RunPlan:
     available: int
     """Bytes that training may use of it."""
     host: HostMemory | None
-    """Of the machine that is filled most by the outer state; none if that is on the devices."""
+    """Of the machine that is filled most by the outer state and exchanges; none if that is the
+    device."""
     exact: bool
     """Activations were counted on the model's own code."""
     advice: list[Change]
@@ -134,14 +136,6 @@ def plan_run(
     progress("the model's shape")
     outline = Outline.of(config)
     largest = at_site(config, max(config.sites, key=config.site_batch))
-    progress("memory")
-    fullest, stages, bytes_ = _fullest(largest, outline, places)
-    there = on_device(largest, fullest.device)
-    available = fullest.device.memory
-    changes = []
-    if bytes_ > available:
-        fewest = min((p.gpus for p in places if not p.device.shared), default=fullest.gpus)
-        changes = advice(there, outline, fullest, fewest)
     progress("the run's own plan")
     prediction = _predict(config, places, links, fabric, outline)
     guessed = config.total_steps
@@ -150,6 +144,14 @@ def plan_run(
         config = _as_long_as(config, tokens, prediction.course.tokens_per_step)
     if config.total_steps != guessed:
         prediction = _predict(config, places, links, fabric, outline)
+    progress("memory")
+    fullest, stages, bytes_ = _fullest(largest, outline, places, prediction.choice)
+    there = on_device(largest, fullest.device)
+    available = fullest.device.memory
+    changes = []
+    if bytes_ > available:
+        fewest = min((p.gpus for p in places if not p.device.shared), default=fullest.gpus)
+        changes = advice(there, outline, fullest, fewest)
     rows = []
     for method in methods:
         progress(f"method {method}")
@@ -194,14 +196,14 @@ def _steps_left(config: RunConfig) -> int:
 
 
 def _fullest(
-    config: RunConfig, outline: Outline, places: Sequence[Place]
+    config: RunConfig, outline: Outline, places: Sequence[Place], rounds: Choice
 ) -> tuple[Place, list[Footprint], int]:
     """The place whose devices are filled most, with what the stages need there, and the largest."""
     found: list[tuple[Place, list[Footprint], int]] = []
     for place in places:
         if all(place != known for known, *_ in found):
             there = on_device(config, place.device)
-            stages = footprints(there, outline, place, counted(there, outline))
+            stages = footprints(there, outline, place, counted(there, outline), rounds)
             found.append((place, stages, needed(stages, place, there)))
     return max(found, key=lambda item: item[2] / max(1, item[0].device.memory))
 

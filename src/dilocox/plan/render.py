@@ -82,12 +82,13 @@ def _memory(plan: RunPlan) -> str:
 def _host(host: HostMemory, momentum: str) -> str:
     need = f"{host.needed / GIB:.1f} GiB of a machine's memory for {_plural(host.ranks, 'rank')}"
     if host.available is None:
-        return f"outer state: {need} (--host-memory GIB checks it)"
+        return f"outer state and exchanges: {need} (--host-memory GIB checks it)"
     told = f"{need}, of {host.available / GIB:.1f} GiB at {host.place.text}"
     if host.fits:
-        return f"outer state fits: {told}"
+        return f"outer state and exchanges fit: {told}"
     less = "--set outer.momentum_dtype=bf16, " if momentum == "fp32" else ""
-    return f"outer state DOES NOT FIT: {told}; try {less}or spread the site over more nodes"
+    mend = f"try {less}or spread the site over more nodes"
+    return f"outer state and exchanges DO NOT FIT: {told}; {mend}"
 
 
 def _exchange(plan: RunPlan) -> str:
@@ -258,6 +259,7 @@ def _footprint(each: Footprint) -> dict[str, Any]:
         "copies": each.copies,
         "activations": each.activations,
         "outer": each.outer,
+        "under_way": each.under_way,
         "device": each.device,
         "host": each.host,
     }

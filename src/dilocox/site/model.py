@@ -18,7 +18,6 @@ from dilocox.site.loss import mean_cross_entropy
 from dilocox.site.mesh import SiteMesh
 from dilocox.site.optimizer import InnerOptimizer
 from dilocox.site.pipeline import (
-    ZERO_BUBBLE,
     Computation,
     LossFunction,
     Pipeline,
@@ -67,11 +66,6 @@ class SiteModel:
             raise ConfigError(
                 f"site.chunks: stage {mesh.stage} was given {len(chunks)} chunks and needs "
                 f"{len(numbers)}"
-            )
-        if compile_layers and site.schedule in ZERO_BUBBLE:
-            raise ConfigError(
-                f'model.compile: cannot be used with site.schedule "{site.schedule}", which splits '
-                "the backward pass; set compile = false or use another schedule"
             )
         self._mesh = mesh
         self._clip = inner.clip

@@ -38,8 +38,6 @@ _SCHEDULES: dict[str, type] = {
     "interleaved-zero-bubble": ScheduleInterleavedZeroBubble,
     "zbv": ScheduleZBVZeroBubble,
 }
-ZERO_BUBBLE = ("interleaved-zero-bubble", "zbv")
-"""Schedules that split the backward pass into its input and its weight half."""
 
 
 def chunks_of_stage(schedule: str, stages: int, chunks_per_stage: int, stage: int) -> list[int]:
