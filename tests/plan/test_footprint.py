@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from dilocox.config import RunConfig
 from dilocox.outer.controller.choice import as_the_run_file_says
@@ -13,9 +14,11 @@ from dilocox.plan.activations import Kept
 from dilocox.plan.footprint import Footprint, advice, counted, footprints, needed
 from dilocox.plan.outline import Outline
 from dilocox.plan.table import Device, Place
+from dilocox.site.pipeline import Computation
 from tests.plan.runs import EMBEDDING, LAYER, device, run
 
-EACH = Kept(layer=1000, entry=100, head=5000, exact=True)
+EACH = Kept(layer=200_000, entry=90_000, head=500_000, exact=True)
+L, E, H = EACH.layer, EACH.entry, EACH.head
 
 
 def of(config: RunConfig, place: Place | None = None) -> list[Footprint]:
@@ -30,11 +33,11 @@ def test_one_rank_by_hand() -> None:
     assert (found.weights, found.gradients, found.optimizer) == (4 * whole, 4 * whole, 8 * whole)
     assert found.copies == 2 * whole
     # Four layers of the one micro-batch at a time, and the head of one.
-    assert found.activations == 4 * 1000 + 5000
+    assert found.activations == 4 * L + H
     # dilocox: anchor, momentum, reference, residual, 16; a quarter of the model lands, 8 / 4.
     assert found.outer == 18 * whole
     assert not found.outer_on_device
-    assert found.device == 18 * whole + 9000
+    assert found.device == 18 * whole + 4 * L + H
     # A quarter waits for its landing: contribution, what was seen of it, average. Of one more the
     # int4 payloads of two sites are there, and one site's values.
     assert found.under_way == round((12 + 4 + 2 * 0.52) / 4 * whole)
@@ -51,7 +54,7 @@ def test_optimizers_and_where_the_outer_state_is() -> None:
     assert plain.optimizer == plain.copies == 0
     (inside,) = of(run(outer={"device": "model"}))
     # Contributions are made on the GPU, and exchanged from the machine's memory.
-    assert inside.device == 18 * whole + 9000 + 19 * whole
+    assert inside.device == 18 * whole + 4 * L + H + 19 * whole
     assert inside.host == inside.under_way
     (narrow,) = of(run(outer={"device": "model", "momentum_dtype": "bf16"}))
     assert inside.device - narrow.device == 2 * whole
@@ -72,8 +75,8 @@ def test_shards_in_a_pipeline_gather_parameters_and_sum_whole_gradients() -> Non
     assert first.gradients == 4 * parameters + 4 * parameters // 2
     # 1F1B: the first of two stages holds two micro-batches of its two layers.
     # Their outputs are kept, too, and a gradient is on its way.
-    assert first.activations == 2 * 2 * 1000 + 2 * 100 + 100
-    assert last.activations == 2 * 1000 + 5000 + 100
+    assert first.activations == 2 * 2 * L + 2 * E + E
+    assert last.activations == 2 * L + H + E
 
 
 def test_shards_of_one_stage_gather_two_layers_at_a_time() -> None:
@@ -92,15 +95,52 @@ def test_checkpointing_keeps_entries_and_one_layer() -> None:
         site={"stages": 2, "batch_size": 8, "micro_batch_size": 1},
     )
     first, last = of(config)
-    assert first.activations == 2 * 2 * 100 + 1000 + 2 * 100 + 100
-    assert last.activations == 2 * 100 + 1000 + 5000 + 100
+    assert first.activations == 2 * 2 * E + L + 2 * E + E
+    assert last.activations == 2 * E + L + H + E
+
+
+def test_bf16_gradients_pile_up_where_little_else_is_held() -> None:
+    """After the first micro-batch all of a backward pass's are there before one is passed on."""
+    small = Kept(layer=10, entry=1, head=20, exact=True)
+    place, config = Place(device(), 8, 1), run()
+    matrices = 2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64
+
+    def activations(config: RunConfig) -> int:
+        (found,) = footprints(config, Outline.of(config), place, small)
+        return found.activations
+
+    assert activations(config) == 2 * (4 * matrices + EMBEDDING) + 4 * EMBEDDING
+    assert activations(run(site={"precision": "fp32"})) == 4 * 10 + 20
+    assert activations(run(site={"shards": 4, "micro_batch_size": 2})) == 4 * 10 + 20
+    assert activations(run(site={"batch_size": 4, "micro_batch_size": 4})) == 4 * 10 + 20
+
+
+def test_autograd_passes_casts_gradients_on_last() -> None:
+    """Why they pile up: in the second micro-batch the casts are older than all else."""
+    layers = [torch.nn.Linear(4, 4, bias=False) for _ in range(3)]
+    order: list[str] = []
+    for number, layer in enumerate(layers):
+        name = f"weight {number}"
+        layer.weight.register_post_accumulate_grad_hook(lambda _, name=name: order.append(name))
+    computation = Computation(torch.device("cpu"), torch.bfloat16, sharded=False)
+    with computation.step():
+        for micro_batch in range(2):
+            with computation.forward():
+                x = torch.ones(2, 4, requires_grad=True)
+                for number, layer in enumerate(layers):
+                    x = layer(x)
+                    x.register_hook(lambda _, name=f"output {number}": order.append(name))  # type: ignore[misc, no-untyped-call]
+            order.append(f"backward {micro_batch}")
+            x.float().sum().backward()
+    second = order[order.index("backward 1") + 1 :]
+    assert [each.split()[0] for each in second] == ["output"] * 3 + ["weight"] * 3
 
 
 def test_gpipe_holds_the_logits_of_all_micro_batches() -> None:
     """Forward passes and losses of all come before the first backward pass."""
     site = {"stages": 2, "schedule": "gpipe", "batch_size": 6, "micro_batch_size": 1}
     _, last = of(run(site=site))
-    assert last.activations == 6 * 2 * 1000 + 100 + 5000 + 5 * 5000 * 2 // 3
+    assert last.activations == 6 * 2 * L + E + H + 5 * H * 2 // 3
 
 
 def test_the_later_it_lands_the_more_is_under_way() -> None:

@@ -22,6 +22,7 @@ from dilocox.memory import (
     outer_bytes_per_parameter,
 )
 from dilocox.outer.controller.choice import Choice, as_the_run_file_says
+from dilocox.outer.layout import layer_number
 from dilocox.plan.activations import Kept, kept
 from dilocox.plan.outline import Outline
 from dilocox.plan.table import Place
@@ -223,22 +224,40 @@ def _activations(config: RunConfig, outline: Outline, stage: int, each: Kept) ->
     layers = max(chunk.end_layer - chunk.first_layer for chunk in chunks)
     has_head = any(chunk.head for chunk in chunks)
     flying = in_flight(config, stage)
-    if config.model.activation_checkpointing:
-        # One layer at a time is computed again with all that it saves.
-        held = flying * layers * each.entry + each.layer
-    else:
-        held = flying * layers * each.layer
+    saving = config.model.activation_checkpointing
+    kept = each.entry if saving else each.layer
+    # With checkpointing one layer at a time is computed again with all that it saves.
+    held = flying * layers * kept + (each.layer if saving else 0)
     pipeline = config.site.stages > 1
     if pipeline:
         # A gradient on its way; what was sent on is kept until its own gradient comes.
         held += each.entry
         held += flying * each.entry if any(not chunk.head for chunk in chunks) else 0
-    if not has_head:
-        return held
+    head = each.head if has_head else 0
     # Of one micro-batch: what comes before the head is through its backward pass by then. `gpipe`
     # has the logits of all others, too, and what their losses have kept: two of three copies.
     others = flying - 1 if pipeline and config.site.schedule == "gpipe" else 0
-    return held + each.head + others * each.head * 2 // 3
+    held += head + others * head * 2 // 3
+    return held + max(0, _piled_up(config, outline, stage) - layers * kept - head)
+
+
+def _piled_up(config: RunConfig, outline: Outline, stage: int) -> int:
+    """bf16 gradients that are all there when a backward pass ends, and its activations are gone.
+
+    Without FSDP matrices are cast in the first micro-batch. Autograd runs what was made last first,
+    so that in those after it no cast's gradient is passed on, in fp32, before all are there.
+    """
+    site = config.site
+    if site.precision == "fp32" or site.shards > 1 or site.micro_batches == 1:
+        return 0
+    cast = [
+        math.prod(shape)
+        for name, shape in outline.shapes[stage].items()
+        if layer_number(name) is not None and len(shape) > 1
+    ]
+    if any(chunk.head for chunk in outline.stages[stage]):
+        cast.append(int(outline.hf_config.hidden_size * outline.hf_config.vocab_size))
+    return 2 * sum(cast) + 4 * max(cast, default=0)
 
 
 @dataclass(frozen=True)
