@@ -42,8 +42,9 @@ class RecordSection(Section):
     """Where payloads and theta_0 are kept, a folder or a URL that fsspec knows; `{run}` is the
     run's folder."""
     states_every: Annotated[int, Field(ge=0)] = 0
-    """Every so many rounds each site also keeps the state in which the round begins, so that
-    `dilocox audit` can repeat the round; 0: never. A site with text of its own only signs it."""
+    """Every so many rounds each site also keeps the state in which the round begins, and that of
+    the flush in the end, so that `dilocox audit` can repeat them; 0: never. A site with text of its
+    own only signs it."""
     states_keep: Annotated[int, Field(ge=0)] = 0
     """How many of these rounds, the newest, have their states in the store at least, one more at
     most; older ones are removed, and nobody can audit them then; 0: all. Payloads are never

@@ -152,6 +152,24 @@ class Registry:
         self.notary.planned(plan)
         return plan
 
+    def flush(self, round_: int) -> m.RoundPlan:
+        """The plan of the flush."""
+        train = self.plans[round_ - 1]
+        plan = train.model_copy(
+            update={
+                "round": round_, "kind": "flush", "first_tick": round_ * SLOTS, "inner_steps": 0,
+                "slots": 0, "fragments": 2, "delay": 0, "overlap": "none", "residual_view": 0.0,
+                "codec": self.config.sent_as("int8"), "last": True,
+                "members": {
+                    site: member.model_copy(update={"ranges": []})
+                    for site, member in train.members.items()
+                },
+            }
+        )  # fmt: skip
+        self.plans[round_] = plan
+        self.notary.planned(plan)
+        return plan
+
 
 def _payload(statement: str) -> str:
     from dilocox.record.statements import opened
@@ -230,12 +248,13 @@ def train(
     paces: Mapping[str, int] | None = None,
     goes_after: int | None = None,
     fragments: Mapping[int, int] | None = None,
+    flush: Cheat | None = None,
 ) -> None:
     """Train `rounds` rounds into the run's folder; lyon cheats in some, paris never.
 
     `paces`: of sites that are not as fast as the fastest; they leave nothing of a step. After the
     round `goes_after` lyon is gone, though the next one names it. `fragments`: of rounds in which
-    the two pieces are not exchanged apart.
+    the two pieces are not exchanged apart. `flush`: the run ends with one, in which lyon does this.
     """
     torch.set_num_threads(1)
     config.folder.mkdir(parents=True)
@@ -258,10 +277,19 @@ def train(
                 registry.gone.add("lyon")
                 sites = [site for site in sites if site.name != "lyon"]
     # What the last round ended in, as a run says when it has no more rounds to train.
-    end = registry.plan(rounds).model_copy(update={"kind": "flush"})
+    end = registry.flush(rounds)
     for site in sites:
         site.trainer.show_state(end)
         site.watch.wait()
+    if flush is not None:
+        with ThreadPoolExecutor(len(sites)) as pool:
+
+            def last(site: Neighbour) -> None:
+                with (flush if site.name == "lyon" else honest)(site):
+                    site.outer.flush(end)
+
+            for future in [pool.submit(last, site) for site in sites]:
+                future.result(60.0)
     registry.notary.close()
 
 

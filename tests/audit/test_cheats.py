@@ -26,6 +26,7 @@ from dilocox.audit.run import AuditedRun
 from dilocox.compression import Compressor
 from dilocox.compression.moments import due_rows
 from dilocox.record.audits import Verdict
+from dilocox.record.beacon import due_rounds
 from dilocox.record.rounds import Document
 from dilocox.record.store import Store
 from tests.audit.neighbours import STEPS, Neighbour, trained_in
@@ -309,6 +310,89 @@ def test_a_state_that_was_signed_late_fails(trained: Path) -> None:
     assert "only after what was made from it" in verdict.reason
 
 
+def test_a_reference_that_is_not_theta_0_is_found(tmp_path: Path) -> None:
+    """Contributions are taken from it: what is added there is in the payload, and repeated."""
+
+    @contextmanager
+    def moved(site: Neighbour) -> Iterator[None]:
+        for state in site.outer.states:
+            state.reference.add_(0.1)
+        yield
+
+    folder = trained_in(tmp_path, 1, {0: moved})
+    verdict = audit(folder, "lyon", 0)
+    assert (verdict.verdict, verdict.first_bad_step) == ("MISMATCH", -1), verdict
+    assert "the reference of piece 0 is not theta_0" in verdict.reason
+
+
+@pytest.fixture(scope="module")
+def flushed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run whose last payloads lyon makes from a residual that it has changed."""
+
+    @contextmanager
+    def poisoned(site: Neighbour) -> Iterator[None]:
+        for state in site.outer.states:
+            assert state.residual is not None
+            state.residual.add_(0.1)
+        yield
+
+    return trained_in(tmp_path_factory.mktemp("flushed"), 2, {}, flush=poisoned)
+
+
+def test_the_flush_is_repeated_like_a_round(flushed: Path) -> None:
+    """What is sent there is in the model as it is: nothing is trained after it."""
+    verdict = audit(flushed, "paris", 2)
+    assert verdict.verdict == "EXACT", verdict
+    assert verdict.reason.startswith("0 steps, ")
+    verdict = audit(flushed, "lyon", 2)
+    assert (verdict.verdict, verdict.first_bad_step) == ("MISMATCH", -1), verdict
+    assert "another payload of outer/2/0/0" in verdict.reason
+
+
+def test_a_flush_of_before_its_state_was_kept_is_not_audited(flushed: Path) -> None:
+    case = AuditedRun(flushed, (), None).case()
+    assert due_rounds(case.course) == [0, 1, 2]
+    manifest = {**case.course.manifest, "flush_states": False}
+    object.__setattr__(case.course, "manifest", manifest)
+    assert due_rounds(case.course) == [0, 1]
+    assert judge(case, "lyon", 2, here, lambda step: None).verdict == "NOT_RUN"
+
+
+@pytest.mark.parametrize("what", ["no fingerprints", "nothing"])
+def test_an_end_that_was_not_signed_fails(trained: Path, what: str) -> None:
+    """A state that is changed between two rounds shows at the end of the first, and there alone."""
+    case = AuditedRun(trained, (), None).case()
+    end = case.course.rounds[(3, "lyon", 0, 0)]
+    if what == "nothing":
+        del case.course.rounds[(3, "lyon", 0, 0)]
+    else:
+        case.course.rounds[(3, "lyon", 0, 0)] = replace(end, steps=None)
+    verdict = judge(case, "lyon", 2, here, lambda step: None)
+    assert verdict.verdict == "FAIL", verdict
+    assert "withheld" in verdict.reason
+    # Ranks that were started in between had nothing to sign.
+    case.course.starts["lyon"].append(end.number - 1)
+    verdict = judge(case, "lyon", 2, here, lambda step: None)
+    assert verdict.verdict != "FAIL", verdict
+
+
+def test_another_precision_than_was_agreed_fails(
+    trained: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In bf16 another class may differ as it likes: that is not the site's to choose."""
+    begin = judging._began
+
+    def in_bf16(*given: Any) -> Any:
+        began = begin(*given)
+        facts = {**began.start.facts, "precision": "bfloat16"}
+        return replace(began, start=replace(began.start, facts=facts))
+
+    monkeypatch.setattr(judging, "_began", in_bf16)
+    verdict = audit(trained, "paris", 3)
+    assert verdict.verdict == "FAIL"
+    assert "computes in bfloat16; the run file says float32" in verdict.reason
+
+
 def test_other_values_than_were_committed_to(trained: Path) -> None:
     """The payload alone may hide it: low-rank codecs drop most of what they are given."""
     case = AuditedRun(trained, (), None).case()
@@ -365,7 +449,9 @@ def test_the_same_differences_in_one_class(trained: Path, monkeypatch: pytest.Mo
     assert audit(trained, "paris", 3).verdict == "MISMATCH"
 
 
-@pytest.mark.parametrize("name", ["skipped step", "wrong learning rate", "tampered optimizer"])
+@pytest.mark.parametrize(
+    "name", ["skipped step", "wrong learning rate", "tampered optimizer", "changed between rounds"]
+)
 def test_cheats_are_found_from_another_class(trained: Path, elsewhere: None, name: str) -> None:
     verdict = audit(trained, "lyon", ROUND_OF[name])
     assert verdict.verdict == "MISMATCH", verdict

@@ -128,6 +128,17 @@ def donor_dies() -> dict[str, Any]:
     return {}
 
 
+def slow_steps() -> dict[str, Any]:
+    """An inner step takes .3 s, as on hardware and models of some size."""
+
+    def loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        if torch.is_grad_enabled():
+            time.sleep(0.3 / STEP_CALLS)
+        return mean_cross_entropy(logits, labels)
+
+    return {"loss": loss}
+
+
 def lazy_and_poisoning() -> dict[str, Any]:
     """Oslo contributes nothing, and rome the opposite of what it has learned, ten times."""
     contributions_times({"oslo": 0.0, "rome": -10.0})
@@ -194,6 +205,7 @@ HOOKS: dict[str, Callable[[], dict[str, Any]]] = {
     "lazy-and-poisoning": lazy_and_poisoning,
     "poisoning": poisoning,
     "donor-dies": donor_dies,
+    "slow-steps": slow_steps,
 }
 
 

@@ -55,7 +55,9 @@ def test_a_run_is_repeated_bit_for_bit(
     run = workshop.train(name, *KEPT, *sets)
     found = json.loads(audited(workshop, run.folder, "--json"))
     assert {(each["round"], each["site"]) for each in found["verdicts"]} == {
-        (round_, site) for round_ in range(3) for site in ("paris", "lyon")
+        (round_, site)
+        for round_ in range(4)  # the flush is the last
+        for site in ("paris", "lyon")
     }
     assert {each["verdict"] for each in found["verdicts"]} == {"EXACT"}, found
     # What was repeated is in the table of claims; without public randomness nothing is said of it.
@@ -69,7 +71,7 @@ def test_an_auditor_beside_a_run(workshop: Workshop) -> None:
     run.until(lambda: (run.folder / "run.toml").exists())
     text = audited(workshop, run.folder, "auditor")
     assert run.wait() == 0, run.output()
-    assert text.count("EXACT") == 12, text
+    assert text.count("EXACT") == 14, text
     identity = s.opened(read_log(run.folder / "record").entries[0])[0].run
     first = min(read_all(run.folder, identity), key=lambda each: each.selection.size)
     assert first.selection.by == "beacon"
@@ -86,7 +88,7 @@ def test_a_resumed_run_is_repeated(workshop: Workshop) -> None:
                            flags=("--resume",))  # fmt: skip
     assert again.wait() == 0, again.output()
     found = json.loads(audited(workshop, run.folder, "--site", "lyon", "--json"))
-    assert [each["verdict"] for each in found["verdicts"]] == ["EXACT"] * 6, found
+    assert [each["verdict"] for each in found["verdicts"]] == ["EXACT"] * 7, found
 
 
 def test_private_text_stays(workshop: Workshop) -> None:

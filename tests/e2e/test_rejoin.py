@@ -89,6 +89,25 @@ def test_a_donor_that_dies_is_replaced_by_another(workshop: Workshop, forge: For
 
 
 @pytest.mark.slow
+def test_a_site_comes_back_in_the_middle_of_a_long_round(workshop: Workshop, forge: Forge) -> None:
+    """What is left of the round takes longer than a lease, a second here, goes ahead."""
+    sets = ("outer.rounds=5000", "outer.inner_steps=30", "checkpoint.every_rounds=0",
+            "site.stages=1")  # fmt: skip
+    run = forge.train(workshop, "long-rounds", *sets, hooks="slow-steps")
+    run.until_round(0)
+    for times in (2, 3):
+        run.until_together(2, 200.0)
+        os.kill(run.rank_processes()["lyon:0.0"], signal.SIGKILL)
+        run.until(lambda count=times: run.printed().count("lyon contributes from round") == count)
+    run.until_together(2, 200.0)
+    run.ctrl_c()
+    assert run.wait(200.0) == 130, run.output()
+    # Each time it came back once, and stayed.
+    assert run.printed().count("lyon enrolled") == 3
+    assert run.sequences_amiss() == (0, 0)
+
+
+@pytest.mark.slow
 def test_the_global_batch_stays_while_a_site_is_away(workshop: Workshop) -> None:
     sets = ("outer.rounds=5000", "outer.global_batch=fixed", "checkpoint.every_rounds=0",
             "network.heartbeat=5")  # fmt: skip

@@ -53,16 +53,17 @@ def step(record: InnerRecord, loss: float) -> None:
 def test_every_second_round(tmp_path: Path) -> None:
     store = Store(str(tmp_path))
     record, notebook, warnings = inner_record(store, every=2)
-    for round_ in range(4):
+    for round_ in range(5):
         record.boundary(round_, 10 * round_, True, capture)
         step(record, float(round_))
         step(record, 9.0)
-    record.boundary(4, 40, False, capture)
+    record.boundary(5, 50, False, capture)
     record.wait()
-    # Rounds 0 and 2 begin with a state that is kept and end with one that is signed.
+    # Rounds 0, 2 and 4 begin with a state that is kept and end with one that is signed; that of the
+    # flush is kept in any case.
     found = [(each.predicate["round"], each.predicate["served"]) for each in said(notebook)]
-    assert found == [(0, "yes"), (1, "no"), (2, "yes"), (3, "no")]
-    assert [("steps" in each.subjects) for each in said(notebook)] == [False, True, False, True]
+    assert found == [(0, "yes"), (1, "no"), (2, "yes"), (3, "no"), (4, "yes"), (5, "yes")]
+    assert [("steps" in each.subjects) for each in said(notebook)] == [False, True] * 3
     steps = steps_from_bytes(store.get(said(notebook)[3].subjects["steps"]))
     assert [float.fromhex(each.loss) for each in steps] == [2.0, 9.0]
     document = Document.from_bytes(store.get(said(notebook)[2].subjects["document"]))

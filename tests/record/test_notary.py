@@ -55,6 +55,18 @@ def test_a_site_that_is_left_out_is_not_in_the_step(scene: Scene) -> None:
     assert step.set == ("a", "c")
     assert set(step.payloads) == {"a/0", "c/0"}
     assert step.weights == (1.0, 1.0)
+    # Its text will be in the model: it has committed, and keeps all of it in its residual.
+    assert list(step.said["ranges"]) == list(step.said["spaces"]) == ["a", "b", "c"]
+
+
+def test_what_is_left_out_without_error_feedback_trains_nothing(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, compression={"error_feedback": False})
+    scene.enrol()
+    scene.driver.plan(0, "a")
+    scene.begin()
+    for site in "abc":
+        scene.vote(site, contributes=site != "b")
+    assert list(scene.course().steps[KEY.text].said["ranges"]) == ["a", "c"]
 
 
 def test_gradients_are_not_recorded(tmp_path: Path) -> None:

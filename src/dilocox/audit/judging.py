@@ -28,6 +28,12 @@ TOLERANCE = 1e-4
 Measured: see docs/notes/audit.md."""
 PAYLOAD_TOLERANCE = 2e-2
 """Of payloads: a value at the edge of two codes may fall to either side."""
+STATE_TOLERANCE = 1e-1
+"""Of moments, residual and the rest of a state after the round: what fell to the other side of a
+code is whole in the residual."""
+
+_PRECISIONS = {"fp32": "float32", "bf16": "bfloat16"}
+"""What a determinism class calls a `site.precision`; `auto` is the site's own."""
 
 Repeat = Callable[[Sequence[RankJob], Progress], list[RankReplay]]
 """All ranks of a site repeat a round, in the order given."""
@@ -122,10 +128,10 @@ def _check_possible(case: Case, site: str, round_: int) -> None:
         raise JudgedError("NOT_RUN", f"method {method} exchanges gradients, which are not kept")
     if every == 0:
         raise JudgedError("NOT_RUN", "this run kept no states (record.states_every = 0)")
-    if round_ % every:
-        raise JudgedError("NOT_RUN", f"no state is kept of this round: every {every} rounds only")
     if not decided(course, round_):
         raise JudgedError("NOT_RUN", "the log does not decide all exchanges of this round")
+    if not course.keeps_state(round_):
+        raise JudgedError("NOT_RUN", f"no state is kept of this round: every {every} rounds only")
     if site not in sites_of(course, round_):
         raise JudgedError("NOT_RUN", "the site did not train this round: nothing of it is in it")
     named = {str(each["data"]) for each in course.enrolments if each["site"] == site}
@@ -166,6 +172,13 @@ def _began(case: Case, site: str, place: Place, round_: int) -> _Began:
             "FAIL", f"{place}: {missing.name} of its state is not in the store: withheld"
         )
     steps, end = None, None
+    course, before = case.course, math.inf if after is None else after.number
+    # Ranks that were started in between know nothing of the round's steps.
+    if not course.began_again(site, state.number, before):
+        if after is not None and after.steps is None:
+            raise JudgedError("FAIL", f"{place} has signed no fingerprints of its steps: withheld")
+        if after is None and course.contributed(site, round_ + 1):
+            raise JudgedError("FAIL", f"{place} has not signed what the round ended in: withheld")
     if after is not None and after.steps is not None:
         try:
             steps = steps_from_bytes(case.get(after.steps))
@@ -220,11 +233,17 @@ def _check_begun(case: Case, began: Sequence[_Began]) -> None:
 
 def _job(case: Case, began: _Began, plan: RoundPlan) -> RankJob:
     facts = began.start.facts
+    agreed = _PRECISIONS.get(case.config.site.precision)
+    if agreed not in (None, facts.get("precision")):
+        what = f"{began.place} says that it computes in {facts.get('precision')}"
+        raise JudgedError("FAIL", f"{what}; the run file says {agreed}")
     try:
         site = case.config.site.model_copy(
             update={
                 "threads": int(facts["threads"]),
-                "precision": {"float32": "fp32", "bfloat16": "bf16"}[facts["precision"]],
+                "precision": {dtype: name for name, dtype in _PRECISIONS.items()}[
+                    facts["precision"]
+                ],
                 "device": "cpu" if facts["device"] == "cpu" else "auto",
             }
         )
@@ -254,7 +273,7 @@ def _compared(
     same = all(each.start.facts == replay.facts for each, replay in pairs)
     bad = [b for each, replay in pairs for b in differences(plan, each, replay)]
     if not bad:
-        signed = all(each.end is not None for each in began)
+        signed = plan.kind == "flush" or all(each.end is not None for each in began)
         more = "" if signed else "; it has signed no fingerprints of its steps"
         count = sum(len(replay.payloads) for replay in replays)
         reason = f"{plan.steps_of(site)} steps, {count} payloads, the same bits{more}"
@@ -320,14 +339,14 @@ def _between_classes(
     here = "auditor and site are of different determinism classes"
     if any(each.start.facts["precision"] != "float32" for each, _ in pairs):
         raise JudgedError("NOT_RUN", f"{here}, and in bf16 honest differences say nothing")
-    if any(each.steps is None for each, _ in pairs):
+    if plan.kind != "flush" and any(each.steps is None for each, _ in pairs):
         raise JudgedError("NOT_RUN", f"{here}, and no fingerprints were signed to compare")
     largest, bad, count = 0.0, list[Bad](), plan.steps_of(site)
     for each, replay in pairs:
-        assert each.steps is not None
-        if len(each.steps) != count:
-            bad.append(Bad(0, f"{each.place}: {len(each.steps)} steps instead of {count}"))
-        for number, (signed, found) in enumerate(zip(each.steps, replay.steps, strict=False)):
+        steps = each.steps or []
+        if len(steps) != count:
+            bad.append(Bad(0, f"{each.place}: {len(steps)} steps instead of {count}"))
+        for number, (signed, found) in enumerate(zip(steps, replay.steps, strict=False)):
             apart = max(relative(signed.loss, found.loss), relative(signed.norm, found.norm))
             largest = max(largest, apart)
             if apart > TOLERANCE:
@@ -339,6 +358,10 @@ def _between_classes(
             if not check.moments:
                 what = f"{each.place}: the payload of {check.key} carries other second moments"
                 bad.append(Bad(check.after - 1, what))
+        for kind, apart in replay.kept.items():
+            if apart > STATE_TOLERANCE:
+                what = f"{each.place}: its {kind} after the round is {apart:.1g} off"
+                bad.append(Bad(count - 1, what))
         if replay.moved is not None:
             largest = max(largest, replay.moved)
             if replay.moved > TOLERANCE:

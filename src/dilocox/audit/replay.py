@@ -68,6 +68,9 @@ class RankReplay:
     moved: float | None
     """Norm of the difference of the parameters after the round over that of the way they had come
     in it, if the site's are kept."""
+    kept: Mapping[str, float]
+    """Of what else a site goes on with, such as its residual: norm of the difference over its norm,
+    by kind, if the site's are kept."""
 
 
 class Onlooker:
@@ -182,11 +185,19 @@ def repeat(job: RankJob, progress: Progress) -> RankReplay:
     )
     facts = facts_here(config, device)
     _take_up(trainer, job, get)
-    trainer.train_round(job.plan)
+    if job.plan.kind == "flush":
+        outer.flush(job.plan)
+    else:
+        trainer.train_round(job.plan)
     tensors, state = capture_round(trainer)
     end = Document.of(tensors, state, facts, ())
     return RankReplay(
-        facts, watch.fingerprints(), tuple(exchanges.checks), end, _moved(rank, job, get)
+        facts=facts,
+        steps=watch.fingerprints(),
+        payloads=tuple(exchanges.checks),
+        end=end,
+        moved=_moved(rank, job, get),
+        kept=_kept(tensors, job.end, get),
     )
 
 
@@ -215,6 +226,32 @@ def _moved(rank: Rank, job: RankJob, get: Get) -> float | None:
         apart += float((ours - theirs).square().sum())
         way += float((theirs - before).square().sum())
     return math.sqrt(apart / way) if way else math.sqrt(apart)
+
+
+def _kept(found: Mapping[str, Tensor], signed: Document | None, get: Get) -> dict[str, float]:
+    """See `RankReplay.kept`."""
+    apart, size = dict[str, float](), dict[str, float]()
+    for each in signed.tensors if signed is not None else ():
+        kind = _kind(each.name)
+        if kind is not None and each.name in found:
+            theirs = load_tensor(each, get).double()
+            ours = found[each.name].detach().cpu().double()
+            apart[kind] = apart.get(kind, 0.0) + float((ours - theirs).square().sum())
+            size[kind] = size.get(kind, 0.0) + float(ours.square().sum())
+    return {
+        kind: math.sqrt(apart[kind] / size[kind]) if size[kind] else math.inf
+        for kind in apart
+        if apart[kind]
+    }
+
+
+def _kind(name: str) -> str | None:
+    """What a tensor of a state is, where no other check is of it."""
+    group, *rest = name.split("/")
+    if group == "inner":
+        return rest[0]
+    own = ("residual", "reference", "previous", "own")
+    return rest[-1] if group == "outer" and rest[-1] in own else None
 
 
 def load_tensor(about: TensorDigest, get: Get) -> Tensor:

@@ -57,6 +57,12 @@ def wrong_start(
                 full = f"outer/{piece}/{name}"
                 if tensors.get(full) != tensor_digest(full, flat[own]):
                     return f"the {name} of piece {piece} is not what the payloads lead to"
+            # Nothing has moved yet: what the first contributions are taken from is theta_0.
+            reference = f"outer/{piece}/reference"
+            if state.round == 0 and tensors.get(reference) != tensor_digest(
+                reference, flats[0][own]
+            ):
+                return f"the reference of piece {piece} is not theta_0"
         if state.round == 0:
             for name, rows in stage.rows(start, place.shard).items():
                 if tensors.get(f"live/{name}") != tensor_digest(f"live/{name}", rows):

@@ -44,7 +44,7 @@ class Point:
 
 
 def exchanges_of(course: Course, round_: int) -> list[str]:
-    """Keys of all exchanges whose boundaries lie in a training round."""
+    """Keys of all exchanges whose boundaries lie in a round."""
     fragments = int(course.plans[round_]["fragments"])
     return [
         ExchangeKey.outer(round_, stage, fragment).text
@@ -54,9 +54,9 @@ def exchanges_of(course: Course, round_: int) -> list[str]:
 
 
 def decided(course: Course, round_: int) -> bool:
-    """True if the log holds the plan of a training round and decides all of its exchanges."""
+    """True if the log holds the plan of a round, or the flush, and decides all of its exchanges."""
     plan = course.plans.get(round_)
-    if plan is None or plan["kind"] != "train":
+    if plan is None:
         return False
     number = plan["fragments"]
     # No log has steps for more: before as many names are made as it claims.
@@ -75,8 +75,7 @@ def point_of(course: Course, entries: Sequence[str], round_: int) -> Point:
 
 def due_rounds(course: Course) -> list[int]:
     """Rounds that are decided and whose states have to be there."""
-    every = course.states_every
-    return [n for n in sorted(course.plans) if every and n % every == 0 and decided(course, n)]
+    return [n for n in sorted(course.plans) if course.keeps_state(n) and decided(course, n)]
 
 
 def sites_of(course: Course, round_: int) -> list[str]:

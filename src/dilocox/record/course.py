@@ -6,6 +6,7 @@ more, and of what was decided again the later decision does.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -167,6 +168,8 @@ class Course:
     """The log's key."""
     manifest: Mapping[str, Any]
     enrolments: list[Mapping[str, Any]] = field(default_factory=list)
+    starts: dict[str, list[int]] = field(default_factory=dict)
+    """By site: which statements of the log are its enrolments, from 0: each begins its ranks."""
     steps: dict[str, Step] = field(default_factory=dict)
     """By exchange key, as they stand at the end."""
     contributions: dict[tuple[str, int, str, int], str] = field(default_factory=dict)
@@ -203,6 +206,13 @@ class Course:
         """Rounds from one state that is kept to the next; 0: none is."""
         return int(self.config["record"].get("states_every", 0))
 
+    def keeps_state(self, round_: int) -> bool:
+        """Whether the state in which a planned round begins is kept; that of the flush always,
+        but in runs of before it was."""
+        if self.states_every and self.plans[round_]["kind"] == "flush":
+            return bool(self.manifest.get("flush_states"))
+        return self.states_every > 0 and round_ % self.states_every == 0
+
     @property
     def stages(self) -> int:
         """Pipeline stages of a site."""
@@ -222,6 +232,17 @@ class Course:
     def pieces(self) -> int:
         """Pieces of each stage, runs of which are exchanged as fragments."""
         return int(self.config["outer"]["fragments"])
+
+    def began_again(self, site: str, after: int, before: float = math.inf) -> bool:
+        """Whether the ranks of a site were started between two statements."""
+        return any(after < number < before for number in self.starts.get(site, ()))
+
+    def contributed(self, site: str, round_: int) -> bool:
+        """Whether a site has signed a contribution to an exchange of a round, in any attempt."""
+        return any(
+            who == site and ExchangeKey.parse(key).round == round_
+            for key, _, who, _ in self.contributions
+        )
 
     def of(self, stage: int) -> list[Step]:
         """The outer steps of a stage, in the order in which they land on any piece."""
@@ -306,6 +327,7 @@ def _enrolled(course: Course, keys: dict[str, str], statement: s.Statement) -> N
     said = statement.predicate
     keys[str(said["site"])] = str(said["key"])
     course.enrolments.append(said)
+    course.starts.setdefault(str(said["site"]), []).append(course.read)
 
 
 def _committed(course: Course, keys: dict[str, str], statement: s.Statement) -> None:

@@ -37,7 +37,8 @@ class RoundWatch(Protocol):
     """Who looks on while a rank trains its rounds."""
 
     def boundary(self, round_: int, tick: int, trains: bool, capture: Capture) -> None:
-        """A round is about to begin, `tick` slots into the run; `trains`: with inner steps."""
+        """A round is about to begin, `tick` slots into the run; `trains`: with inner steps. The
+        flush has none, and its state is kept whichever round it is."""
 
     def step(self, numbers: Tensor, parameters: Iterable[Tensor]) -> None:
         """An inner step was taken: float64 [loss, norm], and this rank's parameters after it."""
@@ -88,7 +89,7 @@ class InnerRecord:
     def boundary(self, round_: int, tick: int, trains: bool, capture: Capture) -> None:
         """See `RoundWatch`. Waits for the state before, of which there is one copy at a time."""
         steps, self._steps = self._steps, None
-        begins = trains and round_ % self._manner.every == 0
+        begins = not trains or round_ % self._manner.every == 0
         if self._broken or (steps is None and not begins) or not self._is_kept():
             return
         with timeline.span("copy round state", round=round_):

@@ -209,7 +209,7 @@ class LogNotary:
             if place.rsplit("/", 1)[0] in decision.set
         }
         predicate = {
-            **outer_step(decision, self.config.site.stages),
+            **outer_step(decision, self.config.site.stages, self._behind(decision)),
             "aggregation": self.config.admission.aggregation,
         }
         # After a restart the coordinator says again what may have been said before; who owned which
@@ -219,6 +219,13 @@ class LogNotary:
             self._say(s.STEP, predicate, payloads)
             # Sites are told next, and what they have heard they do not ask for again.
             self.sync()
+
+    def _behind(self, decision: Decision) -> list[str]:
+        """Sites whose text is in the model by a decision, now or later: error feedback brings in
+        what was left out."""
+        known = self._commitments.get(decision.key.text, {})
+        kept = {site for site, _ in known} if self.config.compression.error_feedback else set()
+        return [name for name in decision.plan.members if name in decision.set or name in kept]
 
     def resumed(self, round_: int, tick: int) -> None:
         """See `Notary`."""
@@ -324,6 +331,7 @@ def manifest(config: RunConfig, log_key: str) -> dict[str, Any]:
         "config_digest": digest_of(config.shared()),
         "log": log_key,
         "commitments": config.outer.method not in EXCHANGE_GRADIENTS,
+        "flush_states": config.record.states_every > 0,
         "code": code_digest(),
         "data": data_digests(config),
         "versions": {
@@ -401,8 +409,9 @@ def contribution(run: str, rank: Rank, key: ExchangeKey, attempt: int, digest: s
     )
 
 
-def outer_step(decision: Decision, stages: int) -> dict[str, Any]:
-    """Everything that a replay of one outer step takes as given, beside the payloads."""
+def outer_step(decision: Decision, stages: int, behind: Collection[str]) -> dict[str, Any]:
+    """Everything that a replay of one outer step takes as given, beside the payloads; and the token
+    ranges of the sites that are `behind` it."""
     key, plan = decision.key, decision.plan
     flush = plan.kind == "flush"
     slot = (
@@ -429,10 +438,8 @@ def outer_step(decision: Decision, stages: int) -> dict[str, Any]:
         "inner_steps": plan.inner_steps,
         "first_tick": plan.first_tick,
         "slots": plan.slots,
-        "spaces": {site: plan.members[site].space for site in decision.set},
-        "ranges": {
-            site: [list(each) for each in plan.members[site].ranges] for site in decision.set
-        },
+        "spaces": {site: plan.members[site].space for site in behind},
+        "ranges": {site: [list(each) for each in plan.members[site].ranges] for site in behind},
         "learning_rate": plan.learning_rate,
         "momentum": plan.momentum,
         "residual_decay": plan.residual_decay,
