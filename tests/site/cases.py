@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dilocox.config_site import InnerSection, SiteSection
-from dilocox.errors import ConfigError, TrainingError
+from dilocox.errors import TrainingError
 from dilocox.site import (
     SiteMesh,
     SiteModel,
@@ -432,12 +432,3 @@ def joined(rank: int, stages: int, shards: int, place: str, launcher: bool) -> t
         dist.get_rank(mesh.pipeline_group),
         mesh.shard_mesh.get_local_rank(),
     )
-
-
-def refusal(**setting: Any) -> str:
-    """Why a site model cannot be built."""
-    try:
-        build(**setting)
-    except ConfigError as error:
-        return str(error)
-    return "built"

@@ -80,10 +80,6 @@ def test_compiled_layers_train_alike(pool: Pool, backend: str) -> None:
     assert losses[:3] == pytest.approx(losses[3:], rel=1e-4)
 
 
-def test_what_cannot_run_is_refused(pool: Pool) -> None:
-    errors = pool.run(
-        2, "tests.site.cases", "refusal", stages=2, schedule="zbv", compile_layers=True, rows=4
-    )
-    assert all('cannot be used with site.schedule "zbv"' in error for error in errors)
+def test_rows_that_are_no_micro_batches_are_refused() -> None:
     with pytest.raises(ConfigError, match="not divisible into micro-batches of 2"):
         cases.build(rows=4, micro=2).inner_step(*cases.toy.batch(3, seed=0), 0.1)
