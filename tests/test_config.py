@@ -120,6 +120,7 @@ def test_bad_values_are_refused_in_one_line(run_file: Path, override: str, expec
         (["compression.codec=top1:9", "outer.exchange=reduce"], 'set outer.exchange = "gather"'),
         (["compression.codec=topk:9", "outer.exchange=reduce"], 'set outer.exchange = "gather"'),
         (["model.compile=true", "site.schedule=zbv", "site.chunks=2"], "model.compile: cannot be"),
+        (["model.attention=flash_attention_2", "site.precision=fp32"], "computes in 16 bits"),
         (["compression.codec=lowrank", "outer.exchange=reduce"], "codec lowrank:8 is not averaged"),
         (
             ["compression.codec=int2", "compression.error_feedback=false"],

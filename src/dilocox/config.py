@@ -193,6 +193,11 @@ class RunConfig(Section):
                 f'model.compile: cannot be used with site.schedule "{self.site.schedule}", which '
                 "splits the backward pass: set it to false, or use another schedule"
             )
+        if self.model.attention == "flash_attention_2" and self.site.precision == "fp32":
+            raise ValueError(
+                'model.attention: "flash_attention_2" computes in 16 bits: set site.precision to '
+                '"bf16", or use "sdpa"'
+            )
         if self.record.states_every and self.exchanges_gradients:
             raise ValueError(
                 f"record.states_every: method {self.outer.method} exchanges gradients, which are "

@@ -9,6 +9,7 @@ then nothing of an earlier run in the folder is changed, so that a refused start
 from __future__ import annotations
 
 import fcntl
+import importlib.util
 import json
 import math
 import os
@@ -299,6 +300,7 @@ def check_run(
     if ranks_here is not None:
         parameters = _held_by_first(config, parameters, ranks_here)
     on_gpu = _on_gpu(config)
+    _check_attention(config, on_gpu)
     available = _available_memory()
     if available is not None:
         problem = memory.host_problem(config, parameters, sites_here, available, on_gpu)
@@ -392,6 +394,23 @@ def _held_by_first(config: RunConfig, parameters: Sequence[int], ranks: int) -> 
         size * min(shards, max(0, ranks - stage * shards)) // shards
         for stage, size in enumerate(parameters)
     ]
+
+
+def _check_attention(config: RunConfig, on_gpu: bool) -> None:
+    """The model's own code looks for what its attention needs in the ranks alone."""
+    wanted = config.model.attention
+    if wanted != "flash_attention_2":
+        return
+    if not on_gpu:
+        raise ConfigError(
+            f'model.attention: "{wanted}" needs a GPU, ranks here have none; use "sdpa"'
+        )
+    # Transformers takes it from either package.
+    if not any(importlib.util.find_spec(name) for name in ("flash_attn", "kernels")):
+        raise ConfigError(
+            f'model.attention: "{wanted}" needs the package flash-attn, which is not installed '
+            'here; install it, or use "sdpa"'
+        )
 
 
 def _on_gpu(config: RunConfig) -> bool:
