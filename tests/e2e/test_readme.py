@@ -46,7 +46,9 @@ RUN_ELSEWHERE = {
     "python benchmarks/wan_beside.py --work 0.005 --blocks 6 --allreduce 2 --json NEW.json": (
         "tests/benchmarks"
     ),
-    "python benchmarks/wan_beside.py --batch 32 --width 256 --allreduce 2 --json NEW.json": "tests/benchmarks",
+    "python benchmarks/wan_beside.py --batch 32 --width 256 --allreduce 2 --json NEW.json": (
+        "tests/benchmarks"
+    ),
     "python benchmarks/wan_beside.py --ratio 40 --blocks 2 --json NEW.json": "tests/benchmarks",
     QUALITY: "tests/benchmarks",
     "python benchmarks/codecs.py": "tests/benchmarks",
