@@ -70,8 +70,9 @@ def test_dilocox_is_below_every_method_at_its_reduction_in_short_runs() -> None:
 
 def test_in_long_runs_too_dilocox_is_below_those_that_were_measured() -> None:
     said = quality_report.verdicts([p for p in quality_points() if p.cell == ("long", 4, False)])
-    assert {line.split(" (")[0] for line in said} >= {"diloco", "sparseloco"}
-    assert [line for line in said if ": dominated by" not in line] == []
+    assert {line.split(" (")[0] for line in said} >= {"diloco", "dilocox-paper", "sparseloco"}
+    (quarter,) = [line for line in said if ": dominated by" not in line]
+    assert ": reached (" in quarter
 
 
 def test_rows_that_are_averaged_are_of_one_plan() -> None:
