@@ -421,6 +421,9 @@ class Trainer:
         self.errands.wait()
         self.keeper.save(self, plan, last=True)
         self.show_state(plan)
+        if self.watch is not None:
+            # An auditor may look for it as soon as the flush is decided, and that is at once.
+            self.watch.wait()
         if self.config.exchanges_gradients:
             self.outer.land_gradients()
         elif self.me in plan.members:

@@ -25,6 +25,7 @@ from dilocox.audit.replay import Progress, RankJob, RankReplay, repeat
 from dilocox.audit.run import AuditedRun
 from dilocox.compression import Compressor
 from dilocox.compression.moments import due_rows
+from dilocox.outer.coordinator.keys import ExchangeKey
 from dilocox.record.audits import Verdict
 from dilocox.record.beacon import due_rounds
 from dilocox.record.rounds import Document
@@ -370,6 +371,16 @@ def test_an_end_that_was_not_signed_fails(trained: Path, what: str) -> None:
     verdict = judge(case, "lyon", 2, here, lambda step: None)
     assert verdict.verdict == "FAIL", verdict
     assert "withheld" in verdict.reason
+    # Another rank of the site may be further: it is this one's contribution that follows a state.
+    elsewhere = {
+        where: digest
+        for where, digest in case.course.contributions.items()
+        if (where[2], ExchangeKey.parse(where[0]).round) != ("lyon", 3)
+    }
+    own, case.course.contributions = case.course.contributions, elsewhere
+    if what == "nothing":
+        assert judge(case, "lyon", 2, here, lambda step: None).verdict != "FAIL"
+    case.course.contributions = own
     # Ranks that were started in between had nothing to sign.
     case.course.starts["lyon"].append(end.number - 1)
     verdict = judge(case, "lyon", 2, here, lambda step: None)

@@ -118,6 +118,20 @@ def test_the_newest_states_are_kept(tmp_path: Path) -> None:
     assert warnings == []
 
 
+def test_the_flush_removes_no_state_that_is_to_be_kept(tmp_path: Path) -> None:
+    """An auditor counts from round to round that keeps one; the flush may be any."""
+    store = Store(str(tmp_path))
+    record, _, _ = inner_record(store, every=2, keep=1)
+    for round_ in range(5):
+        record.boundary(round_, 10 * round_, True, capture)
+        record.wait()
+    before = sorted(path.name for path in (tmp_path / "states").iterdir())
+    record.boundary(5, 50, False, capture)
+    record.wait()
+    after = sorted(path.name for path in (tmp_path / "states").iterdir())
+    assert after == [*before, "00000005"]
+
+
 def test_a_store_that_removes_nothing_is_warned_of_once(tmp_path: Path) -> None:
     store = Append(str(tmp_path))
     record, notebook, warnings = inner_record(store, keep=1)

@@ -177,7 +177,7 @@ def _began(case: Case, site: str, place: Place, round_: int) -> _Began:
     if not course.began_again(site, state.number, before):
         if after is not None and after.steps is None:
             raise JudgedError("FAIL", f"{place} has signed no fingerprints of its steps: withheld")
-        if after is None and course.contributed(site, round_ + 1):
+        if after is None and course.contributed(*where, round_ + 1):
             raise JudgedError("FAIL", f"{place} has not signed what the round ended in: withheld")
     if after is not None and after.steps is not None:
         try:

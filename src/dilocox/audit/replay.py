@@ -69,8 +69,9 @@ class RankReplay:
     """Norm of the difference of the parameters after the round over that of the way they had come
     in it, if the site's are kept."""
     kept: Mapping[str, float]
-    """Of what else a site goes on with, such as its residual: norm of the difference over its norm,
-    by kind, if the site's are kept."""
+    """Of what else a site goes on with, such as its residual: norm of the difference by kind, if
+    the site's are kept. Over its own norm; over that of the way that the parameters had come, where
+    it counts in the same units and is less: residuals of fine codecs are rounding errors."""
 
 
 class Onlooker:
@@ -197,7 +198,7 @@ def repeat(job: RankJob, progress: Progress) -> RankReplay:
         payloads=tuple(exchanges.checks),
         end=end,
         moved=_moved(rank, job, get),
-        kept=_kept(tensors, job.end, get),
+        kept=_kept(tensors, job.start, job.end, get),
     )
 
 
@@ -228,9 +229,27 @@ def _moved(rank: Rank, job: RankJob, get: Get) -> float | None:
     return math.sqrt(apart / way) if way else math.sqrt(apart)
 
 
-def _kept(found: Mapping[str, Tensor], signed: Document | None, get: Get) -> dict[str, float]:
+_OWN = ("residual", "reference", "previous", "own")
+"""Tensors of a piece that no other check is of: in units of parameters."""
+
+
+def _way(signed: Document | None, start: Document, get: Get) -> float:
+    """Squared norm of how far the parameters had come in the round, as the site has signed."""
+    before = {each.name: each for each in start.tensors}
+    total = 0.0
+    for each in signed.tensors if signed is not None else ():
+        if each.name.startswith("live/"):
+            apart = load_tensor(each, get).double() - load_tensor(before[each.name], get).double()
+            total += float(apart.square().sum())
+    return total
+
+
+def _kept(
+    found: Mapping[str, Tensor], start: Document, signed: Document | None, get: Get
+) -> dict[str, float]:
     """See `RankReplay.kept`."""
     apart, size = dict[str, float](), dict[str, float]()
+    way = _way(signed, start, get)
     for each in signed.tensors if signed is not None else ():
         kind = _kind(each.name)
         if kind is not None and each.name in found:
@@ -239,9 +258,10 @@ def _kept(found: Mapping[str, Tensor], signed: Document | None, get: Get) -> dic
             apart[kind] = apart.get(kind, 0.0) + float((ours - theirs).square().sum())
             size[kind] = size.get(kind, 0.0) + float(ours.square().sum())
     return {
-        kind: math.sqrt(apart[kind] / size[kind]) if size[kind] else math.inf
+        kind: math.sqrt(apart[kind] / norm) if norm else math.inf
         for kind in apart
         if apart[kind]
+        for norm in [max(size[kind], way if kind in _OWN else 0.0)]
     }
 
 
@@ -250,8 +270,7 @@ def _kind(name: str) -> str | None:
     group, *rest = name.split("/")
     if group == "inner":
         return rest[0]
-    own = ("residual", "reference", "previous", "own")
-    return rest[-1] if group == "outer" and rest[-1] in own else None
+    return rest[-1] if group == "outer" and rest[-1] in _OWN else None
 
 
 def load_tensor(about: TensorDigest, get: Get) -> Tensor:

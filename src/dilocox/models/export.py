@@ -213,6 +213,7 @@ def _write_configs(
         if getattr(config, key, None) is None and key in special:
             setattr(config, key, special[key])
     config.save_pretrained(work)
+    _drop_version(work / "config.json")
     generation = _generation_config(hf_config, config, revision)
     for key, value in special.items():
         if getattr(generation, key, None) is None:
@@ -222,6 +223,15 @@ def _write_configs(
     generation.to_json_file(
         work / "generation_config.json", use_diff=True, keys_to_pop=["compile_config"]
     )
+    _drop_version(work / "generation_config.json")
+
+
+def _drop_version(file: Path) -> None:
+    """Sites publish the same files, whichever Transformers wrote them."""
+    content = json.loads(file.read_text(encoding="utf-8"))
+    content.pop("transformers_version", None)
+    text = json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
+    file.write_text(text, encoding="utf-8")
 
 
 def _generation_config(source: Any, config: Any, revision: str | None) -> Any:

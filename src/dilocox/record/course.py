@@ -237,12 +237,11 @@ class Course:
         """Whether the ranks of a site were started between two statements."""
         return any(after < number < before for number in self.starts.get(site, ()))
 
-    def contributed(self, site: str, round_: int) -> bool:
-        """Whether a site has signed a contribution to an exchange of a round, in any attempt."""
-        return any(
-            who == site and ExchangeKey.parse(key).round == round_
-            for key, _, who, _ in self.contributions
-        )
+    def contributed(self, site: str, stage: int, shard: int, round_: int) -> bool:
+        """Whether a rank has signed a contribution to an exchange of a round, in any attempt."""
+        keys = (key for key, _, *who in self.contributions if who == [site, shard])
+        found = map(ExchangeKey.parse, keys)
+        return any((key.stage, key.round) == (stage, round_) for key in found)
 
     def of(self, stage: int) -> list[Step]:
         """The outer steps of a stage, in the order in which they land on any piece."""

@@ -47,6 +47,61 @@ def test_where_nobody_trains_any_more_it_plans(tmp_path: Path) -> None:
     plan = driver.plan(1, "c")
     assert plan is not None
     assert list(plan.members) == ["c"]
+    # It gets there: of the round before nobody trains the rest.
+    assert driver.beat("c").lease >= plan.first_tick
+
+
+def test_what_nobody_contributes_to_any_more_is_decided(tmp_path: Path) -> None:
+    """The newcomer has begun an exchange of those who train, and would wait for it for ever."""
+    driver = training_slowly(tmp_path)
+    driver.enrol("c")
+    driver.beat("c")
+    driver.begin(KEY(0, 0, 0), "c")
+    driver.ready("c")
+    for site in "ab":
+        driver.leave(site)
+    exchange = driver.core.state.exchanges["outer/0/0/0"]
+    assert exchange.decision == []
+
+
+def test_a_stop_waits_for_no_checkpoint_of_one_that_has_not_trained(tmp_path: Path) -> None:
+    driver = training_slowly(tmp_path)
+    driver.join("c")
+    # Planned before the stop, c is in it; it turns back before it has heard of that.
+    plan = driver.plan(1, "a")
+    assert plan is not None
+    assert "c" in plan.members
+    for tick in range(4, 21):
+        driver.clock.time += 3
+        for site in "ab":
+            driver.beat(site, tick, slot_seconds=3.0)
+    stop = driver.core.departures.stop(m.StopRequest(reason="SIGINT")).stop_tick
+    driver.finish("c", complete=False)
+    for site in "ab":
+        driver.round_done(site, 0)
+        driver.write_checkpoint(site, stop, 1, stop - 20)
+        driver.finish(site, complete=False)
+    assert driver.core.state.phase == "stopped"
+    assert driver.core.state.checkpoints[stop].sites == ["a", "b"]
+
+
+def test_rounds_planned_while_the_run_stops_are_of_those_who_train(tmp_path: Path) -> None:
+    driver = training_slowly(tmp_path)
+    driver.join("c")
+    driver.core.departures.stop(m.StopRequest(reason="SIGINT"))
+    plan = driver.plan(1, "a")
+    assert plan is not None
+    assert list(plan.members) == ["a", "b"]
+
+
+def test_a_site_that_was_left_behind_and_leaves_is_gone(tmp_path: Path) -> None:
+    driver = training_slowly(tmp_path)
+    driver.join("c")
+    site = driver.core.state.sites["c"]
+    site.role, site.leave_round = "entering", 1
+    rank = m.Rank(site="c", stage=0, shard=0)
+    driver.core.departures.depart(m.DepartRequest(rank=rank))
+    assert site.role == "gone"
 
 
 def test_the_flush_is_exchanged_between_those_in_its_plan(tmp_path: Path) -> None:

@@ -311,6 +311,7 @@ class Coordinator:
             self.record(enters)
         if state.phase == "running":
             lease = self.liveness.lease(state.lease, state.with_role("active"))
+            lease = max(lease, state.nobody_before)
             if lease > state.lease:
                 self.record(e.Leased(self.wall(), lease))
         return views.beat_reply(state, rank.site)

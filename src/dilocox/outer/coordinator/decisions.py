@@ -32,7 +32,7 @@ def decide(
     started = begun(state, wait_for, time)
     if started is not None:
         return started
-    for name in state.with_role("active"):
+    for name in state.with_role("entering", "active"):
         site = state.sites[name]
         if site.left and len(site.left) == state.config.site.ranks:
             return e.Gone(time, name, site.incarnation, "asked to leave, and done", False)
@@ -50,6 +50,9 @@ def decide(
 def plan_round(state: CoordinatorState, round_: int, time: float) -> e.Planned | str:
     """The plan of `round_` if it may be made now, or what it waits for."""
     active = state.staying(round_)
+    if state.phase == "stopping":
+        # Who has not trained yet turns back, at some rank before this is heard of.
+        active = [name for name in active if state.takes_part(name, round_ - 1)] or active
     if not state.running:
         entering = [name for name in state.starters if state.sites[name].role == "entering"]
         return f"the start ({', '.join(entering) or state.phase})"
@@ -93,7 +96,10 @@ def _lands_for_entering(state: CoordinatorState, round_: int, least: int) -> boo
 def _decide_exchange(state: CoordinatorState, exchange: Exchange, time: float) -> e.Event | None:
     voters = state.voters(exchange)
     if not voters:
-        return None
+        # All who would contribute are gone, and one that has just entered waits for what they sent.
+        if state.phase != "running" or not state.with_role("active"):
+            return None
+        return e.Decided(time, exchange.key, exchange.attempt, "commit", [], {})
     if exchange.broken:
         sites = list(dict.fromkeys(site for site, _, _ in voters))
         drop = exchange.site_to_drop(sites)
@@ -175,7 +181,11 @@ def _checkpoint(state: CoordinatorState, time: float) -> e.Event | None:
     for tick, checkpoint in state.checkpoints.items():
         if checkpoint.sites is not None:
             continue
-        sites = writers(state, checkpoint.round)
+        sites = [
+            name
+            for name in writers(state, checkpoint.round)
+            if not state.turned_back(name) or any(name == site for site, *_ in checkpoint.written)
+        ]
         expected: list[RankKey] = [(site, *rank) for site in sites for rank in state.ranks]
         if expected and all(rank in checkpoint.written for rank in expected):
             return e.Kept(time, tick, sites)

@@ -119,6 +119,23 @@ class Facts:
         training = [name for name in self.sites if self.takes_part(name, round_ - 1)]
         return not training or site in training
 
+    def turned_back(self, site: str) -> bool:
+        """It has finished before the run has, and before it had trained a round."""
+        known = self.sites[site]
+        return (
+            known.role == "finished"
+            and not known.complete
+            and (known.rounds_done == known.active_from)
+        )
+
+    @property
+    def nobody_before(self) -> int:
+        """Slots in which no active site has anything to do: those of rounds before the first that
+        one of them takes part in; 0 where they are not known."""
+        first = min((self.sites[name].active_from for name in self.with_role("active")), default=0)
+        before = self.plans.get(first - 1)
+        return 0 if before is None else before.first_tick + before.slots
+
     def members_for(self, round_: int) -> list[Member]:
         """Sites of the epoch that an exchange of `round_` is carried between.
 
