@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from dilocox.report import charts
@@ -78,6 +78,9 @@ def test_thinning_keeps_first_and_last(count: int, most: int) -> None:
 
 @settings(deadline=None)
 @given(st.floats(-1e9, 1e9), st.floats(-1e9, 1e9))
+@example(0.0, 5e-324)
+@example(1e-11, 2e-11)
+@example(1e9, 1e9 + 1e-6)
 def test_ticks_hold_the_values(a: float, b: float) -> None:
     low, high = min(a, b), max(a, b)
     ticks = nice_ticks(low, high)

@@ -202,8 +202,9 @@ def thinned(count: int, most: int = MOST) -> list[int]:
 
 def nice_ticks(low: float, high: float, wanted: int = 5) -> list[float]:
     """Round numbers, evenly apart, that hold `low` and `high` between them; at least two."""
-    if high <= low:
-        spread = abs(low) * 0.1 or 1.0
+    # Ticks are told by twelve decimals: what is closer together is one value.
+    if high - low <= 1e-11 + 1e-12 * abs(low):
+        spread = abs(low) * 0.1 if abs(low) > 1e-10 else 1.0
         low, high = low - spread / 2, high + spread / 2
     rough = (high - low) / wanted
     power = 10.0 ** math.floor(math.log10(rough))
