@@ -17,8 +17,8 @@ told the controller of it, who holds it below `control.work` of a round on the c
 the steps of a round have of tokens, per site: the outer path costs the same per parameter whatever
 a step computes, so that a larger batch makes the share smaller in proportion.
 
-`state_bytes` are the bytes per parameter of anchor, momentum, reference, residual and a fragment in
-flight (`outer.device` says whether they are in the host's memory or beside the model); the inner
+`state_bytes` are the bytes per parameter of anchor, momentum, reference and residual, between
+exchanges (`outer.device` says whether they are in the host's memory or beside the model); the inner
 state of AdamW takes 16 beside it.
 
 A quarter of an hour on two cores, five minutes with --quick.

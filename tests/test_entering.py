@@ -25,6 +25,11 @@ def news(phase: str, **more: Any) -> SimpleNamespace:
     return SimpleNamespace(phase=phase, **told)
 
 
+def answer(plan: Any, receive: bool = False, leave: bool = False) -> SimpleNamespace:
+    """What the coordinator says of a round's plan."""
+    return SimpleNamespace(plan=plan, receive=receive, leave=leave)
+
+
 class Followed:
     """A trainer whose rounds are only counted, in a run that starts after some looks."""
 
@@ -63,7 +68,7 @@ class Followed:
             kind="train", first_tick=2 * round_, slots=1, members=members,
             model_copy=lambda update: plan,
         )  # fmt: skip
-        return SimpleNamespace(plan=plan, receive=False, leave=False)
+        return answer(plan)
 
 
 @pytest.fixture(autouse=True)
@@ -157,26 +162,20 @@ def test_it_turns_back_where_the_run_stops(at_once: None) -> None:
     assert turns_back(followed, most=6, told={"stop_tick": 6}) == [{}]
     assert followed.ends == []
     waiting: Any = Followed(["running"])
-    waiting.client.poll_plan = lambda round_, wait: SimpleNamespace(
-        plan=None, receive=False, leave=False
-    )
+    waiting.client.poll_plan = lambda round_, wait: answer(None)
     assert turns_back(waiting, told={"stop_tick": 6}) == [{}]
 
 
 def test_a_site_that_is_to_leave_does_not_enter_again(at_once: None) -> None:
     followed: Any = Followed(["running"])
-    followed.client.poll_plan = lambda round_, wait: SimpleNamespace(
-        plan=None, receive=False, leave=True
-    )
+    followed.client.poll_plan = lambda round_, wait: answer(None, leave=True)
     assert turns_back(followed) == [{"leaves": True}]
 
 
 def test_a_site_that_the_flush_leaves_out_publishes_nothing(at_once: None) -> None:
     followed: Any = Followed(["running"])
     flush = SimpleNamespace(kind="flush", first_tick=6, slots=1, members={"old": None})
-    followed.client.poll_plan = lambda round_, wait: SimpleNamespace(
-        plan=flush, receive=True, leave=False
-    )
+    followed.client.poll_plan = lambda round_, wait: answer(flush, receive=True)
     with pytest.raises(RunOverError, match="site new: the run ends before it has entered"):
         turns_back(followed)
 

@@ -136,7 +136,8 @@ class Keeper:
             raise CheckpointError(problem)
         if self._publishes(trainer.rank, plan):
             files = other_files(self._config.folder / "model")
-            record_state(self._record, "final", plan.round, trainer.rank, files)
+            rank, touch = trainer.rank, self._touch
+            record_state(self._record, "final", plan.round, rank, touch, files)
 
     def _publishes(self, rank: Rank, plan: RoundPlan) -> bool:
         return not self._shared or next(iter(plan.members)) == rank.place.site
@@ -357,9 +358,9 @@ def record_state(
     kind: str,
     round_: int,
     rank: Rank,
+    touch: Callable[[], None],
     files: Mapping[str, str] | None = None,
     momentum: bool = False,
-    touch: Callable[[], None] = lambda: None,
 ) -> None:
     """Sign, if the run is recorded, what anchor the site holds; with `momentum` what outer
     momentum, too. Collective over the site. `touch`: as for `living`, while it is kept."""

@@ -219,8 +219,7 @@ def _take_part(
     control.wait_while_role("enrolled")
     newcomer = _enter(trainer, network, timeouts)
     if newcomer is None and trainer.at.tick == 0:
-        moved = config.model.handover
-        record_state(record, "initial", 0, rank, momentum=moved, touch=control.touch)
+        record_state(record, "initial", 0, rank, control.touch, momentum=config.model.handover)
     trainer.run(newcomer)
     worker.close()
 

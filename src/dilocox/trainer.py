@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -390,27 +390,23 @@ class Trainer:
         self.errands.wait()
         plan = self.client.poll_plan(self.at.round, 0.0).plan
         self.keeper.save(self, plan, last=True)
-        self.wait_for_record()
-        self.client.finish(complete=False)
-        raise Stopped
+        self._go(lambda: self.client.finish(complete=False))
 
     def depart(self) -> None:
         """Leave the run: what this rank owed the others is decided. Raises `Stopped`."""
         self.errands.wait()
         self.outer.settle()
-        self.wait_for_record()
-        self.client.depart()
-        raise Stopped
+        self._go(self.client.depart)
 
     def turn_back(self, leaves: bool = False) -> None:
         """Go before this site has trained a round since it entered (again): the run stops, or the
         site `leaves`. Raises `Stopped`."""
         self.errands.wait()
+        self._go(self.client.depart if leaves else lambda: self.client.finish(complete=False))
+
+    def _go(self, say: Callable[[], object]) -> None:
         self.wait_for_record()
-        if leaves:
-            self.client.depart()
-        else:
-            self.client.finish(complete=False)
+        say()
         raise Stopped
 
     def finish(self, plan: RoundPlan) -> None:

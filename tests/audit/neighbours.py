@@ -230,7 +230,7 @@ class Neighbour:
             donor_patience=0.0,
             watch=self.watch,
         )
-        record_state(self.record, "initial", 0, self.rank)
+        record_state(self.record, "initial", 0, self.rank, nobody.touch)
 
     def _given(self, given: Contribution) -> Contribution:
         from dataclasses import replace

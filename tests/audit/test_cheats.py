@@ -387,18 +387,20 @@ def test_an_end_that_was_not_signed_fails(trained: Path, what: str) -> None:
     assert verdict.verdict != "FAIL", verdict
 
 
-def test_another_precision_than_was_agreed_fails(
-    trained: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In bf16 another class may differ as it likes: that is not the site's to choose."""
+def computing_in(precision: str, began: Any) -> Any:
+    facts = {**began.start.facts, "precision": precision}
+    return replace(began, start=replace(began.start, facts=facts))
+
+
+@pytest.fixture
+def says_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sites have signed that they compute in bf16."""
     begin = judging._began
+    monkeypatch.setattr(judging, "_began", lambda *given: computing_in("bfloat16", begin(*given)))
 
-    def in_bf16(*given: Any) -> Any:
-        began = begin(*given)
-        facts = {**began.start.facts, "precision": "bfloat16"}
-        return replace(began, start=replace(began.start, facts=facts))
 
-    monkeypatch.setattr(judging, "_began", in_bf16)
+def test_another_precision_than_was_agreed_fails(trained: Path, says_bf16: None) -> None:
+    """In bf16 another class may differ as it likes: that is not the site's to choose."""
     verdict = audit(trained, "paris", 3)
     assert verdict.verdict == "FAIL"
     assert "computes in bfloat16; the run file says float32" in verdict.reason
@@ -471,26 +473,13 @@ def test_cheats_are_found_from_another_class(trained: Path, elsewhere: None, nam
 
 
 def test_bf16_between_classes_says_nothing(
-    trained: Path, elsewhere: None, monkeypatch: pytest.MonkeyPatch
+    trained: Path, elsewhere: None, says_bf16: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rates_off_by(monkeypatch, 1e-2)
-    begin = judging._began
-
-    def in_bf16(*given: Any) -> Any:
-        began = begin(*given)
-        facts = {**began.start.facts, "precision": "bfloat16"}
-        return replace(began, start=replace(began.start, facts=facts))
-
-    monkeypatch.setattr(judging, "_began", in_bf16)
-    monkeypatch.setattr(judging, "_job", lambda case, began, plan: JOB(case, in_fp32(began), plan))
+    job = judging._job
+    monkeypatch.setattr(
+        judging, "_job", lambda case, began, plan: job(case, computing_in("float32", began), plan)
+    )
     verdict = audit(trained, "paris", 3)
     assert verdict.verdict == "NOT_RUN"
     assert "in bf16 honest differences say nothing" in verdict.reason
-
-
-JOB = judging._job
-
-
-def in_fp32(began: Any) -> Any:
-    facts = {**began.start.facts, "precision": "float32"}
-    return replace(began, start=replace(began.start, facts=facts))

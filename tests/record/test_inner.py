@@ -19,7 +19,7 @@ from dilocox.record.inner import InnerRecord, Manner
 from dilocox.record.recording import Author
 from dilocox.record.rounds import Document, steps_from_bytes
 from dilocox.record.store import Store
-from tests.record.test_recording import SIGNER, Notebook
+from tests.record.test_recording import SIGNER, Notebook, check_returns
 
 RANK = Rank(site="paris", stage=1, shard=0)
 LIVE = {"live/w": torch.arange(4.0)}
@@ -208,10 +208,7 @@ def test_a_store_that_stops_answering_holds_no_vote_up(tmp_path: Path) -> None:
     store = GatedStore(str(tmp_path))
     record, _, warnings = inner_record(store, patience=0.05)
     record.boundary(0, 0, True, capture)
-    waiting = threading.Thread(target=record.wait_signed, daemon=True)
-    waiting.start()
-    waiting.join(20.0)
-    assert not waiting.is_alive()
+    check_returns(record.wait_signed)
     assert len(warnings) == 1
     assert "has not kept a state for 0 s" in warnings[0]
     record.wait_signed()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -72,6 +73,14 @@ def rank_record(store: Store, patience: float = 60.0) -> tuple[RankRecord, Noteb
     notebook, warnings = Notebook(), list[str]()
     author = Author("run", RANK, SIGNER)
     return RankRecord(author, store, notebook, warnings.append, patience), notebook, warnings
+
+
+def check_returns(wait: Callable[[], None]) -> None:
+    """It does not wait for what never comes."""
+    waiting = threading.Thread(target=wait, daemon=True)
+    waiting.start()
+    waiting.join(20.0)
+    assert not waiting.is_alive()
 
 
 def exchanged(record: RankRecord, key: ExchangeKey, *payloads: bytes) -> None:
@@ -162,10 +171,7 @@ def test_a_store_that_stops_answering_does_not_keep_a_run_from_ending(tmp_path: 
     store = SlowStore(str(tmp_path))
     record, _, warnings = rank_record(store, patience=0.05)
     exchanged(record, KEY, b"payload")
-    ending = threading.Thread(target=record.wait, daemon=True)
-    ending.start()
-    ending.join(20.0)
-    assert not ending.is_alive()
+    check_returns(record.wait)
     assert len(warnings) == 1
     assert "has kept nothing for 0 s" in warnings[0]
     store.go.set()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dilocox.assembly import Batches, Blueprint, Hooks, Place, Rank, build_rank
+from dilocox.assembly import Batches, Blueprint, Hooks, Place, build_rank
 from dilocox.audit.exchanges import PayloadCheck, RecordedExchanges
 from dilocox.config import RunConfig
 from dilocox.data import TokenFiles
@@ -192,14 +193,8 @@ def repeat(job: RankJob, progress: Progress) -> RankReplay:
         trainer.train_round(job.plan)
     tensors, state = capture_round(trainer)
     end = Document.of(tensors, state, facts, ())
-    return RankReplay(
-        facts=facts,
-        steps=watch.fingerprints(),
-        payloads=tuple(exchanges.checks),
-        end=end,
-        moved=_moved(rank, job, get),
-        kept=_kept(tensors, job.start, job.end, get),
-    )
+    moved, kept = _differences(tensors, job, get)
+    return RankReplay(facts, watch.fingerprints(), tuple(exchanges.checks), end, moved, kept)
 
 
 def _take_up(trainer: Trainer, job: RankJob, get: Get) -> None:
@@ -213,56 +208,38 @@ def _take_up(trainer: Trainer, job: RankJob, get: Get) -> None:
     trainer.outer.take_up_again()
 
 
-def _moved(rank: Rank, job: RankJob, get: Get) -> float | None:
-    """See `RankReplay.moved`."""
-    if job.end is None:
-        return None
-    start = {each.name: each for each in job.start.tensors}
-    end = {each.name: each for each in job.end.tensors}
-    apart = way = 0.0
-    for name, tensor in rank.live.items():
-        ours = tensor.detach().cpu().double()
-        theirs = load_tensor(end[f"live/{name}"], get).double()
-        before = load_tensor(start[f"live/{name}"], get).double()
-        apart += float((ours - theirs).square().sum())
-        way += float((theirs - before).square().sum())
-    return math.sqrt(apart / way) if way else math.sqrt(apart)
-
-
 _OWN = ("residual", "reference", "previous", "own")
 """Tensors of a piece that no other check is of: in units of parameters."""
 
 
-def _way(signed: Document | None, start: Document, get: Get) -> float:
-    """Squared norm of how far the parameters had come in the round, as the site has signed."""
-    before = {each.name: each for each in start.tensors}
-    total = 0.0
-    for each in signed.tensors if signed is not None else ():
-        if each.name.startswith("live/"):
-            apart = load_tensor(each, get).double() - load_tensor(before[each.name], get).double()
-            total += float(apart.square().sum())
-    return total
-
-
-def _kept(
-    found: Mapping[str, Tensor], start: Document, signed: Document | None, get: Get
-) -> dict[str, float]:
-    """See `RankReplay.kept`."""
-    apart, size = dict[str, float](), dict[str, float]()
-    way = _way(signed, start, get)
-    for each in signed.tensors if signed is not None else ():
-        kind = _kind(each.name)
-        if kind is not None and each.name in found:
-            theirs = load_tensor(each, get).double()
-            ours = found[each.name].detach().cpu().double()
-            apart[kind] = apart.get(kind, 0.0) + float((ours - theirs).square().sum())
-            size[kind] = size.get(kind, 0.0) + float(ours.square().sum())
-    return {
-        kind: math.sqrt(apart[kind] / norm) if norm else math.inf
-        for kind in apart
-        if apart[kind]
-        for norm in [max(size[kind], way if kind in _OWN else 0.0)]
-    }
+def _differences(
+    found: Mapping[str, Tensor], job: RankJob, get: Get
+) -> tuple[float | None, dict[str, float]]:
+    """`RankReplay.moved` and `.kept` of the state that a repetition has `found`."""
+    if job.end is None:
+        return None, {}
+    start, end = ({each.name: each for each in of.tensors} for of in (job.start, job.end))
+    apart, size, way = defaultdict[str, float](float), defaultdict[str, float](float), 0.0
+    for name, tensor in found.items():
+        kind = _kind(name)
+        if kind is None:
+            continue
+        if name not in end:
+            apart[kind] = math.inf
+            continue
+        ours, theirs = tensor.detach().cpu().double(), load_tensor(end[name], get).double()
+        apart[kind] += float((ours - theirs).square().sum())
+        size[kind] += float(ours.square().sum())
+        if kind == "live":
+            before = load_tensor(start[name], get).double()
+            way += float((theirs - before).square().sum())
+    moved = math.sqrt(apart.pop("live", 0.0) / (way or 1.0))
+    kept = {}
+    for kind, square in apart.items():
+        norm = max(size[kind], way) if kind in _OWN else size[kind]
+        if square:
+            kept[kind] = math.sqrt(square / norm) if norm else math.inf
+    return moved, kept
 
 
 def _kind(name: str) -> str | None:
@@ -270,7 +247,9 @@ def _kind(name: str) -> str | None:
     group, *rest = name.split("/")
     if group == "inner":
         return rest[0]
-    return rest[-1] if group == "outer" and rest[-1] in _OWN else None
+    if group == "outer" and rest[-1] in _OWN:
+        return rest[-1]
+    return "live" if group == "live" else None
 
 
 def load_tensor(about: TensorDigest, get: Get) -> Tensor:

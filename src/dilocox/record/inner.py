@@ -150,9 +150,9 @@ class InnerRecord:
                     place = self._store.states(round_)
                     for each in document.tensors:
                         place.put(tensor_bytes(tensors[each.name]), each.sha256)
-            if begins and manner.keep and round_ % manner.every == 0:
+            if begins and manner.keep:
                 # One more than asked for: the last of them may just be on its way to somebody.
-                self._drop_before(round_ - manner.keep * manner.every)
+                self._drop_before((round_ // manner.every - manner.keep) * manner.every)
         except Exception as error:  # other people's storage, over a network
             self._give_up(error)
         finally:

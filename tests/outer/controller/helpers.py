@@ -41,6 +41,11 @@ def menu(config: RunConfig, values: int = 1_000_000) -> dict[str, list[list[int]
     return sizes
 
 
+def at(rate: float, step_us: int = 100_000) -> Estimate:
+    """A link of so many bytes per second, without latency."""
+    return Estimate(step_us, round(rate), 0, 0)
+
+
 @dataclass
 class Play:
     """Rounds one after the other: the plan of round t is made from what was measured in t - 2."""

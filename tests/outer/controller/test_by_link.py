@@ -21,9 +21,8 @@ from dilocox.outer.controller.candidates import (
     codecs,
 )
 from dilocox.outer.controller.choice import Choice
-from dilocox.outer.controller.link import Estimate
 from dilocox.outer.controller.loss import outer_rates
-from tests.outer.controller.helpers import Play, chosen, menu, run_config
+from tests.outer.controller.helpers import Play, at, chosen, menu, run_config
 
 PROPERTY = settings(max_examples=60, deadline=None, derandomize=True)
 rates = st.floats(3.5, 9.5).map(lambda power: 10**power)
@@ -32,10 +31,6 @@ noise = st.lists(st.floats(0.9, 1.1), min_size=30, max_size=30)
 
 def plan_of(each: Choice | Candidate) -> Now:
     return each.inner_steps, each.codec, each.fragments
-
-
-def at(rate: float, step_us: int = 100_000) -> Estimate:
-    return Estimate(step_us, round(rate), 0, 0)
 
 
 @PROPERTY

@@ -8,11 +8,7 @@ import pytest
 
 from dilocox.outer.controller.by_link import choose
 from dilocox.outer.controller.link import Estimate
-from tests.outer.controller.helpers import Play, chosen, menu, run_config
-
-
-def at(rate: float, step_us: int = 100_000) -> Estimate:
-    return Estimate(step_us, round(rate), 0, 0)
+from tests.outer.controller.helpers import Play, at, chosen, menu, run_config
 
 
 def test_nothing_hides_on_a_link_that_is_far_too_slow() -> None:

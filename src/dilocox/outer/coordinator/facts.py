@@ -122,11 +122,8 @@ class Facts:
     def turned_back(self, site: str) -> bool:
         """It has finished before the run has, and before it had trained a round."""
         known = self.sites[site]
-        return (
-            known.role == "finished"
-            and not known.complete
-            and (known.rounds_done == known.active_from)
-        )
+        trained = known.rounds_done > known.active_from
+        return known.role == "finished" and not known.complete and not trained
 
     @property
     def nobody_before(self) -> int:
@@ -144,13 +141,13 @@ class Facts:
         plan: nobody else has a round to take it into.
         """
         plan = self.plans.get(round_)
-        last = plan is not None and plan.kind == "flush"
+        members = plan.members if plan is not None and plan.kind == "flush" else self.sites
         return [
             (name, incarnation)
             for name, incarnation in self.members
             if self.sites[name].role != "entering" or self.sites[name].from_round <= round_
             if not self.sites[name].leaves_before(round_)
-            if plan is None or not last or name in plan.members
+            if name in members
         ]
 
     def voters(self, exchange: Exchange) -> list[RankKey]:
