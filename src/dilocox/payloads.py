@@ -96,6 +96,13 @@ def piece_names(config: RunConfig, shapes: Mapping[str, Shape]) -> list[list[str
     return split_pieces(sizes, 1 if config.exchanges_gradients else config.outer.fragments)
 
 
+def ahead_bytes(codec: str, geometry: Geometry) -> int:
+    """Bytes that a rank sends to an exchange's owner, who can send only once he has them, frame
+    included: a low-rank codec's factor; 0 for other codecs."""
+    chosen = compressor(codec, geometry)
+    return frame_bytes(chosen.factor_part) if isinstance(chosen, LowRank) else 0
+
+
 def message_bytes(codec: str, geometry: Geometry) -> int:
     """Bytes that a rank sends to one other site in one exchange, frames included."""
     chosen = compressor(codec, geometry)

@@ -7,6 +7,7 @@ import torch
 
 from dilocox.compression import LowRank, compressor, frame_bytes, pack_frame
 from dilocox.outer.layout import Layout, split_pieces
+from dilocox.payloads import ahead_bytes
 from dilocox.plan.outline import Outline
 from dilocox.plan.parcels import Parcel, joined, parcels, ring_seconds, round_trips, toil
 from dilocox.plan.table import Host
@@ -49,6 +50,8 @@ def test_pieces_that_travel_together() -> None:
     pieces = [Parcel(200, 10, 110, 3), Parcel(300, 20, 160, 4), Parcel(400, 30, 210, 5)]
     assert joined(pieces, 2) == Parcel(900 - 2 * 2 * 64, 60, 480 - 2 * 64, 12)
     assert joined(pieces[:1], 2) == pieces[0]
+    factors = [Parcel(200, 10, 110, 3, 150), Parcel(300, 20, 160, 4, 170)]
+    assert joined(factors, 2).ahead == 150 + 170 - 2 * 64
 
 
 def test_low_rank_by_hand() -> None:
@@ -60,6 +63,10 @@ def test_low_rank_by_hand() -> None:
     made = compressor("lowrank:2", Layout.of(outline.shapes[0]).geometry)
     assert isinstance(made, LowRank)
     assert sum(each.payload for each in found[0]) >= frame_bytes(made.payload_part)
+    (one,) = (ahead_bytes("lowrank:2", geometry) for geometry in [made.geometry])
+    assert one == frame_bytes(made.factor_part)
+    assert all(parcel.ahead > 0 for parcel in found[0])
+    assert {parcel.ahead for parcel in parcels(config, outline.shapes, "int4")[0]} == {0}
 
 
 def test_methods_that_exchange_gradients_have_one_fragment() -> None:

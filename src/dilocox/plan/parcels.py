@@ -9,7 +9,7 @@ from dilocox.codec_spec import FRAME_HEADER_BYTES, parse_spec
 from dilocox.compression import Geometry
 from dilocox.compression.lowrank_arrangement import DENSE, Arrangement
 from dilocox.config import RunConfig
-from dilocox.payloads import Shape, geometries, message_bytes
+from dilocox.payloads import Shape, ahead_bytes, geometries, message_bytes
 from dilocox.plan.table import Host
 
 
@@ -25,6 +25,9 @@ class Parcel:
     """Payload bytes of that shard."""
     products: int
     """Multiply-adds of one product with a low-rank factor, of that shard; 0 for other codecs."""
+    ahead: int = 0
+    """Bytes that a site sends to the exchange's owner before he can send anything, summed over the
+    stage's shards: low-rank factors; 0 for other codecs."""
 
 
 def parcels(
@@ -45,7 +48,8 @@ def _parcel(codec: str, shards: Sequence[Geometry]) -> Parcel:
     if spec.kind == "lowrank":
         for group in Arrangement.of(largest, spec.rank, DENSE).groups:
             products += group.size * group.left.rank * len(group.offsets)
-    return Parcel(sum(sizes), largest.length, max(sizes), products)
+    ahead = sum(ahead_bytes(codec, geometry) for geometry in shards)
+    return Parcel(sum(sizes), largest.length, max(sizes), products, ahead)
 
 
 def joined(pieces: Sequence[Parcel], shards: int) -> Parcel:
@@ -56,6 +60,7 @@ def joined(pieces: Sequence[Parcel], shards: int) -> Parcel:
         sum(each.values for each in pieces),
         sum(each.own for each in pieces) - less,
         sum(each.products for each in pieces),
+        sum(each.ahead for each in pieces) - (shards * less if pieces[0].ahead else 0),
     )
 
 

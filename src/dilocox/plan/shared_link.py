@@ -12,7 +12,7 @@ class SharedLink:
     """
 
     def __init__(self, rate: float, at: Callable[[float, Callable[[], None]], None]) -> None:
-        self._rate = rate
+        self.rate = rate
         self._at = at
         self._left: dict[int, tuple[float, Callable[[], None]]] = {}
         """What each transfer has been given at its end, as `_served` counts, and what then."""
@@ -31,7 +31,7 @@ class SharedLink:
 
     def _serve(self, now: float) -> None:
         if self._left:
-            self._served += (now - self._last) * self._rate / len(self._left)
+            self._served += (now - self._last) * self.rate / len(self._left)
         self._last = now
 
     def _plan(self, now: float) -> None:
@@ -41,7 +41,7 @@ class SharedLink:
         self._planned += 1
         number = self._planned
         first = min(self._left, key=lambda key: self._left[key][0])
-        due = max(0.0, self._left[first][0] - self._served) * len(self._left) / self._rate
+        due = max(0.0, self._left[first][0] - self._served) * len(self._left) / self.rate
 
         def end() -> None:
             if number != self._planned:

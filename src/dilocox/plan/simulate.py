@@ -406,10 +406,13 @@ class _Play:
             site.debt += seconds * site.about.shards / site.about.cores
 
     def _send(self, each: _Exchange) -> None:
-        """All sites have encoded: half of what is beside the transfer, then its turn to travel."""
+        """All sites have encoded: half of what is beside the transfer, what must be there before,
+        then its turn to travel."""
         trips = round_trips(each.codec, self._crowd.exchange)
         beside = max(_overhead(site.about, trips) for site in self._sites)
         count, size = self._crowd.swaps(each.parcel.payload)
+        # To the owner alone: the lines of the others, and his own to them, are free meanwhile.
+        ahead = (len(self._sites) - 1) * each.parcel.ahead / self._link.rate
 
         def ended() -> None:
             each.ended = self._now
@@ -430,7 +433,7 @@ class _Play:
             else:
                 each.before.after = begin
 
-        came = self._now + beside / 2
+        came = self._now + beside / 2 + ahead
         self._at(came, reach)
 
     def _received(self, site: _Site, each: _Exchange, size: int, beside: float) -> None:
