@@ -14,7 +14,7 @@ are handed in together, as on a link that is fully used. Stages share a site's l
 is the share of the exchange after which the first of them has its averages at all sites, 100 %
 where none goes before another.
 
-All cases take ten minutes, --quick four.
+All cases take some ten minutes, --quick four.
 
 Needs root and iproute2: else one line says so, exit code 3.
 """

@@ -96,9 +96,9 @@ def piece_names(config: RunConfig, shapes: Mapping[str, Shape]) -> list[list[str
     return split_pieces(sizes, 1 if config.exchanges_gradients else config.outer.fragments)
 
 
-def ahead_bytes(codec: str, geometry: Geometry) -> int:
-    """Bytes that a rank sends to an exchange's owner, who can send only once he has them, frame
-    included: a low-rank codec's factor; 0 for other codecs."""
+def factor_bytes(codec: str, geometry: Geometry) -> int:
+    """Bytes of the factor that a rank sends to an exchange's owner, frame included, before what
+    `message_bytes` counts; 0 for codecs that are not low-rank."""
     chosen = compressor(codec, geometry)
     return frame_bytes(chosen.factor_part) if isinstance(chosen, LowRank) else 0
 

@@ -7,7 +7,7 @@ import torch
 
 from dilocox.compression import LowRank, compressor, frame_bytes, pack_frame
 from dilocox.outer.layout import Layout, split_pieces
-from dilocox.payloads import ahead_bytes
+from dilocox.payloads import factor_bytes
 from dilocox.plan.outline import Outline
 from dilocox.plan.parcels import Parcel, joined, parcels, ring_seconds, round_trips, toil
 from dilocox.plan.table import Host
@@ -63,8 +63,8 @@ def test_low_rank_by_hand() -> None:
     made = compressor("lowrank:2", Layout.of(outline.shapes[0]).geometry)
     assert isinstance(made, LowRank)
     assert sum(each.payload for each in found[0]) >= frame_bytes(made.payload_part)
-    (one,) = (ahead_bytes("lowrank:2", geometry) for geometry in [made.geometry])
-    assert one == frame_bytes(made.factor_part)
+    assert factor_bytes("lowrank:2", made.geometry) == frame_bytes(made.factor_part)
+    assert factor_bytes("int4", made.geometry) == 0
     assert all(parcel.ahead > 0 for parcel in found[0])
     assert {parcel.ahead for parcel in parcels(config, outline.shapes, "int4")[0]} == {0}
 

@@ -48,16 +48,19 @@ def round_seconds(course: Course) -> list[float]:
     return [b - a for a, b in pairwise(ends[1:])]
 
 
+def test_factors_reach_their_owner_before_he_can_send() -> None:
+    config = fixed(method="diloco", inner_steps=5)
+    factors = {"none": [[Parcel(SIZE, 1, SIZE, 0, 300)]]}
+    course = simulate(config, [site("a"), site("b")], factors, 8)
+    assert round_seconds(course) == pytest.approx([5.0 + 3.0 + 10.0] * 6)
+
+
 def test_without_overlap_every_round_waits_for_its_exchange() -> None:
     config = fixed(method="diloco", inner_steps=5)
     course = play(config, site("a"), site("b"))
     assert round_seconds(course) == pytest.approx([15.0] * 6)
     assert course.tokens_per_second == pytest.approx(2 * 8 * 5 / 15)
     assert course.waited_share == pytest.approx(10 / 15)
-    # Low-rank factors of 300 bytes reach their owner before he can send what is 10 s long.
-    ahead = {"none": [[Parcel(SIZE, 1, SIZE, 0, 300)]]}
-    late = simulate(config, [site("a"), site("b")], ahead, 8)
-    assert round_seconds(late) == pytest.approx([18.0] * 6)
     # Three sites: two payloads in and out.
     three = play(config, site("a"), site("b"), site("c"))
     assert round_seconds(three) == pytest.approx([25.0] * 6)

@@ -9,7 +9,7 @@ from dilocox.codec_spec import FRAME_HEADER_BYTES, parse_spec
 from dilocox.compression import Geometry
 from dilocox.compression.lowrank_arrangement import DENSE, Arrangement
 from dilocox.config import RunConfig
-from dilocox.payloads import Shape, ahead_bytes, geometries, message_bytes
+from dilocox.payloads import Shape, factor_bytes, geometries, message_bytes
 from dilocox.plan.table import Host
 
 
@@ -44,11 +44,11 @@ def _parcel(codec: str, shards: Sequence[Geometry]) -> Parcel:
     sizes = [message_bytes(codec, geometry) for geometry in shards]
     largest = max(shards, key=lambda geometry: geometry.length)
     spec = parse_spec(codec)
-    products = 0
+    products = ahead = 0
     if spec.kind == "lowrank":
         for group in Arrangement.of(largest, spec.rank, DENSE).groups:
             products += group.size * group.left.rank * len(group.offsets)
-    ahead = sum(ahead_bytes(codec, geometry) for geometry in shards)
+        ahead = sum(factor_bytes(codec, geometry) for geometry in shards)
     return Parcel(sum(sizes), largest.length, max(sizes), products, ahead)
 
 
