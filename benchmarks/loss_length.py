@@ -7,7 +7,7 @@ four copies of a transformer of 0.06M parameters over bytes step side by side in
 batched computation for all of them, and exchange through the engine's own codecs, with residuals as
 docs/algorithm.md has them, in one fragment, by the overlap rule `keep`. Batches are of 4 sequences
 of 48 bytes per site and step; the text is Python's standard library, a contiguous quarter for each
-site.
+site, or all of it for each (--iid).
 
 A row is one plan at one length and one inner rate: of four in the shortest runs, in longer ones of
 the best before and half of it, unless --rates says others. Outer rates, beta and lambda (`gamma`,
@@ -62,16 +62,17 @@ class Job:
     rate: float
     seed: int
     outside: Outside
+    iid: bool = False
 
     @property
     def key(self) -> tuple[object, ...]:
         """What tells rows apart."""
-        return self.plan.name, self.steps, self.rate, self.seed, *astuple(self.outside)
+        return self.plan.name, self.steps, self.rate, self.seed, self.iid, *astuple(self.outside)
 
 
 def key_of(row: common.Row) -> tuple[object, ...]:
     """The `Job.key` that a row is of."""
-    named = ("plan", "steps", "rate", "seed", *(field.name for field in fields(Outside)))
+    named = ("plan", "steps", "rate", "seed", "iid", *(field.name for field in fields(Outside)))
     return tuple(row[name] for name in named)
 
 
@@ -82,21 +83,23 @@ def jobs(
     seed: int,
     given: Sequence[float] = (),
     outside: Mapping[str, float] | None = None,
+    iid: bool = False,
 ) -> list[Job]:
     """Those that are not among `rows` and can be made now, the shortest runs first: a longer one
     goes by the best rate of the length before, when all of that are there. `given`: rates of all
-    lengths instead. `outside`: what is not to be as in the controller's table."""
+    lengths instead. `outside`: what is not to be as in the controller's table. `iid`: the same text
+    at all sites."""
     made, found = {key_of(row) for row in rows}, []
     for plan in plans:
         for number, steps in enumerate(lengths):
             rates: Sequence[float] = given or RATES
             if number and not given:
-                best_rate = _best_rate(rows, plan, lengths[number - 1], seed)
+                best_rate = _best_rate(rows, plan, lengths[number - 1], seed, iid)
                 rates = (best_rate, best_rate / 2)
             wanted = Outside.of_table(plan, steps)
             if plan.inner_steps and outside:
                 wanted = replace(wanted, **outside)
-            missing = [Job(plan, steps, rate, seed, wanted) for rate in rates]
+            missing = [Job(plan, steps, rate, seed, wanted, iid) for rate in rates]
             missing = [job for job in missing if job.key not in made]
             found += missing
             if missing:
@@ -104,11 +107,16 @@ def jobs(
     return sorted(found, key=lambda job: job.steps)
 
 
-def _best_rate(rows: Sequence[common.Row], plan: Plan, steps: int, seed: int) -> float:
+def _best_rate(rows: Sequence[common.Row], plan: Plan, steps: int, seed: int, iid: bool) -> float:
     """Of the runs of a plan that are so long."""
-    wanted = (plan.name, steps, seed)
-    same = [row for row in rows if (row["plan"], row["steps"], row["seed"]) == wanted]
+    wanted = (plan.name, steps, seed, iid)
+    same = [row for row in rows if _run_of(row) == wanted]
     return float(min(same, key=_loss)["rate"])
+
+
+def _run_of(row: common.Row) -> tuple[object, ...]:
+    """What rows have in common that differ in their rates alone."""
+    return row["plan"], row["steps"], row["seed"], row["iid"]
 
 
 def _loss(row: common.Row) -> float:
@@ -116,29 +124,28 @@ def _loss(row: common.Row) -> float:
 
 
 def best(rows: Sequence[common.Row]) -> list[common.Row]:
-    """The best rates of every plan, length and seed, with its gap."""
+    """The best rates of every plan, length, seed and choice of text, with its gap."""
     chosen: dict[tuple[object, ...], common.Row] = {}
     for row in sorted(rows, key=_loss, reverse=True):
-        chosen[row["plan"], row["steps"], row["seed"]] = row
+        chosen[_run_of(row)] = row
     found = []
-    for (_, steps, seed), row in chosen.items():
-        base = chosen.get((SYNCHRONOUS, steps, seed))
+    for (_, *same), row in chosen.items():
+        base = chosen.get((SYNCHRONOUS, *same))
         gap = None if base is None else _loss(row) / _loss(base) - 1
         found.append({**row, "gap": gap})
-    return sorted(found, key=lambda row: (row["steps"], row["seed"], row["reduction"]))
+    return sorted(found, key=lambda row: (row["iid"], row["steps"], row["seed"], row["reduction"]))
 
 
-_TEXT: list[Text] = []
-
-
-def _prepare() -> None:
-    torch.set_num_threads(1)
-    _TEXT.append(Text.read())
+_TEXT: dict[bool, Text] = {}
+"""By `Job.iid`."""
 
 
 def _make(job: Job) -> common.Row:
+    torch.set_num_threads(1)
+    if job.iid not in _TEXT:
+        _TEXT[job.iid] = Text.read(job.iid)
     began = time.monotonic()
-    found = train(_TEXT[0], job.plan, job.rate, job.steps, job.seed, job.outside)
+    found = train(_TEXT[job.iid], job.plan, job.rate, job.steps, job.seed, job.outside)
     return {
         "plan": job.plan.name,
         "inner_steps": job.plan.inner_steps,
@@ -146,6 +153,7 @@ def _make(job: Job) -> common.Row:
         "steps": job.steps,
         "rate": job.rate,
         "seed": job.seed,
+        "iid": job.iid,
         **asdict(job.outside),
         "loss": found if math.isfinite(found) else None,
         "reduction": reduction(job.plan),
@@ -158,7 +166,7 @@ def _make(job: Job) -> common.Row:
 def made(wanted: Sequence[Job], workers: int) -> Iterator[common.Row]:
     """Their rows, as they come."""
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, context, _prepare) as pool:
+    with ProcessPoolExecutor(workers, context) as pool:
         try:
             for done in as_completed([pool.submit(_make, job) for job in wanted]):
                 yield done.result()
@@ -171,8 +179,8 @@ def report(rows: Sequence[common.Row]) -> str:
     return common.table(
         best(rows),
         {
-            "steps": ",d", "plan": str, "reduction": ",.0f", "rate": "g", "gamma": "g", "beta": "g",
-            "view": "g", "loss": ".3f", "gap": "+.1%", "seconds": ".0f",
+            "steps": ",d", "seed": "d", "iid": str, "plan": str, "reduction": ",.0f", "rate": "g",
+            "gamma": "g", "beta": "g", "view": "g", "loss": ".3f", "gap": "+.1%", "seconds": ".0f",
         },
     )  # fmt: skip
 
@@ -186,6 +194,7 @@ def main() -> int:
     parser.add_argument(
         "--plans", nargs="+", metavar="H:CODEC", help="such as 2:topk:17; 0: synchronous training"
     )
+    parser.add_argument("--iid", action="store_true", help="the same text at all sites")
     for field in fields(Outside):
         parser.add_argument(f"--{field.name}", type=float, help="instead of the controller's")
     options = parser.parse_args()
@@ -206,7 +215,7 @@ def main() -> int:
         "sites": SITES, "parameters": sum(map(math.prod, shapes().values())), "batch": BATCH,
         "sequence_length": LENGTH, "held_out": SITES * HELD_OUT,
     }  # fmt: skip
-    while wanted := jobs(rows, plans, lengths, options.seed, options.rates, outside):
+    while wanted := jobs(rows, plans, lengths, options.seed, options.rates, outside, options.iid):
         for number, row in enumerate(made(wanted, on["cores"])):
             rows.append(row)
             if path is not None:

@@ -115,8 +115,9 @@ class Text:
     held_out: Tensor
 
     @classmethod
-    def read(cls) -> Text:
-        """The standard library, a contiguous part for each site."""
+    def read(cls, iid: bool = False) -> Text:
+        """The standard library, a contiguous part for each site; `iid`: all of it for each. What is
+        held out is the same."""
         parts, held = [], []
         for documents in quality_data.contiguous(quality_data.read_corpus(None), SITES):
             kept = [text for number, text in enumerate(documents) if number % EVERY]
@@ -124,6 +125,8 @@ class Text:
             aside = _bytes(documents[::EVERY])
             starts = torch.linspace(0, len(aside) - LENGTH - 1, HELD_OUT).long()
             held.append(_sequences(aside, starts))
+        if iid:
+            parts = [torch.cat(parts)] * SITES
         return cls(parts, torch.cat(held))
 
     def batch(self, draw: torch.Generator) -> Tensor:

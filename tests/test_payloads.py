@@ -11,6 +11,7 @@ from dilocox import payloads
 from dilocox.assembly import Blueprint
 from dilocox.compression import Geometry, compressor
 from dilocox.config import RunConfig, resolve_run
+from dilocox.errors import ConfigError
 from dilocox.outer.controller.candidates import codecs
 from dilocox.payloads import message_bytes, payload_sizes, stage_shapes
 from tests.starts import ARCHITECTURE
@@ -83,6 +84,17 @@ def test_no_sizes_without_need() -> None:
     only = sizes(compression={"codec": "int8"})
     # And what says how many values there are.
     assert list(only) == ["none", "int8"]
+
+
+def test_ranks_are_not_waited_for_where_no_matrix_has_one() -> None:
+    paper = {"outer": {"method": "dilocox-paper", "fragments": 1}}
+    with pytest.raises(ConfigError, match=r'codec = "lowrank:64": low rank pays for no matrix'):
+        payload_sizes(config(**paper), VOCABULARY)
+    small = config(**paper, compression={"codec": "lowrank:2"})
+    assert small.control.adapt == "effective-rank"
+    assert payload_sizes(small, VOCABULARY) is None
+    fixed = config(**paper, control={"adapt": "off"})
+    assert payload_sizes(fixed, VOCABULARY) is None
 
 
 @pytest.mark.parametrize("codec", ["none", "int4", "topk:10", "cocktail", "lowrank:2"])

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dilocox.assembly import Blueprint
 from dilocox.compression import Geometry, LowRank, compressor, frame_bytes
 from dilocox.config import RunConfig
+from dilocox.errors import ConfigError
 from dilocox.models import build_chunk
 from dilocox.outer.controller.candidates import codecs
 from dilocox.outer.layout import Layout, local_shapes, split_pieces
@@ -42,13 +43,34 @@ def payload_sizes(
 
     Summed over the shards of a stage. For every codec that the controller may choose; none where
     it does not look at the link. `vocabulary_size` as for `Blueprint.of`. Raises `ModelError` and
-    `ConfigError` as a rank would.
+    `ConfigError` as a rank would, and `ConfigError` where the controller goes by effective ranks
+    and no matrix has one.
     """
-    if config.control.adapt != "link":
+    if config.control.adapt == "off":
         return None
     shapes = model_shapes(config, Blueprint.of(config, vocabulary_size))
+    if config.control.adapt == "effective-rank":
+        _refuse_without_ranks(config, shapes)
+        return None
     # Of `none` the controller reads how many values there are, whatever it may choose.
     return sizes_by_codec(config, shapes, list(dict.fromkeys(["none", *codecs(config)])))
+
+
+def _refuse_without_ranks(config: RunConfig, stages: Sequence[Mapping[str, Shape]]) -> None:
+    """Raise `ConfigError` if every matrix is so small that its low rank would not pay, so that the
+    controller would wait for a measurement for ever."""
+    codec = config.compression.codec
+    for shapes in stages:
+        for fragment in geometries(config, shapes):
+            for geometry in fragment:
+                chosen = compressor(codec, geometry)
+                if isinstance(chosen, LowRank) and chosen.matrices:
+                    return
+    raise ConfigError(
+        f'[compression] codec = "{codec}": low rank pays for no matrix of this model, all goes as '
+        "int4 and no effective rank is measured; take a smaller rank, a quarter of the hidden size "
+        'or less, or set control.adapt = "off"'
+    )
 
 
 def model_shapes(config: RunConfig, blueprint: Blueprint) -> list[dict[str, Shape]]:

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import asdict, replace
-from typing import Any
 
 import loss_length
 import pytest
+import quality_data
 import torch
+from common import Row
 from loss_length import Job, best, jobs
 from loss_length_model import LAYOUT, SITES, Text, first_weights, losses, views
 from loss_length_run import Inner, Outer, Outside, Plan, reduction, train
 
 
-def row(plan: Plan, steps: int, rate: float, loss: float | None) -> dict[str, Any]:
+def row(plan: Plan, steps: int, rate: float, loss: float | None, iid: bool = False) -> Row:
     return {
-        "plan": plan.name, "steps": steps, "rate": rate, "seed": 0, "loss": loss,
+        "plan": plan.name, "steps": steps, "rate": rate, "seed": 0, "iid": iid, "loss": loss,
         "reduction": reduction(plan), **asdict(Outside.of_table(plan, steps)),
     }  # fmt: skip
 
@@ -57,6 +58,32 @@ def test_the_best_rate_counts_on_both_sides() -> None:
     found = {each["plan"]: each for each in best(rows)}
     assert found["synchronous"]["loss"] == 2.0
     assert found["H=2 topk:17"]["gap"] == pytest.approx(0.1)
+
+
+def test_the_same_text_at_all_sites_is_compared_with_itself() -> None:
+    rows = [row(SYNCHRONOUS, 640, 1e-3, 2.0), row(SYNCHRONOUS, 640, 1e-3, 2.2, iid=True)]
+    rows += [row(SPARSE, 640, 1e-3, 2.2, iid=True)]
+    found = {(each["plan"], each["iid"]): each["gap"] for each in best(rows)}
+    assert found == {
+        ("synchronous", False): 0.0,
+        ("synchronous", True): 0.0,
+        (SPARSE.name, True): 0,
+    }
+    # A run of it is not made again, the same with a text of each site's own is.
+    assert jobs(rows, [SPARSE], (640,), 0, [1e-3], iid=True) == []
+    assert jobs(rows, [SPARSE], (640,), 0, [1e-3]) == [job(SPARSE, 640, 1e-3)]
+
+
+def test_sites_of_the_same_text_draw_different_sequences_of_all_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    documents = [chr(ord("a") + number % 26) * 60 for number in range(4 * 50)]
+    monkeypatch.setattr(quality_data, "read_corpus", lambda _wikitext: documents)
+    own, same = Text.read(), Text.read(iid=True)
+    assert torch.equal(own.held_out, same.held_out)
+    assert [len(part) for part in same.parts] == [sum(map(len, own.parts))] * SITES
+    batch = same.batch(torch.Generator().manual_seed(0))
+    assert len(batch.flatten(0, 1).unique(dim=0)) > SITES
 
 
 def test_reductions_by_hand() -> None:

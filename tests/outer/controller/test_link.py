@@ -25,13 +25,19 @@ def after(*samples: Sample, before: Estimate | None = START) -> Estimate | None:
     return before
 
 
+def known(rate: int, latency_us: int, last: tuple[int, int], step_us: int = 100_000) -> Estimate:
+    """Of a link whose last swap, bytes and microseconds, is the smallest as well."""
+    return Estimate(step_us, rate, latency_us, last[0], least=last)
+
+
 def test_the_first_measurement_is_taken_as_it_is() -> None:
-    assert after(sample(50_000, 25_000), before=None) == Estimate(100_000, 2_000_000, 0, 50_000)
+    assert after(sample(50_000, 25_000), before=None) == known(2_000_000, 0, (50_000, 25_000))
 
 
 def test_the_slowest_link_and_the_slowest_step_count() -> None:
     samples = [sample(50_000, 25_000, 300_000), sample(50_000, 100_000, 200_000)]
-    assert estimated(None, samples, MEASURED) == Estimate(300_000, 500_000, 0, 50_000)
+    found = estimated(None, samples, MEASURED)
+    assert found == known(500_000, 0, (50_000, 100_000), step_us=300_000)
 
 
 @pytest.mark.parametrize(
@@ -99,10 +105,10 @@ def test_two_sizes_tell_latency_and_rate_apart() -> None:
 def test_a_link_that_slows_down_after_a_change_of_size_is_no_latency() -> None:
     settled = after(sample(10_000, 10_000))  # a smaller payload, as predicted
     slower = after(sample(10_000, 100_000), before=settled)
-    assert slower == Estimate(100_000, 100_000, 0, 10_000)
+    assert slower == known(100_000, 0, (10_000, 100_000))
     # More bytes in less time, fewer in more: the link itself has changed.
-    assert after(sample(200_000, 30_000)) == Estimate(100_000, RISE * 1_000_000, 0, 200_000)
-    assert after(sample(10_000, 90_000)) == Estimate(100_000, 111_111, 0, 10_000)
+    assert after(sample(200_000, 30_000)) == known(RISE * 1_000_000, 0, (200_000, 30_000))
+    assert after(sample(10_000, 90_000)) == known(111_111, 0, (10_000, 90_000))
 
 
 def test_fewer_bytes_in_the_same_time_are_no_slower_link() -> None:
@@ -118,6 +124,28 @@ def test_fewer_bytes_in_the_same_time_are_no_slower_link() -> None:
     assert found is not None
     assert found.rate >= far.rate / 10
     assert found.transfer_us(50_000) == pytest.approx(65_000, rel=0.001)
+
+
+def test_more_bytes_in_the_same_time_are_a_faster_link() -> None:
+    """And no shorter latency, whichever plan came between: a plan whose smaller swaps could not
+    hide would seem to hide again."""
+    slow = after(sample(8_000, 50_000), sample(8_000, 50_000), before=None)
+    larger = after(sample(20_000, 50_000), before=slow)
+    assert larger is not None
+    assert larger.rate == RISE * 160_000
+    assert larger.latency_us == 50_000 - 31_250
+    settled = after(*[sample(size, 50_000) for size in (40_000, 80_000, 160_000)], before=larger)
+    assert settled is not None
+    assert settled.least == (8_000, 50_000)
+    # Less than expected for the same bytes, but as much as for fewer: it is not the latency.
+    quicker = after(sample(160_000, 44_000), before=replace(settled, latency_us=50_000))
+    assert quicker is not None
+    assert quicker.transfer_us(8_000) > 40_000
+    # What takes less than fewer bytes did says that the link is another one.
+    other = after(sample(160_000, 20_000), before=settled)
+    assert other is not None
+    assert other.least == (160_000, 20_000)
+    assert other.transfer_us(8_000) <= 20_000
 
 
 def test_work_is_known_by_codec() -> None:
@@ -195,6 +223,5 @@ def test_what_is_declared_is_not_estimated() -> None:
     assert declared(link) is None
     assert estimated(None, [sample(50_000, 1)], link) == Estimate(100_000, 1_000_000, 0, 0)
     steps = ControlSection(adapt="link", step_seconds=0.5)
-    assert estimated(None, [sample(50_000, 50_000)], steps) == Estimate(
-        500_000, 1_000_000, 0, 50_000
-    )
+    found = estimated(None, [sample(50_000, 50_000)], steps)
+    assert found == known(1_000_000, 0, (50_000, 50_000), step_us=500_000)

@@ -83,6 +83,7 @@ def test_a_plan_waits_for_the_measurements_that_it_goes_by(adaptive: Adaptive) -
         payload=100_000,
         works={"int4": 0},
         overheads={plan.fragments: 0},
+        least=(100_000, 1_000_000),
     )
     assert "at 800 kbit/s and 100 ms a step" in plan.reason
     assert adaptive.chosen(2) != adaptive.chosen(1)

@@ -46,19 +46,19 @@ loss: of exchanges whose time does not depend on their bytes, the fewest bytes b
 def starting_choice(config: RunConfig, reason: str, taken: int = 0) -> Choice:
     """What a run begins with, before anything is measured.
 
-    The run file's or method's values (for `dilocox` 20 inner steps and int4), with no more inner
+    The run file's or method's plan (for `dilocox` 20 inner steps and int4), with no more inner
     steps than leave `LEAST_ROUNDS` rounds (`taken`: as for `lengths`): cautious on a fast link, and
-    on a slow one a first measurement that costs waiting once.
+    on a slow one a first measurement that costs waiting once. Rates go with it as with any other.
     """
     choice = as_the_run_file_says(config, reason)
     allowed = lengths(config, LEAST_ROUNDS, taken)
-    if choice.inner_steps in allowed:
-        return choice
-    steps = max(allowed)
-    slots = steps * choice.slots // choice.inner_steps
-    fragments = min(slots, config.outer.fragments)
-    delay = choice.delay if "delay" in config.control.pinned else max(1, slots // fragments)
-    return replace(choice, inner_steps=steps, slots=slots, delay=min(delay, slots))
+    if choice.inner_steps not in allowed:
+        steps = max(allowed)
+        slots = steps * choice.slots // choice.inner_steps
+        fragments = min(slots, config.outer.fragments)
+        delay = choice.delay if "delay" in config.control.pinned else max(1, slots // fragments)
+        choice = replace(choice, inner_steps=steps, slots=slots, delay=min(delay, slots))
+    return _with_rates(config, choice)
 
 
 def choose(
@@ -77,7 +77,9 @@ def choose(
     """
     if sites < 2:
         alone = starting_choice(config, "one site: nothing is exchanged", taken)
-        return alone if "codec" in config.control.pinned else replace(alone, codec="none")
+        if "codec" in config.control.pinned:
+            return alone
+        return _with_rates(config, replace(alone, codec="none"))
     if link is None:
         return starting_choice(config, "nothing is measured yet", taken)
     best = least_lossy_that_fits(config, menu, link, sites, taken)
@@ -204,28 +206,36 @@ def _current(
 
 def _choice(config: RunConfig, chosen: Candidate, reason: str) -> Choice:
     """A candidate with all that follows from it, but for what the run file pins."""
-    fixed = as_the_run_file_says(config)
-
-    def unless_pinned(key: Pin, found: float) -> float:
-        return float(getattr(fixed, key)) if key in config.control.pinned else found
-
-    steps, codec = chosen.inner_steps, chosen.codec
-    rate, momentum = loss.outer_rates(steps, codec, config.total_steps)
-    decay = loss.residual_decay(steps, codec, config.total_steps)
-    view = loss.residual_view(steps, codec, config.total_steps, config.inner.optimizer)
-    keep = loss.kept_progress(steps, chosen.delay / chosen.slots, codec)
-    return Choice(
-        inner_steps=steps,
+    plan = replace(
+        as_the_run_file_says(config, reason),
+        inner_steps=chosen.inner_steps,
         slots=chosen.slots,
         fragments=chosen.fragments,
         delay=chosen.delay,
-        codec=codec,
+        codec=chosen.codec,
+    )
+    return _with_rates(config, plan)
+
+
+def _with_rates(config: RunConfig, plan: Choice) -> Choice:
+    """A plan with the rates that the loss table has for it, but for those the run file pins."""
+
+    def unless_pinned(key: Pin, found: float) -> float:
+        return float(getattr(plan, key)) if key in config.control.pinned else found
+
+    steps, codec = plan.inner_steps, plan.codec
+    total, optimizer = config.total_steps, config.inner.optimizer
+    rate, momentum = loss.outer_rates(steps, codec, total)
+    decay = loss.residual_decay(steps, codec, total)
+    view = loss.residual_view(steps, codec, total, optimizer)
+    keep = loss.kept_progress(steps, plan.delay / plan.slots, codec)
+    return replace(
+        plan,
         learning_rate=unless_pinned("learning_rate", rate),
         momentum=unless_pinned("momentum", momentum),
         residual_decay=unless_pinned("residual_decay", decay),
         residual_view=unless_pinned("residual_view", view),
         keep=unless_pinned("keep", keep),
-        reason=reason,
     )
 
 

@@ -73,6 +73,8 @@ class Estimate:
     lag_us: int = 0
     """By so much an inner step of the slowest site is longer than one of the fastest: it comes as
     much early to a landing, or late."""
+    least: tuple[int, int] = (0, 0)
+    """The smallest swap that was measured on the link as it is, bytes and microseconds."""
 
     def transfer_us(self, payload: int) -> int:
         """Microseconds that a swap of so many bytes takes."""
@@ -153,9 +155,11 @@ def estimated(
     payload = max(1, worst.exchange_bytes // worst.exchanges)
     time_us = max(1, worst.exchange_us // worst.exchanges)
     rate, latency, size = _link(before, payload, time_us)
+    least = _least(before, payload, time_us)
     return Estimate(
-        max(1, step_us), max(1, rate), latency, size, overhead, overheads, work_us, works
-    )
+        max(1, step_us), max(1, rate), latency, size, overhead, overheads, work_us, works,
+        least=least,
+    )  # fmt: skip
 
 
 def _times(samples: Sequence[Sample]) -> tuple[int, int, int]:
@@ -236,6 +240,17 @@ def _agrees(value: int, known: int, band: tuple[int, int] = BAND) -> bool:
     return value * narrow <= known * wide and known * narrow <= value * wide
 
 
+def _least(before: Estimate | None, payload: int, time_us: int) -> tuple[int, int]:
+    """The smallest swap known after one of `payload` bytes took `time_us`: this one, if it is no
+    larger, or if it took less, which says that the link has changed since."""
+    if before is None or before.least[0] == 0:
+        return payload, time_us
+    size, known_us = before.least
+    alike, as_long = _agrees(payload, size), _agrees(time_us, known_us)
+    changed = not as_long if alike else payload < size or (time_us < known_us and not as_long)
+    return (payload, time_us) if changed else before.least
+
+
 def _link(before: Estimate | None, payload: int, time_us: int) -> tuple[int, int, int]:
     """(rate, latency, payload) after a swap of `payload` bytes took `time_us`."""
     if before is None:
@@ -251,6 +266,11 @@ def _link(before: Estimate | None, payload: int, time_us: int) -> tuple[int, int
         # Fewer bytes in the same time: it is not bytes that take it. Were it taken for a slower
         # link, the next payload would be smaller still, and so on.
         return before.rate, time_us - payload * _SECOND // before.rate, payload
+    size, known_us = before.least
+    if faster and payload > size > 0 and not _agrees(payload, size) and _agrees(time_us, known_us):
+        # As long as fewer bytes took: likewise. Were it taken for less latency, short rounds that
+        # could not hide would seem to again, be tried and given up, and so on.
+        return most, max(0, time_us - payload * _SECOND // most), payload
     sizes = sorted((payload, before.payload))
     if sizes[0] > 0 and sizes[1] >= 2 * sizes[0] and faster == (more > 0) and more * longer > 0:
         # A larger swap that took less than in proportion, or a smaller one that took more: the
