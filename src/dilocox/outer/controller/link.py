@@ -74,7 +74,7 @@ class Estimate:
     """By so much an inner step of the slowest site is longer than one of the fastest: it comes as
     much early to a landing, or late."""
     least: tuple[int, int] = (0, 0)
-    """The smallest swap that was measured on the link as it is, bytes and microseconds."""
+    """The smallest swap known, bytes and microseconds: none that took less is known since."""
 
     def transfer_us(self, payload: int) -> int:
         """Microseconds that a swap of so many bytes takes."""
@@ -241,8 +241,9 @@ def _agrees(value: int, known: int, band: tuple[int, int] = BAND) -> bool:
 
 
 def _least(before: Estimate | None, payload: int, time_us: int) -> tuple[int, int]:
-    """The smallest swap known after one of `payload` bytes took `time_us`: this one, if it is no
-    larger, or if it took less, which says that the link has changed since."""
+    """The smallest swap known after one of `payload` bytes took `time_us`: this one, if it is
+    smaller, or if it took less, which says that the link has changed since; of sizes within `BAND`
+    the last whose time left it."""
     if before is None or before.least[0] == 0:
         return payload, time_us
     size, known_us = before.least
@@ -277,6 +278,13 @@ def _link(before: Estimate | None, payload: int, time_us: int) -> tuple[int, int
         # two sizes tell latency and rate apart.
         rate = max(1, min(most, more * _SECOND // longer))
         return rate, max(0, time_us - payload * _SECOND // rate), payload
+    if not faster and 2 * payload >= 3 * before.payload > 0 and longer > 0:
+        # A larger swap that took more than expected: where the two sizes say less latency and a
+        # lower rate, the last measurement was of less latency and was taken for a faster link.
+        rate = max(1, more * _SECOND // longer)
+        latency = time_us - payload * _SECOND // rate
+        if rate < before.rate and 0 <= latency < before.latency_us:
+            return rate, latency, payload
     # Else the link has changed. What passes beside the bytes may be off by the band, too: where it
     # is nearly all of the time, a little more of it must not be taken for a much slower link. And
     # no swap that takes less time than expected makes the link a slower one.

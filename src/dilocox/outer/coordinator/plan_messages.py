@@ -70,7 +70,7 @@ class LinkEstimate(Message):
     lag_us: Count = 0
     """Microseconds by which an inner step of the slowest site is longer than one of the fastest."""
     least: tuple[Count, Count] = (0, 0)
-    """Bytes and microseconds of the smallest swap measured on the link as it is; 0: none yet."""
+    """Bytes and microseconds of the smallest swap known; 0: none yet."""
 
 
 class RoundPlan(Message):
