@@ -15,6 +15,9 @@ from quality_rows import LEAD, LONG, Entry, Group, Settings
 SEEDS = (0, 1, 2)
 OTHER_CELLS = ((4, True), (2, False), (2, True))
 """Sites and IID of what is trained in the first regime as well, with one seed."""
+SAME_TEXT, OF_SAME_TEXT = (4, True), ("allreduce", "dilocox 1000x")
+"""A cell and labels that are trained with every seed: whether the same text costs more than sites'
+own, a single one does not tell."""
 
 
 @dataclass(frozen=True)
@@ -109,6 +112,9 @@ def _wanted(options: argparse.Namespace) -> Iterable[tuple[Entry, str, int, bool
     for sites, iid in OTHER_CELLS:
         if sites in options.sites and options.iid in ("both", "yes" if iid else "no"):
             yield from ((entry, LEAD[0], sites, iid, seeds[0]) for entry in core)
+        if (sites, iid) == SAME_TEXT and options.iid != "no" and 4 in options.sites:
+            few = [entry for entry in core if entry.label in OF_SAME_TEXT]
+            yield from ((entry, LEAD[0], sites, iid, seed) for seed in seeds[1:] for entry in few)
 
 
 def chosen_by_name(known: list[Entry], names: list[str] | None) -> list[Entry]:
