@@ -180,6 +180,15 @@ def test_the_core_table_has_three_seeds_in_both_regimes() -> None:
     assert {job.seed for job in other if job.iid} == {0}
 
 
+@pytest.mark.parametrize(("iid", "cells"), [("both", {(4, False)}), ("yes", {(4, True)})])
+def test_what_is_tried_out_is_trained_where_it_is_asked_for(
+    iid: str, cells: set[tuple[int, bool]]
+) -> None:
+    asked = options("--try", "outer.inner_steps=5", "--sites", "4", "--iid", iid)
+    jobs = list(quality_jobs.select(asked, {}, {}))
+    assert {(job.sites, job.iid) for job in jobs if job.regime == "paper"} == cells
+
+
 def test_the_farthest_link_is_for_two_sites() -> None:
     jobs = list(quality_jobs.select(options("--only", "dilocox 5500x"), {}, {}))
     assert {(job.sites, job.iid) for job in jobs} == {(2, False), (2, True)}
