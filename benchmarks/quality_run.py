@@ -46,6 +46,8 @@ def configuration(job: Job, text: Text, folder: Path, steps: int | None = None) 
         },
         "inner": {"warmup_steps": regime.warmup_steps},
         "outer": {"method": job.entry.method, "steps": steps or regime.steps},
+        # Rows are compared at the same tokens, however busy the machine is.
+        "control": {"steps": "equal"},
         "checkpoint": {"every_rounds": 0},
         "evaluation": {"completion_tokens": 0},
         "network": PATIENT,

@@ -45,6 +45,15 @@ def test_every_entry_makes_a_run_file(entry: Entry, tmp_path: Path) -> None:
         assert (config.control.link is None) == (entry.target is None)
 
 
+def test_what_is_tried_out_has_the_same_tokens_on_a_busy_machine(tmp_path: Path) -> None:
+    """Where the link is measured, sites would else take fewer steps whose cores are busy."""
+    entry = quality_rows.tried_entry("method=dilocox outer.inner_steps=8 outer.delay=2")
+    job = Job(entry, "paper", 4, False, 0, {})
+    control = quality_run.configuration(job, Text(tmp_path), tmp_path / "run").control
+    assert (control.adapt, control.step_seconds) == ("link", None)
+    assert control.steps == "equal"
+
+
 def test_runs_have_the_tokens_that_regimes_promise(tmp_path: Path) -> None:
     job = Job(ENTRIES[0], "paper", 4, True, 0, {})
     size = quality_run.parameters(quality_run.configuration(job, Text(tmp_path), tmp_path))
