@@ -22,6 +22,7 @@ it takes about an hour on two cores; --quick makes the shortest length of four p
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import math
@@ -136,16 +137,13 @@ def best(rows: Sequence[common.Row]) -> list[common.Row]:
     return sorted(found, key=lambda row: (row["iid"], row["steps"], row["seed"], row["reduction"]))
 
 
-_TEXT: dict[bool, Text] = {}
-"""By `Job.iid`."""
+_text = functools.cache(Text.read)
 
 
 def _make(job: Job) -> common.Row:
-    torch.set_num_threads(1)
-    if job.iid not in _TEXT:
-        _TEXT[job.iid] = Text.read(job.iid)
+    text = _text(job.iid)
     began = time.monotonic()
-    found = train(_TEXT[job.iid], job.plan, job.rate, job.steps, job.seed, job.outside)
+    found = train(text, job.plan, job.rate, job.steps, job.seed, job.outside)
     return {
         "plan": job.plan.name,
         "inner_steps": job.plan.inner_steps,
@@ -166,7 +164,7 @@ def _make(job: Job) -> common.Row:
 def made(wanted: Sequence[Job], workers: int) -> Iterator[common.Row]:
     """Their rows, as they come."""
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, context) as pool:
+    with ProcessPoolExecutor(workers, context, torch.set_num_threads, (1,)) as pool:
         try:
             for done in as_completed([pool.submit(_make, job) for job in wanted]):
                 yield done.result()

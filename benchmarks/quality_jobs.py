@@ -110,11 +110,13 @@ def _wanted(options: argparse.Namespace) -> Iterable[tuple[Entry, str, int, bool
     if options.quick or LEAD[0] not in regimes:
         return
     for sites, iid in OTHER_CELLS:
-        if sites in options.sites and options.iid in ("both", "yes" if iid else "no"):
+        if sites not in options.sites or options.iid not in ("both", "yes" if iid else "no"):
+            continue
+        yield from ((entry, LEAD[0], sites, iid, seeds[0]) for entry in core)
+        if options.tried and options.iid == "yes":
             # What is tried out is trained in the first cell, unless the same text is asked for.
-            cell = [*core, *(ablations if options.tried and options.iid == "yes" else ())]
-            yield from ((entry, LEAD[0], sites, iid, seeds[0]) for entry in cell)
-        if (sites, iid) == SAME_TEXT and options.iid != "no" and 4 in options.sites:
+            yield from ((entry, LEAD[0], sites, iid, seeds[0]) for entry in ablations)
+        if (sites, iid) == SAME_TEXT:
             few = [entry for entry in core if entry.label in OF_SAME_TEXT]
             yield from ((entry, LEAD[0], sites, iid, seed) for seed in seeds[1:] for entry in few)
 

@@ -6,6 +6,7 @@ model are at hand, and handed to the coordinator, which knows neither.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 
@@ -60,12 +61,11 @@ def _refuse_without_ranks(config: RunConfig, stages: Sequence[Mapping[str, Shape
     """Raise `ConfigError` if every matrix is so small that its low rank would not pay, so that the
     controller would wait for a measurement for ever."""
     codec = config.compression.codec
-    for shapes in stages:
-        for fragment in geometries(config, shapes):
-            for geometry in fragment:
-                chosen = compressor(codec, geometry)
-                if isinstance(chosen, LowRank) and chosen.matrices:
-                    return
+    fragments = itertools.chain.from_iterable(geometries(config, shapes) for shapes in stages)
+    for geometry in itertools.chain.from_iterable(fragments):
+        chosen = compressor(codec, geometry)
+        if isinstance(chosen, LowRank) and chosen.matrices:
+            return
     raise ConfigError(
         f'[compression] codec = "{codec}": low rank pays for no matrix of this model, all goes as '
         "int4 and no effective rank is measured; take a smaller rank, a quarter of the hidden size "

@@ -256,6 +256,11 @@ def _link(before: Estimate | None, payload: int, time_us: int) -> tuple[int, int
     """(rate, latency, payload) after a swap of `payload` bytes took `time_us`."""
     if before is None:
         return payload * _SECOND // time_us, 0, payload
+
+    def beside(rate: int) -> int:
+        """What is left of the time for latency if bytes travel at `rate`; below 0: too slow."""
+        return time_us - payload * _SECOND // rate
+
     predicted = before.transfer_us(payload)
     if _agrees(time_us, predicted):
         return before.rate, before.latency_us, payload
@@ -266,25 +271,24 @@ def _link(before: Estimate | None, payload: int, time_us: int) -> tuple[int, int
     if not _agrees(payload, before.payload) and more < 0 and _agrees(time_us, usual):
         # Fewer bytes in the same time: it is not bytes that take it. Were it taken for a slower
         # link, the next payload would be smaller still, and so on.
-        return before.rate, time_us - payload * _SECOND // before.rate, payload
+        return before.rate, beside(before.rate), payload
     size, known_us = before.least
     if faster and payload > size > 0 and not _agrees(payload, size) and _agrees(time_us, known_us):
         # As long as fewer bytes took: likewise. Were it taken for less latency, short rounds that
         # could not hide would seem to again, be tried and given up, and so on.
-        return most, max(0, time_us - payload * _SECOND // most), payload
+        return most, max(0, beside(most)), payload
     sizes = sorted((payload, before.payload))
     if sizes[0] > 0 and sizes[1] >= 2 * sizes[0] and faster == (more > 0) and more * longer > 0:
         # A larger swap that took less than in proportion, or a smaller one that took more: the
         # two sizes tell latency and rate apart.
         rate = max(1, min(most, more * _SECOND // longer))
-        return rate, max(0, time_us - payload * _SECOND // rate), payload
+        return rate, max(0, beside(rate)), payload
     if not faster and 2 * payload >= 3 * before.payload > 0 and longer > 0:
         # A larger swap that took more than expected: where the two sizes say less latency and a
         # lower rate, the last measurement was of less latency and was taken for a faster link.
         rate = max(1, more * _SECOND // longer)
-        latency = time_us - payload * _SECOND // rate
-        if rate < before.rate and 0 <= latency < before.latency_us:
-            return rate, latency, payload
+        if rate < before.rate and 0 <= beside(rate) < before.latency_us:
+            return rate, beside(rate), payload
     # Else the link has changed. What passes beside the bytes may be off by the band, too: where it
     # is nearly all of the time, a little more of it must not be taken for a much slower link. And
     # no swap that takes less time than expected makes the link a slower one.
