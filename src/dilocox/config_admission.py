@@ -21,10 +21,11 @@ class AdmissionSection(Section):
     """`[admission]`: which contributions count, beside the usual checks, and how they count."""
 
     aggregation: Aggregation = "mean"
-    """`mean`; `clip`: every tensor cut down to the sites' median norm, then the mean; `median` and
-    `trimmed` (without the largest and smallest quarter): value by value; `rfa`: the geometric
-    median. All but `mean` need `outer.exchange = "gather"`; the last three, five sites or more.
-    `median` and `trimmed` do not go with codecs that send few values, each site others."""
+    """`mean`; `clip`: every tensor cut down to the sites' median norm (with codecs that send few
+    values, each site others: the whole contribution), then the mean; `median` and `trimmed`
+    (without the largest and smallest quarter): value by value, not with such codecs; `rfa`: the
+    geometric median. All but `mean` need `outer.exchange = "gather"`; the last three, five sites or
+    more."""
     gate: bool = False
     """Leave out a contribution that, taken alone, makes the held-out loss worse. Sites of one rank
     try it in a second copy of the model; of several ranks, each measures its part along a

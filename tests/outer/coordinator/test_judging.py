@@ -164,6 +164,45 @@ def test_shares_are_the_middle_of_what_ranks_propose() -> None:
     assert found.shares == {"a": [[20, 9]], "b": [[50, 60]]}
 
 
+def test_shares_of_nothing_are_shares() -> None:
+    """They say that nothing counts, not that all does."""
+    ranks = [{"a": Opinion(shares=[0, 0]), "b": Opinion(code="zero", shares=[WHOLE] * 2)}]
+    found = judge(Evidence(whole=["a", "b"], opinions=[ranks]))
+    assert found.set == ["a"]
+    assert found.shares == {"a": [[0, 0]]}
+    assert judge(evidence({})).shares == {}
+
+
+HALF, TENTH = WHOLE // 2, WHOLE // 10
+
+
+@pytest.mark.parametrize(
+    ("proposed", "withdrawn", "left"),
+    [
+        # Cut down to what d sent, which has withdrawn: the others' median is b.
+        ((TENTH, TENTH // 2, TENTH // 4, WHOLE), "d", (WHOLE, WHOLE, HALF)),
+        ((HALF, WHOLE, TENTH, WHOLE), "cd", (HALF, WHOLE)),
+        ((WHOLE, TENTH, WHOLE, WHOLE), "bcd", (WHOLE,)),
+        ((TENTH, WHOLE, WHOLE, WHOLE), "bcd", (WHOLE,)),
+        # Too far from the one that has withdrawn to be told apart.
+        ((0, 0, WHOLE, WHOLE), "cd", (0, 0)),
+    ],
+)
+def test_who_has_withdrawn_does_not_say_how_much_of_the_others_counts(
+    proposed: tuple[int, ...], withdrawn: str, left: tuple[int, ...]
+) -> None:
+    said = {site: Opinion(shares=[n, WHOLE]) for site, n in zip(SITES, proposed, strict=True)}
+    others = [site for site in SITES if site not in withdrawn]
+    found = judge(Evidence(others, [[said] * 4], withdrawn=list(withdrawn)))
+    assert found.set == others
+    for site, share in zip(others, left, strict=True):
+        assert found.shares[site][0] == pytest.approx([share, WHOLE], rel=1e-3)
+    # One of four that makes up sites, or shares of other tensors, does not change that.
+    lies = {site: Opinion(shares=[WHOLE]) for site in [*SITES, "nobody"]}
+    again = judge(Evidence(others, [[said, said, said, lies]], withdrawn=list(withdrawn)))
+    assert again.shares == found.shares
+
+
 LIES = st.builds(
     Opinion,
     code=st.sampled_from(["admitted", "zero"]),
@@ -188,3 +227,9 @@ def test_two_liars_of_five_decide_nothing(first: list[Opinion], second: list[Opi
     given = Evidence(whole=sites, opinions=[[honest, honest, honest, *lies]], tolerance=2000)
     alone = judge(replace(given, opinions=[[honest] * 3]))
     assert judge(given) == alone
+    # Nor if one of the honest has withdrawn, and is much smaller than the others.
+    honest |= {site: honest[site].model_copy(update={"shares": [WHOLE // 9]}) for site in "abcd"}
+    gone = replace(given, whole=SITES, opinions=[[honest] * 3 + lies], withdrawn=["e"])
+    alone = judge(replace(gone, opinions=[[honest] * 3]))
+    assert judge(gone) == alone
+    assert alone.shares == {site: [[WHOLE]] for site in SITES}

@@ -27,11 +27,13 @@ def examine(
     weights: Mapping[str, float],
     offsets: Sequence[int],
     aggregation: str,
+    picked: bool = False,
 ) -> dict[str, Opinion]:
     """Opinions of `sent`, decoded and finite, flat fp32 [n] each, by site.
 
     A site's pseudo-gradient is what it sent over its weight w_i. `offsets` are where tensors begin
-    in the buffer, the first at 0, ascending; `aggregation` decides what `shares` are of.
+    in the buffer, the first at 0, ascending; `aggregation` decides what `shares` are of. `picked`:
+    each site has sent few values, others than the next one (`dilocox.codec_spec.PICKED`).
     """
     if not sent:
         return {}
@@ -44,9 +46,9 @@ def examine(
     ]
     total = _added(grams, len(sites))
     norms = [math.sqrt(total[number][number]) for number in range(len(sites))]
-    middle = median_low(norms)
+    middle = _usual(norms)
     if aggregation == "clip":
-        shares = _clip_shares(grams, len(sites))
+        shares = _clip_shares(grams, norms, picked)
     elif aggregation == "rfa":
         shares = [[share] for share in rfa_shares(total)]
     else:
@@ -81,16 +83,37 @@ def _added(grams: Sequence[Sequence[Sequence[float]]], count: int) -> list[list[
     ]
 
 
-def _clip_shares(grams: Sequence[Sequence[Sequence[float]]], count: int) -> list[list[int]]:
-    """By site and tensor: median norm over norm, at most one."""
-    shares: list[list[int]] = [[] for _ in range(count)]
+def _usual(norms: Sequence[float]) -> float:
+    """Lower median of the norms of those that have sent anything; 0 if nobody has."""
+    return median_low([norm for norm in norms if norm > 0] or [0.0])
+
+
+def _clip_shares(
+    grams: Sequence[Sequence[Sequence[float]]], norms: Sequence[float], picked: bool
+) -> list[list[int]]:
+    """By site and tensor: median norm over norm, at most one. `norms` are of all tensors together.
+
+    A site that has sent nothing at all has no say. Where half of the others or more have nothing of
+    a tensor, what counts of the whole contribution counts of it: nobody is cut down to nothing, and
+    nobody sends more of it than others send altogether. So it is with all tensors where values are
+    picked: how many of them a small tensor gets in one round is chance, and no measure for others.
+    """
+    of_all = _cut(norms, _usual(norms))
+    shares: list[list[int]] = [[] for _ in norms]
     for each in grams:
-        norms = [math.sqrt(each[number][number]) for number in range(count)]
-        middle = median_low(norms)
-        for number, norm in enumerate(norms):
-            over = norm > middle
-            shares[number].append(int(middle / norm * WHOLE) if over else WHOLE)
+        own = [math.sqrt(each[number][number]) for number in range(len(norms))]
+        middle = median_low(
+            [one for one, norm in zip(own, norms, strict=True) if norm > 0] or [0.0]
+        )
+        of_tensor = of_all if picked or middle == 0 else _cut(own, middle)
+        for number, share in enumerate(of_tensor):
+            shares[number].append(share)
     return shares
+
+
+def _cut(norms: Sequence[float], most: float) -> list[int]:
+    """What is left of each if none may be more than `most`."""
+    return [int(most / norm * WHOLE) if norm > most else WHOLE for norm in norms]
 
 
 def rfa_shares(products: Sequence[Sequence[float]]) -> list[int]:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from torch import Tensor
 
+from dilocox.codec_spec import PICKED, parse_spec
 from dilocox.compression import all_zero, refuse_unusable
 from dilocox.errors import ExchangeError
 from dilocox.outer.admission.aggregation import aggregate
@@ -51,7 +52,10 @@ class Weighing:
         opinions: dict[str, Opinion] = {}
         if self._what.examines:
             self._kept = {site: each for site, each, _ in self._decoded(opinions)}
-            found = examine(self._kept, self._what.weights, self._offsets(), self._what.aggregation)
+            picked = parse_spec(self._what.compressor.name).kind in PICKED
+            found = examine(
+                self._kept, self._what.weights, self._offsets(), self._what.aggregation, picked
+            )
             if self._what.probe is not None:
                 found = self._what.probe.opinions(self._kept, found, self._what.weights)
             return opinions | found

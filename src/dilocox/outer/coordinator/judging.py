@@ -11,12 +11,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import median_low
+from statistics import median_high, median_low
 
 from dilocox.outer.coordinator.verdict_messages import (
     CAP,
     MICRO,
     MILLI,
+    WHOLE,
     Code,
     Flag,
     Opinion,
@@ -94,14 +95,16 @@ def judge(given: Evidence) -> Judgement:
         verdicts[site] = Verdict(code=_why_missing(site, given.opinions))
     for site in given.withdrawn:
         verdicts[site] = Verdict(code="withdrawn")
-    shares = {site: [_shares(site, shard) for shard in given.opinions] for site in chosen}
-    if not any(any(of_shard) for of_site in shares.values() for of_shard in of_site):
-        shares = {}
-    return Judgement(chosen, verdicts, shares, usual)
+    return Judgement(chosen, verdicts, _all_shares(given, chosen), usual)
 
 
 def _about(site: str, voters: Iterable[Opinions]) -> list[Opinion]:
     return [said[site] for said in voters if site in said]
+
+
+def _is_zero(about: Sequence[Opinion]) -> bool:
+    """Most ranks have found nothing but zeros in it."""
+    return 2 * sum(each.code == "zero" for each in about) > len(about)
 
 
 def _settled(site: str, opinions: Sequence[Sequence[Opinions]]) -> Opinion:
@@ -113,7 +116,7 @@ def _settled(site: str, opinions: Sequence[Sequence[Opinions]]) -> Opinion:
     zero = bool(opinions)
     for shard in opinions:
         about = _about(site, shard)
-        zero = zero and 2 * sum(each.code == "zero" for each in about) > len(about)
+        zero = zero and _is_zero(about)
         norms += _middle(each.norm for each in about)
         cosines += _middle(each.cosine for each in about)
         gains += _middle(each.gain for each in about)
@@ -220,6 +223,48 @@ def _why_missing(site: str, opinions: Sequence[Sequence[Opinions]]) -> Code:
             if each.code in ("malformed", "not-finite"):
                 return each.code
     return "not-held"
+
+
+def _all_shares(given: Evidence, chosen: Sequence[str]) -> dict[str, list[list[int]]]:
+    """Of each site of the set by shard; none if no rank proposes any. Shares of 0 are shares."""
+    by_shard = [_shares_of_shard(given, voters) for voters in given.opinions]
+    shares = {site: [of_shard.get(site, []) for of_shard in by_shard] for site in chosen}
+    return shares if any(own for of_site in shares.values() for own in of_site) else {}
+
+
+def _shares_of_shard(given: Evidence, voters: Sequence[Opinions]) -> dict[str, list[int]]:
+    """By site: what the ranks of a shard propose, without what sites that withdrew do to it.
+
+    Ranks see all payloads; only here it is known who lets his count. A site that has withdrawn
+    sends its residual, which is small, and the others would be cut down to that. A site that most
+    ranks say nothing of has no part in it: a few could make it up.
+    """
+    sites = dict.fromkeys(site for said in voters for site in said)
+    shares = {site: _shares(site, voters) for site in sites}
+    if not given.withdrawn:
+        return shares
+    left = [
+        site
+        for site in sites
+        if site not in given.withdrawn
+        and not _is_zero(_about(site, voters))
+        and 2 * sum(bool(each.shares) for each in _about(site, voters)) > len(voters)
+    ]
+    if len({len(shares[site]) for site in left}) != 1:
+        return shares
+    columns = [_among_themselves(each) for each in zip(*(shares[s] for s in left), strict=True)]
+    return shares | dict(zip(left, map(list, zip(*columns, strict=True)), strict=True))
+
+
+def _among_themselves(shares: Sequence[int]) -> list[int]:
+    """The same shares if the median site has all of its own, and nobody more than that.
+
+    A share goes with the reciprocal of a norm (or, for `rfa`, of a distance), so that the upper
+    median here belongs to the lower median there. If it is 0 the shares do not tell any more who
+    sent how much, and stay.
+    """
+    middle = median_high(shares)
+    return [min(WHOLE, share * WHOLE // middle) if middle else share for share in shares]
 
 
 def _shares(site: str, voters: Sequence[Opinions]) -> list[int]:
