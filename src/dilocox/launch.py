@@ -108,8 +108,8 @@ def train_here(
 ) -> Result:
     """Train a run with all of its sites on this machine.
 
-    Ctrl-C stops the run at a slot end with a checkpoint; a second one ends it at once. `trace`:
-    what every rank does when is recorded, as `trace.json` in the run folder.
+    Ctrl-C, or SIGTERM, stops the run at a slot end with a checkpoint; a second one ends it at once.
+    `trace`: what every rank does when is recorded, as `trace.json` in the run folder.
     """
     stay_forkable()
     display = Display(config)
@@ -136,7 +136,8 @@ def train_here(
     preflight.claim_folder(config, resume, overwrite)
     trace_file.discard(folder)
     try:
-        return _run_here(config, hooks, display, payloads, resume, debug, trace)
+        with processes.term_as_interrupt():
+            return _run_here(config, hooks, display, payloads, resume, debug, trace)
     finally:
         _show_trace(display, lambda: trace_file.merge_run(folder))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import multiprocessing
 import os
@@ -11,7 +12,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -42,6 +43,21 @@ def start(target: Callable[..., None], *arguments: Any, name: str) -> BaseProces
             "define dataset, loss and callbacks at the top level of a module"
         ) from None
     return process
+
+
+@contextlib.contextmanager
+def term_as_interrupt() -> Iterator[None]:
+    """SIGTERM, by which batch systems and containers ask a process to end, is a Ctrl-C in here:
+    `KeyboardInterrupt`. It stays what it is outside the main thread, and where it is handled."""
+    handled = signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+    if handled or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _child(target: Callable[..., None], parent: int, arguments: tuple[Any, ...]) -> None:

@@ -194,6 +194,10 @@ class Run:
         """Ctrl-C."""
         self.process.send_signal(signal.SIGINT)
 
+    def terminate(self) -> None:
+        """What batch systems and containers send before they kill."""
+        self.process.send_signal(signal.SIGTERM)
+
     def records(self, kind: str = "round", site: str | None = None) -> list[dict[str, Any]]:
         """Records of metrics.jsonl; rounds of the whole run if `site` is none."""
         path = self.folder / "metrics.jsonl"

@@ -107,7 +107,7 @@ def test_two_stops_change_nothing(
     stopped_at = len(cut.records())
     again = workshop.start(f"cut-{name}", *SETS, *sets, flags=("--resume",))
     again.until(lambda: len(again.records()) > stopped_at)
-    again.interrupt()
+    again.terminate()
     assert again.wait() == 130, again.output()
     for moment in DEATHS if name == "keep" else ():
         dies = forge.train(workshop, f"cut-{name}", *SETS, *sets, hooks=moment, flags=("--resume",))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Literal
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from torch import Tensor
 
 from dilocox.compression import Compressor, LowRank, codec
 from dilocox.errors import CheckpointError, ExchangeError, TrainingError
+from dilocox.outer.blocks import blocks
 from dilocox.outer.layout import Layout
 from dilocox.outer.optimizer import nesterov_step
 from dilocox.outer.overlap import Rule, local_view
@@ -67,6 +70,16 @@ def test_contribution_is_the_weighted_displacement_and_the_decayed_residual() ->
     error = u - sent
     error[128:256] += 2.0
     assert torch.equal(state.residual, error)
+
+
+def test_frozen_tensors_have_gradients_of_zero() -> None:
+    state = make(live_of(0), error_feedback=False)
+    given = {name: tensor for name, tensor in live_of(1).items() if name != "b"}
+    u, finite = state.gradients(given, weight=2.0, decay=1.0)
+    views = LAYOUT.views(u)
+    assert finite
+    assert torch.equal(views["a.weight"], 2.0 * given["a.weight"])
+    assert not views["b"].any()
 
 
 def test_without_error_feedback_nothing_is_kept() -> None:
@@ -386,6 +399,35 @@ def test_a_digest_computed_beside_training_is_of_the_state_as_it_is(
     change(state)
     change(twin)
     assert state.digest() == twin.digest() != before
+
+
+@pytest.mark.parametrize("overlap", ["keep", "eager"])
+@pytest.mark.parametrize("spoilt", [False, True])
+def test_blocks_change_no_bit(
+    overlap: Literal["keep", "eager"], spoilt: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Buffers of one block, and the same in blocks that tensors do not end with."""
+    rule = Rule(overlap, 0.8, 0.5, keep=0.9, share=0.4, residual=0.1)
+
+    def course() -> dict[str, Tensor]:
+        live = live_of(0)
+        state = make(live, eager=overlap == "eager")
+        for turn in range(3):
+            move(live, 0.1 + turn)
+            if spoilt and turn == 1:
+                live["b"][100] = math.nan
+            u, _ = state.boundary(live, 1.5, 0.9)
+            sent = codec("int4").decode(codec("int4").encode(u), LAYOUT.length)
+            state.committed(u, None if spoilt and turn == 1 else sent)
+            state.land(live, 0.1 * flat_of(turn), rule)
+        return {**state.state_tensors(), **live, "u": u}
+
+    whole = course()
+    monkeypatch.setattr("dilocox.outer.blocks.PER_THREAD", 20)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    assert len(list(blocks(flat_of(0)))) == 10
+    for name, tensor in course().items():
+        assert torch.equal(tensor, whole[name]), name
 
 
 def test_a_fragment_without_values_works() -> None:

@@ -58,6 +58,13 @@ class Layout:
         """What codecs need to know of it."""
         return Geometry(self.shapes, self.offsets, self.length)
 
+    @property
+    def gaps(self) -> list[slice]:
+        """Where no tensor lies."""
+        ends = [o + math.prod(shape) for o, shape in zip(self.offsets, self.shapes, strict=True)]
+        begins = [*self.offsets[1:], self.length]
+        return [slice(end, begin) for end, begin in zip(ends, begins, strict=False) if end < begin]
+
     def views(self, flat: Tensor) -> dict[str, Tensor]:
         """Each tensor as a view of `flat` [length], in its own shape."""
         if flat.shape != (self.length,):
@@ -78,7 +85,10 @@ class Layout:
         It is `out`, whose gaps must be zero already, or a new one on `device` (default CPU).
         Raises `ExchangeError` for a tensor that is missing or has another shape or dtype.
         """
-        flat = torch.zeros(self.length, device=device) if out is None else out
+        flat = torch.empty(self.length, device=device) if out is None else out
+        if out is None:
+            for gap in self.gaps:
+                flat[gap] = 0
         views = self.views(flat)
         self._check(tensors)
         for name, view in views.items():

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
@@ -27,6 +27,7 @@ from dilocox.compression import (
     first_unusable,
 )
 from dilocox.errors import CheckpointError, ExchangeError, TrainingError
+from dilocox.outer.blocks import blocks
 from dilocox.outer.layout import Layout
 from dilocox.outer.optimizer import as_kept, nesterov_step
 from dilocox.outer.overlap import Rule, local_view
@@ -110,22 +111,26 @@ class PieceState:
         anchor, u is the residual alone, False is returned and `non_finite` names the value. This
         u is not to be contributed; `committed(u, None)` then leaves the residual as it was.
         """
-        now = self.layout.pack(live, device=self.anchor.device)
-        delta = self.reference.sub_(now)
-        self.reference = now
-        u, bad = self._with_residual(delta.mul(weight), decay)
+        packed = self.layout.pack(live, device=self.anchor.device)
+
+        def displaced(at: slice, now: Tensor) -> None:
+            delta = self.reference[at] - now
+            self.reference[at] = now
+            if self.previous is not None:
+                self.previous[at] = delta
+            torch.mul(delta, weight, out=now)
+
+        u, bad = self._with_residual(packed, decay, displaced)
+        self.non_finite = None
         if bad is not None:
             position, value = bad
             self.non_finite = self.layout.locate(position)
             if math.isfinite(value):
                 self.non_finite += f" ({value:.1e})"
-            delta.zero_()
+            if self.previous is not None:
+                self.previous.zero_()
             self.layout.unpack(self.anchor, live)
             self.reference.copy_(self.anchor)
-        else:
-            self.non_finite = None
-        if self.previous is not None:
-            self.previous = delta
         return u, bad is None
 
     def gradients(
@@ -133,25 +138,36 @@ class PieceState:
     ) -> tuple[Tensor, bool]:
         """The contribution u = w·g + β·e of a method that exchanges gradients; as `boundary`.
 
-        `gradients` (full name to fp32) are not changed. Where u is not finite it is the residual
-        alone, and is not to be contributed.
+        `gradients` (full name to fp32) are not changed; a tensor that has none, since it is frozen,
+        counts as zero. Where u is not finite it is the residual alone, and is not to be
+        contributed.
         """
-        own = self.layout.pack(gradients, device=self.anchor.device).mul_(weight)
-        u, bad = self._with_residual(own, decay)
+        shapes = zip(self.layout.names, self.layout.shapes, strict=True)
+        frozen = {name: torch.zeros(shape) for name, shape in shapes if name not in gradients}
+        packed = self.layout.pack({**gradients, **frozen}, device=self.anchor.device)
+        u, bad = self._with_residual(packed, decay, lambda _, own: own.mul_(weight))
         return u, bad is None
 
-    def _with_residual(self, u: Tensor, decay: float) -> tuple[Tensor, tuple[int, float] | None]:
-        """u + β·e, and (position, value) of one that is not finite or beyond `LARGEST`; u is then
-        the residual alone.
+    def _with_residual(
+        self, packed: Tensor, decay: float, to_own: Callable[[slice, Tensor], object]
+    ) -> tuple[Tensor, tuple[int, float] | None]:
+        """u = own + β·e, and (position, value) of one that is not finite or beyond `LARGEST`; u is
+        then the residual alone.
 
-        The residual moves into what is returned. `u` may be overwritten.
+        `to_own` makes, in place, w·δ or w·g of a block of what is `packed`. The residual moves into
+        what is returned. `packed` may be overwritten.
         """
-        if self.residual is not None:
-            u.add_(self.residual.mul(decay))
-        position, bad = first_unusable(u), None
-        if position is not None:
-            bad = position, float(u[position])
-            u = torch.zeros_like(u) if self.residual is None else self.residual.clone()
+        u, bad = packed, None
+        for at in blocks(packed):
+            part = packed[at]
+            to_own(at, part)
+            if self.residual is not None:
+                part.add_(self.residual[at].mul(decay))
+            position = first_unusable(part)
+            if position is not None:
+                bad = at.start + position, float(part[position])
+                u = torch.zeros_like(packed) if self.residual is None else self.residual.clone()
+                break
         if self.residual is not None:
             self.residual.zero_()
         return u, bad
@@ -167,10 +183,10 @@ class PieceState:
         """
         if self.residual is None:
             return
-        if sent is not None:
-            self.residual.add_(u.to(self.residual.device) - sent.to(self.residual.device))
-        else:
-            self.residual.add_(u.to(self.residual.device))
+        u = u.to(self.residual.device)
+        sent = None if sent is None else sent.to(self.residual.device)
+        for at in blocks(self.residual):
+            self.residual[at] += u[at] if sent is None else u[at] - sent[at]
         if second_error is not None:
             start, values = second_error
             self.residual[start : start + values.numel()].add_(values.to(self.residual.device))
@@ -185,15 +201,24 @@ class PieceState:
         if average is not None:
             self._check_average(average)
         self._settle()
-        displacement = self.layout.pack(live, device=self.anchor.device).sub_(self.reference)
-        if average is not None:
-            landed = average.to(self.anchor.device)
-            nesterov_step(self.anchor, self.momentum, landed, rule.learning_rate, rule.momentum)
-            if self.own is not None and self.previous is not None:
-                self.own.mul_(rule.momentum).add_(self.previous.mul(rule.share))
-        view = local_view(rule, self.anchor, displacement, self.own, self.residual)
+        landed = None if average is None else average.to(self.anchor.device)
+        view = self.layout.pack(live, device=self.anchor.device)
+        for at in blocks(view):
+            self._land_block(at, view[at], None if landed is None else landed[at], rule)
         self.layout.unpack(view, live)
-        self.reference = view.sub_(displacement)
+
+    def _land_block(self, at: slice, now: Tensor, average: Tensor | None, rule: Rule) -> None:
+        """`land` of a block; `now` are its live parameters, then what they become."""
+        reference, anchor = self.reference[at], self.anchor[at]
+        displacement = now - reference
+        own = None if self.own is None else self.own[at]
+        if average is not None:
+            nesterov_step(anchor, self.momentum[at], average, rule.learning_rate, rule.momentum)
+            if own is not None and self.previous is not None:
+                own.mul_(rule.momentum).add_(self.previous[at].mul(rule.share))
+        residual = None if self.residual is None else self.residual[at]
+        now.copy_(local_view(rule, anchor, displacement, own, residual))
+        torch.sub(now, displacement, out=reference)
 
     def _check_average(self, average: Tensor) -> None:
         if average.shape != self.anchor.shape or average.dtype != torch.float32:

@@ -79,13 +79,32 @@ def test_what_a_sparse_codec_has_withheld_does_not_land_at_once(sparse: str, den
     whole = replace(choice(4, 2, 1), codec=dense, residual_decay=1.0)
     decays = [plan.residual_decay for plan in course(16, [thin, thin, whole])]
     assert decays == [0.75, 0.75, 0.25, 1.0, 1.0]
-    # The same if what follows is the flush.
-    *_, flush = course(8, [thin, thin, whole])
-    assert (flush.codec, flush.residual_decay) == ("int8", 0.25)
     # From one sparse codec to another nothing is dropped, nor from one that is not.
     other = replace(thin, codec="topk:16")
     assert [p.residual_decay for p in course(12, [thin, other])] == [0.75] * 4
     assert [p.residual_decay for p in course(12, [whole, thin])] == [1.0, 0.75, 0.75, 0.75]
+
+
+@pytest.mark.parametrize("sparse", ["topk:8", "cocktail", "lowrank:4"])
+def test_the_flush_goes_by_the_round_that_it_follows(sparse: str) -> None:
+    """It sends what that round's plan has left, whatever would be chosen for one more round: sent
+    by another's sparse codec, most of a dense round's last pseudo-gradient would be dropped."""
+    thin = replace(choice(4, 2, 1), codec=sparse, residual_decay=0.75, learning_rate=1.5)
+    whole = replace(choice(4, 2, 1), codec="int4", residual_decay=1.0)
+    *_, flush = course(8, [thin, thin, whole])
+    assert (flush.codec, flush.learning_rate, flush.residual_decay) == (sparse, 1.5, 0.75)
+    *_, flush = course(8, [whole, whole, thin])
+    assert (flush.codec, flush.learning_rate, flush.residual_decay) == ("int8", 0.8, 1.0)
+
+
+@pytest.mark.parametrize(("overlap", "momentum"), [("none", 0.0), ("keep", 0.5)])
+def test_where_nothing_was_trained_the_flush_has_no_momentum(overlap: str, momentum: float) -> None:
+    """With overlap none all pseudo-gradients have landed: an outer step with momentum would move
+    the model by what older ones have left in it."""
+    chosen = replace(choice(4, 2, 1), delay=0 if overlap == "none" else 1)
+    *rounds, flush = course(8, [chosen], overlap)
+    assert {plan.momentum for plan in rounds} == {0.5}
+    assert flush.momentum == momentum
 
 
 @pytest.mark.parametrize("sparse", ["topk:8", "cocktail", "lowrank:4"])

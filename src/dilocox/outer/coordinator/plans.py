@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from dilocox.codec_spec import SPARSE, parse_spec
 from dilocox.config import RunConfig
@@ -47,6 +48,8 @@ def make_plan(
     flush = left <= 0
     outer = config.outer
     choice = choice.shortened(left, outer.overlap)
+    if flush:
+        choice = _of_the_flush(choice, outer.overlap, before)
     steps = 0 if flush else choice.inner_steps
     paces = paces or dict.fromkeys(members, FULL)
     batches = {site: config.site_batch(site) for site in members}
@@ -105,6 +108,24 @@ def make_plan(
         evaluate=flush or (not last and due(config.evaluation.every_rounds)),
         last=last,
     )
+
+
+def _of_the_flush(choice: Choice, overlap: str, before: RoundPlan | None) -> Choice:
+    """What the flush goes by: codec and rates of the round that it follows, whose pseudo-gradients
+    and residuals it sends.
+
+    With overlap `none` nothing was trained since the last landing. An outer step by what was
+    withheld is all there is to take then: momentum would only go on in the old direction.
+    """
+    if before is not None:
+        choice = replace(
+            choice,
+            codec=replace(parse_spec(before.codec), moments=False).text,
+            learning_rate=before.learning_rate,
+            momentum=before.momentum,
+            residual_decay=before.residual_decay,
+        )
+    return replace(choice, momentum=0.0) if overlap == "none" else choice
 
 
 def _of_what_was_withheld(before: RoundPlan | None, codec: str, decay: float) -> float:
