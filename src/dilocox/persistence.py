@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 from safetensors import safe_open
@@ -18,11 +19,11 @@ from dilocox import checkpoint, timeline
 from dilocox.assembly import Rank, anchors
 from dilocox.config import RunConfig
 from dilocox.data import TokenFiles
-from dilocox.errors import CheckpointError, DilocoxError
+from dilocox.errors import CheckpointError, DilocoxError, RunOverError
 from dilocox.handover import MOMENTUM as OUTER_MOMENTUM
 from dilocox.models import finish_model_folder, stage_file_name, write_stage_file
 from dilocox.outer.coordinator.client import CoordinatorClient
-from dilocox.outer.coordinator.messages import Checkpoint, ExchangeKey, RoundPlan
+from dilocox.outer.coordinator.messages import Checkpoint, ExchangeKey, RoundPlan, SiteStatus
 from dilocox.outer.pending import Pending
 from dilocox.record.files import other_files
 from dilocox.record.recording import MOMENTUM_OF, RankRecord
@@ -35,8 +36,8 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 MEETING = 5.0
-"""Seconds between two meetings of a site's ranks that wait for one another's disks: far less than
-one meeting may last."""
+"""Seconds between two meetings of a site's ranks that wait for one another's disks, or for another
+site: far less than one meeting may last."""
 
 
 class Keeper:
@@ -60,7 +61,7 @@ class Keeper:
         self._config = config
         self._files = files
         self._shared = shared
-        """All sites write to one run folder: only the first publishes the model."""
+        """All sites write to one run folder: only one publishes the model."""
         self._root = config.checkpoint_store
         self._recorded: int | None = None
         """Tick of this rank's checkpoint that the coordinator knows."""
@@ -115,7 +116,8 @@ class Keeper:
                 self._writer.save(at.tick, tensors, state, written, failed)
         if plan is not None and self._config.checkpoint.hugging_face and plan.kind == "train":
             folder = self._config.folder / f"model-tick-{at.tick:08d}"
-            problem = self._export(trainer.rank, plan, folder)
+            first = next(iter(plan.members)) == trainer.rank.place.site
+            problem = self._export(trainer.rank, folder) if first or not self._shared else ""
             if problem and trainer.rank.place.leads:
                 warn(problem)
 
@@ -125,27 +127,47 @@ class Keeper:
         if self._record is not None:
             living(self._record.wait, self._touch)
 
-    def publish(self, trainer: Trainer, plan: RoundPlan) -> None:
-        """Write the anchor as `model/`, a Hugging Face folder. Collective over the site.
+    def ends_run(self, trainer: Trainer, plan: RoundPlan) -> bool:
+        """Whether this site, which took part in the flush of `plan`, is the one that evaluates the
+        model and, in a folder of all sites, publishes it; see `part_in_the_end`.
+
+        In a folder of all sites it is known only when a site before this one is through, or lost:
+        until then this waits. Collective over the site. Raises `RunOverError` if the run fails
+        meanwhile.
+        """
+        rank, client, seen = trainer.rank, trainer.client, 0
+        with timeline.span("wait for the first site"):
+            while True:
+                part = ""
+                if rank.place.leads:
+                    status = client.status(seen, MEETING if seen else 0.0)
+                    if status.phase == "failed":
+                        raise RunOverError(f"the run has failed: {status.reason}")
+                    seen = status.sequence
+                    part = part_in_the_end(status.sites, plan, rank.place.site)
+                part = _first(rank.mesh.gather_names([part]))
+                self._touch()
+                if part != "waits" or not self._shared:
+                    return part == "speaks"
+
+    def publish(self, trainer: Trainer, plan: RoundPlan, ends_run: bool) -> None:
+        """Write the anchor as `model/`, a Hugging Face folder; in a folder of all sites only the
+        site that `ends_run` does. Collective over the site.
 
         Raises `CheckpointError`, at all ranks of the site, if it cannot be written.
         """
+        mine = ends_run or not self._shared
+        folder, rank = self._config.folder / "model", trainer.rank
         with timeline.span("publish"):
-            problem = self._export(trainer.rank, plan, self._config.folder / "model")
+            problem = self._export(rank, folder) if mine else ""
         if problem:
             raise CheckpointError(problem)
-        if self._publishes(trainer.rank, plan):
-            files = other_files(self._config.folder / "model")
-            rank, touch = trainer.rank, self._touch
-            record_state(self._record, "final", plan.round, rank, touch, files)
+        if mine:
+            files = other_files(folder)
+            record_state(self._record, "final", plan.round, rank, self._touch, files)
 
-    def _publishes(self, rank: Rank, plan: RoundPlan) -> bool:
-        return not self._shared or next(iter(plan.members)) == rank.place.site
-
-    def _export(self, rank: Rank, plan: RoundPlan, folder: Path) -> str:
+    def _export(self, rank: Rank, folder: Path) -> str:
         """Write a Hugging Face folder; why that failed at any rank of the site, or nothing."""
-        if not self._publishes(rank, plan):
-            return ""
         tensors, config = whole_anchor(rank), rank.blueprint.hf_config
 
         def stage() -> None:
@@ -240,6 +262,23 @@ def _first(rows: list[list[str]]) -> str:
     return next((row[0] for row in rows if row[0]), "")
 
 
+def part_in_the_end(
+    sites: Iterable[SiteStatus], plan: RoundPlan, me: str
+) -> Literal["speaks", "waits", "listens"]:
+    """What `me`, which took part in the flush of `plan`, does for all sites in the end, by what the
+    coordinator knows of them.
+
+    The first site of the plan speaks, of those that are in the run still: who was overtaken in the
+    flush enters again, and never gets to. A later one waits, since the first may be lost before it
+    is through; when one before it has finished, all is done.
+    """
+    roles = {site.site: site.role for site in sites}
+    before = [roles[name] for name in itertools.takewhile(lambda name: name != me, plan.members)]
+    if roles[me] != "active" or "finished" in before:
+        return "listens"
+    return "waits" if "active" in before else "speaks"
+
+
 def newest_whole(checkpoints: Iterable[Checkpoint]) -> int | None:
     """Tick of the newest checkpoint that every rank has written."""
     return max((item.tick for item in checkpoints if item.complete), default=None)
@@ -287,6 +326,7 @@ def capture(
         "owner_landings": outer.owner_landings,
         "dropping": outer.dropping,
         "dropped_round": trainer.dropped_round,
+        "weight": trainer.weight,
         "round_so_far": trainer.meter.so_far(outer),
         "non_finite": trainer.meter.non_finite(),
         "dropped": trainer.meter.dropped,
@@ -296,8 +336,8 @@ def capture(
     return tensors, state
 
 
-OF_A_ROUND = ("round_so_far", "non_finite", "dropped")
-"""What `capture` says of the part of a round that was trained."""
+OF_A_ROUND = ("round_so_far", "non_finite", "dropped", "weight")
+"""What `capture` says of the part of a round that was trained, or of the round before."""
 
 
 def capture_round(trainer: Trainer) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
@@ -328,6 +368,7 @@ def restore(trainer: Trainer, loaded: checkpoint.Loaded) -> None:
     outer.owner_landings = list(state["owner_landings"])
     outer.dropping = bool(state["dropping"])
     trainer.dropped_round = int(state["dropped_round"])
+    trainer.weight = _weight(state, rank.place.site)
     if "round_so_far" in state:
         trainer.meter.go_on(state["round_so_far"], state["non_finite"], state["dropped"])
     trainer.at.round = int(state["round"])
@@ -347,6 +388,16 @@ def restore(trainer: Trainer, loaded: checkpoint.Loaded) -> None:
                 tensors.get(f"moments/{number}"),
             )
         )
+
+
+def _weight(state: Mapping[str, Any], site: str) -> float:
+    """Of `site` in the last round that it trained before the state; what a plan of an exchange
+    under way says, where a checkpoint of an earlier version has it nowhere else; else 1."""
+    if "weight" in state:
+        return float(state["weight"])
+    plans = [item["plan"] for item in state["pending"] if site in item["plan"]["members"]]
+    latest = max(plans, key=lambda plan: plan["round"], default=None)
+    return 1.0 if latest is None else float(latest["members"][site]["weight"])
 
 
 def _below(tensors: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:

@@ -72,6 +72,8 @@ class Trainer:
     inner step."""
     weight: float = 1.0
     """This site's in the last round that it trained."""
+    counted_from: int = -1
+    """The round from which on this site counts since it entered last."""
     ahead: Future[PlanReply] | None = None
     """The plan of the next round, asked for while this one ends."""
     watch: RoundWatch | None = None
@@ -90,16 +92,15 @@ class Trainer:
         Raises `Stopped` when the run was stopped, and whatever ended it otherwise.
         """
         if newcomer is not None:
-            newcomer.follow()
+            self.follow(newcomer)
         self.control.at(self.at.tick, self.at.round, self.at.slot, None)
         while True:
             with timeline.span("wait for plan", round=self.at.round):
                 plan = self.next_plan()
             self.outer.take_up_again()
             if plan.kind == "flush":
-                left_behind = newcomer is None and self.overtaken(plan.round - 1) is not None
-                if left_behind or self.me not in plan.members:
-                    raise RunOverError(f"site {self.me}: the run ends while it is left behind")
+                if self.me not in plan.members or self.overtaken(plan.round - 1) is not None:
+                    raise self.ends_without_it()
                 break
             if self.me not in plan.members:
                 self.catch_up()
@@ -299,9 +300,16 @@ class Trainer:
         """How this site enters again, if the others go on without it after `round_`."""
         for entry in self.control.news.entering:
             # Not the entry that it has behind it, which the last beat may still tell of.
-            if entry.site == self.me and entry.from_round > round_:
+            if entry.site == self.me and entry.from_round > max(round_, self.counted_from):
                 return entry
         return None
+
+    def ends_without_it(self) -> RunOverError:
+        """What this site ends with if it is left behind when the run ends: its anchor is not the
+        run's, and there is no round left to catch up in."""
+        return RunOverError(
+            f"site {self.me}: the run ends while it is left behind; the model is at the others"
+        )
 
     def catch_up(self) -> None:
         """Enter again: the others have gone on without this site.
@@ -315,15 +323,28 @@ class Trainer:
             self.control.hurry()
             self.control.touch()
             time.sleep(0.02)
+        if entry.from_round > self.at.round:
+            # The round of the last exchange that was begun without it: nothing follows a flush.
+            begun = self.client.poll_plan(entry.from_round - 1).plan
+            if begun is not None and begun.kind == "flush":
+                raise self.ends_without_it()
         with timeline.span("catch up", from_round=entry.from_round):
             self.outer.set_aside(self.weight)
-            Newcomer(self, entry, self.form_group, self.donor_patience).follow()
+            self.follow(Newcomer(self, entry, self.form_group, self.donor_patience))
         self.control.at(self.at.tick, self.at.round, self.at.slot, None)
+
+    def follow(self, newcomer: Newcomer) -> None:
+        """See `Newcomer.follow`."""
+        newcomer.follow()
+        self.counted_from = self.at.round
 
     def evaluate(self, plan: RoundPlan, round_: int) -> None:
         """Held-out loss of the anchor, at the first site of the plan; round -1: before training."""
-        if next(iter(plan.members)) != self.me:
-            return
+        if next(iter(plan.members)) == self.me:
+            self.tell_loss(round_)
+
+    def tell_loss(self, round_: int) -> None:
+        """Evaluate the anchor after `round_` and report that."""
         with timeline.span("evaluation", after_round=round_):
             loss = self.held_out_loss()
         if self.rank.place.leads:
@@ -412,7 +433,8 @@ class Trainer:
     def finish(self, plan: RoundPlan) -> None:
         """Flush, evaluate, publish the model.
 
-        The last checkpoint is from before the flush, so that a resumed run flushes once.
+        The last checkpoint is from before the flush, so that a resumed run flushes once. Raises
+        `RunOverError` if the others have flushed without this site.
         """
         self.errands.wait()
         self.keeper.save(self, plan, last=True)
@@ -433,8 +455,12 @@ class Trainer:
         metrics = self.meter.end(plan, self.outer, self.rank)
         if self.rank.place.leads:
             self.client.report(plan.round, metrics, kind="flush")
-        self.evaluate(plan, plan.round)
-        self.keeper.publish(self, plan)
+        if self.meter.behind:
+            raise self.ends_without_it()
+        ends_run = self.keeper.ends_run(self, plan)
+        if ends_run:
+            self.tell_loss(plan.round)
+        self.keeper.publish(self, plan, ends_run)
         self.wait_for_record()
         self.client.finish(complete=True)
 

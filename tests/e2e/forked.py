@@ -37,6 +37,7 @@ from dilocox.outer.coordinator.client import CoordinatorClient
 from dilocox.outer.entry import Donor, Snapshot
 from dilocox.outer.groups import PeerGroup
 from dilocox.outer.state import PieceState
+from dilocox.persistence import Keeper
 from dilocox.site import mean_cross_entropy
 from tests.e2e.altered import contributions_times
 from tests.e2e.harness import LIMIT, Run, Workshop
@@ -128,6 +129,22 @@ def donor_dies() -> dict[str, Any]:
     return {}
 
 
+def late_at_the_flush() -> dict[str, Any]:
+    """The last checkpoint of paris, the first site, takes until the others go on without it."""
+    original = Keeper.save
+
+    def save(self: Keeper, trainer: Any, plan: Any, *, last: bool = False) -> None:
+        original(self, trainer, plan, last=last)
+        told, end = _disk.with_name("metrics.jsonl"), time.monotonic() + 60.0
+        while last and me().startswith("paris") and "left behind" not in told.read_text():
+            assert time.monotonic() < end, "nobody goes on without paris"
+            trainer.control.touch()
+            time.sleep(0.05)
+
+    Keeper.save = save  # type: ignore[method-assign]
+    return {}
+
+
 def slow_steps() -> dict[str, Any]:
     """An inner step takes .3 s, as on hardware and models of some size."""
 
@@ -206,6 +223,7 @@ HOOKS: dict[str, Callable[[], dict[str, Any]]] = {
     "poisoning": poisoning,
     "donor-dies": donor_dies,
     "slow-steps": slow_steps,
+    "late-at-the-flush": late_at_the_flush,
 }
 
 

@@ -146,6 +146,33 @@ def test_a_late_shard_is_a_late_site(tmp_path: Path) -> None:
     two.core.close()
 
 
+@pytest.mark.parametrize("dies", [False, True])
+def test_who_is_overtaken_in_the_flush_is_not_among_those_that_end_the_run(
+    tmp_path: Path, dies: bool
+) -> None:
+    """It enters again in a round that never comes; the run is finished only by one that flushed."""
+    two = Two(tmp_path, outer={"rounds": 2, "inner_steps": 4, "fragments": 1})
+    for site in "ab":
+        two.round_done(site, 1, SLOW)
+    flush, state = m.ExchangeKey.outer(2, 0, 0), two.core.state
+    assert state.plans[2].kind == "flush"
+    begun = two.begin(flush, "a")
+    wait_parts(two, two.allowed)
+    assert two.wait(0.2) == "entering"
+    again = two.begin(flush, "a")
+    assert two.vote(flush, "a", begun.attempt + 1, held=["a"]).set == ["a"]
+    assert [member.site for member in again.members] == ["a"]
+    assert [member.site for member in two.begin(flush, "b").members] == ["a"]
+    if dies:
+        two.leave("a", failed=True)
+        assert (state.phase, state.sites["b"].role) == ("failed", "entering")
+    else:
+        two.leave("b", failed=True)
+        two.finish("a")
+        assert (state.phase, state.sites["b"].role) == ("finished", "gone")
+    two.core.close()
+
+
 def test_a_coordinator_that_slept_blames_nobody() -> None:
     arrivals = Arrivals()
     arrivals.look(9.0, 2.5)
