@@ -1,4 +1,4 @@
-"""Rates of a run file as numbers, numbers as text, and keys that do not go together."""
+"""Rates of a run file as numbers, and numbers as text."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dilocox.config import resolve_run
 from dilocox.config_rounds import rate_of, rate_text
-from dilocox.errors import ConfigError
 
 
 @pytest.mark.parametrize(
@@ -35,11 +33,3 @@ def test_what_is_written_is_read_as_nearly_the_same(bits: int) -> None:
     else:
         written = f"{float(number):f}{unit.removesuffix('/s').lower()}"
         assert 8 * rate_of(written) == pytest.approx(bits, rel=2e-5, abs=8)
-
-
-def test_a_residual_that_holds_others_rounding_is_not_trained_on() -> None:
-    """An owner's residual holds the rounding of the whole mean, D times what its own part is."""
-    run = {"model": {"path": "x"}, "sites": {"a": {}, "b": {}}, "outer": {"exchange": "reduce"}}
-    resolve_run(run)
-    with pytest.raises(ConfigError, match=r'residual_view: with outer\.exchange = "reduce"'):
-        resolve_run({**run, "compression": {"residual_view": 0.2}})

@@ -187,6 +187,20 @@ def test_who_is_overtaken_by_the_flush_has_no_round_to_enter_with() -> None:
     assert asked == [4]
 
 
+def test_who_trained_a_round_more_before_he_heard_of_it_enters_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The others count it from round 4 on, which it has trained before its beats told of that."""
+    made: list[str] = []
+    monkeypatch.setattr("dilocox.trainer.Newcomer", lambda trainer, entry, *_: entry)
+    at = SimpleNamespace(round=5, slot=0, tick=9)
+    trainer: Any = at_the_end(False, made, control=entering(4), at=at)
+    trainer.form_group, trainer.donor_patience = None, 1.0
+    trainer.follow = lambda entry: made.append(f"follow {entry.from_round}")
+    trainer.catch_up()
+    assert "follow 4" in made
+
+
 class Restored:
     """The least of a rank that a checkpoint can be taken of and put back into."""
 

@@ -132,8 +132,9 @@ class CompressionSection(Section):
     """beta: how much of the residual enters the next contribution."""
     residual_view: Fraction = 0.0
     """lambda: how much of its residual a site trains on top of the anchor with, so that it does not
-    forget what it could not send yet. Needs error feedback and `outer.exchange = "gather"`; not of
-    methods that exchange gradients."""
+    forget what it could not send yet. Needs error feedback; not of methods that exchange
+    gradients. With `outer.exchange = "reduce"` leave it at 0: an owner's residual also holds the
+    rounding of the whole mean, of all sites."""
     moments: bool = False
     """Sites tell each other row means of AdamW's second moments, a byte per row behind the payloads
     of 32 exchanges, and take the mean over the sites. Where `inner.optimizer` is `adamw`, the
@@ -264,12 +265,6 @@ def rounds_problem(
         )
     if compression.residual_view and not compression.error_feedback:
         return "compression.residual_view needs compression.error_feedback = true"
-    if compression.residual_view and outer.exchange == "reduce":
-        return (
-            'compression.residual_view: with outer.exchange = "reduce" a residual also holds what '
-            "rounding the mean has left, of all sites, which is not this site's to train on; set "
-            'outer.exchange = "gather"'
-        )
     if control.steps == "by-speed" and outer.global_batch == "fixed":
         return (
             'outer.global_batch "fixed": with control.steps "by-speed" the batch follows the '

@@ -319,7 +319,8 @@ class Trainer:
         log.warning("site %s is left behind: it sets its work aside and catches up", self.me)
         self.errands.wait()
         self.ahead = None
-        while (entry := self.overtaken(self.at.round - 1)) is None:
+        # It may have trained one round more before it heard of it.
+        while (entry := self.overtaken(-1)) is None:
             self.control.hurry()
             self.control.touch()
             time.sleep(0.02)

@@ -105,6 +105,9 @@ def test_where_nothing_was_trained_the_flush_has_no_momentum(overlap: str, momen
     *rounds, flush = course(8, [chosen], overlap)
     assert {plan.momentum for plan in rounds} == {0.5}
     assert flush.momentum == momentum
+    # A fragment whose boundary was in the middle of the round has been trained since.
+    *_, flush = course(8, [replace(chosen, fragments=2)], overlap)
+    assert flush.momentum == 0.5
 
 
 @pytest.mark.parametrize("sparse", ["topk:8", "cocktail", "lowrank:4"])

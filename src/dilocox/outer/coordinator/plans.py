@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from dilocox.codec_spec import SPARSE, parse_spec
 from dilocox.config import RunConfig
+from dilocox.outer.calendar import boundary_slots
 from dilocox.outer.controller.batch import shared_batches
 from dilocox.outer.controller.choice import Choice
 from dilocox.outer.controller.pace import FULL, carried, site_weights, steps_taken
@@ -49,7 +50,7 @@ def make_plan(
     outer = config.outer
     choice = choice.shortened(left, outer.overlap)
     if flush:
-        choice = _of_the_flush(choice, outer.overlap, before)
+        choice = _of_the_flush(config, choice, before)
     steps = 0 if flush else choice.inner_steps
     paces = paces or dict.fromkeys(members, FULL)
     batches = {site: config.site_batch(site) for site in members}
@@ -110,22 +111,32 @@ def make_plan(
     )
 
 
-def _of_the_flush(choice: Choice, overlap: str, before: RoundPlan | None) -> Choice:
+def _of_the_flush(config: RunConfig, choice: Choice, before: RoundPlan | None) -> Choice:
     """What the flush goes by: codec and rates of the round that it follows, whose pseudo-gradients
     and residuals it sends.
 
-    With overlap `none` nothing was trained since the last landing. An outer step by what was
-    withheld is all there is to take then: momentum would only go on in the old direction.
+    With overlap `none` and all boundaries at the round's end nothing was trained since the last
+    landing. An outer step by what was withheld is all there is to take then: momentum would only
+    go on in the old direction.
     """
     if before is not None:
         choice = replace(
             choice,
+            slots=before.slots,
+            fragments=before.fragments,
             codec=replace(parse_spec(before.codec), moments=False).text,
             learning_rate=before.learning_rate,
             momentum=before.momentum,
             residual_decay=before.residual_decay,
         )
-    return replace(choice, momentum=0.0) if overlap == "none" else choice
+    stages = config.site.stages
+    boundaries = {
+        slot
+        for stage in range(stages)
+        for slot in boundary_slots(stage, stages, choice.fragments, choice.slots)
+    }
+    landed = config.outer.overlap == "none" and boundaries == {choice.slots}
+    return replace(choice, momentum=0.0) if landed else choice
 
 
 def _of_what_was_withheld(before: RoundPlan | None, codec: str, decay: float) -> float:
