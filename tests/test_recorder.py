@@ -147,6 +147,15 @@ def test_a_dead_site_holds_no_round_up_and_a_late_one_still_counts(tmp_path: Pat
     assert (summary["rounds"], summary["tokens"]) == (2, 300)
 
 
+def test_a_loss_from_before_training_is_none_from_after_it(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.recorder.report("paris", 0, "first_evaluation", {"val_loss": 6.0, "after_round": -1})
+    run.report("paris", 0)
+    run.report("lyon", 0)
+    summary = run.recorder.finish("stopped", "interrupted")
+    assert (summary["val_loss_first"], summary["val_loss_last"]) == (6.0, None)
+
+
 def test_the_summary(tmp_path: Path) -> None:
     run = Run(tmp_path)
     run.recorder.report("paris", 0, "first_evaluation", {"val_loss": 6.0, "after_round": -1})

@@ -134,6 +134,11 @@ class Display:
         first, last = record.get("val_loss_first"), record.get("val_loss_last")
         if first is not None and last is not None:
             self.line(f"held-out loss     {first:.4f} before, {last:.4f} after")
+        elif first is not None:
+            self.line(
+                f"held-out loss     {first:.4f} before training, not measured since "
+                "(evaluation.every_rounds)"
+            )
         self.line(
             f"trained           {number(record['tokens'])} tokens in {record['seconds']:.0f} s, "
             f"{number(record['tokens_per_second'])} tokens/s, "

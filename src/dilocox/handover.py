@@ -13,7 +13,8 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from dilocox.errors import CheckpointError
+from dilocox.config import RunConfig
+from dilocox.errors import CheckpointError, ConfigError
 from dilocox.storage import sha256_of
 
 FILE = "handover.json"
@@ -75,6 +76,29 @@ class Handover(BaseModel):
             )
         return path
 
+    def check_run(self, config: RunConfig) -> None:
+        """Raise `ConfigError` for a run that cannot go on from here, whatever its token files."""
+        if config.exchanges_gradients:
+            raise ConfigError(
+                f"model.handover: method {config.outer.method} exchanges gradients and has no "
+                "outer state to go on from: set handover = false"
+            )
+        if config.total_steps <= self.steps:
+            raise ConfigError(
+                f"outer: {config.total_steps} inner steps in all, of which run {self.run} has "
+                f"taken {self.steps}; raise outer.rounds or outer.steps"
+            )
+        same = {
+            "run.seed": (config.run.seed, self.seed),
+            "data.sequence_length": (config.data.sequence_length, self.sequence_length),
+        }
+        for what, (now, before) in same.items():
+            if now != before:
+                raise ConfigError(
+                    f"model.handover: {what} is {now}, of run {self.run} it was {before}; token "
+                    "ranges would name other text: use the same, or set handover = false"
+                )
+
     @property
     def line(self) -> str:
         """What goes on and what does not, in one line."""
@@ -83,3 +107,15 @@ class Handover(BaseModel):
             "and token ranges are taken over; residuals, inner moments and what had not landed "
             "yet (a round at most) are not"
         )
+
+
+def check_handover(config: RunConfig) -> None:
+    """Refuse a run that cannot go on from its handover, as far as no token files are needed.
+
+    Nothing for a run that begins anew. Raises `ConfigError`, and `CheckpointError` for a handover
+    that is missing or damaged.
+    """
+    if config.model.handover:
+        found = Handover.read(config.model.path)
+        found.check_run(config)
+        found.check_momentum(str(config.model.path))

@@ -24,8 +24,10 @@ from dilocox.config import RunConfig
 from dilocox.coordinating import ENDPOINT, refuse_finished, serve_run
 from dilocox.data import TokenFiles
 from dilocox.data import prepare as prepare_token_files
+from dilocox.data.folder import check_place
 from dilocox.display import Display
 from dilocox.errors import DilocoxError, JoinError, TrainingError
+from dilocox.handover import check_handover
 from dilocox.launched import join_as_rank
 from dilocox.launcher_env import rank_variables
 from dilocox.model_files import generate
@@ -40,7 +42,7 @@ from dilocox.outer.tunnel import check_ports
 from dilocox.payloads import payload_sizes
 from dilocox.recorder import Record
 from dilocox.site_process import keep_site
-from dilocox.tokenizer_check import check_tokenizer
+from dilocox.tokenizer_check import check_handed_tokenizer, check_tokenizer
 from dilocox.weights_check import fetch_weights
 
 
@@ -84,7 +86,13 @@ def prepare_data(config: RunConfig, display: Display | None = None) -> TokenFile
 
 
 def have_files(config: RunConfig, display: Display | None = None) -> TokenFiles:
-    """Refuse a model that cannot be trained; then its weights and the token files are here."""
+    """Refuse what cannot be trained; then the model's weights and the token files are here.
+
+    All that needs no text is asked before: preparing it may take hours.
+    """
+    check_place(config.data_folder)
+    check_handover(config)
+    check_handed_tokenizer(config)
     preflight.check_model(config)
     if display is None:
         fetch_weights(config)

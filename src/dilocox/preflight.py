@@ -1,9 +1,10 @@
 """What can be refused before any process starts: folder, port, model, data, memory, disk.
 
 In order of a start: `check_folder` and `check_coordinator` (the coordinator's machine),
-`check_tokenizer` (`dilocox.tokenizer_check`, of a new run), `check_model`, `fetch_weights`
-(`dilocox.weights_check`), then the data is prepared, `check_run`, and `claim_folder` last: until
-then nothing of an earlier run in the folder is changed, so that a refused start loses nothing.
+`check_tokenizer` (`dilocox.tokenizer_check`, of a new run), `check_place` (`dilocox.data.folder`),
+`check_handover` (`dilocox.handover`), `check_model`, `fetch_weights` (`dilocox.weights_check`),
+then the data is prepared, `check_run`, and `claim_folder` last: until then nothing of an earlier
+run in the folder is changed, so that a refused start loses nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer
 
 from dilocox import memory, storage
 from dilocox.assembly import Blueprint
@@ -32,11 +32,11 @@ from dilocox.display import number
 from dilocox.errors import ConfigError, DataError, TrainingError
 from dilocox.handover import Handover
 from dilocox.metrics import check_sinks
-from dilocox.models import count_parameters, load_model_config, probe_cut
+from dilocox.models import count_parameters, load_model_config, probe_cut, probe_weights
 from dilocox.outer.layout import split_pieces
 from dilocox.payloads import model_shapes, sizes_by_codec, stage_shapes
 from dilocox.record.store import Store
-from dilocox.tokenizer_check import tokenizer_size
+from dilocox.tokenizer_check import read_vocabulary, tokenizer_size
 
 WRITTEN = (
     "run.toml",
@@ -219,7 +219,10 @@ def check_model(config: RunConfig) -> None:
     one that is still to be loaded is loaded: preparing the text may take hours.
     """
     known = config.data.vocabulary_size if config.data.tokenizer == "train" else None
-    _check_blueprint(config, Blueprint.of(config, known))
+    blueprint = Blueprint.of(config, known)
+    _check_blueprint(config, blueprint)
+    if config.model.path is None or not config.model.pretrained:
+        probe_weights(blueprint.hf_config)
     if known is None and not (config.data_folder / MANIFEST).exists():
         load_model_config(config.model, tokenizer_size(config.data.tokenizer))
 
@@ -265,16 +268,12 @@ def _check_same_tokenizer(site: str, files: TokenFiles, own: TokenFiles) -> None
                 f'"{files.tokenizer_folder}"'
             )
     # Not the files' digests: a tokenizer that is loaded and saved again is written differently.
-    if _vocabulary(own) != _vocabulary(files):
+    ours, theirs = (each.tokenizer_folder / "tokenizer.json" for each in (own, files))
+    if read_vocabulary(ours) != read_vocabulary(theirs):
         raise DataError(
             f"sites.{site}.data {own.folder}: made with another tokenizer than the run's; prepare "
             f'it with data.tokenizer = "{files.tokenizer_folder}"'
         )
-
-
-def _vocabulary(files: TokenFiles) -> dict[str, int]:
-    tokenizer = Tokenizer.from_file(str(files.tokenizer_folder / "tokenizer.json"))
-    return dict(tokenizer.get_vocab(with_added_tokens=True))
 
 
 def check_run(
@@ -294,7 +293,7 @@ def check_run(
     everyone = list(config.sites) if sites_here == len(config.sites) else []
     check_data(config, files, everyone, own_dataset)
     if config.model.handover:
-        check_handover(config, files)
+        check_handed_data(config, files)
     blueprint = Blueprint.of(config, vocabulary_size)
     parameters = _check_blueprint(config, blueprint)
     if ranks_here is not None:
@@ -311,31 +310,31 @@ def check_run(
         _check_store(config, blueprint, sum(parameters))
 
 
-def check_handover(config: RunConfig, files: TokenFiles) -> None:
-    """Raise `ConfigError` for a run that cannot go on from its handover, `CheckpointError`."""
+def check_handed_data(config: RunConfig, files: TokenFiles) -> None:
+    """Raise `ConfigError` for token files that are not those of the run that is gone on from."""
     found = Handover.read(config.model.path)
-    found.check_momentum(str(config.model.path))
-    if config.exchanges_gradients:
-        raise ConfigError(
-            f"model.handover: method {config.outer.method} exchanges gradients and has no outer "
-            "state to go on from: set handover = false"
+    if files.digest == found.data_digest:
+        return
+    tokenizer = json.dumps(config.data.tokenizer)
+    if _has_tokenizer_of(files, Path(str(config.model.path))):
+        cause = (
+            "the tokenizer knows the same tokens, so that most likely data.source or "
+            f"data.validation_fraction was another there, or {tokenizer} was not the name in "
+            "data.tokenizer"
         )
-    if config.total_steps <= found.steps:
-        raise ConfigError(
-            f"outer: {config.total_steps} inner steps in all, of which run {found.run} has taken "
-            f"{found.steps}; raise outer.rounds or outer.steps"
-        )
-    same = {
-        "run.seed": (config.run.seed, found.seed),
-        "data.sequence_length": (config.data.sequence_length, found.sequence_length),
-        "the token files' digest": (files.digest, found.data_digest),
-    }
-    for what, (now, before) in same.items():
-        if now != before:
-            raise ConfigError(
-                f"model.handover: {what} is {now}, of run {found.run} it was {before}; token "
-                "ranges would name other text: use the same, or set handover = false"
-            )
+    else:
+        cause = f"most likely data.tokenizer, here {tokenizer}, was another there"
+    raise ConfigError(
+        f"model.handover: the token files' digest is {files.digest}, of run {found.run} it was "
+        f"{found.data_digest}, and token ranges would name other text; {cause}: set [data] as the "
+        "run.toml there has it, copy that run's data folder, or set handover = false"
+    )
+
+
+def _has_tokenizer_of(files: TokenFiles, model: Path) -> bool:
+    """Whether the tokenizer of the token files knows the tokens of that in the folder `model`."""
+    ours, theirs = (place / "tokenizer.json" for place in (files.tokenizer_folder, model))
+    return theirs.is_file() and read_vocabulary(theirs) == read_vocabulary(ours)
 
 
 def _check_store(config: RunConfig, blueprint: Blueprint, parameters: int) -> None:

@@ -244,7 +244,8 @@ class Recorder:
         payload = sum(row["payload_bytes"] for row in everything)
         dense = sum(row["allreduce_bytes"] for row in everything)
         first = self._evaluations.get(-1)
-        last = self._evaluations[max(self._evaluations)] if self._evaluations else None
+        after = max(self._evaluations, default=-1)
+        last = self._evaluations[after] if after >= 0 else None
         summary: Record = {
             "name": config.run.name,
             "phase": phase,

@@ -112,7 +112,10 @@ def _rank_in_child(job: RankJob, errors: Any) -> None:
 
 
 def enrol_site(config: RunConfig, site: str, endpoint: Endpoint) -> Identity:
-    """Tell the coordinator that `site` is there; its ranks have to beat soon after."""
+    """Tell the coordinator that `site` is there; its ranks have to beat soon after.
+
+    Which token files all sites share is told by a site with text of its own as well.
+    """
     identity, _ = enrol(
         endpoint.url,
         endpoint.token,

@@ -6,10 +6,13 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+from tokenizers import Tokenizer
+
 from dilocox import processes
 from dilocox.config import ModelSection, RunConfig
 from dilocox.data.tokenizer import load_tokenizer
-from dilocox.errors import ConfigError
+from dilocox.errors import ConfigError, DataError
+from dilocox.handover import Handover
 from dilocox.models import load_model_config
 
 _MEND = "leave out data.tokenizer, or set model.pretrained = false"
@@ -27,13 +30,47 @@ def check_trained_tokenizer(config: RunConfig) -> None:
         )
 
 
+def check_handed_tokenizer(config: RunConfig) -> None:
+    """Raise `ConfigError` for a run that would train a tokenizer of another size than the run had
+    that it goes on from.
+
+    Those token files would be refused, but only when all text is encoded. Raises `CheckpointError`
+    for a handover that cannot be read, `DataError` for its tokenizer.
+    """
+    model, data = config.model, config.data
+    file = Path(str(model.path)) / "tokenizer.json"
+    # A handover may be without a tokenizer: then the token files alone can tell.
+    if not model.handover or data.tokenizer != "train" or not file.is_file():
+        return
+    size = max(read_vocabulary(file).values(), default=-1) + 1
+    if size != data.vocabulary_size:
+        run = Handover.read(model.path).run
+        raise ConfigError(
+            f'data.tokenizer "train": would give {data.vocabulary_size} tokens '
+            f"(data.vocabulary_size), the tokenizer of run {run} has {size}, and token ranges "
+            f"would name other text; set data.tokenizer as the run.toml of run {run} has it, or "
+            f"data.vocabulary_size = {size} if it trained its own"
+        )
+
+
+def read_vocabulary(file: Path) -> dict[str, int]:
+    """Ids by token of a `tokenizer.json`. Raises `DataError`."""
+    try:
+        tokenizer = Tokenizer.from_file(str(file))
+    except Exception as error:  # the library has no class of its own for it
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise DataError(f"{file}: cannot be read ({reason}); copy the folder again") from None
+    return dict(tokenizer.get_vocab(with_added_tokens=True))
+
+
 def check_tokenizer(config: RunConfig) -> None:
     """The same, and for a tokenizer that is far too small to be that of the model's weights.
 
     Raises `ConfigError`, `DataError` for a tokenizer and `ModelError` for a model that cannot be
-    loaded.
+    loaded, and all that `check_handed_tokenizer` does.
     """
     check_trained_tokenizer(config)
+    check_handed_tokenizer(config)
     model, name = config.model, config.data.tokenizer
     # Embeddings of a model may have rows to spare for its own tokenizer.
     if not _starts_from_weights(model) or name in (model.path, f"{model.path}@{model.revision}"):
@@ -59,5 +96,5 @@ def _load(name: str, progress: Callable[[str, float], None]) -> int:
 
 
 def _starts_from_weights(model: ModelSection) -> bool:
-    # A run that goes on from another one needs that one's token files (`check_handover`).
+    # A run that goes on from another one needs that one's token files (`check_handed_tokenizer`).
     return model.path is not None and model.pretrained and not model.handover

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -240,6 +241,15 @@ def test_the_bottleneck_is_named() -> None:
     quick = Place(device(memory_rate=1e18), 1, 1)
     fast = {"outer": {"method": "diloco", "steps": 10**6, "overlap": "naive"}}
     assert sentence(planned(quick, methods=(), sections=fast, rate=1e12)).startswith("Computation:")
+
+
+def test_no_faster_link_is_recommended_where_round_trips_hold_the_run_up() -> None:
+    far = [replace(link(1e12), rtt=5.0)] * 2
+    config = run(outer={"method": "diloco", "inner_steps": 10, "steps": 10**6})
+    found = plan_run(config, [Place(device(), 4, 1)] * 2, far, 1e10, methods=())
+    assert shares(found).network > 0.5
+    assert "bit/s" not in sentence(found)
+    assert "Round trips" in sentence(found)
 
 
 @pytest.mark.parametrize("rate", [2e3, 1e5, 1e6])

@@ -39,6 +39,17 @@ def test_figures(page: Page) -> None:
     assert dict(page.totals)["sequences trained on"] == "12"
 
 
+def test_rounds_that_the_controller_chose_are_not_the_run_files(tmp_path: Path) -> None:
+    plan = {"kind": "plan", "round": 0, "codec": "int4", "inner_steps": 20, "slots": 20}
+    later = plan | {"round": 2, "codec": "topk:64", "inner_steps": 5}
+    flush = plan | {"round": 3, "codec": "int8", "inner_steps": 0, "slots": 0}
+    folder = write_run(tmp_path / "toy", [plan, later, flush, *usual()])
+    text = (folder / "run.toml").read_text(encoding="utf-8")
+    (folder / "run.toml").write_text(text + '[control]\nadapt = "link"\n', encoding="utf-8")
+    lead = build(read_run(folder), now=0.0).lead
+    assert lead.endswith("chosen for the link: first int4 and 20, last topk:64 and 5.")
+
+
 def test_charts_of_a_run(page: Page) -> None:
     charts = [chart.id for chart in (*page.learning, *page.traffic, *page.times)]
     assert charts == ["loss", "learning-rate", "bytes", "tokens", "phases", "speed"]

@@ -28,11 +28,53 @@ def folder_of_run(run: Path) -> Path:
     return beside if beside.exists() or not file.exists() else load_written(file).data_folder
 
 
+def check_place(folder: Path) -> None:
+    """Raise `DataError` unless `folder` has token files or can be made, or filled, with them.
+
+    Changes nothing, and does not look into token files that are there.
+    """
+    try:
+        if (folder / MANIFEST).is_file():
+            return
+        if folder.exists() and not folder.is_dir():
+            raise DataError(f"{folder}: is a file; set data.folder to a folder")
+        if _is_mount_point(os.path.realpath(folder)):
+            # The files are written beside it, on another disk, and renamed when all is done.
+            raise DataError(
+                f"{folder}: is a mount point, whose place no finished folder can take; set "
+                f"data.folder to a folder below it, such as {folder / 'tokens'}"
+            )
+        if folder.is_dir() and any(folder.iterdir()):
+            raise DataError(
+                f"{folder}: not empty and without token files; set data.folder to another folder"
+            )
+    except OSError as error:
+        raise DataError(
+            f"{folder}: cannot be looked into ({error.strerror}); name another folder"
+        ) from None
+
+
+def _is_mount_point(folder: str) -> bool:
+    """Whether something is mounted at `folder`, an absolute path without links."""
+    if os.path.ismount(folder):
+        return True
+    # Python compares devices, which are the same where a folder is bound within a file system.
+    try:
+        lines = Path("/proc/self/mountinfo").read_bytes().split(b"\n")
+    except OSError:
+        return False
+    written = os.fsencode(folder)
+    for character in b"\\ \t\n":
+        written = written.replace(bytes([character]), b"\\%03o" % character)
+    return any(line.split(b" ")[4:5] == [written] for line in lines)
+
+
 @contextmanager
 def partial_folder(folder: Path) -> Iterator[Path]:
     """A new folder beside `folder` to write into; gone afterwards unless it was published.
 
-    What a killed process of this machine left beside `folder` is removed first.
+    What a killed process of this machine left beside `folder` is removed first. `folder` is no
+    link: beside a link is not where it leads.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     start = f".{folder.name}.partial-"
@@ -63,12 +105,6 @@ def publish(partial: Path, folder: Path) -> bool:
 
 def reuse(folder: Path, data: DataSection, names: list[str], options: dict[str, Any]) -> TokenFiles:
     """Open `folder` if it was made with the same options from files that still are the same."""
-    if not folder.is_dir():
-        raise DataError(f"{folder}: is a file; set data.folder to a folder")
-    if not (folder / MANIFEST).is_file():
-        raise DataError(
-            f"{folder}: not empty and without token files; set data.folder to another folder"
-        )
     files = TokenFiles.open(folder)
     made_with = files.manifest["made_with"]["options"]
     # What the version that made them did not know yet, it did not do: they stay what they are.

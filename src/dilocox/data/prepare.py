@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import platform
 import shutil
 from collections.abc import Callable, Iterator
@@ -16,9 +17,9 @@ import tokenizers
 from dilocox.config import DataSection
 from dilocox.data.croissant import write_croissant
 from dilocox.data.files import SPLITS, TOKENIZER, TokenFiles
-from dilocox.data.folder import partial_folder, publish, reuse
+from dilocox.data.folder import check_place, partial_folder, publish, reuse
 from dilocox.data.hub import HubSource
-from dilocox.data.manifest import hash_file, write_manifest
+from dilocox.data.manifest import MANIFEST, hash_file, write_manifest
 from dilocox.data.packer import SHARD_BYTES, Packer, Place
 from dilocox.data.sequences import check_lengths
 from dilocox.data.sources import Source, read_source
@@ -85,28 +86,31 @@ def prepare(
     `seed` decides which documents are held out. The folder appears whole or not at all.
     `progress` is called with the step's name and the done share of it, 0 to 1.
     Raises `DataError` for text that is missing, unreadable, empty or too small, and for a folder
-    that holds something else.
+    that holds something else or is a mount point.
     """
+    check_place(folder)
     options = data.model_dump(mode="json", exclude=_READING) | {"seed": seed}
     names = _names(data)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    if (folder / MANIFEST).is_file():
         files = reuse(folder, data, names, options)
         check_lengths(files, data.sequence_length)
         return files
     report = progress or _silent
+    # Where a link leads, not where it lies: that disk is to hold the files.
+    place = Path(os.path.realpath(folder))
     sources: list[Source] = [
         HubSource(name, data) if data.format == "hub" else read_source(name, data, report)
         for name in names
     ]
     try:
-        with partial_folder(folder) as partial:
+        with partial_folder(place) as partial:
             total = _total(sources, data, report)
             _check_disk(total, partial)
             content = _fill(partial, data, seed, sources, total, report)
             write_croissant(partial, content)
             write_manifest(partial, content, _made_with(options, sources))
             check_lengths(TokenFiles.open(partial), data.sequence_length)
-            if publish(partial, folder):
+            if publish(partial, place):
                 return TokenFiles.open(folder)
     except OSError as error:
         raise DataError(

@@ -97,6 +97,14 @@ def sentence(plan: RunPlan) -> str:
 def _network(plan: RunPlan, share: float) -> str:
     prediction = plan.prediction
     slowest = min(plan.links, key=lambda link: link.rate)
+    if prediction.exchange_seconds < share * prediction.round_seconds / 2:
+        return (
+            f"The exchange between the sites: training stands still for it {share:.0%} of the "
+            f"time, but a round's payloads take {prediction.exchange_seconds:.3g} s only of its "
+            f"{prediction.round_seconds:.3g} s. Round trips and what else an exchange takes beside "
+            "its bytes hold it up, which no faster link changes; more to compute per step or "
+            "longer rounds help."
+        )
     busy = prediction.exchange_seconds / max(1e-9, prediction.round_seconds)
     # Hidden if exchanges take no longer than computation does; what nothing hides has to be short.
     blocking = plan.config.exchanges_gradients or prediction.choice.delay == 0

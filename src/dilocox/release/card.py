@@ -74,8 +74,9 @@ def _setup(files: RunFiles) -> list[tuple[str, str]]:
     keys = (
         ("outer", "method"), ("outer", "inner_steps"), ("outer", "fragments"), ("outer", "delay"),
         ("outer", "overlap"), ("outer", "learning_rate"), ("outer", "momentum"),
-        ("compression", "codec"), ("inner", "optimizer"), ("inner", "learning_rate"),
-        ("inner", "schedule"), ("inner", "weight_decay"), ("data", "sequence_length"),
+        ("compression", "codec"), ("control", "adapt"), ("inner", "optimizer"),
+        ("inner", "learning_rate"), ("inner", "schedule"), ("inner", "weight_decay"),
+        ("data", "sequence_length"),
         ("site", "batch_size"), ("site", "stages"), ("site", "shards"), ("site", "precision"),
         ("run", "seed"),
     )  # fmt: skip

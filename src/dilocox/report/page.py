@@ -175,12 +175,26 @@ def _lead(files: RunFiles) -> str:
         inside += f", {shards} shards a stage" if isinstance(shards, int) and shards > 1 else ""
         parts.append(f"on {len(sites)} site{'s' if len(sites) != 1 else ''}{inside}")
     text = " ".join(parts)
-    method, codec = _at(config, "outer", "method"), _at(config, "compression", "codec")
-    inner = _at(config, "outer", "inner_steps")
+    method = _at(config, "outer", "method")
+    return f"{text}. Method {method}, {_rounds(files)}." if method else f"{text}."
+
+
+def _rounds(files: RunFiles) -> str:
+    """Codec and length of rounds; where they are chosen, what they began and ended with."""
+    plans = [
+        f"{record['codec']} and {record['inner_steps']}"
+        for record in files.metrics
+        if record.get("kind") == "plan" and record.get("slots")
+    ]
+    if _at(files.config, "control", "adapt") in (None, "off") or not plans:
+        codec = _at(files.config, "compression", "codec")
+        inner = _at(files.config, "outer", "inner_steps")
+        return f"codec {codec}, rounds of {inner} inner steps"
+    if len(set(plans)) == 1:
+        return f"codec and inner steps of each round chosen for the link: {plans[0]}"
     return (
-        f"{text}. Method {method}, codec {codec}, rounds of {inner} inner steps."
-        if method
-        else f"{text}."
+        f"codec and inner steps of each round chosen for the link: first {plans[0]}, "
+        f"last {plans[-1]}"
     )
 
 

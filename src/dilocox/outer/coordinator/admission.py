@@ -50,14 +50,17 @@ def check_admission(state: CoordinatorState, token: str, request: EnrolRequest) 
                 f"site {site}: {name} {theirs[name]}, but this run has {version}; install the same "
                 "version at every site",
             )
-    private = state.config.sites[site].data is not None
-    if private or request.data_digest is None or state.data_digest is None:
+    if request.data_digest is None or state.data_digest is None:
         return
     if request.data_digest != state.data_digest:
+        # Sites with text of their own have the shared files too: tokenizer and held-out text are
+        # those of all sites.
+        private = state.config.sites[site].data is not None
+        which = f"its shared token files (data.folder, not sites.{site}.data)"
         raise Refused(
             "join",
-            f"site {site}: its token files differ from the first site's; copy the data folder from "
-            "there, or prepare it from the same source",
+            f"site {site}: {which if private else 'its token files'} differ from the first site's; "
+            "copy the data folder from there, or prepare it from the same source",
         )
 
 

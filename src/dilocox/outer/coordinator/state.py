@@ -59,7 +59,7 @@ class CoordinatorState(Facts):
                 sites.pop(event.site, None)
         if self.versions is None:
             self.versions = dict(event.versions)
-        if self.data_digest is None and self.config.sites[event.site].data is None:
+        if self.data_digest is None:
             self.data_digest = event.data_digest
         again = f" again (incarnation {event.incarnation})" if event.incarnation > 1 else ""
         self._say(event, "join", f"{event.site} enrolled{again}")
