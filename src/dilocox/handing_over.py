@@ -15,7 +15,13 @@ from dilocox.config import RunConfig, load_written
 from dilocox.data import TokenFiles
 from dilocox.errors import CheckpointError
 from dilocox.handover import MOMENTUM, Handover
-from dilocox.models import finish_model_folder, stage_file_name, write_stage_file
+from dilocox.models import (
+    build_chunk,
+    finish_model_folder,
+    open_weights,
+    stage_file_name,
+    write_stage_file,
+)
 from dilocox.outer.coordinator import events as e
 from dilocox.outer.coordinator.audit import union
 from dilocox.outer.coordinator.ledger import Ledger
@@ -25,6 +31,7 @@ from dilocox.outer.coordinator.resume import resume_point
 from dilocox.outer.coordinator.state import CoordinatorState
 from dilocox.outer.layout import Layout, local_shapes
 from dilocox.payloads import model_shapes, piece_names
+from dilocox.site import chunks_of_stage
 from dilocox.storage import sha256_of
 
 Tensors = dict[str, torch.Tensor]
@@ -35,7 +42,8 @@ def hand_over(folder: Path, target: Path, tick: int | None = None) -> Handover:
     `folder`, which must not be going on; what was handed over.
 
     Raises `CheckpointError` for a run without a whole checkpoint here and for a `target` that is
-    taken, `TrainingError` for a run that is going on, `DataError` without its token files.
+    taken, `TrainingError` for a run that is going on, `DataError` without its token files,
+    `ModelError` without the weights that it began with where buffers are to be taken from them.
     """
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise CheckpointError(f"{target}: is there already; name a new folder")
@@ -48,13 +56,15 @@ def hand_over(folder: Path, target: Path, tick: int | None = None) -> Handover:
     point, site, digests, state = _point(config, folder, tick)
     blueprint = Blueprint.of(config, files.vocabulary_size)
     shapes = model_shapes(config, blueprint)
+    buffers = saved_buffers(config, blueprint)
     momenta: Tensors = {}
     target.mkdir(parents=True, exist_ok=True)
     for stage, whole_shapes in enumerate(shapes):
         parts = _load_stage(config, site, digests, point.tick, stage)
         whole = whole_state(config, whole_shapes, parts)
         name = stage_file_name(stage, len(shapes))
-        write_stage_file(target / name, whole["anchor"], blueprint.hf_config)
+        tensors = whole["anchor"] | buffers[stage]
+        write_stage_file(target / name, tensors, blueprint.hf_config)
         momenta |= whole["momentum"]
     finish_model_folder(target, blueprint.hf_config, files.tokenizer_folder, config.model.revision)
     save_file(momenta, target / MOMENTUM)
@@ -100,6 +110,34 @@ def _point(
         f"{config.checkpoint_store}: no site's part of the checkpoint at slot {point.tick} is "
         "here as a whole; copy that of one site, or run this there"
     )
+
+
+def saved_buffers(config: RunConfig, blueprint: Blueprint) -> list[Tensors]:
+    """By stage: full name to buffer that the model saves, as the run began with it.
+
+    Checkpoints hold none, since no step changes one (see `SiteModel.saved_buffers`). Raises
+    `ModelError` where the weights that the run began with are not there any more.
+    """
+    stages = [_buffer_names(config, blueprint, stage) for stage in range(config.site.stages)]
+    if not any(stages):
+        return [{} for _ in stages]
+    begun_with = open_weights(config.model, blueprint.hf_config, config.run.seed)
+    return [{name: begun_with.tensor(name) for name in names} for names in stages]
+
+
+def _buffer_names(config: RunConfig, blueprint: Blueprint, stage: int) -> list[str]:
+    site = config.site
+    found = []
+    for index in chunks_of_stage(site.schedule, site.stages, site.chunks, stage):
+        chunk = build_chunk(
+            blueprint.hf_config,
+            blueprint.cut[index],
+            attention="eager",  # has the same buffers, and needs no GPU to be built
+            activation_checkpointing=False,
+        )
+        names = chunk.full_names()
+        found += [names[name] for name, _ in chunk.named_buffers() if name in names]
+    return found
 
 
 def _load_stage(

@@ -168,7 +168,7 @@ class Keeper:
 
     def _export(self, rank: Rank, folder: Path) -> str:
         """Write a Hugging Face folder; why that failed at any rank of the site, or nothing."""
-        tensors, config = whole_anchor(rank), rank.blueprint.hf_config
+        tensors, config = whole_anchor(rank) | rank.model.saved_buffers(), rank.blueprint.hf_config
 
         def stage() -> None:
             name = stage_file_name(rank.place.stage, rank.mesh.stages)

@@ -60,6 +60,22 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 16,
     },
 }
+ROUTED = {
+    "model_type": "glm4_moe",
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "intermediate_size": 48,
+    "moe_intermediate_size": 16,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+}
+"""A model that saves buffers beside its parameters: the biases of its routers."""
+BUFFERS = [f"model.layers.{layer}.mlp.gate.e_score_correction_bias" for layer in (1, 2)]
 
 
 def section(name: str, **keys: Any) -> ModelSection:

@@ -44,6 +44,15 @@ def test_configuration_of_a_folder(tmp_path: Path) -> None:
         load_model_config(section, 101)
 
 
+def test_token_ids_of_a_folder_count_only_with_its_weights(tmp_path: Path) -> None:
+    ids = {"pad_token_id": 1, "bos_token_id": 2, "eos_token_id": 3}
+    small_config("llama", **ids).save_pretrained(tmp_path)
+    whole = load_model_config(ModelSection(path=str(tmp_path)), None)
+    assert {key: getattr(whole, key) for key in ids} == ids
+    shape = load_model_config(ModelSection(path=str(tmp_path), pretrained=False), None)
+    assert {key: getattr(shape, key) for key in ids} == dict.fromkeys(ids)
+
+
 def test_unknown_names_come_with_the_nearest_valid_one() -> None:
     assert 'did you mean "qwen3"' in _refusal(model_type="qwen33")
     text = _refusal(model_type="llama", hiden_size=64)

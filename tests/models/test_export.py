@@ -195,6 +195,27 @@ def test_settings_that_cannot_be_read_do_not_stop_publishing(tmp_path: Path) -> 
         assert found["pad_token_id"] == 3
 
 
+def test_of_a_shape_alone_neither_token_ids_nor_settings_are_published(tmp_path: Path) -> None:
+    """They are of the source's tokenizer; its padding id would freeze a row of the embedding."""
+    source, target = tmp_path / "in", tmp_path / "out"
+    ids = {"bos_token_id": 91, "eos_token_id": 92, "pad_token_id": 0}
+    small_config("llama", **ids).save_pretrained(source)
+    settings = {**ids, "eos_token_id": [92, 93], "do_sample": True, "temperature": 0.6}
+    (source / "generation_config.json").write_text(json.dumps(settings))
+    shape = ModelSection(path=str(source), pretrained=False)
+    found = _publish(shape, target, _with_padding(tmp_path / "tokenizer"))
+    own = {"bos_token_id": 2, "eos_token_id": 0, "pad_token_id": 3}
+    assert {key: found[key] for key in ids} == own
+    assert not found.get("do_sample")
+    assert "temperature" not in found
+    config = json.loads((target / "config.json").read_text())
+    assert (config["bos_token_id"], config["eos_token_id"]) == (2, 0)
+    assert config.get("pad_token_id") is None
+    for file in target.glob("*.safetensors"):
+        with safe_open(file, framework="pt") as opened:
+            assert opened.get_tensor("model.embed_tokens.weight").any(dim=1).all()
+
+
 def test_generation_settings_of_a_hub_model_are_fetched_and_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from dilocox.config import ModelSection
 from dilocox.errors import ModelError
-from dilocox.models import load_model_config, open_weights
+from dilocox.models import load_model_config, open_weights, probe_weights
 from dilocox.models.source import FreshWeights
 from tests.models.architectures import (
     ARCHITECTURES,
@@ -241,3 +241,17 @@ def test_hub_names_are_fetched_as_safetensors_only(
     monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
     with pytest.raises(ModelError, match=r"org/model: no such folder.*no route.*local folder"):
         open_weights(ModelSection(path="org/model"), config, 0)
+
+
+def test_a_type_that_does_not_set_all_its_tensors_is_refused_on_a_tiny_copy() -> None:
+    keys = {"hidden_size": 32, "num_attention_heads": 2, "head_dim": 16, "intermediate_size": 64}
+    model = ModelSection(architecture={"model_type": "apertus", **keys})
+    with pytest.raises(
+        ModelError, match=r"alpha_p: the model's code does not initialise it; start"
+    ):
+        probe_weights(load_model_config(model, 96))
+
+
+@pytest.mark.parametrize("name", ["qwen3", "opt-projected", "qwen3_moe"])
+def test_types_that_set_all_their_tensors_are_taken(name: str) -> None:
+    probe_weights(small_config(name))

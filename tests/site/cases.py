@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dilocox.config import ModelSection
 from dilocox.config_site import InnerSection, SiteSection
 from dilocox.errors import TrainingError
 from dilocox.site import (
@@ -331,7 +332,6 @@ def half_precision(micros: int = 4, **setting: Any) -> dict[str, Any]:
 
 def real_model(stages: int, shards: int, schedule: str) -> dict[str, Any]:
     """Losses and norms of a tiny tied Qwen3 from the models room, cut as the setting says."""
-    from dilocox.config import ModelSection
     from dilocox.models import (
         build_chunk,
         load_model_config,
@@ -384,6 +384,38 @@ def real_model(stages: int, shards: int, schedule: str) -> dict[str, Any]:
         result = model.inner_step(ids, labels, 0.01)
         values += [result.loss, result.grad_norm, model.evaluate(ids, labels)]
     return {"values": values, "names": sorted(model.local_tensors())}
+
+
+def saved_buffers(stages: int, shards: int) -> dict[str, list[float]]:
+    """What a rank of a model with router biases would publish of them after a step in bf16."""
+    from dilocox.models import build_chunk, load_model_config, materialise, open_weights, plan_cut
+    from tests.models.architectures import BUFFERS, ROUTED
+
+    section = ModelSection(architecture=ROUTED)
+    hf_config = load_model_config(section, 96)
+    cut = plan_cut(hf_config, stages, toy.LENGTH)
+    mesh = SiteMesh.create(stages, shards, CPU)
+    source = open_weights(section, hf_config, seed=3)
+
+    class Biased:
+        def tensor(self, full_name: str) -> Tensor:
+            tensor = source.tensor(full_name)
+            return tensor + 0.3 + BUFFERS.index(full_name) if full_name in BUFFERS else tensor
+
+    model = SiteModel(
+        [build_chunk(hf_config, cut[mesh.stage], attention="sdpa", activation_checkpointing=False)],
+        lambda chunk, device: materialise(chunk, Biased(), device),  # type: ignore[arg-type]
+        mesh,
+        SiteSection(stages=stages, shards=shards, batch_size=8, micro_batch_size=1),
+        InnerSection(),
+        hidden_size=32,
+        precision=torch.bfloat16,
+    )
+    ids, labels = (rows_of(mesh.shard, shards, part) for part in toy.batch(8, seed=0))
+    model.inner_step(ids, labels, 0.01)
+    found = model.saved_buffers()
+    assert all(tensor.dtype == torch.float32 for tensor in found.values())
+    return {name: tensor.tolist() for name, tensor in found.items()}
 
 
 def compiled(backend: str) -> list[float]:

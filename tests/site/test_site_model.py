@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.models.architectures import BUFFERS
 from tests.site.pool import Pool
 
 SCHEDULES = ["gpipe", "1f1b", "interleaved-1f1b", "interleaved-zero-bubble", "zbv"]
@@ -149,6 +150,14 @@ def test_optimizer_state_is_exact(pool: Pool, stages: int, shards: int, schedule
         assert result["step"] == 4.0
         assert "step" in result["keys"]
         assert any(key.startswith("exp_avg_sq/model.layers.") for key in result["keys"])
+
+
+def test_saved_buffers_stay_as_they_were_and_are_whole_at_every_shard(pool: Pool) -> None:
+    results = pool.run(4, "tests.site.cases", "saved_buffers", stages=2, shards=2)
+    assert results[0] == results[1]
+    assert results[2] == results[3]
+    expected = [[pytest.approx(0.3 + number)] * 4 for number in range(len(BUFFERS))]
+    assert results[0] | results[2] == dict(zip(BUFFERS, expected, strict=True))
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved-zero-bubble"])

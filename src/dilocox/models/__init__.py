@@ -1,8 +1,9 @@
 """A Hugging Face causal LM into pipeline chunks, and back into a Hugging Face checkpoint.
 
 The road: `load_model_config` reads the configuration, `probe_cut` shows on a tiny copy that the
-type can be cut, `plan_cut` says where, `build_chunk` builds one chunk on the meta device, and
-`materialise` fills it from `open_weights`. `write_stage_file` and `finish_model_folder` lead back.
+type can be cut and `probe_weights` that it can begin with fresh weights, `plan_cut` says where,
+`build_chunk` builds one chunk on the meta device, and `materialise` fills it from `open_weights`.
+`write_stage_file` and `finish_model_folder` lead back.
 transformers is imported only when one of them is called.
 """
 
@@ -11,7 +12,7 @@ from dilocox.models.chunk import ModelChunk, build_chunk
 from dilocox.models.cut import ChunkSpec, plan_cut
 from dilocox.models.export import finish_model_folder, stage_file_name, write_stage_file
 from dilocox.models.materialise import materialise
-from dilocox.models.probe import probe_cut
+from dilocox.models.probe import probe_cut, probe_weights
 from dilocox.models.skeleton import count_parameters, tied_pair
 from dilocox.models.source import WeightSource, open_weights
 
@@ -27,6 +28,7 @@ __all__ = [
     "open_weights",
     "plan_cut",
     "probe_cut",
+    "probe_weights",
     "stage_file_name",
     "tied_pair",
     "write_stage_file",

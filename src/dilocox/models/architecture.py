@@ -6,7 +6,7 @@ Everything here reads configurations only: no weights, no modelling code.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +34,9 @@ def load_model_config(model: ModelSection, vocabulary_size: int | None) -> Pretr
     `vocabulary_size` is the tokenizer's (None: not known yet). An inline architecture without
     `vocab_size` takes it; without it the type's own default stays. Special token ids that an
     inline architecture does not give are none, because the defaults of the type belong to
-    another tokenizer and a padding id would freeze that row of the embedding.
+    another tokenizer and a padding id would freeze that row of the embedding. Of a `path` whose
+    weights are not taken they are none, too, and its generation settings are not published: both
+    go with what those weights have learned.
 
     Raises `ModelError` with the name, the reason and the mend.
     """
@@ -44,6 +46,9 @@ def load_model_config(model: ModelSection, vocabulary_size: int | None) -> Pretr
     else:
         name = f"model.path {model.path}"
         config = _from_path(str(model.path), model.revision)
+        if not model.pretrained:
+            _forget_token_ids(config, given=())
+            config._name_or_path = ""  # by which publishing would find the generation settings
     config.use_cache = False
     _check_kind(config, name)
     if vocabulary_size is not None and vocabulary_size > config.vocab_size:
@@ -99,12 +104,17 @@ def _inline(architecture: dict[str, Any], vocabulary_size: int | None) -> Pretra
         raise ModelError(
             f'model.architecture: "{model_type}" refuses these values: {one_line(error)}'
         ) from None
+    _forget_token_ids(config, given=keys)
+    return config
+
+
+def _forget_token_ids(config: PretrainedConfig, given: Container[str]) -> None:
+    """Set the special token ids to none, but for those that were `given`."""
     for key in _TOKEN_IDS:
         # Some types insist on an id; theirs stays.
-        if key not in keys and hasattr(config, key):
+        if key not in given and hasattr(config, key):
             with suppress(Exception):
                 setattr(config, key, None)
-    return config
 
 
 def _valid_keys(kind: type) -> set[str]:

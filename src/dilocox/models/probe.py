@@ -13,7 +13,7 @@ from dilocox.models.chunk import build_chunk, sliced_config
 from dilocox.models.cut import ChunkSpec
 from dilocox.models.materialise import materialise
 from dilocox.models.skeleton import build_skeleton, tied_names
-from dilocox.models.source import preserved_generator
+from dilocox.models.source import FreshWeights, preserved_generator
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -74,6 +74,22 @@ def probe_cut(hf_config: PretrainedConfig, chunks: int, attention: str) -> None:
             f"{difference:.3g} (its layers share more than their input); set site.stages = 1, "
             "or use another model type"
         )
+
+
+def probe_weights(hf_config: PretrainedConfig) -> None:
+    """Refuse a model type whose code leaves a tensor unset, so that it cannot begin with fresh
+    weights: Apertus sets some where a module is built, on the meta device here.
+
+    All tensors of a tiny copy are initialised. A type that has no tiny copy is taken: its ranks
+    will see. Raises `ModelError`.
+    """
+    try:
+        tiny = tiny_config(hf_config)
+        source, names = FreshWeights(tiny, seed=0), list(build_skeleton(tiny).state_dict())
+    except Exception:  # modelling code may raise anything at widths that do not go together
+        return
+    for name in names:
+        source.tensor(name)
 
 
 def tiny_config(hf_config: PretrainedConfig) -> Any:

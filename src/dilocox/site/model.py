@@ -161,6 +161,23 @@ class SiteModel:
             if name != self._copy
         }
 
+    def saved_buffers(self) -> dict[str, Tensor]:
+        """Full name to buffer that a checkpoint of the model holds, floating ones fp32; whole at
+        every shard.
+
+        They are not exchanged: no type of transformers that can be cut writes to one while it
+        trains (the bias of a router such as DeepSeek's is only read), so all sites keep those that
+        the run began with. A type that did would publish what this site has.
+        """
+        found: dict[str, Tensor] = {}
+        for chunk in self._chunks:
+            names: Mapping[str, str] = chunk.full_names()  # type: ignore[operator]
+            for name, buffer in chunk.named_buffers():
+                if name in names:
+                    floating = buffer.is_floating_point()
+                    found[names[name]] = buffer.float() if floating else buffer
+        return found
+
     def sync_tied(self, moments: bool = False) -> None:
         """Set the copy of a tied tensor from its owner; with `moments` its second moments, too.
 
