@@ -395,8 +395,8 @@ def test_a_rank_lives_while_it_waits_for_a_disk_at_the_end(
     rank = SimpleNamespace(
         place=SimpleNamespace(site="paris", stage=0, shard=0, leads=True),
         mesh=SimpleNamespace(stages=1, gather_names=lambda names: [names]),
-        blueprint=SimpleNamespace(hf_config=None),
-    )
+        blueprint=SimpleNamespace(hf_config=None), model=SimpleNamespace(saved_buffers=dict),
+    )  # fmt: skip
     trainer: Any = SimpleNamespace(
         at=SimpleNamespace(tick=16, round=2, slot=0), rank=rank,
         client=SimpleNamespace(checkpoint=lambda tick, *_: written.append(tick), report=print),
