@@ -278,7 +278,7 @@ def changed(document: Document, name: str) -> Document:
     ],
 )
 def test_a_state_that_does_not_follow(folder: Path, round_: int, name: str, found: str) -> None:
-    case = AuditedRun(folder, (), None).case()
+    case = AuditedRun(folder, (), None).case().of_round(round_)
     place = Place("paris", 0, 0)
     state = case.course.rounds[(round_, "paris", 0, 0)]
     document = Document.from_bytes(case.get(state.document))

@@ -38,7 +38,8 @@ def test_anchors_follow_from_payloads_of_both_kinds(trained: Path) -> None:
     for round_ in range(5):
         state = case.course.rounds[(round_, "paris", 0, 0)]
         document = Document.from_bytes(case.get(state.document))
-        assert wrong_start(case.course, place, state, document, case.get) is None
+        get = case.of_round(round_).get
+        assert wrong_start(case.course, place, state, document, get) is None
     # Round 1 has its one boundary at its end, round 2 two of them.
     assert [each.key.text for each in under_way(case.course, 0, 2, 8)] == ["outer/1/0/0"]
     assert [each.key.text for each in under_way(case.course, 0, 3, 12)] == ["outer/2/0/1"]

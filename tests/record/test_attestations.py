@@ -9,7 +9,7 @@ import pytest
 from dilocox.outer.coordinator import messages as m
 from dilocox.outer.coordinator.refusals import Refused
 from dilocox.record import statements as s
-from dilocox.record.course import Attestation
+from dilocox.record.states import Attestation
 from dilocox.record.verify import Places, verify
 from tests.record.scene import ONE, SIGNERS, Scene
 

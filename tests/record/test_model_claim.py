@@ -13,12 +13,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dilocox.record import claims as c
-from dilocox.record.course import Course, State
+from dilocox.record.course import Course
 from dilocox.record.digests import stage_root, tensor_digest
 from dilocox.record.files import other_files
 from dilocox.record.log import LogContent
 from dilocox.record.recording import listing_of
 from dilocox.record.remote import LOG_FILES, fetched
+from dilocox.record.states import State
 from dilocox.record.store import Store, Stores
 from dilocox.record.verify import Places, _Verification
 from tests.models.architectures import reference_model, small_config
@@ -53,7 +54,7 @@ def judged(published: Path, folder: Path, *signed: Path) -> c.Finding:
     ]
     listing, root = store.put(listing_of(tensors)), stage_root(tensors).hex()
     states = [
-        State("final", site, 0, root, listing, other_files(each))
+        State("final", site, 0, root, listing, other_files(each), 0)
         for site, each in zip("abc", signed or (published,), strict=False)
     ]
     config = {"site": {"stages": 1, "shards": 1}}

@@ -19,7 +19,7 @@ from dilocox.errors import ConfigError, RecordError
 
 if TYPE_CHECKING:
     from dilocox.audit.run import AuditedRun, Chosen
-    from dilocox.record.audits import Verdict
+    from dilocox.record.audits import Signed, Verdict
     from dilocox.record.statements import Signer
 
 HELP = "repeat rounds of a site, from the states that it has kept"
@@ -100,7 +100,7 @@ def run(options: argparse.Namespace) -> int:
         chosen = audited.sampled(options.sample, randomness)
     else:
         chosen = audited.requested(options.site, options.round)
-    found = [_audit(audited, each, signer, console) for each in chosen]
+    found = [_audit(audited, each, signer, console).verdict for each in chosen]
     if options.json:
         print(json.dumps(as_json(audited, found, signer), indent=2))
     else:
@@ -125,15 +125,16 @@ def run_auditor(options: argparse.Namespace) -> int:
         "Ctrl-C ends it"
     )
     earlier = read_all(audited.folder, audited.course.run)
-    known = {(s.verdict.round, s.verdict.site) for s in earlier if s.auditor == signer.public}
+    own = [each for each in earlier if each.auditor == signer.public]
     found: list[Verdict] = []
-    done: set[int] = set()
+    done: set[tuple[int, int, int]] = set()
     while True:
         over = audited.over()
         audited.refresh()
         for chosen in _selected(audited, rate, options.randomness, done):
-            if (chosen.round, chosen.site) not in known:
-                found.append(_audit(audited, chosen, signer, console))
+            if not _is_audited(audited, chosen, own):
+                own.append(_audit(audited, chosen, signer, console))
+                found.append(own[-1].verdict)
         if over:
             break
         time.sleep(LOOK_EVERY)
@@ -142,23 +143,34 @@ def run_auditor(options: argparse.Namespace) -> int:
 
 
 def _selected(
-    audited: AuditedRun, rate: float, randomness: Path | None, done: set[int]
+    audited: AuditedRun, rate: float, randomness: Path | None, done: set[tuple[int, int, int]]
 ) -> Iterator[Chosen]:
     """What is selected in rounds that are due and not `done`; they are, then.
 
-    Where public randomness is to enter, a round waits for its own.
+    A round counts as another one where the run was resumed since, or has decided it anew. Where
+    public randomness is to enter, a round waits for its own.
     """
-    from dilocox.record.beacon import due_rounds, read_randomness
+    from dilocox.record.beacon import due_rounds, read_randomness, size_of
 
     values = None if randomness is None else read_randomness(randomness)
     for round_ in due_rounds(audited.course):
-        if round_ in done or (values is not None and round_ not in values):
+        this = (round_, size_of(audited.course, round_), audited.course.since)
+        if this in done or (values is not None and round_ not in values):
             continue
-        done.add(round_)
+        done.add(this)
         value = b"" if values is None else values[round_]
         for draw, chosen in audited.drawn(round_, rate, value):
             if draw < rate:
                 yield chosen
+
+
+def _is_audited(audited: AuditedRun, chosen: Chosen, own: Sequence[Signed]) -> bool:
+    """Whether one of an auditor's `own` verdicts is about this and still stands."""
+    from dilocox.record.standing import still_standing
+
+    where = (chosen.round, chosen.site)
+    there = [each for each in own if (each.verdict.round, each.verdict.site) == where]
+    return bool(still_standing(audited.course, audited.entries, there))
 
 
 def _opened(options: argparse.Namespace) -> AuditedRun:
@@ -196,19 +208,19 @@ def _signer(path: Path | None) -> Signer:
         raise RecordError(f"--key {path}: not a key ({error}); name another file") from None
 
 
-def _audit(audited: AuditedRun, chosen: Chosen, signer: Signer, console: Console) -> Verdict:
+def _audit(audited: AuditedRun, chosen: Chosen, signer: Signer, console: Console) -> Signed:
     from dilocox.audit.judging import judge
     from dilocox.audit.repeating import repeat_site
     from dilocox.record.audits import Signed, write
     from dilocox.record.notary import code_digest
 
-    title = f"round {chosen.round} of {chosen.site}"
+    title, seen = f"round {chosen.round} of {chosen.site}", audited.seen()
     with _bar(console, title, audited.steps_of(chosen.site, chosen.round)) as progress:
         verdict = judge(audited.case(), chosen.site, chosen.round, repeat_site, progress)
-    signed = Signed(verdict, chosen.selection, signer.public, audited.course.run)
+    signed = Signed(verdict, chosen.selection, signer.public, audited.course.run, seen)
     write(audited.folder, signed, signer, code_digest())
     _show(verdict, console)
-    return verdict
+    return signed
 
 
 @contextlib.contextmanager

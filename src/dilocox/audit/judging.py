@@ -18,9 +18,10 @@ from dilocox.outer.coordinator.keys import ExchangeKey
 from dilocox.outer.coordinator.messages import RoundPlan
 from dilocox.record.audits import AuditVerdict, Verdict
 from dilocox.record.beacon import decided, exchanges_of, sites_of
-from dilocox.record.course import Course, RoundState
+from dilocox.record.course import Course
 from dilocox.record.replay import Get
 from dilocox.record.rounds import Document, Fingerprint, steps_from_bytes
+from dilocox.record.states import RoundState
 from dilocox.record.store import MissingError, Store, Stores, states_of
 
 TOLERANCE = 1e-4

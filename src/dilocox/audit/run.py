@@ -10,11 +10,12 @@ from dilocox.data.folder import folder_of_run
 from dilocox.errors import RecordError
 from dilocox.outer.coordinator.messages import RoundPlan
 from dilocox.record.agreed import agreed_run
-from dilocox.record.audits import Selection
+from dilocox.record.audits import Prefix, Selection
 from dilocox.record.beacon import due_rounds, point_of, sites_of
 from dilocox.record.course import Course, CourseReader
 from dilocox.record.log import PUBLIC, check_log, read_covered, read_text
 from dilocox.record.note import NoteKey
+from dilocox.record.standing import prefixes_of
 from dilocox.record.store import Store, Stores
 
 
@@ -71,6 +72,11 @@ class AuditedRun:
             data=self._data or folder_of_run(self.folder),
             look_again=self.refresh,
         )
+
+    def seen(self) -> Prefix:
+        """The log as it was read."""
+        size = len(self.entries)
+        return prefixes_of(self.entries, [size])[size]
 
     def steps_of(self, site: str, round_: int) -> int:
         """Inner steps that the plan of a round asks of a site; 0: of none that is known."""

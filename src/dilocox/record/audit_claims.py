@@ -12,6 +12,7 @@ from dilocox.record.audits import BAD, GOOD, Signed, read_all
 from dilocox.record.beacon import decided, due_rounds, point_of, sites_of
 from dilocox.record.claims import NotRunError
 from dilocox.record.course import Course
+from dilocox.record.standing import still_standing
 
 
 @dataclass(frozen=True)
@@ -27,8 +28,12 @@ class Audits:
     """Public randomness by round, as the reader has looked it up."""
 
     def verdicts(self) -> str:
-        """Every verdict is about this log's states, and none is bad."""
-        signed = self._read()
+        """Every verdict is about this log's states, and none is bad.
+
+        Those of a course that the run has left say nothing of it: their rounds are not audited.
+        """
+        everything = self._read()
+        signed = still_standing(self.course, self.entries, everything)
         for each in signed:
             self._check_states(each)
         bad = [each for each in signed if each.verdict.verdict in BAD]
@@ -46,11 +51,14 @@ class Audits:
         said = ", ".join(f"{count} {verdict}" for verdict, count in sorted(counts.items()))
         keys = sorted({each.auditor for each in signed})
         names = ", ".join(f"{key[:12]}…" for key in keys)
-        return f"{len(good)} of {due} rounds of sites that keep states: {said}, by {names}"
+        old = len(everything) - len(signed)
+        since = f"; {old} more of what was trained anew since" if old else ""
+        return f"{len(good)} of {due} rounds of sites that keep states: {said}, by {names}{since}"
 
     def beacon(self) -> str:
         """What was to be audited was, and public randomness said so."""
-        drawn = [each for each in self._read() if each.selection.by == "beacon"]
+        signed = still_standing(self.course, self.entries, self._read())
+        drawn = [each for each in signed if each.selection.by == "beacon"]
         for each in drawn:
             self._check_drawn(each)
         public = [each for each in drawn if each.selection.randomness]

@@ -51,6 +51,15 @@ class Selection:
 
 
 @dataclass(frozen=True)
+class Prefix:
+    """The first statements of a log."""
+
+    size: int
+    root: str
+    """Their Merkle root, hex."""
+
+
+@dataclass(frozen=True)
 class Signed:
     """A verdict in its statement."""
 
@@ -59,6 +68,8 @@ class Signed:
     auditor: str
     """Public key, hex."""
     run: str
+    seen: Prefix | None = None
+    """What the auditor had read of the log; verdicts of earlier versions do not say it."""
 
 
 def to_statement(signed: Signed, code: str) -> s.Statement:
@@ -74,6 +85,7 @@ def to_statement(signed: Signed, code: str) -> s.Statement:
             "selection": asdict(signed.selection),
             "auditor": signed.auditor,
             "code": code,
+            **({} if signed.seen is None else {"log": asdict(signed.seen)}),
         },
     )
 
@@ -148,6 +160,8 @@ def _parsed(statement: s.Statement) -> Signed:
             "beacon",
         ):
             raise ValueError
-        return Signed(verdict, selection, str(said["auditor"]), statement.run)
+        seen = said.get("log")
+        prefix = None if seen is None else Prefix(int(seen["size"]), str(seen["root"]))
+        return Signed(verdict, selection, str(said["auditor"]), statement.run, prefix)
     except (KeyError, TypeError, ValueError):
         raise RecordError("an audit statement that is not whole") from None

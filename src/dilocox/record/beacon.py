@@ -66,9 +66,14 @@ def decided(course: Course, round_: int) -> bool:
     return all(key in course.steps and course.steps[key].fragments == number for key in keys)
 
 
+def size_of(course: Course, round_: int) -> int:
+    """Statements up to the selection point of a round that is `decided`."""
+    return 1 + max(course.numbers[key] for key in exchanges_of(course, round_))
+
+
 def point_of(course: Course, entries: Sequence[str], round_: int) -> Point:
     """The selection point of a round that is `decided`. `entries`: of the whole log."""
-    size = 1 + max(course.numbers[key] for key in exchanges_of(course, round_))
+    size = size_of(course, round_)
     root = Frontier(leaf_hash(entry.encode()) for entry in entries[:size]).root
     return Point(round_, size, root.hex())
 

@@ -17,6 +17,7 @@ from dilocox.outer.coordinator.plan_messages import RoundPlan
 from dilocox.outer.pieces import pieces_of
 from dilocox.record import statements as s
 from dilocox.record.note import NoteKey
+from dilocox.record.states import Attestation, RoundState, State, whole
 
 
 @dataclass(frozen=True)
@@ -109,56 +110,6 @@ class Commitment:
     """Which statement of the log this is, from 0."""
 
 
-@dataclass(frozen=True)
-class State:
-    """A stage's tensors at one moment, as a site has signed them."""
-
-    kind: str
-    """`initial` or `final`."""
-    site: str
-    stage: int
-    root: str
-    """Root over the tensors, hex."""
-    listing: str
-    """SHA-256 of the list of tensors in the store."""
-    files: Mapping[str, str]
-    """Of `final`: SHA-256 of the published folder's other files, by name."""
-
-
-@dataclass(frozen=True)
-class RoundState:
-    """The state in which a rank began a round, as its site has signed it."""
-
-    site: str
-    stage: int
-    shard: int
-    round: int
-    tick: int
-    """Slots that had ended."""
-    root: str
-    """Root over its tensors, hex."""
-    document: str
-    """SHA-256 of what else is said of it (see `dilocox.record.rounds`), in the store."""
-    steps: str | None
-    """SHA-256 of the fingerprints of the round before's inner steps, if they were taken."""
-    served: str
-    """`yes`: its tensors are in the store. `private`: withheld, the site trains on text of its
-    own. `no`: only the end of a round is signed."""
-    number: int
-    """Which statement of the log this is, from 0."""
-
-
-@dataclass(frozen=True)
-class Attestation:
-    """A site's evidence of what it ran on. Nothing here judges it."""
-
-    site: str
-    format: str
-    """What kind of evidence, as the site names it."""
-    evidence: str
-    """SHA-256, hex, of it in the store."""
-
-
 @dataclass
 class Course:
     """A whole run."""
@@ -180,6 +131,10 @@ class Course:
     """Which statement was the first contribution to an (exchange key, attempt)."""
     since: int = 0
     """Statements before the latest resume."""
+    resumes: list[int] = field(default_factory=list)
+    """Which statements are resumes."""
+    begun: int | None = None
+    """Which statement was the first that commits to something trained, or decides on it."""
     states: list[State] = field(default_factory=list)
     plans: dict[int, Mapping[str, Any]] = field(default_factory=dict)
     """By round, where rounds can be repeated; as `RoundPlan` says them."""
@@ -249,8 +204,26 @@ class Course:
         return sorted(found, key=lambda step: (step.key.round, step.key.fragment))
 
     def state(self, kind: str, stage: int) -> list[State]:
-        """What the sites have signed of a stage."""
-        return [each for each in self.states if (each.kind, each.stage) == (kind, stage)]
+        """What the sites have signed of a stage; `initial`: what the run began from, if that is
+        signed.
+
+        A site that makes theta_0 may die before anything is trained, and the next makes another:
+        what counts is signed before the first commitment, by a site that was there until then. Of
+        several it is the first in the run file's order that begins a run.
+        """
+        found = [each for each in self.states if (each.kind, each.stage) == (kind, stage)]
+        if kind != "initial" or self.begun is None:
+            return found[-1:] if kind == "initial" else found
+        early = [each for each in found if each.number < self.begun]
+        first = self.steps.get(ExchangeKey.outer(0, stage, 0).text)
+        for site in [] if first is None else first.said.get("members", ()):
+            own = [
+                each for each in early
+                if each.site == site and not self.began_again(site, each.number, self.begun)
+            ]  # fmt: skip
+            if own:
+                return own[-1:]
+        return early[-1:]
 
 
 def read_course(entries: Iterable[str], key: NoteKey) -> Course:
@@ -311,10 +284,10 @@ def _take(course: Course | None, keys: dict[str, str], entry: str, log: NoteKey)
             raise RecordError(f"{kind} of site {site!r}, which has not enrolled")
         signer = keys[site]
     s.check_signature(envelope, signer)
-    try:
+    if kind in (s.COMMITMENT, s.CONTRIBUTION, s.STEP) and course.begun is None:
+        course.begun = course.read
+    with whole(statement):
         _TAKE[kind](course, keys, statement)
-    except (KeyError, TypeError, ValueError):
-        raise RecordError(f"{kind}: not whole") from None
     return course
 
 
@@ -369,19 +342,7 @@ def _planned(course: Course, keys: dict[str, str], statement: s.Statement) -> No
 
 
 def _began(course: Course, keys: dict[str, str], statement: s.Statement) -> None:
-    said, subjects = statement.predicate, statement.subjects
-    state = RoundState(
-        site=str(said["site"]),
-        stage=int(said["stage"]),
-        shard=int(said["shard"]),
-        round=int(said["round"]),
-        tick=int(said["tick"]),
-        root=subjects["state"],
-        document=subjects["document"],
-        steps=subjects.get("steps"),
-        served=str(said["served"]),
-        number=course.read,
-    )
+    state = RoundState.of(statement, course.read)
     key = (state.round, state.site, state.stage, state.shard)
     known = course.rounds.get(key)
     # The first counts: who has seen what is audited is not to choose another state. Where a run
@@ -394,28 +355,17 @@ def _began(course: Course, keys: dict[str, str], statement: s.Statement) -> None
 
 
 def _held(course: Course, keys: dict[str, str], statement: s.Statement) -> None:
-    said, subjects = statement.predicate, statement.subjects
-    state = State(
-        kind=str(said["kind"]),
-        site=str(said["site"]),
-        stage=int(said["stage"]),
-        root=subjects["state"],
-        listing=subjects["tensors"],
-        files={str(name): str(digest) for name, digest in said.get("files", {}).items()},
-    )
-    course.states.append(state)
+    course.states.append(State.of(statement, course.read))
 
 
 def _attested(course: Course, keys: dict[str, str], statement: s.Statement) -> None:
-    said = statement.predicate
-    course.attestations.append(
-        Attestation(str(said["site"]), str(said["format"]), statement.subjects["evidence"])
-    )
+    course.attestations.append(Attestation.of(statement))
 
 
 def _resumed(course: Course, keys: dict[str, str], statement: s.Statement) -> None:
     tick = int(statement.predicate["tick"])
     course.since = course.read
+    course.resumes.append(course.read)
     course.steps = {key: step for key, step in course.steps.items() if step.tick <= tick}
     # What was signed for an exchange that begins anew is no part of it.
     course.contributions = {

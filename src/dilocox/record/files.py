@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from dilocox.errors import RecordError
-from dilocox.record.course import State
+from dilocox.record.states import State
 from dilocox.storage import sha256_of
 
 TENSORS = ".safetensors"

@@ -29,6 +29,7 @@ from dilocox.outer.coordinator.refusals import Refused
 from dilocox.record import statements as s
 from dilocox.record.anchor import Anchor
 from dilocox.record.digests import sealed
+from dilocox.record.held import Holds, taken_apart
 from dilocox.record.log import ENTRIES, LogWriter
 from dilocox.version import __version__
 
@@ -65,6 +66,7 @@ class LogNotary:
     _oldest: int = 0
     """First round of which they are kept."""
     _filed: set[bytes] = field(default_factory=set)
+    _holds: Holds = field(default_factory=Holds)
     _failure: OSError | None = None
     _told: bool = False
     _anchor: Anchor | None = None
@@ -178,22 +180,34 @@ class LogNotary:
         return {(site, int(shard)): known[place] for place, (site, shard) in places.items()}
 
     def checkpoint(self, rank: Rank, statement: str) -> None:
-        """See `Notary`. An attestation is about a site, the others about a rank."""
+        """See `Notary`. An attestation is about a site, the others about a rank.
+
+        What no reader of the log could take apart is not kept: one such statement would keep all
+        others from being read.
+        """
         found = self._signed(rank, statement, s.CHECKPOINT, s.ROUND, s.ATTESTATION)
         said = found.predicate
+        try:
+            state = taken_apart(found)
+        except RecordError as error:
+            raise Refused("refused", f"{rank}: its signed {error}") from None
         place = (said.get("site"), said.get("stage"), said.get("shard", rank.shard))
         if found.kind == s.ATTESTATION:
-            if "evidence" not in found.subjects or "format" not in said:
-                raise Refused("refused", f"{rank}: its attestation names no evidence or no format")
             place = (said.get("site"), rank.stage, rank.shard)
         if place != (rank.site, rank.stage, rank.shard):
             raise Refused("refused", f"{rank}: its signed {found.kind} is another rank's")
+        by_gradient = self.config.outer.method in EXCHANGE_GRADIENTS
+        steps = None if by_gradient else self._steps.values()
+        why = None if state is None else self._holds.why_not(state, steps)
+        if why is not None:
+            raise Refused("refused", f"{rank}: {why}")
         self._file(statement, found)
         # It is said once: after the answer nobody would say it again.
         self.sync()
 
     def planned(self, plan: RoundPlan) -> None:
         """See `Notary`. Who repeats a round takes its plan as given; else nobody needs it."""
+        self._holds.planned(plan)
         said = {"round": plan.round, "plan": plan.model_dump(mode="json")}
         if self.config.record.states_every and self._plans.get(plan.round) != said["plan"]:
             self._say(s.PLAN, said, {})
@@ -290,6 +304,7 @@ class LogNotary:
             for known in (self._steps, self._plans, self._commitments, self._payloads, self._filed):
                 known.clear()
             self._oldest = 0
+        self._holds.remember(statement)
         if kind in s.BY_SITE:
             self._filed.add(hashlib.sha256(statement.to_bytes()).digest())
 

@@ -16,13 +16,14 @@ from dilocox.record.agreed import agreed_run
 from dilocox.record.audit_claims import Audits
 from dilocox.record.audits import FOLDER
 from dilocox.record.claims import NotRunError
-from dilocox.record.course import Course, State, read_course
+from dilocox.record.course import Course, read_course
 from dilocox.record.files import check_other_files, published_files
 from dilocox.record.gaps import broken_commitments, gaps
 from dilocox.record.log import LogContent, check_grown, check_log, read_log
 from dilocox.record.notary import code_digest
 from dilocox.record.note import NoteKey
 from dilocox.record.released import check_release, is_released
+from dilocox.record.states import State
 from dilocox.record.store import MissingError, Store, Stores
 
 if TYPE_CHECKING:

@@ -1,0 +1,68 @@
+"""Does a verdict still stand? It is about a round as the log had it when the auditor read it.
+
+A run that is resumed leaves a course behind: rounds are trained anew, and states signed anew. What
+an auditor had repeated before is then no part of the run any more, whatever came of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from dilocox.errors import RecordError
+from dilocox.record.audits import Prefix, Signed
+from dilocox.record.beacon import decided, exchanges_of
+from dilocox.record.course import Course
+from dilocox.record.merkle import Frontier, leaf_hash
+
+
+def prefixes_of(entries: Sequence[str], sizes: Collection[int]) -> dict[int, Prefix]:
+    """The first statements of a log, for each of `sizes` that it has; read once for all of them."""
+    tree, found = Frontier(), dict[int, Prefix]()
+    for size in sorted(size for size in set(sizes) if 0 <= size <= len(entries)):
+        for entry in entries[tree.size : size]:
+            tree.append(leaf_hash(entry.encode()))
+        found[size] = Prefix(size, tree.root.hex())
+    return found
+
+
+def still_standing(
+    course: Course, entries: Sequence[str], signed: Collection[Signed]
+) -> list[Signed]:
+    """Those of the verdicts that are about the run's course, and not about one that it has left.
+
+    Raises `RecordError` for one that was made by another log.
+    """
+    known = prefixes_of(entries, [each.seen.size for each in signed if each.seen is not None])
+    for each in signed:
+        if each.seen is not None and known.get(each.seen.size) != each.seen:
+            where = f"round {each.verdict.round} of {each.verdict.site}"
+            raise RecordError(f"the audit of {where} was made by another log")
+    return [each for each in signed if not _left_behind(course, each)]
+
+
+def _left_behind(course: Course, signed: Signed) -> bool:
+    """Whether the round, or the state that it begins or ends in, was signed anew since."""
+    verdict, resumed = signed.verdict, _resumed_since(course, signed)
+    if resumed is None:
+        return False
+    if not decided(course, verdict.round):
+        return True
+    numbers = [course.numbers[key] for key in exchanges_of(course, verdict.round)]
+    numbers += [
+        state.number
+        for (round_, site, _, _), state in course.rounds.items()
+        if site == verdict.site and round_ in (verdict.round, verdict.round + 1)
+    ]
+    return max(numbers) > resumed
+
+
+def _resumed_since(course: Course, signed: Signed) -> int | None:
+    """Which statement was the first resume after what the auditor had read; none if none was. Of a
+    verdict that does not say what that was, the latest one."""
+    if signed.seen is not None:
+        size = signed.seen.size
+    elif signed.selection.by == "beacon":
+        size = signed.selection.size
+    else:
+        size = max(course.resumes, default=0)
+    return min((number for number in course.resumes if number >= size), default=None)

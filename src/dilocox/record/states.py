@@ -1,0 +1,127 @@
+"""What sites sign of the states that they hold: each statement taken apart, or refused.
+
+The notary takes statements apart before they enter the log, by the same code as its readers: what
+is not whole there would keep everybody from reading the rest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from dilocox.errors import RecordError
+from dilocox.record import statements as s
+
+_DIGEST = re.compile("[0-9a-f]{64}")
+
+
+@dataclass(frozen=True)
+class State:
+    """A stage's tensors at one moment, as a site has signed them."""
+
+    kind: str
+    """`initial` or `final`."""
+    site: str
+    stage: int
+    root: str
+    """Root over the tensors, hex."""
+    listing: str
+    """SHA-256 of the list of tensors in the store."""
+    files: Mapping[str, str]
+    """Of `final`: SHA-256 of the published folder's other files, by name."""
+    number: int
+    """Which statement of the log this is, from 0."""
+
+    @classmethod
+    def of(cls, statement: s.Statement, number: int) -> State:
+        """Raises `RecordError` for a statement that is not whole."""
+        said, subjects = statement.predicate, statement.subjects
+        with whole(statement):
+            return cls(
+                kind=str(said["kind"]),
+                site=str(said["site"]),
+                stage=int(said["stage"]),
+                root=_digest(subjects["state"]),
+                listing=_digest(subjects["tensors"]),
+                files={str(name): _digest(one) for name, one in said.get("files", {}).items()},
+                number=number,
+            )
+
+
+@dataclass(frozen=True)
+class RoundState:
+    """The state in which a rank began a round, as its site has signed it."""
+
+    site: str
+    stage: int
+    shard: int
+    round: int
+    tick: int
+    """Slots that had ended."""
+    root: str
+    """Root over its tensors, hex."""
+    document: str
+    """SHA-256 of what else is said of it (see `dilocox.record.rounds`), in the store."""
+    steps: str | None
+    """SHA-256 of the fingerprints of the round before's inner steps, if they were taken."""
+    served: str
+    """`yes`: its tensors are in the store. `private`: withheld, the site trains on text of its
+    own. `no`: only the end of a round is signed."""
+    number: int
+    """Which statement of the log this is, from 0."""
+
+    @classmethod
+    def of(cls, statement: s.Statement, number: int) -> RoundState:
+        """Raises `RecordError` for a statement that is not whole."""
+        said, subjects = statement.predicate, statement.subjects
+        with whole(statement):
+            return cls(
+                site=str(said["site"]),
+                stage=int(said["stage"]),
+                shard=int(said["shard"]),
+                round=int(said["round"]),
+                tick=int(said["tick"]),
+                root=_digest(subjects["state"]),
+                document=_digest(subjects["document"]),
+                steps=_digest(subjects["steps"]) if "steps" in subjects else None,
+                served=str(said["served"]),
+                number=number,
+            )
+
+
+@dataclass(frozen=True)
+class Attestation:
+    """A site's evidence of what it ran on. Nothing here judges it."""
+
+    site: str
+    format: str
+    """What kind of evidence, as the site names it."""
+    evidence: str
+    """SHA-256, hex, of it in the store."""
+
+    @classmethod
+    def of(cls, statement: s.Statement) -> Attestation:
+        """Raises `RecordError` for a statement that is not whole."""
+        said = statement.predicate
+        with whole(statement):
+            evidence = _digest(statement.subjects["evidence"])
+            return cls(str(said["site"]), str(said["format"]), evidence)
+
+
+@contextlib.contextmanager
+def whole(statement: s.Statement) -> Iterator[None]:
+    """What goes wrong while a statement is taken apart is a `RecordError`."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, AttributeError):
+        raise RecordError(f"{statement.kind}: not whole") from None
+
+
+def _digest(text: Any) -> str:
+    """A SHA-256 as it is written. Raises `ValueError` for anything else."""
+    if not isinstance(text, str) or not _DIGEST.fullmatch(text):
+        raise ValueError(text)
+    return text
