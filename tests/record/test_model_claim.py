@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from dilocox.record import claims as c
 from dilocox.record.course import Course
@@ -22,7 +23,7 @@ from dilocox.record.remote import LOG_FILES, fetched
 from dilocox.record.states import State
 from dilocox.record.store import Store, Stores
 from dilocox.record.verify import Places, _Verification
-from tests.models.architectures import reference_model, small_config
+from tests.models.architectures import BUFFERS, ROUTED, reference_model, small_config
 
 INDEX = "model.safetensors.index.json"
 NORM = "model.norm.weight"
@@ -44,13 +45,14 @@ def folder(published: Path, tmp_path: Path) -> Path:
 
 
 def judged(published: Path, folder: Path, *signed: Path) -> c.Finding:
-    """What is said of `folder`, of which the tensors of `published` were signed, and the other
-    files of `signed` (none: of `published`, too), by one site each."""
+    """What is said of `folder`, of which the trained tensors of `published` were signed, and the
+    other files of `signed` (none: of `published`, too), by one site each."""
     store = Store(str(folder.parent / "store"))
     tensors = [
         tensor_digest(name, tensor)
         for path in sorted(published.glob("*.safetensors"))
         for name, tensor in load_file(path).items()
+        if name not in BUFFERS
     ]
     listing, root = store.put(listing_of(tensors)), stage_root(tensors).hex()
     states = [
@@ -63,6 +65,16 @@ def judged(published: Path, folder: Path, *signed: Path) -> c.Finding:
     found = _Verification(places, LogContent([], "", ""), lambda what, share: None, course)
     found.stores = Stores([store])
     return found._judge(c.MODEL, found.model)
+
+
+def test_buffers_that_nobody_signs_are_named(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    config = CONFIG_MAPPING[ROUTED["model_type"]](**ROUTED)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    found = judged(folder, folder)
+    assert found.verdict == "PASS", found.reason
+    told = f"not {BUFFERS[0]} and 1 more: buffers that are not trained, and that nobody signs"
+    assert found.reason.endswith(told)
 
 
 def shards(folder: Path) -> list[Path]:

@@ -78,6 +78,12 @@ class PretrainedWeights:
             )
 
     @property
+    def names(self) -> list[str]:
+        """Full names of all that the model saves, but for the second name of tied weights."""
+        second = self._tied[1] if self._tied else None
+        return [name for name in self._shapes if name != second]
+
+    @property
     def strays(self) -> list[str]:
         """Stored names that give no tensor here: the model has no use for them, or another name
         gives the same one."""

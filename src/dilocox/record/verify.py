@@ -313,8 +313,12 @@ class _Verification:
             raise NotRunError("the final states of some stages are not signed")
         published = published_files(course.state("final", 0))
         check_other_files(folder, published)
-        count = self._tensors(folder, [state for found in finals for state in found])
-        return f"{count} tensors and {len(published)} other files of {folder}"
+        count, unsigned = self._tensors(folder, [state for found in finals for state in found])
+        told = f"{count} tensors and {len(published)} other files of {folder}"
+        if not unsigned:
+            return told
+        first, more = unsigned[0], f" and {len(unsigned) - 1} more" if len(unsigned) > 1 else ""
+        return f"{told}; not {first}{more}: buffers that are not trained, and that nobody signs"
 
     def _model_folder(self) -> Path:
         return self.places.model or self.places.run / "model"
@@ -323,7 +327,8 @@ class _Verification:
         """The model's folder is what its release key has signed."""
         return check_release(self._model_folder(), self.places.release_key)
 
-    def _tensors(self, folder: Path, states: Sequence[State]) -> int:
+    def _tensors(self, folder: Path, states: Sequence[State]) -> tuple[int, list[str]]:
+        """How many tensors of `folder` are those that were signed, and which ones nobody has."""
         from dilocox.config import ModelSection
         from dilocox.models import load_model_config
         from dilocox.models.pretrained import PretrainedWeights, stored_names
@@ -343,7 +348,8 @@ class _Verification:
             self.progress("comparing the model", number / len(signed))
             if tensor_digest(each.name, weights.tensor(each.name)) != each:
                 raise RecordError(f"{folder}: {each.name} is not the one that was signed")
-        return len(signed)
+        known = {each.name for each in signed}
+        return len(signed), [name for name in weights.names if name not in known]
 
     def data(self) -> str:
         """The token files are those that the sites named."""
