@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,16 +44,23 @@ def folder(published: Path, tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
-def judged(published: Path, folder: Path, *signed: Path) -> c.Finding:
-    """What is said of `folder`, of which the trained tensors of `published` were signed, and the
-    other files of `signed` (none: of `published`, too), by one site each."""
+def stored(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a folder's safetensors."""
+    files = sorted(folder.glob("*.safetensors"))
+    return {name: tensor for path in files for name, tensor in load_file(path).items()}
+
+
+def judged(
+    published: Path,
+    folder: Path,
+    *signed: Path,
+    trained: Mapping[str, torch.Tensor] | None = None,
+) -> c.Finding:
+    """What is said of `folder`, of which the tensors of `published` were signed (or those that were
+    `trained`), and the other files of `signed` (none: of `published`, too), by one site each."""
     store = Store(str(folder.parent / "store"))
-    tensors = [
-        tensor_digest(name, tensor)
-        for path in sorted(published.glob("*.safetensors"))
-        for name, tensor in load_file(path).items()
-        if name not in BUFFERS
-    ]
+    known = stored(published) if trained is None else trained
+    tensors = [tensor_digest(name, tensor) for name, tensor in known.items()]
     listing, root = store.put(listing_of(tensors)), stage_root(tensors).hex()
     states = [
         State("final", site, 0, root, listing, other_files(each), 0)
@@ -70,8 +77,10 @@ def judged(published: Path, folder: Path, *signed: Path) -> c.Finding:
 def test_buffers_that_nobody_signs_are_named(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     config = CONFIG_MAPPING[ROUTED["model_type"]](**ROUTED)
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    found = judged(folder, folder)
+    model = AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(folder)
+    trained = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    found = judged(folder, folder, trained=trained)
     assert found.verdict == "PASS", found.reason
     told = f"not {BUFFERS[0]} and 1 more: buffers that are not trained, and that nobody signs"
     assert found.reason.endswith(told)
