@@ -137,9 +137,11 @@ def check_log(content: LogContent, key: NoteKey) -> LogCheckpoint:
     count = len(content.entries)
     if count != checkpoint.size:
         how = "cut" if count < checkpoint.size else "added to"
+        added = count > checkpoint.size
+        goes_on = " (as that of a run that goes on is: wait for its end)" if added else ""
         raise RecordError(
             f"the log holds {count} statements, its signed checkpoint {checkpoint.size}: it was "
-            f"{how} after it was signed"
+            f"{how} after it was signed{goes_on}"
         )
     if Frontier(_leaves(content.entries)).root != checkpoint.root:
         raise RecordError("the log's root is not the signed one: a statement was changed or moved")
