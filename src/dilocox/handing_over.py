@@ -15,13 +15,7 @@ from dilocox.config import RunConfig, load_written
 from dilocox.data import TokenFiles
 from dilocox.errors import CheckpointError
 from dilocox.handover import MOMENTUM, Handover
-from dilocox.models import (
-    build_chunk,
-    finish_model_folder,
-    open_weights,
-    stage_file_name,
-    write_stage_file,
-)
+from dilocox.models import finish_model_folder, open_weights, stage_file_name, write_stage_file
 from dilocox.outer.coordinator import events as e
 from dilocox.outer.coordinator.audit import union
 from dilocox.outer.coordinator.ledger import Ledger
@@ -30,8 +24,7 @@ from dilocox.outer.coordinator.messages import RoundPlan
 from dilocox.outer.coordinator.resume import resume_point
 from dilocox.outer.coordinator.state import CoordinatorState
 from dilocox.outer.layout import Layout, local_shapes
-from dilocox.payloads import model_shapes, piece_names
-from dilocox.site import chunks_of_stage
+from dilocox.payloads import bare_chunks, model_shapes, piece_names
 from dilocox.storage import sha256_of
 
 Tensors = dict[str, torch.Tensor]
@@ -118,26 +111,14 @@ def saved_buffers(config: RunConfig, blueprint: Blueprint) -> list[Tensors]:
     Checkpoints hold none, since no step changes one (see `SiteModel.saved_buffers`). Raises
     `ModelError` where the weights that the run began with are not there any more.
     """
-    stages = [_buffer_names(config, blueprint, stage) for stage in range(config.site.stages)]
+    stages = [
+        [name for chunk in bare_chunks(config, blueprint, stage) for name in chunk.saved_buffers()]
+        for stage in range(config.site.stages)
+    ]
     if not any(stages):
         return [{} for _ in stages]
     begun_with = open_weights(config.model, blueprint.hf_config, config.run.seed)
     return [{name: begun_with.tensor(name) for name in names} for names in stages]
-
-
-def _buffer_names(config: RunConfig, blueprint: Blueprint, stage: int) -> list[str]:
-    site = config.site
-    found = []
-    for index in chunks_of_stage(site.schedule, site.stages, site.chunks, stage):
-        chunk = build_chunk(
-            blueprint.hf_config,
-            blueprint.cut[index],
-            attention="eager",  # has the same buffers, and needs no GPU to be built
-            activation_checkpointing=False,
-        )
-        names = chunk.full_names()
-        found += [names[name] for name, _ in chunk.named_buffers() if name in names]
-    return found
 
 
 def _load_stage(

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from dilocox.assembly import Blueprint
 from dilocox.compression import Geometry, LowRank, compressor, frame_bytes
 from dilocox.config import RunConfig
 from dilocox.errors import ConfigError
-from dilocox.models import build_chunk
+from dilocox.models import ModelChunk, build_chunk
 from dilocox.outer.controller.candidates import codecs
 from dilocox.outer.layout import Layout, local_shapes, split_pieces
 from dilocox.site import chunks_of_stage
@@ -22,17 +22,22 @@ from dilocox.site import chunks_of_stage
 Shape = tuple[int, ...]
 
 
-def stage_shapes(config: RunConfig, blueprint: Blueprint, stage: int) -> dict[str, Shape]:
-    """Whole shapes of a stage's parameters by full name, in model order; builds no weights."""
+def bare_chunks(config: RunConfig, blueprint: Blueprint, stage: int) -> Iterator[ModelChunk]:
+    """The chunks of a stage, in order, on the meta device: names and shapes without weights."""
     site = config.site
-    shapes: dict[str, Shape] = {}
     for index in chunks_of_stage(site.schedule, site.stages, site.chunks, stage):
-        chunk = build_chunk(
+        yield build_chunk(
             blueprint.hf_config,
             blueprint.cut[index],
             attention="eager",  # has the same parameters, and needs no GPU to be built
             activation_checkpointing=False,
         )
+
+
+def stage_shapes(config: RunConfig, blueprint: Blueprint, stage: int) -> dict[str, Shape]:
+    """Whole shapes of a stage's parameters by full name, in model order; builds no weights."""
+    shapes: dict[str, Shape] = {}
+    for chunk in bare_chunks(config, blueprint, stage):
         shapes |= {chunk.full_name(n): tuple(p.shape) for n, p in chunk.named_parameters()}
     return shapes
 

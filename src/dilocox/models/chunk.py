@@ -52,6 +52,14 @@ class ModelChunk(nn.Module):
         """The whole model's name of one parameter or saved buffer. Raises `KeyError`."""
         return self._names[local_name]
 
+    def saved_buffers(self) -> dict[str, torch.Tensor]:
+        """The whole model's name -> buffer, of those that its state dict has."""
+        return {
+            self._names[name]: buffer
+            for name, buffer in self.named_buffers()
+            if name in self._names
+        }
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Run the chunk; see the class for shapes."""
         given = {"input_ids": x} if self.spec.embeds else {"inputs_embeds": x}

@@ -27,3 +27,10 @@ def boundary_slots(stage: int, stages: int, fragments: int, slots: int) -> list[
         )
     count = fragments * stages
     return [-(-(number * stages + stage + 1) * slots // count) for number in range(fragments)]
+
+
+def all_boundary_slots(stages: int, fragments: int, slots: int) -> set[int]:
+    """`boundary_slots` of every stage."""
+    return {
+        slot for stage in range(stages) for slot in boundary_slots(stage, stages, fragments, slots)
+    }

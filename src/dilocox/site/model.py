@@ -171,11 +171,9 @@ class SiteModel:
         """
         found: dict[str, Tensor] = {}
         for chunk in self._chunks:
-            names: Mapping[str, str] = chunk.full_names()  # type: ignore[operator]
-            for name, buffer in chunk.named_buffers():
-                if name in names:
-                    floating = buffer.is_floating_point()
-                    found[names[name]] = buffer.float() if floating else buffer
+            saved: Mapping[str, Tensor] = chunk.saved_buffers()  # type: ignore[operator]
+            for name, buffer in saved.items():
+                found[name] = buffer.float() if buffer.is_floating_point() else buffer
         return found
 
     def sync_tied(self, moments: bool = False) -> None:

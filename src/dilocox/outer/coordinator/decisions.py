@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dilocox.outer.calendar import boundary_slots
+from dilocox.outer.calendar import all_boundary_slots
 from dilocox.outer.coordinator import events as e
 from dilocox.outer.coordinator.choosing import decided
 from dilocox.outer.coordinator.exchanges import Exchange, RankKey
@@ -85,12 +85,8 @@ def _lands_for_entering(state: CoordinatorState, round_: int, least: int) -> boo
         return False
     if all(state.sites[name].from_round != round_ for name in entering):
         return False
-    stages = state.config.site.stages
-    return any(
-        slot + before.delay > before.slots
-        for stage in range(stages)
-        for slot in boundary_slots(stage, stages, before.fragments, before.slots)
-    )
+    slots = all_boundary_slots(state.config.site.stages, before.fragments, before.slots)
+    return max(slots) + before.delay > before.slots
 
 
 def _decide_exchange(state: CoordinatorState, exchange: Exchange, time: float) -> e.Event | None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from dilocox.codec_spec import SPARSE, parse_spec
 from dilocox.config import RunConfig
-from dilocox.outer.calendar import boundary_slots
+from dilocox.outer.calendar import all_boundary_slots
 from dilocox.outer.controller.batch import shared_batches
 from dilocox.outer.controller.choice import Choice
 from dilocox.outer.controller.pace import FULL, carried, site_weights, steps_taken
@@ -129,12 +129,7 @@ def _of_the_flush(config: RunConfig, choice: Choice, before: RoundPlan | None) -
             momentum=before.momentum,
             residual_decay=before.residual_decay,
         )
-    stages = config.site.stages
-    boundaries = {
-        slot
-        for stage in range(stages)
-        for slot in boundary_slots(stage, stages, choice.fragments, choice.slots)
-    }
+    boundaries = all_boundary_slots(config.site.stages, choice.fragments, choice.slots)
     landed = config.outer.overlap == "none" and boundaries == {choice.slots}
     return replace(choice, momentum=0.0) if landed else choice
 
