@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dilocox.compression import sparse
+from dilocox.compression import device, device_sparse, sparse
 from dilocox.compression.base import (
     check_count,
     check_payload,
@@ -44,7 +44,7 @@ _STEP = 0x9E3779B97F4A7C15
 
 @dataclass(frozen=True)
 class Cocktail:
-    """Works in host memory: tensors of another device are copied there and back."""
+    """Works on the device of its tensors, with the same bytes everywhere."""
 
     seed: int
     """The same at all sites, another one for every exchange."""
@@ -63,8 +63,9 @@ class Cocktail:
         """See `Codec.encode`."""
         n = check_values(values)
         payload = output(out, self.payload_bytes(n), torch.uint8, values.device)
-        host = payload if payload.device.type == "cpu" else torch.empty_like(payload, device="cpu")
-        given, records, done = values.cpu().numpy(), host.numpy(), 0
+        if not device.numpy_reaches(values):
+            return self._encode_there(values, payload)
+        given, records, done = values.numpy(), payload.numpy(), 0
         for start, rows, width in sparse.chunks(-(-n // _GROUP), _KEPT):
             size = rows * sparse.record_bytes(width, _KEPT, _HEAD, _BITS)
             record = records[done : done + size].reshape(rows, -1)
@@ -73,20 +74,35 @@ class Cocktail:
             k = sparse.kept_of(width, _KEPT)
             found = sparse.strongest(some.view(np.int32) & np.int32(0x7FFFFFFF), k)
             chosen = torch.from_numpy(some.reshape(-1)[found]).view(rows, k)
-            scale = chosen.abs().amax(1, keepdim=True).mul_(1.0 / _LARGEST_CODE)
-            scale = scale.to(torch.bfloat16).clamp_(min=_SMALLEST_SCALE)
-            code = chosen.mul_(scale.to(torch.float32).reciprocal_()).round_().to(torch.int64)
+            scale, code = _to_codes(chosen)
             record[:, :_HEAD] = scale.view(torch.uint8).numpy()
             where = sparse.indices_of(found, rows, width)
             record[:, _HEAD:] = sparse.pack(where, code.numpy(), width, _BITS)
-        return payload if payload is host else payload.copy_(host)
+        return payload
+
+    def _encode_there(self, values: Tensor, payload: Tensor) -> Tensor:
+        """`encode` in tensor operations."""
+        n, done = values.numel(), 0
+        for start, rows, width in sparse.chunks(-(-n // _GROUP), _KEPT, device.PIECE):
+            size = rows * sparse.record_bytes(width, _KEPT, _HEAD, _BITS)
+            record = payload[done : done + size].view(rows, -1)
+            done += size
+            picked = self._positions_there(start, start + rows * width, n, values.device)
+            some = values[picked].view(rows, width)
+            magnitudes = some.view(torch.int32) & 0x7FFFFFFF
+            where = device_sparse.strongest(magnitudes, sparse.kept_of(width, _KEPT))
+            scale, code = _to_codes(some.gather(1, where))
+            record[:, :_HEAD] = scale.view(torch.uint8)
+            record[:, _HEAD:] = device_sparse.pack(where, code, width, _BITS)
+        return payload
 
     def decode(self, payload: Tensor, n: int, out: Tensor | None = None) -> Tensor:
         """See `Codec.decode`. Refuses indices that encoding does not make, too."""
         payload = check_payload(payload, self.payload_bytes(n), self.name, n)
-        values = output(out, n, torch.float32, payload.device)
-        host = values if values.device.type == "cpu" else torch.empty_like(values, device="cpu")
-        made, records, done = host.zero_().numpy(), payload.cpu().numpy(), 0
+        values = output(out, n, torch.float32, payload.device).zero_()
+        if not device.numpy_reaches(payload):
+            return self._decode_there(payload, values)
+        made, records, done = values.numpy(), payload.numpy(), 0
         for start, rows, width in sparse.chunks(-(-n // _GROUP), _KEPT):
             size = rows * sparse.record_bytes(width, _KEPT, _HEAD, _BITS)
             record = records[done : done + size].reshape(rows, -1)
@@ -102,7 +118,31 @@ class Cocktail:
             made[picked[sparse.places_of(where, width)]] = (
                 code.astype(np.float32) * scale.to(torch.float32).numpy()
             )
-        return values if values is host else values.copy_(host)
+        return values
+
+    def _decode_there(self, payload: Tensor, values: Tensor) -> Tensor:
+        """`decode` in tensor operations; `values` are zeros."""
+        n, done, refusals = values.numel(), 0, device.Refusals(self.name)
+        for start, rows, width in sparse.chunks(-(-n // _GROUP), _KEPT, device.PIECE):
+            size = rows * sparse.record_bytes(width, _KEPT, _HEAD, _BITS)
+            record = payload[done : done + size].view(rows, -1)
+            done += size
+            head = record[:, :_HEAD].clone(memory_format=torch.contiguous_format)
+            scale = head.view(torch.bfloat16)
+            refusals.add(
+                device.bad_scales(scale, _SMALLEST_SCALE, _LARGEST_SCALE) | (scale == 0),
+                device.scale_reason(_SMALLEST_SCALE, _LARGEST_SCALE),
+            )
+            k = sparse.kept_of(width, _KEPT)
+            where, code = device_sparse.unpack(record[:, _HEAD:], k, width, _BITS, refusals)
+            code = (code ^ 8) - 8
+            refusals.add(code < -_LARGEST_CODE, "it has the code -8")
+            picked = self._positions_there(start, start + rows * width, n, values.device)
+            places = picked.view(rows, width).gather(1, where)
+            sent = code.to(torch.float32) * scale.to(torch.float32)
+            values.scatter_(0, places.view(-1), sent.view(-1))
+        refusals.settle()
+        return values
 
     def positions(self, start: int, end: int, n: int) -> Array:
         """Which of n values groups [start, end) look at: int64 [end - start], one per group."""
@@ -117,6 +157,34 @@ class Cocktail:
             np.int64
         )
         return picked
+
+    def _positions_there(self, start: int, end: int, n: int, there: torch.device) -> Tensor:
+        """`positions` on another device: signed whole numbers, which wrap as unsigned ones do."""
+        key = _mixed(_mixed(self.seed & _MASK) ^ self.place)
+        number = torch.arange(start, end, dtype=torch.int64, device=there)
+        mixed = number * _signed(_STEP) + _signed(key)
+        mixed = (mixed ^ _shifted(mixed, 30)) * _signed(0xBF58476D1CE4E5B9)
+        mixed = (mixed ^ _shifted(mixed, 27)) * _signed(0x94D049BB133111EB)
+        high = _shifted(mixed ^ _shifted(mixed, 31), 32)
+        size = (n - number * _GROUP).clamp_(max=_GROUP)
+        return number * _GROUP + (high * size >> 32)
+
+
+def _to_codes(chosen: Tensor) -> tuple[Tensor, Tensor]:
+    """bf16 scales [rows, 1] and int64 codes [rows, k] of fp32 [rows, k], which it overwrites."""
+    scale = chosen.abs().amax(1, keepdim=True).mul_(1.0 / _LARGEST_CODE)
+    scale = scale.to(torch.bfloat16).clamp_(min=_SMALLEST_SCALE)
+    return scale, chosen.mul_(scale.to(torch.float32).reciprocal_()).round_().to(torch.int64)
+
+
+def _signed(number: int) -> int:
+    """The signed whole number of the same 64 bits."""
+    return number - (1 << 64) if number >> 63 else number
+
+
+def _shifted(numbers: Tensor, places: int) -> Tensor:
+    """The bits of int64 moved down, with zeros moved in."""
+    return numbers >> places & ((1 << 64 - places) - 1)
 
 
 def _mixed(number: int) -> int:

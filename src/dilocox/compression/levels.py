@@ -17,9 +17,10 @@ from dilocox.compression.sparse import Array, places_of
 
 HEAD = 4
 """Bytes of two levels."""
-_SMALLEST_NORMAL = 2.0**-126
-_LARGEST_LEVEL = torch.finfo(torch.bfloat16).max
-_WHOLE = 2.0**30
+SMALLEST_NORMAL = 2.0**-126
+LARGEST_LEVEL = torch.finfo(torch.bfloat16).max
+WHOLE = 2.0**30
+"""The whole number that a row's largest magnitude enters sums as."""
 _MAGNITUDE, _SIGN = np.int32(0x7FFFFFFF), np.int32(-(2**31))
 
 
@@ -40,7 +41,7 @@ def from_codes(head: Array, codes: Array, name: str) -> Array:
     Raises `ExchangeError` that names the codec for levels that it does not make.
     """
     levels = torch.from_numpy(head.copy()).view(torch.bfloat16)
-    check_scales(levels, _SMALLEST_NORMAL, _LARGEST_LEVEL, name, zero=True)
+    check_scales(levels, SMALLEST_NORMAL, LARGEST_LEVEL, name, zero=True)
     level = levels.to(torch.float32).numpy().view(np.int32)
     found: Array = level.reshape(-1)[places_of(codes >> 1, 2)] | -(codes & 1) & _SIGN
     return found
@@ -55,7 +56,7 @@ def _two_levels(magnitudes: Array, zeros: bool) -> tuple[Tensor, Array]:
     k = ascending.shape[1]
     with np.errstate(invalid="ignore"):
         values = ascending.view(np.float32).astype(np.float64)
-        unit = values[:, -1:] / _WHOLE
+        unit = values[:, -1:] / WHOLE
         sums = np.cumsum(np.rint(values / np.where(unit > 0, unit, 1.0)), axis=1)
         total, below = sums[:, -1:], sums[:, : max(k - 1, 1)]
         # They are the first of a row, and add nothing to sums.
@@ -68,6 +69,6 @@ def _two_levels(magnitudes: Array, zeros: bool) -> tuple[Tensor, Array]:
         low = np.take_along_axis(below / count, cut, 1)
         high = np.take_along_axis((total - below) / rest, cut, 1) if k > 1 else low
         levels = torch.from_numpy((np.concatenate([low, high], 1) * unit).astype(np.float32))
-    levels.clamp_(max=_LARGEST_LEVEL)
+    levels.clamp_(max=LARGEST_LEVEL)
     large = magnitudes >= np.take_along_axis(ascending, np.minimum(cut + 1, k - 1), 1)
-    return torch.where(levels < _SMALLEST_NORMAL, 0.0, levels), large
+    return torch.where(levels < SMALLEST_NORMAL, 0.0, levels), large

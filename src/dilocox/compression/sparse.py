@@ -85,10 +85,13 @@ def payload_bytes(n: int, kept: int, head: int, bits: int) -> int:
     return size + (record_bytes(rest, kept, head, bits) if rest else 0)
 
 
-def chunks(n: int, kept: int) -> Iterator[tuple[int, int, int]]:
-    """(first value, number of chunks, their width) of the pieces in which n values are taken."""
+def chunks(n: int, kept: int, piece: int = _PIECE) -> Iterator[tuple[int, int, int]]:
+    """(first value, number of chunks, their width) of the pieces in which n values are taken.
+
+    `piece`: values that are worked on together, at least one chunk.
+    """
     chunk = chunk_of(kept)
-    whole, together = n // chunk, _PIECE // chunk
+    whole, together = n // chunk, max(1, piece // chunk)
     for first in range(0, whole, together):
         yield first * chunk, min(together, whole - first), chunk
     if n % chunk:

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from dilocox.codec_spec import LARGEST_BLOCK
+from dilocox.compression import device, device_levels
 from dilocox.compression.base import (
     check_count,
     check_number,
@@ -47,10 +48,14 @@ _TOGETHER = 4
 _PIECE = 1 << 18
 """Values that are worked on together, about: a MiB stays in the cache."""
 
+_BEHIND = "the bits behind its last place are not zero"
+_BEYOND = "it has a place beyond its block"
+_WITHOUT_VALUE = "a block has a code without a value, or one behind the end"
+
 
 @dataclass(frozen=True)
 class Top1:
-    """Works in host memory: tensors of another device are copied there and back."""
+    """Works on the device of its tensors, with the same bytes everywhere."""
 
     block: int
     """B: 2 to 32768."""
@@ -78,8 +83,9 @@ class Top1:
         """See `Codec.encode`."""
         n = check_values(values)
         payload = output(out, self.payload_bytes(n), torch.uint8, values.device)
-        host = payload if payload.device.type == "cpu" else torch.empty_like(payload, device="cpu")
-        bits, records, done = values.cpu().numpy().view(np.int32), host.numpy(), 0
+        if not device.numpy_reaches(values):
+            return self._encode_there(values, payload)
+        bits, records, done = values.numpy().view(np.int32), payload.numpy(), 0
         for start, rows, width in self._records(n):
             piece = bits[start : start + rows * width * self.block]
             missing = rows * width * self.block - piece.size
@@ -96,14 +102,37 @@ class Top1:
             record[:, HEAD:] = self._packed(
                 np.where(some, places.reshape(rows, width), self.block), np.where(some, codes, 0)
             )
-        return payload if payload is host else payload.copy_(host)
+        return payload
+
+    def _encode_there(self, values: Tensor, payload: Tensor) -> Tensor:
+        """`encode` in tensor operations."""
+        bits, done = values.view(torch.int32), 0
+        for start, rows, width in self._records(values.numel(), device.PIECE):
+            piece = bits[start : start + rows * width * self.block]
+            missing = rows * width * self.block - piece.numel()
+            if missing:
+                piece = torch.nn.functional.pad(piece, (0, missing))
+            blocks = piece.view(rows * width, self.block)
+            # Among equals the first, as numpy takes it.
+            places = (blocks & 0x7FFFFFFF).argmax(1, keepdim=True)
+            chosen = blocks.gather(1, places).view(rows, width)
+            some = (chosen & 0x7FFFFFFF) > 0
+            size = rows * self._record_bytes(width)
+            record = payload[done : done + size].view(rows, -1)
+            done += size
+            record[:, :HEAD], codes = device_levels.to_codes(chosen, zeros=False)
+            record[:, HEAD:] = self._packed_there(
+                torch.where(some, places.view(rows, width), self.block), torch.where(some, codes, 0)
+            )
+        return payload
 
     def decode(self, payload: Tensor, n: int, out: Tensor | None = None) -> Tensor:
         """See `Codec.decode`. Refuses places and codes that encoding does not make, too."""
         payload = check_payload(payload, self.payload_bytes(n), self.name, n)
-        values = output(out, n, torch.float32, payload.device)
-        host = values if values.device.type == "cpu" else torch.empty_like(values, device="cpu")
-        bits, records, done = host.zero_().numpy().view(np.int32), payload.cpu().numpy(), 0
+        values = output(out, n, torch.float32, payload.device).zero_()
+        if not device.numpy_reaches(payload):
+            return self._decode_there(payload, values)
+        bits, records, done = values.numpy().view(np.int32), payload.numpy(), 0
         for start, rows, width in self._records(n):
             size = rows * self._record_bytes(width)
             record = records[done : done + size].reshape(rows, -1)
@@ -113,15 +142,36 @@ class Top1:
             some = places < self.block
             where = start + places_of(places.reshape(-1, 1), self.block).reshape(some.shape)[some]
             if (codes[~some] != 0).any() or (where >= n).any():
-                raise self._refused("a block has a code without a value, or one behind the end")
+                raise self._refused(_WITHOUT_VALUE)
             bits[where] = found[some]
-        return values if values is host else values.copy_(host)
+        return values
 
-    def _records(self, n: int) -> Iterator[tuple[int, int, int]]:
-        """(first value, number of records, their blocks) of the pieces in which n are taken."""
+    def _decode_there(self, payload: Tensor, values: Tensor) -> Tensor:
+        """`decode` in tensor operations; `values` are zeros."""
+        n, done, refusals = values.numel(), 0, device.Refusals(self.name)
+        bits = values.view(torch.int32)
+        for start, rows, width in self._records(n, device.PIECE):
+            size = rows * self._record_bytes(width)
+            record = payload[done : done + size].view(rows, -1)
+            done += size
+            places, codes = self._unpacked_there(record[:, HEAD:], width, refusals)
+            found = device_levels.from_codes(record[:, :HEAD], codes, refusals)
+            some = places < self.block
+            first = torch.arange(rows * width, device=values.device).view(rows, width) * self.block
+            where = first + start + places
+            refusals.add(torch.where(some, where >= n, codes != 0), _WITHOUT_VALUE)
+            # A block without a value gets a zero, at a place of its own that is there.
+            where = (first + start + places.clamp(0, self.block - 1)).clamp_(max=n - 1)
+            bits.scatter_(0, where.view(-1), torch.where(some, found, 0).view(-1))
+        refusals.settle()
+        return values
+
+    def _records(self, n: int, piece: int = _PIECE) -> Iterator[tuple[int, int, int]]:
+        """(first value, number of records, their blocks) of the pieces in which n are taken;
+        `piece`: values that are worked on together."""
         blocks = -(-n // self.block)
         whole, rest = divmod(blocks, _BLOCKS)
-        together = max(1, _PIECE // (_BLOCKS * self.block))
+        together = max(1, piece // (_BLOCKS * self.block))
         for first in range(0, whole, together):
             yield first * _BLOCKS * self.block, min(together, whole - first), _BLOCKS
         if rest:
@@ -160,7 +210,7 @@ class Top1:
         fours, width = -(-blocks // _TOGETHER), self._place_bits
         stream = np.unpackbits(data, axis=1, bitorder="little")
         if stream[:, 2 * blocks + fours * width :].any():
-            raise self._refused("the bits behind its last place are not zero")
+            raise self._refused(_BEHIND)
         codes = stream[:, :blocks] | stream[:, blocks : 2 * blocks] << 1
         above = stream[:, 2 * blocks : 2 * blocks + fours * width].reshape(len(data), fours, width)
         numbers = np.zeros((len(data), fours), dtype=np.int64)
@@ -172,8 +222,47 @@ class Top1:
             numbers, places[:, :, number] = np.divmod(numbers, radix)
         flat = places.reshape(len(data), -1)
         if numbers.any() or flat[:, blocks:].any():
-            raise self._refused("it has a place beyond its block")
+            raise self._refused(_BEYOND)
         return flat[:, :blocks], codes.astype(np.int32)
+
+    def _packed_there(self, places: Tensor, codes: Tensor) -> Tensor:
+        """`_packed` in tensor operations; places are int64."""
+        rows, blocks = places.shape
+        fours, width, radix = -(-blocks // _TOGETHER), self._place_bits, self.block + 1
+        padded = torch.nn.functional.pad(places, (0, fours * _TOGETHER - blocks))
+        padded = padded.view(rows, fours, _TOGETHER)
+        numbers = padded[..., _TOGETHER - 1]
+        for place in reversed(range(_TOGETHER - 1)):
+            numbers = numbers * radix + padded[..., place]
+        size = (rows, 2 * blocks + fours * width)
+        stream = torch.empty(size, dtype=torch.uint8, device=places.device)
+        stream[:, :blocks] = codes & 1
+        stream[:, blocks : 2 * blocks] = codes >> 1
+        above = stream[:, 2 * blocks :].unflatten(1, (fours, width))
+        for place in range(width):
+            above[:, :, place] = numbers >> place & 1
+        return device.pack_bits(stream)
+
+    def _unpacked_there(
+        self, data: Tensor, blocks: int, refusals: device.Refusals
+    ) -> tuple[Tensor, Tensor]:
+        """`_unpacked` in tensor operations: places and codes, int64 [rows, blocks]."""
+        fours, width, radix = -(-blocks // _TOGETHER), self._place_bits, self.block + 1
+        stream = device.unpack_bits(data)
+        refusals.add(stream[:, 2 * blocks + fours * width :] != 0, _BEHIND)
+        codes = stream[:, :blocks] | stream[:, blocks : 2 * blocks] << 1
+        above = stream[:, 2 * blocks : 2 * blocks + fours * width].unflatten(1, (fours, width))
+        numbers = above[:, :, 0].to(torch.int64)
+        for place in range(1, width):
+            numbers |= above[:, :, place].to(torch.int64) << place
+        places = []
+        for _ in range(_TOGETHER):
+            places.append(numbers % radix)
+            numbers = torch.div(numbers, radix, rounding_mode="floor")
+        flat = torch.stack(places, 2).flatten(1)
+        refusals.add(numbers != 0, _BEYOND)
+        refusals.add(flat[:, blocks:] != 0, _BEYOND)
+        return flat[:, :blocks], codes.to(torch.int64)
 
     def _refused(self, why: str) -> ExchangeError:
         return ExchangeError(f"{self.name} payload refused: {why}; no site's encoder writes that")

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from dilocox.codec_spec import LARGEST_KEPT
-from dilocox.compression import sparse
+from dilocox.compression import device, device_levels, device_sparse, sparse
 from dilocox.compression.base import (
     check_count,
     check_number,
@@ -34,7 +34,7 @@ _BITS = 2
 
 @dataclass(frozen=True)
 class TopK:
-    """Works in host memory: tensors of another device are copied there and back."""
+    """Works on the device of its tensors, with the same bytes everywhere."""
 
     kept: int
     """K: 1 to 2048."""
@@ -61,8 +61,9 @@ class TopK:
         """See `Codec.encode`."""
         n = check_values(values)
         payload = output(out, self.payload_bytes(n), torch.uint8, values.device)
-        host = payload if payload.device.type == "cpu" else torch.empty_like(payload, device="cpu")
-        bits, records, done = values.cpu().numpy().view(np.int32), host.numpy(), 0
+        if not device.numpy_reaches(values):
+            return self._encode_there(values, payload)
+        bits, records, done = values.numpy().view(np.int32), payload.numpy(), 0
         for start, rows, width in sparse.chunks(n, self.kept):
             piece = bits[start : start + rows * width].reshape(rows, width)
             size = rows * sparse.record_bytes(width, self.kept, HEAD, _BITS)
@@ -74,14 +75,28 @@ class TopK:
             where = sparse.indices_of(found, rows, width)
             record[:, :HEAD], codes = to_codes(chosen)
             record[:, HEAD:] = sparse.pack(where, codes, width, _BITS)
-        return payload if payload is host else payload.copy_(host)
+        return payload
+
+    def _encode_there(self, values: Tensor, payload: Tensor) -> Tensor:
+        """`encode` in tensor operations."""
+        bits, done = values.view(torch.int32), 0
+        for start, rows, width in sparse.chunks(values.numel(), self.kept, device.PIECE):
+            piece = bits[start : start + rows * width].view(rows, width)
+            size = rows * sparse.record_bytes(width, self.kept, HEAD, _BITS)
+            record = payload[done : done + size].view(rows, -1)
+            done += size
+            where = device_sparse.strongest(piece & 0x7FFFFFFF, sparse.kept_of(width, self.kept))
+            record[:, :HEAD], codes = device_levels.to_codes(piece.gather(1, where))
+            record[:, HEAD:] = device_sparse.pack(where, codes, width, _BITS)
+        return payload
 
     def decode(self, payload: Tensor, n: int, out: Tensor | None = None) -> Tensor:
         """See `Codec.decode`. Refuses indices that encoding does not make, too."""
         payload = check_payload(payload, self.payload_bytes(n), self.name, n)
-        values = output(out, n, torch.float32, payload.device)
-        host = values if values.device.type == "cpu" else torch.empty_like(values, device="cpu")
-        bits, records, done = host.zero_().numpy().view(np.int32), payload.cpu().numpy(), 0
+        values = output(out, n, torch.float32, payload.device).zero_()
+        if not device.numpy_reaches(payload):
+            return self._decode_there(payload, values)
+        bits, records, done = values.numpy().view(np.int32), payload.numpy(), 0
         for start, rows, width in sparse.chunks(n, self.kept):
             size = rows * sparse.record_bytes(width, self.kept, HEAD, _BITS)
             record = records[done : done + size].reshape(rows, -1)
@@ -90,4 +105,18 @@ class TopK:
             where, codes = sparse.unpack(record[:, HEAD:], k, width, _BITS, self.name)
             piece = bits[start : start + rows * width]
             piece[sparse.places_of(where, width)] = from_codes(record[:, :HEAD], codes, self.name)
-        return values if values is host else values.copy_(host)
+        return values
+
+    def _decode_there(self, payload: Tensor, values: Tensor) -> Tensor:
+        """`decode` in tensor operations; `values` are zeros."""
+        bits, done, refusals = values.view(torch.int32), 0, device.Refusals(self.name)
+        for start, rows, width in sparse.chunks(values.numel(), self.kept, device.PIECE):
+            size = rows * sparse.record_bytes(width, self.kept, HEAD, _BITS)
+            record = payload[done : done + size].view(rows, -1)
+            done += size
+            k = sparse.kept_of(width, self.kept)
+            where, codes = device_sparse.unpack(record[:, HEAD:], k, width, _BITS, refusals)
+            piece = bits[start : start + rows * width].view(rows, width)
+            piece.scatter_(1, where, device_levels.from_codes(record[:, :HEAD], codes, refusals))
+        refusals.settle()
+        return values
