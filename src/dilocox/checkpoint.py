@@ -38,6 +38,16 @@ FORMAT_VERSION = 1
 LOOK = 0.2
 """Seconds between two words of a rank that waits for its disk."""
 
+Take = Callable[[Mapping[str, torch.Tensor]], Callable[[], Mapping[str, torch.Tensor]]]
+"""Begins to copy tensors as they stand now to host memory; what gives the copies when they are
+whole."""
+
+
+def copied(tensors: Mapping[str, torch.Tensor]) -> Callable[[], Mapping[str, torch.Tensor]]:
+    """A `Take` that has copied all when it returns."""
+    copies = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
+    return lambda: copies
+
 
 def tick_folder(root: str, tick: int) -> str:
     """Folder (path or fsspec URL) of the whole run's checkpoint at `tick`."""
@@ -75,8 +85,10 @@ class RankCheckpointer:
         keep: int,
         whole: Callable[[], int | None] | None = None,
         patience: float = 0.0,
+        take: Take = copied,
     ) -> None:
         self._root = root
+        self._take = take
         self._whole = whole
         self._rank = (site, stage, shard)
         self._keep = keep
@@ -101,20 +113,21 @@ class RankCheckpointer:
     ) -> None:
         """Snapshot now, write in the background.
 
-        `tensors` are copied to host memory before this returns. `on_written(tick, digest)` is
-        called from the writing thread when all is on disk, `on_failed(tick, reason)` if not, or if
-        `on_written` raises: a full or broken disk is reported and does not end the run.
+        `tensors` are copied to host memory as they are now: how, `take` says.
+        `on_written(tick, digest)` is called from the writing thread when all is on disk,
+        `on_failed(tick, reason)` if not, or if `on_written` raises: a full or broken disk is
+        reported and does not end the run.
         """
         self.wait()
         folder = rank_folder(self._root, tick, *self._rank)
-        snapshot = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
+        snapshot = self._take(tensors)
         document = json.dumps({"format": FORMAT_VERSION, "tick": tick, **state}, sort_keys=True)
 
         def write() -> None:
             try:
                 with timeline.span("write checkpoint", tick=tick):
                     attempt, digest = patiently(
-                        lambda: _attempt(folder, snapshot, document),
+                        lambda: _attempt(folder, snapshot(), document),
                         folder,
                         self._patience,
                         failures=FAILURES,

@@ -82,7 +82,9 @@ class Donors:
             for piece in sorted(donor.waiting):
                 if not trainer.outer.under_way(piece, entry.from_round):
                     state = trainer.rank.states[piece]
-                    copies = {name: t.detach().cpu().clone() for name, t in state.agreed().items()}
+                    copies = {
+                        name: t.detach().to("cpu", copy=True) for name, t in state.agreed().items()
+                    }
                     donor.offer(Snapshot(piece, trainer.at.tick, copies, state.warm_codec))
         for key, donor in list(self._serving.items()):
             if donor.done and donor.failure:

@@ -25,6 +25,7 @@ from dilocox.models import finish_model_folder, stage_file_name, write_stage_fil
 from dilocox.outer.coordinator.client import CoordinatorClient
 from dilocox.outer.coordinator.messages import Checkpoint, ExchangeKey, RoundPlan, SiteStatus
 from dilocox.outer.pending import Pending
+from dilocox.outer.staging import snapshot
 from dilocox.record.files import other_files
 from dilocox.record.recording import MOMENTUM_OF, RankRecord
 from dilocox.storage import begun
@@ -75,6 +76,7 @@ class Keeper:
             config.checkpoint.keep,
             lambda: newest_whole(client.checkpoints()),
             config.network.link_timeout,
+            lambda tensors: snapshot(tensors).tensors,
         )
 
     def save(self, trainer: Trainer, plan: RoundPlan | None, *, last: bool = False) -> None:

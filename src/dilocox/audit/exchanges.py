@@ -23,8 +23,9 @@ from dilocox.outer.attempt import Contribution, Outcome
 from dilocox.outer.averaging import average, chunk_bounds, requantise
 from dilocox.outer.exchange import advancing, chunk_index
 from dilocox.outer.layout import Layout
+from dilocox.outer.staging import sha256_of
 from dilocox.record.course import Course, Step
-from dilocox.record.digests import sealed, sha256, tensor_bytes
+from dilocox.record.digests import sealed
 from dilocox.record.replay import DIGEST_BYTES, Get, payload_tensor, step_average
 
 
@@ -149,7 +150,7 @@ class RecordedExchanges:
             difference = _difference(made.decoded, made.signed()) if counts else None
         moments = same or not counts or made.moments()
         said = self._course.commitments.get((step.key.text, place.site, place.shard))
-        digest, run = sha256(tensor_bytes(values)), self._course.run
+        digest, run = sha256_of(values), self._course.run
         expected = sealed(digest, run, step.key.text, place.site, place.shard)
         committed = said is None or said.values == expected
         check = PayloadCheck(step.key.text, self._taken(), same, difference, moments, committed)
@@ -173,13 +174,13 @@ class RecordedExchanges:
             if codec is None or codec.moments is None:
                 return True
             both = (payload, payload_tensor(self._own(step)))
-            ours, theirs = (carried(each, codec.geometry).int() for each in both)
+            ours, theirs = (carried(each, codec.geometry).cpu().int() for each in both)
             return bool(((ours - theirs).abs() <= 1).all())
 
         return _Made(
-            payload_digest(payload).hex(),
+            payload_digest(payload.cpu()).hex(),
             decode(payload),
-            lambda: decode(payload_tensor(self._own(step))),
+            lambda: decode(payload_tensor(self._own(step)).to(payload.device)),
             alike,
         )
 
@@ -205,7 +206,8 @@ class RecordedExchanges:
         def signed() -> Tensor:
             named = _named(self._own(step))
             pairs = zip(parts.values(), named, strict=True)
-            return _joined([part.decode(payload_tensor(self._get(one))) for part, one in pairs])
+            sent = ((part, payload_tensor(self._get(one))) for part, one in pairs)
+            return _joined([part.decode(each.to(values.device)) for part, each in sent])
 
         decoded = _joined([part.decode(mine[site]) for site, part in parts.items()])
         made = _Made(payload_digest(index).hex(), decoded, signed)

@@ -64,10 +64,11 @@ def payload_digest(payload: Tensor) -> bytes:
     return hashlib.sha256(payload.contiguous().numpy().data).digest()
 
 
-def pack_frame(part: FramePart, payload: Tensor) -> Tensor:
+def pack_frame(part: FramePart, payload: Tensor, into: Tensor | None = None) -> Tensor:
     """uint8 [payload_bytes] on any device to uint8 [frame_bytes(part)] in host memory.
 
-    Raises `ExchangeError` if the payload does not have the size of `part`.
+    The frame is `into`, if that is given. Raises `ExchangeError` if the payload does not have the
+    size of `part`.
     """
     size = part.payload_bytes
     if payload.dtype != torch.uint8 or payload.shape != (size,):
@@ -75,7 +76,7 @@ def pack_frame(part: FramePart, payload: Tensor) -> Tensor:
             f"{part.name} payload of {part.values} values must be uint8 [{size}], got "
             f"{payload.dtype} {list(payload.shape)}"
         )
-    frame = torch.empty(FRAME_HEADER_BYTES + size, dtype=torch.uint8)
+    frame = torch.empty(FRAME_HEADER_BYTES + size, dtype=torch.uint8) if into is None else into
     frame[FRAME_HEADER_BYTES:].copy_(payload)
     digest = payload_digest(frame[FRAME_HEADER_BYTES:])
     header = _HEADER.pack(
@@ -83,6 +84,11 @@ def pack_frame(part: FramePart, payload: Tensor) -> Tensor:
     )
     frame[:FRAME_HEADER_BYTES].copy_(torch.frombuffer(bytearray(header), dtype=torch.uint8))
     return frame
+
+
+def frame_payload(frame: Tensor) -> Tensor:
+    """The payload, uint8 [payload_bytes], of a frame that was packed here: not a copy."""
+    return frame[FRAME_HEADER_BYTES:]
 
 
 def frame_digest(frame: Tensor) -> bytes:

@@ -69,9 +69,11 @@ class LowRank:
         payload: 32 + Σ (8 + r B(columns) s) + 66 Σ B(size of a dense tensor)
 
     The payload is the SHA-256 of the basis, a float64 for each matrix, the factors' scales and
-    codes, and the dense tensors' as int4. All methods work on the device of their first tensor,
-    and raise `ExchangeError` for payloads of another size or beyond the limits that keep decoding
-    exact. Raises `ConfigError` for a rank or bits that cannot be.
+    codes, and the dense tensors' as int4. All methods work on the device of their first tensor
+    (`next_warm` on that of the warm start; a basis may be in host memory): sums that all sites must
+    have alike are exact, so a GPU's are the same bits. They raise `ExchangeError` for payloads of
+    another size or beyond the limits that keep decoding exact. Raises `ConfigError` for a rank or
+    bits that cannot be.
     """
 
     identifier = PAYLOAD_IDENTIFIER
@@ -265,7 +267,7 @@ class LowRank:
         digest = self._digest(basis)
         mean = torch.zeros_like(warm)
         for payload in payloads:
-            mean += self._split(payload, digest)[1].to(warm.device)
+            mean += self._split(payload.to(warm.device), digest)[1]
         # A tensor on purpose: some devices turn division by a plain number into a product.
         mean.div_(torch.full((1,), weight, device=warm.device))
         return refreshed(mean, warm, self._right, count)
@@ -290,11 +292,12 @@ class LowRank:
         they do within the basis. A report: its last digits may differ between machines.
         """
         digest = self._digest(basis)
-        missed = torch.zeros(self.matrices, dtype=torch.float64)
-        inside = torch.zeros(self.matrices, dtype=torch.float64)
-        total = torch.zeros(self.warm_length, dtype=torch.float64)
+        device = payloads[0].device if payloads else basis.device
+        missed = torch.zeros(self.matrices, dtype=torch.float64, device=device)
+        inside = torch.zeros(self.matrices, dtype=torch.float64, device=device)
+        total = torch.zeros(self.warm_length, dtype=torch.float64, device=device)
         for payload in payloads:
-            lost, right, _ = (each.cpu() for each in self._split(payload, digest))
+            lost, right, _ = self._split(payload, digest)
             missed += lost
             for stack, energies in zip(self._right, self._by_group(inside), strict=True):
                 energies += _energy(stack.view(right))

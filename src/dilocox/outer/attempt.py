@@ -11,12 +11,20 @@ from typing import Literal, Protocol
 import torch
 
 from dilocox import timeline
-from dilocox.compression import Compressor, FramePart, LowRank, frame_bytes, unpack_frame
+from dilocox.compression import (
+    Compressor,
+    FramePart,
+    LowRank,
+    frame_bytes,
+    pack_frame,
+    unpack_frame,
+)
 from dilocox.errors import ExchangeError
 from dilocox.outer.averaging import average
 from dilocox.outer.coordinator.messages import BeginReply, ExchangeKey, VoteReply
 from dilocox.outer.coordinator.verdict_messages import Opinion
 from dilocox.outer.groups import PeerGroup, Transfer
+from dilocox.outer.staging import HOST, Mark, Staging
 from dilocox.outer.unreached import UnreachedError
 
 log = logging.getLogger(__name__)
@@ -92,8 +100,8 @@ class Probe(Protocol):
 
 @dataclass(frozen=True)
 class Contribution:
-    """What a site brings to an exchange. `values`: u, flat fp32 [length] on the CPU; none for a
-    site that only receives."""
+    """What a site brings to an exchange. `values`: u, flat fp32 [length] on the device that
+    encodes, decodes and averages; none for a site that only receives."""
 
     key: ExchangeKey
     length: int
@@ -111,11 +119,19 @@ class Contribution:
     """The contributions are compared with each other before the vote."""
     probe: Probe | None = None
     """The gate; none if there is none, or it does not judge this exchange."""
+    staging: Staging = HOST
+    """Of that device. Payloads are swapped from host memory."""
+    ready: Mark | None = None
+    """From when on the values are there; none if they are."""
 
     @property
     def seed(self) -> int:
         """What codecs draw their positions from: the same at all sites, another every time."""
         return self.key.seed
+
+    def pack(self, part: FramePart, payload: torch.Tensor) -> torch.Tensor:
+        """`pack_frame` of a payload of the device, into host memory that it copies to fast."""
+        return pack_frame(part, payload, self.staging.empty(frame_bytes(part)))
 
 
 @dataclass(frozen=True)
@@ -123,7 +139,8 @@ class Outcome:
     """What came of an exchange."""
 
     average: torch.Tensor | None
-    """Averaged pseudo-gradient, flat fp32 [length]; none if nobody contributed."""
+    """Averaged pseudo-gradient, flat fp32 [length], on the contribution's device as all tensors
+    but `payloads`; none if nobody contributed."""
     contributors: tuple[str, ...]
     sent: torch.Tensor | None
     """What the others saw of this site; none if it was left out."""
@@ -150,7 +167,10 @@ class Outcome:
     """When each site was there for it, by this process's `time.monotonic`."""
     payloads: tuple[torch.Tensor, ...] = ()
     """What a replay needs, as far as it is here, uint8 each: payloads that count, a low-rank
-    codec's basis; of `reduce` the `chunk_index` and the payloads of chunks that passed here."""
+    codec's basis; of `reduce` the `chunk_index` and the payloads of chunks that passed here. In
+    host memory."""
+    ready: Mark | None = None
+    """From when on its tensors are there; none if they are."""
 
 
 class Turn(Protocol):
@@ -223,7 +243,7 @@ class Attempt:
         group = self._group
         tag = zlib.crc32(f"{self.what.key.text}#{self._begun.attempt}#{phase}".encode()) >> 1
         buffers = {
-            site: torch.empty(frame_bytes(part), dtype=torch.uint8)
+            site: self.what.staging.empty(frame_bytes(part))
             for site, part in incoming.items()
             if site != self.me
         }
@@ -282,7 +302,8 @@ class Attempt:
         contributions: bool = False,
         check: Callable[[torch.Tensor], object] = lambda payload: None,
     ) -> dict[str, torch.Tensor]:
-        """Payloads of the frames that are what they should be; the others are left out.
+        """Payloads, in host memory, of the frames that are what they should be; the others are left
+        out.
 
         `contributions`: what is wrong with them is said with the vote. `check` raises
         `ExchangeError` for a payload that does not decode.

@@ -24,7 +24,7 @@ from dilocox.compression import (
     Part,
     all_zero,
     frame_digest,
-    pack_frame,
+    frame_payload,
     payload_digest,
     refuse_unusable,
 )
@@ -115,7 +115,7 @@ def _frame_for_all(what: Contribution) -> torch.Tensor | None:
         return None
     part = what.compressor.part(0, what.length, what.seed)
     with timeline.span("encode", values=what.length):
-        return pack_frame(part, part.encode(what.values))
+        return what.pack(part, part.encode(what.values))
 
 
 def advancing(
@@ -146,14 +146,14 @@ def low_rank(attempt: Attempt, codec: LowRank) -> Outcome:
     come whole, or is none, is left out of the basis: any basis will do that all sites have. An
     owner that sends something else has broken the exchange.
     """
-    what, me = attempt.what, attempt.me
+    what, me, there = attempt.what, attempt.me, attempt.what.staging.to_device
     owner = attempt.senders[what.seed % len(attempt.senders)]
     factors: dict[str, torch.Tensor] = {}
     if not attempt.observes:
         assert what.values is not None
         assert what.warm is not None
         with timeline.span("encode", values=what.length):
-            factors[me] = pack_frame(codec.factor_part, codec.project(what.values, what.warm))
+            factors[me] = what.pack(codec.factor_part, codec.project(what.values, what.warm))
     factors |= attempt.swap(
         outgoing={} if attempt.observes else {owner: factors[me]},
         incoming=dict.fromkeys(attempt.senders, codec.factor_part) if me == owner else {},
@@ -162,10 +162,14 @@ def low_rank(attempt: Attempt, codec: LowRank) -> Outcome:
     frames: dict[str, torch.Tensor] = {}
     if me == owner:
         parts = dict.fromkeys(attempt.senders, codec.factor_part)
-        whole = attempt.unpack(factors, parts, check=codec.check_factor)
+        whole = attempt.unpack(
+            factors, parts, check=lambda factor: codec.check_factor(there(factor))
+        )
         with timeline.span("orthonormalise"):
-            basis = codec.orthonormalise([whole[site] for site in attempt.senders if site in whole])
-        frames[owner] = pack_frame(codec.basis_part, basis)
+            basis = codec.orthonormalise(
+                [there(whole[site]) for site in attempt.senders if site in whole]
+            )
+        frames[owner] = what.pack(codec.basis_part, basis)
     frames |= attempt.swap(
         outgoing=dict.fromkeys(attempt.receivers, frames[me]) if me == owner else {},
         incoming={owner: codec.basis_part},
@@ -179,14 +183,14 @@ def low_rank(attempt: Attempt, codec: LowRank) -> Outcome:
     if not attempt.observes:
         assert what.values is not None
         with timeline.span("encode", values=what.length):
-            own = pack_frame(codec.payload_part, codec.encode(what.values, basis))
+            own = what.pack(codec.payload_part, codec.encode(what.values, basis))
     outcome, chosen = _to_everyone(
         attempt, codec.payload_part, own, lambda payload: codec.decode(payload, basis), phase=3
     )
     if not chosen:
         return outcome
     weights = [what.weights[site] for site in outcome.contributors]
-    worth = codec.effective_rank(chosen, basis)
+    worth = codec.effective_rank([there(payload) for payload in chosen], basis)
     return replace(
         outcome,
         payloads=(*chosen, basis),
@@ -216,7 +220,8 @@ def _to_everyone(
     payloads = attempt.unpack(
         {**frames, **received}, dict.fromkeys(attempt.senders, part), contributions=True
     )
-    weighing = Weighing(attempt.what, me, attempt.senders, decode)
+    there = attempt.what.staging.to_device
+    weighing = Weighing(attempt.what, me, attempt.senders, lambda each: decode(there(each)))
     with timeline.span("decode and average", values=attempt.what.length, sites=len(payloads)):
         opinions = weighing.examined(payloads)
     for site in weighing.held:
@@ -235,7 +240,7 @@ def _to_everyone(
 
 def reduce(attempt: Attempt) -> Outcome:
     """Each owner averages its chunk and hands it round."""
-    what, me = attempt.what, attempt.me
+    what, me, there = attempt.what, attempt.me, attempt.what.staging.to_device
     assert not isinstance(what.compressor, LowRank)
     owners = attempt.senders
     bounds = dict(zip(owners, chunk_bounds(what.length, len(owners)), strict=True))
@@ -252,7 +257,7 @@ def reduce(attempt: Attempt) -> Outcome:
             for site, part in chunks.items():
                 start, end = bounds[site]
                 mine[site] = part.encode(what.values[start:end])
-                frames[site] = pack_frame(part, mine[site])
+                frames[site] = what.pack(part, mine[site])
     own = chunks.get(me)
     arrived = attempt.swap(
         outgoing=frames, incoming={} if own is None else dict.fromkeys(owners, own), phase=1
@@ -264,7 +269,7 @@ def reduce(attempt: Attempt) -> Outcome:
             {**arrived, me: frames[me]},
             dict.fromkeys(owners, own),
             contributions=True,
-            check=lambda payload: _usable(own, payload),
+            check=lambda payload: _usable(own, there(payload)),
         )
     index = None if attempt.observes else chunk_index(frames.values())
     if what.values is not None and all_zero(what.values):
@@ -278,17 +283,17 @@ def reduce(attempt: Attempt) -> Outcome:
     if index is not None and me in counted:
         # Nobody else has these: it counts once all have said that they are done, even if this site
         # dies then.
-        alone = [index, *(payload for site, payload in mine.items() if site == me)]
+        alone = [index, *(frame_payload(frame) for site, frame in frames.items() if site == me)]
     kept = attempt.keep(alone)
     means: dict[str, torch.Tensor] = {}
     second = None
     if own is not None and counted:
         with timeline.span("decode and average", values=own.values, sites=len(counted)):
-            mean = attempt.average((own.decode(payloads[site]) for site in counted), counted)
+            mean = attempt.average((own.decode(there(payloads[site])) for site in counted), counted)
         assert mean is not None
         with timeline.span("encode", values=own.values):
             again = requantise(own, mean, sum(what.weights[site] for site in counted))
-            means[me] = pack_frame(own, again.payload)
+            means[me] = what.pack(own, again.payload)
         second = (bounds[me][0], again.second_error)
     means |= attempt.swap(
         outgoing=dict.fromkeys(attempt.receivers, means[me]) if me in means else {},
@@ -298,7 +303,7 @@ def reduce(attempt: Attempt) -> Outcome:
     averaged = attempt.unpack(means, chunks)
     with timeline.span("decode", values=what.length):
         # Before anybody says that he is done: an owner's mean that is none is as good as none.
-        decoded = _decoded(what.key, chunks, averaged)
+        decoded = _decoded(what.key, chunks, {s: there(each) for s, each in averaged.items()})
     lost = [site for site in chunks if site not in decoded] if counted else []
     if lost:
         raise attempt.broken(lost)
@@ -312,7 +317,8 @@ def reduce(attempt: Attempt) -> Outcome:
         if me in decision.set:
             sent = _joined({site: part.decode(mine[site]) for site, part in chunks.items()})
     others = (payload for site, payload in payloads.items() if site != me)
-    passed = [] if index is None else [index, *mine.values(), *others]
+    own_payloads = map(frame_payload, frames.values())
+    passed = [] if index is None else [index, *own_payloads, *others]
     outcome = _outcome(attempt, result, decision.set, sent, second)
     return replace(outcome, payloads=tuple(passed))
 

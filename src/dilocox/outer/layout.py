@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dilocox.compression import BLOCK, Geometry
 from dilocox.errors import ConfigError, ExchangeError
+from dilocox.outer.staging import Staging, staging_of
 
 
 @dataclass(frozen=True)
@@ -82,25 +83,31 @@ class Layout:
     ) -> Tensor:
         """Copy `tensors` (fp32, any device) into a flat fp32 [length] tensor.
 
-        It is `out`, whose gaps must be zero already, or a new one on `device` (default CPU).
-        Raises `ExchangeError` for a tensor that is missing or has another shape or dtype.
+        It is `out`, whose gaps must be zero already, or a new one on `device` (default CPU); of
+        tensors of a GPU that one is in memory that copies are fast to. Complete on return. Raises
+        `ExchangeError` for a tensor that is missing or has another shape or dtype.
         """
-        flat = torch.empty(self.length, device=device) if out is None else out
+        self._check(tensors)
+        staging = _between(device if out is None else out.device, tensors, self.names)
+        if out is not None:
+            flat = out
+        elif device is None or device.type == "cpu":
+            flat = staging.empty(self.length, torch.float32)
+        else:
+            flat = torch.empty(self.length, device=device)
         if out is None:
             for gap in self.gaps:
                 flat[gap] = 0
-        views = self.views(flat)
-        self._check(tensors)
-        for name, view in views.items():
-            view.copy_(tensors[name].detach())
+        staging.copy([(view, tensors[name].detach()) for name, view in self.views(flat).items()])
         return flat
 
     def unpack(self, flat: Tensor, tensors: Mapping[str, Tensor]) -> None:
-        """Copy `flat` [length] into `tensors` in place. Raises `ExchangeError` as `pack` does."""
+        """Copy `flat` [length] into `tensors` in place; complete on return. Raises `ExchangeError`
+        as `pack` does."""
         self._check(tensors)
         with torch.no_grad():
-            for name, view in self.views(flat).items():
-                tensors[name].copy_(view)
+            staging = _between(flat.device, tensors, self.names)
+            staging.copy([(tensors[name], view) for name, view in self.views(flat).items()])
 
     def locate(self, position: int) -> str:
         """`name[index]` of the value at `position` of the buffer, for messages."""
@@ -118,6 +125,18 @@ class Layout:
                 raise ExchangeError(
                     f"{name}: expected fp32 {list(shape)}, got {tensor.dtype} {list(tensor.shape)}"
                 )
+
+
+def _between(
+    flat: torch.device | None, tensors: Mapping[str, Tensor], names: Sequence[str]
+) -> Staging:
+    """What copies between a flat buffer and `names` of `tensors`: the GPU's, where only one side is
+    on one."""
+    devices = {tensors[name].device for name in names}
+    elsewhere = [device for device in devices if device.type != "cpu"]
+    if elsewhere and (flat is None or flat.type == "cpu"):
+        return staging_of(elsewhere[0])
+    return staging_of(torch.device("cpu"))
 
 
 def local_shapes(

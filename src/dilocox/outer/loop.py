@@ -27,6 +27,7 @@ from dilocox.outer.moments import Second, none_held, row_means, take_means, told
 from dilocox.outer.overlap import Rule
 from dilocox.outer.pending import Counts, Pending
 from dilocox.outer.pieces import pieces_of
+from dilocox.outer.staging import staging_of
 from dilocox.outer.state import PieceState
 
 
@@ -312,7 +313,11 @@ class OuterLoop:
         return [*self.pending, self.gradient] if self.gradient else list(self.pending)
 
     def _hand_in(self, item: Pending) -> None:
-        plan = item.plan
+        plan, device = item.plan, self.states[0].anchor.device
+        if item.contribution is not None:
+            # One of a checkpoint comes in host memory.
+            item.contribution = item.contribution.to(device)
+        staging = staging_of(device)
         outer, admission = item.key.kind == "outer", self._admission
         whole = self._whole(item.key, plan)
         chosen = whole.compressor(plan.codec)
@@ -324,7 +329,7 @@ class OuterLoop:
             Contribution(
                 key=item.key,
                 length=whole.layout.length,
-                values=None if item.contribution is None else item.contribution.cpu(),
+                values=item.contribution,
                 compressor=chosen,
                 warm=whole.warm if isinstance(chosen, LowRank) else None,
                 mode=plan.exchange,
@@ -333,6 +338,8 @@ class OuterLoop:
                 aggregation=admission.aggregation if outer else "mean",
                 examines=admission.examines and outer,
                 probe=item.probe,
+                staging=staging,
+                ready=staging.mark(),
             )
         )
 
@@ -446,6 +453,10 @@ class OuterLoop:
             while not wait_for([item.outcome], timeout=1.0).done:
                 self._touch()
             outcome = item.outcome.result()
+        if outcome.ready is not None:
+            outcome.ready.wait()
+        second = None if outcome.second_error is None else outcome.second_error[1]
+        staging_of(self.states[0].anchor.device).use(outcome.average, outcome.sent, second)
         self.counts.wait_seconds += time.monotonic() - start
         self._blame(outcome, start)
         return outcome

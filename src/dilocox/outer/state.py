@@ -31,6 +31,7 @@ from dilocox.outer.blocks import blocks
 from dilocox.outer.layout import Layout
 from dilocox.outer.optimizer import as_kept, nesterov_step
 from dilocox.outer.overlap import Rule, local_view
+from dilocox.outer.staging import staging_of
 
 _HASHING = ThreadPoolExecutor(max_workers=1, thread_name_prefix="digest")
 """Its thread begins with the first digest that is started, not before."""
@@ -62,7 +63,7 @@ class PieceState:
         per parameter less).
         """
         self.layout = layout
-        self.anchor = layout.pack(live, device=device)
+        self.anchor = layout.pack(live, out=torch.zeros(layout.length, device=device))
         """θ."""
         self.momentum = torch.zeros_like(self.anchor, dtype=momentum_dtype)
         """m of the outer optimizer."""
@@ -94,7 +95,7 @@ class PieceState:
             if self.warm is not None and isinstance(before, LowRank):
                 self.warm = found.fit_warm(self.warm, before)
             else:
-                self.warm = found.first_warm()
+                self.warm = found.first_warm().to(self.anchor.device)
             self.warm_codec = name
         return found
 
@@ -320,7 +321,16 @@ class PieceState:
     def start_digest(self) -> None:
         """Begin to compute `digest` in another thread; what would change it waits for that."""
         self._settle()
-        self._hashed = _HASHING.submit(self._sha256)
+        staging = staging_of(self.anchor.device)
+        now = staging.mark()
+
+        def hashed() -> str:
+            with staging.beside():
+                if now is not None:
+                    now.wait()
+                return self._sha256()
+
+        self._hashed = _HASHING.submit(hashed)
 
     def _settle(self) -> None:
         if self._hashed is not None:
@@ -343,10 +353,11 @@ def tensors_digest(tensors: Mapping[str, Tensor]) -> str:
     """SHA-256, hex, over each tensor's name, dtype, shape and little-endian bytes, by name."""
     total = hashlib.sha256()
     for name in sorted(tensors):
-        tensor = tensors[name].detach().cpu().contiguous()
+        tensor = tensors[name]
         dtype = str(tensor.dtype).removeprefix("torch.")
         total.update(f"{name}\0{dtype}\0{list(tensor.shape)}\0".encode())
-        total.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+        for block in staging_of(tensor.device).read(tensor):
+            total.update(block)
     return total.hexdigest()
 
 

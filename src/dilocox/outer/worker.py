@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import replace
 
 from dilocox import timeline
 from dilocox.outer.calendar import AT_ONCE
@@ -129,9 +130,19 @@ class ExchangeWorker:
             try:
                 if self._turns.failure is not None:
                     raise self._turns.failure
-                future.set_result(exchange(self._ballot, self._me, contribution, turn))
+                future.set_result(self._carry(contribution, turn))
             except BaseException as error:
                 self._turns.fail(error)
                 future.set_exception(error)
             finally:
                 turn.pass_on()
+
+    def _carry(self, given: Contribution, turn: LinkTurn) -> Outcome:
+        """Beside training on its device, too: after what it is given, and marking what it gives."""
+        staging = given.staging
+        with staging.beside():
+            if given.ready is not None:
+                given.ready.wait()
+            staging.use(given.values, given.warm)
+            outcome = exchange(self._ballot, self._me, given, turn)
+            return replace(outcome, ready=staging.mark())

@@ -1,6 +1,7 @@
 """What a rank does so that its rounds can be repeated: it keeps and signs the states they begin in.
 
-A state is copied at the round's beginning and hashed, kept and signed by a thread beside training.
+A state is copied at the round's beginning (from a GPU beside the first step, which waits before it
+changes anything) and hashed, kept and signed by a thread beside training.
 No contribution is voted on before its round's state is signed and in the log, so that nobody can
 choose a state that fits it afterwards.
 """
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from dilocox import timeline
 from dilocox.errors import DilocoxError, RecordError
+from dilocox.outer.staging import Snapshot, snapshot
 from dilocox.record import statements as s
 from dilocox.record.digests import tensor_bytes
 from dilocox.record.recording import Author, Coordinator
@@ -94,7 +96,7 @@ class InnerRecord:
             return
         with timeline.span("copy round state", round=round_):
             tensors, state = capture()
-            copies = {name: each.detach().to("cpu", copy=True) for name, each in tensors.items()}
+            copies = snapshot(tensors)
         if begins:
             self._steps = []
         self._signed.clear()
@@ -134,13 +136,14 @@ class InnerRecord:
         round_: int,
         tick: int,
         begins: bool,
-        tensors: Mapping[str, Tensor],
+        copies: Snapshot,
         state: Mapping[str, Any],
         steps: list[tuple[Tensor, Tensor]] | None,
     ) -> None:
         manner = self._manner
         served = "no" if not begins else "private" if manner.private else "yes"
         try:
+            tensors = copies.tensors()
             with timeline.span("sign round state", round=round_):
                 document = Document.of(tensors, state, manner.facts, manner.replaced)
                 self._sign(round_, tick, served, document, steps)

@@ -22,10 +22,10 @@ from dilocox.errors import DilocoxError, RecordError
 from dilocox.outer.attempt import Contribution, Outcome
 from dilocox.outer.coordinator.keys import ExchangeKey
 from dilocox.outer.coordinator.messages import Rank
+from dilocox.outer.staging import sha256_of
 from dilocox.record import statements as s
 from dilocox.record.digests import (
     TensorDigest,
-    sha256,
     stage_root,
     tensor_bytes,
     tensor_digest,
@@ -96,7 +96,7 @@ class RankRecord:
         assert given.values is not None
         author = self._author
         with timeline.span("commit", key=given.key.text):
-            values = sha256(tensor_bytes(given.values))
+            values = sha256_of(given.values)
             named = None if payload is None else payload.hex()
             said = commitment(author.run, author.rank, given.key, values, named)
             return author.signer.sign(said)

@@ -99,6 +99,8 @@ class SiteModel:
         ]
         self._names = mesh.gather_names(self._counted)
         self._checked = False
+        self.before_update: Callable[[], None] = lambda: None
+        """Called in every step when gradients are there, before anything that lasts changes."""
         self.sync_tied()
 
     def _prepare(
@@ -210,6 +212,7 @@ class SiteModel:
         loss, gradients = self._backward(input_ids, labels)
         owner = None if self._owner is None else gradients[self._owner]
         copy = None if self._copy is None else gradients[self._copy]
+        self.before_update()
         with torch.no_grad():
             if exchange_gradients is not None:
                 exchange_gradients({n: g for n, g in gradients.items() if n != self._copy})

@@ -18,6 +18,8 @@ from dilocox.outer.coordinator.verdict_messages import CAP, MILLI, WHOLE, Opinio
 
 _PIECE = 1 << 18
 """Values that are looked at at a time, as fp64."""
+_DEVICE_PIECE = 1 << 24
+"""Those on another device than a CPU, where every operation is a launch of its own."""
 _STEPS = 64
 """Of the geometric median: enough for eight points of any spread to settle to 16 bits."""
 
@@ -66,13 +68,14 @@ def examine(
 
 def gram(rows: Sequence[Tensor], weights: Sequence[float]) -> list[list[float]]:
     """Inner products of the rows over their weights, fp64 [sites x sites]."""
-    count, length = len(rows), rows[0].numel()
-    total = torch.zeros(count, count, dtype=torch.float64)
-    for start in range(0, length, _PIECE):
-        piece = torch.stack([row[start : start + _PIECE].to("cpu", torch.float64) for row in rows])
+    count, length, device = len(rows), rows[0].numel(), rows[0].device
+    total = torch.zeros(count, count, dtype=torch.float64, device=device)
+    size = _PIECE if device.type == "cpu" else _DEVICE_PIECE
+    for start in range(0, length, size):
+        piece = torch.stack([row[start : start + size].to(torch.float64) for row in rows])
         total += piece @ piece.T
     scale = torch.tensor(weights, dtype=torch.float64)
-    found: list[list[float]] = (total / scale[:, None] / scale[None, :]).tolist()
+    found: list[list[float]] = (total.cpu() / scale[:, None] / scale[None, :]).tolist()
     return found
 
 

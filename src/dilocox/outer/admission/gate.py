@@ -33,7 +33,7 @@ class Gate:
 
     def probe(self, anchors: Mapping[str, Tensor], layout: Layout) -> GateProbe:
         """For an exchange of the fragment of `layout`. `anchors` (full name to fp32) are copied."""
-        copies = {name: tensor.detach().cpu().clone() for name, tensor in anchors.items()}
+        copies = {name: each.detach().to("cpu", copy=True) for name, each in anchors.items()}
         return GateProbe(self, copies, layout)
 
     def again(
