@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
+from dilocox.byte_size import parse_bytes
 from dilocox.config_section import Fraction, Section
 
 
@@ -41,6 +42,11 @@ class RecordSection(Section):
     store: str = "{run}/record/store"
     """Where payloads and theta_0 are kept, a folder or a URL that fsspec knows; `{run}` is the
     run's folder."""
+    keep: Annotated[int, Field(gt=0)] | str = "auto"
+    """How much of the payloads stays in each site's store: "all"; a number, of the newest rounds; or
+    bytes of one site, as "500GB". Older ones are removed, what was signed of them stays, and
+    `dilocox verify` replays from a signed state that is kept with the oldest round. "auto": all of
+    a model below 1e9 parameters, of a larger one 80 bytes per parameter, at least 500 GB."""
     states_every: Annotated[int, Field(ge=0)] = 0
     """Every so many rounds each site also keeps the state in which the round begins, and that of
     the flush in the end, so that `dilocox audit` can repeat them; 0: never. A site with text of its
@@ -56,6 +62,18 @@ class RecordSection(Section):
     """A command, word by word, that the coordinator runs beside training whenever the log has a
     new signed checkpoint: once a round, and at the end. It gets the checkpoint on its standard
     input and takes it to where others can see it. Its failures are said and change nothing."""
+
+    @field_validator("keep")
+    @classmethod
+    def _bound(cls, keep: int | str) -> int | str:
+        if isinstance(keep, str) and keep not in ("auto", "all"):
+            try:
+                parse_bytes(keep)
+            except ValueError as error:
+                raise ValueError(
+                    f'{error}; or give "auto", "all" or a whole number of rounds'
+                ) from None
+        return keep
 
     @model_validator(mode="after")
     def _consistent(self) -> RecordSection:

@@ -22,6 +22,7 @@ from dilocox.data import TokenFiles
 from dilocox.errors import CheckpointError, DilocoxError, RunOverError
 from dilocox.handover import MOMENTUM as OUTER_MOMENTUM
 from dilocox.models import finish_model_folder, stage_file_name, write_stage_file
+from dilocox.outer.anchor_state import copy_anchor
 from dilocox.outer.coordinator.client import CoordinatorClient
 from dilocox.outer.coordinator.messages import Checkpoint, ExchangeKey, RoundPlan, SiteStatus
 from dilocox.outer.pending import Pending
@@ -31,6 +32,7 @@ from dilocox.record.recording import MOMENTUM_OF, RankRecord
 from dilocox.storage import begun
 
 if TYPE_CHECKING:
+    from dilocox.outer.loop import OuterLoop
     from dilocox.trainer import Trainer
 
 log = logging.getLogger(__name__)
@@ -122,6 +124,13 @@ class Keeper:
             problem = self._export(trainer.rank, folder) if first or not self._shared else ""
             if problem and trainer.rank.place.leads:
                 warn(problem)
+
+    def begin_round(self, outer: OuterLoop, plan: RoundPlan) -> None:
+        """A round begins: the record may begin to keep what follows from this anchor."""
+        if self._record is not None and plan.kind == "train":
+            self._record.begin_round(
+                plan.round, plan.first_tick, lambda: copy_anchor(outer, plan.round)
+            )
 
     def wait(self) -> None:
         """Wait for the write under way, and until the record has all payloads so far."""

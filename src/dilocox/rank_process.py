@@ -33,6 +33,7 @@ from dilocox.data import TokenFiles
 from dilocox.determinism import facts_here
 from dilocox.entering import Newcomer
 from dilocox.errors import CheckpointError, DilocoxError, RunOverError
+from dilocox.models import count_parameters
 from dilocox.outer.control import RankControl
 from dilocox.outer.coordinator.client import CoordinatorClient
 from dilocox.outer.coordinator.identity import Identity
@@ -48,6 +49,7 @@ from dilocox.record.inner import InnerRecord, Manner
 from dilocox.record.recording import Author, RankRecord
 from dilocox.record.statements import Signer
 from dilocox.record.store import Store
+from dilocox.record.windows import Windows, bound_of
 from dilocox.trainer import Stopped, Trainer
 
 log = logging.getLogger(__name__)
@@ -181,7 +183,7 @@ def _take_part(
     tunnel: Tunnel | None,
 ) -> None:
     config, place = job.config, job.place
-    record = _open_record(job, client)
+    record = _open_record(job, rank, client)
     congestion = config.network.congestion
     rounds = _open_rounds(job, rank, client)
     network = Network(
@@ -224,13 +226,19 @@ def _take_part(
     worker.close()
 
 
-def _open_record(job: RankJob, client: CoordinatorClient) -> RankRecord | None:
+def _open_record(job: RankJob, rank: Rank, client: CoordinatorClient) -> RankRecord | None:
     """This rank's part in the run's record; none if the run is not recorded."""
     if not job.identity.record_run:
         return None
     patience = job.config.network.link_timeout
     store = Store(job.config.record_store, patience)
-    return RankRecord(_author(job), store, client, _warning(client), patience)
+    place, parameters = job.place, count_parameters(rank.blueprint.hf_config)
+    bound = bound_of(job.config, parameters)
+    windows = None
+    if bound is not None:
+        name = f"{place.site}/{place.stage}.{place.shard}"
+        windows = Windows(store, name, bound.for_one_of(job.config.site.ranks))
+    return RankRecord(_author(job), store, client, _warning(client), patience, windows)
 
 
 def _open_rounds(job: RankJob, rank: Rank, client: CoordinatorClient) -> InnerRecord | None:

@@ -163,6 +163,7 @@ class Trainer:
 
     def show_state(self, plan: RoundPlan) -> None:
         """The round of `plan` is about to begin."""
+        self.keeper.begin_round(self.outer, plan)
         if self.watch is not None:
             self.watch.boundary(
                 plan.round,

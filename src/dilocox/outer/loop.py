@@ -111,7 +111,7 @@ class OuterLoop:
     def under_way(self, piece: int, before_round: int) -> bool:
         """True if an exchange of `piece` from before `before_round` has not landed."""
         return any(
-            piece in self._pieces(item) and item.key.round < before_round for item in self.pending
+            piece in self.pieces_of(item) and item.key.round < before_round for item in self.pending
         )
 
     def adopt(self, snapshot: Snapshot) -> None:
@@ -205,7 +205,7 @@ class OuterLoop:
             for fragment in self.begins(plan, slot)
             for piece in pieces_of(fragment, plan.fragments, count)
         }
-        self._land_all([each for each in self.pending if begin.intersection(self._pieces(each))],
+        self._land_all([each for each in self.pending if begin.intersection(self.pieces_of(each))],
                        tick)  # fmt: skip
 
     def land_due(self, tick: int) -> None:
@@ -262,7 +262,8 @@ class OuterLoop:
             return Fragment(self.states)
         return self._fragment(plan, key.fragment)
 
-    def _pieces(self, item: Pending) -> range:
+    def pieces_of(self, item: Pending) -> range:
+        """The pieces that an exchange is of."""
         return pieces_of(item.key.fragment, item.plan.fragments, len(self.states))
 
     def _boundaries(self, plan: RoundPlan, stage: int) -> list[int]:
@@ -369,7 +370,7 @@ class OuterLoop:
 
     def _land(self, item: Pending, tick: int, pieces: Sequence[int] | None = None) -> None:
         """Land `pieces` of it, without them all; those whose state has not come wait for it."""
-        pieces = self._pieces(item) if pieces is None else pieces
+        pieces = self.pieces_of(item) if pieces is None else pieces
         self._held_back += [(tick, item, piece) for piece in pieces if piece in self.awaiting]
         here = [self.states[piece] for piece in pieces if piece not in self.awaiting]
         if not here:

@@ -67,7 +67,14 @@ REPLAY = Claim(
     True,
     "from theta_0 and the payloads every outer step gives, bit for bit, the final state that was "
     "signed: nothing else went into the model between the sites",
-    "that the sites' inner steps were honest, or what text they were made on",
+    "that the sites' inner steps were honest, or what text they were made on; of rounds before a "
+    "signed state that the replay begins from, anything (claim history)",
+)
+HISTORY = Claim(
+    "history",
+    False,
+    "the payloads of all rounds are there: the replay begins with theta_0",
+    "what the claims payloads and replay do not prove",
 )
 MODEL = Claim(
     "model",
@@ -118,10 +125,11 @@ ATTESTATIONS = Claim(
     "anything yet: this version keeps evidence, and judges none",
 )
 CLAIMS = (
-    LOG, SIGNATURES, COMPLETE, COMMITMENTS, RUN_FILE, PAYLOADS, REPLAY, MODEL, RELEASE, DATA, CODE,
-    AUDITS, BEACON, ATTESTATIONS,
+    LOG, SIGNATURES, COMPLETE, COMMITMENTS, RUN_FILE, PAYLOADS, REPLAY, HISTORY, MODEL, RELEASE,
+    DATA, CODE, AUDITS, BEACON, ATTESTATIONS,
 )  # fmt: skip
-"""`audits` and `beacon` are judged only of a run that keeps states for audits, `release` only of a
+"""`history` is judged only of a run whose `record.keep` lets old payloads go;
+`audits` and `beacon` are judged only of a run that keeps states for audits, `release` only of a
 model that somebody has signed, `attestations` only where a site has signed one."""
 
 

@@ -12,12 +12,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dilocox.errors import RecordError
+from dilocox.methods import EXCHANGE_GRADIENTS
 from dilocox.outer.coordinator.keys import ExchangeKey
 from dilocox.outer.coordinator.plan_messages import RoundPlan
 from dilocox.outer.pieces import pieces_of
 from dilocox.record import statements as s
 from dilocox.record.note import NoteKey
-from dilocox.record.states import Attestation, RoundState, State, whole
+from dilocox.record.states import AnchorState, Attestation, RoundState, State, whole
 
 
 @dataclass(frozen=True)
@@ -142,6 +143,8 @@ class Course:
     """By (round, site, stage, shard)."""
     again: set[tuple[int, str, int, int]] = field(default_factory=set)
     """Keys of `rounds` that may be signed once more, since the run was resumed there."""
+    anchors: list[AnchorState] = field(default_factory=list)
+    """States that a replay may begin from."""
     attestations: list[Attestation] = field(default_factory=list)
     numbers: dict[str, int] = field(default_factory=dict)
     """Which statement of the log has decided an exchange, by its key."""
@@ -160,6 +163,12 @@ class Course:
     def states_every(self) -> int:
         """Rounds from one state that is kept to the next; 0: none is."""
         return int(self.config["record"].get("states_every", 0))
+
+    @property
+    def keep(self) -> int | str:
+        """What of the payloads stays, as `record.keep` says; runs from before it kept all."""
+        found: int | str = self.config.get("record", {}).get("keep", "all")
+        return "all" if self.config["outer"].get("method") in EXCHANGE_GRADIENTS else found
 
     def keeps_state(self, round_: int) -> bool:
         """Whether the state in which a planned round begins is kept; that of the flush always,
@@ -358,6 +367,10 @@ def _held(course: Course, keys: dict[str, str], statement: s.Statement) -> None:
     course.states.append(State.of(statement, course.read))
 
 
+def _anchored(course: Course, keys: dict[str, str], statement: s.Statement) -> None:
+    course.anchors.append(AnchorState.of(statement))
+
+
 def _attested(course: Course, keys: dict[str, str], statement: s.Statement) -> None:
     course.attestations.append(Attestation.of(statement))
 
@@ -374,6 +387,7 @@ def _resumed(course: Course, keys: dict[str, str], statement: s.Statement) -> No
     course.states = [state for state in course.states if state.kind == "initial"]
     course.plans = {n: plan for n, plan in course.plans.items() if plan["first_tick"] <= tick}
     course.rounds = {key: state for key, state in course.rounds.items() if state.tick <= tick}
+    course.anchors = [state for state in course.anchors if state.tick <= tick]
     course.again = {key for key, state in course.rounds.items() if state.tick == tick}
 
 
@@ -386,6 +400,7 @@ _TAKE = {
     s.PLAN: _planned,
     s.ROUND: _began,
     s.CHECKPOINT: _held,
+    s.ANCHOR: _anchored,
     s.ATTESTATION: _attested,
     s.RESUME: _resumed,
 }

@@ -31,12 +31,27 @@ def gaps(course: Course) -> list[str]:
         if step.key.stage >= course.stages:
             found.append(f"{step.key.text}: no such fragment")
         found += _unsigned(course, step)
+    found += _torn(course)
     for kind in ("initial", "final"):
         for stage in range(course.stages):
             roots = {state.root for state in course.state(kind, stage)}
             if len(roots) != 1:
                 found.append(f"stage {stage}: {len(roots)} different {kind} states are signed")
     return found
+
+
+def _torn(course: Course) -> list[str]:
+    """States to replay from that sites have signed differently, one line each."""
+    roots: dict[tuple[int, int, int], dict[tuple[str, tuple[int, ...]], str]] = {}
+    for state in course.anchors:
+        place = (state.round, state.stage, state.shard)
+        roots.setdefault(place, {})[state.root, state.landed] = state.site
+    return [
+        f"stage {stage} shard {shard}: {' and '.join(sorted(by_root.values()))} have signed "
+        f"different anchors at the beginning of round {round_}"
+        for (round_, stage, shard), by_root in roots.items()
+        if len(by_root) > 1
+    ]
 
 
 def _incomplete(

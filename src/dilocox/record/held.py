@@ -16,7 +16,7 @@ from typing import Any
 from dilocox.errors import RecordError
 from dilocox.outer.coordinator.messages import RoundPlan
 from dilocox.record import statements as s
-from dilocox.record.states import Attestation, RoundState, State
+from dilocox.record.states import AnchorState, Attestation, RoundState, State
 
 
 def taken_apart(statement: s.Statement) -> State | None:
@@ -26,6 +26,8 @@ def taken_apart(statement: s.Statement) -> State | None:
         return State.of(statement, 0)
     if statement.kind == s.ROUND:
         RoundState.of(statement, 0)
+    elif statement.kind == s.ANCHOR:
+        AnchorState.of(statement)
     else:
         Attestation.of(statement)
     return None

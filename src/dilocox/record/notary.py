@@ -185,7 +185,7 @@ class LogNotary:
         What no reader of the log could take apart is not kept: one such statement would keep all
         others from being read.
         """
-        found = self._signed(rank, statement, s.CHECKPOINT, s.ROUND, s.ATTESTATION)
+        found = self._signed(rank, statement, s.CHECKPOINT, s.ROUND, s.ANCHOR, s.ATTESTATION)
         said = found.predicate
         try:
             state = taken_apart(found)

@@ -6,6 +6,7 @@ that fails ends the keeping, not the run.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from dilocox import timeline
 from dilocox.errors import DilocoxError, RecordError
+from dilocox.outer.anchor_state import AnchorCopy
 from dilocox.outer.attempt import Contribution, Outcome
 from dilocox.outer.coordinator.keys import ExchangeKey
 from dilocox.outer.coordinator.messages import Rank
@@ -32,6 +34,7 @@ from dilocox.record.digests import (
 )
 from dilocox.record.notary import commitment, contribution
 from dilocox.record.store import Store
+from dilocox.record.windows import Windows
 
 log = logging.getLogger(__name__)
 
@@ -42,10 +45,21 @@ Submit = Callable[[Contribution], "Future[Outcome]"]
 
 
 @dataclass(frozen=True)
+class _Start:
+    """What a window begins with."""
+
+    round: int
+    tick: int
+    anchor: AnchorCopy
+
+
+@dataclass(frozen=True)
 class _Waiting:
     """What is to be kept together."""
 
-    payloads: tuple[Tensor, ...]
+    payloads: tuple[Tensor, ...] = ()
+    start: _Start | None = None
+    """A window begins, before the payloads are kept."""
     over: threading.Event = field(default_factory=threading.Event)
     """They are kept, or nothing is kept any more."""
 
@@ -76,14 +90,16 @@ class RankRecord:
         coordinator: Coordinator,
         warn: Callable[[str], None],
         patience: float,
+        windows: Windows | None = None,
     ) -> None:
         """`warn` is told once if something cannot be kept. `patience`: seconds that an exchange
-        waits for a store that is slow, before the keeping ends."""
-        self._patience = patience
+        waits for a store that is slow, before the keeping ends. `windows`: where payloads go that
+        are removed one day; none: all stay in `store`."""
+        self._patience, self._windows = patience, windows
         self._author, self._store = author, store
         self._coordinator, self._warn = coordinator, warn
         self._queue: queue.Queue[_Waiting] = queue.Queue(WAITING)
-        self._broken = False
+        self._broken = self._grows = False
         self._kept = 0
         self._thread = threading.Thread(target=self._run, name="record", daemon=True)
         self._thread.start()
@@ -124,7 +140,7 @@ class RankRecord:
         For what no other site has, before it counts: whoever replays the run needs it, also if this
         process is killed at once. Nobody waits for a store that is slow beyond the patience.
         """
-        waiting = self._put(tuple(payloads))
+        waiting = self._put(_Waiting(tuple(payloads)))
 
         def wait() -> None:
             with timeline.span("wait for the store"):
@@ -132,6 +148,22 @@ class RankRecord:
                     self._slow()
 
         return wait
+
+    def begin_round(self, round_: int, tick: int, copy: Callable[[], AnchorCopy | None]) -> None:
+        """A round begins, `tick` slots into the run; a window may begin with it.
+
+        `copy`: what the rank holds of the anchor then; none if that is not the run's.
+        """
+        if self._windows is None or self._broken or not self._windows.due(round_):
+            return
+        with timeline.span("copy anchor", round=round_):
+            anchor = copy()
+        if anchor is None:
+            return
+        self._put(_Waiting(start=_Start(round_, tick, anchor)))
+        # These are in the window before, if they are kept already: a replay needs them in this one.
+        for payloads in anchor.payloads:
+            self._put(_Waiting(payloads))
 
     def state(
         self,
@@ -170,7 +202,7 @@ class RankRecord:
 
     def wait(self) -> None:
         """Return when all that is known so far is kept, or was warned of."""
-        last, kept = self._put(()), -1
+        last, kept = self._put(_Waiting()), -1
         # As long as something is kept within the patience, the store is slow and not stuck.
         while not self._broken and not last.over.wait(self._patience):
             if self._kept == kept:
@@ -179,10 +211,9 @@ class RankRecord:
 
     def _done(self, future: Future[Outcome]) -> None:
         if not future.cancelled() and future.exception() is None:
-            self._put(future.result().payloads)
+            self._put(_Waiting(future.result().payloads))
 
-    def _put(self, payloads: tuple[Tensor, ...]) -> _Waiting:
-        waiting = _Waiting(payloads)
+    def _put(self, waiting: _Waiting) -> _Waiting:
         if not self._broken:
             try:
                 self._queue.put(waiting, timeout=self._patience)
@@ -198,6 +229,8 @@ class RankRecord:
         while True:
             waiting = self._queue.get()
             try:
+                if not self._broken and waiting.start is not None:
+                    self._begin_window(waiting.start)
                 if not self._broken:
                     self._keep(waiting.payloads)
             except Exception as error:  # other people's storage, over a network
@@ -209,13 +242,73 @@ class RankRecord:
     def _keep(self, payloads: tuple[Tensor, ...]) -> None:
         with timeline.span("keep payloads", payloads=len(payloads)):
             for payload in payloads:
-                self._store.put(tensor_bytes(payload))
+                self._put_bytes(tensor_bytes(payload))
+
+    def _put_bytes(self, data: memoryview, digest: str | None = None) -> str:
+        """Keep what stays as long as the newest window does, or for ever; its digest."""
+        if self._windows is None:
+            return self._store.put(data, digest)
+        self._windows.add(len(data))
+        return self._windows.current.put(data, digest)
+
+    def _begin_window(self, start: _Start) -> None:
+        """Keep and sign what a window begins with; then old windows go."""
+        assert self._windows is not None
+        author, anchor = self._author, start.anchor
+        with timeline.span("keep anchor", round=start.round):
+            self._windows.open(start.round)
+            digests = []
+            for name, tensor in anchor.tensors.items():
+                digests.append(tensor_digest(name, tensor))
+                self._put_bytes(tensor_bytes(tensor), digests[-1].sha256)
+            listing = self._put_bytes(memoryview(listing_of(digests)))
+            subjects = {"state": stage_root(digests).hex(), "tensors": listing}
+            place = (start.round, start.tick, anchor.landed)
+            said = anchor_state(author.run, author.rank, *place, subjects)
+            self._coordinator.record_state(author.signer.sign(said))
+        self._drop_windows()
+
+    def _drop_windows(self) -> None:
+        """A store that cannot remove anything is warned of once: it grows, and nothing is lost."""
+        assert self._windows is not None
+        try:
+            self._windows.drop()
+        except RecordError as error:
+            log.error("record: %s", error)
+            if not self._grows:
+                self._grows = True
+                with contextlib.suppress(DilocoxError):
+                    self._warn(f"record: {error}; all payloads stay")
 
     def _give_up(self, error: Exception) -> None:
         log.error("record: %s", error)
         if not self._broken:
             self._broken = True
             self._warn(f"record: {error}; the run goes on, but cannot be verified in full")
+
+
+def anchor_state(
+    run: str,
+    rank: Rank,
+    round_: int,
+    tick: int,
+    landed: Sequence[int],
+    subjects: Mapping[str, str],
+) -> s.Statement:
+    """What a rank signs of its anchor and outer momentum when a round begins."""
+    return s.Statement(
+        s.ANCHOR,
+        subjects,
+        {
+            "run": run,
+            "site": rank.site,
+            "stage": rank.stage,
+            "shard": rank.shard,
+            "round": round_,
+            "tick": tick,
+            "landed": list(landed),
+        },
+    )
 
 
 MOMENTUM_OF = "outer-momentum/"

@@ -138,24 +138,33 @@ class Stage:
 
 
 def replay_stage(
-    course: Course, stage: Stage, get: Get, on_step: Callable[[], None]
+    course: Course,
+    stage: Stage,
+    get: Get,
+    on_step: Callable[[], None],
+    replay: Callable[[int, range, list[Step]], tuple[Tensor, Tensor]] | None = None,
 ) -> dict[str, Tensor]:
     """A stage's tensors after all outer steps of the run, whole fp32, in model order.
 
-    `on_step` is called after every step. Memory: this stage's tensors and the buffers of the pieces
-    that were exchanged together, or with others that were.
+    `on_step` is called after every step. `replay`: what does a shard's steps of a run of pieces,
+    and returns its flat anchor and momentum; none: from theta_0. Memory: this stage's tensors and
+    the buffers of the pieces that were exchanged together, or with others that were.
     Raises `RecordError` naming the step that cannot be replayed.
     """
     whole = {}
     for run, steps in stage.blocks(course.of(stage.stage)):
         names = stage.names(run)
-        start = {name: stage.load(get, name) for name in names}
-        moving = stage.momentum(get, names)
+        if replay is None:
+            start = {name: stage.load(get, name) for name in names}
+            moving = stage.momentum(get, names)
         parts = []
         for shard in range(stage.shards):
-            anchor, _ = replay_steps(
-                steps, stage, run, start, moving, shard, get, course.momentum_dtype, on_step
-            )
+            if replay is not None:
+                anchor, _ = replay(shard, run, steps)
+            else:
+                anchor, _ = replay_steps(
+                    steps, stage, run, start, moving, shard, get, course.momentum_dtype, on_step
+                )
             parts.append(stage.layout(run, shard).views(anchor))
         for name in names:
             rows = [part[name] for part in parts]
@@ -180,7 +189,7 @@ def replay_steps(
 
     Raises `RecordError` naming the step that cannot be replayed.
     """
-    layout, number = stage.layout(run, shard), len(stage.pieces)
+    layout = stage.layout(run, shard)
     start, moving = stage.rows(start, shard), stage.rows(moving, shard)
     anchor = layout.pack(start)
     if momentum_dtype not in MOMENTUM_DTYPES:
@@ -189,6 +198,25 @@ def replay_steps(
     momentum = (
         as_kept(layout.pack(moving), kept) if moving else torch.zeros_like(anchor, dtype=kept)
     )
+    replay_flat(steps, stage, run, anchor, momentum, shard, get, on_step)
+    return anchor, momentum
+
+
+def replay_flat(
+    steps: Sequence[Step],
+    stage: Stage,
+    run: range,
+    anchor: Tensor,
+    momentum: Tensor,
+    shard: int,
+    get: Get,
+    on_step: Callable[[], None] = lambda: None,
+) -> None:
+    """`steps` on a rank's flat `anchor` and `momentum` of a `run` of pieces, in place.
+
+    Raises `RecordError` naming the step that cannot be replayed.
+    """
+    number = len(stage.pieces)
     places: dict[range, tuple[slice, Layout]] = {}
     for step in steps:
         pieces = step.pieces(number)
@@ -203,7 +231,6 @@ def replay_steps(
             rates = step.learning_rate, step.momentum
             nesterov_step(anchor[place], momentum[place], found, *rates)
         on_step()
-    return anchor, momentum
 
 
 def step_average(step: Step, layout: Layout, shard: int, get: Get) -> Tensor | None:

@@ -93,6 +93,45 @@ class RoundState:
 
 
 @dataclass(frozen=True)
+class AnchorState:
+    """What a rank held of its anchor and outer momentum when a round began, as its site has signed
+    it: a replay may begin there (see `dilocox.record.windows`)."""
+
+    site: str
+    stage: int
+    shard: int
+    round: int
+    """The round that was about to begin."""
+    tick: int
+    """Slots that had ended."""
+    landed: tuple[int, ...]
+    """By piece: the last round whose outer step the piece has taken; -1: none."""
+    root: str
+    """Root over the tensors, hex."""
+    listing: str
+    """SHA-256 of the list of tensors in the store."""
+
+    @classmethod
+    def of(cls, statement: s.Statement) -> AnchorState:
+        """Raises `RecordError` for a statement that is not whole."""
+        said, subjects = statement.predicate, statement.subjects
+        with whole(statement):
+            found = cls(
+                site=str(said["site"]),
+                stage=int(said["stage"]),
+                shard=int(said["shard"]),
+                round=int(said["round"]),
+                tick=int(said["tick"]),
+                landed=tuple(int(each) for each in said["landed"]),
+                root=_digest(subjects["state"]),
+                listing=_digest(subjects["tensors"]),
+            )
+            if any(not -1 <= each < found.round for each in found.landed):
+                raise ValueError(found.landed)
+            return found
+
+
+@dataclass(frozen=True)
 class Attestation:
     """A site's evidence of what it ran on. Nothing here judges it."""
 

@@ -2,7 +2,8 @@
 
 `sha256/ab/cdef…` below a folder or any fsspec URL. What is read is hashed again, so it does not
 matter who keeps the store. The states in which rounds begin lie in stores of their own below it,
-one per round: an old one can be removed without a look at what else may need its bytes.
+one per round: an old one can be removed without a look at what else may need its bytes. So do the
+payloads of rounds that do not stay for ever (see `dilocox.record.windows`).
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from dilocox.record.digests import sha256
 from dilocox.storage import is_local, opened, patiently, sync_folder
 
 STATES = "states"
+WINDOWS = "windows"
+"""Payloads of rounds that are removed one day, with what a replay of them begins from."""
 
 
 def states_of(where: str, round_: int) -> str:
@@ -41,6 +44,7 @@ class Store:
             ) from None
         self._local = is_local(self._files)
         self._patience = patience
+        self._index: dict[str, str] | None = None
 
     @property
     def folder(self) -> Path | None:
@@ -53,7 +57,7 @@ class Store:
 
     def has(self, digest: str) -> bool:
         """True if something is there; only `get` says whether it is right."""
-        return bool(self._files.exists(self.path(digest)))
+        return bool(self._files.exists(self.path(digest))) or digest in self._in_windows()
 
     def put(self, data: bytes | memoryview, digest: str | None = None) -> str:
         """Keep `data`; its digest. `digest`: of `data`, if it is known already.
@@ -93,6 +97,56 @@ class Store:
             raise RecordError(f"{self.where}: old states cannot be removed ({reason})") from None
         return dropped
 
+    def window(self, rank: str, round_: int) -> Store:
+        """The store of a rank's window (see `dilocox.record.windows`) that begins with a round.
+
+        `rank`: `SITE/STAGE.SHARD`.
+        """
+        place = f"{self.where.rstrip('/')}/{WINDOWS}/{rank}/{round_:08d}"
+        found = Store(place, self._patience)
+        found._index = {}  # a window has none below it
+        return found
+
+    def windows(self, rank: str) -> dict[int, int]:
+        """Bytes of a rank's windows, by first round. Raises `RecordError`."""
+        place = f"{self._root.rstrip('/')}/{WINDOWS}/{rank}"
+        try:
+            if not self._files.exists(place):
+                return {}
+            paths = [str(each).rstrip("/") for each in self._files.ls(place, detail=False)]
+            names = {path.rsplit("/", 1)[-1]: path for path in paths}
+            return {
+                int(name): int(self._files.du(path))
+                for name, path in names.items()
+                if name.isdigit()
+            }
+        except Exception as error:  # every kind of storage has errors of its own
+            reason = getattr(error, "strerror", None) or error
+            raise RecordError(f"{self.where}: cannot be listed ({reason})") from None
+
+    def drop_window(self, rank: str, round_: int) -> None:
+        """Remove a rank's window. Raises `RecordError`."""
+        place = f"{self._root.rstrip('/')}/{WINDOWS}/{rank}/{round_:08d}"
+        try:
+            if self._files.exists(place):
+                self._files.rm(place, recursive=True)
+        except Exception as error:  # every kind of storage has errors of its own
+            reason = getattr(error, "strerror", None) or error
+            raise RecordError(f"{self.where}: old rounds cannot be removed ({reason})") from None
+
+    def _in_windows(self) -> dict[str, str]:
+        """Where what lies in windows is, by digest; as it was when this was first asked for."""
+        if self._index is None:
+            place, found = f"{self._root.rstrip('/')}/{WINDOWS}", dict[str, str]()
+            # A store has either windows or states above the same place, and windows have none.
+            if self._files.exists(place):
+                for path in map(str, self._files.find(place)):
+                    *_, kind, head, rest = path.rsplit("/", 3)
+                    if kind == "sha256" and not rest.startswith("."):
+                        found[head + rest] = path
+            self._index = found
+        return self._index
+
     def _write(self, path: str, data: bytes | memoryview) -> None:
         if self._is_whole(path, len(memoryview(data).cast("B"))):
             return
@@ -124,6 +178,8 @@ class Store:
         Raises `RecordError` if they are not there, or if what is there has another digest.
         """
         path = self.path(digest)
+        if not self._files.exists(path):
+            path = self._in_windows().get(digest, path)
         try:
             data: bytes = self._files.cat_file(path)
         except FileNotFoundError:
@@ -141,6 +197,10 @@ class Stores:
 
     def __init__(self, stores: list[Store]) -> None:
         self._stores = stores
+
+    def has(self, digest: str) -> bool:
+        """True if something is there in some store; only `get` says whether it is right."""
+        return any(store.has(digest) for store in self._stores)
 
     def get(self, digest: str) -> bytes:
         """As `Store.get`; the error is that of a store which holds something, if one does."""

@@ -27,7 +27,12 @@ from dilocox.record.states import State
 from dilocox.record.store import MissingError, Store, Stores
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
+    from dilocox.record.course import Step
     from dilocox.record.digests import TensorDigest
+    from dilocox.record.origins import Origin
+    from dilocox.record.replay import Stage
 
 Progress = Callable[[str, float], None]
 """(what is done, share of it)."""
@@ -89,6 +94,8 @@ class _Verification:
     course: Course | None = None
     bad: dict[str, str] = field(default_factory=dict)
     """Verdicts so far that are not PASS, by claim."""
+    origins: dict[tuple[int, int], Origin] = field(default_factory=dict)
+    """Where replays begin, by (stage, shard); of the others with theta_0."""
 
     def report(self) -> Report:
         folder = self.places.run / "record"
@@ -109,6 +116,8 @@ class _Verification:
         checks += [(c.DATA, self.data), (c.CODE, self.code)]
         findings = [self._judge(claim, check) for claim, check in checks]
         course = self.course
+        if course is not None and course.keep != "all":
+            findings.insert(7, self._judge(c.HISTORY, self.history))
         if course is not None and self._audited(course):
             places = self.places
             audits = Audits(
@@ -222,7 +231,13 @@ class _Verification:
 
         course = self._need(c.LOG, c.SIGNATURES)
         steps = payloads_of(course)
+        if course.keep != "all":
+            self.origins = self._origins(course)
+            steps = {digest: step for digest, step in steps.items() if self._replays(digest, step)}
         wanted = {digest: f"payload of {step.key.text}" for digest, step in steps.items()}
+        for origin in self.origins.values():
+            for each in origin.tensors.values():
+                wanted[each.sha256] = f"the state of round {origin.state.round}, {each.name}"
         for stage in range(course.stages):
             for state in course.state("final", stage)[-1:]:
                 wanted[state.listing] = f"list of stage {stage}'s final tensors"
@@ -239,7 +254,61 @@ class _Verification:
                 if more not in wanted:
                     wanted[more] = f"part of a payload of {steps[digest].key.text}"
                     left.append(more)
-        return f"{len(wanted)} objects, {size / 1e6:.1f} MB"
+        return f"{len(wanted)} objects, {size / 1e6:.1f} MB{self._since()}"
+
+    def _origins(self, course: Course) -> dict[tuple[int, int], Origin]:
+        """Where the replays begin of a run whose `record.keep` lets old payloads go."""
+        from dilocox.record.origins import lost_payloads, origin_of
+
+        lost = lost_payloads(course, self.stores.has, self._get)
+        found = {}
+        last = max((step.key.round for step in course.steps.values()), default=0)
+        for place in ((n, shard) for n in range(course.stages) for shard in range(course.shards)):
+            try:
+                origin = origin_of(course, *place, lost, self.stores.has, self._get)
+            except MissingError as error:
+                raise NotRunError(f"{error}; name more stores with --store") from None
+            if origin is None:
+                continue
+            found[place] = origin
+            if isinstance(course.keep, int) and origin.state.round > last - course.keep:
+                raise NotRunError(
+                    f"payloads before round {origin.state.round} are in no store, where the newest "
+                    f"{course.keep} rounds should be (record.keep); name more stores with --store"
+                )
+        return found
+
+    def _replays(self, digest: str, step: Step) -> bool:
+        """Whether the replay of some shard needs a payload of a step."""
+        origins = [
+            self.origins.get((step.key.stage, int(place.rsplit("/", 1)[1])))
+            for place, each in step.payloads.items()
+            if each == digest
+        ]
+        return any(origin is None or not origin.holds(step) for origin in origins)
+
+    def _since(self) -> str:
+        """Which rounds a replay covers, if not all."""
+        first = max((origin.state.round for origin in self.origins.values()), default=0)
+        return f", of rounds from {first} on" if self.origins else ""
+
+    def history(self) -> str:
+        """The replay begins with theta_0."""
+        course = self._need(c.LOG, c.SIGNATURES, c.PAYLOADS)
+        if not self.origins:
+            return "the payloads of all rounds are there"
+        last = max(origin.state.round for origin in self.origins.values()) - 1
+        rounds = "round 0 is" if last == 0 else f"rounds 0 to {last} are"
+        signers = {
+            state.site
+            for state in course.anchors
+            for origin in self.origins.values()
+            if state.root == origin.state.root
+        }
+        raise NotRunError(
+            f"{rounds} not replayable: payloads were removed as record.keep = {course.keep} says; "
+            f"the replay begins with a state that {', '.join(sorted(signers))} signed"
+        )
 
     def _fetched(self, digest: str, name: str) -> bytes:
         try:
@@ -286,9 +355,29 @@ class _Verification:
         for number in range(course.stages):
             state = course.state("initial", number)[-1]
             stage = Stage.of(course, number, self._listing(state))
-            whole = replay_stage(course, stage, self._get, count)
+            whole = replay_stage(course, stage, self._get, count, self._replay_of(stage, count))
             self._compare(course.state("final", number)[-1], digests_of(whole))
-        return f"{len(course.steps)} outer steps of {course.stages} stages, equal bit for bit"
+        stages = f"{course.stages} stages"
+        if self.origins:
+            return f"outer steps of {stages}{self._since()}, equal bit for bit"
+        return f"{len(course.steps)} outer steps of {stages}, equal bit for bit"
+
+    def _replay_of(
+        self, stage: Stage, count: Callable[[], None]
+    ) -> Callable[[int, range, list[Step]], tuple[Tensor, Tensor]] | None:
+        """What replays a shard's steps where not all begin with theta_0."""
+        if not any(number == stage.stage for number, _ in self.origins):
+            return None
+        from dilocox.record.origins import replay_from
+
+        course = self._need(c.LOG, c.SIGNATURES)
+
+        def replay(shard: int, run: range, steps: list[Step]) -> tuple[Tensor, Tensor]:
+            origin = self.origins.get((stage.stage, shard))
+            dtype = course.momentum_dtype
+            return replay_from(origin, steps, stage, run, shard, self._get, dtype, count)
+
+        return replay
 
     def _compare(self, signed: State, found: list[TensorDigest]) -> None:
         from dilocox.record.digests import stage_root

@@ -1,0 +1,180 @@
+"""Where a replay begins: with theta_0, or with a signed state of a window whose rounds are kept.
+
+A run file may bound what of the payloads stays (`record.keep`). Then the rounds before a window
+cannot be replayed any more, and the replay of the rest takes the window's start state as signed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dilocox.codec_spec import parse_spec
+from dilocox.errors import RecordError
+from dilocox.outer.optimizer import MOMENTUM_DTYPES
+from dilocox.record.course import Course, Step
+from dilocox.record.digests import TensorDigest
+from dilocox.record.replay import (
+    Get,
+    Stage,
+    behind,
+    payload_tensor,
+    read_listing,
+    replay_flat,
+    replay_steps,
+)
+from dilocox.record.states import AnchorState
+from dilocox.record.store import MissingError
+
+Has = Callable[[str], bool]
+"""Whether some store has something of this SHA-256."""
+Lost = Collection[tuple[str, int]]
+"""(exchange key, shard) whose payloads are not there."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """A signed state of a rank that its replay begins from."""
+
+    state: AnchorState
+    tensors: dict[str, TensorDigest]
+
+    @classmethod
+    def of(cls, state: AnchorState, get: Get) -> Origin:
+        """Raises `RecordError`."""
+        listed = read_listing(get, state.listing, state.root)
+        return cls(state, {each.name: each for each in listed})
+
+    def holds(self, step: Step) -> bool:
+        """Whether an outer step is in this state already.
+
+        Raises `RecordError` if it is of some of the step's pieces only.
+        """
+        landed = [self.state.landed[piece] for piece in step.pieces(len(self.state.landed))]
+        inside = {step.key.round <= last for last in landed}
+        if len(inside) > 1:
+            raise RecordError(f"{step.key.text}: in the state of round {self.state.round} in part")
+        return inside.pop()
+
+    def load(
+        self, stage: Stage, run: range, get: Get, momentum_dtype: str
+    ) -> tuple[Tensor, Tensor]:
+        """Anchor (flat fp32) and momentum (flat as the run keeps it) of a run of pieces.
+
+        Raises `RecordError` for tensors that are not those of the run's pieces.
+        """
+        if len(self.state.landed) != len(stage.pieces):
+            raise RecordError(f"the anchor of round {self.state.round} has other pieces")
+        if momentum_dtype not in MOMENTUM_DTYPES:
+            raise RecordError(f"this dilocox knows no outer momentum in {momentum_dtype}")
+        dtypes = {"anchor": torch.float32, "momentum": MOMENTUM_DTYPES[momentum_dtype]}
+        flats: dict[str, list[Tensor]] = {"anchor": [], "momentum": []}
+        for piece in run:
+            length = stage.layout(range(piece, piece + 1), self.state.shard).length
+            for kind, dtype in dtypes.items():
+                about = self.tensors.get(f"{kind}/{piece}")
+                name = str(dtype).removeprefix("torch.")
+                if about is None or (about.dtype, about.shape) != (name, (length,)):
+                    raise RecordError(f"the {kind} of piece {piece} is not signed as {name}")
+                data = get(about.sha256)
+                if len(data) != length * dtype.itemsize:
+                    raise RecordError(f"the {kind} of piece {piece} has {len(data)} bytes")
+                flats[kind].append(payload_tensor(data).view(dtype))
+        return torch.cat(flats["anchor"]), torch.cat(flats["momentum"])
+
+
+def lost_payloads(course: Course, has: Has, get: Get) -> set[tuple[str, int]]:
+    """(exchange key, shard) of what is not there of the payloads that count.
+
+    Payloads that name others are read. Raises `RecordError` for bytes that are not those signed.
+    """
+    lost = set()
+    for step in course.steps.values():
+        names_others = step.exchange == "reduce" or parse_spec(step.codec).kind == "lowrank"
+        for place, digest in step.payloads.items():
+            key = step.key.text, int(place.rsplit("/", 1)[1])
+            if not has(digest) or (names_others and not all(map(has, behind(step, get(digest))))):
+                lost.add(key)
+    return lost
+
+
+def origin_of(
+    course: Course, stage: int, shard: int, lost: Lost, has: Has, get: Get
+) -> Origin | None:
+    """The oldest state that all payloads from there on are kept of; none: theta_0.
+
+    Raises `MissingError` if there is no such state, `RecordError` for one that is damaged.
+    """
+    steps = [step for step in course.of(stage) if (step.key.text, shard) in lost]
+    if not steps:
+        return None
+    for state in _states(course, stage, shard):
+        if not has(state.listing):
+            continue
+        found = Origin.of(state, get)
+        whole = all(has(each.sha256) for each in found.tensors.values())
+        if whole and all(found.holds(step) for step in steps):
+            return found
+    raise MissingError(f"payloads of {steps[-1].key.text} are in no store")
+
+
+def origin_before(
+    course: Course, stage: int, shard: int, tick: int, has: Has, get: Get
+) -> Origin | None:
+    """The newest kept state of at most `tick` slots into the run; none: theta_0.
+
+    Raises `RecordError` for one that is damaged.
+    """
+    for state in reversed(_states(course, stage, shard)):
+        if state.tick <= tick and has(state.listing):
+            found = Origin.of(state, get)
+            if all(has(each.sha256) for each in found.tensors.values()):
+                return found
+    return None
+
+
+def _states(course: Course, stage: int, shard: int) -> list[AnchorState]:
+    """States of a rank on which all who have signed them agree, oldest first, each once."""
+    known: dict[int, list[AnchorState]] = {}
+    for state in course.anchors:
+        if (state.stage, state.shard) == (stage, shard):
+            known.setdefault(state.round, []).append(state)
+    return [
+        states[0]
+        for _, states in sorted(known.items())
+        if len({(each.root, each.landed) for each in states}) == 1
+    ]
+
+
+def replay_from(
+    origin: Origin | None,
+    steps: list[Step],
+    stage: Stage,
+    run: range,
+    shard: int,
+    get: Get,
+    momentum_dtype: str,
+    on_step: Callable[[], None] = lambda: None,
+) -> tuple[Tensor, Tensor]:
+    """As `replay_steps`, from an origin; of none from theta_0. Steps that the origin holds are
+    passed over."""
+    if origin is None:
+        names = stage.names(run)
+        start = {name: stage.load(get, name) for name in names}
+        moving = stage.momentum(get, names)
+        return replay_steps(steps, stage, run, start, moving, shard, get, momentum_dtype, on_step)
+    anchor, momentum = origin.load(stage, run, get, momentum_dtype)
+    left = list(_left(origin, steps, on_step))
+    replay_flat(left, stage, run, anchor, momentum, shard, get, on_step)
+    return anchor, momentum
+
+
+def _left(origin: Origin, steps: list[Step], on_step: Callable[[], None]) -> Iterator[Step]:
+    for step in steps:
+        if origin.holds(step):
+            on_step()
+        else:
+            yield step
