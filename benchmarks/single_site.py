@@ -292,7 +292,8 @@ def alternate(sides: dict[str, Side], pairs: int, tokens: int) -> Result:
             used = {
                 each: cpu_seconds(sides[each].process.pid or 0) - before[each] for each in names
             }
-            peak[name] = turn.peak_bytes
+            # A rank's peak is set back after each round (dilocox.site.device_memory).
+            peak[name] = max(peak.get(name, 0), turn.peak_bytes)
             loss = turn.loss if turn.loss is not None else loss
             if number < WARM_UP_TURNS:
                 continue

@@ -77,6 +77,13 @@ def test_the_line_of_a_round() -> None:
     assert "loss -  " in round_line(without, 2000)
 
 
+def test_the_line_of_a_round_on_gpus() -> None:
+    record = {**RECORD, "mfu": 0.4123, "peak_memory_bytes": 62_100_000_000, "allocation_retries": 0}
+    assert "waited 25.6%  MFU 41.2%  memory 62.1 GB  sent   1.2 MB" in round_line(record, 2000)
+    retried = round_line({**record, "allocation_retries": 3}, 2000)
+    assert "memory 62.1 GB  (allocator retried 3 times)  sent" in retried
+
+
 PLAN = {
     "kind": "plan", "round": 2, "step": 40, "inner_steps": 5, "slots": 5, "fragments": 4,
     "delay": 1,

@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from dilocox import meter
-from dilocox.meter import NOTHING, RoundMeter
+from dilocox.meter import NOTHING, Devices, RoundMeter
 from dilocox.outer.coordinator.messages import MemberPlan, RoundPlan
 from dilocox.outer.pending import Counts
 from dilocox.site import StepResult
+from dilocox.site.device_memory import MemoryUse
 from tests.plan.runs import run
 
 PLAN = RoundPlan(
@@ -23,6 +24,9 @@ PLAN = RoundPlan(
     overlap="keep", keep=1.0, learning_rate=1.0, momentum=0.0, codec="int4", residual_decay=1.0,
     exchange="gather", checkpoint=False, evaluate=False, last=False,
 )  # fmt: skip
+
+
+FLOPS = 6000.0
 
 
 class Clocks:
@@ -51,7 +55,19 @@ def clocks(monkeypatch: pytest.MonkeyPatch) -> Clocks:
     monkeypatch.setattr(torch.cuda, "synchronize", made.synchronize)
     monkeypatch.setattr(meter, "count_parameters", lambda _config: 1000)
     monkeypatch.setattr(meter, "ran_and_kept_waiting", lambda: (made.thread, made.kept))
+    monkeypatch.setattr(meter, "memory_meter", lambda _device: Readings(MemoryUse(None)))
+    monkeypatch.setattr(meter, "peak_here", lambda _config, _device: None)
     return made
+
+
+class Readings:
+    """The memory of a device, given beforehand; the last reading is given again."""
+
+    def __init__(self, *uses: MemoryUse) -> None:
+        self._uses = list(uses)
+
+    def read(self) -> MemoryUse:
+        return self._uses.pop(0) if len(self._uses) > 1 else self._uses[0]
 
 
 def round_on(
@@ -60,7 +76,7 @@ def round_on(
     """A round of one step: exchange threads compute 3 s; the training's own thread spends 5 s at
     the slot's end and computes for 1 s of them, waits 2 s for a site, and 0.5 s for the account."""
     rank: Any = SimpleNamespace(
-        blueprint=SimpleNamespace(hf_config=None),
+        blueprint=SimpleNamespace(hf_config=None, flops_per_token=FLOPS),
         place=SimpleNamespace(site="lyon"),
         states=[],
         mesh=SimpleNamespace(device=torch.device(kind), gather_names=lambda names: [names]),
@@ -117,6 +133,7 @@ def test_a_rank_that_waits_for_the_last_landing_ends_the_round_for_all(clocks: C
     other = {
         "sums": waited, "link": [[0.0, 4.0, 40], [4.0, 8.0, 40]], "ranks": [], "work": 0.0,
         "lost": 0.0, "seconds": 8.0, "exchanges": 2, "waited_for": {}, "behind": False,
+        "memory": {"peak": 7, "reserved": 9, "retries": 2}, "peak": 1.0,
     }  # fmt: skip
     rank: Any = SimpleNamespace(
         blueprint=SimpleNamespace(hf_config=None),
@@ -189,3 +206,32 @@ def test_a_slot_is_as_long_as_the_rank_takes_with_its_waits_for_others(clocks: C
     measured.begin(plan, 2)
     clocks.wall += 0.4
     assert measured.slot_seconds(4) == pytest.approx(7.8 / 6)
+
+
+def test_a_gpu_of_known_peak_has_an_mfu_and_its_peak_memory(
+    clocks: Clocks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use = MemoryUse(peak=50, reserved=70, retries=3)
+    monkeypatch.setattr(meter, "memory_meter", lambda _device: Readings(use))
+    monkeypatch.setattr(meter, "peak_here", lambda _config, _device: 1e6)
+    _, record = round_on("cuda", clocks)
+    speed = 8 * run().data.sequence_length / 19.5
+    assert record["tokens_per_second"] == pytest.approx(speed)
+    assert record["mfu"] == pytest.approx(FLOPS * speed / 1e6)
+    assert record["peak_flops"] == 1e6
+    assert record["peak_memory_bytes"] == 50
+    assert record["peak_reserved_bytes"] == 70
+    assert record["allocation_retries"] == 3
+
+
+def test_what_is_not_known_of_a_device_is_not_in_the_record(clocks: Clocks) -> None:
+    _, record = round_on("cpu", clocks)
+    assert not {"mfu", "peak_flops", "peak_memory_bytes", "allocation_retries"} & record.keys()
+
+
+def test_a_site_is_as_large_as_its_largest_rank_and_as_fast_as_all_together() -> None:
+    first = MemoryUse(peak=5, reserved=9, retries=1)
+    second = MemoryUse(peak=7, reserved=8, retries=2)
+    whole = Devices.of([(first, 1e6), (second, 2e6)])
+    assert whole == Devices(MemoryUse(peak=7, reserved=9, retries=3), 3e6)
+    assert Devices.of([(first, 1e6), (second, None)]).peak is None

@@ -63,6 +63,17 @@ def test_a_round_of_two_sites() -> None:
     assert "site" not in combined
 
 
+def test_what_the_devices_of_two_sites_did() -> None:
+    """MFU by peak: of a site whose peak is not known there is none."""
+    fast = row(mfu=0.5, peak_flops=3e12, peak_memory_bytes=10, allocation_retries=1)
+    slow = row(mfu=0.1, peak_flops=1e12, peak_memory_bytes=30, allocation_retries=2)
+    combined = combine({"paris": fast, "lyon": slow, "oslo": row(peak_memory_bytes=20)})
+    assert combined["mfu"] == pytest.approx(0.4)
+    assert combined["peak_memory_bytes"] == 30
+    assert combined["allocation_retries"] == 3
+    assert not {"mfu", "peak_memory_bytes", "peak_reserved_bytes"} & combine({"a": row()}).keys()
+
+
 REPORTS = st.dictionaries(
     st.sampled_from(["a", "b", "c", "d"]),
     st.builds(

@@ -110,6 +110,11 @@ class Blueprint:
         cut = plan_cut(hf_config, chunks, config.data.sequence_length)
         return cls(hf_config, cut, tied_pair(hf_config))
 
+    @property
+    def flops_per_token(self) -> float:
+        """Of training, without recomputation: two per multiply-add, three passes' worth."""
+        return 6 * sum(chunk.compute for chunk in self.cut)
+
 
 @dataclass
 class Rank:

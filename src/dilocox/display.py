@@ -45,10 +45,23 @@ def round_line(record: Record, steps: int) -> str:
         f"loss {loss}  "
         f"{number(record['tokens_per_second']):>6} tokens/s  "
         f"waited {record['wait_share']:5.1%}{whom}  "
+        f"{device_words(record)}"
         f"sent {size(record['payload_bytes']):>8} (synchronous {size(record['allreduce_bytes'])}; "
         f"{record['ratio_per_transfer']:.1f}x per transfer, "
         f"{record['ratio_per_token']:.0f}x per token)"
     )
+
+
+def device_words(record: Record) -> str:
+    """MFU and memory of a round, with what separates them from what follows; empty if not known."""
+    words = []
+    if "mfu" in record:
+        words.append(f"MFU {record['mfu']:.1%}")
+    if "peak_memory_bytes" in record:
+        words.append(f"memory {size(record['peak_memory_bytes'])}")
+    if retries := record.get("allocation_retries"):
+        words.append(f"(allocator retried {retries:.0f} times)")
+    return "".join(f"{word}  " for word in words)
 
 
 def plan_line(record: Record) -> str:
@@ -144,6 +157,8 @@ class Display:
             f"{number(record['tokens_per_second'])} tokens/s, "
             f"waited for the network {record['wait_share']:.1%}"
         )
+        if "mfu" in record:
+            self.line(f"GPUs              {record['mfu']:.1%} MFU")
         if record["payload_bytes"]:
             self.line(
                 f"sent              {size(record['payload_bytes'])} between sites; synchronous "

@@ -7,7 +7,7 @@ import hashlib
 import json
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -20,7 +20,9 @@ from dilocox.outer.coordinator.plan_messages import Measured
 from dilocox.outer.loop import OuterLoop
 from dilocox.outer.pending import Counts
 from dilocox.site import StepResult
-from dilocox.site.machine import ran_and_kept_waiting
+from dilocox.site.device_memory import MemoryUse, memory_meter
+from dilocox.site.machine import ran_and_kept_waiting, resolve_precision
+from dilocox.site.peaks import peak_of, utilisation
 
 Interval = tuple[float, float, int]
 """(start, end, bytes): when payloads came in."""
@@ -47,6 +49,8 @@ class RoundMeter:
         self._lost = 0.0
         self._ran = ran_and_kept_waiting()
         self._device = rank.mesh.device
+        self._memory = memory_meter(self._device)
+        self._peak = peak_here(config, self._device)
         self._bad: str | None = None
         self.dropped: str | None = None
         """What was not finite (stage and tensor), if contributions of this round were dropped.
@@ -159,7 +163,8 @@ class RoundMeter:
         if self._device.type == "cpu":
             counts.work_seconds += lost
             lost = counts.work_seconds * self._crowding()
-        shared = _over_ranks(rank, self.dropped, sums, counts, lost, outer.behind)
+        device = (self._memory.read(), self._peak)
+        shared = _over_ranks(rank, self.dropped, sums, counts, lost, outer.behind, device)
         self.behind, seconds = shared.behind, shared.seconds
         member = plan.members.get(rank.place.site)
         sequences = steps * member.batch if member else 0
@@ -196,6 +201,7 @@ class RoundMeter:
             "repeated_exchanges": counts.attempts - counts.exchanges,
         }
         record["anchor_digest"] = None if shared.behind else shared.digest
+        record |= shared.devices.record(rank, record["tokens_per_second"])
         self.dropped = shared.dropped
         if shared.effective_rank is not None:
             record["effective_rank"] = shared.effective_rank
@@ -221,6 +227,56 @@ class RoundMeter:
         if self.dropped:
             record["dropped"] = self.dropped
         return record
+
+
+def peak_here(config: RunConfig, device: torch.device) -> float | None:
+    """Peak operations per second of `device` for the run's compute dtype, where it is known."""
+    if device.type != "cuda":
+        return None
+    precision = resolve_precision(config.site, device)
+    return peak_of(torch.cuda.get_device_name(device), precision)
+
+
+@dataclass(frozen=True)
+class Devices:
+    """What a site's devices needed and can do."""
+
+    memory: MemoryUse
+    """Of the rank that needed most, by figure; `retries` of all ranks together."""
+    peak: float | None
+    """Operations per second of all devices; None if that of one is not known."""
+
+    @classmethod
+    def of(cls, ranks: Sequence[tuple[MemoryUse, float | None]]) -> Devices:
+        """Of all ranks of a site."""
+        peaks = [peak for _, peak in ranks]
+
+        def known(name: str) -> list[int]:
+            found = (getattr(memory, name) for memory, _ in ranks)
+            return [value for value in found if value is not None]
+
+        retries = known("retries")
+        return cls(
+            MemoryUse(
+                peak=max(known("peak"), default=None),
+                reserved=max(known("reserved"), default=None),
+                retries=sum(retries) if retries else None,
+            ),
+            None if None in peaks else sum(peak for peak in peaks if peak is not None),
+        )
+
+    def record(self, rank: Rank, tokens_per_second: float) -> dict[str, float]:
+        """What of it is known, as figures of a round's record."""
+        found: dict[str, float | None] = {
+            "peak_memory_bytes": self.memory.peak,
+            "peak_reserved_bytes": self.memory.reserved,
+            "allocation_retries": self.memory.retries,
+        }
+        if self.peak is not None:
+            flops = rank.blueprint.flops_per_token
+            found["peak_flops"] = self.peak
+            found["mfu"] = utilisation(flops, tokens_per_second, self.peak)
+        return {name: value for name, value in found.items() if value is not None}
 
 
 @dataclass(frozen=True)
@@ -256,6 +312,7 @@ class Shared:
     and landings, during which these stand still."""
     effective_rank: float | None
     """Mean of all landings, by values."""
+    devices: Devices
 
 
 def _over_ranks(
@@ -265,8 +322,10 @@ def _over_ranks(
     counts: Counts,
     lost: float,
     behind: bool,
+    device: tuple[MemoryUse, float | None],
 ) -> Shared:
-    """`sums` of the whole round, `counts` and `lost` since the last start within it."""
+    """`sums` of the whole round, `counts` and `lost` since the last start within it; of the
+    rank's `device` what memory it needed and its peak."""
     own = hashlib.sha256()
     for state in rank.states:
         own.update(state.digest().encode())
@@ -281,6 +340,8 @@ def _over_ranks(
             "exchanges": counts.exchanges,
             "waited_for": counts.waited_for,
             "behind": behind,
+            "memory": asdict(device[0]),
+            "peak": device[1],
         }
     )
     rows = rank.mesh.gather_names([own.hexdigest(), dropped or "", told])
@@ -307,6 +368,7 @@ def _over_ranks(
         work_seconds=max(each["work"] for each in heard),
         lost_seconds=max(each["lost"] for each in heard),
         effective_rank=sum(value * size for value, size in ranks) / weight if weight else None,
+        devices=Devices.of([(MemoryUse(**each["memory"]), each["peak"]) for each in heard]),
     )
 
 

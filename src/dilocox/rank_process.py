@@ -50,6 +50,8 @@ from dilocox.record.recording import Author, RankRecord
 from dilocox.record.statements import Signer
 from dilocox.record.store import Store
 from dilocox.record.windows import Windows, bound_of
+from dilocox.site import resolve_device
+from dilocox.site.flight_recorder import record_collectives
 from dilocox.trainer import Stopped, Trainer
 
 log = logging.getLogger(__name__)
@@ -148,6 +150,8 @@ def _train(job: RankJob, errors: Errors) -> None:
     try:
         # Building takes minutes where the model is large, and the coordinator waits for beats.
         control.start(building=True)
+        if config.site.ranks > 1 and resolve_device(config.site, job.local_rank).type == "cuda":
+            record_collectives(_flight_records(job))
         rank = build_rank(
             config,
             blueprint,
@@ -321,6 +325,13 @@ def _enter(trainer: Trainer, network: Network, timeouts: Timeouts) -> Newcomer |
 def _last_complete(checkpoints: list[Checkpoint]) -> Checkpoint | None:
     whole = [item for item in checkpoints if item.complete]
     return max(whole, key=lambda item: item.tick, default=None)
+
+
+def _flight_records(job: RankJob) -> Path:
+    """What the names of NCCL's flight records of this rank begin with: beside its log."""
+    logs = job.config.folder / "logs" if job.log_file is None else job.log_file.parent
+    place = job.place
+    return logs / f"{place.site}-stage{place.stage}-shard{place.shard}-nccl-"
 
 
 def _lines_to(descriptor: int) -> TextIO:

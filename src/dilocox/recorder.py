@@ -64,7 +64,26 @@ def combine(reports: Mapping[str, Record]) -> Record:
     }
     if weight:
         combined["loss"] = sum(row["loss"] * row["tokens"] for row in trained) / weight
-    return combined
+    return combined | of_devices(rows)
+
+
+def of_devices(rows: Sequence[Record]) -> Record:
+    """What the sites' devices did together, as far as it is known: MFU over the GPUs whose peak is
+    known, the peak memory of the rank that needed most, retries of all allocators."""
+    found: Record = {}
+    measured = [row for row in rows if "mfu" in row]
+    if measured:
+        peak = sum(row["peak_flops"] for row in measured)
+        found["mfu"] = sum(row["mfu"] * row["peak_flops"] for row in measured) / peak
+    for name, together in (
+        ("peak_memory_bytes", max),
+        ("peak_reserved_bytes", max),
+        ("allocation_retries", sum),
+    ):
+        values = [row[name] for row in rows if name in row]
+        if values:
+            found[name] = together(values)
+    return found
 
 
 def _waited_for(rows: Sequence[Record]) -> dict[str, float]:
@@ -270,6 +289,7 @@ class Recorder:
             "ratio_per_token": dense / payload if payload else 0.0,
             "anchor_digest": everything[-1]["anchor_digest"] if everything else None,
             "admission": self._totals(),
+            **_over_time(rounds),
             **self._sequences,
         }
         text = json.dumps(summary, indent=2) + "\n"
@@ -314,6 +334,16 @@ class Recorder:
         record = {"time": round(time.time(), 3), **record}
         self._metrics.write(record)
         self._emit(record)
+
+
+def _over_time(rounds: Sequence[Record]) -> Record:
+    """`of_devices` for a whole run, from its combined rounds: MFU is the mean over the time."""
+    found = of_devices([{k: v for k, v in row.items() if k != "mfu"} for row in rounds])
+    measured = [row for row in rounds if "mfu" in row]
+    spent = sum(row["seconds"] for row in measured)
+    if spent:
+        found["mfu"] = sum(row["mfu"] * row["seconds"] for row in measured) / spent
+    return found
 
 
 def _read_lines(path: Path) -> list[Record]:

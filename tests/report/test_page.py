@@ -61,6 +61,25 @@ def test_charts_of_a_run(page: Page) -> None:
     assert page.times[0].readings[0] == "round 1: training 9.0 s, waiting for the network 1.0 s"
 
 
+def test_gpus_have_a_utilisation_and_a_peak(tmp_path: Path) -> None:
+    records = [
+        site(0, "paris", mfu=0.5, peak_memory_bytes=3e9, peak_reserved_bytes=4e9),
+        site(0, "lyon", mfu=0.3, peak_memory_bytes=2e9, allocation_retries=2),
+        whole(0, mfu=0.4),
+        site(1, "paris", mfu=0.3, seconds=30.0, peak_memory_bytes=1e9),
+        whole(1, mfu=0.2, seconds=30.0),
+    ]
+    page = build(read_run(write_run(tmp_path / "toy", records)), now=0.0)
+    assert {tile.label: tile.value for tile in page.tiles}["MFU"] == "25.0%"
+    chart = next(chart for chart in page.times if chart.id == "mfu")
+    assert chart.readings == ("round 1: MFU 40.0%", "round 2: MFU 20.0%")
+    paris, lyon = (dict(row.cells) for row in page.sites)
+    assert (paris["MFU"], paris["peak memory of a rank"]) == ("35.0%", "3.0 GB")
+    assert paris["peak held by the allocator"] == "4.0 GB"
+    assert "allocator retries" not in paris
+    assert lyon["allocator retries"] == "2"
+
+
 def test_sites_and_their_share(page: Page) -> None:
     assert [(row.name, row.share) for row in page.sites] == [("paris", 0.75), ("lyon", 0.25)]
     assert dict(page.sites[0].cells)["waited"] == "10.0% (3.0 s)"

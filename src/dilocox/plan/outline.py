@@ -109,7 +109,7 @@ class Outline:
     @property
     def flops_per_token(self) -> float:
         """Of training, without recomputation: two per multiply-add, three passes' worth."""
-        return 6 * self.compute
+        return self.blueprint.flops_per_token
 
     def head_compute(self, chunk: ChunkSpec) -> float:
         """Multiply-adds per token of the head, if `chunk` has it."""

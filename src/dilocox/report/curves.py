@@ -102,6 +102,13 @@ def times(history: History) -> list[Chart]:
             note="All sites together.", from_zero=True,
             say=lambda v: f"{v:,.0f}", axis=_count,
         ),
+        line_chart(
+            "mfu", "Model FLOPs utilisation", "round", rounds,
+            [Series("MFU", "look-all", [row.mfu for row in rows])],
+            note="The model's own operations over the GPUs' peak, waiting included. Operations "
+            "that are computed again for the backward pass do not count.",
+            from_zero=True, say=lambda v: f"{v:.1%}", axis=lambda v: f"{v:.0%}",
+        ),
     ]  # fmt: skip
     return [chart for chart in charts if chart is not None]
 

@@ -30,6 +30,14 @@ class SiteRound:
     repeated: int
     dropped: str
     """What was not finite, if its contribution was dropped."""
+    mfu: float | None = None
+    """Model FLOPs utilisation of the site's GPUs, a share of 1, where their peak is known."""
+    memory: float | None = None
+    """Peak memory of the rank that needed most, in bytes."""
+    reserved: float | None = None
+    """Peak of what its allocator held on a GPU, in bytes."""
+    retries: float | None = None
+    """How often the allocators of the site's ranks gave all back and tried again."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +58,8 @@ class Round:
     """Digest of the anchor that all sites held at its end."""
     time: float
     sites: tuple[SiteRound, ...]
+    mfu: float | None = None
+    """Of the GPUs of all sites whose peak is known."""
 
 
 @dataclass(frozen=True)
@@ -174,6 +184,10 @@ def _site_round(site: str, record: Record) -> SiteRound:
         contributors=_integer(record, "contributors"),
         repeated=_integer(record, "repeated_exchanges"),
         dropped=_text(record, "dropped"),
+        mfu=_number(record, "mfu"),
+        memory=_number(record, "peak_memory_bytes"),
+        reserved=_number(record, "peak_reserved_bytes"),
+        retries=_number(record, "allocation_retries"),
     )
 
 
@@ -211,6 +225,7 @@ def _round(number: int, record: Record, sites: Mapping[str, SiteRound]) -> Round
         anchor=_text(record, "anchor_digest"),
         time=_number(record, "time") or 0.0,
         sites=tuple(sites[name] for name in sorted(sites)),
+        mfu=_number(record, "mfu"),
     )
 
 

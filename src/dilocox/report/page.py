@@ -231,6 +231,10 @@ def _tiles(files: RunFiles, history: History) -> list[Tile]:
         tiles.append(Tile("Tokens per second", number(tokens / spent), f"over {seconds(spent)}"))
         waited = sum(row.wait_share * row.seconds for row in rows) / spent
         tiles.append(Tile("Waited", f"{waited:.1%}", "of the time, for the network"))
+    measured = [(row.mfu, row.seconds) for row in rows if row.mfu is not None and row.seconds]
+    if measured:
+        mfu = sum(share * each for share, each in measured) / sum(each for _, each in measured)
+        tiles.append(Tile("MFU", f"{mfu:.1%}", "of the GPUs' peak, waiting included"))
     if sent:
         tiles.append(Tile("Sent", size(sent), "between the sites"))
     if sent and dense:

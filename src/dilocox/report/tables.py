@@ -11,7 +11,7 @@ from typing import Any
 from dilocox.display import number, size
 from dilocox.report.curves import seconds
 from dilocox.report.folder import RunFiles
-from dilocox.report.history import Admission, Event, History, Round, admission
+from dilocox.report.history import Admission, Event, History, Round, SiteRound, admission
 
 SHOWN = 40
 """Rows of one table that are shown, at most; of more, the last."""
@@ -78,11 +78,31 @@ def sites(history: History, files: RunFiles) -> list[SiteRow]:
             ("last loss", next((f"{r.loss:.3f}" for r in reversed(own) if r.loss is not None),
                                "none")),
         ]  # fmt: skip
+        cells += _devices(own)
         if files.record:
             cells.append(("joined", _times(enrolments[name])))
             cells.append(("key", keys.get(name, "none")[:16]))
         rows.append(SiteRow(name, tokens / total if total else 0.0, tuple(cells)))
     return rows
+
+
+def _devices(own: Sequence[SiteRound]) -> list[tuple[str, str]]:
+    """What a site's devices did and needed, as far as it is known."""
+    timed = [(r.mfu, r.seconds) for r in own if r.mfu is not None and r.seconds]
+    cells = []
+    if timed:
+        spent = sum(each for _, each in timed)
+        cells.append(("MFU", f"{sum(mfu * each for mfu, each in timed) / spent:.1%}"))
+    for name, values in (
+        ("peak memory of a rank", [r.memory for r in own if r.memory is not None]),
+        ("peak held by the allocator", [r.reserved for r in own if r.reserved is not None]),
+    ):
+        if values:
+            cells.append((name, size(max(values))))
+    retries = sum(r.retries or 0.0 for r in own)
+    if retries:
+        cells.append(("allocator retries", f"{retries:,.0f}"))
+    return cells
 
 
 def _times(count: int) -> str:

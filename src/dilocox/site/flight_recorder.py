@@ -1,0 +1,42 @@
+"""NCCL's flight recorder: the last collectives of each rank, written when one of them times out.
+
+The names are those of torch 2.11 to 2.13 (FlightRecorder.hpp, ProcessGroupNCCL.hpp). Of a pair of
+names the first is the new one; torch takes it before the other.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+ENTRIES = 2000
+"""Collectives that are remembered; each takes about a kilobyte of the machine's memory."""
+_BUFFER = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
+_FILE = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
+_ON_TIMEOUT = ("TORCH_NCCL_DUMP_ON_TIMEOUT",)
+
+
+def settings(environment: Mapping[str, str], prefix: Path) -> dict[str, str]:
+    """Variables to add to `environment` so that dumps lie at `prefix` followed by the rank.
+
+    What the user has set, by the new or the old name, stays as it is.
+    """
+    if any(name in environment for name in _BUFFER):
+        buffer: dict[str, str] = {}
+    else:
+        # The part of torch that decides on a dump reads the old name alone.
+        buffer = dict.fromkeys(_BUFFER, str(ENTRIES))
+    chosen = {_FILE: str(prefix), _ON_TIMEOUT: "1"}
+    other = {
+        names[0]: value
+        for names, value in chosen.items()
+        if not any(name in environment for name in names)
+    }
+    return buffer | other
+
+
+def record_collectives(prefix: Path) -> None:
+    """Switch the recorder on for this process; call before NCCL is started."""
+    prefix.parent.mkdir(parents=True, exist_ok=True)
+    os.environ.update(settings(os.environ, prefix))
