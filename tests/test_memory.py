@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 
-from dilocox import memory
+from dilocox import checkpoint, memory, persistence
 from dilocox.config import RunConfig, resolve_run
 from dilocox.errors import ConfigError
 from dilocox.models import ChunkSpec
+from dilocox.outer import blocks
+from dilocox.outer.layout import Layout
+from dilocox.outer.optimizer import MOMENTUM_DTYPES
+from dilocox.outer.overlap import Rule
+from dilocox.outer.state import PieceState
+from dilocox.site.optimizer import InnerOptimizer
+from dilocox.trainer import Trainer
+from tests.tracking import Tracker
 
 GIB = memory.GIB
 SHAPE = SimpleNamespace(hidden_size=100, intermediate_size=300, vocab_size=1000)
@@ -58,16 +68,14 @@ def test_a_gate_needs_a_model_to_try_in_and_what_it_goes_by() -> None:
         run = run.model_copy(update={"admission": run.admission.model_copy(update=dict(admission))})
         assert memory.gate_model_bytes_per_parameter(run) == on_device
         assert memory.gate_probe_bytes_per_parameter(run) == beside
-        assert memory.host_bytes_per_parameter(run, on_gpu=False) == 35 + on_device + beside
+        # 16 and 16 of the two optimizers, 3 under way, 29 of which a checkpoint is written; beside
+        # GPUs staging buffers of a quarter of the model.
+        assert memory.host_bytes_per_parameter(run, on_gpu=False) == 35 + 29 + on_device + beside
         assert memory.gpu_bytes(run, 1000, 0) == 1000 * (16 + on_device)
-        assert memory.host_bytes_per_parameter(run, on_gpu=True) == 19 + beside
+        assert memory.host_bytes_per_parameter(run, on_gpu=True) == 19 + 29 + 2 + beside
 
 
 def test_the_outer_state_is_as_large_as_said() -> None:
-    from dilocox.outer.layout import Layout
-    from dilocox.outer.optimizer import MOMENTUM_DTYPES
-    from dilocox.outer.state import PieceState
-
     live = {"w": torch.zeros(64, 16)}
     for overlap, feedback, dtype in (("none", False, "fp32"), ("eager", True, "bf16")):
         run = resolve_run(
@@ -87,6 +95,91 @@ def test_the_outer_state_is_as_large_as_said() -> None:
         )
         held = sum(t.nbytes for t in vars(state).values() if isinstance(t, torch.Tensor))
         assert held == 1024 * memory.outer_bytes_per_parameter(run)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("overlap", ["keep", "eager"])
+def test_what_a_landing_takes_in_one_block_as_on_a_gpu(
+    overlap: Literal["keep", "eager"], dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(blocks, "PER_THREAD", 1 << 40)
+    live = {"w": torch.ones(64, 1024)}
+    state = PieceState(
+        Layout.of({"w": live["w"].shape}),
+        live,
+        error_feedback=True,
+        eager=overlap == "eager",
+        momentum_dtype=MOMENTUM_DTYPES[dtype],
+    )
+    rule = Rule(overlap=overlap, learning_rate=0.5, momentum=0.5, residual=0.5)
+    u, _ = state.boundary(live, 1.0, 1.0)
+    average = u * 0.5
+    with Tracker() as tracker:
+        state.land(live, average, rule)
+    method = {"overlap": overlap, "momentum_dtype": dtype, "inner_steps": 2, "slots": 2}
+    said = memory.landing_on_gpu(config(outer=method))
+    assert tracker.peak == pytest.approx(said * 2**16, rel=1e-3)
+    assert memory.landing_on_gpu(config(outer={"method": "allreduce"})) == 0
+
+
+class Standing:
+    """A rank between two rounds, as a checkpoint copies it: a quarter of the model waits for its
+    landing."""
+
+    def __init__(self, run: RunConfig) -> None:
+        matrix = torch.nn.Parameter(torch.ones(128, 128))
+        live = {"w": matrix.detach()}
+        inner = InnerOptimizer({"w": matrix}, run.inner)
+        state = PieceState(Layout.of({"w": matrix.shape}), live, error_feedback=True)
+        model = SimpleNamespace(optimizer_state=inner.state, sync_tied=lambda: None)
+        mesh = SimpleNamespace(device=torch.device("cpu"), stages=1, shards=1)
+        self.rank = SimpleNamespace(live=live, states=[state], model=model, mesh=mesh)
+        plan = SimpleNamespace(model_dump=lambda mode: {})
+        item = SimpleNamespace(
+            key=SimpleNamespace(text="x"), plan=plan, lands_at=1, contributes=True,
+            contribution=torch.ones(128 * 128 // 4), moments=None, probe=None,
+        )  # fmt: skip
+        self.outer = SimpleNamespace(
+            under_way_now=lambda: [item], anchors=dict, owner_landings=[], dropping=False
+        )
+        self.meter = SimpleNamespace(so_far=lambda outer: {}, non_finite=lambda: None, dropped=None)
+        self.at = SimpleNamespace(round=1, slot=0, tick=4)
+        self.dropped_round, self.weight = -2, 1.0
+
+
+def test_a_checkpoint_is_written_from_a_copy_as_large_as_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = []
+
+    def attempt(folder: str, tensors: Mapping[str, torch.Tensor], _: str) -> tuple[str, str]:
+        written.append(sum(t.nbytes for n, t in tensors.items() if not n.startswith("random/")))
+        raise OSError("what was to be written is known")
+
+    monkeypatch.setattr(checkpoint, "_attempt", attempt)
+    run = config(outer={"method": "dilocox", "inner_steps": 4})
+    tensors, state = persistence.capture(Standing(run))  # type: ignore[arg-type]
+    writer = checkpoint.RankCheckpointer(str(tmp_path), "lyon", 0, 0, keep=2)
+    with Tracker() as tracker:
+        writer.save(4, tensors, state, lambda *_: None, lambda *_: None)
+        writer.wait()
+    steps = 4  # bytes of AdamW's count of steps
+    per_parameter = memory.snapshot_bytes_per_parameter(run)
+    assert per_parameter == 12 + 16 + 1
+    assert written == [128 * 128 * per_parameter + steps]
+    assert tracker.peak >= written[0]
+    # The record's copy is another one, where states are kept.
+    assert memory.record_copy_bytes_per_parameter(run) == 0
+    kept = run.model_copy(update={"record": run.record.model_copy(update={"states_every": 2})})
+    assert memory.record_copy_bytes_per_parameter(kept) == per_parameter
+    assert memory.snapshot_bytes_per_parameter(run, waiting=1.0) == 32
+
+
+def test_an_evaluation_holds_a_copy_of_what_is_trained() -> None:
+    rank = Standing(config()).rank
+    trainer: Any = SimpleNamespace(rank=rank, _fill=lambda values: None)
+    with Tracker() as tracker, Trainer.standing_at(trainer, {}):
+        assert tracker.held == 128 * 128 * memory.EVALUATION
 
 
 def test_activations() -> None:
@@ -127,7 +220,23 @@ def test_a_gpu_that_is_too_small_is_named_with_the_mend() -> None:
 
 def test_shards_share_the_states_and_the_outer_state_lies_where_it_is_told() -> None:
     assert memory.gpu_bytes(config(shards=2), 1000, 77) == 8000 + 77
-    assert memory.gpu_bytes(config(outer={"device": "model"}), 1000, 0) == 28000
+    # Two optimizers without gradients, 24. A step adds gradients and activations, a landing what was
+    # exchanged and new values, 12 and 16: they come in turn.
+    on_device = config(outer={"device": "model"})
+    assert memory.gpu_bytes(on_device, 1000, 0) == (24 + 28) * 1000
+    assert memory.gpu_bytes(on_device, 1000, 30_000) == (24 + 4) * 1000 + 30_000
+    # A quarter of the model waits for its landing all along where it lands later.
+    later = config(outer={"method": "dilocox", "device": "model"})
+    assert memory.gpu_bytes(later, 1000, 0) == (28 + 3 + 4) * 1000
+
+
+def test_what_bf16_and_pipelines_add_on_a_gpu() -> None:
+    # bf16 copies of all weights of a stage without shards.
+    assert memory.gpu_bytes(config(), 1000, 0, width=2) == 18_000
+    # In a pipeline FSDP keeps gathered weights and whole gradients until the step's end.
+    both = config(stages=2, shards=2)
+    assert memory.gpu_bytes(both, 1000, 5, width=2) == 12_000 // 2 + 6_000 + 5
+    assert memory.gpu_bytes(config(shards=2), 1000, 5, width=2) == 8_000 + 5
 
 
 def test_the_check_reads_what_is_free_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,17 +263,22 @@ def test_the_check_reads_what_is_free_on_the_device(monkeypatch: pytest.MonkeyPa
 
 def test_the_machines_own_memory() -> None:
     run = config()
-    needed = 2 * (3000 + 1000) * 40
+    # 28 of the two optimizers; of what comes in turn (12 of an exchange, a checkpoint's copy of
+    # parameters, moments and outer state) the larger.
+    needed = 2 * (3000 + 1000) * (28 + 24)
     assert memory.host_problem(run, [1000, 3000], 2, needed, on_gpu=False) is None
     problem = memory.host_problem(run, [1000, 3000], 2, needed - 1, on_gpu=False)
     assert problem is not None
     assert problem.startswith("2 sites here need 0.0 GiB of memory (stage 1 alone 0.0 GiB)")
-    # On GPUs outer state and exchanges are in the machine's memory, by option the latter alone.
-    assert memory.host_problem(run, [4000], 2, 2 * 4000 * 24, on_gpu=True) is None
-    assert memory.host_problem(run, [4000], 2, 2 * 4000 * 24 - 1, on_gpu=True) is not None
+    # On GPUs outer state and exchanges are in the machine's memory, by option neither; staging
+    # buffers and what a checkpoint is written from always are.
+    bytes_ = 2 * 4000 * (12 + 24 + 8)
+    assert memory.host_problem(run, [4000], 2, bytes_, on_gpu=True) is None
+    assert memory.host_problem(run, [4000], 2, bytes_ - 1, on_gpu=True) is not None
     on_device = config(outer={"device": "model"})
-    assert memory.host_problem(on_device, [4000], 2, 2 * 4000 * 12, on_gpu=True) is None
-    assert memory.host_problem(on_device, [4000], 2, 2 * 4000 * 12 - 1, on_gpu=True) is not None
+    bytes_ = 2 * 4000 * (24 + 8)
+    assert memory.host_problem(on_device, [4000], 2, bytes_, on_gpu=True) is None
+    assert memory.host_problem(on_device, [4000], 2, bytes_ - 1, on_gpu=True) is not None
 
 
 def test_the_disk_holds_kept_checkpoints_one_more_and_the_model() -> None:

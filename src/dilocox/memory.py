@@ -38,15 +38,66 @@ def outer_bytes_per_parameter(config: RunConfig) -> int:
 
 
 UNDER_WAY = 12
-"""Bytes per value of an exchange that waits for its landing, fp32 in the machine's memory: the
-contribution, what the others saw of it, and the average."""
+"""Bytes per value of an exchange that waits for its landing, fp32: the contribution, what the
+others saw of it, and the average. They lie where the outer state lies (`outer.device`)."""
 LANDING = 8
-"""Bytes per value of a piece that lands: how far its parameters have moved, and new values."""
+"""Bytes per value of a piece that lands on processors, which work block by block: how far its
+parameters have moved, and new values."""
+LANDING_ON_GPU = {"fp32": 16, "bf16": 22}
+"""The same on a GPU, by the dtype of the outer momentum. A block is the whole piece there, so that
+displacement, step and new values are whole buffers (`dilocox.outer.blocks`)."""
+LANDING_EAGER_ON_GPU = 24
+"""The same of overlap `eager`, whatever the momentum's dtype."""
+EVALUATION = 4
+"""Bytes per parameter of a rank, fp32: the copy of what the rank trains on while the anchor is
+evaluated (`Trainer.standing_at`)."""
+CAST = 2
+"""Bytes per parameter of a stage without shards that computes in bf16: the weights' bf16 copies."""
+STAGING = 4
+"""Bytes per value of the largest piece, pinned in the machine's memory, of each staging buffer."""
+STAGINGS = 2
+"""Staging buffers of a rank on a GPU: one for each direction."""
 
 
 def under_way_bytes_per_parameter(config: RunConfig) -> float:
-    """What exchanges hold in the machine's memory, at least: one waits for its landing."""
+    """What exchanges hold, at least: one waits for its landing."""
     return UNDER_WAY / config.outer.fragments
+
+
+def landing_on_gpu(config: RunConfig) -> int:
+    """Bytes per value of a piece that lands in a GPU's memory, beside what is under way."""
+    if config.exchanges_gradients:
+        return 0  # there are no landings
+    if config.outer.overlap == "eager":
+        return LANDING_EAGER_ON_GPU
+    return LANDING_ON_GPU[config.outer.momentum_dtype]
+
+
+def staging_bytes_per_parameter(config: RunConfig) -> float:
+    """Pinned staging buffers of a rank on a GPU, in the machine's memory."""
+    return STAGING * STAGINGS / config.outer.fragments
+
+
+def snapshot_bytes_per_parameter(config: RunConfig, waiting: float | None = None) -> float:
+    """The copy of a rank's state that a checkpoint is written from, in the machine's memory.
+
+    Parameters, the inner optimizer's moments, the outer state, and the contributions of exchanges
+    that wait for their landing. `waiting`: their share of the fragments, without it one of them
+    where they wait at all. Every run writes a checkpoint at its end.
+    """
+    if waiting is None:
+        waiting = 1 / config.outer.fragments if config.outer.delay else 0.0
+    return inner_bytes_per_parameter(config) - 4 + outer_bytes_per_parameter(config) + 4 * waiting
+
+
+def record_copy_bytes_per_parameter(config: RunConfig, waiting: float | None = None) -> float:
+    """The copy of a state in which a round begins, until the record has it; none in a run without
+    such states.
+
+    It is there beside a checkpoint's: at the end of a run both are made at the same moment.
+    """
+    kept = config.record.enabled and config.record.states_every and not config.exchanges_gradients
+    return snapshot_bytes_per_parameter(config, waiting) if kept else 0.0
 
 
 def gate_model_bytes_per_parameter(config: RunConfig) -> int:
@@ -92,12 +143,29 @@ def activation_bytes(
     return layers * kept * in_flight * tokens * width + logits
 
 
-def gpu_bytes(config: RunConfig, parameters: int, activations: int) -> int:
-    """Bytes that one rank needs on its GPU. `parameters`: of its stage, over all shards."""
-    per_parameter = inner_bytes_per_parameter(config) + gate_model_bytes_per_parameter(config)
-    if config.outer.device == "model":
+def gpu_bytes(config: RunConfig, parameters: int, activations: int, width: int = 4) -> int:
+    """Bytes that one rank needs on its GPU, at least. `parameters`: of its stage, over all shards;
+    `width`: bytes of the compute dtype.
+
+    The most of two moments: an inner step with gradients and activations, and a landing in the
+    GPU's memory, when neither are there.
+    """
+    site, outer = config.site, config.outer
+    per_parameter = inner_bytes_per_parameter(config) - 4 + gate_model_bytes_per_parameter(config)
+    landing = 0.0
+    if outer.device == "model":
         per_parameter += outer_bytes_per_parameter(config)
-    return parameters * per_parameter // config.site.shards + activations
+        under_way = under_way_bytes_per_parameter(config)
+        # Without a delay nothing is under way while an inner step is taken.
+        per_parameter += under_way if outer.delay else 0
+        landing = landing_on_gpu(config) / outer.fragments + (0 if outer.delay else under_way)
+    casts = CAST if width < 4 and site.shards == 1 else 0
+    step = 4 * parameters / site.shards
+    if site.shards > 1 and site.stages > 1:
+        # Gathered for the whole step, and gradients whole until its end (dilocox.site.model).
+        step = (width + 4) * parameters
+    lasting = (per_parameter + casts) * parameters / site.shards
+    return round(lasting + max(step + activations, landing * parameters / site.shards))
 
 
 def gpu_problem(site: str, stage: int, needed: int, available: int) -> str | None:
@@ -125,15 +193,16 @@ def check_gpu(
     """
     if device.type != "cuda":
         return
+    width = precision.itemsize
     activations = activation_bytes(
         config,
         hf_config,
         stage,
         layers=sum(chunk.end_layer - chunk.first_layer for chunk in chunks),
         head=any(chunk.head for chunk in chunks),
-        width=precision.itemsize,
+        width=width,
     )
-    needed = gpu_bytes(config, sum(chunk.parameters for chunk in chunks), activations)
+    needed = gpu_bytes(config, sum(chunk.parameters for chunk in chunks), activations, width)
     free, _ = torch.cuda.mem_get_info(device)
     problem = gpu_problem(site, stage, needed, free)
     if problem is not None:
@@ -141,13 +210,18 @@ def check_gpu(
 
 
 def host_bytes_per_parameter(config: RunConfig, on_gpu: bool) -> float:
-    """What a site's ranks hold in the machine's own memory, per parameter of the model."""
-    outer = outer_bytes_per_parameter(config)
-    beside = under_way_bytes_per_parameter(config) + gate_probe_bytes_per_parameter(config)
+    """What a site's ranks hold in the machine's own memory, per parameter of the model, at least:
+    while a checkpoint is written, and a state for the record."""
+    outer, under_way = outer_bytes_per_parameter(config), under_way_bytes_per_parameter(config)
+    if on_gpu and config.outer.device == "model":
+        outer, under_way = 0, 0.0
+    copies = snapshot_bytes_per_parameter(config) + record_copy_bytes_per_parameter(config)
+    # Without a delay no exchange is under way where a round ends, and checkpoints are begun.
+    copies = under_way + copies if config.outer.delay else max(under_way, copies)
+    beside = outer + copies + gate_probe_bytes_per_parameter(config)
     if on_gpu:
-        return beside + (outer if config.outer.device == "cpu" else 0)
-    gate = gate_model_bytes_per_parameter(config)
-    return inner_bytes_per_parameter(config) + outer + gate + beside
+        return beside + staging_bytes_per_parameter(config)
+    return inner_bytes_per_parameter(config) + gate_model_bytes_per_parameter(config) + beside
 
 
 def host_problem(
