@@ -46,7 +46,8 @@ PLAIN = {
     "site.shards": "K: FSDP ranks per stage.",
     "site.schedule": "Pipeline schedule.",
     "site.device": "`auto` takes a GPU where PyTorch sees one.",
-    "site.deterministic": "Prefer kernels that give the same bits in every run.",
+    "site.deterministic": "Take kernels that give the same bits in every run. On a GPU an "
+    "operation may have none: the run says so at its start and trains without.",
     "inner.optimizer": "`muon` trains the matrices of the layers by Muon (scaled as in arXiv "
     "2502.16982, so that AdamW's learning rate and weight decay fit) and all else, embedding and "
     "head too, by AdamW. `sgd` is plain: no momentum, no weight decay.",

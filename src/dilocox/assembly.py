@@ -42,6 +42,7 @@ from dilocox.site import (
     resolve_precision,
     set_determinism,
     set_threads,
+    settle_determinism,
     start_site_group,
 )
 
@@ -128,6 +129,8 @@ class Rank:
     shapes: dict[str, torch.Size]
     """Whole shapes by full name, of what `live` holds parts of."""
     states: list[PieceState] = field(default_factory=list)
+    not_deterministic: tuple[str, ...] = ()
+    """Operations of the model without a deterministic kernel, at any rank of the site."""
 
 
 def build_rank(
@@ -149,8 +152,8 @@ def build_rank(
     is called before each tensor that is read.
     """
     set_threads(config.site.threads, ranks_here)
-    set_determinism(config.site.deterministic)
     device = resolve_device(config.site, local_rank)
+    set_determinism(config.site.deterministic, device, config.model.attention)
     if device.type == "cpu":
         keep_freed_memory()
     mesh = start_site_group(
@@ -207,7 +210,19 @@ def build_rank(
         shapes.setdefault(owner, shapes.get(copy, torch.Size()))
     rank = Rank(place, blueprint, mesh, model, live, {name: shapes[name] for name in live})
     rank.states = build_states(config, rank)
+    rank.not_deterministic = settle_determinism(
+        mesh, lambda: model.loss_and_gradients(*_example(config, blueprint), [])
+    )
     return rank
+
+
+def _example(config: RunConfig, blueprint: Blueprint) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs and labels, int64 [b, L] each, of the least that a training pass can run on: one
+    micro-batch for each stage."""
+    rows = config.site.micro_batch_size * config.site.stages
+    length, vocabulary = config.data.sequence_length, int(blueprint.hf_config.vocab_size)
+    tokens = (torch.arange(length + 1) % vocabulary).repeat(rows, 1)
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
 @dataclass(frozen=True)

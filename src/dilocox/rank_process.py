@@ -164,6 +164,8 @@ def _train(job: RankJob, errors: Errors) -> None:
             progress=control.touch,
         )
         control.built()
+        if rank.not_deterministic:
+            _say_not_deterministic(rank, client)
         _take_part(job, rank, files, client, control, timeouts, tunnel)
     except DilocoxError as error:
         if place.leads or not isinstance(error, Stopped):
@@ -228,6 +230,18 @@ def _take_part(
         record_state(record, "initial", 0, rank, control.touch, momentum=config.model.handover)
     trainer.run(newcomer)
     worker.close()
+
+
+def _say_not_deterministic(rank: Rank, client: CoordinatorClient) -> None:
+    names = ", ".join(rank.not_deterministic)
+    text = (
+        f"no deterministic kernel on this GPU for {names}: the site trains without deterministic "
+        "kernels, and audits of its rounds may be NOT_RUN (site.deterministic = false says so for "
+        "all sites)"
+    )
+    log.warning("%s", text)
+    if rank.place.leads:
+        _warning(client)(text)
 
 
 def _open_record(job: RankJob, rank: Rank, client: CoordinatorClient) -> RankRecord | None:

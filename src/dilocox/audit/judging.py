@@ -106,7 +106,7 @@ def judge(case: Case, site: str, round_: int, repeat: Repeat, progress: Progress
             raise JudgedError("NOT_RUN", f"{error}; name more stores with --store") from None
         except DilocoxError as error:
             raise JudgedError("NOT_RUN", f"the round cannot be repeated here: {error}") from None
-        found = _compared(site, round_, plan, began, replays)
+        found = _compared(case.config, site, round_, plan, began, replays)
     except JudgedError as judged:
         found = Verdict(site, round_, judged.verdict, judged.reason, judged.step)
     return replace(found, states=states)
@@ -239,13 +239,15 @@ def _job(case: Case, began: _Began, plan: RoundPlan) -> RankJob:
         what = f"{began.place} says that it computes in {facts.get('precision')}"
         raise JudgedError("FAIL", f"{what}; the run file says {agreed}")
     try:
+        on_gpu = facts["device"] != "cpu"
         site = case.config.site.model_copy(
             update={
-                "threads": int(facts["threads"]),
+                # Those of the processor are no fact of a rank on a GPU.
+                "threads": case.config.site.threads if on_gpu else int(facts["threads"]),
                 "precision": {dtype: name for name, dtype in _PRECISIONS.items()}[
                     facts["precision"]
                 ],
-                "device": "cpu" if facts["device"] == "cpu" else "auto",
+                "device": "auto" if on_gpu else "cpu",
             }
         )
     except (KeyError, TypeError, ValueError):
@@ -264,6 +266,7 @@ def _job(case: Case, began: _Began, plan: RoundPlan) -> RankJob:
 
 
 def _compared(
+    config: RunConfig,
     site: str,
     round_: int,
     plan: RoundPlan,
@@ -279,10 +282,30 @@ def _compared(
         count = sum(len(replay.payloads) for replay in replays)
         reason = f"{plan.steps_of(site)} steps, {count} payloads, the same bits{more}"
         return Verdict(site, round_, "EXACT", reason, same_class=same)
-    if not same:
-        return _between_classes(site, round_, plan, pairs)
+    # The flush has no inner steps.
+    repeats = plan.kind == "flush" or all(_repeats(config, each) for each in began)
+    if not (same and repeats):
+        found = replace(_between_classes(site, round_, plan, pairs, repeats), same_class=same)
+        if found.verdict == "MISMATCH" and not repeats:
+            # A difference in its last bit may send a token to another expert, and so become any.
+            raise JudgedError("NOT_RUN", f"{_OWN_BITS} ({found.reason})")
+        return found
     first = min(bad, key=lambda each: each.step)
     return Verdict(site, round_, "MISMATCH", first.what, first.step, same_class=True)
+
+
+_OWN_BITS = "the site's kernels are not deterministic: it would not repeat its own bits itself"
+
+
+def _repeats(config: RunConfig, began: _Began) -> bool:
+    """Whether the rank would compute the same bits again, by what it says and what was agreed.
+
+    Where the run file asks for determinism only a rank on a GPU may be without: there an operation
+    may have no deterministic kernel.
+    """
+    facts = began.start.facts
+    may_lack = not config.site.deterministic or facts.get("device") != "cpu"
+    return facts.get("deterministic") is not False or not may_lack
 
 
 def differences(plan: RoundPlan, began: _Began, replay: RankReplay) -> Iterator[Bad]:
@@ -335,9 +358,14 @@ def _apart(signed: Document, found: Document) -> str:
 
 
 def _between_classes(
-    site: str, round_: int, plan: RoundPlan, pairs: Sequence[tuple[_Began, RankReplay]]
+    site: str,
+    round_: int,
+    plan: RoundPlan,
+    pairs: Sequence[tuple[_Began, RankReplay]],
+    repeats: bool = True,
 ) -> Verdict:
-    here = "auditor and site are of different determinism classes"
+    """`repeats`: the site's kernels are deterministic."""
+    here = "auditor and site are of different determinism classes" if repeats else _OWN_BITS
     if any(each.start.facts["precision"] != "float32" for each, _ in pairs):
         raise JudgedError("NOT_RUN", f"{here}, and in bf16 honest differences say nothing")
     if plan.kind != "flush" and any(each.steps is None for each, _ in pairs):

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dilocox.site.determinism import determinism_facts
+from dilocox.site.determinism_mode import set_determinism, settle_determinism
 from dilocox.site.loss import loss_bytes, mean_cross_entropy
 from dilocox.site.machine import (
     available_cores,
     keep_freed_memory,
     resolve_device,
     resolve_precision,
-    set_determinism,
     set_threads,
 )
 from dilocox.site.mesh import SiteMesh, place_of_rank, start_site_group
@@ -34,6 +34,7 @@ __all__ = [
     "resolve_precision",
     "set_determinism",
     "set_threads",
+    "settle_determinism",
     "stage_of_chunk",
     "start_site_group",
 ]

@@ -1,17 +1,21 @@
 """The determinism class of a rank: all that the bits of its inner steps hang on beside their input.
 
 Two ranks of one class are expected to compute the same bits. It errs on the side of too many
-classes: a library may choose its kernels by the processor's model.
+classes: a library may choose its kernels by the processor's model. The class of a rank on a GPU has
+the GPU's facts in place of the processor's, on which the bits of its steps do not hang.
 """
 
 from __future__ import annotations
 
+import ctypes
 import importlib.metadata
 import platform
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.attention import SDPBackend
 
 from dilocox.config import ModelSection
 from dilocox.config_site import SiteSection
@@ -19,25 +23,123 @@ from dilocox.config_site import SiteSection
 PACKAGES = ("torch", "transformers", "numpy")
 
 
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU and what computes on it. Texts are empty where the machine does not tell."""
+
+    name: str
+    capability: str
+    """Compute capability, such as "9.0"."""
+    driver: str
+    cuda: str
+    cublas: str
+    cudnn: str
+    nccl: str
+    attention: tuple[str, ...]
+    """Backends of PyTorch's own attention that it may choose from, in the order in which it asks
+    them."""
+    flash_attention: str
+    """Version of the package flash-attn."""
+
+    def facts(self, model: ModelSection) -> dict[str, Any]:
+        """What of it the class of a rank with `model` has, beside the name."""
+        return {
+            "capability": self.capability,
+            "driver": self.driver,
+            "cuda": self.cuda,
+            "cublas": self.cublas,
+            "cudnn": self.cudnn,
+            "nccl": self.nccl,
+            "attention": self.flash_attention
+            if model.attention == "flash_attention_2"
+            else list(self.attention),
+        }
+
+
+def gpu_here(device: torch.device) -> Gpu:
+    """The GPU `device` of this process."""
+    major, minor = torch.cuda.get_device_capability(device)
+    cuda = torch.version.cuda or ""
+    return Gpu(
+        name=torch.cuda.get_device_name(device),
+        capability=f"{major}.{minor}",
+        driver=_driver(),
+        cuda=cuda,
+        cublas=_cublas(cuda),
+        cudnn=str(torch.backends.cudnn.version() or ""),
+        nccl=".".join(map(str, torch.cuda.nccl.version())),
+        attention=sdpa_backends(),
+        flash_attention=_version("flash-attn"),
+    )
+
+
+def sdpa_backends() -> tuple[str, ...]:
+    """Backends of PyTorch's own attention that are switched on, in the order of their priority."""
+    switched_on = {
+        SDPBackend.FLASH_ATTENTION: torch.backends.cuda.flash_sdp_enabled(),
+        SDPBackend.EFFICIENT_ATTENTION: torch.backends.cuda.mem_efficient_sdp_enabled(),
+        SDPBackend.MATH: torch.backends.cuda.math_sdp_enabled(),
+        SDPBackend.CUDNN_ATTENTION: torch.backends.cuda.cudnn_sdp_enabled(),
+    }
+    # PyTorch tells the order by a private name only; without it the class has the default's.
+    order = getattr(torch._C, "_get_sdp_priority_order", list)()
+    ranked = sorted(
+        (order.index(int(each)) if int(each) in order else len(order), each.name)
+        for each, on in switched_on.items()
+        if on
+    )
+    return tuple(name.lower() for _, name in ranked)
+
+
+def _driver() -> str:
+    """Version of the NVIDIA driver, such as "580.65.06"."""
+    try:
+        return Path("/sys/module/nvidia/version").read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError):
+        return ""
+
+
+def _cublas(cuda: str) -> str:
+    """Version of the cuBLAS that PyTorch has loaded, major.minor.patch, of the CUDA version."""
+    try:
+        library = ctypes.CDLL(f"libcublas.so.{cuda.partition('.')[0]}")
+    except OSError:
+        return ""
+    numbers = []
+    for which in range(3):
+        value = ctypes.c_int(-1)
+        if library.cublasGetProperty(which, ctypes.byref(value)) != 0:
+            return ""
+        numbers.append(value.value)
+    return ".".join(map(str, numbers))
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
 def determinism_facts(
-    site: SiteSection, model: ModelSection, device: torch.device, precision: torch.dtype
+    site: SiteSection,
+    model: ModelSection,
+    device: torch.device,
+    precision: torch.dtype,
+    gpu: Gpu | None = None,
 ) -> dict[str, Any]:
     """The class of this process as it is set up now: plain texts, numbers and lists.
 
-    `precision` is the compute dtype. To be called after threads and determinism were set.
+    `precision` is the compute dtype. `gpu`: what `device` is, if it is a GPU; asked from the
+    machine if not given. To be called after threads and determinism were set and settled.
     """
-    return {
+    facts = {
         "machine": platform.machine(),
         "system": platform.system(),
-        "processor": processor(),
-        "instructions": torch.backends.cpu.get_cpu_capability(),
-        "device": _device(device),
         "python": platform.python_version(),
         "packages": {name: importlib.metadata.version(name) for name in PACKAGES},
         "precision": str(precision).removeprefix("torch."),
-        "threads": torch.get_num_threads(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
-        "mkldnn": bool(torch.backends.mkldnn.enabled),
         "matmul": torch.get_float32_matmul_precision(),
         "layout": {
             "stages": site.stages,
@@ -48,6 +150,17 @@ def determinism_facts(
         },
         "attention": model.attention,
         "compile": model.compile,
+    }
+    if device.type == "cuda":
+        found = gpu or gpu_here(device)
+        return {**facts, "device": found.name, "gpus": site.ranks, "gpu": found.facts(model)}
+    return {
+        **facts,
+        "processor": processor(),
+        "instructions": torch.backends.cpu.get_cpu_capability(),
+        "device": device.type,
+        "threads": torch.get_num_threads(),
+        "mkldnn": bool(torch.backends.mkldnn.enabled),
     }
 
 
@@ -62,13 +175,3 @@ def processor() -> str:
         if name.strip() in ("model name", "CPU part"):
             return value.strip()
     return platform.processor()
-
-
-def _device(device: torch.device) -> str:
-    if device.type != "cuda":
-        return device.type
-    nccl = ".".join(map(str, torch.cuda.nccl.version()))
-    return (
-        f"{torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda}, "
-        f"cuDNN {torch.backends.cudnn.version()}, NCCL {nccl}"
-    )

@@ -1,4 +1,4 @@
-"""What a rank finds on its machine: device, compute dtype, CPU threads, determinism."""
+"""What a rank finds on its machine: device, compute dtype, CPU threads."""
 
 from __future__ import annotations
 
@@ -99,23 +99,6 @@ def keep_freed_memory() -> bool:
     mallopt = ctypes.CDLL(None).mallopt
     m_trim_threshold, m_mmap_threshold, large = -1, -3, 2**31 - 1
     return bool(mallopt(m_trim_threshold, large)) and bool(mallopt(m_mmap_threshold, large))
-
-
-def set_determinism(deterministic: bool) -> None:
-    """Prefer kernels that give the same bits in every run.
-
-    An operation that has no such kernel goes on with a warning instead of ending the run. Call
-    before the first CUDA operation: cuBLAS reads its workspace setting once.
-    """
-    if deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(deterministic, warn_only=True)
-    # Filling every new tensor with NaN finds reads of memory nobody wrote, at the price of a
-    # pass over memory per allocation.
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    if torch.cuda.is_available():
-        torch.backends.cudnn.deterministic = deterministic
-        torch.backends.cudnn.benchmark = not deterministic
 
 
 def _cgroup_quota() -> int | None:

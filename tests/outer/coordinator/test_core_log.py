@@ -71,6 +71,19 @@ def test_reports_count_once_and_a_broken_writer_does_not_stop_the_run(tmp_path: 
     driver.core.close()
 
 
+def test_warnings_of_one_round_are_about_several_things(tmp_path: Path) -> None:
+    """Each is told once: what cannot be kept, and that a GPU lacks a kernel, are both of round 0."""
+    seen: list[str] = []
+    driver = Driver(tmp_path, run_config(), on_report=lambda *given: seen.append(given[3]["text"]))
+    driver.start()
+    rank = driver.ranks("a")[0]
+    for text in ("no kernel", "no kernel", "no store"):
+        said = m.ReportRequest(rank=rank, round=0, kind="warning", metrics={"text": text})
+        driver.core.report(said)
+    assert seen == ["no kernel", "no store"]
+    driver.core.close()
+
+
 def test_what_a_report_shows_to_be_wrong_ends_the_run(tmp_path: Path) -> None:
     """Sites that hold different anchors do not train one model: the recorder says so."""
 

@@ -474,7 +474,10 @@ class Coordinator:
         """Metrics of a round; the same round and kind twice counts once."""
         site = self.state.sites[request.rank.site]
         latest = site.metrics.get(request.kind)
-        if latest is None or request.round > latest["round"]:
+        # Warnings of one round may be about several things.
+        told = request.kind == "warning" and request.metrics.get("text")
+        another = bool(told) and latest is not None and latest.get("text") != told
+        if latest is None or request.round > latest["round"] or another:
             self.record(
                 e.Reported(self.wall(), site.name, request.round, request.kind, request.metrics)
             )
