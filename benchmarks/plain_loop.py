@@ -40,7 +40,7 @@ class Recipe:
 class PlainLoop:
     """Model and optimizer. `hf_config` is a Hugging Face configuration, `precision` the autocast
     dtype (fp32: no autocast); parameters are fp32. `wrap` makes the model whose forward pass is
-    called, `DistributedDataParallel` for one."""
+    called, `DistributedDataParallel` for one. `compile_layers` compiles each of its layers."""
 
     def __init__(
         self,
@@ -50,6 +50,7 @@ class PlainLoop:
         precision: torch.dtype,
         attention: str,
         wrap: Callable[[torch.nn.Module], torch.nn.Module] = lambda model: model,
+        compile_layers: bool = False,
     ) -> None:
         self._recipe = recipe
         self._device = device
@@ -59,6 +60,9 @@ class PlainLoop:
                 hf_config, attn_implementation=attention, dtype=torch.float32
             )
         self.model = model.train()
+        if compile_layers:
+            for layer in model.base_model.layers:
+                layer.compile()
         self._forward = wrap(self.model)
         self._parameters = list(model.parameters())
         groups: list[dict[str, Any]] = [

@@ -15,7 +15,9 @@ threads, by turns: while one computes, the other waits, and then the other way r
 
 Both are forked from one parent (the same libraries are loaded) and keep freed memory in the C
 library. What the waiting run still uses of the CPU (its beats) is measured and shown; above 1 %
-nothing is reported. The ratio is the median over pairs of neighbouring turns, so that a slow
+nothing is reported, where the plain loop computes on the CPU too. Beside a GPU the limit is a
+quarter of the cores: there the plain loop needs one core. The layers of both sides are compiled, or
+of neither, as the run file's `model.compile` says (`--compile`). The ratio is the median over pairs of neighbouring turns, so that a slow
 machine or a drifting clock hits both sides of a pair; its interval is a bootstrap over pairs.
 `cpu_ratio` is the same of CPU seconds, over all processes and threads of a side: it does not see
 waiting, but neither does it see what else the machine does.
@@ -25,6 +27,7 @@ Peak memory is the high-water mark of the process that computes: resident memory
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import shutil
@@ -58,7 +61,8 @@ from dilocox.site import (
 )
 
 TARGET = 0.97
-IDLE_LIMIT = 0.01
+IDLE_LIMIT = {"cpu": 0.01, "cuda": 0.25}
+"""Most that the waiting run may use of all cores, by the device that trains."""
 WARM_UP_TURNS = 1
 SMALL = {
     "architecture": {
@@ -181,6 +185,7 @@ def run_plain(config: RunConfig, waiting: Waiting, steps_per_turn: int, turns: i
         device,
         resolve_precision(config.site, device),
         config.model.attention,
+        compile_layers=compiles(config, device),
     )
     batch = config.site.batch_size
     steps = steps_per_turn * turns
@@ -194,6 +199,13 @@ def run_plain(config: RunConfig, waiting: Waiting, steps_per_turn: int, turns: i
         rows = slice(step * batch, (step + 1) * batch)
         losses.append(loop.step(inputs[rows], labels[rows]))
     waiting.turn_over(device, _mean(losses))
+
+
+def compiles(config: RunConfig, device: torch.device) -> bool:
+    """Whether the run's layers are compiled. "auto", where the run file has that value, compiles
+    on GPUs."""
+    asked: object = config.model.compile
+    return device.type == "cuda" if asked == "auto" else bool(asked)
 
 
 def recipe(config: RunConfig) -> Recipe:
@@ -313,12 +325,16 @@ def alternate(sides: dict[str, Side], pairs: int, tokens: int) -> Result:
     return Result(rates, cpu, peak, idle / plain_seconds / cores, loss)
 
 
-def configuration(shape: dict[str, Any], root: Path, device: str, rounds: int) -> RunConfig:
-    """The run: dilocox's defaults but for sizes, and no checkpoints on the way."""
+def configuration(
+    shape: dict[str, Any], root: Path, device: str, rounds: int, compile_: bool | None = None
+) -> RunConfig:
+    """The run: dilocox's defaults but for sizes, and no checkpoints on the way. `compile_` None
+    keeps the default of `model.compile`."""
+    model = {} if compile_ is None else {"compile": compile_}
     return dilocox.resolve_run(
         {
             "run": {"name": "single-site", "folder": str(root / "run")},
-            "model": {"architecture": shape["architecture"]},
+            "model": {"architecture": shape["architecture"], **model},
             "data": {
                 "source": "python-stdlib",
                 "folder": str(root / "data"),
@@ -404,6 +420,10 @@ def main() -> int:
     arguments = common.parser(__doc__ or "")
     arguments.add_argument("--pairs", type=int, metavar="N", help="pairs of turns to measure")
     arguments.add_argument("--device", choices=["auto", "cpu"], default="auto")
+    arguments.add_argument(
+        "--compile", action=argparse.BooleanOptionalAction, default=None,
+        help="compile the layers of both sides (default: as the run file's default has it)",
+    )  # fmt: skip
     options = arguments.parse_args()
     common.end_on_signals()
     torch.set_num_threads(1)  # this process forks: it starts no thread pool
@@ -415,7 +435,8 @@ def main() -> int:
     try:
         # One round more than is measured: the end of the last turn is the beginning of the next.
         rounds = rounds_per_turn * (WARM_UP_TURNS + pairs) + 1
-        config = configuration(LARGE if gpu else SMALL, root, options.device, rounds)
+        shape = LARGE if gpu else SMALL
+        config = configuration(shape, root, options.device, rounds, options.compile)
         common.say("preparing token files")
         files = prepare_data(config)
         hf_config = load_model_config(config.model, files.vocabulary_size)
@@ -424,12 +445,12 @@ def main() -> int:
         result = measure(config, root, pairs, rounds_per_turn)
     finally:
         shutil.rmtree(root, ignore_errors=True)
-    if result.idle_share > IDLE_LIMIT:
+    device = "cuda" if gpu else "cpu"
+    if result.idle_share > IDLE_LIMIT[device]:
         sys.exit(
             f"the waiting run used {result.idle_share:.1%} of the CPU during the plain loop's "
             "turns: nothing can be said about either"
         )
-    device = "cuda" if gpu else "cpu"
     dtype = "bf16"
     if not gpu and resolve_precision(config.site, torch.device("cpu")) is torch.float32:
         dtype = "fp32"
@@ -444,6 +465,7 @@ def main() -> int:
         "steps_per_turn": rounds_per_turn * config.outer.inner_steps,
         "method": config.outer.method,
         "codec": config.compression.codec,
+        "compiled": compiles(config, torch.device(device)),
         "idle_cpu_share": round(result.idle_share, 5),
         "extra_bytes_per_parameter": round(extra / parameters, 1),
         "plain_loss_last": result.plain_loss,

@@ -1,0 +1,139 @@
+"""`python -m benchmarks.gpu`: the acceptance run."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import benchmarks.gpu as package
+from benchmarks.gpu import wheels
+from benchmarks.gpu.parts import PARTS, Part, selected
+from benchmarks.gpu.results import FAIL, Results, Row, summary, table
+from benchmarks.gpu.runner import ROOT, Job, Setting, order, run_all, run_part
+
+MARGIN = 5.0
+"""Seconds at the end of a call that no part gets."""
+FIRST = "machine"
+ROW = ("name", "verdict", "message", "figures", "seconds")
+
+
+def arguments() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu",
+        description=(package.__doc__ or "").split("\n")[0],
+        epilog=package.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--minutes", type=float, default=9.0, help="time of this call (9)")
+    add("--json", type=Path, metavar="FILE", help="result file; an earlier one is gone on with")
+    add("--list", action="store_true", help="show parts and rows, and run nothing")
+    add("--only", nargs="+", default=[], metavar="NAME", help="only these parts or rows")
+    add("--again", action="store_true", help="measure rows again that are done")
+    add("--wheels", type=Path, metavar="FOLDER", help="wheels to install for this call alone")
+    add("--wheels-line", action="store_true", help="print the download command of the wheels")
+    add("--scale", choices=["auto", "gpu", "cpu", "tiny"], default="auto",
+        help="sizes; auto: gpu where PyTorch sees one, else cpu")  # fmt: skip
+    add("--together", type=int, metavar="N",
+        help="runs beside each other, where no time is measured (a quarter of the cores)")  # fmt: skip
+    add("--commit", metavar="NAME", help="the commit, where there is no git")
+    add("--keep", type=Path, metavar="FOLDER", help="work there, and keep logs and run folders")
+    return parser
+
+
+def listing(parts: Sequence[Part] = PARTS) -> str:
+    """All parts with their rows and aims."""
+    lines = []
+    for part in parts:
+        numbers = ", ".join(map(str, part.checks))
+        lines.append(f"{part.name:12} {part.seconds:4.0f} s  checks {numbers}: {part.about}")
+        for row in part.rows:
+            aims = "; ".join(str(aim) for aim in part.aims_of(row))
+            lines.append(f"{'':14}{row}{f'  (aim: {aims})' if aims else ''}")
+    return "\n".join(lines)
+
+
+def commit() -> str | None:
+    """The commit that is measured, with + if files were changed; None without git."""
+    try:
+        said = subprocess.run(
+            ["git", "describe", "--always", "--dirty=+", "--exclude=*"],
+            cwd=ROOT, capture_output=True, text=True, check=True,
+        )  # fmt: skip
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return said.stdout.strip()
+
+
+def run(
+    jobs: Sequence[Job], results: Results, setting: Setting, again: bool, first: Part = PARTS[0]
+) -> None:
+    """Ask for the machine's facts, then run what is to be run."""
+    asked = [job for job in jobs if job[0].name != FIRST]
+    # Not yet in the file: the file may be of another machine.
+    probe = Results(None, "", None)
+    run_part(first, list(first.rows), probe, setting)
+    found = probe.rows[FIRST]
+    if found["verdict"] == FAIL:
+        raise SystemExit(f"the machine could not be asked: {found['message']}")
+    results.set_head(found["figures"])
+    results.add(first, {key: found[key] for key in ROW})
+    run_all(order(asked, results, again), results, setting)
+
+
+def show(row: Row) -> None:
+    """A row as soon as it is there."""
+    print(table([row]), file=sys.stderr, flush=True)
+
+
+def told(words: Sequence[str]) -> str:
+    """The command without the folders of this machine."""
+    plain = [Path(word).name if word.startswith("/") else word for word in words]
+    return shlex.join(["python", "-m", "benchmarks.gpu", *plain])
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Run; exit code 1 if a row FAILs."""
+    words = sys.argv[1:] if words is None else words
+    options = arguments().parse_args(words)
+    if options.list or options.wheels_line:
+        print(listing() if options.list else wheels.line())
+        return 0
+    began = time.monotonic()
+    try:
+        jobs = selected(options.only)
+    except ValueError as error:
+        raise SystemExit(str(error)) from None
+    results = Results(options.json, told(words), options.commit or commit())
+    if options.keep is not None:
+        options.keep.mkdir(parents=True, exist_ok=True)
+    work = options.keep or Path(tempfile.mkdtemp(prefix="dilocox-gpu-"))
+    try:
+        path = ""
+        if options.wheels is not None:
+            wheels.install(options.wheels, work / "wheels")
+            path = str(work / "wheels")
+        together = options.together or max(1, len(os.sched_getaffinity(0)) // 4)
+        deadline = began + 60.0 * options.minutes - MARGIN
+        setting = Setting(options.scale, work.absolute(), deadline, path, together, show)
+        run(jobs, results, setting, options.again)
+    finally:
+        if options.keep is None:
+            shutil.rmtree(work, ignore_errors=True)
+    rows = list(results.rows.values())
+    print(table(rows))
+    print(summary(rows))
+    return 1 if any(row["verdict"] == FAIL for row in rows) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

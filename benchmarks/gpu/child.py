@@ -1,0 +1,113 @@
+"""The inside of a part's process: `python -m benchmarks.gpu.child JOB.json`."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+SCALES = ("gpu", "cpu", "tiny")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a check found. `ok` None: the check has figures and no verdict."""
+
+    ok: bool | None
+    message: str = ""
+    figures: dict[str, Any] = field(default_factory=dict)
+
+
+class Context:
+    """What a part's function is given.
+
+    `scale` is one of `SCALES`. `folder` is the part's own, `shared` that of all parts. `notes` are
+    figures that a later check of the same process needs.
+    """
+
+    def __init__(self, scale: str, folder: Path, shared: Path, wanted: list[str], rows: Path) -> None:
+        self.scale = scale
+        self.folder = folder
+        self.shared = shared
+        self.wanted = wanted
+        self.notes: dict[str, Any] = {}
+        self._rows = rows
+
+    @property
+    def cuda(self) -> bool:
+        """Whether the part runs on a GPU."""
+        return self.scale == "gpu"
+
+    def wants(self, *names: str) -> bool:
+        """Whether one of the rows is to be measured."""
+        return any(name in self.wanted for name in names)
+
+    def check(self, name: str, call: Callable[[], Outcome]) -> Outcome | None:
+        """Measure the row `name`, if it is wanted, and write the row at once.
+
+        An exception makes a FAIL, so that the other rows are still measured.
+        """
+        if name not in self.wanted:
+            return None
+        began = time.monotonic()
+        try:
+            found = call()
+        except Exception as error:
+            traceback.print_exc()
+            text = " ".join(f"{type(error).__name__}: {error}".split())
+            found = Outcome(False, text[:300])
+        verdict = "INFO" if found.ok is None else "PASS" if found.ok else "FAIL"
+        self.write(name, verdict, found.message, found.figures, time.monotonic() - began)
+        return found
+
+    def write(
+        self, name: str, verdict: str, message: str, figures: dict[str, Any], seconds: float
+    ) -> None:
+        """Write a row."""
+        row = {
+            "name": name,
+            "verdict": verdict,
+            "message": message,
+            "figures": {key: _plain(value) for key, value in figures.items()},
+            "seconds": round(seconds, 2),
+        }
+        with self._rows.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+
+
+def _plain(value: Any) -> Any:
+    """A number with five digits: more are noise."""
+    return float(f"{value:.5g}") if isinstance(value, float) else value
+
+
+def main() -> int:
+    """Run the part that the job file names."""
+    job = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    context = Context(
+        _scale(job["scale"]),
+        Path(job["folder"]),
+        Path(job["shared"]),
+        job["wanted"],
+        Path(job["rows"]),
+    )
+    module, _, name = job["function"].partition(":")
+    getattr(importlib.import_module(module), name)(context)
+    return 0
+
+
+def _scale(asked: str) -> str:
+    if asked != "auto":
+        return asked
+    import torch
+
+    return "gpu" if torch.cuda.is_available() else "cpu"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,177 @@
+"""The parts of the acceptance run, in the order of what they decide, with rows, limits and aims."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+SIGNS: dict[str, Callable[[float, float], bool]] = {
+    "<": operator.lt,
+    "<=": operator.le,
+    ">": operator.gt,
+    ">=": operator.ge,
+}
+
+
+@dataclass(frozen=True)
+class Aim:
+    """What a figure of a row should be, on a GPU."""
+
+    figure: str
+    sign: str
+    """One of `SIGNS`."""
+    value: float
+
+    def met(self, figures: Mapping[str, Any]) -> bool:
+        """Whether the figures reach the aim; a figure that is missing does not."""
+        found = figures.get(self.figure)
+        if not isinstance(found, int | float):
+            return False
+        return SIGNS[self.sign](found, self.value)
+
+    def __str__(self) -> str:
+        return f"{self.figure} {self.sign} {self.value:g}"
+
+
+@dataclass(frozen=True)
+class Part:
+    """Rows that one process measures.
+
+    `function` is `module:name` of a callable that takes a `child.Context`. `seconds` is what the
+    part takes on one H100, `limit` the seconds after which its process is killed. A part that is
+    `alone` measures time, so no other part runs beside it.
+    """
+
+    name: str
+    function: str
+    rows: tuple[str, ...]
+    seconds: float
+    limit: float
+    about: str
+    checks: tuple[int, ...] = ()
+    """Numbers of the checks in the list of GPU findings."""
+    alone: bool = True
+    aims: tuple[tuple[str, Aim], ...] = ()
+    """(row, aim)."""
+    gpu_only: bool = False
+
+    def aims_of(self, row: str) -> list[Aim]:
+        """The aims of one row."""
+        return [aim for name, aim in self.aims if name == row]
+
+
+CODECS = ("none", "fp16", "bf16", "int8", "int4", "int2", "topk:64", "top1:64", "cocktail")
+_HERE = "benchmarks.gpu"
+
+PARTS: tuple[Part, ...] = (
+    Part(
+        "machine", f"{_HERE}.machine:run", ("machine",), 15, 60,
+        "versions, driver and memory; the first touch of 40 GB of host memory", (0,),
+    ),
+    Part(
+        "codecs", f"{_HERE}.numerics:codecs",
+        (*(f"codec {name}" for name in CODECS), "codec lowrank:64", "outer step"), 25, 90,
+        "bytes of every codec on the GPU against those of the CPU, and GB/s", (1,),
+    ),
+    Part(
+        "step", f"{_HERE}.step:run",
+        ("exact gradients", "host syncs", "compiled layers", "compiled layers, checkpointing"),
+        40, 120, "one inner step: equal bits five times, host syncs, compiled graphs", (3, 4),
+    ),
+    Part(
+        "two", f"{_HERE}.runs:two", ("two sites", "two sites, verify"), 45, 120,
+        "two sites of one stage on one GPU, four rounds, verified", (7,), alone=False,
+    ),
+    Part(
+        "audit", f"{_HERE}.audits:run",
+        ("audit", "audit again", "audit of a tampered site"), 60, 150,
+        "an honest round is EXACT twice, a tampered one MISMATCH", (9,), alone=False,
+    ),
+    Part(
+        "resume", f"{_HERE}.runs:resume", ("resume",), 75, 150,
+        "SIGINT in round 2 and --resume against the unbroken run: the same bits", (8,),
+        alone=False,
+    ),
+    Part(
+        "memory", f"{_HERE}.faults:memory", ("out of memory",), 30, 120,
+        "out of memory on purpose: exit, message, time, number of starts", (12,), alone=False,
+    ),
+    Part(
+        "nccl", f"{_HERE}.nccl:run", ("nccl, one rank", "nccl, a peer dies"), 25, 90,
+        "NCCL of one rank, FSDP2, and the time to exit when a peer dies", (6,), alone=False,
+        gpu_only=True,
+    ),
+    Part(
+        "speed", f"{_HERE}.speed:run",
+        ("plain loop", "plain loop, compiled", "speed 0.6B", "determinism"), 100, 220,
+        "a Qwen3-0.6B shape as shipped beside a plain loop, eager and compiled", (5,),
+        aims=(
+            ("speed 0.6B", Aim("share_of_compiled_loop", ">=", 0.97)),
+            ("speed 0.6B", Aim("mfu", ">=", 0.40)),
+            ("determinism", Aim("times_not_deterministic", "<", 1.6)),
+        ),
+    ),
+    Part(
+        "link", f"{_HERE}.link:run", ("link, no network", "link, dilocox", "link, allreduce"),
+        120, 240, "a link on which gradients take 400 times as long as a step", (10,),
+        aims=(
+            ("link, dilocox", Aim("share_of_no_network", ">=", 0.99)),
+            ("link, dilocox", Aim("steps_per_round", "<=", 2)),
+            ("link, allreduce", Aim("dilocox_over_allreduce", ">", 357)),
+        ),
+    ),
+    Part(
+        "outer", f"{_HERE}.outer:run", ("boundary and landing",), 45, 120,
+        'boundary and landing in rounds of two steps with outer.device = "model"', (10,),
+        aims=(("boundary and landing", Aim("share_of_round", "<", 0.01)),),
+    ),
+    Part(
+        "layouts", f"{_HERE}.layouts:run",
+        ("two stages", "two stages, verify", "two shards", "two shards, verify", "a rank dies"),
+        70, 200, "two sites of two stages, of two shards, and a rank that dies (staged)", (6, 11),
+        alone=False,
+    ),
+    Part(
+        "mixed", f"{_HERE}.mixed:run", ("mixed sites", "mixed sites, verify"), 40, 120,
+        "one site on the GPU and one on the CPUs in one run, verified", (13,), alone=False,
+    ),
+    Part(
+        "speed-1.3b", f"{_HERE}.speed:larger", ("speed 1.3B",), 60, 150,
+        "a 1.3B shape as shipped beside the compiled plain loop", (5,),
+        aims=(
+            ("speed 1.3B", Aim("share_of_compiled_loop", ">=", 0.97)),
+            ("speed 1.3B", Aim("mfu", ">=", 0.40)),
+        ),
+    ),
+    Part(
+        "copies", f"{_HERE}.numerics:copies", ("copies",), 15, 60,
+        "copies to and from the GPU, pageable and pinned; SHA-256", (2,),
+    ),
+)  # fmt: skip
+
+
+def part_of(row: str, parts: Sequence[Part] = PARTS) -> Part:
+    """The part that measures a row. Raises `KeyError`."""
+    for part in parts:
+        if row in part.rows:
+            return part
+    raise KeyError(row)
+
+
+def selected(names: Sequence[str], parts: Sequence[Part] = PARTS) -> list[tuple[Part, list[str]]]:
+    """Parts with the rows to measure. `names` are parts or rows; none means everything.
+
+    Raises `ValueError` for a name that is neither.
+    """
+    known = {part.name for part in parts} | {row for part in parts for row in part.rows}
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise ValueError(f"--only {unknown[0]}: no part or row has this name; see --list")
+    chosen = []
+    for part in parts:
+        rows = [r for r in part.rows if not names or part.name in names or r in names]
+        if rows:
+            chosen.append((part, rows))
+    return chosen

@@ -1,0 +1,221 @@
+"""Every call of the acceptance run into dilocox that is not its command line or public API.
+
+A change of the product touches this module alone. Imports stand inside functions: a part imports
+the packages that it needs, and PyTorch reads some settings only once.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu.sizes import Shape
+
+
+class Site:
+    """One rank that holds the whole model of a site, put together as a run does it."""
+
+    def __init__(self, rank: Any, inputs: Tensor, labels: Tensor, compute: float) -> None:
+        self._rank = rank
+        self.inputs = inputs
+        self.labels = labels
+        self.flops_per_token = 6.0 * compute
+        """Forward and backward pass, without recomputation."""
+
+    def step(self, learning_rate: float = 1e-4) -> Any:
+        """One inner step."""
+        return self._rank.model.inner_step(self.inputs, self.labels, learning_rate)
+
+    def loss_and_gradients(self) -> tuple[float, dict[str, Tensor]]:
+        """Mean loss and gradients of the batch by full name; the model stays as it is."""
+        model = self._rank.model
+        names = list(model.local_tensors())
+        loss, found = model.loss_and_gradients(self.inputs, self.labels, names)
+        return loss, {name: each.detach().clone() for name, each in found.items()}
+
+
+class _Drawn:
+    """Initial weights drawn on the device: the product draws on one core, seconds per 1e9."""
+
+    def __init__(self, shapes: Callable[[], dict[str, torch.Size]], device: torch.device) -> None:
+        self._shapes = shapes
+        self._device = device
+
+    def tensor(self, full_name: str) -> Tensor:
+        """See `dilocox.models.WeightSource`."""
+        shape = self._shapes()[full_name]
+        if len(shape) < 2:
+            return torch.ones(shape, device=self._device)
+        return torch.randn(shape, device=self._device) * 0.02
+
+
+def raw_run(shape: Shape, cuda: bool, **sections: dict[str, Any]) -> dict[str, Any]:
+    """A run file's content with the product's defaults and one site."""
+    raw: dict[str, Any] = {
+        "model": {"architecture": shape.architecture},
+        "data": {"sequence_length": shape.length},
+        "site": {
+            "batch_size": shape.rows,
+            "micro_batch_size": shape.micro,
+            "device": "cuda" if cuda else "cpu",
+        },
+        "sites": {"north": {}},
+    }
+    for section, keys in sections.items():
+        raw[section] = {**raw.get(section, {}), **keys}
+    return raw
+
+
+def build_site(shape: Shape, cuda: bool, **sections: dict[str, Any]) -> Site:
+    """A site's model as the product builds it, with no outer state."""
+    import dilocox
+    from dilocox import assembly
+    from dilocox.models import build_chunk
+
+    config = dilocox.resolve_run(raw_run(shape, cuda, **sections))
+    blueprint = assembly.Blueprint.of(config, None)
+    device = torch.device("cuda", 0) if cuda else torch.device("cpu")
+    shapes: dict[str, torch.Size] = {}
+
+    def shapes_of() -> dict[str, torch.Size]:
+        if not shapes:
+            for spec in blueprint.cut:
+                chunk = build_chunk(
+                    blueprint.hf_config, spec, attention="sdpa", activation_checkpointing=False
+                )
+                state = chunk.state_dict()
+                shapes.update({f: state[name].shape for name, f in chunk.full_names().items()})
+        return shapes
+
+    with ExitStack() as stack:
+        stack.enter_context(
+            patch.object(assembly, "open_weights", lambda *_, **__: _Drawn(shapes_of, device))
+        )
+        stack.enter_context(patch.object(assembly, "build_states", lambda *_, **__: []))
+        torch.manual_seed(7)
+        rank = assembly.build_rank(
+            config, blueprint, assembly.Place("north", 0, 0), assembly.Hooks(),
+            store=None, local_rank=0, ranks_here=1, timeout=600.0,
+        )  # fmt: skip
+    draw = torch.Generator().manual_seed(5)
+    ids = torch.randint(0, shape.vocabulary, (shape.rows, shape.length + 1), generator=draw)
+    compute = blueprint.cut[0].compute
+    return Site(rank, ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), compute)
+
+
+def hf_config_of(shape: Shape, cuda: bool) -> Any:
+    """The model's Hugging Face configuration, as a run resolves it."""
+    import dilocox
+    from dilocox.models import load_model_config
+
+    return load_model_config(dilocox.resolve_run(raw_run(shape, cuda)).model, None)
+
+
+def parameters_of(shape: Shape, cuda: bool) -> int:
+    """Parameters of the model; tied ones count once."""
+    from dilocox.models import count_parameters
+
+    return int(count_parameters(hf_config_of(shape, cuda)))
+
+
+def compute_dtype(cuda: bool) -> torch.dtype:
+    """What `site.precision = "auto"` takes on the device."""
+    from dilocox.config import resolve_run
+    from dilocox.site import resolve_precision
+
+    device = torch.device("cuda", 0) if cuda else torch.device("cpu")
+    run = resolve_run({"model": {"architecture": {"model_type": "qwen3"}}, "sites": {"a": {}}})
+    return resolve_precision(run.site, device)
+
+
+def prepare(run_file: Path, shared: Path) -> None:
+    """Make the run's token files. Parts that run beside each other make them once."""
+    import dilocox
+    from dilocox.launch import prepare_data, stay_forkable
+
+    stay_forkable()
+    shared.mkdir(parents=True, exist_ok=True)
+    with (shared / "data.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        prepare_data(dilocox.load_run(run_file))
+
+
+@contextmanager
+def slower_learning(site: str) -> Iterator[None]:
+    """Runs started inside: the ranks of `site` train with other rates than they sign for."""
+    from dilocox import rank_process
+
+    plain = rank_process.build_rank
+
+    def build(*arguments: Any, **options: Any) -> Any:
+        rank = plain(*arguments, **options)
+        if rank.place.site == site:
+            step = rank.model.inner_step
+
+            def inner_step(inputs: Any, labels: Any, rate: float, *more: Any) -> Any:
+                return step(inputs, labels, 1.05 * rate, *more)
+
+            rank.model.inner_step = inner_step
+        return rank
+
+    with patch.object(rank_process, "build_rank", build):
+        yield
+
+
+@contextmanager
+def paced(bits_per_second: float) -> Iterator[None]:
+    """Runs started inside: every connection between sites sends at most so fast.
+
+    The kernel paces TCP by SO_MAX_PACING_RATE, so no `tc` and no namespace is needed.
+    """
+    import dilocox.launch  # noqa: F401 - both modules below have names to replace
+    import dilocox.site_process  # noqa: F401
+    from dilocox.outer import groups, sockets
+
+    option = getattr(socket, "SO_MAX_PACING_RATE", 47)
+    begin = groups.PeerGroup.__init__
+
+    def pace(connection: socket.socket, _name: str) -> None:
+        connection.setsockopt(socket.SOL_SOCKET, option, max(1000, int(bits_per_second / 8)))
+
+    def paced_begin(self: Any, *arguments: Any, **options: Any) -> None:
+        begin(self, *arguments, **{**options, "congestion": "paced"})
+
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(sockets, "set_congestion", pace))
+        stack.enter_context(patch.object(groups.PeerGroup, "__init__", paced_begin))
+        for name in ("dilocox.launch", "dilocox.site_process"):
+            module = sys.modules[name]
+            if hasattr(module, "check_congestion"):
+                stack.enter_context(patch.object(module, "check_congestion", lambda _name: None))
+        yield
+
+
+@contextmanager
+def ranks_share_gpu(cuda: bool) -> Iterator[None]:
+    """Runs started inside: the ranks of a site share GPU 0 through the staged process group."""
+    import torch.distributed as dist
+
+    from benchmarks.gpu import staged
+    from dilocox import assembly
+
+    with ExitStack() as stack:
+        stack.enter_context(
+            patch.object(dist, "init_process_group", staged.register("cuda" if cuda else "cpu"))
+        )
+        if cuda:
+            stack.enter_context(
+                patch.object(
+                    assembly, "resolve_device", lambda site, local_rank=0: torch.device("cuda", 0)
+                )
+            )
+        yield
