@@ -38,7 +38,7 @@ FLOORS = (
     {"site", "outer", "data", "models", "recorder", "model_files"},
     {"memory", "record", "tokenizer_check", "weights_check"},
     {"assembly", "determinism"},
-    {"payloads"},
+    {"payloads", "rank_errors"},
     {"persistence", "entering", "meter", "preflight", "handing_over", "rank_network"},
     {"trainer"},
     {"rank_process", "audit"},

@@ -44,6 +44,7 @@ from dilocox.site import (
     set_threads,
     settle_determinism,
     start_site_group,
+    use_expandable_segments,
 )
 
 Sequences = npt.NDArray[np.int64]
@@ -156,6 +157,8 @@ def build_rank(
     set_determinism(config.site.deterministic, device, config.model.attention)
     if device.type == "cpu":
         keep_freed_memory()
+    else:
+        use_expandable_segments()
     mesh = start_site_group(
         config.site.stages,
         config.site.shards,

@@ -89,6 +89,9 @@ def join_as_rank(
             merge_rank(config.folder, site, stage, shard)
         except OSError as error:  # not worth a run's failure
             complain(f"the timeline was not written: {error}")
+    if code and dist.is_initialized():
+        # The others end by the launcher, or by what the coordinator tells them.
+        processes.exit_now(code)
     return code
 
 

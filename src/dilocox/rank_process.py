@@ -44,6 +44,7 @@ from dilocox.outer.loop import OuterLoop
 from dilocox.outer.tunnel import Tunnel, open_tunnel
 from dilocox.outer.worker import ExchangeWorker
 from dilocox.persistence import Keeper, record_state, take_momentum
+from dilocox.rank_errors import explained
 from dilocox.rank_network import Network
 from dilocox.record.inner import InnerRecord, Manner
 from dilocox.record.recording import Author, RankRecord
@@ -88,12 +89,17 @@ Errors = Callable[[str, bool], None]
 
 
 def run_rank(job: RankJob, errors: Errors) -> int:
-    """Run one rank to its end; the process's exit code."""
+    """Run one rank to its end; the process's exit code.
+
+    A rank that has failed keeps its process group: destroying one waits for its peers, which may
+    be in a collective until its time limit. The caller ends the process by `processes.exit_now`.
+    """
     _set_up_log(job)
     try:
         with timeline.recording(job.trace):
             _train(job, errors)
     except Stopped:
+        _leave_group()
         return 0
     except DilocoxError as error:
         _say_failed(errors, str(error), error.lasting)
@@ -101,11 +107,14 @@ def run_rank(job: RankJob, errors: Errors) -> int:
     except Exception as error:
         _say_failed(errors, f"{job.place}: {type(error).__name__}: {error}", False)
         return 1
-    finally:
-        if dist.is_initialized():
-            with contextlib.suppress(RuntimeError):
-                dist.destroy_process_group()
+    _leave_group()
     return 0
+
+
+def _leave_group() -> None:
+    if dist.is_initialized():
+        with contextlib.suppress(RuntimeError):
+            dist.destroy_process_group()
 
 
 def _say_failed(errors: Errors, line: str, lasting: bool) -> None:
@@ -152,17 +161,18 @@ def _train(job: RankJob, errors: Errors) -> None:
         control.start(building=True)
         if config.site.ranks > 1 and resolve_device(config.site, job.local_rank).type == "cuda":
             record_collectives(_flight_records(job))
-        rank = build_rank(
-            config,
-            blueprint,
-            place,
-            job.hooks,
-            store=store,
-            local_rank=job.local_rank,
-            ranks_here=job.ranks_here,
-            timeout=timeouts.stall,
-            progress=control.touch,
-        )
+        with explained(config, place):
+            rank = build_rank(
+                config,
+                blueprint,
+                place,
+                job.hooks,
+                store=store,
+                local_rank=job.local_rank,
+                ranks_here=job.ranks_here,
+                timeout=timeouts.stall,
+                progress=control.touch,
+            )
         control.built()
         if rank.not_deterministic:
             _say_not_deterministic(rank, client)
@@ -225,10 +235,11 @@ def _take_part(
         slope_batch=slope_batch(config, files, place.shard),
     )
     control.wait_while_role("enrolled")
-    newcomer = _enter(trainer, network, timeouts)
-    if newcomer is None and trainer.at.tick == 0:
-        record_state(record, "initial", 0, rank, control.touch, momentum=config.model.handover)
-    trainer.run(newcomer)
+    with explained(config, place, lambda: trainer.rounds_ended == 0):
+        newcomer = _enter(trainer, network, timeouts)
+        if newcomer is None and trainer.at.tick == 0:
+            record_state(record, "initial", 0, rank, control.touch, momentum=config.model.handover)
+        trainer.run(newcomer)
     worker.close()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import socket
 import sys
 import tempfile
@@ -28,6 +29,7 @@ from dilocox.outer.coordinator.timeouts import Timeouts
 from dilocox.outer.coordinator.transport import host_and_port
 from dilocox.outer.sockets import check_congestion
 from dilocox.outer.tunnel import check_ports
+from dilocox.rank_errors import HOST_MEND
 from dilocox.rank_process import RankJob, run_rank
 from dilocox.supervisor import Ended, complain, keep_in_run, listening
 from dilocox.trace_file import part_path
@@ -108,7 +110,10 @@ def keep_site(
 
 
 def _rank_in_child(job: RankJob, errors: Any) -> None:
-    sys.exit(run_rank(job, lambda line, lasting: errors.put((line, lasting))))
+    code = run_rank(job, lambda line, lasting: errors.put((line, lasting)))
+    if code:
+        processes.exit_now(code)
+    sys.exit(code)
 
 
 def enrol_site(config: RunConfig, site: str, endpoint: Endpoint) -> Identity:
@@ -178,33 +183,47 @@ class _Line:
 def _watch(line: _Line, ranks: list[BaseProcess], errors: Any) -> Ended:
     """Wait until all ranks have ended well, or one has failed.
 
-    Asked to go, by a signal, the site finishes its round first; asked again it goes at once.
+    A rank that says so has failed, though its process may hang behind that. Asked to go, by a
+    signal, the site finishes its round first; asked again it goes at once.
     """
     heard = 0
     with listening() as asked:
         while True:
             alive = [rank for rank in ranks if rank.is_alive()]
-            failed = [rank for rank in ranks if rank.exitcode not in (None, 0)]
+            failed = _failed(ranks)
             if asked.times > heard:
                 heard = asked.times
                 reason = f"asked to go (signal {asked.signal})"
                 if heard > 1 or not line.retire(reason):
                     line.leave(reason, failed=False)
                     return Ended(130, reason)
-            if failed:
+            if failed or not errors.empty():
                 # A rank that was killed cannot say so, its neighbours then say that a link broke;
                 # else the rank that failed first is the one that knows why.
                 time.sleep(0.2)
+                failed = _failed(ranks)
                 killed = [rank for rank in ranks if (rank.exitcode or 0) < 0]
                 said, lasting = (None, False) if killed or errors.empty() else errors.get()
-                first = (killed or failed)[0]
-                reason = said or f"{first.name} {processes.why_ended(first)}"
+                reason = said or _died((killed or failed)[0])
                 took_part = line.took_part()
                 line.leave(reason, failed=True)
                 return Ended(130 if heard else 1, reason, lasting, took_part)
             if not alive:
                 return Ended(130 if heard else 0)
             wait([rank.sentinel for rank in alive], timeout=0.5)
+
+
+def _failed(ranks: list[BaseProcess]) -> list[BaseProcess]:
+    return [rank for rank in ranks if rank.exitcode not in (None, 0)]
+
+
+def _died(rank: BaseProcess) -> str:
+    """What is said of a rank that could not say it itself."""
+    line = f"{rank.name} {processes.why_ended(rank)}"
+    if rank.exitcode == -signal.SIGKILL:
+        # The system's own way to make room.
+        return f"{line}; if nobody did that, memory has run out: {HOST_MEND}"
+    return line
 
 
 def exchange_address(config: RunConfig, site: str, url: str) -> str:

@@ -79,6 +79,8 @@ class Trainer:
     """The plan of the next round, asked for while this one ends."""
     watch: RoundWatch | None = None
     """Who looks on, so that rounds can be repeated and compared."""
+    rounds_ended: int = 0
+    """Rounds that this process has trained to their ends."""
     slope_batch: tuple[torch.Tensor, torch.Tensor] | None = None
     """What the gate reads at a boundary; none without a gate that goes by slopes."""
 
@@ -278,6 +280,7 @@ class Trainer:
         """Report, evaluate and write a checkpoint as the plan says; then the next round."""
         self.outer.dropping = False
         self.at.round, self.at.slot = plan.round + 1, 0
+        self.rounds_ended += 1
         with timeline.span("account"), self.meter.working():
             self.outer.behind = self.outer.behind or self.overtaken(plan.round) is not None
             metrics = self.meter.end(plan, self.outer, self.rank)

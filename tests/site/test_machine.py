@@ -27,6 +27,7 @@ from dilocox.site import (
     set_threads,
     stage_of_chunk,
     start_site_group,
+    use_expandable_segments,
 )
 from dilocox.site.machine import ran_and_kept_waiting
 
@@ -112,6 +113,35 @@ def test_determinism(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not torch.utils.deterministic.fill_uninitialized_memory
     set_determinism(False)
     assert not torch.are_deterministic_algorithms_enabled()
+
+
+@pytest.mark.parametrize("theirs", ["", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_blocks_of_gpu_memory_grow_unless_the_user_says_otherwise(
+    theirs: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.setenv(name, "")  # so that it is put back
+        monkeypatch.delenv(name)
+    if theirs:
+        monkeypatch.setenv(theirs, "max_split_size_mb:256")
+    use_expandable_segments()
+    found = {name: value for name, value in os.environ.items() if name.endswith("_ALLOC_CONF")}
+    assert found == (
+        {theirs: "max_split_size_mb:256"}
+        if theirs
+        else {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    )
+
+
+def test_pytorch_reads_the_setting_when_a_rank_has_made_it() -> None:
+    """Ranks are forked from a process that has imported PyTorch: it must not have read it yet."""
+    read = (
+        "import os, torch; os.environ['PYTORCH_ALLOC_CONF'] = 'expandable_segments:perhaps'\n"
+        "try: torch._C._accelerator_setAllocatorSettings('garbage_collection_threshold:0.5')\n"
+        "except Exception as error: print('perhaps' in str(error))"
+    )
+    done = subprocess.run([sys.executable, "-c", read], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "True", done.stderr
 
 
 def test_one_rank_needs_no_group() -> None:

@@ -11,6 +11,7 @@ from dilocox.site.machine import (
     resolve_device,
     resolve_precision,
     set_threads,
+    use_expandable_segments,
 )
 from dilocox.site.mesh import SiteMesh, place_of_rank, start_site_group
 from dilocox.site.model import SiteModel
@@ -37,4 +38,5 @@ __all__ = [
     "settle_determinism",
     "stage_of_chunk",
     "start_site_group",
+    "use_expandable_segments",
 ]

@@ -101,6 +101,16 @@ def keep_freed_memory() -> bool:
     return bool(mallopt(m_trim_threshold, large)) and bool(mallopt(m_mmap_threshold, large))
 
 
+def use_expandable_segments() -> None:
+    """Let PyTorch grow its blocks of GPU memory in place, so that less of them lies idle.
+
+    To be called before the first allocation on a GPU, when PyTorch reads the setting. What the
+    user has set in the environment stays.
+    """
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name, which PyTorch reads first
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+
+
 def _cgroup_quota() -> int | None:
     """Whole cores that the process's cgroup (version 2) may use, none if it is not limited."""
     try:

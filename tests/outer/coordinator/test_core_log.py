@@ -72,7 +72,7 @@ def test_reports_count_once_and_a_broken_writer_does_not_stop_the_run(tmp_path: 
 
 
 def test_warnings_of_one_round_are_about_several_things(tmp_path: Path) -> None:
-    """Each is told once: what cannot be kept, and that a GPU lacks a kernel, are both of round 0."""
+    """Each is told once: that nothing can be kept, and that a GPU lacks a kernel."""
     seen: list[str] = []
     driver = Driver(tmp_path, run_config(), on_report=lambda *given: seen.append(given[3]["text"]))
     driver.start()
