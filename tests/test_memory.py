@@ -117,9 +117,12 @@ def test_what_a_landing_takes_in_one_block_as_on_a_gpu(
     with Tracker() as tracker:
         state.land(live, average, rule)
     method = {"overlap": overlap, "momentum_dtype": dtype, "inner_steps": 2, "slots": 2}
-    said = memory.landing_on_gpu(config(outer=method))
-    assert tracker.peak == pytest.approx(said * 2**16, rel=1e-3)
-    assert memory.landing_on_gpu(config(outer={"method": "allreduce"})) == 0
+    said = memory.landing_on_gpu(config(outer=method), 2**16)
+    assert tracker.peak == pytest.approx(said, rel=1e-3)
+    # Of a large piece one block at a time.
+    more = memory.landing_on_gpu(config(outer=method), 2**30 + 1)
+    assert more - memory.landing_on_gpu(config(outer=method), 2**30) == 4
+    assert memory.landing_on_gpu(config(outer={"method": "allreduce"}), 2**16) == 0
 
 
 class Standing:

@@ -14,6 +14,7 @@ import torch
 from dilocox.config import RunConfig
 from dilocox.errors import ConfigError
 from dilocox.models import ChunkSpec
+from dilocox.outer.blocks import ON_DEVICE
 from dilocox.site import loss_bytes
 
 GIB = 2**30
@@ -43,11 +44,12 @@ others saw of it, and the average. They lie where the outer state lies (`outer.d
 LANDING = 8
 """Bytes per value of a piece that lands on processors, which work block by block: how far its
 parameters have moved, and new values."""
-LANDING_ON_GPU = {"fp32": 16, "bf16": 22}
-"""The same on a GPU, by the dtype of the outer momentum. A block is the whole piece there, so that
-displacement, step and new values are whole buffers (`dilocox.outer.blocks`)."""
-LANDING_EAGER_ON_GPU = 24
-"""The same of overlap `eager`, whatever the momentum's dtype."""
+LANDING_VIEW = 4
+"""The same on a GPU, where blocks are large: new values of the whole piece, and of a block ..."""
+LANDING_BLOCK = {"fp32": 12, "bf16": 18}
+"""... displacement, step and what else is computed, by the dtype of the outer momentum; ..."""
+LANDING_BLOCK_EAGER = 20
+"""... and of overlap `eager`, whatever that dtype."""
 EVALUATION = 4
 """Bytes per parameter of a rank, fp32: the copy of what the rank trains on while the anchor is
 evaluated (`Trainer.standing_at`)."""
@@ -64,13 +66,15 @@ def under_way_bytes_per_parameter(config: RunConfig) -> float:
     return UNDER_WAY / config.outer.fragments
 
 
-def landing_on_gpu(config: RunConfig) -> int:
-    """Bytes per value of a piece that lands in a GPU's memory, beside what is under way."""
+def landing_on_gpu(config: RunConfig, values: float) -> float:
+    """Bytes that a piece of `values` takes while it lands in a GPU's memory, beside the outer state
+    and what is under way."""
     if config.exchanges_gradients:
-        return 0  # there are no landings
+        return 0.0  # there are no landings
+    block = LANDING_BLOCK[config.outer.momentum_dtype]
     if config.outer.overlap == "eager":
-        return LANDING_EAGER_ON_GPU
-    return LANDING_ON_GPU[config.outer.momentum_dtype]
+        block = LANDING_BLOCK_EAGER
+    return LANDING_VIEW * values + block * min(values, ON_DEVICE)
 
 
 def staging_bytes_per_parameter(config: RunConfig) -> float:
@@ -151,21 +155,24 @@ def gpu_bytes(config: RunConfig, parameters: int, activations: int, width: int =
     GPU's memory, when neither are there.
     """
     site, outer = config.site, config.outer
-    per_parameter = inner_bytes_per_parameter(config) - 4 + gate_model_bytes_per_parameter(config)
+    own = parameters / site.shards
+    per_parameter: float = inner_bytes_per_parameter(config) - 4
+    per_parameter += gate_model_bytes_per_parameter(config)
+    per_parameter += CAST if width < 4 and site.shards == 1 else 0
     landing = 0.0
     if outer.device == "model":
         per_parameter += outer_bytes_per_parameter(config)
         under_way = under_way_bytes_per_parameter(config)
-        # Without a delay nothing is under way while an inner step is taken.
-        per_parameter += under_way if outer.delay else 0
-        landing = landing_on_gpu(config) / outer.fragments + (0 if outer.delay else under_way)
-    casts = CAST if width < 4 and site.shards == 1 else 0
-    step = 4 * parameters / site.shards
+        landing = landing_on_gpu(config, own / outer.fragments)
+        if outer.delay:
+            per_parameter += under_way
+        else:
+            landing += under_way * own  # nothing is under way while an inner step is taken
+    step = 4 * own
     if site.shards > 1 and site.stages > 1:
         # Gathered for the whole step, and gradients whole until its end (dilocox.site.model).
         step = (width + 4) * parameters
-    lasting = (per_parameter + casts) * parameters / site.shards
-    return round(lasting + max(step + activations, landing * parameters / site.shards))
+    return round(per_parameter * own + max(step + activations, landing))
 
 
 def gpu_problem(site: str, stage: int, needed: int, available: int) -> str | None:

@@ -61,6 +61,7 @@ def device(**values: Any) -> Device:
         memory=10**9,
         memory_rate=1e12,
         peer_rate=1e10,
+        pcie_rate=1e18,
         host=FREE,
         usd_per_hour=2.0,
     )

@@ -12,6 +12,7 @@ from dilocox.config import RunConfig
 from dilocox.outer.controller.choice import as_the_run_file_says
 from dilocox.plan.activations import Kept
 from dilocox.plan.footprint import Footprint, advice, counted, footprints, needed
+from dilocox.plan.host_memory import host_memory, machine_bytes
 from dilocox.plan.outline import Outline
 from dilocox.plan.table import Device, Place
 from dilocox.site.pipeline import Computation
@@ -41,7 +42,18 @@ def test_one_rank_by_hand() -> None:
     # A quarter waits for its landing: contribution, what was seen of it, average. Of one more the
     # int4 payloads of two sites are there, and one site's values.
     assert found.under_way == round((12 + 4 + 2 * 0.52) / 4 * whole)
-    assert found.host == found.outer + found.under_way
+    # A checkpoint copies parameters, moments, outer state and the contributions that wait; staging
+    # buffers hold a quarter of the model each way.
+    assert found.snapshot == (4 + 8 + 16 + 4 / 4) * whole
+    assert found.staging == 2 * 4 / 4 * whole
+    assert found.record_copy == found.published == found.gathered == 0
+    # At the end of a run all four quarters are exchanged at once.
+    assert found.flush == 12 * 3 / 4 * whole
+    assert found.host == (
+        found.outer + found.under_way + found.flush + found.snapshot + found.staging
+    )
+    # The copy of an evaluation is no more than the gradients that are gone by then.
+    assert found.evaluation == found.gradients == 4 * whole
 
 
 def test_optimizers_and_where_the_outer_state_is() -> None:
@@ -53,15 +65,77 @@ def test_optimizers_and_where_the_outer_state_is() -> None:
     (plain,) = of(run(inner={"optimizer": "sgd"}, site={"precision": "fp32"}))
     assert plain.optimizer == plain.copies == 0
     (inside,) = of(run(outer={"device": "model"}))
-    # Contributions are made on the GPU, and exchanged from the machine's memory.
-    assert inside.device == 18 * whole + 4 * L + H + 19 * whole
-    assert inside.host == inside.under_way
+    # Exchanges have their values on the GPU; their payloads pass the machine's memory. A landing
+    # comes when gradients and activations are gone, which are more.
+    assert inside.exchanges == round((12 + 4 + 2 * 0.52) / 4 * whole)
+    assert inside.device == 18 * whole + 4 * L + H + 16 * whole + inside.exchanges
+    assert inside.under_way == round(2 * 0.52 / 4 * whole)
+    # The anchor comes from the GPU to be published, where exchanges have ended.
+    assert inside.published == 4 * whole
+    assert inside.host == inside.snapshot + inside.staging + inside.published
     (narrow,) = of(run(outer={"device": "model", "momentum_dtype": "bf16"}))
     assert inside.device - narrow.device == 2 * whole
     (dense,) = of(run(outer={"method": "diloco"}))
     # No residual, but all of the model at once, as it is.
     assert dense.outer == (12 + 8) * whole
     assert dense.under_way == (12 + 4 + 2 * 4) * whole
+    assert dense.flush == 0
+
+
+def test_a_landing_on_the_gpu_may_take_more_than_a_step() -> None:
+    """It is one of the whole model, in one block, where little else is held."""
+    small = Kept(layer=10, entry=1, head=20, exact=True)
+    config = run(
+        outer={"method": "diloco", "device": "model"},
+        site={"precision": "fp32", "micro_batch_size": 8},
+    )
+    (found,) = footprints(config, Outline.of(config), Place(device(), 8, 1), small)
+    whole = found.parameters
+    assert found.landing == found.peak == 16 * whole
+    assert found.device == (4 + 8 + 12) * whole + found.exchanges + 16 * whole
+    assert found.exchanges == (12 + 4 + 2 * 4) * whole
+
+
+def test_states_for_the_record_are_a_second_copy() -> None:
+    (plain,) = of(run())
+    (recorded,) = of(run(record={"states_every": 2}))
+    assert recorded.record_copy == recorded.snapshot == plain.snapshot
+    assert recorded.host - plain.host == recorded.record_copy
+    (processors,) = of(run(record={"states_every": 2}), Place(device(shared=True), 1, 1))
+    assert processors.staging == processors.host == 0
+    (without,) = of(run(), Place(device(shared=True), 1, 1))
+    assert processors.device - without.device == processors.record_copy
+
+
+def test_slopes_are_measured_beside_what_is_trained() -> None:
+    """A gate of several ranks takes gradients at other points than the rank's own."""
+    site = {"stages": 2, "batch_size": 8}
+    (plain, _), (gate, _) = (
+        of(run(site=site, admission=admission))
+        for admission in ({}, {"aggregation": "clip", "gate": True})
+    )
+    assert gate.copies - plain.copies == 4 * plain.parameters + plain.parameters
+    assert gate.lasting == plain.lasting
+
+
+def test_the_machine_that_holds_what_gpus_do_not() -> None:
+    config = run(site={"stages": 2, "shards": 2, "batch_size": 8, "micro_batch_size": 1})
+    stages = of(config)
+    first, last = stages
+    # Shards gather tensors whole on the GPU, and the first of them the stage in memory.
+    assert first.gathered == 4 * EMBEDDING
+    assert first.published == 4 * first.parameters
+    assert last.parameters > first.parameters
+    found = host_memory(stages, [Place(device(), 4, 1)], config)
+    assert found is not None
+    assert (found.ranks, found.available) == (4, None)
+    exchanges = last.under_way + last.flush
+    assert found.needed == 4 * last.host_lasting + max(4 * exchanges, 2 * last.published)
+    # Of three ranks side by side two may be a stage's first.
+    assert machine_bytes(stages, 3, 2) == 3 * last.host_lasting + max(
+        3 * exchanges, 2 * last.published
+    )
+    assert host_memory(stages, [Place(device(shared=True), 1, 1)], config) is None
 
 
 def test_shards_in_a_pipeline_gather_parameters_and_sum_whole_gradients() -> None:
@@ -209,8 +283,12 @@ def test_advice_is_computed_and_makes_it_fit() -> None:
 
 
 def test_momentum_in_bf16_is_advised_where_the_outer_state_is_on_the_gpu() -> None:
-    config = run(outer={"device": "model"})
-    outline, place = tight(config, 0.98)
+    larger = {
+        "site": {"batch_size": 8, "micro_batch_size": 8},
+        "data": {"sequence_length": 64, "tokenizer": "given"},
+    }
+    config = run(outer={"device": "model"}, **larger)
+    outline, place = tight(config, 0.99)
     found = [dict(change.values) for change in advice(config, outline, place, place.gpus)]
     assert found[:2] == [{"outer.device": "cpu"}, {"outer.momentum_dtype": "bf16"}]
     config = run(outer={"device": "cpu"})

@@ -53,7 +53,7 @@ def sentence(plan: RunPlan) -> str:
     host = plan.host
     if host is not None and host.available is not None and not host.fits:
         return (
-            f"Memory: what {host.ranks} ranks keep of the outer state and of exchanges takes "
+            f"Memory: what {host.ranks} ranks keep beside their GPUs takes "
             f"{host.needed / GIB:.1f} GiB of "
             f"a machine at {host.place.text}, which has {host.available / GIB:.1f} GiB."
         )

@@ -14,12 +14,19 @@ from dilocox.config import RunConfig
 from dilocox.config_site import ZERO_BUBBLE
 from dilocox.errors import DilocoxError
 from dilocox.memory import (
+    CAST,
+    EVALUATION,
     LANDING,
+    STAGING,
+    STAGINGS,
     UNDER_WAY,
     gate_model_bytes_per_parameter,
     gate_probe_bytes_per_parameter,
     inner_bytes_per_parameter,
+    landing_on_gpu,
     outer_bytes_per_parameter,
+    record_copy_bytes_per_parameter,
+    snapshot_bytes_per_parameter,
 )
 from dilocox.outer.controller.choice import Choice, as_the_run_file_says
 from dilocox.outer.layout import layer_number
@@ -32,7 +39,11 @@ from dilocox.site.optimizer import is_hidden_matrix
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes of a rank of one stage. `device` is its GPU, or the machine's memory without one."""
+    """Bytes of a rank of one stage. `device` is its GPU, or the machine's memory without one.
+
+    A step, an evaluation, a landing and the gathering of whole tensors come in turn: gradients and
+    activations are gone when one of the others begins.
+    """
 
     stage: int
     layers: tuple[int, int]
@@ -44,26 +55,76 @@ class Footprint:
     optimizer: int
     copies: int
     """Casts and gathered parameters that live during the step."""
+    lasting: int
+    """Of these copies, those that stay between steps."""
     activations: int
+    evaluation: int
+    """What the rank trains on, put aside while the anchor is evaluated."""
+    gathered: int
+    """The largest tensor whole, fp32, as the shards of a stage gather it for the record and for the
+    published model."""
     outer: int
-    """Anchor, momentum, reference and residual, and what a landing takes beside them."""
+    """Anchor, momentum, reference and residual; and what a landing takes beside them, where that
+    is the machine's memory."""
     outer_on_device: bool
+    exchanges: int
+    """Exchanges on the GPU, where the outer state is there."""
+    landing: int
+    """What a landing takes beside the outer state and exchanges, on the GPU."""
     under_way: int
-    """Exchanges, in the machine's memory wherever the outer state is."""
+    """Exchanges in the machine's memory: all of them, or their payloads where values stay on the
+    GPU."""
+    flush: int
+    """By how much the exchange of all fragments at the end of a run takes more than `exchanges` or
+    `under_way`."""
+    snapshot: int
+    """The copy that a checkpoint is written from, in the machine's memory."""
+    record_copy: int
+    """The copy of a state for the record, in the machine's memory."""
+    staging: int
+    """Pinned buffers in the machine's memory, through which a GPU's copies go."""
+    published: int
+    """The stage's anchor whole, in the machine's memory, at its first shard alone."""
     shared: bool
     """The device is the machine's memory."""
 
     @property
+    def peak(self) -> int:
+        """Bytes of what comes in turn on the device, beside what lasts: the most of them."""
+        step = self.gradients + self.copies - self.lasting + self.activations
+        landing = self.landing + (self.flush if self.outer_on_device else 0)
+        gathered = self.gathered + (self.published if self.shared else 0)
+        return max(step, self.evaluation, landing, gathered)
+
+    @property
     def device(self) -> int:
         """Bytes on the rank's device."""
-        inner = self.weights + self.gradients + self.optimizer + self.copies + self.activations
-        outer = self.outer if self.outer_on_device else 0
-        return inner + outer + (self.under_way if self.shared else 0)
+        lasting = self.weights + self.optimizer + self.lasting + self.exchanges
+        lasting += self.outer if self.outer_on_device else 0
+        if self.shared:
+            lasting += self.under_way + self.snapshot + self.record_copy
+        return lasting + self.peak
+
+    @property
+    def host_lasting(self) -> int:
+        """Bytes in the machine's memory beside a GPU, exchanges and the published model aside."""
+        if self.shared:
+            return 0
+        outer = 0 if self.outer_on_device else self.outer
+        return outer + self.snapshot + self.record_copy + self.staging
+
+    @property
+    def host_exchanges(self) -> int:
+        """Bytes of exchanges there, at the end of a run, where they are most."""
+        if self.shared:
+            return 0
+        return self.under_way + (0 if self.outer_on_device else self.flush)
 
     @property
     def host(self) -> int:
-        """Bytes in the machine's memory beside that."""
-        return 0 if self.shared else self.under_way + (0 if self.outer_on_device else self.outer)
+        """Bytes of the stage's first shard in the machine's memory, beside its device."""
+        published = 0 if self.shared else self.published
+        return self.host_lasting + max(self.host_exchanges, published)
 
 
 def footprints(
@@ -73,34 +134,20 @@ def footprints(
     as they are exchanged, without it as the run file says."""
     site = config.site
     rounds = rounds or as_the_run_file_says(config)
-    waiting = _waiting(rounds)
-    outer = outer_bytes_per_parameter(config) + LANDING / config.outer.fragments
-    if config.outer.device == "model" and not place.device.shared:
-        outer += 4 * waiting  # contributions are made there
-    under_way = _under_way(config, rounds, waiting) + gate_probe_bytes_per_parameter(config)
-    bf16 = site.precision != "fp32"
-    width = 2 if bf16 else 4
+    shared, fragments = place.device.shared, config.outer.fragments
+    there = _exchanged(config, rounds, shared)
+    in_memory = shared or config.outer.device == "cpu"
     found = []
     for stage, chunks in enumerate(outline.stages):
         parameters = outline.stage_parameters[stage]
         own = -(-parameters // site.shards)
         layers = sum(chunk.end_layer - chunk.first_layer for chunk in chunks)
-        gradients, copies = 4 * own, 0
-        if site.shards > 1 and site.stages > 1:
-            # Parameters are gathered once per step; gradients are summed up whole, in fp32, and
-            # reduced at its end (torch.distributed.pipelining).
-            copies = width * parameters
-            gradients = 4 * parameters + 4 * own
-        elif site.shards > 1:
-            # Two layers and what is outside them are gathered at a time. Gradients come as wide as
-            # what was gathered: one layer's, reduced in fp32, and all along those of embedding and
-            # head, which are reduced together when the backward pass is through.
-            layer = outline.layer_parameters
-            outside = parameters - outline.inside_layers
-            copies = width * (2 * layer + outside) + width * (layer + outside) + 4 * layer
-        elif bf16:
-            copies = 2 * parameters
-        copies += gate_model_bytes_per_parameter(config) * parameters
+        gradients, copies, lasting = _stepped(config, outline, stage)
+        optimizer = -(-_moments(config, outline, stage) // site.shards)
+        copied = snapshot_bytes_per_parameter(config, there.waiting)
+        # Moments of Muon are not the same for all parameters.
+        copied = (copied - inner_bytes_per_parameter(config) + 8) * own + optimizer
+        whole = site.shards > 1 or not in_memory
         found.append(
             Footprint(
                 stage=stage,
@@ -108,16 +155,62 @@ def footprints(
                 parameters=parameters,
                 weights=4 * own,
                 gradients=gradients,
-                optimizer=-(-_moments(config, outline, stage) // site.shards),
+                optimizer=optimizer,
                 copies=copies,
+                lasting=lasting,
                 activations=_activations(config, outline, stage, each),
-                outer=round(outer * own),
-                outer_on_device=config.outer.device == "model" or place.device.shared,
-                under_way=round(under_way * own),
-                shared=place.device.shared,
+                evaluation=EVALUATION * own,
+                gathered=4 * _largest(outline, stage) if site.shards > 1 else 0,
+                outer=round(there.outer * own),
+                outer_on_device=shared or not in_memory,
+                exchanges=round(there.on_gpu * own),
+                landing=0 if in_memory else round(landing_on_gpu(config, own / fragments)),
+                under_way=round(there.in_memory * own),
+                flush=round(there.flush * own),
+                snapshot=round(copied),
+                record_copy=round(copied) if record_copy_bytes_per_parameter(config) else 0,
+                staging=0 if shared else round(STAGING * STAGINGS * own / fragments),
+                published=(4 * own if shared else 4 * parameters) if whole else 0,
+                shared=shared,
             )
         )
     return found
+
+
+def _largest(outline: Outline, stage: int) -> int:
+    """Values of the stage's largest tensor."""
+    return max(math.prod(shape) for shape in outline.shapes[stage].values())
+
+
+def _stepped(config: RunConfig, outline: Outline, stage: int) -> tuple[int, int, int]:
+    """Bytes of a rank's gradients, of copies that a step makes of parameters, and of those copies
+    that stay between steps."""
+    site = config.site
+    parameters = outline.stage_parameters[stage]
+    own = -(-parameters // site.shards)
+    bf16 = site.precision != "fp32"
+    width = 2 if bf16 else 4
+    gradients, copies, lasting = 4 * own, 0, 0
+    if site.shards > 1 and site.stages > 1:
+        # Parameters are gathered once per step; gradients are summed up whole, in fp32, and
+        # reduced at its end (torch.distributed.pipelining).
+        copies = width * parameters
+        gradients = 4 * parameters + 4 * own
+    elif site.shards > 1:
+        # Two layers and what is outside them are gathered at a time. Gradients come as wide as
+        # what was gathered: one layer's, reduced in fp32, and all along those of embedding and
+        # head, which are reduced together when the backward pass is through.
+        layer = outline.layer_parameters
+        outside = parameters - outline.inside_layers
+        copies = width * (2 * layer + outside) + width * (layer + outside) + 4 * layer
+    elif bf16:
+        copies = lasting = CAST * parameters
+    gate = gate_model_bytes_per_parameter(config) * parameters
+    if config.admission.gate and site.ranks > 1:
+        # Slopes are measured with gradients, beside a copy of what is trained and the points
+        # where they are measured (Trainer.measure_slope).
+        copies += EVALUATION * own + 4 * own // config.outer.fragments
+    return gradients, copies + gate, lasting + gate
 
 
 _WIDTHS = {"none": 4.0, "fp16": 2.0, "bf16": 2.0, "int8": 1.02, "int4": 0.52}
@@ -131,12 +224,35 @@ def _waiting(rounds: Choice) -> float:
     return min(max(1, number), rounds.fragments) / rounds.fragments
 
 
-def _under_way(config: RunConfig, rounds: Choice, waiting: float) -> float:
-    """Bytes per parameter of exchanges: what waits for its landing, and of the one whose payloads
-    are decoded these and one site's values."""
+@dataclass(frozen=True)
+class _Exchanged:
+    """Bytes per parameter of a rank that the outer path takes, by where they lie."""
+
+    waiting: float
+    """Share of the fragments."""
+    outer: float
+    on_gpu: float
+    in_memory: float
+    flush: float
+
+
+def _exchanged(config: RunConfig, rounds: Choice, shared: bool) -> _Exchanged:
+    """The outer state, exchanges and landings. `shared`: processors train.
+
+    Exchanges: what waits for its landing, and of the one whose payloads are decoded these and one
+    site's values. Values stay where the outer state is; payloads pass the machine's memory.
+    """
+    waiting, pieces = _waiting(rounds), config.outer.fragments
     width = _WIDTHS.get(parse_spec(rounds.codec).kind, _WIDTH_OF_OTHERS)
-    payloads = len(config.sites) if config.outer.exchange == "gather" else 2
-    return UNDER_WAY * waiting + (4 + payloads * width) / rounds.fragments
+    count = len(config.sites) if config.outer.exchange == "gather" else 2
+    payloads = count * width / rounds.fragments
+    values = UNDER_WAY * waiting + 4 / rounds.fragments + payloads
+    probes = gate_probe_bytes_per_parameter(config)
+    outer = float(outer_bytes_per_parameter(config))
+    flush = 0.0 if config.exchanges_gradients else UNDER_WAY * (1 - waiting)
+    if shared or config.outer.device == "cpu":
+        return _Exchanged(waiting, outer + LANDING / pieces, 0.0, values + probes, flush)
+    return _Exchanged(waiting, outer, values, payloads + probes, flush)
 
 
 def _moments(config: RunConfig, outline: Outline, stage: int) -> int:
@@ -157,44 +273,6 @@ def needed(places: Sequence[Footprint], place: Place, config: RunConfig) -> int:
     if place.device.shared:
         return sum(each.device for each in places) * config.site.shards
     return max(each.device for each in places)
-
-
-@dataclass(frozen=True)
-class HostMemory:
-    """What the outer state takes of the memory of one machine."""
-
-    place: Place
-    ranks: int
-    """Of one site, on that machine."""
-    needed: int
-    available: int | None
-    """None: not known."""
-
-    @property
-    def fits(self) -> bool:
-        """It is not known to be too much."""
-        return self.available is None or self.needed <= self.available
-
-
-def host_memory(
-    stages: Sequence[Footprint], places: Sequence[Place], config: RunConfig
-) -> HostMemory | None:
-    """The machine that is filled most by what ranks keep outside their GPUs, the largest of them
-    side by side; of machines whose memory is not known that which needs most. None where every
-    device is the machine's memory itself."""
-    found = []
-    most = max(
-        each.under_way + (0 if config.outer.device == "model" else each.outer) for each in stages
-    )
-    for place in places:
-        if not place.device.shared:
-            ranks = min(place.per_node, config.site.ranks)
-            found.append(HostMemory(place, ranks, ranks * most, place.device.host.memory))
-
-    def filled(one: HostMemory) -> tuple[float, int]:
-        return (one.needed / one.available if one.available else 0.0, one.needed)
-
-    return max(found, key=filled, default=None)
 
 
 def in_flight(config: RunConfig, stage: int) -> int:

@@ -89,25 +89,36 @@ def toil(
     values are hashed before anything is sent, for the run's record.
 
     `gather` decodes every payload and adds them up. `reduce` does so with a part of each, encodes
-    the mean again and decodes the whole of it. Boundary and landing are halves of `Host.outer`.
+    the mean again and decodes the whole of it. Boundary and landing are halves of `Host.outer`,
+    and copies (dilocox.plan.outer_path).
     """
     kind = parse_spec(codec).kind
     size = 4.0 * parcel.values
     outer = host.outer * parcel.values / 2
+    begin = outer + host.boundary_copies * parcel.values
+    land = outer + host.landing_copies * parcel.values
     encode, decode = size / host.encode[kind], size / host.decode[kind]
-    digest = parcel.own / host.digest
+    digest, copy = parcel.own / host.digest, parcel.own * host.payload_copies
     if kind == "lowrank":
         # Two products to encode (its factor, then its payload), one to decode.
         encode += 2 * parcel.products / host.lowrank
         decode += parcel.products / host.lowrank
-    before = encode + digest + (size / host.digest if commits else 0.0)
+    before = copy + digest + (size / host.digest if commits else 0.0)
     if exchange == "gather":
-        after = sites * (decode + digest + size / host.average)
+        after = sites * (copy + digest)
+        computed = sites * (decode + size / host.average)
     else:
-        after = 2 * decode + encode / sites + 2 * digest + size / host.average
+        # A payload of each other site's part and the mean's parts come in, as many go out.
+        after = 3 * copy + 2 * digest
+        computed = 2 * decode + encode / sites + size / host.average
+    if host.codecs_beside:
+        before, after = before + encode, after + computed
+    else:
+        # A GPU does one thing after another: training loses what codecs take of its time.
+        begin, land = begin + encode, land + computed
     coding = before + after
     return Toil(
-        outer, before, after, outer, coding + host.exchange_cpu, coding + host.exchange_thread
+        begin, before, after, land, coding + host.exchange_cpu, coding + host.exchange_thread
     )
 
 

@@ -16,13 +16,12 @@ from dilocox.outer.coordinator.plans import FLUSH_CODEC
 from dilocox.plan.footprint import (
     Change,
     Footprint,
-    HostMemory,
     advice,
     counted,
     footprints,
-    host_memory,
     needed,
 )
+from dilocox.plan.host_memory import HostMemory, host_memory
 from dilocox.plan.outline import Outline
 from dilocox.plan.parcels import parcels
 from dilocox.plan.predict import Prediction, predict

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeVar
 
 from dilocox.config import RunConfig, with_sites
@@ -13,16 +13,15 @@ from dilocox.outer.controller.candidates import codecs
 from dilocox.outer.controller.choice import Choice
 from dilocox.outer.controller.schedule import Crowd, together
 from dilocox.plan.course import Course, SimSite
+from dilocox.plan.outer_path import outer_path
 from dilocox.plan.outline import Outline
 from dilocox.plan.parcels import parcels
 from dilocox.plan.simulate import Menu, simulate
 from dilocox.plan.step import step_time
-from dilocox.plan.table import Device, Host, Link, Place
+from dilocox.plan.table import Device, Link, Place
 from dilocox.plan.variants import at_site
 
 T = TypeVar("T")
-OUTER_BYTES = 170
-"""Read and written per parameter at a boundary and a landing (dilocox.outer.state)."""
 ROUNDS = 12
 """Simulated: enough for the controller to settle, and for some rounds after that."""
 
@@ -109,7 +108,7 @@ def predict(
             tokens=config.site_batch(name) * config.data.sequence_length,
             rate=own.rate,
             rtt=own.rtt,
-            host=_host(config, place.device),
+            host=outer_path(config, place.device),
             cores=place.device.cores if place.device.shared else None,
             shards=config.site.shards,
         )
@@ -117,13 +116,6 @@ def predict(
     ]
     menu = menu_of(config, outline)
     return _settled(config, menu, simulate(config, sim_sites, menu, rounds, pair_rate, at_once))
-
-
-def _host(config: RunConfig, device: Device) -> Host:
-    """The site's machines; boundaries and landings are the GPU's where the outer state is."""
-    if config.outer.device != "model" or device.shared:
-        return device.host
-    return replace(device.host, outer=OUTER_BYTES / device.memory_rate)
 
 
 def menu_of(config: RunConfig, outline: Outline) -> Menu:

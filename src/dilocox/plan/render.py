@@ -8,7 +8,9 @@ from typing import Any
 from dilocox.display import number, size
 from dilocox.memory import GIB, inner_bytes_per_parameter, outer_bytes_per_parameter
 from dilocox.plan.bottleneck import sentence, shares
-from dilocox.plan.footprint import Footprint, HostMemory
+from dilocox.plan.footprint import Footprint
+from dilocox.plan.host_memory import HostMemory
+from dilocox.plan.memory_parts import parts_json, parts_text
 from dilocox.plan.planning import MethodRow, RunPlan
 from dilocox.plan.predict import Prediction
 
@@ -59,7 +61,12 @@ def _memory(plan: RunPlan) -> str:
             f"{each.copies / GIB:6.2f}  {each.activations / GIB:11.2f}  {each.device / GIB:6.2f}  "
             f"{each.host / GIB:6.2f}"
         )
-    shared = plan.fullest.device.shared
+    device = plan.fullest.device
+    lines.append("")
+    first, last, each = max(grouped(plan.footprints), key=lambda group: group[2].device)
+    who = f"stage {first}" if first == last else f"stages {first}-{last}"
+    lines += [*parts_text(who, each, device.reserved), ""]
+    shared = device.shared
     where = "the machine's memory, for all ranks" if shared else "a GPU"
     outer = "on the GPU" if plan.footprints[0].outer_on_device else "in the host's memory"
     outer = "in it, too" if shared else outer
@@ -82,13 +89,13 @@ def _memory(plan: RunPlan) -> str:
 def _host(host: HostMemory, momentum: str) -> str:
     need = f"{host.needed / GIB:.1f} GiB of a machine's memory for {_plural(host.ranks, 'rank')}"
     if host.available is None:
-        return f"outer state and exchanges: {need} (--host-memory GIB checks it)"
+        return f"beside the GPUs: {need} (--host-memory GIB checks it)"
     told = f"{need}, of {host.available / GIB:.1f} GiB at {host.place.text}"
     if host.fits:
-        return f"outer state and exchanges fit: {told}"
+        return f"beside the GPUs, fits: {told}"
     less = "--set outer.momentum_dtype=bf16, " if momentum == "fp32" else ""
     mend = f"try {less}or spread the site over more nodes"
-    return f"outer state and exchanges DO NOT FIT: {told}; {mend}"
+    return f"beside the GPUs, DOES NOT FIT: {told}; {mend}"
 
 
 def _exchange(plan: RunPlan) -> str:
@@ -211,7 +218,9 @@ def as_json(plan: RunPlan) -> dict[str, Any]:
             "exact": plan.exact,
             "inner_bytes_per_parameter": inner_bytes_per_parameter(plan.config),
             "outer_bytes_per_parameter": outer_bytes_per_parameter(plan.config),
-            "stages": [_footprint(each) for each in plan.footprints],
+            "stages": [
+                _footprint(each, plan.fullest.device.reserved) for each in plan.footprints
+            ],
             "advice": [
                 {"set": dict(change.values), "needed_bytes": change.needed, "fits": change.fits}
                 for change in plan.advice
@@ -248,7 +257,7 @@ def as_json(plan: RunPlan) -> dict[str, Any]:
     }
 
 
-def _footprint(each: Footprint) -> dict[str, Any]:
+def _footprint(each: Footprint, reserved: int) -> dict[str, Any]:
     return {
         "stage": each.stage,
         "layers": each.layers[0],
@@ -262,6 +271,7 @@ def _footprint(each: Footprint) -> dict[str, Any]:
         "under_way": each.under_way,
         "device": each.device,
         "host": each.host,
+        "parts": parts_json(each, reserved),
     }
 
 

@@ -11,7 +11,7 @@ import math
 import re
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib.resources import files
 from pathlib import Path
@@ -56,6 +56,16 @@ class Host:
     memory: int | None = None
     """Bytes of one machine; not known unless a table or the command line says so."""
     source: str = ""
+    boundary_copies: float = 0.0
+    """Seconds per parameter that values take between a GPU and this machine's memory at a boundary
+    (dilocox.plan.outer_path)."""
+    landing_copies: float = 0.0
+    """The same of a landing."""
+    payload_copies: float = 0.0
+    """Seconds per byte of a payload that takes that way."""
+    codecs_beside: bool = True
+    """Codecs compute on this machine's processors, beside the training; otherwise on its GPUs,
+    which train no faster than the rest of their time allows."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +83,8 @@ class Device:
     """Bytes per second."""
     peer_rate: float
     """Bytes per second, one way, to another GPU of the node."""
+    pcie_rate: float
+    """Bytes per second, one way, between the GPU and pinned memory of its machine."""
     host: Host
     usd_per_hour: float | None = None
     source: str = ""
@@ -84,6 +96,11 @@ class Device:
     """`shared`: processor cores, or the quota, of a site."""
     multiplies_bf16: bool = True
     """Natively: what `precision = "auto"` computes in. GPUs since Ampere do."""
+    reserved: int = 0
+    """Bytes of CUDA's context and NCCL's buffers, which `memory` is without."""
+    encode_bytes: Mapping[str, float] = field(default_factory=dict)
+    """By codec without its numbers: bytes of a GPU's memory that it reads and writes per value."""
+    decode_bytes: Mapping[str, float] = field(default_factory=dict)
 
     def rate(self, bf16: bool) -> float:
         """Operations per second that training reaches where nothing waits."""
@@ -131,7 +148,7 @@ class Place:
 
 OF_TABLES = ("gpu", "host", "link")
 """Sections whose entries are tables."""
-OF_CALIBRATIONS = frozenset(("stepped_parameters", "step_seconds"))
+OF_CALIBRATIONS = frozenset(("stepped_parameters", "step_seconds", "peer_source"))
 """What `dilocox plan --calibrate` writes beside what plans are made from."""
 
 
@@ -209,11 +226,12 @@ class Table:
                 "--table FILE adds others)"
             )
         entry, where = self._content["gpu"][name], f"gpu.{name}"
-        every = {**self.defaults, **entry}
+        every = _merged(self.defaults, entry)
         shared = entry.get("shared", False)
         if not isinstance(shared, bool):
             raise ConfigError(f"{self._where}: {where}.shared: {shared!r} is not true or false")
         total = GIB * self._number(where, every, "memory_gib")
+        reserved = 0.0
         if not shared:
             reserved = GIB * self._number(where, every, "reserved_gib", zero=True)
             lost = self._number(where, every, "fragmented", zero=True, most=1)
@@ -229,6 +247,7 @@ class Table:
             memory=max(0, int(total)),
             memory_rate=1e9 * self._number(where, every, "memory_gb_s"),
             peer_rate=1e9 * self._number(where, every, "peer_gb_s"),
+            pcie_rate=1e9 * self._number(where, every, "pcie_gb_s"),
             host=self._host(str(entry.get("host", "default"))),
             usd_per_hour=price,
             source=self._told(str(entry.get("source", ""))),
@@ -236,6 +255,9 @@ class Table:
             shared=shared,
             cores=self._number(where, {"cores": 1.0, **entry}, "cores"),
             multiplies_bf16=self._precision(where, entry) == "bfloat16",
+            reserved=int(reserved),
+            encode_bytes=self._of_kinds(where, every, "encode_bytes"),
+            decode_bytes=self._of_kinds(where, every, "decode_bytes"),
         )
 
     def link(self, text: str, rtt: float | None = None, usd_per_gb: float | None = None) -> Link:
@@ -332,10 +354,15 @@ class Table:
 
     def _rates(self, where: str, entry: Mapping[str, Any], key: str) -> dict[str, float]:
         """Bytes per second by kind of codec."""
+        found = self._of_kinds(where, entry, key)
+        return {kind: 1e9 * rate for kind, rate in found.items()}
+
+    def _of_kinds(self, where: str, entry: Mapping[str, Any], key: str) -> dict[str, float]:
+        """A number by kind of codec."""
         own = entry.get(key)
         if not isinstance(own, dict):
             raise ConfigError(f"{self._where}: {where}.{key}: is no table")
-        return {kind: 1e9 * self._number(f"{where}.{key}", own, kind) for kind in own}
+        return {kind: self._number(f"{where}.{key}", own, kind) for kind in own}
 
     def _told(self, source: str) -> str:
         """`source` with the addresses of what it names in square brackets."""

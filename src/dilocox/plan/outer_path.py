@@ -1,0 +1,55 @@
+"""What the outer path costs at a site with GPUs: its maths on the hosts or on the GPUs, and copies.
+
+With `outer.device = "cpu"` a rank's parameters cross PCIe as fp32 values: down at a boundary, down
+and up at a landing. With `outer.device = "model"` values stay on the GPU and payloads cross. All
+copies go through pinned memory (dilocox.outer.staging).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from dilocox.config import RunConfig
+from dilocox.plan.table import Device, Host
+
+OUTER_BYTES = 256
+"""Read and written per parameter at a boundary and a landing on a GPU, operation by operation
+(dilocox.outer.state; overlap `keep` with a residual)."""
+AVERAGE_BYTES = 14
+"""Read and written per value of a payload that is added to an average on a GPU."""
+BOUNDARY_COPIES, LANDING_COPIES = 4, 8
+"""Bytes per parameter that cross PCIe one way where the outer state is in the host's memory."""
+
+
+def outer_path(config: RunConfig, device: Device) -> Host:
+    """The site's machine as exchanges of `config` find it beside `device`."""
+    host = device.host
+    if device.shared:
+        return host
+    if config.outer.device == "cpu":
+        return replace(
+            host,
+            boundary_copies=BOUNDARY_COPIES / device.pcie_rate,
+            landing_copies=LANDING_COPIES / device.pcie_rate,
+        )
+    return replace(
+        host,
+        encode=_rates(device.encode_bytes, host.encode, device.memory_rate),
+        decode=_rates(device.decode_bytes, host.decode, device.memory_rate),
+        average=4 * device.memory_rate / AVERAGE_BYTES,
+        lowrank=device.rate(bf16=False) / 2,
+        outer=OUTER_BYTES / device.memory_rate,
+        payload_copies=1 / device.pcie_rate,
+        codecs_beside=False,
+    )
+
+
+def _rates(
+    moved: Mapping[str, float], on_host: Mapping[str, float], memory_rate: float
+) -> dict[str, float]:
+    """Bytes of fp32 per second by codec; on the host's figure where none is known of the GPU."""
+    return {
+        kind: 4 * memory_rate / moved[kind] if kind in moved else rate
+        for kind, rate in on_host.items()
+    }
