@@ -32,10 +32,6 @@ PLAIN = {
     "run.seed": "Seed of fresh weights, of the order of the text and of what is held out.",
     "model.revision": "Hub models: branch, tag or commit.",
     "model.attention": "Attention implementation of transformers.",
-    "model.activation_checkpointing": "Keep only the input of each layer for the backward pass and "
-    "compute the layer again there.",
-    "model.compile": "Compile every layer with `torch.compile`; not with the zero-bubble "
-    "schedules.",
     "data.revision": "Hub datasets: branch, tag or commit.",
     "data.licence": "Licence of the text, for the manifest; for hub datasets the one on the card, "
     "if not given.",

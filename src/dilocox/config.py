@@ -72,8 +72,13 @@ class ModelSection(Section):
     architecture: dict[str, Any] | None = None
     """Inline architecture: `model_type` and the keys of that type's configuration."""
     attention: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
-    activation_checkpointing: bool = False
-    compile: bool = False
+    activation_checkpointing: bool | Literal["selective"] = False
+    """What the backward pass computes again: nothing (`false`), each layer from its input alone
+    (`true`), or all of a layer but its attention and every second matrix product (`selective`)."""
+    compile: bool | Literal["auto"] = "auto"
+    """Compile every layer with `torch.compile`. `auto`: on a GPU, but not with the zero-bubble
+    schedules; a layer that cannot be compiled runs as it is, and a warning says why. `true`: such a
+    layer is an error. Not with the zero-bubble schedules."""
 
     @model_validator(mode="after")
     def _one_source(self) -> ModelSection:
@@ -188,7 +193,7 @@ class RunConfig(Section):
         ) or admission_problem(self.admission, self.outer, self.compression, self.site.ranks)
         if problem is not None:
             raise ValueError(problem)
-        if self.model.compile and self.site.schedule in ZERO_BUBBLE:
+        if self.model.compile is True and self.site.schedule in ZERO_BUBBLE:
             raise ValueError(
                 f'model.compile: cannot be used with site.schedule "{self.site.schedule}", which '
                 "splits the backward pass: set it to false, or use another schedule"

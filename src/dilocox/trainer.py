@@ -204,10 +204,19 @@ class Trainer:
             tokens = member.batch * self.config.data.sequence_length
             with timeline.span("inner step", step=step, site_tokens=tokens):
                 result = self.rank.model.inner_step(inputs, labels, rate, exchange)
+            self.tell_of_compilation()
             if self.watch is not None:
                 self.watch.step(result.numbers, self.rank.live.values())
             self.meter.add(result, rate)
             self.control.touch()
+
+    def tell_of_compilation(self) -> None:
+        """Warn once, after the first step, if `torch.compile` fell back to eager execution."""
+        problem = self.rank.model.compile_problem()
+        if problem is not None:
+            log.warning("%s: %s", self.rank.place, problem)
+            text = f"stage {self.rank.place.stage} shard {self.rank.place.shard}: {problem}"
+            self.errands.do(lambda: self.client.report(0, {"text": text}, kind="warning"))
 
     def end_slot(self, plan: RoundPlan, slot: int) -> None:
         """Landings and boundaries; then this rank says where it stands, and how long a slot takes

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from dilocox.models.cut import ChunkSpec
+from dilocox.models.recompute import Checkpointing, recompute
 from dilocox.models.skeleton import Layout, build_skeleton, find_layout, tied_names
 
 if TYPE_CHECKING:
@@ -98,13 +97,13 @@ def build_chunk(
     spec: ChunkSpec,
     *,
     attention: str,
-    activation_checkpointing: bool,
+    activation_checkpointing: Checkpointing,
     dtype: torch.dtype = torch.float32,
 ) -> ModelChunk:
     """Build one chunk on the meta device; `materialise` fills it.
 
     `attention` is an attention implementation of transformers. With `activation_checkpointing`
-    each layer is recomputed in the backward pass (non-reentrant).
+    each layer is computed again in the backward pass, wholly or in part (see `recompute`).
 
     Raises `ModelError` if the model cannot be built or cut.
     """
@@ -128,10 +127,8 @@ def build_chunk(
         _pass_through(body, layout.exit)
         parent, _, name = layout.head.rpartition(".")
         setattr(lm.get_submodule(parent), name, None)
-    if activation_checkpointing:
-        for layer in kept:
-            # Around `forward`, not the call, so that the hooks of FSDP stay outside.
-            setattr(layer, "forward", partial(checkpoint, layer.forward, use_reentrant=False))  # noqa: B010
+    for layer in kept:
+        recompute(layer, activation_checkpointing)
     return ModelChunk(lm, spec, layout, tied)
 
 

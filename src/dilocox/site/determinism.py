@@ -19,6 +19,7 @@ from torch.nn.attention import SDPBackend
 
 from dilocox.config import ModelSection
 from dilocox.config_site import SiteSection
+from dilocox.site.compilation import compiles
 
 PACKAGES = ("torch", "transformers", "numpy")
 
@@ -149,7 +150,9 @@ def determinism_facts(
             "micro_batch_size": site.micro_batch_size,
         },
         "attention": model.attention,
-        "compile": model.compile,
+        # A rank that falls back to eager execution keeps this fact: a fallback follows from the
+        # model, the versions and the machine, which are facts, too.
+        "compile": compiles(model.compile, site, device),
     }
     if device.type == "cuda":
         found = gpu or gpu_here(device)

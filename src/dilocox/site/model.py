@@ -14,6 +14,7 @@ from dilocox import timeline
 from dilocox.compression.moments import SecondMoments
 from dilocox.config_site import InnerSection, SiteSection
 from dilocox.errors import ConfigError, ModelError, TrainingError
+from dilocox.site.compilation import Compilation, Compile, compiles
 from dilocox.site.loss import mean_cross_entropy
 from dilocox.site.mesh import SiteMesh
 from dilocox.site.optimizer import InnerOptimizer
@@ -42,6 +43,7 @@ class SiteModel:
     dimension of what chunks hand on. `precision` is the compute dtype; parameters, gradients and
     optimizer state are fp32. `tied` names (owner, copy) of a tensor that the first and the last
     chunk share. `loss(logits [b, L, V], labels [b, L])` is the mean over a micro-batch.
+    `compile_layers`: `model.compile` of the run file.
 
     Building is collective over the site. Raises `ConfigError` for combinations that cannot run,
     `ModelError` for a tied tensor that is not where it should be.
@@ -59,7 +61,7 @@ class SiteModel:
         precision: torch.dtype = torch.float32,
         tied: tuple[str, str] | None = None,
         loss: LossFunction = mean_cross_entropy,
-        compile_layers: bool = False,
+        compile_layers: Compile = False,
     ) -> None:
         numbers = chunks_of_stage(site.schedule, mesh.stages, site.chunks, mesh.stage)
         if len(chunks) != len(numbers):
@@ -72,8 +74,11 @@ class SiteModel:
         self._chunks = list(chunks)
         computation = Computation(mesh.device, precision, sharded=mesh.shards > 1)
         total = mesh.stages * site.chunks
+        self._compilation: Compilation | None = None
+        if compiles(compile_layers, site, mesh.device):
+            self._compilation = Compilation(required=compile_layers is True)
         for number, chunk in zip(numbers, chunks, strict=True):
-            self._prepare(chunk, computation, number == total - 1, fill, precision, compile_layers)
+            self._prepare(chunk, computation, number == total - 1, fill, precision)
         self._pipeline = Pipeline(
             chunks, mesh, site.schedule, computation, loss, site.micro_batch_size, hidden_size
         )
@@ -110,12 +115,11 @@ class SiteModel:
         is_last: bool,
         fill: Fill,
         precision: torch.dtype,
-        compile_layers: bool,
     ) -> None:
         layers = [layer for layer in chunk.layers if isinstance(layer, nn.Module)]  # type: ignore[union-attr]
-        if compile_layers:
+        if self._compilation is not None:
             for layer in layers:
-                layer.compile()
+                self._compilation.compile(layer)
         if not is_last:
             cast_boundary(chunk, computation.boundary_dtype)
         if self._mesh.shards > 1:
@@ -228,6 +232,13 @@ class SiteModel:
                 self._optimizer.step(learning_rate, divisor, skip)
         self._drop_gradients()
         return result
+
+    def compile_problem(self) -> str | None:
+        """After the first step, once: why layers run without being compiled, or None.
+
+        Raises `ConfigError` instead where `model.compile` is true.
+        """
+        return None if self._compilation is None else self._compilation.problem()
 
     def loss_and_gradients(
         self, input_ids: Tensor, labels: Tensor, names: Sequence[str]

@@ -1,0 +1,88 @@
+"""Activation checkpointing of one layer, in a form that `torch.compile` can trace."""
+
+from __future__ import annotations
+
+from functools import partial
+from types import MethodType
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+Checkpointing = bool | Literal["selective"]
+"""What the backward pass computes again: nothing, whole layers, or the cheap half of them."""
+
+_ATTENTION = (
+    "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_fused_attention_overrideable",
+)
+"""Operations of `torch.ops.aten` whose output `selective` always saves."""
+_MATMULS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+"""Operations of which `selective` saves every second output."""
+
+
+def recompute(layer: nn.Module, checkpointing: Checkpointing) -> None:
+    """Let `layer` compute its activations again in the backward pass (non-reentrant).
+
+    The wrapper replaces `forward`, not the call, so that the hooks of FSDP stay outside. It is a
+    bound method: Dynamo does not enter `checkpoint` from a frame that it skips, such as a
+    `functools.partial`, and then compiles nothing; and a deep copy of a bound method runs the
+    copy's own parameters, as one of a closure would not.
+    """
+    if checkpointing:
+        run = _recomputed_in_part if checkpointing == "selective" else _recomputed
+        setattr(layer, "forward", MethodType(run, layer))  # noqa: B010
+
+
+def _recomputed(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return checkpoint(type(layer).forward, layer, *args, use_reentrant=False, **kwargs)
+
+
+def _recomputed_in_part(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return checkpoint(
+        type(layer).forward, layer, *args, use_reentrant=False, context_fn=_contexts, **kwargs
+    )
+
+
+class _SaveSome:
+    """Saves attention outputs and every second matrix product, after torchtitan's policy.
+
+    Forward pass and recomputation meet the same operations in the same order, and each counts its
+    own products.
+    """
+
+    def __init__(self) -> None:
+        self._products = {False: 0, True: 0}
+
+    def __call__(self, context: Any, operation: Any, *_: Any, **__: Any) -> CheckpointPolicy:
+        if operation in _MATMULS:
+            again = bool(context.is_recompute)
+            self._products[again] += 1
+            if self._products[again] % 2 == 1:
+                return CheckpointPolicy.MUST_SAVE
+        elif _is_attention(operation):
+            return CheckpointPolicy.MUST_SAVE
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _is_attention(operation: Any) -> bool:
+    namespace, _, name = str(getattr(operation, "name", lambda: "")()).partition("::")
+    if namespace == "flash_attn":
+        return "forward" in name
+    return namespace == "aten" and name.partition(".")[0] in _ATTENTION
+
+
+def _contexts() -> Any:
+    return create_selective_checkpoint_contexts(partial(_policy, _SaveSome()))
+
+
+def _policy(state: _SaveSome, context: Any, operation: Any, *args: Any, **kw: Any) -> Any:
+    return state(context, operation, *args, **kw)
