@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from dilocox.config import ModelSection
 from dilocox.config_site import InnerSection, SiteSection
@@ -42,8 +43,10 @@ def build(
     precision: torch.dtype = torch.float32,
     inner: InnerSection | None = None,
     compile_layers: bool = False,
+    head_in_parts: int = 0,
 ) -> SiteModel:
-    """A rank's toy site model. `unused`: the chunk that has a parameter it does not use."""
+    """A rank's toy site model. `unused`: the chunk that has a parameter it does not use.
+    `head_in_parts`: the head's weight is used so often, and the head is not called."""
     looped = schedule in ("interleaved-1f1b", "interleaved-zero-bubble", "zbv")
     per_stage = 2 if looped else 1
     site = SiteSection(
@@ -60,6 +63,8 @@ def build(
         toy.ToyChunk(number, total, checkpointing=checkpointing, unused=number == unused, tied=tied)
         for number in chunks_of_stage(schedule, stages, per_stage, mesh.stage)
     ]
+    for chunk in chunks:
+        chunk.parts = head_in_parts
     return SiteModel(
         chunks,
         toy.fill,
@@ -124,6 +129,29 @@ def gradients(**setting: Any) -> dict[str, Any]:
         norms.append((result.grad_norm, float(norm)))
         losses += [(result.loss, float(loss)), (looked, float(loss))]
     return {"worst": worst, "norms": norms, "losses": losses, "kept": kept_buffers(model)}
+
+
+def gathered_when(tied: bool, **setting: Any) -> dict[str, list[str]]:
+    """Which of embedding, first and last layer, norm and head are whole when a part of the
+    chunk begins its forward pass, and when the first layer's gradient is there."""
+    model = build(tied=tied, **setting)
+    chunk = model._chunks[0]
+    modules = {"embed": chunk.embed, "first": chunk.layers[0].mix, "last": chunk.layers[-1].mix,
+               "norm": chunk.norm, "head": chunk.head}  # fmt: skip
+    found: dict[str, list[str]] = {}
+
+    def look(when: str) -> None:
+        whole = [n for n, each in modules.items() if not isinstance(each.weight, DTensor)]
+        found.setdefault(when, whole)
+
+    for name, module in modules.items():
+        module.register_forward_pre_hook(lambda *_, name=name: look(name))
+    chunk.layers[0].mix.register_full_backward_hook(lambda *_: look("backward of first"))
+    ids, labels = toy.batch(setting.get("rows", 8), seed=0)
+    shards, shard = setting["shards"], model._mesh.shard
+    model.inner_step(rows_of(shard, shards, ids), rows_of(shard, shards, labels), 0.1)
+    look("between steps")
+    return found
 
 
 def kept_buffers(model: SiteModel) -> int:

@@ -38,7 +38,35 @@ def test_gradients_equal_single_process_over_four_stages(pool: Pool, schedule: s
 
 @pytest.mark.parametrize("shards", [1, 2, 4])
 def test_gradients_equal_single_process_in_one_stage(pool: Pool, shards: int) -> None:
-    check_gradients(pool, shards, {"shards": shards, "rows": 8, "tied": True})
+    for tied in (False, True):
+        check_gradients(pool, shards, {"shards": shards, "rows": 8, "tied": tied})
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_embedding_and_head_are_gathered_when_they_are_needed(pool: Pool, tied: bool) -> None:
+    """The embedding for the beginning, norm and head for the end; tied ones all along."""
+    found = pool.run(2, "tests.site.cases", "gathered_when", tied=tied, shards=2)[0]
+    held = ["embed", "norm", "head"] if tied else []
+    closed = held or ["norm", "head"]
+    assert found["embed"] == (held or ["embed"])
+    in_order = ["embed", "first", "last", "norm", "head"]
+    assert found["first"] == [name for name in in_order if name in (*held, "first")]
+    assert found["norm"] == found["head"] == [name for name in in_order if name in closed]
+    assert [n for n in found["backward of first"] if n in ("embed", "norm", "head")] == held
+    assert found["between steps"] == []
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_head_may_be_used_without_a_call(pool: Pool, stages: int) -> None:
+    """As a loss does that takes its weight, or computes part by part: norm and head are one unit
+    whatever is called of it."""
+    setting = {"stages": stages, "shards": 2, "rows": 8}
+    called = pool.run(2 * stages, "tests.site.cases", "trained", **setting)
+    taken = pool.run(2 * stages, "tests.site.cases", "trained", head_in_parts=2, **setting)
+    for one, other in zip(called, taken, strict=True):
+        assert other["losses"] == pytest.approx(one["losses"], rel=1e-5)
+        for name, tensor in one["tensors"].items():
+            np.testing.assert_allclose(other["tensors"][name], tensor, rtol=1e-4, atol=1e-5)
 
 
 def check_gradients(pool: Pool, ranks: int, setting: dict[str, Any]) -> None:

@@ -57,8 +57,17 @@ class ToyChunk(nn.Module):
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False, device="meta") if last else None
         self.unused = nn.Parameter(torch.empty(3, device="meta")) if unused else None
         self.checkpointing = checkpointing
+        self.parts = 0
         self.share = tied and total == 1
         self.retie()
+
+    @property
+    def embedding(self) -> nn.Module | None:
+        return self.embed
+
+    @property
+    def closing(self) -> list[nn.Module]:
+        return [each for each in (self.norm, self.head) if each is not None]
 
     def retie(self) -> None:
         """In one chunk, tied tensors are one parameter (`to_empty` makes two of it)."""
@@ -83,7 +92,11 @@ class ToyChunk(nn.Module):
         for layer in self.layers:
             x = checkpoint(layer, x, use_reentrant=False) if self.checkpointing else layer(x)
         if self.head is not None and self.norm is not None:
-            x = self.head(self.norm(x))
+            x = self.norm(x)
+            if self.parts == 0:
+                return self.head(x)
+            # The weight is used without a call of the head.
+            x = torch.cat([F.linear(part, self.head.weight) for part in x.chunk(self.parts, 1)], 1)
         return x
 
 

@@ -39,6 +39,24 @@ class ModelChunk(nn.Module):
         body = self.lm.get_submodule(self._layout.body)
         return list(body.get_submodule(self._layout.layers).children())
 
+    @property
+    def embedding(self) -> nn.Module | None:
+        """The token embedding, if this chunk embeds (for FSDP wrapping)."""
+        if not self.spec.embeds:
+            return None
+        return self.lm.get_submodule(f"{self._layout.body}.{self._layout.embedding}")
+
+    @property
+    def closing(self) -> list[nn.Module]:
+        """What comes after the last layer, in order of use, the head last (for FSDP wrapping).
+
+        Empty unless this chunk has the head and a module before it, which every forward pass calls.
+        """
+        body = self.lm.get_submodule(self._layout.body)
+        before = [getattr(body, name) for name in self._layout.exit] if self.spec.head else []
+        before = [module for module in before if module is not None]
+        return [*before, self.lm.get_submodule(self._layout.head)] if before else []
+
     def full_names(self) -> dict[str, str]:
         """Local name -> name in the whole model's state dict, of parameters and saved buffers.
 

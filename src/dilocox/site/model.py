@@ -37,9 +37,9 @@ ExchangeGradients = Callable[[dict[str, Tensor]], None]
 class SiteModel:
     """The chunks that one rank of a site holds, trained together with the site's other ranks.
 
-    `chunks` are this rank's chunks in model order, on the meta device, each with `layers` (the
-    modules FSDP wraps one by one) and `full_names()` (local parameter name to full Hugging Face
-    name). `fill(chunk, device)` gives a chunk its values after sharding. `hidden_size` is the last
+    `chunks` are this rank's chunks in model order, on the meta device, each with `layers`,
+    `embedding` and `closing` (the modules that FSDP wraps, see `sharding.Units`) and
+    `full_names()` (local parameter name to full Hugging Face name). `fill(chunk, device)` gives a chunk its values after sharding. `hidden_size` is the last
     dimension of what chunks hand on. `precision` is the compute dtype; parameters, gradients and
     optimizer state are fp32. `tied` names (owner, copy) of a tensor that the first and the last
     chunk share. `loss(logits [b, L, V], labels [b, L])` is the mean over a micro-batch.
@@ -127,7 +127,7 @@ class SiteModel:
             # weight half, and gradients of parameters it has let go are lost without a word. In
             # other pipelines a micro-batch is too short to gather a stage twice for it.
             reshard = self._mesh.stages == 1
-            shard_chunk(chunk, layers, self._mesh.shard_mesh, precision, reshard)
+            shard_chunk(chunk, self._mesh.shard_mesh, precision, reshard)
         fill(chunk, self._mesh.device)
         finish_sharding(chunk)
         computation.prepare(chunk)

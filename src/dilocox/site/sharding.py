@@ -2,31 +2,91 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+_TOGETHER = "dilocox_together_"
+
+
+@dataclass(frozen=True)
+class Units:
+    """The modules of a chunk whose parameters FSDP gathers together, beside what is left over."""
+
+    embedding: nn.Module | None
+    layers: list[nn.Module]
+    """A unit each."""
+    closing: list[nn.Module]
+    """One unit: final norm and head, in order of use. Every forward pass calls the first one."""
+
+    @classmethod
+    def of(cls, chunk: nn.Module) -> Units:
+        """As torchtitan has them. A tied embedding and head of one chunk share a parameter, which
+        only one unit can have: they are left over."""
+        layers = [layer for layer in chunk.layers if isinstance(layer, nn.Module)]  # type: ignore[union-attr]
+        embedding: nn.Module | None = chunk.embedding  # type: ignore[assignment]
+        closing: list[nn.Module] = list(chunk.closing)  # type: ignore[arg-type]
+        own = set() if embedding is None else set(embedding.parameters())
+        if own & {each for module in closing for each in module.parameters()}:
+            return cls(None, layers, [])
+        return cls(embedding, layers, closing)
+
 
 def shard_chunk(
-    chunk: nn.Module,
-    layers: list[nn.Module],
-    mesh: DeviceMesh,
-    precision: torch.dtype,
-    reshard_after_forward: bool,
+    chunk: nn.Module, mesh: DeviceMesh, precision: torch.dtype, reshard_after_forward: bool
 ) -> None:
-    """Shard `chunk` (still on the meta device) over `mesh`: each of its `layers`, then the rest.
+    """Shard `chunk` (still on the meta device) over `mesh`: each of its `Units`, then the rest.
 
     Parameters stay fp32; with bf16 they are gathered and used as bf16, and gradients are reduced
-    in fp32.
+    in fp32. `reshard_after_forward`: of the embedding and the layers; what the end of the forward
+    pass has gathered the beginning of the backward pass needs.
     """
     policy = MixedPrecisionPolicy()
     if precision is not torch.float32:
         policy = MixedPrecisionPolicy(param_dtype=precision, reduce_dtype=torch.float32)
-    for layer in layers:
+    units = Units.of(chunk)
+    for layer in units.layers:
         fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
-    fully_shard(chunk, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
+    if units.embedding is not None:
+        embedding = fully_shard(
+            units.embedding,
+            mesh=mesh,
+            mp_policy=policy,
+            reshard_after_forward=reshard_after_forward,
+        )
+        # Its gradient hangs on the tokens alone.
+        embedding.set_unshard_in_backward(False)
+    closed = _shard_together(units.closing, mesh, policy)
+    fully_shard(
+        chunk,
+        mesh=mesh,
+        mp_policy=policy,
+        reshard_after_forward=reshard_after_forward,
+        ignored_params=closed,
+    )
+
+
+def _shard_together(
+    modules: list[nn.Module], mesh: DeviceMesh, policy: MixedPrecisionPolicy
+) -> set[nn.Parameter]:
+    """Make one unit of `modules` that the first one's forward pass gathers; their parameters.
+
+    `fully_shard` of a list would wait for a call of each of them. A head may be used without: its
+    loss may take the weight, or call it once for every part of the tokens.
+    """
+    if not modules:
+        return set()
+    first, *others = modules
+    for number, other in enumerate(others):
+        first.add_module(f"{_TOGETHER}{number}", other)
+    fully_shard(first, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    for number in range(len(others)):
+        delattr(first, f"{_TOGETHER}{number}")
+    return {parameter for other in others for parameter in other.parameters()}
 
 
 def finish_sharding(chunk: nn.Module) -> None:
