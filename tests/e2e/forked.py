@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import transformers.models.qwen3.modeling_qwen3  # noqa: F401 - imported once, for all
 
@@ -41,6 +42,7 @@ from dilocox.persistence import Keeper
 from dilocox.site import mean_cross_entropy
 from tests.e2e.altered import contributions_times
 from tests.e2e.harness import LIMIT, Run, Workshop
+from tests.outer.streams import play_device
 
 _SET_CHILD_SUBREAPER = 36
 STEP_CALLS = 2
@@ -168,6 +170,12 @@ def poisoning() -> dict[str, Any]:
     return {}
 
 
+def played_device() -> dict[str, Any]:
+    """The CPU is taken for a device with streams."""
+    play_device(pytest.MonkeyPatch())
+    return {}
+
+
 PLACES: dict[str, tuple[Any, str]] = {
     "step": (Batches, "step"),
     "load": (checkpoint, "_sha256"),
@@ -224,6 +232,7 @@ HOOKS: dict[str, Callable[[], dict[str, Any]]] = {
     "donor-dies": donor_dies,
     "slow-steps": slow_steps,
     "late-at-the-flush": late_at_the_flush,
+    "played-device": played_device,
 }
 
 

@@ -29,6 +29,7 @@ from dilocox.outer.coordinator.messages import (
 from dilocox.outer.coordinator.verdict_messages import Opinion
 from dilocox.outer.exchange import Contribution, Outcome, exchange
 from dilocox.outer.groups import PeerGroup
+from dilocox.outer.staging import HOST, staging_of
 from dilocox.outer.worker import LinkTurn, Turns
 from tests.outer.sites import MemoryStore, run_each, shared_store
 
@@ -160,6 +161,7 @@ def run(
     members: Sequence[str] = tuple(WEIGHTS),
     geometry: Geometry = GEOMETRY,
     strange: Mapping[str, Callable[[Geometry, int], Compressor | LowRank]] | None = None,
+    on_device: bool = False,
 ) -> dict[str, Outcome]:
     """What every site makes of the same exchange. `strange`: sites that send something else."""
 
@@ -177,6 +179,7 @@ def run(
                 mode=mode,
                 weights=WEIGHTS,
                 contributes=me not in abstain,
+                staging=staging_of(torch.device("cpu")) if on_device else HOST,
             )
             return plain(exchange(ballot, me, what, LinkTurn(Turns(), 0)), what.warm)
 

@@ -95,7 +95,9 @@ class End:
     """Those that came to the end."""
 
 
-def config_of(folder: Path, sites: Sequence[str], mode: str, rounds: int) -> RunConfig:
+def config_of(
+    folder: Path, sites: Sequence[str], mode: str, rounds: int, codec: str = "int4"
+) -> RunConfig:
     """A run of these sites; its model is never built."""
     return resolve_run(
         {
@@ -106,7 +108,7 @@ def config_of(folder: Path, sites: Sequence[str], mode: str, rounds: int) -> Run
                 "rounds": rounds, "inner_steps": 2, "slots": 2, "fragments": 2, "delay": 1,
                 "exchange": mode, "momentum": 0.5, "learning_rate": 0.7,
             },
-            "compression": {"codec": "int4", "residual_decay": 1.0},
+            "compression": {"codec": codec, "residual_decay": 1.0},
             "control": {"adapt": "off"},
             "checkpoint": {"every_rounds": 0},
             "network": {"heartbeat": HEARTBEAT, "link_timeout": LINK},
