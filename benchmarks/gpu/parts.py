@@ -105,7 +105,7 @@ PARTS: tuple[Part, ...] = (
     ),
     Part(
         "speed", f"{_HERE}.speed:run",
-        ("plain loop", "plain loop, compiled", "speed 0.6B", "determinism"), 100, 220,
+        ("plain loop", "speed 0.6B", "determinism"), 100, 220,
         "a Qwen3-0.6B shape as shipped beside a plain loop, eager and compiled", (5,),
         aims=(
             ("speed 0.6B", Aim("share_of_compiled_loop", ">=", 0.97)),

@@ -106,10 +106,14 @@ def build_site(shape: Shape, cuda: bool, **sections: dict[str, Any]) -> Site:
             config, blueprint, assembly.Place("north", 0, 0), assembly.Hooks(),
             store=None, local_rank=0, ranks_here=1, timeout=600.0,
         )  # fmt: skip
+    return Site(rank, *batch_of(shape), blueprint.cut[0].compute)
+
+
+def batch_of(shape: Shape) -> tuple[Tensor, Tensor]:
+    """Inputs and labels of one step, int64 [rows, length] each, drawn with a fixed seed."""
     draw = torch.Generator().manual_seed(5)
     ids = torch.randint(0, shape.vocabulary, (shape.rows, shape.length + 1), generator=draw)
-    compute = blueprint.cut[0].compute
-    return Site(rank, ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), compute)
+    return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
 
 def hf_config_of(shape: Shape, cuda: bool) -> Any:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,14 +27,52 @@ SECONDS = {"gpu": 9.0, "cpu": 2.0, "tiny": 0.0}
 LEAST_PAIRS = 3
 
 
+@dataclass(frozen=True)
+class Flags:
+    """PyTorch's settings of the whole process that a side computes with."""
+
+    deterministic: bool
+    warn_only: bool
+    cudnn_deterministic: bool
+    sdp: tuple[bool, bool, bool, bool]
+    """Attention by flash, memory-efficient, plain and cuDNN kernels."""
+
+    @classmethod
+    def now(cls) -> Flags:
+        """Those that are set."""
+        cuda = torch.backends.cuda
+        return cls(
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+            torch.backends.cudnn.deterministic,
+            (
+                cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(),
+                cuda.math_sdp_enabled(), cuda.cudnn_sdp_enabled(),
+            ),
+        )  # fmt: skip
+
+    def set(self) -> None:
+        """Set them."""
+        torch.use_deterministic_algorithms(self.deterministic, warn_only=self.warn_only)
+        torch.backends.cudnn.deterministic = self.cudnn_deterministic
+        cuda = torch.backends.cuda
+        cuda.enable_flash_sdp(self.sdp[0])
+        cuda.enable_mem_efficient_sdp(self.sdp[1])
+        cuda.enable_math_sdp(self.sdp[2])
+        cuda.enable_cudnn_sdp(self.sdp[3])
+
+
 @dataclass
 class Side:
     """One of two loops that take turns."""
 
-    name: str
     step: Callable[[], object]
-    deterministic: bool
-    peak_bytes: int = 0
+    flags: Flags
+    held_bytes: int
+    """GPU memory between steps."""
+    flops_per_token: float
+    step_bytes: int = 0
+    """GPU memory that a step adds at its peak."""
     rates: list[float] = field(default_factory=list)
     """Tokens/s of each turn."""
 
@@ -45,38 +82,21 @@ class Side:
         return statistics.median(self.rates)
 
 
-@contextmanager
-def _flags(deterministic: bool) -> Iterator[None]:
-    """PyTorch's determinism as the side has set it: the flags belong to the process."""
-    kept = (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-        torch.backends.cudnn.deterministic,
-    )
-    if not deterministic:
-        torch.use_deterministic_algorithms(False)
-        torch.backends.cudnn.deterministic = False
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(kept[0], warn_only=kept[1])
-        torch.backends.cudnn.deterministic = kept[2]
-
-
 def _turn(side: Side, steps: int, tokens: int, cuda: bool) -> float:
-    with _flags(side.deterministic):
-        if cuda:
-            torch.cuda.reset_peak_memory_stats()
-        wait(cuda)
-        before = torch.cuda.memory_allocated() if cuda else 0
-        began = time.perf_counter()
-        for _ in range(steps):
-            side.step()
-        wait(cuda)
-        took = time.perf_counter() - began
-        if cuda:
-            # Both models lie in the memory, so a side's peak is what its step adds.
-            side.peak_bytes = max(side.peak_bytes, torch.cuda.max_memory_allocated() - before)
+    """Tokens/s of so many steps."""
+    side.flags.set()
+    wait(cuda)
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated() if cuda else 0
+    began = time.perf_counter()
+    for _ in range(steps):
+        side.step()
+    wait(cuda)
+    took = time.perf_counter() - began
+    if cuda:
+        # The other side's model lies in the memory too.
+        side.step_bytes = max(side.step_bytes, torch.cuda.max_memory_allocated() - before)
     return steps * tokens / took
 
 
@@ -85,7 +105,7 @@ def alternate(first: Side, second: Side, shape: Shape, context: Context) -> list
     steps, ratios = TURN[context.scale], []
     for side in (first, second):
         _turn(side, WARM_UP[context.scale], shape.tokens, context.cuda)
-        side.peak_bytes = 0
+        side.step_bytes = 0
     end = time.perf_counter() + SECONDS[context.scale]
     while len(ratios) < LEAST_PAIRS or time.perf_counter() < end:
         for side in (first, second) if len(ratios) % 2 == 0 else (second, first):
@@ -95,10 +115,9 @@ def alternate(first: Side, second: Side, shape: Shape, context: Context) -> list
 
 
 def run(context: Context) -> None:
-    """The 0.6B shape: four rows."""
+    """The 0.6B shape: three rows."""
     shape = sizes.QWEN_06B[context.scale]
-    context.check("plain loop", lambda: _plain(shape, context, False))
-    context.check("plain loop, compiled", lambda: _plain(shape, context, True))
+    context.check("plain loop", lambda: _plain(shape, context))
     context.check("speed 0.6B", lambda: _beside(shape, context))
     context.check("determinism", lambda: _determinism(shape, context))
 
@@ -108,9 +127,11 @@ def larger(context: Context) -> None:
     context.check("speed 1.3B", lambda: _beside(sizes.DENSE_13B[context.scale], context))
 
 
-def _loop(shape: Shape, cuda: bool, compiled: bool) -> tuple[Side, int]:
-    """The plain loop, and the bytes that it holds between steps."""
+def _loop(shape: Shape, cuda: bool, compiled: bool) -> Side:
+    """What a user of one GPU writes: `benchmarks/plain_loop.py`, with PyTorch's own settings."""
     before = _held(cuda)
+    torch.use_deterministic_algorithms(False)
+    torch.backends.cudnn.deterministic = False
     recipe = Recipe(
         batch=shape.rows, micro_batch=shape.micro, learning_rate=1e-4, betas=(0.9, 0.95), eps=1e-8,
         weight_decay=0.1, clip=1.0, warmup_steps=20, total_steps=1000, final_fraction=0.1,
@@ -118,25 +139,23 @@ def _loop(shape: Shape, cuda: bool, compiled: bool) -> tuple[Side, int]:
     device = torch.device("cuda", 0) if cuda else torch.device("cpu")
     config, dtype = product.hf_config_of(shape, cuda), product.compute_dtype(cuda)
     loop = PlainLoop(config, recipe, device, dtype, "sdpa", compile_layers=compiled)
-    draw = torch.Generator().manual_seed(5)
-    ids = torch.randint(0, shape.vocabulary, (shape.rows, shape.length + 1), generator=draw)
-    inputs, labels = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+    inputs, labels = product.batch_of(shape)
 
     def step() -> Tensor:
         return loop.step(inputs, labels)
 
+    flags = Flags.now()
     step()
-    name = "plain loop, compiled" if compiled else "plain loop"
-    return Side(name, step, False), _held(cuda) - before
+    return Side(step, flags, _held(cuda) - before, _flops(shape, cuda))
 
 
-def _ours(shape: Shape, cuda: bool, **sections: dict[str, Any]) -> tuple[Side, int, float]:
-    """dilocox as shipped but for `sections`; the bytes held; operations per token."""
+def _ours(shape: Shape, cuda: bool, **sections: dict[str, Any]) -> Side:
+    """dilocox as shipped but for `sections`."""
     before = _held(cuda)
     site = product.build_site(shape, cuda, **sections)
+    flags = Flags.now()
     site.step()
-    deterministic = sections.get("site", {}).get("deterministic", True)
-    return Side("dilocox", site.step, deterministic), _held(cuda) - before, site.flops_per_token
+    return Side(site.step, flags, _held(cuda) - before, site.flops_per_token)
 
 
 def _held(cuda: bool) -> int:
@@ -148,42 +167,41 @@ def _held(cuda: bool) -> int:
     return int(torch.cuda.memory_allocated())
 
 
-def _figures(side: Side, held: int, flops: float, cuda: bool) -> dict[str, Any]:
+def _figures(side: Side, cuda: bool) -> dict[str, Any]:
     figures: dict[str, Any] = {"tokens_per_second": side.rate}
     peak = sizes.peak_of(torch.cuda.get_device_name()) if cuda else None
     if peak is not None:
-        figures["mfu"] = flops * side.rate / peak
+        figures["mfu"] = side.flops_per_token * side.rate / peak
     if cuda:
-        figures["peak_gib"] = (held + side.peak_bytes) / 2**30
+        figures["peak_gib"] = (side.held_bytes + side.step_bytes) / 2**30
     return figures
 
 
 def _flops(shape: Shape, cuda: bool) -> float:
-    """Operations per token of a step, with causal attention counted by half of its square."""
-    matrices = product.parameters_of(shape, cuda)
+    """Operations per token of a step: matrices, and causal attention by half of its square."""
     attention = shape.layers * shape.heads * shape.head_dim * shape.length
-    return 6.0 * (matrices + attention)
+    return 6.0 * (product.parameters_of(shape, cuda) + attention)
 
 
-def _plain(shape: Shape, context: Context, compiled: bool) -> Outcome:
-    side, held = _loop(shape, context.cuda, compiled)
-    steps = TURN[context.scale]
+def _plain(shape: Shape, context: Context) -> Outcome:
+    """The plain loop with no compiled layers."""
+    side, steps = _loop(shape, context.cuda, False), TURN[context.scale]
     _turn(side, WARM_UP[context.scale], shape.tokens, context.cuda)
     end = time.perf_counter() + SECONDS[context.scale] / 2
     while len(side.rates) < LEAST_PAIRS or time.perf_counter() < end:
         side.rates.append(_turn(side, steps, shape.tokens, context.cuda))
-    found = _figures(side, held, _flops(shape, context.cuda), context.cuda)
-    return Outcome(None, _about(shape), found)
+    return Outcome(None, _about(shape), _figures(side, context.cuda))
 
 
 def _beside(shape: Shape, context: Context) -> Outcome:
-    """As shipped, by turns with the compiled plain loop; then without determinism."""
-    plain, _ = _loop(shape, context.cuda, True)
-    ours, held, flops = _ours(shape, context.cuda)
+    """dilocox as shipped, by turns with the plain loop with compiled layers."""
+    torch._dynamo.reset()
+    plain = _loop(shape, context.cuda, True)
+    ours = _ours(shape, context.cuda)
     ratios = alternate(ours, plain, shape, context)
-    found = _figures(ours, held, flops, context.cuda)
+    found = _figures(ours, context.cuda)
+    found |= {f"compiled_loop_{key}": value for key, value in _figures(plain, context.cuda).items()}
     found |= {
-        "compiled_loop_tokens_per_second": plain.rate,
         "share_of_compiled_loop": statistics.median(ratios),
         "share_least": min(ratios),
         "share_most": max(ratios),
@@ -194,8 +212,9 @@ def _beside(shape: Shape, context: Context) -> Outcome:
 
 def _determinism(shape: Shape, context: Context) -> Outcome:
     """What equal bits cost: seconds of a deterministic step over those of one that is not."""
-    strict, _, _ = _ours(shape, context.cuda)
-    free, _, _ = _ours(shape, context.cuda, site={"deterministic": False})
+    torch._dynamo.reset()
+    strict = _ours(shape, context.cuda)
+    free = _ours(shape, context.cuda, site={"deterministic": False})
     ratios = alternate(free, strict, shape, context)
     found = {
         "deterministic_tokens_per_second": strict.rate,

@@ -1,0 +1,82 @@
+"""Out of memory on purpose: one start, one line, and no restart."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu import product, sizes
+from benchmarks.gpu.child import Context, Outcome
+
+TOO_MUCH = 1 << 46
+"""Bytes that no GPU has."""
+SITES = 2
+SLOWEST = 60.0
+"""Seconds from the first failure to the end of the command; the NCCL time-out is 605 s."""
+
+
+def memory(context: Context) -> None:
+    """One row."""
+    context.check("out of memory", lambda: _memory(context))
+
+
+def _memory(context: Context) -> Outcome:
+    path = sizes.run_file(
+        context.folder, "memory", sizes.SITE["tiny"], context.shared, context.scale
+    )
+    product.prepare(path, context.shared)
+    starts = context.folder / "starts.txt"
+    starts.unlink(missing_ok=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.gpu.faults", str(path), str(starts)],
+        capture_output=True, text=True,
+    )  # fmt: skip
+    ended = time.time()
+    times = [float(line) for line in starts.read_text(encoding="ascii").splitlines()]
+    lines = [line for line in done.stderr.splitlines() if line.startswith("dilocox: ")]
+    said = lines[-1] if lines else f"exit code {done.returncode} and no line"
+    found = {"exit": done.returncode, "starts": len(times), "seconds_to_exit": ended - times[0]}
+    # Two sites: the run may be over before the second one has come to its first step.
+    ok = done.returncode == 1 and len(times) <= SITES and "memory" in said.lower()
+    return Outcome(ok and ended - times[0] < SLOWEST, said[:300], found)
+
+
+class TooLarge:
+    """A loss that asks for more memory than any device has, and counts how often it is asked."""
+
+    def __init__(self, starts: Path) -> None:
+        self._starts = starts
+
+    def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Raises `torch.OutOfMemoryError`."""
+        with self._starts.open("a", encoding="ascii") as file:
+            file.write(f"{time.time()}\n")
+        if logits.device.type == "cuda":
+            torch.empty(TOO_MUCH, dtype=torch.uint8, device=logits.device)
+        # The CPU's allocator has an error of another type.
+        raise torch.OutOfMemoryError(f"out of memory on purpose: asked for {TOO_MUCH} bytes")
+
+
+def main() -> int:
+    """A run whose first step does not fit. As `dilocox train` does, the last line says why."""
+    import dilocox
+
+    path, starts = map(Path, sys.argv[1:])
+    try:
+        dilocox.train(dilocox.load_run(path), overwrite=True, loss=TooLarge(starts))
+    except dilocox.DilocoxError as error:
+        print(f"dilocox: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    os._exit(code)
