@@ -19,7 +19,7 @@ SOURCE = Path(dilocox.__file__).parent
 LONGEST = 500
 
 FLOORS = (
-    {"version", "errors", "backoff", "config_section", "timeline", "errands"},
+    {"version", "errors", "backoff", "config_section", "timeline", "errands", "torch_internals"},
     {
         "storage",
         "trace_file",

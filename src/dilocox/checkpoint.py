@@ -22,12 +22,12 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException
-from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from dilocox import timeline
 from dilocox.errors import CheckpointError, DilocoxError
 from dilocox.storage import opened, patiently
+from dilocox.torch_internals import checkpoint_reader, checkpoint_writer
 
 log = logging.getLogger(__name__)
 
@@ -228,7 +228,7 @@ def _attempt(folder: str, tensors: Mapping[str, torch.Tensor], document: str) ->
     filesystem.makedirs(attempt, exist_ok=True)
     try:
         # In a thread of its own and on a snapshot already: async_save would copy all again.
-        writer = FsspecWriter(f"{folder}/write-{number}")
+        writer = checkpoint_writer(f"{folder}/write-{number}")
         dcp.save(dict(tensors), storage_writer=writer, no_dist=True)
         with filesystem.open(f"{attempt}/state.json", "wb") as file:
             file.write(document.encode())
@@ -291,7 +291,7 @@ def _load(root: str, tick: int, site: str, stage: int, shard: int, digest: str) 
                 f"{entry}: missing or changed since it was written; put it back, or resume from "
                 "another checkpoint"
             )
-    reader = FsspecReader(f"{folder}/{attempt.rsplit('/', 1)[1]}")
+    reader = checkpoint_reader(f"{folder}/{attempt.rsplit('/', 1)[1]}")
     tensors: dict[str, Any] = {
         name: torch.empty(entry.size, dtype=entry.properties.dtype)
         for name, entry in reader.read_metadata().state_dict_metadata.items()

@@ -161,7 +161,8 @@ def kept_buffers(model: SiteModel) -> int:
         for stage in getattr(schedule, "_stages", None) or [schedule._stage]:
             infos = [*stage.args_recv_info.values(), *stage.grad_recv_info.values()]
             assert infos
-            kept += sum(info.buffer is not None for row in infos for info in row)
+            buffers = [getattr(info, "buffer", None) for row in infos for info in row]
+            kept += sum(buffer is not None and not buffer.is_meta for buffer in buffers)
     return kept
 
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import masking_utils
 
 from dilocox.config import RunConfig
@@ -22,6 +21,7 @@ from dilocox.models import ChunkSpec, build_chunk
 from dilocox.plan.outline import Outline
 from dilocox.site import loss_bytes
 from dilocox.site.pipeline import Computation
+from dilocox.torch_internals import storage_key, tensors_without_memory
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def _saved(config: RunConfig, outline: Outline, head: bool) -> int:
         dtype=torch.bfloat16 if bf16 and sharded else torch.float32,
     )
     chunk.train()
-    with _one_sequence_per_row(), FakeTensorMode(allow_non_fake_inputs=True):
+    with _one_sequence_per_row(), tensors_without_memory():
         chunk.to_empty(device="cpu")
         inputs = torch.empty(
             rows,
@@ -122,14 +122,14 @@ def _one_sequence_per_row() -> Iterator[None]:
 
 def _count_saved(forward: Callable[[], Any], module: torch.nn.Module) -> int:
     """Bytes of all storages that autograd saves in `forward`, parameters of `module` left out."""
-    own = {parameter.untyped_storage()._cdata for parameter in module.parameters()}
+    own = {storage_key(parameter) for parameter in module.parameters()}
     found: dict[int, int] = {}
     alive: list[Any] = []
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in own:
-            found[storage._cdata] = storage.nbytes()
+        key = storage_key(tensor)
+        if key not in own:
+            found[key] = tensor.untyped_storage().nbytes()
             alive.append(tensor)  # so that no other storage gets the same address
         return tensor
 

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import (
     Schedule1F1B,
     ScheduleGPipe,
@@ -23,11 +22,11 @@ from torch.distributed.pipelining.schedules import (
     ScheduleInterleavedZeroBubble,
     ScheduleZBVZeroBubble,
 )
-from torch.nn.modules.conv import _ConvNd
 
 from dilocox.errors import ConfigError
 from dilocox.site.mesh import SiteMesh
 from dilocox.site.sharding import drop_gathered, keep_gradient_sums_fp32
+from dilocox.torch_internals import CONVOLUTIONS, LeanStage
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]
 
@@ -81,7 +80,7 @@ class Computation:
         for module in chunk.modules():
             names = [name for name, p in module._parameters.items() if p is not None]
             three = any(module._parameters[name].dim() == 3 for name in names)  # type: ignore[union-attr]
-            if three and not isinstance(module, _ConvNd):
+            if three and not isinstance(module, CONVOLUTIONS):
                 # No closure: a copy of the chunk is to run its own parameters.
                 run = partial(self._with_casts, module, names, module.forward)
                 setattr(module, "forward", run)  # noqa: B010
@@ -126,7 +125,7 @@ class Computation:
         return torch.autocast(self._device_type, dtype=self._precision)
 
 
-class _Stage(PipelineStage):
+class _Stage(LeanStage):
     """A chunk in PyTorch's terms, with this package's mixed precision."""
 
     def __init__(self, computation: Computation, *args: Any, **kwargs: Any) -> None:
@@ -144,46 +143,6 @@ class _Stage(PipelineStage):
         if backward_type == "weight":
             keep_gradient_sums_fp32(self.submod)
         return result
-
-    # PyTorch makes a buffer for what comes in of every micro-batch before the first step and keeps
-    # all of them for good: with many micro-batches more than the stage's activations. Here one is
-    # there from when something is to come in until nobody needs it.
-
-    def _setup_forward_recv_info(self, num_microbatches: int, has_backward: bool) -> None:
-        device, self.device = self.device, torch.device("meta")
-        try:
-            super()._setup_forward_recv_info(num_microbatches, has_backward)
-        finally:
-            self.device = device
-        for infos in self.args_recv_info.values():
-            _drop(infos)
-
-    def _create_grad_recv_info(self, act_send_info: dict[int, list[int]]) -> tuple[Any, ...]:
-        infos: tuple[Any, ...] = super()._create_grad_recv_info(act_send_info)
-        _drop(infos)
-        return infos
-
-    def _get_recv_ops(self, recv_infos: tuple[Any, ...]) -> list[dist.P2POp]:
-        for info in recv_infos:
-            meta = info.tensor_meta
-            if not info.is_root_arg and info.buffer is None and meta is not None:
-                info.buffer = torch.empty(meta.shape, dtype=meta.dtype, device=self.device)
-        return super()._get_recv_ops(recv_infos)
-
-    def _retrieve_recv_activations(self, fwd_chunk_id: int) -> tuple[Any, ...]:
-        found: tuple[Any, ...] = super()._retrieve_recv_activations(fwd_chunk_id)
-        _drop(self.args_recv_info[fwd_chunk_id])
-        return found
-
-    def _retrieve_recv_grads(self, bwd_chunk_id: int) -> tuple[Any, ...]:
-        found: tuple[Any, ...] = super()._retrieve_recv_grads(bwd_chunk_id)
-        _drop(self.grad_recv_info[bwd_chunk_id])
-        return found
-
-
-def _drop(infos: Sequence[Any]) -> None:
-    for info in infos:
-        info.buffer = None
 
 
 class Pipeline:

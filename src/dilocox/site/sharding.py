@@ -10,6 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from dilocox import torch_internals
+
 _TOGETHER = "dilocox_together_"
 
 
@@ -96,7 +98,7 @@ def finish_sharding(chunk: nn.Module) -> None:
     otherwise gather through modules that do not know their root yet.
     """
     if isinstance(chunk, FSDPModule):
-        fully_shard.state(chunk)._lazy_init()  # type: ignore[attr-defined]
+        torch_internals.make_fsdp_root(chunk)
 
 
 def drop_gathered(chunk: nn.Module) -> None:
@@ -108,19 +110,9 @@ def drop_gathered(chunk: nn.Module) -> None:
 
 
 def keep_gradient_sums_fp32(chunk: nn.Module) -> None:
-    """Move gathered gradients into FSDP's fp32 sums.
-
-    FSDP does this in its own backward hooks, which the weight half of a split backward pass does
-    not run: without it, micro-batches would be summed up in bf16.
-    """
-    if not isinstance(chunk, FSDPModule):
-        return
-    for state in fully_shard.state(chunk)._state_ctx.all_states:  # type: ignore[attr-defined]
-        for group in state._fsdp_param_groups:
-            for parameter in group.fsdp_params:
-                if hasattr(parameter, "_unsharded_param"):
-                    parameter.accumulate_unsharded_grad_if_needed()
-                    parameter.to_accumulated_grad_if_needed()
+    """Of a sharded chunk, keep the sums over micro-batches in fp32 after half a backward pass."""
+    if isinstance(chunk, FSDPModule):
+        torch_internals.keep_gradient_sums_fp32(chunk)
 
 
 def local(tensor: Tensor) -> Tensor:

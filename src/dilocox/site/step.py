@@ -8,6 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from dilocox.torch_internals import norms_of
+
 _NO_TENSOR = -1.0
 
 
@@ -19,7 +21,7 @@ def status_of_rank(loss: Tensor, gradients: Sequence[Tensor]) -> Tensor:
     """
     if not gradients:
         return torch.stack([loss.double(), loss.new_zeros((), dtype=torch.float64), _none(loss)])
-    norms = torch.stack(torch._foreach_norm(list(gradients))).double()
+    norms = torch.stack(norms_of(list(gradients))).double()
     bad = ~torch.isfinite(norms)
     first = torch.where(bad.any(), bad.int().argmax().double(), _none(loss))
     return torch.stack([loss.double(), norms.square().sum(), first])
