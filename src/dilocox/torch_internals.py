@@ -137,6 +137,14 @@ class LeanStage(PipelineStage):
         if not self.is_last:
             super()._validate_fwd_outputs(outputs)  # type: ignore[misc]
 
+    def _get_init_p2p_neighbors_ops(self) -> list[Any]:
+        """PyTorch 2.11 warms up links, in V-shaped schedules also the one from a rank to itself.
+
+        Gloo cannot send to itself, and the schedules never do.
+        """
+        ops = super()._get_init_p2p_neighbors_ops()
+        return [op for op in ops if op.group_peer != self.group_rank]
+
     def _fill(self, infos: Iterable[Any]) -> None:
         for info in infos:
             buffer = getattr(info, "buffer", None)
