@@ -33,6 +33,7 @@ from dilocox.storage import begun
 
 if TYPE_CHECKING:
     from dilocox.outer.loop import OuterLoop
+    from dilocox.site import SiteMesh
     from dilocox.trainer import Trainer
 
 log = logging.getLogger(__name__)
@@ -226,7 +227,7 @@ class Keeper:
             return False
         loaded, damage = None, ""
         try:
-            loaded = living(
+            reading = begun(
                 lambda: checkpoint.load(
                     root,
                     found.tick,
@@ -235,9 +236,9 @@ class Keeper:
                     place.shard,
                     digests["files.json"],
                     self._config.network.link_timeout,
-                ),
-                self._touch,
+                )
             )
+            loaded = wait_together(mesh, reading, self._touch)
         except CheckpointError as error:
             damage = str(error)
         self.damage = _first(mesh.gather_names([damage]))
@@ -257,6 +258,21 @@ def living(call: Callable[[], T], touch: Callable[[], None]) -> T:
     while not wait_for([future], timeout=checkpoint.LOOK).done:
         touch()
     return future.result()
+
+
+def wait_together(mesh: SiteMesh, mine: Future[T] | None, touch: Callable[[], None]) -> T | None:
+    """What `mine` returns or raises, once all ranks of the site have what they wait for; None at a
+    rank that waits for nothing itself. Collective over the site.
+
+    No rank waits in one meeting for another's disk: a meeting has a limit. `touch` says meanwhile
+    that this rank lives.
+    """
+    while True:
+        busy = mine is not None and not wait_for([mine], timeout=MEETING).done
+        rows = mesh.gather_names(["busy" if busy else ""])
+        touch()
+        if not any(row[0] for row in rows):
+            return None if mine is None else mine.result()
 
 
 def _why_not(writing: Future[None], folder: Path) -> str:
@@ -425,7 +441,10 @@ def record_state(
     momentum: bool = False,
 ) -> None:
     """Sign, if the run is recorded, what anchor the site holds; with `momentum` what outer
-    momentum, too. Collective over the site. `touch`: as for `living`, while it is kept."""
+    momentum, too. Collective over the site. `touch`: as for `living`, while it is kept.
+
+    Hashing and keeping the state of a large stage takes longer than a collective may last.
+    """
     if record is not None:
         tensors = whole_anchor(rank)
         if momentum:
@@ -435,9 +454,11 @@ def record_state(
                 for name, view in state.layout.views(state.momentum).items()
             }
             tensors |= {MOMENTUM_OF + name: t for name, t in _whole(rank, momenta).items()}
+        keeping = None
         if rank.place.shard == 0:
             told = files if rank.place.leads else None
-            living(lambda: record.state(kind, round_, tensors, told), touch)
+            keeping = begun(lambda: record.state(kind, round_, tensors, told))
+        wait_together(rank.mesh, keeping, touch)
 
 
 def take_momentum(rank: Rank, folder: str) -> None:

@@ -14,6 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dilocox import processes
 from dilocox.config_site import SiteSection
 from dilocox.errors import ConfigError
 from dilocox.site import (
@@ -133,15 +134,19 @@ def test_blocks_of_gpu_memory_grow_unless_the_user_says_otherwise(
     )
 
 
-def test_pytorch_reads_the_setting_when_a_rank_has_made_it() -> None:
-    """Ranks are forked from a process that has imported PyTorch: it must not have read it yet."""
-    read = (
-        "import os, torch; os.environ['PYTORCH_ALLOC_CONF'] = 'expandable_segments:perhaps'\n"
-        "try: torch._C._accelerator_setAllocatorSettings('garbage_collection_threshold:0.5')\n"
-        "except Exception as error: print('perhaps' in str(error))"
-    )
-    done = subprocess.run([sys.executable, "-c", read], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "True", done.stderr
+def _reads_the_setting() -> None:
+    os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:perhaps"
+    try:
+        torch._C._accelerator_setAllocatorSettings("garbage_collection_threshold:0.5")
+    except Exception as error:
+        sys.exit(3 if "perhaps" in str(error) else 4)
+
+
+def test_pytorch_reads_the_setting_that_a_forked_rank_has_made() -> None:
+    """The process that a rank is forked from has imported PyTorch."""
+    rank = processes.start(_reads_the_setting, name="rank")
+    rank.join(30)
+    assert rank.exitcode == 3
 
 
 def test_one_rank_needs_no_group() -> None:
