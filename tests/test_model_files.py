@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -116,6 +117,21 @@ def test_generate(run_folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert "<|endoftext|>" not in generate(run_folder, "", tokens=3)
     captured = capfd.readouterr()
     assert (captured.out, captured.err) == ("", ""), "no bars and no advice of other libraries"
+
+
+def test_another_device_computes_in_bf16(run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import AutoModelForCausalLM
+
+    load, loaded = AutoModelForCausalLM.from_pretrained, []
+
+    def noted(*given: Any, **more: Any) -> Any:
+        loaded.append(load(*given, **more))
+        return loaded[-1]
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", noted)
+    # A processor by another name stands for any device.
+    assert generate(run_folder, "def main", tokens=2, device="cpu:0").startswith("def main")
+    assert loaded[0].dtype is torch.bfloat16
 
 
 def test_sampling_follows_the_models_own_distribution(run_folder: Path) -> None:

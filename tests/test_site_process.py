@@ -10,6 +10,7 @@ import pytest
 from dilocox import launch, site_process
 from dilocox.assembly import Hooks
 from dilocox.config import resolve_run
+from dilocox.errors import ConfigError
 from dilocox.outer.coordinator.serving import Endpoint
 from dilocox.rank_process import RankJob
 
@@ -53,3 +54,33 @@ def test_who_forks_does_not_start_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     launch.stay_forkable()
     assert asked == [1]
     assert launch.os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] == "1"
+
+
+@pytest.fixture
+def own_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "0")
+    monkeypatch.setattr(launch.torch, "set_num_threads", lambda count: None)
+
+
+def test_a_notebook_that_has_used_a_gpu_is_refused(
+    own_threads: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before any process is there; runs on processors are not."""
+    launch.stay_forkable()
+    monkeypatch.setattr(launch.torch.cuda, "is_initialized", lambda: True)
+    with pytest.raises(ConfigError, match=r"has used CUDA already.*restart its kernel"):
+        launch.stay_forkable()
+    launch.stay_forkable("cpu")
+
+
+def test_who_has_asked_for_gpus_may_have_spoiled_them_for_its_children(
+    own_threads: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`torch.cuda.is_available()` alone does; where there is no GPU that is no matter."""
+    monkeypatch.setattr(launch.preflight, "machine_has_gpu", lambda: True)
+    launch.stay_forkable()
+    monkeypatch.setattr(launch.torch.cuda, "_is_in_bad_fork", lambda: True)
+    with pytest.raises(ConfigError, match="has used CUDA already"):
+        launch.stay_forkable("cuda")
+    monkeypatch.setattr(launch.preflight, "machine_has_gpu", lambda: False)
+    launch.stay_forkable()

@@ -25,12 +25,13 @@ from dilocox.coordinating import ENDPOINT, refuse_finished, serve_run
 from dilocox.data import TokenFiles
 from dilocox.data import prepare as prepare_token_files
 from dilocox.data.folder import check_place
-from dilocox.display import Display
-from dilocox.errors import DilocoxError, JoinError, TrainingError
+from dilocox.display import Display, number
+from dilocox.errors import ConfigError, DilocoxError, JoinError, TrainingError
 from dilocox.handover import check_handover
 from dilocox.launched import join_as_rank
 from dilocox.launcher_env import rank_variables
 from dilocox.model_files import generate
+from dilocox.models import count_parameters, load_model_config
 from dilocox.outer.controller.candidates import Menu
 from dilocox.outer.coordinator.client import CoordinatorClient
 from dilocox.outer.coordinator.identity import Identity
@@ -41,9 +42,16 @@ from dilocox.outer.sockets import check_congestion, congestion_hint
 from dilocox.outer.tunnel import check_ports
 from dilocox.payloads import payload_sizes
 from dilocox.recorder import Record
+from dilocox.site import available_cores
 from dilocox.site_process import keep_site
 from dilocox.tokenizer_check import check_handed_tokenizer, check_tokenizer
 from dilocox.weights_check import fetch_weights
+
+SAMPLED = 3 * 10**9
+"""Parameters of the largest model of which a finished run samples a completion: in fp32 they take
+12 GB, and a processor some seconds per token."""
+BAD_FORK = 3
+"""Exit code of a child in which CUDA would refuse to work."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +127,7 @@ def train_here(
     Ctrl-C, or SIGTERM, stops the run at a slot end with a checkpoint; a second one ends it at once.
     `trace`: what every rank does when is recorded, as `trace.json` in the run folder.
     """
-    stay_forkable()
+    stay_forkable(config.site.device)
     display = Display(config)
     folder = config.folder
     preflight.check_folder(config, resume, overwrite)
@@ -213,9 +221,7 @@ def _last_words(config: RunConfig, result: Result, display: Display) -> None:
         display.line(f"stopped; the same command with --resume goes on ({config.checkpoint_store})")
         return
     if config.evaluation.completion_tokens:
-        text = processes.call_in_child(_sample, config, folder, on_progress=display.step)
-        display.step_done()
-        display.line(f"completion        {text!r}")
+        display.line(f"completion        {_completion(config, folder, display)}")
     display.line(f"model             {folder / 'model'}")
     display.line(f"checkpoints       {config.checkpoint_store}")
     display.line(f"metrics           {folder / 'metrics.jsonl'}, {folder / 'summary.json'}")
@@ -223,11 +229,37 @@ def _last_words(config: RunConfig, result: Result, display: Display) -> None:
         display.line(f"record            {folder / 'record'}; check it: dilocox verify {folder}")
 
 
+def _completion(config: RunConfig, folder: Path, display: Display) -> str:
+    """What the model makes of the prompt, quoted; or why that is not shown, and how to see it.
+
+    The run is finished: nothing that goes wrong here is its failure.
+    """
+    command = f"dilocox generate {folder} samples one"
+    try:
+        vocabulary = TokenFiles.open(config.data_folder).vocabulary_size
+        parameters = count_parameters(load_model_config(config.model, vocabulary))
+        if parameters > SAMPLED:
+            return f"left out, the model has {number(parameters)} parameters; {command}"
+        text = processes.call_in_child(_sample, config, folder, on_progress=display.step)
+    except DilocoxError as error:
+        return f"left out ({error}); {command}"
+    finally:
+        display.step_done()
+    return repr(text)
+
+
 def _sample(config: RunConfig, folder: Path, progress: Callable[[str, float], None]) -> str:
     progress("sampling a completion", 0.0)
+    # This process has no children, and the ranks are gone.
+    torch.set_num_threads(available_cores())
+    on_gpu = config.site.device != "cpu" and torch.cuda.is_available()
     evaluation = config.evaluation
     return generate(
-        folder, evaluation.prompt, tokens=evaluation.completion_tokens, seed=config.run.seed
+        folder,
+        evaluation.prompt,
+        tokens=evaluation.completion_tokens,
+        seed=config.run.seed,
+        device="cuda" if on_gpu else "cpu",
     )
 
 
@@ -333,11 +365,41 @@ def _site_in_child(
     sys.exit(code)
 
 
-def stay_forkable() -> None:
-    """To be called before anything else by a process that forks others."""
+def stay_forkable(device: str = "auto") -> None:
+    """To be called before anything else by a process that forks others.
+
+    `device` is the run's `site.device`. Raises `ConfigError` if this process has used a GPU: the
+    ranks that are forked from it could not.
+    """
+    if device != "cpu" and processes.CONTEXT.get_start_method() == "fork" and _has_used_gpu():
+        raise ConfigError(
+            "this process has used CUDA already, and ranks that are forked from it could not use a "
+            "GPU any more; begin the run before anything else asks for a GPU (in a notebook: "
+            'restart its kernel), or in a process of its own by "dilocox train RUN_FILE", or set '
+            'site.device = "cpu"'
+        )
     torch.set_num_threads(1)  # no thread pool that a child would miss
     # Whoever asks whether there is a GPU must not start CUDA: no child could use it then.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+
+
+def _has_used_gpu() -> bool:
+    """Whether CUDA would refuse to work in a child of this process.
+
+    Asking how many GPUs there are, as `torch.cuda.is_available()` does, is enough for that, and
+    only a child knows of it.
+    """
+    if torch.cuda.is_initialized():
+        return True
+    if not preflight.machine_has_gpu():
+        return False
+    child = processes.start(_tell_bad_fork, name="cuda")
+    child.join()
+    return child.exitcode == BAD_FORK
+
+
+def _tell_bad_fork() -> None:
+    processes.exit_now(BAD_FORK if torch.cuda._is_in_bad_fork() else 0)
 
 
 def _check_site(
@@ -363,7 +425,7 @@ def join(
     if site not in config.sites:
         known = ", ".join(config.sites)
         raise JoinError(f"site {site!r}: not in the run file, which names: {known}")
-    stay_forkable()
+    stay_forkable(config.site.device)
     url = f"https://{address.removeprefix('https://')}"
     host_and_port(url)
     variables = rank_variables()

@@ -97,10 +97,13 @@ def generate(
     tokens: int = 100,
     temperature: float = 0.8,
     seed: int = 0,
+    device: str = "cpu",
 ) -> str:
     """Prompt and a sampled completion of up to `tokens` tokens.
 
     `model` is a run folder or a Hugging Face folder; temperature 0 takes the likeliest token.
+    `device` is PyTorch's name of one; the model computes in its own dtype on "cpu", elsewhere in
+    bf16. After "cuda" this process can begin no run on GPUs any more (see `train`).
     Raises `CheckpointError` if there is no model or it cannot be loaded, `ConfigError` for
     numbers out of range.
     """
@@ -115,14 +118,16 @@ def generate(
     try:
         with _no_progress_bar():
             tokenizer = AutoTokenizer.from_pretrained(folder)
-            network = AutoModelForCausalLM.from_pretrained(folder).eval()
+            options = {} if device == "cpu" else {"dtype": torch.bfloat16}
+            network = AutoModelForCausalLM.from_pretrained(folder, **options).eval()
     except Exception as error:  # missing or damaged files: many kinds
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise CheckpointError(f"{folder}: cannot be loaded ({reason}); was it changed?") from None
     text = prompt or tokenizer.eos_token or tokenizer.bos_token
     if not text:
         raise ConfigError(f"prompt: {folder} has no end-of-text token to begin with; give a prompt")
-    inputs = tokenizer(text, return_tensors="pt", return_token_type_ids=False)
+    network.to(device)
+    inputs = tokenizer(text, return_tensors="pt", return_token_type_ids=False).to(device)
     torch.manual_seed(seed)
     choice: dict[str, Any] = {"do_sample": False}
     if temperature > 0:

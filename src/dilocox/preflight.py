@@ -416,6 +416,11 @@ def _on_gpu(config: RunConfig) -> bool:
     """Will ranks here use a GPU? Told without CUDA: a process that has used it cannot be forked."""
     if config.site.device != "auto":
         return config.site.device == "cuda"
+    return machine_has_gpu()
+
+
+def machine_has_gpu() -> bool:
+    """Whether PyTorch may use a GPU here; told without CUDA, see `_on_gpu`."""
     return torch.version.cuda is not None and Path("/proc/driver/nvidia/version").exists()
 
 

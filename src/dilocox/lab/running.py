@@ -132,7 +132,7 @@ def alone(config: RunConfig, site: str) -> RunConfig:
 
 def check(config: RunConfig, display: Display | None = None) -> None:
     """Refuse what cannot run, before anything starts; prepares token files that are not there."""
-    stay_forkable()
+    stay_forkable(config.site.device)
     check_tokenizer(config)
     files = have_files(config, display)
     preflight.check_run(config, files.vocabulary_size, sites_here=len(config.sites))
