@@ -235,3 +235,76 @@ def test_a_site_is_as_large_as_its_largest_rank_and_as_fast_as_all_together() ->
     whole = Devices.of([(first, 1e6), (second, 2e6)])
     assert whole == Devices(MemoryUse(peak=7, reserved=9, retries=3), 3e6)
     assert Devices.of([(first, 1e6), (second, None)]).peak is None
+
+
+def lyon(kind: str = "cpu") -> Any:
+    return SimpleNamespace(
+        blueprint=SimpleNamespace(hf_config=None),
+        place=SimpleNamespace(site="lyon"),
+        states=[],
+        mesh=SimpleNamespace(device=torch.device(kind), gather_names=lambda names: [names]),
+    )
+
+
+STEP = StepResult(torch.tensor([[1.0, 1.0, 0.0]]), 1, 0, [["loss"]])
+
+
+def steps_of(measured: RoundMeter, clocks: Clocks, outer: Any, *seconds: float) -> None:
+    for each in seconds:
+        with measured.first_step(outer.counts):
+            clocks.wall += each
+        measured.add(STEP, 0.1)
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_the_first_step_of_a_process_is_not_its_pace(clocks: Clocks, kind: str) -> None:
+    """It compiles, and connects the ranks: plans and leases are made from the others. What it did
+    is in the round's seconds all the same."""
+    outer: Any = SimpleNamespace(counts=Counts(), behind=False)
+    measured, plan = RoundMeter(run(), lyon(kind)), PLAN.model_copy(update={"slots": 4})
+    measured.begin(plan, 0)
+    clocks.ahead = 10.0 if kind == "cuda" else 0.0  # which the device still computes
+    steps_of(measured, clocks, outer, 50.0 if kind == "cuda" else 60.0)
+    assert measured.slot_seconds(1) is None, "nothing is known of the others yet"
+    steps_of(measured, clocks, outer, 0.5, 0.5, 0.5)
+    assert measured.slot_seconds(4) == pytest.approx(0.5)
+    record = measured.end(plan, outer, lyon(kind))
+    assert record["seconds"] == pytest.approx(61.5)
+    assert measured.measured is not None
+    assert measured.measured.step_us == 500_000
+    # From then on all steps count.
+    measured.begin(plan, 0)
+    steps_of(measured, clocks, outer, 0.7)
+    assert measured.slot_seconds(1) == pytest.approx((2.0 + 0.7) / 5)
+    measured.end(plan, outer, lyon(kind))
+    assert measured.measured.step_us == 700_000
+
+
+def test_a_round_of_the_first_step_alone_tells_nothing(clocks: Clocks) -> None:
+    outer: Any = SimpleNamespace(counts=Counts(), behind=False)
+    measured = RoundMeter(run(), lyon())
+    measured.begin(PLAN, 0)
+    steps_of(measured, clocks, outer, 60.0)
+    record = measured.end(PLAN, outer, lyon())
+    assert (record["steps"], measured.measured) == (1, None)
+    measured.begin(PLAN, 0)
+    assert measured.slot_seconds(1) is None
+    steps_of(measured, clocks, outer, 0.5)
+    assert measured.slot_seconds(1) == pytest.approx(0.5)
+    measured.end(PLAN, outer, lyon())
+    assert measured.measured is not None
+    assert measured.measured.step_us == 500_000
+
+
+def test_what_the_first_step_waits_for_other_sites_is_left_out_once(clocks: Clocks) -> None:
+    outer: Any = SimpleNamespace(counts=Counts(), behind=False)
+    measured, plan = RoundMeter(run(), lyon()), PLAN.model_copy(update={"slots": 2})
+    measured.begin(plan, 0)
+    with measured.first_step(outer.counts):
+        clocks.wall += 60.0
+        outer.counts.wait_seconds += 20.0
+    measured.add(STEP, 0.1)
+    steps_of(measured, clocks, outer, 0.5)
+    measured.end(plan, outer, lyon())
+    assert measured.measured is not None
+    assert measured.measured.step_us == 500_000

@@ -51,6 +51,10 @@ class RoundMeter:
         self._device = rank.mesh.device
         self._memory = memory_meter(self._device)
         self._peak = peak_here(config, self._device)
+        self._started = False
+        self._first = self._first_alone = 0.0
+        """Seconds of this process's first inner step, in the round that has it; and without what it
+        waited for other sites."""
         self._bad: str | None = None
         self.dropped: str | None = None
         """What was not finite (stage and tensor), if contributions of this round were dropped.
@@ -67,6 +71,7 @@ class RoundMeter:
             self._earlier = dict(NOTHING)
             self._bad = self.dropped = None
         self._results = []
+        self._first = self._first_alone = 0.0
         self._start = time.monotonic()
         self._held = 0.0
         self._from = slot
@@ -103,10 +108,33 @@ class RoundMeter:
         step or none.
         """
         seconds, slots = self._paced
-        if not self._results and not slots:
+        passed = self._passed()
+        if passed is None or (not self._results and not slots):
             return None
-        passed = time.monotonic() - self._start - self._held
         return (seconds + passed) / max(slots + slot - self._from, 1)
+
+    def _passed(self) -> float | None:
+        """Seconds of this round so far, as if this process's first inner step in it had been like
+        the others; none where there are no others."""
+        passed, steps = time.monotonic() - self._start - self._held, len(self._results)
+        if not self._first:
+            return passed
+        return (passed - self._first) * steps / (steps - 1) if steps > 1 else None
+
+    @contextlib.contextmanager
+    def first_step(self, waits: Counts) -> Iterator[None]:
+        """Around every inner step. The first one of a process starts CUDA and NCCL and compiles
+        the model's layers: it tells nothing of how fast this rank is, and is left out of that.
+        """
+        if self._started:
+            yield
+            return
+        begin, waited = time.monotonic(), waits.wait_seconds
+        yield
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        self._started, self._first = True, time.monotonic() - begin
+        self._first_alone = max(0.0, self._first - (waits.wait_seconds - waited))
 
     @contextlib.contextmanager
     def working(self, waits: Counts | None = None) -> Iterator[None]:
@@ -163,8 +191,10 @@ class RoundMeter:
         if self._device.type == "cpu":
             counts.work_seconds += lost
             lost = counts.work_seconds * self._crowding()
-        device = (self._memory.read(), self._peak)
-        shared = _over_ranks(rank, self.dropped, sums, counts, lost, outer.behind, device)
+        own = _Own(
+            sums, counts, lost, outer.behind, self._first_alone, self._memory.read(), self._peak
+        )
+        shared = _over_ranks(rank, self.dropped, own)
         self.behind, seconds = shared.behind, shared.seconds
         member = plan.members.get(rank.place.site)
         sequences = steps * member.batch if member else 0
@@ -172,8 +202,8 @@ class RoundMeter:
         sites = len(plan.members)
         dense = 8 * (sites - 1) / sites * self._parameters if sites else 0.0
         if self._results:
-            passed = time.monotonic() - self._start - self._held
-            self._paced = passed, plan.slots - self._from
+            passed = self._passed()
+            self._paced = (0.0, 0) if passed is None else (passed, plan.slots - self._from)
         self._start, self._held, self._from = time.monotonic(), 0.0, 0
         factor = sites - 1 if plan.exchange == "gather" else 2 * (sites - 1) / max(sites, 1)
         payload = shared.payload_bytes
@@ -206,9 +236,11 @@ class RoundMeter:
         if shared.effective_rank is not None:
             record["effective_rank"] = shared.effective_rank
         self.measured = None
-        if steps:
+        like_others = steps - (shared.first_seconds > 0)
+        if like_others:
+            alone = seconds - shared.wait_seconds - shared.first_seconds
             self.measured = Measured(
-                step_us=max(1, round((seconds - shared.wait_seconds) / steps * 1e6)),
+                step_us=max(1, round(alone / like_others * 1e6)),
                 exchange_bytes=sum(size for _, _, size in shared.link),
                 exchange_us=round(busy_seconds(shared.link) * 1e6),
                 exchanges=-(-len(shared.link) // self._config.site.shards),
@@ -313,35 +345,44 @@ class Shared:
     effective_rank: float | None
     """Mean of all landings, by values."""
     devices: Devices
+    first_seconds: float
+    """Of the ranks' first inner step, at the slowest, if it was in this round; without what it
+    waited for other sites."""
 
 
-def _over_ranks(
-    rank: Rank,
-    dropped: str | None,
-    sums: dict[str, float],
-    counts: Counts,
-    lost: float,
-    behind: bool,
-    device: tuple[MemoryUse, float | None],
-) -> Shared:
-    """`sums` of the whole round, `counts` and `lost` since the last start within it; of the
-    rank's `device` what memory it needed and its peak."""
+@dataclass(frozen=True)
+class _Own:
+    """What a rank tells the others: `sums` are of the whole round, the rest since the last start
+    within it."""
+
+    sums: dict[str, float]
+    counts: Counts
+    lost: float
+    behind: bool
+    first: float
+    memory: MemoryUse
+    peak: float | None
+
+
+def _over_ranks(rank: Rank, dropped: str | None, mine: _Own) -> Shared:
     own = hashlib.sha256()
     for state in rank.states:
         own.update(state.digest().encode())
+    counts = mine.counts
     told = json.dumps(
         {
-            "sums": sums,
+            "sums": mine.sums,
             "link": counts.link,
             "ranks": counts.effective_ranks,
             "work": counts.work_seconds,
-            "lost": lost,
+            "lost": mine.lost,
+            "first": mine.first,
             "seconds": counts.exchange_seconds,
             "exchanges": counts.exchanges,
             "waited_for": counts.waited_for,
-            "behind": behind,
-            "memory": asdict(device[0]),
-            "peak": device[1],
+            "behind": mine.behind,
+            "memory": asdict(mine.memory),
+            "peak": mine.peak,
         }
     )
     rows = rank.mesh.gather_names([own.hexdigest(), dropped or "", told])
@@ -369,6 +410,7 @@ def _over_ranks(
         lost_seconds=max(each["lost"] for each in heard),
         effective_rank=sum(value * size for value, size in ranks) / weight if weight else None,
         devices=Devices.of([(MemoryUse(**each["memory"]), each["peak"]) for each in heard]),
+        first_seconds=max(each.get("first", 0.0) for each in heard),
     )
 
 

@@ -194,16 +194,17 @@ class Trainer:
         for number in range(member.steps((slot - 1) * steps), member.steps(slot * steps)):
             if number == last:
                 self.look_ahead(plan.round + 1)
-            with timeline.span("batch"):
-                inputs, labels = self.batches.step(member.ranges, member.batch, number)
             step = plan.first_step + member.place(number)
             rate = learning_rate(step, self.config.total_steps, self.config.inner)
             exchange = None
             if self.config.exchanges_gradients:
                 exchange = GradientExchange(self, plan, number)
             tokens = member.batch * self.config.data.sequence_length
-            with timeline.span("inner step", step=step, site_tokens=tokens):
-                result = self.rank.model.inner_step(inputs, labels, rate, exchange)
+            with self.meter.first_step(self.outer.counts):
+                with timeline.span("batch"):
+                    inputs, labels = self.batches.step(member.ranges, member.batch, number)
+                with timeline.span("inner step", step=step, site_tokens=tokens):
+                    result = self.rank.model.inner_step(inputs, labels, rate, exchange)
             self.tell_of_compilation()
             if self.watch is not None:
                 self.watch.step(result.numbers, self.rank.live.values())
