@@ -264,6 +264,36 @@ def test_the_check_reads_what_is_free_on_the_device(monkeypatch: pytest.MonkeyPa
     assert len(asked) == 2
 
 
+def test_sites_that_share_a_gpu_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each sees all of it as free when it starts: two that fit alone would not fit together."""
+    assert [memory.ranks_on(gpu, 2, 5) for gpu in range(2)] == [3, 2]
+    assert [memory.ranks_on(gpu, 8, 2) for gpu in range(3)] == [1, 1, 1]
+    free = [16 * 10**6]
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free[0], 16 * 10**6))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+
+    def check(parameters: int, ranks_here: int, **site: int) -> None:
+        chunk = ChunkSpec(0, 1, 0, 1, True, False, parameters)
+        where = torch.device("cuda", 0)
+        run = config(**site)
+        memory.check_gpu(run, SHAPE, [chunk], "lyon", 0, where, torch.float32, ranks_here)
+
+    check(900_000, 1)
+    check(450_000, 2)
+    # Slurm shows each of a site's ranks its own GPU.
+    check(1_800_000, 2, shards=2)
+    with pytest.raises(ConfigError) as caught:
+        check(900_000, 2)
+    assert "its part of a GPU that 2 ranks of the sites here share has 0.0; give the sites" in str(
+        caught.value
+    )
+    free[0] = 8 * 10**6  # the other is there already
+    check(450_000, 2)
+    free[0] = 6 * 10**6  # ... and so is somebody else
+    with pytest.raises(ConfigError, match="share"):
+        check(450_000, 2)
+
+
 def test_the_machines_own_memory() -> None:
     run = config()
     # 28 of the two optimizers; of what comes in turn (12 of an exchange, a checkpoint's copy of

@@ -179,6 +179,7 @@ def build_rank(
         place.stage,
         device,
         resolve_precision(config.site, device),
+        ranks_here,
     )
     chunks = [
         build_chunk(

@@ -175,13 +175,20 @@ def gpu_bytes(config: RunConfig, parameters: int, activations: int, width: int =
     return round(per_parameter * own + max(step + activations, landing))
 
 
-def gpu_problem(site: str, stage: int, needed: int, available: int) -> str | None:
-    """Why a rank with `needed` bytes does not fit into `available`, or none."""
+def gpu_problem(site: str, stage: int, needed: int, available: int, sharing: int = 1) -> str | None:
+    """Why a rank with `needed` bytes does not fit into `available`, or none.
+
+    `sharing`: ranks of all sites that use one GPU, of which `available` is a part then.
+    """
     if needed <= available:
         return None
+    has, mend = "the GPU has", ""
+    if sharing > 1:
+        has = f"its part of a GPU that {sharing} ranks of the sites here share has"
+        mend = "give the sites GPUs or machines of their own, "
     return (
-        f'site "{site}": stage {stage} needs {needed / GIB:.1f} GiB, the GPU has '
-        f"{available / GIB:.1f}; raise [site] stages or lower micro_batch_size"
+        f'site "{site}": stage {stage} needs {needed / GIB:.1f} GiB, {has} '
+        f"{available / GIB:.1f}; {mend}raise [site] stages or lower micro_batch_size"
     )
 
 
@@ -193,10 +200,12 @@ def check_gpu(
     stage: int,
     device: torch.device,
     precision: torch.dtype,
+    ranks_here: int = 1,
 ) -> None:
     """Raise `ConfigError` if a rank that holds `chunks` does not fit on `device`; CPUs pass.
 
-    To be called in the rank's process before anything is put on the device.
+    To be called in the rank's process before anything is put on the device. `ranks_here`: of all
+    sites on this machine. Where there are fewer GPUs, each rank may use its part of one.
     """
     if device.type != "cuda":
         return
@@ -210,10 +219,22 @@ def check_gpu(
         width=width,
     )
     needed = gpu_bytes(config, sum(chunk.parameters for chunk in chunks), activations, width)
-    free, _ = torch.cuda.mem_get_info(device)
-    problem = gpu_problem(site, stage, needed, free)
+    free, total = torch.cuda.mem_get_info(device)
+    sharing = 1
+    # A launcher may show each rank of a site one GPU alone, under the same number.
+    if ranks_here > config.site.ranks:
+        sharing = ranks_on(device.index or 0, torch.cuda.device_count(), ranks_here)
+    # The others may have taken their parts already, or not yet.
+    available = min(free, total // sharing) if sharing > 1 else free
+    problem = gpu_problem(site, stage, needed, available, sharing)
     if problem is not None:
         raise ConfigError(problem)
+
+
+def ranks_on(gpu: int, gpus: int, ranks_here: int) -> int:
+    """Of the ranks on a machine with so many `gpus`, those on number `gpu`: they are dealt out in
+    turn (see `resolve_device`)."""
+    return max(1, len(range(gpu, ranks_here, max(1, gpus))))
 
 
 def host_bytes_per_parameter(config: RunConfig, on_gpu: bool) -> float:
