@@ -52,6 +52,9 @@ def test_a_plan_in_one_page(plan: Command, file: Path) -> None:
     assert "100.0M tokens:" in out
     assert "allreduce" in out
     assert "outer state (16 bytes per parameter) in the host's memory" in out
+    assert "GiB per rank of stage 0" in out
+    for part in ("weights", "outer state", "copy that a checkpoint is written from", "total"):
+        assert any(line.startswith(part) for line in out.splitlines()), part
 
 
 def test_the_outer_state_is_smaller_with_momentum_in_bf16(plan: Command, file: Path) -> None:
@@ -63,7 +66,10 @@ def test_the_outer_state_is_smaller_with_momentum_in_bf16(plan: Command, file: P
     stage = memory["stages"][0]
     # Anchor, momentum, reference, residual; and a quarter of the model lands.
     assert stage["outer"] == (14 + 8 / 4) * stage["parameters"]
-    assert stage["host"] == stage["outer"] + stage["under_way"]
+    assert stage["host"] == sum(part["host"] for part in stage["parts"])
+    by_name = {part["part"]: part["host"] for part in stage["parts"]}
+    assert by_name["outer state"] == stage["outer"]
+    assert by_name["exchanges"] == stage["under_way"]
 
 
 def test_the_outer_state_is_checked_against_the_hosts_memory(plan: Command, file: Path) -> None:
@@ -72,10 +78,7 @@ def test_the_outer_state_is_checked_against_the_hosts_memory(plan: Command, file
     assert code == 0
     assert "of a machine's memory for 4 ranks (--host-memory GIB checks it)" in out
     code, out, _ = plan(*wanted, "--host-memory", 1)
-    assert (
-        "outer state and exchanges fit: 0.0 GiB of a machine's memory for 4 ranks, of 1.0 GiB"
-        in out
-    )
+    assert "beside the GPUs, fits: 0.0 GiB of a machine's memory for 4 ranks, of 1.0 GiB" in out
     code, out, _ = plan(*wanted, "--host-memory", 1e-4, "--json")
     assert code == 0
     memory = json.loads(out)["memory"]
@@ -85,15 +88,18 @@ def test_the_outer_state_is_checked_against_the_hosts_memory(plan: Command, file
     assert memory["host_needed_bytes"] == 4 * max(each["host"] for each in memory["stages"])
     assert memory["host_available_bytes"] == int(1e-4 * 2**30)
     code, out, _ = plan(*wanted, "--host-memory", 1e-4)
-    assert "outer state and exchanges DO NOT FIT" in out
+    assert "beside the GPUs, DOES NOT FIT: 0.0 GiB" in out
     assert "try --set outer.momentum_dtype=bf16, or spread the site over more nodes" in out
-    assert out.splitlines()[-1].startswith("Memory: what 4 ranks keep of the outer state")
-    # With the outer state on the GPUs exchanges alone are in the machine's memory.
+    assert out.splitlines()[-1].startswith("Memory: what 4 ranks keep beside their GPUs")
+    # With the outer state on the GPUs copies, buffers and payloads are in the machine's memory.
     inside = ("--host-memory", 1e-2, "--set", "outer.device=model", "--json")
     code, out, _ = plan(*wanted, *inside)
     memory = json.loads(out)["memory"]
     assert memory["fits"]
-    assert memory["host_needed_bytes"] == 4 * max(each["under_way"] for each in memory["stages"])
+    assert memory["host_needed_bytes"] == 4 * max(each["host"] for each in memory["stages"])
+    there = {part["part"] for each in memory["stages"] for part in each["parts"] if part["host"]}
+    assert "outer state" not in there
+    assert "copy that a checkpoint is written from" in there
 
 
 def test_json_alone_on_standard_output(plan: Command, file: Path) -> None:

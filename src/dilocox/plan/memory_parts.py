@@ -61,7 +61,7 @@ def parts_text(who: str, each: Footprint, reserved: int) -> list[str]:
     for row in [*rows, Part("total", each.device, each.host)]:
         line = f"{row.name:{width}s}  {_gib(row.device)}"
         lines.append((line if each.shared else f"{line}  {_gib(row.host)}").rstrip())
-    return lines
+    return [*lines, "step, or: these come in turn, and the most of them counts"]
 
 
 def _gib(size: int) -> str:

@@ -218,9 +218,7 @@ def as_json(plan: RunPlan) -> dict[str, Any]:
             "exact": plan.exact,
             "inner_bytes_per_parameter": inner_bytes_per_parameter(plan.config),
             "outer_bytes_per_parameter": outer_bytes_per_parameter(plan.config),
-            "stages": [
-                _footprint(each, plan.fullest.device.reserved) for each in plan.footprints
-            ],
+            "stages": [_footprint(each, plan.fullest.device.reserved) for each in plan.footprints],
             "advice": [
                 {"set": dict(change.values), "needed_bytes": change.needed, "fits": change.fits}
                 for change in plan.advice
