@@ -58,6 +58,8 @@ ON_GPU = {
     "exchange_thread": 0.0,
 }
 """Codecs as a GPU would do them, nearly for nothing: the published system's are not known."""
+NO_COPIES = 1e15
+"""Bytes per second between GPU and host: codecs on a GPU need none of values."""
 PUBLISHED: tuple[tuple[str, float, str, dict[str, Any]], ...] = (
     ("AllReduce", SYNCHRONOUS, "allreduce", {}),
     ("DiLoCoX", DILOCOX, "dilocox-paper", {}),
@@ -125,7 +127,8 @@ def published(config: RunConfig, table: Table) -> list[common.Row]:
     for name, speed, method, values in PUBLISHED:
         variant = with_method(run, method, int(outline.hf_config.hidden_size))
         variant = changed(variant, values) if values else variant
-        free = replace(place, device=replace(place.device, host=fast_host(place.device.host)))
+        fast = replace(place.device, host=fast_host(place.device.host), pcie_rate=NO_COPIES)
+        free = replace(place, device=fast)
         found = predict(variant, free, link, SITES, outline=outline)
         engine = predict(variant, place, link, SITES, outline=outline)
         exposed = found.tokens_per_step * found.choice.inner_steps / speed - found.round_seconds

@@ -223,8 +223,8 @@ def test_a_gpu_that_is_too_small_is_named_with_the_mend() -> None:
 
 def test_shards_share_the_states_and_the_outer_state_lies_where_it_is_told() -> None:
     assert memory.gpu_bytes(config(shards=2), 1000, 77) == 8000 + 77
-    # Two optimizers without gradients, 24. A step adds gradients and activations, a landing what was
-    # exchanged and new values, 12 and 16: they come in turn.
+    # Two optimizers without gradients, 24. A step adds gradients and activations, a landing adds
+    # what was exchanged and new values, 12 and 16: they come in turn.
     on_device = config(outer={"device": "model"})
     assert memory.gpu_bytes(on_device, 1000, 0) == (24 + 28) * 1000
     assert memory.gpu_bytes(on_device, 1000, 30_000) == (24 + 4) * 1000 + 30_000

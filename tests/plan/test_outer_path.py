@@ -59,6 +59,10 @@ def test_values_cross_pcie_where_the_outer_state_is_in_the_hosts_memory() -> Non
     # 4 bytes of each of 100 values down; down again, and up.
     assert (found.begin, found.land) == pytest.approx((4.0, 8.0))
     assert max(found.encode, found.decode) < 1e-9
+    # Gradients go down, and their mean comes up.
+    gradients = outer_path(run(outer={"method": "allreduce"}), gpu)
+    found = toil(parcel, "none", gradients, 3, "gather")
+    assert (found.begin, found.land) == pytest.approx((4.0, 4.0))
 
 
 def test_payloads_alone_cross_where_it_is_on_the_gpu() -> None:

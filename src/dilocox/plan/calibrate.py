@@ -16,14 +16,21 @@ import torch
 
 from dilocox.config import RunConfig, resolve_run
 from dilocox.errors import DilocoxError, TrainingError
-from dilocox.models import build_chunk, materialise, open_weights
+from dilocox.plan.calibrate_gpu import measure_gpu
 from dilocox.plan.link_probe import MeasuredLink, measure_link
 from dilocox.plan.measure import measure_host, measure_loopback, timed
 from dilocox.plan.outline import Outline
-from dilocox.plan.step import OPTIMIZER_BYTES, orthonormalising_flops
 from dilocox.plan.table import GIB, LOCAL, LOOPBACK, MEASURED, WIRE_SHARE
+from dilocox.plan.trial_run import (
+    alone,
+    build_model,
+    named,
+    optimizer_rate,
+    reshaped,
+    small_run,
+    split,
+)
 from dilocox.site import (
-    SiteMesh,
     SiteModel,
     available_cores,
     keep_freed_memory,
@@ -33,19 +40,11 @@ from dilocox.site import (
 
 Progress = Callable[[str], None]
 LARGEST = 60_000_000
-"""Parameters of the model that is really stepped; layers are left out above that."""
+"""Parameters of the model that processors step; layers are left out above that."""
 TOKENS = 512
-"""Longest sequence of the steps that are timed."""
+"""Longest sequence of the steps that are timed there."""
 MICRO_BATCHES = 3
 MOST_NARROWED = 256
-NARROWED = (
-    "hidden_size",
-    "intermediate_size",
-    "ffn_dim",
-    "word_embed_proj_dim",
-    "num_attention_heads",
-    "num_key_value_heads",
-)
 
 
 def calibrate(
@@ -53,9 +52,10 @@ def calibrate(
 ) -> dict[str, Any]:
     """A table with `gpu.local`, `host.local` and a link, as measured on this machine.
 
-    `config`: the run whose model is stepped (fewer layers, a shorter sequence and one stage if it
-    is large); without it a small one. `peer`: host and port of a machine that answers
-    (`link_probe`), the link to which is `link.measured`; without one `link.loopback` is written.
+    `config`: the run whose model is stepped, without it a small one. On processors it has fewer
+    layers, a shorter sequence and one stage if it is large; on a GPU see `calibrate_gpu.sized`.
+    `peer`: host and port of a machine that answers (`link_probe`), the link to which
+    is `link.measured`; without one `link.loopback` is written.
     Raises `DilocoxError` if a step cannot be taken here, or the link cannot be measured.
     """
     source = f"dilocox plan --calibrate, {time.strftime('%Y-%m-%d')}"
@@ -66,11 +66,10 @@ def calibrate(
     else:
         # First: that nobody answers is known at once.
         link = {MEASURED: link_entry(measure_link(*peer, progress))}
-    run = config or small_run()
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        device = _measure_device(run, progress)
+        device = _measure_device(config, progress)
         progress("codecs and outer step, one thread")
         host = {**measure_host(), "memory_gib": _machine_memory() / GIB}
     finally:
@@ -110,71 +109,23 @@ def write(table: dict[str, Any], path: Path) -> None:
         ) from None
 
 
-def small_run() -> RunConfig:
-    """What is stepped where no run file is given: a Qwen3 of about 4M parameters."""
-    return resolve_run(
-        {
-            "model": {
-                "architecture": {
-                    "model_type": "qwen3",
-                    "hidden_size": 256,
-                    "intermediate_size": 768,
-                    "num_hidden_layers": 4,
-                    "num_attention_heads": 8,
-                    "num_key_value_heads": 4,
-                    "head_dim": 32,
-                    "vocab_size": 4096,
-                    "tie_word_embeddings": True,
-                }
-            },
-            "site": {"batch_size": 4, "micro_batch_size": 4},
-            "sites": {"here": {}},
-        }
-    )
-
-
 def cut_down(config: RunConfig) -> RunConfig:
-    """The run as it can be stepped here: one rank, short sequences, a model of `LARGEST` at most.
+    """The run as processors can step it: one rank, short sequences, a model of `LARGEST` at most.
 
     A larger model keeps its type and proportions, with two layers and a vocabulary of 8,192; where
     its configuration does not allow that, `small_run` is stepped instead.
     """
-    raw = config.model_dump(mode="json", exclude_none=True)
-    rows = max(1, min(config.site.micro_batch_size, 4))
-    raw["site"] |= {
-        "stages": 1,
-        "shards": 1,
-        "chunks": 1,
-        "schedule": "1f1b",
-        "micro_batch_size": rows,
-        "batch_size": rows,
-    }
-    raw["data"]["sequence_length"] = min(TOKENS, config.data.sequence_length)
-    raw["outer"] = {"steps": 1, "inner_steps": 1, "method": "diloco"}
-    raw["compression"], raw["control"], raw["sites"] = {}, {}, {"here": {}}
+    raw = alone(
+        config,
+        max(1, min(config.site.micro_batch_size, 4)),
+        min(TOKENS, config.data.sequence_length),
+    )
     run = resolve_run(raw, where="the run to calibrate with")
-    outline = Outline.of(run)
-    described = outline.hf_config.to_dict()
+    whole = outline = Outline.of(run)
     factor = 1
     while outline.parameters > LARGEST and factor <= MOST_NARROWED:
-        architecture = {
-            "model_type": outline.hf_config.model_type,
-            "num_hidden_layers": 2,
-            "vocab_size": min(int(described["vocab_size"]), 8192),
-        }
-        for key in NARROWED:
-            if isinstance(described.get(key), int):
-                architecture[key] = max(1, described[key] // factor)
-        for key in ("head_dim", "tie_word_embeddings"):
-            if described.get(key) is not None:
-                architecture[key] = described[key]
-        raw["model"] = {
-            "architecture": architecture,
-            "attention": config.model.attention,
-            "activation_checkpointing": config.model.activation_checkpointing,
-        }
         try:
-            run = resolve_run(raw, where="the model to calibrate with")
+            run = reshaped(raw, whole, 2, 8192, factor)
             outline = Outline.of(run)
         except DilocoxError:
             return small_run()
@@ -182,50 +133,39 @@ def cut_down(config: RunConfig) -> RunConfig:
     return run if outline.parameters <= LARGEST else small_run()
 
 
-def split(one: float, several: float, count: int) -> tuple[float, float]:
-    """Seconds of a micro-batch, and of the rest of a step, from steps of one and of `count`.
-
-    What grows with the micro-batches is computation, the rest is the optimizer. Noise may leave
-    less than nothing for the rest; then a hundredth is.
-    """
-    each = min((several - one) / (count - 1), several / count)
-    if not each > 0:
-        each = one
-    return each, max(one - each, one / 100)
+def _measure_device(config: RunConfig | None, progress: Progress) -> dict[str, Any]:
+    """What this machine's GPU does, or one core of its processors."""
+    device = resolve_device((config or small_run()).site)
+    if device.type == "cuda":
+        return measure_gpu(config, device, progress)
+    return _measure_core(config or small_run(), device, progress)
 
 
-def _measure_device(config: RunConfig, progress: Progress) -> dict[str, Any]:
-    """Operations per second of a real inner step, and what its optimizer reads and writes.
+def _measure_core(config: RunConfig, device: torch.device, progress: Progress) -> dict[str, Any]:
+    """Operations per second of a real inner step on one core, and what its optimizer reads and
+    writes, by the processor's time, so that other work counts for little.
 
-    On a CPU those of one core, by the processor's time, so that other work counts for little. In
-    the precision that the run does not have a step of one sequence is timed there: processors that
+    In the precision that the run does not have a step of one sequence is timed: processors that
     cannot multiply bf16 take long for it.
     """
     run = cut_down(config)
     outline = Outline.of(run)
-    torch_device = resolve_device(run.site)
-    precision = resolve_precision(run.site, torch_device)
-    usual = resolve_precision(run.site.model_copy(update={"precision": "auto"}), torch_device)
-    shared = torch_device.type == "cpu"
-    if shared:
-        keep_freed_memory()
-    clock = time.process_time if shared else time.perf_counter
+    precision = resolve_precision(run.site, device)
+    usual = resolve_precision(run.site.model_copy(update={"precision": "auto"}), device)
+    keep_freed_memory()
     rows = run.site.micro_batch_size
 
     def timed_step(model: SiteModel, rows: int) -> float:
-        length = run.data.sequence_length
-        size = (rows, length)
-        ids = torch.randint(0, int(outline.hf_config.vocab_size), size, device=torch_device)
+        ids = torch.randint(0, int(outline.hf_config.vocab_size), (rows, run.data.sequence_length))
 
         def step() -> None:
-            # The result is read, so that a GPU is waited for.
             if not model.inner_step(ids, ids, 1e-4).finite:
                 raise TrainingError("calibration: a step of the model was not finite")
 
-        return timed(step, clock)
+        return timed(step)
 
-    progress(f"inner steps of the run's model in {_named(precision)}")
-    model = _model(run, outline, torch_device, precision)
+    progress(f"inner steps of the run's model in {named(precision)}")
+    model = build_model(run, outline, device, precision)
     one = timed_step(model, rows)
     each, fixed = split(one, timed_step(model, MICRO_BATCHES * rows), MICRO_BATCHES)
     del model
@@ -233,61 +173,25 @@ def _measure_device(config: RunConfig, progress: Progress) -> dict[str, Any]:
     per_row = (6 + again) * outline.compute * run.data.sequence_length
     rates = {precision: per_row * rows / each / 1e12}
     other = torch.float32 if precision == torch.bfloat16 else torch.bfloat16
-    progress(f"an inner step in {_named(other)}")
-    fewer = 1 if shared else rows
-    site = run.site.model_copy(update={"micro_batch_size": fewer, "batch_size": fewer})
+    progress(f"an inner step in {named(other)}")
+    site = run.site.model_copy(update={"micro_batch_size": 1, "batch_size": 1})
     small = run.model_copy(update={"site": site})
-    seconds = timed_step(_model(small, outline, torch_device, other), fewer)
-    rates[other] = per_row * fewer / max(seconds - fixed, seconds / 2) / 1e12
-    moved = OPTIMIZER_BYTES[run.inner.optimizer] * outline.parameters
-    if run.inner.optimizer == "muon":
-        # The cost model has its products by themselves, at the rate of the step's.
-        products = sum(orthonormalising_flops(shapes) for shapes in outline.shapes)
-        fixed = max(fixed - products / (1e12 * rates[precision]), fixed / 100)
-    memory = (
-        _machine_memory() if shared else torch.cuda.get_device_properties(torch_device).total_memory
-    )
+    seconds = timed_step(build_model(small, outline, device, other), 1)
+    rates[other] = per_row / max(seconds - fixed, seconds / 2) / 1e12
     return {
         "bf16_tflops": rates[torch.bfloat16],
         "fp32_tflops": rates[torch.float32],
         "utilisation": 1.0,
-        "memory_gib": memory / GIB,
-        "memory_gb_s": moved / fixed / 1e9,
+        "memory_gib": _machine_memory() / GIB,
+        "memory_gb_s": optimizer_rate(run, outline, fixed, 1e12 * rates[precision]) / 1e9,
         "peer_gb_s": 10.0,
-        "shared": shared,
-        "cores": float(available_cores()) if shared else 1.0,
+        "shared": True,
+        "cores": float(available_cores()),
         "stepped_parameters": outline.parameters,
         "step_seconds": one,
-        "precision": _named(usual),
+        "precision": named(usual),
     }
 
 
 def _machine_memory() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def _named(precision: torch.dtype) -> str:
-    return str(precision).removeprefix("torch.")
-
-
-def _model(
-    run: RunConfig, outline: Outline, device: torch.device, precision: torch.dtype
-) -> SiteModel:
-    flash = run.model.attention == "flash_attention_2"
-    chunk = build_chunk(
-        outline.hf_config,
-        outline.blueprint.cut[0],
-        attention="sdpa" if flash and device.type == "cpu" else run.model.attention,
-        activation_checkpointing=run.model.activation_checkpointing,
-    )
-    source = open_weights(run.model, outline.hf_config, run.run.seed)
-    return SiteModel(
-        [chunk],
-        lambda module, where: materialise(module, source, where),  # type: ignore[arg-type]
-        SiteMesh.create(1, 1, device),
-        run.site,
-        run.inner,
-        hidden_size=int(outline.hf_config.hidden_size),
-        precision=precision,
-        tied=outline.blueprint.tied,
-    )

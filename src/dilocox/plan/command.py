@@ -148,6 +148,12 @@ def _calibrate(config: RunConfig | None, peer: str | None, path: Path) -> Path:
         f"GB/s, link {rates}; use it with --gpu local --link {link}"
         + ("" if path == CALIBRATION else f" --table {path}")
     )
+    if "peer_source" in device:
+        _say(
+            f"  of {device['stepped_parameters'] / 1e6:,.0f}M parameters; PCIe "
+            f"{device['pcie_gb_s']:.1f} GB/s; between GPUs {device['peer_gb_s']:.1f} GB/s "
+            f"({device['peer_source']})"
+        )
     return path
 
 

@@ -19,7 +19,9 @@ OUTER_BYTES = 256
 AVERAGE_BYTES = 14
 """Read and written per value of a payload that is added to an average on a GPU."""
 BOUNDARY_COPIES, LANDING_COPIES = 4, 8
-"""Bytes per parameter that cross PCIe one way where the outer state is in the host's memory."""
+"""Bytes per parameter that cross PCIe one way where the outer state is in the host's memory; ..."""
+GRADIENT_COPIES = 4
+"""... and of averaged gradients, which replace the GPU's."""
 
 
 def outer_path(config: RunConfig, device: Device) -> Host:
@@ -28,10 +30,11 @@ def outer_path(config: RunConfig, device: Device) -> Host:
     if device.shared:
         return host
     if config.outer.device == "cpu":
+        landing = GRADIENT_COPIES if config.exchanges_gradients else LANDING_COPIES
         return replace(
             host,
             boundary_copies=BOUNDARY_COPIES / device.pcie_rate,
-            landing_copies=LANDING_COPIES / device.pcie_rate,
+            landing_copies=landing / device.pcie_rate,
         )
     return replace(
         host,
