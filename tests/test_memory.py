@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -318,3 +319,46 @@ def test_the_disk_holds_kept_checkpoints_one_more_and_the_model() -> None:
     # parameters and moments 12, outer state 12, contributions 4; two kept and one being written,
     # two sites
     assert memory.disk_bytes(config(), 1000, 2) == 2 * 28 * 1000 * 3 + 4000
+
+
+PARTS = [ChunkSpec(0, 1, 0, 2, True, True, 1_000_000)]
+LAYERS = SimpleNamespace(**vars(SHAPE), num_hidden_layers=2)
+
+
+def whole(memory_: int | None, width: int = 2, **site: Any) -> bool:
+    run = config(**{"shards": 4, **site})
+    return memory.sums_whole_gradients(run, LAYERS, PARTS, memory_, width)
+
+
+def test_gradients_are_summed_up_whole_where_they_surely_fit() -> None:
+    run = config(shards=4)
+    head = memory.activation_bytes(run, LAYERS, 0, 0, True, 2)
+    layers = memory.activation_bytes(run, LAYERS, 0, 2, False, 2)
+    assert head > 0 < layers
+    # A quarter of the states, bf16 parameters and fp32 gradients of all.
+    needed = 4 * 1_000_000 + 6 * 1_000_000 + head + 3 * layers
+    enough = math.ceil(needed / memory.SURE_SHARE)
+    assert whole(enough)
+    assert not whole(enough - 2)
+    assert not whole(enough, width=4)
+    assert not whole(None), "on CPUs as ever"
+    assert whole(None, gradient_sync="step")
+    assert not whole(2**40, gradient_sync="micro-batch")
+    assert not whole(2**40, shards=1)
+    assert not whole(2**40, stages=2), "pipelines have a way of their own"
+
+
+def test_whole_gradients_that_are_asked_for_are_checked_before_the_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (9_000_000, 80 * GIB))
+    device = torch.device("cuda", 0)
+
+    def check(**site: Any) -> None:
+        memory.check_gpu(config(shards=4, **site), LAYERS, PARTS, "lyon", 0, device, torch.bfloat16)
+
+    check()
+    with pytest.raises(ConfigError, match='"lyon": stage 0 needs'):
+        check(gradient_sync="step")
+    more = memory.host_bytes_per_parameter(config(shards=4, gradient_sync="step"), on_gpu=False)
+    assert more - memory.host_bytes_per_parameter(config(shards=4), on_gpu=False) == 4 * 8

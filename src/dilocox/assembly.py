@@ -16,7 +16,7 @@ import torch.distributed as dist
 from dilocox.config import RunConfig
 from dilocox.data import SequenceSpace, TokenFiles, held_out
 from dilocox.errors import ConfigError
-from dilocox.memory import check_gpu
+from dilocox.memory import check_gpu, sums_whole_gradients
 from dilocox.models import (
     ChunkSpec,
     WeightSource,
@@ -207,6 +207,7 @@ def build_rank(
         tied=blueprint.tied,
         loss=hooks.loss,
         compile_layers=config.model.compile,
+        whole_gradients=_sums_whole_gradients(config, blueprint, mesh),
     )
     live = model.local_tensors()
     if blueprint.tied is not None:
@@ -227,6 +228,16 @@ def _example(config: RunConfig, blueprint: Blueprint) -> tuple[torch.Tensor, tor
     length, vocabulary = config.data.sequence_length, int(blueprint.hf_config.vocab_size)
     tokens = (torch.arange(length + 1) % vocabulary).repeat(rows, 1)
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def _sums_whole_gradients(config: RunConfig, blueprint: Blueprint, mesh: SiteMesh) -> bool:
+    """See `memory.sums_whole_gradients`; the same at all ranks. Collective over the site."""
+    memory = None
+    if mesh.device.type == "cuda":
+        total = torch.cuda.get_device_properties(mesh.device).total_memory
+        memory = int(mesh.gather(torch.tensor([total], device=mesh.device)).min().item())
+    width = resolve_precision(config.site, mesh.device).itemsize
+    return sums_whole_gradients(config, blueprint.hf_config, blueprint.cut, memory, width)
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,11 @@ class SiteSection(Section):
     """Sequences per inner step and site, over all of its shards."""
     micro_batch_size: Positive = 4
     """Sequences per micro-batch and shard."""
+    gradient_sync: Literal["auto", "step", "micro-batch"] = "auto"
+    """How often the shards of a site of one stage gather parameters and reduce gradients: once per
+    `step`, for which every rank holds the whole model's in the compute dtype and its gradients in
+    fp32, or for each `micro-batch`. `auto`: per step on GPUs whose memory that is surely enough
+    for, per micro-batch elsewhere. Pipelines do it once per step in every case."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     threads: Annotated[int, Field(ge=0)] = 0
     """CPU threads per rank; 0 shares the machine's cores among the ranks that start on it."""
@@ -49,6 +54,11 @@ class SiteSection(Section):
             raise ValueError(f'schedule "{self.schedule}" has one chunk per stage: set chunks = 1')
         if self.schedule == "zbv" and self.chunks != 2:
             raise ValueError('schedule "zbv" has exactly two chunks per stage: set chunks = 2')
+        if self.gradient_sync == "micro-batch" and self.stages > 1:
+            raise ValueError(
+                'gradient_sync "micro-batch" is for sites of one stage, pipelines reduce gradients '
+                'once per step: set stages = 1, or gradient_sync = "step"'
+            )
         problem = self.batch_problem(self.batch_size)
         if problem is not None:
             raise ValueError(f"batch_size {self.batch_size} {problem}")

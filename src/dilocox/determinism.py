@@ -11,8 +11,16 @@ from dilocox.record.notary import code_digest
 from dilocox.site import determinism_facts, resolve_precision
 
 
-def facts_here(config: RunConfig, device: torch.device) -> dict[str, Any]:
-    """The determinism class of this process: machine, libraries, settings, dilocox's own code."""
+def facts_here(
+    config: RunConfig, device: torch.device, whole_gradients: bool = False
+) -> dict[str, Any]:
+    """The determinism class of this process: machine, libraries, settings, dilocox's own code.
+
+    `whole_gradients`: see `SiteModel`. Said only where it is so, since records of earlier versions
+    do not have it.
+    """
     precision = resolve_precision(config.site, device)
     facts = determinism_facts(config.site, config.model, device, precision)
+    if whole_gradients:
+        facts["layout"]["gradient_sync"] = "step"
     return {**facts, "code": code_digest()}

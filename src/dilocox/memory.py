@@ -175,6 +175,46 @@ def gpu_bytes(config: RunConfig, parameters: int, activations: int, width: int =
     return round(per_parameter * own + max(step + activations, landing))
 
 
+SURE_SHARE = 0.85
+"""Of a GPU's memory, that training may fill without trouble: the rest is for what is not counted
+here, such as the context, communication buffers and fragments."""
+SURE_ACTIVATIONS = 3
+"""Layers keep at most so many times what `activation_bytes` counts of them."""
+
+
+def whole_gradient_bytes(parameters: int, width: int) -> int:
+    """What a rank of a sharded stage holds for `site.gradient_sync = "step"`: gathered
+    `parameters` of `width` bytes, and the sums of their gradients, fp32."""
+    return (width + 4) * parameters
+
+
+def sums_whole_gradients(
+    config: RunConfig,
+    hf_config: Any,
+    chunks: Sequence[ChunkSpec],
+    memory: int | None,
+    width: int,
+) -> bool:
+    """Whether the shards of a site of one stage reduce gradients once per step.
+
+    `memory`: bytes of the smallest GPU of the site, None on CPUs. `auto` goes by declared numbers
+    only, so that a run takes the same way at every start. `width`: bytes of the compute dtype.
+    """
+    site = config.site
+    if site.stages > 1 or site.shards == 1:
+        return False
+    if site.gradient_sync != "auto":
+        return site.gradient_sync == "step"
+    if memory is None:
+        return False
+    parameters = sum(chunk.parameters for chunk in chunks)
+    layers = int(hf_config.num_hidden_layers)
+    head = activation_bytes(config, hf_config, 0, 0, True, width)
+    kept = activation_bytes(config, hf_config, 0, layers, False, width)
+    sure = gpu_bytes(config, parameters, SURE_ACTIVATIONS * kept + head, width)
+    return sure + whole_gradient_bytes(parameters, width) <= SURE_SHARE * memory
+
+
 def gpu_problem(site: str, stage: int, needed: int, available: int, sharing: int = 1) -> str | None:
     """Why a rank with `needed` bytes does not fit into `available`, or none.
 
@@ -218,7 +258,11 @@ def check_gpu(
         head=any(chunk.head for chunk in chunks),
         width=width,
     )
-    needed = gpu_bytes(config, sum(chunk.parameters for chunk in chunks), activations, width)
+    parameters = sum(chunk.parameters for chunk in chunks)
+    needed = gpu_bytes(config, parameters, activations, width)
+    # `auto` takes it only where it fits.
+    if config.site.gradient_sync == "step" and config.site.stages == 1 < config.site.shards:
+        needed += whole_gradient_bytes(parameters, width)
     free, total = torch.cuda.mem_get_info(device)
     sharing = 1
     # A launcher may show each rank of a site one GPU alone, under the same number.
@@ -249,7 +293,11 @@ def host_bytes_per_parameter(config: RunConfig, on_gpu: bool) -> float:
     beside = outer + copies + gate_probe_bytes_per_parameter(config)
     if on_gpu:
         return beside + staging_bytes_per_parameter(config)
-    return inner_bytes_per_parameter(config) + gate_model_bytes_per_parameter(config) + beside
+    site, whole = config.site, 0
+    if site.gradient_sync == "step" and site.stages == 1 < site.shards:
+        whole = site.shards * whole_gradient_bytes(1, 2 if site.precision == "bf16" else 4)
+    inner = inner_bytes_per_parameter(config) + gate_model_bytes_per_parameter(config)
+    return inner + beside + whole
 
 
 def host_problem(

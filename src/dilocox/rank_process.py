@@ -279,7 +279,7 @@ def _open_rounds(job: RankJob, rank: Rank, client: CoordinatorClient) -> InnerRe
         every=config.record.states_every,
         keep=config.record.states_keep,
         private=config.sites[place.site].data is not None,
-        facts=facts_here(config, rank.mesh.device),
+        facts=facts_here(config, rank.mesh.device, rank.model.whole_gradients),
         replaced=job.hooks.replaced,
     )
     patience = config.network.link_timeout

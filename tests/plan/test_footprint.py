@@ -154,13 +154,29 @@ def test_shards_in_a_pipeline_gather_parameters_and_sum_whole_gradients() -> Non
 
 
 def test_shards_of_one_stage_gather_two_layers_at_a_time() -> None:
-    (found,) = of(run(site={"shards": 4, "micro_batch_size": 2}))
+    site = {"shards": 4, "micro_batch_size": 2, "gradient_sync": "micro-batch"}
+    (found,) = of(run(site=site))
     whole = 4 * LAYER + 2 * EMBEDDING + 32
     assert found.weights == 4 * (whole // 4)
     outside = 2 * EMBEDDING + 32
     # Gathered ones, their gradients in bf16 (one layer's at a time, the rest's all along), and one
     # layer's in fp32 to be reduced.
     assert found.copies == 2 * (2 * LAYER + outside) + 2 * (LAYER + outside) + 4 * LAYER
+
+
+def test_shards_of_one_stage_hold_it_whole_where_they_reduce_once_per_step() -> None:
+    whole = 4 * LAYER + 2 * EMBEDDING + 32
+    site = {"shards": 4, "micro_batch_size": 2}
+    (asked,) = of(run(site={**site, "gradient_sync": "step"}))
+    assert asked.copies == 2 * whole
+    assert asked.gradients == 4 * whole + 4 * (whole // 4)
+    (found,) = of(run(site=site))
+    assert found == asked, "there is room enough"
+    config = run(site={**site, "gradient_sync": "step"})
+    outline = Outline.of(config)
+    place = Place(device(memory=needed([asked], Place(device(), 8, 1), config) - 1), 8, 1)
+    changes = [dict(each.values) for each in advice(config, outline, place, place.gpus)]
+    assert changes[0] == {"site.gradient_sync": "micro-batch"}
 
 
 def test_checkpointing_keeps_entries_and_one_layer() -> None:
@@ -235,7 +251,10 @@ def test_layers_of_different_sizes_leave_embedding_and_head_outside() -> None:
     uneven.__dict__["_layers"] = {**whole._layers, 0: whole._layers[0] // 2}
     even, odd = (
         footprints(
-            run(site={"shards": 4, "micro_batch_size": 2}), each, Place(device(), 8, 1), EACH
+            run(site={"shards": 4, "micro_batch_size": 2, "gradient_sync": "micro-batch"}),
+            each,
+            Place(device(), 8, 1),
+            EACH,
         )
         for each in (whole, uneven)
     )

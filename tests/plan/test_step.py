@@ -86,8 +86,13 @@ def test_a_pipeline_fills_once_by_hand() -> None:
 
 def test_fsdp_traffic_by_hand() -> None:
     place = Place(device(), 4, 1)
-    for stages, gathers, times in ((2, 1, 1), (1, 2, 4)):
-        config = run(site={"stages": stages, "shards": 2, "batch_size": 8, "micro_batch_size": 1})
+    for stages, sync, gathers, times in (
+        (2, "auto", 1, 1), (1, "micro-batch", 2, 4), (1, "step", 1, 1), (1, "auto", 1, 1),
+    ):  # fmt: skip
+        config = run(
+            site={"stages": stages, "shards": 2, "batch_size": 8, "micro_batch_size": 1,
+                  "gradient_sync": sync}
+        )  # fmt: skip
         outline = Outline.of(config)
         size = max(outline.stage_parameters) / 2 * (2 * gathers + 4)
         found = timing.fsdp_seconds(config, outline, place, 1e9)

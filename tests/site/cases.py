@@ -44,6 +44,7 @@ def build(
     inner: InnerSection | None = None,
     compile_layers: bool = False,
     head_in_parts: int = 0,
+    whole_gradients: bool = False,
 ) -> SiteModel:
     """A rank's toy site model. `unused`: the chunk that has a parameter it does not use.
     `head_in_parts`: the head's weight is used so often, and the head is not called."""
@@ -75,6 +76,7 @@ def build(
         precision=precision,
         tied=(toy.OWNER, toy.COPY) if tied else None,
         compile_layers=compile_layers,
+        whole_gradients=whole_gradients,
     )
 
 
@@ -152,6 +154,38 @@ def gathered_when(tied: bool, **setting: Any) -> dict[str, list[str]]:
     model.inner_step(rows_of(shard, shards, ids), rows_of(shard, shards, labels), 0.1)
     look("between steps")
     return found
+
+
+def messages(**setting: Any) -> dict[str, int]:
+    """How often a step of four micro-batches gathers and reduces over the shards."""
+    shards = setting["shards"]
+    model = build(rows=4 * shards, **setting)
+    shard = model._mesh.shard
+    ids, labels = (rows_of(shard, shards, part) for part in toy.batch(4 * shards, seed=0))
+    counts = {"gathers": 0, "reductions": 0}
+
+    def counting(name: str, inner: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            counts[name] += 1
+            return inner(*args, **kwargs)
+
+        return call
+
+    own = {}
+    for name in ("all_gather_into_tensor", "all_gather_single"):
+        own[name] = ("gathers", getattr(dist, name, None))
+    for name in ("reduce_scatter_tensor", "reduce_scatter_single"):
+        own[name] = ("reductions", getattr(dist, name, None))
+    try:
+        for name, (kind, inner) in own.items():
+            if inner is not None:
+                setattr(dist, name, counting(kind, inner))
+        model._backward(ids, labels)
+    finally:
+        for name, (_, inner) in own.items():
+            if inner is not None:
+                setattr(dist, name, inner)
+    return counts
 
 
 def kept_buffers(model: SiteModel) -> int:

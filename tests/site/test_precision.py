@@ -54,6 +54,20 @@ def test_split_backward_sums_micro_batches_in_fp32(pool: Pool) -> None:
             np.testing.assert_allclose(split["gradients"][name], gradient, rtol=1e-5, atol=1e-7)
 
 
+def test_whole_gradients_are_summed_in_fp32(pool: Pool) -> None:
+    """16 micro-batches of bf16 gradients add up as they do when each is reduced."""
+    found = [
+        pool.run(
+            2, "tests.site.cases", "half_precision", micros=16, shards=2, whole_gradients=whole
+        )
+        for whole in (False, True)
+    ]
+    for each, once in zip(*found, strict=True):
+        assert once["fp32"]
+        for name, gradient in each["gradients"].items():
+            np.testing.assert_allclose(once["gradients"][name], gradient, rtol=1e-5, atol=1e-7)
+
+
 def test_tied_qwen3_of_the_models_room(pool: Pool) -> None:
     single = pool.run(1, "tests.site.cases", "real_model", stages=1, shards=1, schedule="1f1b")[0]
     assert "model.embed_tokens.weight" in single["names"]

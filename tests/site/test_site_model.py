@@ -42,6 +42,26 @@ def test_gradients_equal_single_process_in_one_stage(pool: Pool, shards: int) ->
         check_gradients(pool, shards, {"shards": shards, "rows": 8, "tied": tied})
 
 
+@pytest.mark.parametrize("shards", [2, 4])
+def test_gradients_reduced_once_per_step_equal_single_process(pool: Pool, shards: int) -> None:
+    for checkpointing in (False, True):
+        setting = {"shards": shards, "rows": 2 * shards, "checkpointing": checkpointing}
+        check_gradients(pool, shards, {**setting, "whole_gradients": True})
+
+
+def test_a_step_gathers_and_reduces_once_where_gradients_are_whole(pool: Pool) -> None:
+    """Ten units: embedding, eight layers, norm with head. Embedding and closing unit are gathered
+    once per micro-batch in any case, layers for the backward pass again."""
+    each, once = (
+        pool.run(2, "tests.site.cases", "messages", shards=2, whole_gradients=whole)[0]
+        for whole in (False, True)
+    )
+    assert each["reductions"] == 4 * 10
+    assert each["gathers"] >= 4 * 10 + 4 * 7
+    assert once["reductions"] == 10
+    assert once["gathers"] <= each["gathers"] - (3 * 10 + 4 * 7)
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_embedding_and_head_are_gathered_when_they_are_needed(pool: Pool, tied: bool) -> None:
     """The embedding for the beginning, norm and head for the end; tied ones all along."""

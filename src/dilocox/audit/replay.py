@@ -185,7 +185,7 @@ def repeat(job: RankJob, progress: Progress) -> RankReplay:
         donor_patience=0.0,
         watch=watch,
     )
-    facts = facts_here(config, device)
+    facts = facts_here(config, device, rank.model.whole_gradients)
     _take_up(trainer, job, get)
     if job.plan.kind == "flush":
         outer.flush(job.plan)

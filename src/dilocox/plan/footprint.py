@@ -32,6 +32,7 @@ from dilocox.outer.controller.choice import Choice, as_the_run_file_says
 from dilocox.outer.layout import layer_number
 from dilocox.plan.activations import Kept, kept
 from dilocox.plan.outline import Outline
+from dilocox.plan.step import reduces_once
 from dilocox.plan.table import Place
 from dilocox.plan.variants import changed
 from dilocox.site.optimizer import is_hidden_matrix
@@ -137,12 +138,13 @@ def footprints(
     shared, fragments = place.device.shared, config.outer.fragments
     there = _exchanged(config, rounds, shared)
     in_memory = shared or config.outer.device == "cpu"
+    once = reduces_once(config, outline, place.device)
     found = []
     for stage, chunks in enumerate(outline.stages):
         parameters = outline.stage_parameters[stage]
         own = -(-parameters // site.shards)
         layers = sum(chunk.end_layer - chunk.first_layer for chunk in chunks)
-        gradients, copies, lasting = _stepped(config, outline, stage)
+        gradients, copies, lasting = _stepped(config, outline, stage, once)
         optimizer = -(-_moments(config, outline, stage) // site.shards)
         copied = snapshot_bytes_per_parameter(config, there.waiting)
         # Moments of Muon are not the same for all parameters.
@@ -182,18 +184,18 @@ def _largest(outline: Outline, stage: int) -> int:
     return max(math.prod(shape) for shape in outline.shapes[stage].values())
 
 
-def _stepped(config: RunConfig, outline: Outline, stage: int) -> tuple[int, int, int]:
+def _stepped(config: RunConfig, outline: Outline, stage: int, once: bool) -> tuple[int, int, int]:
     """Bytes of a rank's gradients, of copies that a step makes of parameters, and of those copies
-    that stay between steps."""
+    that stay between steps. `once`: shards reduce gradients once per step."""
     site = config.site
     parameters = outline.stage_parameters[stage]
     own = -(-parameters // site.shards)
     bf16 = site.precision != "fp32"
     width = 2 if bf16 else 4
     gradients, copies, lasting = 4 * own, 0, 0
-    if site.shards > 1 and site.stages > 1:
+    if site.shards > 1 and once:
         # Parameters are gathered once per step; gradients are summed up whole, in fp32, and
-        # reduced at its end (torch.distributed.pipelining).
+        # reduced at its end (torch.distributed.pipelining, `site.gradient_sync`).
         copies = width * parameters
         gradients = 4 * parameters + 4 * own
     elif site.shards > 1:
@@ -420,6 +422,8 @@ def _changes(
             yield "outer.momentum_dtype", "bf16"
     if site.schedule == "gpipe" and site.stages > 1:
         yield "site.schedule", "1f1b"
+    if site.gradient_sync == "step" and site.stages == 1 < site.shards:
+        yield "site.gradient_sync", "micro-batch"
     smaller = site.micro_batch_size // 2
     while smaller >= 1:
         yield "site.micro_batch_size", smaller

@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dilocox.config import RunConfig
+from dilocox.memory import sums_whole_gradients
 from dilocox.plan.outline import Outline
-from dilocox.plan.table import Place
+from dilocox.plan.table import Device, Place
 from dilocox.plan.variants import on_device
 from dilocox.site import stage_of_chunk
 from dilocox.site.optimizer import is_hidden_matrix
@@ -132,17 +133,27 @@ def hop_seconds(
     return size * min(site.shards, place.per_node) / fabric
 
 
+def reduces_once(config: RunConfig, outline: Outline, device: Device) -> bool:
+    """Whether FSDP gathers parameters and reduces gradients once per step, not per micro-batch."""
+    if config.site.stages > 1:
+        return True
+    memory = None if device.shared else device.memory
+    width = 4 if on_device(config, device).site.precision == "fp32" else 2
+    return sums_whole_gradients(config, outline.hf_config, outline.blueprint.cut, memory, width)
+
+
 def fsdp_seconds(config: RunConfig, outline: Outline, place: Place, fabric: float) -> float:
     """Gathering parameters and reducing gradients among the shards of the largest stage.
 
-    In pipelines once per step (dilocox.site.model: gathered parameters stay); with one stage for
-    each micro-batch: parameters forward and backward, gradients once.
+    Once per step in pipelines, and with `site.gradient_sync = "step"` (dilocox.site.model: gathered
+    parameters stay); else for each micro-batch: parameters forward and backward, gradients once.
     """
     site = config.site
     if site.shards == 1:
         return 0.0
     width = 4 if site.precision == "fp32" else 2
-    gathers, times = (1, 1) if site.stages > 1 else (2, site.micro_batches)
+    once = reduces_once(config, outline, place.device)
+    gathers, times = (1, 1) if once else (2, site.micro_batches)
     part = max(outline.stage_parameters) * (site.shards - 1) / site.shards
     size = times * part * (gathers * width + 4)
     if site.shards <= place.per_node and place.per_node % site.shards == 0:

@@ -39,11 +39,14 @@ class SiteModel:
 
     `chunks` are this rank's chunks in model order, on the meta device, each with `layers`,
     `embedding` and `closing` (the modules that FSDP wraps, see `sharding.Units`) and
-    `full_names()` (local parameter name to full Hugging Face name). `fill(chunk, device)` gives a chunk its values after sharding. `hidden_size` is the last
-    dimension of what chunks hand on. `precision` is the compute dtype; parameters, gradients and
-    optimizer state are fp32. `tied` names (owner, copy) of a tensor that the first and the last
-    chunk share. `loss(logits [b, L, V], labels [b, L])` is the mean over a micro-batch.
+    `full_names()` (local parameter name to full Hugging Face name). `fill(chunk, device)` gives a
+    chunk its values after sharding. `hidden_size` is the last dimension of what chunks hand on.
+    `precision` is the compute dtype; parameters, gradients and optimizer state are fp32. `tied`
+    names (owner, copy) of a tensor that the first and the last chunk share. `loss(logits
+    [b, L, V], labels [b, L])` is the mean over a micro-batch.
     `compile_layers`: `model.compile` of the run file.
+    `whole_gradients`: shards of one stage gather parameters and reduce gradients once per step,
+    and hold both whole until then; without it once per micro-batch.
 
     Building is collective over the site. Raises `ConfigError` for combinations that cannot run,
     `ModelError` for a tied tensor that is not where it should be.
@@ -62,6 +65,7 @@ class SiteModel:
         tied: tuple[str, str] | None = None,
         loss: LossFunction = mean_cross_entropy,
         compile_layers: Compile = False,
+        whole_gradients: bool = False,
     ) -> None:
         numbers = chunks_of_stage(site.schedule, mesh.stages, site.chunks, mesh.stage)
         if len(chunks) != len(numbers):
@@ -71,6 +75,7 @@ class SiteModel:
             )
         self._mesh = mesh
         self._clip = inner.clip
+        self.whole_gradients = whole_gradients and mesh.stages == 1 and mesh.shards > 1
         self._chunks = list(chunks)
         computation = Computation(mesh.device, precision, sharded=mesh.shards > 1)
         total = mesh.stages * site.chunks
@@ -80,7 +85,14 @@ class SiteModel:
         for number, chunk in zip(numbers, chunks, strict=True):
             self._prepare(chunk, computation, number == total - 1, fill, precision)
         self._pipeline = Pipeline(
-            chunks, mesh, site.schedule, computation, loss, site.micro_batch_size, hidden_size
+            chunks,
+            mesh,
+            site.schedule,
+            computation,
+            loss,
+            site.micro_batch_size,
+            hidden_size,
+            self.whole_gradients,
         )
         self._parameters = _parameters_by_name(chunks, tied)
         self._trained = {n: p for n, p in self._parameters.items() if p.requires_grad}
@@ -126,7 +138,7 @@ class SiteModel:
             # Split backward passes need gathered parameters to stay: FSDP's hooks do not see the
             # weight half, and gradients of parameters it has let go are lost without a word. In
             # other pipelines a micro-batch is too short to gather a stage twice for it.
-            reshard = self._mesh.stages == 1
+            reshard = self._mesh.stages == 1 and not self.whole_gradients
             shard_chunk(chunk, self._mesh.shard_mesh, precision, reshard)
         fill(chunk, self._mesh.device)
         finish_sharding(chunk)

@@ -25,7 +25,7 @@ from torch.distributed.pipelining.schedules import (
 
 from dilocox.errors import ConfigError
 from dilocox.site.mesh import SiteMesh
-from dilocox.site.sharding import drop_gathered, keep_gradient_sums_fp32
+from dilocox.site.sharding import drop_gathered, keep_gradient_sums_fp32, reduce_gradients
 from dilocox.torch_internals import CONVOLUTIONS, LeanStage
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]
@@ -157,8 +157,10 @@ class Pipeline:
         loss: LossFunction,
         micro_batch_size: int,
         hidden_size: int,
+        whole_gradients: bool = False,
     ) -> None:
         self._chunks = list(chunks)
+        self._whole_gradients = whole_gradients
         self._mesh = mesh
         self._schedule_name = schedule
         self._computation = computation
@@ -197,11 +199,15 @@ class Pipeline:
 
     def _loop(self, input_ids: Tensor, labels: Tensor, count: int) -> list[Tensor]:
         chunk, losses = self._chunks[0], []
-        for ids, targets in zip(input_ids.split(self._rows), labels.split(self._rows), strict=True):
+        parts = zip(input_ids.split(self._rows), labels.split(self._rows), strict=True)
+        for number, (ids, targets) in enumerate(parts):
+            # Else FSDP adds every micro-batch into the sharded gradient: no rank ever holds a whole
+            # one.
+            if self._whole_gradients:
+                reduce_gradients(chunk, number == count - 1)
             with self._computation.forward():
                 logits = chunk(ids)
             loss = self.loss(logits, targets).float()
-            # FSDP adds every micro-batch into the sharded gradient: no rank ever holds a whole one.
             del logits
             if count > 1:
                 loss = loss / count

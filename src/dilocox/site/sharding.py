@@ -109,6 +109,18 @@ def drop_gathered(chunk: nn.Module) -> None:
                 module.reshard()
 
 
+def reduce_gradients(chunk: nn.Module, last: bool) -> None:
+    """Say whether the next backward pass of `chunk` is the `last` one of the step.
+
+    Before the last one gradients are summed up whole, in fp32, and gathered parameters stay; the
+    last one reduces the sums and frees the parameters.
+    """
+    if isinstance(chunk, FSDPModule):
+        chunk.set_is_last_backward(last)
+        chunk.set_requires_gradient_sync(last)
+        chunk.set_reshard_after_backward(last)
+
+
 def keep_gradient_sums_fp32(chunk: nn.Module) -> None:
     """Of a sharded chunk, keep the sums over micro-batches in fp32 after half a backward pass."""
     if isinstance(chunk, FSDPModule):

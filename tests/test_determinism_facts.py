@@ -1,0 +1,16 @@
+"""Gradients that are reduced once per step are of another determinism class, and only these."""
+
+from __future__ import annotations
+
+import torch
+
+from dilocox.determinism import facts_here
+from tests.plan.runs import run
+
+
+def test_only_another_way_than_before_is_said() -> None:
+    device = torch.device("cpu")
+    before, once = facts_here(run(), device), facts_here(run(), device, whole_gradients=True)
+    assert "gradient_sync" not in before["layout"]
+    assert once["layout"].pop("gradient_sync") == "step"
+    assert once == before
