@@ -36,7 +36,7 @@ FLOORS = (
     {"config"},
     {"compression", "display", "metrics", "checkpoint", "handover"},
     {"site", "outer", "data", "models", "recorder", "model_files"},
-    {"memory", "record", "tokenizer_check", "weights_check"},
+    {"batches", "memory", "record", "tokenizer_check", "weights_check"},
     {"assembly", "determinism"},
     {"payloads", "rank_errors"},
     {"persistence", "entering", "meter", "preflight", "handing_over", "rank_network"},

@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
+from dilocox.batches import Batches as Batches
+from dilocox.batches import Dataset as Dataset
+from dilocox.batches import Sequences as Sequences
 from dilocox.config import RunConfig
-from dilocox.data import SequenceSpace, TokenFiles, held_out
+from dilocox.data import TokenFiles, held_out
 from dilocox.errors import ConfigError
 from dilocox.memory import check_gpu, sums_whole_gradients
 from dilocox.models import (
@@ -47,9 +48,6 @@ from dilocox.site import (
     use_expandable_segments,
 )
 
-Sequences = npt.NDArray[np.int64]
-Dataset = Callable[[int, int], Sequences]
-"""(start, count) -> int64 [count, sequence_length + 1]; a pure function of the numbers."""
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """(logits [b, L, V], labels int64 [b, L]) -> scalar mean."""
 
@@ -272,61 +270,6 @@ def build_states(config: RunConfig, rank: Rank) -> list[PieceState]:
             )
         )
     return states
-
-
-class Batches:
-    """Batches of one site, by token range."""
-
-    def __init__(self, read: Dataset, shard: int, shards: int) -> None:
-        self._read = read
-        self._shard = shard
-        self._shards = shards
-
-    @classmethod
-    def open(cls, config: RunConfig, place: Place, hooks: Hooks, files: TokenFiles) -> Batches:
-        """From the token files of the run or of the site, or the user's own dataset."""
-        read = hooks.dataset
-        if read is None:
-            own = config.sites[place.site].data
-            space = SequenceSpace(
-                TokenFiles.open(Path(own)) if own else files,
-                seed=config.run.seed,
-                sequence_length=config.data.sequence_length,
-            )
-            read = space.read
-        return cls(read, place.shard, config.site.shards)
-
-    def step(
-        self, ranges: list[tuple[int, int]], batch: int, number: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Inputs and labels, int64 [batch / shards, L] each, of inner step `number` of the round.
-
-        `ranges` are (start, count) of sequence numbers, read one after the other.
-        """
-        parts = list(_interval(ranges, number * batch, batch))
-        rows = [self._read(start, count) for start, count in parts]
-        sequences = rows[0] if len(rows) == 1 else np.concatenate(rows)
-        share = batch // self._shards
-        mine = torch.from_numpy(
-            np.ascontiguousarray(sequences[self._shard * share : (self._shard + 1) * share])
-        )
-        return mine[:, :-1].contiguous(), mine[:, 1:].contiguous()
-
-
-def _interval(ranges: list[tuple[int, int]], skip: int, count: int) -> list[tuple[int, int]]:
-    """The part of concatenated `ranges` that begins after `skip` numbers, `count` long."""
-    parts = []
-    for start, length in ranges:
-        if skip >= length:
-            skip -= length
-            continue
-        take = min(length - skip, count)
-        parts.append((start + skip, take))
-        count -= take
-        skip = 0
-        if count == 0:
-            return parts
-    raise ValueError("token ranges are shorter than the round needs")
 
 
 def validation_batches(

@@ -224,7 +224,7 @@ def _take_part(
         outer=outer,
         control=control,
         client=client,
-        batches=Batches.open(config, place, job.hooks, files),
+        batches=Batches.open(config, place, job.hooks, files, rank.mesh.device),
         validation=validation_batches(config, files, place.shard),
         keeper=Keeper(config, rank, files, job.shared_folder, client, record, control.touch),
         hooks=job.hooks,

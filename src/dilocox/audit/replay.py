@@ -176,7 +176,7 @@ def repeat(job: RankJob, progress: Progress) -> RankReplay:
         outer=outer,
         control=cast(RankControl, nobody),
         client=cast(CoordinatorClient, nobody),
-        batches=Batches.open(config, place, Hooks(), files),
+        batches=Batches.open(config, place, Hooks(), files, device),
         validation=[],
         keeper=cast(Keeper, nobody),
         hooks=Hooks(),
