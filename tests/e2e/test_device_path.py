@@ -11,6 +11,7 @@ from tests.e2e.forked import Forge
 from tests.e2e.harness import PATIENT, Run, Workshop, verdicts
 from tests.e2e.test_engine import largest_difference, model_of
 
+pytestmark = pytest.mark.slow
 SETS = ("record.states_every=1", "checkpoint.every_rounds=1", "site.stages=1", PATIENT)
 
 
@@ -18,16 +19,11 @@ SETS = ("record.states_every=1", "checkpoint.every_rounds=1", "site.stages=1", P
     "sets",
     [
         ("compression.codec=topk:64", "outer.fragments=2"),
-        pytest.param(
-            ("compression.codec=lowrank:4", "outer.fragments=1"), marks=pytest.mark.slow
-        ),
-        pytest.param(
-            ("compression.codec=int4", "outer.exchange=reduce", "outer.fragments=1"),
-            marks=pytest.mark.slow,
-        ),
+        ("compression.codec=lowrank:4", "outer.fragments=1"),
+        ("compression.codec=int4", "outer.exchange=reduce", "outer.fragments=1"),
     ],
     ids=["topk", "lowrank", "reduce"],
-)  # fmt: skip
+)
 def test_the_same_model_and_the_same_record(
     workshop: Workshop, forge: Forge, sets: tuple[str, ...], request: pytest.FixtureRequest
 ) -> None:

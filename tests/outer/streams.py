@@ -111,8 +111,10 @@ class FakeDriver:
         """See `Driver`."""
         before = self.here
         self._streams.stream = stream
-        yield
-        self._streams.stream = before
+        try:
+            yield
+        finally:
+            self._streams.stream = before
 
     def record(self) -> FakeMark:
         """See `Driver`."""

@@ -99,6 +99,7 @@ def test_a_snapshot_is_of_the_moment_it_was_asked_for(
     # 1628 + 180 + 602 + 4 + 70 + 0, each on from a multiple of 64.
     assert driver.pinned == [1664, 192 + 640 + 64 + 128]
     assert len(driver.here.waiting) == 0, "training's stream copies nothing"
+    assert driver.waits == [("stream 0", "training")]
     staging_of(CPU).before_change()
     assert ("training", "stream 0") in driver.waits
     for tensor in now.values():
