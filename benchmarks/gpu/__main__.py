@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import benchmarks.gpu as package
@@ -87,7 +88,8 @@ def run(
         raise SystemExit(f"the machine could not be asked: {found['message']}")
     results.set_head(found["figures"])
     results.add(first, {key: found[key] for key in ROW})
-    run_all(order(asked, results, again), results, setting)
+    known = replace(setting, scale=found["figures"]["scale"])
+    run_all(order(asked, results, again), results, known)
 
 
 def show(row: Row) -> None:

@@ -28,8 +28,9 @@ def memory(context: Context) -> None:
 
 def _memory(context: Context) -> Outcome:
     path = sizes.run_file(
-        context.folder, "memory", sizes.SITE["tiny"], context.shared, context.scale
-    )
+        context.folder, "memory", sizes.SITE["tiny"], context.shared, context.scale,
+        outer={"rounds": 2, "inner_steps": 4},
+    )  # fmt: skip
     product.prepare(path, context.shared)
     starts = context.folder / "starts.txt"
     starts.unlink(missing_ok=True)

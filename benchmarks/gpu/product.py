@@ -223,3 +223,10 @@ def ranks_share_gpu(cuda: bool) -> Iterator[None]:
                 )
             )
         yield
+
+
+def end_rank_after_error() -> None:
+    """Leave the site's process group as `dilocox.rank_process.run_rank` does after an error."""
+    import torch.distributed as dist
+
+    dist.destroy_process_group()

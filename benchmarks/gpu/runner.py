@@ -20,6 +20,8 @@ from benchmarks.gpu.results import FAIL, INFO, LEFT_OUT, Results, Row, is_done
 ROOT = Path(__file__).parents[2]
 LOOK = 0.1
 """Seconds between two looks at a part's process."""
+SLOWER = 3.0
+"""Times a part's limit on a CPU."""
 GRACE = 5.0
 """Seconds between SIGTERM and SIGKILL."""
 Job = tuple[Part, list[str]]
@@ -97,7 +99,8 @@ def run_part(part: Part, names: list[str], results: Results, setting: Setting) -
         ),
         encoding="utf-8",
     )
-    limit = min(part.limit, left)
+    own = part.limit * (1 if setting.scale in ("auto", "gpu") else SLOWER)
+    limit = min(own, left)
     with log.open("wb") as file:
         process = subprocess.Popen(
             [sys.executable, "-m", "benchmarks.gpu.child", str(job)],
@@ -114,7 +117,7 @@ def run_part(part: Part, names: list[str], results: Results, setting: Setting) -
         finally:
             _end(process)
     took = time.monotonic() - began
-    if killed and limit < part.limit:
+    if killed and limit < own:
         return _rest(part, names, results, setting, LEFT_OUT, "the call's time was over", took)
     if killed:
         why = f"killed after {limit:.0f} s; {_last_line(log)}"

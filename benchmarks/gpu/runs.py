@@ -114,8 +114,9 @@ def trained(path: Path, name: str) -> Outcome:
 def two(context: Context) -> None:
     """Two rows: a run of two sites, and its verification."""
     path = sizes.run_file(
-        context.folder, "two", sizes.SITE[context.scale], context.shared, context.scale
-    )
+        context.folder, "two", sizes.SITE[context.scale], context.shared, context.scale,
+        outer={"rounds": 4, "inner_steps": 10 if context.cuda else 4},
+    )  # fmt: skip
     product.prepare(path, context.shared)
     context.check("two sites", lambda: trained(path, "two"))
     context.check("two sites, verify", lambda: verified(_there(path, "two")))

@@ -92,11 +92,12 @@ LINK = {
 }
 """About 95M parameters on a GPU."""
 OUTER = {
-    "gpu": Shape(28, 1024, 16, 8, 128, 3072, 32768, 2048, 128, 4),
+    "gpu": Shape(12, 1024, 16, 8, 64, 3072, 32768, 2048, 128, 8),
     "cpu": _SMALL,
     "tiny": _TOY,
 }
-"""0.47e9 parameters, 262,144 tokens a step."""
+"""0.18e9 parameters, 262,144 tokens a step: the share of a round does not depend on the model, as
+both the step and the boundary grow with its parameters."""
 
 
 def run_file(
@@ -132,12 +133,14 @@ def run_file(
             "micro_batch_size": shape.micro,
             "device": device or ("cuda" if scale == "gpu" else "cpu"),
         },
-        "outer": {"rounds": 4, "inner_steps": 10 if scale == "gpu" else 4},
+        "outer": {"rounds": 4},
         "sites": {site: {} for site in sites},
         "evaluation": {"completion_tokens": 0},
     }
     for section, keys in sections.items():
         raw[section] = {**raw.get(section, {}), **keys}
+    if "steps" in raw["outer"]:
+        del raw["outer"]["rounds"]
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.toml"
     path.write_text(tomli_w.dumps(raw), encoding="utf-8")

@@ -1,0 +1,87 @@
+"""Sites of two stages and of two shards on one GPU, and a rank that dies: staged through the host."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+from torch import Tensor
+
+from benchmarks.gpu import product, runs, sizes
+from benchmarks.gpu.child import Context, Outcome
+
+LAYOUTS = {"two stages": {"stages": 2}, "two shards": {"shards": 2}}
+DIES_AT = 6
+"""Calls of the loss after which a rank dies."""
+SLOWEST = 60.0
+"""Seconds until its site trains again; NCCL's time-out is 605 s."""
+
+
+def run(context: Context) -> None:
+    """Two rows for each layout, one for a rank that dies."""
+    for name, site in LAYOUTS.items():
+        if not context.wants(name, f"{name}, verify"):
+            continue
+        short = name.replace(" ", "-")
+        shape, scale = sizes.SITE[context.scale], context.scale
+        path = sizes.run_file(
+            context.folder, short, shape, context.shared, scale, site=site,
+            outer={"rounds": 3, "inner_steps": 4 if scale != "gpu" else 10},
+        )  # fmt: skip
+        product.prepare(path, context.shared)
+        with product.ranks_share_gpu(context.cuda):
+            context.check(name, lambda path=path, short=short: runs.trained(path, short))
+        folder = path.parent / short
+        context.check(f"{name}, verify", lambda folder=folder: runs.verified(folder))
+    context.check("a rank dies", lambda: _dies(context))
+
+
+class DiesOnce:
+    """A loss in which rank 1 of a site ends hard, once; it writes down every start."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._calls = 0
+
+    def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """The product's own loss."""
+        import torch.distributed as dist
+
+        from dilocox.site import mean_cross_entropy
+
+        self._calls += 1
+        rank = dist.get_rank()
+        if self._calls == 1:
+            # The ranks of a site are children of one process, across restarts.
+            (self._folder / f"start-{rank}-{os.getppid()}-{time.time()}").touch()
+        dead = self._folder / "dead"
+        if rank == 1 and self._calls == DIES_AT and not dead.exists():
+            dead.write_text(f"{os.getppid()} {time.time()}", encoding="ascii")
+            os._exit(9)
+        return mean_cross_entropy(logits, labels)
+
+
+def _dies(context: Context) -> Outcome:
+    """Two sites of two shards, of which one ends hard: seconds until the site trains again."""
+    marks = context.folder / "marks"
+    marks.mkdir(exist_ok=True)
+    for old in marks.iterdir():
+        old.unlink()
+    path = sizes.run_file(
+        context.folder, "dies", sizes.SITE["tiny"], context.shared, context.scale,
+        site={"shards": 2, "batch_size": 8},
+        network={"heartbeat": 2.0}, outer={"rounds": 6, "inner_steps": 4},
+    )  # fmt: skip
+    product.prepare(path, context.shared)
+    with product.ranks_share_gpu(context.cuda):
+        result = runs.train(path, loss=DiesOnce(marks))
+    site, moment = (marks / "dead").read_text(encoding="ascii").split()
+    dead = float(moment)
+    starts = [float(each.name.split("-")[3]) for each in marks.glob(f"start-0-{site}-*")]
+    later = [each for each in starts if each > dead]
+    if not later:
+        return Outcome(False, f"{result.phase}, but the site of the dead rank did not come back")
+    took = min(later) - dead
+    ok = result.finished and took < SLOWEST
+    return Outcome(ok, f"{result.phase}, the site came back", {"seconds_until_it_trains": took})

@@ -1,0 +1,222 @@
+"""Two sites on one GPU and a link on which gradients take many times as long as a step.
+
+Both sites share the GPU in every measurement, with and without a network, so the shares compare
+equal work. The link is shaped by the lab (namespaces and `tc`) where the machine has what the lab
+needs, else every connection is paced by the kernel (SO_MAX_PACING_RATE).
+"""
+
+from __future__ import annotations
+
+import statistics
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu import product, runs, sizes
+from benchmarks.gpu.child import Context, Outcome
+
+SITES = ("north", "south")
+RATIO = {"gpu": 400, "cpu": 20, "tiny": 5}
+"""Times that an exchange of gradients takes as long as a step."""
+ALONE_STEPS = {"gpu": 30, "cpu": 10, "tiny": 4}
+"""Inner steps of a round of the sites without a network."""
+STEPS = {"gpu": 240, "cpu": 40, "tiny": 12}
+"""Of a run over the link; its first half is not measured."""
+NONE = {"method": "diloco", "slots": 1, "overlap": "none"}
+
+
+@dataclass
+class Bench:
+    """The sites, on the lab's hosts or on this machine's loopback interface."""
+
+    context: Context
+    lab: Any = None
+    notes: dict[str, float] = field(default_factory=dict)
+    """Tokens/s of both sites by measurement; seconds of a step; bits per second."""
+
+    def path(self, name: str, **sections: Any) -> Path:
+        """The run file of a measurement."""
+        context = self.context
+        return sizes.run_file(
+            context.folder, name, sizes.LINK[context.scale], context.shared, context.scale,
+            **{
+                "checkpoint": {"every_rounds": 0},
+                "network": {"link_timeout": 600.0},
+                **sections,
+            },
+        )  # fmt: skip
+
+    def alone(self, name: str, outer: dict[str, Any]) -> float:
+        """Tokens/s of both sites, each in a run of its own, at the same time."""
+        if self.lab is not None:
+            return self._alone_in_lab(name, outer)
+        started = []
+        for site in SITES:
+            path = sizes.run_file(
+                self.context.folder, f"{name}-{site}", sizes.LINK[self.context.scale],
+                self.context.shared, self.context.scale, sites=(site,), outer=outer,
+                checkpoint={"every_rounds": 0},
+            )  # fmt: skip
+            log = self.context.folder / f"{name}-{site}.log"
+            started.append(runs.begin("train", path, "--overwrite", log=log))
+        try:
+            codes = [each.wait(runs.LONGEST) for each in started]
+        except subprocess.TimeoutExpired:
+            raise RuntimeError(f"the sites alone take more than {runs.LONGEST:.0f} s") from None
+        finally:
+            for each in started:
+                each.kill()
+        if any(codes):
+            raise RuntimeError(f"the sites alone: exit codes {codes}")
+        return sum(speed(self.context.folder / f"{name}-{site}", site, 1) for site in SITES)
+
+    def _alone_in_lab(self, name: str, outer: dict[str, Any]) -> float:
+        import dilocox
+        from dilocox.lab.running import run_alone
+
+        config = dilocox.load_run(self.path(name, outer=outer))
+        found = run_alone(self.lab, config, overwrite=True, warm_up=1)
+        return float(sum(each.tokens_per_second for each in found.values()))
+
+    def together(self, name: str, bits: float, **sections: Any) -> Path:
+        """Both sites in one run over the link; the run's folder."""
+        path = self.path(name, **sections)
+        if self.lab is not None:
+            import dilocox
+            from dilocox.lab.running import run
+
+            self.lab.shape(f"{bits / 1e3:.3f}kbit")
+            return Path(run(self.lab, dilocox.load_run(path), overwrite=True, warm_up=1).folder)
+        with product.paced(bits):
+            runs.train(path)
+        return path.parent / name
+
+
+def speed(folder: Path, site: str, first: int) -> float:
+    """Tokens/s by the clock on the wall in the rounds from `first` on.
+
+    The last round is left out where there are others: it is cut, and nothing hides in it.
+    """
+    every = sorted(runs.rounds(folder, site), key=lambda each: each["round"])
+    later = [each for each in every if each["round"] >= first]
+    later = later[:-1] if len(later) > 2 else later
+    before = [each for each in every if each["round"] < later[0]["round"]]
+    if not before:
+        return float(later[-1]["tokens_per_second"])
+    seconds = later[-1]["time"] - before[-1]["time"]
+    return float(sum(each["tokens"] for each in later) / seconds)
+
+
+def first_after(folder: Path, steps: int) -> int:
+    """The first round that begins after so many steps."""
+    for each in runs.rounds(folder, SITES[0]):
+        if each["step"] - each["steps"] >= steps:
+            return int(each["round"])
+    return 1
+
+
+def gradient_bits(parameters: int) -> float:
+    """Bits that the link of each of two sites carries for one AllReduce of fp32 gradients."""
+    return 32.0 * parameters * 2 * (len(SITES) - 1) / len(SITES)
+
+
+@contextmanager
+def opened(context: Context) -> Iterator[Bench]:
+    """The lab, where this machine can have one and no test of the script runs, else loopback."""
+    lab: Any = nullcontext()
+    if context.cuda:
+        from dilocox.lab import Lab
+        from dilocox.lab.lab import why_not
+
+        if why_not() is None:
+            lab = Lab(list(SITES))
+    with lab as found:
+        yield Bench(context, found)
+
+
+def run(context: Context) -> None:
+    """Four rows. The first is measured in any case: the link follows from it."""
+    product.prepare(Bench(context).path("data"), context.shared)
+    with opened(context) as bench:
+        if context.wants("link, no network"):
+            context.check("link, no network", lambda: no_network(bench))
+        else:
+            no_network(bench)
+        if "bits" not in bench.notes:
+            for name in context.wanted:
+                context.check(name, lambda: Outcome(False, "no speed without a network"))
+            return
+        pinned = {"inner_steps": 2}
+        context.check("link, two steps", lambda: over_link(bench, "two-steps", pinned))
+        context.check("link, allreduce", lambda: allreduce(bench))
+        context.check("link, as shipped", lambda: over_link(bench, "as-shipped", {}))
+
+
+def no_network(bench: Bench) -> Outcome:
+    """Tokens/s with no network; the rate of the link that has the ratio."""
+    scale = bench.context.scale
+    outer = {**NONE, "inner_steps": ALONE_STEPS[scale], "rounds": 4}
+    found = bench.alone("alone", outer)
+    shape = sizes.LINK[scale]
+    step = len(SITES) * shape.tokens / found
+    parameters = product.parameters_of(shape, bench.context.cuda)
+    bits = gradient_bits(parameters) / (RATIO[scale] * step)
+    bench.notes |= {"alone": found, "step": step, "bits": bits}
+    figures = {
+        "tokens_per_second": found,
+        "step_ms": 1e3 * step,
+        "parameters": parameters,
+        "link_mbit_s": bits / 1e6,
+        "ratio": RATIO[scale],
+    }
+    way = "the lab" if bench.lab is not None else "paced connections"
+    return Outcome(None, f"two sites at once, link by {way}", figures)
+
+
+def rate_text(bits: float) -> str:
+    """A rate as a run file has it."""
+    return f"{bits / 1e6:.3f}mbit" if bits >= 1e6 else f"{bits / 1e3:.3f}kbit"
+
+
+def over_link(bench: Bench, name: str, outer: dict[str, Any]) -> Outcome:
+    """dilocox with a declared link and its outer state on the model's device."""
+    scale, bits = bench.context.scale, bench.notes["bits"]
+    keys = {"steps": STEPS[scale], "device": "model", **outer}
+    raw = {"outer": keys, "control": {"link": rate_text(bits)}}
+    folder = bench.together(name, bits, **raw)
+    first = first_after(folder, STEPS[scale] // 2)
+    found = sum(speed(folder, site, first) for site in SITES)
+    bench.notes[name] = found
+    later = [r for site in SITES for r in runs.rounds(folder, site) if r["round"] >= first]
+    figures = {
+        "tokens_per_second": found,
+        "share_of_no_network": found / bench.notes["alone"],
+        "steps_per_round": statistics.median(r["steps"] for r in later),
+        "wait_share": sum(r["wait_seconds"] for r in later) / sum(r["seconds"] for r in later),
+        "payload_bytes_per_round": statistics.median(r["payload_bytes"] for r in later),
+        "fewer_bytes_than_allreduce": statistics.median(r["ratio_per_token"] for r in later),
+    }
+    plans = [r for r in runs.records(folder) if r["kind"] == "plan"]
+    said = f"{plans[-1]['codec']}, {plans[-1]['fragments']} fragments" if plans else ""
+    return Outcome(None, said, figures)
+
+
+def allreduce(bench: Bench) -> Outcome:
+    """Synchronous training over the same link: the second step is measured."""
+    outer = {"method": "allreduce", "inner_steps": 1, "rounds": 2}
+    folder = bench.together("allreduce", bench.notes["bits"], outer=outer)
+    ends = {site: runs.rounds(folder, site) for site in SITES}
+    found = sum(
+        each[1]["tokens"] / (each[1]["time"] - each[0]["time"]) for each in ends.values()
+    )
+    figures = {
+        "tokens_per_second": found,
+        "share_of_no_network": found / bench.notes["alone"],
+        "payload_bytes_per_step": ends[SITES[0]][1]["payload_bytes"],
+    }
+    if "two-steps" in bench.notes:
+        figures["two_steps_over_allreduce"] = bench.notes["two-steps"] / found
+    return Outcome(None, "", figures)

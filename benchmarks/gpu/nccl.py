@@ -1,0 +1,125 @@
+"""NCCL on one GPU: FSDP2 on a group of one rank, and what a rank does whose peer dies."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from benchmarks.gpu import product
+from benchmarks.gpu.child import Context, Outcome
+
+PATIENCE = 20.0
+"""Seconds that the rank that is left is waited for."""
+REFUSED = 17
+"""Exit code of a rank whose group NCCL does not form: two ranks on one GPU need NCCL 2.30."""
+
+
+def run(context: Context) -> None:
+    """Two rows."""
+    context.check("nccl, a peer dies", lambda: _peer_dies(context.folder))
+    context.check("nccl, one rank", _one_rank)
+
+
+def _one_rank() -> Outcome:
+    from dilocox.site.sharding import drop_gathered, finish_sharding, local, shard_chunk
+
+    began = time.monotonic()
+    torch.cuda.set_device(0)
+    device = torch.device("cuda", 0)
+    dist.init_process_group(
+        "nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=device,
+        timeout=timedelta(seconds=60),
+    )  # fmt: skip
+    mesh = init_device_mesh("cuda", (1, 1), mesh_dim_names=("pp", "dp"))
+    with torch.device("meta"):
+        net = torch.nn.Sequential(torch.nn.Linear(1024, 1024), torch.nn.Linear(1024, 1024))
+    shard_chunk(net, list(net), mesh["dp"], torch.bfloat16, True)
+    net.to_empty(device="cuda")
+    for parameter in net.parameters():
+        local(parameter).normal_(std=0.02)
+    finish_sharding(net)
+    out: Any = net(torch.randn(8, 1024, device="cuda"))
+    out.float().square().mean().backward()
+    drop_gathered(net)
+    gradients = [local(p.grad) for p in net.parameters() if p.grad is not None]
+    ok = len(gradients) == 4 and all(
+        g.dtype == torch.float32 and bool(g.isfinite().all()) for g in gradients
+    )
+    dist.all_reduce(torch.ones(1, device="cuda"), group=dist.new_group([0]))
+    torch.cuda.synchronize()
+    leaving = time.monotonic()
+    dist.destroy_process_group()
+    found = {"seconds": leaving - began, "destroy_seconds": time.monotonic() - leaving}
+    return Outcome(ok, "FSDP2, bf16 compute, fp32 gradients", found)
+
+
+def _peer_dies(folder: Path) -> Outcome:
+    """Two ranks on this GPU; rank 1 ends hard while rank 0 is in a collective."""
+    meeting = folder / "meeting"
+    meeting.unlink(missing_ok=True)
+    logs = [(folder / f"peer-{rank}.log").open("wb") for rank in (0, 1)]
+    peers = [
+        subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.gpu.nccl", str(rank), str(meeting)],
+            stdout=logs[rank], stderr=subprocess.STDOUT,
+        )
+        for rank in (0, 1)
+    ]  # fmt: skip
+    try:
+        second = peers[1].wait(60.0)
+        died = time.monotonic()
+        if second == REFUSED:
+            version = ".".join(map(str, torch.cuda.nccl.version()))
+            return Outcome(None, f"NCCL {version} takes no two ranks on one GPU", {"possible": 0})
+        try:
+            code = peers[0].wait(PATIENCE)
+        except subprocess.TimeoutExpired:
+            return Outcome(False, f"the rank that is left hangs for {PATIENCE:.0f} s", {})
+        took = time.monotonic() - died
+        return Outcome(code != 0, "", {"seconds_to_exit": took, "exit": code, "possible": 1})
+    finally:
+        for peer, log in zip(peers, logs, strict=True):
+            with contextlib.suppress(ProcessLookupError):
+                peer.kill()
+            peer.wait()
+            log.close()
+
+
+def peer(rank: int, meeting: str) -> int:
+    """One of two ranks. Rank 0 ends as a rank of a run does that meets an error."""
+    torch.cuda.set_device(0)
+    try:
+        dist.init_process_group(
+            "nccl", store=dist.FileStore(meeting, 2), rank=rank, world_size=2,
+            device_id=torch.device("cuda", 0), timeout=timedelta(seconds=10),
+        )  # fmt: skip
+        dist.all_reduce(torch.ones(1, device="cuda"))
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        print(error, flush=True)
+        os._exit(REFUSED)
+    if rank == 1:
+        os._exit(9)
+    try:
+        work = dist.all_reduce(torch.ones(1, device="cuda"), async_op=True)
+        assert work is not None
+        work.wait()
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        print(error, flush=True)
+        product.end_rank_after_error()
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(peer(int(sys.argv[1]), sys.argv[2]))

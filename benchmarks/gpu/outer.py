@@ -1,0 +1,79 @@
+"""Boundary and landing in rounds of two steps, with the outer state on the model's device.
+
+One site, so that no network and no second site on the GPU enter the time. The share is that of the
+spans `boundary` and `landing` of the run's own timeline in the rounds after the first. The share
+that everything together loses (spans, data, plans) is measured against bare steps of the same model
+in the same process, after the run.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu import product, runs, sizes
+from benchmarks.gpu.child import Context, Outcome
+
+ROUNDS = {"gpu": 6, "cpu": 4, "tiny": 3}
+BARE_STEPS = {"gpu": 4, "cpu": 4, "tiny": 1}
+SPANS = ("boundary", "landing")
+
+
+def run(context: Context) -> None:
+    """One row."""
+    context.check("boundary and landing", lambda: _outer(context))
+
+
+def _outer(context: Context) -> Outcome:
+    scale = context.scale
+    shape = sizes.OUTER[scale]
+    path = sizes.run_file(
+        context.folder, "outer", shape, context.shared, scale, sites=("north",),
+        outer={"rounds": ROUNDS[scale], "inner_steps": 2, "fragments": 1, "device": "model"},
+        control={"adapt": "off"}, checkpoint={"every_rounds": 0}, record={"enabled": False},
+    )  # fmt: skip
+    product.prepare(path, context.shared)
+    runs.train(path, trace=True)
+    folder = path.parent / "outer"
+    later = [each for each in runs.rounds(folder, "north") if each["round"] >= 1]
+    spans = seconds_of_spans(folder / "trace.json")
+    stood = sum(spans.values()) / len(later)
+    took = sum(each["seconds"] for each in later) / len(later)
+    bare = _bare(context)
+    figures: dict[str, Any] = {
+        "share_of_round": stood / took,
+        "round_seconds": took,
+        "tokens_per_step": shape.tokens,
+        "all_lost_share": 1.0 - 2.0 * bare / took,
+    }
+    figures |= {f"{name}_ms": 1e3 * spans[name] / len(later) for name in SPANS}
+    return Outcome(None, f"{product.parameters_of(shape, context.cuda):,} parameters", figures)
+
+
+def seconds_of_spans(trace: Path) -> dict[str, float]:
+    """Seconds in `SPANS` of exchanges of the rounds from 1 on, in a run's timeline."""
+    found = dict.fromkeys(SPANS, 0.0)
+    events = json.loads(trace.read_text(encoding="utf-8"))
+    for event in events["traceEvents"] if isinstance(events, dict) else events:
+        if event.get("ph") != "X" or event["name"] not in found:
+            continue
+        kind, round_ = event["args"]["key"].split("/")[:2]
+        if kind == "outer" and int(round_) >= 1:
+            found[event["name"]] += event["dur"] / 1e6
+    return found
+
+
+def _bare(context: Context) -> float:
+    """Seconds of a step of the same model and batch, with no run around it."""
+    from benchmarks.gpu.clock import wait
+
+    site = product.build_site(sizes.OUTER[context.scale], context.cuda)
+    site.step()
+    wait(context.cuda)
+    began = time.perf_counter()
+    for _ in range(BARE_STEPS[context.scale]):
+        site.step()
+    wait(context.cuda)
+    return (time.perf_counter() - began) / BARE_STEPS[context.scale]
