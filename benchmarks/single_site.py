@@ -17,10 +17,10 @@ Both are forked from one parent (the same libraries are loaded) and keep freed m
 library. What the waiting run still uses of the CPU (its beats) is measured and shown; above 1 %
 nothing is reported, where the plain loop computes on the CPU too. Beside a GPU the limit is a
 quarter of the cores: there the plain loop needs one core. The layers of both sides are compiled, or
-of neither, as the run file's `model.compile` says (`--compile`). The ratio is the median over pairs of neighbouring turns, so that a slow
-machine or a drifting clock hits both sides of a pair; its interval is a bootstrap over pairs.
-`cpu_ratio` is the same of CPU seconds, over all processes and threads of a side: it does not see
-waiting, but neither does it see what else the machine does.
+of neither, as the run file's `model.compile` says (`--compile`). The ratio is the median over pairs
+of neighbouring turns, so that a slow machine or a drifting clock hits both sides of a pair; its
+interval is a bootstrap over pairs. `cpu_ratio` is the same of CPU seconds, over all processes and
+threads of a side: it does not see waiting, but neither does it see what else the machine does.
 Peak memory is the high-water mark of the process that computes: resident memory on a CPU,
 `torch.cuda.max_memory_allocated` on a GPU. On a GPU a larger model is trained.
 """

@@ -282,9 +282,9 @@ def test_run_file_reference_is_what_its_script_writes() -> None:
     )
 
 
-def test_the_readmes_pictures_are_of_the_committed_results() -> None:
+def test_pictures_and_the_gpu_table_are_of_the_committed_results() -> None:
     drawn = tool("draw_measured").pictures()
-    assert [path.name for path in drawn] == ["loss.svg", "speed.svg"]
+    assert [path.name for path in drawn] == ["measured.md", "loss.svg", "speed.svg"]
     for path, text in drawn.items():
         assert path.read_text(encoding="utf-8") == text, "run python tools/draw_measured.py"
 

@@ -1,6 +1,7 @@
 """Draws the pictures of README from committed results: loss against bytes, speed on a slow link.
+Writes the table of the GPU runs in docs/measured.md.
 
-python tools/draw_measured.py           writes docs/loss.svg and docs/speed.svg
+python tools/draw_measured.py           writes docs/loss.svg, docs/speed.svg, docs/measured.md
 python tools/draw_measured.py --check   says whether they are up to date
 """
 
@@ -11,11 +12,12 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "benchmarks"))
+sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT)]
 
 import quality_plot  # noqa: E402 - benchmarks are no package
 import quality_report  # noqa: E402
 import wan_plot  # noqa: E402
+from benchmarks.gpu import tables  # noqa: E402
 from quality_rows import LEAD  # noqa: E402
 from wan_grid import RATIO  # noqa: E402
 
@@ -28,7 +30,9 @@ def pictures() -> dict[Path, str]:
     points = quality_report.points(_rows("quality-cpu"))
     lead = [point for point in points if point.cell == LEAD]
     slow = [row for row in _rows("wan-cpu") if (row["sites"], row["ratio"]) == (SITES, RATIO)]
+    measured = ROOT / "docs" / "measured.md"
     return {
+        measured: tables.filled(measured.read_text(encoding="utf-8"), tables.committed()),
         ROOT / "docs" / "loss.svg": quality_plot.picture(lead),
         ROOT / "docs" / "speed.svg": wan_plot.picture(slow),
     }

@@ -45,7 +45,7 @@ def arguments() -> argparse.ArgumentParser:
     add("--scale", choices=["auto", "gpu", "cpu", "tiny"], default="auto",
         help="sizes; auto: gpu where PyTorch sees one, else cpu")  # fmt: skip
     add("--together", type=int, metavar="N",
-        help="runs beside each other, where no time is measured (a quarter of the cores)")  # fmt: skip
+        help="parts beside each other, of those that measure no time (cores / 4)")  # fmt: skip
     add("--commit", metavar="NAME", help="the commit, where there is no git")
     add("--keep", type=Path, metavar="FOLDER", help="work there, and keep logs and run folders")
     return parser

@@ -28,8 +28,8 @@ def run(context: Context) -> None:
         first = pool.submit(_audit, folder, None)
         second = pool.submit(_audit, folder, "north")
         both, again = first.result(), second.result()
-    context.check("audit", lambda: _judged(both, "north", "EXACT"))
-    context.check("audit again", lambda: _judged(again, "north", "EXACT"))
+    context.check("audit of an honest site", lambda: _judged(both, "north", "EXACT"))
+    context.check("the same audit again", lambda: _judged(again, "north", "EXACT"))
     context.check("audit of a tampered site", lambda: _judged(both, CHEAT, "MISMATCH"))
 
 

@@ -31,7 +31,9 @@ class Context:
     figures that a later check of the same process needs.
     """
 
-    def __init__(self, scale: str, folder: Path, shared: Path, wanted: list[str], rows: Path) -> None:
+    def __init__(
+        self, scale: str, folder: Path, shared: Path, wanted: list[str], rows: Path
+    ) -> None:
         self.scale = scale
         self.folder = folder
         self.shared = shared

@@ -1,4 +1,4 @@
-"""Sites of two stages and of two shards on one GPU, and a rank that dies: staged through the host."""
+"""Sites of two stages and of two shards on one GPU, and a rank that dies: all staged."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import os
 import time
 from pathlib import Path
 
-from torch import Tensor
-
 from benchmarks.gpu import product, runs, sizes
 from benchmarks.gpu.child import Context, Outcome
+from torch import Tensor
 
 LAYOUTS = {"two stages": {"stages": 2}, "two shards": {"shards": 2}}
 DIES_AT = 6

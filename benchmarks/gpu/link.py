@@ -209,9 +209,7 @@ def allreduce(bench: Bench) -> Outcome:
     outer = {"method": "allreduce", "inner_steps": 1, "rounds": 2}
     folder = bench.together("allreduce", bench.notes["bits"], outer=outer)
     ends = {site: runs.rounds(folder, site) for site in SITES}
-    found = sum(
-        each[1]["tokens"] / (each[1]["time"] - each[0]["time"]) for each in ends.values()
-    )
+    found = sum(each[1]["tokens"] / (each[1]["time"] - each[0]["time"]) for each in ends.values())
     figures = {
         "tokens_per_second": found,
         "share_of_no_network": found / bench.notes["alone"],

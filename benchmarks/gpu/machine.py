@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import mmap
 import os
 import platform
@@ -23,7 +24,6 @@ def run(context: Context) -> None:
 
 def _machine(scale: str) -> Outcome:
     import torch
-    import transformers
 
     import dilocox
 
@@ -39,7 +39,7 @@ def _machine(scale: str) -> Outcome:
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "nccl": None,
-        "transformers": transformers.__version__,
+        "transformers": importlib.metadata.version("transformers"),
         "dilocox": dilocox.__version__,
     }
     if scale == "gpu":

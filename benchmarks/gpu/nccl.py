@@ -13,10 +13,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-
 from benchmarks.gpu import product
 from benchmarks.gpu.child import Context, Outcome
+from torch.distributed.device_mesh import init_device_mesh
 
 PATIENCE = 20.0
 """Seconds that the rank that is left is waited for."""

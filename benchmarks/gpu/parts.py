@@ -86,7 +86,7 @@ PARTS: tuple[Part, ...] = (
     ),
     Part(
         "audit", f"{_HERE}.audits:run",
-        ("audit", "audit again", "audit of a tampered site"), 60, 150,
+        ("audit of an honest site", "the same audit again", "audit of a tampered site"), 60, 150,
         "an honest round is EXACT twice, a tampered one MISMATCH", (9,), alone=False,
     ),
     Part(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import fcntl
 import socket
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -16,9 +15,8 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch import Tensor
-
 from benchmarks.gpu.sizes import Shape
+from torch import Tensor
 
 
 class Site:
@@ -181,8 +179,7 @@ def paced(bits_per_second: float) -> Iterator[None]:
 
     The kernel paces TCP by SO_MAX_PACING_RATE, so no `tc` and no namespace is needed.
     """
-    import dilocox.launch  # noqa: F401 - both modules below have names to replace
-    import dilocox.site_process  # noqa: F401
+    from dilocox import launch, site_process
     from dilocox.outer import groups, sockets
 
     option = getattr(socket, "SO_MAX_PACING_RATE", 47)
@@ -197,8 +194,7 @@ def paced(bits_per_second: float) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(patch.object(sockets, "set_congestion", pace))
         stack.enter_context(patch.object(groups.PeerGroup, "__init__", paced_begin))
-        for name in ("dilocox.launch", "dilocox.site_process"):
-            module = sys.modules[name]
+        for module in (launch, site_process):
             if hasattr(module, "check_congestion"):
                 stack.enter_context(patch.object(module, "check_congestion", lambda _name: None))
         yield
@@ -208,8 +204,8 @@ def paced(bits_per_second: float) -> Iterator[None]:
 def ranks_share_gpu(cuda: bool) -> Iterator[None]:
     """Runs started inside: the ranks of a site share GPU 0 through the staged process group."""
     import torch.distributed as dist
-
     from benchmarks.gpu import staged
+
     from dilocox import assembly
 
     with ExitStack() as stack:

@@ -32,7 +32,9 @@ def is_done(row: Row | None) -> bool:
 
 def judged(aims: Sequence[Aim], figures: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Every aim as data: figure, aim, and whether the aim is met."""
-    return [{"figure": a.figure, "aim": f"{a.sign} {a.value:g}", "met": a.met(figures)} for a in aims]
+    return [
+        {"figure": a.figure, "aim": f"{a.sign} {a.value:g}", "met": a.met(figures)} for a in aims
+    ]
 
 
 class Results:
@@ -124,7 +126,9 @@ def aims_text(row: Row) -> str:
     told = []
     for aim in row["aims"]:
         figure = shown(row["figures"].get(aim["figure"], "not measured"))
-        told.append(f"{aim['figure']} {figure}, aim {aim['aim']}: {'met' if aim['met'] else 'MISSED'}")
+        told.append(
+            f"{aim['figure']} {figure}, aim {aim['aim']}: {'met' if aim['met'] else 'MISSED'}"
+        )
     return "; ".join(told)
 
 

@@ -75,10 +75,12 @@ def run_all(jobs: Sequence[Job], results: Results, setting: Setting) -> None:
 def run_part(part: Part, names: list[str], results: Results, setting: Setting) -> None:
     """Run one part and add its rows; a row that the part did not write says why."""
     left = setting.deadline - time.monotonic()
-    if part.gpu_only and setting.scale != "auto" and setting.scale != "gpu":
-        return _rest(part, names, results, setting, LEFT_OUT, "needs a GPU", 0.0)
+    if part.gpu_only and setting.scale not in ("auto", "gpu"):
+        _rest(part, names, results, setting, LEFT_OUT, "needs a GPU", 0.0)
+        return
     if left < _least(part, setting.scale):
-        return _rest(part, names, results, setting, LEFT_OUT, "no time left in this call", 0.0)
+        _rest(part, names, results, setting, LEFT_OUT, "no time left in this call", 0.0)
+        return
     began = time.monotonic()
     folder = setting.work / part.name
     folder.mkdir(parents=True, exist_ok=True)
@@ -117,13 +119,12 @@ def run_part(part: Part, names: list[str], results: Results, setting: Setting) -
         finally:
             _end(process)
     took = time.monotonic() - began
+    verdict, why = FAIL, f"exit code {process.returncode}: {_last_line(log)}"
     if killed and limit < own:
-        return _rest(part, names, results, setting, LEFT_OUT, "the call's time was over", took)
-    if killed:
+        verdict, why = LEFT_OUT, "the call's time was over"
+    elif killed:
         why = f"killed after {limit:.0f} s; {_last_line(log)}"
-        return _rest(part, names, results, setting, FAIL, why, took)
-    why = f"exit code {process.returncode}: {_last_line(log)}"
-    _rest(part, names, results, setting, FAIL, why, took)
+    _rest(part, names, results, setting, verdict, why, took)
 
 
 def _follow(

@@ -35,7 +35,9 @@ def command(*words: str | Path, **options: Any) -> subprocess.CompletedProcess[s
     )  # fmt: skip
 
 
-def begin(*words: str | Path, log: Path, env: dict[str, str] | None = None) -> subprocess.Popen[Any]:
+def begin(
+    *words: str | Path, log: Path, env: dict[str, str] | None = None
+) -> subprocess.Popen[Any]:
     """A `dilocox` command that goes on; what it prints goes to `log`."""
     with log.open("ab") as file:
         return subprocess.Popen(
@@ -65,7 +67,7 @@ def rounds(folder: Path, site: str) -> list[Record]:
 
 
 def until(condition: Callable[[], bool], process: subprocess.Popen[Any], seconds: float) -> None:
-    """Wait for a condition. Raises `RuntimeError` if the process ends or the time is over before."""
+    """Wait for a condition. Raises `RuntimeError` if the process or the time ends before."""
     end = time.monotonic() + seconds
     while not condition():
         if process.poll() is not None:
@@ -108,7 +110,9 @@ def trained(path: Path, name: str) -> Outcome:
     found = figures(path.parent / name)
     falls = found["last_loss"] is not None and found["last_loss"] < found["first_loss"]
     said = "finished" if result.finished else result.phase
-    return Outcome(result.finished and falls, said if falls else f"{said}; loss does not fall", found)
+    return Outcome(
+        result.finished and falls, said if falls else f"{said}; loss does not fall", found
+    )
 
 
 def two(context: Context) -> None:

@@ -11,11 +11,10 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-
 from benchmarks.gpu import product, sizes
 from benchmarks.gpu.child import Context, Outcome
 from benchmarks.gpu.clock import wait
+from torch.utils._python_dispatch import TorchDispatchMode
 
 REPEATS = 5
 

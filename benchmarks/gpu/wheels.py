@@ -1,4 +1,4 @@
-"""The packages that a machine with PyTorch may lack: their download line, and their installation."""
+"""Packages that a machine with PyTorch may lack: their download line and installation."""
 
 from __future__ import annotations
 

@@ -1,0 +1,217 @@
+"""The acceptance run: what is run, what is written, what is killed, and its table."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from benchmarks.gpu import __main__ as command
+from benchmarks.gpu import tables, wheels
+from benchmarks.gpu.parts import PARTS, Aim, Part, selected
+from benchmarks.gpu.results import Results, is_done, summary, table
+from benchmarks.gpu.runner import Setting, order, run_all
+
+HERE = "tests.benchmarks.gpu_parts"
+QUICK = Part("quick", f"{HERE}:quick", ("passes", "figures", "raises"), 1, 60, "rows",
+             aims=(("figures", Aim("speed", ">=", 3.0)),))  # fmt: skip
+CRASH = Part("crash", f"{HERE}:crash", ("never",), 1, 60, "no row")
+
+
+def setting(folder: Path, seconds: float = 60.0, **more: Any) -> Setting:
+    return Setting("tiny", folder, time.monotonic() + seconds, **more)
+
+
+def row(name: str, verdict: str, **figures: float) -> dict[str, Any]:
+    return {"name": name, "verdict": verdict, "message": "", "figures": figures, "seconds": 1.0}
+
+
+# --- the list ----------------------------------------------------------------------------------
+
+
+def test_every_check_of_the_list_has_rows_and_every_name_is_one() -> None:
+    assert {number for part in PARTS for number in part.checks} == set(range(14))
+    names = [row for part in PARTS for row in part.rows]
+    assert len(names) == len(set(names))
+    for part in PARTS:
+        # A name that is both means the same.
+        assert part.name not in names or part.rows == (part.name,)
+        assert {name for name, _ in part.aims} <= set(part.rows)
+        assert part.seconds < part.limit
+
+
+def test_aims_are_those_that_are_asked_for() -> None:
+    found = {f"{row}: {aim}" for part in PARTS for row, aim in part.aims}
+    assert found == {
+        "speed 0.6B: share_of_compiled_loop >= 0.97",
+        "speed 0.6B: mfu >= 0.4",
+        "speed 1.3B: share_of_compiled_loop >= 0.97",
+        "speed 1.3B: mfu >= 0.4",
+        "determinism: times_not_deterministic < 1.6",
+        "link, two steps: share_of_no_network >= 0.99",
+        "link, two steps: steps_per_round <= 2",
+        "link, allreduce: two_steps_over_allreduce > 357",
+        "boundary and landing: share_of_round < 0.01",
+    }
+
+
+def test_only_takes_parts_and_rows() -> None:
+    chosen = selected(["speed", "codec int4"])
+    assert [(part.name, rows) for part, rows in chosen] == [
+        ("codecs", ["codec int4"]),
+        ("speed", ["plain loop", "speed 0.6B", "determinism"]),
+    ]
+    with pytest.raises(ValueError, match="--only codex: no part or row has this name"):
+        selected(["codex"])
+
+
+def test_list_and_wheels_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["--list"]) == 0
+    listed = capsys.readouterr().out
+    assert "link, two steps  (aim: share_of_no_network >= 0.99; steps_per_round <= 2)" in listed
+    assert command.main(["--wheels-line"]) == 0
+    line = capsys.readouterr().out
+    pinned = wheels.pinned()
+    for name in wheels.NAMES:
+        assert f"{name}=={pinned[name.replace('_', '-')]}" in line
+    assert "--python-version 3.12" in line
+
+
+def test_a_folder_with_no_wheel_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match=r"no wheel is there; --wheels-line prints"):
+        wheels.install(tmp_path, tmp_path / "site")
+
+
+# --- the processes -----------------------------------------------------------------------------
+
+
+def test_rows_are_written_at_once_and_a_part_that_hangs_is_killed(tmp_path: Path) -> None:
+    hang = Part("hang", f"{HERE}:hang", ("before", "after"), 1, 2.0, "hangs")
+    file = tmp_path / "rows.json"
+    results = Results(file, "python -m benchmarks.gpu", "abc")
+    seen: list[tuple[str, bool]] = []
+
+    def show(row: dict[str, Any]) -> None:
+        written = json.loads(file.read_text(encoding="utf-8"))["rows"]
+        seen.append((row["name"], row["name"] in [each["name"] for each in written]))
+
+    began = time.monotonic()
+    jobs = [(part, list(part.rows)) for part in (hang, CRASH, QUICK)]
+    run_all(jobs, results, setting(tmp_path, show=show))
+    assert time.monotonic() - began < 40
+    names = ("before", "after", "never", "passes", "figures", "raises")
+    assert seen == [(name, True) for name in names]
+    verdicts = {name: each["verdict"] for name, each in results.rows.items()}
+    assert verdicts == {
+        "before": "PASS", "after": "FAIL", "never": "FAIL",
+        "passes": "PASS", "figures": "INFO", "raises": "FAIL",
+    }  # fmt: skip
+    assert results.rows["after"]["message"] == "killed after 6 s; waiting"
+    assert results.rows["never"]["message"] == "exit code 1: it has crashed"
+    assert results.rows["raises"]["message"] == "ValueError: a wrong value"
+    assert {each["commit"] for each in results.rows.values()} == {"abc"}
+
+
+def test_a_call_with_no_time_left_leaves_parts_out_and_keeps_earlier_rows(tmp_path: Path) -> None:
+    results = Results(None, "", None)
+    results.add(QUICK, row("passes", "FAIL"))
+    run_all([(QUICK, list(QUICK.rows))], results, setting(tmp_path, seconds=1.0))
+    assert results.rows["passes"]["verdict"] == "FAIL"
+    assert results.rows["figures"]["verdict"] == "LEFT OUT"
+    assert results.rows["figures"]["message"] == "no time left in this call"
+
+
+def test_a_later_call_runs_what_is_missing_then_what_failed(tmp_path: Path) -> None:
+    file = tmp_path / "rows.json"
+    first = Results(file, "", None)
+    first.set_head({"gpu": None, "torch": "2.11"})
+    first.add(QUICK, row("passes", "PASS"))
+    first.add(QUICK, row("figures", "INFO"))
+    first.add(QUICK, row("raises", "FAIL", speed=1.0))
+    results = Results(file, "", None)
+    jobs = [(QUICK, list(QUICK.rows)), (CRASH, ["never"])]
+    expected = [(QUICK, ["figures"]), (CRASH, ["never"]), (QUICK, ["raises"])]
+    assert order(jobs, results, again=False) == expected
+    assert order(jobs, results, again=True) == jobs
+    results.add(QUICK, row("figures", "INFO", speed=1.0))
+    assert [is_done(results.rows[name]) for name in QUICK.rows] == [True, True, False]
+    with pytest.raises(SystemExit, match=r"has rows with torch 2\.11, here it is 2\.13"):
+        Results(file, "", None).set_head({"gpu": None, "torch": "2.13"})
+    other = tmp_path / "other.json"
+    other.write_text(json.dumps({"benchmark": "wan", "rows": []}))
+    with pytest.raises(SystemExit, match="not a result of this benchmark"):
+        Results(other, "", None)
+
+
+def test_the_command_measures_and_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The real script, with its cheapest rows."""
+    words = ["--scale", "tiny", "--json", str(tmp_path / "gpu.json"), "--minutes", "3"]
+    words += ["--only", "codec int4", "outer step"]
+    assert command.main(words) == 0
+    content = json.loads((tmp_path / "gpu.json").read_text(encoding="utf-8"))
+    assert content["command"] == (
+        "python -m benchmarks.gpu --scale tiny --json gpu.json --minutes 3 "
+        "--only 'codec int4' 'outer step'"
+    )
+    assert content["machine"]["scale"] == "tiny"
+    assert {"gpu", "driver", "torch", "cuda", "nccl", "transformers"} <= set(content["machine"])
+    verdicts = {each["name"]: each["verdict"] for each in content["rows"]}
+    assert verdicts == {"machine": "PASS", "codec int4": "PASS", "outer step": "PASS"}
+    figures = content["rows"][1]["figures"]
+    assert figures["encode_gb_s"] > 0
+    capsys.readouterr()
+    # All rows are done: a second call starts no part but that of the machine.
+    jobs = selected(["codec int4", "outer step"])
+    assert order(jobs, Results(tmp_path / "gpu.json", "", None), again=False) == []
+
+
+# --- the tables --------------------------------------------------------------------------------
+
+
+def on_gpu(path: Path | None = None) -> Results:
+    results = Results(path, "", "abc")
+    results.set_head(
+        {
+            "gpu": "NVIDIA H100", "driver": "580", "torch": "2.11.0", "cuda": "13.0",
+            "nccl": "2.28.9", "transformers": "5.17.0",
+        }
+    )  # fmt: skip
+    return results
+
+
+def test_aims_are_data_on_a_gpu_and_not_elsewhere() -> None:
+    results = on_gpu()
+    missed = results.add(QUICK, row("figures", "INFO", speed=2.5))
+    assert missed["aims"] == [{"figure": "speed", "aim": ">= 3", "met": False}]
+    assert "speed 2.5, aim >= 3: MISSED" in table([missed])
+    met = results.add(QUICK, row("figures", "INFO", speed=3.0))
+    assert summary([missed, met]) == "2 INFO; 1 of 2 aims met"
+    lacking = results.add(QUICK, row("figures", "INFO"))
+    assert lacking["aims"][0]["met"] is False
+    assert Results(None, "", None).add(QUICK, row("figures", "INFO", speed=2.5))["aims"] == []
+
+
+def test_the_table_of_the_documents(tmp_path: Path) -> None:
+    page = "before\n<!-- gpu: begin -->\nold\n<!-- gpu: end -->\nafter\n"
+    nothing = tables.filled(page, [])
+    assert "No run on a GPU exists yet" in nothing
+    assert tables.filled(nothing, []) == nothing
+    results = on_gpu(tmp_path / "gpu-h100.json")
+    results.add(PARTS[8], row("speed 0.6B", "INFO", mfu=0.41, share_of_compiled_loop=0.95))
+    failed = {**row("host syncs", "FAIL", syncs=4), "message": "masking.py:7 x4"}
+    results.add(PARTS[2], failed)
+    made = tables.filled(page, [json.loads((tmp_path / "gpu-h100.json").read_text())])
+    assert "NVIDIA H100, driver 580, PyTorch 2.11.0, CUDA 13.0, NCCL 2.28.9" in made
+    assert "commit abc. 1 FAIL, 1 INFO; 1 of 2 aims met.\n" in made
+    lines = [line for line in made.splitlines() if line.startswith("| ")]
+    assert lines[1:] == [
+        "| host syncs | FAIL | masking.py:7 x4 |  |",
+        "| speed 0.6B | INFO | mfu 0.41; share of compiled loop 0.95 | share of compiled loop "
+        "0.95, aim >= 0.97: MISSED; mfu 0.41, aim >= 0.4: met |",
+    ]
+    assert made.startswith("before\n")
+    assert made.endswith("after\n")
