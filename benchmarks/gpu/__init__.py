@@ -4,10 +4,11 @@
 
 The command needs this repository, Python with PyTorch and transformers, and a folder of wheels for
 the packages that the machine lacks: `--wheels-line` prints the command that downloads the wheels,
-`--wheels FOLDER` installs them for one call. Parts run in the order of what they decide. Every part is a process with a time limit, and every row
-is written as soon as the part has measured it. A second call with the same file runs the rows that
-are missing, then those that failed. Without a GPU the parts run small, on the CPU: this tests the
-script, not the product, and such figures are not committed.
+`--wheels FOLDER` installs them for one call. Parts run in the order of what they decide. Every part
+is a process with a time limit, and every row is written as soon as the part has measured it. A
+second call with the same file runs the rows that are missing, then those that failed. Without a GPU
+the parts run small, on the CPU: this tests the script, not the product, and such figures are not
+committed.
 
 | module | content |
 | --- | --- |

@@ -47,7 +47,7 @@ def _run(context: Context) -> Path:
 
 def _audit(folder: Path, site: str | None) -> dict[str, Any]:
     """`dilocox audit` of one round: its verdicts, or what it said instead."""
-    words = ["audit", folder, "--round", str(ROUND), "--json"]
+    words: list[str | Path] = ["audit", folder, "--round", str(ROUND), "--json"]
     began = time.monotonic()
     done = runs.command(*words, *(["--site", site] if site else []))
     took = time.monotonic() - began

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from functools import partial
 from pathlib import Path
 
 from benchmarks.gpu import product, runs, sizes
@@ -30,9 +31,8 @@ def run(context: Context) -> None:
         )  # fmt: skip
         product.prepare(path, context.shared)
         with product.ranks_share_gpu(context.cuda):
-            context.check(name, lambda path=path, short=short: runs.trained(path, short))
-        folder = path.parent / short
-        context.check(f"{name}, verify", lambda folder=folder: runs.verified(folder))
+            context.check(name, partial(runs.trained, path, short))
+        context.check(f"{name}, verify", partial(runs.verified, path.parent / short))
     context.check("a rank dies", lambda: _dies(context))
 
 

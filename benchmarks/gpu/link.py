@@ -10,7 +10,7 @@ from __future__ import annotations
 import statistics
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,8 @@ class Bench:
 
     context: Context
     lab: Any = None
+    trouble: str = ""
+    """Why the lab could not shape the link, so that connections are paced instead."""
     notes: dict[str, float] = field(default_factory=dict)
     """Tokens/s of both sites by measurement; seconds of a step; bits per second."""
 
@@ -84,12 +86,16 @@ class Bench:
     def together(self, name: str, bits: float, **sections: Any) -> Path:
         """Both sites in one run over the link; the run's folder."""
         path = self.path(name, **sections)
-        if self.lab is not None:
+        if self.lab is not None and not self.trouble:
             import dilocox
+            from dilocox.lab import LabError
             from dilocox.lab.running import run
 
-            self.lab.shape(f"{bits / 1e3:.3f}kbit")
-            return Path(run(self.lab, dilocox.load_run(path), overwrite=True, warm_up=1).folder)
+            try:
+                self.lab.shape(f"{bits / 1e3:.3f}kbit")
+                return Path(run(self.lab, dilocox.load_run(path), overwrite=True).folder)
+            except LabError as error:
+                self.trouble = f"paced connections, for the lab says: {error}"
         with product.paced(bits):
             runs.train(path)
         return path.parent / name
@@ -125,16 +131,18 @@ def gradient_bits(parameters: int) -> float:
 
 @contextmanager
 def opened(context: Context) -> Iterator[Bench]:
-    """The lab, where this machine can have one and no test of the script runs, else loopback."""
-    lab: Any = nullcontext()
-    if context.cuda:
-        from dilocox.lab import Lab
-        from dilocox.lab.lab import why_not
+    """On a GPU the lab, where this machine can have one; else loopback."""
+    if not context.cuda:
+        yield Bench(context)
+        return
+    from dilocox.lab import Lab, LabError
 
-        if why_not() is None:
-            lab = Lab(list(SITES))
-    with lab as found:
-        yield Bench(context, found)
+    with ExitStack() as stack:
+        try:
+            bench = Bench(context, stack.enter_context(Lab(list(SITES))))
+        except LabError as error:
+            bench = Bench(context, trouble=str(error))
+        yield bench
 
 
 def run(context: Context) -> None:
@@ -173,7 +181,8 @@ def no_network(bench: Bench) -> Outcome:
         "ratio": RATIO[scale],
     }
     way = "the lab" if bench.lab is not None else "paced connections"
-    return Outcome(None, f"two sites at once, link by {way}", figures)
+    said = "; ".join(filter(None, (f"two sites at once, link by {way}", bench.trouble)))
+    return Outcome(None, said, figures)
 
 
 def rate_text(bits: float) -> str:
@@ -201,7 +210,7 @@ def over_link(bench: Bench, name: str, outer: dict[str, Any]) -> Outcome:
     }
     plans = [r for r in runs.records(folder) if r["kind"] == "plan"]
     said = f"{plans[-1]['codec']}, {plans[-1]['fragments']} fragments" if plans else ""
-    return Outcome(None, said, figures)
+    return Outcome(None, "; ".join(filter(None, (said, bench.trouble))), figures)
 
 
 def allreduce(bench: Bench) -> Outcome:

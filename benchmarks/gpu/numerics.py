@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ def codecs(context: Context) -> None:
     values = _inputs(ROWS[context.scale])
     device = torch.device("cuda" if context.cuda else "cpu")
     for name in CODECS:
-        context.check(f"codec {name}", lambda name=name: _codec(name, values, device, context))
+        context.check(f"codec {name}", partial(_codec, name, values, device, context))
     context.check("codec lowrank:64", lambda: _low_rank(values["normal"], device, context))
     context.check("outer step", lambda: _outer_step(values, device))
 
@@ -99,12 +100,14 @@ def _outer_step(inputs: dict[str, Tensor], device: torch.device) -> Outcome:
         anchor, momentum = inputs["heavy"].clone(), inputs["normal"].to(dtype)
         average = inputs["odd"].clamp(-1, 1)
         # Copies even where `device` is the CPU: both sides are written in place.
-        there = [each.to(device, copy=True) for each in (anchor, momentum, average)]
+        far, far_momentum, far_average = (
+            each.to(device, copy=True) for each in (anchor, momentum, average)
+        )
         for _ in range(3):
             nesterov_step(anchor, momentum, average, 0.8, 0.5)
-            nesterov_step(*there, 0.8, 0.5)
-        pairs = zip((anchor, momentum), there, strict=False)
-        if not all(torch.equal(_bits(here), _bits(far.cpu())) for here, far in pairs):
+            nesterov_step(far, far_momentum, far_average, 0.8, 0.5)
+        pairs = ((anchor, far), (momentum, far_momentum))
+        if not all(torch.equal(_bits(here), _bits(there.cpu())) for here, there in pairs):
             wrong.append(str(dtype).removeprefix("torch."))
     said = f"bits differ with a momentum in {', '.join(wrong)}" if wrong else "equal to the bit"
     return Outcome(not wrong, said)

@@ -159,7 +159,7 @@ def slower_learning(site: str) -> Iterator[None]:
     plain = rank_process.build_rank
 
     def build(*arguments: Any, **options: Any) -> Any:
-        rank = plain(*arguments, **options)
+        rank: Any = plain(*arguments, **options)
         if rank.place.site == site:
             step = rank.model.inner_step
 

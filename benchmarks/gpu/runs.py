@@ -17,7 +17,7 @@ from typing import Any
 from benchmarks.gpu import product, sizes
 from benchmarks.gpu.child import Context, Outcome
 
-FIXED = {
+FIXED: dict[str, Any] = {
     "control": {"adapt": "off", "steps": "equal"},
     "checkpoint": {"every_rounds": 1},
 }

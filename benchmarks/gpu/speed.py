@@ -101,7 +101,8 @@ def _turn(side: Side, steps: int, tokens: int, cuda: bool) -> float:
 
 def alternate(first: Side, second: Side, shape: Shape, context: Context) -> list[float]:
     """Let two sides take turns, A B, B A; the ratios first / second of the pairs."""
-    steps, ratios = TURN[context.scale], []
+    steps = TURN[context.scale]
+    ratios: list[float] = []
     for side in (first, second):
         _turn(side, WARM_UP[context.scale], shape.tokens, context.cuda)
         side.step_bytes = 0
