@@ -39,6 +39,7 @@ FLOORS = (
     {"batches", "memory", "record", "tokenizer_check", "weights_check"},
     {"assembly", "determinism"},
     {"payloads", "rank_errors"},
+    {"record_volume"},
     {"persistence", "entering", "meter", "preflight", "handing_over", "rank_network"},
     {"trainer"},
     {"rank_process", "audit"},

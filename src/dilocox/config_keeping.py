@@ -6,8 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from dilocox.byte_size import parse_bytes
-from dilocox.config_section import Fraction, Section
+from dilocox.config_section import Fraction, Section, parse_bytes
 
 
 class CheckpointSection(Section):
@@ -43,8 +42,8 @@ class RecordSection(Section):
     """Where payloads and theta_0 are kept, a folder or a URL that fsspec knows; `{run}` is the
     run's folder."""
     keep: Annotated[int, Field(gt=0)] | str = "auto"
-    """How much of the payloads stays in each site's store: "all"; a number, of the newest rounds; or
-    bytes of one site, as "500GB". Older ones are removed, what was signed of them stays, and
+    """How much of the payloads stays in each site's store: "all"; a number, of the newest rounds;
+    or bytes of one site, as "500GB". Older ones are removed, what was signed of them stays, and
     `dilocox verify` replays from a signed state that is kept with the oldest round. "auto": all of
     a model below 1e9 parameters, of a larger one 80 bytes per parameter, at least 500 GB."""
     states_every: Annotated[int, Field(ge=0)] = 0

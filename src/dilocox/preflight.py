@@ -34,8 +34,10 @@ from dilocox.handover import Handover
 from dilocox.metrics import check_sinks
 from dilocox.models import count_parameters, load_model_config, probe_cut, probe_weights
 from dilocox.outer.layout import split_pieces
-from dilocox.payloads import model_shapes, sizes_by_codec, stage_shapes
+from dilocox.payloads import stage_shapes
 from dilocox.record.store import Store
+from dilocox.record.windows import small_budget
+from dilocox.record_volume import record_bytes, record_line
 from dilocox.tokenizer_check import read_vocabulary, tokenizer_size
 
 WRITTEN = (
@@ -56,9 +58,6 @@ WRITTEN = (
     "trace*.json",
 )
 """What a run writes into its folder, and all that `--overwrite` takes away."""
-STATE_BYTES = 32
-"""Per parameter, of the state in which a round begins: fp32 parameters, two moments, anchor, outer
-momentum, reference, residual, and what is under way. Less with SGD or without error feedback."""
 _ELSEWHERE = "choose another run.name (`dilocox handover` lets it go on from here)"
 STARTED = ("metrics.jsonl", "coordinator", "logs", "record")
 """What a start leaves that failed before anything was trained."""
@@ -339,6 +338,13 @@ def _has_tokenizer_of(files: TokenFiles, model: Path) -> bool:
 
 def _check_store(config: RunConfig, blueprint: Blueprint, parameters: int) -> None:
     """Raise `RecordError` for a store that cannot be used, `ConfigError` for one that will fill."""
+    least = small_budget(config, parameters)
+    if least is not None:
+        raise ConfigError(
+            f'record.keep = "{config.record.keep}": holds too few states of a model of '
+            f'{number(parameters)} parameters; give at least "{-(-least // 10**6)}MB", a number of '
+            'rounds, or "all"'
+        )
     place = Store(config.record_store).folder
     if place is None:
         return
@@ -348,25 +354,9 @@ def _check_store(config: RunConfig, blueprint: Blueprint, parameters: int) -> No
     if needed > free:
         raise ConfigError(
             f"{config.record_store}: the run's record will need {needed / memory.GIB:.1f} GiB, "
-            f"{free / memory.GIB:.1f} GiB are free; set record.store to a larger place, or "
-            "record.enabled = false"
+            f"{free / memory.GIB:.1f} GiB are free; set record.store to a larger place, "
+            'record.keep to a size such as "100GB", or record.enabled = false'
         )
-
-
-def record_bytes(config: RunConfig, blueprint: Blueprint, parameters: int) -> int:
-    """Bytes of theta_0, of all payloads and of the rounds' states that are kept, if the codec and
-    rounds stay those of the run file."""
-    if config.exchanges_gradients:
-        return 4 * parameters
-    codec = config.compression.codec
-    sizes = sizes_by_codec(config, model_shapes(config, blueprint), [codec])[codec]
-    rounds = 1 + -(-config.total_steps // config.outer.inner_steps)
-    every = config.record.states_every
-    kept = -(-(rounds - 1) // every) if every else 0
-    if config.record.states_keep:
-        kept = min(kept, config.record.states_keep + 1)
-    states = kept * STATE_BYTES * parameters
-    return 4 * parameters + len(config.sites) * (rounds * sum(map(sum, sizes)) + states)
 
 
 def _check_blueprint(config: RunConfig, blueprint: Blueprint) -> list[int]:
@@ -472,6 +462,8 @@ def headline(config: RunConfig, files: TokenFiles) -> str:
         + (f"; {files.left_out} files left out (dilocox data show)" if files.left_out else ""),
         f"method {outer.method}: {_course(config)}",
     ]
+    if config.record.enabled and not config.exchanges_gradients:
+        lines.append(record_line(config, blueprint, count_parameters(hf)))
     if config.model.handover:
         lines.append(Handover.read(config.model.path).line)
     return "\n".join(lines)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from dilocox import preflight
 from dilocox.assembly import Blueprint
 from dilocox.data import prepare
+from dilocox.display import size
 from dilocox.errors import ConfigError, RecordError
 from dilocox.payloads import model_shapes
+from dilocox.record_volume import payload_bytes, record_bytes, record_line
 from tests.test_preflight import config, write_text
 
 
@@ -64,3 +67,70 @@ def test_too_little_disk_for_the_record(prepared: Path, monkeypatch: pytest.Monk
 def test_an_unknown_store_is_refused_before_the_start(prepared: Path) -> None:
     with pytest.raises(RecordError, match=r"record\.store nosuch://x"):
         preflight.check_run(config(prepared, record={"store": "nosuch://x"}), 270, sites_here=2)
+
+
+def test_nothing_is_refused_for_what_the_controller_would_not_send(
+    prepared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the link it chooses smaller payloads and longer rounds than the run file begins with."""
+    long = {"outer": {"rounds": 10**5}}
+    fixed = config(prepared, **long, compression={"codec": "none"})
+    by_link = config(prepared, **long, control={"adapt": "link", "pinned": []})
+    blueprint = Blueprint.of(fixed, 270)
+    parameters = sum(preflight._check_blueprint(fixed, blueprint))
+    most, least = (record_bytes(each, blueprint, parameters) for each in (fixed, by_link))
+    assert least < most / 20
+
+    class Usage:
+        free = (least + most) // 2
+
+    monkeypatch.setattr(preflight.shutil, "disk_usage", lambda _: Usage)
+    monkeypatch.setattr(preflight.memory, "disk_bytes", lambda *_: 0)
+    preflight.check_run(by_link, 270, sites_here=2)
+    with pytest.raises(ConfigError, match=r"the run's record will need"):
+        preflight.check_run(fixed, 270, sites_here=2)
+
+
+def test_a_bound_bounds_what_the_record_needs(prepared: Path) -> None:
+    many = {"outer": {"rounds": 10**6}, "compression": {"codec": "none"}}
+    whole, rounds, budget = (
+        config(prepared, **many, record={"keep": keep}) for keep in ("auto", 8, "10MB")
+    )
+    blueprint = Blueprint.of(whole, 270)
+    parameters = sum(preflight._check_blueprint(whole, blueprint))
+    assert record_bytes(budget, blueprint, parameters) <= 4 * parameters + 2 * 10**7
+    # 8 rounds in windows of 2, two of which may be under way; 5 states of 8 bytes per parameter.
+    (payload,) = payload_bytes(rounds, blueprint, ["none"])
+    expected = 4 * parameters + 2 * (12 * payload + 5 * 8 * parameters)
+    assert record_bytes(rounds, blueprint, parameters) == expected
+    assert record_bytes(whole, blueprint, parameters) > 1000 * expected
+
+
+def test_a_budget_that_holds_no_states_is_refused(prepared: Path) -> None:
+    small = config(prepared, record={"keep": "100kB"})
+    with pytest.raises(ConfigError, match=r'record\.keep = "100kB": holds too few states'):
+        preflight.check_run(small, 270, sites_here=2)
+
+
+def test_the_start_says_what_the_record_will_be(prepared: Path) -> None:
+    def line(**sections: Any) -> str:
+        run = config(prepared, **sections)
+        return record_line(run, Blueprint.of(run, 270), 10**10)
+
+    (payload,) = payload_bytes(config(prepared), Blueprint.of(config(prepared), 270), ["int4"])
+    of_round = f"record: {size(2 * payload)} a round and site with codec int4, "
+    codec = {"compression": {"codec": "int4"}}
+    assert line(**codec) == (
+        of_round + "21.6 TB a day at most for each Gbps of a site's uplink; the newest 800.0 GB "
+        "stay (record.keep)"
+    )
+    declared = {"adapt": "link", "link": "100mbit"}
+    assert line(**codec, control=declared, record={"keep": 5}) == (
+        of_round + "2.2 TB a day at most over control.link = 100mbit; the newest 5 rounds stay "
+        "(record.keep)"
+    )
+    timed = {"adapt": "link", "step_seconds": 2.0}
+    days = 86400 / (2 * config(prepared).outer.inner_steps)
+    assert line(**codec, control=timed, record={"keep": "all"}) == (
+        of_round + f"{size(2 * payload * days)} a day at control.step_seconds; all of it stays"
+    )

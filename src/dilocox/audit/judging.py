@@ -9,7 +9,7 @@ from pathlib import Path
 
 from dilocox.assembly import Place
 from dilocox.audit.replay import Progress, RankJob, RankReplay
-from dilocox.audit.starting import wrong_start
+from dilocox.audit.starting import under_way, wrong_start
 from dilocox.config import RunConfig
 from dilocox.data import TokenFiles
 from dilocox.errors import DilocoxError, RecordError
@@ -19,6 +19,7 @@ from dilocox.outer.coordinator.messages import RoundPlan
 from dilocox.record.audits import AuditVerdict, Verdict
 from dilocox.record.beacon import decided, exchanges_of, sites_of
 from dilocox.record.course import Course
+from dilocox.record.origins import Has
 from dilocox.record.replay import Get
 from dilocox.record.rounds import Document, Fingerprint, steps_from_bytes
 from dilocox.record.states import RoundState
@@ -49,6 +50,8 @@ class Case:
     get: Get
     stores: tuple[str, ...]
     data: Path
+    has: Has = lambda _: False
+    """Whether something of a SHA-256 is in a store."""
     look_again: Callable[[], object] = lambda: None
     """Bring `course` up to date, of a run that goes on."""
 
@@ -57,7 +60,8 @@ class Case:
         stores = self.stores + tuple(
             states_of(where, number) for number in (round_, round_ + 1) for where in self.stores
         )
-        return replace(self, stores=stores, get=Stores([Store(each) for each in stores]).get)
+        found = Stores([Store(each) for each in stores])
+        return replace(self, stores=stores, get=found.get, has=found.has)
 
 
 @dataclass(frozen=True)
@@ -96,6 +100,7 @@ def judge(case: Case, site: str, round_: int, repeat: Repeat, progress: Progress
     states: dict[str, str] = {}
     try:
         _check_possible(case, site, round_)
+        _check_kept(case, round_)
         began = [_began(case, site, place, round_) for place in _places(case.config, site)]
         states |= {f"{b.place.stage}/{b.place.shard}": b.state.document for b in began}
         _check_begun(case, began)
@@ -103,7 +108,7 @@ def judge(case: Case, site: str, round_: int, repeat: Repeat, progress: Progress
         try:
             replays = repeat([_job(case, each, plan) for each in began], progress)
         except MissingError as error:
-            raise JudgedError("NOT_RUN", f"{error}; name more stores with --store") from None
+            raise _missing(case, round_, error) from None
         except DilocoxError as error:
             raise JudgedError("NOT_RUN", f"the round cannot be repeated here: {error}") from None
         found = _compared(case.config, site, round_, plan, began, replays)
@@ -209,6 +214,33 @@ def _dropped(case: Case, round_: int) -> bool:
     return max(case.course.plans) >= round_ + (keep + 1) * case.course.states_every
 
 
+def _check_kept(case: Case, round_: int) -> None:
+    """Raises `JudgedError` for a round whose payloads `record.keep` has let go."""
+    course = case.course
+    if course.keep == "all":
+        return
+    needed = [step for step in course.steps.values() if step.key.round == round_]
+    tick = course.plans[round_]["first_tick"]
+    for stage in range(course.stages):
+        needed += under_way(course, stage, round_, tick)
+    for step in needed:
+        gone = next((each for each in step.payloads.values() if not case.has(each)), None)
+        if gone is not None:
+            raise _missing(case, round_, MissingError(f"a payload of {step.key.text} is gone"))
+
+
+def _missing(case: Case, round_: int, error: MissingError) -> JudgedError:
+    """Why a round whose payloads are not all there is not repeated."""
+    keep = case.course.keep
+    if keep == "all":
+        return JudgedError("NOT_RUN", f"{error}; name more stores with --store")
+    return JudgedError(
+        "NOT_RUN",
+        f"payloads that round {round_} needs are in no store: older ones are removed as "
+        f"record.keep = {keep} says; name more stores with --store",
+    )
+
+
 def _there(get: Get, digest: str) -> bool:
     try:
         get(digest)
@@ -223,9 +255,9 @@ def _check_begun(case: Case, began: Sequence[_Began]) -> None:
             what = " and ".join(each.start.replaced)
             raise JudgedError("NOT_RUN", f"the site's own program replaces {what}")
         try:
-            wrong = wrong_start(case.course, each.place, each.state, each.start, case.get)
+            wrong = wrong_start(case.course, each.place, each.state, each.start, case.get, case.has)
         except MissingError as error:
-            raise JudgedError("NOT_RUN", f"{error}; name more stores with --store") from None
+            raise _missing(case, each.state.round, error) from None
         except DilocoxError as error:
             raise JudgedError("NOT_RUN", str(error)) from None
         if wrong:

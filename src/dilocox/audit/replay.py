@@ -134,6 +134,9 @@ class Alone:
     def save(self, trainer: Trainer, plan: RoundPlan | None, *, last: bool = False) -> None:
         """No checkpoint."""
 
+    def begin_round(self, outer: OuterLoop, plan: RoundPlan) -> None:
+        """No record."""
+
 
 class RepeatingTrainer(Trainer):
     """A trainer that evaluates nothing: what is held out moves no parameter."""

@@ -64,10 +64,12 @@ class AuditedRun:
 
     def case(self) -> Case:
         """What `judge` takes."""
+        found = Stores([Store(each) for each in self._stores])
         return Case(
             course=self.course,
             config=self._config,
-            get=Stores([Store(each) for each in self._stores]).get,
+            get=found.get,
+            has=found.has,
             stores=self._stores,
             data=self._data or folder_of_run(self.folder),
             look_again=self.refresh,

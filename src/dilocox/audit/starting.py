@@ -23,15 +23,24 @@ from dilocox.outer.layout import Layout
 from dilocox.outer.overlap import Rule, local_view
 from dilocox.record.course import Course, Step
 from dilocox.record.digests import TensorDigest, tensor_digest
-from dilocox.record.replay import Get, Stage, read_listing, replay_steps
+from dilocox.record.origins import Has, origin_before, replay_from
+from dilocox.record.replay import Get, Stage, read_listing
 from dilocox.record.rounds import Document
 from dilocox.record.states import RoundState
 
 
 def wrong_start(
-    course: Course, place: Place, state: RoundState, document: Document, get: Get
+    course: Course,
+    place: Place,
+    state: RoundState,
+    document: Document,
+    get: Get,
+    has: Has = lambda _: False,
 ) -> str | None:
     """What is not as it has to be, for people; none if nothing is.
+
+    `has`: whether something is in a store. Where the record keeps the newest rounds only, anchor
+    and momentum are replayed from a signed state that it keeps with them.
 
     Raises `RecordError`, `MissingError` where the record does not hold what this needs.
     """
@@ -56,13 +65,12 @@ def wrong_start(
         for step in course.of(place.stage)
         if step.key.round < state.round and step.key.text not in waiting
     ]
+    origin = None
+    if course.keep != "all":
+        where = place.stage, place.shard
+        origin = origin_before(course, *where, state.tick, place.site, has, get)
     for run, steps in stage.blocks(landed):
-        names = stage.names(run)
-        start = {name: stage.load(get, name) for name in names}
-        moving = stage.momentum(get, names)
-        flats = replay_steps(
-            steps, stage, run, start, moving, place.shard, get, course.momentum_dtype
-        )
+        flats = replay_from(origin, steps, stage, run, place.shard, get, course.momentum_dtype)
         for piece in run:
             own = stage.place(range(piece, piece + 1), run, place.shard)
             for name, flat in zip(("anchor", "momentum"), flats, strict=True):
@@ -80,6 +88,7 @@ def wrong_start(
             if odd is not None:
                 return odd
         if state.round == 0:
+            start = {name: stage.load(get, name) for name in stage.names(run)}
             for name, rows in stage.rows(start, place.shard).items():
                 if tensors.get(f"live/{name}") != tensor_digest(f"live/{name}", rows):
                     return f"{name} is not theta_0's"

@@ -114,6 +114,8 @@ def _exchange(plan: RunPlan) -> str:
         f"{_seconds(prediction.exchange_seconds / parts)} of link time in "
         f"{_seconds(prediction.round_seconds / parts)}",
     ]
+    if plan.config.record.enabled and not plan.config.exchanges_gradients:
+        lines.append(f"  record: {size(_record_by_day(plan))} a day at each site")
     if choice.reason:
         lines.append(f"  controller: {choice.reason}")
     lines.append(
@@ -122,6 +124,13 @@ def _exchange(plan: RunPlan) -> str:
         f"compute limit of {number(plan.limit)}"
     )
     return "\n".join(lines)
+
+
+def _record_by_day(plan: RunPlan) -> float:
+    """Bytes a day that a site keeps of payloads: its own, and all that it receives."""
+    found, sites = plan.prediction, len(plan.config.sites)
+    share = sites / (sites - 1) if sites > 1 else 0.0
+    return found.payload_bytes * share * 86_400 / found.round_seconds
 
 
 def _methods(plan: RunPlan) -> str:

@@ -122,17 +122,20 @@ def origin_of(
 
 
 def origin_before(
-    course: Course, stage: int, shard: int, tick: int, has: Has, get: Get
+    course: Course, stage: int, shard: int, tick: int, besides: str, has: Has, get: Get
 ) -> Origin | None:
-    """The newest kept state of at most `tick` slots into the run; none: theta_0.
+    """The newest kept state of at most `tick` slots into the run that another site than `besides`
+    has signed, too; none: theta_0.
 
     Raises `RecordError` for one that is damaged.
     """
     for state in reversed(_states(course, stage, shard)):
-        if state.tick <= tick and has(state.listing):
-            found = Origin.of(state, get)
-            if all(has(each.sha256) for each in found.tensors.values()):
-                return found
+        signers = {each.site for each in course.anchors if each.root == state.root}
+        if state.tick > tick or not signers - {besides} or not has(state.listing):
+            continue
+        found = Origin.of(state, get)
+        if all(has(each.sha256) for each in found.tensors.values()):
+            return found
     return None
 
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dilocox.byte_size import parse_bytes
 from dilocox.config import RunConfig
-from dilocox.memory import MOMENTUM_BYTES
+from dilocox.config_section import parse_bytes
+from dilocox.outer.optimizer import MOMENTUM_DTYPES
 from dilocox.record.store import Store
 
 WHOLE_BELOW = 10**9
@@ -57,7 +57,7 @@ def bound_of(config: RunConfig, parameters: int) -> Bound | None:
 
 def start_bytes_per_parameter(config: RunConfig) -> int:
     """Bytes of a window's start state: the anchor (fp32) and the outer momentum."""
-    return 4 + MOMENTUM_BYTES[config.outer.momentum_dtype]
+    return 4 + MOMENTUM_DTYPES[config.outer.momentum_dtype].itemsize
 
 
 def small_budget(config: RunConfig, parameters: int) -> int | None:

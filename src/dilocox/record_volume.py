@@ -1,0 +1,100 @@
+"""How large a run's record becomes: bytes in the store, and bytes a day."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dilocox.assembly import Blueprint
+from dilocox.config import RunConfig
+from dilocox.display import size
+from dilocox.outer.controller.candidates import INNER_STEPS, codecs
+from dilocox.payloads import model_shapes, sizes_by_codec
+from dilocox.record.windows import PARTS, Bound, bound_of, start_bytes_per_parameter
+
+STATE_BYTES = 32
+"""Per parameter, of the state in which a round begins: fp32 parameters, two moments, anchor, outer
+momentum, reference, residual, and what is under way. Less with SGD or without error feedback."""
+DAY = 86_400
+PER_GBIT = 10**9 // 8
+"""Bytes a second of a link of 1 Gbps."""
+
+
+def record_bytes(config: RunConfig, blueprint: Blueprint, parameters: int) -> int:
+    """Bytes of theta_0, of all sites' payloads, and of the states that are kept, at least.
+
+    Rounds and codec are those of the run file. Where the controller chooses them by the link, they
+    are the fewest rounds and the smallest payloads that it may choose: what it will send depends on
+    the link. `record.keep` bounds what stays of the payloads.
+    """
+    if config.exchanges_gradients:
+        return 4 * parameters
+    rounds = 1 + -(-config.total_steps // _most_inner_steps(config))
+    payloads = rounds * min(payload_bytes(config, blueprint, _codecs(config)))
+    every = config.record.states_every
+    kept = -(-(rounds - 1) // every) if every else 0
+    if config.record.states_keep:
+        kept = min(kept, config.record.states_keep + 1)
+    states = kept * STATE_BYTES * parameters
+    bound = bound_of(config, parameters)
+    if bound is not None:
+        payloads = min(payloads, _bounded(config, bound, parameters, payloads // rounds))
+    return 4 * parameters + len(config.sites) * (payloads + states)
+
+
+def payload_bytes(config: RunConfig, blueprint: Blueprint, names: Sequence[str]) -> list[int]:
+    """Bytes of one site's payloads of a round, by codec of `names`."""
+    sizes = sizes_by_codec(config, model_shapes(config, blueprint), names)
+    return [sum(map(sum, sizes[name])) for name in names]
+
+
+def _bounded(config: RunConfig, bound: Bound, parameters: int, of_round: int) -> int:
+    """Bytes per site that `bound` lets stay, of payloads of so many bytes a round."""
+    if bound.bytes is not None:
+        return bound.bytes // len(config.sites)
+    assert bound.rounds is not None
+    window = max(1, -(-bound.rounds // PARTS))
+    starts = -(-bound.rounds // window) + 1
+    rounds = bound.rounds + 2 * window
+    return rounds * of_round + starts * start_bytes_per_parameter(config) * parameters
+
+
+def _codecs(config: RunConfig) -> list[str]:
+    """Codecs of which the run may choose one."""
+    own = config.compression.codec
+    return codecs(config) if config.control.adapt == "link" else [own]
+
+
+def _most_inner_steps(config: RunConfig) -> int:
+    own = config.outer.inner_steps
+    free = config.control.adapt == "link" and "inner_steps" not in config.control.pinned
+    return max(own, INNER_STEPS[-1]) if free else own
+
+
+def record_line(config: RunConfig, blueprint: Blueprint, parameters: int) -> str:
+    """What each site's record will take, in a line for people."""
+    codec, sites = config.compression.codec, len(config.sites)
+    (own,) = payload_bytes(config, blueprint, [codec])
+    # A site keeps its own payload and those of all others.
+    of_round = sites * own
+    line = (
+        f"record: {size(of_round)} a round and site with codec {codec}, {_by_day(config, of_round)}"
+    )
+    bound = bound_of(config, parameters)
+    if bound is None:
+        return f"{line}; all of it stays"
+    stays = f"{bound.rounds} rounds" if bound.bytes is None else size(bound.bytes)
+    return f"{line}; the newest {stays} stay (record.keep)"
+
+
+def _by_day(config: RunConfig, of_round: int) -> str:
+    """Bytes a day at the declared step time or link; else the most that a link can bring."""
+    control, sites = config.control, len(config.sites)
+    if control.step_seconds is not None:
+        rounds = DAY / (control.step_seconds * config.outer.inner_steps)
+        return f"{size(of_round * rounds)} a day at control.step_seconds"
+    # With gather a site's uplink carries its payload to every other site.
+    share = sites / max(1, sites - 1)
+    if control.link_rate is not None:
+        most = control.link_rate * share * DAY
+        return f"{size(most)} a day at most over control.link = {control.link}"
+    return f"{size(PER_GBIT * share * DAY)} a day at most for each Gbps of a site's uplink"
