@@ -39,7 +39,7 @@ from dilocox.outer.entry import Donor, Snapshot
 from dilocox.outer.groups import PeerGroup
 from dilocox.outer.state import PieceState
 from dilocox.persistence import Keeper
-from dilocox.site import mean_cross_entropy
+from dilocox.site import determinism_mode, mean_cross_entropy
 from tests.e2e.altered import contributions_times
 from tests.e2e.harness import LIMIT, Run, Workshop
 from tests.outer.streams import play_device
@@ -158,6 +158,31 @@ def slow_steps() -> dict[str, Any]:
     return {"loss": loss}
 
 
+def lacks_a_kernel() -> dict[str, Any]:
+    """As on a GPU: an operation of the last stage has no deterministic kernel."""
+    determinism_mode.lacks_kernels = lambda device: True
+    silu = torch.nn.functional.silu
+
+    def writes(values: torch.Tensor, *more: Any, **options: Any) -> torch.Tensor:
+        if "stage1" in me():
+            torch.zeros(3).put_(torch.tensor([1]), torch.tensor([1.0]))
+        return silu(values, *more, **options)
+
+    torch.nn.functional.silu = writes
+    return {}
+
+
+def out_of_memory() -> dict[str, Any]:
+    """As on a GPU that is too small: the last stage of lyon cannot take its first step."""
+
+    def loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        if torch.is_grad_enabled() and me().startswith("lyon"):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return mean_cross_entropy(logits, labels)
+
+    return {"loss": loss}
+
+
 def lazy_and_poisoning() -> dict[str, Any]:
     """Oslo contributes nothing, and rome the opposite of what it has learned, ten times."""
     contributions_times({"oslo": 0.0, "rome": -10.0})
@@ -233,6 +258,8 @@ HOOKS: dict[str, Callable[[], dict[str, Any]]] = {
     "slow-steps": slow_steps,
     "late-at-the-flush": late_at_the_flush,
     "played-device": played_device,
+    "lacks-a-kernel": lacks_a_kernel,
+    "out-of-memory": out_of_memory,
 }
 
 

@@ -85,7 +85,7 @@ def sdpa_backends() -> tuple[str, ...]:
     # PyTorch tells the order by a private name only; without it the class has the default's.
     order = getattr(torch._C, "_get_sdp_priority_order", list)()
     ranked = sorted(
-        (order.index(int(each)) if int(each) in order else len(order), each.name)
+        (order.index(each.value) if each.value in order else len(order), each.name)
         for each, on in switched_on.items()
         if on
     )
