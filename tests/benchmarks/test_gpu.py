@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from benchmarks.gpu import __main__ as command
-from benchmarks.gpu import tables, wheels
+from benchmarks.gpu import link, outer, sizes, tables, wheels
 from benchmarks.gpu.parts import PARTS, Aim, Part, selected
 from benchmarks.gpu.results import Results, is_done, summary, table
 from benchmarks.gpu.runner import Setting, order, run_all
@@ -215,3 +215,56 @@ def test_the_table_of_the_documents(tmp_path: Path) -> None:
     ]
     assert made.startswith("before\n")
     assert made.endswith("after\n")
+
+
+# --- figures of runs ---------------------------------------------------------------------------
+
+
+def rounds_in(folder: Path, steps: tuple[int, ...], seconds: float) -> Path:
+    """A run's metrics: rounds of so many steps of 10 tokens, of equal length."""
+    lines, step = [], 0
+    for number, count in enumerate(steps):
+        step += count
+        lines.append(
+            {"kind": "round", "round": number, "site": "north", "time": seconds * (number + 1),
+             "steps": count, "step": step, "tokens": 10 * count, "tokens_per_second": 1.0}
+        )  # fmt: skip
+    lines.append({"kind": "round", "round": 0, "time": 0.0})  # of the run, not of a site
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (folder / "metrics.jsonl").write_text(f'{text}{{"kind": "rou', encoding="utf-8")
+    return folder
+
+
+def test_speed_leaves_out_the_warm_up_and_the_cut_last_round(tmp_path: Path) -> None:
+    folder = rounds_in(tmp_path, (9, 2, 2, 4, 1), seconds=2.0)
+    assert link.first_after(folder, 10) == 2
+    assert link.speed(folder, "north", 2) == pytest.approx(10 * (2 + 4) / 4.0)
+    assert link.speed(folder, "north", 4) == pytest.approx(10 * 1 / 2.0)
+
+
+def test_a_link_has_the_ratio_that_is_asked_for() -> None:
+    """Two sites send each other one gradient a step: 4 bytes a parameter each way."""
+    assert link.gradient_bits(10**6) == 32e6
+    assert link.rate_text(111.2345e6) == "111.234mbit"
+    assert link.rate_text(560_600.0) == "560.600kbit"
+
+
+def test_spans_of_the_first_round_and_of_other_kinds_do_not_count(tmp_path: Path) -> None:
+    def span(name: str, key: str, microseconds: int) -> dict[str, Any]:
+        return {"ph": "X", "name": name, "dur": microseconds, "args": {"key": key}}
+
+    events = [
+        span("boundary", "outer/0/0/0", 10**6), span("boundary", "outer/1/0/0", 2 * 10**6),
+        span("landing", "outer/1/0/0", 3 * 10**6), span("landing", "flush/1/0/0", 10**6),
+        {"ph": "M", "name": "boundary"},
+    ]  # fmt: skip
+    for content in ({"traceEvents": events}, events):
+        (tmp_path / "trace.json").write_text(json.dumps(content), encoding="utf-8")
+        found = outer.seconds_of_spans(tmp_path / "trace.json")
+        assert found == {"boundary": 2.0, "landing": 3.0}
+
+
+def test_peaks_are_found_by_name() -> None:
+    assert sizes.peak_of("NVIDIA H100 80GB HBM3") == 989e12
+    assert sizes.peak_of("NVIDIA H200") == 989e12
+    assert sizes.peak_of("Some GPU") is None
