@@ -65,9 +65,10 @@ class OuterSection(Section):
     """What the outer momentum is kept in: bf16 takes 2 bytes per parameter less."""
     exchange: Literal["gather", "reduce"] = "gather"
     device: Literal["cpu", "model"] = "cpu"
-    """Where anchor, momentum and residual live: host memory or the model's device. In a GPU's
-    memory they take up to 20 bytes per parameter (docs/planner.md), and it hardly stands still for
-    boundaries and landings, so that rounds can be short."""
+    """Where anchor, momentum and residual live: host memory or the model's device. A GPU's memory
+    then holds 20 to 32 bytes more per parameter, exchanges with them (docs/planner.md). Payloads
+    alone cross PCIe, and boundaries and landings take hundredths of a second instead of seconds, so
+    that rounds can be short. Codecs take the GPU's time."""
     min_sites: Positive = 1
     """Fewer live sites than this: wait instead of going on."""
     global_batch: Literal["by-sites", "fixed"] = "by-sites"
