@@ -5,24 +5,39 @@ VENV ?= .venv
 # More arguments for the quickstart, for example SET="--set outer.rounds=3".
 SET ?=
 BIN := $(VENV)/bin
+# The lowest and the newest versions that are tested, each in an environment of its own.
+LOWEST ?= .venv-lowest
+HIGHEST ?= .venv-highest
+VERSION_TESTS := tests/site/test_site_model.py tests/site/test_precision.py tests/models/test_chunk.py \
+	tests/models/test_weights.py tests/models/test_export.py tests/plan/test_activations.py \
+	tests/test_checkpoint.py tests/test_versions.py tests/e2e/test_versions.py
 
-.PHONY: quickstart test test-all test-waits lint style types setup setup-dev clean
+.PHONY: quickstart test test-all test-waits test-computing test-versions lint style types setup setup-dev clean
 
 quickstart: $(VENV)/.ready
 	$(BIN)/dilocox train examples/quickstart.toml --overwrite $(SET)
 
 # Types are checked beside the tests that wait for other processes more than they compute.
+# The lowest versions are installed beside the tests that compute.
 test: $(VENV)/.ready-dev style
-	$(BIN)/python -m pytest -m "not slow and not waits and not runs and not alone" -n 2
+	$(MAKE) --no-print-directory -j 2 test-computing $(LOWEST)/.ready
 	$(MAKE) --no-print-directory -j 2 types test-waits
 	$(BIN)/python -m pytest -m "not slow and runs" -n 2 --dist loadfile
 	$(BIN)/python -m pytest -m "not slow and alone"
 
-test-all: $(VENV)/.ready-dev lint
+test-computing: $(VENV)/.ready-dev
+	$(BIN)/python -m pytest -m "not slow and not waits and not runs and not alone" -n 2
+
+test-all: $(VENV)/.ready-dev $(LOWEST)/.ready lint
 	$(BIN)/python -m pytest -m "not waits and not runs and not alone" -n 2
 	$(BIN)/python -m pytest -m waits -n 2 --dist loadfile
 	$(BIN)/python -m pytest -m runs -n 2 --dist loadfile
 	$(BIN)/python -m pytest -m alone
+	$(MAKE) --no-print-directory test-versions
+
+test-versions: $(LOWEST)/.ready $(HIGHEST)/.ready
+	$(LOWEST)/bin/python -m pytest -m "not slow" $(VERSION_TESTS)
+	$(HIGHEST)/bin/python -m pytest -m "not slow" $(VERSION_TESTS)
 
 test-waits: $(VENV)/.ready-dev
 	$(BIN)/python -m pytest -m "not slow and waits" -n 2 --dist loadfile
@@ -39,13 +54,21 @@ types: $(VENV)/.ready-dev
 setup: $(VENV)/.ready
 setup-dev: $(VENV)/.ready-dev
 
-$(VENV)/.ready: pyproject.toml constraints.txt tools/setup_venv.py
+$(VENV)/.ready: pyproject.toml constraints.txt tools/setup_venv.py tools/torch_index.py
 	$(PYTHON) tools/setup_venv.py $(VENV)
 	@touch $@
 
-$(VENV)/.ready-dev: pyproject.toml constraints.txt tools/setup_venv.py
+$(VENV)/.ready-dev: pyproject.toml constraints.txt tools/setup_venv.py tools/torch_index.py
 	$(PYTHON) tools/setup_venv.py $(VENV) --dev
 	@touch $(VENV)/.ready $@
 
+$(LOWEST)/.ready: pyproject.toml constraints-lowest.txt tools/setup_venv.py tools/torch_index.py
+	$(PYTHON) tools/setup_venv.py $(LOWEST) --tests --constraints constraints-lowest.txt
+	@touch $@
+
+$(HIGHEST)/.ready: pyproject.toml constraints-highest.txt tools/setup_venv.py tools/torch_index.py
+	$(PYTHON) tools/setup_venv.py $(HIGHEST) --tests --constraints constraints-highest.txt
+	@touch $@
+
 clean:
-	rm -rf $(VENV) runs
+	rm -rf $(VENV) $(LOWEST) $(HIGHEST) runs

@@ -336,7 +336,7 @@ def test_attention_that_is_not_there(place: Path, monkeypatch: pytest.MonkeyPatc
     """The ranks alone would find out, after the text was prepared and the site had enrolled."""
     run = config(place, model={"attention": "flash_attention_2"})
     assert "needs a GPU, ranks here have none" in refusal(preflight.check_run, run, 270, 2)
-    monkeypatch.setattr(preflight, "_on_gpu", lambda _: True)
+    monkeypatch.setattr(preflight, "ranks_use_gpu", lambda _: True)
     monkeypatch.setattr(preflight.importlib.util, "find_spec", lambda name: None)
     assert "needs the package flash-attn" in refusal(preflight.check_run, run, 270, 2)
     monkeypatch.setattr(preflight.importlib.util, "find_spec", lambda name: object())

@@ -1,7 +1,7 @@
 """Make the virtual environment that the Makefile uses. Standard library only.
 
-A machine without an NVIDIA GPU gets PyTorch's own CPU wheels where they can be reached, and
-whatever the default index gives where not, so that nobody downloads gigabytes of CUDA for a test.
+PyTorch comes from the one of its indexes that fits the machine (`torch_index`), CPU wheels where
+there is no NVIDIA GPU. Where that index cannot be reached the default one has to do.
 """
 
 from __future__ import annotations
@@ -18,15 +18,18 @@ import urllib.request
 from pathlib import Path
 from typing import IO
 
+from torch_index import VARIABLE, ask_nvidia_smi, choose, with_torch
+
 ROOT = Path(__file__).resolve().parent.parent
-CPU_WHEELS = "https://download.pytorch.org/whl/cpu"
 
 
 def main() -> None:
     """Create or complete the environment at the given folder."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--dev", action="store_true", help="add what the tests need")
+    parser.add_argument("--dev", action="store_true", help="add what all of the tests need")
+    parser.add_argument("--tests", action="store_true", help="add what most of the tests need")
+    parser.add_argument("--constraints", default="constraints.txt", help="which versions to take")
     arguments = parser.parse_args()
     if sys.version_info < (3, 11):
         sys.exit(
@@ -46,35 +49,55 @@ def main() -> None:
         "--no-compile",  # what is imported is compiled then; everything takes half a minute
         "--disable-pip-version-check",
         "-c",
-        str(ROOT / "constraints.txt"),
+        str(ROOT / arguments.constraints),
     ]
     # The system's packages come beside Python's: neither waits for the other.
     system = start_system_packages() if arguments.dev and os.environ.get("CI") else None
-    install_torch(python, pip)
-    target = f"{ROOT}[dev]" if arguments.dev else str(ROOT)
-    say("installing dilocox and what it needs" + (" for its tests" if arguments.dev else ""))
-    subprocess.run([*pip, "-e", target], check=True)
+    with tempfile.TemporaryDirectory() as folder:
+        install_torch(python, pip, Path(folder))
+        extra = "[dev]" if arguments.dev else "[tests]" if arguments.tests else ""
+        say("installing dilocox and what it needs" + (" for its tests" if extra else ""))
+        subprocess.run([*pip, "-e", f"{ROOT}{extra}"], check=True)
     if system is not None:
         finish_system_packages(*system)
 
 
-def install_torch(python: Path, pip: list[str]) -> None:
-    """Install the pinned PyTorch, as a CPU build unless this machine has an NVIDIA GPU."""
+def install_torch(python: Path, pip: list[str], scratch: Path) -> None:
+    """Install the build of PyTorch that this machine can run, unless some PyTorch is there.
+
+    Where no build of the constraints' PyTorch fits, `pip` names changed constraints afterwards.
+    """
     have = subprocess.run([str(python), "-c", "import torch"], capture_output=True, check=False)
     if have.returncode == 0:
         return
-    pin = re.search(r"^torch==\S+", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
-    assert pin, "constraints.txt pins torch"
-    cpu = sys.platform == "linux" and shutil.which("nvidia-smi") is None
-    if cpu and reachable(CPU_WHEELS + "/torch/"):
-        say(f"installing {pin[0]} (CPU build)")
-        plain = [part for part in pip if part not in ("-c", str(ROOT / "constraints.txt"))]
-        done = subprocess.run([*plain, pin[0], "--index-url", CPU_WHEELS], check=False)
+    at = pip.index("-c") + 1
+    constraints = Path(pip[at]).read_text()
+    pin = re.search(r"^torch[=<]\S+", constraints, re.MULTILINE)
+    assert pin, f"{pip[at]} names torch"
+    smi, capabilities = ask_nvidia_smi()
+    override = os.environ.get(VARIABLE)
+    try:
+        choice = choose(smi, capabilities, override, sys.platform == "linux")
+    except ValueError as error:
+        sys.exit(f"setup: {error}")
+    wanted = choice.requirement or pin[0]
+    if choice.requirement is not None:
+        pip[at] = str(scratch / "constraints.txt")
+        Path(pip[at]).write_text(with_torch(constraints, choice.requirement))
+    if choice.index is not None and (override or reachable(f"{choice.index}/torch/")):
+        say(f"installing {wanted} from {choice.index} ({choice.why})")
+        plain = [*pip[: at - 1], *pip[at + 1 :]]
+        done = subprocess.run([*plain, wanted, "--index-url", choice.index], check=False)
         if done.returncode == 0:
             return
-        say("that did not work; taking the default index")
-    say(f"installing {pin[0]}")
-    subprocess.run([*pip, pin[0]], check=True)
+        if override:
+            sys.exit(f"setup: {VARIABLE}={override}: {wanted} cannot be installed from there")
+    if choice.index is not None:
+        say(f"{choice.index} does not answer or lacks {wanted}; taking the default index")
+        if smi is not None:
+            say(f"its build needs a driver for CUDA 13; set {VARIABLE} if yours is older")
+    say(f"installing {wanted}")
+    subprocess.run([*pip, wanted], check=True)
 
 
 def reachable(url: str) -> bool:

@@ -22,6 +22,7 @@ from dilocox import preflight, processes, trace_file
 from dilocox.assembly import Hooks
 from dilocox.config import RunConfig
 from dilocox.coordinating import ENDPOINT, refuse_finished, serve_run
+from dilocox.cuda_driver import check_driver, machine_has_gpu
 from dilocox.data import TokenFiles
 from dilocox.data import prepare as prepare_token_files
 from dilocox.data.folder import check_place
@@ -45,6 +46,7 @@ from dilocox.recorder import Record
 from dilocox.site import available_cores
 from dilocox.site_process import keep_site
 from dilocox.tokenizer_check import check_handed_tokenizer, check_tokenizer
+from dilocox.versions import check_versions
 from dilocox.weights_check import fetch_weights
 
 SAMPLED = 3 * 10**9
@@ -128,6 +130,8 @@ def train_here(
     `trace`: what every rank does when is recorded, as `trace.json` in the run folder.
     """
     stay_forkable(config.site.device)
+    check_versions()
+    check_driver(config)
     display = Display(config)
     folder = config.folder
     preflight.check_folder(config, resume, overwrite)
@@ -391,7 +395,7 @@ def _has_used_gpu() -> bool:
     """
     if torch.cuda.is_initialized():
         return True
-    if not preflight.machine_has_gpu():
+    if not machine_has_gpu():
         return False
     child = processes.start(_tell_bad_fork, name="cuda")
     child.join()
@@ -426,6 +430,8 @@ def join(
         known = ", ".join(config.sites)
         raise JoinError(f"site {site!r}: not in the run file, which names: {known}")
     stay_forkable(config.site.device)
+    check_versions()
+    check_driver(config)
     url = f"https://{address.removeprefix('https://')}"
     host_and_port(url)
     variables = rank_variables()

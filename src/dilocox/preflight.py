@@ -26,6 +26,7 @@ import torch
 from dilocox import memory, storage
 from dilocox.assembly import Blueprint
 from dilocox.config import RunConfig, load_written
+from dilocox.cuda_driver import ranks_use_gpu
 from dilocox.data import SequenceSpace, TokenFiles
 from dilocox.data.manifest import MANIFEST
 from dilocox.display import number
@@ -33,6 +34,7 @@ from dilocox.errors import ConfigError, DataError, TrainingError
 from dilocox.handover import Handover
 from dilocox.metrics import check_sinks
 from dilocox.models import count_parameters, load_model_config, probe_cut, probe_weights
+from dilocox.models.transformers_internals import check as check_transformers
 from dilocox.outer.layout import split_pieces
 from dilocox.payloads import stage_shapes
 from dilocox.record.store import Store
@@ -217,6 +219,7 @@ def check_model(config: RunConfig) -> None:
     Needs no data; a tokenizer that is still to be trained will have `data.vocabulary_size` tokens,
     one that is still to be loaded is loaded: preparing the text may take hours.
     """
+    check_transformers()
     known = config.data.vocabulary_size if config.data.tokenizer == "train" else None
     blueprint = Blueprint.of(config, known)
     _check_blueprint(config, blueprint)
@@ -297,7 +300,7 @@ def check_run(
     parameters = _check_blueprint(config, blueprint)
     if ranks_here is not None:
         parameters = _held_by_first(config, parameters, ranks_here)
-    on_gpu = _on_gpu(config)
+    on_gpu = ranks_use_gpu(config)
     _check_attention(config, on_gpu)
     available = _available_memory()
     if available is not None:
@@ -400,18 +403,6 @@ def _check_attention(config: RunConfig, on_gpu: bool) -> None:
             f'model.attention: "{wanted}" needs the package flash-attn, which is not installed '
             'here; install it, or use "sdpa"'
         )
-
-
-def _on_gpu(config: RunConfig) -> bool:
-    """Will ranks here use a GPU? Told without CUDA: a process that has used it cannot be forked."""
-    if config.site.device != "auto":
-        return config.site.device == "cuda"
-    return machine_has_gpu()
-
-
-def machine_has_gpu() -> bool:
-    """Whether PyTorch may use a GPU here; told without CUDA, see `_on_gpu`."""
-    return torch.version.cuda is not None and Path("/proc/driver/nvidia/version").exists()
 
 
 def _available_memory() -> int | None:

@@ -60,6 +60,13 @@ def build_skeleton(
 
     config = copy.deepcopy(hf_config)
     config.use_cache = False
+    if attention == "sdpa" and getattr(config, "attn_logit_softcapping", None) is not None:
+        # Some releases of transformers leave the cap out instead of refusing.
+        raise ModelError(
+            f'model type "{hf_config.model_type}" caps attention logits '
+            f"(attn_logit_softcapping = {config.attn_logit_softcapping}), which attention "
+            f'"{attention}" cannot; set model.attention = "eager"'
+        )
     try:
         with torch.device(device):
             model = AutoModelForCausalLM.from_config(

@@ -102,6 +102,9 @@ def run(options: argparse.Namespace) -> int:
     if options.peer is not None and not options.calibrate:
         raise ConfigError("--peer: add --calibrate, which measures the link to it")
     config = None if options.run is None else load_run(options.run, options.overrides)
+    from dilocox.versions import check_versions
+
+    check_versions()
     tables = list(options.table)
     if options.calibrate:
         tables.append(_calibrate(config, options.peer, options.to or CALIBRATION))
