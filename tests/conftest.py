@@ -33,6 +33,7 @@ RUNS = (
     "e2e/test_readme.py",
     "e2e/test_record.py",
     "e2e/test_trace.py",
+    "e2e/test_versions.py",
     "e2e/test_wire_bytes.py",
     "models/test_sharded.py",
 )

@@ -44,14 +44,14 @@ def check_driver(config: RunConfig) -> None:
         text = KERNEL_MODULE.read_text(encoding="ascii", errors="replace")
     except OSError:
         return
-    driver = driver_version(text)
+    driver, cuda = driver_version(text), torch.version.cuda
     # NVIDIA's compatibility package lets an older driver run a newer CUDA: its library knows.
-    if driver_is_enough(driver, torch.version.cuda) or _newest_cuda() >= _major(torch.version.cuda):
+    if driver_is_enough(driver, cuda) or _newest_cuda() >= _major(cuda):
         return
     raise ConfigError(
-        f"NVIDIA driver {driver} is too old for this PyTorch, whose CUDA {torch.version.cuda} needs "
-        f"{LOWEST_DRIVER[_major(torch.version.cuda)]} or newer; install a PyTorch that fits the "
-        "driver (make clean setup chooses one, see docs/install.md), update the driver, or set "
+        f"NVIDIA driver {driver} is too old: PyTorch here is built for CUDA {cuda}, which needs "
+        f"driver {LOWEST_DRIVER[_major(cuda)]} or newer; install a build that fits the driver "
+        "(make clean setup chooses one, see docs/install.md), renew the driver, or set "
         'site.device = "cpu"'
     )
 

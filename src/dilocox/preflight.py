@@ -21,8 +21,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from dilocox import memory, storage
 from dilocox.assembly import Blueprint
 from dilocox.config import RunConfig, load_written

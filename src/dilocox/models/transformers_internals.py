@@ -1,4 +1,4 @@
-"""Names of transformers that dilocox uses beside the documented ones, and a check that all are there.
+"""Names of transformers that dilocox uses beside the documented ones, and a check for them.
 
 Releases from 5.17 on have them. A later release may not: `check` says so before a model is built.
 """
