@@ -197,6 +197,30 @@ def test_skipped_step_changes_no_bit(bad: float) -> None:
     assert same_bits(held, through)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("skip", [False, True])
+def test_matrices_are_updated_together_as_one_by_one(dtype: torch.dtype, skip: bool) -> None:
+    """To the bit what parameter - rate * decay * parameter - rate * update is, written out."""
+    shape, rate, decay = (7, 5), 0.037, 0.0123
+    own = [nn.Parameter(toy.value(f"own {n}", shape)) for n in range(3)]
+    with torch.no_grad():
+        own[0][0, 0], own[0][0, 1] = -0.0, 0.0
+    update = torch.stack([toy.value(f"update {n}", shape).T for n in range(3)]).mT.to(dtype)
+    skipped = torch.tensor(skip)
+    wanted = []
+    with torch.no_grad():
+        for parameter, each in zip(own, update, strict=True):
+            fresh = parameter * (1 - decay)
+            fresh.add_(each, alpha=-rate)
+            wanted.append(torch.where(skipped, parameter, fresh))
+        if skip:
+            update[1] = math.nan
+        kept = torch.where(skipped, 1.0, 1 - decay)
+        muon._update(own, update.masked_fill_(skipped, 0.0), kept, rate)
+    for parameter, each in zip(own, wanted, strict=True):
+        assert torch.equal(parameter.view(torch.int32), each.view(torch.int32))
+
+
 def test_state_goes_on_bit_for_bit_and_can_be_reset() -> None:
     through = parameters()
     optimizer = InnerOptimizer(through, INNER)

@@ -130,6 +130,7 @@ class Muon:
         Both are fp32 scalars on the parameters' device. Collective over the group.
         """
         skipped = skip.bool()
+        kept = torch.where(skipped, 1.0, 1 - learning_rate * self._weight_decay)
         for batch in self._batches:
             gradient = torch.stack([_gradient(p) for p in batch.parameters]).div_(divisor)
             momentum = batch.momentum.lerp(gradient, 1 - self._momentum)
@@ -137,10 +138,7 @@ class Muon:
             # A gradient that is not finite has spoiled all of this: it is computed and not taken.
             torch.where(skipped, batch.momentum, momentum, out=batch.momentum)
             rate = learning_rate * update_scale(*batch.shape)
-            for parameter, own in zip(batch.parameters, update, strict=True):
-                fresh = parameter * (1 - learning_rate * self._weight_decay)
-                fresh.add_(own, alpha=-rate)
-                parameter.copy_(torch.where(skipped, parameter, fresh))
+            _update(batch.parameters, update.masked_fill_(skipped, 0.0), kept, rate)
 
     def _orthonormal(self, update: Tensor, rows: int) -> Tensor:
         update = update.to(self._precision)
@@ -170,6 +168,19 @@ def _batch(
     held = tuple(parameters[name] for name in names)
     momentum = torch.zeros_like(torch.stack([parameter.detach() for parameter in held]))
     return _Batch(tuple(names), shape, held, momentum)
+
+
+def _update(parameters: Sequence[nn.Parameter], update: Tensor, kept: Tensor, rate: float) -> None:
+    """Multiply `parameters` by `kept`, an fp32 scalar; subtract `rate` times `update` [n, r, C].
+
+    In place: with `kept` 1 and an `update` of zeros every bit stays, so that a step can be skipped
+    without a copy of the parameters and without a wait for the device.
+    """
+    if update.device.type == "cuda":
+        # One kernel for many matrices asks for one dtype and one order in memory.
+        update = update.to(parameters[0].dtype, memory_format=torch.contiguous_format)
+    torch._foreach_mul_(parameters, kept)
+    torch._foreach_add_(parameters, update.unbind(), alpha=-rate)
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:
