@@ -77,10 +77,10 @@ def test_who_has_asked_for_gpus_may_have_spoiled_them_for_its_children(
     own_threads: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`torch.cuda.is_available()` alone does; where there is no GPU that is no matter."""
-    monkeypatch.setattr(launch.preflight, "machine_has_gpu", lambda: True)
+    monkeypatch.setattr(launch, "machine_has_gpu", lambda: True)
     launch.stay_forkable()
     monkeypatch.setattr(launch.torch.cuda, "_is_in_bad_fork", lambda: True)
     with pytest.raises(ConfigError, match="has used CUDA already"):
         launch.stay_forkable("cuda")
-    monkeypatch.setattr(launch.preflight, "machine_has_gpu", lambda: False)
+    monkeypatch.setattr(launch, "machine_has_gpu", lambda: False)
     launch.stay_forkable()

@@ -47,6 +47,7 @@ from dilocox.site import (
     start_site_group,
     use_expandable_segments,
 )
+from dilocox.site.affinity import stay_near
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """(logits [b, L, V], labels int64 [b, L]) -> scalar mean."""
@@ -157,6 +158,7 @@ def build_rank(
         keep_freed_memory()
     else:
         use_expandable_segments()
+    stay_near(device)
     mesh = start_site_group(
         config.site.stages,
         config.site.shards,

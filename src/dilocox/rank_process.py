@@ -53,6 +53,7 @@ from dilocox.record.store import Store
 from dilocox.record.windows import Windows, bound_of
 from dilocox.site import resolve_device
 from dilocox.site.flight_recorder import record_collectives
+from dilocox.site.garbage import Collector
 from dilocox.trainer import Stopped, Trainer
 
 log = logging.getLogger(__name__)
@@ -232,6 +233,7 @@ def _take_part(
         donor_pause=timeouts.entry,
         donor_patience=2 * timeouts.heartbeat,
         watch=rounds,
+        collector=Collector(),
         slope_batch=slope_batch(config, files, place.shard),
     )
     control.wait_while_role("enrolled")

@@ -30,6 +30,7 @@ from dilocox.outer.loop import OuterLoop
 from dilocox.outer.staging import staging_of
 from dilocox.record.inner import RoundWatch
 from dilocox.site import learning_rate
+from dilocox.site.garbage import PythonCollects
 
 log = logging.getLogger(__name__)
 
@@ -81,6 +82,7 @@ class Trainer:
     """Who looks on, so that rounds can be repeated and compared."""
     rounds_ended: int = 0
     """Rounds that this process has trained to their ends."""
+    collector: PythonCollects = field(default_factory=PythonCollects)
     slope_batch: tuple[torch.Tensor, torch.Tensor] | None = None
     """What the gate reads at a boundary; none without a gate that goes by slopes."""
 
@@ -140,6 +142,7 @@ class Trainer:
                 self.stop()
             if not started:
                 self.control.hurry()
+            self.collector.rest()
             if self.donors.busy or reply.plan is not None:
                 time.sleep(0.02)
 
@@ -209,6 +212,7 @@ class Trainer:
             if self.watch is not None:
                 self.watch.step(result.numbers, self.rank.live.values())
             self.meter.add(result, rate)
+            self.collector.step()
             self.control.touch()
 
     def tell_of_compilation(self) -> None:
@@ -358,6 +362,7 @@ class Trainer:
 
     def follow(self, newcomer: Newcomer) -> None:
         """See `Newcomer.follow`."""
+        self.collector.rest()
         newcomer.follow()
         self.counted_from = self.at.round
 

@@ -1,0 +1,66 @@
+"""The cores next to a rank's GPU: a rank that runs on another socket feeds its GPU more slowly."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+import torch
+
+log = logging.getLogger(__name__)
+
+PCI_DEVICES = Path("/sys/bus/pci/devices")
+
+
+def parse_cores(text: str) -> set[int]:
+    """Numbers of a list as Linux writes it, `0-3,8,10-11`. Raises `ValueError` for another text."""
+    found: set[int] = set()
+    for part in filter(None, text.strip().split(",")):
+        first, dash, last = part.partition("-")
+        found |= set(range(int(first), int(last if dash else first) + 1))
+    return found
+
+
+def nearest_cores(present: set[int], node: str, local: str) -> set[int] | None:
+    """The cores to keep of those that a process may use now; None: leave them as they are.
+
+    `node` and `local` are the texts of a PCI device's `numa_node` and `local_cpulist`. A process
+    never gets a core that it did not have, nor loses its last one. Raises `ValueError` for texts
+    that Linux does not write.
+    """
+    if int(node) < 0:
+        return None  # one node, or a machine that does not tell
+    kept = present & parse_cores(local)
+    return kept if kept and kept != present else None
+
+
+def pci_name(domain: int, bus: int, device: int) -> str:
+    """A PCI device's name below /sys/bus/pci/devices; a GPU is function 0."""
+    return f"{domain:04x}:{bus:02x}:{device:02x}.0"
+
+
+def stay_near(device: torch.device, devices: Path = PCI_DEVICES) -> set[int] | None:
+    """Keep the calling thread, and threads that it starts later, on the cores next to a GPU.
+
+    Returns the cores, None where nothing was changed: on CPUs, off Linux, and where the system does
+    not tell which cores are near. To be called after the number of threads was chosen.
+    """
+    if device.type != "cuda" or not hasattr(os, "sched_setaffinity"):
+        return None
+    found = torch.cuda.get_device_properties(device)
+    name = pci_name(found.pci_domain_id, found.pci_bus_id, found.pci_device_id)
+    try:
+        node, local = (
+            (devices / name / file).read_text(encoding="ascii")
+            for file in ("numa_node", "local_cpulist")
+        )
+        cores = nearest_cores(os.sched_getaffinity(0), node, local)
+        if cores is not None:
+            os.sched_setaffinity(0, cores)
+    except (OSError, ValueError) as error:
+        log.info("GPU %s: the cores next to it are not known (%s)", name, error)
+        return None
+    if cores is not None:
+        log.info("GPU %s: this rank stays on the %d cores next to it", name, len(cores))
+    return cores
