@@ -201,3 +201,21 @@ def test_tiny_copy_keeps_the_pattern_and_shrinks_the_rest() -> None:
     assert tiny.tie_word_embeddings == big.tie_word_embeddings
     assert count_parameters(tiny) < 10_000_000
     assert big.num_hidden_layers == 34
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_what_lies_before_and_after_the_layers(name: str) -> None:
+    config = small_config(name, tie_word_embeddings=False)
+    first, middle, last = (
+        build_chunk(config, spec, attention="sdpa", activation_checkpointing=False)
+        for spec in plan_cut(config, 3, 16)
+    )
+    assert first.embedding is first.lm.get_input_embeddings()
+    assert middle.embedding is last.embedding is None
+    assert first.closing == middle.closing == []
+    *before, head = last.closing
+    assert head is last.lm.get_output_embeddings()
+    assert before
+    parts = [*before, head, *last.layers]
+    held = sum(p.numel() for part in parts for p in part.parameters())
+    assert held == sum(p.numel() for p in last.parameters())

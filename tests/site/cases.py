@@ -449,6 +449,34 @@ def real_model(stages: int, shards: int, schedule: str) -> dict[str, Any]:
     return {"values": values, "names": sorted(model.local_tensors())}
 
 
+def model_types(shards: int, tied: bool) -> dict[str, list[float]]:
+    """Losses and norms of two steps of every tested model type, in one stage."""
+    from dilocox.models import build_chunk, materialise, open_weights, plan_cut, tied_pair
+    from tests.models.architectures import ARCHITECTURES, section, small_config
+
+    found = {}
+    for name in ARCHITECTURES:
+        hf_config = small_config(name, tie_word_embeddings=tied)
+        mesh = SiteMesh.create(1, shards, CPU)
+        source = open_weights(section(name, tie_word_embeddings=tied), hf_config, seed=3)
+        (spec,) = plan_cut(hf_config, 1, toy.LENGTH)
+        model = SiteModel(
+            [build_chunk(hf_config, spec, attention="sdpa", activation_checkpointing=False)],
+            lambda chunk, device, source=source: materialise(chunk, source, device),
+            mesh,
+            SiteSection(shards=shards, batch_size=4, micro_batch_size=1),
+            InnerSection(),
+            hidden_size=32,
+            tied=tied_pair(hf_config),
+        )
+        values = found.setdefault(name, [])
+        for step in range(2):
+            ids, labels = (rows_of(mesh.shard, shards, part) for part in toy.batch(4, seed=step))
+            result = model.inner_step(ids, labels, 0.01)
+            values += [result.loss, result.grad_norm]
+    return found
+
+
 def saved_buffers(stages: int, shards: int) -> dict[str, list[float]]:
     """What a rank of a model with router biases would publish of them after a step in bf16."""
     from dilocox.models import build_chunk, load_model_config, materialise, open_weights, plan_cut

@@ -89,6 +89,15 @@ def test_a_head_may_be_used_without_a_call(pool: Pool, stages: int) -> None:
             np.testing.assert_allclose(other["tensors"][name], tensor, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_shards_of_every_model_type_train_as_one_rank(pool: Pool, tied: bool) -> None:
+    (alone,) = pool.run(1, "tests.site.cases", "model_types", shards=1, tied=tied)
+    sharded = pool.run(2, "tests.site.cases", "model_types", shards=2, tied=tied)[0]
+    assert sharded.keys() == alone.keys()
+    for name, values in alone.items():
+        assert sharded[name] == pytest.approx(values, rel=1e-4), name
+
+
 def check_gradients(pool: Pool, ranks: int, setting: dict[str, Any]) -> None:
     results = pool.run(ranks, "tests.site.cases", "gradients", **setting)
     for result in results:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -48,7 +49,7 @@ def stay_near(device: torch.device, devices: Path = PCI_DEVICES) -> set[int] | N
     """
     if device.type != "cuda" or not hasattr(os, "sched_setaffinity"):
         return None
-    found = torch.cuda.get_device_properties(device)
+    found: Any = torch.cuda.get_device_properties(device)
     name = pci_name(found.pci_domain_id, found.pci_bus_id, found.pci_device_id)
     try:
         node, local = (

@@ -179,8 +179,8 @@ def _update(parameters: Sequence[nn.Parameter], update: Tensor, kept: Tensor, ra
     if update.device.type == "cuda":
         # One kernel for many matrices asks for one dtype and one order in memory.
         update = update.to(parameters[0].dtype, memory_format=torch.contiguous_format)
-    torch._foreach_mul_(parameters, kept)
-    torch._foreach_add_(parameters, update.unbind(), alpha=-rate)
+    torch._foreach_mul_(list(parameters), kept)
+    torch._foreach_add_(list(parameters), update.unbind(), alpha=-rate)
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:
