@@ -18,9 +18,20 @@ class CheckpointSection(Section):
     """How many are kept; two at least, as the newest may not be whole at every rank yet."""
     hugging_face: bool = False
     """Also write every checkpoint as a Hugging Face folder."""
+    published_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Of the weights in Hugging Face folders. `bf16`: fp32 is rounded, to nearest, ties to even."""
+    published_file_size: str = "5GB"
+    """Bytes of weights in one file of a Hugging Face folder, at most; a stage that has more writes
+    several."""
     store: str = "{run}/checkpoints"
     """Where they are kept, a folder or a URL that fsspec knows; `{run}` is the run's folder. A
     write over a network is tried again for `network.link_timeout`, beside the training."""
+
+    @field_validator("published_file_size")
+    @classmethod
+    def _size(cls, text: str) -> str:
+        parse_bytes(text)
+        return text
 
 
 class EvaluationSection(Section):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,13 @@ from dilocox.config import RunConfig, load_written
 from dilocox.data import TokenFiles
 from dilocox.errors import CheckpointError
 from dilocox.handover import MOMENTUM, Handover
-from dilocox.models import finish_model_folder, open_weights, stage_file_name, write_stage_file
+from dilocox.models import (
+    Published,
+    finish_model_folder,
+    open_weights,
+    stage_file_name,
+    write_stage_file,
+)
 from dilocox.outer.coordinator import events as e
 from dilocox.outer.coordinator.audit import union
 from dilocox.outer.coordinator.ledger import Ledger
@@ -57,7 +64,9 @@ def hand_over(folder: Path, target: Path, tick: int | None = None) -> Handover:
         whole = whole_state(config, whole_shapes, parts)
         name = stage_file_name(stage, len(shapes))
         tensors = whole["anchor"] | buffers[stage]
-        write_stage_file(target / name, tensors, blueprint.hf_config)
+        # fp32 in any case: the next run goes on from these values.
+        form = replace(Published.of(config), bf16=False)
+        write_stage_file(target / name, tensors, blueprint.hf_config, form)
         momenta |= whole["momentum"]
     finish_model_folder(target, blueprint.hf_config, files.tokenizer_folder, config.model.revision)
     save_file(momenta, target / MOMENTUM)

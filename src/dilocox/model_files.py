@@ -57,14 +57,18 @@ def _copy(source: Path, target: Path, dtype: str) -> None:
     import torch
     from safetensors.torch import load_file, save_file
 
+    from dilocox.compression.rounding import round_to_bf16
+
     chosen = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
     total = 0
     for file in sorted(source.iterdir()):
         if file.suffix == ".safetensors":
-            tensors = {
-                name: tensor.to(chosen) if tensor.is_floating_point() else tensor
-                for name, tensor in load_file(file).items()
-            }
+            tensors = load_file(file)
+            for name, tensor in tensors.items():
+                # One tensor at a time: a file may hold gigabytes.
+                if tensor.is_floating_point() and tensor.dtype != chosen:
+                    as_bf16 = chosen == torch.bfloat16
+                    tensors[name] = round_to_bf16(tensor.float()) if as_bf16 else tensor.to(chosen)
             total += sum(tensor.nbytes for tensor in tensors.values())
             save_file(tensors, target / file.name, metadata={"format": "pt"})
         elif file.name == "config.json":

@@ -21,7 +21,12 @@ from dilocox.config import RunConfig
 from dilocox.data import TokenFiles
 from dilocox.errors import CheckpointError, DilocoxError, RunOverError
 from dilocox.handover import MOMENTUM as OUTER_MOMENTUM
-from dilocox.models import finish_model_folder, stage_file_name, write_stage_file
+from dilocox.models import (
+    Published,
+    finish_model_folder,
+    stage_file_name,
+    write_stage_file,
+)
 from dilocox.outer.anchor_state import copy_anchor
 from dilocox.outer.coordinator.client import CoordinatorClient
 from dilocox.outer.coordinator.messages import Checkpoint, ExchangeKey, RoundPlan, SiteStatus
@@ -63,7 +68,7 @@ class Keeper:
         self._touch = touch
         self._record = record
         self._config = config
-        self._files = files
+        self._files, self._form = files, Published.of(config)
         self._shared = shared
         """All sites write to one run folder: only one publishes the model."""
         self._root = config.checkpoint_store
@@ -176,7 +181,8 @@ class Keeper:
             raise CheckpointError(problem)
         if mine:
             files = other_files(folder)
-            record_state(self._record, "final", plan.round, rank, self._touch, files)
+            form = self._form
+            record_state(self._record, "final", plan.round, rank, self._touch, files, form=form)
 
     def _export(self, rank: Rank, folder: Path) -> str:
         """Write a Hugging Face folder; why that failed at any rank of the site, or nothing."""
@@ -184,7 +190,7 @@ class Keeper:
 
         def stage() -> None:
             name = stage_file_name(rank.place.stage, rank.mesh.stages)
-            write_stage_file(folder / name, tensors, config)
+            write_stage_file(folder / name, tensors, config, self._form)
 
         def rest() -> None:
             tokenizer, revision = self._files.tokenizer_folder, self._config.model.revision
@@ -439,9 +445,11 @@ def record_state(
     touch: Callable[[], None],
     files: Mapping[str, str] | None = None,
     momentum: bool = False,
+    form: Published | None = None,
 ) -> None:
     """Sign, if the run is recorded, what anchor the site holds; with `momentum` what outer
-    momentum, too. Collective over the site. `touch`: as for `living`, while it is kept.
+    momentum, too. Collective over the site. `touch`: as for `living`, while it is kept. `form`:
+    in which it was published.
 
     Hashing and keeping the state of a large stage takes longer than a collective may last.
     """
@@ -457,7 +465,8 @@ def record_state(
         keeping = None
         if rank.place.shard == 0:
             told = files if rank.place.leads else None
-            keeping = begun(lambda: record.state(kind, round_, tensors, told))
+            rounded = form.converted if form is not None and form.bf16 else None
+            keeping = begun(lambda: record.state(kind, round_, tensors, told, rounded))
         wait_together(rank.mesh, keeping, touch)
 
 

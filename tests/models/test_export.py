@@ -14,6 +14,7 @@ from dilocox.config import ModelSection
 from dilocox.errors import CheckpointError
 from dilocox.models import (
     ModelChunk,
+    Published,
     finish_model_folder,
     load_model_config,
     open_weights,
@@ -295,3 +296,98 @@ def test_a_stage_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     with pytest.raises((CheckpointError, OSError)):
         write_stage_file(path, {"model.norm.weight": torch.zeros(32)}, config)
     assert path.read_bytes() == before
+
+
+# --- in files of a size, and in bf16 ---
+
+
+def _split(
+    folder: Path, name: str, form: Published, stages: int = 2
+) -> tuple[Any, dict[str, torch.Tensor]]:
+    """A model whose stages are written in `form`; its configuration and what was written."""
+    config = small_config(name)
+    model = reference_model(config, seed=3)
+    chunks = cut_model(config, stages, StateSource(model))
+    for chunk in chunks:
+        path = folder / stage_file_name(chunk.spec.index, chunk.spec.count)
+        write_stage_file(path, _whole_tensors(chunk), config, form)
+    return config, {k: v for each in chunks for k, v in _whole_tensors(each).items()}
+
+
+@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe", "phi3", "gpt_neox"])
+def test_a_stage_may_have_several_files(name: str, bf16: bool, tmp_path: Path) -> None:
+    form = Published(bf16, 20_000)
+    config, whole = _split(tmp_path, name, form)
+    finish_model_folder(tmp_path, config, None)
+    files = sorted(tmp_path.glob("*.safetensors"))
+    assert len(files) > 4
+    assert [path.name for path in files] == [
+        stage_file_name(n, len(files)) for n in range(len(files))
+    ]
+    for path in files:
+        with safe_open(path, framework="pt") as file:
+            sizes = [file.get_tensor(key).nbytes for key in file.keys()]  # noqa: SIM118
+        assert sum(sizes) <= form.file_bytes or len(sizes) == 1
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert set(index["weight_map"].values()) == {path.name for path in files}
+    said = json.loads((tmp_path / "config.json").read_text())["dtype"]
+    assert said == ("bfloat16" if bf16 else "float32")
+    source = open_weights(ModelSection(path=str(tmp_path)), config, 0)
+    for key, tensor in whole.items():
+        expected = tensor.to(torch.bfloat16).float() if bf16 else tensor
+        assert torch.equal(source.tensor(key), expected), key
+
+
+def test_a_limit_that_all_fits_changes_nothing(tmp_path: Path) -> None:
+    whole, split = tmp_path / "whole", tmp_path / "split"
+    for folder, form in ((whole, None), (split, Published(file_bytes=10**6))):
+        config = small_config("qwen3")
+        chunks = cut_model(config, 2, StateSource(reference_model(config, seed=3)))
+        for chunk in chunks:
+            path = folder / stage_file_name(chunk.spec.index, chunk.spec.count)
+            write_stage_file(path, _whole_tensors(chunk), config, form)
+        finish_model_folder(folder, config, None)
+    found = [
+        {path.name: path.read_bytes() for path in folder.iterdir()} for folder in (whole, split)
+    ]
+    assert found[0] == found[1]
+    assert stage_file_name(1, 2) in found[0]
+
+
+def test_a_model_is_published_again_in_the_same_folder(tmp_path: Path) -> None:
+    """Whether the first time was finished, or broke off between two names."""
+    form = Published(file_bytes=20_000)
+    config, whole = _split(tmp_path, "qwen3", form)
+    finish_model_folder(tmp_path, config, None)
+    names = sorted(path.name for path in tmp_path.iterdir())
+    (tmp_path / "model.safetensors.index.json").unlink()
+    (tmp_path / names[3]).unlink()
+    _split(tmp_path, "qwen3", form)
+    finish_model_folder(tmp_path, config, None)
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
+    source = open_weights(ModelSection(path=str(tmp_path)), config, 0)
+    assert all(torch.equal(source.tensor(key), tensor) for key, tensor in whole.items())
+
+
+def test_no_more_than_a_file_is_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tensors of a file are rounded when it is written, not all of them before."""
+    import safetensors.torch
+
+    events: list[str] = []
+    save, converted = safetensors.torch.save_file, Published.converted
+
+    def saved(*given: Any, **named: Any) -> None:
+        events.append("file")
+        save(*given, **named)
+
+    def rounded(form: Published, tensor: torch.Tensor) -> torch.Tensor:
+        events.append("tensor")
+        return converted(form, tensor)
+
+    monkeypatch.setattr(safetensors.torch, "save_file", saved)
+    monkeypatch.setattr(Published, "converted", rounded)
+    _split(tmp_path, "qwen3", Published(bf16=True, file_bytes=10_000), stages=1)
+    assert events.count("file") > 4
+    runs = "".join(event[0] for event in events).split("f")
+    assert max(map(len, runs)) < events.count("tensor") / 3

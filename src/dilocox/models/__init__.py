@@ -10,7 +10,12 @@ transformers is imported only when one of them is called.
 from dilocox.models.architecture import load_model_config
 from dilocox.models.chunk import ModelChunk, build_chunk
 from dilocox.models.cut import ChunkSpec, plan_cut
-from dilocox.models.export import finish_model_folder, stage_file_name, write_stage_file
+from dilocox.models.export import (
+    Published,
+    finish_model_folder,
+    stage_file_name,
+    write_stage_file,
+)
 from dilocox.models.materialise import materialise
 from dilocox.models.probe import probe_cut, probe_weights
 from dilocox.models.skeleton import count_parameters, tied_pair
@@ -19,6 +24,7 @@ from dilocox.models.source import WeightSource, open_weights
 __all__ = [
     "ChunkSpec",
     "ModelChunk",
+    "Published",
     "WeightSource",
     "build_chunk",
     "count_parameters",

@@ -1,6 +1,6 @@
 """Chunks back to one Hugging Face folder.
 
-Every stage writes one file (`write_stage_file`), from its own rank, into a new folder; then one
+Every stage writes its files (`write_stage_file`), from its own rank, into a new folder; then one
 rank completes the folder (`finish_model_folder`). The index is written last: a folder without it is
 not finished, and transformers does not load it.
 """
@@ -13,12 +13,16 @@ import os
 import shutil
 import tempfile
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from dilocox.compression.rounding import round_to_bf16
+from dilocox.config import RunConfig
+from dilocox.config_section import parse_bytes
 from dilocox.errors import CheckpointError
 from dilocox.models.architecture import one_line
 from dilocox.models.pretrained import INDEX_FILE, find_recipes
@@ -28,6 +32,8 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 _STAGE_FILES = "model-*-of-*.safetensors"
+_PART = "-part-"
+"""Before the number of a stage's file, where a stage has several and they have no names yet."""
 _TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -49,36 +55,97 @@ def stage_file_name(index: int, count: int) -> str:
     return f"model-{index + 1:05d}-of-{count:05d}.safetensors"
 
 
+@dataclass(frozen=True)
+class Published:
+    """In which form a model is published."""
+
+    bf16: bool = False
+    """fp32 tensors are rounded to bf16, to nearest, ties to even."""
+    file_bytes: int = 5 * 10**9
+    """Bytes of tensors in a file, at most; a larger tensor has a file of its own."""
+
+    @classmethod
+    def of(cls, config: RunConfig) -> Published:
+        """As `[checkpoint]` of a run file asks for."""
+        kept = config.checkpoint
+        return cls(kept.published_dtype == "bf16", parse_bytes(kept.published_file_size))
+
+    def converted(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor as it is published, contiguous."""
+        tensor = tensor.contiguous()
+        rounds = self.bf16 and tensor.dtype == torch.float32
+        return round_to_bf16(tensor) if rounds else tensor
+
+    def bytes_of(self, tensor: torch.Tensor) -> int:
+        """Bytes of a tensor as it is published."""
+        half = self.bf16 and tensor.dtype == torch.float32
+        return tensor.numel() * (2 if half else tensor.element_size())
+
+
 def write_stage_file(
-    path: Path, tensors: Mapping[str, torch.Tensor], hf_config: PretrainedConfig
+    path: Path,
+    tensors: Mapping[str, torch.Tensor],
+    hf_config: PretrainedConfig,
+    form: Published | None = None,
 ) -> None:
-    """Write whole tensors, by their full names, as safetensors; atomic.
+    """Write whole tensors, by their full names, as safetensors; each file is atomic.
 
     Names and layout are those that `save_pretrained` would write. The copy of a tied pair is left
-    out. Raises `CheckpointError` if the file cannot be written.
+    out. What is more than a file may hold goes into several files beside `path`, which
+    `finish_model_folder` names. Memory: beside `tensors`, one file's worth of copies, and what the
+    model type joins or divides, since one stored tensor may be made of several.
+    Raises `CheckpointError` if a file cannot be written.
     """
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
+    form = form or Published()
     model = build_skeleton(hf_config)
     pair = tied_names(model)
     whole = {
-        name: tensor.detach().cpu().contiguous()
+        name: tensor.detach().cpu()
         for name, tensor in tensors.items()
         if pair is None or name != pair[1]
     }
     published = _published(model, whole)
-    temporary = path.with_name(f".{path.name}.part")
+    groups = _groups(published, form)
+    files = [path] if len(groups) == 1 else [_part(path, number) for number in range(len(groups))]
+    current = path
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        save_file(published, temporary, metadata={"format": "pt"})
-        os.replace(temporary, path)
+        for current, names in zip(files, groups, strict=True):
+            temporary = current.with_name(f".{current.name}.part")
+            group = {name: form.converted(published.pop(name)) for name in names}
+            # Parts of one tensor may share memory, which the format does not allow.
+            save_file(_unshared(group), temporary, metadata={"format": "pt"})
+            os.replace(temporary, current)
+        for stale in {path, *path.parent.glob(f"{path.stem}{_PART}*{path.suffix}")} - {*files}:
+            stale.unlink(missing_ok=True)
     except (OSError, SafetensorError) as error:
-        temporary.unlink(missing_ok=True)
+        current.with_name(f".{current.name}.part").unlink(missing_ok=True)
         raise CheckpointError(
-            f"{path}: cannot be written ({one_line(error)}); free disk space or choose another "
+            f"{current}: cannot be written ({one_line(error)}); free disk space or choose another "
             "folder"
         ) from None
+
+
+def _part(path: Path, number: int) -> Path:
+    """The file of a part of what does not fit into one file, until the folder is finished."""
+    return path.with_name(f"{path.stem}{_PART}{number + 1:05d}{path.suffix}")
+
+
+def _groups(tensors: Mapping[str, torch.Tensor], form: Published) -> list[list[str]]:
+    """Names by file, in order."""
+    groups: list[list[str]] = [[]]
+    size = 0
+    for name, tensor in tensors.items():
+        own = form.bytes_of(tensor)
+        if groups[-1] and size + own > form.file_bytes:
+            groups.append([])
+            size = 0
+        groups[-1].append(name)
+        size += own
+    return groups
 
 
 def finish_model_folder(
@@ -94,6 +161,7 @@ def finish_model_folder(
     Raises `CheckpointError` if a tensor of the model is missing, stored twice or unknown.
     """
     model = build_skeleton(hf_config)
+    _name_parts(folder)
     stored, sizes, dtypes = _read_headers(folder)
     _check_complete(folder, model, stored)
     files: list[Path] = []
@@ -123,9 +191,8 @@ def _published(model: nn.Module, tensors: dict[str, torch.Tensor]) -> dict[str, 
     """`tensors` under the names, and in the parts, of a published checkpoint of this type."""
     from transformers.core_model_loading import revert_weight_conversion
 
-    reverted = revert_weight_conversion(model, tensors)
-    # Parts of one tensor may share memory, which the format does not allow.
-    return {name: tensor.contiguous() for name, tensor in _unshared(reverted).items()}
+    found: dict[str, torch.Tensor] = revert_weight_conversion(model, tensors)
+    return dict(found)
 
 
 def _unshared(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -136,6 +203,28 @@ def _unshared(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         result[name] = tensor.clone() if storage in seen and tensor.numel() else tensor
         seen.add(storage)
     return result
+
+
+def _name_parts(folder: Path) -> None:
+    """Number all files of all stages, if some stage has several.
+
+    Files of an earlier model of as many files go: that model was finished here, or nearly.
+    """
+    files = sorted(folder.glob(_STAGE_FILES))
+    parts = [path for path in files if _PART in path.stem]
+    if not parts:
+        return
+    count = parts[0].stem.partition(_PART)[0].rpartition("-")[2]
+    current = [path for path in files if path in parts or path.stem.endswith(f"-of-{count}")]
+    final = [folder / stage_file_name(n, len(current)) for n in range(len(current))]
+    try:
+        (folder / INDEX_FILE).unlink(missing_ok=True)
+        for path, target in zip(current, final, strict=True):
+            os.replace(path, target)
+    except OSError as error:
+        raise CheckpointError(
+            f"{folder}: its files cannot be renamed ({one_line(error)}); write the model again"
+        ) from None
 
 
 def _read_headers(folder: Path) -> tuple[dict[str, str], dict[str, int], set[str]]:

@@ -5,6 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from dilocox.compression.rounding import round_to_bf16
+
+__all__ = ["MOMENTUM_DTYPES", "as_kept", "nesterov_step", "round_to_bf16"]
+
 MOMENTUM_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 """By their names in run files and records."""
 
@@ -33,14 +37,3 @@ def nesterov_step(
 def as_kept(momentum: Tensor, dtype: torch.dtype) -> Tensor:
     """An outer momentum, flat fp32, as it is kept in `dtype`: fp32 (itself) or bf16."""
     return momentum if dtype == torch.float32 else round_to_bf16(momentum)
-
-
-def round_to_bf16(values: Tensor) -> Tensor:
-    """fp32 to bf16, to nearest, ties to even; NaN excepted. Subnormal values too.
-
-    By integers, since processors differ: some instructions for it take subnormal values for zero
-    (Intel's VCVTNEPS2BF16, by its manual).
-    """
-    bits = values.view(torch.int32)
-    up = bits.bitwise_right_shift(16).bitwise_and_(1).add_(0x7FFF)
-    return up.add_(bits).bitwise_right_shift_(16).to(torch.int16).view(torch.bfloat16)

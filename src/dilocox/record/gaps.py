@@ -34,7 +34,7 @@ def gaps(course: Course) -> list[str]:
     found += _torn(course)
     for kind in ("initial", "final"):
         for stage in range(course.stages):
-            roots = {state.root for state in course.state(kind, stage)}
+            roots = {(state.root, state.published) for state in course.state(kind, stage)}
             if len(roots) != 1:
                 found.append(f"stage {stage}: {len(roots)} different {kind} states are signed")
     return found

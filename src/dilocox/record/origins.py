@@ -6,7 +6,7 @@ cannot be replayed any more, and the replay of the rest takes the window's start
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 from dilocox.codec_spec import parse_spec
 from dilocox.errors import RecordError
 from dilocox.outer.optimizer import MOMENTUM_DTYPES
+from dilocox.record.claims import NotRunError
 from dilocox.record.course import Course, Step
 from dilocox.record.digests import TensorDigest
 from dilocox.record.replay import (
@@ -119,6 +120,41 @@ def origin_of(
         if whole and all(found.holds(step) for step in steps):
             return found
     raise MissingError(f"payloads of {steps[-1].key.text} are in no store")
+
+
+def origins_of(course: Course, has: Has, get: Get) -> dict[tuple[int, int], Origin]:
+    """By (stage, shard) where replays begin of a run whose `record.keep` lets old payloads go; of
+    the others with theta_0.
+
+    Raises `NotRunError` if more is gone than that, `RecordError` for what is damaged.
+    """
+    lost = lost_payloads(course, has, get)
+    last = max((step.key.round for step in course.steps.values()), default=0)
+    found = {}
+    for place in ((n, shard) for n in range(course.stages) for shard in range(course.shards)):
+        try:
+            origin = origin_of(course, *place, lost, has, get)
+        except MissingError as error:
+            raise NotRunError(f"{error}; name more stores with --store") from None
+        if origin is None:
+            continue
+        found[place] = origin
+        if isinstance(course.keep, int) and origin.state.round > last - course.keep:
+            raise NotRunError(
+                f"payloads before round {origin.state.round} are in no store, where the newest "
+                f"{course.keep} rounds should be (record.keep); name more stores with --store"
+            )
+    return found
+
+
+def replays(origins: Mapping[tuple[int, int], Origin], digest: str, step: Step) -> bool:
+    """Whether the replay of some shard needs the payload of this SHA-256 of a step."""
+    own = [
+        origins.get((step.key.stage, int(place.rsplit("/", 1)[1])))
+        for place, each in step.payloads.items()
+        if each == digest
+    ]
+    return any(origin is None or not origin.holds(step) for origin in own)
 
 
 def origin_before(

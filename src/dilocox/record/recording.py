@@ -171,12 +171,13 @@ class RankRecord:
         round_: int,
         tensors: Mapping[str, Tensor],
         files: Mapping[str, str] | None = None,
+        rounded: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         """Sign that this rank's stage holds `tensors`, whole and in model order, after `round_`.
 
         Of `kind` "initial" the tensors are kept, of "final" their digests alone, with those of the
-        published folder's other `files` (SHA-256 by name). What cannot be kept or said is warned
-        of.
+        published folder's other `files` (SHA-256 by name). `rounded`: what a tensor was published
+        as, if not as it is; its digests are signed, too. What cannot be kept or said is warned of.
         """
         try:
             with timeline.span("record state"):
@@ -188,6 +189,10 @@ class RankRecord:
                 listing = self._store.put(listing_of(digests))
                 author, rank = self._author, self._author.rank
                 subjects = {"state": stage_root(digests).hex(), "tensors": listing}
+                if rounded is not None:
+                    shown = [tensor_digest(name, rounded(each)) for name, each in tensors.items()]
+                    subjects["published"] = stage_root(shown).hex()
+                    subjects["published-tensors"] = self._store.put(listing_of(shown))
                 said = {
                     "site": rank.site,
                     "stage": rank.stage,

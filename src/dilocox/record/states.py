@@ -34,6 +34,9 @@ class State:
     """Of `final`: SHA-256 of the published folder's other files, by name."""
     number: int
     """Which statement of the log this is, from 0."""
+    published: tuple[str, str] | None = None
+    """Of `final`, published in another dtype: root and list of the tensors as they were published,
+    as `root` and `listing` are of the state."""
 
     @classmethod
     def of(cls, statement: s.Statement, number: int) -> State:
@@ -48,6 +51,11 @@ class State:
                 listing=_digest(subjects["tensors"]),
                 files={str(name): _digest(one) for name, one in said.get("files", {}).items()},
                 number=number,
+                published=(
+                    (_digest(subjects["published"]), _digest(subjects["published-tensors"]))
+                    if "published" in subjects
+                    else None
+                ),
             )
 
 

@@ -227,13 +227,18 @@ class _Verification:
 
     def payloads(self) -> str:
         """Everything that a replay needs is there."""
+        from dilocox.record.origins import origins_of, replays
         from dilocox.record.replay import behind, payloads_of
 
         course = self._need(c.LOG, c.SIGNATURES)
         steps = payloads_of(course)
         if course.keep != "all":
-            self.origins = self._origins(course)
-            steps = {digest: step for digest, step in steps.items() if self._replays(digest, step)}
+            self.origins = origins_of(course, self.stores.has, self._get)
+            steps = {
+                digest: step
+                for digest, step in steps.items()
+                if replays(self.origins, digest, step)
+            }
         wanted = {digest: f"payload of {step.key.text}" for digest, step in steps.items()}
         for origin in self.origins.values():
             for each in origin.tensors.values():
@@ -241,6 +246,8 @@ class _Verification:
         for stage in range(course.stages):
             for state in course.state("final", stage)[-1:]:
                 wanted[state.listing] = f"list of stage {stage}'s final tensors"
+                if state.published is not None:
+                    wanted[state.published[1]] = f"list of stage {stage}'s published tensors"
             for state in course.state("initial", stage)[-1:]:
                 for each in self._listing(state):
                     wanted[each.sha256] = f"theta_0, {each.name}"
@@ -255,37 +262,6 @@ class _Verification:
                     wanted[more] = f"part of a payload of {steps[digest].key.text}"
                     left.append(more)
         return f"{len(wanted)} objects, {size / 1e6:.1f} MB{self._since()}"
-
-    def _origins(self, course: Course) -> dict[tuple[int, int], Origin]:
-        """Where the replays begin of a run whose `record.keep` lets old payloads go."""
-        from dilocox.record.origins import lost_payloads, origin_of
-
-        lost = lost_payloads(course, self.stores.has, self._get)
-        found = {}
-        last = max((step.key.round for step in course.steps.values()), default=0)
-        for place in ((n, shard) for n in range(course.stages) for shard in range(course.shards)):
-            try:
-                origin = origin_of(course, *place, lost, self.stores.has, self._get)
-            except MissingError as error:
-                raise NotRunError(f"{error}; name more stores with --store") from None
-            if origin is None:
-                continue
-            found[place] = origin
-            if isinstance(course.keep, int) and origin.state.round > last - course.keep:
-                raise NotRunError(
-                    f"payloads before round {origin.state.round} are in no store, where the newest "
-                    f"{course.keep} rounds should be (record.keep); name more stores with --store"
-                )
-        return found
-
-    def _replays(self, digest: str, step: Step) -> bool:
-        """Whether the replay of some shard needs a payload of a step."""
-        origins = [
-            self.origins.get((step.key.stage, int(place.rsplit("/", 1)[1])))
-            for place, each in step.payloads.items()
-            if each == digest
-        ]
-        return any(origin is None or not origin.holds(step) for origin in origins)
 
     def _since(self) -> str:
         """Which rounds a replay covers, if not all."""
@@ -321,12 +297,13 @@ class _Verification:
     def _get(self, digest: str) -> bytes:
         return self.stores.get(digest)
 
-    def _listing(self, state: State) -> list[TensorDigest]:
-        """Tensors of a signed state."""
+    def _listing(self, state: State, form: tuple[str, str] | None = None) -> list[TensorDigest]:
+        """Tensors of a signed state; `form`: as it was published (see `State.published`)."""
         from dilocox.record.replay import read_listing
 
         try:
-            return read_listing(self._get, state.listing, state.root)
+            root, listing = (state.root, state.listing) if form is None else form
+            return read_listing(self._get, listing, root)
         except MissingError as error:
             raise NotRunError(
                 f"list of stage {state.stage}'s {state.kind} tensors: {error}; name site "
@@ -342,7 +319,7 @@ class _Verification:
                 "step; there are no outer steps, and gradients are not kept"
             )
         self._need(c.COMPLETE, c.PAYLOADS)
-        from dilocox.record.replay import Stage, digests_of, replay_stage
+        from dilocox.record.replay import Stage, replay_stage
 
         done = 0
         total = len(course.steps) * course.shards
@@ -356,7 +333,7 @@ class _Verification:
             state = course.state("initial", number)[-1]
             stage = Stage.of(course, number, self._listing(state))
             whole = replay_stage(course, stage, self._get, count, self._replay_of(stage, count))
-            self._compare(course.state("final", number)[-1], digests_of(whole))
+            self._compare(course.state("final", number)[-1], whole)
         stages = f"{course.stages} stages"
         if self.origins:
             return f"outer steps of {stages}{self._since()}, equal bit for bit"
@@ -379,15 +356,27 @@ class _Verification:
 
         return replay
 
-    def _compare(self, signed: State, found: list[TensorDigest]) -> None:
+    def _compare(self, signed: State, whole: dict[str, Tensor]) -> None:
+        """What was signed of a final state, and of its published form, against a replay's."""
+        from dilocox.compression.rounding import round_to_bf16
         from dilocox.record.digests import stage_root
+        from dilocox.record.replay import digests_of
 
-        if stage_root(found).hex() == signed.root:
+        root = stage_root(digests_of(whole)).hex()
+        if root != signed.root:
+            raise RecordError(
+                f"stage {signed.stage}: the payloads lead to state {root[:12]}…, "
+                f"{signed.site} has signed {signed.root[:12]}…"
+            )
+        if signed.published is None:
             return
-        raise RecordError(
-            f"stage {signed.stage}: the payloads lead to state {stage_root(found).hex()[:12]}…, "
-            f"{signed.site} has signed {signed.root[:12]}…"
-        )
+        rounded = {name: round_to_bf16(tensor) for name, tensor in whole.items()}
+        root = stage_root(digests_of(rounded)).hex()
+        if root != signed.published[0]:
+            raise RecordError(
+                f"stage {signed.stage}: the final state, rounded to bf16, is {root[:12]}…, "
+                f"{signed.site} has signed {signed.published[0][:12]}… as published"
+            )
 
     def model(self) -> str:
         """The published folder is the final state."""
@@ -418,6 +407,7 @@ class _Verification:
 
     def _tensors(self, folder: Path, states: Sequence[State]) -> tuple[int, list[str]]:
         """How many tensors of `folder` are those that were signed, and which ones nobody has."""
+        from dilocox.compression.rounding import is_bf16, round_to_bf16
         from dilocox.config import ModelSection
         from dilocox.models import load_model_config
         from dilocox.models.pretrained import PretrainedWeights, stored_names
@@ -425,7 +415,7 @@ class _Verification:
         from dilocox.record.weights import check_weights
 
         try:
-            signed = [each for state in states for each in self._listing(state)]
+            signed = [each for state in states for each in self._listing(state, state.published)]
         except RecordError:
             self._need(c.PAYLOADS)
             raise
@@ -435,7 +425,10 @@ class _Verification:
             raise RecordError(f"{folder}: {weights.strays[0]} is stored there, none of the model's")
         for number, each in enumerate(signed):
             self.progress("comparing the model", number / len(signed))
-            if tensor_digest(each.name, weights.tensor(each.name)) != each:
+            found = weights.tensor(each.name)
+            if each.dtype == "bfloat16" and is_bf16(found):
+                found = round_to_bf16(found)
+            if tensor_digest(each.name, found) != each:
                 raise RecordError(f"{folder}: {each.name} is not the one that was signed")
         known = {each.name for each in signed}
         return len(signed), [name for name in weights.names if name not in known]
