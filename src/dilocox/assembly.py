@@ -26,6 +26,7 @@ from dilocox.models import (
     materialise,
     open_weights,
     plan_cut,
+    read_rows,
     tied_pair,
 )
 from dilocox.outer.admission.gate import Gate
@@ -251,6 +252,11 @@ class _Watched:
         """See `WeightSource`."""
         self.progress()
         return self.source.tensor(full_name)
+
+    def rows(self, full_name: str, rows: range) -> torch.Tensor:
+        """See `RowSource`."""
+        self.progress()
+        return read_rows(self.source, full_name, rows)
 
 
 def build_states(config: RunConfig, rank: Rank) -> list[PieceState]:

@@ -19,7 +19,7 @@ from dilocox.models.export import (
 from dilocox.models.materialise import materialise
 from dilocox.models.probe import probe_cut, probe_weights
 from dilocox.models.skeleton import count_parameters, tied_pair
-from dilocox.models.source import WeightSource, open_weights
+from dilocox.models.source import WeightSource, open_weights, read_rows
 
 __all__ = [
     "ChunkSpec",
@@ -35,6 +35,7 @@ __all__ = [
     "plan_cut",
     "probe_cut",
     "probe_weights",
+    "read_rows",
     "stage_file_name",
     "tied_pair",
     "write_stage_file",

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from dilocox.models.chunk import ModelChunk
-from dilocox.models.source import WeightSource, initialise_module
+from dilocox.models.source import WeightSource, initialise_module, read_rows
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -18,8 +18,8 @@ def materialise(chunk: ModelChunk, source: WeightSource, device: torch.device | 
     """Give a chunk built on the meta device its memory on `device` and its values, in place.
 
     Also for a chunk (and layers) that `fully_shard` was applied to: each rank then fills its own
-    shard. Beside what the chunk holds, at most one whole tensor of the model is in memory. The
-    compute is local; nothing is sent between ranks.
+    shard, and reads its own rows alone where the source can. Beside what the chunk holds, at most
+    one whole tensor of the model is in memory. The compute is local; nothing is sent between ranks.
 
     Raises `ModelError` from `source`.
     """
@@ -34,10 +34,39 @@ def materialise(chunk: ModelChunk, source: WeightSource, device: torch.device | 
     state = chunk.state_dict(keep_vars=True)
     with torch.no_grad():
         for local, full in chunk.full_names().items():
-            value = source.tensor(full)
-            _local(state[local]).copy_(local_part(state[local], value))
+            rows = own_rows(state[local])
+            if rows is None:
+                value = local_part(state[local], source.tensor(full))
+            elif rows:
+                value = read_rows(source, full, rows)
+            else:
+                continue
+            _local(state[local]).copy_(value)
             del value
     _fill_computed_buffers(chunk)
+
+
+def own_rows(target: torch.Tensor) -> range | None:
+    """Rows of the whole tensor that this rank holds of a `target` that is cut along its rows alone;
+    none if it is not cut, or otherwise."""
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    if not isinstance(target, DTensor) or target.dim() == 0:
+        return None
+    if not any(isinstance(placement, Shard) for placement in target.placements):
+        return None
+    coordinate, rows = target.device_mesh.get_coordinate(), range(target.shape[0])
+    if coordinate is None:
+        return rows[:0]
+    for dim, placement in enumerate(target.placements):
+        # Kinds of `Shard` that lay rows out in another order are classes of their own.
+        if type(placement) is Shard and placement.dim == 0:
+            # As `torch.chunk` cuts: the last ranks may have fewer rows, or none.
+            run = -(-len(rows) // target.device_mesh.size(dim))
+            rows = rows[coordinate[dim] * run : (coordinate[dim] + 1) * run]
+        elif not isinstance(placement, Replicate):
+            return None
+    return rows
 
 
 def local_part(target: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

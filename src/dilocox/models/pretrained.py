@@ -8,7 +8,7 @@ that no rank reads more than it keeps.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
@@ -103,12 +103,34 @@ class PretrainedWeights:
         if self._tied is not None and full_name in self._tied:
             self._check_tied(*self._tied)
         value = self._make(recipe, full_name)
-        if value.shape != self._shapes[full_name]:
+        self._check_shape(full_name, value.shape)
+        return value.float() if value.is_floating_point() else value
+
+    def rows(self, full_name: str, rows: range) -> torch.Tensor:
+        """See `RowSource`. Raises as `tensor`.
+
+        Rows of a stored tensor are read and converted alone. A tensor that transformers makes from
+        others (fused projections, experts) is made as a whole and cut: its conversions are of whole
+        tensors.
+        """
+        recipe = self._recipes.get(full_name)
+        if recipe is None or recipe.converter is not None:
+            return self.tensor(full_name)[rows.start : rows.stop]
+        if self._tied is not None and full_name in self._tied:
+            # Together the shards compare all rows.
+            self._check_tied(*self._tied, rows)
+        stored = recipe.parts[0][1]
+        part = self._handle(stored).get_slice(stored)
+        self._check_shape(full_name, part.get_shape())
+        value: torch.Tensor = part[rows.start : rows.stop]
+        return value.float() if value.is_floating_point() else value
+
+    def _check_shape(self, full_name: str, shape: Sequence[int]) -> None:
+        if list(shape) != list(self._shapes[full_name]):
             raise ModelError(
-                f"{self._folder}: {full_name} has the shape {list(value.shape)}, the configuration "
+                f"{self._folder}: {full_name} has the shape {list(shape)}, the configuration "
                 f"asks for {list(self._shapes[full_name])}; the two do not belong together"
             )
-        return value.float() if value.is_floating_point() else value
 
     def _make(self, recipe: Recipe, full_name: str) -> torch.Tensor:
         if recipe.converter is None:
@@ -138,16 +160,18 @@ class PretrainedWeights:
                 ) from None
         return self._open[file]
 
-    def _check_tied(self, owner: str, copy: str) -> None:
-        """A configuration that ties, with weights that differ, describes another model."""
+    def _check_tied(self, owner: str, copy: str, rows: range | None = None) -> None:
+        """A configuration that ties, with weights that differ, describes another model. `rows`: of
+        these alone."""
         stored = [self._recipes[name] for name in (owner, copy)]
         if stored[0] is stored[1] or any(recipe.converter is not None for recipe in stored):
             return
         names = [recipe.parts[0][1] for recipe in stored]
         a, b = (self._handle(name).get_slice(name) for name in names)
-        rows = a.get_shape()[0]
+        rows = range(a.get_shape()[0]) if rows is None else rows
         same = a.get_shape() == b.get_shape() and all(
-            torch.equal(a[at : at + 4096], b[at : at + 4096]) for at in range(0, rows, 4096)
+            torch.equal(a[at : (end := min(at + 4096, rows.stop))], b[at:end])
+            for at in range(rows.start, rows.stop, 4096)
         )
         if not same:
             raise ModelError(

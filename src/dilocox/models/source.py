@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -28,6 +28,22 @@ class WeightSource(Protocol):
         ...
 
 
+@runtime_checkable
+class RowSource(WeightSource, Protocol):
+    """A source that can give some rows of a tensor, and reads no more than these."""
+
+    def rows(self, full_name: str, rows: range) -> torch.Tensor:
+        """Neighbouring rows of the tensor of that name, otherwise as `tensor` gives it."""
+        ...
+
+
+def read_rows(source: WeightSource, full_name: str, rows: range) -> torch.Tensor:
+    """Neighbouring rows of a tensor, of which a source may make the whole."""
+    if isinstance(source, RowSource):
+        return source.rows(full_name, rows)
+    return source.tensor(full_name)[rows.start : rows.stop]
+
+
 def open_weights(model: ModelSection, hf_config: PretrainedConfig, seed: int) -> WeightSource:
     """The weights that `[model]` asks for.
 
@@ -46,6 +62,10 @@ class FreshWeights:
     Each module that owns tensors is initialised alone, on the CPU, by the model's `_init_weights`
     under a generator seeded by (seed, module name); everything else stays on the meta device.
     The same is then done for its ancestors, since some types set a tensor of a child there.
+
+    A shard's rows are cut from the whole tensor: the values of a module come one after the other
+    from one generator, and the model's own code draws them. To draw only some would give other
+    values, or values that depend on the number of shards.
     """
 
     def __init__(self, hf_config: PretrainedConfig, seed: int):
