@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from dilocox import persistence
+from dilocox import persistence, rank_state
 from dilocox.errors import RunOverError
 from dilocox.outer.coordinator.messages import Entering
 from dilocox.persistence import Keeper, part_in_the_end
@@ -226,12 +226,12 @@ def test_what_a_site_weighs_is_known_after_a_resume() -> None:
     """It may be left behind at once, and sets aside what it had trained before the checkpoint."""
     before: Any = Restored()
     before.weight = 0.4
-    tensors, state = persistence.capture(before)
+    tensors, state = rank_state.capture(before)
     after: Any = Restored()
-    persistence.restore(after, SimpleNamespace(tensors=tensors, state={**state, "tick": 6}))  # type: ignore[arg-type]
+    rank_state.restore(after, SimpleNamespace(tensors=tensors, state={**state, "tick": 6}))  # type: ignore[arg-type]
     assert after.weight == 0.4
     # An auditor's repetition has no part in it, and records of earlier versions stay comparable.
-    assert "weight" not in persistence.capture_round(before)[1]
+    assert "weight" not in rank_state.capture_round(before)[1]
 
 
 def test_a_checkpoint_of_an_earlier_version_has_it_in_its_exchanges() -> None:
@@ -240,5 +240,5 @@ def test_a_checkpoint_of_an_earlier_version_has_it_in_its_exchanges() -> None:
         return {"plan": {"round": round_, "members": members}}
 
     earlier = {"pending": [under_way(1, b=0.7), under_way(2, a=0.6, b=0.4), under_way(3, a=1.0)]}
-    assert persistence._weight(earlier, "b") == 0.4
-    assert persistence._weight({"pending": []}, "b") == 1.0
+    assert rank_state._weight(earlier, "b") == 0.4
+    assert rank_state._weight({"pending": []}, "b") == 1.0

@@ -41,6 +41,7 @@ FLOORS = (
     {"assembly", "determinism"},
     {"payloads", "rank_errors"},
     {"record_volume"},
+    {"gradient_exchange", "rank_state"},
     {"persistence", "entering", "meter", "preflight", "handing_over", "rank_network"},
     {"trainer"},
     {"rank_process", "audit"},

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from dilocox import checkpoint, memory, persistence
+from dilocox import checkpoint, memory, rank_state
 from dilocox.config import RunConfig, resolve_run
 from dilocox.errors import ConfigError
 from dilocox.models import ChunkSpec
@@ -162,7 +162,7 @@ def test_a_checkpoint_is_written_from_a_copy_as_large_as_said(
 
     monkeypatch.setattr(checkpoint, "_attempt", attempt)
     run = config(outer={"method": "dilocox", "inner_steps": 4})
-    tensors, state = persistence.capture(Standing(run))  # type: ignore[arg-type]
+    tensors, state = rank_state.capture(Standing(run))  # type: ignore[arg-type]
     writer = checkpoint.RankCheckpointer(str(tmp_path), "lyon", 0, 0, keep=2)
     with Tracker() as tracker:
         writer.save(4, tensors, state, lambda *_: None, lambda *_: None)

@@ -65,9 +65,9 @@ class OuterSection(Section):
     """What the outer momentum is kept in: bf16 takes 2 bytes per parameter less."""
     exchange: Literal["gather", "reduce"] = "gather"
     device: Literal["cpu", "model"] = "cpu"
-    """Where anchor, momentum and residual live: host memory or the model's device. On a GPU they take
-    20 to 32 bytes of its memory per parameter, exchanges included (docs/planner.md). The GPU then
-    encodes, decodes and averages, and only payloads cross PCIe. Boundaries and landings take
+    """Where anchor, momentum and residual live: host memory or the model's device. On a GPU they
+    take 20 to 32 bytes of its memory per parameter, exchanges included (docs/planner.md). The GPU
+    then encodes, decodes and averages, and only payloads cross PCIe. Boundaries and landings take
     hundredths of a second instead of seconds, so rounds can be short. The bytes are the same."""
     min_sites: Positive = 1
     """Fewer live sites than this: wait instead of going on."""

@@ -15,17 +15,18 @@ from dataclasses import dataclass, field
 
 import torch
 
-from dilocox import persistence, timeline
+from dilocox import persistence, rank_state, timeline
 from dilocox.assembly import Batches, Hooks, Rank, anchors
 from dilocox.config import RunConfig
 from dilocox.entering import Donors, FormGroup, Newcomer
 from dilocox.errands import Errands
 from dilocox.errors import DilocoxError, RunOverError
+from dilocox.gradient_exchange import GradientExchange
 from dilocox.meter import RoundMeter
 from dilocox.outer.admission.gate import Slope
 from dilocox.outer.control import RankControl
 from dilocox.outer.coordinator.client import CoordinatorClient
-from dilocox.outer.coordinator.messages import Entering, ExchangeKey, PlanReply, RoundPlan
+from dilocox.outer.coordinator.messages import Entering, PlanReply, RoundPlan
 from dilocox.outer.loop import OuterLoop
 from dilocox.outer.staging import staging_of
 from dilocox.record.inner import RoundWatch
@@ -174,7 +175,7 @@ class Trainer:
                 plan.round,
                 plan.first_tick,
                 plan.kind == "train",
-                lambda: persistence.capture_round(self),
+                lambda: rank_state.capture_round(self),
             )
 
     def look_ahead(self, round_: int) -> None:
@@ -493,19 +494,3 @@ class Trainer:
         self.keeper.publish(self, plan, ends_run)
         self.wait_for_record()
         self.client.finish(complete=True)
-
-
-class GradientExchange:
-    """Averages the gradients of an inner step between the sites."""
-
-    def __init__(self, trainer: Trainer, plan: RoundPlan, step: int) -> None:
-        self._trainer = trainer
-        self._plan = plan
-        self._step = step
-
-    def __call__(self, gradients: dict[str, torch.Tensor]) -> None:
-        """Replace local gradients by the weighted mean over the sites."""
-        trainer = self._trainer
-        key = ExchangeKey.gradient(self._plan.round, self._step, trainer.rank.place.stage)
-        late = trainer.config.gradient_delay > 0
-        trainer.outer.average_gradients(self._plan, key, gradients, late)

@@ -18,7 +18,7 @@ from dilocox.audit.judging import judge
 from dilocox.audit.run import AuditedRun
 from dilocox.data import prepare
 from dilocox.errors import RecordError
-from dilocox.persistence import capture_round, restore_round
+from dilocox.rank_state import capture_round, restore_round
 from dilocox.record.audit_claims import Audits
 from dilocox.record.audits import Signed, read_all, write
 from dilocox.record.statements import Signer

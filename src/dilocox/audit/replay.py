@@ -25,7 +25,8 @@ from dilocox.outer.coordinator.client import CoordinatorClient
 from dilocox.outer.coordinator.messages import PlanReply, RoundPlan
 from dilocox.outer.coordinator.timeouts import Timeouts
 from dilocox.outer.loop import OuterLoop
-from dilocox.persistence import Keeper, capture_round, restore_round
+from dilocox.persistence import Keeper
+from dilocox.rank_state import capture_round, restore_round
 from dilocox.record.course import Course
 from dilocox.record.digests import TensorDigest
 from dilocox.record.inner import Capture
