@@ -48,7 +48,7 @@ class Ending:
         self.roles, self.asked, self.exported = list(roles), list[tuple[int, float]](), list[str]()
         self.keeper = object.__new__(Keeper)
         self.keeper._shared, self.keeper._touch = shared, lambda: None
-        self.keeper._record = None
+        self.keeper._record, self.keeper._form = None, cast(Any, None)
         self.keeper._config = cast(Any, SimpleNamespace(folder=Path("run")))
         monkeypatch.setattr(self.keeper, "_export", self._export)
         monkeypatch.setattr(persistence, "other_files", lambda folder: {})
@@ -119,7 +119,9 @@ def at_the_end(behind: bool, made: list[str], **changes: Any) -> Trainer:
     fields = {
         "me": "b",
         "at": SimpleNamespace(round=4, slot=0, tick=8),
-        "rank": SimpleNamespace(place=SimpleNamespace(leads=True)),
+        "rank": SimpleNamespace(
+            place=SimpleNamespace(leads=True), mesh=SimpleNamespace(device=torch.device("cpu"))
+        ),
         "config": SimpleNamespace(exchanges_gradients=False),
         "watch": None,
         "slope_batch": None,
@@ -127,6 +129,7 @@ def at_the_end(behind: bool, made: list[str], **changes: Any) -> Trainer:
         "meter": Calls(made, end={}),
         "errands": Calls(made),
         "keeper": Calls(made, ends_run=True),
+        "collector": Calls([]),
         "client": Calls(made),
         "counted_from": -1,
         **changes,

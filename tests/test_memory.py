@@ -181,7 +181,7 @@ def test_a_checkpoint_is_written_from_a_copy_as_large_as_said(
 
 def test_an_evaluation_holds_a_copy_of_what_is_trained() -> None:
     rank = Standing(config()).rank
-    trainer: Any = SimpleNamespace(rank=rank, _fill=lambda values: None)
+    trainer: Any = SimpleNamespace(rank=rank, _fill=lambda values: None, before_change=lambda: None)
     with Tracker() as tracker, Trainer.standing_at(trainer, {}):
         assert tracker.held == 128 * 128 * memory.EVALUATION
 

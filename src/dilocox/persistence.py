@@ -180,8 +180,8 @@ class Keeper:
             raise CheckpointError(problem)
         if mine:
             files = other_files(folder)
-            form = self._form
-            record_state(self._record, "final", plan.round, rank, self._touch, files, form=form)
+            touch, form = self._touch, self._form
+            record_state(self._record, "final", plan.round, rank, touch, files, form=form)
 
     def _export(self, rank: Rank, folder: Path) -> str:
         """Write a Hugging Face folder; why that failed at any rank of the site, or nothing."""
