@@ -15,6 +15,7 @@ from typing import Any, NoReturn, cast
 
 import pytest
 import torch
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 
 from dilocox import checkpoint, persistence
 from dilocox.checkpoint import RankCheckpointer, exists, load, rank_folder
@@ -124,7 +125,7 @@ def test_a_damaged_file_is_named_and_nothing_is_unpickled(
     def read(*_: object) -> NoReturn:
         raise AssertionError("a pickle was read before it was checked")
 
-    monkeypatch.setattr(checkpoint.FsspecReader, "read_metadata", read)
+    monkeypatch.setattr(FsspecReader, "read_metadata", read)
     with pytest.raises(CheckpointError) as caught:
         load(str(tmp_path), 7, *RANK, digest)
     gone = name == "files.json" and damage == "missing"
@@ -150,7 +151,7 @@ def _killed_at(point: str, root: str, tick: int) -> None:
     from fsspec.implementations.local import LocalFileSystem
 
     if point == "tensors":
-        checkpoint.FsspecWriter.finish = _die  # type: ignore[method-assign]
+        FsspecWriter.finish = _die  # type: ignore[method-assign]
     elif point == "digests":
         checkpoint._sha256 = _die
     else:

@@ -51,7 +51,7 @@ def check_driver(config: RunConfig) -> None:
     raise ConfigError(
         f"NVIDIA driver {driver} is too old: PyTorch here is built for CUDA {cuda}, which needs "
         f"driver {LOWEST_DRIVER[_major(cuda)]} or newer; install a build that fits the driver "
-        "(make clean setup chooses one, see docs/install.md), renew the driver, or set "
+        "(rm -r .venv; make setup chooses one, see docs/install.md), renew the driver, or set "
         'site.device = "cpu"'
     )
 

@@ -24,7 +24,7 @@ PYTHON = (
     if Path(sys.prefix).name in OTHERS
     else ROOT / ".venv-lowest" / "bin" / "python"
 )
-SETS = ("outer.rounds=12", "record.states_every=1", "network.heartbeat=1", "sites.lyon.speed=0.5")
+SETS = ("outer.rounds=10", "record.states_every=1", "network.heartbeat=1", "sites.lyon.speed=0.5")
 
 pytestmark = pytest.mark.skipif(
     not PYTHON.exists(), reason="the lowest versions are not installed: make test does it"
