@@ -36,6 +36,8 @@ def test_units_of_a_device_worked_by_hand() -> None:
     assert found.bf16 == 312e12
     assert found.memory_rate == 1555e9
     assert found.peer_rate == 200e9
+    assert found.pcie_rate == 24e9
+    assert found.reserved == 1.5 * 2**30
     # 39.5 GiB less 1.5 for CUDA and NCCL, less 3 % for fragmentation
     assert found.memory == int((39.5 - 1.5) * 2**30 * 0.97)
 
@@ -77,6 +79,8 @@ def test_a_file_adds_and_replaces(tmp_path: Path) -> None:
         peer_gb_s = 8.0
         utilisation = 0.5
         precision = "float32"
+        pcie_gb_s = 12.0
+        encode_bytes = { int4 = 20.0 }
         source = "measured"
         [gpu.l40s]
         usd_per_hour = 0.5
@@ -92,6 +96,11 @@ def test_a_file_adds_and_replaces(tmp_path: Path) -> None:
     )
     assert found.device("mine").rate(bf16=True) == 5e12
     assert not found.device("mine").multiplies_bf16
+    assert found.device("mine").pcie_rate == 12e9
+    # Of other codecs the defaults are known.
+    assert found.device("mine").encode_bytes == {
+        **KNOWN.device("l40s").encode_bytes, "int4": 20.0
+    }  # fmt: skip
     assert found.device("l40s").multiplies_bf16
     assert found.device("mine").usd_per_hour is None
     assert found.device("l40s").usd_per_hour == 0.5
@@ -121,6 +130,8 @@ def test_a_file_adds_and_replaces(tmp_path: Path) -> None:
         ("[gpu.l40s]\nutilisation = 40", r"utilisation: 40 is no number above 0 to 1"),
         ("[gpu.l40s]\nfragmented = 2", r"fragmented: 2 is no number from 0 to 1"),
         ('[gpu.l40s]\nprecision = "fp16"', r"gpu\.l40s\.precision: 'fp16' is neither"),
+        ("[gpu.l40s]\npcie_gb_s = 0", r"gpu\.l40s\.pcie_gb_s: 0 is no number above 0"),
+        ("[gpu.l40s]\ndecode_bytes = 3", r"gpu\.l40s.*decode_bytes: is no table"),
         ("[gpu.l40s]\ncores = 0", r"gpu\.l40s\.cores: 0 is no number above 0"),
         ('[host.default]\nencode_gb_s = {int4 = "x"}', r"encode_gb_s\.int4: 'x' is no number"),
         ("[host.default]\nencode_gb_s = {int4 = 0}", r"encode_gb_s\.int4: 0 is no number above 0"),

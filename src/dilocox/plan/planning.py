@@ -76,7 +76,7 @@ class RunPlan:
     available: int
     """Bytes that training may use of it."""
     host: HostMemory | None
-    """Of the machine that is filled most by the outer state and exchanges; none if that is the
+    """Of the machine that is filled most by what ranks keep beside their GPUs; none if that is the
     device."""
     exact: bool
     """Activations were counted on the model's own code."""
