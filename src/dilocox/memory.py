@@ -15,7 +15,7 @@ from dilocox.config import RunConfig
 from dilocox.errors import ConfigError
 from dilocox.models import ChunkSpec
 from dilocox.outer.blocks import ON_DEVICE
-from dilocox.site import loss_bytes
+from dilocox.site import head_loss_bytes
 
 GIB = 2**30
 INNER_BYTES = {"adamw": 16, "muon": 12, "sgd": 8}
@@ -142,8 +142,12 @@ def activation_bytes(
         in_flight = min(config.site.micro_batches, config.site.stages - stage)
     else:
         in_flight = 1
-    kept = hidden if config.model.activation_checkpointing else per_layer
-    logits = loss_bytes(tokens * int(hf_config.vocab_size), width) if head else 0
+    kept = per_layer
+    if config.model.activation_checkpointing:
+        # `selective` keeps the attention's output beside the layer's input, and more.
+        kept = hidden * (2 if config.model.activation_checkpointing == "selective" else 1)
+    vocabulary = int(hf_config.vocab_size)
+    logits = head_loss_bytes(tokens, vocabulary, hidden, width) if head else 0
     return layers * kept * in_flight * tokens * width + logits
 
 

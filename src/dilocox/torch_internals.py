@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.pipelining import PipelineStage
 
@@ -218,9 +218,3 @@ def storage_key(tensor: Tensor) -> int:
 def norms_of(tensors: list[Tensor]) -> list[Tensor]:
     """The 2-norm of each tensor, in one launch on a GPU."""
     return list(torch._foreach_norm(tensors))
-
-
-CONVOLUTIONS = (
-    nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
-)  # fmt: skip
-"""What autocast knows, although the weights have more than two dimensions."""

@@ -16,6 +16,7 @@ from dilocox.models import (
     materialise,
     plan_cut,
 )
+from dilocox.models.recompute import Checkpointing
 
 VOCABULARY = 96
 _SMALL = {
@@ -119,7 +120,7 @@ def cut_model(
     chunks: int,
     source: WeightSource,
     attention: str = "sdpa",
-    activation_checkpointing: bool = False,
+    activation_checkpointing: Checkpointing = False,
 ) -> list[ModelChunk]:
     made = []
     for spec in plan_cut(config, chunks, 16):
@@ -130,6 +131,12 @@ def cut_model(
         materialise(chunk, source, "cpu")
         made.append(chunk)
     return made
+
+
+def chunk_of(config: Any, attention: str = "sdpa") -> ModelChunk:
+    """The whole model as one chunk, on the meta device."""
+    (spec,) = plan_cut(config, 1, 16)
+    return build_chunk(config, spec, attention=attention, activation_checkpointing=False)
 
 
 def run(chunks: list[ModelChunk], ids: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 
 from dilocox.config import RunConfig
 from dilocox.outer.controller.choice import as_the_run_file_says
@@ -15,10 +14,9 @@ from dilocox.plan.footprint import Footprint, advice, counted, footprints, neede
 from dilocox.plan.host_memory import host_memory, machine_bytes
 from dilocox.plan.outline import Outline
 from dilocox.plan.table import Device, Place
-from dilocox.site.pipeline import Computation
 from tests.plan.runs import EMBEDDING, LAYER, device, run
 
-EACH = Kept(layer=200_000, entry=90_000, head=500_000, exact=True)
+EACH = Kept(layer=200_000, entry=90_000, selected=120_000, head=500_000, exact=True)
 L, E, H = EACH.layer, EACH.entry, EACH.head
 
 
@@ -189,41 +187,27 @@ def test_checkpointing_keeps_entries_and_one_layer() -> None:
     assert last.activations == 2 * E + L + H + E
 
 
-def test_bf16_gradients_pile_up_where_little_else_is_held() -> None:
-    """After the first micro-batch all of a backward pass's are there before one is passed on."""
-    small = Kept(layer=10, entry=1, head=20, exact=True)
+def test_selective_checkpointing_keeps_what_was_selected_and_one_layer() -> None:
+    config = run(
+        model={"activation_checkpointing": "selective"},
+        site={"stages": 2, "batch_size": 8, "micro_batch_size": 1},
+    )
+    first, _ = of(config)
+    assert first.activations == 2 * 2 * EACH.selected + L + 2 * E + E
+
+
+def test_the_newest_bf16_gradient_counts_where_little_else_is_held() -> None:
+    """It is there beside its master's, of one parameter after the other."""
+    small = Kept(layer=10, entry=1, selected=2, head=20, exact=True)
     place, config = Place(device(), 8, 1), run()
-    matrices = 2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64
 
     def activations(config: RunConfig) -> int:
         (found,) = footprints(config, Outline.of(config), place, small)
         return found.activations
 
-    assert activations(config) == 2 * (4 * matrices + EMBEDDING) + 4 * EMBEDDING
+    assert activations(config) == 2 * EMBEDDING
     assert activations(run(site={"precision": "fp32"})) == 4 * 10 + 20
     assert activations(run(site={"shards": 4, "micro_batch_size": 2})) == 4 * 10 + 20
-    assert activations(run(site={"batch_size": 4, "micro_batch_size": 4})) == 4 * 10 + 20
-
-
-def test_autograd_passes_casts_gradients_on_last() -> None:
-    """Why they pile up: in the second micro-batch the casts are older than all else."""
-    layers = [torch.nn.Linear(4, 4, bias=False) for _ in range(3)]
-    order: list[str] = []
-    for number, layer in enumerate(layers):
-        name = f"weight {number}"
-        layer.weight.register_post_accumulate_grad_hook(lambda _, name=name: order.append(name))
-    computation = Computation(torch.device("cpu"), torch.bfloat16, sharded=False)
-    with computation.step():
-        for micro_batch in range(2):
-            with computation.forward():
-                x = torch.ones(2, 4, requires_grad=True)
-                for number, layer in enumerate(layers):
-                    x = layer(x)
-                    x.register_hook(lambda _, name=f"output {number}": order.append(name))  # type: ignore[misc, no-untyped-call]
-            order.append(f"backward {micro_batch}")
-            x.float().sum().backward()
-    second = order[order.index("backward 1") + 1 :]
-    assert [each.split()[0] for each in second] == ["output"] * 3 + ["weight"] * 3
 
 
 def test_gpipe_holds_the_logits_of_all_micro_batches() -> None:

@@ -18,6 +18,7 @@ from dilocox.site import (
     SiteMesh,
     SiteModel,
     chunks_of_stage,
+    head_loss,
     mean_cross_entropy,
     place_of_rank,
     start_site_group,
@@ -393,8 +394,35 @@ def half_precision(micros: int = 4, **setting: Any) -> dict[str, Any]:
     }
 
 
-def real_model(stages: int, shards: int, schedule: str) -> dict[str, Any]:
-    """Losses and norms of a tiny tied Qwen3 from the models room, cut as the setting says."""
+def real_model(
+    stages: int,
+    shards: int,
+    schedule: str,
+    head_chunk: int | None = None,
+    precision: str = "float32",
+) -> dict[str, Any]:
+    """Losses and norms of a tiny tied Qwen3 from the models room, cut as the setting says.
+
+    `head_chunk`: logits that head and loss compute at a time, and how many times in a micro-batch
+    (of one row) they did; without it all at once.
+    """
+    if head_chunk is not None:
+        before = head_loss.AT_ONCE, head_loss.CHUNK
+        loss_of_chunk, calls = head_loss._loss_and_gradient, []
+
+        def counted(*given: Tensor) -> tuple[Tensor, Tensor]:
+            calls.append(len(given[1]))
+            return loss_of_chunk(*given)
+
+        head_loss.AT_ONCE, head_loss.CHUNK = 0, {"cpu": head_chunk}
+        head_loss._loss_and_gradient = counted
+        try:
+            found = real_model(stages, shards, schedule, precision=precision)
+        finally:
+            head_loss.AT_ONCE, head_loss.CHUNK = before
+            head_loss._loss_and_gradient = loss_of_chunk
+        assert set(calls) <= {head_chunk // 64}
+        return {**found, "chunked": len(calls) > 0}
     from dilocox.models import (
         build_chunk,
         load_model_config,
@@ -418,7 +446,7 @@ def real_model(stages: int, shards: int, schedule: str) -> dict[str, Any]:
         }
     )
     hf_config = load_model_config(section, 64)
-    per_stage = 2 if schedule == "zbv" else 1
+    per_stage = 2 if schedule in ("interleaved-1f1b", "interleaved-zero-bubble", "zbv") else 1
     cut = plan_cut(hf_config, stages * per_stage, toy.LENGTH)
     mesh = SiteMesh.create(stages, shards, CPU)
     source = open_weights(section, hf_config, seed=3)
@@ -440,13 +468,18 @@ def real_model(stages: int, shards: int, schedule: str) -> dict[str, Any]:
         InnerSection(clip=0.5),
         hidden_size=32,
         tied=tied_pair(hf_config),
+        precision=getattr(torch, precision),
     )
     values = []
     for step in range(3):
         ids, labels = (rows_of(mesh.shard, shards, part) for part in toy.batch(8, seed=step))
         result = model.inner_step(ids, labels, 0.01)
         values += [result.loss, result.grad_norm, model.evaluate(ids, labels)]
-    return {"values": values, "names": sorted(model.local_tensors())}
+    return {
+        "values": values,
+        "names": sorted(model.local_tensors()),
+        "last": mesh.stage == model._last_stage,
+    }
 
 
 def model_types(shards: int, tied: bool) -> dict[str, list[float]]:

@@ -44,60 +44,66 @@ def products(monkeypatch: pytest.MonkeyPatch) -> list[tuple[torch.dtype, int]]:
 
 
 def gradients(chunk: ModelChunk, computation: Computation, micros: int = 2) -> dict[str, Any]:
-    for parameter in chunk.parameters():
-        parameter.grad = None
+    """Of what is trained, by name; they are not kept there."""
     with computation.step():
         for number in range(micros):
-            with computation.forward():
-                logits = chunk(token_ids(seed=number))
+            logits = chunk(token_ids(seed=number))
             F.cross_entropy(logits.flatten(0, 1).float(), token_ids(seed=9).flatten()).backward()
-    return {name: p.grad for name, p in chunk.named_parameters()}
+    found = {}
+    for name, parameter in chunk.named_parameters():
+        trained = computation.trained(chunk, parameter)
+        found[name], trained.grad = trained.grad, None
+    return found
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_experts_are_cast_once_a_step(
+def test_experts_are_multiplied_as_their_bf16_copies(
     checkpointing: bool, products: list[tuple[torch.dtype, int]]
 ) -> None:
     chunk = model(checkpointing)
     parameters = dict(chunk.named_parameters())
-    expected = gradients(chunk, Computation(CPU, torch.float32, sharded=False))
+    expected = gradients(chunk, Computation(torch.float32, sharded=False))
     assert {dtype for dtype, _ in products} == {torch.float32}
     products.clear()
-    computation = Computation(CPU, BF16, sharded=False)
+    computation = Computation(BF16, sharded=False)
     computation.prepare(chunk)
     found = gradients(chunk, computation)
     assert {dtype for dtype, _ in products} == {BF16}
-    # Six layers of two products; the second micro-batch and recomputation use the same casts.
+    # Six layers of two products; the second micro-batch and recomputation use the same copies.
     assert len({storage for _, storage in products}) == 12
     assert len(products) == 12 * 2 * (1 + checkpointing)
     for name, parameter in chunk.named_parameters():
-        assert parameter is parameters[name]
+        assert computation.trained(chunk, parameter) is parameters[name]
+        assert (parameter.dtype, parameters[name].dtype) == (BF16, torch.float32)
+        assert parameter.grad is None
         assert found[name].dtype == torch.float32
         # Near, as far as rounding sends no token to another expert.
         norm = expected[name].norm()
         assert (found[name] - expected[name]).norm() <= 0.5 * norm + 1e-4, name
     # The next step sees what the optimizer did.
     with torch.no_grad():
-        for parameter in chunk.parameters():
+        for parameter in parameters.values():
             parameter.zero_()
     assert not any(each.any() for each in gradients(chunk, computation).values() if each.dim() == 3)
 
 
-def test_without_autocast_nothing_is_cast(products: list[tuple[torch.dtype, int]]) -> None:
+def test_in_fp32_and_under_fsdp_nothing_is_copied() -> None:
     for computation in (
-        Computation(CPU, torch.float32, sharded=False),
-        Computation(CPU, BF16, sharded=True),
+        Computation(torch.float32, sharded=False),
+        Computation(BF16, sharded=True),
     ):
         chunk = model()
+        parameters = dict(chunk.named_parameters())
         computation.prepare(chunk)
-        assert all("forward" not in vars(module) for module in chunk.modules())
+        for name, parameter in chunk.named_parameters():
+            assert parameter is parameters[name] is computation.trained(chunk, parameter)
 
 
 def test_a_copy_has_experts_of_its_own(products: list[tuple[torch.dtype, int]]) -> None:
     """A gate tries contributions in a copy, in fp32."""
     chunk = model()
-    Computation(CPU, BF16, sharded=False).prepare(chunk)
-    copied = copy.deepcopy(chunk).eval()
+    Computation(BF16, sharded=False).prepare(chunk)
+    copied = copy.deepcopy(chunk).float().eval()
     with torch.no_grad():
         for parameter in chunk.parameters():
             parameter.zero_()
@@ -110,7 +116,7 @@ def test_a_copy_has_experts_of_its_own(products: list[tuple[torch.dtype, int]]) 
 @pytest.mark.slow
 def test_compiled_layers_with_experts() -> None:
     chunk = model()
-    computation = Computation(CPU, BF16, sharded=False)
+    computation = Computation(BF16, sharded=False)
     computation.prepare(chunk)
     expected = gradients(chunk, computation)
     for layer in chunk.layers:

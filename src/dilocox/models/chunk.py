@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,9 +12,15 @@ from torch import nn
 from dilocox.models.cut import ChunkSpec
 from dilocox.models.recompute import Checkpointing, recompute
 from dilocox.models.skeleton import Layout, build_skeleton, find_layout, tied_names
+from dilocox.models.unpacked import unpacked_rows
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
+
+Logits = Callable[[torch.Tensor], torch.Tensor]
+"""Hidden states [b, l, d] -> logits [b, l, V]."""
+HeadLoss = Callable[[Logits, torch.Tensor, torch.Tensor, list[torch.Tensor], int], torch.Tensor]
+"""(logits, hidden states [b, l, d], labels int64 [b, l], the head's parameters, V) -> scalar."""
 
 
 class ModelChunk(nn.Module):
@@ -22,7 +29,13 @@ class ModelChunk(nn.Module):
     `forward` takes token ids (int64 [B, L]) if the chunk embeds, else hidden states [B, L, d], and
     gives logits [B, L, V] if it has the head, else hidden states [B, L, d]. Every token attends
     to all tokens before it in its row; there is no padding mask.
+
+    With a `head_loss` set, a chunk that has the head and is given `labels` (int64 [B, L]) gives
+    the loss, a scalar, instead of logits. Other chunks do not look at labels.
     """
+
+    head_loss: HeadLoss | None = None
+    """Computes the loss from hidden states; None if the chunk is asked for logits alone."""
 
     def __init__(
         self, lm: nn.Module, spec: ChunkSpec, layout: Layout, tied: tuple[str, str] | None
@@ -77,16 +90,37 @@ class ModelChunk(nn.Module):
             if name in self._names
         }
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
         """Run the chunk; see the class for shapes."""
         given = {"input_ids": x} if self.spec.embeds else {"inputs_embeds": x}
-        if self.spec.head:
-            output: torch.Tensor = self.lm(**given, use_cache=False).logits
-            return output
-        # The causal LM's own forward may scale or cap logits; hidden states pass it by.
-        body = self.lm.get_submodule(str(self.lm.base_model_prefix))
-        hidden: torch.Tensor = body(**given, use_cache=False).last_hidden_state
-        return hidden
+        with unpacked_rows():
+            output = self.lm.get_submodule(self._layout.body)(**given, use_cache=False)
+        hidden: torch.Tensor = output.last_hidden_state
+        if not self.spec.head:
+            return hidden
+        logits = self._logits_of(output)
+        if labels is None or self.head_loss is None:
+            return logits(hidden)
+        head = self.lm.get_submodule(self._layout.head)
+        vocabulary = int(self.lm.config.vocab_size)  # type: ignore[union-attr]
+        return self.head_loss(logits, hidden, labels, list(head.parameters()), vocabulary)
+
+    def _logits_of(self, output: Any) -> Logits:
+        """Hidden states [b, l, d] -> logits [b, l, V], of any of the tokens that the body gave
+        `output` for.
+
+        It is the causal LM's own forward, with a body that gives these hidden states. So whatever
+        the model's type does beside its head (bias, scale, soft cap) is done here, too.
+        """
+
+        def logits(hidden: torch.Tensor) -> torch.Tensor:
+            given = copy.copy(output)
+            given.last_hidden_state = hidden
+            lm = _replaced(self.lm, self._layout.body, _Given(given))
+            found: torch.Tensor = lm(inputs_embeds=hidden, use_cache=False).logits
+            return found
+
+        return logits
 
     def _translate(self, tied: tuple[str, str] | None) -> dict[str, str]:
         prefix = self._layout.layer_prefix
@@ -100,6 +134,27 @@ class ModelChunk(nn.Module):
         if tied is not None and self.spec.embeds and self.spec.head:
             del names[f"lm.{tied[1]}"]
         return names
+
+
+class _Given(nn.Module):
+    """Stands for a body that has run."""
+
+    def __init__(self, output: Any):
+        super().__init__()
+        self._output = output
+
+    def forward(self, *_: Any, **__: Any) -> Any:
+        """What the body gave."""
+        return self._output
+
+
+def _replaced(module: nn.Module, path: str, other: nn.Module) -> nn.Module:
+    """`module` with `other` at `path`; everything else is shared with `module`, which stays."""
+    name, _, rest = path.partition(".")
+    twin = copy.copy(module)
+    inner = _replaced(module.get_submodule(name), rest, other) if rest else other
+    twin._modules = {**module._modules, name: inner}
+    return twin
 
 
 class NoPositions(nn.Module):

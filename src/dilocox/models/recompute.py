@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from functools import partial
-from types import MethodType
+from types import MethodType, SimpleNamespace
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -40,6 +42,26 @@ def recompute(layer: nn.Module, checkpointing: Checkpointing) -> None:
     if checkpointing:
         run = _recomputed_in_part if checkpointing == "selective" else _recomputed
         setattr(layer, "forward", MethodType(run, layer))  # noqa: B010
+
+
+class SelectedBytes(TorchDispatchMode):
+    """Counts the bytes that `selective` saves of the operations that run inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._policy = _SaveSome()
+        self.total = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """See `TorchDispatchMode`."""
+        output = func(*args, **(kwargs or {}))
+        context = SimpleNamespace(is_recompute=False)
+        if self._policy(context, func) is CheckpointPolicy.MUST_SAVE:
+            tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+            self.total += sum(tensor.nbytes for tensor in tensors)
+        return output
 
 
 def _recomputed(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -20,6 +20,7 @@ from dilocox.plan.calibrate_gpu import measure_gpu
 from dilocox.plan.link_probe import MeasuredLink, measure_link
 from dilocox.plan.measure import measure_host, measure_loopback, timed
 from dilocox.plan.outline import Outline
+from dilocox.plan.step import RECOMPUTED
 from dilocox.plan.table import GIB, LOCAL, LOOPBACK, MEASURED, WIRE_SHARE
 from dilocox.plan.trial_run import (
     alone,
@@ -169,7 +170,7 @@ def _measure_core(config: RunConfig, device: torch.device, progress: Progress) -
     one = timed_step(model, rows)
     each, fixed = split(one, timed_step(model, MICRO_BATCHES * rows), MICRO_BATCHES)
     del model
-    again = 2 if run.model.activation_checkpointing else 0
+    again = RECOMPUTED[run.model.activation_checkpointing]
     per_row = (6 + again) * outline.compute * run.data.sequence_length
     rates = {precision: per_row * rows / each / 1e12}
     other = torch.float32 if precision == torch.bfloat16 else torch.bfloat16

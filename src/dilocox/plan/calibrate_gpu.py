@@ -21,6 +21,7 @@ from dilocox.errors import DilocoxError, TrainingError
 from dilocox.plan.activations import Kept
 from dilocox.plan.footprint import counted, footprints
 from dilocox.plan.outline import Outline
+from dilocox.plan.step import RECOMPUTED
 from dilocox.plan.table import GIB, Place, Table
 from dilocox.plan.trial_run import (
     alone,
@@ -221,7 +222,7 @@ def entry_of(
     `MICRO_BATCHES`, and of one of one micro-batch in the other precision."""
     one, several, other_one = seconds
     each, fixed = split(one, several, MICRO_BATCHES)
-    again = 2 if run.model.activation_checkpointing else 0
+    again = RECOMPUTED[run.model.activation_checkpointing]
     rows = run.site.micro_batch_size
     operations = (6 + again) * outline.compute * run.data.sequence_length * rows
     other = torch.float32 if precision == torch.bfloat16 else torch.bfloat16

@@ -29,7 +29,6 @@ from dilocox.memory import (
     snapshot_bytes_per_parameter,
 )
 from dilocox.outer.controller.choice import Choice, as_the_run_file_says
-from dilocox.outer.layout import layer_number
 from dilocox.plan.activations import Kept, kept
 from dilocox.plan.outline import Outline
 from dilocox.plan.step import reduces_once
@@ -305,7 +304,9 @@ def _activations(config: RunConfig, outline: Outline, stage: int, each: Kept) ->
     has_head = any(chunk.head for chunk in chunks)
     flying = in_flight(config, stage)
     saving = config.model.activation_checkpointing
-    kept = each.entry if saving else each.layer
+    kept = each.layer
+    if saving:
+        kept = each.selected if saving == "selective" else each.entry
     # With checkpointing one layer at a time is computed again with all that it saves.
     held = flying * layers * kept + (each.layer if saving else 0)
     pipeline = config.site.stages > 1
@@ -318,26 +319,17 @@ def _activations(config: RunConfig, outline: Outline, stage: int, each: Kept) ->
     # has the logits of all others, too, and what their losses have kept: two of three copies.
     others = flying - 1 if pipeline and config.site.schedule == "gpipe" else 0
     held += head + others * head * 2 // 3
-    return held + max(0, _piled_up(config, outline, stage) - layers * kept - head)
+    return held + max(0, _newest_gradient(config, outline, stage) - layers * kept - head)
 
 
-def _piled_up(config: RunConfig, outline: Outline, stage: int) -> int:
-    """bf16 gradients that are all there when a backward pass ends, and its activations are gone.
+def _newest_gradient(config: RunConfig, outline: Outline, stage: int) -> int:
+    """The largest gradient of a bf16 copy, which is there until it is added to its master's.
 
-    Without FSDP matrices are cast in the first micro-batch. Autograd runs what was made last first,
-    so that in those after it no cast's gradient is passed on, in fp32, before all are there.
+    FSDP's are counted with what it gathers.
     """
-    site = config.site
-    if site.precision == "fp32" or site.shards > 1 or site.micro_batches == 1:
+    if config.site.precision == "fp32" or config.site.shards > 1:
         return 0
-    cast = [
-        math.prod(shape)
-        for name, shape in outline.shapes[stage].items()
-        if layer_number(name) is not None and len(shape) > 1
-    ]
-    if any(chunk.head for chunk in outline.stages[stage]):
-        cast.append(int(outline.hf_config.hidden_size * outline.hf_config.vocab_size))
-    return 2 * sum(cast) + 4 * max(cast, default=0)
+    return 2 * max(math.prod(shape) for shape in outline.shapes[stage].values())
 
 
 @dataclass(frozen=True)
@@ -429,6 +421,8 @@ def _changes(
         yield "site.micro_batch_size", smaller
         smaller //= 2
     if not config.model.activation_checkpointing:
+        yield "model.activation_checkpointing", "selective"
+    if config.model.activation_checkpointing is not True:
         yield "model.activation_checkpointing", True
     if not place.device.shared:
         most = min(gpus // site.shards, int(outline.hf_config.num_hidden_layers))
@@ -463,6 +457,7 @@ class _Question:
             config.data.sequence_length,
             config.site.shards > 1,
             config.site.precision,
+            config.site.device,
             config.model.attention,
             outline.hf_config.to_json_string(),
         )

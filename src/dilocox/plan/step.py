@@ -66,11 +66,15 @@ def step_time(config: RunConfig, outline: Outline, place: Place, fabric: float) 
     return StepTime(busiest, alone - busiest, with_hops - alone + inside, optimizer)
 
 
+RECOMPUTED: dict[bool | str, float] = {False: 0.0, True: 2.0, "selective": 1.0}
+"""Operations per multiply-add of a layer that the backward pass computes again."""
+
+
 def chunk_seconds(
     config: RunConfig, outline: Outline, rate: float, tokens: int
 ) -> tuple[list[float], list[float]]:
     """(forward, backward) of a micro-batch of `tokens`, by chunk, at `rate` operations/s."""
-    again = 2.0 * config.model.activation_checkpointing
+    again = RECOMPUTED[config.model.activation_checkpointing]
     forward, backward = [], []
     for chunk in outline.blueprint.cut:
         layers = chunk.compute - outline.head_compute(chunk)

@@ -36,12 +36,15 @@ def at_site(config: RunConfig, name: str) -> RunConfig:
 
 
 def on_device(config: RunConfig, device: Device) -> RunConfig:
-    """The run with the compute dtype that `site.precision = "auto"` is on `device`."""
-    if config.site.precision != "auto":
+    """The run with what `auto` of `site.precision` and `site.device` is on `device`."""
+    found: dict[str, str] = {}
+    if config.site.precision == "auto":
+        found["precision"] = "bf16" if device.multiplies_bf16 else "fp32"
+    if config.site.device == "auto":
+        found["device"] = "cpu" if device.shared else "cuda"
+    if not found:
         return config
-    precision = "bf16" if device.multiplies_bf16 else "fp32"
-    site = config.site.model_copy(update={"precision": precision})
-    return config.model_copy(update={"site": site})
+    return config.model_copy(update={"site": config.site.model_copy(update=found)})
 
 
 def with_method(config: RunConfig, method: str, hidden_size: int) -> RunConfig:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dilocox.site.determinism import determinism_facts
 from dilocox.site.determinism_mode import set_determinism, settle_determinism
-from dilocox.site.loss import loss_bytes, mean_cross_entropy
+from dilocox.site.head_loss import head_loss_bytes
+from dilocox.site.loss import mean_cross_entropy
 from dilocox.site.machine import (
     available_cores,
     keep_freed_memory,
@@ -26,9 +27,9 @@ __all__ = [
     "available_cores",
     "chunks_of_stage",
     "determinism_facts",
+    "head_loss_bytes",
     "keep_freed_memory",
     "learning_rate",
-    "loss_bytes",
     "mean_cross_entropy",
     "place_of_rank",
     "resolve_device",

@@ -134,7 +134,7 @@ def determinism_facts(
     `precision` is the compute dtype. `gpu`: what `device` is, if it is a GPU; asked from the
     machine if not given. To be called after threads and determinism were set and settled.
     """
-    facts = {
+    facts: dict[str, Any] = {
         "machine": platform.machine(),
         "system": platform.system(),
         "python": platform.python_version(),
@@ -154,6 +154,9 @@ def determinism_facts(
         # model, the versions and the machine, which are facts, too.
         "compile": compiles(model.compile, site, device),
     }
+    if precision is not torch.float32:
+        # Before, stages without shards computed by autocast, over fp32 parameters.
+        facts["computation"] = f"{facts['precision']} copies of parameters"
     if device.type == "cuda":
         found = gpu or gpu_here(device)
         return {**facts, "device": found.name, "gpus": site.ranks, "gpu": found.facts(model)}

@@ -77,7 +77,7 @@ class SiteModel:
         self._clip = inner.clip
         self.whole_gradients = whole_gradients and mesh.stages == 1 and mesh.shards > 1
         self._chunks = list(chunks)
-        computation = Computation(mesh.device, precision, sharded=mesh.shards > 1)
+        computation = Computation(precision, sharded=mesh.shards > 1)
         total = mesh.stages * site.chunks
         self._compilation: Compilation | None = None
         if compiles(compile_layers, site, mesh.device):
@@ -93,8 +93,9 @@ class SiteModel:
             site.micro_batch_size,
             hidden_size,
             self.whole_gradients,
+            compiled=self._compilation is not None and mesh.device.type == "cuda",
         )
-        self._parameters = _parameters_by_name(chunks, tied)
+        self._parameters = _parameters_by_name(chunks, tied, computation)
         self._trained = {n: p for n, p in self._parameters.items() if p.requires_grad}
         self._last_stage = stage_of_chunk(site.schedule, mesh.stages, site.chunks, total - 1)
         self._tied: TiedPair | None = None
@@ -351,16 +352,20 @@ class SiteModel:
         alone.
         """
         assert self._mesh.stages * self._mesh.shards == 1
-        copied = copy.deepcopy(self._chunks[0]).eval()
+        chunk = self._chunks[0]
+        # Buffers are fp32 in any case.
+        copied = copy.deepcopy(chunk).float().eval()
         names = {full: name for name, full in copied.full_names().items()}  # type: ignore[operator]
         parameters = dict(copied.named_parameters())
-        loss = self._pipeline.loss
+        with torch.no_grad():
+            for full, parameter in self._parameters.items():
+                parameters[names[full]].copy_(parameter)
 
         def compute(tensors: Mapping[str, Tensor]) -> float:
             with torch.no_grad():
                 for full, tensor in tensors.items():
                     parameters[names[full]].copy_(tensor)
-                return float(loss(copied(input_ids), labels))
+                return float(self._pipeline.loss_of(copied, input_ids, labels))
 
         return compute
 
@@ -389,13 +394,13 @@ class SiteModel:
 
 
 def _parameters_by_name(
-    chunks: Sequence[nn.Module], tied: tuple[str, str] | None
+    chunks: Sequence[nn.Module], tied: tuple[str, str] | None, computation: Computation
 ) -> dict[str, nn.Parameter]:
     parameters: dict[str, nn.Parameter] = {}
     for chunk in chunks:
         names: Any = chunk.full_names()  # type: ignore[operator]
         for name, parameter in chunk.named_parameters():
-            parameters[names[name]] = parameter
+            parameters[names[name]] = computation.trained(chunk, parameter)
     # In one chunk a tied tensor is one parameter, known by the owner's name.
     if tied is not None and tied[0] not in parameters and len(chunks) == 1:
         holds_both = any(True for name in chunks[0].full_names().values() if name == tied[0])  # type: ignore[operator]

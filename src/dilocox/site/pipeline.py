@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -24,9 +23,12 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from dilocox.errors import ConfigError
+from dilocox.site.head_loss import HeadLoss
+from dilocox.site.loss import mean_cross_entropy
 from dilocox.site.mesh import SiteMesh
 from dilocox.site.sharding import drop_gathered, keep_gradient_sums_fp32, reduce_gradients
-from dilocox.torch_internals import CONVOLUTIONS, LeanStage
+from dilocox.site.weight_copies import WeightCopies
+from dilocox.torch_internals import LeanStage
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]
 
@@ -58,71 +60,39 @@ def stage_of_chunk(schedule: str, stages: int, chunks_per_stage: int, chunk: int
 
 
 class Computation:
-    """How forward passes compute: fp32, or bf16 by autocast over fp32 parameters.
+    """How forward passes compute: in fp32, or in bf16 with bf16 copies of fp32 parameters.
 
-    Inside `step()`, parameters are cast once and shared by all micro-batches. FSDP casts by
-    itself, so a sharded stage uses no autocast. Experts are multiplied by an operation that
-    autocast does not know: `prepare` has theirs cast in the same way.
+    `prepare` gives a chunk its copies, once it has its values; a `step()` begins with their
+    refreshment. FSDP makes such copies by itself, so a sharded stage gets none here. Either way
+    all values between layers, stages and micro-batches are of the compute dtype.
     """
 
-    def __init__(self, device: torch.device, precision: torch.dtype, sharded: bool) -> None:
-        self._device_type = device.type
-        self._precision = precision
-        self._autocast = precision is not torch.float32 and not sharded
-        self._casts: dict[int, Tensor] = {}
-        """Of experts' parameters, by id(), as long as a step lasts."""
-        self.boundary_dtype = precision if sharded else torch.float32
+    def __init__(self, precision: torch.dtype, sharded: bool) -> None:
+        self.boundary_dtype = precision
+        self._copying = precision is not torch.float32 and not sharded
+        self._copies: dict[nn.Module, WeightCopies] = {}
 
     def prepare(self, chunk: nn.Module) -> None:
         """To be called once for each chunk that is to compute in this way."""
-        if not self._autocast:
-            return
-        for module in chunk.modules():
-            names = [name for name, p in module._parameters.items() if p is not None]
-            three = any(module._parameters[name].dim() == 3 for name in names)  # type: ignore[union-attr]
-            if three and not isinstance(module, CONVOLUTIONS):
-                # No closure: a copy of the chunk is to run its own parameters.
-                run = partial(self._with_casts, module, names, module.forward)
-                setattr(module, "forward", run)  # noqa: B010
+        if self._copying:
+            self._copies[chunk] = WeightCopies(chunk, self.boundary_dtype)
 
-    # A cast made in a compiled layer could be used by one backward pass only.
-    @torch.compiler.disable
-    def _with_casts(
-        self, module: nn.Module, names: list[str], run: Callable[..., Any], *args: Any, **kw: Any
-    ) -> Any:
-        if not torch.is_autocast_enabled(self._device_type):
-            return run(*args, **kw)
-        held: dict[str, Any] = module._parameters
-        own = {name: held[name] for name in names}
-        try:
-            held.update((name, self._cast(parameter)) for name, parameter in own.items())
-            return run(*args, **kw)
-        finally:
-            held.update(own)
-
-    def _cast(self, parameter: Tensor) -> Tensor:
-        if id(parameter) not in self._casts:
-            self._casts[id(parameter)] = parameter.to(self._precision)
-        return self._casts[id(parameter)]
+    def trained(self, chunk: nn.Module, parameter: nn.Parameter) -> nn.Parameter:
+        """The fp32 parameter that `parameter` of `chunk` is computed with as."""
+        return self._copies[chunk].master(parameter) if chunk in self._copies else parameter
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
-        """Around all micro-batches of a step. Casts are forgotten when it ends."""
-        if not self._autocast:
-            yield
-            return
-        try:
-            # Autocast forgets its own when the last of its blocks ends.
-            with torch.autocast(self._device_type, dtype=self._precision, enabled=False):
-                yield
-        finally:
-            self._casts.clear()
+        """Around all micro-batches of a step."""
+        for copies in self._copies.values():
+            copies.refresh()
+        yield
 
-    def forward(self) -> contextlib.AbstractContextManager[Any]:
-        """Around one forward pass; backward passes run outside, as autocast asks for."""
-        if not self._autocast:
-            return contextlib.nullcontext()
-        return torch.autocast(self._device_type, dtype=self._precision)
+    def end_of_weight_half(self, chunk: nn.Module) -> None:
+        """Sum gradients in fp32 that a split backward pass has left at `chunk` without hooks."""
+        keep_gradient_sums_fp32(chunk)
+        if chunk in self._copies:
+            self._copies[chunk].collect()
 
 
 class _Stage(LeanStage):
@@ -132,16 +102,12 @@ class _Stage(LeanStage):
         super().__init__(*args, **kwargs)
         self._computation = computation
 
-    def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
-        with self._computation.forward():
-            return super().forward_maybe_with_nosync(*args, **kwargs)
-
     def backward_maybe_with_nosync(
         self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
     ) -> Any:
         result = super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
         if backward_type == "weight":
-            keep_gradient_sums_fp32(self.submod)
+            self._computation.end_of_weight_half(self.submod)
         return result
 
 
@@ -158,6 +124,7 @@ class Pipeline:
         micro_batch_size: int,
         hidden_size: int,
         whole_gradients: bool = False,
+        compiled: bool = False,
     ) -> None:
         self._chunks = list(chunks)
         self._whole_gradients = whole_gradients
@@ -172,6 +139,17 @@ class Pipeline:
         self._built: dict[tuple[int, int], Any] = {}
         self.is_first = self._numbers[0] == 0
         self.is_last = self._numbers[-1] == self._total - 1
+        # A loss of the user's is given logits; the own one is computed with the head.
+        self._inside = loss is mean_cross_entropy and hasattr(self._chunks[-1], "head_loss")
+        if self._inside and self.is_last:
+            self._chunks[-1].head_loss = HeadLoss(compiled=compiled)  # type: ignore[assignment]
+
+    def loss_of(self, chunk: nn.Module, value: Tensor, labels: Tensor) -> Tensor:
+        """The mean loss, fp32, of a micro-batch whose `value` goes into the last chunk."""
+        if self._inside:
+            loss: Tensor = chunk(value, labels=labels)
+            return loss.float()
+        return self.loss(chunk(value), labels).float()
 
     def accumulate(self, input_ids: Tensor, labels: Tensor) -> Tensor:
         """Add the gradients of the mean loss over the shard's rows to the parameters' `.grad`.
@@ -205,10 +183,7 @@ class Pipeline:
             # one.
             if self._whole_gradients:
                 reduce_gradients(chunk, number == count - 1)
-            with self._computation.forward():
-                logits = chunk(ids)
-            loss = self.loss(logits, targets).float()
-            del logits
+            loss = self.loss_of(chunk, ids, targets)
             if count > 1:
                 loss = loss / count
             loss.backward()
@@ -227,6 +202,7 @@ class Pipeline:
             target=labels if self.is_last else None,
             losses=losses if self.is_last else None,
             return_outputs=False,
+            **({"labels": labels} if self._inside and self.is_last else {}),
         )
         return [loss.detach() for loss in losses]
 
@@ -255,8 +231,9 @@ class Pipeline:
             for chunk, number in zip(self._chunks, self._numbers, strict=True)
         ]
 
-        def loss_of_micro_batch(logits: Tensor, targets: Tensor) -> Tensor:
-            return self.loss(logits, targets).float() / count
+        def loss_of_micro_batch(output: Tensor, targets: Tensor) -> Tensor:
+            loss = output if self._inside else self.loss(output, targets)
+            return loss.float() / count
 
         kind = _SCHEDULES[self._schedule_name]
         single = self._schedule_name in ("gpipe", "1f1b")
@@ -288,11 +265,10 @@ class Pipeline:
                 passed: Tensor | None = None
                 for chunk, number in zip(self._chunks, self._numbers, strict=True):
                     value = ids if number == 0 else self._receive(number, passed, ids)
-                    with self._computation.forward():
-                        passed = chunk(value)
                     if number == self._total - 1:
-                        total += self.loss(passed, targets).float() * len(ids)
+                        total += self.loss_of(chunk, value, targets) * len(ids)
                     else:
+                        passed = chunk(value)
                         self._send(number, passed)
         for chunk in self._chunks:
             drop_gathered(chunk)

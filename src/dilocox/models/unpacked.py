@@ -1,0 +1,47 @@
+"""Tells transformers that every row is one sequence, which it otherwise asks the device.
+
+Where a model is given no attention mask, transformers looks for packed sequences in the position
+ids that it made itself: `masking_utils.find_packed_sequence_indices` reads a value back from the
+device for every micro-batch, and the host waits for all kernels before it. Rows of dilocox are
+never packed, so the answer is known: None. Fake tensors have no values to ask at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import wraps
+from typing import Any
+
+_NAME = "find_packed_sequence_indices"
+_UNPACKED: ContextVar[bool] = ContextVar("unpacked", default=False)
+
+
+@contextmanager
+def unpacked_rows() -> Iterator[None]:
+    """Inside, in this thread: rows are not packed. Other users of transformers see no change."""
+    _install()
+    before = _UNPACKED.set(True)
+    try:
+        yield
+    finally:
+        _UNPACKED.reset(before)
+
+
+def _install() -> None:
+    """Once for a process: let transformers' function answer from `_UNPACKED`.
+
+    A version of transformers without this function is left as it is.
+    """
+    from transformers import masking_utils
+
+    known: Callable[..., Any] | None = getattr(masking_utils, _NAME, None)
+    if known is None or hasattr(known, "__wrapped__"):
+        return
+
+    @wraps(known)
+    def find(*args: Any, **kwargs: Any) -> Any:
+        return None if _UNPACKED.get() else known(*args, **kwargs)
+
+    setattr(masking_utils, _NAME, find)

@@ -1,0 +1,150 @@
+"""Head and loss together, over some tokens at a time: all logits of a micro-batch never exist.
+
+PyTorch has this as `torch.nn.functional.linear_cross_entropy` (chunked form) since 2.13. It knows
+no soft cap, no scale and not PyTorch 2.11, so that one run would compute in two ways. Like it,
+this one takes the gradients in the forward pass and recomputes nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from dilocox.site.loss import AT_ONCE, COPIES, mean_cross_entropy
+
+Logits = Callable[[Tensor], Tensor]
+"""Hidden states [1, l, d] -> logits [1, l, V]."""
+
+CHUNK = {"cpu": 2**25, "cuda": 2**28}
+"""Logits that exist at a time, by type of device, if there are more than `AT_ONCE`. On a GPU many,
+so that the products are large."""
+
+
+class HeadLoss:
+    """Mean cross-entropy of the model's logits, from the hidden states before the head.
+
+    Up to `AT_ONCE` logits are computed whole, to the bit as `mean_cross_entropy` of the model's
+    output. With `compiled` the loss of a chunk of more logits is one kernel.
+    """
+
+    def __init__(self, *, compiled: bool = False) -> None:
+        self._loss = torch.compile(_loss_and_gradient) if compiled else _loss_and_gradient
+
+    def __deepcopy__(self, _memo: object) -> HeadLoss:
+        return self
+
+    def __call__(
+        self,
+        logits: Logits,
+        hidden: Tensor,
+        labels: Tensor,
+        parameters: Sequence[Tensor],
+        vocabulary: int,
+    ) -> Tensor:
+        """Mean over all tokens with a label of 0 or above, an fp32 scalar.
+
+        `hidden`: [b, l, d]. `labels`: int64 [b, l]. `parameters`: of the head, those that `logits`
+        uses; they get gradients. `vocabulary`: V.
+        """
+        if labels.numel() * vocabulary <= AT_ONCE:
+            return mean_cross_entropy(logits(hidden), labels)
+        count = chunk_tokens(labels.numel(), vocabulary, hidden.device.type)
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        wanted = torch.is_grad_enabled()
+        found: Tensor = _Chunked.apply(self._loss, logits, count, wanted, hidden, labels, *trained)
+        return found
+
+
+def chunk_tokens(tokens: int, vocabulary: int, device: str) -> int:
+    """Tokens of a chunk: as many as `CHUNK` logits hold at most, in chunks of nearly equal size."""
+    most = max(1, CHUNK.get(device, AT_ONCE) // vocabulary)
+    return -(-tokens // -(-tokens // most))
+
+
+def head_loss_bytes(
+    tokens: int, vocabulary: int, hidden: int, width: int, device: str = "cuda"
+) -> int:
+    """What head and loss of a micro-batch hold at their peak; `width`: bytes of the compute dtype.
+
+    Of few logits their loss's copies in the backward pass. Of many the gradient of the hidden
+    states, the sum of the head's in fp32, and the most of two moments: a chunk's loss with its
+    logits in fp32, and the gradient of the head from those of the chunk's logits.
+    """
+    if tokens * vocabulary <= AT_ONCE:
+        return COPIES * 4 * tokens * vocabulary
+    chunk = chunk_tokens(tokens, vocabulary, device) * vocabulary
+    weights = vocabulary * hidden
+    in_fp32 = 4 if width == 4 else 8
+    moment = max((width + in_fp32) * chunk, 2 * width * (chunk + weights))
+    return moment + width * tokens * hidden + 4 * weights
+
+
+class _Chunked(torch.autograd.Function):
+    """See `HeadLoss`. Gradients are found in the forward pass, scaled in the backward pass."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        loss: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]],
+        logits: Logits,
+        count: int,
+        wanted: bool,
+        hidden: Tensor,
+        labels: Tensor,
+        *parameters: Tensor,
+    ) -> Tensor:
+        rows, targets = hidden.flatten(0, -2), labels.flatten()
+        counted = (targets >= 0).float()
+        weights = counted / counted.sum()
+        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        gradient = torch.empty_like(rows) if wanted else None
+        sums = [torch.zeros_like(p, dtype=torch.float32) for p in parameters] if wanted else []
+        starts = range(0, len(rows), count)
+        for start in starts:
+            part = slice(start, start + count)
+            with torch.enable_grad() if wanted else contextlib.nullcontext():
+                some = rows[part].detach().requires_grad_(wanted)
+                found = logits(some.unsqueeze(0)).squeeze(0)
+            share, outer = loss(found.detach(), targets[part], weights[part])
+            total += share
+            if gradient is not None:
+                mine, *others = torch.autograd.grad(found, [some, *parameters], outer)
+                gradient[part] = mine
+                for summed, other in zip(sums, others, strict=True):
+                    summed += other
+            del found, outer
+        if gradient is not None:
+            ctx.shape = hidden.shape
+            kept = [each.to(p.dtype) for each, p in zip(sums, parameters, strict=True)]
+            ctx.save_for_backward(gradient, *kept)
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, outer: Tensor) -> tuple[Tensor | None, ...]:
+        gradient, *sums = ctx.saved_tensors
+        hidden = (gradient * outer.to(gradient.dtype)).view(ctx.shape)
+        return (
+            *(None,) * 4,
+            hidden,
+            None,
+            *((each.float() * outer).to(each.dtype) for each in sums),
+        )
+
+
+def _loss_and_gradient(logits: Tensor, labels: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Weighted sum of the cross-entropies of logits [n, V], and its gradient in their dtype.
+
+    `labels`: int64 [n], below 0 where the weight is 0. `weights`: fp32 [n].
+    """
+    targets = labels.clamp(min=0).unsqueeze(1)
+    values = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
+    loss = -(values.gather(1, targets).squeeze(1) * weights).sum()
+    values = values.exp_()
+    values.scatter_(1, targets, values.gather(1, targets) - 1.0)
+    return loss, values.mul_(weights.unsqueeze(1)).to(logits.dtype)

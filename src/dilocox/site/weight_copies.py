@@ -1,0 +1,69 @@
+"""bf16 copies of fp32 parameters: what the model computes with, beside what is trained."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+
+class WeightCopies:
+    """Gives a module parameters of another dtype, and keeps its own as masters.
+
+    The masters are the module's parameters as they were: the same objects, on the same storage,
+    by name. They are what an optimizer trains. `refresh` copies their values into the module.
+    Each gradient that a backward pass leaves at a copy is added to its master's `.grad` in the
+    master's dtype at once, so that gradients of micro-batches are not summed in the copies'.
+    """
+
+    def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
+        self._masters: list[nn.Parameter] = []
+        self._copies: list[nn.Parameter] = []
+        self._by_copy: dict[int, nn.Parameter] = {}
+        made: dict[int, nn.Parameter] = {}
+        for each in module.modules():
+            for name, master in each._parameters.items():
+                if master is None:
+                    continue
+                if id(master) not in made:  # shared parameters stay one
+                    made[id(master)] = self._copied(master, dtype)
+                each._parameters[name] = made[id(master)]
+
+    def _copied(self, master: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
+        copied = nn.Parameter(master.detach().to(dtype), master.requires_grad)
+        if master.requires_grad:
+            copied.register_post_accumulate_grad_hook(partial(_add_to, master))
+        self._masters.append(master)
+        self._copies.append(copied)
+        self._by_copy[id(copied)] = master
+        return copied
+
+    def master(self, copied: nn.Parameter) -> nn.Parameter:
+        """The master of one of the module's parameters."""
+        return self._by_copy[id(copied)]
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Copy the masters' values; to be called before the passes of every step."""
+        torch._foreach_copy_(self._copies, self._masters)
+
+    def collect(self) -> None:
+        """Add what gradients the copies have to the masters.
+
+        The weight half of a split backward pass sets gradients without running hooks.
+        """
+        for master, copied in zip(self._masters, self._copies, strict=True):
+            if copied.grad is not None:
+                _add_to(master, copied)
+
+
+@torch.no_grad()
+def _add_to(master: nn.Parameter, copied: Tensor) -> None:
+    gradient = copied.grad
+    assert gradient is not None
+    if master.grad is None:
+        master.grad = gradient.to(master.dtype)
+    else:
+        master.grad += gradient
+    copied.grad = None
