@@ -14,6 +14,7 @@ from typing import cast
 import pytest
 
 from dilocox import rank_process
+from dilocox.assembly import Place
 
 
 def _writes(file: Path, owns: bool) -> None:
@@ -46,3 +47,17 @@ def test_a_rank_writes_to_its_log_where_output_is_captured(
     assert lines[1] == "an error"
     assert lines[2].endswith("INFO x: a message")
     assert lines[3] == "from a library"
+
+
+@pytest.mark.parametrize("started_here", [True, False])
+def test_flight_records_lie_beside_the_log(tmp_path: Path, started_here: bool) -> None:
+    """Ranks that a cluster started have no log of their own, but a run folder."""
+    log = tmp_path / "site" / "logs" / "lyon-stage1-shard2.log"
+    job = SimpleNamespace(
+        log_file=log if started_here else None,
+        config=SimpleNamespace(folder=tmp_path / "run"),
+        place=Place("lyon", 1, 2),
+    )
+    found = rank_process._flight_records(cast(rank_process.RankJob, job))
+    folder = log.parent if started_here else tmp_path / "run" / "logs"
+    assert found == folder / "lyon-stage1-shard2-nccl-"
