@@ -28,7 +28,7 @@ from dilocox.outer.control import RankControl
 from dilocox.outer.coordinator.client import CoordinatorClient
 from dilocox.outer.coordinator.messages import Entering, PlanReply, RoundPlan
 from dilocox.outer.loop import OuterLoop
-from dilocox.outer.staging import staging_of
+from dilocox.outer.staging import before_change
 from dilocox.record.inner import RoundWatch
 from dilocox.site import learning_rate
 from dilocox.site.garbage import PythonCollects
@@ -91,11 +91,7 @@ class Trainer:
         self.me = self.rank.place.site
         self.meter = RoundMeter(self.config, self.rank)
         self.donors = Donors(self, self.form_group, self.donor_pause)
-        self.rank.model.before_update = self.before_change
-
-    def before_change(self) -> None:
-        """What this rank trains on is about to change: copies of it that were begun end first."""
-        staging_of(self.rank.mesh.device).before_change()
+        self.rank.model.before_update = before_change
 
     def run(self, newcomer: Newcomer | None) -> None:
         """Train to the end of the run. `newcomer`: the fetching of state, if this site enters.
@@ -227,7 +223,7 @@ class Trainer:
     def end_slot(self, plan: RoundPlan, slot: int) -> None:
         """Landings and boundaries; then this rank says where it stands, and how long a slot takes
         it."""
-        self.before_change()
+        before_change()
         if not self.config.exchanges_gradients:
             if self.outer.has_boundary(plan, slot) or slot == plan.slots:
                 self.check_finite(plan)
@@ -355,7 +351,7 @@ class Trainer:
             begun = self.client.poll_plan(entry.from_round - 1).plan
             if begun is not None and begun.kind == "flush":
                 raise self.ends_without_it()
-        self.before_change()
+        before_change()
         with timeline.span("catch up", from_round=entry.from_round):
             self.outer.set_aside(self.weight)
             self.follow(Newcomer(self, entry, self.form_group, self.donor_patience))
@@ -418,7 +414,7 @@ class Trainer:
     @contextlib.contextmanager
     def standing_at(self, values: Mapping[str, torch.Tensor]) -> Iterator[None]:
         """The model is `values`; what this rank trains on is put back in the end."""
-        self.before_change()
+        before_change()
         own = {name: tensor.detach().clone() for name, tensor in self.rank.live.items()}
         self._fill(values)
         yield
@@ -472,7 +468,7 @@ class Trainer:
         if self.watch is not None:
             # An auditor may look for it as soon as the flush is decided, and that is at once.
             self.watch.wait()
-        self.before_change()
+        before_change()
         if self.config.exchanges_gradients:
             self.outer.land_gradients()
         elif self.me in plan.members:

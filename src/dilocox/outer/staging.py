@@ -303,6 +303,13 @@ def staging_of(device: torch.device) -> Staging:
         return _KNOWN[device]
 
 
+def before_change() -> None:
+    """What this process trains on is about to change: copies of it that were begun end first, on
+    any device."""
+    for staging in list(_KNOWN.values()):
+        staging.before_change()
+
+
 def sha256_of(tensor: Tensor) -> str:
     """SHA-256, hex, of a tensor's little-endian bytes, row by row, on any device."""
     total = hashlib.sha256()
