@@ -26,7 +26,8 @@ from dilocox.record.digests import (
     tensor_bytes,
     tensor_digest,
 )
-from dilocox.record.recording import WAITING, Author, RankRecord
+from dilocox.record.recording import WAITING, Author, RankRecord, listing_of
+from dilocox.record.states import State
 from dilocox.record.store import Store
 
 SIGNER = s.Signer.from_hex("07" * 32)
@@ -263,3 +264,55 @@ def test_states(tmp_path: Path, kind: str) -> None:
     assert [each["name"] for each in listed] == ["b", "a"], "in model order"
     # theta_0 is kept, the final state has its files.
     assert [store.has(each["sha256"]) for each in listed] == [kind == "initial"] * 2
+
+
+def test_theta_0_that_began_as_bf16_takes_half_the_bytes(tmp_path: Path) -> None:
+    """Signed and read as fp32, subnormal values and the signs of zero and infinity too."""
+    bits = torch.tensor([0, -(2**31), 0x00010000, 0x7F7F0000, 0x3F800000, -0x40800000])
+    odd = bits.to(torch.int32).view(torch.float32)
+    drawn = torch.randn(50, 3, generator=torch.Generator().manual_seed(1))
+    tensors = {"b": drawn.to(torch.bfloat16).float(), "a": odd, "none": torch.empty(0, 3)}
+    record, notebook, _ = rank_record(Store(str(tmp_path)))
+    record.state("initial", 0, tensors)
+    said = s.open_signed(notebook.heard[0], SIGNER.public, run="run", kinds=(s.CHECKPOINT,))
+    digests = [tensor_digest(name, tensor) for name, tensor in tensors.items()]
+    assert said.subjects["state"] == stage_root(digests).hex()
+    store = Store(str(tmp_path))
+    for digest, tensor in zip(digests, tensors.values(), strict=True):
+        assert digest.dtype == "float32"
+        assert store.has(digest.sha256)
+        assert store.get(digest.sha256) == bytes(tensor_bytes(tensor))
+        assert not Path(store.path(digest.sha256)).exists()
+        halved = Path(store.path(digest.sha256) + ".bf16")
+        assert halved.stat().st_size == 2 * tensor.numel()
+    halved = Path(store.path(digests[0].sha256) + ".bf16")
+    data = bytearray(halved.read_bytes())
+    for changed in (bytes(data[:-1]), bytes([data[0] ^ 1, *data[1:]])):
+        halved.write_bytes(changed)
+        with pytest.raises(RecordError, match="holds other bytes than its name says"):
+            store.get(digests[0].sha256)
+
+
+def test_one_tensor_with_more_bits_keeps_all_as_they_are(tmp_path: Path) -> None:
+    store = Store(str(tmp_path))
+    record, _, _ = rank_record(store)
+    tensors = {"norm": torch.ones(5), "weight": torch.tensor([1.0, 1.0 + 2**-20])}
+    record.state("initial", 0, tensors)
+    assert all(
+        Path(store.path(tensor_digest(name, tensor).sha256)).exists()
+        for name, tensor in tensors.items()
+    )
+    assert not list(tmp_path.rglob("*.bf16"))
+
+
+def test_what_was_published_in_bf16_is_signed_too(tmp_path: Path) -> None:
+    record, notebook, _ = rank_record(Store(str(tmp_path)))
+    tensors = {"b": torch.full((3,), 1.0 + 2**-20), "a": torch.zeros(2, 2)}
+    record.state("final", 5, tensors, {}, lambda tensor: tensor.to(torch.bfloat16))
+    said = s.open_signed(notebook.heard[0], SIGNER.public, run="run", kinds=(s.CHECKPOINT,))
+    state = State.of(said, 0)
+    rounded = [tensor_digest(name, tensor.to(torch.bfloat16)) for name, tensor in tensors.items()]
+    assert state.published is not None
+    assert state.published[0] == stage_root(rounded).hex()
+    assert Store(str(tmp_path)).get(state.published[1]) == listing_of(rounded)
+    assert state.root == stage_root([tensor_digest(n, t) for n, t in tensors.items()]).hex()

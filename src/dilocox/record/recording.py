@@ -16,9 +16,11 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import rfc8785
+import torch
 from torch import Tensor
 
 from dilocox import timeline
+from dilocox.compression.rounding import is_bf16, round_to_bf16
 from dilocox.errors import DilocoxError, RecordError
 from dilocox.outer.anchor_state import AnchorCopy
 from dilocox.outer.attempt import Contribution, Outcome
@@ -175,16 +177,21 @@ class RankRecord:
     ) -> None:
         """Sign that this rank's stage holds `tensors`, whole and in model order, after `round_`.
 
-        Of `kind` "initial" the tensors are kept, of "final" their digests alone, with those of the
+        Of `kind` "initial" the tensors are kept, in half the bytes if all their values are in bf16,
+        as those of weights that began so; of "final" their digests alone, with those of the
         published folder's other `files` (SHA-256 by name). `rounded`: what a tensor was published
         as, if not as it is; its digests are signed, too. What cannot be kept or said is warned of.
         """
         try:
             with timeline.span("record state"):
                 digests = []
+                halved = kind == "initial" and all(map(_in_bf16, tensors.values()))
                 for name, tensor in tensors.items():
                     digests.append(tensor_digest(name, tensor))
-                    if kind == "initial":
+                    if halved:
+                        rounded_bytes = tensor_bytes(round_to_bf16(tensor.detach().cpu()))
+                        self._store.put_bf16(rounded_bytes, digests[-1].sha256)
+                    elif kind == "initial":
                         self._store.put(tensor_bytes(tensor), digests[-1].sha256)
                 listing = self._store.put(listing_of(digests))
                 author, rank = self._author, self._author.rank
@@ -290,6 +297,11 @@ class RankRecord:
         if not self._broken:
             self._broken = True
             self._warn(f"record: {error}; the run goes on, but cannot be verified in full")
+
+
+def _in_bf16(tensor: Tensor) -> bool:
+    """Whether an fp32 tensor began as bf16, so that half of its bytes tell all of it."""
+    return tensor.dtype == torch.float32 and is_bf16(tensor.detach().cpu())
 
 
 def anchor_state(

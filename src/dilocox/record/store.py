@@ -18,6 +18,9 @@ from dilocox.record.digests import sha256
 from dilocox.storage import is_local, opened, patiently, sync_folder
 
 STATES = "states"
+BF16 = ".bf16"
+"""Ends the name of an fp32 tensor whose values are all in bf16: what lies there is the upper half
+of each value, and the name is the SHA-256 of the fp32 bytes."""
 WINDOWS = "windows"
 """Payloads of rounds that are removed one day, with what a replay of them begins from."""
 
@@ -57,7 +60,9 @@ class Store:
 
     def has(self, digest: str) -> bool:
         """True if something is there; only `get` says whether it is right."""
-        return bool(self._files.exists(self.path(digest))) or digest in self._in_windows()
+        path = self.path(digest)
+        there = self._files.exists(path) or self._files.exists(path + BF16)
+        return bool(there) or digest in self._in_windows()
 
     def put(self, data: bytes | memoryview, digest: str | None = None) -> str:
         """Keep `data`; its digest. `digest`: of `data`, if it is known already.
@@ -73,6 +78,16 @@ class Store:
             reason = getattr(error, "strerror", None) or error
             raise RecordError(f"{self.where}: cannot be written ({reason})") from None
         return digest
+
+    def put_bf16(self, data: bytes | memoryview, digest: str) -> None:
+        """Keep the fp32 tensor with this digest, of which `data` are the values in bf16, which lose
+        nothing: `get` gives the fp32 bytes. Raises `RecordError` as `put`."""
+        try:
+            path = self.path(digest) + BF16
+            patiently(lambda: self._write(path, data), self.where, self._patience)
+        except Exception as error:  # every kind of storage has errors of its own
+            reason = getattr(error, "strerror", None) or error
+            raise RecordError(f"{self.where}: cannot be written ({reason})") from None
 
     def states(self, round_: int) -> Store:
         """The store of the states in which a round begins."""
@@ -179,7 +194,8 @@ class Store:
         """
         path = self.path(digest)
         if not self._files.exists(path):
-            path = self._in_windows().get(digest, path)
+            halved = self._files.exists(path + BF16)
+            path = path + BF16 if halved else self._in_windows().get(digest, path)
         try:
             data: bytes = self._files.cat_file(path)
         except FileNotFoundError:
@@ -187,9 +203,20 @@ class Store:
         except OSError as error:
             reason = error.strerror or error
             raise RecordError(f"{path}: cannot be read ({reason})") from None
+        if path.endswith(BF16):
+            data = widened(data)
         if sha256(data) != digest:
             raise RecordError(f"{path}: holds other bytes than its name says")
         return data
+
+
+def widened(data: bytes) -> bytes:
+    """fp32 bytes, little-endian, of values in bf16."""
+    if len(data) % 2:
+        return data  # broken off: no digest is that of half a value
+    found = bytearray(2 * len(data))
+    found[2::4], found[3::4] = data[0::2], data[1::2]
+    return bytes(found)
 
 
 class Stores:
