@@ -51,6 +51,9 @@ site: far less than one meeting may last."""
 class Keeper:
     """Writes this rank's checkpoints and its part of the published model."""
 
+    _form = Published()
+    """Of Hugging Face folders."""
+
     def __init__(
         self,
         config: RunConfig,

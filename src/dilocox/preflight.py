@@ -339,11 +339,12 @@ def _has_tokenizer_of(files: TokenFiles, model: Path) -> bool:
 
 def _check_store(config: RunConfig, blueprint: Blueprint, parameters: int) -> None:
     """Raise `RecordError` for a store that cannot be used, `ConfigError` for one that will fill."""
-    least = small_budget(config, parameters)
+    whole = count_parameters(blueprint.hf_config)
+    least = small_budget(config, whole)
     if least is not None:
         raise ConfigError(
             f'record.keep = "{config.record.keep}": holds too few states of a model of '
-            f'{number(parameters)} parameters; give at least "{-(-least // 10**6)}MB", a number of '
+            f'{number(whole)} parameters; give at least "{-(-least // 10**6)}MB", a number of '
             'rounds, or "all"'
         )
     place = Store(config.record_store).folder

@@ -32,7 +32,7 @@ from dilocox.config import RunConfig
 from dilocox.data import TokenFiles
 from dilocox.determinism import facts_here
 from dilocox.entering import Newcomer
-from dilocox.errors import CheckpointError, DilocoxError, RunOverError
+from dilocox.errors import CheckpointError, DilocoxError, RecordError, RunOverError
 from dilocox.models import count_parameters
 from dilocox.outer.control import RankControl
 from dilocox.outer.coordinator.client import CoordinatorClient
@@ -263,13 +263,24 @@ def _open_record(job: RankJob, rank: Rank, client: CoordinatorClient) -> RankRec
         return None
     patience = job.config.network.link_timeout
     store = Store(job.config.record_store, patience)
-    place, parameters = job.place, count_parameters(rank.blueprint.hf_config)
-    bound = bound_of(job.config, parameters)
-    windows = None
-    if bound is not None:
-        name = f"{place.site}/{place.stage}.{place.shard}"
-        windows = Windows(store, name, bound.for_one_of(job.config.site.ranks))
+    windows = _open_windows(job, rank, store, _warning(client))
     return RankRecord(_author(job), store, client, _warning(client), patience, windows)
+
+
+def _open_windows(
+    job: RankJob, rank: Rank, store: Store, warn: Callable[[str], None]
+) -> Windows | None:
+    """Where this rank's payloads go, if old ones are removed one day."""
+    place = job.place
+    bound = bound_of(job.config, count_parameters(rank.blueprint.hf_config))
+    if bound is None:
+        return None
+    name = f"{place.site}/{place.stage}.{place.shard}"
+    try:
+        return Windows(store, name, bound.for_one_of(job.config.site.ranks))
+    except RecordError as error:  # a store that cannot be reached does not end the run
+        warn(f"record: {error}; all payloads stay")
+        return None
 
 
 def _open_rounds(job: RankJob, rank: Rank, client: CoordinatorClient) -> InnerRecord | None:

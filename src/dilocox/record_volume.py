@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dilocox.assembly import Blueprint
 from dilocox.config import RunConfig
 from dilocox.display import size
+from dilocox.models import count_parameters
 from dilocox.outer.controller.candidates import INNER_STEPS, codecs
 from dilocox.payloads import model_shapes, sizes_by_codec
 from dilocox.record.windows import PARTS, Bound, bound_of, start_bytes_per_parameter
@@ -24,7 +25,8 @@ def record_bytes(config: RunConfig, blueprint: Blueprint, parameters: int) -> in
 
     Rounds and codec are those of the run file. Where the controller chooses them by the link, they
     are the fewest rounds and the smallest payloads that it may choose: what it will send depends on
-    the link. `record.keep` bounds what stays of the payloads.
+    the link. `record.keep` bounds what stays of the payloads. `parameters`: of which the states and
+    theta_0 are kept here.
     """
     if config.exchanges_gradients:
         return 4 * parameters
@@ -35,7 +37,7 @@ def record_bytes(config: RunConfig, blueprint: Blueprint, parameters: int) -> in
     if config.record.states_keep:
         kept = min(kept, config.record.states_keep + 1)
     states = kept * STATE_BYTES * parameters
-    bound = bound_of(config, parameters)
+    bound = bound_of(config, count_parameters(blueprint.hf_config))
     if bound is not None:
         payloads = min(payloads, _bounded(config, bound, parameters, payloads // rounds))
     return 4 * parameters + len(config.sites) * (payloads + states)

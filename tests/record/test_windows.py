@@ -341,4 +341,7 @@ def test_states_of_a_course_that_was_left_behind_do_not_count(scene: Scene) -> N
 
 def test_records_of_earlier_versions_keep_all() -> None:
     manifest = {"config": {"outer": {"method": "dilocox"}, "record": {"enabled": True}}}
-    assert Course("run", "log", manifest).keep == "all"
+    course = Course("run", "log", manifest)
+    assert course.keep == "all"
+    course.anchors.append(AnchorState("a", 0, 0, 1, 1, (0,), "1" * 64, "2" * 64))
+    assert course.keep == "auto", "a later version went on with it"

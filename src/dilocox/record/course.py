@@ -166,9 +166,14 @@ class Course:
 
     @property
     def keep(self) -> int | str:
-        """What of the payloads stays, as `record.keep` says; runs from before it kept all."""
-        found: int | str = self.config.get("record", {}).get("keep", "all")
-        return "all" if self.config["outer"].get("method") in EXCHANGE_GRADIENTS else found
+        """What of the payloads stays, as `record.keep` says; `all` if nothing was removed by it.
+
+        With "auto", which runs from before there was the key go on with, a model that is large
+        enough signs anchors before anything is removed.
+        """
+        found: int | str = self.config.get("record", {}).get("keep", "auto")
+        by_gradient = self.config["outer"].get("method") in EXCHANGE_GRADIENTS
+        return "all" if by_gradient or (found == "auto" and not self.anchors) else found
 
     def keeps_state(self, round_: int) -> bool:
         """Whether the state in which a planned round begins is kept; that of the flush always,
