@@ -33,6 +33,11 @@ class Site:
         """One inner step."""
         return self._rank.model.inner_step(self.inputs, self.labels, learning_rate)
 
+    def compile_problem(self) -> str | None:
+        """After the first step: why layers run without being compiled, or None."""
+        problem: str | None = self._rank.model.compile_problem()
+        return problem
+
     def loss_and_gradients(self) -> tuple[float, dict[str, Tensor]]:
         """Mean loss and gradients of the batch by full name; the model stays as it is."""
         model = self._rank.model
@@ -222,7 +227,7 @@ def ranks_share_gpu(cuda: bool) -> Iterator[None]:
 
 
 def end_rank_after_error() -> None:
-    """Leave the site's process group as `dilocox.rank_process.run_rank` does after an error."""
-    import torch.distributed as dist
+    """End this process as a rank of a run ends after an error (`dilocox.rank_process`)."""
+    from dilocox import processes
 
-    dist.destroy_process_group()
+    processes.exit_now(1)

@@ -70,6 +70,8 @@ class Side:
     held_bytes: int
     """GPU memory between steps."""
     flops_per_token: float
+    note: str = ""
+    """Why layers are not compiled that should be."""
     step_bytes: int = 0
     """GPU memory that a step adds at its peak."""
     rates: list[float] = field(default_factory=list)
@@ -155,7 +157,8 @@ def _ours(shape: Shape, cuda: bool, **sections: dict[str, Any]) -> Side:
     site = product.build_site(shape, cuda, **sections)
     flags = Flags.now()
     site.step()
-    return Side(site.step, flags, _held(cuda) - before, site.flops_per_token)
+    note = site.compile_problem() or ""
+    return Side(site.step, flags, _held(cuda) - before, site.flops_per_token, note)
 
 
 def _held(cuda: bool) -> int:
@@ -207,7 +210,7 @@ def _beside(shape: Shape, context: Context) -> Outcome:
         "share_most": max(ratios),
         "pairs": len(ratios),
     }
-    return Outcome(None, _about(shape), found)
+    return Outcome(None, "; ".join(filter(None, (_about(shape), ours.note))), found)
 
 
 def _determinism(shape: Shape, context: Context) -> Outcome:

@@ -117,6 +117,9 @@ def compiled(context: Context, checkpointing: bool) -> Outcome:
     with patch.object(torch.nn.Module, "compile", eager):
         site = product.build_site(sizes.STEP[context.scale], context.cuda, model=model)
         site.step()
+        problem = site.compile_problem()
     graphs, frames = counters["stats"]["unique_graphs"], counters["frames"]["ok"]
     said = f"{graphs} graphs for {sizes.STEP[context.scale].layers} layers"
-    return Outcome(graphs >= 1, said, {"graphs": graphs, "frames": frames})
+    return Outcome(
+        graphs >= 1 and problem is None, problem or said, {"graphs": graphs, "frames": frames}
+    )
