@@ -9,13 +9,12 @@ import sys
 import time
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from benchmarks.gpu import product
+from benchmarks.gpu import product, sizes
 from benchmarks.gpu.child import Context, Outcome
-from torch.distributed.device_mesh import init_device_mesh
+from benchmarks.gpu.clock import wait
 
 PATIENCE = 20.0
 """Seconds that the rank that is left is waited for."""
@@ -26,40 +25,27 @@ REFUSED = 17
 def run(context: Context) -> None:
     """Two rows."""
     context.check("nccl, a peer dies", lambda: _peer_dies(context.folder))
-    context.check("nccl, one rank", _one_rank)
+    context.check("nccl, one rank", lambda: _one_rank(context.scale))
 
 
-def _one_rank() -> Outcome:
-    from dilocox.site.sharding import drop_gathered, finish_sharding, local, shard_chunk
-
-    began = time.monotonic()
-    torch.cuda.set_device(0)
-    device = torch.device("cuda", 0)
+def _one_rank(scale: str) -> Outcome:
+    """A chunk in bf16 under FSDP2 on a mesh of one rank, a second group, and the end of both."""
+    cuda, began = scale == "gpu", time.monotonic()
+    if cuda:
+        torch.cuda.set_device(0)
     dist.init_process_group(
-        "nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=device,
-        timeout=timedelta(seconds=60),
+        "nccl" if cuda else "gloo", store=dist.HashStore(), rank=0, world_size=1,
+        device_id=torch.device("cuda", 0) if cuda else None, timeout=timedelta(seconds=60),
     )  # fmt: skip
-    mesh = init_device_mesh("cuda", (1, 1), mesh_dim_names=("pp", "dp"))
-    with torch.device("meta"):
-        net = torch.nn.Sequential(torch.nn.Linear(1024, 1024), torch.nn.Linear(1024, 1024))
-    shard_chunk(net, list(net), mesh["dp"], torch.bfloat16, True)
-    net.to_empty(device="cuda")
-    for parameter in net.parameters():
-        local(parameter).normal_(std=0.02)
-    finish_sharding(net)
-    out: Any = net(torch.randn(8, 1024, device="cuda"))
-    out.float().square().mean().backward()
-    drop_gathered(net)
-    gradients = [local(p.grad) for p in net.parameters() if p.grad is not None]
-    ok = len(gradients) == 4 and all(
-        g.dtype == torch.float32 and bool(g.isfinite().all()) for g in gradients
-    )
-    dist.all_reduce(torch.ones(1, device="cuda"), group=dist.new_group([0]))
-    torch.cuda.synchronize()
+    gradients = product.sharded_gradients(sizes.STEP[scale], cuda)
+    ok = all(g.dtype == torch.float32 and bool(g.isfinite().all()) for g in gradients)
+    one = torch.ones(1, device="cuda" if cuda else "cpu")
+    dist.all_reduce(one, group=dist.new_group([0]))
+    wait(cuda)
     leaving = time.monotonic()
     dist.destroy_process_group()
     found = {"seconds": leaving - began, "destroy_seconds": time.monotonic() - leaving}
-    return Outcome(ok, "FSDP2, bf16 compute, fp32 gradients", found)
+    return Outcome(ok, f"{len(gradients)} gradients in fp32, compute in bf16", found)
 
 
 def _peer_dies(folder: Path) -> Outcome:

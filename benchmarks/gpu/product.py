@@ -17,6 +17,7 @@ from unittest.mock import patch
 import torch
 from benchmarks.gpu.sizes import Shape
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
 
 class Site:
@@ -110,6 +111,38 @@ def build_site(shape: Shape, cuda: bool, **sections: dict[str, Any]) -> Site:
             store=None, local_rank=0, ranks_here=1, timeout=600.0,
         )  # fmt: skip
     return Site(rank, *batch_of(shape), blueprint.cut[0].compute)
+
+
+def sharded_gradients(shape: Shape, cuda: bool) -> list[Tensor]:
+    """Local gradients of one pass through a chunk sharded over a mesh of one rank, in bf16.
+
+    The default process group of one rank is there.
+    """
+    import dilocox
+    from dilocox import assembly
+    from dilocox.models import build_chunk, materialise
+    from dilocox.site import sharding
+
+    device = torch.device("cuda", 0) if cuda else torch.device("cpu")
+    mesh = init_device_mesh(device.type, (1, 1), mesh_dim_names=("pp", "dp"))
+    config = dilocox.resolve_run(raw_run(shape, cuda))
+    blueprint = assembly.Blueprint.of(config, None)
+    chunk = build_chunk(
+        blueprint.hf_config, blueprint.cut[0], attention="sdpa", activation_checkpointing=False
+    )
+    shapes = {full: chunk.state_dict()[name].shape for name, full in chunk.full_names().items()}
+    sharding.shard_chunk(chunk, mesh["dp"], torch.bfloat16, True)
+    materialise(chunk, _Drawn(lambda: shapes, device), device)
+    sharding.finish_sharding(chunk)
+    inputs, _ = batch_of(shape)
+    logits: Tensor = chunk(inputs[: shape.micro].to(device))
+    logits.float().square().mean().backward()
+    sharding.drop_gathered(chunk)
+    parameters = list(chunk.parameters())
+    found = [sharding.local(p.grad) for p in parameters if p.grad is not None]
+    if len(found) != len(parameters):
+        raise RuntimeError(f"{len(parameters) - len(found)} parameters have no gradient")
+    return found
 
 
 def batch_of(shape: Shape) -> tuple[Tensor, Tensor]:
