@@ -19,7 +19,7 @@ from dilocox import persistence
 from dilocox.persistence import record_state
 from dilocox.site import SiteMesh
 
-LIMIT, STORE = 1.5, 4.0
+LIMIT, STORE = 4.0, 7.0
 """Seconds that a collective may last, and that the store takes for theta_0."""
 
 
@@ -29,7 +29,7 @@ class SlowRecord:
     def __init__(self) -> None:
         self.kept: dict[str, torch.Tensor] = {}
 
-    def state(self, kind: str, round_: int, tensors: dict[str, torch.Tensor], files: Any) -> None:
+    def state(self, kind: str, round_: int, tensors: dict[str, torch.Tensor], *_: Any) -> None:
         """It hashes and writes."""
         time.sleep(STORE)
         self.kept = dict(tensors)
@@ -39,9 +39,11 @@ def shard(number: int, folder: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=number, world_size=2,
-        timeout=timedelta(seconds=LIMIT),
+        timeout=timedelta(seconds=60),
     )  # fmt: skip
     mesh = SiteMesh.create(1, 2, torch.device("cpu"))
+    dist.barrier()  # both are there, however busy the machine is
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=LIMIT), dist.group.WORLD)
     whole = torch.arange(12.0).reshape(4, 3)
     persistence.MEETING = 0.3
     persistence.anchors = lambda _: {"w": whole[2 * number : 2 * number + 2]}
