@@ -78,6 +78,8 @@ def test_who_has_asked_for_gpus_may_have_spoiled_them_for_its_children(
 ) -> None:
     """`torch.cuda.is_available()` alone does; where there is no GPU that is no matter."""
     monkeypatch.setattr(launch, "machine_has_gpu", lambda: True)
+    # Other tests may have asked, in a CUDA build.
+    monkeypatch.setattr(launch.torch.cuda, "_is_in_bad_fork", lambda: False)
     launch.stay_forkable()
     monkeypatch.setattr(launch.torch.cuda, "_is_in_bad_fork", lambda: True)
     with pytest.raises(ConfigError, match="has used CUDA already"):
