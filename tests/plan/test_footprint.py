@@ -82,7 +82,7 @@ def test_optimizers_and_where_the_outer_state_is() -> None:
 
 def test_a_landing_on_the_gpu_may_take_more_than_a_step() -> None:
     """It is one of the whole model, in one block, where little else is held."""
-    small = Kept(layer=10, entry=1, head=20, exact=True)
+    small = Kept(layer=10, entry=1, selected=2, head=20, exact=True)
     config = run(
         outer={"method": "diloco", "device": "model"},
         site={"precision": "fp32", "micro_batch_size": 8},

@@ -10,7 +10,7 @@ from dilocox.plan.outline import Outline
 from dilocox.plan.table import Place
 from tests.plan.runs import device, run
 
-EACH = Kept(layer=200_000, entry=90_000, head=500_000, exact=True)
+EACH = Kept(layer=200_000, entry=90_000, selected=120_000, head=500_000, exact=True)
 
 
 def of(shared: bool = False, **sections: object) -> Footprint:
