@@ -407,7 +407,7 @@ def real_model(
     (of one row) they did; without it all at once.
     """
     if head_chunk is not None:
-        before = head_loss.AT_ONCE, head_loss.CHUNK
+        before = head_loss.AT_ONCE, head_loss.CHUNK, head_loss.logits_are_less
         loss_of_chunk, calls = head_loss._loss_and_gradient, []
 
         def counted(*given: Tensor) -> tuple[Tensor, Tensor]:
@@ -415,11 +415,12 @@ def real_model(
             return loss_of_chunk(*given)
 
         head_loss.AT_ONCE, head_loss.CHUNK = 0, {"cpu": head_chunk}
+        head_loss.logits_are_less = lambda tokens, hidden: False
         head_loss._loss_and_gradient = counted
         try:
             found = real_model(stages, shards, schedule, precision=precision)
         finally:
-            head_loss.AT_ONCE, head_loss.CHUNK = before
+            head_loss.AT_ONCE, head_loss.CHUNK, head_loss.logits_are_less = before
             head_loss._loss_and_gradient = loss_of_chunk
         assert set(calls) <= {head_chunk // 64}
         return {**found, "chunked": len(calls) > 0}

@@ -35,9 +35,10 @@ TYPES: dict[str, dict[str, Any]] = {
 """With a scale of the logits (Granite, Cohere), a soft cap (Gemma), a bias of the head (Phi)."""
 
 
-def in_chunks(monkeypatch: pytest.MonkeyPatch, logits: int) -> None:
+def in_chunks(monkeypatch: pytest.MonkeyPatch, logits: int, whole: bool = False) -> None:
     monkeypatch.setattr(head_loss, "AT_ONCE", 0)
     monkeypatch.setattr(head_loss, "CHUNK", {"cpu": logits})
+    monkeypatch.setattr(head_loss, "logits_are_less", lambda tokens, hidden: whole)
 
 
 def chunk_of(name: str, **keys: Any) -> Any:
@@ -57,9 +58,10 @@ def loss_and_gradients(chunk: Any, labels: Tensor, inside: bool) -> tuple[Tensor
     return loss.detach(), {name: p.grad for name, p in chunk.named_parameters()}
 
 
+@pytest.mark.parametrize("whole", [False, True], ids=["head", "loss"])
 @pytest.mark.parametrize("name", list(TYPES))
 def test_in_chunks_it_is_the_loss_of_the_models_own_logits(
-    name: str, monkeypatch: pytest.MonkeyPatch
+    name: str, whole: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     labels = token_ids(seed=8)
     labels[0, ::3] = -100
@@ -72,7 +74,7 @@ def test_in_chunks_it_is_the_loss_of_the_models_own_logits(
         for parameter, gradient in wanted.items():
             assert torch.equal(identical[parameter], gradient), parameter
         with monkeypatch.context() as patch:
-            in_chunks(patch, 5 * VOCABULARY)
+            in_chunks(patch, 5 * VOCABULARY, whole)
             found, gradients = loss_and_gradients(chunk, labels, inside=True)
             with torch.no_grad():
                 evaluated = chunk(token_ids(), labels=labels)
@@ -163,10 +165,12 @@ def test_bf16_gradients_of_the_head_are_summed_up_in_fp32(monkeypatch: pytest.Mo
 
 
 def test_chunks_are_of_nearly_equal_size() -> None:
-    assert chunk_tokens(8192, 151_936, "cuda") == 1639
+    assert chunk_tokens(8192, 151_936, "cuda") == 820
     assert chunk_tokens(100, 151_936, "cuda") == 100
     assert chunk_tokens(1000, 2**29, "cuda") == 1
     assert chunk_tokens(440, 151_936, "cpu") == 220
+    assert head_loss.logits_are_less(2048, 8192)
+    assert not head_loss.logits_are_less(8192, 1024)
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])

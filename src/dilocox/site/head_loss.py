@@ -20,9 +20,9 @@ from dilocox.site.loss import AT_ONCE, COPIES, mean_cross_entropy
 Logits = Callable[[Tensor], Tensor]
 """Hidden states [1, l, d] -> logits [1, l, V]."""
 
-CHUNK = {"cpu": 2**25, "cuda": 2**28}
-"""Logits that exist at a time, by type of device, if there are more than `AT_ONCE`. On a GPU many,
-so that the products are large."""
+CHUNK = {"cpu": 2**25, "cuda": 2**27}
+"""Logits whose loss is computed at a time, by type of device, if there are more than `AT_ONCE`. On
+a GPU many, so that the products are large."""
 
 
 class HeadLoss:
@@ -54,10 +54,21 @@ class HeadLoss:
         if labels.numel() * vocabulary <= AT_ONCE:
             return mean_cross_entropy(logits(hidden), labels)
         count = chunk_tokens(labels.numel(), vocabulary, hidden.device.type)
+        heads = labels.numel() if logits_are_less(labels.numel(), hidden.shape[-1]) else count
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         wanted = torch.is_grad_enabled()
-        found: Tensor = _Chunked.apply(self._loss, logits, count, wanted, hidden, labels, *trained)
+        found: Tensor = _Chunked.apply(
+            self._loss, logits, (heads, count), wanted, hidden, labels, *trained
+        )
         return found
+
+
+def logits_are_less(tokens: int, hidden: int) -> bool:
+    """Whether all logits take less memory than a sum of the head's gradient over chunks would.
+
+    Then the head is multiplied once, and only the loss is computed in chunks.
+    """
+    return tokens <= hidden
 
 
 def chunk_tokens(tokens: int, vocabulary: int, device: str) -> int:
@@ -72,51 +83,67 @@ def head_loss_bytes(
     """What head and loss of a micro-batch hold at their peak; `width`: bytes of the compute dtype.
 
     Of few logits their loss's copies in the backward pass. Of many the gradient of the hidden
-    states, the sum of the head's in fp32, and the most of two moments: a chunk's loss with its
-    logits in fp32, and the gradient of the head from those of the chunk's logits.
+    states, the logits that are there at a time with their gradient, and the fp32 forms of those of
+    one loss. Where the head is multiplied more than once, its gradient's sum in fp32 and that of
+    one chunk, which a CPU makes twice, too.
     """
     if tokens * vocabulary <= AT_ONCE:
         return COPIES * 4 * tokens * vocabulary
-    chunk = chunk_tokens(tokens, vocabulary, device) * vocabulary
+    count = chunk_tokens(tokens, vocabulary, device)
+    heads = tokens if logits_are_less(tokens, hidden) else count
+    in_fp32 = (4 if width == 4 else 8) * count * vocabulary
+    held, slopes = width * heads * vocabulary, width * tokens * hidden
+    if heads > count:
+        return 2 * held + in_fp32 + slopes
+    if heads == tokens:
+        return held + in_fp32 + slopes
     weights = vocabulary * hidden
-    in_fp32 = 4 if width == 4 else 8
-    moment = max((width + in_fp32) * chunk, 2 * width * (chunk + weights))
-    return moment + width * tokens * hidden + 4 * weights
+    made = (2 if device == "cpu" else 1) * width * weights
+    return max(held + in_fp32, 2 * held + made) + slopes + 4 * weights
 
 
 class _Chunked(torch.autograd.Function):
-    """See `HeadLoss`. Gradients are found in the forward pass, scaled in the backward pass."""
+    """See `HeadLoss`. Gradients are found in the forward pass, scaled in the backward pass.
+
+    `counts`: tokens that the head is multiplied with at a time, and those of a loss.
+    """
 
     @staticmethod
     def forward(
         ctx: Any,
         loss: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]],
         logits: Logits,
-        count: int,
+        counts: tuple[int, int],
         wanted: bool,
         hidden: Tensor,
         labels: Tensor,
         *parameters: Tensor,
     ) -> Tensor:
+        count, few = counts
         rows, targets = hidden.flatten(0, -2), labels.flatten()
         counted = (targets >= 0).float()
         weights = counted / counted.sum()
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         gradient = torch.empty_like(rows) if wanted else None
-        sums = [torch.zeros_like(p, dtype=torch.float32) for p in parameters] if wanted else []
+        sums: list[Tensor] = []
         starts = range(0, len(rows), count)
         for start in starts:
             part = slice(start, start + count)
             with torch.enable_grad() if wanted else contextlib.nullcontext():
                 some = rows[part].detach().requires_grad_(wanted)
                 found = logits(some.unsqueeze(0)).squeeze(0)
-            share, outer = loss(found.detach(), targets[part], weights[part])
+            share, outer = _loss_in_parts(loss, found.detach(), targets[part], weights[part], few)
             total += share
             if gradient is not None:
                 mine, *others = torch.autograd.grad(found, [some, *parameters], outer)
                 gradient[part] = mine
-                for summed, other in zip(sums, others, strict=True):
-                    summed += other
+                # One chunk's gradients are all: no sum in fp32 is needed beside them.
+                if start == 0:
+                    sums = others if count >= len(rows) else [each.float() for each in others]
+                else:
+                    for summed, other in zip(sums, others, strict=True):
+                        summed += other
+                del mine, others
             del found, outer
         if gradient is not None:
             ctx.shape = hidden.shape
@@ -135,6 +162,25 @@ class _Chunked(torch.autograd.Function):
             None,
             *((each.float() * outer).to(each.dtype) for each in sums),
         )
+
+
+def _loss_in_parts(
+    loss: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]],
+    logits: Tensor,
+    labels: Tensor,
+    weights: Tensor,
+    count: int,
+) -> tuple[Tensor, Tensor]:
+    """`_loss_and_gradient` (or its compiled form) of `count` tokens after the other."""
+    if len(logits) <= count:
+        return loss(logits, labels, weights)
+    total = torch.zeros((), dtype=torch.float32, device=logits.device)
+    gradient = torch.empty_like(logits)
+    for start in range(0, len(logits), count):
+        part = slice(start, start + count)
+        share, gradient[part] = loss(logits[part], labels[part], weights[part])
+        total += share
+    return total, gradient
 
 
 def _loss_and_gradient(logits: Tensor, labels: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
