@@ -102,8 +102,8 @@ class ModelChunk(nn.Module):
         if labels is None or self.head_loss is None:
             return logits(hidden)
         head = self.lm.get_submodule(self._layout.head)
-        vocabulary = int(self.lm.config.vocab_size)  # type: ignore[union-attr]
-        return self.head_loss(logits, hidden, labels, list(head.parameters()), vocabulary)
+        config: Any = self.lm.config
+        return self.head_loss(logits, hidden, labels, list(head.parameters()), config.vocab_size)
 
     def _logits_of(self, output: Any) -> Logits:
         """Hidden states [b, l, d] -> logits [b, l, V], of any of the tokens that the body gave

@@ -44,7 +44,7 @@ class Compilation:
         _DYNAMO_LOG.addHandler(self._errors)
         if not required:
             # A switch of the whole process: a rank trains one model.
-            torch._dynamo.config.suppress_errors = True  # type: ignore[assignment]
+            torch._dynamo.config.suppress_errors = True
 
     def compile(self, layer: nn.Module) -> None:
         """Compile `layer` in place; the compiler runs at its first forward pass."""

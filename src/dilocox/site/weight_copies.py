@@ -46,7 +46,7 @@ class WeightCopies:
     @torch.no_grad()
     def refresh(self) -> None:
         """Copy the masters' values; to be called before the passes of every step."""
-        torch._foreach_copy_(self._copies, self._masters)
+        torch._foreach_copy_([*self._copies], [*self._masters])
 
     def collect(self) -> None:
         """Add what gradients the copies have to the masters.
