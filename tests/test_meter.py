@@ -272,6 +272,8 @@ def test_the_first_step_of_a_process_is_not_its_pace(clocks: Clocks, kind: str) 
     assert record["seconds"] == pytest.approx(61.5)
     assert measured.measured is not None
     assert measured.measured.step_us == 500_000
+    # Also before the next round begins, when this rank says where it stands.
+    assert measured.slot_seconds(0) == pytest.approx(0.5)
     # From then on all steps count.
     measured.begin(plan, 0)
     steps_of(measured, clocks, outer, 0.7)
@@ -308,3 +310,13 @@ def test_what_the_first_step_waits_for_other_sites_is_left_out_once(clocks: Cloc
     measured.end(plan, outer, lyon())
     assert measured.measured is not None
     assert measured.measured.step_us == 500_000
+
+
+def test_a_round_of_the_first_step_alone_tells_no_pace(clocks: Clocks) -> None:
+    outer: Any = SimpleNamespace(counts=Counts(), behind=False)
+    measured, plan = RoundMeter(run(), lyon()), PLAN.model_copy(update={"slots": 1})
+    measured.begin(plan, 0)
+    steps_of(measured, clocks, outer, 60.0)
+    measured.end(plan, outer, lyon())
+    clocks.wall += 0.1
+    assert measured.slot_seconds(0) is None

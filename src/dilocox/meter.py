@@ -205,6 +205,7 @@ class RoundMeter:
             passed = self._passed()
             self._paced = (0.0, 0) if passed is None else (passed, plan.slots - self._from)
         self._start, self._held, self._from = time.monotonic(), 0.0, 0
+        self._first = self._first_alone = 0.0
         factor = sites - 1 if plan.exchange == "gather" else 2 * (sites - 1) / max(sites, 1)
         payload = shared.payload_bytes
         record: dict[str, Any] = {
@@ -258,6 +259,8 @@ class RoundMeter:
             record["grad_norm"] = taken[-1].grad_norm
         if self.dropped:
             record["dropped"] = self.dropped
+        # A pace that is asked for before the next round begins is that of whole rounds.
+        self._results = []
         return record
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Iterator
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -89,7 +90,9 @@ def test_a_trainer_counts_its_steps_and_rests_while_it_fetches() -> None:
         me="lyon", collector=collector, watch=None, config=run(),
         rank=SimpleNamespace(model=model), look_ahead=lambda _round: None,
         batches=SimpleNamespace(step=lambda *_: (None, None)),
-        meter=SimpleNamespace(add=lambda *_: None), control=SimpleNamespace(touch=lambda: None),
+        meter=SimpleNamespace(add=lambda *_: None, first_step=lambda _counts: nullcontext()),
+        outer=SimpleNamespace(counts=None), tell_of_compilation=lambda: None,
+        control=SimpleNamespace(touch=lambda: None),
         at=SimpleNamespace(round=0), counted_from=0,
     )  # fmt: skip
     Trainer.train_slot(trainer, plan, 1)

@@ -83,7 +83,7 @@ def sdpa_backends() -> tuple[str, ...]:
         SDPBackend.CUDNN_ATTENTION: torch.backends.cuda.cudnn_sdp_enabled(),
     }
     # PyTorch tells the order by a private name only; without it the class has the default's.
-    order = getattr(torch._C, "_get_sdp_priority_order", list)()
+    order: list[int] = getattr(torch._C, "_get_sdp_priority_order", list)()
     ranked = sorted(
         (order.index(each.value) if each.value in order else len(order), each.name)
         for each, on in switched_on.items()
