@@ -129,9 +129,9 @@ def train_here(
     Ctrl-C, or SIGTERM, stops the run at a slot end with a checkpoint; a second one ends it at once.
     `trace`: what every rank does when is recorded, as `trace.json` in the run folder.
     """
-    stay_forkable(config.site.device)
     check_versions()
     check_driver(config)
+    stay_forkable(config.site.device)
     display = Display(config)
     folder = config.folder
     preflight.check_folder(config, resume, overwrite)
@@ -429,9 +429,9 @@ def join(
     if site not in config.sites:
         known = ", ".join(config.sites)
         raise JoinError(f"site {site!r}: not in the run file, which names: {known}")
-    stay_forkable(config.site.device)
     check_versions()
     check_driver(config)
+    stay_forkable(config.site.device)
     url = f"https://{address.removeprefix('https://')}"
     host_and_port(url)
     variables = rank_variables()
