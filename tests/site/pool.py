@@ -52,7 +52,7 @@ class Pool:
         # import of torch for all four.
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(
-            [__name__, "tests.site.cases", "transformers.models.qwen3.modeling_qwen3"]
+            [__name__, "tests.site.model_cases", "transformers.models.qwen3.modeling_qwen3"]
         )
         self._folder = tempfile.TemporaryDirectory()
         self._count = 0

@@ -192,7 +192,7 @@ def test_every_layout_trains_alike_in_chunks(
 ) -> None:
     whole = pool.run(
         1,
-        "tests.site.cases",
+        "tests.site.model_cases",
         "real_model",
         stages=1,
         shards=1,
@@ -202,7 +202,7 @@ def test_every_layout_trains_alike_in_chunks(
     near = 1e-4 if precision == "float32" else 0.02
     for result in pool.run(
         stages * shards,
-        "tests.site.cases",
+        "tests.site.model_cases",
         "real_model",
         stages=stages,
         shards=shards,

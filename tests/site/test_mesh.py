@@ -19,7 +19,7 @@ def test_every_rank_finds_its_place(pool: Pool, tmp_path: Path, launcher: bool) 
             place = str(probe.getsockname()[1])
     places = pool.run(
         4,
-        "tests.site.cases",
+        "tests.site.model_cases",
         "joined",
         join=False,
         stages=2,

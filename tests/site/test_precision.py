@@ -69,13 +69,15 @@ def test_whole_gradients_are_summed_in_fp32(pool: Pool) -> None:
 
 
 def test_tied_qwen3_of_the_models_room(pool: Pool) -> None:
-    single = pool.run(1, "tests.site.cases", "real_model", stages=1, shards=1, schedule="1f1b")[0]
+    single = pool.run(
+        1, "tests.site.model_cases", "real_model", stages=1, shards=1, schedule="1f1b"
+    )[0]
     assert "model.embed_tokens.weight" in single["names"]
     assert "lm_head.weight" not in single["names"]
     for stages, shards, schedule in [(2, 2, "1f1b"), (2, 1, "zbv"), (4, 1, "1f1b")]:
         results = pool.run(
             stages * shards,
-            "tests.site.cases",
+            "tests.site.model_cases",
             "real_model",
             stages=stages,
             shards=shards,
@@ -90,7 +92,7 @@ def test_tied_qwen3_of_the_models_room(pool: Pool) -> None:
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_compiled_layers_train_alike(pool: Pool, backend: str) -> None:
-    losses = pool.run(1, "tests.site.cases", "compiled", backend=backend)[0]
+    losses = pool.run(1, "tests.site.model_cases", "compiled", backend=backend)[0]
     assert losses[:3] == pytest.approx(losses[3:], rel=1e-4)
 
 

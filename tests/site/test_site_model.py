@@ -53,7 +53,7 @@ def test_a_step_gathers_and_reduces_once_where_gradients_are_whole(pool: Pool) -
     """Ten units: embedding, eight layers, norm with head. Embedding and closing unit are gathered
     once per micro-batch in any case, layers for the backward pass again."""
     each, once = (
-        pool.run(2, "tests.site.cases", "messages", shards=2, whole_gradients=whole)[0]
+        pool.run(2, "tests.site.model_cases", "messages", shards=2, whole_gradients=whole)[0]
         for whole in (False, True)
     )
     assert each["reductions"] == 4 * 10
@@ -65,7 +65,7 @@ def test_a_step_gathers_and_reduces_once_where_gradients_are_whole(pool: Pool) -
 @pytest.mark.parametrize("tied", [False, True])
 def test_embedding_and_head_are_gathered_when_they_are_needed(pool: Pool, tied: bool) -> None:
     """The embedding for the beginning, norm and head for the end; tied ones all along."""
-    found = pool.run(2, "tests.site.cases", "gathered_when", tied=tied, shards=2)[0]
+    found = pool.run(2, "tests.site.model_cases", "gathered_when", tied=tied, shards=2)[0]
     held = ["embed", "norm", "head"] if tied else []
     closed = held or ["norm", "head"]
     assert found["embed"] == (held or ["embed"])
@@ -91,8 +91,8 @@ def test_a_head_may_be_used_without_a_call(pool: Pool, stages: int) -> None:
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_shards_of_every_model_type_train_as_one_rank(pool: Pool, tied: bool) -> None:
-    (alone,) = pool.run(1, "tests.site.cases", "model_types", shards=1, tied=tied)
-    sharded = pool.run(2, "tests.site.cases", "model_types", shards=2, tied=tied)[0]
+    (alone,) = pool.run(1, "tests.site.model_cases", "model_types", shards=1, tied=tied)
+    sharded = pool.run(2, "tests.site.model_cases", "model_types", shards=2, tied=tied)[0]
     assert sharded.keys() == alone.keys()
     for name, values in alone.items():
         assert sharded[name] == pytest.approx(values, rel=1e-4), name
@@ -210,7 +210,7 @@ def test_optimizer_state_is_exact(pool: Pool, stages: int, shards: int, schedule
 
 
 def test_saved_buffers_stay_as_they_were_and_are_whole_at_every_shard(pool: Pool) -> None:
-    results = pool.run(4, "tests.site.cases", "saved_buffers", stages=2, shards=2)
+    results = pool.run(4, "tests.site.model_cases", "saved_buffers", stages=2, shards=2)
     assert results[0] == results[1]
     assert results[2] == results[3]
     expected = [[pytest.approx(0.3 + number)] * 4 for number in range(len(BUFFERS))]
