@@ -43,6 +43,7 @@ from dilocox.site import (
     resolve_device,
     resolve_precision,
     set_determinism,
+    set_sdpa_backends,
     set_threads,
     settle_determinism,
     start_site_group,
@@ -155,6 +156,7 @@ def build_rank(
     set_threads(config.site.threads, ranks_here)
     device = resolve_device(config.site, local_rank)
     set_determinism(config.site.deterministic, device, config.model.attention)
+    set_sdpa_backends(config.model.attention, config.data.sequence_length, device)
     if device.type == "cpu":
         keep_freed_memory()
     else:
@@ -216,10 +218,19 @@ def build_rank(
         shapes.setdefault(owner, shapes.get(copy, torch.Size()))
     rank = Rank(place, blueprint, mesh, model, live, {name: shapes[name] for name in live})
     rank.states = build_states(config, rank)
-    rank.not_deterministic = settle_determinism(
-        mesh, lambda: model.loss_and_gradients(*_example(config, blueprint), [])
-    )
+    rank.not_deterministic = _settle_determinism(config, rank)
     return rank
+
+
+def _settle_determinism(config: RunConfig, rank: Rank) -> tuple[str, ...]:
+    """Settle the determinism mode, then the attention backends that the mode allows.
+
+    Returns the operations without a deterministic kernel. Collective over the site.
+    """
+    example = _example(config, rank.blueprint)
+    found = settle_determinism(rank.mesh, lambda: rank.model.loss_and_gradients(*example, []))
+    set_sdpa_backends(config.model.attention, config.data.sequence_length, rank.mesh.device)
+    return found
 
 
 def _example(config: RunConfig, blueprint: Blueprint) -> tuple[torch.Tensor, torch.Tensor]:

@@ -46,6 +46,8 @@ NAMES: tuple[tuple[str, str, tuple[str, ...], str], ...] = (
     (*_FILES, ("FsspecReader",), "checkpoints"),
     (*_FILES, ("FsspecWriter",), "checkpoints"),
     ("torch", "", ("_foreach_norm",), "the norm of the gradient"),
+    ("torch._C", "", ("_get_sdp_priority_order",), "attention on a GPU"),
+    ("torch._C", "", ("_set_sdp_priority_order",), "attention on a GPU"),
     ("torch._subclasses.fake_tensor", "", ("FakeTensorMode",), "dilocox plan"),
     ("torch", "UntypedStorage", ("_cdata",), "dilocox plan"),
 )
@@ -218,3 +220,13 @@ def storage_key(tensor: Tensor) -> int:
 def norms_of(tensors: list[Tensor]) -> list[Tensor]:
     """The 2-norm of each tensor, in one launch on a GPU."""
     return list(torch._foreach_norm(tensors))
+
+
+def sdpa_priority() -> list[int]:
+    """Values of `SDPBackend` in the order in which attention on a GPU tries the backends."""
+    return list(torch._C._get_sdp_priority_order())
+
+
+def set_sdpa_priority(order: list[int]) -> None:
+    """Let attention on a GPU try the backends in this order. `order` has each backend once."""
+    torch._C._set_sdp_priority_order(order)

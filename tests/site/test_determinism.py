@@ -11,7 +11,8 @@ import torch
 from dilocox.config import ModelSection
 from dilocox.config_site import SiteSection
 from dilocox.site import determinism, determinism_facts, set_determinism
-from dilocox.site.determinism import Gpu, gpu_here, sdpa_backends
+from dilocox.site.attention import sdpa_backends
+from dilocox.site.determinism import Gpu, gpu_here
 
 MODEL = ModelSection(architecture={"model_type": "qwen3"})
 

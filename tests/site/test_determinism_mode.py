@@ -11,10 +11,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from dilocox import assembly
 from dilocox.assembly import Blueprint, Hooks, Place, Rank, build_rank
 from dilocox.determinism import facts_here
 from dilocox.site import SiteMesh, determinism_mode, mean_cross_entropy, set_determinism
+from dilocox.site.attention import sdpa_backends, set_sdpa_backends
 from dilocox.site.determinism_mode import (
     operations_that_warn,
     refused_operation,
@@ -41,7 +44,9 @@ def mode(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
     )
-    yield
+    backends = [each for each in SDPBackend.__members__.values() if each is not SDPBackend.ERROR]
+    with sdpa_kernel(backends, set_priority=True):
+        yield
     torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
@@ -192,3 +197,22 @@ def test_a_model_with_such_an_operation_trains_and_says_so(
     # The passes have trained nothing, and drawn nothing.
     assert torch.equal(torch.get_rng_state(), random)
     assert step(strict_rank) == step(built(tmp_path, Hooks(loss=loss_that_writes))[0])
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_attention_backends_follow_the_mode_that_is_taken(
+    deterministic: bool, tmp_path: Path, as_on_a_gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        assembly, "set_sdpa_backends", lambda attention, *_: set_sdpa_backends(attention, 128, CUDA)
+    )
+    tried: list[tuple[str, ...]] = []
+
+    def loss(logits: Tensor, labels: Tensor) -> Tensor:
+        tried.append(sdpa_backends())
+        return (mean_cross_entropy if deterministic else loss_that_writes)(logits, labels)
+
+    rank, _ = built(tmp_path, Hooks(loss=loss))
+    assert "cudnn_attention" not in tried[-1], "the pass at the start runs what training may run"
+    step(rank)
+    assert (tried[-1][0] == "cudnn_attention") is not deterministic

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dilocox.site.attention import set_sdpa_backends
 from dilocox.site.determinism import determinism_facts
 from dilocox.site.determinism_mode import set_determinism, settle_determinism
 from dilocox.site.head_loss import head_loss_bytes
@@ -35,6 +36,7 @@ __all__ = [
     "resolve_device",
     "resolve_precision",
     "set_determinism",
+    "set_sdpa_backends",
     "set_threads",
     "settle_determinism",
     "stage_of_chunk",

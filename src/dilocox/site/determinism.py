@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.nn.attention import SDPBackend
 
 from dilocox.config import ModelSection
 from dilocox.config_site import SiteSection
+from dilocox.site.attention import sdpa_backends
 from dilocox.site.compilation import compiles
 
 PACKAGES = ("torch", "transformers", "numpy")
@@ -72,24 +72,6 @@ def gpu_here(device: torch.device) -> Gpu:
         attention=sdpa_backends(),
         flash_attention=_version("flash-attn"),
     )
-
-
-def sdpa_backends() -> tuple[str, ...]:
-    """Backends of PyTorch's own attention that are switched on, in the order of their priority."""
-    switched_on = {
-        SDPBackend.FLASH_ATTENTION: torch.backends.cuda.flash_sdp_enabled(),
-        SDPBackend.EFFICIENT_ATTENTION: torch.backends.cuda.mem_efficient_sdp_enabled(),
-        SDPBackend.MATH: torch.backends.cuda.math_sdp_enabled(),
-        SDPBackend.CUDNN_ATTENTION: torch.backends.cuda.cudnn_sdp_enabled(),
-    }
-    # PyTorch tells the order by a private name only; without it the class has the default's.
-    order: list[int] = getattr(torch._C, "_get_sdp_priority_order", list)()
-    ranked = sorted(
-        (order.index(each.value) if each.value in order else len(order), each.name)
-        for each, on in switched_on.items()
-        if on
-    )
-    return tuple(name.lower() for _, name in ranked)
 
 
 def _driver() -> str:
