@@ -77,8 +77,11 @@ PARTS: tuple[Part, ...] = (
     ),
     Part(
         "step", f"{_HERE}.step:run",
-        ("exact gradients", "host syncs", "compiled layers", "compiled layers, checkpointing"),
-        40, 120, "one inner step: equal bits five times, host syncs, compiled graphs", (3, 4),
+        (
+            "exact gradients", "attention", "host syncs", "compiled layers",
+            "compiled layers, checkpointing",
+        ),
+        45, 120, "one inner step: equal bits, attention kernels, host syncs, graphs", (3, 4),
     ),
     Part(
         "two", f"{_HERE}.runs:two", ("two sites", "two sites, verify"), 45, 120,

@@ -17,6 +17,8 @@ from benchmarks.gpu.sizes import Shape
 from benchmarks.plain_loop import PlainLoop, Recipe
 from torch import Tensor
 
+from dilocox import torch_internals
+
 WARM_UP = {"gpu": 3, "cpu": 1, "tiny": 1}
 """Steps that do not count: compilation is among them."""
 TURN = {"gpu": 2, "cpu": 2, "tiny": 1}
@@ -35,6 +37,8 @@ class Flags:
     cudnn_deterministic: bool
     sdp: tuple[bool, bool, bool, bool]
     """Attention by flash, memory-efficient, plain and cuDNN kernels."""
+    sdp_order: tuple[int, ...]
+    """Attention kernels in the order in which they are tried."""
 
     @classmethod
     def now(cls) -> Flags:
@@ -48,6 +52,7 @@ class Flags:
                 cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(),
                 cuda.math_sdp_enabled(), cuda.cudnn_sdp_enabled(),
             ),
+            tuple(torch_internals.sdpa_priority()),
         )  # fmt: skip
 
     def set(self) -> None:
@@ -59,6 +64,7 @@ class Flags:
         cuda.enable_mem_efficient_sdp(self.sdp[1])
         cuda.enable_math_sdp(self.sdp[2])
         cuda.enable_cudnn_sdp(self.sdp[3])
+        torch_internals.set_sdpa_priority(list(self.sdp_order))
 
 
 @dataclass
@@ -146,8 +152,9 @@ def _loop(shape: Shape, cuda: bool, compiled: bool) -> Side:
     def step() -> Tensor:
         return loop.step(inputs, labels)
 
-    flags = Flags.now()
     step()
+    # PyTorch chooses its own order of attention kernels at the first attention.
+    flags = Flags.now()
     return Side(step, flags, _held(cuda) - before, _flops(shape, cuda))
 
 

@@ -1,4 +1,4 @@
-"""One inner step: equal bits in five repeats, synchronisations with the host, compiled graphs."""
+"""One inner step: equal bits in repeats, attention, synchronisations with the host, graphs."""
 
 from __future__ import annotations
 
@@ -17,11 +17,14 @@ from benchmarks.gpu.clock import wait
 from torch.utils._python_dispatch import TorchDispatchMode
 
 REPEATS = 5
+_ATTENTION = "aten::_scaled_dot_product_"
+"""Begins the names of the operations that compute attention."""
 
 
 def run(context: Context) -> None:
-    """Four rows."""
+    """Five rows."""
     context.check("exact gradients", lambda: exact(context))
+    context.check("attention", lambda: attention(context))
     context.check("host syncs", lambda: syncs(context))
     context.check("compiled layers", lambda: compiled(context, False))
     context.check("compiled layers, checkpointing", lambda: compiled(context, True))
@@ -44,6 +47,23 @@ def exact(context: Context) -> Outcome:
     )  # fmt: skip
     figures = {"gradients": len(first[1]), "differ": len(apart)}
     return Outcome(not apart, "; ".join([told, *said])[:300], figures)
+
+
+def attention(context: Context) -> Outcome:
+    """The attention kernels of a step with deterministic kernels, and of a step without."""
+    ran: list[str] = []
+    for deterministic in (True, False):
+        site = product.build_site(
+            sizes.STEP[context.scale], context.cuda,
+            site={"deterministic": deterministic}, model={"compile": False},
+        )  # fmt: skip
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            site.step()
+        events = (event.key for event in profile.key_averages())
+        names = {key.removeprefix(_ATTENTION) for key in events if key.startswith(_ATTENTION)}
+        ran.append(", ".join(sorted(n for n in names if not n.endswith("_backward"))))
+    told = f"deterministic: {ran[0]}; not deterministic: {ran[1]}"
+    return Outcome(all(ran) and "cudnn" not in ran[0], told)
 
 
 class _Reads(TorchDispatchMode):
