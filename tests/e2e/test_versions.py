@@ -25,7 +25,7 @@ PYTHON = (
     else ROOT / ".venv-lowest" / "bin" / "python"
 )
 # A stop takes effect two beats later, which is not to be after the run.
-SETS = ("outer.rounds=36", "record.states_every=1", "network.heartbeat=1", "sites.lyon.speed=0.5")
+SETS = ("outer.rounds=48", "record.states_every=1", "network.heartbeat=2", "sites.lyon.speed=0.5")
 
 pytestmark = pytest.mark.skipif(
     not PYTHON.exists(), reason="the lowest versions are not installed: make test does it"
