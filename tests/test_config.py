@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dilocox.config import RunConfig, load_run, resolve_run
+from dilocox.config import RunConfig, digest_of, load_run, resolve_run
 from dilocox.config_rounds import OuterSection
 from dilocox.errors import ConfigError
 from dilocox.methods import METHODS
@@ -405,6 +405,22 @@ def test_the_digest_stays_when_a_later_version_knows_more_keys() -> None:
     raw = config.model_dump()
     raw["outer"]["novel"] = 4
     assert LaterRun.model_validate(raw).digest() != config.digest()
+
+
+def test_the_digest_stays_when_a_later_version_has_another_default() -> None:
+    # Versions before "auto" had false as the default, and left it out of the digest.
+    former = _with(model__compile=False)
+    assert former.digest() == digest_of(_with().shared(without_defaults=True))
+    assert former.digest() == _with(model__compile="auto").digest()
+    assert former.digest() != _with(model__compile=True).digest()
+
+
+def test_a_run_goes_on_with_the_defaults_that_it_was_begun_with() -> None:
+    former, now = _with(model__compile=False), _with()
+    assert now.model.compile == "auto"
+    assert now.as_begun(former) == former
+    assert now.as_begun(now) == now
+    assert former.as_begun(now) == former
 
 
 def test_where_private_text_lies_is_the_sites_own_matter() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from dilocox import launch, memory, preflight
+from dilocox import coordinating, launch, memory, preflight
 from dilocox.assembly import Hooks
 from dilocox.config import RunConfig
 from dilocox.data import TokenFiles, prepare
@@ -85,6 +85,28 @@ def test_a_run_of_an_older_version_goes_on_as_it_was_begun(tmp_path: Path) -> No
     text = refusal(preflight.claim_folder, run, resume=True)
     assert "compression.moments = false, the run file says true; resume with --set" in text
     preflight.claim_folder(config(tmp_path, compression={"moments": False}), resume=True)
+
+
+@pytest.mark.parametrize("start", ["train", "coordinator"])
+def test_a_run_from_before_a_new_default_goes_on_with_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start: str
+) -> None:
+    begun(tmp_path, model={"architecture": ARCHITECTURE, "compile": False})
+    run, taken = config(tmp_path), []
+
+    def take(config: RunConfig, wait_for: int | None = None) -> None:
+        taken.append(config.model.compile)
+        raise ConfigError("as far as this test goes")
+
+    def begin() -> None:
+        if start == "train":
+            launch.train_here(run, Hooks(), resume=True, overwrite=False, debug=False)
+        file = tmp_path / "run.toml"
+        coordinating.coordinate(run, run_file=file, overrides=[], wait_for=None, resume=True)
+
+    monkeypatch.setattr(preflight, "check_coordinator", take)
+    refusal(begin)
+    assert taken == [False], "the record of the run says that it is not compiled"
 
 
 @pytest.mark.parametrize("damage", ["not [toml", "[outer]\nrounds = 'x'\n"])

@@ -317,10 +317,35 @@ class RunConfig(Section):
     def digest(self) -> str:
         """SHA-256, hex, over what of `shared` is not a default: what sites show when they join.
 
-        So a run can go on under a later version that knows more keys. Sites that join must have
-        one version and the same defaults (`Versions`).
+        So a run can go on under a later version that knows more keys, or has other defaults
+        (`FORMER_DEFAULTS`). Sites that join must have one version and the same defaults
+        (`Versions`).
         """
-        return digest_of(self.shared(without_defaults=True))
+        shared = self.shared(without_defaults=True)
+        for (section, key), former in FORMER_DEFAULTS.items():
+            if shared.get(section, {}).get(key) == former:
+                del shared[section][key]
+        return digest_of({name: keys for name, keys in shared.items() if keys})
+
+    def as_begun(self, earlier: RunConfig) -> RunConfig:
+        """This run as it goes on in the folder of `earlier`, which has the same digest.
+
+        A key that stands at its default goes on with the former default that the run was begun
+        with: the run's record says so, and what ranks compute does not change under way.
+        """
+        config = self
+        for (section, key), former in FORMER_DEFAULTS.items():
+            own, begun = getattr(config, section), getattr(earlier, section)
+            default = type(own).model_fields[key].default
+            if getattr(begun, key) == former and getattr(own, key) == default:
+                own = own.model_copy(update={key: former})
+                config = config.model_copy(update={section: own})
+        return config
+
+
+FORMER_DEFAULTS: dict[tuple[str, str], Any] = {("model", "compile"): False}
+"""By section and key, what the default was in earlier versions. In a digest a key with this value
+is at its default, as it was when such a version made the digest."""
 
 
 _OF_ONE_MACHINE = {

@@ -53,6 +53,7 @@ def coordinate(
     preflight.check_folder(config, resume or begun)
     if begun:
         refuse_finished(folder)
+        config = preflight.as_begun(config)
     port = config.network.port or _port_before(folder)
     preflight.check_coordinator(_with_port(config, port), wait_for)
     if not (resume or begun):

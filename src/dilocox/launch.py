@@ -137,6 +137,7 @@ def train_here(
     preflight.check_folder(config, resume, overwrite)
     if resume:
         refuse_finished(folder)
+        config = preflight.as_begun(config)
     preflight.check_coordinator(config)
     if not resume:
         check_tokenizer(config)

@@ -182,6 +182,14 @@ def _check_same_run(config: RunConfig, written: Path) -> None:
     raise TrainingError(f"{written.parent}: was begun with other sites; {_ELSEWHERE}")
 
 
+def as_begun(config: RunConfig) -> RunConfig:
+    """`config` as it goes on with the run in its folder (`RunConfig.as_begun`).
+
+    To be called after `check_folder` has found that run. Raises `ConfigError`.
+    """
+    return config.as_begun(load_written(config.folder / "run.toml"))
+
+
 def check_coordinator(config: RunConfig, wait_for: int | None = None) -> None:
     """Raise `ConfigError` for what only the coordinator needs: sinks, address, number of sites."""
     check_sinks(config)
