@@ -20,7 +20,7 @@ GIB = 2**30
 PLACE = Place("lyon", 0, 1)
 
 
-def config(micro_batch_size: int = 4, activation_checkpointing: bool = False) -> RunConfig:
+def config(micro_batch_size: int = 4, activation_checkpointing: bool | str = False) -> RunConfig:
     return resolve_run(
         {
             "model": {
@@ -64,6 +64,8 @@ def test_a_gpu_that_is_full(gpu: None) -> None:
         "site.micro_batch_size (now 4), or set model.activation_checkpointing = true, or raise "
         "site.shards or site.stages"
     )
+    selective = str(said(FULL, config(activation_checkpointing="selective")))
+    assert "or set model.activation_checkpointing = true, or" in selective
     # What cannot be lowered any more is not named.
     least = str(said(FULL, config(1, activation_checkpointing=True)))
     assert least.endswith("are outside of PyTorch; raise site.shards or site.stages")

@@ -69,7 +69,7 @@ def _mends(config: RunConfig) -> list[str]:
     found = []
     if config.site.micro_batch_size > 1:
         found.append(f"lower site.micro_batch_size (now {config.site.micro_batch_size})")
-    if not config.model.activation_checkpointing:
+    if config.model.activation_checkpointing is not True:
         found.append("set model.activation_checkpointing = true")
     return [*found, "raise site.shards or site.stages"]
 
