@@ -33,7 +33,10 @@ class HeadLoss:
     """
 
     def __init__(self, *, compiled: bool = False) -> None:
-        self._loss = torch.compile(_loss_and_gradient) if compiled else _loss_and_gradient
+        self._loss = _loss_and_gradient
+        if compiled:
+            # A kernel for each shape: what a kernel computes may not hang on what came before it.
+            self._loss = torch.compile(_loss_and_gradient, dynamic=False)
 
     def __deepcopy__(self, _memo: object) -> HeadLoss:
         return self
@@ -155,7 +158,8 @@ class _Chunked(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, outer: Tensor) -> tuple[Tensor | None, ...]:
         gradient, *sums = ctx.saved_tensors
-        hidden = (gradient * outer.to(gradient.dtype)).view(ctx.shape)
+        # In fp32: a share such as 1/3 of a micro-batch, rounded to bf16, is wrong in all values.
+        hidden = (gradient.float() * outer).to(gradient.dtype).view(ctx.shape)
         return (
             *(None,) * 4,
             hidden,
