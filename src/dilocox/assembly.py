@@ -161,7 +161,7 @@ def build_rank(
         keep_freed_memory()
     else:
         use_expandable_segments()
-    stay_near(device)
+    stay_near(device, fit_threads=config.site.threads == 0)
     mesh = start_site_group(
         config.site.stages,
         config.site.shards,

@@ -63,6 +63,18 @@ def test_a_rank_stays_near_its_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert stay_near(torch.device("cuda", 0), tmp_path) is None
 
 
+@pytest.mark.parametrize(("fit", "before", "after"), [(True, 8, 4), (True, 3, 3), (False, 8, 8)])
+def test_no_more_threads_than_cores_stay_unless_they_were_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fit: bool, before: int, after: int
+) -> None:
+    Machine(tmp_path, monkeypatch)
+    threads = [before]
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads[-1])
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
+    stay_near(torch.device("cuda", 0), tmp_path, fit_threads=fit)
+    assert threads[-1] == after
+
+
 @pytest.mark.parametrize("said", ["", "what?"])
 def test_a_machine_that_does_not_tell_changes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str

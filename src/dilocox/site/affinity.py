@@ -41,11 +41,14 @@ def pci_name(domain: int, bus: int, device: int) -> str:
     return f"{domain:04x}:{bus:02x}:{device:02x}.0"
 
 
-def stay_near(device: torch.device, devices: Path = PCI_DEVICES) -> set[int] | None:
+def stay_near(
+    device: torch.device, devices: Path = PCI_DEVICES, fit_threads: bool = False
+) -> set[int] | None:
     """Keep the calling thread, and threads that it starts later, on the cores next to a GPU.
 
     Returns the cores, None where nothing was changed: on CPUs, off Linux, and where the system does
-    not tell which cores are near. To be called after the number of threads was chosen.
+    not tell which cores are near. To be called after the number of threads was chosen. With
+    `fit_threads` PyTorch keeps no more threads than there are cores left.
     """
     if device.type != "cuda" or not hasattr(os, "sched_setaffinity"):
         return None
@@ -64,4 +67,6 @@ def stay_near(device: torch.device, devices: Path = PCI_DEVICES) -> set[int] | N
         return None
     if cores is not None:
         log.info("GPU %s: this rank stays on the %d cores next to it", name, len(cores))
+        if fit_threads and torch.get_num_threads() > len(cores):
+            torch.set_num_threads(len(cores))
     return cores
