@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from dilocox.assembly import Place
 from dilocox.audit.replay import Progress, RankJob, RankReplay
@@ -24,6 +25,7 @@ from dilocox.record.replay import Get
 from dilocox.record.rounds import Document, Fingerprint, steps_from_bytes
 from dilocox.record.states import RoundState
 from dilocox.record.store import MissingError, Store, Stores, states_of
+from dilocox.site.compilation import Compile
 
 TOLERANCE = 1e-4
 """Largest relative difference of losses, gradient norms and parameters between classes, in fp32.
@@ -284,9 +286,11 @@ def _job(case: Case, began: _Began, plan: RoundPlan) -> RankJob:
         )
     except (KeyError, TypeError, ValueError):
         raise JudgedError("FAIL", f"{began.place} names no determinism class") from None
+    compiled = compile_again(case.config.model.compile, facts)
+    model = case.config.model.model_copy(update={"compile": compiled})
     served = began.after is not None and began.after.served == "yes"
     return RankJob(
-        config=case.config.model_copy(update={"site": site}),
+        config=case.config.model_copy(update={"site": site, "model": model}),
         place=began.place,
         course=case.course,
         plan=plan,
@@ -295,6 +299,16 @@ def _job(case: Case, began: _Began, plan: RoundPlan) -> RankJob:
         stores=case.stores,
         data=case.data,
     )
+
+
+def compile_again(agreed: Compile, facts: Mapping[str, Any]) -> Compile:
+    """`model.compile` for the replay of a rank that has these `facts`.
+
+    Sites agree on `true` only: one may have `false` where another one has "auto".
+    """
+    if agreed is True:
+        return True
+    return "auto" if facts.get("compile") else False
 
 
 def _compared(
