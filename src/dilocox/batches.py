@@ -30,9 +30,9 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 class Batches:
     """One shard's part of a site's batches.
 
-    `read` is called in one thread of its own, for the shard's rows alone and in the order in which
-    they are trained on. While a step is computed the next one is read, if the round has one. For
-    a GPU `device` batches lie in pinned memory, from which they are copied beside computation.
+    A thread of its own calls `read`, for the shard's rows alone, in the order of training. While
+    one step is computed the thread reads the next step of the round. For a GPU `device` batches lie
+    in pinned memory, so that copies to the GPU run beside computation.
     """
 
     def __init__(
@@ -71,8 +71,8 @@ class Batches:
     def step(self, ranges: Ranges, batch: int, number: int) -> Batch:
         """Inputs and labels, int64 [batch / shards, L] each, of inner step `number` of the round.
 
-        `ranges` are those of the whole round. Raises `ValueError` where they are too short, and
-        what `read` has raised for this step.
+        `ranges` are those of the whole round. Raises `ValueError` if `ranges` are too short, and
+        the error of `read` for this step.
         """
         parts = self._parts(ranges, batch, number)
         ahead, self._ahead = self._ahead, None
@@ -101,7 +101,7 @@ class Batches:
         return self._reader.do(lambda: self._outcome(parts))
 
     def _outcome(self, parts: tuple[tuple[int, int], ...]) -> Batch | Exception:
-        """What is read, or why it cannot be: only a step that needs it fails by that."""
+        """The batch, or the error of `read`, which only the step that needs the batch raises."""
         try:
             return self._load(parts)
         except Exception as error:  # users' code

@@ -1,8 +1,8 @@
-"""Whether ranks here use a GPU, and whether its driver is new enough: told without starting CUDA.
+"""Finds out, without starting CUDA, whether ranks use a GPU and whether its driver is new enough.
 
-A process that has started CUDA cannot be forked. PyTorch itself finds a driver that is too old only
-when CUDA starts, in every rank. Lowest drivers: NVIDIA, "CUDA Compatibility", minor version
-compatibility.
+A process that has started CUDA cannot be forked. PyTorch notices a driver that is too old only when
+CUDA starts, in every rank. Source of the lowest drivers: NVIDIA, "CUDA Compatibility", section
+"minor version compatibility".
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def check_driver(config: RunConfig) -> None:
 
 
 def driver_is_enough(driver: str | None, cuda: str) -> bool:
-    """Can `driver` ("570.133.20") run programs built for `cuda` ("13.0")? True where unknown."""
+    """Can `driver` ("570.133.20") run programs built for `cuda` ("13.0")? True if unknown."""
     lowest = LOWEST_DRIVER.get(_major(cuda))
     return driver is None or lowest is None or _major(driver) >= lowest
 

@@ -114,8 +114,10 @@ class RoundMeter:
         return (seconds + passed) / max(slots + slot - self._from, 1)
 
     def _passed(self) -> float | None:
-        """Seconds of this round so far, as if this process's first inner step in it had been like
-        the others; none where there are no others."""
+        """Seconds of this round so far; a process's first inner step counts as an average one.
+
+        None if the round has no other step yet.
+        """
         passed, steps = time.monotonic() - self._start - self._held, len(self._results)
         if not self._first:
             return passed
@@ -123,8 +125,10 @@ class RoundMeter:
 
     @contextlib.contextmanager
     def first_step(self, waits: Counts) -> Iterator[None]:
-        """Around every inner step. The first one of a process starts CUDA and NCCL and compiles
-        the model's layers: it tells nothing of how fast this rank is, and is left out of that.
+        """Context around every inner step.
+
+        The first step of a process starts CUDA and NCCL, and compiles the model's layers. The
+        rank's pace does not count this step.
         """
         if self._started:
             yield
@@ -342,15 +346,15 @@ class Shared:
     """Processor time of the exchanges at the busiest rank: their thread's, and on processors what
     the training's own does for them."""
     lost_seconds: float
-    """What training loses by them beside waiting, at the rank that loses most: on processors all of
-    their work, in the time that it takes on these (see `RoundMeter._crowding`), on GPUs boundaries
-    and landings, during which these stand still."""
+    """Seconds that training loses to exchanges, beside waits, at the rank that loses most. On CPUs
+    the exchanges' work counts, in the time that the work takes there (see `RoundMeter._crowding`).
+    On GPUs boundaries and landings count, during which a GPU stands still."""
     effective_rank: float | None
     """Mean of all landings, by values."""
     devices: Devices
     first_seconds: float
-    """Of the ranks' first inner step, at the slowest, if it was in this round; without what it
-    waited for other sites."""
+    """Seconds of a process's first inner step, at the slowest rank, without its waits for other
+    sites. 0 if no process of the site took its first step in this round."""
 
 
 @dataclass(frozen=True)

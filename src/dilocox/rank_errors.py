@@ -1,4 +1,4 @@
-"""What a rank says of the errors of libraries that end it: one line with the cause and the mend."""
+"""One line, with cause and mend, for the errors of libraries that end a rank."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class LibraryError(TrainingError):
 def explained(
     config: RunConfig, place: Place, first_round: Callable[[], bool] = lambda: True
 ) -> Iterator[None]:
-    """Raise `LibraryError` in place of errors of libraries whose mend is known; others pass.
+    """Raise `LibraryError` in place of errors of libraries with a known mend. Other errors pass.
 
-    `first_round`: whether this process has not ended a round yet. What was too much for the memory
-    by then is too much at the next start.
+    `first_round`: whether this process has not ended a round yet. A lack of memory in the first
+    round is lasting: the next start would fail alike.
     """
     try:
         yield
@@ -52,7 +52,7 @@ def explained(
 
 
 def shortage(config: RunConfig, place: Place, error: Exception) -> str | None:
-    """What is said of an `error` that means a lack of memory; none if it means something else."""
+    """The line for an `error` that means a lack of memory. None for any other error."""
     text = str(error)
     first = (text.splitlines() or [""])[0]
     if isinstance(error, MemoryError) or any(each in text for each in _MACHINE_IS_FULL):
@@ -65,7 +65,7 @@ def shortage(config: RunConfig, place: Place, error: Exception) -> str | None:
 
 
 def _mends(config: RunConfig) -> list[str]:
-    """Settings that make a step smaller, as far as they are not at their ends."""
+    """Settings that make a step smaller, without those that cannot go further."""
     found = []
     if config.site.micro_batch_size > 1:
         found.append(f"lower site.micro_batch_size (now {config.site.micro_batch_size})")
@@ -75,7 +75,7 @@ def _mends(config: RunConfig) -> list[str]:
 
 
 def _held() -> str:
-    """What this process and others hold of the GPU; empty where CUDA cannot tell any more."""
+    """Memory of the GPU that this process and others hold, in words. Empty if CUDA cannot tell."""
     if not torch.cuda.is_initialized():
         return ""
     try:

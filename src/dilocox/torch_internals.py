@@ -1,4 +1,4 @@
-"""Everything private of PyTorch that dilocox uses, in one place, for PyTorch 2.11 to 2.14.
+"""The private names of PyTorch without which dilocox cannot run, for PyTorch 2.11 to 2.14.
 
 PyTorch may rename private names with any release. `missing_name` says which one a release lacks, so
 that a run is refused at its start (`dilocox.versions`) instead of in the middle of a step. Nothing
@@ -173,8 +173,8 @@ def make_fsdp_root(chunk: FSDPModule) -> None:
 def keep_gradient_sums_fp32(chunk: FSDPModule) -> None:
     """Move gathered gradients into FSDP's fp32 sums.
 
-    FSDP does this in its own backward hooks, which the weight half of a split backward pass does
-    not run: without it, micro-batches would be summed up in bf16.
+    FSDP's own backward hooks do this, but the weight half of a split backward pass does not run
+    them. Without this call the gradients of micro-batches would be summed in bf16.
     """
     for state in fully_shard.state(chunk)._state_ctx.all_states:  # type: ignore[attr-defined]
         for group in _parameter_groups(state):

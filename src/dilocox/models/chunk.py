@@ -26,9 +26,9 @@ HeadLoss = Callable[[Logits, torch.Tensor, torch.Tensor, list[torch.Tensor], int
 class ModelChunk(nn.Module):
     """A run of a causal LM's layers, usable as the module of a pipeline stage.
 
-    `forward` takes token ids (int64 [B, L]) if the chunk embeds, else hidden states [B, L, d], and
-    gives logits [B, L, V] if it has the head, else hidden states [B, L, d]. Every token attends
-    to all tokens before it in its row; there is no padding mask.
+    `forward` takes token ids (int64 [B, L]) if the chunk embeds, else hidden states [B, L, d]. It
+    gives logits [B, L, V] if the chunk has the head, else hidden states [B, L, d]. Every token
+    attends to all tokens before it in its row; there is no padding mask.
 
     With a `head_loss` set, a chunk that has the head and is given `labels` (int64 [B, L]) gives
     the loss, a scalar, instead of logits. Other chunks do not look at labels.

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 def materialise(chunk: ModelChunk, source: WeightSource, device: torch.device | str) -> None:
     """Give a chunk built on the meta device its memory on `device` and its values, in place.
 
-    Also for a chunk (and layers) that `fully_shard` was applied to: each rank then fills its own
-    shard, and reads its own rows alone where the source can. Beside what the chunk holds, at most
-    one whole tensor of the model is in memory. The compute is local; nothing is sent between ranks.
+    `fully_shard` may have been applied to the chunk and its layers. Each rank then fills its own
+    shard, and reads only its own rows if the source can give rows. Beside the chunk at most one
+    whole tensor of the model is in memory. All work is local: nothing is sent between ranks.
 
     Raises `ModelError` from `source`.
     """
@@ -47,8 +47,10 @@ def materialise(chunk: ModelChunk, source: WeightSource, device: torch.device | 
 
 
 def own_rows(target: torch.Tensor) -> range | None:
-    """Rows of the whole tensor that this rank holds of a `target` that is cut along its rows alone;
-    none if it is not cut, or otherwise."""
+    """Rows of the whole tensor that this rank holds, of a `target` that is cut by rows alone.
+
+    None for a `target` that is whole, or that is cut in another way.
+    """
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
     if not isinstance(target, DTensor) or target.dim() == 0:

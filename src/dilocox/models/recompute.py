@@ -34,10 +34,10 @@ _MATMULS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 def recompute(layer: nn.Module, checkpointing: Checkpointing) -> None:
     """Let `layer` compute its activations again in the backward pass (non-reentrant).
 
-    The wrapper replaces `forward`, not the call, so that the hooks of FSDP stay outside. It is a
-    bound method: Dynamo does not enter `checkpoint` from a frame that it skips, such as a
-    `functools.partial`, and then compiles nothing; and a deep copy of a bound method runs the
-    copy's own parameters, as one of a closure would not.
+    The wrapper replaces `forward`, not the call, so that the hooks of FSDP stay outside. The
+    wrapper is a bound method, for two reasons. Dynamo skips the frame of a `functools.partial`,
+    does not enter `checkpoint` from there, and compiles nothing. And a deep copy of a bound method
+    runs the copy's own parameters, where a deep copy of a closure would run the original's.
     """
     if checkpointing:
         run = _recomputed_in_part if checkpointing == "selective" else _recomputed

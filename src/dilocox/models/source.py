@@ -63,9 +63,9 @@ class FreshWeights:
     under a generator seeded by (seed, module name); everything else stays on the meta device.
     The same is then done for its ancestors, since some types set a tensor of a child there.
 
-    A shard's rows are cut from the whole tensor: the values of a module come one after the other
-    from one generator, and the model's own code draws them. To draw only some would give other
-    values, or values that depend on the number of shards.
+    A shard's rows are cut from the whole tensor. The model's own code draws the values of a module
+    one after the other from one generator. Drawing only some rows would give other values, or
+    values that depend on the number of shards.
     """
 
     def __init__(self, hf_config: PretrainedConfig, seed: int):

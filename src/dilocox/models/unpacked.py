@@ -1,9 +1,9 @@
 """Tells transformers that every row is one sequence, which it otherwise asks the device.
 
-Where a model is given no attention mask, transformers looks for packed sequences in the position
-ids that it made itself: `masking_utils.find_packed_sequence_indices` reads a value back from the
-device for every micro-batch, and the host waits for all kernels before it. Rows of dilocox are
-never packed, so the answer is known: None. Fake tensors have no values to ask at all.
+Without an attention mask transformers looks for packed sequences in the position ids, which it made
+itself. `masking_utils.find_packed_sequence_indices` reads a value back from the device for every
+micro-batch, and the host waits for all earlier kernels. Rows of dilocox are never packed, so the
+answer is always None. Fake tensors have no values to read at all.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _UNPACKED: ContextVar[bool] = ContextVar("unpacked", default=False)
 
 @contextmanager
 def unpacked_rows() -> Iterator[None]:
-    """Inside, in this thread: rows are not packed. Other users of transformers see no change."""
+    """Inside this context, and in this thread, transformers takes no row for packed."""
     _install()
     before = _UNPACKED.set(True)
     try:

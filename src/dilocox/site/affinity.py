@@ -27,8 +27,8 @@ def nearest_cores(present: set[int], node: str, local: str) -> set[int] | None:
     """The cores to keep of those that a process may use now; None: leave them as they are.
 
     `node` and `local` are the texts of a PCI device's `numa_node` and `local_cpulist`. A process
-    never gets a core that it did not have, nor loses its last one. Raises `ValueError` for texts
-    that Linux does not write.
+    never gets a new core, and never loses its last core. Raises `ValueError` for texts that Linux
+    does not write.
     """
     if int(node) < 0:
         return None  # one node, or a machine that does not tell
@@ -46,9 +46,9 @@ def stay_near(
 ) -> set[int] | None:
     """Keep the calling thread, and threads that it starts later, on the cores next to a GPU.
 
-    Returns the cores, None where nothing was changed: on CPUs, off Linux, and where the system does
-    not tell which cores are near. To be called after the number of threads was chosen. With
-    `fit_threads` PyTorch keeps no more threads than there are cores left.
+    Returns the cores. Returns None if nothing was changed: on CPUs, off Linux, and if the system
+    does not name the near cores. Call this after the number of threads was chosen. With
+    `fit_threads` PyTorch keeps at most one thread per remaining core.
     """
     if device.type != "cuda" or not hasattr(os, "sched_setaffinity"):
         return None

@@ -30,9 +30,9 @@ def compiles(setting: Compile, site: SiteSection, device: torch.device) -> bool:
 
 
 class Compilation:
-    """Compiles layers, and tells once what came of it.
+    """Compiles layers, and reports once whether `torch.compile` worked.
 
-    With `required` an error of the compiler ends the run; otherwise the layer runs as it is.
+    With `required` an error of the compiler ends the run. Otherwise the layer runs eagerly.
     """
 
     def __init__(self, *, required: bool) -> None:
@@ -52,9 +52,9 @@ class Compilation:
         self._layers += 1
 
     def problem(self) -> str | None:
-        """After the first step: why layers run without being compiled, or None.
+        """After the first step: the reason why layers run eagerly. May be None.
 
-        None at every later call. Raises `ConfigError` instead if compilation is required.
+        Later calls return None. Raises `ConfigError` instead if compilation is required.
         """
         if self._told or self._layers == 0:
             return None
@@ -74,9 +74,9 @@ class Compilation:
 
 
 def fallback(counts: Counter[str], error: str | None) -> str | None:
-    """What Dynamo's counters say of layers that were not compiled, or None.
+    """The reason, by Dynamo's counters, why layers were not compiled. May be None.
 
-    `counts`: see `_counts`. `error`: the first error that Dynamo went on after.
+    `counts`: see `_counts`. `error`: the first error that Dynamo suppressed.
     """
     because = [error] if error else []
     because += [key.partition("/")[2] for key in counts if key.startswith("graph break/")]

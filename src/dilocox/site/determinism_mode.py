@@ -3,8 +3,8 @@
 On CUDA some operations of PyTorch have no deterministic kernel. In its strict mode PyTorch refuses
 such an operation, and a run would end in the middle of a step. In its warning mode it computes
 several others, attention's backward pass among them, in kernels that are *not* deterministic
-although they have deterministic ones. So a rank on a GPU runs one training pass in the warning mode
-when it starts, listens, and then either takes the strict mode or none.
+although deterministic kernels exist. So a rank on a GPU runs one training pass in the warning mode
+at its start, and collects the warnings. Then the rank takes the strict mode, or none.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ def lacks_kernels(device: torch.device) -> bool:
 
 
 def settle_determinism(mesh: SiteMesh, training_pass: Callable[[], object]) -> tuple[str, ...]:
-    """Take PyTorch's strict mode, or none where an operation of the model cannot be had in it.
+    """Take PyTorch's strict mode, or none if the strict mode refuses an operation of the model.
 
-    `training_pass` runs the forward and the backward pass that training runs; what it computes is
-    not looked at. Returns the operations without a deterministic kernel, at any rank of the site:
-    then all its ranks train without deterministic kernels. Collective over the site; nothing is run
-    where determinism was not asked for, and on CPUs.
+    `training_pass` runs the forward and the backward pass of training; its result is not used.
+    Returns the operations without a deterministic kernel, at any rank of the site. If there are
+    any, all ranks of the site train without deterministic kernels. Collective over the site. On
+    CPUs, and without `site.deterministic`, nothing is run.
     """
     if not torch.are_deterministic_algorithms_enabled() or not lacks_kernels(mesh.device):
         return ()

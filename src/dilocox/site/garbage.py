@@ -1,7 +1,7 @@
 """Python's garbage collector, run at the same steps by all ranks instead of whenever it likes.
 
-A collection stops a rank for up to tenths of a second, and with it all ranks that wait for it in
-a collective operation. torchtitan does the same (its GarbageCollection).
+A collection stops its rank for up to tenths of a second. All ranks that wait for this rank in a
+collective operation stop, too. torchtitan collects by steps as well (its `GarbageCollection`).
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import gc
 EVERY = 50
 """Steps between two collections of young objects."""
 FULL = 20
-"""Every so many of them is one of all objects that were made since training began: what was in use
-during a collection of young objects is not looked at by the next one."""
+"""Every so many collections one looks at all objects that were made since training began. An object
+that survives a collection of young objects is old, and only this larger collection frees it."""
 
 
 class PythonCollects:
@@ -36,7 +36,7 @@ class Collector(PythonCollects):
         self._active = False
 
     def step(self) -> None:
-        """Collect if it is time. Objects from before the first step are never looked at."""
+        """Collect garbage if this step is due, without a look at objects from before training."""
         if not self._active:
             if not self._frozen:
                 gc.collect()

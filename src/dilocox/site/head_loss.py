@@ -1,8 +1,8 @@
 """Head and loss together, over some tokens at a time: all logits of a micro-batch never exist.
 
-PyTorch has this as `torch.nn.functional.linear_cross_entropy` (chunked form) since 2.13. It knows
-no soft cap, no scale and not PyTorch 2.11, so that one run would compute in two ways. Like it,
-this one takes the gradients in the forward pass and recomputes nothing.
+PyTorch 2.13 has `torch.nn.functional.linear_cross_entropy` (chunked form). That function has no
+soft cap and no scale, and PyTorch 2.11 lacks it, so sites of one run would compute in two ways.
+Both implementations compute the gradients in the forward pass and recompute nothing.
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ Logits = Callable[[Tensor], Tensor]
 """Hidden states [1, l, d] -> logits [1, l, V]."""
 
 CHUNK = {"cpu": 2**25, "cuda": 2**27}
-"""Logits whose loss is computed at a time, by type of device, if there are more than `AT_ONCE`. On
-a GPU many, so that the products are large."""
+"""Logits per chunk of the loss, by type of device. Only micro-batches of more than `AT_ONCE` logits
+are cut into chunks. A GPU gets large chunks, and so large matrix products."""
 
 
 class HeadLoss:
     """Mean cross-entropy of the model's logits, from the hidden states before the head.
 
-    Up to `AT_ONCE` logits are computed whole, to the bit as `mean_cross_entropy` of the model's
-    output. With `compiled` the loss of a chunk of more logits is one kernel.
+    A micro-batch of at most `AT_ONCE` logits is computed whole. The result then has the bits of
+    `mean_cross_entropy` of the model's output. `compiled`: `torch.compile` makes the kernels of the
+    loss of a chunk.
     """
 
     def __init__(self, *, compiled: bool = False) -> None:
@@ -67,9 +68,9 @@ class HeadLoss:
 
 
 def logits_are_less(tokens: int, hidden: int) -> bool:
-    """Whether all logits take less memory than a sum of the head's gradient over chunks would.
+    """Whether all logits take less memory than the head's gradient, summed over chunks.
 
-    Then the head is multiplied once, and only the loss is computed in chunks.
+    In this case the head is multiplied once, and only the loss is computed in chunks.
     """
     return tokens <= hidden
 
@@ -83,12 +84,13 @@ def chunk_tokens(tokens: int, vocabulary: int, device: str) -> int:
 def head_loss_bytes(
     tokens: int, vocabulary: int, hidden: int, width: int, device: str = "cuda"
 ) -> int:
-    """What head and loss of a micro-batch hold at their peak; `width`: bytes of the compute dtype.
+    """Bytes that head and loss of a micro-batch hold at their peak.
 
-    Of few logits their loss's copies in the backward pass. Of many the gradient of the hidden
-    states, the logits that are there at a time with their gradient, and the fp32 forms of those of
-    one loss. Where the head is multiplied more than once, its gradient's sum in fp32 and that of
-    one chunk, which a CPU makes twice, too.
+    `width`: bytes per value of the compute dtype. A micro-batch of at most `AT_ONCE` logits holds
+    the loss's copies of the logits in the backward pass. A larger one holds the gradient of the
+    hidden states, one chunk's logits with their gradient, and the fp32 forms of one loss's logits.
+    If the head is multiplied more than once, the fp32 sum of the head's gradient adds to these, and
+    one chunk's gradient. A CPU makes the latter twice.
     """
     if tokens * vocabulary <= AT_ONCE:
         return COPIES * 4 * tokens * vocabulary

@@ -102,10 +102,10 @@ def keep_freed_memory() -> bool:
 
 
 def use_expandable_segments() -> None:
-    """Let PyTorch grow its blocks of GPU memory in place, so that less of them lies idle.
+    """Let PyTorch grow its blocks of GPU memory in place, so that fewer bytes lie idle.
 
-    To be called before the first allocation on a GPU, when PyTorch reads the setting. What the
-    user has set in the environment stays.
+    Call this before the first allocation on a GPU, when PyTorch reads the setting. A setting of the
+    user in the environment stays.
     """
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name, which PyTorch reads first
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")

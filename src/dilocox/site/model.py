@@ -37,16 +37,16 @@ ExchangeGradients = Callable[[dict[str, Tensor]], None]
 class SiteModel:
     """The chunks that one rank of a site holds, trained together with the site's other ranks.
 
-    `chunks` are this rank's chunks in model order, on the meta device, each with `layers`,
-    `embedding` and `closing` (the modules that FSDP wraps, see `sharding.Units`) and
-    `full_names()` (local parameter name to full Hugging Face name). `fill(chunk, device)` gives a
-    chunk its values after sharding. `hidden_size` is the last dimension of what chunks hand on.
-    `precision` is the compute dtype; parameters, gradients and optimizer state are fp32. `tied`
-    names (owner, copy) of a tensor that the first and the last chunk share. `loss(logits
+    `chunks` are this rank's chunks in model order, on the meta device. Each chunk has `layers`,
+    `embedding` and `closing`, the modules that FSDP wraps (see `sharding.Units`). The chunk's
+    `full_names()` maps local parameter names to full Hugging Face names. `fill(chunk, device)`
+    gives a chunk its values after sharding. `hidden_size` is the last dimension of the chunks'
+    outputs. `precision` is the compute dtype; parameters, gradients and optimizer state are fp32.
+    `tied` names (owner, copy) of a tensor that the first and the last chunk share. `loss(logits
     [b, L, V], labels [b, L])` is the mean over a micro-batch.
     `compile_layers`: `model.compile` of the run file.
     `whole_gradients`: shards of one stage gather parameters and reduce gradients once per step,
-    and hold both whole until then; without it once per micro-batch.
+    and hold both whole until then. Otherwise the shards do so once per micro-batch.
 
     Building is collective over the site. Raises `ConfigError` for combinations that cannot run,
     `ModelError` for a tied tensor that is not where it should be.

@@ -173,8 +173,8 @@ def _batch(
 def _update(parameters: Sequence[nn.Parameter], update: Tensor, kept: Tensor, rate: float) -> None:
     """Multiply `parameters` by `kept`, an fp32 scalar; subtract `rate` times `update` [n, r, C].
 
-    In place: with `kept` 1 and an `update` of zeros every bit stays, so that a step can be skipped
-    without a copy of the parameters and without a wait for the device.
+    In place. With `kept` 1 and an `update` of zeros every bit stays. So a step is skipped without a
+    copy of the parameters, and without a wait for the device.
     """
     if update.device.type == "cuda":
         # One kernel for many matrices asks for one dtype and one order in memory.

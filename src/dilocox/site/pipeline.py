@@ -62,9 +62,9 @@ def stage_of_chunk(schedule: str, stages: int, chunks_per_stage: int, chunk: int
 class Computation:
     """How forward passes compute: in fp32, or in bf16 with bf16 copies of fp32 parameters.
 
-    `prepare` gives a chunk its copies, once it has its values; a `step()` begins with their
-    refreshment. FSDP makes such copies by itself, so a sharded stage gets none here. Either way
-    all values between layers, stages and micro-batches are of the compute dtype.
+    `prepare` gives a chunk its copies after the chunk was filled. Every `step()` begins by copying
+    the masters' values. FSDP makes such copies by itself, so a sharded stage gets none here. In
+    both cases all values between layers, stages and micro-batches are of the compute dtype.
     """
 
     def __init__(self, precision: torch.dtype, sharded: bool) -> None:
@@ -73,7 +73,7 @@ class Computation:
         self._copies: dict[nn.Module, WeightCopies] = {}
 
     def prepare(self, chunk: nn.Module) -> None:
-        """To be called once for each chunk that is to compute in this way."""
+        """Give `chunk` its copies. Call this once for each chunk, after the chunk was filled."""
         if self._copying:
             self._copies[chunk] = WeightCopies(chunk, self.boundary_dtype)
 

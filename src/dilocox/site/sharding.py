@@ -27,8 +27,8 @@ class Units:
 
     @classmethod
     def of(cls, chunk: nn.Module) -> Units:
-        """As torchtitan has them. A tied embedding and head of one chunk share a parameter, which
-        only one unit can have: they are left over."""
+        """The units of torchtitan. A tied embedding and head of one chunk share a parameter. Only
+        one unit can have a parameter, so both are left over."""
         layers = [layer for layer in chunk.layers if isinstance(layer, nn.Module)]  # type: ignore[union-attr]
         embedding: nn.Module | None = chunk.embedding  # type: ignore[assignment]
         closing: list[nn.Module] = list(chunk.closing)  # type: ignore[arg-type]
@@ -44,8 +44,8 @@ def shard_chunk(
     """Shard `chunk` (still on the meta device) over `mesh`: each of its `Units`, then the rest.
 
     Parameters stay fp32; with bf16 they are gathered and used as bf16, and gradients are reduced
-    in fp32. `reshard_after_forward`: of the embedding and the layers; what the end of the forward
-    pass has gathered the beginning of the backward pass needs.
+    in fp32. `reshard_after_forward` counts for the embedding and the layers. Final norm and head
+    stay gathered: the backward pass begins with them.
     """
     policy = MixedPrecisionPolicy()
     if precision is not torch.float32:
@@ -77,8 +77,8 @@ def _shard_together(
 ) -> set[nn.Parameter]:
     """Make one unit of `modules` that the first one's forward pass gathers; their parameters.
 
-    `fully_shard` of a list would wait for a call of each of them. A head may be used without: its
-    loss may take the weight, or call it once for every part of the tokens.
+    `fully_shard` of a list would wait for a call of each module. A loss may use the head's weight
+    without a call of the head, or call the head once for every chunk of tokens.
     """
     if not modules:
         return set()

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 class WeightCopies:
     """Gives a module parameters of another dtype, and keeps its own as masters.
 
-    The masters are the module's parameters as they were: the same objects, on the same storage,
-    by name. They are what an optimizer trains. `refresh` copies their values into the module.
-    Each gradient that a backward pass leaves at a copy is added to its master's `.grad` in the
-    master's dtype at once, so that gradients of micro-batches are not summed in the copies'.
+    The masters are the module's parameters as they were: the same objects on the same storage. An
+    optimizer trains the masters. `refresh` copies the masters' values into the module.
+    A backward pass leaves a gradient at a copy. A hook adds this gradient at once to the master's
+    `.grad`, in the master's dtype. So gradients of micro-batches are never summed in bf16.
     """
 
     def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
@@ -45,11 +45,11 @@ class WeightCopies:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Copy the masters' values; to be called before the passes of every step."""
+        """Copy the masters' values. Call this before the forward passes of every step."""
         torch._foreach_copy_([*self._copies], [*self._masters])
 
     def collect(self) -> None:
-        """Add what gradients the copies have to the masters.
+        """Add the gradients of the copies to those of the masters.
 
         The weight half of a split backward pass sets gradients without running hooks.
         """
