@@ -15,6 +15,19 @@ from dilocox.site.pipeline import Computation
 from tests.plan.runs import run
 
 
+CAPPED = {
+    "model_type": "gemma3_text",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "vocab_size": 1024,
+    "max_position_embeddings": 64,
+}
+
+
 def really_saved(config: Any, bf16: bool) -> int:
     """Bytes that autograd saves of one layer with real values, parameters left out."""
     outline = Outline.of(config)
@@ -75,6 +88,20 @@ def test_of_many_logits_those_of_a_chunk_count(
     # ... in fp32, too, and what norm and head save, less than 18 bytes of 32 values for each token.
     rest = found.head - chunk * (logit + (4 if logit == 4 else 8))
     assert 0 < rest < tokens * 32 * 18
+
+
+def test_a_soft_cap_keeps_logits_of_a_chunk_alone() -> None:
+    """Autograd saves the cap's output, of no more tokens than have logits at a time."""
+    site = {"batch_size": 16384, "micro_batch_size": 16384, "device": "cuda"}
+    model = {"architecture": {**CAPPED, "final_logit_softcapping": 30.0}}
+    plain = {"architecture": {**CAPPED, "final_logit_softcapping": None}}
+    data = {"sequence_length": 64, "tokenizer": "given"}
+    capped, without = (
+        activations.kept(config, Outline.of(config)).head
+        for config in (run(site=site, data=data, model=each) for each in (model, plain))
+    )
+    chunk = 2**27 * 2  # bytes of bf16
+    assert 0.9 * chunk < capped - without <= chunk
 
 
 def test_more_tokens_keep_more_and_the_bound_is_below() -> None:

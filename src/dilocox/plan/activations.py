@@ -16,9 +16,11 @@ import torch
 from dilocox.config import RunConfig
 from dilocox.memory import activation_bytes
 from dilocox.models import ChunkSpec, build_chunk
+from dilocox.models.chunk import HeadLoss, Logits
 from dilocox.models.recompute import SelectedBytes
 from dilocox.plan.outline import Outline
 from dilocox.site import head_loss_bytes
+from dilocox.site.head_loss import head_tokens
 from dilocox.torch_internals import storage_key, tensors_without_memory
 
 
@@ -45,10 +47,15 @@ def kept(config: RunConfig, outline: Outline) -> Kept:
     hidden = int(outline.hf_config.hidden_size)
     entry = tokens * hidden * width
     device = "cpu" if config.site.device == "cpu" else "cuda"
-    loss = head_loss_bytes(tokens, int(outline.hf_config.vocab_size), hidden, width, device)
+    vocabulary = int(outline.hf_config.vocab_size)
+    loss = head_loss_bytes(tokens, vocabulary, hidden, width, device)
     try:
-        layer, selected = _saved(config, outline, head=False)
-        head = max(0, _saved(config, outline, head=True)[0] - layer)
+        layer, selected = _saved(config, outline)
+        before, _ = _saved(config, outline, _hidden_alone)
+        # Such as a soft cap's: of the tokens that the head is multiplied with at a time.
+        of_logits = _saved(config, outline, _all_logits)[0] - before
+        of_logits = of_logits * head_tokens(tokens, vocabulary, hidden, device) // tokens
+        head = max(0, before - layer) + of_logits
         return Kept(layer, entry, min(layer, entry + selected), head + loss, exact=True)
     except Exception:
         # Modelling code may do what fake tensors cannot, such as looking at values.
@@ -59,9 +66,20 @@ def kept(config: RunConfig, outline: Outline) -> Kept:
         return Kept(least, entry, min(least, 2 * entry), loss, exact=False)
 
 
-def _saved(config: RunConfig, outline: Outline, head: bool) -> tuple[int, int]:
-    """Bytes that a chunk of one layer saves for a micro-batch, with the head or without; and those
-    of its operations whose outputs selective checkpointing saves."""
+def _all_logits(logits: Logits, hidden: torch.Tensor, *_: Any) -> torch.Tensor:
+    """Stands for a loss, and multiplies the head with all tokens."""
+    return logits(hidden)
+
+
+def _hidden_alone(_logits: Logits, hidden: torch.Tensor, *_: Any) -> torch.Tensor:
+    """Stands for a loss, and keeps its input as a matrix product does."""
+    return hidden.square()
+
+
+def _saved(config: RunConfig, outline: Outline, loss: HeadLoss | None = None) -> tuple[int, int]:
+    """Bytes that a chunk of one layer saves for a micro-batch; and those of its operations whose
+    outputs selective checkpointing saves. With a `loss` the chunk has the head, too."""
+    head = loss is not None
     count = int(outline.hf_config.num_hidden_layers)
     index = count - 1 if head else count // 2
     spec = ChunkSpec(1, 3, index, index + 1, embeds=False, head=head, parameters=0)
@@ -73,6 +91,7 @@ def _saved(config: RunConfig, outline: Outline, head: bool) -> tuple[int, int]:
         outline.hf_config, spec, attention=attention, activation_checkpointing=False, dtype=dtype
     )
     chunk.train()
+    chunk.head_loss = loss
     with tensors_without_memory():
         chunk.to_empty(device="cpu")
         hidden = int(outline.hf_config.hidden_size)
@@ -81,7 +100,7 @@ def _saved(config: RunConfig, outline: Outline, head: bool) -> tuple[int, int]:
 
         def forward() -> Any:
             with selected:
-                return chunk(inputs)
+                return chunk(inputs, torch.empty(rows, length, dtype=torch.int64))
 
         return _count_saved(forward, chunk), selected.total
 

@@ -58,7 +58,7 @@ class HeadLoss:
         if labels.numel() * vocabulary <= AT_ONCE:
             return mean_cross_entropy(logits(hidden), labels)
         count = chunk_tokens(labels.numel(), vocabulary, hidden.device.type)
-        heads = labels.numel() if logits_are_less(labels.numel(), hidden.shape[-1]) else count
+        heads = head_tokens(labels.numel(), vocabulary, hidden.shape[-1], hidden.device.type)
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         wanted = torch.is_grad_enabled()
         found: Tensor = _Chunked.apply(
@@ -73,6 +73,13 @@ def logits_are_less(tokens: int, hidden: int) -> bool:
     In this case the head is multiplied once, and only the loss is computed in chunks.
     """
     return tokens <= hidden
+
+
+def head_tokens(tokens: int, vocabulary: int, hidden: int, device: str) -> int:
+    """Tokens of a micro-batch that the head is multiplied with at a time."""
+    if tokens * vocabulary <= AT_ONCE or logits_are_less(tokens, hidden):
+        return tokens
+    return chunk_tokens(tokens, vocabulary, device)
 
 
 def chunk_tokens(tokens: int, vocabulary: int, device: str) -> int:
@@ -95,7 +102,7 @@ def head_loss_bytes(
     if tokens * vocabulary <= AT_ONCE:
         return COPIES * 4 * tokens * vocabulary
     count = chunk_tokens(tokens, vocabulary, device)
-    heads = tokens if logits_are_less(tokens, hidden) else count
+    heads = head_tokens(tokens, vocabulary, hidden, device)
     in_fp32 = (4 if width == 4 else 8) * count * vocabulary
     held, slopes = width * heads * vocabulary, width * tokens * hidden
     if heads > count:
