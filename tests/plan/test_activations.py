@@ -14,7 +14,6 @@ from dilocox.plan.outline import Outline
 from dilocox.site.pipeline import Computation
 from tests.plan.runs import run
 
-
 CAPPED = {
     "model_type": "gemma3_text",
     "hidden_size": 32,
