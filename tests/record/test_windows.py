@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import torch
 
 from dilocox.errors import RecordError
 from dilocox.outer.anchor_state import AnchorCopy
+from dilocox.outer.attempt import Outcome
 from dilocox.outer.coordinator.keys import ExchangeKey
 from dilocox.record import statements as s
 from dilocox.record.course import Course
@@ -23,7 +25,7 @@ from dilocox.record.store import MissingError, Store, Stores
 from dilocox.record.windows import Bound, Windows, bound_of, small_budget
 from tests.outer.coordinator.helpers import run_config
 from tests.record.scene import SIGNERS, Scene
-from tests.record.test_recording import RANK, SIGNER, Notebook, exchanged
+from tests.record.test_recording import RANK, SIGNER, Notebook, contribution, exchanged, outcome
 from tests.record.test_replay import Made
 
 PLACE = "paris/1.0"
@@ -145,12 +147,15 @@ def test_a_window_begins_with_a_signed_anchor(tmp_path: Path) -> None:
     author = Author("run", RANK, SIGNER)
     record = RankRecord(author, store, notebook, warnings.append, 60.0, windows)
     tensors = {"anchor/0": torch.ones(128), "momentum/0": torch.zeros(128, dtype=torch.bfloat16)}
-    ended = torch.frombuffer(bytearray(b"not landed yet"), dtype=torch.uint8)
+    ended: Future[Outcome] = Future()
+    ended.set_result(outcome(b"not landed yet"))
+    broken: Future[Outcome] = Future()
+    broken.set_exception(RuntimeError("broken"))
     asked = []
 
     def copy() -> AnchorCopy:
         asked.append(1)
-        return AnchorCopy(tensors, (2,), [(ended,)])
+        return AnchorCopy(tensors, (2,), [ended, broken, Future()])
 
     record.begin_round(0, 0, copy)
     exchanged(record, ExchangeKey.outer(2, 1, 0), b"not landed yet", b"landed")
@@ -179,6 +184,26 @@ def test_a_window_begins_with_a_signed_anchor(tmp_path: Path) -> None:
     assert warnings == []
 
 
+def test_an_exchange_that_ends_while_the_anchor_is_copied_is_kept_in_the_new_window(
+    tmp_path: Path,
+) -> None:
+    store = Store(str(tmp_path))
+    windows = Windows(store, PLACE, Bound(rounds=1))
+    author = Author("run", RANK, SIGNER)
+    record = RankRecord(author, store, Notebook(), lambda _: None, 60.0, windows)
+    future: Future[Outcome] = Future()
+    record.watching(lambda _: future)(contribution(ExchangeKey.outer(3, 1, 0)))
+
+    def copy() -> AnchorCopy:
+        found = AnchorCopy({"anchor/0": torch.ones(128)}, (2,), [future])
+        future.set_result(outcome(b"ends while it is copied"))
+        return found
+
+    record.begin_round(4, 32, copy)
+    record.wait()
+    assert store.window(PLACE, 4).has(sha256(b"ends while it is copied"))
+
+
 def test_windows_that_stay_are_warned_of_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -194,7 +219,7 @@ def test_windows_that_stay_are_warned_of_once(
     monkeypatch.setattr(store._files, "rm", refuse)
     for round_ in range(1, 5):
         exchanged(record, ExchangeKey.outer(round_, 1, 0), b"payload %d" % round_)
-        record.begin_round(round_, round_, lambda: AnchorCopy({"a": torch.ones(1)}, (0,), []))
+        record.begin_round(round_, round_, lambda: AnchorCopy({"a": torch.ones(1)}, (0,)))
     record.wait()
     assert warnings == [
         f"record: {tmp_path}: old rounds cannot be removed (Operation not permitted); all payloads "

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 from torch import Tensor
 
+from dilocox.outer.attempt import Outcome
 from dilocox.outer.loop import OuterLoop
 
 
@@ -18,8 +20,13 @@ class AnchorCopy:
     """`anchor/PIECE`, flat fp32, and `momentum/PIECE`, flat in the run's dtype; piece by piece."""
     landed: tuple[int, ...]
     """By piece: the last round whose outer step the piece has taken; -1: none."""
-    payloads: Sequence[tuple[Tensor, ...]]
-    """Payloads of the exchanges that have ended and not landed: a replay needs them, too."""
+    under_way: Sequence[Future[Outcome]] = ()
+    """Exchanges that have not landed: a replay from this anchor needs their payloads."""
+
+    def ended(self) -> list[tuple[Tensor, ...]]:
+        """Payloads of each exchange of `under_way` that has ended by now."""
+        done = [each for each in self.under_way if each.done() and not each.cancelled()]
+        return [each.result().payloads for each in done if each.exception() is None]
 
 
 def copy_anchor(outer: OuterLoop, round_: int) -> AnchorCopy | None:
@@ -27,15 +34,12 @@ def copy_anchor(outer: OuterLoop, round_: int) -> AnchorCopy | None:
     if outer.behind or outer.awaiting:
         return None
     landed = [round_ - 1] * len(outer.states)
-    payloads = []
-    for item in outer.under_way_now():
+    items = outer.under_way_now()
+    for item in items:
         for piece in outer.pieces_of(item):
             landed[piece] = min(landed[piece], item.key.round - 1)
-        ended = item.outcome
-        if ended.done() and not ended.cancelled() and ended.exception() is None:
-            payloads.append(ended.result().payloads)
     tensors = {}
     for piece, state in enumerate(outer.states):
         tensors[f"anchor/{piece}"] = state.anchor.detach().to("cpu", copy=True)
         tensors[f"momentum/{piece}"] = state.momentum.detach().to("cpu", copy=True)
-    return AnchorCopy(tensors, tuple(landed), payloads)
+    return AnchorCopy(tensors, tuple(landed), [item.outcome for item in items])

@@ -163,8 +163,9 @@ class RankRecord:
         if anchor is None:
             return
         self._put(_Waiting(start=_Start(round_, tick, anchor)))
-        # These are in the window before, if they are kept already: a replay needs them in this one.
-        for payloads in anchor.payloads:
+        # Payloads that were queued before the start lie in the window before, and a replay needs
+        # them in this one. An exchange that ends from now on queues its payloads behind the start.
+        for payloads in anchor.ended():
             self._put(_Waiting(payloads))
 
     def state(
