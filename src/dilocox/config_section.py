@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from decimal import Decimal
 from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -31,7 +32,7 @@ def parse_bytes(text: str) -> int:
     found = _SIZE.fullmatch(text)
     if found is None:
         raise ValueError(f'"{text}" is no size: write a number and {", ".join(UNITS)}, as "5GB"')
-    size = int(float(found[1]) * UNITS[found[2]])
+    size = int(Decimal(found[1]) * UNITS[found[2]])
     if size < 1:
         raise ValueError(f'"{text}" is no size: give at least one byte')
     return size

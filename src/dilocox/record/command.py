@@ -158,8 +158,12 @@ def show(report: Report, console: Console) -> None:
         _show_claim(finding, console)
     audited = any(each.claim.name == "audits" for each in report.findings)
     console.print(AUDITS_PROVE if audited else NOBODY_PROVES)
+    from dilocox.record.claims import HISTORY
+
+    since = any(each.claim == HISTORY and each.verdict != "PASS" for each in report.findings)
     ends = {
-        0: "verified: all required claims PASS",
+        0: "verified: all required claims PASS"
+        + (", from a signed state on; what led to it is not verified (claim history)" * since),
         1: "NOT verified: a claim is FAIL",
         3: "not verified: a required claim is NOT_RUN",
     }

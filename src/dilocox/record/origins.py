@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dilocox.codec_spec import parse_spec
-from dilocox.errors import RecordError
+from dilocox.errors import DilocoxError, RecordError
 from dilocox.outer.optimizer import MOMENTUM_DTYPES
 from dilocox.record.claims import NotRunError
 from dilocox.record.course import Course, Step
@@ -107,19 +107,40 @@ def origin_of(
 ) -> Origin | None:
     """The oldest state that all payloads from there on are kept of; none: theta_0.
 
-    Raises `MissingError` if there is no such state, `RecordError` for one that is damaged.
+    A state that cannot be used is passed over: one site that signs nonsense, or damages what it
+    keeps, takes nothing from the others' states. Raises `MissingError` if there is no such state,
+    `RecordError` that names who signed the first unusable one where that is all there is.
     """
     steps = [step for step in course.of(stage) if (step.key.text, shard) in lost]
     if not steps:
         return None
+    unusable: RecordError | None = None
     for state in _states(course, stage, shard):
         if not has(state.listing):
             continue
-        found = Origin.of(state, get)
-        whole = all(has(each.sha256) for each in found.tensors.values())
-        if whole and all(found.holds(step) for step in steps):
-            return found
+        try:
+            found = Origin.of(state, get)
+            whole = all(has(each.sha256) for each in found.tensors.values())
+            if whole and all(found.holds(step) for step in steps):
+                return found
+        except DilocoxError as error:
+            who = ", ".join(signers(course, state))
+            unusable = unusable or RecordError(f"the anchor that {who} signed: {error}")
+    if unusable is not None:
+        raise unusable
     raise MissingError(f"payloads of {steps[-1].key.text} are in no store")
+
+
+def signers(course: Course, state: AnchorState) -> list[str]:
+    """Sites that have signed the same root for the same rank and round, sorted."""
+    place = (state.stage, state.shard, state.round, state.root)
+    return sorted(
+        {
+            each.site
+            for each in course.anchors
+            if (each.stage, each.shard, each.round, each.root) == place
+        }
+    )
 
 
 def origins_of(course: Course, has: Has, get: Get) -> dict[tuple[int, int], Origin]:
@@ -166,8 +187,8 @@ def origin_before(
     Raises `RecordError` for one that is damaged.
     """
     for state in reversed(_states(course, stage, shard)):
-        signers = {each.site for each in course.anchors if each.root == state.root}
-        if state.tick > tick or not signers - {besides} or not has(state.listing):
+        others = set(signers(course, state)) - {besides}
+        if state.tick > tick or not others or not has(state.listing):
             continue
         found = Origin.of(state, get)
         if all(has(each.sha256) for each in found.tensors.values()):
@@ -176,15 +197,17 @@ def origin_before(
 
 
 def _states(course: Course, stage: int, shard: int) -> list[AnchorState]:
-    """States of a rank on which all who have signed them agree, oldest first, each once."""
+    """States of a rank on which all who have signed them agree, oldest first, each list of tensors
+    once: a site may sign the right root with a list that is in no store."""
     known: dict[int, list[AnchorState]] = {}
     for state in course.anchors:
         if (state.stage, state.shard) == (stage, shard):
             known.setdefault(state.round, []).append(state)
     return [
-        states[0]
+        state
         for _, states in sorted(known.items())
         if len({(each.root, each.landed) for each in states}) == 1
+        for state in {each.listing: each for each in states}.values()
     ]
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+from collections.abc import Iterator
 from pathlib import Path
 
 from dilocox.errors import RecordError
@@ -47,7 +48,7 @@ class Store:
             ) from None
         self._local = is_local(self._files)
         self._patience = patience
-        self._index: dict[str, str] | None = None
+        self._index: dict[str, list[str]] | None = None
 
     @property
     def folder(self) -> Path | None:
@@ -149,16 +150,16 @@ class Store:
             reason = getattr(error, "strerror", None) or error
             raise RecordError(f"{self.where}: old rounds cannot be removed ({reason})") from None
 
-    def _in_windows(self) -> dict[str, str]:
-        """Where what lies in windows is, by digest; as it was when this was first asked for."""
+    def _in_windows(self) -> dict[str, list[str]]:
+        """Paths of the files in windows, by digest; as they were when this was first asked for."""
         if self._index is None:
-            place, found = f"{self._root.rstrip('/')}/{WINDOWS}", dict[str, str]()
+            place, found = f"{self._root.rstrip('/')}/{WINDOWS}", dict[str, list[str]]()
             # A store has either windows or states above the same place, and windows have none.
             if self._files.exists(place):
                 for path in map(str, self._files.find(place)):
                     *_, kind, head, rest = path.rsplit("/", 3)
                     if kind == "sha256" and not rest.startswith("."):
-                        found[head + rest] = path
+                        found.setdefault(head + rest, []).append(path)
             self._index = found
         return self._index
 
@@ -190,16 +191,37 @@ class Store:
     def get(self, digest: str) -> bytes:
         """The bytes with this digest.
 
-        Raises `RecordError` if they are not there, or if what is there has another digest.
+        Several windows may hold them: the first right copy is given. Raises `RecordError` if there
+        is no copy, or if every copy has another digest.
         """
         path = self.path(digest)
-        if not self._files.exists(path):
-            halved = self._files.exists(path + BF16)
-            path = path + BF16 if halved else self._in_windows().get(digest, path)
+        problems: list[RecordError] = []
+        for place in self._places(path, digest):
+            try:
+                return self._read(place, digest)
+            except FileNotFoundError:
+                continue
+            except RecordError as error:
+                problems.append(error)
+        raise problems[0] if problems else RecordError(f"{path}: not in the store")
+
+    def _places(self, path: str, digest: str) -> Iterator[str]:
+        """Where the bytes may lie, the likeliest place first."""
+        yield path
+        yield path + BF16
+        known = self._in_windows().get(digest, [])
+        yield from known
+        if known:
+            # A run that goes on may have removed these windows; newer ones may hold the bytes, too.
+            self._index = None
+            yield from (each for each in self._in_windows().get(digest, []) if each not in known)
+
+    def _read(self, path: str, digest: str) -> bytes:
+        """Raises `FileNotFoundError`, `RecordError`."""
         try:
             data: bytes = self._files.cat_file(path)
         except FileNotFoundError:
-            raise RecordError(f"{path}: not in the store") from None
+            raise
         except OSError as error:
             reason = error.strerror or error
             raise RecordError(f"{path}: cannot be read ({reason})") from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -232,7 +233,7 @@ class _Verification:
 
         course = self._need(c.LOG, c.SIGNATURES)
         steps = payloads_of(course)
-        if course.keep != "all":
+        if self._may_lack(course):
             self.origins = origins_of(course, self.stores.has, self._get)
             steps = {
                 digest: step
@@ -275,16 +276,39 @@ class _Verification:
             return "the payloads of all rounds are there"
         last = max(origin.state.round for origin in self.origins.values()) - 1
         rounds = "round 0 is" if last == 0 else f"rounds 0 to {last} are"
-        signers = {
-            state.site
-            for state in course.anchors
-            for origin in self.origins.values()
-            if state.root == origin.state.root
-        }
         raise NotRunError(
             f"{rounds} not replayable: payloads were removed as record.keep = {course.keep} says; "
-            f"the replay begins with a state that {', '.join(sorted(signers))} signed"
+            f"the replay begins with a state that {self._signers()} signed"
         )
+
+    def _may_lack(self, course: Course) -> bool:
+        """Whether `record.keep` may have removed payloads of this run.
+
+        With "auto" that depends on the model's size: a site that signs an anchor of a smaller model
+        is not to be excused for what it has removed.
+        """
+        if course.keep != "auto":
+            return course.keep != "all"
+        from dilocox.record.recording import MOMENTUM_OF
+        from dilocox.record.windows import WHOLE_BELOW
+
+        theta = [course.state("initial", stage)[-1:] for stage in range(course.stages)]
+        tensors = [each for states in theta for state in states for each in self._listing(state)]
+        own = [math.prod(each.shape) for each in tensors if not each.name.startswith(MOMENTUM_OF)]
+        return sum(own) >= WHOLE_BELOW
+
+    def _signers(self, stage: int | None = None) -> str:
+        """Sites that have signed what replays begin with, of one stage or of all."""
+        from dilocox.record.origins import signers
+
+        course = self._need(c.LOG, c.SIGNATURES)
+        found = {
+            site
+            for (number, _), origin in self.origins.items()
+            if stage in (None, number)
+            for site in signers(course, origin.state)
+        }
+        return ", ".join(sorted(found))
 
     def _fetched(self, digest: str, name: str) -> bytes:
         try:
@@ -356,6 +380,14 @@ class _Verification:
 
         return replay
 
+    def _begun_from(self, stage: int) -> str:
+        """Whose state a stage's replay began with, if not with theta_0, for messages."""
+        first = max((o.state.round for (n, _), o in self.origins.items() if n == stage), default=-1)
+        if first < 0:
+            return ""
+        who = self._signers(stage)
+        return f"; the replay began with the anchor of round {first} that {who} signed"
+
     def _compare(self, signed: State, whole: dict[str, Tensor]) -> None:
         """What was signed of a final state, and of its published form, against a replay's."""
         from dilocox.compression.rounding import round_to_bf16
@@ -366,7 +398,7 @@ class _Verification:
         if root != signed.root:
             raise RecordError(
                 f"stage {signed.stage}: the payloads lead to state {root[:12]}…, "
-                f"{signed.site} has signed {signed.root[:12]}…"
+                f"{signed.site} has signed {signed.root[:12]}…{self._begun_from(signed.stage)}"
             )
         if signed.published is None:
             return
