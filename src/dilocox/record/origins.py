@@ -6,6 +6,7 @@ cannot be replayed any more, and the replay of the rest takes the window's start
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -15,9 +16,11 @@ from torch import Tensor
 from dilocox.codec_spec import parse_spec
 from dilocox.errors import DilocoxError, RecordError
 from dilocox.outer.optimizer import MOMENTUM_DTYPES
+from dilocox.record import windows
 from dilocox.record.claims import NotRunError
 from dilocox.record.course import Course, Step
 from dilocox.record.digests import TensorDigest
+from dilocox.record.recording import MOMENTUM_OF
 from dilocox.record.replay import (
     Get,
     Stage,
@@ -27,7 +30,7 @@ from dilocox.record.replay import (
     replay_flat,
     replay_steps,
 )
-from dilocox.record.states import AnchorState
+from dilocox.record.states import AnchorState, State
 from dilocox.record.store import MissingError
 
 Has = Callable[[str], bool]
@@ -85,6 +88,20 @@ class Origin:
                     raise RecordError(f"the {kind} of piece {piece} has {len(data)} bytes")
                 flats[kind].append(payload_tensor(data).view(dtype))
         return torch.cat(flats["anchor"]), torch.cat(flats["momentum"])
+
+
+def may_lack(course: Course, listed: Callable[[State], list[TensorDigest]]) -> bool:
+    """Whether `record.keep` may have removed payloads of this run.
+
+    With "auto" the model's size decides. An anchor that a site signs of a smaller model excuses no
+    removal. `listed`: the tensors of a signed state; its errors are raised.
+    """
+    if course.keep != "auto":
+        return course.keep != "all"
+    theta = [course.state("initial", stage)[-1:] for stage in range(course.stages)]
+    tensors = [each for states in theta for state in states for each in listed(state)]
+    own = [math.prod(each.shape) for each in tensors if not each.name.startswith(MOMENTUM_OF)]
+    return sum(own) >= windows.WHOLE_BELOW
 
 
 def lost_payloads(course: Course, has: Has, get: Get) -> set[tuple[str, int]]:

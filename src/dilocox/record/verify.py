@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -228,12 +227,12 @@ class _Verification:
 
     def payloads(self) -> str:
         """Everything that a replay needs is there."""
-        from dilocox.record.origins import origins_of, replays
+        from dilocox.record.origins import may_lack, origins_of, replays
         from dilocox.record.replay import behind, payloads_of
 
         course = self._need(c.LOG, c.SIGNATURES)
         steps = payloads_of(course)
-        if self._may_lack(course):
+        if may_lack(course, self._listing):
             self.origins = origins_of(course, self.stores.has, self._get)
             steps = {
                 digest: step
@@ -280,22 +279,6 @@ class _Verification:
             f"{rounds} not replayable: payloads were removed as record.keep = {course.keep} says; "
             f"the replay begins with a state that {self._signers()} signed"
         )
-
-    def _may_lack(self, course: Course) -> bool:
-        """Whether `record.keep` may have removed payloads of this run.
-
-        With "auto" that depends on the model's size: a site that signs an anchor of a smaller model
-        is not to be excused for what it has removed.
-        """
-        if course.keep != "auto":
-            return course.keep != "all"
-        from dilocox.record.recording import MOMENTUM_OF
-        from dilocox.record.windows import WHOLE_BELOW
-
-        theta = [course.state("initial", stage)[-1:] for stage in range(course.stages)]
-        tensors = [each for states in theta for state in states for each in self._listing(state)]
-        own = [math.prod(each.shape) for each in tensors if not each.name.startswith(MOMENTUM_OF)]
-        return sum(own) >= WHOLE_BELOW
 
     def _signers(self, stage: int | None = None) -> str:
         """Sites that have signed what replays begin with, of one stage or of all."""
