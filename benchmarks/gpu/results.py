@@ -149,4 +149,5 @@ def summary(rows: Sequence[Row]) -> str:
     counts = {v: sum(row["verdict"] == v for row in rows) for v in (PASS, FAIL, INFO, LEFT_OUT)}
     aims = [aim for row in rows for aim in row["aims"]]
     told = ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count)
-    return f"{told or 'no rows'}; {sum(a['met'] for a in aims)} of {len(aims)} aims met"
+    met = f"{sum(a['met'] for a in aims)} of {len(aims)} aims met" if aims else "no aims judged"
+    return f"{told or 'no rows'}; {met}"

@@ -145,8 +145,7 @@ def _resumed(context: Context) -> Outcome:
     outer = {"rounds": 4, "inner_steps": 20 if scale == "gpu" else 10, "slots": 10}
     paths = {
         name: sizes.run_file(
-            context.folder, name, shape, context.shared, scale, outer=outer, **FIXED,
-            network={"heartbeat": 2.0},
+            context.folder, name, shape, context.shared, scale, outer=outer, **FIXED
         )
         for name in ("whole", "parts")
     }  # fmt: skip
@@ -172,7 +171,16 @@ def _resumed(context: Context) -> Outcome:
         return Outcome(False, last_line(again), found)
     if before >= 4:
         return Outcome(False, "the stop came after the last round", found)
+    lost = [name for name in ("whole", "parts") if alone(context.folder / name)]
+    if lost:
+        said = f"run {lost[0]} went on without a site: anchors differ then; repeat on an idle machine"
+        return Outcome(False, said, found)
     return Outcome(same, "the same last anchor" if same else "the last anchor differs", found)
+
+
+def alone(folder: Path) -> bool:
+    """Whether some round of a run of two sites counts the contribution of one site."""
+    return any(r.get("contributors", 2) < 2 for r in records(folder) if r["kind"] == "round")
 
 
 def _last_anchor(folder: Path) -> str | None:

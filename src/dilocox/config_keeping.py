@@ -53,18 +53,19 @@ class RecordSection(Section):
     """Where payloads and theta_0 are kept, a folder or a URL that fsspec knows; `{run}` is the
     run's folder."""
     keep: Annotated[int, Field(gt=0)] | str = "auto"
-    """How much of the payloads stays in each site's store: "all"; a number, of the newest rounds;
-    or bytes of one site, as "500GB". Older ones are removed, what was signed of them stays, and
-    `dilocox verify` replays from a signed state that is kept with the oldest round. "auto": all of
-    a model below 1e9 parameters, of a larger one 80 bytes per parameter, at least 500 GB."""
+    """Bound on the payloads in each site's store. "all": no bound. A number: the newest rounds, at
+    least. A size, such as "500GB": bytes of one site. Older payloads are removed, and their signed
+    digests stay: `dilocox verify` then replays from a signed state that lies with the oldest kept
+    round. "auto": no bound below 1e9 parameters; 80 bytes per parameter and at least 500 GB for a
+    larger model."""
     states_every: Annotated[int, Field(ge=0)] = 0
     """Every so many rounds each site also keeps the state in which the round begins, and that of
     the flush in the end, so that `dilocox audit` can repeat them; 0: never. A site with text of its
     own only signs it."""
     states_keep: Annotated[int, Field(ge=0)] = 0
     """How many of these rounds, the newest, have their states in the store at least, one more at
-    most; older ones are removed, and nobody can audit them then; 0: all. Payloads are never
-    removed."""
+    most; older ones are removed, and nobody can audit them then; 0: all. How many payloads stay,
+    `keep` says."""
     audit_rate: Fraction = 0.05
     """Share of these rounds of each site that `dilocox auditor` audits."""
 

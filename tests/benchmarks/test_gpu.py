@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from benchmarks.gpu import __main__ as command
-from benchmarks.gpu import link, outer, sizes, tables, wheels
+from benchmarks.gpu import link, outer, runs, sizes, tables, wheels
 from benchmarks.gpu.parts import PARTS, Aim, Part, selected
 from benchmarks.gpu.results import Results, is_done, summary, table
 from benchmarks.gpu.runner import Setting, order, run_all
@@ -190,6 +190,7 @@ def test_aims_are_data_on_a_gpu_and_not_elsewhere() -> None:
     assert "speed 2.5, aim >= 3: MISSED" in table([missed])
     met = results.add(QUICK, row("figures", "INFO", speed=3.0))
     assert summary([missed, met]) == "2 INFO; 1 of 2 aims met"
+    assert summary([{**met, "aims": []}]) == "1 INFO; no aims judged"
     lacking = results.add(QUICK, row("figures", "INFO"))
     assert lacking["aims"][0]["met"] is False
     assert Results(None, "", None).add(QUICK, row("figures", "INFO", speed=2.5))["aims"] == []
@@ -268,3 +269,14 @@ def test_peaks_are_found_by_name() -> None:
     assert sizes.peak_of("NVIDIA H100 80GB HBM3") == 989e12
     assert sizes.peak_of("NVIDIA H200") == 989e12
     assert sizes.peak_of("Some GPU") is None
+
+
+def test_a_round_that_one_site_was_missing_from_is_told(tmp_path: Path) -> None:
+    """Anchors of two runs differ then, which says nothing about how one of them was resumed."""
+    metrics = tmp_path / "metrics.jsonl"
+    both = {"kind": "round", "round": 0, "site": "north", "contributors": 2}
+    metrics.write_text(f'{json.dumps(both)}\n{{"kind": "message", "text": "x"}}\n')
+    assert not runs.alone(tmp_path)
+    with metrics.open("a") as file:
+        file.write(json.dumps({**both, "round": 1, "contributors": 1}) + "\n")
+    assert runs.alone(tmp_path)

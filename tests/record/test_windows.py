@@ -131,6 +131,7 @@ def test_bounds_of_run_files() -> None:
     assert of("all", large) is None
     assert of(20, small) == Bound(rounds=20)
     assert of("1.5 TB", small) == Bound(bytes=1500 * 10**9)
+    assert of("1" + "0" * 400 + "GB", small) == Bound(bytes=10**409), "more than a float holds"
     assert Bound(bytes=100).for_one_of(4) == Bound(bytes=25)
     assert Bound(rounds=7).for_one_of(4) == Bound(rounds=7)
     assert small_budget(run_config(record={"keep": "1GB"}), small) == 64 * small
