@@ -173,7 +173,7 @@ def _resumed(context: Context) -> Outcome:
         return Outcome(False, "the stop came after the last round", found)
     lost = [name for name in ("whole", "parts") if alone(context.folder / name)]
     if lost:
-        said = f"run {lost[0]} went on without a site: anchors differ then; repeat on an idle machine"
+        said = f"run {lost[0]} lost a site, so anchors differ; repeat on an idle machine"
         return Outcome(False, said, found)
     return Outcome(same, "the same last anchor" if same else "the last anchor differs", found)
 
