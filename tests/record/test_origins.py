@@ -18,7 +18,7 @@ from dilocox.record.digests import stage_root
 from dilocox.record.log import LogContent
 from dilocox.record.recording import listing_of
 from dilocox.record.states import AnchorState, State
-from dilocox.record.store import MissingError, Store
+from dilocox.record.store import MissingError, Store, Stores
 from dilocox.record.verify import Places, Report, _Verification
 from tests.record.test_windows import Kept
 
@@ -163,3 +163,8 @@ def test_what_moved_on_to_a_newer_window_is_found(tmp_path: Path) -> None:
     store.window("lyon/0.0", 4).put(b"abc")
     store.drop_window("lyon/0.0", 3)
     assert reader.get(digest) == b"abc"
+    both = Stores([reader, store])
+    assert both.has(digest)
+    store.drop_window("lyon/0.0", 4)
+    with pytest.raises(MissingError, match="in none of"):
+        both.get(digest)

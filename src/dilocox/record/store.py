@@ -191,8 +191,8 @@ class Store:
     def get(self, digest: str) -> bytes:
         """The bytes with this digest.
 
-        Several windows may hold them: the first right copy is given. Raises `RecordError` if there
-        is no copy, or if every copy has another digest.
+        Several windows may hold them: the first right copy is given. Raises `MissingError` if there
+        is no copy, `RecordError` if every copy has another digest or cannot be read.
         """
         path = self.path(digest)
         problems: list[RecordError] = []
@@ -203,7 +203,7 @@ class Store:
                 continue
             except RecordError as error:
                 problems.append(error)
-        raise problems[0] if problems else RecordError(f"{path}: not in the store")
+        raise problems[0] if problems else MissingError(f"{path}: not in the store")
 
     def _places(self, path: str, digest: str) -> Iterator[str]:
         """Where the bytes may lie, the likeliest place first."""
@@ -259,6 +259,8 @@ class Stores:
                 continue
             try:
                 return store.get(digest)
+            except MissingError:  # removed since it was looked for
+                continue
             except RecordError as error:
                 problems.append(error)
         if problems:
