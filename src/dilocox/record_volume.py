@@ -1,4 +1,4 @@
-"""How large a run's record becomes: bytes in the store, and bytes a day."""
+"""Size of a run's record: bytes in the store, and bytes a day."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def _most_inner_steps(config: RunConfig) -> int:
 
 
 def record_line(config: RunConfig, blueprint: Blueprint, parameters: int) -> str:
-    """What each site's record will take, in a line for people."""
+    """One line for people: the size of each site's record."""
     codec, sites = config.compression.codec, len(config.sites)
     (own,) = payload_bytes(config, blueprint, [codec])
     # A site keeps its own payload and those of all others.
@@ -89,7 +89,7 @@ def record_line(config: RunConfig, blueprint: Blueprint, parameters: int) -> str
 
 
 def _by_day(config: RunConfig, of_round: int) -> str:
-    """Bytes a day at the declared step time or link; else the most that a link can bring."""
+    """Bytes a day at the declared step time or link; else an upper bound by the link."""
     control, sites = config.control, len(config.sites)
     if control.step_seconds is not None:
         rounds = DAY / (control.step_seconds * config.outer.inner_steps)

@@ -1,8 +1,8 @@
-"""What codecs share that pick values, where numpy does not reach: on a GPU.
+"""Shared parts of the sparse codecs' second form, in tensor operations for GPUs.
 
-numpy is faster on a CPU and cannot work on another device. So these codecs have a second form in
-tensor operations, with the same bytes: whole numbers, and float64 operations that are rounded once.
-A payload that is refused is the only thing that the host waits for.
+numpy is faster on a CPU and cannot work on another device. The tensor form gives the same bytes:
+its operations are on whole numbers, or on float64 values that are rounded once. The host waits once
+per payload, to learn whether the payload is refused.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from torch import Tensor
 from dilocox.errors import ExchangeError
 
 PIECE = 1 << 24
-"""Values that are worked on together: their sort keys take 128 MiB."""
+"""Values of one pass. The sort keys of a pass take 128 MiB."""
 
 
 def numpy_reaches(tensor: Tensor) -> bool:
-    """Whether a tensor's elements are in host memory."""
+    """Whether a tensor is in host memory."""
     return tensor.device.type == "cpu"
 
 

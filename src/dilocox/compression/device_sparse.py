@@ -1,7 +1,7 @@
 """`dilocox.compression.sparse` in tensor operations, bit for bit: see `dilocox.compression.device`.
 
-No index depends on what a payload says before it is known to lie within its chunk: an index that
-does not would end a GPU's process.
+Every index that a payload gives is clamped to its chunk before use: an index out of range would
+end the process of a GPU.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Copies between a rank's device and host memory, and what waits for what on a GPU.
+"""Copies between a rank's device and host memory, and the order of work on a GPU.
 
-A GPU works through streams, each in its order. Training has one; each thread that works beside
-training has one of its own, so that nothing of training queues behind it. What one stream has made
-is used by another after a mark. Host memory that a GPU copies from and to is pinned: a copy then
-runs at the speed of the bus, beside everything else. PyTorch keeps pinned memory that is freed for
-the next one who asks, so the copies of every round use the same.
+A GPU runs streams, and a stream runs its operations in order. Training has one stream. Each thread
+beside training has a stream of its own, so that training never queues behind that thread. A stream
+uses the tensors of another stream after an event (`Mark`). Copies use pinned host memory: such a
+copy runs at the speed of the bus, beside the computation. PyTorch caches freed pinned memory, so
+the copies of every round use the same pages.
 
-On a CPU all of this is nothing: tensors are where they are needed, and calls are in order.
+On a CPU tensors are in host memory already, and calls run in order: `HostStaging` does no more.
 """
 
 from __future__ import annotations
@@ -25,59 +25,59 @@ from torch import Tensor
 log = logging.getLogger(__name__)
 
 BLOCK = 1 << 25
-"""Bytes that are read from a device at a time: one block is used while the next one comes."""
+"""Bytes of one block of a read from a device. The next block is copied while one is used."""
 
 Pairs = Sequence[tuple[Tensor, Tensor]]
-"""(into, source): what is copied, of the same shapes and dtypes."""
+"""(target, source) of each copy; both have one shape and one dtype."""
 
 
 class Mark(Protocol):
-    """A moment in the stream that was the calling thread's when it was made."""
+    """Event in the stream of the thread that made the event."""
 
     def wait(self) -> None:
-        """What the calling thread asks of the device from now on begins after this moment."""
+        """Let later operations of the calling thread's stream begin after this event."""
 
     def synchronize(self) -> None:
-        """Return when the device has come to this moment."""
+        """Block the host until the device has reached this event."""
 
 
 class Staging(Protocol):
-    """How a rank's threads get at what is on one device."""
+    """Access of a rank's threads to the tensors of one device."""
 
     def empty(self, count: int, dtype: torch.dtype = torch.uint8) -> Tensor:
-        """[count] in host memory, which the device copies from and to fast."""
+        """Uninitialised [count] in host memory, pinned where the device copies."""
 
     def to_device(self, tensor: Tensor) -> Tensor:
-        """A copy of what is in host memory, or the tensor itself where that is the device."""
+        """Copy of a host tensor on the device; the tensor itself where the device is the CPU."""
 
     def copy(self, pairs: Pairs) -> None:
         """Copy between host memory and the device, or within one of them; complete on return."""
 
     def beside(self) -> AbstractContextManager[None]:
-        """The calling thread works in a stream of its own."""
+        """Within the context, the calling thread works in a stream of its own."""
 
     def mark(self) -> Mark | None:
-        """This moment of the calling thread's stream; none where calls are in order anyway."""
+        """Event at the end of the calling thread's stream. May be None: calls run in order."""
 
     def use(self, *tensors: Tensor | None) -> None:
-        """The calling thread's stream uses what another one has made: its memory is not given away
-        before that is over."""
+        """Keep the memory of another stream's tensors until the calling thread's stream has used
+        the tensors."""
 
     def read(self, tensor: Tensor) -> Iterator[memoryview]:
-        """The bytes of a tensor of the device, row by row, in blocks. A block is to be used before
-        the next one is asked for."""
+        """Bytes of a tensor of the device, row by row, in blocks. A block is valid until the caller
+        asks for the next block."""
 
     def begin_copy(self, pairs: Pairs) -> Mark | None:
-        """Begin to copy out of the device what stands there now; the mark of its end, if copies do
-        not end at once. What would change a source waits in `before_change`."""
+        """Begin to copy device tensors as they stand now. Returns the event of the last copy; None
+        if the copies are complete. Call `before_change` before a source changes."""
 
     def before_change(self) -> None:
-        """What the calling thread asks of the device from now on begins after the copies that
-        `begin_copy` has begun. To be called by the thread that begins them."""
+        """Let later operations of the calling thread's stream begin after all copies of
+        `begin_copy`. Only the thread that calls `begin_copy` may call this."""
 
 
 class HostStaging:
-    """Of a CPU."""
+    """Staging of a CPU: every call is complete on return."""
 
     def empty(self, count: int, dtype: torch.dtype = torch.uint8) -> Tensor:
         """See `Staging`."""
@@ -117,13 +117,13 @@ class HostStaging:
 
 
 class Driver(Protocol):
-    """What a kind of device has to offer. "Its stream" is the calling thread's."""
+    """Operations of one kind of device. "Its stream" is the calling thread's stream."""
 
     def empty(self, count: int, dtype: torch.dtype) -> Tensor:
         """[count] in pinned host memory."""
 
     def copy(self, into: Tensor, source: Tensor) -> None:
-        """Copy in its stream; may return before that has begun."""
+        """Queue a copy in its stream; may return before the copy begins."""
 
     def to_device(self, tensor: Tensor) -> Tensor:
         """A new tensor on the device, copied in its stream."""
@@ -132,17 +132,17 @@ class Driver(Protocol):
         """A new stream."""
 
     def within(self, stream: Any) -> AbstractContextManager[None]:
-        """`stream` is the calling thread's."""
+        """Within the context, `stream` is the calling thread's stream."""
 
     def record(self) -> Mark:
-        """Its stream, now."""
+        """Event at the end of its stream."""
 
     def hold(self, tensor: Tensor) -> None:
-        """The memory of `tensor` stays until its stream has passed this moment."""
+        """Keep the memory of `tensor` until its stream has run all operations queued so far."""
 
 
 class DeviceStaging:
-    """Of a device with streams."""
+    """Staging of a device with streams."""
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
@@ -183,7 +183,7 @@ class DeviceStaging:
                 self._driver.hold(tensor)
 
     def read(self, tensor: Tensor) -> Iterator[memoryview]:
-        """See `Staging`: through two buffers, so that the next block comes while one is used."""
+        """See `Staging`: two buffers, so that one block is copied while the other is used."""
         data = _bytes(tensor)
         size = min(BLOCK, data.numel())
         buffers = [self._driver.empty(size, torch.uint8) for _ in range(2)]
@@ -200,8 +200,7 @@ class DeviceStaging:
             yield _arrived(*before)
 
     def begin_copy(self, pairs: Pairs) -> Mark | None:
-        """See `Staging`: in a stream for such copies, which training meets before it changes
-        anything."""
+        """See `Staging`: in a stream for such copies alone."""
         now = self._driver.record()
         with self._driver.within(self._copying):
             now.wait()
@@ -230,7 +229,7 @@ def _arrived(host: Tensor, mark: Mark) -> memoryview:
 
 
 class _CudaMark:
-    """An event; who waits on the host sleeps."""
+    """CUDA event; a host thread that waits for the event sleeps."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -253,8 +252,8 @@ class CudaDriver:
         self._device = device
 
     def empty(self, count: int, dtype: torch.dtype) -> Tensor:
-        """See `Driver`. Where the machine has no more memory to pin, ordinary memory does it, more
-        slowly."""
+        """See `Driver`. Falls back to pageable memory, with slower copies, if no more memory can be
+        pinned."""
         try:
             return torch.empty(count, dtype=dtype, pin_memory=True)
         except RuntimeError as error:
@@ -296,7 +295,7 @@ _FINDING = threading.Lock()
 
 
 def staging_of(device: torch.device) -> Staging:
-    """The one of this process for `device`."""
+    """The staging of `device`; each process has one per device."""
     with _FINDING:
         if device not in _KNOWN:
             _KNOWN[device] = DeviceStaging(CudaDriver(device)) if device.type == "cuda" else HOST
@@ -304,8 +303,8 @@ def staging_of(device: torch.device) -> Staging:
 
 
 def before_change() -> None:
-    """What this process trains on is about to change: copies of it that were begun end first, on
-    any device."""
+    """Call before this process changes what it trains on. Pending copies of all devices end before
+    later operations of the calling thread."""
     for staging in list(_KNOWN.values()):
         staging.before_change()
 
@@ -326,7 +325,7 @@ class Snapshot:
         self._marks = marks
 
     def tensors(self) -> dict[str, Tensor]:
-        """All of them, by name, once they are whole."""
+        """All copies by name. Blocks until every copy is complete."""
         for mark in self._marks:
             mark.synchronize()
         return self._copies
@@ -339,7 +338,7 @@ _APART = 64
 
 
 def snapshot(tensors: Mapping[str, Tensor]) -> Snapshot:
-    """Of `tensors` as they stand now. What changes those of a GPU waits in `before_change`."""
+    """Copy `tensors` as they stand now. Call `before_change` before a GPU's tensor changes."""
     copies: dict[str, Tensor] = {}
     elsewhere: dict[torch.device, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():

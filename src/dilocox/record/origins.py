@@ -1,7 +1,7 @@
-"""Where a replay begins: with theta_0, or with a signed state of a window whose rounds are kept.
+"""Origin of a replay: theta_0, or the signed start state of a window of payloads.
 
-A run file may bound what of the payloads stays (`record.keep`). Then the rounds before a window
-cannot be replayed any more, and the replay of the rest takes the window's start state as signed.
+A run file may bound the payloads that stay (`record.keep`). Rounds before the oldest window cannot
+be replayed then. The replay of the later rounds trusts the start state of that window.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from dilocox.record.store import MissingError
 Has = Callable[[str], bool]
 """Whether some store has something of this SHA-256."""
 Lost = Collection[tuple[str, int]]
-"""(exchange key, shard) whose payloads are not there."""
+"""(exchange key, shard) of payloads that no store has."""
 
 
 @dataclass(frozen=True)
 class Origin:
-    """A signed state of a rank that its replay begins from."""
+    """Signed state of a rank, from which the replay of the rank begins."""
 
     state: AnchorState
     tensors: dict[str, TensorDigest]
@@ -53,9 +53,9 @@ class Origin:
         return cls(state, {each.name: each for each in listed})
 
     def holds(self, step: Step) -> bool:
-        """Whether an outer step is in this state already.
+        """Whether this state includes an outer step.
 
-        Raises `RecordError` if it is of some of the step's pieces only.
+        Raises `RecordError` if only some of the step's pieces have taken the step.
         """
         landed = [self.state.landed[piece] for piece in step.pieces(len(self.state.landed))]
         inside = {step.key.round <= last for last in landed}
@@ -105,9 +105,9 @@ def may_lack(course: Course, listed: Callable[[State], list[TensorDigest]]) -> b
 
 
 def lost_payloads(course: Course, has: Has, get: Get) -> set[tuple[str, int]]:
-    """(exchange key, shard) of what is not there of the payloads that count.
+    """(exchange key, shard) of each counted payload that no store has.
 
-    Payloads that name others are read. Raises `RecordError` for bytes that are not those signed.
+    Reads payloads that name other payloads. Raises `RecordError` for bytes with another digest.
     """
     lost = set()
     for step in course.steps.values():
@@ -122,7 +122,7 @@ def lost_payloads(course: Course, has: Has, get: Get) -> set[tuple[str, int]]:
 def origin_of(
     course: Course, stage: int, shard: int, lost: Lost, has: Has, get: Get
 ) -> Origin | None:
-    """The oldest state that all payloads from there on are kept of; none: theta_0.
+    """Oldest state that includes every step with a lost payload. None: theta_0.
 
     A state that cannot be used is passed over: one site that signs nonsense, or damages what it
     keeps, takes nothing from the others' states. Raises `MissingError` if there is no such state,
@@ -161,10 +161,11 @@ def signers(course: Course, state: AnchorState) -> list[str]:
 
 
 def origins_of(course: Course, has: Has, get: Get) -> dict[tuple[int, int], Origin]:
-    """By (stage, shard) where replays begin of a run whose `record.keep` lets old payloads go; of
-    the others with theta_0.
+    """Origins of the replays by (stage, shard), of a run that removes old payloads. A (stage, shard)
+    that is left out begins with theta_0.
 
-    Raises `NotRunError` if more is gone than that, `RecordError` for what is damaged.
+    Raises `NotRunError` if more payloads are gone than `record.keep` lets go, `RecordError` for
+    damaged bytes.
     """
     lost = lost_payloads(course, has, get)
     last = max((step.key.round for step in course.steps.values()), default=0)
@@ -186,7 +187,7 @@ def origins_of(course: Course, has: Has, get: Get) -> dict[tuple[int, int], Orig
 
 
 def replays(origins: Mapping[tuple[int, int], Origin], digest: str, step: Step) -> bool:
-    """Whether the replay of some shard needs the payload of this SHA-256 of a step."""
+    """Whether the replay of some shard needs a step's payload with this SHA-256."""
     own = [
         origins.get((step.key.stage, int(place.rsplit("/", 1)[1])))
         for place, each in step.payloads.items()

@@ -1,9 +1,10 @@
-"""How much of a run's payloads stays in the store: windows, each with a state to begin from.
+"""Windows of payloads: how `record.keep` bounds what stays in the store.
 
-A window is a run of rounds. The first window begins with theta_0. Each later window begins with the
-anchor and the outer momentum of one rank, signed by the rank's site. So a window that is removed
-takes nothing away that a replay of the later rounds needs. Windows lie in stores of their own below
-the record's store, by site, rank and first round: one rank never removes what another rank keeps.
+A window holds the payloads of consecutive rounds. The first window begins with theta_0. Each later
+window begins with the anchor and the outer momentum of one rank, signed by the rank's site. A
+replay of the later rounds needs nothing of a window that was removed. Windows lie in stores of
+their own below the record's store, by site, rank and first round: one rank never removes what
+another rank keeps.
 """
 
 from __future__ import annotations
@@ -19,22 +20,22 @@ WHOLE_BELOW = 10**9
 """Parameters. With `record.keep = "auto"` a smaller model keeps all payloads."""
 AUTO_BYTES = 500 * 10**9
 AUTO_BYTES_PER_PARAMETER = 80
-"""With `record.keep = "auto"` a larger model keeps as many bytes per parameter, and at least
-`AUTO_BYTES`; its checkpoints take about as much."""
+"""Bytes per parameter that a larger model keeps with `record.keep = "auto"`; at least `AUTO_BYTES`.
+Checkpoints of a run take about as much."""
 PARTS = 4
 """Windows that the bound is divided into."""
 STARTS = 8
-"""A byte budget must hold as many start states: half of it is payloads then."""
+"""Start states that a byte budget must hold at least: half of the budget is payloads then."""
 
 
 @dataclass(frozen=True)
 class Bound:
-    """What of a site's payloads stays: rounds or bytes, never both."""
+    """Bound on a site's payloads: in rounds or in bytes, never in both."""
 
     rounds: int | None = None
     """The newest rounds that stay, at least."""
     bytes: int | None = None
-    """Bytes of one site's windows, at most."""
+    """Bytes of one site's windows. Two windows always stay, also where their rounds are larger."""
 
     def for_one_of(self, ranks: int) -> Bound:
         """The bound of each of a site's ranks."""
@@ -42,7 +43,7 @@ class Bound:
 
 
 def bound_of(config: RunConfig, parameters: int) -> Bound | None:
-    """The bound that `record.keep` sets for a model of so many parameters; none: all stays."""
+    """Bound that `record.keep` sets for a model of so many parameters. May be None: all stays."""
     keep = config.record.keep
     if config.exchanges_gradients or keep == "all":
         return None
@@ -61,7 +62,8 @@ def start_bytes_per_parameter(config: RunConfig) -> int:
 
 
 def small_budget(config: RunConfig, parameters: int) -> int | None:
-    """The least byte budget that this model needs, if `record.keep` is below; none: it suffices."""
+    """Least byte budget of this model, if `record.keep` is below that. None: `record.keep`
+    suffices."""
     bound = bound_of(config, parameters)
     least = STARTS * start_bytes_per_parameter(config) * parameters
     return least if bound is not None and bound.bytes is not None and bound.bytes < least else None
@@ -81,7 +83,7 @@ class Windows:
         """Where payloads go."""
 
     def due(self, round_: int) -> bool:
-        """Whether a window begins with this round. To be asked once for every round."""
+        """Whether a window begins with this round. Call once for every round."""
         if self._bound.rounds is not None:
             return round_ > 0 and round_ % max(1, -(-self._bound.rounds // PARTS)) == 0
         assert self._bound.bytes is not None
@@ -102,7 +104,7 @@ class Windows:
         self._sizes[self._newest] += size
 
     def drop(self) -> None:
-        """Remove what is beyond the bound; the window before the newest one always stays.
+        """Remove windows beyond the bound. The newest window and the one before always stay.
 
         Raises `RecordError`.
         """
