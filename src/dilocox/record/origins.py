@@ -161,8 +161,8 @@ def signers(course: Course, state: AnchorState) -> list[str]:
 
 
 def origins_of(course: Course, has: Has, get: Get) -> dict[tuple[int, int], Origin]:
-    """Origins of the replays by (stage, shard), of a run that removes old payloads. A (stage, shard)
-    that is left out begins with theta_0.
+    """Origins of the replays by (stage, shard), of a run that removes old payloads. Each (stage,
+    shard) that is left out begins with theta_0.
 
     Raises `NotRunError` if more payloads are gone than `record.keep` lets go, `RecordError` for
     damaged bytes.
