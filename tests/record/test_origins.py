@@ -16,6 +16,7 @@ from dilocox.record import windows
 from dilocox.record.command import show
 from dilocox.record.digests import stage_root
 from dilocox.record.log import LogContent
+from dilocox.record.origins import origin_before
 from dilocox.record.recording import listing_of
 from dilocox.record.states import AnchorState, State
 from dilocox.record.store import MissingError, Store, Stores
@@ -168,3 +169,18 @@ def test_what_moved_on_to_a_newer_window_is_found(tmp_path: Path) -> None:
     store.drop_window("lyon/0.0", 4)
     with pytest.raises(MissingError, match="in none of"):
         both.get(digest)
+
+
+def test_an_audit_trusts_no_site_where_the_payloads_are_kept() -> None:
+    """A state that one site has signed falsely would convict another of what it has not done."""
+    made = Kept("int4")
+    lie = AnchorState("c", 0, 0, 2, 2, (1, 1), TWO, made.shelf.put(b"[]"))
+    made.course.anchors.append(lie)
+
+    def origin() -> Any:
+        return origin_before(made.course, 0, 0, 2, "a", made.has, made.shelf.get)
+
+    assert origin() is None
+    made.forget(0)
+    found = origin()
+    assert found.state.round == 1, "the list of the newer state does not have the signed root"

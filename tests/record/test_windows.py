@@ -321,6 +321,8 @@ def test_an_audit_begins_with_a_state_that_another_site_has_signed() -> None:
     def origin(tick: int, site: str) -> Origin | None:
         return origin_before(made.course, 0, 0, tick, site, made.has, made.shelf.get)
 
+    assert origin(1, "a") is None, "theta_0, from which all payloads are kept"
+    made.forget(0)
     assert origin(0, "a") is None, "the state is of later"
     found = origin(1, "a")
     assert found is not None

@@ -6,9 +6,10 @@ be replayed then. The replay of the later rounds trusts the start state of that 
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -199,18 +200,28 @@ def replays(origins: Mapping[tuple[int, int], Origin], digest: str, step: Step) 
 def origin_before(
     course: Course, stage: int, shard: int, tick: int, besides: str, has: Has, get: Get
 ) -> Origin | None:
-    """The newest kept state of at most `tick` slots into the run that another site than `besides`
-    has signed, too; none: theta_0.
+    """The newest usable state of at most `tick` slots into the run that another site than `besides`
+    has signed, too; None: theta_0.
 
-    Raises `RecordError` for one that is damaged.
+    Where all payloads of stage and shard before `tick` are kept, theta_0 in any case: a state that
+    one site has signed falsely would convict another. Raises `RecordError` for damaged payloads.
     """
+    steps = {
+        key: step
+        for key, step in course.steps.items()
+        if step.key.stage == stage and step.tick <= tick
+    }
+    lost = lost_payloads(replace(course, steps=steps), has, get)
+    if not any(of == shard for _, of in lost):
+        return None
     for state in reversed(_states(course, stage, shard)):
         others = set(signers(course, state)) - {besides}
         if state.tick > tick or not others or not has(state.listing):
             continue
-        found = Origin.of(state, get)
-        if all(has(each.sha256) for each in found.tensors.values()):
-            return found
+        with contextlib.suppress(DilocoxError):  # nonsense of one site stops no audit of another
+            found = Origin.of(state, get)
+            if all(has(each.sha256) for each in found.tensors.values()):
+                return found
     return None
 
 
