@@ -230,3 +230,12 @@ def sdpa_priority() -> list[int]:
 def set_sdpa_priority(order: list[int]) -> None:
     """Let attention on a GPU try the backends in this order. `order` has each backend once."""
     torch._C._set_sdp_priority_order(order)
+
+
+def weight_half_takes_functions() -> bool:
+    """Whether the weight half of a split backward pass may begin at a Python autograd function.
+
+    PyTorch 2.11 lets go of such a node between the two halves. 2.13 keeps the node.
+    """
+    major, minor = torch.__version__.split(".")[:2]
+    return (int(major), int(minor)) >= (2, 13)

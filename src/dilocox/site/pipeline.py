@@ -22,13 +22,14 @@ from torch.distributed.pipelining.schedules import (
     ScheduleZBVZeroBubble,
 )
 
+from dilocox.config_site import ZERO_BUBBLE
 from dilocox.errors import ConfigError
 from dilocox.site.head_loss import HeadLoss
 from dilocox.site.loss import mean_cross_entropy
 from dilocox.site.mesh import SiteMesh
 from dilocox.site.sharding import drop_gathered, keep_gradient_sums_fp32, reduce_gradients
 from dilocox.site.weight_copies import WeightCopies
-from dilocox.torch_internals import LeanStage
+from dilocox.torch_internals import LeanStage, weight_half_takes_functions
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]
 
@@ -111,6 +112,15 @@ class _Stage(LeanStage):
         return result
 
 
+def computes_head_with_loss(schedule: str) -> bool:
+    """Whether head and loss can be one function in this schedule.
+
+    Zero-bubble schedules split the backward pass, which not every PyTorch can do at a function.
+    Then the head gives all logits of a micro-batch.
+    """
+    return schedule not in ZERO_BUBBLE or weight_half_takes_functions()
+
+
 class Pipeline:
     """Runs the micro-batches of one rank: training passes, and forward passes alone."""
 
@@ -140,7 +150,11 @@ class Pipeline:
         self.is_first = self._numbers[0] == 0
         self.is_last = self._numbers[-1] == self._total - 1
         # A loss of the user's is given logits; the own one is computed with the head.
-        self._inside = loss is mean_cross_entropy and hasattr(self._chunks[-1], "head_loss")
+        self._inside = (
+            loss is mean_cross_entropy
+            and hasattr(self._chunks[-1], "head_loss")
+            and computes_head_with_loss(schedule)
+        )
         if self._inside and self.is_last:
             self._chunks[-1].head_loss = HeadLoss(compiled=compiled)  # type: ignore[assignment]
 
