@@ -209,12 +209,7 @@ def round_state(
         s.ROUND,
         subjects,
         {
-            "run": run,
-            "site": rank.site,
-            "stage": rank.stage,
-            "shard": rank.shard,
-            "round": round_,
-            "tick": tick,
+            **s.round_of_rank(run, rank, round_, tick),
             "served": served,
         },
     )

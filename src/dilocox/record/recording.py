@@ -318,12 +318,7 @@ def anchor_state(
         s.ANCHOR,
         subjects,
         {
-            "run": run,
-            "site": rank.site,
-            "stage": rank.stage,
-            "shard": rank.shard,
-            "round": round_,
-            "tick": tick,
+            **s.round_of_rank(run, rank, round_, tick),
             "landed": list(landed),
         },
     )

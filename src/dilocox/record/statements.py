@@ -156,3 +156,18 @@ def open_signed(line: str, public: str, *, run: str, kinds: Sequence[str]) -> St
 def _public(text: str) -> SSlibKey:
     # The key's own bytes name it: no statement can be moved under another key by its name.
     return SSlibKey(text, "ed25519", "ed25519", {"public": text})
+
+
+def round_of_rank(run: str, rank: Any, round_: int, tick: int) -> dict[str, Any]:
+    """What a rank's statement of the beginning of a round says: the rank, and where the run is.
+
+    `rank` has `site`, `stage` and `shard`. `tick` counts the run's slots.
+    """
+    return {
+        "run": run,
+        "site": rank.site,
+        "stage": rank.stage,
+        "shard": rank.shard,
+        "round": round_,
+        "tick": tick,
+    }
