@@ -79,16 +79,19 @@ def poisoned_at(site: str, *rounds: int) -> dict[str, Any]:
     No input has that token, so losses and gradients stay finite: the pseudo-gradient does not.
     """
     steps = 0
+    found: set[torch.nn.Parameter] = set()
+
+    def remember(module: torch.nn.Module, _: object, __: object) -> None:
+        if isinstance(module, torch.nn.Embedding) and module.weight.shape == (300, 32):
+            found.add(module.weight)
+
+    # A run freezes the garbage collector's objects, so the collector no longer lists them.
+    torch.nn.modules.module.register_module_forward_hook(remember)
 
     def dataset(start: int, count: int) -> Sequences:
         nonlocal steps
         step, steps = steps, steps + 1
         if me() == f"{site}-stage0-shard0" and step % STEPS == 1 and step // STEPS in rounds:
-            found = [
-                thing
-                for thing in gc.get_objects()
-                if isinstance(thing, torch.nn.Parameter) and thing.shape == (300, 32)
-            ]
             assert found
             for parameter in found:
                 parameter.data[299, 3] = float("nan")
