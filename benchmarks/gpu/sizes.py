@@ -123,7 +123,7 @@ def run_file(
         "data": {
             "source": "python-stdlib",
             "folder": str(data / f"tokens-{shape.length}"),
-            "vocabulary_size": 4096 if scale == "gpu" else 300,
+            "vocabulary_size": 4096 if shape.vocabulary >= 4096 else 300,
             "sequence_length": shape.length,
             "max_documents": 3000 if scale == "gpu" else 60,
             "validation_sequences": 16,
