@@ -244,18 +244,17 @@ def ranks_share_gpu(cuda: bool) -> Iterator[None]:
     import torch.distributed as dist
     from benchmarks.gpu import staged
 
-    from dilocox import assembly
+    from dilocox import assembly, rank_process
+
+    def first_gpu(_site: Any, _local_rank: int = 0) -> torch.device:
+        return torch.device("cuda", 0)
 
     with ExitStack() as stack:
         stack.enter_context(
             patch.object(dist, "init_process_group", staged.register("cuda" if cuda else "cpu"))
         )
-        if cuda:
-            stack.enter_context(
-                patch.object(
-                    assembly, "resolve_device", lambda site, local_rank=0: torch.device("cuda", 0)
-                )
-            )
+        for module in (assembly, rank_process) if cuda else ():
+            stack.enter_context(patch.object(module, "resolve_device", first_gpu))
         yield
 
 

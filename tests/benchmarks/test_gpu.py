@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from benchmarks.gpu import __main__ as command
-from benchmarks.gpu import link, outer, runs, sizes, tables, wheels
+from benchmarks.gpu import link, outer, product, runs, sizes, staged, tables, wheels
 from benchmarks.gpu.parts import PARTS, Aim, Part, selected
 from benchmarks.gpu.results import Results, is_done, summary, table
 from benchmarks.gpu.runner import Setting, order, run_all
 
+import dilocox
+from dilocox import assembly, rank_process
+
+MODEL = {"model": {"architecture": {"model_type": "qwen3"}}, "sites": {"a": {}}}
 HERE = "tests.benchmarks.gpu_parts"
 QUICK = Part("quick", f"{HERE}:quick", ("passes", "figures", "raises"), 1, 60, "rows",
              aims=(("figures", Aim("speed", ">=", 3.0)),))  # fmt: skip
@@ -216,6 +222,34 @@ def test_the_table_of_the_documents(tmp_path: Path) -> None:
     ]
     assert made.startswith("before\n")
     assert made.endswith("after\n")
+
+
+# --- what only a GPU would show ----------------------------------------------------------------
+
+
+def test_run_files_at_the_sizes_of_a_gpu_have_a_vocabulary_that_fits(tmp_path: Path) -> None:
+    """On a GPU two parts train the smallest shape."""
+    shapes = (sizes.SITE["tiny"], *(each["gpu"] for each in (sizes.SITE, sizes.MIXED, sizes.LINK)))
+    for at, shape in enumerate(shapes):
+        path = sizes.run_file(tmp_path, f"r{at}", shape, tmp_path, "gpu")
+        config = dilocox.load_run(path)
+        assert config.data.vocabulary_size <= shape.vocabulary
+
+
+def test_all_ranks_of_a_site_take_the_first_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every module of a rank's start that asks for the device is told so."""
+    asking = [module for module in (assembly, rank_process) if hasattr(module, "resolve_device")]
+    monkeypatch.setattr(staged, "register", lambda _device: dist.init_process_group)
+    site = dilocox.resolve_run({**MODEL, "site": {"shards": 2}}).site
+    with product.ranks_share_gpu(True):
+        assert {str(module.resolve_device(site, 1)) for module in asking} == {"cuda:0"}
+    source = Path(dilocox.__file__).parent
+    users = {
+        file.stem
+        for file in source.glob("*.py")
+        if re.search(r"^    resolve_device,$|import resolve_device$", file.read_text(), re.M)
+    }
+    assert users == {module.__name__.rpartition(".")[2] for module in asking}
 
 
 # --- figures of runs ---------------------------------------------------------------------------
