@@ -85,7 +85,8 @@ def run(
     run_part(first, list(first.rows), probe, setting)
     found = probe.rows[FIRST]
     if found["verdict"] == FAIL:
-        raise SystemExit(f"the machine could not be asked: {found['message']}")
+        said = found.get("log", "")
+        raise SystemExit(f"{said}\nthe machine could not be asked: {found['message']}")
     results.set_head(found["figures"])
     results.add(first, {key: found[key] for key in ROW})
     known = replace(setting, scale=found["figures"]["scale"])
@@ -126,7 +127,10 @@ def main(words: Sequence[str] | None = None) -> int:
             path = str(work / "wheels")
         together = options.together or max(1, len(os.sched_getaffinity(0)) // 4)
         deadline = began + 60.0 * options.minutes - MARGIN
-        setting = Setting(options.scale, work.absolute(), deadline, path, together, show)
+        setting = Setting(
+            options.scale, work.absolute(), deadline, path, together, show,
+            None if options.json is None else options.json.absolute().with_suffix(".log"),
+        )  # fmt: skip
         run(jobs, results, setting, options.again)
     finally:
         if options.keep is None:

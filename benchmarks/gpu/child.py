@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import sys
 import time
 import traceback
@@ -13,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 SCALES = ("gpu", "cpu", "tiny")
+NEXT = 75
+"""Exit code of a part's process in which CUDA is unusable: another one measures the next rows."""
 
 
 @dataclass(frozen=True)
@@ -58,14 +61,22 @@ class Context:
         if name not in self.wanted:
             return None
         began = time.monotonic()
+        self._append({"begun": name})
+        unusable = False
         try:
             found = call()
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             traceback.print_exc()
             text = " ".join(f"{type(error).__name__}: {error}".split())
             found = Outcome(False, text[:300])
+            # Every later call of CUDA in this process fails as well, but for a lack of memory.
+            unusable = "CUDA error" in text and "out of memory" not in text.lower()
         verdict = "INFO" if found.ok is None else "PASS" if found.ok else "FAIL"
         self.write(name, verdict, found.message, found.figures, time.monotonic() - began)
+        if unusable:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(NEXT)
         return found
 
     def write(
@@ -79,8 +90,11 @@ class Context:
             "figures": {key: _plain(value) for key, value in figures.items()},
             "seconds": round(seconds, 2),
         }
+        self._append(row)
+
+    def _append(self, line: dict[str, Any]) -> None:
         with self._rows.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+            file.write(json.dumps(line, default=str) + "\n")
 
 
 def _plain(value: Any) -> Any:

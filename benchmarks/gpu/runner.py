@@ -14,6 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.gpu import logs
+from benchmarks.gpu.child import NEXT
 from benchmarks.gpu.parts import Part
 from benchmarks.gpu.results import FAIL, INFO, LEFT_OUT, Results, Row, is_done
 
@@ -22,8 +24,8 @@ LOOK = 0.1
 """Seconds between two looks at a part's process."""
 SLOWER = 3.0
 """Times a part's limit on a CPU."""
-GRACE = 5.0
-"""Seconds between SIGTERM and SIGKILL."""
+GRACE = 3.0
+"""Seconds between SIGTERM and SIGKILL, and after SIGKILL."""
 Job = tuple[Part, list[str]]
 
 
@@ -40,6 +42,8 @@ class Setting:
     together: int = 1
     """Parts that may run beside each other, of those that are not `alone`."""
     show: Callable[[Row], None] = lambda row: None
+    logs: Path | None = None
+    """File that gets the ends of all logs."""
 
 
 def order(jobs: Sequence[Job], results: Results, again: bool) -> list[Job]:
@@ -73,37 +77,47 @@ def run_all(jobs: Sequence[Job], results: Results, setting: Setting) -> None:
 
 
 def run_part(part: Part, names: list[str], results: Results, setting: Setting) -> None:
-    """Run one part and add its rows; a row that the part did not write says why."""
-    left = setting.deadline - time.monotonic()
+    """Run one part and add its rows; a row that the part did not write says why.
+
+    A row in which the part's process crashed fails, and a new process measures the others.
+    """
     if part.gpu_only and setting.scale not in ("auto", "gpu"):
         _rest(part, names, results, setting, LEFT_OUT, "needs a GPU", 0.0)
         return
-    if left < _least(part, setting.scale):
-        _rest(part, names, results, setting, LEFT_OUT, "no time left in this call", 0.0)
-        return
+    waiting = list(names)
+    while waiting:
+        if setting.deadline - time.monotonic() < _least(part, setting.scale):
+            _rest(part, waiting, results, setting, LEFT_OUT, "no time left in this call", 0.0)
+            return
+        before = len(waiting)
+        try:
+            again = _attempt(part, waiting, results, setting)
+        except Exception as error:  # a fault of one part must not end the call
+            why = f"{type(error).__name__}: {error}"[:300]
+            _rest(part, waiting, results, setting, FAIL, why, 0.0)
+            return
+        if not again or len(waiting) == before:
+            return
+
+
+def _attempt(part: Part, waiting: list[str], results: Results, setting: Setting) -> bool:
+    """One process for the rows `waiting`, from which every row that is added is removed.
+
+    Returns whether another process shall measure what is left in `waiting`.
+    """
     began = time.monotonic()
     folder = setting.work / part.name
     folder.mkdir(parents=True, exist_ok=True)
-    rows, log = folder / "rows.jsonl", folder / "log.txt"
-    rows.unlink(missing_ok=True)
-    rows.touch()
-    job = folder / "job.json"
-    job.write_text(
-        json.dumps(
-            {
-                "function": part.function,
-                "wanted": names,
-                "scale": setting.scale,
-                "folder": str(folder),
-                "shared": str(setting.work),
-                "rows": str(rows),
-            }
-        ),
-        encoding="utf-8",
-    )
+    rows, log, job = folder / "rows.jsonl", folder / "log.txt", folder / "job.json"
+    rows.write_bytes(b"")
+    told = {
+        "function": part.function, "wanted": waiting, "scale": setting.scale,
+        "folder": str(folder), "shared": str(setting.work), "rows": str(rows),
+    }  # fmt: skip
+    job.write_text(json.dumps(told), encoding="utf-8")
     own = part.limit * (1 if setting.scale in ("auto", "gpu") else SLOWER)
-    limit = min(own, left)
-    with log.open("wb") as file:
+    limit = min(own, setting.deadline - began)
+    with log.open("ab") as file:
         process = subprocess.Popen(
             [sys.executable, "-m", "benchmarks.gpu.child", str(job)],
             cwd=ROOT,
@@ -113,57 +127,93 @@ def run_part(part: Part, names: list[str], results: Results, setting: Setting) -
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-        killed = False
-        try:
-            killed = _follow(process, rows, began + limit, part, names, results, setting)
-        finally:
-            _end(process)
+
+    def add(row: Row) -> None:
+        waiting.remove(row["name"])
+        said = {"log": logs.tail(log, logs.IN_ROW)} if row["verdict"] == FAIL else {}
+        setting.show(results.add(part, {**row, **said}))
+
+    follower = _Follower(rows, waiting, add)
+    try:
+        killed = follower.until_end(process, began + limit)
+    finally:
+        _end(process)
     took = time.monotonic() - began
-    verdict, why = FAIL, f"exit code {process.returncode}: {_last_line(log)}"
+    if not killed:
+        follower.read()
+    begun = follower.begun if follower.begun in waiting else None
     if killed and limit < own:
-        verdict, why = LEFT_OUT, "the call's time was over"
-    elif killed:
-        why = f"killed after {limit:.0f} s; {_last_line(log)}"
-    _rest(part, names, results, setting, verdict, why, took)
+        _rest(part, waiting, results, setting, LEFT_OUT, "the call's time was over", took)
+        waiting.clear()
+    elif waiting:
+        code = process.returncode
+        why = f"killed after {limit:.0f} s" if killed else f"exit code {code}"
+        said = f"{why}{';' if killed else ':'} {logs.last_line(log)}"
+        for name in [begun] if begun is not None else list(waiting):
+            if killed or begun is not None or code != NEXT:
+                add(_row(name, FAIL, said, took))
+        if killed and waiting:
+            why = f"not begun: {begun} was {why}"
+            _rest(part, waiting, results, setting, LEFT_OUT, why, 0.0)
+            waiting.clear()
+    if setting.logs is not None:
+        logs.append(setting.logs, part.name, folder)
+    return bool(waiting)
 
 
-def _follow(
-    process: subprocess.Popen[bytes],
-    rows: Path,
-    until: float,
-    part: Part,
-    names: list[str],
-    results: Results,
-    setting: Setting,
-) -> bool:
-    """Take over rows until the process has ended; true if its time was over before."""
-    at = 0
-    while True:
-        ended = process.poll() is not None
-        text = rows.read_bytes()[at:]
+class _Follower:
+    """Takes over what a part's process writes: rows, and the names of rows that it begins."""
+
+    def __init__(self, rows: Path, waiting: Sequence[str], add: Callable[[Row], None]) -> None:
+        self._rows = rows
+        self._waiting = waiting
+        self._add = add
+        self._at = 0
+        self.begun: str | None = None
+        """The row that was begun last."""
+
+    def read(self) -> None:
+        """Take over the whole lines that are new."""
+        text = self._rows.read_bytes()[self._at :]
         whole = text[: text.rfind(b"\n") + 1]
-        at += len(whole)
+        self._at += len(whole)
         for line in whole.splitlines():
             row = json.loads(line)
-            if row["name"] in names:
-                names.remove(row["name"])
-                setting.show(results.add(part, row))
-        if ended:
-            return False
-        if time.monotonic() > until:
-            return True
-        time.sleep(LOOK)
+            if "begun" in row:
+                self.begun = row["begun"]
+            elif row["name"] in self._waiting:
+                self._add(row)
+
+    def until_end(self, process: subprocess.Popen[bytes], until: float) -> bool:
+        """Take over rows until the process has ended; true if its time was over before."""
+        while True:
+            ended = process.poll() is not None
+            self.read()
+            if ended:
+                return False
+            if time.monotonic() > until:
+                return True
+            time.sleep(LOOK)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End the part's process and all that it has started."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGTERM)
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(GRACE)
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    """End the part's process and all that it has started.
+
+    A process that the system does not end, as one that waits for a driver, is left behind.
+    """
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(GRACE)
+
+
+def _row(name: str, verdict: str, message: str, seconds: float) -> Row:
+    """A row without figures."""
+    return {
+        "name": name, "verdict": verdict, "message": message, "figures": {},
+        "seconds": round(seconds, 2),
+    }  # fmt: skip
 
 
 def _rest(
@@ -176,21 +226,12 @@ def _rest(
     seconds: float,
 ) -> None:
     for name in names:
-        row = {
-            "name": name, "verdict": verdict, "message": message, "figures": {},
-            "seconds": round(seconds, 2),
-        }  # fmt: skip
-        setting.show(results.add(part, row))
+        setting.show(results.add(part, _row(name, verdict, message, seconds)))
 
 
 def _least(part: Part, scale: str) -> float:
     """Seconds under which a part is not begun. What a CPU takes is not known beforehand."""
     return part.seconds if scale in ("auto", "gpu") else 5.0
-
-
-def _last_line(log: Path) -> str:
-    lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-    return lines[-1].strip()[:300] if lines else "it printed nothing"
 
 
 def environment(path: str) -> dict[str, str]:
@@ -207,4 +248,6 @@ def environment(path: str) -> dict[str, str]:
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
+        # Every rank has compiling processes of its own: 16 each, on 16 cores, are too many.
+        "TORCHINDUCTOR_COMPILE_THREADS": os.environ.get("TORCHINDUCTOR_COMPILE_THREADS", "4"),
     }

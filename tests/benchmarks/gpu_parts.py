@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 
 from benchmarks.gpu.child import Context, Outcome
@@ -24,6 +25,24 @@ def hang(context: Context) -> None:
 def crash(context: Context) -> None:
     """No row."""
     raise SystemExit("it has crashed")
+
+
+def breaks(context: Context) -> None:
+    """Three rows: the process ends hard in the second, CUDA becomes unusable in the third."""
+    context.check("first", lambda: Outcome(True))
+    context.check("second", lambda: os._exit(7))
+    context.check("third", _cuda_error)
+    context.check("fourth", lambda: Outcome(True, str(os.getpid())))
+
+
+def stuck(context: Context) -> None:
+    """A row that never ends, before another one."""
+    context.check("endless", lambda: time.sleep(600.0) or Outcome(True))
+    context.check("later", lambda: Outcome(True))
+
+
+def _cuda_error() -> Outcome:
+    raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
 
 def _raises() -> Outcome:

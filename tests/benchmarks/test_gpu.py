@@ -120,6 +120,30 @@ def test_rows_are_written_at_once_and_a_part_that_hangs_is_killed(tmp_path: Path
     assert {each["commit"] for each in results.rows.values()} == {"abc"}
 
 
+def test_a_crash_and_a_hang_cost_one_row_and_leave_their_logs(tmp_path: Path) -> None:
+    names = ("first", "second", "third", "fourth")
+    breaks = Part("breaks", f"{HERE}:breaks", names, 1, 60, "crashes")
+    stuck = Part("stuck", f"{HERE}:stuck", ("endless", "later"), 1, 1.0, "hangs")
+    results = Results(None, "", None)
+    asked = setting(tmp_path / "work", logs=tmp_path / "rows.log")
+    jobs = [(breaks, list(names)), (stuck, list(stuck.rows))]
+    run_all(jobs, results, asked)
+    assert {name: each["verdict"] for name, each in results.rows.items()} == {
+        "first": "PASS", "second": "FAIL", "third": "FAIL", "fourth": "PASS",
+        "endless": "FAIL", "later": "LEFT OUT",
+    }  # fmt: skip
+    assert results.rows["second"]["message"] == "exit code 7: it printed nothing"
+    assert "illegal memory access" in results.rows["third"]["log"]
+    assert results.rows["endless"]["message"] == "killed after 3 s; it printed nothing"
+    assert results.rows["later"]["message"] == "not begun: endless was killed after 3 s"
+    written = (tmp_path / "rows.log").read_text(encoding="utf-8")
+    assert "===== breaks: log.txt" in written
+    assert "illegal memory access" in written
+    # The next call begins with the row that was not begun.
+    fresh = [(stuck, ["later"]), (breaks, ["second", "third"]), (stuck, ["endless"])]
+    assert order(jobs, results, again=False) == fresh
+
+
 def test_a_call_with_no_time_left_leaves_parts_out_and_keeps_earlier_rows(tmp_path: Path) -> None:
     results = Results(None, "", None)
     results.add(QUICK, row("passes", "FAIL"))

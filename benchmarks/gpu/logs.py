@@ -1,0 +1,52 @@
+"""What parts and their runs printed: its end in a row that FAILs, and one file beside the results.
+
+A machine with a GPU may be at hand once, and its files are gone afterwards.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+IN_ROW = 3000
+"""Bytes of a part's log in a row that FAILs."""
+OF_PART = 40_000
+"""Bytes of a part's log in the file."""
+OF_RUN = 6_000
+"""Bytes of each log of a run in the file."""
+RUNS = 24
+"""Logs of runs, for each part."""
+LARGEST = 8_000_000
+"""Bytes of the file."""
+
+
+def tail(log: Path, size: int) -> str:
+    """The last `size` bytes of a log, from the beginning of a line."""
+    try:
+        content = log.read_bytes()
+    except OSError:
+        return ""
+    text = content[-size:]
+    if len(content) > size:
+        text = text.partition(b"\n")[2] or text
+    return text.decode(errors="replace").strip()
+
+
+def last_line(log: Path) -> str:
+    """What was printed last."""
+    lines = tail(log, IN_ROW).splitlines()
+    return lines[-1].strip()[:300] if lines else "it printed nothing"
+
+
+def append(file: Path, part: str, folder: Path) -> None:
+    """Append the ends of a part's logs, and of the logs of its runs, to `file`."""
+    if file.exists() and file.stat().st_size > LARGEST:
+        return
+    own = folder / "log.txt"
+    others = sorted(each for each in folder.rglob("*.log") if each.is_file())
+    sizes = [(own, OF_PART), *((each, OF_RUN) for each in others[:RUNS])]
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("a", encoding="utf-8") as out:
+        for log, size in sizes:
+            text = tail(log, size)
+            if text:
+                out.write(f"===== {part}: {log.relative_to(folder)}\n{text}\n\n")
