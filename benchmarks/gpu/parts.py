@@ -41,7 +41,8 @@ class Part:
 
     `function` is `module:name` of a callable that takes a `child.Context`. `seconds` is what the
     part takes on one H100, `limit` the seconds after which its process is killed. A part that is
-    `alone` measures time, so no other part runs beside it.
+    `alone` has the machine for itself: it measures time, takes all of the GPU's memory, or comes
+    first.
     """
 
     name: str
@@ -67,39 +68,22 @@ _HERE = "benchmarks.gpu"
 
 PARTS: tuple[Part, ...] = (
     Part(
-        "machine", f"{_HERE}.machine:run", ("machine",), 15, 60,
-        "versions, driver and memory; the first touch of 40 GB of host memory", (0,),
+        "machine", f"{_HERE}.machine:run", ("machine",), 15, 240,
+        "versions, driver and memory; the first touch of host memory that is not there yet", (0,),
     ),
     Part(
-        "codecs", f"{_HERE}.numerics:codecs",
-        (*(f"codec {name}" for name in CODECS), "codec lowrank:64", "outer step"), 25, 90,
-        "bytes of every codec on the GPU against those of the CPU, and GB/s", (1,),
-    ),
-    Part(
-        "step", f"{_HERE}.step:run",
-        (
-            "exact gradients", "attention", "host syncs", "compiled layers",
-            "compiled layers, checkpointing",
-        ),
-        45, 120, "one inner step: equal bits, attention kernels, host syncs, graphs", (3, 4),
-    ),
-    Part(
-        "two", f"{_HERE}.runs:two", ("two sites", "two sites, verify"), 45, 120,
-        "two sites of one stage on one GPU, four rounds, verified", (7,), alone=False,
+        "two", f"{_HERE}.runs:two", ("two sites", "two sites, verify"), 45, 180,
+        "two sites of one stage on one GPU, four rounds, verified", (7,),
     ),
     Part(
         "audit", f"{_HERE}.audits:run",
-        ("audit of an honest site", "the same audit again", "audit of a tampered site"), 60, 150,
+        ("audit of an honest site", "the same audit again", "audit of a tampered site"), 70, 200,
         "an honest round is EXACT twice, a tampered one MISMATCH", (9,), alone=False,
     ),
     Part(
-        "resume", f"{_HERE}.runs:resume", ("resume",), 75, 150,
+        "resume", f"{_HERE}.runs:resume", ("resume",), 75, 200,
         "SIGINT in round 2 and --resume against the unbroken run: the same bits", (8,),
         alone=False,
-    ),
-    Part(
-        "memory", f"{_HERE}.faults:memory", ("out of memory",), 30, 120,
-        "out of memory on purpose: exit, message, time, number of starts", (12,), alone=False,
     ),
     Part(
         "nccl", f"{_HERE}.nccl:run", ("nccl, one rank", "nccl, a peer dies"), 25, 90,
@@ -108,7 +92,7 @@ PARTS: tuple[Part, ...] = (
     ),
     Part(
         "speed", f"{_HERE}.speed:run",
-        ("plain loop", "speed 0.6B", "determinism"), 100, 220,
+        ("plain loop", "speed 0.6B", "determinism"), 100, 240,
         "a Qwen3-0.6B shape as shipped beside a plain loop, eager and compiled", (5,),
         aims=(
             ("speed 0.6B", Aim("share_of_compiled_loop", ">=", 0.97)),
@@ -117,8 +101,16 @@ PARTS: tuple[Part, ...] = (
         ),
     ),
     Part(
+        "step", f"{_HERE}.step:run",
+        (
+            "exact gradients", "attention", "host syncs", "compiled layers",
+            "compiled layers, checkpointing",
+        ),
+        45, 180, "one inner step: equal bits, attention kernels, host syncs, graphs", (3, 4),
+    ),
+    Part(
         "link", f"{_HERE}.link:run",
-        ("link, no network", "link, two steps", "link, allreduce", "link, as shipped"), 190, 260,
+        ("link, no network", "link, two steps", "link, allreduce", "link, as shipped"), 235, 330,
         "a link on which gradients take 400 times as long as a step", (10,),
         aims=(
             ("link, two steps", Aim("share_of_no_network", ">=", 0.99)),
@@ -130,6 +122,15 @@ PARTS: tuple[Part, ...] = (
         "outer", f"{_HERE}.outer:run", ("boundary and landing",), 45, 120,
         'boundary and landing in rounds of two steps with outer.device = "model"', (10,),
         aims=(("boundary and landing", Aim("share_of_round", "<", 0.01)),),
+    ),
+    Part(
+        "memory", f"{_HERE}.faults:memory", ("out of memory",), 30, 120,
+        "out of memory on purpose: exit, message, time, number of starts", (12,),
+    ),
+    Part(
+        "codecs", f"{_HERE}.numerics:codecs",
+        (*(f"codec {name}" for name in CODECS), "codec lowrank:64", "outer step"), 25, 90,
+        "bytes of every codec on the GPU against those of the CPU, and GB/s", (1,),
     ),
     Part(
         "layouts", f"{_HERE}.layouts:run",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from benchmarks.gpu import __main__ as command
-from benchmarks.gpu import link, outer, product, runs, sizes, staged, tables, wheels
-from benchmarks.gpu.parts import PARTS, Aim, Part, selected
+from benchmarks.gpu import link, machine, outer, product, runs, sizes, staged, tables, wheels
+from benchmarks.gpu.parts import PARTS, Aim, Part, part_of, selected
 from benchmarks.gpu.results import Results, is_done, summary, table
 from benchmarks.gpu.runner import Setting, order, run_all
 
@@ -48,6 +49,26 @@ def test_every_check_of_the_list_has_rows_and_every_name_is_one() -> None:
         assert part.seconds < part.limit
 
 
+def test_a_run_from_end_to_end_comes_first_and_two_calls_hold_all_parts() -> None:
+    assert [part.name for part in PARTS[:3]] == ["machine", "two", "audit"]
+    seconds, wave = [], []
+    for part in PARTS:
+        if part.alone:
+            seconds += [max(wave)] if wave else []
+            seconds, wave = [*seconds, part.seconds], []
+        else:
+            wave.append(part.seconds)
+    # A call of 9 minutes, and what is left of 15 after the start of the machine.
+    first = 0.0
+    while seconds and first + seconds[0] <= 9 * 60 - 10:
+        first += seconds.pop(0)
+    assert sum(seconds) <= 255
+
+
+def test_what_takes_all_of_the_memory_of_the_gpu_runs_alone() -> None:
+    assert part_of("out of memory").alone
+
+
 def test_aims_are_those_that_are_asked_for() -> None:
     found = {f"{row}: {aim}" for part in PARTS for row, aim in part.aims}
     assert found == {
@@ -66,8 +87,8 @@ def test_aims_are_those_that_are_asked_for() -> None:
 def test_only_takes_parts_and_rows() -> None:
     chosen = selected(["speed", "codec int4"])
     assert [(part.name, rows) for part, rows in chosen] == [
-        ("codecs", ["codec int4"]),
         ("speed", ["plain loop", "speed 0.6B", "determinism"]),
+        ("codecs", ["codec int4"]),
     ]
     with pytest.raises(ValueError, match="--only codex: no part or row has this name"):
         selected(["codex"])
@@ -232,17 +253,19 @@ def test_the_table_of_the_documents(tmp_path: Path) -> None:
     assert "No run on a GPU exists yet" in nothing
     assert tables.filled(nothing, []) == nothing
     results = on_gpu(tmp_path / "gpu-h100.json")
-    results.add(PARTS[8], row("speed 0.6B", "INFO", mfu=0.41, share_of_compiled_loop=0.95))
+    results.add(
+        part_of("speed 0.6B"), row("speed 0.6B", "INFO", mfu=0.41, share_of_compiled_loop=0.95)
+    )
     failed = {**row("host syncs", "FAIL", syncs=4), "message": "masking.py:7 x4"}
-    results.add(PARTS[2], failed)
+    results.add(part_of("host syncs"), failed)
     made = tables.filled(page, [json.loads((tmp_path / "gpu-h100.json").read_text())])
     assert "NVIDIA H100, driver 580, PyTorch 2.11.0, CUDA 13.0, NCCL 2.28.9" in made
     assert "commit abc. 1 FAIL, 1 INFO; 1 of 2 aims met.\n" in made
     lines = [line for line in made.splitlines() if line.startswith("| ")]
     assert lines[1:] == [
-        "| host syncs | FAIL | masking.py:7 x4 |  |",
         "| speed 0.6B | INFO | mfu 0.41; share of compiled loop 0.95 | share of compiled loop "
         "0.95, aim >= 0.97: MISSED; mfu 0.41, aim >= 0.4: met |",
+        "| host syncs | FAIL | masking.py:7 x4 |  |",
     ]
     assert made.startswith("before\n")
     assert made.endswith("after\n")
@@ -274,6 +297,19 @@ def test_all_ranks_of_a_site_take_the_first_gpu(monkeypatch: pytest.MonkeyPatch)
         if re.search(r"^    resolve_device,$|import resolve_device$", file.read_text(), re.M)
     }
     assert users == {module.__name__.rpartition(".")[2] for module in asking}
+
+
+def test_memory_is_touched_only_where_little_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[str]] = []
+    monkeypatch.setattr(machine.subprocess, "run", lambda words, **_: asked.append(words))
+    monkeypatch.setattr(machine, "_memory", lambda name: 100 << 30)
+    machine._touch()
+    assert asked == []
+    monkeypatch.setattr(machine, "_memory", {"MemAvailable": 1, "MemTotal": 1 << 21}.get)
+    machine._touch()
+    monkeypatch.undo()
+    assert asked[0][-1] == str(1 << 20)
+    assert subprocess.run(asked[0], check=True, timeout=60).returncode == 0
 
 
 # --- figures of runs ---------------------------------------------------------------------------
