@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
-import mmap
 import os
 import platform
+import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.child import Context, Outcome
 
 TOUCHED = 40 << 30
-"""Bytes of host memory. Some machines are given memory only when they use it, and dilocox looks at
-what is free."""
+"""Bytes of host memory that should be free. Some machines are given memory only when they use it,
+and dilocox looks at what is free."""
+TOUCH = """
+import mmap, sys
+size = int(sys.argv[1])
+with mmap.mmap(-1, size) as block:
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        block.madvise(mmap.MADV_HUGEPAGE)
+    for at in range(0, size, 4096):
+        block[at] = 1
+"""
+"""Run by a process of its own, which the system may end."""
 
 
 def run(context: Context) -> None:
@@ -47,16 +59,28 @@ def _machine(scale: str) -> Outcome:
         facts["gpu"] = properties.name
         facts["gpu_memory_gib"] = round(properties.total_memory / 2**30, 1)
         facts["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-        _touch(min(TOUCHED, _memory("MemTotal") // 2))
+        facts["triton"] = _version("triton")
+        facts["compiler"] = next(filter(shutil.which, ("gcc", "clang", "cc")), None)
+        _touch()
     facts["memory_gib"] = round(_memory("MemTotal") / 2**30, 1)
     facts["memory_free_gib"] = round(_memory("MemAvailable") / 2**30, 1)
     return Outcome(True, "", facts)
 
 
-def _touch(size: int) -> None:
-    with mmap.mmap(-1, size) as block:
-        for at in range(0, size, 1 << 21):
-            block[at] = 1
+def _touch() -> None:
+    """Touch host memory where less than `TOUCHED` is free."""
+    if _memory("MemAvailable") >= TOUCHED:
+        return
+    size = min(TOUCHED, _memory("MemTotal") // 2)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        subprocess.run([sys.executable, "-c", TOUCH, str(size)], check=False, timeout=60)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def _memory(name: str) -> int:
