@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 NAMES = (
     "pydantic", "pydantic_core", "annotated-types", "typing-inspection", "rfc8785",
-    "securesystemslib", "cryptography", "cffi", "pycparser", "tomli_w",
+    "securesystemslib", "cryptography", "cffi", "pycparser", "tomli_w", "typing_extensions",
 )  # fmt: skip
 """What dilocox needs and common images with PyTorch, transformers and aiohttp do not have."""
 PLATFORMS = ("manylinux_2_34", "manylinux_2_28", "manylinux_2_17", "manylinux2014")
