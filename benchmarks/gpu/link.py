@@ -1,16 +1,15 @@
 """Two sites on one GPU and a link on which gradients take many times as long as a step.
 
 Both sites share the GPU in every measurement, with and without a network, so the shares compare
-equal work. The link is shaped by the lab (namespaces and `tc`) where the machine has what the lab
-needs, else every connection is paced by the kernel (SO_MAX_PACING_RATE).
+equal work. The kernel paces every connection (SO_MAX_PACING_RATE), which needs neither namespaces
+nor `tc`. `gradients_over_step` says what the link really was.
 """
 
 from __future__ import annotations
 
+import os
 import statistics
 import subprocess
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,12 +29,9 @@ NONE = {"method": "diloco", "slots": 1, "overlap": "none"}
 
 @dataclass
 class Bench:
-    """The sites, on the lab's hosts or on this machine's loopback interface."""
+    """The sites, on this machine's loopback interface."""
 
     context: Context
-    lab: Any = None
-    trouble: str = ""
-    """Why the lab could not shape the link, so that connections are paced instead."""
     notes: dict[str, float] = field(default_factory=dict)
     """Tokens/s of both sites by measurement; seconds of a step; bits per second."""
 
@@ -53,14 +49,15 @@ class Bench:
 
     def alone(self, name: str, outer: dict[str, Any]) -> float:
         """Tokens/s of both sites, each in a run of its own, at the same time."""
-        if self.lab is not None:
-            return self._alone_in_lab(name, outer)
+        # Two runs at once do not know of each other, and each would take all cores.
+        cores = len(os.sched_getaffinity(0))
+        threads = {"threads": max(1, cores // len(SITES))}
         started = []
         for site in SITES:
             path = sizes.run_file(
                 self.context.folder, f"{name}-{site}", sizes.LINK[self.context.scale],
                 self.context.shared, self.context.scale, sites=(site,), outer=outer,
-                checkpoint={"every_rounds": 0},
+                checkpoint={"every_rounds": 0}, site=threads,
             )  # fmt: skip
             log = self.context.folder / f"{name}-{site}.log"
             started.append(runs.begin("train", path, "--overwrite", log=log))
@@ -75,27 +72,9 @@ class Bench:
             raise RuntimeError(f"the sites alone: exit codes {codes}")
         return sum(speed(self.context.folder / f"{name}-{site}", site, 1) for site in SITES)
 
-    def _alone_in_lab(self, name: str, outer: dict[str, Any]) -> float:
-        import dilocox
-        from dilocox.lab.running import run_alone
-
-        config = dilocox.load_run(self.path(name, outer=outer))
-        found = run_alone(self.lab, config, overwrite=True, warm_up=1)
-        return float(sum(each.tokens_per_second for each in found.values()))
-
     def together(self, name: str, bits: float, **sections: Any) -> Path:
         """Both sites in one run over the link; the run's folder."""
         path = self.path(name, **sections)
-        if self.lab is not None and not self.trouble:
-            import dilocox
-            from dilocox.lab import LabError
-            from dilocox.lab.running import run
-
-            try:
-                self.lab.shape(f"{bits / 1e3:.3f}kbit")
-                return Path(run(self.lab, dilocox.load_run(path), overwrite=True).folder)
-            except LabError as error:
-                self.trouble = f"paced connections, for the lab says: {error}"
         with product.paced(bits):
             runs.train(path)
         return path.parent / name
@@ -129,38 +108,22 @@ def gradient_bits(parameters: int) -> float:
     return 32.0 * parameters * 2 * (len(SITES) - 1) / len(SITES)
 
 
-@contextmanager
-def opened(context: Context) -> Iterator[Bench]:
-    """On a GPU the lab, where this machine can have one; else loopback."""
-    if not context.cuda:
-        yield Bench(context)
-        return
-    from dilocox.lab import Lab, LabError
-
-    with ExitStack() as stack:
-        try:
-            bench = Bench(context, stack.enter_context(Lab(list(SITES))))
-        except LabError as error:
-            bench = Bench(context, trouble=str(error))
-        yield bench
-
-
 def run(context: Context) -> None:
     """Four rows. The first is measured in any case: the link follows from it."""
     product.prepare(Bench(context).path("data"), context.shared)
-    with opened(context) as bench:
-        if context.wants("link, no network"):
-            context.check("link, no network", lambda: no_network(bench))
-        else:
-            no_network(bench)
-        if "bits" not in bench.notes:
-            for name in context.wanted:
-                context.check(name, lambda: Outcome(False, "no speed without a network"))
-            return
-        pinned = {"inner_steps": 2}
-        context.check("link, two steps", lambda: over_link(bench, "two-steps", pinned))
-        context.check("link, allreduce", lambda: allreduce(bench))
-        context.check("link, as shipped", lambda: over_link(bench, "as-shipped", {}))
+    bench = Bench(context)
+    if context.wants("link, no network"):
+        context.check("link, no network", lambda: no_network(bench))
+    else:
+        no_network(bench)
+    if "bits" not in bench.notes:
+        for name in context.wanted:
+            context.check(name, lambda: Outcome(False, "no speed without a network"))
+        return
+    pinned = {"inner_steps": 2}
+    context.check("link, two steps", lambda: over_link(bench, "two-steps", pinned))
+    context.check("link, allreduce", lambda: allreduce(bench))
+    context.check("link, as shipped", lambda: over_link(bench, "as-shipped", {}))
 
 
 def no_network(bench: Bench) -> Outcome:
@@ -180,9 +143,7 @@ def no_network(bench: Bench) -> Outcome:
         "link_mbit_s": bits / 1e6,
         "ratio": RATIO[scale],
     }
-    way = "the lab" if bench.lab is not None else "paced connections"
-    said = "; ".join(filter(None, (f"two sites at once, link by {way}", bench.trouble)))
-    return Outcome(None, said, figures)
+    return Outcome(None, "two sites at once, link by paced connections", figures)
 
 
 def rate_text(bits: float) -> str:
@@ -210,11 +171,12 @@ def over_link(bench: Bench, name: str, outer: dict[str, Any]) -> Outcome:
     }
     plans = [r for r in runs.records(folder) if r["kind"] == "plan"]
     said = f"{plans[-1]['codec']}, {plans[-1]['fragments']} fragments" if plans else ""
-    return Outcome(None, "; ".join(filter(None, (said, bench.trouble))), figures)
+    return Outcome(None, said, figures)
 
 
 def allreduce(bench: Bench) -> Outcome:
     """Synchronous training over the same link: the second step is measured."""
+    shape = sizes.LINK[bench.context.scale]
     outer = {"method": "allreduce", "inner_steps": 1, "rounds": 2}
     folder = bench.together("allreduce", bench.notes["bits"], outer=outer)
     ends = {site: runs.rounds(folder, site) for site in SITES}
@@ -222,6 +184,7 @@ def allreduce(bench: Bench) -> Outcome:
     figures = {
         "tokens_per_second": found,
         "share_of_no_network": found / bench.notes["alone"],
+        "gradients_over_step": len(SITES) * shape.tokens / found / bench.notes["step"],
         "payload_bytes_per_step": ends[SITES[0]][1]["payload_bytes"],
     }
     if "two-steps" in bench.notes:
