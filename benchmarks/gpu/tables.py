@@ -53,6 +53,7 @@ def _about(result: dict[str, Any], rows: Sequence[Row]) -> str:
 
 def _line(row: Row) -> str:
     figures = [f"{k.replace('_', ' ')} {shown(v)}" for k, v in row["figures"].items()][:SHOWN]
-    said = "; ".join(figures) if row["verdict"] != "FAIL" else row["message"]
+    told = row["verdict"] in ("PASS", "INFO") and figures
+    said = "; ".join(figures) if told else " ".join(row["message"].split())
     cells = [row["name"], row["verdict"], said, aims_text(row).replace("_", " ")]
     return f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |\n"

@@ -51,7 +51,8 @@ def test_every_check_of_the_list_has_rows_and_every_name_is_one() -> None:
 
 def test_a_run_from_end_to_end_comes_first_and_two_calls_hold_all_parts() -> None:
     assert [part.name for part in PARTS[:3]] == ["machine", "two", "audit"]
-    seconds, wave = [], []
+    seconds: list[float] = []
+    wave: list[float] = []
     for part in PARTS:
         if part.alone:
             seconds += [max(wave)] if wave else []
@@ -258,14 +259,17 @@ def test_the_table_of_the_documents(tmp_path: Path) -> None:
     )
     failed = {**row("host syncs", "FAIL", syncs=4), "message": "masking.py:7 x4"}
     results.add(part_of("host syncs"), failed)
+    left = {**row("copies", "LEFT OUT"), "message": "no time left\nin this call"}
+    results.add(part_of("copies"), left)
     made = tables.filled(page, [json.loads((tmp_path / "gpu-h100.json").read_text())])
     assert "NVIDIA H100, driver 580, PyTorch 2.11.0, CUDA 13.0, NCCL 2.28.9" in made
-    assert "commit abc. 1 FAIL, 1 INFO; 1 of 2 aims met.\n" in made
+    assert "commit abc. 1 FAIL, 1 INFO, 1 LEFT OUT; 1 of 2 aims met.\n" in made
     lines = [line for line in made.splitlines() if line.startswith("| ")]
     assert lines[1:] == [
         "| speed 0.6B | INFO | mfu 0.41; share of compiled loop 0.95 | share of compiled loop "
         "0.95, aim >= 0.97: MISSED; mfu 0.41, aim >= 0.4: met |",
         "| host syncs | FAIL | masking.py:7 x4 |  |",
+        "| copies | LEFT OUT | no time left in this call |  |",
     ]
     assert made.startswith("before\n")
     assert made.endswith("after\n")
