@@ -12,6 +12,7 @@ Beta = Annotated[float, Field(ge=0.0, lt=1.0, strict=True)]
 SiteName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,30}$")]
 
 
+GradientSync = Literal["auto", "step", "micro-batch"]
 ZERO_BUBBLE = ("interleaved-zero-bubble", "zbv")
 """Schedules that split the backward pass into its input and its weight half."""
 
@@ -30,7 +31,7 @@ class SiteSection(Section):
     """Sequences per inner step and site, over all of its shards."""
     micro_batch_size: Positive = 4
     """Sequences per micro-batch and shard."""
-    gradient_sync: Literal["auto", "step", "micro-batch"] = "auto"
+    gradient_sync: GradientSync = "auto"
     """How often the shards of a site of one stage gather parameters and reduce gradients: once per
     `step`, for which every rank holds the whole model's in the compute dtype and its gradients in
     fp32, or for each `micro-batch`. `auto`: per step on GPUs whose memory that is surely enough

@@ -12,6 +12,7 @@ from dilocox.assembly import Place
 from dilocox.audit.replay import Progress, RankJob, RankReplay
 from dilocox.audit.starting import under_way, wrong_start
 from dilocox.config import RunConfig
+from dilocox.config_site import GradientSync, SiteSection
 from dilocox.data import TokenFiles
 from dilocox.errors import DilocoxError, RecordError
 from dilocox.methods import EXCHANGE_GRADIENTS
@@ -282,6 +283,7 @@ def _job(case: Case, began: _Began, plan: RoundPlan) -> RankJob:
                     facts["precision"]
                 ],
                 "device": "auto" if on_gpu else "cpu",
+                "gradient_sync": gradient_sync_again(case.config.site, facts),
             }
         )
     except (KeyError, TypeError, ValueError):
@@ -309,6 +311,18 @@ def compile_again(agreed: Compile, facts: Mapping[str, Any]) -> Compile:
     if agreed is True:
         return True
     return "auto" if facts.get("compile") else False
+
+
+def gradient_sync_again(site: SiteSection, facts: Mapping[str, Any]) -> GradientSync:
+    """`site.gradient_sync` for the replay of a rank that has these `facts`.
+
+    `auto` depends on the memory of the site's GPUs. The auditor's GPUs may have less, or more.
+    """
+    if site.gradient_sync != "auto" or site.stages > 1:
+        return site.gradient_sync
+    layout = facts.get("layout")
+    whole = isinstance(layout, Mapping) and layout.get("gradient_sync") == "step"
+    return "step" if whole else "micro-batch"
 
 
 def _compared(
