@@ -37,7 +37,7 @@ class Coordinator:
     """Answers every beat with `answer`, a reply or an error."""
 
     def __init__(self) -> None:
-        self.answer: BeatReply | DilocoxError = reply()
+        self.answer: BeatReply | Exception = reply()
         self.beats: list[tuple[int, int, int]] = []
         self.built: list[bool] = []
         """Of every beat, whether the model was there."""
@@ -59,7 +59,7 @@ class Coordinator:
         return self.answered()
 
     def answered(self) -> BeatReply:
-        if isinstance(self.answer, DilocoxError):
+        if isinstance(self.answer, Exception):
             raise self.answer
         return self.answer
 
@@ -199,10 +199,40 @@ def test_a_loop_that_does_not_look_is_stuck() -> None:
         assert [str(error) for error in stuck] == ["lyon is gone"]
 
 
-def test_closing_is_not_being_stuck() -> None:
+UNEXPECTED = "beats to the coordinator: ValueError: not an answer"
+
+
+def test_an_unexpected_exception_of_the_beats_ends_the_loop(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    coordinator = Coordinator()
+    with started(coordinator) as (control, stuck, said):
+        coordinator.answer = ValueError("not an answer")
+        with pytest.raises(TrainingError, match=UNEXPECTED) as raised:
+            control.may_finish(100)
+        assert not raised.value.lasting, "a fresh process may have better luck"
+        assert not said.wait(2 * PATIENCE)
+        control._thread.join(10.0)
+        assert not control._thread.is_alive()
+    assert not stuck
+    (said_once,) = caplog.records
+    assert "have ended" in said_once.message
+    assert "ValueError: not an answer" in caplog.text
+
+
+def test_an_unexpected_exception_of_the_beats_ends_a_loop_that_does_not_look() -> None:
+    coordinator = Coordinator()
+    with started(coordinator) as (_, stuck, said):
+        coordinator.answer = ValueError("not an answer")
+        assert said.wait(10.0)
+    assert [str(error) for error in stuck] == [UNEXPECTED]
+
+
+@pytest.mark.parametrize("answer", [SiteGoneError("lyon is gone"), ValueError("closed")])
+def test_closing_is_not_being_stuck(answer: Exception) -> None:
     coordinator = Coordinator()
     with started(coordinator) as (control, stuck, _):
-        coordinator.answer = SiteGoneError("lyon is gone")
+        coordinator.answer = answer
         control.close()
         assert not control._thread.is_alive()
     assert not stuck

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from dilocox.errors import DilocoxError, RunOverError
+from dilocox.errors import DilocoxError, RunOverError, TrainingError
 from dilocox.outer.coordinator.messages import BeatReply
 
 log = logging.getLogger(__name__)
@@ -34,6 +34,9 @@ class RankControl:
     `CoordinatorUnreachable`, or `RunOverError` when the run has failed. If the training loop has
     not taken notice of it `patience` seconds later, `on_stuck` is called with it in this thread: a
     loop that waits for a neighbour which is gone would hang for as long as the neighbour may.
+
+    An unexpected exception of this thread ends the rank's part in the run, too. Without beats the
+    coordinator takes the site for dead, whatever the training loop does.
     """
 
     def __init__(
@@ -154,6 +157,17 @@ class RankControl:
             raise self._error
 
     def _run(self) -> None:
+        try:
+            self._beat_on()
+        except Exception as error:
+            if self._closed:  # nobody needs another beat
+                return
+            log.exception("this rank's beats to the coordinator have ended")
+            failed = TrainingError(f"beats to the coordinator: {type(error).__name__}: {error}")
+            failed.__cause__ = error
+            self._end(failed)
+
+    def _beat_on(self) -> None:
         while not self._closed:
             silent = time.monotonic() - self._touched
             if silent < self._stall:
