@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import re
 import sys
 import types
 from importlib import metadata
@@ -10,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import dilocox
 from dilocox import cuda_driver, launch, torch_internals, versions
 from dilocox.config import RunConfig, resolve_run
 from dilocox.errors import ConfigError, ModelError
@@ -51,6 +54,34 @@ def test_old_versions_are_refused(version: str, fine: bool) -> None:
         f"torch {version} is too old, dilocox needs 2.11 or newer; install a tested version "
         f"({versions.TESTED['torch']})"
     )
+
+
+def private_names() -> set[str]:
+    """Private names of PyTorch that the sources use, written in full."""
+    found = set()
+    for path in sorted(Path(dilocox.__file__).parent.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names: list[str] = []
+            if isinstance(node, ast.ImportFrom) and node.module:
+                names = [f"{node.module}.{each.name}" for each in node.names]
+            elif isinstance(node, ast.Attribute):
+                names = [ast.unparse(node)]
+            found |= {
+                name for name in names if re.fullmatch(r"torch(\.\w+)*\._[a-z]\w*(\.\w+)*", name)
+            }
+    # Of torch._dynamo.config.suppress_errors only the whole counts.
+    return {each for each in found if not any(other.startswith(f"{each}.") for other in found)}
+
+
+def test_the_check_at_the_start_knows_every_private_name() -> None:
+    known = {
+        ".".join(part for part in (module, kind, name) if part)
+        for module, kind, either, _ in torch_internals.NAMES
+        for name in either
+    }
+    known |= {name.rpartition(".")[0] for name in known}
+    assert "torch._foreach_norm" in (used := private_names())
+    assert used <= known, used - known
 
 
 @pytest.mark.parametrize("entry", torch_internals.NAMES, ids=lambda entry: "/".join(entry[2]))
