@@ -15,6 +15,7 @@ from dilocox.batches import Batches as Batches
 from dilocox.batches import Dataset as Dataset
 from dilocox.batches import Sequences as Sequences
 from dilocox.config import RunConfig
+from dilocox.config_site import SiteSection
 from dilocox.data import TokenFiles, held_out
 from dilocox.errors import ConfigError
 from dilocox.memory import check_gpu, sums_whole_gradients
@@ -40,6 +41,8 @@ from dilocox.site import (
     chunks_of_stage,
     keep_freed_memory,
     mean_cross_entropy,
+    place_of_rank,
+    rank_of_place,
     resolve_device,
     resolve_precision,
     set_determinism,
@@ -79,14 +82,38 @@ class Place:
     site: str
     stage: int
     shard: int
+    replica: int = 0
+
+    @classmethod
+    def of_rank(cls, site: str, rank: int, layout: SiteSection) -> Place:
+        """The place of a `rank`, counted within the site."""
+        return cls(site, *place_of_rank(rank, layout.shards, layout.stages))
+
+    def rank_of(self, layout: SiteSection) -> int:
+        """The number of this rank within the site."""
+        return rank_of_place(
+            self.stage, self.shard, self.replica, shards=layout.shards, stages=layout.stages
+        )
+
+    @property
+    def exchanges(self) -> bool:
+        """The rank is one of those that other sites know: of the first replica."""
+        return self.replica == 0
 
     @property
     def leads(self) -> bool:
         """The rank that speaks for its site."""
-        return self.stage == 0 and self.shard == 0
+        return self.stage == 0 and self.shard == 0 and self.exchanges
+
+    @property
+    def file_name(self) -> str:
+        """The name of the rank's process, and what names of the rank's files begin with."""
+        replica = "" if self.exchanges else f"-replica{self.replica}"
+        return f"{self.site}-stage{self.stage}-shard{self.shard}{replica}"
 
     def __str__(self) -> str:
-        return f"{self.site} stage {self.stage} shard {self.shard}"
+        replica = "" if self.exchanges else f" replica {self.replica}"
+        return f"{self.site} stage {self.stage} shard {self.shard}{replica}"
 
 
 @dataclass(frozen=True)
@@ -167,8 +194,8 @@ def build_rank(
         config.site.shards,
         device,
         timedelta(seconds=timeout),
-        stage=place.stage,
-        shard=place.shard,
+        replicas=config.site.replicas,
+        rank=place.rank_of(config.site),
         store=store,
     )
     numbers = chunks_of_stage(
@@ -247,7 +274,8 @@ def _sums_whole_gradients(config: RunConfig, blueprint: Blueprint, mesh: SiteMes
     memory = None
     if mesh.device.type == "cuda":
         total = torch.cuda.get_device_properties(mesh.device).total_memory
-        memory = int(mesh.gather(torch.tensor([total], device=mesh.device)).min().item())
+        found = mesh.gather(torch.tensor([total], device=mesh.device)).min()
+        memory = int(mesh.least_of_replicas(found).item())
     width = resolve_precision(config.site, mesh.device).itemsize
     return sums_whole_gradients(config, blueprint.hf_config, blueprint.cut, memory, width)
 
@@ -327,14 +355,14 @@ def slope_batch(
 
 
 def _whole_group(config: RunConfig) -> int:
-    """Sequences of one micro-batch for each stage and shard."""
-    return config.site.micro_batch_size * config.site.shards * config.site.stages
+    """Sequences of one micro-batch for each stage, and for each shard of every replica."""
+    return config.site.micro_batch_size * config.site.parts * config.site.stages
 
 
 def _of_shard(
     config: RunConfig, rows: np.ndarray[Any, Any], shard: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inputs and labels of a shard's part of `rows`."""
+    """Inputs and labels of a shard's part of `rows`, of which its replicas share the rows."""
     share = len(rows) // config.site.shards
     mine = torch.from_numpy(np.ascontiguousarray(rows[shard * share : (shard + 1) * share]))
     return mine[:, :-1].contiguous(), mine[:, 1:].contiguous()

@@ -214,11 +214,11 @@ class RunConfig(Section):
                 problem = self.site.batch_problem(site.batch_size)
             if problem is not None:
                 raise ValueError(f"sites.{name}.batch_size {site.batch_size} {problem}")
-            first, last = site.port_range or (1, self.site.ranks)
-            if last - first + 1 < self.site.ranks:
+            first, last = site.port_range or (1, self.site.exchanging_ranks)
+            if last - first + 1 < self.site.exchanging_ranks:
                 raise ValueError(
                     f'sites.{name}.ports "{site.ports}" holds {last - first + 1} ports, the '
-                    f"site's {self.site.ranks} ranks need one each: widen it"
+                    f"site's {self.site.exchanging_ranks} ranks need one each: widen it"
                 )
         return self
 

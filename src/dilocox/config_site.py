@@ -18,17 +18,21 @@ ZERO_BUBBLE = ("interleaved-zero-bubble", "zbv")
 
 
 class SiteSection(Section):
-    """`[site]`: what every site looks like inside. Stages × shards are the same at all sites."""
+    """`[site]`: what every site looks like inside. The layout is the same at all sites."""
 
     stages: Positive = 1
     shards: Positive = 1
+    replicas: Positive = 1
+    """Copies of the stages × shards ranks at every site, each of which trains on its own part of
+    the batch (hybrid sharding). Shards gather parameters inside a replica alone. Replicas exchange
+    gradients once per step. Give one replica to each group of GPUs with fast links."""
     chunks: Positive = 1
     """Model slices per stage; more than one for the interleaved and zero-bubble schedules."""
     schedule: Literal["gpipe", "1f1b", "interleaved-1f1b", "interleaved-zero-bubble", "zbv"] = (
         "1f1b"
     )
     batch_size: Positive = 16
-    """Sequences per inner step and site, over all of its shards."""
+    """Sequences per inner step and site, over all of its shards and replicas."""
     micro_batch_size: Positive = 4
     """Sequences per micro-batch and shard."""
     gradient_sync: GradientSync = "auto"
@@ -67,17 +71,18 @@ class SiteSection(Section):
 
     @property
     def batch_unit(self) -> int:
-        """Sequences that a batch is a multiple of: a micro-batch on every shard, on as many stages
-        as the schedule needs at a time."""
+        """Sequences that a batch is a multiple of: a micro-batch on every shard of every replica,
+        on as many stages as the schedule needs at a time."""
         stages = self.stages if self.schedule.startswith("interleaved") else 1
-        return self.shards * self.micro_batch_size * stages
+        return self.parts * self.micro_batch_size * stages
 
     def batch_problem(self, batch_size: int) -> str | None:
         """Why `batch_size` sequences per step cannot run in this layout, or none."""
-        group = self.shards * self.micro_batch_size
+        group = self.parts * self.micro_batch_size
         if batch_size % group:
+            parts = "shards" if self.replicas == 1 else "replicas x shards"
             return (
-                "is not divisible into micro-batches: make it a multiple of shards x "
+                f"is not divisible into micro-batches: make it a multiple of {parts} x "
                 f"micro_batch_size = {group}"
             )
         count = batch_size // group
@@ -94,14 +99,29 @@ class SiteSection(Section):
         return None
 
     @property
-    def ranks(self) -> int:
-        """Ranks (processes) of one site."""
+    def parts(self) -> int:
+        """Parts of a batch: one for every shard of every replica."""
+        return self.replicas * self.shards
+
+    @property
+    def product(self) -> str:
+        """What `ranks` is the product of, in words."""
+        return "stages x shards" if self.replicas == 1 else "replicas x stages x shards"
+
+    @property
+    def exchanging_ranks(self) -> int:
+        """Ranks of one site that other sites know: those of its first replica."""
         return self.stages * self.shards
 
     @property
+    def ranks(self) -> int:
+        """Ranks (processes) of one site, in all of its replicas."""
+        return self.replicas * self.exchanging_ranks
+
+    @property
     def micro_batches(self) -> int:
-        """Micro-batches per inner step and shard."""
-        return self.batch_size // (self.shards * self.micro_batch_size)
+        """Micro-batches per inner step, of every shard of every replica."""
+        return self.batch_size // (self.parts * self.micro_batch_size)
 
 
 def _batches(count: int) -> str:

@@ -151,7 +151,7 @@ def train_here(
     check_congestion(config.network.congestion)
     for name, own in config.sites.items():
         address = own.interface or config.network.interface or config.network.host
-        check_ports(name, own, config.site.ranks, address)
+        check_ports(name, own, config.site.exchanging_ranks, address)
     display.line(preflight.headline(config, files))
     payloads = payload_sizes(config, files.vocabulary_size)
     preflight.claim_folder(config, resume, overwrite)

@@ -54,11 +54,12 @@ def join_as_rank(
     """
     if variables.world != config.site.ranks:
         raise JoinError(
-            f"site {site}: {variables.world} ranks were started, the run file asks for stages x "
-            f"shards = {config.site.ranks}; start {config.site.ranks} or change [site]"
+            f"site {site}: {variables.world} ranks were started, the run file asks for "
+            f"{config.site.product} = {config.site.ranks}; start {config.site.ranks} or change "
+            "[site]"
         )
     variables.export()
-    stage, shard = divmod(variables.rank, config.site.shards)
+    place = Place.of_rank(site, variables.rank, config.site)
     patience = timedelta(seconds=Timeouts.derive(config.network).stall)
     with meeting_place(variables, patience) as store:
         text = agree(
@@ -70,7 +71,7 @@ def join_as_rank(
         )
         job = RankJob(
             config=config,
-            place=Place(site, stage, shard),
+            place=place,
             url=endpoint.url,
             identity=Identity.from_text(text),
             hooks=Hooks(),

@@ -162,7 +162,7 @@ def gpu_bytes(config: RunConfig, parameters: int, activations: int, width: int =
     own = parameters / site.shards
     per_parameter: float = inner_bytes_per_parameter(config) - 4
     per_parameter += gate_model_bytes_per_parameter(config)
-    per_parameter += CAST if width < 4 and site.shards == 1 else 0
+    per_parameter += CAST if width < 4 and site.parts == 1 else 0
     landing = 0.0
     if outer.device == "model":
         per_parameter += outer_bytes_per_parameter(config)
@@ -173,7 +173,7 @@ def gpu_bytes(config: RunConfig, parameters: int, activations: int, width: int =
         else:
             landing += under_way * own  # nothing is under way while an inner step is taken
     step = 4 * own
-    if site.shards > 1 and site.stages > 1:
+    if site.parts > 1 and site.stages > 1:
         # Gathered for the whole step, and gradients whole until its end (dilocox.site.model).
         step = (width + 4) * parameters
     return round(per_parameter * own + max(step + activations, landing))
@@ -199,13 +199,13 @@ def sums_whole_gradients(
     memory: int | None,
     width: int,
 ) -> bool:
-    """Whether the shards of a site of one stage reduce gradients once per step.
+    """Whether the shards and replicas of a site of one stage reduce gradients once per step.
 
     `memory`: bytes of the smallest GPU of the site, None on CPUs. `auto` goes by declared numbers
     only, so that a run takes the same way at every start. `width`: bytes of the compute dtype.
     """
     site = config.site
-    if site.stages > 1 or site.shards == 1:
+    if site.stages > 1 or site.parts == 1:
         return False
     if site.gradient_sync != "auto":
         return site.gradient_sync == "step"
@@ -265,7 +265,7 @@ def check_gpu(
     parameters = sum(chunk.parameters for chunk in chunks)
     needed = gpu_bytes(config, parameters, activations, width)
     # `auto` takes it only where it fits.
-    if config.site.gradient_sync == "step" and config.site.stages == 1 < config.site.shards:
+    if config.site.gradient_sync == "step" and config.site.stages == 1 < config.site.parts:
         needed += whole_gradient_bytes(parameters, width)
     free, total = torch.cuda.mem_get_info(device)
     sharing = 1
@@ -298,10 +298,10 @@ def host_bytes_per_parameter(config: RunConfig, on_gpu: bool) -> float:
     if on_gpu:
         return beside + staging_bytes_per_parameter(config)
     site, whole = config.site, 0
-    if site.gradient_sync == "step" and site.stages == 1 < site.shards:
+    if site.gradient_sync == "step" and site.stages == 1 < site.parts:
         whole = site.shards * whole_gradient_bytes(1, 2 if site.precision == "bf16" else 4)
     inner = inner_bytes_per_parameter(config) + gate_model_bytes_per_parameter(config)
-    return inner + beside + whole
+    return site.replicas * (inner + whole) + beside
 
 
 def host_problem(

@@ -269,11 +269,15 @@ class RoundMeter:
 
 
 def peak_here(config: RunConfig, device: torch.device) -> float | None:
-    """Peak operations per second of `device` for the run's compute dtype, where it is known."""
+    """Peak operations per second of `device` for the run's compute dtype, where it is known.
+
+    Together with that of the same rank in other replicas, of whose GPUs nobody else tells.
+    """
     if device.type != "cuda":
         return None
     precision = resolve_precision(config.site, device)
-    return peak_of(torch.cuda.get_device_name(device), precision)
+    peak = peak_of(torch.cuda.get_device_name(device), precision)
+    return None if peak is None else config.site.replicas * peak
 
 
 @dataclass(frozen=True)

@@ -450,7 +450,9 @@ def headline(config: RunConfig, files: TokenFiles) -> str:
     blueprint = Blueprint.of(config, files.vocabulary_size)
     hf: Any = blueprint.hf_config
     outer, site = config.outer, config.site
-    counts = (("site", len(config.sites)), ("stage", site.stages), ("shard", site.shards))
+    counts = [("site", len(config.sites)), ("stage", site.stages), ("shard", site.shards)]
+    if site.replicas > 1:
+        counts.insert(1, ("replica", site.replicas))
     shape = " x ".join(f"{count} {name}{'s' * (count != 1)}" for name, count in counts)
     lines = [
         f"run {config.run.name}: {hf.model_type}, {number(count_parameters(hf))} parameters, "

@@ -129,20 +129,20 @@ def _train(job: RankJob, errors: Errors) -> None:
     timeouts = Timeouts.derive(config.network)
     files = TokenFiles.open(config.data_folder)
     blueprint = Blueprint.of(config, files.vocabulary_size)
+    if not place.exchanges:
+        _follow(job, blueprint, timeouts)
+        return
     # Before anything that starts threads: the tunnel forks a process.
-    number = place.stage * config.site.shards + place.shard
+    number = place.rank_of(config.site)
     tunnel = open_tunnel(
         config.sites,
         job.identity,
         number,
-        config.site.ranks,
+        config.site.exchanging_ranks,
         job.address,
         timeouts,
         config.network.congestion,
     )
-    store = job.meeting
-    if isinstance(store, str):
-        store = dist.FileStore(store, config.site.ranks) if config.site.ranks > 1 else None
     client = CoordinatorClient(
         job.url,
         job.identity,
@@ -160,24 +160,15 @@ def _train(job: RankJob, errors: Errors) -> None:
     try:
         # Building takes minutes where the model is large, and the coordinator waits for beats.
         control.start(building=True)
-        if config.site.ranks > 1 and resolve_device(config.site, job.local_rank).type == "cuda":
-            record_collectives(_flight_records(job))
-        with explained(config, place):
-            rank = build_rank(
-                config,
-                blueprint,
-                place,
-                job.hooks,
-                store=store,
-                local_rank=job.local_rank,
-                ranks_here=job.ranks_here,
-                timeout=timeouts.stall,
-                progress=control.touch,
-            )
+        rank = _build(job, blueprint, timeouts, control.touch)
         control.built()
         if rank.not_deterministic:
             _say_not_deterministic(rank, client)
-        _take_part(job, rank, files, client, control, timeouts, tunnel)
+        rank.model.lead()
+        with contextlib.ExitStack() as at_end:
+            # Not after an error: other replicas may be in a collective that never ends.
+            at_end.push(lambda kind, *_: rank.model.let_go() if kind in (None, Stopped) else None)
+            _take_part(job, rank, files, client, control, timeouts, tunnel)
     except DilocoxError as error:
         if place.leads or not isinstance(error, Stopped):
             with contextlib.suppress(DilocoxError):
@@ -188,6 +179,43 @@ def _train(job: RankJob, errors: Errors) -> None:
             tunnel.close()
         control.close()
         client.close()
+
+
+def _build(
+    job: RankJob, blueprint: Blueprint, timeouts: Timeouts, progress: Callable[[], None]
+) -> Rank:
+    """This rank's part of the model. Collective over the site."""
+    config, place, store = job.config, job.place, job.meeting
+    if isinstance(store, str):
+        store = dist.FileStore(store, config.site.ranks) if config.site.ranks > 1 else None
+    if config.site.ranks > 1 and resolve_device(config.site, job.local_rank).type == "cuda":
+        record_collectives(_flight_records(job))
+    with explained(config, place):
+        return build_rank(
+            config,
+            blueprint,
+            place,
+            job.hooks,
+            store=store,
+            local_rank=job.local_rank,
+            ranks_here=job.ranks_here,
+            timeout=timeouts.stall,
+            progress=progress,
+        )
+
+
+def _follow(job: RankJob, blueprint: Blueprint, timeouts: Timeouts) -> None:
+    """The life of a rank of a further replica. Neither other sites nor the coordinator know it."""
+    rank = _build(job, blueprint, timeouts, lambda: None)
+    collector, steps = Collector(), 0
+
+    def step_done() -> None:
+        nonlocal steps
+        steps += 1
+        collector.step()
+
+    with explained(job.config, job.place, lambda: steps == 0):
+        rank.model.follow(step_done)
 
 
 def _take_part(
@@ -277,7 +305,7 @@ def _open_windows(
         return None
     name = f"{place.site}/{place.stage}.{place.shard}"
     try:
-        return Windows(store, name, bound.for_one_of(job.config.site.ranks))
+        return Windows(store, name, bound.for_one_of(job.config.site.exchanging_ranks))
     except RecordError as error:  # a store that cannot be reached does not end the run
         warn(f"record: {error}; all payloads stay")
         return None
@@ -369,7 +397,7 @@ def _flight_records(job: RankJob) -> Path:
     """What the names of NCCL's flight records of this rank begin with: beside its log."""
     logs = job.config.folder / "logs" if job.log_file is None else job.log_file.parent
     place = job.place
-    return logs / f"{place.site}-stage{place.stage}-shard{place.shard}-nccl-"
+    return logs / f"{place.file_name}-nccl-"
 
 
 def _lines_to(descriptor: int) -> TextIO:

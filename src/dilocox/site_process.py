@@ -54,7 +54,7 @@ def run_site(
     # Sites that share a machine share its GPUs: each begins after those of the sites before.
     first = list(config.sites).index(site) * config.site.ranks if shared_folder else 0
     address = exchange_address(config, site, endpoint.url)
-    check_ports(site, config.sites[site], config.site.ranks, address)
+    check_ports(site, config.sites[site], config.site.exchanging_ranks, address)
     check_congestion(config.network.congestion)
     identity = enrol_site(config, site, endpoint)
     errors = processes.CONTEXT.SimpleQueue()
@@ -63,10 +63,10 @@ def run_site(
     meeting = tempfile.mktemp(prefix=f"dilocox-{site}-")  # noqa: S306 - FileStore makes it
     try:
         for number in range(config.site.ranks):
-            stage, shard = divmod(number, config.site.shards)
+            place = Place.of_rank(site, number, config.site)
             job = RankJob(
                 config=config,
-                place=Place(site, stage, shard),
+                place=place,
                 url=endpoint.url,
                 identity=identity,
                 hooks=hooks,
@@ -75,12 +75,13 @@ def run_site(
                 local_rank=first + number,
                 ranks_here=ranks_here,
                 shared_folder=shared_folder,
-                log_file=folder / "logs" / f"{site}-stage{stage}-shard{shard}.log",
+                log_file=folder / "logs" / f"{place.file_name}.log",
                 debug=debug,
-                trace=part_path(folder, site, stage, shard) if trace else None,
+                trace=part_path(folder, site, place.stage, place.shard)
+                if trace and place.exchanges
+                else None,
             )
-            name = f"{site}-stage{stage}-shard{shard}"
-            ranks.append(processes.start(_rank_in_child, job, errors, name=name))
+            ranks.append(processes.start(_rank_in_child, job, errors, name=place.file_name))
         return _watch(_Line(config, site, endpoint, identity), ranks, errors)
     finally:
         processes.end(ranks, grace=0.0)

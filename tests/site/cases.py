@@ -28,6 +28,7 @@ def build(
     *,
     stages: int = 1,
     shards: int = 1,
+    replicas: int = 1,
     schedule: str = "1f1b",
     rows: int = 8,
     micro: int = 1,
@@ -47,12 +48,13 @@ def build(
     site = SiteSection(
         stages=stages,
         shards=shards,
+        replicas=replicas,
         chunks=per_stage,
         schedule=schedule,  # type: ignore[arg-type]
         batch_size=rows,
         micro_batch_size=micro,
     )
-    mesh = SiteMesh.create(stages, shards, CPU)
+    mesh = SiteMesh.create(stages, shards, CPU, replicas)
     total = stages * per_stage
     chunks = [
         toy.ToyChunk(number, total, checkpointing=checkpointing, unused=number == unused, tied=tied)
@@ -89,6 +91,8 @@ def gradients(**setting: Any) -> dict[str, Any]:
     shards, rows = setting.get("shards", 1), setting.get("rows", 8)
     clip = 0.5
     model = build(inner=InnerSection(optimizer="sgd", clip=clip), **setting)
+    if follows(model):
+        return {"worst": 0.0, "kept": kept_buffers(model)}
     shard = model._mesh.shard
     whole = reference_model(setting.get("tied", False))
     names = whole.full_names()
@@ -124,7 +128,17 @@ def gradients(**setting: Any) -> dict[str, Any]:
                 worst = max(worst, float((without_step[name] - wanted[name]).abs().max()))
         norms.append((result.grad_norm, float(norm)))
         losses += [(result.loss, float(loss)), (looked, float(loss))]
+    model.let_go()
     return {"worst": worst, "norms": norms, "losses": losses, "kept": kept_buffers(model)}
+
+
+def follows(model: SiteModel) -> bool:
+    """Whether this rank is of a further replica; then it has done all that the first one did."""
+    if model._mesh.replica > 0:
+        model.follow(lambda: None)
+        return True
+    model.lead()
+    return False
 
 
 def kept_buffers(model: SiteModel) -> int:
@@ -143,6 +157,8 @@ def trained(steps: int = 4, exchange: bool = False, **setting: Any) -> dict[str,
     """Local tensors (numpy), tied copy and losses after inner steps; also an evaluation."""
     shards, rows = setting.get("shards", 1), setting.get("rows", 8)
     model = build(**{"inner": InnerSection(clip=0.5), **setting})
+    if follows(model):
+        return what_remains(model)
     shard = model._mesh.shard
 
     def double(grads: dict[str, Tensor]) -> None:
@@ -166,7 +182,9 @@ def trained(steps: int = 4, exchange: bool = False, **setting: Any) -> dict[str,
     halved = model.evaluate(ids, labels)
     owner_after = model._storage(model._owner)
     copy_after = model._storage(model._copy)
+    model.let_go()
     return {
+        **what_remains(model),
         "stage": model._mesh.stage,
         "shard": shard,
         "tensors": {name: tensor.numpy() for name, tensor in held.items()},
@@ -178,6 +196,15 @@ def trained(steps: int = 4, exchange: bool = False, **setting: Any) -> dict[str,
         "owner_after": None if owner_after is None else owner_after.clone().numpy(),
         "copy_after": None if copy_after is None else copy_after.clone().numpy(),
     }
+
+
+def what_remains(model: SiteModel) -> dict[str, Any]:
+    """Bits that all replicas of a rank have in the end."""
+    tensors = {**model.local_tensors(), **model.optimizer_state()}
+    copy = model._storage(model._copy)
+    if copy is not None:
+        tensors["copy"] = copy
+    return {"remains": {name: tensor.clone().numpy() for name, tensor in tensors.items()}}
 
 
 def resumed(**setting: Any) -> dict[str, Any]:

@@ -18,7 +18,6 @@ from dilocox.site import (
     SiteModel,
     chunks_of_stage,
     head_loss,
-    place_of_rank,
     start_site_group,
 )
 from tests.site import toy
@@ -257,14 +256,12 @@ def joined(rank: int, stages: int, shards: int, place: str, launcher: bool) -> t
         for key in given:
             del os.environ[key]
     else:
-        stage, shard = place_of_rank(rank, shards)
         mesh = start_site_group(
             stages,
             shards,
             CPU,
             timedelta(seconds=30),
-            stage=stage,
-            shard=shard,
+            rank=rank,
             store=dist.FileStore(place, stages * shards),
         )
     names = mesh.gather_names([f"é{mesh.rank}"] * mesh.rank)

@@ -22,6 +22,7 @@ from dilocox.site import (
     available_cores,
     chunks_of_stage,
     place_of_rank,
+    rank_of_place,
     resolve_device,
     resolve_precision,
     set_determinism,
@@ -154,7 +155,9 @@ def test_one_rank_needs_no_group() -> None:
     assert mesh.mesh is None
     assert (mesh.rank, mesh.ranks) == (0, 1)
     assert mesh.gather(torch.tensor([1.0, 2.0])).tolist() == [[1.0, 2.0]]
-    assert place_of_rank(5, 2) == (2, 1)
+    assert place_of_rank(5, 2, 3) == (2, 1, 0)
+    assert place_of_rank(11, 2, 3) == (2, 1, 1)
+    assert rank_of_place(2, 1, 1, shards=2, stages=3) == 11
 
 
 def test_wrong_number_of_ranks_is_refused() -> None:

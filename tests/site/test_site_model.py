@@ -6,7 +6,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from dilocox.config_site import InnerSection
 from tests.models.architectures import BUFFERS
 from tests.site.pool import Pool
 
@@ -96,6 +98,50 @@ def test_shards_of_every_model_type_train_as_one_rank(pool: Pool, tied: bool) ->
     assert sharded.keys() == alone.keys()
     for name, values in alone.items():
         assert sharded[name] == pytest.approx(values, rel=1e-4), name
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"replicas": 2, "rows": 4},
+        {"replicas": 2, "rows": 4, "tied": True, "whole_gradients": True},
+        {"replicas": 2, "shards": 2, "rows": 8},
+        {"replicas": 2, "stages": 2, "rows": 8, "tied": True},
+        {"replicas": 2, "stages": 2, "rows": 8, "schedule": "interleaved-zero-bubble"},
+    ],
+    ids=lambda setting: "-".join(map(str, setting.values())),
+)
+def test_replicas_train_as_one_process(pool: Pool, setting: dict[str, Any]) -> None:
+    ranks = setting["replicas"] * setting.get("shards", 1) * setting.get("stages", 1)
+    results = pool.run(ranks, "tests.site.cases", "gradients", **setting)
+    for result in results[: ranks // 2]:
+        assert result["worst"] < 2e-6
+        for mine, single in result["norms"] + result["losses"]:
+            assert mine == pytest.approx(single, rel=2e-6)
+    assert all(result["kept"] == 0 for result in results)
+
+
+@pytest.mark.parametrize("exchange", [False, True])
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"shards": 2, "inner": InnerSection(optimizer="muon")},
+        {"shards": 2, "precision": torch.bfloat16},
+        {"stages": 2, "tied": True},
+    ],
+    ids=["muon", "bf16", "tied"],
+)
+def test_replicas_end_with_the_same_bits(
+    pool: Pool, setting: dict[str, Any], exchange: bool
+) -> None:
+    """Whatever is written at the first replica's ranks, the same ranks of the others get it."""
+    results = pool.run(
+        4, "tests.site.cases", "trained", replicas=2, exchange=exchange, **setting
+    )
+    for first, other in zip(results[:2], results[2:], strict=True):
+        assert first["remains"].keys() == other["remains"].keys()
+        for name, tensor in first["remains"].items():
+            assert np.array_equal(tensor, other["remains"][name]), name
 
 
 def check_gradients(pool: Pool, ranks: int, setting: dict[str, Any]) -> None:

@@ -124,7 +124,7 @@ def fill(chunk: nn.Module, device: torch.device) -> None:
             full = value(names[name], parameter.shape)
             if isinstance(parameter, DTensor):
                 mesh = parameter.device_mesh
-                own = rows_of_shard(full, mesh.size(), mesh.get_local_rank())
+                own = rows_of_shard(full, mesh.size(-1), mesh.get_local_rank(mesh.ndim - 1))
                 parameter.to_local().copy_(own)
             else:
                 parameter.copy_(full)

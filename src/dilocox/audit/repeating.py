@@ -13,38 +13,52 @@ from typing import Any
 
 from dilocox import processes
 from dilocox.assembly import Blueprint
-from dilocox.audit.replay import Progress, RankJob, RankReplay, repeat
+from dilocox.audit.replay import Progress, RankJob, RankReplay, follow, repeat
 from dilocox.data import TokenFiles
 from dilocox.errors import DilocoxError, RecordError
 
 
 def repeat_site(jobs: Sequence[RankJob], progress: Progress) -> list[RankReplay]:
-    """`repeat` for all ranks of a site, in fresh processes. Raises the first rank's error."""
+    """`repeat` for all ranks of a site, in fresh processes. Raises the first rank's error.
+
+    `jobs` are those of the ranks that exchange. Ranks of further replicas are started beside them.
+    """
     # What is imported before a fork need not be imported after it, by every rank of every round.
     Blueprint.of(jobs[0].config, TokenFiles.open(jobs[0].data).vocabulary_size)
     with tempfile.TemporaryDirectory(prefix="dilocox-audit-") as name:
         meeting = str(Path(name) / "meeting")
         pipes: dict[Connection, int] = {}
         children = []
-        answers: dict[int, RankReplay] = {}
+        answers: dict[int, RankReplay | None] = {}
+        everyone = [*jobs, *_followers(jobs)]
         try:
-            for number, job in enumerate(jobs):
+            for number, job in enumerate(everyone):
                 ours, theirs = processes.CONTEXT.Pipe(duplex=False)
                 pipes[ours] = number
-                title = f"audit-stage{job.place.stage}-shard{job.place.shard}"
+                title = f"audit-{job.place.file_name}"
                 children.append(
                     processes.start(_in_child, replace(job, meeting=meeting), theirs, name=title)
                 )
                 theirs.close()
-            while len(answers) < len(jobs):
+            while len(answers) < len(everyone):
                 for ready in wait(list(pipes)):
                     assert isinstance(ready, Connection)
                     _heard(ready, pipes, answers, progress)
         finally:
-            processes.end(children, grace=5.0 if len(answers) == len(jobs) else 0.0)
+            processes.end(children, grace=5.0 if len(answers) == len(everyone) else 0.0)
             for pipe in pipes:
                 pipe.close()
-        return [answers[number] for number in range(len(jobs))]
+        return [found for number in range(len(jobs)) if (found := answers[number]) is not None]
+
+
+def _followers(jobs: Sequence[RankJob]) -> list[RankJob]:
+    """Those of the ranks of further replicas."""
+    replicas = range(1, jobs[0].config.site.replicas)
+    return [
+        replace(job, place=replace(job.place, replica=replica))
+        for replica in replicas
+        for job in jobs
+    ]
 
 
 def _heard(
@@ -72,7 +86,12 @@ def _in_child(job: RankJob, pipe: Connection) -> None:
     # PyTorch's news for programmers is no news of this round.
     warnings.filterwarnings("ignore", category=FutureWarning)
     try:
-        pipe.send(("result", repeat(job, lambda step: pipe.send(("step", step)))))
+        found = None
+        if job.place.exchanges:
+            found = repeat(job, lambda step: pipe.send(("step", step)))
+        else:
+            follow(job)
+        pipe.send(("result", found))
     except DilocoxError as error:
         pipe.send(("error", error))
     except Exception as error:

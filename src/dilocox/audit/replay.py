@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dilocox.assembly import Batches, Blueprint, Hooks, Place, build_rank
+from dilocox.assembly import Batches, Blueprint, Hooks, Place, Rank, build_rank
 from dilocox.audit.exchanges import PayloadCheck, RecordedExchanges
 from dilocox.config import RunConfig
 from dilocox.data import TokenFiles
@@ -148,19 +148,37 @@ class RepeatingTrainer(Trainer):
 
 def repeat(job: RankJob, progress: Progress) -> RankReplay:
     """Repeat a round. Collective over the site's ranks. Raises `DilocoxError`."""
+    rank = _build(job)
+    rank.model.lead()
+    found = _repeat(job, rank, progress)
+    rank.model.let_go()
+    return found
+
+
+def follow(job: RankJob) -> None:
+    """Repeat a round as a rank of a further replica: what the first one does."""
+    _build(job).model.follow(lambda: None)
+
+
+def _build(job: RankJob) -> Rank:
     place, config = job.place, job.config
     files = TokenFiles.open(job.data)
     store = None if job.meeting is None else dist.FileStore(job.meeting, config.site.ranks)
-    rank = build_rank(
+    return build_rank(
         config,
         Blueprint.of(config, files.vocabulary_size),
         place,
         Hooks(),
         store=store if config.site.ranks > 1 else None,
-        local_rank=place.stage * config.site.shards + place.shard,
+        local_rank=place.rank_of(config.site),
         ranks_here=config.site.ranks,
         timeout=Timeouts.derive(config.network).stall,
     )
+
+
+def _repeat(job: RankJob, rank: Rank, progress: Progress) -> RankReplay:
+    place, config = job.place, job.config
+    files = TokenFiles.open(job.data)
     get = Stores([Store(each) for each in job.stores]).get
     watch = Onlooker(progress)
     device = rank.mesh.device

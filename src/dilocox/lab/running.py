@@ -110,7 +110,7 @@ def in_lab(lab: Lab, config: RunConfig) -> RunConfig:
         site.pop("interface", None)
         if site.pop("advertise", None) is not None and "ports" not in site:
             # The run uses tunnels, so it does here.
-            site["ports"] = f"{TUNNEL_PORTS}-{TUNNEL_PORTS + config.site.ranks - 1}"
+            site["ports"] = f"{TUNNEL_PORTS}-{TUNNEL_PORTS + config.site.exchanging_ranks - 1}"
     return resolve_run(raw)
 
 

@@ -15,7 +15,7 @@ from dilocox.site.machine import (
     set_threads,
     use_expandable_segments,
 )
-from dilocox.site.mesh import SiteMesh, place_of_rank, start_site_group
+from dilocox.site.mesh import SiteMesh, place_of_rank, rank_of_place, start_site_group
 from dilocox.site.model import SiteModel
 from dilocox.site.pipeline import chunks_of_stage, stage_of_chunk
 from dilocox.site.rates import learning_rate
@@ -33,6 +33,7 @@ __all__ = [
     "learning_rate",
     "mean_cross_entropy",
     "place_of_rank",
+    "rank_of_place",
     "resolve_device",
     "resolve_precision",
     "set_determinism",

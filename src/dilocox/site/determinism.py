@@ -130,6 +130,8 @@ def determinism_facts(
             "chunks": site.chunks,
             "schedule": site.schedule,
             "micro_batch_size": site.micro_batch_size,
+            # Not there for one replica: earlier records do not have it either.
+            **({"replicas": site.replicas} if site.replicas > 1 else {}),
         },
         "attention": model.attention,
         # A rank that falls back to eager execution keeps this fact: a fallback follows from the

@@ -1,4 +1,4 @@
-"""Where a rank stands inside its site: stage, shard, device and process groups."""
+"""Where a rank stands inside its site: replica, stage, shard, device and process groups."""
 
 from __future__ import annotations
 
@@ -15,13 +15,18 @@ from dilocox.errors import ConfigError
 
 Group = dist.ProcessGroup
 
+PATIENCE = timedelta(days=365)
+"""How long a further replica waits for the next order: a site may stand still for hours."""
+
 
 @dataclass(frozen=True)
 class SiteMesh:
-    """One rank's place among the stages x shards ranks of its site (rank = stage * shards + shard).
+    """One rank's place among the ranks of its site (see `rank_of_place`).
 
-    `mesh` has the dimensions ("pp", "dp"). A site of one rank has no mesh and no groups: it
-    communicates with nobody.
+    `mesh` has the dimensions ("pp", "dp"), and "replicate" before them in a site of several
+    replicas. A site of one rank has no mesh and no groups: it communicates with nobody.
+    `own_replica`: the ranks of this rank's replica, where it is not the whole site. `orders`: the
+    replicas of this rank's stage and shard, on CPUs; none in a site of one replica.
     """
 
     stages: int
@@ -30,47 +35,89 @@ class SiteMesh:
     shard: int
     device: torch.device
     mesh: DeviceMesh | None = None
+    replicas: int = 1
+    replica: int = 0
+    own_replica: Group | None = None
+    orders: Group | None = None
 
     @classmethod
-    def create(cls, stages: int, shards: int, device: torch.device) -> SiteMesh:
-        """The mesh of an initialised default process group of stages x shards ranks.
+    def create(
+        cls, stages: int, shards: int, device: torch.device, replicas: int = 1
+    ) -> SiteMesh:
+        """The mesh of an initialised default process group of replicas x stages x shards ranks.
 
         A collective call: every rank of the site makes it. Raises `ConfigError` if the group has
         another size.
         """
-        if stages * shards == 1:
+        needed = replicas * stages * shards
+        if needed == 1:
             return cls(1, 1, 0, 0, device)
         world = dist.get_world_size() if dist.is_initialized() else 1
-        if world != stages * shards:
+        if world != needed:
+            product, sizes = "stages x shards", f"{stages} x {shards}"
+            if replicas > 1:
+                product, sizes = f"replicas x {product}", f"{replicas} x {sizes}"
             raise ConfigError(
-                f"site: {world} ranks were started for stages x shards = {stages} x {shards} = "
-                f"{stages * shards}; start {stages * shards} ranks or change site.stages"
+                f"site: {world} ranks were started for {product} = {sizes} = "
+                f"{needed}; start {needed} ranks or change site.stages"
             )
-        mesh = init_device_mesh(device.type, (stages, shards), mesh_dim_names=("pp", "dp"))
-        stage, shard = divmod(dist.get_rank(), shards)
-        return cls(stages, shards, stage, shard, device, mesh)
+        stage, shard, replica = place_of_rank(dist.get_rank(), shards, stages)
+        if replicas == 1:
+            mesh = init_device_mesh(device.type, (stages, shards), mesh_dim_names=("pp", "dp"))
+            return cls(stages, shards, stage, shard, device, mesh)
+        mesh = init_device_mesh(
+            device.type, (replicas, stages, shards), mesh_dim_names=("replicate", "pp", "dp")
+        )
+        members = stages * shards
+        own = _own_group([range(n * members, (n + 1) * members) for n in range(replicas)])
+        orders = _own_group(
+            [range(n, needed, members) for n in range(members)], backend="gloo", timeout=PATIENCE
+        )
+        return cls(stages, shards, stage, shard, device, mesh, replicas, replica, own, orders)
 
     @property
     def rank(self) -> int:
         """Rank within the site."""
-        return self.stage * self.shards + self.shard
+        return self.rank_at(self.stage, self.shard, self.replica)
+
+    def rank_at(self, stage: int, shard: int, replica: int) -> int:
+        """The rank within the site of that place."""
+        return rank_of_place(stage, shard, replica, shards=self.shards, stages=self.stages)
 
     @property
     def ranks(self) -> int:
-        """Ranks of the site."""
+        """Ranks of one replica of the site."""
         return self.stages * self.shards
 
     @property
+    def sharded(self) -> bool:
+        """Whether FSDP holds the parameters: with several shards or replicas."""
+        return self.replicas * self.shards > 1
+
+    @property
     def pipeline_group(self) -> Group:
-        """The ranks of all stages that hold this rank's shard, in stage order."""
+        """The ranks of all stages that hold this rank's shard of its replica, in stage order."""
         return self._group("pp")
 
     @property
+    def replica_group(self) -> Group:
+        """The ranks of all replicas that hold this rank's stage and shard, in replica order."""
+        return self._group("replicate")
+
+    @property
     def shard_mesh(self) -> DeviceMesh:
-        """The one-dimensional mesh of this rank's stage, for FSDP."""
+        """The one-dimensional mesh of the shards of this rank's stage and replica."""
+        return self._whole()["dp"]
+
+    @property
+    def fsdp_mesh(self) -> DeviceMesh:
+        """What FSDP is given: the shards, or replicas x shards, of this rank's stage."""
+        return self.shard_mesh if self.replicas == 1 else self._whole()["replicate", "dp"]
+
+    def _whole(self) -> DeviceMesh:
         if self.mesh is None:
             raise RuntimeError("a site of one rank has no mesh")
-        return self.mesh["dp"]
+        return self.mesh
 
     def _group(self, dimension: str) -> Group:
         if self.mesh is None:
@@ -78,16 +125,16 @@ class SiteMesh:
         return self.mesh.get_group(dimension)
 
     def gather(self, values: torch.Tensor) -> torch.Tensor:
-        """The 1-D `values` of all ranks of the site, as [ranks, n] in rank order, on all ranks."""
-        if self.mesh is None:
+        """The 1-D `values` of all ranks of this replica, as [ranks, n] in rank order, on each."""
+        if self.ranks == 1:
             return values.unsqueeze(0)
         result = values.new_empty(self.ranks, values.numel())
-        dist.all_gather_into_tensor(result.view(-1), values)
+        dist.all_gather_into_tensor(result.view(-1), values, group=self.own_replica)
         return result
 
     def gather_names(self, names: list[str]) -> list[list[str]]:
-        """The lists of names of all ranks, in rank order, on all ranks (as JSON, no pickle)."""
-        if self.mesh is None:
+        """The lists of names of all ranks of this replica, in rank order, on each (as JSON)."""
+        if self.ranks == 1:
             return [names]
         text = torch.tensor(list(json.dumps(names).encode()), dtype=torch.uint8)
         sizes = self.gather(torch.tensor([text.numel()], device=self.device))[:, 0].tolist()
@@ -98,10 +145,50 @@ class SiteMesh:
             json.loads(bytes(row[:size].tolist())) for row, size in zip(rows, sizes, strict=True)
         ]
 
+    def mean_of_replicas(self, value: torch.Tensor) -> torch.Tensor:
+        """The mean of the replicas' `value`, on each. Collective over the replicas."""
+        if self.replicas == 1:
+            return value
+        total = value.clone()
+        dist.all_reduce(total, group=self.replica_group)
+        return total / self.replicas
 
-def place_of_rank(rank: int, shards: int) -> tuple[int, int]:
-    """(stage, shard) of a rank within its site."""
-    return divmod(rank, shards)
+    def least_of_replicas(self, value: torch.Tensor) -> torch.Tensor:
+        """The least of the replicas' `value`, on each. Collective over the replicas."""
+        if self.replicas == 1:
+            return value
+        least = value.clone()
+        dist.all_reduce(least, dist.ReduceOp.MIN, group=self.replica_group)
+        return least
+
+
+def _own_group(
+    groups: list[range], backend: str | None = None, timeout: timedelta | None = None
+) -> Group:
+    """The one of `groups` that this rank is in. Every rank makes all of them, in one order."""
+    found = None
+    for ranks in groups:
+        group = dist.new_group(list(ranks), backend=backend, timeout=timeout)
+        if dist.get_rank() in ranks:
+            found = group
+    if found is None:
+        raise RuntimeError(f"rank {dist.get_rank()} is in none of its site's groups")
+    return found
+
+
+def rank_of_place(stage: int, shard: int, replica: int, *, shards: int, stages: int) -> int:
+    """The rank within a site: replica by replica, in each stage by stage.
+
+    Ranks of the first replica have the numbers that they have in a site of one.
+    """
+    return (replica * stages + stage) * shards + shard
+
+
+def place_of_rank(rank: int, shards: int, stages: int) -> tuple[int, int, int]:
+    """(stage, shard, replica) of a rank within its site: the inverse of `rank_of_place`."""
+    row, shard = divmod(rank, shards)
+    replica, stage = divmod(row, stages)
+    return stage, shard, replica
 
 
 def start_site_group(
@@ -110,22 +197,23 @@ def start_site_group(
     device: torch.device,
     timeout: timedelta,
     *,
-    stage: int | None = None,
-    shard: int | None = None,
+    replicas: int = 1,
+    rank: int | None = None,
     init_method: str | None = None,
     store: dist.Store | None = None,
 ) -> SiteMesh:
     """Join the other ranks of the site (NCCL on GPUs, Gloo on CPUs) and build the mesh.
 
-    Give `stage`, `shard` and either `init_method` (a URL) or `store`; without them the rank and
-    the meeting point come from an existing launcher's RANK, WORLD_SIZE, MASTER_ADDR and
+    Give `rank` (see `rank_of_place`) and either `init_method` (a URL) or `store`; without them the
+    rank and the meeting point come from an existing launcher's RANK, WORLD_SIZE, MASTER_ADDR and
     MASTER_PORT. A default process group that is already there is used as it is. A site of one
     rank starts nothing. Raises `ConfigError` if neither is given, or if the sizes differ.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    if stages * shards == 1 or dist.is_initialized():
-        return SiteMesh.create(stages, shards, device)
+    world = replicas * stages * shards
+    if world == 1 or dist.is_initialized():
+        return SiteMesh.create(stages, shards, device, replicas)
     backend = "nccl" if device.type == "cuda" else "gloo"
     # Naming the device lets NCCL connect now, so that a bad link is an error of the start.
     device_id = device if device.type == "cuda" else None
@@ -137,15 +225,15 @@ def start_site_group(
             )
         dist.init_process_group(backend, timeout=timeout, device_id=device_id)
     else:
-        if stage is None or shard is None:
-            raise ConfigError("site: an address needs the rank's stage and shard too")
+        if rank is None:
+            raise ConfigError("site: an address needs the rank's number too")
         dist.init_process_group(
             backend,
             init_method=init_method,
             store=store,
-            world_size=stages * shards,
-            rank=stage * shards + shard,
+            world_size=world,
+            rank=rank,
             timeout=timeout,
             device_id=device_id,
         )
-    return SiteMesh.create(stages, shards, device)
+    return SiteMesh.create(stages, shards, device, replicas)

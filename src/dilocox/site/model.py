@@ -26,6 +26,7 @@ from dilocox.site.pipeline import (
     chunks_of_stage,
     stage_of_chunk,
 )
+from dilocox.site.replicas import Leader, follow, from_first_replica
 from dilocox.site.sharding import drop_gathered, finish_sharding, local, shard_chunk
 from dilocox.site.step import StepResult, status_of_rank
 from dilocox.site.tied import TiedPair
@@ -75,9 +76,9 @@ class SiteModel:
             )
         self._mesh = mesh
         self._clip = inner.clip
-        self.whole_gradients = whole_gradients and mesh.stages == 1 and mesh.shards > 1
+        self.whole_gradients = whole_gradients and mesh.stages == 1 and mesh.sharded
         self._chunks = list(chunks)
-        computation = Computation(precision, sharded=mesh.shards > 1)
+        computation = Computation(precision, sharded=mesh.sharded)
         total = mesh.stages * site.chunks
         self._compilation: Compilation | None = None
         if compiles(compile_layers, site, mesh.device):
@@ -100,9 +101,11 @@ class SiteModel:
         self._last_stage = stage_of_chunk(site.schedule, mesh.stages, site.chunks, total - 1)
         self._tied: TiedPair | None = None
         self._owner, self._copy = self._find_tied(tied)
+        # Made once: a version counter of PyTorch's belongs to one of these, not to its storage.
+        self._held = {n: local(p) for n, p in self._parameters.items() if n != self._copy}
         # FSDP keeps a shard's storage for good, so an optimizer may hold a plain view of it.
         self._locals = {
-            name: nn.Parameter(local(parameter)) if mesh.shards > 1 else parameter
+            name: nn.Parameter(local(parameter)) if mesh.sharded else parameter
             for name, parameter in self._trained.items()
         }
         self._optimizer = InnerOptimizer(
@@ -117,6 +120,7 @@ class SiteModel:
         ]
         self._names = mesh.gather_names(self._counted)
         self._checked = False
+        self._leader: Leader | None = None
         self.before_update: Callable[[], None] = lambda: None
         """Called in every step when gradients are there, before anything that lasts changes."""
         self.sync_tied()
@@ -135,12 +139,12 @@ class SiteModel:
                 self._compilation.compile(layer)
         if not is_last:
             cast_boundary(chunk, computation.boundary_dtype)
-        if self._mesh.shards > 1:
+        if self._mesh.sharded:
             # Split backward passes need gathered parameters to stay: FSDP's hooks do not see the
             # weight half, and gradients of parameters it has let go are lost without a word. In
             # other pipelines a micro-batch is too short to gather a stage twice for it.
             reshard = self._mesh.stages == 1 and not self.whole_gradients
-            shard_chunk(chunk, self._mesh.shard_mesh, precision, reshard)
+            shard_chunk(chunk, self._mesh.fsdp_mesh, precision, reshard)
         fill(chunk, self._mesh.device)
         finish_sharding(chunk)
         computation.prepare(chunk)
@@ -174,11 +178,7 @@ class SiteModel:
         Under FSDP it is the rank's shard along the first dimension, possibly of 0 rows. The copy
         of a tied tensor is left out: call `sync_tied` after the owner was written.
         """
-        return {
-            name: local(parameter)
-            for name, parameter in self._parameters.items()
-            if name != self._copy
-        }
+        return dict(self._held)
 
     def saved_buffers(self) -> dict[str, Tensor]:
         """Full name to buffer that a checkpoint of the model holds, floating ones fp32; whole at
@@ -201,6 +201,8 @@ class SiteModel:
         Collective between the owner's and the copy's rank, to be called at the same moment by all
         ranks of the site; nothing is sent by the others or without a tied tensor.
         """
+        if self._leader is not None:
+            self._leader.tied_synced(moments)
         if self._tied is not None:
             self._tied.send(self._storage(self._owner), self._storage(self._copy))
             if moments:
@@ -226,7 +228,13 @@ class SiteModel:
         norm is not, so that all sites do the same), and the result says so.
         Raises `TrainingError` naming a trained parameter that got no gradient.
         """
+        averaged = exchange_gradients is not None
+        if self._leader is not None:
+            input_ids, labels = self._leader.order(
+                "inner_step", input_ids, labels, learning_rate=learning_rate, averaged=averaged
+            )
         loss, gradients = self._backward(input_ids, labels)
+        loss = self._mesh.mean_of_replicas(loss)
         owner = None if self._owner is None else gradients[self._owner]
         copy = None if self._copy is None else gradients[self._copy]
         self.before_update()
@@ -235,15 +243,18 @@ class SiteModel:
                 exchange_gradients({n: g for n, g in gradients.items() if n != self._copy})
                 if self._tied is not None:
                     self._tied.send(owner, copy)
+                if self._mesh.replicas > 1:
+                    from_first_replica(self._mesh, list(gradients.values()))
             status = status_of_rank(loss, [gradients[name] for name in self._counted])
             result = StepResult(
                 self._mesh.gather(status), self._mesh.shards, self._last_stage, self._names
             )
-            averaged = exchange_gradients is not None
             with timeline.span("optimizer"):
                 divisor, skip = result.divisor_and_skip(self._clip, averaged)
                 self._optimizer.step(learning_rate, divisor, skip)
         self._drop_gradients()
+        if self._leader is not None:
+            self._leader.done()
         return result
 
     def compile_problem(self) -> str | None:
@@ -262,6 +273,10 @@ class SiteModel:
         those of `names` that are trained, fp32 by full name, of the local part; a tied tensor's
         are its owner's. The model is as in evaluation (no dropout).
         """
+        if self._leader is not None:
+            input_ids, labels = self._leader.order(
+                "loss_and_gradients", input_ids, labels, names=names
+            )
         for chunk in self._chunks:
             chunk.eval()
         loss, gradients = self._backward(input_ids, labels)
@@ -293,7 +308,8 @@ class SiteModel:
             self._locals[name].grad = None
 
     def _mean_over_shards(self, loss: Tensor) -> float:
-        losses = self._mesh.gather(loss.double().unsqueeze(0))[:, 0]
+        mean = self._mesh.mean_of_replicas(loss)
+        losses = self._mesh.gather(mean.double().unsqueeze(0))[:, 0]
         return float(losses.sum().item()) / self._mesh.shards
 
     def _gradients(self) -> dict[str, Tensor]:
@@ -306,7 +322,7 @@ class SiteModel:
         for name, parameter in self._trained.items():
             assert parameter.grad is not None
             gradients[name] = local(parameter.grad)
-            if self._mesh.shards > 1:
+            if self._mesh.sharded:
                 self._locals[name].grad = gradients[name]
         return gradients
 
@@ -333,6 +349,8 @@ class SiteModel:
         `input_ids`, `labels`: int64 [b, L] with the same b and L on all ranks. The same number on
         all ranks.
         """
+        if self._leader is not None:
+            input_ids, labels = self._leader.order("evaluate", input_ids, labels)
         for chunk in self._chunks:
             chunk.eval()
         loss = self._pipeline.mean_loss(
@@ -351,7 +369,7 @@ class SiteModel:
         `input_ids`, `labels`: int64 [b, L] on the device. For a rank that holds the whole model
         alone.
         """
-        assert self._mesh.stages * self._mesh.shards == 1
+        assert self._mesh.stages == 1 and not self._mesh.sharded
         chunk = self._chunks[0]
         # Buffers are fp32 in any case.
         copied = copy.deepcopy(chunk).float().eval()
@@ -387,10 +405,32 @@ class SiteModel:
     def load_optimizer_state(self, state: Mapping[str, Tensor]) -> None:
         """Set the inner optimizer's state, bit for bit. Raises `CheckpointError`."""
         self._optimizer.load(state)
+        if self._leader is not None:
+            self._leader.optimizer_replaced()
 
     def reset_optimizer(self) -> None:
         """Start the inner optimizer anew: no moments, step 0."""
         self._optimizer.reset()
+        if self._leader is not None:
+            self._leader.optimizer_replaced()
+
+    def moments(self) -> list[Tensor]:
+        """The storage of the inner optimizer's moments, see `InnerOptimizer.moments`."""
+        return self._optimizer.moments()
+
+    def lead(self) -> None:
+        """From now on further replicas do what this rank of the first one does (see `replicas`)."""
+        if self._mesh.replicas > 1:
+            self._leader = Leader(self, self._mesh)
+
+    def follow(self, step_done: Callable[[], None]) -> None:
+        """As a rank of a further replica, do what the first one does, until that `let_go`."""
+        follow(self, self._mesh, step_done)
+
+    def let_go(self) -> None:
+        """Let further replicas end."""
+        if self._leader is not None:
+            self._leader.end()
 
 
 def _parameters_by_name(

@@ -138,6 +138,13 @@ class InnerOptimizer:
                 state["step"] = own["step"].detach().cpu().clone()
         return state
 
+    def moments(self) -> list[Tensor]:
+        """The storage of all moments, none of them empty, in an order that stays the same."""
+        found = list(self._matrices.momenta().values())
+        if self._optimizer is not None and self._moments:
+            found += [own[moment] for own in self._optimizer.state.values() for moment in _MOMENTS]
+        return [tensor for tensor in found if tensor.numel() > 0]
+
     def second_moments(self) -> tuple[dict[str, Tensor], Tensor]:
         """AdamW's second moments by name, and the sum of the weights that they have given so far.
 

@@ -27,7 +27,12 @@ from dilocox.errors import ConfigError
 from dilocox.site.head_loss import HeadLoss
 from dilocox.site.loss import mean_cross_entropy
 from dilocox.site.mesh import SiteMesh
-from dilocox.site.sharding import drop_gathered, keep_gradient_sums_fp32, reduce_gradients
+from dilocox.site.sharding import (
+    drop_gathered,
+    keep_gradient_sums_fp32,
+    reduce_gradients,
+    reduce_over_replicas,
+)
 from dilocox.site.weight_copies import WeightCopies
 from dilocox.torch_internals import LeanStage, weight_half_takes_functions
 
@@ -197,6 +202,8 @@ class Pipeline:
             # one.
             if self._whole_gradients:
                 reduce_gradients(chunk, number == count - 1)
+            elif self._mesh.replicas > 1:
+                reduce_over_replicas(chunk, number == count - 1)
             loss = self.loss_of(chunk, ids, targets)
             if count > 1:
                 loss = loss / count

@@ -43,6 +43,9 @@ def shard_chunk(
 ) -> None:
     """Shard `chunk` (still on the meta device) over `mesh`: each of its `Units`, then the rest.
 
+    `mesh` is of shards, or of replicas x shards: then FSDP shards over its last dimension and
+    keeps equal copies over its first.
+
     Parameters stay fp32; with bf16 they are gathered and used as bf16, and gradients are reduced
     in fp32. `reshard_after_forward` counts for the embedding and the layers. Final norm and head
     stay gathered: the backward pass begins with them.
@@ -119,6 +122,16 @@ def reduce_gradients(chunk: nn.Module, last: bool) -> None:
         chunk.set_is_last_backward(last)
         chunk.set_requires_gradient_sync(last)
         chunk.set_reshard_after_backward(last)
+
+
+def reduce_over_replicas(chunk: nn.Module, last: bool) -> None:
+    """Say whether the next backward pass of `chunk` is the `last` one of the step.
+
+    Every pass reduces gradients over the shards of a replica. The last one reduces the sums over
+    the replicas, too.
+    """
+    if isinstance(chunk, FSDPModule):
+        chunk.set_requires_all_reduce(last)
 
 
 def keep_gradient_sums_fp32(chunk: nn.Module) -> None:

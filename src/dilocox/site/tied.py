@@ -14,23 +14,24 @@ from dilocox.site.mesh import SiteMesh
 class TiedPair:
     """Keeps the owner's and the copy's local tensor (the same shard of each) equal to the bit.
 
-    Collective between the owner's and the copy's rank of one shard only; every other rank passes
-    through. `owner` and `copy` are this rank's tensors, none where it does not hold them. Both
+    Collective between the owner's and the copy's rank of one shard of one replica only; every other
+    rank passes through. `owner` and `copy` are this rank's tensors, none where it does not hold them. Both
     may lie on one rank (V-shaped schedules): then nothing is sent.
     """
 
     def __init__(self, mesh: SiteMesh, owner_stage: int, copy_stage: int) -> None:
         self._group: dist.ProcessGroup | None = None
-        self._source = owner_stage * mesh.shards + mesh.shard
+        self._source = mesh.rank_at(owner_stage, mesh.shard, mesh.replica)
         self._near = owner_stage == copy_stage
         if self._near:
             return
         # Making a group is collective over the whole site, also for those who are not in it.
-        for shard in range(mesh.shards):
-            pair = [owner_stage * mesh.shards + shard, copy_stage * mesh.shards + shard]
-            group = dist.new_group(pair)
-            if mesh.rank in pair:
-                self._group = group
+        for replica in range(mesh.replicas):
+            for shard in range(mesh.shards):
+                pair = [mesh.rank_at(stage, shard, replica) for stage in (owner_stage, copy_stage)]
+                group = dist.new_group(pair)
+                if mesh.rank in pair:
+                    self._group = group
 
     def sum_gradients(self, owner: Tensor | None, copy: Tensor | None) -> None:
         """Set both gradients to owner + copy. A sum of two is the same on both ends, to the bit."""

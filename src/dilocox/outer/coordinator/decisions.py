@@ -34,7 +34,7 @@ def decide(
         return started
     for name in state.with_role("entering", "active"):
         site = state.sites[name]
-        if site.left and len(site.left) == state.config.site.ranks:
+        if site.left and len(site.left) == state.config.site.exchanging_ranks:
             return e.Gone(time, name, site.incarnation, "asked to leave, and done", False)
     # One that enters makes up the number: what it waits for lands only after these decisions.
     if state.running and len(state.with_role("entering", "active")) >= state.config.outer.min_sites:

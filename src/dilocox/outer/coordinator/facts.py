@@ -99,7 +99,7 @@ class Facts:
 
     def is_ready(self, site: str) -> bool:
         """All ranks of an entering site hold the full state."""
-        return len(self.sites[site].ready) == self.config.site.ranks
+        return len(self.sites[site].ready) == self.config.site.exchanging_ranks
 
     def takes_part(self, site: str, round_: int) -> bool:
         """The site's present incarnation contributes to and votes on this round."""

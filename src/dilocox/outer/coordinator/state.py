@@ -229,7 +229,7 @@ class CoordinatorState(Facts):
             self.measured.setdefault(event.round, {})[event.site] = measured
         ranks = site.done.setdefault(event.round, set())
         ranks.add((event.stage, event.shard))
-        if len(ranks) == self.config.site.ranks:
+        if len(ranks) == self.config.site.exchanging_ranks:
             del site.done[event.round]
             site.rounds_done = max(site.rounds_done, event.round + 1)
             self.ledger.settle(event.round + 1, [event.site])
@@ -312,7 +312,7 @@ class CoordinatorState(Facts):
         site = self.sites[event.site]
         site.finished.add((event.stage, event.shard))
         site.complete = site.complete and event.complete
-        if len(site.finished) == self.config.site.ranks:
+        if len(site.finished) == self.config.site.exchanging_ranks:
             site.role = "finished"
             self._say(event, "leave", f"{event.site} has finished")
 
