@@ -23,7 +23,7 @@ class SiteSection(Section):
     stages: Positive = 1
     shards: Positive = 1
     replicas: Positive = 1
-    """Copies of the stages × shards ranks at every site, each of which trains on its own part of
+    """Copies of the stages x shards ranks at every site, each of which trains on its own part of
     the batch (hybrid sharding). Shards gather parameters inside a replica alone. Replicas exchange
     gradients once per step. Give one replica to each group of GPUs with fast links."""
     chunks: Positive = 1

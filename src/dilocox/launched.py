@@ -82,12 +82,14 @@ def join_as_rank(
             shared_folder=False,
             log_file=None,
             debug=debug,
-            trace=part_path(config.folder, site, stage, shard) if trace else None,
+            trace=part_path(config.folder, site, place.stage, place.shard)
+            if trace and place.exchanges
+            else None,
         )
         code = run_rank(job, lambda line, _: complain(line))
-    if trace:
+    if trace and place.exchanges:
         try:
-            merge_rank(config.folder, site, stage, shard)
+            merge_rank(config.folder, site, place.stage, place.shard)
         except OSError as error:  # not worth a run's failure
             complain(f"the timeline was not written: {error}")
     if code and dist.is_initialized():

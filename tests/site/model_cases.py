@@ -48,12 +48,13 @@ def gathered_when(tied: bool, **setting: Any) -> dict[str, list[str]]:
 
 
 def messages(**setting: Any) -> dict[str, int]:
-    """How often a step of four micro-batches gathers and reduces over the shards."""
+    """How often a step of four micro-batches gathers and reduces over the shards, and sums over the
+    replicas."""
     shards = setting["shards"]
-    model = build(rows=4 * shards, **setting)
+    model = build(rows=4 * shards * setting.get("replicas", 1), **setting)
     shard = model._mesh.shard
     ids, labels = (rows_of(shard, shards, part) for part in toy.batch(4 * shards, seed=0))
-    counts = {"gathers": 0, "reductions": 0}
+    counts = {"gathers": 0, "reductions": 0, "sums": 0}
 
     def counting(name: str, inner: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -62,7 +63,7 @@ def messages(**setting: Any) -> dict[str, int]:
 
         return call
 
-    own = {}
+    own = {"all_reduce": ("sums", dist.all_reduce)}
     for name in ("all_gather_into_tensor", "all_gather_single"):
         own[name] = ("gathers", getattr(dist, name, None))
     for name in ("reduce_scatter_tensor", "reduce_scatter_single"):

@@ -121,6 +121,13 @@ def test_replicas_train_as_one_process(pool: Pool, setting: dict[str, Any]) -> N
     assert all(result["kept"] == 0 for result in results)
 
 
+def test_replicas_exchange_gradients_once_per_step(pool: Pool) -> None:
+    """Ten units, see above. Shards reduce them in each of four micro-batches."""
+    found = pool.run(4, "tests.site.model_cases", "messages", shards=2, replicas=2)[0]
+    assert found["reductions"] == 4 * 10
+    assert found["sums"] == 10
+
+
 @pytest.mark.parametrize("exchange", [False, True])
 @pytest.mark.parametrize(
     "setting",
@@ -135,9 +142,7 @@ def test_replicas_end_with_the_same_bits(
     pool: Pool, setting: dict[str, Any], exchange: bool
 ) -> None:
     """Whatever is written at the first replica's ranks, the same ranks of the others get it."""
-    results = pool.run(
-        4, "tests.site.cases", "trained", replicas=2, exchange=exchange, **setting
-    )
+    results = pool.run(4, "tests.site.cases", "trained", replicas=2, exchange=exchange, **setting)
     for first, other in zip(results[:2], results[2:], strict=True):
         assert first["remains"].keys() == other["remains"].keys()
         for name, tensor in first["remains"].items():

@@ -41,9 +41,7 @@ class SiteMesh:
     orders: Group | None = None
 
     @classmethod
-    def create(
-        cls, stages: int, shards: int, device: torch.device, replicas: int = 1
-    ) -> SiteMesh:
+    def create(cls, stages: int, shards: int, device: torch.device, replicas: int = 1) -> SiteMesh:
         """The mesh of an initialised default process group of replicas x stages x shards ranks.
 
         A collective call: every rank of the site makes it. Raises `ConfigError` if the group has

@@ -369,7 +369,8 @@ class SiteModel:
         `input_ids`, `labels`: int64 [b, L] on the device. For a rank that holds the whole model
         alone.
         """
-        assert self._mesh.stages == 1 and not self._mesh.sharded
+        assert self._mesh.stages == 1
+        assert not self._mesh.sharded
         chunk = self._chunks[0]
         # Buffers are fp32 in any case.
         copied = copy.deepcopy(chunk).float().eval()

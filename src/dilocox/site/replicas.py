@@ -110,7 +110,9 @@ class Leader:
         )
         _send(self._mesh, order)
         _share_state(self._model, self._mesh, order)
-        batch = torch.stack([each.to(self._mesh.device, non_blocking=True) for each in (input_ids, labels)])
+        batch = torch.stack(
+            [each.to(self._mesh.device, non_blocking=True) for each in (input_ids, labels)]
+        )
         dist.broadcast(batch, group=self._mesh.replica_group, group_src=0)
         self._tied = None
         self.done()

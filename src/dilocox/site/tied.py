@@ -15,8 +15,8 @@ class TiedPair:
     """Keeps the owner's and the copy's local tensor (the same shard of each) equal to the bit.
 
     Collective between the owner's and the copy's rank of one shard of one replica only; every other
-    rank passes through. `owner` and `copy` are this rank's tensors, none where it does not hold them. Both
-    may lie on one rank (V-shaped schedules): then nothing is sent.
+    rank passes through. `owner` and `copy` are this rank's tensors, none where it does not hold
+    them. Both may lie on one rank (V-shaped schedules): then nothing is sent.
     """
 
     def __init__(self, mesh: SiteMesh, owner_stage: int, copy_stage: int) -> None:
