@@ -39,7 +39,7 @@ from dilocox.outer.entry import Donor, Snapshot
 from dilocox.outer.groups import PeerGroup
 from dilocox.outer.state import PieceState
 from dilocox.persistence import Keeper
-from dilocox.site import determinism_mode, mean_cross_entropy
+from dilocox.site import SiteModel, determinism_mode, mean_cross_entropy
 from tests.e2e.altered import contributions_times
 from tests.e2e.harness import LIMIT, Run, Workshop
 from tests.outer.streams import play_device
@@ -131,6 +131,24 @@ def donor_dies() -> dict[str, Any]:
         original(self, snapshot)
 
     Donor.offer = offer  # type: ignore[method-assign]
+    return {}
+
+
+def replica_dies() -> dict[str, Any]:
+    """A rank of lyon's second replica dies after its twelfth inner step, once per run."""
+    original, steps = SiteModel.inner_step, 0
+
+    @functools.wraps(original)
+    def inner_step(self: SiteModel, *arguments: Any) -> Any:
+        nonlocal steps
+        result, steps = original(self, *arguments), steps + 1
+        flag = _disk.with_name("replica-died")
+        if me() == "lyon-stage0-shard0-replica1" and steps == 12 and not flag.exists():
+            flag.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+
+    SiteModel.inner_step = inner_step  # type: ignore[method-assign]
     return {}
 
 
@@ -258,6 +276,7 @@ HOOKS: dict[str, Callable[[], dict[str, Any]]] = {
     "lazy-and-poisoning": lazy_and_poisoning,
     "poisoning": poisoning,
     "donor-dies": donor_dies,
+    "replica-dies": replica_dies,
     "slow-steps": slow_steps,
     "late-at-the-flush": late_at_the_flush,
     "played-device": played_device,

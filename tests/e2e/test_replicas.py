@@ -1,0 +1,89 @@
+"""Sites of several replicas in real runs: hybrid sharding, of which other sites know nothing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from tests.e2e.forked import Forge
+from tests.e2e.harness import LIMIT, PATIENT, Workshop, verdicts
+
+SETS = (
+    "site.batch_size=8",
+    "outer.rounds=4",
+    "compression.codec=none",
+    "admission.aggregation=clip",
+    "admission.gate=true",
+    "admission.gate_sequences=8",
+    "record.states_every=1",
+    "checkpoint.every_rounds=1",
+    PATIENT,
+)
+REPLICAS = ("site.replicas=2", "site.stages=2", *SETS)
+
+
+def model_of(folder: Path) -> dict[str, torch.Tensor]:
+    tensors: dict[str, torch.Tensor] = {}
+    for file in sorted((folder / "model").glob("*.safetensors")):
+        tensors |= load_file(file)
+    return tensors
+
+
+def largest_difference(one: Path, other: Path) -> float:
+    a, b = model_of(one), model_of(other)
+    assert a.keys() == b.keys()
+    return max(float((a[name] - b[name]).abs().max()) for name in a)
+
+
+def test_replicas_are_trained_killed_resumed_and_audited(workshop: Workshop, forge: Forge) -> None:
+    plain = workshop.train("replicas-1", "site.stages=2", *SETS)
+    through = workshop.train("replicas-2", *REPLICAS)
+    assert "2 sites x 2 replicas x 2 stages x 1 shard" in through.printed()
+    assert largest_difference(plain.folder, through.folder) < 2e-4
+    assert verdicts(through.folder) == {"beacon": "NOT_RUN", "audits": "NOT_RUN"}
+    logs = sorted(path.name for path in (through.folder / "logs").glob("paris-*.log"))
+    assert len(logs) == 4
+    assert "paris-stage1-shard0-replica1.log" in logs
+
+    audit = forge.command(workshop, "replicas-2", "audit", str(through.folder), "--json")
+    assert audit.wait(LIMIT) == 0, audit.output()
+    found = json.loads(audit.printed())["verdicts"]
+    assert {each["verdict"] for each in found} == {"EXACT"}, found
+    rounds = {(each["site"], each["round"]) for each in found}
+    assert rounds >= {(site, number) for site in ("paris", "lyon") for number in range(4)}
+
+
+def test_a_killed_replica_takes_its_site_down_which_comes_back(
+    workshop: Workshop, forge: Forge
+) -> None:
+    run = forge.train(
+        workshop,
+        "replica-dies",
+        "site.replicas=2",
+        "site.stages=1",
+        *SETS,
+        "outer.rounds=12",
+        hooks="replica-dies",
+    )
+    assert run.wait() == 0, run.output()
+    said = run.printed()
+    assert "lyon-stage0-shard0-replica1 was killed" in said
+    assert "lyon enters" in said
+    assert verdicts(run.folder).get("replay") is None
+
+
+def test_a_stopped_run_of_replicas_goes_on_bit_for_bit(workshop: Workshop, forge: Forge) -> None:
+    """Its ranks end with the run, all of them, and go on with the same random numbers."""
+    sets = ("site.replicas=2", "site.stages=1", *SETS, "outer.rounds=6", "network.heartbeat=2")
+    through = workshop.train("replicas-through", *sets)
+    cut = forge.train(workshop, "replicas-cut", *sets, hooks="slow-steps")
+    cut.wait_for(lambda: len(cut.records("round")) >= 2)
+    cut.ctrl_c()
+    assert cut.wait() == 130, cut.output()
+    assert cut.left_behind() == {}
+    again = workshop.start("replicas-cut", *sets, flags=("--resume",))
+    assert again.wait() == 0, again.output()
+    assert largest_difference(through.folder, again.folder) == 0.0
