@@ -57,6 +57,7 @@ def test_replicas_are_trained_and_audited(workshop: Workshop, forge: Forge) -> N
     assert rounds >= {(site, number) for site in ("paris", "lyon") for number in range(4)}
 
 
+@pytest.mark.slow
 def test_a_killed_replica_takes_its_site_down_which_comes_back(
     workshop: Workshop, forge: Forge
 ) -> None:
@@ -79,7 +80,7 @@ def test_a_killed_replica_takes_its_site_down_which_comes_back(
 @pytest.mark.slow
 def test_a_stopped_run_of_replicas_goes_on_bit_for_bit(workshop: Workshop, forge: Forge) -> None:
     """Its ranks end with the run, all of them, and go on with the same random numbers."""
-    sets = ("site.replicas=2", "site.stages=1", *SETS, "outer.rounds=6", "network.heartbeat=2")
+    sets = ("site.replicas=2", "site.stages=1", *SETS, "outer.rounds=6", "network.heartbeat=5")
     through = workshop.train("replicas-through", *sets)
     cut = forge.train(workshop, "replicas-cut", *sets, hooks="slow-steps")
     cut.until(lambda: len(cut.records("round")) >= 2)
