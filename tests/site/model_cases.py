@@ -273,3 +273,21 @@ def joined(rank: int, stages: int, shards: int, place: str, launcher: bool) -> t
         dist.get_rank(mesh.pipeline_group),
         mesh.shard_mesh.get_local_rank(),
     )
+
+
+def patience_of_replicas(rank: int, place: str) -> tuple[float, float]:
+    """Seconds after which collectives of a replica, and orders, give up."""
+    mesh = start_site_group(
+        2,
+        1,
+        CPU,
+        timedelta(seconds=77),
+        replicas=2,
+        rank=rank,
+        store=dist.FileStore(place, 4),
+    )
+    found = []
+    for group in (mesh.own_replica, mesh.orders):
+        assert group is not None
+        found.append(group._get_backend(CPU).options._timeout.total_seconds())
+    return found[0], found[1]

@@ -28,3 +28,16 @@ def test_every_rank_finds_its_place(pool: Pool, tmp_path: Path, launcher: bool) 
         launcher=launcher,
     )
     assert places == [(0, 0, 0, 0), (0, 1, 0, 1), (1, 0, 1, 0), (1, 1, 1, 1)]
+
+
+def test_collectives_of_a_replica_have_the_time_limit_of_the_site(
+    pool: Pool, tmp_path: Path
+) -> None:
+    found = pool.run(
+        4,
+        "tests.site.model_cases",
+        "patience_of_replicas",
+        join=False,
+        place=str(tmp_path / "store"),
+    )
+    assert found == [(77.0, 365 * 86400.0)] * 4

@@ -41,11 +41,18 @@ class SiteMesh:
     orders: Group | None = None
 
     @classmethod
-    def create(cls, stages: int, shards: int, device: torch.device, replicas: int = 1) -> SiteMesh:
+    def create(
+        cls,
+        stages: int,
+        shards: int,
+        device: torch.device,
+        replicas: int = 1,
+        timeout: timedelta | None = None,
+    ) -> SiteMesh:
         """The mesh of an initialised default process group of replicas x stages x shards ranks.
 
-        A collective call: every rank of the site makes it. Raises `ConfigError` if the group has
-        another size.
+        `timeout`: of collectives of this rank's replica; none means PyTorch's default. A collective
+        call: every rank of the site makes it. Raises `ConfigError` if the group has another size.
         """
         needed = replicas * stages * shards
         if needed == 1:
@@ -67,7 +74,9 @@ class SiteMesh:
             device.type, (replicas, stages, shards), mesh_dim_names=("replicate", "pp", "dp")
         )
         members = stages * shards
-        own = _own_group([range(n * members, (n + 1) * members) for n in range(replicas)])
+        own = _own_group(
+            [range(n * members, (n + 1) * members) for n in range(replicas)], timeout=timeout
+        )
         orders = _own_group(
             [range(n, needed, members) for n in range(members)], backend="gloo", timeout=PATIENCE
         )
@@ -211,7 +220,7 @@ def start_site_group(
         torch.cuda.set_device(device)
     world = replicas * stages * shards
     if world == 1 or dist.is_initialized():
-        return SiteMesh.create(stages, shards, device, replicas)
+        return SiteMesh.create(stages, shards, device, replicas, timeout)
     backend = "nccl" if device.type == "cuda" else "gloo"
     # Naming the device lets NCCL connect now, so that a bad link is an error of the start.
     device_id = device if device.type == "cuda" else None
@@ -234,4 +243,4 @@ def start_site_group(
             timeout=timeout,
             device_id=device_id,
         )
-    return SiteMesh.create(stages, shards, device, replicas)
+    return SiteMesh.create(stages, shards, device, replicas, timeout)
