@@ -275,7 +275,7 @@ def joined(rank: int, stages: int, shards: int, place: str, launcher: bool) -> t
     )
 
 
-def patience_of_replicas(rank: int, place: str) -> tuple[float, float]:
+def patience_of_replicas(rank: int, place: str) -> tuple[float, ...]:
     """Seconds after which collectives of a replica, and orders, give up."""
     mesh = start_site_group(
         2,
@@ -287,7 +287,7 @@ def patience_of_replicas(rank: int, place: str) -> tuple[float, float]:
         store=dist.FileStore(place, 4),
     )
     found = []
-    for group in (mesh.own_replica, mesh.orders):
+    for group in (mesh.own_replica, mesh.same_ranks, mesh.orders):
         assert group is not None
         found.append(group._get_backend(CPU).options._timeout.total_seconds())
-    return found[0], found[1]
+    return tuple(found)

@@ -40,4 +40,4 @@ def test_collectives_of_a_replica_have_the_time_limit_of_the_site(
         join=False,
         place=str(tmp_path / "store"),
     )
-    assert found == [(77.0, 365 * 86400.0)] * 4
+    assert found == [(77.0, 77.0, 365 * 86400.0)] * 4

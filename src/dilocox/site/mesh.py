@@ -25,8 +25,9 @@ class SiteMesh:
 
     `mesh` has the dimensions ("pp", "dp"), and "replicate" before them in a site of several
     replicas. A site of one rank has no mesh and no groups: it communicates with nobody.
-    `own_replica`: the ranks of this rank's replica, where it is not the whole site. `orders`: the
-    replicas of this rank's stage and shard, on CPUs; none in a site of one replica.
+    In a site of several replicas, `own_replica` are the ranks of this rank's replica, and
+    `same_ranks` the ranks with this rank's stage and shard in all replicas, in replica order;
+    `orders` are the same ranks on CPUs.
     """
 
     stages: int
@@ -38,6 +39,7 @@ class SiteMesh:
     replicas: int = 1
     replica: int = 0
     own_replica: Group | None = None
+    same_ranks: Group | None = None
     orders: Group | None = None
 
     @classmethod
@@ -51,8 +53,9 @@ class SiteMesh:
     ) -> SiteMesh:
         """The mesh of an initialised default process group of replicas x stages x shards ranks.
 
-        `timeout`: of collectives of this rank's replica; none means PyTorch's default. A collective
-        call: every rank of the site makes it. Raises `ConfigError` if the group has another size.
+        `timeout`: of collectives of a replica, and of equal ranks of the replicas; none means
+        PyTorch's default. A collective call: every rank of the site makes it. Raises `ConfigError`
+        if the group has another size.
         """
         needed = replicas * stages * shards
         if needed == 1:
@@ -64,7 +67,7 @@ class SiteMesh:
                 product, sizes = f"replicas x {product}", f"{replicas} x {sizes}"
             raise ConfigError(
                 f"site: {world} ranks were started for {product} = {sizes} = "
-                f"{needed}; start {needed} ranks or change site.stages"
+                f"{needed}; start {needed} ranks or change [site]"
             )
         stage, shard, replica = place_of_rank(dist.get_rank(), shards, stages)
         if replicas == 1:
@@ -77,10 +80,13 @@ class SiteMesh:
         own = _own_group(
             [range(n * members, (n + 1) * members) for n in range(replicas)], timeout=timeout
         )
-        orders = _own_group(
-            [range(n, needed, members) for n in range(members)], backend="gloo", timeout=PATIENCE
+        same = [range(n, needed, members) for n in range(members)]
+        # Not the mesh's group: replicas wait in this one while the first one exchanges gradients.
+        peers = _own_group(same, timeout=timeout)
+        orders = _own_group(same, backend="gloo", timeout=PATIENCE)
+        return cls(
+            stages, shards, stage, shard, device, mesh, replicas, replica, own, peers, orders
         )
-        return cls(stages, shards, stage, shard, device, mesh, replicas, replica, own, orders)
 
     @property
     def rank(self) -> int:
@@ -109,7 +115,9 @@ class SiteMesh:
     @property
     def replica_group(self) -> Group:
         """The ranks of all replicas that hold this rank's stage and shard, in replica order."""
-        return self._group("replicate")
+        if self.same_ranks is None:
+            raise RuntimeError("a site of one replica has no group of replicas")
+        return self.same_ranks
 
     @property
     def shard_mesh(self) -> DeviceMesh:

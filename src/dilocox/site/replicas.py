@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dilocox.errors import TrainingError
 from dilocox.site.mesh import SiteMesh
 
 if TYPE_CHECKING:
@@ -149,7 +150,7 @@ class _RandomState:
 def follow(model: SiteModel, mesh: SiteMesh, step_done: Callable[[], None]) -> None:
     """Do what the first replica orders, until it lets this rank go.
 
-    `step_done` is called after every inner step. Raises `RuntimeError` if the first replica is
+    `step_done` is called after every inner step. Raises `TrainingError` if the first replica is
     gone, and what the calls raise.
     """
     checked = False
@@ -226,8 +227,14 @@ def _send(mesh: SiteMesh, order: Order) -> None:
 
 def _receive(mesh: SiteMesh) -> Order:
     size = torch.zeros(1, dtype=torch.int64)
-    dist.broadcast(size, group=mesh.orders, group_src=0)
-    text = torch.empty(int(size.item()), dtype=torch.uint8)
-    dist.broadcast(text, group=mesh.orders, group_src=0)
+    try:
+        dist.broadcast(size, group=mesh.orders, group_src=0)
+        text = torch.empty(int(size.item()), dtype=torch.uint8)
+        dist.broadcast(text, group=mesh.orders, group_src=0)
+    except RuntimeError as error:
+        raise TrainingError(
+            f"replica {mesh.replica}: the same rank of the first replica is gone; its own message "
+            "says why"
+        ) from error
     said: Mapping[str, object] = json.loads(text.numpy().tobytes())
     return Order(**{**said, "names": tuple(said["names"]), "weights": tuple(said["weights"])})  # type: ignore[arg-type]
