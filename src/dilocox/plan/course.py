@@ -27,6 +27,8 @@ class SimSite:
     cores: float | None = None
     """Processor cores that computing and exchanging share; none: they do not share any."""
     shards: int = 1
+    replicas: int = 1
+    """Of stages and shards. The first one alone exchanges; all of them compute."""
 
 
 @dataclass

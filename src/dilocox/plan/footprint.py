@@ -106,6 +106,13 @@ class Footprint:
         return lasting + self.peak
 
     @property
+    def follower(self) -> int:
+        """Bytes on the device of the same rank of a further replica, which does not exchange, keeps
+        no checkpoints and does not evaluate an anchor of its own."""
+        step = self.gradients + self.copies - self.lasting + self.activations
+        return self.weights + self.optimizer + self.lasting + step
+
+    @property
     def host_lasting(self) -> int:
         """Bytes in the machine's memory beside a GPU, exchanges and the published model aside."""
         if self.shared:
@@ -192,12 +199,12 @@ def _stepped(config: RunConfig, outline: Outline, stage: int, once: bool) -> tup
     bf16 = site.precision != "fp32"
     width = 2 if bf16 else 4
     gradients, copies, lasting = 4 * own, 0, 0
-    if site.shards > 1 and once:
+    if site.parts > 1 and once:
         # Parameters are gathered once per step; gradients are summed up whole, in fp32, and
         # reduced at its end (torch.distributed.pipelining, `site.gradient_sync`).
         copies = width * parameters
         gradients = 4 * parameters + 4 * own
-    elif site.shards > 1:
+    elif site.parts > 1:
         # Two layers and what is outside them are gathered at a time. Gradients come as wide as
         # what was gathered: one layer's, reduced in fp32, and all along those of embedding and
         # head, which are reduced together when the backward pass is through.
@@ -272,7 +279,9 @@ def _moments(config: RunConfig, outline: Outline, stage: int) -> int:
 def needed(places: Sequence[Footprint], place: Place, config: RunConfig) -> int:
     """Bytes that a device needs: of the largest rank, or of all ranks that share it."""
     if place.device.shared:
-        return sum(each.device for each in places) * config.site.shards
+        first = sum(each.device for each in places)
+        others = (config.site.replicas - 1) * sum(each.follower for each in places)
+        return (first + others) * config.site.shards
     return max(each.device for each in places)
 
 
@@ -327,7 +336,7 @@ def _newest_gradient(config: RunConfig, outline: Outline, stage: int) -> int:
 
     FSDP's are counted with what it gathers.
     """
-    if config.site.precision == "fp32" or config.site.shards > 1:
+    if config.site.precision == "fp32" or config.site.parts > 1:
         return 0
     return 2 * max(math.prod(shape) for shape in outline.shapes[stage].values())
 
@@ -383,13 +392,12 @@ def _tried(
     """Every single change on top of `before`, with what it leaves needed."""
     basis = changed(config, before) if before else config
     tried: list[Change] = []
-    for key, value in _changes(basis, outline, place, gpus):
-        values = {**before, key: value}
+    for change in _changes(basis, outline, place, gpus):
+        values = {**before, **change}
         try:
             run = changed(config, values)
-            shape = Outline.of(run) if key in RESHAPES else Outline(run, outline.blueprint)
-            if any(name in RESHAPES for name in before):
-                shape = Outline.of(run)
+            reshaped = any(name in RESHAPES for name in values)
+            shape = Outline.of(run) if reshaped else Outline(run, outline.blueprint)
         except DilocoxError:
             continue  # what the run file cannot say is no advice
         bytes_ = needed(footprints(run, shape, place, counted(run, shape)), place, run)
@@ -405,8 +413,32 @@ RESHAPES = ("site.stages", "site.schedule", "data.sequence_length")
 
 def _changes(
     config: RunConfig, outline: Outline, place: Place, gpus: int
-) -> Iterator[tuple[str, Any]]:
+) -> Iterator[dict[str, Any]]:
     """Single changes worth trying, those that cost training least first."""
+    site = config.site
+    for key, value in _smaller(config, place):
+        yield {key: value}
+    if not place.device.shared:
+        # The same GPUs, of which each holds less.
+        for factor in (2, 4, 8):
+            if site.replicas % factor == 0:
+                fewer = {"site.replicas": site.replicas // factor}
+                yield {**fewer, "site.shards": factor * site.shards}
+        most = min(gpus // site.parts, int(outline.hf_config.num_hidden_layers))
+        for share in (1.25, 1.5, 2, 3, 4, 8):
+            if site.chunks == 1 and site.stages < math.ceil(share * site.stages) <= most:
+                yield {"site.stages": math.ceil(share * site.stages)}
+        for factor in (2, 4, 8):
+            if factor * site.ranks <= gpus:
+                yield {"site.shards": factor * site.shards}
+    if config.inner.optimizer == "adamw":
+        yield {"inner.optimizer": "muon"}
+    if config.data.sequence_length > SHORT:
+        yield {"data.sequence_length": config.data.sequence_length // 2}
+
+
+def _smaller(config: RunConfig, place: Place) -> Iterator[tuple[str, Any]]:
+    """Of these changes those that leave the layout, the optimizer and the data as they are."""
     site = config.site
     if config.outer.device == "model" and not place.device.shared:
         yield "outer.device", "cpu"
@@ -414,7 +446,7 @@ def _changes(
             yield "outer.momentum_dtype", "bf16"
     if site.schedule == "gpipe" and site.stages > 1:
         yield "site.schedule", "1f1b"
-    if site.gradient_sync == "step" and site.stages == 1 < site.shards:
+    if site.gradient_sync == "step" and site.stages == 1 < site.parts:
         yield "site.gradient_sync", "micro-batch"
     smaller = site.micro_batch_size // 2
     while smaller >= 1:
@@ -424,18 +456,6 @@ def _changes(
         yield "model.activation_checkpointing", "selective"
     if config.model.activation_checkpointing is not True:
         yield "model.activation_checkpointing", True
-    if not place.device.shared:
-        most = min(gpus // site.shards, int(outline.hf_config.num_hidden_layers))
-        for share in (1.25, 1.5, 2, 3, 4, 8):
-            if site.chunks == 1 and site.stages < math.ceil(share * site.stages) <= most:
-                yield "site.stages", math.ceil(share * site.stages)
-        for factor in (2, 4, 8):
-            if factor * site.ranks <= gpus:
-                yield "site.shards", factor * site.shards
-    if config.inner.optimizer == "adamw":
-        yield "inner.optimizer", "muon"
-    if config.data.sequence_length > SHORT:
-        yield "data.sequence_length", config.data.sequence_length // 2
 
 
 SHORT = 512
@@ -455,7 +475,6 @@ class _Question:
         self._key = (
             config.site.micro_batch_size,
             config.data.sequence_length,
-            config.site.shards > 1,
             config.site.precision,
             config.site.device,
             config.model.attention,

@@ -16,7 +16,7 @@ class HostMemory:
 
     place: Place
     ranks: int
-    """Of one site, on that machine."""
+    """Of the first replica of one site, on that machine: others keep nothing there."""
     needed: int
     available: int | None
     """None: not known."""
@@ -36,7 +36,7 @@ def host_memory(
     found = []
     for place in places:
         if not place.device.shared:
-            ranks = min(place.per_node, config.site.ranks)
+            ranks = min(place.per_node, config.site.exchanging_ranks)
             needed = machine_bytes(stages, ranks, config.site.shards)
             found.append(HostMemory(place, ranks, needed, place.device.host.memory))
 

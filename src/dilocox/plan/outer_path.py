@@ -7,6 +7,7 @@ copies go through pinned memory (dilocox.outer.staging).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -24,11 +25,27 @@ GRADIENT_COPIES = 4
 """... and of averaged gradients, which replace the GPU's."""
 
 
-def outer_path(config: RunConfig, device: Device) -> Host:
-    """The site's machine as exchanges of `config` find it beside `device`."""
+HANDED_ON = 4
+"""Bytes per parameter that the first replica sends to the others after a landing, or after averaged
+gradients have come (dilocox.site.replicas)."""
+
+
+def outer_path(config: RunConfig, device: Device, replica_rate: float = math.inf) -> Host:
+    """The site's machine as exchanges of `config` find it beside `device`.
+
+    `replica_rate`: bytes per second from a rank to the same rank of another replica.
+    """
     host = device.host
     if device.shared:
         return host
+    host = _beside_gpu(config, device)
+    if config.site.replicas == 1:
+        return host
+    return replace(host, landing_copies=host.landing_copies + HANDED_ON / replica_rate)
+
+
+def _beside_gpu(config: RunConfig, device: Device) -> Host:
+    host = device.host
     if config.outer.device == "cpu":
         landing = GRADIENT_COPIES if config.exchanges_gradients else LANDING_COPIES
         return replace(

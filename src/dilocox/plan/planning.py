@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from dilocox.codec_spec import SPARSE, parse_spec
 from dilocox.config import RunConfig, with_sites
+from dilocox.config_site import SiteSection
 from dilocox.errors import ConfigError, DilocoxError
 from dilocox.handover import Handover
 from dilocox.methods import METHODS
@@ -22,6 +23,7 @@ from dilocox.plan.footprint import (
     needed,
 )
 from dilocox.plan.host_memory import HostMemory, host_memory
+from dilocox.plan.hybrid import Hybrid, hybrid
 from dilocox.plan.outline import Outline
 from dilocox.plan.parcels import parcels
 from dilocox.plan.predict import Prediction, predict
@@ -88,6 +90,8 @@ class RunPlan:
     budget: Budget
     limit: float
     """Tokens per second of all GPUs if nothing ever waited."""
+    hybrid: Hybrid | None
+    """A faster layout of the slowest site. May be None."""
 
     @property
     def fits_devices(self) -> bool:
@@ -125,7 +129,7 @@ def plan_run(
     for place in places:
         if not place.device.shared and place.gpus < config.site.ranks:
             raise ConfigError(
-                f"--gpu {place.text}: {place.gpus} GPUs for site.stages x site.shards = "
+                f"--gpu {place.text}: {place.gpus} GPUs for {_product(config.site)} = "
                 f"{config.site.ranks} ranks at each site; lower them, or give more GPUs per site"
             )
     left = _steps_left(config) if tokens is None else 0
@@ -177,7 +181,26 @@ def plan_run(
         methods=rows,
         budget=budget(config, outline, prediction, places, links, total),
         limit=compute_limit(config, outline, places),
+        hybrid=_hybrid(config, outline, places, fabric, prediction),
     )
+
+
+def _hybrid(
+    config: RunConfig,
+    outline: Outline,
+    places: Sequence[Place],
+    fabric: float,
+    prediction: Prediction,
+) -> Hybrid | None:
+    """Of the site that the others wait for."""
+    slowest = prediction.course.slowest
+    run = at_site(config, list(config.sites)[slowest])
+    return hybrid(run, outline, places[slowest], fabric, prediction.choice)
+
+
+def _product(site: SiteSection) -> str:
+    """What a site's ranks are the product of, as keys of the run file."""
+    return " x ".join(f"site.{factor}" for factor in site.product.split(" x "))
 
 
 def _steps_left(config: RunConfig) -> int:

@@ -17,7 +17,7 @@ from dilocox.plan.outer_path import outer_path
 from dilocox.plan.outline import Outline
 from dilocox.plan.parcels import parcels
 from dilocox.plan.simulate import Menu, simulate
-from dilocox.plan.step import step_time
+from dilocox.plan.step import replica_rate, step_time
 from dilocox.plan.table import Device, Link, Place
 from dilocox.plan.variants import at_site
 
@@ -108,9 +108,10 @@ def predict(
             tokens=config.site_batch(name) * config.data.sequence_length,
             rate=own.rate,
             rtt=own.rtt,
-            host=outer_path(config, place.device),
+            host=outer_path(config, place.device, replica_rate(config, place, fabric)),
             cores=place.device.cores if place.device.shared else None,
             shards=config.site.shards,
+            replicas=config.site.replicas,
         )
         for name, step, own, place in zip(config.sites, steps, links, places, strict=True)
     ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from dilocox.config_site import SiteSection
 from dilocox.display import number, size
 from dilocox.memory import GIB, inner_bytes_per_parameter, outer_bytes_per_parameter
 from dilocox.plan.bottleneck import sentence, shares
@@ -29,8 +30,7 @@ def _headline(plan: RunPlan) -> str:
     tokens = plan.prediction.tokens_per_step
     lines = [
         f"{plan.config.run.name}: {hf.model_type}, {_count(plan.outline.parameters)} parameters, "
-        f"{_plural(len(plan.places), 'site')} x {_plural(site.stages, 'stage')} x "
-        f"{_plural(site.shards, 'shard')}"
+        f"{_plural(len(plan.places), 'site')} x {_layout(site)}"
     ]
     names = list(plan.config.sites)
     told: dict[str, list[str]] = {}
@@ -46,6 +46,12 @@ def _headline(plan: RunPlan) -> str:
         f"site, {_seconds(step.optimizer)} optimizer) for {number(tokens)} tokens"
     )
     return "\n".join(lines)
+
+
+def _layout(site: SiteSection) -> str:
+    """Such as `2 replicas x 4 stages x 1 shard`; of one replica nothing is said."""
+    layout = f"{_plural(site.stages, 'stage')} x {_plural(site.shards, 'shard')}"
+    return layout if site.replicas == 1 else f"{_plural(site.replicas, 'replica')} x {layout}"
 
 
 def _memory(plan: RunPlan) -> str:
@@ -204,6 +210,7 @@ def as_json(plan: RunPlan) -> dict[str, Any]:
             "sites": len(plan.places),
             "stages": plan.config.site.stages,
             "shards": plan.config.site.shards,
+            "replicas": plan.config.site.replicas,
             "schedule": plan.config.site.schedule,
             "tokens_per_step": prediction.tokens_per_step,
         },

@@ -395,7 +395,8 @@ class _Play:
         self._at(self._now + own.encode * _slowdown(site.about), encoded)
 
     def _count_work(self, site: _Site, stage: int, seconds: float) -> None:
-        cores, ranks = site.about.cores, self._stages * site.about.shards
+        cores = site.about.cores
+        ranks = site.about.replicas * self._stages * site.about.shards
         # Ranks that have less than a core each lose more than a second by a second of it.
         times = 1.0 if cores is None else SHARED_WORK * max(1.0, ranks / cores)
         site.work[stage] = site.work.get(stage, 0.0) + times * seconds

@@ -53,16 +53,20 @@ def step_time(config: RunConfig, outline: Outline, place: Place, fabric: float) 
     optimizer = optimizer_seconds(config, outline, place, rate)
     if device.shared:
         # One after the other on the same cores: what one rank leaves idle another one uses.
-        passes = site.shards * site.micro_batches
+        passes = site.parts * site.micro_batches
         return StepTime(passes * (sum(forward) + sum(backward)), 0.0, 0.0, optimizer)
     alone = makespan(config, forward, backward)
     busiest = site.micro_batches * max(_by_stage(config, forward, backward))
     hop = hop_seconds(config, outline, place, fabric, tokens)
     with_hops = makespan(config, [f + hop for f in forward], [b + hop for b in backward])
     inside = fsdp_seconds(config, outline, place, fabric)
+    between = replica_seconds(config, outline, place, fabric)
     if site.stages == 1:
-        # Gathered and reduced layer by layer beside the computation.
-        inside = max(0.0, inside - busiest)
+        # Gathered and reduced layer by layer beside the computation. Replicas are averaged beside
+        # the last backward pass alone.
+        inside = max(0.0, inside - busiest) + max(0.0, between - sum(backward))
+    else:
+        inside += between
     return StepTime(busiest, alone - busiest, with_hops - alone + inside, optimizer)
 
 
@@ -124,17 +128,22 @@ def hop_seconds(
 ) -> float:
     """Hidden states of a micro-batch from one stage to the next, over the slowest hop.
 
-    Ranks lie stage after stage; where a stage's neighbour is on another node, all its shards send
-    through one node's network.
+    Ranks lie replica after replica, and stage after stage in each; where a stage's neighbour is on
+    another node, all its shards send through one node's network.
     """
     site = config.site
     if site.stages == 1:
         return 0.0
-    bf16 = site.precision != "fp32" and site.shards > 1
+    bf16 = site.precision != "fp32" and site.parts > 1
     size = tokens * int(outline.hf_config.hidden_size) * (2 if bf16 else 4)
-    if site.ranks <= place.per_node:
+    if stays_on_nodes(config, place, site.exchanging_ranks):
         return size / place.device.peer_rate
     return size * min(site.shards, place.per_node) / fabric
+
+
+def stays_on_nodes(config: RunConfig, place: Place, ranks: int) -> bool:
+    """Whether every `ranks` ranks of a site, counted from its first, are on one node."""
+    return config.site.ranks <= place.per_node or place.per_node % ranks == 0
 
 
 def reduces_once(config: RunConfig, outline: Outline, device: Device) -> bool:
@@ -151,6 +160,7 @@ def fsdp_seconds(config: RunConfig, outline: Outline, place: Place, fabric: floa
 
     Once per step in pipelines, and with `site.gradient_sync = "step"` (dilocox.site.model: gathered
     parameters stay); else for each micro-batch: parameters forward and backward, gradients once.
+    Shards of different replicas do so side by side.
     """
     site = config.site
     if site.shards == 1:
@@ -160,10 +170,33 @@ def fsdp_seconds(config: RunConfig, outline: Outline, place: Place, fabric: floa
     gathers, times = (1, 1) if once else (2, site.micro_batches)
     part = max(outline.stage_parameters) * (site.shards - 1) / site.shards
     size = times * part * (gathers * width + 4)
-    if site.shards <= place.per_node and place.per_node % site.shards == 0:
+    if stays_on_nodes(config, place, site.shards):
         return size / place.device.peer_rate
     # A ring over several nodes crosses each node's network once.
     return size / min(fabric, place.device.peer_rate)
+
+
+def replica_seconds(config: RunConfig, outline: Outline, place: Place, fabric: float) -> float:
+    """Averaging gradients over the replicas, once per step: every rank its own shard's, fp32.
+
+    A ring of the ranks with the same stage and shard. Where replicas are on several nodes, the
+    rings of all ranks of a node cross its network side by side.
+    """
+    site = config.site
+    if site.replicas == 1:
+        return 0.0
+    own = max(outline.stage_parameters) / site.shards
+    size = 2 * (site.replicas - 1) / site.replicas * 4 * own
+    return size / replica_rate(config, place, fabric)
+
+
+def replica_rate(config: RunConfig, place: Place, fabric: float) -> float:
+    """Bytes per second between ranks with the same stage and shard of different replicas, while all
+    ranks of a node do the same."""
+    site, peer_rate = config.site, place.device.peer_rate
+    if site.ranks <= place.per_node:
+        return peer_rate
+    return min(fabric / min(site.exchanging_ranks, place.per_node), peer_rate)
 
 
 def optimizer_seconds(config: RunConfig, outline: Outline, place: Place, rate: float) -> float:
@@ -178,7 +211,7 @@ def optimizer_seconds(config: RunConfig, outline: Outline, place: Place, rate: f
             seconds += orthonormalising_flops(shapes) / rate
         every.append(seconds)
     if place.device.shared:
-        return sum(every)
+        return site.replicas * sum(every)
     return max(every) / site.shards
 
 

@@ -53,6 +53,7 @@ def alone(config: RunConfig, rows: int, length: int) -> dict[str, Any]:
     raw["site"] |= {
         "stages": 1,
         "shards": 1,
+        "replicas": 1,
         "chunks": 1,
         "schedule": "1f1b",
         "micro_batch_size": rows,
