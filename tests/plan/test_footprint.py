@@ -10,7 +10,8 @@ import pytest
 from dilocox.config import RunConfig
 from dilocox.outer.controller.choice import as_the_run_file_says
 from dilocox.plan.activations import Kept
-from dilocox.plan.footprint import Footprint, advice, counted, footprints, needed
+from dilocox.plan.advice import advice
+from dilocox.plan.footprint import Footprint, counted, footprints, needed
 from dilocox.plan.host_memory import host_memory, machine_bytes
 from dilocox.plan.outline import Outline
 from dilocox.plan.table import Device, Place

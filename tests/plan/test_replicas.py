@@ -11,8 +11,9 @@ from dilocox.config import RunConfig
 from dilocox.errors import ConfigError
 from dilocox.plan import step as timing
 from dilocox.plan.activations import Kept
+from dilocox.plan.advice import advice
 from dilocox.plan.bottleneck import sentence
-from dilocox.plan.footprint import Footprint, advice, counted, footprints, needed
+from dilocox.plan.footprint import Footprint, counted, footprints, needed
 from dilocox.plan.host_memory import host_memory
 from dilocox.plan.outer_path import outer_path
 from dilocox.plan.outline import Outline

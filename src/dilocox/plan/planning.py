@@ -14,14 +14,8 @@ from dilocox.methods import METHODS
 from dilocox.outer.controller.choice import Choice
 from dilocox.outer.controller.schedule import Crowd
 from dilocox.outer.coordinator.plans import FLUSH_CODEC
-from dilocox.plan.footprint import (
-    Change,
-    Footprint,
-    advice,
-    counted,
-    footprints,
-    needed,
-)
+from dilocox.plan.advice import Change, advice
+from dilocox.plan.footprint import Footprint, counted, footprints, needed
 from dilocox.plan.host_memory import HostMemory, host_memory
 from dilocox.plan.hybrid import Hybrid, hybrid
 from dilocox.plan.outline import Outline
