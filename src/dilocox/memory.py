@@ -15,7 +15,7 @@ from dilocox.config import RunConfig
 from dilocox.errors import ConfigError
 from dilocox.models import ChunkSpec
 from dilocox.outer.blocks import ON_DEVICE
-from dilocox.site import head_loss_bytes
+from dilocox.site import computes_head_with_loss, head_loss_bytes, loss_bytes
 
 GIB = 2**30
 INNER_BYTES = {"adamw": 16, "muon": 12, "sgd": 8}
@@ -146,9 +146,25 @@ def activation_bytes(
     if config.model.activation_checkpointing:
         # `selective` keeps the attention's output beside the layer's input, and more.
         kept = hidden * (2 if config.model.activation_checkpointing == "selective" else 1)
-    vocabulary = int(hf_config.vocab_size)
-    logits = head_loss_bytes(tokens, vocabulary, hidden, width) if head else 0
+    logits = logits_bytes(config, hf_config, width) if head else 0
     return layers * kept * in_flight * tokens * width + logits
+
+
+def holds_whole_logits(config: RunConfig) -> bool:
+    """Whether the head gives all logits of a micro-batch, whatever their number."""
+    return not computes_head_with_loss(config.site.schedule)
+
+
+def logits_bytes(config: RunConfig, hf_config: Any, width: int, device: str = "cuda") -> int:
+    """What head and loss of a micro-batch hold at their peak, logits of `width` bytes with it.
+
+    `device`: type of the device.
+    """
+    tokens = config.site.micro_batch_size * config.data.sequence_length
+    vocabulary = int(hf_config.vocab_size)
+    if holds_whole_logits(config):
+        return loss_bytes(tokens * vocabulary, width)
+    return head_loss_bytes(tokens, vocabulary, int(hf_config.hidden_size), width, device)
 
 
 def gpu_bytes(config: RunConfig, parameters: int, activations: int, width: int = 4) -> int:

@@ -10,6 +10,7 @@ import torch
 from dilocox.memory import activation_bytes
 from dilocox.models import build_chunk, materialise, open_weights, plan_cut
 from dilocox.plan import activations
+from dilocox.plan.footprint import counted
 from dilocox.plan.outline import Outline
 from dilocox.site.pipeline import Computation
 from tests.plan.runs import run
@@ -101,6 +102,36 @@ def test_a_soft_cap_keeps_logits_of_a_chunk_alone() -> None:
     )
     chunk = 2**27 * 2  # bytes of bf16
     assert 0.9 * chunk < capped - without <= chunk
+
+
+@pytest.mark.parametrize("schedule", ["interleaved-zero-bubble", "zbv"])
+def test_schedules_that_cannot_join_head_and_loss_hold_all_logits(
+    schedule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A backward pass in two halves goes through a function from PyTorch 2.13 on alone."""
+    rows = 16384
+    site = {"stages": 2, "chunks": 2, "batch_size": 4 * rows, "micro_batch_size": rows}
+    data = {"sequence_length": 64, "tokenizer": "given"}
+    model = {"architecture": {**CAPPED, "final_logit_softcapping": 30.0}}
+    config = run(site={**site, "schedule": schedule, "device": "cuda"}, data=data, model=model)
+    outline = Outline.of(config)
+    heads, bounds = [], []
+    for joins in (True, False):
+        monkeypatch.setattr("dilocox.site.pipeline.weight_half_takes_functions", lambda j=joins: j)
+        found = counted(config, outline)
+        assert found.exact
+        heads.append(found.head)
+        bounds.append(activation_bytes(config, outline.hf_config, 1, 2, True, 2))
+    logits = rows * 64 * 1024 * 2
+    # Logits and their gradient, 192 MiB of fp32; and the soft cap's output, of all tokens.
+    assert heads[1] >= 3 * logits
+    assert 2 * logits + 12 * 2**24 <= bounds[1] < heads[1]
+    assert heads[0] < 1.5 * logits
+    assert bounds[0] < bounds[1]
+    # No other schedule hangs on it.
+    plain = {**site, "stages": 1, "chunks": 1, "device": "cuda"}
+    whole = run(site=plain, data=data, model=model)
+    assert counted(whole, outline).head == heads[0]
 
 
 def test_more_tokens_keep_more_and_the_bound_is_below() -> None:

@@ -14,12 +14,11 @@ from typing import Any
 import torch
 
 from dilocox.config import RunConfig
-from dilocox.memory import activation_bytes
+from dilocox.memory import activation_bytes, holds_whole_logits, logits_bytes
 from dilocox.models import ChunkSpec, build_chunk
 from dilocox.models.chunk import HeadLoss, Logits
 from dilocox.models.recompute import SelectedBytes
 from dilocox.plan.outline import Outline
-from dilocox.site import head_loss_bytes
 from dilocox.site.head_loss import head_tokens
 from dilocox.torch_internals import storage_key, tensors_without_memory
 
@@ -47,14 +46,15 @@ def kept(config: RunConfig, outline: Outline) -> Kept:
     hidden = int(outline.hf_config.hidden_size)
     entry = tokens * hidden * width
     device = "cpu" if config.site.device == "cpu" else "cuda"
-    vocabulary = int(outline.hf_config.vocab_size)
-    loss = head_loss_bytes(tokens, vocabulary, hidden, width, device)
+    loss = logits_bytes(config, outline.hf_config, width, device)
     try:
         layer, selected = _saved(config, outline)
         before, _ = _saved(config, outline, _hidden_alone)
         # Such as a soft cap's: of the tokens that the head is multiplied with at a time.
         of_logits = _saved(config, outline, _all_logits)[0] - before
-        of_logits = of_logits * head_tokens(tokens, vocabulary, hidden, device) // tokens
+        if not holds_whole_logits(config):
+            vocabulary = int(outline.hf_config.vocab_size)
+            of_logits = of_logits * head_tokens(tokens, vocabulary, hidden, device) // tokens
         head = max(0, before - layer) + of_logits
         return Kept(layer, entry, min(layer, entry + selected), head + loss, exact=True)
     except Exception:

@@ -19,6 +19,7 @@ from dilocox.memory import (
     UNDER_WAY,
     gate_model_bytes_per_parameter,
     gate_probe_bytes_per_parameter,
+    holds_whole_logits,
     inner_bytes_per_parameter,
     landing_on_gpu,
     outer_bytes_per_parameter,
@@ -353,6 +354,7 @@ class _Question:
             config.site.precision,
             config.site.device,
             config.model.attention,
+            holds_whole_logits(config),
             outline.hf_config.to_json_string(),
         )
 
