@@ -16,6 +16,7 @@ from dilocox.config import RunConfig, resolve_run
 from dilocox.errors import ConfigError
 from dilocox.models import ChunkSpec
 from dilocox.outer import blocks
+from dilocox.outer.anchor_state import copy_anchor
 from dilocox.outer.layout import Layout
 from dilocox.outer.optimizer import MOMENTUM_DTYPES
 from dilocox.outer.overlap import Rule
@@ -313,6 +314,34 @@ def test_the_machines_own_memory() -> None:
     bytes_ = 2 * 4000 * (24 + 8)
     assert memory.host_problem(on_device, [4000], 2, bytes_, on_gpu=True) is None
     assert memory.host_problem(on_device, [4000], 2, bytes_ - 1, on_gpu=True) is not None
+
+
+@pytest.mark.parametrize(("dtype", "start"), [("fp32", 8), ("bf16", 6)])
+def test_a_window_of_the_record_begins_with_a_copy_of_the_anchor(
+    dtype: Literal["fp32", "bf16"], start: int
+) -> None:
+    run = config(outer={"method": "dilocox", "inner_steps": 4, "momentum_dtype": dtype})
+    live = {"w": torch.ones(128, 128)}
+    state = PieceState(
+        Layout.of({"w": live["w"].shape}),
+        live,
+        error_feedback=True,
+        momentum_dtype=MOMENTUM_DTYPES[dtype],
+    )
+    outer: Any = SimpleNamespace(behind=False, awaiting=False, states=[state], under_way_now=list)
+    copy = copy_anchor(outer, 4)
+    assert copy is not None
+    assert sum(each.nbytes for each in copy.tensors.values()) == start * 128 * 128
+    for on_gpu in (False, True):
+        without, beside = (
+            memory.host_bytes_per_parameter(run, on_gpu, windows=windows)
+            for windows in (False, True)
+        )
+        assert beside - without == start
+    needed = int(1000 * memory.host_bytes_per_parameter(run, on_gpu=False))
+    assert memory.host_problem(run, [1000], 1, needed, False) is None
+    assert memory.host_problem(run, [1000], 1, needed, False, True) is not None
+    assert memory.host_problem(run, [1000], 1, needed + start * 1000, False, True) is None
 
 
 def test_the_disk_holds_kept_checkpoints_one_more_and_the_model() -> None:

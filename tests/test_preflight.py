@@ -392,6 +392,16 @@ def test_of_a_site_on_several_machines_each_holds_its_ranks(
     assert one == [whole[0] // 2, 0]
 
 
+@pytest.mark.parametrize(("keep", "bounded"), [("all", False), ("auto", False), (20, True)])
+def test_free_memory_is_judged_with_what_a_bounded_record_copies(
+    place: Path, keep: str | int, bounded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[bool] = []
+    monkeypatch.setattr(memory, "host_problem", lambda *given: asked.append(given[5]))
+    preflight.check_run(config(place, record={"keep": keep}), 270, sites_here=2)
+    assert asked == [bounded]
+
+
 def test_free_memory_is_a_number_of_bytes() -> None:
     available = preflight._available_memory()
     assert available is None or 2**20 < available < 2**50

@@ -104,6 +104,12 @@ def record_copy_bytes_per_parameter(config: RunConfig, waiting: float | None = N
     return snapshot_bytes_per_parameter(config, waiting) if kept else 0.0
 
 
+def window_copy_bytes_per_parameter(config: RunConfig) -> int:
+    """The copy of anchor and outer momentum with which a window of the record begins, until the
+    record has it. Only where `record.keep` bounds the record (dilocox.record.windows)."""
+    return 4 + MOMENTUM_BYTES[config.outer.momentum_dtype]
+
+
 def gate_model_bytes_per_parameter(config: RunConfig) -> int:
     """The model, fp32, in which a gate tries contributions: beside the rank's own, if it is the
     site's only one."""
@@ -301,15 +307,19 @@ def ranks_on(gpu: int, gpus: int, ranks_here: int) -> int:
     return max(1, len(range(gpu, ranks_here, max(1, gpus))))
 
 
-def host_bytes_per_parameter(config: RunConfig, on_gpu: bool) -> float:
+def host_bytes_per_parameter(config: RunConfig, on_gpu: bool, windows: bool = False) -> float:
     """What a site's ranks hold in the machine's own memory, per parameter of the model, at least:
-    while a checkpoint is written, and a state for the record."""
+    while a checkpoint is written, and a state for the record.
+
+    `windows`: `record.keep` bounds the record.
+    """
     outer, under_way = outer_bytes_per_parameter(config), under_way_bytes_per_parameter(config)
     if on_gpu and config.outer.device == "model":
         outer, under_way = 0, 0.0
     copies = snapshot_bytes_per_parameter(config) + record_copy_bytes_per_parameter(config)
     # Without a delay no exchange is under way where a round ends, and checkpoints are begun.
     copies = under_way + copies if config.outer.delay else max(under_way, copies)
+    copies += window_copy_bytes_per_parameter(config) if windows else 0
     beside = outer + copies + gate_probe_bytes_per_parameter(config)
     if on_gpu:
         return beside + staging_bytes_per_parameter(config)
@@ -321,11 +331,16 @@ def host_bytes_per_parameter(config: RunConfig, on_gpu: bool) -> float:
 
 
 def host_problem(
-    config: RunConfig, parameters: list[int], sites_here: int, available: int, on_gpu: bool
+    config: RunConfig,
+    parameters: list[int],
+    sites_here: int,
+    available: int,
+    on_gpu: bool,
+    windows: bool = False,
 ) -> str | None:
     """Why `sites_here` sites with stages of `parameters` do not fit into `available` bytes of
-    the machine's memory, or none."""
-    per_parameter = host_bytes_per_parameter(config, on_gpu)
+    the machine's memory, or none. `windows`: `record.keep` bounds the record."""
+    per_parameter = host_bytes_per_parameter(config, on_gpu, windows)
     needed = sites_here * sum(parameters) * per_parameter
     if needed <= available:
         return None

@@ -36,7 +36,7 @@ from dilocox.models.transformers_internals import check as check_transformers
 from dilocox.outer.layout import split_pieces
 from dilocox.payloads import stage_shapes
 from dilocox.record.store import Store
-from dilocox.record.windows import small_budget
+from dilocox.record.windows import has_windows, small_budget
 from dilocox.record_volume import record_bytes, record_line
 from dilocox.tokenizer_check import read_vocabulary, tokenizer_size
 
@@ -310,7 +310,8 @@ def check_run(
     _check_attention(config, on_gpu)
     available = _available_memory()
     if available is not None:
-        problem = memory.host_problem(config, parameters, sites_here, available, on_gpu)
+        windows = has_windows(config, count_parameters(blueprint.hf_config))
+        problem = memory.host_problem(config, parameters, sites_here, available, on_gpu, windows)
         if problem is not None:
             raise ConfigError(problem)
     _check_disk(config, sum(parameters), sites_here)

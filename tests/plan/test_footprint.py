@@ -106,6 +106,24 @@ def test_states_for_the_record_are_a_second_copy() -> None:
     assert processors.device - without.device == processors.record_copy
 
 
+@pytest.mark.parametrize(("dtype", "start"), [("fp32", 8), ("bf16", 6)])
+def test_a_bounded_record_copies_the_anchor(dtype: str, start: int) -> None:
+    outer = {"momentum_dtype": dtype}
+    (plain,), (bounded,) = (
+        of(run(outer=outer, record=record)) for record in ({}, {"keep": 20, "states_every": 0})
+    )
+    assert plain.window_copy == 0
+    assert bounded.window_copy == start * plain.parameters
+    assert bounded.host - plain.host == bounded.window_copy
+    place = Place(device(shared=True), 1, 1)
+    (plain,), (bounded,) = (
+        of(run(outer=outer, record=record), place) for record in ({}, {"keep": 20})
+    )
+    assert bounded.device - plain.device == bounded.window_copy > 0
+    (off,) = of(run(outer=outer, record={"keep": 20, "enabled": False}), place)
+    assert off.window_copy == 0
+
+
 def test_slopes_are_measured_beside_what_is_trained() -> None:
     """A gate of several ranks takes gradients at other points than the rank's own."""
     site = {"stages": 2, "batch_size": 8}

@@ -36,7 +36,7 @@ def by_kind(rows: list[Part], where: str) -> tuple[int, int, int]:
 def test_rows_add_up_to_what_a_gpu_needs() -> None:
     site = {"stages": 2, "shards": 2, "batch_size": 8, "micro_batch_size": 1}
     for sections in ({}, {"site": site}, {"outer": {"device": "model"}}):
-        found = of(record={"states_every": 2}, **sections)
+        found = of(record={"states_every": 2, "keep": 20}, **sections)
         rows = parts(found, reserved=5)
         lasting, step, instead = by_kind(rows, "device")
         assert lasting + max(step, instead) == found.device, sections
@@ -46,7 +46,11 @@ def test_rows_add_up_to_what_a_gpu_needs() -> None:
 
 
 def test_rows_add_up_on_processors() -> None:
-    found = of(shared=True, record={"states_every": 2}, site={"shards": 2, "micro_batch_size": 1})
+    found = of(
+        shared=True,
+        record={"states_every": 2, "keep": 20},
+        site={"shards": 2, "micro_batch_size": 1},
+    )
     rows = parts(found, reserved=5)
     lasting, step, instead = by_kind(rows, "device")
     assert lasting + max(step, instead) == found.device

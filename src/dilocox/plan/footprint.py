@@ -25,12 +25,14 @@ from dilocox.memory import (
     outer_bytes_per_parameter,
     record_copy_bytes_per_parameter,
     snapshot_bytes_per_parameter,
+    window_copy_bytes_per_parameter,
 )
 from dilocox.outer.controller.choice import Choice, as_the_run_file_says
 from dilocox.plan.activations import Kept, kept
 from dilocox.plan.outline import Outline
 from dilocox.plan.step import reduces_once
 from dilocox.plan.table import Place
+from dilocox.record.windows import has_windows
 from dilocox.site.optimizer import is_hidden_matrix
 
 
@@ -78,6 +80,8 @@ class Footprint:
     """The copy that a checkpoint is written from, in the machine's memory."""
     record_copy: int
     """The copy of a state for the record, in the machine's memory."""
+    window_copy: int
+    """The copy of the anchor with which a window of the record begins, in the machine's memory."""
     staging: int
     """Pinned buffers in the machine's memory, through which a GPU's copies go."""
     published: int
@@ -99,7 +103,7 @@ class Footprint:
         lasting = self.weights + self.optimizer + self.lasting + self.exchanges
         lasting += self.outer if self.outer_on_device else 0
         if self.shared:
-            lasting += self.under_way + self.snapshot + self.record_copy
+            lasting += self.under_way + self.snapshot + self.record_copy + self.window_copy
         return lasting + self.peak
 
     @property
@@ -115,7 +119,7 @@ class Footprint:
         if self.shared:
             return 0
         outer = 0 if self.outer_on_device else self.outer
-        return outer + self.snapshot + self.record_copy + self.staging
+        return outer + self.snapshot + self.record_copy + self.window_copy + self.staging
 
     @property
     def host_exchanges(self) -> int:
@@ -142,6 +146,7 @@ def footprints(
     there = _exchanged(config, rounds, shared)
     in_memory = shared or config.outer.device == "cpu"
     once = reduces_once(config, outline, place.device)
+    windows = has_windows(config, outline.parameters)
     found = []
     for stage, chunks in enumerate(outline.stages):
         parameters = outline.stage_parameters[stage]
@@ -174,6 +179,7 @@ def footprints(
                 flush=round(there.flush * own),
                 snapshot=round(copied),
                 record_copy=round(copied) if record_copy_bytes_per_parameter(config) else 0,
+                window_copy=window_copy_bytes_per_parameter(config) * own if windows else 0,
                 staging=0 if shared else round(STAGING * STAGINGS * own / fragments),
                 published=(4 * own if shared else 4 * parameters) if whole else 0,
                 shared=shared,

@@ -41,6 +41,7 @@ def parts(each: Footprint, reserved: int) -> list[Part]:
         Part("or: whole stage to be published, first shard", *_at(each.published, shared)),
         Part("copy that a checkpoint is written from", *_at(each.snapshot, shared)),
         Part("copy of a state for the record", *_at(each.record_copy, shared)),
+        Part("copy of the anchor for the record", *_at(each.window_copy, shared)),
         Part("pinned staging buffers", 0, each.staging),
         Part("CUDA and NCCL, outside the total", 0 if shared else reserved),
     ]

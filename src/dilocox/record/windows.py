@@ -56,6 +56,11 @@ def bound_of(config: RunConfig, parameters: int) -> Bound | None:
     return Bound(bytes=max(AUTO_BYTES, AUTO_BYTES_PER_PARAMETER * parameters))
 
 
+def has_windows(config: RunConfig, parameters: int) -> bool:
+    """Whether the ranks of a model of so many parameters keep payloads in windows."""
+    return config.record.enabled and bound_of(config, parameters) is not None
+
+
 def start_bytes_per_parameter(config: RunConfig) -> int:
     """Bytes of a window's start state: the anchor (fp32) and the outer momentum."""
     return 4 + MOMENTUM_DTYPES[config.outer.momentum_dtype].itemsize
