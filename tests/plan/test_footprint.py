@@ -15,7 +15,7 @@ from dilocox.plan.footprint import Footprint, counted, footprints, needed
 from dilocox.plan.host_memory import host_memory, machine_bytes
 from dilocox.plan.outline import Outline
 from dilocox.plan.table import Device, Place
-from tests.plan.runs import EMBEDDING, LAYER, device, run
+from tests.plan.runs import ARCHITECTURE, EMBEDDING, LAYER, device, run
 
 EACH = Kept(layer=200_000, entry=90_000, selected=120_000, head=500_000, exact=True)
 L, E, H = EACH.layer, EACH.entry, EACH.head
@@ -175,10 +175,26 @@ def test_shards_of_one_stage_gather_two_layers_at_a_time() -> None:
     (found,) = of(run(site=site))
     whole = 4 * LAYER + 2 * EMBEDDING + 32
     assert found.weights == 4 * (whole // 4)
-    outside = 2 * EMBEDDING + 32
-    # Gathered ones, their gradients in bf16 (one layer's at a time, the rest's all along), and one
-    # layer's in fp32 to be reduced.
-    assert found.copies == 2 * (2 * LAYER + outside) + 2 * (LAYER + outside) + 4 * LAYER
+    # Two layers in bf16 and a gradient of one, one layer's in fp32 to be reduced. Norm and head are
+    # through by then, the embedding is gathered in the forward pass alone.
+    assert LAYER > EMBEDDING + 32
+    assert found.copies == 2 * 2 * LAYER + 2 * LAYER + 4 * LAYER
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_tied_embedding_is_gathered_throughout(tied: bool) -> None:
+    """It is no unit of its own then (dilocox.site.sharding.Units); else the head's unit counts."""
+    shape = {**ARCHITECTURE, "vocab_size": 4096, "tie_word_embeddings": tied}
+    site = {"shards": 4, "micro_batch_size": 2, "gradient_sync": "micro-batch"}
+    (found,) = of(run(site=site, model={"architecture": shape}))
+    words, norm = 4096 * 32, 32
+    if tied:
+        outside = words + norm
+        assert found.copies == 2 * (2 * LAYER + outside) + 2 * (LAYER + outside) + 4 * LAYER
+    else:
+        # The head with its gradient, in bf16 and in fp32 to be reduced, and the last layer.
+        closing = words + norm
+        assert found.copies == 2 * (2 * closing + LAYER) + 4 * closing
 
 
 def test_shards_of_one_stage_hold_it_whole_where_they_reduce_once_per_step() -> None:

@@ -208,12 +208,7 @@ def _stepped(config: RunConfig, outline: Outline, stage: int, once: bool) -> tup
         copies = width * parameters
         gradients = 4 * parameters + 4 * own
     elif site.parts > 1:
-        # Two layers and what is outside them are gathered at a time. Gradients come as wide as
-        # what was gathered: one layer's, reduced in fp32, and all along those of embedding and
-        # head, which are reduced together when the backward pass is through.
-        layer = outline.layer_parameters
-        outside = parameters - outline.inside_layers
-        copies = width * (2 * layer + outside) + width * (layer + outside) + 4 * layer
+        copies = _gathered_at_a_time(outline, parameters, width)
     elif bf16:
         copies = lasting = CAST * parameters
     gate = gate_model_bytes_per_parameter(config) * parameters
@@ -222,6 +217,25 @@ def _stepped(config: RunConfig, outline: Outline, stage: int, once: bool) -> tup
         # where they are measured (Trainer.measure_slope).
         copies += EVALUATION * own + 4 * own // config.outer.fragments
     return gradients, copies + gate, lasting + gate
+
+
+def _gathered_at_a_time(outline: Outline, parameters: int, width: int) -> int:
+    """Bytes of what FSDP gathers of one stage with so many `parameters`, and of gradients until
+    they are reduced, where both happen for each micro-batch (dilocox.site.sharding.Units).
+
+    Gradients come as wide as what was gathered, and are reduced in fp32.
+    """
+    embedding, closing = outline.outer_units
+    layer = outline.layer_parameters
+    # No unit of their own have a tied embedding and head: they are gathered all along, and their
+    # gradients are reduced when the backward pass is through.
+    rest = parameters - outline.inside_layers - embedding - closing
+    # The backward pass begins with norm and head, while the last layer is gathered. Then come two
+    # layers at a time, while what came before is reduced. The embedding is gathered in the forward
+    # pass alone, and its gradient comes when activations are gone.
+    first = width * (2 * closing + layer) + 4 * closing
+    middle = width * 3 * layer + 4 * max(layer, closing)
+    return max(first, middle) + 2 * width * rest
 
 
 _WIDTHS = {"none": 4.0, "fp16": 2.0, "bf16": 2.0, "int8": 1.02, "int4": 0.52}

@@ -11,11 +11,12 @@ from typing import Any
 from dilocox.assembly import Blueprint
 from dilocox.config import RunConfig
 from dilocox.errors import DataError, ModelError
-from dilocox.models import ChunkSpec
+from dilocox.models import ChunkSpec, build_chunk
 from dilocox.models.skeleton import build_skeleton
 from dilocox.outer.layout import layer_number
 from dilocox.payloads import Shape, model_shapes
 from dilocox.site import chunks_of_stage
+from dilocox.site.sharding import Units
 from dilocox.tokenizer_check import check_trained_tokenizer, tokenizer_size
 
 
@@ -80,6 +81,20 @@ class Outline:
     def inside_layers(self) -> int:
         """Of all layers: what is left is outside them, as embedding and head are."""
         return sum(self._layers.values())
+
+    @cached_property
+    def outer_units(self) -> tuple[int, int]:
+        """Parameters of the embedding, and of final norm and head, as FSDP gathers them in a model
+        of one chunk: 0 of what has no unit of its own."""
+        spec = ChunkSpec(0, 1, 0, 1, embeds=True, head=True, parameters=0)
+        attention = "eager" if self.config.model.attention == "eager" else "sdpa"
+        chunk = build_chunk(
+            self.hf_config, spec, attention=attention, activation_checkpointing=False
+        )
+        units = Units.of(chunk)
+        of_closing = {each for module in units.closing for each in module.parameters()}
+        embedding = set() if units.embedding is None else set(units.embedding.parameters())
+        return sum(p.numel() for p in embedding), sum(p.numel() for p in of_closing)
 
     @cached_property
     def _layers(self) -> dict[int, int]:
