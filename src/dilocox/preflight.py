@@ -27,7 +27,7 @@ from dilocox.config import RunConfig, load_written
 from dilocox.cuda_driver import ranks_use_gpu
 from dilocox.data import SequenceSpace, TokenFiles
 from dilocox.data.manifest import MANIFEST
-from dilocox.display import number
+from dilocox.display import number, size
 from dilocox.errors import ConfigError, DataError, TrainingError
 from dilocox.handover import Handover
 from dilocox.metrics import check_sinks
@@ -37,7 +37,7 @@ from dilocox.outer.layout import split_pieces
 from dilocox.payloads import stage_shapes
 from dilocox.record.store import Store
 from dilocox.record.windows import has_windows, small_budget
-from dilocox.record_volume import record_bytes, record_line
+from dilocox.record_volume import budget_below_rounds, record_bytes, record_line
 from dilocox.tokenizer_check import read_vocabulary, tokenizer_size
 
 WRITTEN = (
@@ -355,6 +355,13 @@ def _check_store(config: RunConfig, blueprint: Blueprint, parameters: int) -> No
             f'record.keep = "{config.record.keep}": holds too few states of a model of '
             f'{number(whole)} parameters; give at least "{-(-least // 10**6)}MB", a number of '
             'rounds, or "all"'
+        )
+    small = budget_below_rounds(config, blueprint, whole)
+    if small is not None:
+        raise ConfigError(
+            f'record.keep = "{config.record.keep}": a round\'s payloads take '
+            f"{size(small.of_round)} at each site, and a quarter of the budget must hold them and a "
+            f'state; give at least "{-(-small.least // 10**6)}MB", a number of rounds, or "all"'
         )
     place = Store(config.record_store).folder
     if place is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from dilocox.assembly import Blueprint
 from dilocox.config import RunConfig
@@ -52,12 +53,47 @@ def payload_bytes(config: RunConfig, blueprint: Blueprint, names: Sequence[str])
 def _bounded(config: RunConfig, bound: Bound, parameters: int, of_round: int) -> int:
     """Bytes per site that `bound` lets stay, of payloads of so many bytes a round."""
     if bound.bytes is not None:
-        return bound.bytes // len(config.sites)
+        sites = len(config.sites)
+        return _kept_bytes(config, bound.bytes, parameters, sites * of_round) // sites
     assert bound.rounds is not None
     window = max(1, -(-bound.rounds // PARTS))
     starts = -(-bound.rounds // window) + 1
     rounds = bound.rounds + 2 * window
     return rounds * of_round + starts * start_bytes_per_parameter(config) * parameters
+
+
+def _kept_bytes(config: RunConfig, budget: int, parameters: int, of_round: int) -> int:
+    """Bytes that stay at a site with a byte `budget`, at most. `of_round`: of all sites' payloads
+    of a round. Two windows always stay, while a third one is written."""
+    window = start_bytes_per_parameter(config) * parameters + of_round
+    return max(budget, (PARTS - 1) * window if PARTS * window > budget else 0)
+
+
+@dataclass(frozen=True)
+class SmallBudget:
+    """A byte budget of which a quarter does not hold a round."""
+
+    of_round: int
+    """Bytes of all sites' payloads of a round."""
+    least: int
+    """Bytes that would do."""
+
+
+def budget_below_rounds(
+    config: RunConfig, blueprint: Blueprint, parameters: int
+) -> SmallBudget | None:
+    """Why `record.keep` in bytes cannot be kept to, or none. `parameters`: of the whole model.
+
+    A window holds a state and a round at least, and its part of the budget is a quarter. Where the
+    controller chooses the codec, the smallest payloads count. "auto" is no promise of the user's:
+    what it keeps with large rounds is more than its budget.
+    """
+    bound = bound_of(config, parameters)
+    if bound is None or bound.bytes is None or config.record.keep == "auto":
+        return None
+    of_round = len(config.sites) * min(payload_bytes(config, blueprint, _codecs(config)))
+    least = PARTS * (start_bytes_per_parameter(config) * parameters + of_round)
+    return SmallBudget(of_round, least) if bound.bytes < least else None
 
 
 def _codecs(config: RunConfig) -> list[str]:
@@ -84,7 +120,10 @@ def record_line(config: RunConfig, blueprint: Blueprint, parameters: int) -> str
     bound = bound_of(config, parameters)
     if bound is None:
         return f"{line}; all of it stays"
-    stays = f"{bound.rounds} rounds" if bound.bytes is None else size(bound.bytes)
+    if bound.bytes is None:
+        stays = f"{bound.rounds} rounds"
+    else:
+        stays = size(_kept_bytes(config, bound.bytes, parameters, of_round))
     return f"{line}; the newest {stays} stay (record.keep)"
 
 

@@ -10,9 +10,11 @@ import pytest
 
 from dilocox import preflight
 from dilocox.assembly import Blueprint
+from dilocox.config import RunConfig
 from dilocox.data import prepare
 from dilocox.display import size
 from dilocox.errors import ConfigError, RecordError
+from dilocox.models import count_parameters
 from dilocox.payloads import model_shapes
 from dilocox.record_volume import payload_bytes, record_bytes, record_line
 from tests.test_preflight import config, write_text
@@ -110,6 +112,57 @@ def test_a_budget_that_holds_no_states_is_refused(prepared: Path) -> None:
     small = config(prepared, record={"keep": "100kB"})
     with pytest.raises(ConfigError, match=r'record\.keep = "100kB": holds too few states'):
         preflight.check_run(small, 270, sites_here=2)
+
+
+FOUR: dict[str, Any] = {name: {} for name in ("lyon", "oslo", "paris", "rome")}
+
+
+def test_a_budget_whose_quarter_holds_no_round_is_refused(prepared: Path) -> None:
+    """Two windows always stay: with larger rounds there would be more than the budget."""
+    dense = {"compression": {"codec": "none"}, "sites": FOUR}
+    run = config(prepared, **dense)
+    blueprint = Blueprint.of(run, 270)
+    parameters = count_parameters(blueprint.hf_config)
+    (payload,) = payload_bytes(run, blueprint, ["none"])
+    least = 4 * (4 * payload + 8 * parameters)
+    assert least > 64 * parameters + 10**6, "a budget that holds eight states"
+
+    def keeping(keep: str, **sections: Any) -> RunConfig:
+        return config(prepared, **{**dense, **sections}, record={"keep": keep})
+
+    needed = -(-least // 10**6)
+    preflight.check_run(keeping(f"{needed}MB"), 270, sites_here=4)
+    with pytest.raises(ConfigError) as caught:
+        preflight.check_run(keeping(f"{needed - 1}MB"), 270, sites_here=4)
+    assert str(caught.value) == (
+        f'record.keep = "{needed - 1}MB": a round\'s payloads take {size(4 * payload)} at each '
+        "site, and a quarter of the budget must hold them and a state; give at least "
+        f'"{needed}MB", a number of rounds, or "all"'
+    )
+    # What the controller may send counts with the least.
+    by_link = {"control": {"adapt": "link", "pinned": []}}
+    preflight.check_run(keeping(f"{needed - 1}MB", **by_link), 270, sites_here=4)
+    preflight.check_run(config(prepared, **dense, record={"keep": 1}), 270, sites_here=4)
+    off = {"keep": f"{needed - 1}MB", "enabled": False}
+    preflight.check_run(config(prepared, **dense, record=off), 270, sites_here=4)
+
+
+def test_auto_is_never_refused_and_says_what_large_rounds_take(
+    prepared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dense = {"compression": {"codec": "none"}, "sites": FOUR}
+    run = config(prepared, outer={"rounds": 10**6}, **dense)
+    blueprint = Blueprint.of(run, 270)
+    parameters = count_parameters(blueprint.hf_config)
+    (payload,) = payload_bytes(run, blueprint, ["none"])
+    monkeypatch.setattr("dilocox.record.windows.WHOLE_BELOW", 0)
+    monkeypatch.setattr("dilocox.record.windows.AUTO_BYTES", 0)
+    monkeypatch.setattr("dilocox.record.windows.AUTO_BYTES_PER_PARAMETER", 64)
+    preflight.check_run(run, 270, sites_here=4)
+    most = 3 * (4 * payload + 8 * parameters)
+    assert most > 64 * parameters
+    assert record_bytes(run, blueprint, parameters) == 4 * parameters + most // 4 * 4
+    assert f"the newest {size(most)} stay" in record_line(run, blueprint, parameters)
 
 
 def test_the_start_says_what_the_record_will_be(prepared: Path) -> None:
