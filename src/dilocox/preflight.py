@@ -360,8 +360,8 @@ def _check_store(config: RunConfig, blueprint: Blueprint, parameters: int) -> No
     if small is not None:
         raise ConfigError(
             f'record.keep = "{config.record.keep}": a round\'s payloads take '
-            f"{size(small.of_round)} at each site, and a quarter of the budget must hold them and a "
-            f'state; give at least "{-(-small.least // 10**6)}MB", a number of rounds, or "all"'
+            f"{size(small.of_round)} at each site, and a quarter of the budget must hold them and "
+            f'a state; give at least "{-(-small.least // 10**6)}MB", a number of rounds, or "all"'
         )
     place = Store(config.record_store).folder
     if place is None:
