@@ -91,7 +91,7 @@ def test_a_payload_that_was_changed_is_found(copied: Path) -> None:
         ("site.stages=1", "site.shards=2", "outer.exchange=reduce"),
         ("site.stages=1", "compression.codec=lowrank:4", "outer.momentum_dtype=bf16",
          "outer.fragments=1"),
-        ("record.keep=3MB", "compression.codec=none", "outer.rounds=12", "site.stages=1"),
+        ("record.keep=3.1MB", "compression.codec=none", "outer.rounds=12", "site.stages=1"),
     ],
     ids=["reduce-shards", "lowrank-bf16", "bytes"],
 )  # fmt: skip
