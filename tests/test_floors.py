@@ -19,7 +19,16 @@ SOURCE = Path(dilocox.__file__).parent
 LONGEST = 500
 
 FLOORS = (
-    {"version", "errors", "backoff", "config_section", "timeline", "errands", "torch_internals"},
+    {
+        "version",
+        "errors",
+        "backoff",
+        "config_section",
+        "timeline",
+        "errands",
+        "torch_internals",
+        "plain_text",
+    },
     {
         "storage",
         "trace_file",
