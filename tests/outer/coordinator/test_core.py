@@ -153,7 +153,7 @@ def test_reduce_fixes_the_set_then_waits_for_the_average(tmp_path: Path) -> None
     driver = Driver(tmp_path, run_config(outer={"exchange": "reduce"}))
     driver.start()
     driver.plan(0, "a")
-    key = m.ExchangeKey.gradient(0, 3, 0)
+    key = m.ExchangeKey.outer(0, 0, 1)
     driver.begin(key, "a")
     for site in "ab":
         assert driver.vote(key, site, held=list("abc")).decision == "wait"

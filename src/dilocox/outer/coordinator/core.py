@@ -7,11 +7,9 @@ the caller that its certificate names, and raises `Refused` with one line.
 from __future__ import annotations
 
 import hashlib
-import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from dilocox.config import RunConfig
 from dilocox.errors import JoinError, TrainingError
@@ -31,6 +29,8 @@ from dilocox.outer.coordinator.liveness import Liveness
 from dilocox.outer.coordinator.log import EventLog
 from dilocox.outer.coordinator.notary import Notary, Witness
 from dilocox.outer.coordinator.refusals import Caller, Refused
+from dilocox.outer.coordinator.reports import Report as Report
+from dilocox.outer.coordinator.reports import Reports
 from dilocox.outer.coordinator.resume import resume_point
 from dilocox.outer.coordinator.saves import Saves
 from dilocox.outer.coordinator.starting import entered, entry_round, lacking
@@ -39,8 +39,6 @@ from dilocox.outer.coordinator.store import Store
 from dilocox.outer.coordinator.stragglers import overdue
 from dilocox.outer.coordinator.timeouts import Timeouts
 
-Report = Callable[[str, int, str, dict[str, Any]], None]
-"""(site, round, kind, metrics)."""
 _TOPICS: dict[type[e.Event], tuple[str, ...]] = {
     e.Started: ("plan",),
     e.Activated: ("plan", "exchange"),
@@ -50,7 +48,6 @@ _TOPICS: dict[type[e.Event], tuple[str, ...]] = {
     e.RoundDone: ("plan",),
     **dict.fromkeys((e.Gone, e.Regathered, e.Resumed, e.Ended), ("plan", "exchange", "store")),
 }
-_log = logging.getLogger(__name__)
 
 
 class Coordinator:
@@ -86,7 +83,7 @@ class Coordinator:
                 f"wait_for {self.wait_for}: give a number of sites from outer.min_sites = "
                 f"{config.outer.min_sites} to the {len(config.sites)} of the run file"
             )
-        self._now, self.wall, self._on_report = now, wall, on_report
+        self._now, self.wall = now, wall
         self._on_message, self._on_plan, self._on_resumed = on_message, on_plan, on_resumed
         self.witness = Witness(notary)
         self.on_change: Callable[[str], None] = lambda topic: None
@@ -95,6 +92,7 @@ class Coordinator:
         self.store = Store(self.state, self._store)
         self.departures = Departures(self)
         self.saves = Saves(self)
+        self.reports = Reports(self, on_report)
         self.arrivals = Arrivals()
         self.log = EventLog(folder)
         try:
@@ -155,7 +153,7 @@ class Coordinator:
         self.state.apply(event)
         self.witness.happened(self.state, event)
         if isinstance(event, e.Decided):
-            views.report_verdicts(self.state, event, self._hand_on)
+            views.report_verdicts(self.state, event, self.reports.hand_on)
         if isinstance(event, e.Enrolled):
             self._expect(event.site, self.timeouts.first_beat)
         if isinstance(event, e.Gone | e.Regathered | e.Resumed):
@@ -203,9 +201,8 @@ class Coordinator:
                 self.record(e.Gone(self.wall(), site, incarnation, reason, True))
         # Catches up with what a full disk kept from being recorded.
         self._follow(None)
-        grace = self.timeouts.grace
         self.arrivals.look(self._now(), self.timeouts.heartbeat / 2)
-        for straggler in overdue(self.state, self.arrivals, self._now(), grace):
+        for straggler in overdue(self.state, self.arrivals, self._now(), self.timeouts):
             self.record(e.Overtaken(self.wall(), *straggler, entry_round(self.state)))
 
     # --- who may speak ----------------------------------------------------------------------
@@ -375,6 +372,8 @@ class Coordinator:
                 raise Refused(
                     "conflict", f"exchange {request.key}: round {key.round} is not in progress"
                 )
+            if (reason := self.state.unplanned(key)) is not None:
+                raise Refused("conflict", f"exchange {request.key}: {reason}")
             if self.state.sites[request.rank.site].role not in ("entering", "active"):
                 raise Refused("conflict", f"{request.rank}: its site has not entered yet")
             self.record(e.Pinned(self.wall(), request.key), request.key)
@@ -471,28 +470,5 @@ class Coordinator:
     # --- reports ------------------------------------------------------------
 
     def report(self, request: m.ReportRequest) -> m.Done:
-        """Metrics of a round; the same round and kind twice counts once."""
-        site = self.state.sites[request.rank.site]
-        latest = site.metrics.get(request.kind)
-        # Warnings of one round may be about several things.
-        told = request.kind == "warning" and request.metrics.get("text")
-        another = bool(told) and latest is not None and latest.get("text") != told
-        if latest is None or request.round > latest["round"] or another:
-            self.record(
-                e.Reported(self.wall(), site.name, request.round, request.kind, request.metrics)
-            )
-            self._hand_on(site.name, request.round, request.kind, dict(request.metrics))
-        return m.Done()
-
-    def _hand_on(self, site: str, round_: int, kind: str, metrics: dict[str, Any]) -> None:
-        if self._on_report is None:
-            return
-        try:
-            self._on_report(site, round_, kind, metrics)
-        except TrainingError as error:
-            # Sites that hold different anchors do not train one model any more.
-            if not self.state.over:
-                self.record(e.Ended(self.wall(), "failed", str(error)))
-        except Exception:
-            # A full disk of the metrics writer must not take the control plane down.
-            _log.exception("metrics of %s round %d not written", site, round_)
+        """Metrics of a round."""
+        return self.reports.take(request)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from dilocox.config import RunConfig
 from dilocox.outer.coordinator.exchanges import Exchange, Member, RankKey
+from dilocox.outer.coordinator.keys import ExchangeKey
 from dilocox.outer.coordinator.ledger import Ledger
 from dilocox.outer.coordinator.messages import Measured, RoundPlan
 from dilocox.outer.coordinator.site_state import CheckpointState, SiteState
@@ -110,6 +111,18 @@ class Facts:
             and site in plan.members
             and state.active_from <= round_
         )
+
+    def unplanned(self, key: ExchangeKey) -> str | None:
+        """Why the plan of its round, which exists, has no exchange of this key; None if it has."""
+        plan, gradients = self.plans[key.round], self.config.exchanges_gradients
+        kind, fragments = ("gradient", 1) if gradients else ("outer", plan.fragments)
+        if key.kind != kind:
+            return f"the plan of round {key.round} has exchanges of the kind {kind} only"
+        if key.fragment >= fragments:
+            return f"the plan of round {key.round} has fragments 0 to {fragments - 1} only"
+        if key.step >= plan.inner_steps:
+            return f"the plan of round {key.round} has steps 0 to {plan.inner_steps - 1} only"
+        return None
 
     def may_plan(self, site: str, round_: int) -> bool:
         """Whether a round is planned because this site asks: one that trains the round before asks

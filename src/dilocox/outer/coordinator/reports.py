@@ -1,0 +1,55 @@
+"""What sites report of a round, on its way to the run's metrics."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from dilocox.errors import TrainingError
+from dilocox.outer.coordinator import events as e
+from dilocox.outer.coordinator import messages as m
+
+if TYPE_CHECKING:
+    from dilocox.outer.coordinator.core import Coordinator
+
+Report = Callable[[str, int, str, dict[str, Any]], None]
+"""(site, round, kind, metrics)."""
+_log = logging.getLogger(__name__)
+
+
+class Reports:
+    """Takes reports, and hands them to `on_report`."""
+
+    def __init__(self, core: Coordinator, on_report: Report | None) -> None:
+        self._core, self._on_report = core, on_report
+
+    def take(self, request: m.ReportRequest) -> m.Done:
+        """Metrics of a round; the same round and kind twice counts once."""
+        core = self._core
+        site = core.state.sites[request.rank.site]
+        latest = site.metrics.get(request.kind)
+        # Warnings of one round may be about several things.
+        told = request.kind == "warning" and request.metrics.get("text")
+        another = bool(told) and latest is not None and latest.get("text") != told
+        if latest is None or request.round > latest["round"] or another:
+            core.record(
+                e.Reported(core.wall(), site.name, request.round, request.kind, request.metrics)
+            )
+            self.hand_on(site.name, request.round, request.kind, dict(request.metrics))
+        return m.Done()
+
+    def hand_on(self, site: str, round_: int, kind: str, metrics: dict[str, Any]) -> None:
+        """Tell `on_report`. What it raises ends the run at most, never the control plane."""
+        core = self._core
+        if self._on_report is None:
+            return
+        try:
+            self._on_report(site, round_, kind, metrics)
+        except TrainingError as error:
+            # Sites that hold different anchors do not train one model any more.
+            if not core.state.over:
+                core.record(e.Ended(core.wall(), "failed", str(error)))
+        except Exception:
+            # A full disk of the metrics writer must not take the control plane down.
+            _log.exception("metrics of %s round %d not written", site, round_)
