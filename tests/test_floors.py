@@ -31,6 +31,7 @@ FLOORS = (
     },
     {
         "storage",
+        "site_reports",
         "trace_file",
         "codec_spec",
         "methods",

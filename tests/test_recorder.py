@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dilocox.config import RunConfig, resolve_run
-from dilocox.errors import TrainingError
+from dilocox.errors import DifferentAnchorsError, TrainingError
 from dilocox.recorder import Recorder, combine
 
 
@@ -290,3 +290,87 @@ def test_plans_are_written_down_where_they_change(tmp_path: Path) -> None:
     again = Recorder(run.recorder._config, tmp_path, lambda record: None)
     again.plan(PLAN | changed | {"round": 3, "first_step": 45, "reason": "why"})
     assert [line["kind"] for line in run.lines()] == ["plan", "plan_kept", "plan"]
+
+
+def test_a_report_never_says_who_reports_or_of_which_round(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    forged = {"kind": "resumed", "site": "paris", "round": 7, "time": 0.0, "about": "members"}
+    run.recorder.report("lyon", 3, "warning", {"text": "x", **forged})
+    run.recorder.report("lyon", 3, "evaluation", {"val_loss": 1.0, "after_round": 3, **forged})
+    said, line = run.lines()
+    assert (said["kind"], said["text"], "about" in said) == ("message", "lyon: x", False)
+    assert (line["kind"], line["site"], line["round"]) == ("evaluation", "lyon", 3)
+    assert "about" not in line
+    assert line["time"] > 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "metrics", "why"),
+    [
+        ("x", {"kind": "evaluation"}, "there is no report of the kind x"),
+        ("evaluation", {}, "val_loss is missing"),
+        ("evaluation", {"val_loss": 1.0, "after_round": -1}, "after_round is missing"),
+        ("warning", {"text": ["x"]}, "text is missing"),
+        ("round", {"tokens": 1}, "step is missing"),
+        ("round", row(members=float("nan")), "members is missing"),
+        ("round", row(seconds=-1.0), "seconds is missing"),
+        ("flush", row(anchor_digest=["x"]), "anchor_digest is missing"),
+        ("round", row(tokens=10**400), "tokens is missing"),
+    ],
+)
+def test_a_report_that_is_none_is_left_out(
+    tmp_path: Path, kind: str, metrics: dict[str, Any], why: str
+) -> None:
+    run = Run(tmp_path)
+    run.recorder.report("lyon", 3, kind, metrics)
+    (line,) = run.lines()
+    assert line["kind"] == "message"
+    assert line["text"].startswith(f"lyon, round 3: its report is left out: {why}")
+    for site in ("paris", "lyon"):
+        run.report(site, 3)
+    assert len(run.rounds()) == 1
+
+
+def test_a_file_with_lines_that_say_nothing_is_gone_on_with(tmp_path: Path) -> None:
+    """As an earlier version wrote them, in the name of whoever a site named."""
+    lines: list[Any] = [
+        {"kind": "evaluation", "round": 0, "site": "lyon"},
+        {"kind": "round", "round": 0, "site": ["lyon"]},
+        {"kind": "round", "round": 0, "site": "lyon"},
+        {"kind": "round", "round": [0]},
+        {"kind": "plan_kept"},
+        {"kind": "admission", "round": 0},
+        {"kind": "resumed", "round": None, "site": "x"},
+        {"kind": "evaluation", "after_round": "0", "val_loss": {}},
+        7,
+    ]
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (tmp_path / "metrics.jsonl").write_text(text, encoding="utf-8")
+    run = Run(tmp_path)
+    for site in ("paris", "lyon"):
+        run.report(site, 1)
+    assert run.recorder.finish("finished", "")["tokens"] == 200
+
+
+def test_a_lone_anchor_is_its_own_sites_fault(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.recorder.plan({"round": 0, "kind": "flush", "members": dict.fromkeys("abcm")})
+    run.report("m", 0, anchor_digest="f" * 64, members=1)
+    # Two of four say nothing yet: of the two that do nobody is right.
+    run.report("a", 0, members=4)
+    run.report("b", 0, members=4)
+    with pytest.raises(DifferentAnchorsError, match="round 1: it holds another anchor") as caught:
+        run.report("c", 0, members=4)
+    assert caught.value.sites == ["m"]
+    (closed,) = run.rounds()
+    assert closed["anchor_digest"] == "anchor-0"
+    # Said once: the site may come again meanwhile.
+    run.report("m", 1, members=4)
+    for site in "abc":
+        run.report(site, 1, members=4)
+
+
+def test_a_round_that_the_others_ended_without_a_site_survives_a_restart(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.report("paris", 0, anchor_digest=None)
+    Run(tmp_path).report("lyon", 0)

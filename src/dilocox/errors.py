@@ -50,6 +50,14 @@ class TrainingError(DilocoxError):
     """A run that cannot go on."""
 
 
+class DifferentAnchorsError(TrainingError):
+    """Sites hold another anchor than most: `sites`, by the majority's word."""
+
+    def __init__(self, text: str, sites: list[str]) -> None:
+        super().__init__(text)
+        self.sites = sites
+
+
 class RunOverError(TrainingError):
     """The run has ended: nothing can take part in it any more."""
 

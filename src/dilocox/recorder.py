@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import time
@@ -10,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from dilocox.config import RunConfig
-from dilocox.errors import TrainingError
+from dilocox.errors import DifferentAnchorsError, TrainingError
 from dilocox.metrics import Metrics
+from dilocox.plain_text import plain
+from dilocox.site_reports import RESERVED, checked, settled_anchor
 
 Record = dict[str, Any]
 Emit = Callable[[Record], None]
@@ -24,17 +27,17 @@ REMEMBERED = 8
 """Rounds that a late report can still be added to."""
 
 
-def combine(reports: Mapping[str, Record]) -> Record:
+def combine(reports: Mapping[str, Record], members: int = 0) -> Record:
     """One round of the run from its sites' reports (bytes per run, not per site).
 
     Loss is weighted by tokens; tokens, tokens/s and bytes are sums; the waiting share is the
     largest of a site; `waited_for` are the seconds that all others together waited for a site.
-    Raises `TrainingError` if two sites hold different anchors.
+    Raises `TrainingError` if all of `members` have reported, sites hold different anchors and no
+    anchor is that of most.
     """
     rows = list(reports.values())
-    # A site that was overtaken in this round has no anchor to compare.
-    digests = {row["anchor_digest"] for row in rows if row["anchor_digest"] is not None}
-    if len(digests) > 1:
+    settled = settled_anchor(reports, members)
+    if settled is None and len(reports) >= members:
         held = ", ".join(
             f"{site} {(row['anchor_digest'] or 'none')[:12]}" for site, row in reports.items()
         )
@@ -60,7 +63,7 @@ def combine(reports: Mapping[str, Record]) -> Record:
         "allreduce_bytes": dense,
         "ratio_per_transfer": sum(row["ratio_per_transfer"] for row in rows) / len(rows),
         "ratio_per_token": dense / payload if payload else 0.0,
-        "anchor_digest": next(iter(digests), None),
+        "anchor_digest": None if settled is None else settled[0],
     }
     if weight:
         combined["loss"] = sum(row["loss"] * row["tokens"] for row in trained) / weight
@@ -71,7 +74,7 @@ def of_devices(rows: Sequence[Record]) -> Record:
     """What the sites' devices did together, as far as it is known: MFU over the GPUs whose peak is
     known, the peak memory of the rank that needed most, retries of all allocators."""
     found: Record = {}
-    measured = [row for row in rows if "mfu" in row]
+    measured = [row for row in rows if "mfu" in row and row.get("peak_flops")]
     if measured:
         peak = sum(row["peak_flops"] for row in measured)
         found["mfu"] = sum(row["mfu"] * row["peak_flops"] for row in measured) / peak
@@ -106,6 +109,10 @@ class Recorder:
         self._emit = emit
         earlier = _read_lines(folder / "metrics.jsonl")
         self._metrics = Metrics(config, folder)
+        self._members: dict[int, int] = {}
+        """Sites of a round's plan, of the latest rounds."""
+        self._odd: set[tuple[int, str]] = set()
+        """(round, site) of those who hold another anchor than most."""
         self._open: dict[int, dict[str, Record]] = {}
         self._verdicts: dict[int, dict[str, dict[str, int]]] = {}
         """How often, by round and site, by code and flag."""
@@ -121,13 +128,20 @@ class Recorder:
         self._written: set[tuple[str, int, str]] = set()
         """(kind, round, site) of the reports of this course of the run that are in the file."""
         for record in earlier:
-            self._recall(record)
+            # The file is of an earlier process, perhaps of an earlier version, and a site's word.
+            with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError):
+                self._recall(record)
 
     def _recall(self, record: Record) -> None:
         """Take up a line that was written before this process began."""
         # What was no number was written as null.
-        record = {key: math.nan if value is None else value for key, value in record.items()}
+        record = {
+            key: math.nan if value is None and key != "anchor_digest" else value
+            for key, value in record.items()
+        }
         kind, round_, site = record.get("kind"), record.get("round", 0), record.get("site")
+        if site and kind in ("round", "flush"):
+            checked(kind, record)
         if site:
             first = record.get("after_round", 0) < 0
             self._written.add(("first_evaluation" if first else str(kind), round_, site))
@@ -139,7 +153,7 @@ class Recorder:
         elif kind == "flush":
             self._flush[str(site)] = record
         elif kind == "evaluation":
-            self._evaluations[record["after_round"]] = record["val_loss"]
+            self._evaluations[int(record["after_round"])] = float(record["val_loss"])
         elif kind == "plan":
             self._plan = {key: record[key] for key in CHOSEN if key in record}
             self._reason = str(record.get("reason", ""))
@@ -166,20 +180,27 @@ class Recorder:
 
     def report(self, site: str, round_: int, kind: str, metrics: Record) -> None:
         """A site's report. One that is in the file already, from before a restart of the
-        coordinator, counts once.
+        coordinator, counts once; one that is not what its kind has is left out.
 
-        Raises `TrainingError` if two sites hold different anchors.
+        Raises `DifferentAnchorsError` for sites that hold another anchor than most, and
+        `TrainingError` if no anchor is that of most.
         """
-        if kind == "warning":
-            self.message(f"{site}: {metrics['text']}")
-            return
         if kind == "admission":
             self._admission(site, round_, metrics)
             return
-        if (kind, round_, site) in self._written:
+        if kind != "warning" and (kind, round_, site) in self._written:
+            return
+        try:
+            metrics = checked(kind, metrics)
+        except ValueError as error:
+            self.message(f"{site}, round {round_}: its report is left out: {error}")
+            return
+        if kind == "warning":
+            self.message(f"{site}: {metrics['text']}")
             return
         self._written.add((kind, round_, site))
-        record = {"kind": kind, "round": round_, "site": site, **metrics}
+        said = {key: value for key, value in metrics.items() if key not in RESERVED}
+        record = {"kind": kind, "round": round_, "site": site, **said}
         if kind in ("evaluation", "first_evaluation"):
             record["kind"] = "evaluation"
             record["step"] = self._step_after(metrics["after_round"])
@@ -194,15 +215,34 @@ class Recorder:
             )
         if kind == "flush":
             self._flush[site] = record
-            combine(self._flush)
+            members = self._expected(round_, self._flush)
+            combine(self._flush, members)
+            self._name_the_odd(round_, self._flush, members)
         elif kind == "round":
             # A report that comes after its round was closed completes it.
             self._open.setdefault(round_, self._closed.pop(round_, {}))[site] = record
             ready = [r for r in sorted(self._open) if r < round_]
-            if len(self._open[round_]) >= metrics["members"]:
+            if len(self._open[round_]) >= self._expected(round_, self._open[round_]):
                 ready.append(round_)
             for number in ready:
                 self._close_round(number)
+
+    def _name_the_odd(self, round_: int, rows: Mapping[str, Record], members: int) -> None:
+        """Raise `DifferentAnchorsError` if some sites hold another anchor than most."""
+        settled = settled_anchor(rows, members)
+        # Once each: a site that has come again does not go for what it was before.
+        odd = [s for s in (settled[1] if settled else []) if (round_, s) not in self._odd]
+        self._odd.update((round_, site) for site in odd)
+        if odd:
+            raise DifferentAnchorsError(
+                f"round {round_ + 1}: it holds another anchor than most sites do", odd
+            )
+
+    def _expected(self, round_: int, rows: Mapping[str, Record]) -> int:
+        """Sites that are to report of a round: of its plan, or, as long as the process does not
+        know that, by the word of the site that says most."""
+        claims = (int(row["members"]) for row in rows.values())
+        return self._members.get(round_) or max(claims, default=0)
 
     def _admission(self, site: str, round_: int, verdict: Record) -> None:
         """What was decided about a contribution: written if it says anything, and said if new."""
@@ -226,6 +266,8 @@ class Recorder:
     def plan(self, plan: Record) -> None:
         """A plan was made: what was chosen is written down where it differs from the plan before,
         and where that was kept, why, if anything new was known."""
+        if "members" in plan:
+            self._members[plan["round"]] = len(plan["members"])
         if plan["kind"] == "flush":
             return
         chosen = {key: plan[key] for key in CHOSEN}
@@ -238,11 +280,11 @@ class Recorder:
 
     def message(self, text: str) -> None:
         """Something that happened."""
-        self._write({"kind": "message", "text": text})
+        self._write({"kind": "message", "text": plain(text)})
 
     def happened(self, text: str) -> None:
         """A site came or went, or the run went on to another phase."""
-        self._write({"kind": "message", "about": "members", "text": text})
+        self._write({"kind": "message", "about": "members", "text": plain(text)})
 
     def sequences(self, counts: Mapping[str, int], problem: str) -> None:
         """What became of the sequences that were given out, by name, for the summary."""
@@ -253,9 +295,11 @@ class Recorder:
     def finish(self, phase: str, reason: str) -> Record:
         """Write `summary.json`; returns its content."""
         for number in sorted(self._open):
-            self._close_round(number)
+            # The run is over: nobody is to go for an anchor any more.
+            with contextlib.suppress(TrainingError):
+                self._close_round(number)
         rounds = [self._rounds[number] for number in sorted(self._rounds)]
-        flush = combine(self._flush) if self._flush else None
+        flush = combine(self._flush, len(self._flush) + 1) if self._flush else None
         everything = [*rounds, flush] if flush else rounds
         seconds = sum(row["seconds"] for row in rounds)
         tokens = sum(row["tokens"] for row in rounds)
@@ -317,18 +361,21 @@ class Recorder:
         if round_ in self._rounds:
             return int(self._rounds[round_]["step"])
         rows = self._open.get(round_) or self._flush
-        return int(max(row["step"] for row in rows.values()))
+        return int(max((row["step"] for row in rows.values()), default=0))
 
     def _close_round(self, number: int) -> None:
         rows = self._open.pop(number)
         self._remember(number, rows)
-        combined = {"kind": "round", **combine(rows)}
+        members = self._expected(number, rows)
+        combined = {"kind": "round", **combine(rows, members)}
         self._rounds[number] = combined
         self._write(combined)
+        self._name_the_odd(number, rows, members)
 
     def _remember(self, number: int, rows: dict[str, Record]) -> None:
         self._closed[number] = rows
         self._closed = {r: kept for r, kept in self._closed.items() if r > number - REMEMBERED}
+        self._members = {r: n for r, n in self._members.items() if r > number - REMEMBERED}
 
     def _write(self, record: Record) -> None:
         record = {"time": round(time.time(), 3), **record}

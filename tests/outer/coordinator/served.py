@@ -25,9 +25,10 @@ class Run:
         sites: str = "ab",
         shards: int = 1,
         outer: dict[str, Any] | None = None,
+        run: dict[str, Any] | None = None,
         **options: Any,
     ) -> None:
-        self.config = run_config(sites, shards=shards, outer=outer or {})
+        self.config = run_config(sites, shards=shards, outer=outer or {}, run=run or {})
         self.folder, self.options, self.clock = folder, options, Clock()
         self.identities: dict[str, Identity] = {}
         self.clients: list[CoordinatorClient] = []

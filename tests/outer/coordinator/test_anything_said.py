@@ -1,8 +1,13 @@
-"""A site may say anything: it gets an answer or a refusal, and the run's log stays readable."""
+"""A site may say anything: it gets an answer or a refusal, and the run's log stays readable.
+
+Behind the coordinator are a recorder and a notary, as in every run: what they make of it is read
+again as well.
+"""
 
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +18,11 @@ from hypothesis import strategies as st
 
 from dilocox.outer.coordinator import messages as m
 from dilocox.outer.coordinator.core import Coordinator
+from dilocox.record.log import check_log, read_log
+from dilocox.record.notary import LogNotary
+from dilocox.record.note import NoteKey
+from dilocox.recorder import Recorder
+from tests.outer.coordinator.helpers import run_config
 from tests.outer.coordinator.served import Run
 
 REQUESTS: dict[str, type[m.Message]] = {
@@ -57,7 +67,35 @@ likely: dict[str, st.SearchStrategy[Any]] = {
     "wait": st.just(0.0),
     "now": st.just(False),
     "value": st.just("AAAA"),
-    "metrics": st.just({"loss": 1.0}),
+    "kind": st.sampled_from(["round", "flush", "evaluation", "first_evaluation", "warning"]),
+    "metrics": st.fixed_dictionaries(
+        {},
+        optional={
+            **dict.fromkeys(["loss", "val_loss", "mfu"], st.floats()),
+            **dict.fromkeys(
+                [
+                    "step",
+                    "tokens",
+                    "seconds",
+                    "tokens_per_second",
+                    "wait_share",
+                    "payload_bytes",
+                    "allreduce_bytes",
+                    "ratio_per_transfer",
+                    "members",
+                    "peak_flops",
+                ],
+                st.just(1) | st.integers(0, 3) | anything,
+            ),
+            "anchor_digest": st.sampled_from(["0" * 64, "1" * 64, None]) | anything,
+            "after_round": st.integers(-1, 3) | anything,
+            "kind": st.sampled_from(["evaluation", "round", "resumed", "message", "plan"]),
+            "site": st.sampled_from(["a", "b", "", None]),
+            "round": st.integers(-1, 5) | anything,
+            "text": st.text(st.characters(codec="utf-8")) | anything,
+            "waited_for": anything,
+        },
+    ),
 }
 
 
@@ -78,10 +116,30 @@ def requests(draw: st.DrawFn) -> tuple[str, bytes]:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
-    made = Run(tmp_path_factory.mktemp("run"))
-    made.start()
+    folder = tmp_path_factory.mktemp("run")
+    metrics: list[Recorder] = []
+    record: list[LogNotary] = []
+    sections = {"folder": str(folder / "runs"), "name": "said"}
+    config = run_config("ab", run=sections)
+    config.folder.mkdir(parents=True)
+    record.append(LogNotary.open(config, folder, print))
+    metrics.append(Recorder(config, config.folder, lambda record: None))
+    made = Run(
+        folder,
+        run=sections,
+        on_report=metrics[0].report,
+        on_plan=lambda plan: metrics[0].plan(plan.model_dump(mode="json")),
+        on_message=metrics[0].happened,
+        notary=record[0],
+    )
+    try:
+        made.start()["a"].plan(0)
+    except BaseException:
+        made.close()
+        raise
     yield made
     made.close()
+    record[0].close()
 
 
 @settings(
@@ -100,7 +158,8 @@ def test_every_request_is_answered_or_refused(run: Run, request_: tuple[str, byt
 
 
 def test_what_was_made_of_it_is_read_again(run: Run, tmp_path: Path) -> None:
-    """Runs after the test above: the log of all that is replayed to the same state."""
+    """Runs after the test above: the log of all that is replayed to the same state, and recorder
+    and notary begin again."""
     assert len(run.core.state.live) == 2
     for file in run.folder.iterdir():
         if file.is_file():
@@ -113,3 +172,14 @@ def test_what_was_made_of_it_is_read_again(run: Run, tmp_path: Path) -> None:
         assert again.state.ledger.to_json() == run.core.state.ledger.to_json()
     finally:
         again.close()
+    folder = run.config.folder
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert {line["kind"] for line in lines} <= {"round", "flush", "evaluation", "message", "plan"}
+    # Whatever it says, a speaks for itself.
+    assert {line["site"] for line in lines if "site" in line} <= {"a"}
+    shutil.copytree(folder, tmp_path / "runs")
+    recorder = Recorder(run.config, tmp_path / "runs", lambda record: None)
+    recorder.finish("stopped", "")
+    json.loads((tmp_path / "runs" / "summary.json").read_text())
+    content = read_log(folder / "record")
+    check_log(content, NoteKey.parse(content.public))

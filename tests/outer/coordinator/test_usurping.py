@@ -10,6 +10,7 @@ import pytest
 
 from dilocox.outer.coordinator import messages as m
 from dilocox.outer.coordinator.refusals import Refused
+from dilocox.recorder import Recorder
 from tests.outer.coordinator.helpers import Driver, run_config
 
 USUAL = m.Measured(step_us=500_000, exchange_bytes=1, exchange_us=1, exchanges=1)
@@ -136,4 +137,36 @@ def test_the_first_round_has_an_end_too(tmp_path: Path) -> None:
     assert Four.wait(driver, driver.core.timeouts.stall)["m"] == "active"  # type: ignore[arg-type]
     late = Four.wait(driver, driver.core.timeouts.grace + 2.0)  # type: ignore[arg-type]
     assert late == {"a": "active", "b": "active", "m": "entering"}
+    driver.core.close()
+
+
+def test_a_false_anchor_digest_costs_its_sender_not_the_run(tmp_path: Path) -> None:
+    config = run_config("abcm", run={"folder": str(tmp_path)})
+    (tmp_path / config.run.name).mkdir()
+    recorder = Recorder(config, config.folder, lambda record: None)
+    driver = Driver(
+        tmp_path / "coordinator",
+        config,
+        on_report=recorder.report,
+        on_plan=lambda plan: recorder.plan(plan.model_dump(mode="json")),
+    )
+    driver.start()
+    driver.plan(0, "a")
+    numbers = dict.fromkeys(
+        ("step", "tokens", "seconds", "tokens_per_second", "wait_share", "payload_bytes",
+         "allreduce_bytes", "ratio_per_transfer"), 1,
+    )  # fmt: skip
+    for site in "mabc":
+        said = {**numbers, "members": 4, "anchor_digest": ("f" if site == "m" else "0") * 64}
+        rank = driver.check(m.Rank(site=site, stage=0, shard=0))
+        driver.core.report(m.ReportRequest(rank=rank, round=0, metrics=said))
+    state = driver.core.state
+    assert state.phase == "running"
+    assert {name: site.role for name, site in state.sites.items()} == {
+        "a": "active", "b": "active", "c": "active", "m": "gone",
+    }  # fmt: skip
+    assert state.sites["m"].reason == "round 1: it holds another anchor than most sites do"
+    far = m.ReportRequest(rank=m.Rank(site="a", stage=0, shard=0), round=9, metrics={})
+    with pytest.raises(Refused, match="reports of round 9"):
+        driver.core.report(far)
     driver.core.close()

@@ -392,7 +392,7 @@ class ReportRequest(Message):
 
     rank: Rank
     round: Count
-    kind: Annotated[str, Field(pattern=r"^[a-z_]{1,32}$")] = "round"
+    kind: Literal["round", "flush", "evaluation", "first_evaluation", "warning"] = "round"
     metrics: Annotated[dict[str, Any], Field(max_length=1000)]
 
 

@@ -6,9 +6,10 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from dilocox.errors import TrainingError
+from dilocox.errors import DifferentAnchorsError, TrainingError
 from dilocox.outer.coordinator import events as e
 from dilocox.outer.coordinator import messages as m
+from dilocox.outer.coordinator.refusals import Refused
 
 if TYPE_CHECKING:
     from dilocox.outer.coordinator.core import Coordinator
@@ -25,8 +26,15 @@ class Reports:
         self._core, self._on_report = core, on_report
 
     def take(self, request: m.ReportRequest) -> m.Done:
-        """Metrics of a round; the same round and kind twice counts once."""
+        """Metrics of a round; the same round and kind twice counts once. Raises `Refused` for a
+        round that nobody can be in."""
         core = self._core
+        if request.round > core.state.next_round + 1:
+            raise Refused(
+                "conflict",
+                f"{request.rank}: reports of round {request.round}, the next to be planned is "
+                f"{core.state.next_round}",
+            )
         site = core.state.sites[request.rank.site]
         latest = site.metrics.get(request.kind)
         # Warnings of one round may be about several things.
@@ -39,6 +47,13 @@ class Reports:
             self.hand_on(site.name, request.round, request.kind, dict(request.metrics))
         return m.Done()
 
+    def again(self) -> None:
+        """Hand on what the process before may have logged and no more."""
+        for site in self._core.state.sites.values():
+            for kind, metrics in list(site.metrics.items()):
+                if kind != "warning":
+                    self.hand_on(site.name, metrics["round"], kind, dict(metrics))
+
     def hand_on(self, site: str, round_: int, kind: str, metrics: dict[str, Any]) -> None:
         """Tell `on_report`. What it raises ends the run at most, never the control plane."""
         core = self._core
@@ -46,6 +61,11 @@ class Reports:
             return
         try:
             self._on_report(site, round_, kind, metrics)
+        except DifferentAnchorsError as error:
+            for name in error.sites:
+                if name in core.state.live:
+                    incarnation = core.state.sites[name].incarnation
+                    core.record(e.Gone(core.wall(), name, incarnation, str(error), True))
         except TrainingError as error:
             # Sites that hold different anchors do not train one model any more.
             if not core.state.over:

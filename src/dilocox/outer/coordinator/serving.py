@@ -95,7 +95,7 @@ def serve(
                 "its last checkpoint, or start a new one in another folder"
             )
         elif coordinator.state.sequence:
-            _go_on(coordinator, on_report, on_message)
+            _go_on(coordinator, on_message)
         if ready_file is not None:
             # One from an earlier start would be read as this one's.
             Path(ready_file).unlink(missing_ok=True)
@@ -123,17 +123,10 @@ def serve(
         coordinator.close()
 
 
-def _go_on(
-    coordinator: Coordinator,
-    on_report: Report | None,
-    on_message: Callable[[str], None] | None,
-) -> None:
+def _go_on(coordinator: Coordinator, on_message: Callable[[str], None] | None) -> None:
     """Hand on what the process before may have logged and no more; say where the run stands."""
     state = coordinator.state
-    for site in state.sites.values():
-        for kind, metrics in site.metrics.items():
-            if on_report is not None and kind != "warning":
-                on_report(site.name, metrics["round"], kind, dict(metrics))
+    coordinator.reports.again()
     if on_message is not None:
         live = ", ".join(state.live) or "no site"
         on_message(
