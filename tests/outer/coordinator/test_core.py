@@ -416,7 +416,8 @@ def test_broken_for_no_reason_ends_the_run(driver: Driver) -> None:
         driver.vote(key, "a", 4, broken=True)
 
 
-def test_lease_and_stop(driver: Driver) -> None:
+def test_lease_and_stop(tmp_path: Path) -> None:
+    driver = Driver(tmp_path, run_config(outer={"inner_steps": 200}))
     driver.start()
     assert driver.beat("a").lease == 2
     assert driver.beat("a", 2, slot_seconds=0.01).lease == 202
@@ -435,11 +436,13 @@ def test_lease_and_stop(driver: Driver) -> None:
         driver.finish(site, complete=False)
     assert driver.core.state.phase == "stopped"
     assert views.checkpoints(driver.core.state).checkpoints[0].complete
+    driver.core.close()
 
 
-def test_a_lease_is_no_longer_for_beats_that_come_close_together(driver: Driver) -> None:
+def test_a_lease_is_no_longer_for_beats_that_come_close_together(tmp_path: Path) -> None:
     """Slots of 1 s, beats each 1 s: until the first round is timed, the lease is some 4 slots long,
     though a rank that waits for it beats as fast as it can."""
+    driver = Driver(tmp_path, run_config(outer={"inner_steps": 200}))
     driver.start()
     driver.beat("a")
     lease = 2
@@ -453,6 +456,7 @@ def test_a_lease_is_no_longer_for_beats_that_come_close_together(driver: Driver)
         lease = driver.beat("a", finished).lease
         assert lease - finished <= 4
     assert lease - finished >= 2
+    driver.core.close()
 
 
 def test_coordinator_that_was_asleep_does_not_take_all_for_dead(driver: Driver) -> None:

@@ -170,3 +170,15 @@ def test_a_false_anchor_digest_costs_its_sender_not_the_run(tmp_path: Path) -> N
     with pytest.raises(Refused, match="reports of round 9"):
         driver.core.report(far)
     driver.core.close()
+
+
+def test_no_lease_beyond_the_rounds_that_are_planned(four: Four) -> None:
+    """A rank that says its slots take no time does not put off the end of a run that is stopped."""
+    state = four.core.state
+    for _ in range(20):
+        four.clock.time += 0.1
+        four.beat("m", tick=state.lease, slot_seconds=1e-7)
+    last = state.plans[max(state.plans)]
+    assert state.lease == last.first_tick + 2 * last.slots
+    stopped = four.core.departures.stop(m.StopRequest(reason="interrupted"))
+    assert stopped.stop_tick == state.lease

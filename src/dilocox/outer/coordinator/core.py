@@ -308,7 +308,7 @@ class Coordinator:
             self.record(enters)
         if state.phase == "running":
             lease = self.liveness.lease(state.lease, state.with_role("active"))
-            lease = max(lease, state.nobody_before)
+            lease = max(min(lease, state.lease_end), state.nobody_before)
             if lease > state.lease:
                 self.record(e.Leased(self.wall(), lease))
         return views.beat_reply(state, rank.site)

@@ -146,6 +146,15 @@ class Facts:
         before = self.plans.get(first - 1)
         return 0 if before is None else before.first_tick + before.slots
 
+    @property
+    def lease_end(self) -> int:
+        """The last slot that a lease may name: of the round after the last one that is planned, if
+        that is as long. How fast a rank goes is its own word, and no site is further."""
+        last = self.plans.get(self.next_round - 1)
+        if last is None:
+            return self.first_tick + 2 * self.config.outer.inner_steps
+        return last.first_tick + 2 * last.slots
+
     def members_for(self, round_: int) -> list[Member]:
         """Sites of the epoch that an exchange of `round_` is carried between.
 
