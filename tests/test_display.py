@@ -12,6 +12,9 @@ from rich.console import Console
 
 from dilocox.config import resolve_run
 from dilocox.display import Display, number, round_line, size
+from dilocox.outer.coordinator import messages as m
+from dilocox.supervisor import complain
+from tests.outer.coordinator.helpers import run_config
 
 
 @pytest.mark.parametrize(
@@ -117,3 +120,25 @@ def test_off_a_terminal_only_events_are_shown() -> None:
     assert text == "lyon [left]\nheld-out loss before training: 6.2500\n"
     lively = shown(RECORD, {**RECORD, "site": "paris"}, terminal=True)
     assert lively.count("round   5  step 100/200 ") == 1
+
+
+def test_a_member_moves_nobodys_cursor() -> None:
+    """Neither on a terminal nor in a pipe that `less -R` reads."""
+    out = io.StringIO()
+    for terminal in (True, False):
+        console = Console(file=out, force_terminal=terminal, highlight=False, soft_wrap=True)
+        shown = Display(run_config(), console)
+        shown.show({"kind": "message", "text": "lyon: \x1b[2J\x1b[HPASS\nverified: \u202ellA"})
+        shown.line("two\nlines\x9b2J")
+    text = out.getvalue()
+    assert "lyon: \ufffd[2J\ufffd[HPASS verified: \ufffdllA\n" in text
+    assert "two\nlines\ufffd2J\n" in text
+    assert not {"\x1b", "\x9b", "\u202e"} & set(text)
+
+
+def test_reasons_of_members_are_plain(capsys: pytest.CaptureFixture[str]) -> None:
+    rank = m.Rank(site="lyon", stage=0, shard=0)
+    said = m.LeaveRequest(rank=rank, reason="\x1b[31mbroken\x1b[0m\r\n")
+    assert said.reason == "\ufffd[31mbroken\ufffd[0m "
+    complain("gone: \x1b[2Jx")
+    assert capsys.readouterr().err == "dilocox: gone: \ufffd[2Jx\n"

@@ -10,6 +10,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from dilocox.config import RunConfig
+from dilocox.plain_text import plain, plain_lines
 
 Record = dict[str, Any]
 NOTABLE = 0.05
@@ -109,8 +110,8 @@ class Display:
             self._progress = None
 
     def line(self, text: str) -> None:
-        """A line that is always shown."""
-        self._console.print(escape(text))
+        """A line, or several, that are always shown; whoever wrote it, nothing in it is obeyed."""
+        self._console.print(escape(plain_lines(text)))
 
     def step(self, text: str, share: float | None = None) -> None:
         """A step of the preparation, in place, on a terminal."""
@@ -140,7 +141,7 @@ class Display:
             when = "before training" if record["after_round"] < 0 else "of the anchor"
             self.line(f"held-out loss {when}: {record['val_loss']:.4f}")
         elif kind == "message":
-            self.line(record["text"])
+            self.line(plain(record["text"]))
 
     def summary(self, record: Record) -> None:
         """The end of a run, in a few lines."""

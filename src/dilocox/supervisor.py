@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from dilocox.backoff import pauses
 from dilocox.errors import DilocoxError, JoinError, NotNowError
 from dilocox.outer.coordinator.timeouts import Timeouts
+from dilocox.plain_text import plain_lines
 
 FRUITLESS = 5
 """So many incarnations in a row that never took part in a round, and the site gives up."""
@@ -132,4 +133,4 @@ def _sleep(seconds: float) -> bool:
 
 def complain(line: str) -> None:
     """A line for the person at the terminal, or in its log."""
-    print(f"dilocox: {line}", file=sys.stderr, flush=True)
+    print(f"dilocox: {plain_lines(line)}", file=sys.stderr, flush=True)

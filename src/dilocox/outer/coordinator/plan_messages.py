@@ -7,13 +7,15 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from dilocox.config_site import SiteName
 from dilocox.outer.controller.pace import FULL, step_within, steps_taken
+from dilocox.plain_text import plain
 
 Count = Annotated[int, Field(ge=0, le=2**53)]
-Line = Annotated[str, Field(max_length=500)]
+Line = Annotated[str, Field(max_length=500), AfterValidator(plain)]
+"""A line of a member's for people: terminals and logs show it."""
 
 
 class Message(BaseModel):
