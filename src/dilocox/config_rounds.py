@@ -178,6 +178,13 @@ class ControlSection(Section):
     """What contributions of unequal numbers of steps weigh. `tokens`: by the tokens that they were
     made from; `equal`: by the batch size alone; `fednova`: each is divided by its number of steps.
     Measured in docs/notes/uneven.md."""
+    max_speed: Annotated[float, Field(ge=1.0, le=1000.0)] = 8.0
+    """A site whose speed is measured counts as at most so many times as fast as the median of the
+    others: its measurement is its own word, and the others' steps hang on it. Speeds that the run
+    file declares are not limited."""
+    max_share: Annotated[float, Field(ge=0.5, le=1.0)] = 0.5
+    """Share of all weight that a measured speed may give to one of three sites or more. Batch sizes
+    are in the run file: what a site has by them alone is not taken from it."""
     link: Annotated[
         str | None,
         Field(

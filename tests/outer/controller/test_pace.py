@@ -10,6 +10,7 @@ from dilocox.outer.controller.pace import (
     FULL,
     carried,
     declared_paces,
+    limited,
     measured_paces,
     rounds_looked_at,
     site_weights,
@@ -160,3 +161,29 @@ def test_weights_have_a_mean_of_one(rule: str, sites: list[tuple[int, int]]) -> 
     found = site_weights(rule, batches, {str(n): pace for n, (_, pace) in enumerate(sites)})
     assert sum(found.values()) == pytest.approx(len(sites))
     assert min(found.values()) > 0
+
+
+def test_nobody_is_faster_than_the_others_median_allows() -> None:
+    """m says that a step takes it 1 us: the others still have an eighth of its steps."""
+    times = {**dict.fromkeys("abc", [100_000] * 3), "m": [1] * 3}
+    assert measured_paces(times, {})["a"] == 10
+    assert measured_paces(times, {}, most=8.0) == {"a": 120, "b": 120, "c": 120, "m": 1000}
+    honest = {"a": [100] * 3, "b": [200] * 3, "c": [700] * 3}
+    assert measured_paces(honest, {}, most=8.0) == measured_paces(honest, {})
+    assert measured_paces({"a": [100] * 3}, {}, most=8.0) == {"a": 1000}
+
+
+def test_a_measured_speed_gives_no_more_than_the_limit() -> None:
+    batches = dict.fromkeys("abcm", 8)
+    raw = site_weights("tokens", batches, {"a": 120, "b": 120, "c": 120, "m": 1000})
+    assert raw["m"] > 2.9
+    found = limited(raw, batches, 0.5)
+    assert found["m"] == pytest.approx(2.0)
+    assert found["a"] == pytest.approx(2.0 / 3)
+    assert sum(found.values()) == pytest.approx(4.0)
+    # By batch alone, which the run file has, a site may have more; of two, one has half or more.
+    wide = {"a": 1, "b": 1, "m": 8}
+    equal = site_weights("equal", wide, dict.fromkeys("abm", 1000))
+    assert limited(equal, wide, 0.5) == equal
+    two = {"a": 0.2, "m": 1.8}
+    assert limited(two, {"a": 8, "m": 8}, 0.5) == two

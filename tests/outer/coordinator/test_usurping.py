@@ -182,3 +182,23 @@ def test_no_lease_beyond_the_rounds_that_are_planned(four: Four) -> None:
     assert state.lease == last.first_tick + 2 * last.slots
     stopped = four.core.departures.stop(m.StopRequest(reason="interrupted"))
     assert stopped.stop_tick == state.lease
+
+
+def test_who_says_that_it_is_infinitely_fast_has_half_the_weight_at_most(tmp_path: Path) -> None:
+    outer = {"rounds": 8, "inner_steps": 20}
+    driver = Driver(tmp_path, run_config("abcm", outer=outer, control={"steps": "by-speed"}))
+    driver.start()
+    for round_ in range(5):
+        plan = driver.plan(round_, "a")
+        assert plan is not None
+        for site in "abcm":
+            said = m.Measured(step_us=1 if site == "m" else 500_000, exchange_bytes=1,
+                              exchange_us=1, exchanges=1)  # fmt: skip
+            driver.round_done(site, round_, said)
+    weights = {site: member.weight for site, member in plan.members.items()}
+    assert weights["m"] == pytest.approx(2.0)
+    assert weights["a"] == pytest.approx(2.0 / 3)
+    assert [plan.steps_of(site) for site in "am"] == [3, 20]
+    told = [text for *_, text in driver.core.state.feed if "speed" in text]
+    assert "a goes at 12 % of the fastest site's speed from round 3 on, before at 100 %" in told[0]
+    driver.core.close()

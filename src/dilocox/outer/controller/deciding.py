@@ -91,9 +91,10 @@ def _paces(
     }
     in_force = {} if before is None else before.paces
     if before is None or not known:
-        return measured_paces(times, in_force)
+        return measured_paces(times, in_force, most=config.control.max_speed)
     fastest = min((own.step_us for own in measured[known[-1]].values()), default=1)
-    return measured_paces(times, in_force, rounds_looked_at(before.inner_steps, fastest))
+    rounds = rounds_looked_at(before.inner_steps, fastest)
+    return measured_paces(times, in_force, rounds, config.control.max_speed)
 
 
 def _samples(measured: Measurements, round_: int, paces: Mapping[str, int]) -> list[Sample]:

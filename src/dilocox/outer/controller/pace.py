@@ -11,6 +11,7 @@ Pure functions of whole numbers: times are microseconds, as sites measured them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 FULL = 1000
@@ -43,18 +44,23 @@ def rounds_looked_at(inner_steps: int, step_us: int) -> int:
 
 
 def measured_paces(
-    step_us: Mapping[str, Sequence[int]], before: Mapping[str, int], rounds: int = ROUNDS
+    step_us: Mapping[str, Sequence[int]],
+    before: Mapping[str, int],
+    rounds: int = ROUNDS,
+    most: float = math.inf,
 ) -> dict[str, int]:
     """Pace of every site of `step_us`: its step times of the latest rounds, of which `rounds` are
     looked at.
 
     `before`: paces in force, if there are any. A site without step times keeps its own, or counts
     as one of the fastest. One of fewer than `ROUNDS` rounds, which has just come, is not what the
-    others are measured by, unless all are like that.
+    others are measured by, unless all are like that. A site counts as at most `most` times as fast as
+    the median of the others.
     """
     typical = {site: _median(times[-rounds:]) for site, times in step_us.items() if times}
-    known = [time for site, time in typical.items() if len(step_us[site]) >= ROUNDS]
-    fastest = min(known or typical.values(), default=0)
+    bounded = {site: max(time, _least(site, typical, most)) for site, time in typical.items()}
+    known = [time for site, time in bounded.items() if len(step_us[site]) >= ROUNDS]
+    fastest = min(known or bounded.values(), default=0)
     found = {}
     for site in step_us:
         old = before.get(site, FULL)
@@ -67,6 +73,12 @@ def measured_paces(
             near = old * (FULL - SLOWER) <= new * FULL <= old * (FULL + FASTER)
             found[site] = old if near and new < FULL else new
     return found
+
+
+def _least(site: str, typical: Mapping[str, int], most: float) -> int:
+    """The shortest step time that a site is believed, by the others' median; 0 without others."""
+    others = [time for other, time in typical.items() if other != site]
+    return int(_median(others) / most) if others else 0
 
 
 def declared_paces(speeds: Mapping[str, float]) -> dict[str, int]:
@@ -114,6 +126,27 @@ def site_weights(
     raw = {site: batch * taken[site] ** powers[rule] for site, batch in batches.items()}
     mean = sum(raw.values()) / len(raw)
     return {site: value / mean for site, value in raw.items()}
+
+
+def limited(
+    weights: Mapping[str, float], batches: Mapping[str, int], most: float
+) -> dict[str, float]:
+    """The same weights with the same mean, none of them more than a share `most` of all, or than
+    its share of the batch if that is more. `most` is a half at least; two sites are left as they
+    are: of two, one has a half or more.
+    """
+    if len(weights) < 3:
+        return dict(weights)
+    total, everything = sum(weights.values()), sum(batches.values())
+    for site, weight in weights.items():
+        limit = max(most, batches[site] / everything)
+        if weight / total > limit:
+            factor = total * (1.0 - limit) / (total - weight)
+            return {
+                name: total * limit if name == site else other * factor
+                for name, other in weights.items()
+            }
+    return dict(weights)
 
 
 def _median(values: Sequence[int]) -> int:

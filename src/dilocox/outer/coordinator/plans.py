@@ -10,7 +10,7 @@ from dilocox.config import RunConfig
 from dilocox.outer.calendar import all_boundary_slots
 from dilocox.outer.controller.batch import shared_batches
 from dilocox.outer.controller.choice import Choice
-from dilocox.outer.controller.pace import FULL, carried, site_weights, steps_taken
+from dilocox.outer.controller.pace import FULL, carried, limited, site_weights, steps_taken
 from dilocox.outer.coordinator.ledger import Ledger, Range
 from dilocox.outer.coordinator.messages import LinkEstimate, MemberPlan, RoundPlan
 
@@ -58,6 +58,8 @@ def make_plan(
         everyone = {site: config.site_batch(site) for site in config.sites}
         batches = shared_batches(everyone, members, config.site.batch_unit)
     weights = site_weights(config.control.weights, batches, paces, steps)
+    if config.control.steps == "by-speed" and not config.declares_speeds:
+        weights = limited(weights, batches, config.control.max_share)
     offsets: dict[str, int] = {}
     spare: dict[str, list[Range]] = {}
     planned: dict[str, MemberPlan] = {}

@@ -209,6 +209,21 @@ class CoordinatorState(Facts):
         self.measured = {r: sites for r, sites in self.measured.items() if r >= oldest}
         what = "flush" if plan.kind == "flush" else f"round {plan.round}"
         self._say(event, "plan", f"{what} planned for {', '.join(plan.members)}")
+        self._say_of_paces(event, plan)
+
+    def _say_of_paces(self, event: e.Planned, plan: RoundPlan) -> None:
+        """Say of whom much more, or much less, is expected than before."""
+        before = self.plans.get(plan.round - 1)
+        known = {} if before is None else before.members
+        for name, member in plan.members.items():
+            old = known[name].pace if name in known else member.pace
+            if not old <= 2 * member.pace <= 4 * old:
+                self._say(
+                    event,
+                    "phase",
+                    f"{name} goes at {member.pace / 10:g} % of the fastest site's speed from round "
+                    f"{plan.round + 1} on, before at {old / 10:g} %, by what sites measure",
+                )
 
     def _forget(self, oldest: int) -> None:
         for key in [key for key, item in self.exchanges.items() if item.round < oldest]:
