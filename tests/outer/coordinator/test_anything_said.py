@@ -53,7 +53,9 @@ anything = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=9), inner),
     max_leaves=6,
 )
-plain = st.integers(0, 9) | st.sampled_from(["a", "b", "0" * 64, [], ["a"], {}, 0.5, True, None])
+plain: st.SearchStrategy[Any] = st.integers(0, 9) | st.sampled_from(
+    ["a", "b", "0" * 64, [], ["a"], {}, 0.5, True, None]
+)
 likely: dict[str, st.SearchStrategy[Any]] = {
     "rank": st.just({"site": "a", "stage": 0, "shard": 0}),
     "key": st.sampled_from(["outer/0/0/0", "outer/1/0/0", "grad/0/1/0", "site/a/x", "run/x"]),

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from dilocox.outer.coordinator import messages as m
 from dilocox.outer.coordinator.refusals import Refused
 from dilocox.recorder import Recorder
-from tests.outer.coordinator.helpers import Driver, run_config
+from tests.outer.coordinator.helpers import Driver, replayed, run_config
 
 USUAL = m.Measured(step_us=500_000, exchange_bytes=1, exchange_us=1, exchanges=1)
 KEY = m.ExchangeKey.outer(1, 0, 0)
@@ -20,7 +21,7 @@ KEY = m.ExchangeKey.outer(1, 0, 0)
 class Four(Driver):
     """Four sites through round 0. Those of `abc` are honest."""
 
-    def __init__(self, folder: Path, sites: str = "abcm", **sections: object) -> None:
+    def __init__(self, folder: Path, sites: str = "abcm", **sections: Any) -> None:
         super().__init__(folder, run_config(sites, **sections))
         self.start()
         for round_ in (0, 1, 2):
@@ -140,26 +141,36 @@ def test_the_first_round_has_an_end_too(tmp_path: Path) -> None:
     driver.core.close()
 
 
-def test_a_false_anchor_digest_costs_its_sender_not_the_run(tmp_path: Path) -> None:
+def recorded(tmp_path: Path) -> Driver:
+    """Four sites, with a recorder behind the coordinator."""
     config = run_config("abcm", run={"folder": str(tmp_path)})
     (tmp_path / config.run.name).mkdir()
     recorder = Recorder(config, config.folder, lambda record: None)
-    driver = Driver(
+    return Driver(
         tmp_path / "coordinator",
         config,
         on_report=recorder.report,
         on_plan=lambda plan: recorder.plan(plan.model_dump(mode="json")),
     )
-    driver.start()
-    driver.plan(0, "a")
+
+
+def report(driver: Driver, site: str, round_: int, digit: str) -> None:
+    """A site's report of a round, with an anchor digest of this digit."""
     numbers = dict.fromkeys(
         ("step", "tokens", "seconds", "tokens_per_second", "wait_share", "payload_bytes",
          "allreduce_bytes", "ratio_per_transfer"), 1,
     )  # fmt: skip
+    said = {**numbers, "members": 4, "anchor_digest": digit * 64}
+    rank = driver.check(m.Rank(site=site, stage=0, shard=0))
+    driver.core.report(m.ReportRequest(rank=rank, round=round_, metrics=said))
+
+
+def test_a_false_anchor_digest_costs_its_sender_not_the_run(tmp_path: Path) -> None:
+    driver = recorded(tmp_path)
+    driver.start()
+    driver.plan(0, "a")
     for site in "mabc":
-        said = {**numbers, "members": 4, "anchor_digest": ("f" if site == "m" else "0") * 64}
-        rank = driver.check(m.Rank(site=site, stage=0, shard=0))
-        driver.core.report(m.ReportRequest(rank=rank, round=0, metrics=said))
+        report(driver, site, 0, "f" if site == "m" else "0")
     state = driver.core.state
     assert state.phase == "running"
     assert {name: site.role for name, site in state.sites.items()} == {
@@ -195,10 +206,35 @@ def test_who_says_that_it_is_infinitely_fast_has_half_the_weight_at_most(tmp_pat
             said = m.Measured(step_us=1 if site == "m" else 500_000, exchange_bytes=1,
                               exchange_us=1, exchanges=1)  # fmt: skip
             driver.round_done(site, round_, said)
+    assert plan is not None
     weights = {site: member.weight for site, member in plan.members.items()}
     assert weights["m"] == pytest.approx(2.0)
     assert weights["a"] == pytest.approx(2.0 / 3)
     assert [plan.steps_of(site) for site in "am"] == [3, 20]
     told = [text for *_, text in driver.core.state.feed if "speed" in text]
     assert "a goes at 12 % of the fastest site's speed from round 3 on, before at 100 %" in told[0]
+    driver.core.close()
+
+
+def test_who_gave_a_state_that_most_do_not_hold_is_named_and_asked_last(tmp_path: Path) -> None:
+    driver = recorded(tmp_path)
+    driver.start()
+    for round_ in (0, 1):
+        driver.plan(round_, "a")
+        for site in "abcm":
+            driver.round_done(site, round_, USUAL)
+    state = driver.core.state
+    for site in ("b", "c"):
+        driver.leave(site)
+    driver.join("c")
+    assert (state.sites["c"].role, state.sites["c"].entered_from) == ("active", "a")
+    driver.join("b")
+    driver.plan(2, "m")
+    for site in "abcm":
+        report(driver, site, 2, "f" if site == "c" else "0")
+    assert state.sites["c"].reason.endswith("than most sites do; it entered with the state of a")
+    driver.enrol("c")
+    driver.beat("c")
+    assert (state.sites["c"].role, state.sites["c"].donor) == ("entering", "b")
+    assert replayed(driver) == state
     driver.core.close()

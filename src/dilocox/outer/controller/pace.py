@@ -54,8 +54,8 @@ def measured_paces(
 
     `before`: paces in force, if there are any. A site without step times keeps its own, or counts
     as one of the fastest. One of fewer than `ROUNDS` rounds, which has just come, is not what the
-    others are measured by, unless all are like that. A site counts as at most `most` times as fast as
-    the median of the others.
+    others are measured by, unless all are like that. A site counts as at most `most` times as
+    fast as the median of the others.
     """
     typical = {site: _median(times[-rounds:]) for site, times in step_us.items() if times}
     bounded = {site: max(time, _least(site, typical, most)) for site, time in typical.items()}

@@ -271,7 +271,7 @@ class CoordinatorClient:
         """All checkpoints of this course of the run, complete or not, by tick."""
         return self._get("checkpoints", m.Checkpoints).checkpoints
 
-    def report(self, round_: int, metrics: Mapping[str, Any], kind: str = "round") -> None:
+    def report(self, round_: int, metrics: Mapping[str, Any], kind: m.ReportKind = "round") -> None:
         """Metrics (JSON values) of this site's round."""
         request = m.ReportRequest(rank=self.rank, round=round_, kind=kind, metrics=dict(metrics))
         self._post("report", request, m.Done)

@@ -127,12 +127,14 @@ class Overtaken(Event):
 
 @dataclass(frozen=True)
 class Gone(Event):
-    """A site has left, or is taken for dead. `failed`: not on purpose."""
+    """A site has left, or is taken for dead. `failed`: not on purpose. `donor`: whose state it had
+    entered with, if that was not what most sites hold."""
 
     site: str
     incarnation: int
     reason: str
     failed: bool
+    donor: str | None = None
 
 
 @dataclass(frozen=True)

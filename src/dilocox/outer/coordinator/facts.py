@@ -186,9 +186,11 @@ class Facts:
         return [n for n in self.with_role("active") if not self.sites[n].leaves_before(round_)]
 
     def donor_for(self, site: str) -> str | None:
-        """The active site with the fewest entering sites to feed; none if nobody is active."""
+        """The active site with the fewest entering sites to feed, of those that `site` does not
+        distrust if there are any; none if nobody is active."""
         load = {name: 0 for name in self.staying(self.next_round) if name != site}
         for other in self.sites.values():
             if other.role == "entering" and other.donor in load and other.name != site:
                 load[other.donor] += 1
-        return min(load, key=lambda name: load[name]) if load else None
+        doubted = self.sites[site].distrusts
+        return min(load, key=lambda name: (name in doubted, load[name])) if load else None

@@ -386,13 +386,16 @@ class Checkpoints(Message):
     checkpoints: list[Checkpoint]
 
 
+ReportKind = Literal["round", "flush", "evaluation", "first_evaluation", "warning"]
+
+
 class ReportRequest(Message):
     """`report`: metrics of a site's round, from one rank of the site. The same (round, kind)
     twice counts once."""
 
     rank: Rank
     round: Count
-    kind: Literal["round", "flush", "evaluation", "first_evaluation", "warning"] = "round"
+    kind: ReportKind = "round"
     metrics: Annotated[dict[str, Any], Field(max_length=1000)]
 
 

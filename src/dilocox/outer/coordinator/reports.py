@@ -64,8 +64,7 @@ class Reports:
         except DifferentAnchorsError as error:
             for name in error.sites:
                 if name in core.state.live:
-                    incarnation = core.state.sites[name].incarnation
-                    core.record(e.Gone(core.wall(), name, incarnation, str(error), True))
+                    self._without(name, round_, str(error))
         except TrainingError as error:
             # Sites that hold different anchors do not train one model any more.
             if not core.state.over:
@@ -73,3 +72,11 @@ class Reports:
         except Exception:
             # A full disk of the metrics writer must not take the control plane down.
             _log.exception("metrics of %s round %d not written", site, round_)
+
+    def _without(self, name: str, round_: int, reason: str) -> None:
+        """A site goes that holds another anchor than most. In its first round it holds what its
+        donor has given it; which of the two is at fault nobody can tell, so both are named."""
+        core, site = self._core, self._core.state.sites[name]
+        donor = site.entered_from if round_ <= site.active_from else None
+        text = reason if donor is None else f"{reason}; it entered with the state of {donor}"
+        core.record(e.Gone(core.wall(), name, site.incarnation, text, True, donor))

@@ -18,6 +18,10 @@ class SiteState:
     """absent, enrolled, entering, active, finished or gone."""
     reason: str = ""
     donor: str | None = None
+    entered_from: str | None = None
+    """Of an active site: whose state it had last entered with; None for a founder."""
+    distrusts: set[str] = field(default_factory=set)
+    """Donors with whose state it held another anchor than most: it enters from others first."""
     request: str = ""
     certificate: str = ""
     ready: set[tuple[int, int]] = field(default_factory=set)

@@ -52,6 +52,7 @@ class CoordinatorState(Facts):
             request=event.request,
             certificate=event.certificate,
             metrics=self.sites[event.site].metrics,
+            distrusts=self.sites[event.site].distrusts,
         )
         if self.running:
             # What its predecessor measured was perhaps measured on another machine.
@@ -120,6 +121,8 @@ class CoordinatorState(Facts):
     def _activated(self, event: e.Activated) -> None:
         for name, round_ in event.rounds.items():
             site = self.sites[name]
+            # theta_0 is no donor's: all have it from the founder.
+            site.entered_from = None if self.phase == "starting" else site.donor
             site.role, site.donor = "active", None
             site.active_from = site.rounds_done = round_
             if self.phase != "starting":
@@ -149,6 +152,8 @@ class CoordinatorState(Facts):
 
     def _gone(self, event: e.Gone) -> None:
         member = (event.site, event.incarnation)
+        if event.donor is not None:
+            self.sites[event.site].distrusts.add(event.donor)
         self._let_go(event.site, event.reason)
         self.ledger.give_back(*member)
         self.starters = [name for name in self.starters if name != event.site]
