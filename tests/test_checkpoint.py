@@ -15,7 +15,7 @@ from typing import Any, NoReturn, cast
 
 import pytest
 import torch
-from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
 
 from dilocox import checkpoint, persistence
 from dilocox.checkpoint import RankCheckpointer, exists, load, rank_folder
@@ -107,7 +107,7 @@ def test_the_snapshot_is_of_the_moment_of_the_call(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "state.json", "files.json"])
 @pytest.mark.parametrize("damage", ["changed", "shortened", "missing"])
-def test_a_damaged_file_is_named_and_nothing_is_unpickled(
+def test_a_damaged_file_is_named_and_nothing_is_read(
     tmp_path: Path, name: str, damage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     digest = Saver(str(tmp_path)).save(7)
@@ -123,9 +123,9 @@ def test_a_damaged_file_is_named_and_nothing_is_unpickled(
         file.unlink()
 
     def read(*_: object) -> NoReturn:
-        raise AssertionError("a pickle was read before it was checked")
+        raise AssertionError("an index was read before it was checked")
 
-    monkeypatch.setattr(FsspecReader, "read_metadata", read)
+    monkeypatch.setattr(checkpoint.checkpoint_index, "from_json", read)
     with pytest.raises(CheckpointError) as caught:
         load(str(tmp_path), 7, *RANK, digest)
     gone = name == "files.json" and damage == "missing"

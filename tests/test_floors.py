@@ -32,6 +32,7 @@ FLOORS = (
     {
         "storage",
         "site_reports",
+        "checkpoint_index",
         "trace_file",
         "codec_spec",
         "methods",

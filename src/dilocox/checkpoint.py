@@ -1,9 +1,10 @@
 """Checkpoints of one rank: everything that it needs to go on bit for bit.
 
 A checkpoint is a folder `tick-00000120/paris/stage0-shard0/write-1/` with the tensors
-(`torch.distributed.checkpoint`), `state.json`, and, written last, `files.json` with the sha256 of
-the others. Without `files.json` it does not exist; its digest is what the coordinator records, so
-nothing is unpickled (the tensors' metadata is a pickle) that this run did not write itself.
+(`torch.distributed.checkpoint`), their index `tensors.json`, `state.json`, and, written last,
+`files.json` with the sha256 of the others. Without `files.json` it does not exist; its digest is
+what the coordinator records. PyTorch writes an index of its own, too, a pickle that is never run:
+see `checkpoint_index`.
 A tick that is written again (a run that was resumed and stopped at once) gets another folder
 beside the first, which stays until the new one is recorded.
 """
@@ -17,17 +18,17 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from dilocox import timeline
+from dilocox import checkpoint_index, timeline
 from dilocox.errors import CheckpointError, DilocoxError
-from dilocox.storage import opened, patiently
-from dilocox.torch_internals import checkpoint_reader, checkpoint_writer
+from dilocox.storage import is_local, opened, patiently, unsafe_reason
+from dilocox.torch_internals import checkpoint_writer
 
 log = logging.getLogger(__name__)
 
@@ -229,7 +230,10 @@ def _attempt(folder: str, tensors: Mapping[str, torch.Tensor], document: str) ->
     try:
         # In a thread of its own and on a snapshot already: async_save would copy all again.
         writer = checkpoint_writer(f"{folder}/write-{number}")
-        dcp.save(dict(tensors), storage_writer=writer, no_dist=True)
+        written = dcp.save(dict(tensors), storage_writer=writer, no_dist=True)
+        index = checkpoint_index.to_json(checkpoint_index.index_of(written))
+        with filesystem.open(f"{attempt}/{checkpoint_index.FILE}", "wb") as file:
+            file.write(index)
         with filesystem.open(f"{attempt}/state.json", "wb") as file:
             file.write(document.encode())
         listing = {
@@ -286,20 +290,48 @@ def _load(root: str, tick: int, site: str, stage: int, shard: int, digest: str) 
     attempt, listing = _recorded(filesystem, path, folder, digest)
     for name, expected in listing["files"].items():
         entry = f"{attempt}/{name}"
+        _check_plain(filesystem, entry, attempt)
         if not filesystem.exists(entry) or _sha256(filesystem, entry) != expected:
             raise CheckpointError(
                 f"{entry}: missing or changed since it was written; put it back, or resume from "
                 "another checkpoint"
             )
-    reader = checkpoint_reader(f"{folder}/{attempt.rsplit('/', 1)[1]}")
-    tensors: dict[str, Any] = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in reader.read_metadata().state_dict_metadata.items()
-        if isinstance(entry, TensorStorageMetadata)
-    }
-    if tensors:
-        dcp.load(tensors, storage_reader=reader, no_dist=True)
+    tensors = _read_tensors(filesystem, attempt, listing["files"])
     return Loaded(tensors, json.loads(filesystem.cat_file(f"{attempt}/state.json")))
+
+
+def _check_plain(filesystem: Any, path: str, attempt: str) -> None:
+    """Raise `CheckpointError` for a pipe, a device, or a link that leads out of the folder."""
+    reason = unsafe_reason(Path(path), Path(attempt)) if is_local(filesystem) else ""
+    if reason:
+        raise CheckpointError(f"{path}: {reason}; copy the checkpoint again, as plain files")
+
+
+def _read_tensors(
+    filesystem: Any, attempt: str, listed: Mapping[str, str]
+) -> dict[str, torch.Tensor]:
+    """The tensors by name, from files whose digests were checked. Nothing is unpickled."""
+    old = checkpoint_index.FILE not in listed
+    name = checkpoint_index.OLD_FILE if old else checkpoint_index.FILE
+    where = f"{attempt}/{name}"
+    parse = checkpoint_index.from_pickle if old else checkpoint_index.from_json
+    index = parse(filesystem.cat_file(where), where) if name in listed or not old else {}
+    by_file: dict[str, dict[str, checkpoint_index.Entry]] = {}
+    for tensor, entry in index.items():
+        by_file.setdefault(entry.file, {})[tensor] = entry
+    read = {}
+    for file_name, entries in by_file.items():
+        path = f"{attempt}/{file_name}"
+        size = filesystem.size(path) if file_name in listed else 0
+        with filesystem.open(path, "rb") as file:
+            for tensor, entry in sorted(entries.items(), key=lambda item: item[1].offset):
+                if entry.offset + entry.length > size:
+                    raise CheckpointError(
+                        f"{where}: tensor {tensor!r} lies beyond the end of {file_name}; resume "
+                        "from another checkpoint"
+                    )
+                read[tensor] = entry.read(file)
+    return {tensor: read[tensor] for tensor in index}
 
 
 def _recorded(filesystem: Any, path: str, folder: str, digest: str) -> tuple[str, dict[str, Any]]:
@@ -312,6 +344,7 @@ def _recorded(filesystem: Any, path: str, folder: str, digest: str) -> tuple[str
     if not whole:
         raise CheckpointError(f"{folder}: no checkpoint is here; was the folder moved?")
     for attempt in whole:
+        _check_plain(filesystem, f"{attempt}/files.json", attempt)
         text = filesystem.cat_file(f"{attempt}/files.json")
         if hashlib.sha256(text).hexdigest() != digest:
             continue
@@ -320,6 +353,11 @@ def _recorded(filesystem: Any, path: str, folder: str, digest: str) -> tuple[str
             raise CheckpointError(
                 f"{attempt}: checkpoint format {listing['format']}, this version reads "
                 f"{FORMAT_VERSION}; resume with the version that wrote it"
+            )
+        if not all(checkpoint_index.is_plain_name(name) for name in listing["files"]):
+            raise CheckpointError(
+                f"{attempt}/files.json: not a list of files of this folder; resume from another "
+                "checkpoint"
             )
         return attempt, listing
     raise CheckpointError(

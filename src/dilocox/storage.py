@@ -6,6 +6,7 @@ import hashlib
 import logging
 import math
 import os
+import stat
 import threading
 import time
 from collections.abc import Callable
@@ -48,6 +49,25 @@ def opened(where: str) -> tuple[Any, str]:
 def is_local(files: Any) -> bool:
     """True for folders of this machine: what fails there fails again."""
     return "file" in _protocols(files)
+
+
+def unsafe_reason(path: Path, folder: Path) -> str:
+    """Why `path` must not be opened as a file of `folder`, which may be a stranger's; or "".
+
+    A pipe or a device may never end, and a link may lead to a private file of the reader. A path
+    that is not there is safe: whoever opens it says that.
+    """
+    try:
+        mode = path.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return ""
+    except OSError as error:  # a circle of links, or a name too long
+        return f"cannot be opened ({error.strerror})"
+    if not path.resolve().is_relative_to(folder.resolve()):
+        return "a link that leads out of the folder"
+    if stat.S_ISDIR(mode):
+        return "a folder in the place of a file"
+    return "" if stat.S_ISREG(mode) else "a pipe or a device in the place of a file"
 
 
 def sha256_of(path: Path) -> str:

@@ -43,7 +43,6 @@ NAMES: tuple[tuple[str, str, tuple[str, ...], str], ...] = (
     (*_PARAMETER, ("_unsharded_param",), "shards > 1"),
     (*_PARAMETER, ("accumulate_unsharded_grad_if_needed",), "shards > 1"),
     (*_PARAMETER, ("to_accumulated_grad_if_needed",), "shards > 1"),
-    (*_FILES, ("FsspecReader",), "checkpoints"),
     (*_FILES, ("FsspecWriter",), "checkpoints"),
     ("torch", "", ("_foreach_norm",), "the norm of the gradient"),
     ("torch", "", ("_foreach_mul_",), "inner.optimizer muon"),
@@ -204,13 +203,6 @@ def checkpoint_writer(folder: str) -> Any:
     from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
 
     return FsspecWriter(folder)
-
-
-def checkpoint_reader(folder: str) -> Any:
-    """PyTorch's reader of distributed checkpoints at a path or an fsspec URL."""
-    from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
-
-    return FsspecReader(folder)
 
 
 def tensors_without_memory() -> contextlib.AbstractContextManager[Any]:

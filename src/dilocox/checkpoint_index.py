@@ -1,0 +1,208 @@
+"""Index of a checkpoint's tensors: the dtype, the shape and the place of each tensor's bytes.
+
+`torch.distributed.checkpoint` keeps its index in `.metadata`, a pickle, and a pickle is a program:
+no pickle of a folder is ever run, whoever wrote the folder. New checkpoints have the same index as
+JSON in `tensors.json`. In checkpoints of earlier versions `.metadata` is read by an unpickler that
+knows a few inert records, dtypes and sizes, and nothing that could run.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import pickle
+import pickletools
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, BinaryIO
+
+import torch
+
+from dilocox.errors import CheckpointError
+
+FILE = "tensors.json"
+OLD_FILE = ".metadata"
+
+_RECORDS = {
+    "torch.distributed.checkpoint.metadata": {
+        "Metadata",
+        "TensorStorageMetadata",
+        "BytesStorageMetadata",
+        "TensorProperties",
+        "ChunkStorageMetadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+}
+_FUNCTIONS = {("torch", "Size"), ("torch.serialization", "_get_layout")}
+_OPERATIONS = frozenset(
+    "PROTO FRAME STOP MARK MEMOIZE BINGET LONG_BINGET NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 "
+    "LONG1 SHORT_BINUNICODE BINUNICODE EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3 EMPTY_LIST APPEND "
+    "APPENDS EMPTY_DICT SETITEM SETITEMS STACK_GLOBAL REDUCE NEWOBJ BUILD".split()
+)
+"""What pickle.dump writes for such an index. BINPUT is not among them: it can ask for gigabytes."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor: `length` bytes from `offset` on in `file`, as torch.save wrote them."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    file: str
+    offset: int
+    length: int
+
+    def __post_init__(self) -> None:
+        """Raise `ValueError` where a field cannot be one of a tensor that dilocox has written."""
+        kind = getattr(torch, self.dtype, None) if isinstance(self.dtype, str) else None
+        if not isinstance(kind, torch.dtype):
+            raise ValueError(f"dtype {self.dtype!r}")
+        for number in (*self.shape, self.offset, self.length):
+            if type(number) is not int or number < 0:
+                raise ValueError(f"number {number!r}")
+        if not isinstance(self.file, str) or not is_plain_name(self.file):
+            raise ValueError(f"file {self.file!r}")
+        if math.prod(self.shape) * kind.itemsize > self.length:
+            raise ValueError(f"shape {self.shape}, larger than {self.length} bytes")
+
+    def read(self, file: BinaryIO) -> torch.Tensor:
+        """The tensor, from its open file. Raises `CheckpointError` if another lies there."""
+        file.seek(self.offset)
+        content = io.BytesIO(file.read(self.length))
+        tensor = torch.load(content, map_location="cpu", weights_only=True)
+        expected = (torch.Tensor, torch.strided, getattr(torch, self.dtype), self.shape)
+        found = isinstance(tensor, torch.Tensor) and (
+            type(tensor), tensor.layout, tensor.dtype, tuple(tensor.shape)
+        )  # fmt: skip
+        if found != expected:
+            raise CheckpointError(
+                f"{self.file}: another tensor than the index names lies at byte {self.offset}; "
+                "resume from another checkpoint"
+            )
+        whole: torch.Tensor = tensor.detach().contiguous()
+        return whole
+
+
+def is_plain_name(name: str) -> bool:
+    """True for the name of a file in the folder itself: no path, no control characters."""
+    return name not in ("", ".", "..") and "/" not in name and "\\" not in name and name.isprintable()
+
+
+def index_of(metadata: Any) -> dict[str, Entry]:
+    """The index of what `dcp.save` has just written and returned."""
+    places = {index.fqn: info for index, info in metadata.storage_data.items()}
+    return {
+        name: Entry(
+            str(entry.properties.dtype).removeprefix("torch."),
+            tuple(entry.size),
+            places[name].relative_path,
+            places[name].offset,
+            places[name].length,
+        )
+        for name, entry in metadata.state_dict_metadata.items()
+    }
+
+
+def to_json(index: Mapping[str, Entry]) -> bytes:
+    """The content of `tensors.json`."""
+    document = {"format": 1, "tensors": {name: asdict(entry) for name, entry in index.items()}}
+    return json.dumps(document, sort_keys=True).encode()
+
+
+def from_json(text: bytes, where: str) -> dict[str, Entry]:
+    """The index in `text`, content of the file `where`. Raises `CheckpointError`."""
+    try:
+        found = json.loads(text)
+        if found["format"] != 1:
+            raise ValueError(f"format {found['format']!r}")
+        return {
+            name: Entry(**(fields | {"shape": tuple(fields["shape"])}))
+            for name, fields in found["tensors"].items()
+        }
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise _refused(where, error) from None
+
+
+def from_pickle(text: bytes, where: str) -> dict[str, Entry]:
+    """The index in the `.metadata` of an earlier version; `where` is the name of the file.
+
+    Raises `CheckpointError` for everything but such an index; nothing in `text` is run.
+    """
+    try:
+        for operation, _, _ in pickletools.genops(text):
+            if operation.name not in _OPERATIONS:
+                raise ValueError(f"operation {operation.name}")
+        return _from_records(_Unpickler(text).load())
+    except Exception as error:  # a hostile pickle may end with any
+        raise _refused(where, error) from None
+
+
+def _refused(where: str, error: BaseException) -> CheckpointError:
+    said = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
+    return CheckpointError(
+        f"{where}: not an index of tensors that dilocox has written ({said}); nothing of it was "
+        "run: resume from another checkpoint"
+    )
+
+
+class _Unpickler(pickle.Unpickler):
+    """Makes records without behaviour for the classes of PyTorch's index; refuses all else."""
+
+    def __init__(self, text: bytes) -> None:
+        super().__init__(io.BytesIO(text))
+        self._made: dict[tuple[str, str], Any] = {}
+
+    def find_class(self, module: str, name: str) -> Any:
+        """A record, a dtype by its name, or a constructor of tuples."""
+        key = (module, name)
+        if key not in self._made:
+            if name in _RECORDS.get(module, ()):
+                self._made[key] = _record_class(name)
+            elif key in _FUNCTIONS:
+                self._made[key] = tuple if name == "Size" else _record_class(name)
+            elif module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+                self._made[key] = name
+            else:
+                raise pickle.UnpicklingError(f"it names {module}.{name}"[:100])
+        return self._made[key]
+
+
+def _record_class(name: str) -> type:
+    """A class of its own for every pickle: what a pickle sets in the class goes with it."""
+
+    class Record:
+        def __new__(cls, *_: Any) -> Any:
+            return super().__new__(cls)
+
+        def __setstate__(self, state: Any) -> None:
+            self.state = state
+
+    Record.__name__ = name
+    return Record
+
+
+def _from_records(metadata: Any) -> dict[str, Entry]:
+    fields: dict[str, Any] = metadata.state
+    places: dict[str, dict[str, Any]] = {}
+    for key, info in fields["storage_data"].items():
+        if any(key.state["offset"] or ()) or info.state.get("transform_descriptors"):
+            raise ValueError(f"tensor {key.state['fqn']} in parts")
+        places[key.state["fqn"]] = info.state
+    index = {}
+    for name, entry in fields["state_dict_metadata"].items():
+        if type(entry).__name__ == "BytesStorageMetadata":
+            continue
+        properties: Sequence[Any] = entry.state["properties"].state
+        place = places[name]
+        index[name] = Entry(
+            properties[0],
+            tuple(entry.state["size"]),
+            place["relative_path"],
+            place["offset"],
+            place["length"],
+        )
+    return index
