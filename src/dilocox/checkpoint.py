@@ -229,11 +229,14 @@ def _attempt(folder: str, tensors: Mapping[str, torch.Tensor], document: str) ->
     filesystem.makedirs(attempt, exist_ok=True)
     try:
         # In a thread of its own and on a snapshot already: async_save would copy all again.
-        writer = checkpoint_writer(f"{folder}/write-{number}")
-        written = dcp.save(dict(tensors), storage_writer=writer, no_dist=True)
-        index = checkpoint_index.to_json(checkpoint_index.index_of(written))
+        index: dict[str, checkpoint_index.Entry] = {}
+        writer = checkpoint_writer(
+            f"{folder}/write-{number}",
+            lambda *written: index.update(checkpoint_index.index_of(*written)),
+        )
+        dcp.save(dict(tensors), storage_writer=writer, no_dist=True)
         with filesystem.open(f"{attempt}/{checkpoint_index.FILE}", "wb") as file:
-            file.write(index)
+            file.write(checkpoint_index.to_json(index))
         with filesystem.open(f"{attempt}/state.json", "wb") as file:
             file.write(document.encode())
         listing = {

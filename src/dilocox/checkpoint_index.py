@@ -39,10 +39,14 @@ _RECORDS = {
 }
 _FUNCTIONS = {("torch", "Size"), ("torch.serialization", "_get_layout")}
 _OPERATIONS = frozenset(
-    "PROTO FRAME STOP MARK MEMOIZE BINGET LONG_BINGET NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 "
-    "LONG1 SHORT_BINUNICODE BINUNICODE EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3 EMPTY_LIST APPEND "
-    "APPENDS EMPTY_DICT SETITEM SETITEMS STACK_GLOBAL REDUCE NEWOBJ BUILD".split()
-)
+    (
+        "PROTO", "FRAME", "STOP", "MARK", "MEMOIZE", "BINGET", "LONG_BINGET", "NONE",
+        "NEWTRUE", "NEWFALSE", "BININT", "BININT1", "BININT2", "LONG1", "SHORT_BINUNICODE",
+        "BINUNICODE", "EMPTY_TUPLE", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "EMPTY_LIST",
+        "APPEND", "APPENDS", "EMPTY_DICT", "SETITEM", "SETITEMS", "STACK_GLOBAL", "REDUCE",
+        "NEWOBJ", "BUILD",
+    )
+)  # fmt: skip
 """What pickle.dump writes for such an index. BINPUT is not among them: it can ask for gigabytes."""
 
 
@@ -89,12 +93,15 @@ class Entry:
 
 def is_plain_name(name: str) -> bool:
     """True for the name of a file in the folder itself: no path, no control characters."""
-    return name not in ("", ".", "..") and "/" not in name and "\\" not in name and name.isprintable()
+    return name.isprintable() and not {"/", "\\"} & set(name) and name not in ("", ".", "..")
 
 
-def index_of(metadata: Any) -> dict[str, Entry]:
-    """The index of what `dcp.save` has just written and returned."""
-    places = {index.fqn: info for index, info in metadata.storage_data.items()}
+def index_of(metadata: Any, results: Sequence[Sequence[Any]]) -> dict[str, Entry]:
+    """The index of what PyTorch's writer has just written.
+
+    Takes what `StorageWriter.finish` is given: `Metadata`, and a `WriteResult` for each tensor.
+    """
+    places = {item.index.fqn: item.storage_data for items in results for item in items}
     return {
         name: Entry(
             str(entry.properties.dtype).removeprefix("torch."),

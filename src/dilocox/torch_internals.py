@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -198,11 +198,19 @@ def _parameter_groups(state: Any) -> list[Any]:
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
 
 
-def checkpoint_writer(folder: str) -> Any:
-    """PyTorch's writer of distributed checkpoints to a path or an fsspec URL."""
+def checkpoint_writer(folder: str, finished: Callable[[Any, Any], None]) -> Any:
+    """PyTorch's writer of distributed checkpoints to a path or an fsspec URL.
+
+    `finished` gets the `Metadata` and the lists of `WriteResult` of what lies on disk then.
+    """
     from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
 
-    return FsspecWriter(folder)
+    class Writer(FsspecWriter):
+        def finish(self, metadata: Any, results: Any) -> None:
+            super().finish(metadata, results)
+            finished(metadata, results)
+
+    return Writer(folder)
 
 
 def tensors_without_memory() -> contextlib.AbstractContextManager[Any]:
