@@ -16,11 +16,12 @@ import torch.distributed as dist
 from dilocox import launch, launched, rank_process
 from dilocox.config import RunConfig, resolve_run
 from dilocox.errors import ConfigError, JoinError
-from dilocox.launched import agree, meeting_place
+from dilocox.launched import Seal, agree, meeting_place
 from dilocox.launcher_env import RankVariables
 from dilocox.outer.coordinator.serving import Endpoint
 
 SOON = timedelta(seconds=30)
+TOKEN = f"dilocox1-{'a' * 64}-{'5' * 32}"
 
 
 @pytest.fixture(autouse=True)
@@ -41,13 +42,16 @@ def nothing() -> None:
     return
 
 
-def all_agree(prepares: list[Callable[[], object]], enrol: Callable[[], str]) -> list[Any]:
+def all_agree(
+    prepares: list[Callable[[], object]], enrol: Callable[[], str], store: Any = None
+) -> list[Any]:
     """What every rank gets, or the error that it raises."""
-    store = dist.HashStore()
+    store = dist.HashStore() if store is None else store
+    seal = Seal(TOKEN, "paris")
 
     def one(rank: int) -> object:
         try:
-            return agree(store, rank, len(prepares), prepares[rank], enrol)
+            return agree(store, rank, len(prepares), prepares[rank], enrol, seal)
         except JoinError as error:
             return error
 
@@ -90,10 +94,52 @@ def test_what_one_rank_cannot_do_ends_all(culprit: int) -> None:
     assert [str(error) for error in said] == ["no room: buy some"] * 3
 
 
+class Open:
+    """A store as a stranger in the site's network sees it: without a key, and for all its life."""
+
+    def __init__(self) -> None:
+        self.store = dist.HashStore()
+        self.seen: list[bytes] = []
+
+    def set(self, key: str, value: str) -> None:
+        self.store.set(key, value)
+        self.seen.append(self.store.get(key))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.store, name)
+
+
+def test_a_stranger_in_the_store_does_not_learn_who_the_site_is() -> None:
+    store = Open()
+    identity = '{"key": "-----BEGIN PRIVATE KEY-----"}'
+    assert all_agree([nothing] * 3, lambda: identity, store) == [identity] * 3
+    assert len(store.seen) == 3
+    assert not any(b"PRIVATE" in value or TOKEN.encode() in value for value in store.seen)
+    assert not store.check(["enrolled"]), "when all have read it, the sealed text goes, too"
+
+
+@pytest.mark.parametrize("damage", ["token", "site", "bit", "rubbish"])
+def test_what_was_not_sealed_with_the_join_token_is_refused(damage: str) -> None:
+    sealed = Seal(TOKEN, "paris").close("identity")
+    seal = Seal(TOKEN, "paris")
+    if damage == "token":
+        seal = Seal(TOKEN.replace("5", "6"), "paris")
+    elif damage == "site":
+        seal = Seal(TOKEN, "lyon")
+    elif damage == "bit":
+        sealed = sealed[:-1] + ("0" if sealed[-1] != "0" else "1")
+    else:
+        sealed = "é not hex"
+    with pytest.raises(JoinError, match="not sealed with this site's join token") as caught:
+        seal.open(sealed)
+    assert TOKEN not in str(caught.value)
+    assert Seal(TOKEN, "paris").close("identity") != Seal(TOKEN, "paris").close("identity")
+
+
 def test_a_site_of_one_rank_meets_nobody() -> None:
     with meeting_place(variables(0, 1), SOON) as store:
         assert store is None
-        assert agree(store, 0, 1, nothing, lambda: "me") == "me"
+        assert agree(store, 0, 1, nothing, lambda: "me", Seal(TOKEN, "paris")) == "me"
 
 
 @pytest.mark.waits

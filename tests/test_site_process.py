@@ -31,6 +31,9 @@ def test_sites_of_one_machine_have_ranks_of_different_numbers(
     jobs: list[RankJob] = []
 
     def start(_: object, job: RankJob, *_more: object, name: str) -> Any:
+        # Where its ranks meet, no other user of the machine can be.
+        private = Path(str(job.meeting)).parent
+        assert (private.stat().st_mode & 0o777, list(private.iterdir())) == (0o700, [])
         jobs.append(job)
 
     monkeypatch.setattr(site_process.processes, "start", start)
@@ -45,6 +48,7 @@ def test_sites_of_one_machine_have_ranks_of_different_numbers(
     alone = [0, 1, 2, 3]
     assert numbers == ([4, 5, 6, 7, 8, 9, 10, 11, *alone] if shared else alone * 3)
     assert {job.ranks_here for job in jobs} == {12 if shared else 4}
+    assert not any(Path(str(job.meeting)).parent.exists() for job in jobs)
 
 
 def test_who_forks_does_not_start_cuda(monkeypatch: pytest.MonkeyPatch) -> None:

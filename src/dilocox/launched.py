@@ -16,6 +16,10 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 
 import torch.distributed as dist
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from dilocox import processes
 from dilocox.assembly import Hooks, Place
@@ -68,6 +72,7 @@ def join_as_rank(
             variables.world,
             check if variables.rank == 0 else fetch,
             lambda: enrol_site(config, site, endpoint).to_text(),
+            Seal(endpoint.token, site),
         )
         job = RankJob(
             config=config,
@@ -152,10 +157,13 @@ def agree(
     world: int,
     prepare: Callable[[], object],
     enrol: Callable[[], str],
+    seal: Seal,
 ) -> str:
     """What `enrol` gives, at all ranks: the first one calls it once all are through `prepare`.
 
-    Raises `JoinError` at every rank if one of them cannot go on.
+    What `enrol` gives holds private keys, and everybody in the site's network can read the store:
+    it lies there under `seal` only, until every rank has read it. Raises `JoinError` at every rank
+    if one of them cannot go on.
     """
     if store is None:
         prepare()
@@ -165,7 +173,8 @@ def agree(
         if rank == 0:
             for other in range(1, world):
                 _hear(store, f"prepared/{other}")
-            said = f"+{enrol()}"
+            identity = enrol()
+            said = f"+{seal.close(identity)}"
         else:
             said = "+"
     except DilocoxError as error:
@@ -173,16 +182,42 @@ def agree(
     store.set("enrolled" if rank == 0 else f"prepared/{rank}", said)
     if rank > 0:
         try:
-            return _hear(store, "enrolled")
+            return seal.open(_hear(store, "enrolled"))
         finally:
             with contextlib.suppress(RuntimeError):
-                store.add("heard", 1)
+                if store.add("heard", 1) == world - 1:
+                    store.delete_key("enrolled")
     if said.startswith("-"):
         end = time.monotonic() + LAST_WORDS
         while store.add("heard", 0) < world - 1 and time.monotonic() < end:
             time.sleep(LOOK)
         raise JoinError(said[1:])
-    return said[1:]
+    return identity
+
+
+class Seal:
+    """AES-256-GCM under a key made from the join token (HKDF-SHA256), which every rank has."""
+
+    def __init__(self, token: str, site: str) -> None:
+        kdf = HKDF(hashes.SHA256(), length=32, salt=None, info=b"dilocox: identity of a site")
+        self._cipher = AESGCM(kdf.derive(token.encode()))
+        self._site = site.encode()
+
+    def close(self, text: str) -> str:
+        """`text` as hex that only this site's ranks can read, and nobody else can make."""
+        nonce = os.urandom(12)
+        return (nonce + self._cipher.encrypt(nonce, text.encode(), self._site)).hex()
+
+    def open(self, sealed: str) -> str:
+        """Inverse of `close`. Raises `JoinError` for a text of somebody else."""
+        try:
+            content = bytes.fromhex(sealed)
+            return self._cipher.decrypt(content[:12], content[12:], self._site).decode()
+        except (InvalidTag, ValueError):
+            raise JoinError(
+                "the site's identity was not sealed with this site's join token; give all ranks "
+                "the same token and the same site name"
+            ) from None
 
 
 def _hear(store: dist.Store, key: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import signal
 import socket
 import sys
@@ -60,7 +61,8 @@ def run_site(
     errors = processes.CONTEXT.SimpleQueue()
     ranks_here = config.site.ranks * (len(config.sites) if shared_folder else 1)
     ranks: list[BaseProcess] = []
-    meeting = tempfile.mktemp(prefix=f"dilocox-{site}-")  # noqa: S306 - FileStore makes it
+    # A folder that only this user can enter: nobody else makes the file before the ranks do.
+    private = tempfile.mkdtemp(prefix=f"dilocox-{site}-")
     try:
         for number in range(config.site.ranks):
             place = Place.of_rank(site, number, config.site)
@@ -71,7 +73,7 @@ def run_site(
                 identity=identity,
                 hooks=hooks,
                 address=address,
-                meeting=meeting,
+                meeting=f"{private}/ranks",
                 local_rank=first + number,
                 ranks_here=ranks_here,
                 shared_folder=shared_folder,
@@ -85,7 +87,7 @@ def run_site(
         return _watch(_Line(config, site, endpoint, identity), ranks, errors)
     finally:
         processes.end(ranks, grace=0.0)
-        Path(meeting).unlink(missing_ok=True)
+        shutil.rmtree(private, ignore_errors=True)
 
 
 def keep_site(
