@@ -14,7 +14,9 @@ from pathlib import Path
 import pytest
 
 from dilocox.errors import ConfigError
+from dilocox.outer import tunnel_carrier
 from dilocox.outer.coordinator.identity import Authority
+from dilocox.outer.coordinator.strangers import Strangers
 from dilocox.outer.tunnel_carrier import Carrier, UnreachableError
 from dilocox.outer.tunnel_relay import BUFFER_BYTES, relay
 from dilocox.outer.tunnel_tls import StrangerError, contexts, site_of
@@ -124,6 +126,37 @@ def test_whoever_speaks_no_tls_or_shows_nothing_is_refused(
         with pytest.raises((ssl.SSLError, ConnectionError)):
             refused(secure)
     assert until(lambda: caplog.text.count("tunnel: refused a connection") == 2)
+
+
+def test_silent_strangers_keep_no_member_out(
+    carriers: Callable[..., Carrier], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    door, member = carriers("a"), carriers("b")
+    monkeypatch.setattr(door, "_strangers", Strangers(8, 16, 0.0))
+    port = door.listen("127.0.0.1", 0)
+    with contextlib.ExitStack() as crowd, socket.create_server(("127.0.0.2", 0)) as gloo:
+        door.offer("1" * 32, gloo.getsockname()[1], ["b"])
+        silent = []
+        for tries in range(5):
+            for _ in range(20):
+                silent.append(socket.create_connection(("127.0.0.1", port), timeout=20.0))
+                crowd.enter_context(silent[-1])
+            with socket.create_connection(("127.0.0.1", dial(member, port, "a"))):
+                far, _ = gloo.accept()
+                far.close()
+            assert silent[20 * tries].recv(1) == b"", "the oldest stranger went"
+        assert until(lambda: door.connections() <= 8 + 2)
+
+
+def test_a_stranger_has_three_seconds_for_its_first_word(
+    carriers: Callable[..., Carrier], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert tunnel_carrier.FIRST_WORD == 3.0
+    monkeypatch.setattr(tunnel_carrier, "FIRST_WORD", 0.1)
+    door = carriers("a")
+    port = door.listen("127.0.0.1", 0)
+    with socket.create_connection(("127.0.0.1", port), timeout=5.0) as plain:
+        assert plain.recv(1) == b""
 
 
 def test_another_service_at_the_address_is_no_tunnel(carriers: Callable[..., Carrier]) -> None:

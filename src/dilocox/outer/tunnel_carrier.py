@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 
 from dilocox.errors import ConfigError, ExchangeError
 from dilocox.outer.coordinator.identity import Identity
+from dilocox.outer.coordinator.strangers import Strangers
 from dilocox.outer.coordinator.timeouts import Timeouts
 from dilocox.outer.sockets import set_congestion
 from dilocox.outer.tunnel_addresses import CONNECT_HOST, GLOO_HOST
@@ -28,8 +29,8 @@ from dilocox.outer.tunnel_tls import StrangerError, contexts, site_of, tune
 
 log = logging.getLogger(__name__)
 
-STRANGERS_AT_ONCE = 64
-"""Connections that have not shown yet who they are."""
+FIRST_WORD = 3.0
+"""Seconds in which a connection must begin with TLS."""
 _ROUTE_BYTES = 32
 _OUT_OF_FILES_PAUSE = 0.5
 _WELCOME, _UNKNOWN = b"1", b"0"
@@ -37,6 +38,14 @@ _WELCOME, _UNKNOWN = b"1", b"0"
 
 class UnreachableError(ExchangeError):
     """A peer's tunnel cannot be reached at the moment."""
+
+
+@dataclass(eq=False)
+class _Stranger:
+    """A connection that has not shown yet who it is."""
+
+    socket: socket.socket
+    turned_away: bool = False
 
 
 @dataclass
@@ -64,7 +73,7 @@ class Carrier:
         self._open: set[socket.socket] = set()
         self._threads: set[threading.Thread] = set()
         self._closed = False
-        self._strangers = threading.BoundedSemaphore(STRANGERS_AT_ONCE)
+        self._strangers: Strangers[_Stranger] = Strangers()
 
     def listen(self, host: str, port: int) -> int:
         """Begin to listen at `host`:`port` (0: any); the port. Raises `ConfigError`."""
@@ -173,28 +182,56 @@ class Carrier:
                         log.warning("tunnel: a connection could not be taken: %s", error)
                         time.sleep(_OUT_OF_FILES_PAUSE)
                     continue
-                if not self._strangers.acquire(blocking=False):
-                    log.warning("tunnel: too many strangers at once, %s turned away", where[0])
-                    connection.close()
-                    continue
-                self._start(self._carry_theirs, connection, where[0], name="tunnel-from")
+                stranger = _Stranger(connection)
+                with self._lock:
+                    oldest = self._strangers.add(stranger, where[0], time.monotonic())
+                    if oldest is not None:
+                        # Its thread wakes, and ends it.
+                        oldest.turned_away = True
+                        _shut(oldest.socket, socket.SHUT_RDWR)
+                self._start(self._carry_theirs, stranger, where[0], name="tunnel-from")
 
-    def _carry_theirs(self, connection: socket.socket, where: str) -> None:
+    def _carry_theirs(self, stranger: _Stranger, where: str) -> None:
         try:
             try:
-                secure = self._secured(connection, self._timeouts.greeting, server_side=True)
+                secure = self._shown(stranger)
                 with contextlib.ExitStack() as held:
                     held.enter_context(self._cut_by_close(secure))
                     plain = self._greet(secure)
                     held.enter_context(self._cut_by_close(plain))
                     carried = held.pop_all()
             finally:
-                self._strangers.release()
+                with self._lock:
+                    self._strangers.discard(stranger)
             with carried:
                 relay(plain, secure)
         except (ExchangeError, OSError) as error:
             if not self._closed:
-                log.warning("tunnel: refused a connection from %s: %s", where, _reason(error))
+                why = "too many strangers" if stranger.turned_away else _reason(error)
+                log.warning("tunnel: refused a connection from %s: %s", where, why)
+
+    def _shown(self, stranger: _Stranger) -> ssl.SSLSocket:
+        """TLS on a connection that has begun to speak, not greeted yet. Raises `OSError`."""
+        connection = stranger.socket
+        with self._lock:
+            self._open.add(connection)  # `close` ends the wait
+        try:
+            connection.settimeout(min(FIRST_WORD, self._timeouts.greeting))
+            if self._closed or not connection.recv(1, socket.MSG_PEEK):
+                raise ConnectionError("it went without a word")
+        except OSError:
+            connection.close()
+            raise
+        finally:
+            with self._lock:
+                self._open.discard(connection)
+        secure = self._secured(connection, self._timeouts.greeting, server_side=True)
+        with self._lock:
+            stranger.socket = secure
+            if not stranger.turned_away:
+                return secure
+        secure.close()
+        raise ConnectionError("too many strangers")
 
     def _greet(self, secure: ssl.SSLSocket) -> socket.socket:
         """Check who comes and where to; the connection to Gloo."""

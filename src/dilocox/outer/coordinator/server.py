@@ -17,6 +17,7 @@ from dilocox.errors import TrainingError
 from dilocox.outer.coordinator import messages as m
 from dilocox.outer.coordinator import views
 from dilocox.outer.coordinator.core import Coordinator
+from dilocox.outer.coordinator.door import Door, OneLineLog
 from dilocox.outer.coordinator.refusals import Caller, Refused
 from dilocox.outer.coordinator.timeouts import LOOKS
 
@@ -26,7 +27,11 @@ _STATUS = {
 }  # fmt: skip
 _LOOK = 0.02
 """Seconds between two looks at the open connections."""
+STRANGER_BODY_SECONDS = 15.0
+MEMBER_BODY_SECONDS = 60.0
+"""A member's link may be slow, and a body has a megabyte at the most."""
 _log = logging.getLogger(__name__)
+_DOOR: web.AppKey[Callable[[web.Request], None]] = web.AppKey("door")
 Model = TypeVar("Model", bound=m.Message)
 Answer = TypeVar("Answer", bound=m.Message)
 Asked = TypeVar("Asked", m.BeginRequest, m.VoteRequest)
@@ -82,6 +87,7 @@ class CoordinatorServer:
         self.coordinator = coordinator
         self._waiters = Waiters()
         self._runner: web.AppRunner | None = None
+        self._door: Door | None = None
         self._watch: asyncio.Task[None] | None = None
         self.over = asyncio.Event()
         """Set when the run has ended."""
@@ -91,12 +97,23 @@ class CoordinatorServer:
         self.coordinator.on_change = self._changed
         app = web.Application(client_max_size=m.MAX_BODY, middlewares=[_refusals])
         app.add_routes(self._routes())
-        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+        app[_DOOR] = self._asked
+        # What no rank compresses need not be unpacked for anybody.
+        self._runner = web.AppRunner(
+            app,
+            access_log=None,
+            shutdown_timeout=1.0,
+            auto_decompress=False,
+            lingering_time=1.0,
+            logger=OneLineLog(_log, {}),
+        )
         await self._runner.setup()
+        assert self._runner.server is not None
+        self._door = Door(self._runner.server, _context(self.coordinator))
         try:
-            site = web.TCPSite(self._runner, host, port, ssl_context=_context(self.coordinator))
-            await site.start()
+            bound = await self._door.listen(host, port)
         except OSError as error:
+            await self._door.close()
             await self._runner.cleanup()
             reason = error.strerror or str(error)
             raise TrainingError(
@@ -105,7 +122,7 @@ class CoordinatorServer:
             ) from None
         self._watch = asyncio.create_task(self._expire())
         self._changed("plan")
-        return int(self._runner.addresses[0][1])
+        return bound
 
     async def stop(self) -> None:
         """Answer who waits, and close."""
@@ -114,18 +131,21 @@ class CoordinatorServer:
             with contextlib.suppress(asyncio.CancelledError):
                 await self._watch
         self._waiters.wake_all()
+        if self._door is not None:
+            await self._door.close()
         if self._runner is not None:
             await self._runner.cleanup()
 
     async def hung_up(self, limit: float) -> None:
-        """Return when no caller's connection is open, after `limit` seconds at the latest."""
+        """Return when no member's connection is open, after `limit` seconds at the latest."""
         loop = asyncio.get_running_loop()
         end = loop.time() + limit
-        while self._runner is not None and loop.time() < end:
-            server = self._runner.server
-            if server is None or not server.connections:
-                return
+        while self._door is not None and self._door.members() and loop.time() < end:
             await asyncio.sleep(_LOOK)
+
+    def _asked(self, request: web.Request) -> None:
+        if self._door is not None:
+            self._door.asked(request.protocol)
 
     def _changed(self, topic: str) -> None:
         self._waiters.wake(topic)
@@ -281,6 +301,16 @@ class CoordinatorServer:
 async def _refusals(
     request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
 ) -> web.StreamResponse:
+    request.app[_DOOR](request)
+    reply = await _answer(request, handler)
+    if not _certificate(request):
+        reply.force_close()
+    return reply
+
+
+async def _answer(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
     try:
         return await handler(request)
     except Refused as refused:
@@ -303,8 +333,12 @@ def _reply(message: m.Message, status: int = 200) -> web.Response:
 
 
 async def _read(request: web.Request, model: type[Model]) -> Model:
+    limit = MEMBER_BODY_SECONDS if _certificate(request) else STRANGER_BODY_SECONDS
     try:
-        body = await request.read()
+        async with asyncio.timeout(limit):
+            body = await request.read()
+    except TimeoutError:
+        raise Refused("malformed", f"{request.path}: no whole body within {limit:g} s") from None
     except ConnectionResetError:
         # The caller died in the middle of its request; what is answered reaches nobody.
         raise Refused("malformed", f"{request.path}: cut short") from None
@@ -316,9 +350,14 @@ async def _read(request: web.Request, model: type[Model]) -> Model:
         raise Refused("malformed", f"{request.path}: {where}: {problem['msg']}"[:500]) from None
 
 
-def _caller(request: web.Request) -> Caller:
+def _certificate(request: web.Request) -> Any:
+    """What the caller's certificate says; nothing for a stranger."""
     transport = request.transport
-    certificate = transport.get_extra_info("peercert") if transport is not None else None
+    return transport.get_extra_info("peercert") if transport is not None else None
+
+
+def _caller(request: web.Request) -> Caller:
+    certificate = _certificate(request)
     if not certificate:
         raise Refused("refused", f"{request.path}: needs a site's certificate; join the run first")
     names = {key: value for part in certificate["subject"] for key, value in part}

@@ -18,6 +18,7 @@ from dilocox.outer.controller.candidates import Menu
 from dilocox.outer.coordinator import messages as m
 from dilocox.outer.coordinator import views
 from dilocox.outer.coordinator.core import Coordinator, Report
+from dilocox.outer.coordinator.door import raise_open_files
 from dilocox.outer.coordinator.identity import write_private
 from dilocox.outer.coordinator.ledger import Ledger
 from dilocox.outer.coordinator.notary import Notary
@@ -74,6 +75,7 @@ def serve(
     or SIGTERM stops the run at a slot end, the second ends the server at once. Blocks; raises
     `TrainingError` (port taken, folder in use, log damaged) and `CheckpointError`.
     """
+    raise_open_files()
     coordinator = Coordinator(
         config,
         folder,
