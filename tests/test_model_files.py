@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ from safetensors import safe_open
 import dilocox
 from dilocox.errors import CheckpointError, ConfigError
 from dilocox.model_files import export, generate, model_folder
+from dilocox.release import release
 
 
 @pytest.fixture(scope="module")
@@ -97,6 +101,75 @@ def test_an_export_that_fails_leaves_nothing(
     with pytest.raises(CheckpointError, match="No space left on device"):
         export(run_folder, tmp_path / "out")
     assert not list(tmp_path.iterdir())
+
+
+def with_code(folder: Path, kind: str, proof: Path) -> None:
+    """A model's folder that would like to run code of its own."""
+    (folder / "own.py").write_text(f"import os; os.mkdir({str(proof)!r})\n", encoding="utf-8")
+    name = "config.json" if kind != "tokenizer" else "tokenizer_config.json"
+    content = json.loads((folder / name).read_text(encoding="utf-8"))
+    if kind == "tokenizer":
+        content["auto_map"] = {"AutoTokenizer": ["own.Own", None]}
+        content["tokenizer_class"] = "Own"
+    else:
+        content["auto_map"] = {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Own"}
+        content["model_type"] = "own"
+    (folder / name).write_text(json.dumps(content), encoding="utf-8")
+
+
+@pytest.mark.parametrize("kind", ["model", "tokenizer"])
+def test_a_strangers_model_runs_no_code_and_asks_for_none(
+    run_folder: Path, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "evil"
+    shutil.copytree(run_folder / "model", target)
+    with_code(target, kind, tmp_path / "it-ran")
+    # transformers asks at the terminal, and with "y" it runs the code.
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    with contextlib.suppress(CheckpointError):
+        generate(target, "def", tokens=1)
+    assert not (tmp_path / "it-ran").exists()
+
+
+def test_pickled_weights_are_not_sampled_from(run_folder: Path, tmp_path: Path) -> None:
+    target = tmp_path / "pickled"
+    shutil.copytree(run_folder / "model", target)
+    torch.save(weights(target), target / "pytorch_model.bin")
+    for file in target.glob("model*"):
+        file.unlink()
+    with pytest.raises(CheckpointError, match="cannot be loaded"):
+        generate(target, "def", tokens=1)
+
+
+@pytest.mark.parametrize("kind", ["file", "folder", "below", "pipe"])
+@pytest.mark.parametrize("dtype", ["fp32", "release"])
+def test_what_lies_elsewhere_is_not_copied(
+    run_folder: Path, tmp_path: Path, kind: str, dtype: str
+) -> None:
+    private = tmp_path / "private"
+    private.mkdir()
+    (private / "notes.txt").write_text("mine", encoding="utf-8")
+    source = tmp_path / "run" / "model"
+    shutil.copytree(run_folder / "model", source)
+    link = source / "notes.txt"
+    if kind == "pipe":
+        os.mkfifo(link)
+    elif kind == "below":
+        (source / "more").mkdir()
+        (source / "more" / "notes.txt").symlink_to(private / "notes.txt")
+    else:
+        link.symlink_to(private / "notes.txt" if kind == "file" else private)
+    copy = release._copy if dtype == "release" else dilocox.export
+    with pytest.raises(CheckpointError, match=r"notes\.txt: a (link|pipe)"):
+        copy(source.parent, tmp_path / "out", "fp32")
+    assert not (tmp_path / "out" / "notes.txt").exists()
+
+
+def test_links_inside_the_folder_are_copied(run_folder: Path, tmp_path: Path) -> None:
+    source = tmp_path / "model"
+    shutil.copytree(run_folder / "model", source)
+    (source / "again.json").symlink_to("config.json")
+    assert (dilocox.export(source, tmp_path / "out") / "again.json").is_file()
 
 
 def test_a_run_folder_and_its_model_folder_both_serve(run_folder: Path, tmp_path: Path) -> None:

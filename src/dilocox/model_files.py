@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dilocox.errors import CheckpointError, ConfigError
+from dilocox.storage import unsafe_reason
 
 DTYPES = ("fp32", "bf16", "fp16")
 INDEX = "model.safetensors.index.json"
@@ -61,6 +62,7 @@ def _copy(source: Path, target: Path, dtype: str) -> None:
 
     chosen = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
     total = 0
+    check_plain_folder(source)
     for file in sorted(source.iterdir()):
         if file.suffix == ".safetensors":
             tensors = load_file(file)
@@ -84,6 +86,19 @@ def _copy(source: Path, target: Path, dtype: str) -> None:
         content = _read(source / INDEX)
         content["metadata"]["total_size"] = total
         _write(target / INDEX, content)
+
+
+def check_plain_folder(folder: Path) -> None:
+    """Raise `CheckpointError` where copying `folder` would copy what lies elsewhere, or never end.
+
+    A folder may be a stranger's: a link in it can name a private file of who copies the folder.
+    """
+    for path in sorted(folder.rglob("*")):
+        if path.is_dir() and not path.is_symlink():
+            continue
+        reason = unsafe_reason(path, folder)
+        if reason:
+            raise CheckpointError(f"{path}: {reason}; remove it, or put a copy of the file there")
 
 
 def _read(file: Path) -> dict[str, Any]:
@@ -112,7 +127,7 @@ def generate(
     numbers out of range.
     """
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     if tokens < 1:
         raise ConfigError(f"tokens {tokens}: give 1 or more")
@@ -121,9 +136,19 @@ def generate(
     folder = model_folder(model)
     try:
         with _no_progress_bar():
-            tokenizer = AutoTokenizer.from_pretrained(folder)
-            options = {} if device == "cpu" else {"dtype": torch.bfloat16}
-            network = AutoModelForCausalLM.from_pretrained(folder, **options).eval()
+            # Nothing in the folder, which may be a stranger's, is run.
+            tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+            config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+            options: dict[str, Any] = {} if device == "cpu" else {"dtype": torch.bfloat16}
+            # Named here: a folder's own choice may be code of a hub.
+            capped = getattr(config, "attn_logit_softcapping", None) is not None
+            network = AutoModelForCausalLM.from_pretrained(
+                folder,
+                trust_remote_code=False,
+                attn_implementation="eager" if capped else "sdpa",
+                use_safetensors=True,
+                **options,
+            ).eval()
     except Exception as error:  # missing or damaged files: many kinds
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise CheckpointError(f"{folder}: cannot be loaded ({reason}); was it changed?") from None

@@ -63,6 +63,8 @@ def unsafe_reason(path: Path, folder: Path) -> str:
         return ""
     except OSError as error:  # a circle of links, or a name too long
         return f"cannot be opened ({error.strerror})"
+    if path.is_dir() and path.is_symlink():
+        return "a link to a folder"
     if not path.resolve().is_relative_to(folder.resolve()):
         return "a link that leads out of the folder"
     if stat.S_ISDIR(mode):

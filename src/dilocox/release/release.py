@@ -9,7 +9,7 @@ from pathlib import Path
 
 from dilocox.data.croissant import CROISSANT, render_croissant
 from dilocox.errors import CheckpointError, ConfigError
-from dilocox.model_files import export, model_folder
+from dilocox.model_files import check_plain_folder, export, model_folder
 from dilocox.record.released import key_beside
 from dilocox.release.card import Terms, card
 from dilocox.release.signature import (
@@ -93,6 +93,7 @@ def _copy(run: Path, target: Path, dtype: str) -> None:
         export(run, target, dtype)
         return
     target.mkdir(parents=True)
+    check_plain_folder(model_folder(run))
     for path in model_folder(run).iterdir():
         if path.is_file() and not path.name.startswith("."):
             shutil.copy2(path, target / path.name)
