@@ -12,7 +12,7 @@ from typing import Any
 from dilocox.audit import command as audit
 from dilocox.errors import ConfigError, DilocoxError
 from dilocox.lab import command as lab_command
-from dilocox.plain_text import plain_lines
+from dilocox.plain_text import plain, plain_lines
 from dilocox.plan import command as plan
 from dilocox.record import command as verify
 from dilocox.report import command as report
@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if options.debug:
             traceback.print_exc()
         text = " ".join(f"{type(error).__name__}: {error}".split())
-        print(f"dilocox: unexpected {plain_lines(text)}; --debug shows where", file=sys.stderr)
+        print(f"dilocox: unexpected {plain(text)}; --debug shows where", file=sys.stderr)
         sys.exit(1)
 
 

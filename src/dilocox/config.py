@@ -380,6 +380,11 @@ def load_written(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     Keys that methods have set only since then are what that version did without them.
     Raises `ConfigError`, as `load_run`.
     """
+    from dilocox.storage import unsafe_reason  # imports fsspec, which who reads no run needs not
+
+    reason = unsafe_reason(Path(path), Path(path).parent)
+    if reason:
+        raise ConfigError(f"{path}: {reason}; the run.toml of a run is a plain file")
     raw = _read(Path(path), overrides)
     for section, keys in BEFORE.items():
         if isinstance(raw.get(section), dict):

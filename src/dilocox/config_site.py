@@ -9,10 +9,13 @@ from pydantic import Field, model_validator
 from dilocox.config_section import Fraction, Positive, Section
 
 Beta = Annotated[float, Field(ge=0.0, lt=1.0, strict=True)]
-SiteName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,30}$")]
+SITE_NAME = r"^[a-z0-9][a-z0-9-]{0,30}$"
+SiteName = Annotated[str, Field(pattern=SITE_NAME)]
 
 
 GradientSync = Literal["auto", "step", "micro-batch"]
+MOST_RANKS = 65_535
+"""Of a site: stages and shards are numbered in 16 bits, in keys of exchanges and in records."""
 ZERO_BUBBLE = ("interleaved-zero-bubble", "zbv")
 """Schedules that split the backward pass into its input and its weight half."""
 
@@ -50,6 +53,8 @@ class SiteSection(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> SiteSection:
+        if self.stages * self.shards > MOST_RANKS:
+            raise ValueError(f"stages x shards is above {MOST_RANKS}: lower one of them")
         looped = self.schedule in ("interleaved-1f1b", "interleaved-zero-bubble", "zbv")
         if looped and self.stages < 2:
             raise ValueError(f'schedule "{self.schedule}" needs stages of 2 or more')

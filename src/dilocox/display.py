@@ -118,7 +118,7 @@ class Display:
         if not self._lively:
             return
         done = "" if share is None else f" {share:4.0%}"
-        sys.stdout.write(f"\r\x1b[K{text}{done}")
+        sys.stdout.write(f"\r\x1b[K{plain(text)}{done}")
         sys.stdout.flush()
 
     def step_done(self) -> None:

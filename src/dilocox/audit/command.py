@@ -16,6 +16,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from dilocox.errors import ConfigError, RecordError
+from dilocox.plain_text import plain
 
 if TYPE_CHECKING:
     from dilocox.audit.run import AuditedRun, Chosen
@@ -239,10 +240,12 @@ def _bar(console: Console, title: str, steps: int) -> Iterator[Callable[[int], N
 
 def _show(verdict: Verdict, console: Console) -> None:
     colour = COLOURS.get(verdict.verdict, "bold red")
-    where = f"round {verdict.round:<4} {verdict.site}"
+    where = escape(plain(f"round {verdict.round:<4} {verdict.site}"))
     step = verdict.first_bad_step
     first = "" if step is None or step < 0 else f"first bad step {step}: "
-    console.print(f"[{colour}]{verdict.verdict:<10}[/]  {where}: {first}{escape(verdict.reason)}")
+    console.print(
+        f"[{colour}]{verdict.verdict:<10}[/]  {where}: {first}{escape(plain(verdict.reason))}"
+    )
 
 
 def _conclude(

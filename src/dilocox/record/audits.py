@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from dilocox.errors import RecordError
 from dilocox.record import statements as s
+from dilocox.record.log import read_text
 
 FOLDER = "audits"
 AuditVerdict = Literal["EXACT", "WITHIN_TOL", "MISMATCH", "FAIL", "NOT_RUN"]
@@ -111,10 +112,7 @@ def read(path: Path, run: str | None) -> Signed:
 
     `run`: none where there is no log that says which it has to be.
     """
-    try:
-        line = path.read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise RecordError(f"{path}: cannot be read ({error})") from None
+    line = read_text(path).strip()
     try:
         said = s.opened(line)[0]
         auditor = str(said.predicate.get("auditor"))

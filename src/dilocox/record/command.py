@@ -13,6 +13,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
+from dilocox.plain_text import plain
+
 if TYPE_CHECKING:
     from dilocox.record.claims import Finding
     from dilocox.record.verify import Places, Report
@@ -153,7 +155,9 @@ def as_json(report: Report) -> dict[str, Any]:
 
 def show(report: Report, console: Console) -> None:
     """Print the table of claims."""
-    console.print(f"run {report.run or '(unknown)'}, log key {escape(report.log)}")
+    console.print(
+        f"run {escape(plain(report.run or '(unknown)'))}, log key {escape(plain(report.log))}"
+    )
     for finding in report.findings:
         _show_claim(finding, console)
     audited = any(each.claim.name == "audits" for each in report.findings)
@@ -175,7 +179,7 @@ def _show_claim(finding: Finding, console: Console) -> None:
     claim, colour = finding.claim, COLOURS[finding.verdict]
     optional = "" if claim.required else " (not required)"
     console.print(
-        f"[{colour}]{finding.verdict:<7}[/]  {claim.name:<11} {escape(finding.reason)}{optional}"
+        f"[{colour}]{finding.verdict:<7}[/]  {claim.name:<11} {escape(plain(finding.reason))}{optional}"
     )
     console.print(f"[dim]{'':9}proves: {escape(claim.proves)}[/]")
     console.print(f"[dim]{'':9}not:    {escape(claim.not_proved)}[/]")

@@ -7,18 +7,23 @@ more, and of what was decided again the later decision does.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from dilocox.config_site import MOST_RANKS, SITE_NAME
 from dilocox.errors import RecordError
 from dilocox.methods import EXCHANGE_GRADIENTS
 from dilocox.outer.coordinator.keys import ExchangeKey
 from dilocox.outer.coordinator.plan_messages import RoundPlan
 from dilocox.outer.pieces import pieces_of
 from dilocox.record import statements as s
+from dilocox.record.digests import digest_text
 from dilocox.record.note import NoteKey
 from dilocox.record.states import AnchorState, Attestation, RoundState, State, whole
+
+_SITE = re.compile(SITE_NAME)
 
 
 @dataclass(frozen=True)
@@ -70,7 +75,7 @@ class Step:
                 momentum=float(said["momentum"]),
                 delay=int(said["delay"]),
                 fragments=int(said["fragments"]),
-                payloads=dict(statement.subjects),
+                payloads={str(name): digest_text(one) for name, one in statement.subjects.items()},
                 aggregation=str(said.get("aggregation", "mean")),
                 shares=_shares(said),
                 said=said,
@@ -285,6 +290,7 @@ def _take(course: Course | None, keys: dict[str, str], entry: str, log: NoteKey)
         s.check_signature(envelope, log.public.hex())
         if said.get("log") != str(log) or not statement.run:
             raise RecordError("the manifest names another log")
+        _check_bounds(said)
         return Course(statement.run, str(log), said)
     if not statement.known:
         course.unknown += 1
@@ -305,12 +311,34 @@ def _take(course: Course | None, keys: dict[str, str], entry: str, log: NoteKey)
     return course
 
 
+def _check_bounds(manifest: Mapping[str, Any]) -> None:
+    """Raise `RecordError` for a run of more ranks or pieces than any run file may ask for.
+
+    Everybody who judges a record goes through its stages, shards and pieces.
+    """
+    try:
+        config = manifest["config"]
+        ranks = [config["site"]["stages"], config["site"]["shards"]]
+        pieces = config["outer"]["fragments"]
+    except (KeyError, TypeError):
+        raise RecordError("the manifest's run file is not whole") from None
+    for number in (*ranks, pieces):
+        if type(number) is not int or not 1 <= number <= MOST_RANKS:
+            raise RecordError(f"the manifest's run file has {str(number)[:20]} stages, shards or "
+                              f"fragments; a run has 1 to {MOST_RANKS}")  # fmt: skip
+    if math.prod(ranks) > MOST_RANKS:
+        raise RecordError(f"the manifest's run file has {math.prod(ranks)} ranks in a site; a run "
+                          f"has {MOST_RANKS} at the most")  # fmt: skip
+
+
 def _again(course: Course, keys: dict[str, str], statement: s.Statement) -> None:
     raise RecordError("a second manifest")
 
 
 def _enrolled(course: Course, keys: dict[str, str], statement: s.Statement) -> None:
     said = statement.predicate
+    if not _SITE.fullmatch(str(said["site"])):
+        raise RecordError(f"site {str(said['site'])[:40]!r}: not a name that a run file can give")
     keys[str(said["site"])] = str(said["key"])
     course.enrolments.append(said)
     course.starts.setdefault(str(said["site"]), []).append(course.read)

@@ -8,6 +8,7 @@ its stages. No file format is hashed: the same weights have many safetensors fil
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+_DIGEST = re.compile("[0-9a-f]{64}")
 COMMITMENT = b"dilocox/commitment/v1\0"
 
 
@@ -36,6 +38,13 @@ def sealed(digest: str, run: str, key: str, site: str, shard: int) -> str:
     behind it.
     """
     return sha256(COMMITMENT + rfc8785.dumps([run, key, site, shard, digest]))
+
+
+def digest_text(text: Any) -> str:
+    """A SHA-256 as it is written, 64 hex digits. Raises `ValueError` for anything else."""
+    if not isinstance(text, str) or not _DIGEST.fullmatch(text):
+        raise ValueError(f"not a digest: {str(text)[:80]!r}")
+    return text
 
 
 @dataclass(frozen=True)
@@ -68,7 +77,9 @@ class TensorDigest:
         """Inverse of `to_json`. Raises `RecordError`."""
         try:
             shape = tuple(int(size) for size in found["shape"])
-            result = cls(str(found["name"]), str(found["dtype"]), shape, str(found["sha256"]))
+            result = cls(
+                str(found["name"]), str(found["dtype"]), shape, digest_text(found["sha256"])
+            )
         except (KeyError, TypeError, ValueError):
             raise RecordError("a statement names a tensor without dtype, shape or digest") from None
         if min(shape, default=0) < 0 or result.to_json() != dict(found):

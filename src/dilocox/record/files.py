@@ -15,6 +15,16 @@ RELEASED = ("README.md", "croissant.json", "model.sig")
 signature covers them."""
 
 
+def check_plain_files(folder: Path) -> None:
+    """Raise `RecordError` for a pipe or a device below `folder`: reading one may never end.
+
+    Links are followed: hubs keep a model's files elsewhere and link to them.
+    """
+    for path in sorted(folder.rglob("*")):
+        if not path.is_file() and not path.is_dir():
+            raise RecordError(f"{path}: not a file; a published model is plain files")
+
+
 def other_files(folder: Path) -> dict[str, str]:
     """SHA-256, hex, by name of all files in `folder` that hold no tensors and come with a model."""
     found = {}

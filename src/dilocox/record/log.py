@@ -20,7 +20,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from dilocox.errors import RecordError
 from dilocox.record.merkle import Frontier, leaf_hash
 from dilocox.record.note import LogCheckpoint, NoteKey, open_note, sign_note
-from dilocox.storage import sync_folder
+from dilocox.storage import sync_folder, unsafe_reason
 
 ENTRIES, CHECKPOINT, PUBLIC = "statements.jsonl", "checkpoint", "log.pub"
 
@@ -118,6 +118,9 @@ def read_covered(folder: Path, key: NoteKey) -> LogContent:
 
 def read_text(path: Path) -> str:
     """A file of a record. Raises `RecordError`."""
+    reason = unsafe_reason(path, path.parent)
+    if reason:
+        raise RecordError(f"{path}: {reason}; a record is plain files")
     try:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:

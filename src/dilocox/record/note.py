@@ -20,6 +20,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import (
 )
 
 from dilocox.errors import RecordError
+from dilocox.plain_text import plain
 
 _ED25519 = b"\x01"
 
@@ -45,6 +46,8 @@ class NoteKey:
     def parse(cls, text: str) -> NoteKey:
         """Inverse of `str`. Raises `RecordError`."""
         match = re.fullmatch(r"([^\s+]+)\+([0-9a-f]{8})\+(\S+)", text.strip())
+        if match is not None and plain(match[1]) != match[1]:
+            raise RecordError(f"log key {match[1][:80]!r}: its name has control characters")
         data = _decoded(match[3]) if match else b""
         if match is not None and len(data) == 33 and data[:1] == _ED25519:
             key = cls(match[1], data[1:])

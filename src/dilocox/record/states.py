@@ -10,12 +10,12 @@ import contextlib
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from dilocox.errors import RecordError
 from dilocox.record import statements as s
+from dilocox.record.digests import digest_text
 
-_DIGEST = re.compile("[0-9a-f]{64}")
+_FORMAT = re.compile("[a-z0-9/._+-]{1,64}")
 
 
 @dataclass(frozen=True)
@@ -47,12 +47,12 @@ class State:
                 kind=str(said["kind"]),
                 site=str(said["site"]),
                 stage=int(said["stage"]),
-                root=_digest(subjects["state"]),
-                listing=_digest(subjects["tensors"]),
-                files={str(name): _digest(one) for name, one in said.get("files", {}).items()},
+                root=digest_text(subjects["state"]),
+                listing=digest_text(subjects["tensors"]),
+                files={str(name): digest_text(one) for name, one in said.get("files", {}).items()},
                 number=number,
                 published=(
-                    (_digest(subjects["published"]), _digest(subjects["published-tensors"]))
+                    (digest_text(subjects["published"]), digest_text(subjects["published-tensors"]))
                     if "published" in subjects
                     else None
                 ),
@@ -92,9 +92,9 @@ class RoundState:
                 shard=int(said["shard"]),
                 round=int(said["round"]),
                 tick=int(said["tick"]),
-                root=_digest(subjects["state"]),
-                document=_digest(subjects["document"]),
-                steps=_digest(subjects["steps"]) if "steps" in subjects else None,
+                root=digest_text(subjects["state"]),
+                document=digest_text(subjects["document"]),
+                steps=digest_text(subjects["steps"]) if "steps" in subjects else None,
                 served=str(said["served"]),
                 number=number,
             )
@@ -131,8 +131,8 @@ class AnchorState:
                 round=int(said["round"]),
                 tick=int(said["tick"]),
                 landed=tuple(int(each) for each in said["landed"]),
-                root=_digest(subjects["state"]),
-                listing=_digest(subjects["tensors"]),
+                root=digest_text(subjects["state"]),
+                listing=digest_text(subjects["tensors"]),
             )
             if any(not -1 <= each < found.round for each in found.landed):
                 raise ValueError(found.landed)
@@ -145,7 +145,7 @@ class Attestation:
 
     site: str
     format: str
-    """What kind of evidence, as the site names it."""
+    """What kind of evidence, as the site names it: 1 to 64 of a-z, 0-9 and "/._+-"."""
     evidence: str
     """SHA-256, hex, of it in the store."""
 
@@ -154,8 +154,11 @@ class Attestation:
         """Raises `RecordError` for a statement that is not whole."""
         said = statement.predicate
         with whole(statement):
-            evidence = _digest(statement.subjects["evidence"])
-            return cls(str(said["site"]), str(said["format"]), evidence)
+            evidence = digest_text(statement.subjects["evidence"])
+            kind = str(said["format"])
+            if not _FORMAT.fullmatch(kind):
+                raise ValueError(kind)
+            return cls(str(said["site"]), kind, evidence)
 
 
 @contextlib.contextmanager
@@ -165,10 +168,3 @@ def whole(statement: s.Statement) -> Iterator[None]:
         yield
     except (KeyError, TypeError, ValueError, AttributeError):
         raise RecordError(f"{statement.kind}: not whole") from None
-
-
-def _digest(text: Any) -> str:
-    """A SHA-256 as it is written. Raises `ValueError` for anything else."""
-    if not isinstance(text, str) or not _DIGEST.fullmatch(text):
-        raise ValueError(text)
-    return text

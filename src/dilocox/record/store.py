@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from dilocox.errors import RecordError
-from dilocox.record.digests import sha256
-from dilocox.storage import is_local, opened, patiently, sync_folder
+from dilocox.record.digests import digest_text, sha256
+from dilocox.storage import is_local, opened, patiently, sync_folder, unsafe_reason
 
 STATES = "states"
 BF16 = ".bf16"
@@ -56,7 +56,11 @@ class Store:
         return Path(self._root).absolute() if self._local else None
 
     def path(self, digest: str) -> str:
-        """Where the bytes with this digest (64 hex digits) lie."""
+        """Where the bytes with this digest (64 hex digits) lie. Raises `RecordError`."""
+        try:
+            digest_text(digest)
+        except ValueError as error:
+            raise RecordError(f"{self.where}: {error}") from None
         return f"{self._root.rstrip('/')}/sha256/{digest[:2]}/{digest[2:]}"
 
     def has(self, digest: str) -> bool:
@@ -218,6 +222,9 @@ class Store:
 
     def _read(self, path: str, digest: str) -> bytes:
         """Raises `FileNotFoundError`, `RecordError`."""
+        reason = unsafe_reason(Path(path), Path(self._root)) if self._local else ""
+        if reason:
+            raise RecordError(f"{path}: {reason}; a store is plain files")
         try:
             data: bytes = self._files.cat_file(path)
         except FileNotFoundError:

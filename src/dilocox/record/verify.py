@@ -17,7 +17,7 @@ from dilocox.record.audit_claims import Audits
 from dilocox.record.audits import FOLDER
 from dilocox.record.claims import NotRunError
 from dilocox.record.course import Course, read_course
-from dilocox.record.files import check_other_files, published_files
+from dilocox.record.files import check_other_files, check_plain_files, published_files
 from dilocox.record.gaps import broken_commitments, gaps
 from dilocox.record.log import LogContent, check_grown, check_log, read_log
 from dilocox.record.notary import code_digest
@@ -404,6 +404,7 @@ class _Verification:
         finals = [course.state("final", stage)[-1:] for stage in range(course.stages)]
         if not all(finals):
             raise NotRunError("the final states of some stages are not signed")
+        check_plain_files(folder)
         published = published_files(course.state("final", 0))
         check_other_files(folder, published)
         count, unsigned = self._tensors(folder, [state for found in finals for state in found])
@@ -418,6 +419,7 @@ class _Verification:
 
     def release(self) -> str:
         """The model's folder is what its release key has signed."""
+        check_plain_files(self._model_folder())
         return check_release(self._model_folder(), self.places.release_key)
 
     def _tensors(self, folder: Path, states: Sequence[State]) -> tuple[int, list[str]]:
