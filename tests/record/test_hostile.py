@@ -189,14 +189,14 @@ def test_the_terminal_is_told_words_alone(scene: Scene) -> None:
 
 
 def test_so_is_who_runs_a_site_and_who_types_a_command(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    scene: Scene, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object) -> None:
         raise RecordError(CLEAR)
 
-    Display().line(CLEAR)
+    Display(scene.config).line(CLEAR)
     complain(CLEAR)
-    monkeypatch.setattr(cli, "export", refuse)
+    monkeypatch.setattr("dilocox.model_files.export", refuse)
     with pytest.raises(SystemExit):
         cli.main(["export", "run", "--to", "out"])
     out, err = capsys.readouterr()

@@ -178,8 +178,7 @@ def show(report: Report, console: Console) -> None:
 def _show_claim(finding: Finding, console: Console) -> None:
     claim, colour = finding.claim, COLOURS[finding.verdict]
     optional = "" if claim.required else " (not required)"
-    console.print(
-        f"[{colour}]{finding.verdict:<7}[/]  {claim.name:<11} {escape(plain(finding.reason))}{optional}"
-    )
+    reason = escape(plain(finding.reason))
+    console.print(f"[{colour}]{finding.verdict:<7}[/]  {claim.name:<11} {reason}{optional}")
     console.print(f"[dim]{'':9}proves: {escape(claim.proves)}[/]")
     console.print(f"[dim]{'':9}not:    {escape(claim.not_proved)}[/]")
