@@ -196,7 +196,7 @@ def test_so_is_who_runs_a_site_and_who_types_a_command(
 
     Display(scene.config).line(CLEAR)
     complain(CLEAR)
-    monkeypatch.setattr("dilocox.model_files.export", refuse)
+    monkeypatch.setattr("dilocox.api.export", refuse)
     with pytest.raises(SystemExit):
         cli.main(["export", "run", "--to", "out"])
     out, err = capsys.readouterr()

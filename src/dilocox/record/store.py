@@ -222,9 +222,9 @@ class Store:
 
     def _read(self, path: str, digest: str) -> bytes:
         """Raises `FileNotFoundError`, `RecordError`."""
-        reason = unsafe_reason(Path(path), Path(self._root)) if self._local else ""
-        if reason:
-            raise RecordError(f"{path}: {reason}; a store is plain files")
+        unsafe = unsafe_reason(Path(path), Path(self._root)) if self._local else ""
+        if unsafe:
+            raise RecordError(f"{path}: {unsafe}; a store is plain files")
         try:
             data: bytes = self._files.cat_file(path)
         except FileNotFoundError:
