@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -120,6 +121,22 @@ def test_the_signature_is_judged_as_its_own_tool_does(
     monkeypatch.setitem(sys.modules, "model_signing", None)
     with pytest.raises(NotRunError, match="pip install"):
         check_release(made.folder, made.public_key)
+
+
+@pytest.mark.parametrize("at", [".", "toy-model", "elsewhere"])
+def test_the_documented_check_holds_from_any_folder(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    at: str,
+) -> None:  # fmt: skip
+    """`dilocox verify RUN --model quickstart-model --release-key quickstart-model.pub`."""
+    pytest.importorskip("model_signing", reason="model-signing is not installed")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    release(run.relative_to(tmp_path), Path("toy-model"), key=Path("own.pem"))
+    monkeypatch.chdir(at)
+    model, key = (os.path.relpath(tmp_path / name) for name in ("toy-model", "toy-model.pub"))
+    assert check_release(Path(model), Path(key)).startswith(f"all files of {Path(model)}, by key")
+    assert check_release(Path(model), None).startswith(f"all files of {Path(model)}, by key")
 
 
 def test_what_cannot_be_released_is_said(run: Path, tmp_path: Path) -> None:

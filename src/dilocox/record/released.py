@@ -47,10 +47,12 @@ def check_release(folder: Path, told: Path | None) -> str:
             "needs the package model-signing; run: pip install model-signing pyopenssl"
         ) from None
     key = _fingerprint(path)
-    covered = hashing.Config().set_ignored_paths(paths=[folder / SIGNATURE], ignore_git_paths=True)
+    # The library compares the ignored path with absolute ones: a relative one matches nothing.
+    whole = folder.resolve()
+    covered = hashing.Config().set_ignored_paths(paths=[whole / SIGNATURE], ignore_git_paths=True)
     try:
         config = verifying.Config().use_elliptic_key_verifier(public_key=path)
-        config.set_hashing_config(covered).verify(folder, folder / SIGNATURE)
+        config.set_hashing_config(covered).verify(whole, whole / SIGNATURE)
     except Exception as error:  # another project's reader of a file that anybody may have written
         reason = str(error) or type(error).__name__
         raise RecordError(f"{folder}: not what key {key[:12]}… has signed ({reason})") from None

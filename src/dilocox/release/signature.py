@@ -72,6 +72,7 @@ def sign(folder: Path, private_key: Path) -> Path:
     check_installed()
     from model_signing import hashing, signing
 
+    folder = folder.resolve()  # as `check_release` reads it
     target = folder / SIGNATURE
     covered = hashing.Config().set_ignored_paths(paths=[target], ignore_git_paths=True)
     try:
