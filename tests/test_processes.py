@@ -49,10 +49,11 @@ def test_children_die_with_a_killed_parent(depth: int) -> None:
 
 def _ask_for_interrupts(pipe: Connection) -> None:
     ignored = signal.getsignal(signal.SIGINT) == signal.SIG_IGN
-    pipe.send((ignored, signal.getsignal(signal.SIGTERM) == signal.SIG_DFL))
+    pipe.send((ignored, signal.getsignal(signal.SIGTERM) == signal.SIG_IGN))
 
 
-def test_children_leave_interrupts_to_their_parent() -> None:
+def test_children_leave_requests_to_end_to_their_parent() -> None:
+    """Ctrl-C and SIGTERM to a whole process group."""
     ours, theirs = processes.CONTEXT.Pipe(duplex=False)
     child = processes.start(_ask_for_interrupts, theirs, name="child")
     assert ours.recv() == (True, True)

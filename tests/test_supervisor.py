@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import signal
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ from dilocox.backoff import pauses
 from dilocox.config import NetworkSection
 from dilocox.errors import ConfigError, JoinError, NotNowError
 from dilocox.outer.coordinator.timeouts import Timeouts
-from dilocox.supervisor import FRUITLESS, Ended, keep_in_run
+from dilocox.supervisor import FRUITLESS, Asked, Ended, keep_in_run, listening
 
 LIMITS = Timeouts.derive(NetworkSection(link_timeout=20.0, heartbeat=5.0))
 CRASH = Ended(1, "lyon-stage1-shard0 was killed (signal 9)")
@@ -111,6 +113,35 @@ def test_a_coordinator_that_is_away_is_looked_for_and_named_in_the_end() -> None
 def test_a_site_that_waits_can_be_asked_to_go() -> None:
     play = Play(CRASH, UNKNOWN, asked_at=2)
     assert play.run().code == 130
+
+
+def test_signals_of_one_moment_are_one_request() -> None:
+    """As `make` passes on the SIGTERM that its child has received already."""
+    clock = [0.0]
+    asked = Asked(now=lambda: clock[0])
+    for clock[0], times in ((0.0, 1), (0.1, 1), (1.9, 1), (2.0, 2), (3.9, 2), (9.0, 3)):
+        asked(signal.SIGTERM, None)
+        assert asked.times == times
+    interrupts = Asked(second_interrupts=True, now=lambda: clock[0])
+    interrupts(signal.SIGTERM, None)
+    interrupts(signal.SIGTERM, None)
+    clock[0] += 2.0
+    with pytest.raises(KeyboardInterrupt):
+        interrupts(signal.SIGINT, None)
+
+
+def test_handlers_of_the_caller_stay_in_place() -> None:
+    def own(_number: int, _frame: object) -> None: ...
+
+    before = signal.signal(signal.SIGTERM, own)
+    try:
+        with listening() as asked:
+            assert signal.getsignal(signal.SIGTERM) is own
+            assert signal.getsignal(signal.SIGINT) is asked
+        with ThreadPoolExecutor(1) as pool, listening():
+            pool.submit(listening().__enter__).result()
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @settings(max_examples=50, deadline=None, derandomize=True)

@@ -45,6 +45,7 @@ from dilocox.payloads import payload_sizes
 from dilocox.recorder import Record
 from dilocox.site import available_cores
 from dilocox.site_process import keep_site
+from dilocox.supervisor import listening
 from dilocox.tokenizer_check import check_handed_tokenizer, check_tokenizer
 from dilocox.versions import check_versions
 from dilocox.weights_check import fetch_weights
@@ -291,32 +292,33 @@ def _watch(
     config: RunConfig,
     display: Display,
 ) -> dict[str, Any]:
-    """Show what comes until the coordinator says how the run ended."""
-    interrupts = 0
-    running = dict(sites)
-    while True:
-        try:
-            sentinels = [process.sentinel for process in running.values()]
-            for ready in wait([pipe, *sentinels]):
-                if ready is pipe:
-                    kind, value = pipe.recv()
-                    if kind == "record":
-                        display.show(value)
-                    elif kind == "end":
-                        return dict(value)
-                    else:
-                        raise TrainingError(value)
-            for site in [name for name, process in running.items() if not process.is_alive()]:
-                del running[site]
-        except KeyboardInterrupt:
-            interrupts += 1
-            if interrupts > 1:
-                raise
-            display.line("stopping at the next slot end with a checkpoint (again: at once)")
-            _operator(endpoint, config).stop("interrupted")
-        except EOFError:
-            coordinator.join()
-            raise TrainingError(f"the coordinator {processes.why_ended(coordinator)}") from None
+    """Show what comes until the coordinator says how the run ended.
+
+    Raises `KeyboardInterrupt` when a person asks twice to end, and `TrainingError`.
+    """
+    running, stopping = dict(sites), False
+    with listening(second_interrupts=True) as asked:
+        while True:
+            if asked.times and not stopping:
+                stopping = True
+                display.line("stopping at the next slot end with a checkpoint (again: at once)")
+                _operator(endpoint, config).stop("interrupted")
+            try:
+                sentinels = [process.sentinel for process in running.values()]
+                for ready in wait([pipe, *sentinels], timeout=0.5):
+                    if ready is pipe:
+                        kind, value = pipe.recv()
+                        if kind == "record":
+                            display.show(value)
+                        elif kind == "end":
+                            return dict(value)
+                        else:
+                            raise TrainingError(value)
+                for site in [name for name, process in running.items() if not process.is_alive()]:
+                    del running[site]
+            except EOFError:
+                coordinator.join()
+                raise TrainingError(f"the coordinator {processes.why_ended(coordinator)}") from None
 
 
 def _operator(endpoint: Endpoint, config: RunConfig) -> CoordinatorClient:

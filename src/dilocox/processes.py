@@ -27,9 +27,10 @@ _PR_SET_PDEATHSIG = 1
 
 
 def start(target: Callable[..., None], *arguments: Any, name: str) -> BaseProcess:
-    """Start `target(*arguments)` in a child that dies with this process and ignores Ctrl-C.
+    """Start `target(*arguments)` in a child that dies with this process and ignores requests to end.
 
-    The parent decides what an interrupt means. `target`'s exit code is what it passes to
+    A terminal's Ctrl-C, and the SIGTERM of systemd, Slurm and containers, reach every process of a
+    group. The parent decides what they mean: it may need its children for a checkpoint. `target`'s exit code is what it passes to
     `sys.exit`.
     """
     process: BaseProcess = CONTEXT.Process(
@@ -61,8 +62,8 @@ def term_as_interrupt() -> Iterator[None]:
 
 
 def _child(target: Callable[..., None], parent: int, arguments: tuple[Any, ...]) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         _name_process(multiprocessing.current_process().name)

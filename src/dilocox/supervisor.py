@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -31,29 +32,51 @@ class Ended:
     """It contributed to the run before it ended."""
 
 
+ONE_REQUEST = 2.0
+"""Seconds in which further signals belong to the same request to go. `make`, for one, passes on a
+signal that the whole process group has received."""
+
+
 class Asked:
     """Whether someone has asked this process to go, and how often."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self, second_interrupts: bool = False, now: Callable[[], float] = time.monotonic
+    ) -> None:
         self.times = 0
         self.signal = 0
+        self._second_interrupts = second_interrupts
+        self._now = now
+        self._last = -ONE_REQUEST
 
     def __call__(self, number: int, _frame: object) -> None:
-        """A signal's handler."""
+        """A signal's handler. Raises `KeyboardInterrupt` at the second request, if told to."""
+        moment = self._now()
+        if self.times and moment - self._last < ONE_REQUEST:
+            return
+        self._last = moment
         self.times += 1
         self.signal = number
+        if self._second_interrupts and self.times > 1:
+            raise KeyboardInterrupt
 
 
 @contextlib.contextmanager
-def listening() -> Iterator[Asked]:
+def listening(second_interrupts: bool = False) -> Iterator[Asked]:
     """Count SIGTERM and SIGINT instead of ending by them.
 
     A terminal's Ctrl-C reaches every process of a run. Where the parent decides what it means it is
-    ignored: the site must not leave while the run stops with a checkpoint.
+    ignored: the site must not leave while the run stops with a checkpoint. A handler of the
+    caller's own stays in place, and outside the main thread nothing is heard.
+    `second_interrupts`: the second request raises `KeyboardInterrupt`.
     """
-    asked = Asked()
+    asked = Asked(second_interrupts)
+    if threading.current_thread() is not threading.main_thread():
+        yield asked
+        return
+    usual = (signal.SIG_DFL, signal.default_int_handler)
     numbers = (signal.SIGTERM, signal.SIGINT)
-    old = {n: signal.getsignal(n) for n in numbers if signal.getsignal(n) != signal.SIG_IGN}
+    old = {n: handler for n in numbers if (handler := signal.getsignal(n)) in usual}
     for number in old:
         signal.signal(number, asked)
     try:

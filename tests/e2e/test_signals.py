@@ -1,0 +1,43 @@
+"""A request to end that reaches every process of a run at once."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+from tests.e2e.forked import Forge
+from tests.e2e.harness import Workshop
+from tests.e2e.test_operations import coordinate, join_all
+
+SETS = ("outer.rounds=400", "checkpoint.every_rounds=0", "site.stages=1")
+
+
+def test_sigterm_to_the_group_of_train_ends_with_a_checkpoint(
+    workshop: Workshop, forge: Forge
+) -> None:
+    """What systemd's default, `scancel`, `timeout` and containers do; and twice, as `make` does."""
+    run = forge.train(workshop, "group", *SETS)
+    run.until_round(1)
+    os.killpg(run.process.pid, signal.SIGTERM)
+    os.kill(run.process.pid, signal.SIGTERM)
+    assert run.wait() == 130, run.output()
+    assert "was killed" not in run.printed()
+    assert run.printed().count("stopping at the next slot end") == 1
+    assert list((run.folder / "checkpoints").glob("tick-*"))
+    assert run.summary()["phase"] == "stopped"
+    assert not run.left_behind()
+
+
+def test_sigterm_to_the_group_of_a_join_lets_it_finish_its_round(
+    workshop: Workshop, forge: Forge
+) -> None:
+    run = coordinate(forge, workshop, "units", *workshop.run_file("units", *SETS))
+    sites = join_all(forge, workshop, run)
+    run.until_round(1)
+    os.killpg(sites["lyon"].process.pid, signal.SIGTERM)
+    assert sites["lyon"].wait() == 130, sites["lyon"].output()
+    assert "site lyon leaves before round" in sites["lyon"].printed()
+    run.until(lambda: "lyon is gone: asked to leave, and done" in run.printed())
+    run.interrupt()
+    assert run.wait() == 130, run.output()
+    assert sites["paris"].wait() in (0, 130), sites["paris"].output()
