@@ -10,10 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dilocox.config import RunConfig, digest_of, load_run, resolve_run
+from dilocox import storage
+from dilocox.config import ModelSection, RunConfig, digest_of, load_run, resolve_run
 from dilocox.config_rounds import OuterSection
-from dilocox.errors import ConfigError
+from dilocox.errors import CheckpointError, ConfigError, ModelError
+from dilocox.handover import Handover
 from dilocox.methods import METHODS
+from dilocox.models import load_model_config
+from dilocox.models.pretrained import locate_weights
 
 BASE = """\
 [model.architecture]
@@ -514,3 +518,30 @@ def test_pretrained_weights_bring_their_tokenizer(
 ) -> None:
     run = resolve_run({"model": model, "data": data, "sites": {"a": {}}})
     assert run.data.tokenizer == tokenizer
+
+
+def test_a_byte_order_mark_is_no_statement(run_file: Path) -> None:
+    """As Windows' editors write one."""
+    run_file.write_bytes(b"\xef\xbb\xbf" + run_file.read_bytes())
+    assert load_run(run_file).outer.rounds == 10
+
+
+def test_a_home_folder_is_expanded_in_every_path(
+    run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    config = load_run(run_file, ["run.folder=~/runs/{name}", "run.name=t"])
+    assert config.folder == tmp_path / "runs" / "t"
+    assert config.data_folder == tmp_path / "runs" / "t" / "data"
+    assert config.record_store == str(tmp_path / "runs" / "t" / "record" / "store")
+    elsewhere = load_run(run_file, ["data.folder=~/tok", "checkpoint.store=~/kept"])
+    assert elsewhere.data_folder == tmp_path / "tok"
+    assert storage.opened(elsewhere.checkpoint_store)[1] == str(tmp_path / "kept")
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text('{"model_type": "llama", "vocab_size": 320}')
+    assert load_model_config(ModelSection(path="~/model"), None).vocab_size == 320
+    with pytest.raises(ModelError, match=r"no model\.safetensors"):
+        locate_weights("~/model", None)
+    with pytest.raises(CheckpointError, match=str(model)):
+        Handover.read("~/model")

@@ -61,7 +61,7 @@ class Batches:
         if read is None:
             own = config.sites[place.site].data
             space = SequenceSpace(
-                TokenFiles.open(Path(own)) if own else files,
+                TokenFiles.open(Path(own).expanduser()) if own else files,
                 seed=config.run.seed,
                 sequence_length=config.data.sequence_length,
             )

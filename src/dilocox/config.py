@@ -225,12 +225,12 @@ class RunConfig(Section):
     @property
     def folder(self) -> Path:
         """The run's folder."""
-        return Path(self.run.folder.replace("{name}", self.run.name))
+        return Path(self.run.folder.replace("{name}", self.run.name)).expanduser()
 
     @property
     def data_folder(self) -> Path:
         """Folder of the token files that all sites share."""
-        return Path(self.data.folder.replace("{run}", str(self.folder)))
+        return Path(self.data.folder.replace("{run}", str(self.folder))).expanduser()
 
     @property
     def record_store(self) -> str:
@@ -394,7 +394,8 @@ def load_written(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 def _read(file: Path, overrides: Sequence[str]) -> dict[str, Any]:
     try:
-        raw = tomllib.loads(file.read_text(encoding="utf-8"))
+        # Windows' editors begin a file with a byte order mark.
+        raw = tomllib.loads(file.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         raise ConfigError(f"{file}: no such run file; see examples/ for ones that work") from None
     except (OSError, UnicodeDecodeError) as error:

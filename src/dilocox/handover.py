@@ -46,7 +46,7 @@ class Handover(BaseModel):
     @classmethod
     def read(cls, folder: str | Path | None) -> Handover:
         """From a folder that `dilocox handover` has written. Raises `CheckpointError`."""
-        path = Path(folder or "") / FILE
+        path = Path(folder or "").expanduser() / FILE
         try:
             return cls.model_validate_json(path.read_text(encoding="utf-8"))
         except OSError as error:
@@ -69,7 +69,7 @@ class Handover(BaseModel):
 
     def check_momentum(self, folder: str | Path) -> Path:
         """The file with the momentum. Raises `CheckpointError` if it is not the one handed over."""
-        path = Path(folder) / MOMENTUM
+        path = Path(folder).expanduser() / MOMENTUM
         if not path.is_file() or sha256_of(path) != self.momentum:
             raise CheckpointError(
                 f"{path}: missing or changed since it was handed over; copy the folder again"

@@ -31,7 +31,7 @@ def read_token(
                 f"file and give that with --token-file, or set {VARIABLE}"
             )
         try:
-            return file.read_text(encoding="utf-8").strip()
+            return file.read_text(encoding="utf-8-sig").strip()
         except (OSError, UnicodeDecodeError) as error:
             reason = getattr(error, "strerror", None) or "not a text"
             raise JoinError(

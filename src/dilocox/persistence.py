@@ -357,7 +357,7 @@ def take_momentum(rank: Rank, folder: str) -> None:
 
     `preflight` has checked the file's digest, once for all ranks of a machine.
     """
-    with safe_open(Path(folder) / OUTER_MOMENTUM, framework="pt") as file:
+    with safe_open(Path(folder).expanduser() / OUTER_MOMENTUM, framework="pt") as file:
         for state in rank.states:
             rows = {}
             for name, shape in zip(state.layout.names, state.layout.shapes, strict=True):

@@ -139,7 +139,10 @@ def _foreign(config: RunConfig) -> list[str]:
     folder = config.folder
     if not folder.is_dir():
         return []
-    own = [config.data_folder, *(Path(s.data) for s in config.sites.values() if s.data)]
+    own = [
+        config.data_folder,
+        *(Path(s.data).expanduser() for s in config.sites.values() if s.data),
+    ]
     tokens = [Path(os.path.abspath(place)) for place in own]
     return sorted(
         entry.name
@@ -246,7 +249,7 @@ def check_data(
     spaces: dict[str, TokenFiles] = {}
     for site in sites:
         folder = config.sites[site].data
-        spaces[site] = TokenFiles.open(Path(folder)) if folder else files
+        spaces[site] = TokenFiles.open(Path(folder).expanduser()) if folder else files
         if folder:
             _check_same_tokenizer(site, files, spaces[site])
     if own_dataset:
@@ -325,7 +328,7 @@ def check_handed_data(config: RunConfig, files: TokenFiles) -> None:
     if files.digest == found.data_digest:
         return
     tokenizer = json.dumps(config.data.tokenizer)
-    if _has_tokenizer_of(files, Path(str(config.model.path))):
+    if _has_tokenizer_of(files, Path(str(config.model.path)).expanduser()):
         cause = (
             "the tokenizer knows the same tokens, so that most likely data.source or "
             f"data.validation_fraction was another there, or {tokenizer} was not the name in "

@@ -27,11 +27,11 @@ _PR_SET_PDEATHSIG = 1
 
 
 def start(target: Callable[..., None], *arguments: Any, name: str) -> BaseProcess:
-    """Start `target(*arguments)` in a child that dies with this process and ignores requests to end.
+    """Start `target(*arguments)` in a child that dies with this process, ignoring SIGINT, SIGTERM.
 
     A terminal's Ctrl-C, and the SIGTERM of systemd, Slurm and containers, reach every process of a
-    group. The parent decides what they mean: it may need its children for a checkpoint. `target`'s exit code is what it passes to
-    `sys.exit`.
+    group. The parent decides what they mean: it may need its children for a checkpoint. `target`'s
+    exit code is what it passes to `sys.exit`.
     """
     process: BaseProcess = CONTEXT.Process(
         target=_child, args=(target, os.getpid(), arguments), name=name

@@ -38,7 +38,7 @@ def check_handed_tokenizer(config: RunConfig) -> None:
     for a handover that cannot be read, `DataError` for its tokenizer.
     """
     model, data = config.model, config.data
-    file = Path(str(model.path)) / "tokenizer.json"
+    file = Path(str(model.path)).expanduser() / "tokenizer.json"
     # A handover may be without a tokenizer: then the token files alone can tell.
     if not model.handover or data.tokenizer != "train" or not file.is_file():
         return

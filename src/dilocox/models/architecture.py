@@ -6,6 +6,7 @@ Everything here reads configurations only: no weights, no modelling code.
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Container, Iterable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -71,7 +72,8 @@ def _from_path(path: str, revision: str | None) -> PretrainedConfig:
 
     try:
         # Code that comes with a model is never run, and never asked about on the terminal.
-        return AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=False)
+        place = os.path.expanduser(path)
+        return AutoConfig.from_pretrained(place, revision=revision, trust_remote_code=False)
     except Exception as error:  # missing, unreachable, unknown type, bad values: many kinds
         raise ModelError(
             f"model.path {path}: no usable configuration there ({one_line(error)}); give a folder "

@@ -185,7 +185,7 @@ def locate_weights(path: str, revision: str | None) -> Path:
 
     Raises `ModelError` if there are none, or only pickled ones.
     """
-    folder = Path(path)
+    folder = Path(path).expanduser()
     if not folder.is_dir():
         from huggingface_hub import snapshot_download
 
