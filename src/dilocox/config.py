@@ -103,7 +103,8 @@ class DataSection(Section):
     in one array; in a folder, `.json` files are taken with this format only. Text and JSONL may be
     packed (`.gz`, `.zst`)."""
     text_field: str = "text"
-    """Field or column that holds the text in JSONL, Parquet and hub datasets."""
+    """Field or column that holds the text in JSONL, Parquet and hub datasets. Records whose text is
+    null or missing are left out and counted by `dilocox data show`."""
     subset: str | None = None
     """Hub datasets: the configuration name."""
     split: str = "train"

@@ -45,7 +45,7 @@ from dilocox.payloads import payload_sizes
 from dilocox.recorder import Record
 from dilocox.site import available_cores
 from dilocox.site_process import keep_site
-from dilocox.supervisor import listening
+from dilocox.supervisor import complain, listening
 from dilocox.tokenizer_check import check_handed_tokenizer, check_tokenizer
 from dilocox.versions import check_versions
 from dilocox.weights_check import fetch_weights
@@ -83,23 +83,33 @@ class Result:
         return self.phase == "stopped"
 
 
-def prepare_data(config: RunConfig, display: Display | None = None) -> TokenFiles:
-    """The run's token files, made in a child process if they are not there yet."""
+def prepare_data(
+    config: RunConfig, display: Display | None = None, begun: bool = False
+) -> TokenFiles:
+    """The run's token files, made in a child process if they are not there yet.
+
+    `begun`: the run may have begun with those that are there, whatever their sources hold now.
+    """
 
     def progress(step: str, share: float) -> None:
         if display is not None:
             display.step(step, share)
 
-    folder = processes.call_in_child(_prepare, config, on_progress=progress)
+    folder, said = processes.call_in_child(_prepare, config, begun, on_progress=progress)
     if display is not None:
         display.step_done()
+    for line in said:
+        complain(line) if display is None else display.line(line)
     return TokenFiles.open(folder)
 
 
-def have_files(config: RunConfig, display: Display | None = None) -> TokenFiles:
+def have_files(
+    config: RunConfig, display: Display | None = None, begun: bool = False
+) -> TokenFiles:
     """Refuse what cannot be trained; then the model's weights and the token files are here.
 
-    All that needs no text is asked before: preparing it may take hours.
+    All that needs no text is asked before: preparing it may take hours. `begun`: see
+    `prepare_data`.
     """
     check_place(config.data_folder)
     check_handover(config)
@@ -109,11 +119,17 @@ def have_files(config: RunConfig, display: Display | None = None) -> TokenFiles:
         fetch_weights(config)
     else:
         fetch_weights(config, display.step)
-    return prepare_data(config, display)
+    return prepare_data(config, display, begun)
 
 
-def _prepare(config: RunConfig, progress: Callable[[str, float], None]) -> Path:
-    return prepare_token_files(config.data, config.data_folder, config.run.seed, progress).folder
+def _prepare(
+    config: RunConfig, begun: bool, progress: Callable[[str, float], None]
+) -> tuple[Path, list[str]]:
+    said: list[str] = []
+    files = prepare_token_files(
+        config.data, config.data_folder, config.run.seed, progress, said.append if begun else None
+    )
+    return files.folder, said
 
 
 def train_here(
@@ -142,7 +158,7 @@ def train_here(
     preflight.check_coordinator(config)
     if not resume:
         check_tokenizer(config)
-    files = have_files(config, display)
+    files = have_files(config, display, begun=resume)
     preflight.check_run(
         config,
         files.vocabulary_size,
@@ -416,7 +432,8 @@ def _check_site(
 
     `ranks_here`: of the site, on this machine, if not all of them.
     """
-    files = have_files(config, display)
+    # The coordinator compares their digest with that of the token files that the run began with.
+    files = have_files(config, display, begun=True)
     preflight.check_run(config, files.vocabulary_size, sites_here=1, ranks_here=ranks_here)
     preflight.check_data(config, files, [site])
 

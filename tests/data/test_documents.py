@@ -99,7 +99,6 @@ def test_jsonl_plain_and_compressed(tmp_path: Path) -> None:
         (b'{"text": "\xff"}', "not valid JSON"),
         (b"[" * 100_000, "not valid JSON"),
         (b"[1]", "not a JSON object"),
-        (b'{"txt": "a", "id": 1}', r'no field "text" \(fields: id, txt\); set data.text_field'),
         (b'{"text": 3}', 'field "text" is not text'),
     ],
 )
@@ -152,6 +151,63 @@ def test_lone_surrogates_become_replacement_characters(tmp_path: Path) -> None:
     assert read(path, "jsonl") == ["a\ufffdb 😀"]
 
 
+@pytest.mark.parametrize("kind", ["jsonl", "array", "parquet"])
+def test_records_without_text_are_left_out_and_counted(tmp_path: Path, kind: str) -> None:
+    """One rule for all formats, wherever in the file they are."""
+    texts, counted = ["one", None, "two", None, "three"], []
+    path = tmp_path / ("a.parquet" if kind == "parquet" else "a.jsonl")
+    if kind == "parquet":
+        pq.write_table(pa.table({"text": texts}), path)
+    else:
+        records = [{"text": text} for text in texts[:3]] + [{"id": 4}, {"text": "three"}]
+        lines = [json.dumps(record) for record in records]
+        path.write_text(f"[{','.join(lines)}]" if kind == "array" else "\n".join(lines))
+    read = read_documents(path, path.suffix[1:], "text", lambda: counted.append(1))
+    assert list(read) == ["one", "two", "three"]
+    assert len(counted) == 2
+
+
+def test_a_file_none_of_whose_records_has_the_field_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"txt": "a", "id": 1}\n{"txt": "b"}\n')
+    with pytest.raises(DataError, match=r'a\.jsonl:1: no field "text" \(fields: id, txt\); set'):
+        read(tmp_path / "a.jsonl", "jsonl")
+
+
+def test_what_holds_no_text_is_called_what_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    for value, kind in (("[1]", "a list"), ("{}", "an object"), ("true", "true or false")):
+        path.write_text(f'{{"messages": {value}}}')
+        with pytest.raises(DataError, match=f'field "messages" is not text but {kind}; set data'):
+            read(path, "jsonl", "messages")
+
+
+def test_kinds_of_parquet_columns(tmp_path: Path) -> None:
+    path, texts = tmp_path / "a.parquet", ["eins", None, "grüße", "eins"]
+    kept = [text for text in texts if text]
+    coded = [text.encode() if text else None for text in texts]
+    for column in (
+        pa.array(texts).dictionary_encode(), pa.array(coded), pa.array(coded, pa.large_binary()),
+    ):  # fmt: skip
+        pq.write_table(pa.table({"text": column}), path)
+        assert read(path, "parquet") == kept
+    pq.write_table(pa.table({"text": pa.nulls(3)}), path)
+    assert read(path, "parquet") == []
+    pq.write_table(pa.table({"text": pa.array([b"good", b"\xff"])}), path)
+    with pytest.raises(DataError, match=r'column "text", row 2: not UTF-8 text'):
+        read(path, "parquet")
+    pq.write_table(pa.table([pa.array(kept), pa.array(kept)], ["text", "text"]), path)
+    with pytest.raises(DataError, match=r'a\.parquet: 2 columns are named "text"; rename'):
+        read(path, "parquet")
+
+
+def test_a_long_window_of_zstd_names_its_mend(tmp_path: Path) -> None:
+    path = tmp_path / "a b.jsonl.zst"
+    # The header of a frame that asks for a window of 256 MiB (RFC 8878, 3.1.1).
+    path.write_bytes(b"\x28\xb5\x2f\xfd" + bytes([0, (28 - 10) << 3]) + b"\x01\x00\x00")
+    with pytest.raises(DataError, match=r"unpack it: zstd -d --long=31 'a b\.jsonl\.zst'"):
+        read(path, "jsonl")
+
+
 @SETTINGS
 @given(st.text(st.characters(codec=None, categories=("L", "N", "Cs", "So"))))
 def test_clean_text_always_encodes(text: str) -> None:
@@ -185,7 +241,10 @@ def test_json_arrays_are_read_record_by_record(
         ('[{"text": "a"}, ]', "record 2: not valid JSON"),
         ('[{"text": "a"}] x', "record 2: not valid JSON"),
         ('[{"text": "a"}, 3]', "record 2: not a JSON object"),
-        ('[{"text": "a"}, {"id": 3}]', r'record 2: no field "text" \(fields: id\)'),
+        (
+            '[{"id": 3}, {"no": 3}]',
+            r'record 1: no field "text" \(fields: id\); set data.text_field',
+        ),
         ('[{"text": 3}]', 'record 1: field "text" is not text'),
     ],
 )

@@ -15,7 +15,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from dilocox.config import DataSection
-from dilocox.data import SequenceSpace, TokenFiles, folder, packer, prepare, tokenizer
+from dilocox.data import SequenceSpace, TokenFiles, folder, packer, prepare, show, tokenizer
 from dilocox.errors import DataError
 from tests.data.conftest import section, story, write_corpus
 
@@ -351,3 +351,30 @@ def test_unwritable_place_is_one_line(corpus: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(DataError, match=r"token files cannot be written .*; name another folder"):
         prepare(section(corpus), tmp_path / "file" / "data", seed=0)
+
+
+def test_a_run_that_has_begun_needs_its_token_files_and_not_their_source(tmp_path: Path) -> None:
+    source, tokens, said = tmp_path / "text", tmp_path / "tokens", list[str]()
+    source.mkdir()
+    for number in range(20):
+        (source / f"{number}.txt").write_text(story(number))
+    data = section(source)
+    made = prepare(data, tokens, 0)
+    assert prepare(data, tokens, 0, changed=said.append).digest == made.digest
+    assert said == []
+    (source / "later.txt").write_text("one more that came later")
+    with pytest.raises(DataError, match="has changed since"):
+        prepare(data, tokens, 0)
+    assert prepare(data, tokens, 0, changed=said.append).digest == made.digest
+    (line,) = said
+    assert line.startswith(f"data.source {source} has changed since the token files in {tokens}")
+    assert line.endswith("(+1 files); the run goes on with the token files that it began with")
+
+
+def test_records_without_text_are_shown(tmp_path: Path) -> None:
+    """A null among many, as dumps have: not refused, and not passed over in silence."""
+    records = [{"text": f"line number {number} of the text " * 9} for number in range(70)]
+    lines = [json.dumps(record) for record in [*records, {"text": None}, {"id": 1}]]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    files = prepare(section(tmp_path / "a.jsonl"), tmp_path / "tokens", 0)
+    assert "left out     2 records whose text is null or missing" in show(files)

@@ -190,10 +190,13 @@ def show(files: TokenFiles) -> str:
     given = files.manifest["made_with"]["options"]["source"]
     names = given if isinstance(given, list) else [given]
     left_out = files.manifest["made_with"].get("left_out", [{}] * len(names))
-    for name, source, left in zip(names, content["sources"], left_out, strict=True):
+    without = files.manifest["made_with"].get("without_text", [0] * len(names))
+    for name, source, left, empty in zip(names, content["sources"], left_out, without, strict=True):
         lines.append(f"source       {name}: {_source_line(source)}")
         if left:
             lines.append(f"left out     {counted(left)}")
+        if empty:
+            lines.append(f"left out     {_plural(empty, 'record')} whose text is null or missing")
     return "\n".join(lines)
 
 

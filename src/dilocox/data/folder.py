@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -103,8 +103,18 @@ def publish(partial: Path, folder: Path) -> bool:
     return True
 
 
-def reuse(folder: Path, data: DataSection, names: list[str], options: dict[str, Any]) -> TokenFiles:
-    """Open `folder` if it was made with the same options from files that still are the same."""
+def reuse(
+    folder: Path,
+    data: DataSection,
+    names: list[str],
+    options: dict[str, Any],
+    changed: Callable[[str], None] | None = None,
+) -> TokenFiles:
+    """Open `folder` if it was made with the same options from files that still are the same.
+
+    `changed` gets a line for every source that is not the same any more, instead of a `DataError`:
+    a run that has begun needs its token files, not their sources.
+    """
     files = TokenFiles.open(folder)
     made_with = files.manifest["made_with"]["options"]
     # What the version that made them did not know yet, it did not do: they stay what they are.
@@ -121,25 +131,30 @@ def reuse(folder: Path, data: DataSection, names: list[str], options: dict[str, 
             # An earlier version, which did not write down what it left out, passed over formats and
             # links that are read now.
             complete = "left_out" in files.manifest["made_with"]
-            _check_unchanged(folder, name, source, data, complete)
+            what = _change(name, source, data, complete)
+            if what and changed is None:
+                raise DataError(
+                    f"{folder}: data.source {name} has changed since these token files were made "
+                    f"({what}); set data.folder to another folder or delete this one"
+                )
+            if what and changed is not None:
+                changed(
+                    f"data.source {name} has changed since the token files in {folder} were made "
+                    f"({what}); the run goes on with the token files that it began with"
+                )
     return files
 
 
-def _check_unchanged(
-    folder: Path, name: str, source: dict[str, Any], data: DataSection, complete: bool
-) -> None:
-    """Names and sizes only: a corpus that grew must not be passed over in silence. One that is
-    gone is no reason to refuse."""
+def _change(name: str, source: dict[str, Any], data: DataSection, complete: bool) -> str:
+    """What is not as it was, empty if all is. Names and sizes only: a corpus that grew must not be
+    passed over in silence. One that is gone is no reason to refuse."""
     recorded = {file["name"]: file["bytes"] for file in source["files"]}
     found = {file.name: file.size for file in list_files(name, data)}
-    changed = sorted(key for key in recorded if recorded[key] != found.get(key))
+    other = sorted(key for key in recorded if recorded[key] != found.get(key))
     added = len(found) - len(recorded) - source["skipped_files"]
-    if changed or (added and complete):
-        what = changed[0] if changed else f"{added:+,} files"
-        raise DataError(
-            f"{folder}: data.source {name} has changed since these token files were made ({what}); "
-            "set data.folder to another folder or delete this one"
-        )
+    if other:
+        return other[0]
+    return f"{added:+,} files" if added and complete else ""
 
 
 def _alive(process: int) -> bool:

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from dilocox.config import DataSection
-from dilocox.data.documents import clean
+from dilocox.data.documents import FIELD, clean
 from dilocox.errors import DataError
 
 
@@ -34,13 +34,13 @@ class HubSource:
         self.name = name
         self.field = data.text_field
         self.subset, self.split = data.subset, data.split
-        self.local = Path(name).is_dir()
+        self.local = Path(name).expanduser().is_dir()
         self.revision, self.licence = data.revision, data.licence
         try:
             if not self.local:
                 self._resolve()
             self.rows = datasets.load_dataset(
-                name,
+                str(Path(name).expanduser()) if self.local else name,
                 data.subset,
                 split=data.split,
                 revision=None if self.local else self.revision,
@@ -55,8 +55,7 @@ class HubSource:
         if columns is not None and self.field not in columns:
             names = ", ".join(columns[:8]) or "none"
             raise DataError(
-                f'data.source {name}: no column "{self.field}" (columns: {names}); '
-                "set data.text_field"
+                f'data.source {name}: no column "{self.field}" (columns: {names}); {FIELD}'
             )
         self._begin()
 
@@ -72,7 +71,7 @@ class HubSource:
 
     def _begin(self) -> None:
         self._digest = hashlib.sha256()
-        self._documents = self._bytes = 0
+        self._documents = self._bytes = self.without_text = 0
 
     def documents(self) -> Iterator[str]:
         """Yield the rows' texts in the dataset's order. Raises `DataError`."""
@@ -93,9 +92,10 @@ class HubSource:
             if text is not None and not isinstance(text, str):
                 raise DataError(
                     f'data.source {self.name}: column "{self.field}" of row {number} holds '
-                    f"{type(text).__name__}, not text; set data.text_field"
+                    f"{type(text).__name__}, not text; {FIELD}"
                 )
             number += 1
+            self.without_text += text is None
             if text and not text.isspace():
                 text = clean(text)
                 raw = text.encode()

@@ -79,12 +79,17 @@ class Held:
 
 
 def prepare(
-    data: DataSection, folder: Path, seed: int, progress: Progress | None = None
+    data: DataSection,
+    folder: Path,
+    seed: int,
+    progress: Progress | None = None,
+    changed: Callable[[str], None] | None = None,
 ) -> TokenFiles:
     """Make the token files of `data` in `folder`, or open them if they are there already.
 
     `seed` decides which documents are held out. The folder appears whole or not at all.
-    `progress` is called with the step's name and the done share of it, 0 to 1.
+    `progress` is called with the step's name and the done share of it, 0 to 1. `changed`: of a run
+    that has begun, see `reuse`.
     Raises `DataError` for text that is missing, unreadable, empty or too small, and for a folder
     that holds something else or is a mount point.
     """
@@ -92,7 +97,7 @@ def prepare(
     options = data.model_dump(mode="json", exclude=_READING) | {"seed": seed}
     names = _names(data)
     if (folder / MANIFEST).is_file():
-        files = reuse(folder, data, names, options)
+        files = reuse(folder, data, names, options, changed)
         check_lengths(files, data.sequence_length)
         return files
     report = progress or _silent
@@ -117,7 +122,7 @@ def prepare(
             f"{folder}: token files cannot be written ({error.strerror}); name another folder or "
             "make room"
         ) from None
-    return reuse(folder, data, names, options)
+    return reuse(folder, data, names, options, changed)
 
 
 def _silent(step: str, share: float) -> None:
@@ -347,6 +352,7 @@ def _made_with(options: dict[str, Any], sources: list[Source]) -> dict[str, Any]
         "options": options,
         # By source. Not part of the content: it says nothing about the tokens.
         "left_out": [dict(source.left_out) for source in sources],
+        "without_text": [source.without_text for source in sources],
         "dilocox": __version__,
         "python": platform.python_version(),
         "tokenizers": tokenizers.__version__,

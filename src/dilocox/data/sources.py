@@ -73,6 +73,10 @@ class Source(Protocol):
     def left_out(self) -> Mapping[str, int]:
         """Reason -> files that are not taken, but for those that `describe` counts."""
 
+    @property
+    def without_text(self) -> int:
+        """Records that the last pass left out, since their text is null or missing."""
+
     def describe(self) -> dict[str, Any]:
         """The manifest's entry: kind, licence, revision, files with sizes and digests."""
 
@@ -103,6 +107,7 @@ class FileSource:
     revision: str | None
     left_out: Mapping[str, int] = field(default_factory=dict)
     """Reason -> files and folders of the folder that are not taken for another reason."""
+    _without_text: Counter[str] = field(default_factory=Counter, compare=False)
 
     @property
     def size(self) -> int:
@@ -112,9 +117,17 @@ class FileSource:
         """Every document."""
         return (text for _, text in self.placed())
 
+    @property
+    def without_text(self) -> int:
+        return self._without_text["records"]
+
+    def _count(self) -> None:
+        self._without_text["records"] += 1
+
     def placed(self) -> Iterator[tuple[int, str]]:
+        self._without_text.clear()
         for number, file in enumerate(self.files):
-            for text in read_documents(file.path, file.format, self.text_field):
+            for text in read_documents(file.path, file.format, self.text_field, self._count):
                 yield number, text
             now = _stat(file.path)
             if (now.st_size, now.st_mtime_ns) != (file.size, file.modified):
