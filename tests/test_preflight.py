@@ -348,7 +348,7 @@ def test_a_tokenizer_larger_than_the_models_vocabulary(place: Path) -> None:
 
 
 def test_too_little_memory(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight, "_available_memory", lambda: 1000)
+    monkeypatch.setattr(preflight, "available_memory", lambda: 1000)
     text = refusal(preflight.check_run, config(place), 270, sites_here=2)
     assert text.startswith("2 sites here need ")
     assert "use a smaller model, or put the sites on machines of their own" in text
@@ -403,7 +403,7 @@ def test_free_memory_is_judged_with_what_a_bounded_record_copies(
 
 
 def test_free_memory_is_a_number_of_bytes() -> None:
-    available = preflight._available_memory()
+    available = preflight.available_memory()
     assert available is None or 2**20 < available < 2**50
 
 

@@ -38,6 +38,7 @@ from dilocox.payloads import stage_shapes
 from dilocox.record.store import Store
 from dilocox.record.windows import has_windows, small_budget
 from dilocox.record_volume import budget_below_rounds, record_bytes, record_line
+from dilocox.site.cgroup import available_memory
 from dilocox.tokenizer_check import read_vocabulary, tokenizer_size
 
 WRITTEN = (
@@ -311,7 +312,7 @@ def check_run(
         parameters = _held_by_first(config, parameters, ranks_here)
     on_gpu = ranks_use_gpu(config)
     _check_attention(config, on_gpu)
-    available = _available_memory()
+    available = available_memory()
     if available is not None:
         windows = has_windows(config, count_parameters(blueprint.hf_config))
         problem = memory.host_problem(config, parameters, sites_here, available, on_gpu, windows)
@@ -421,17 +422,6 @@ def _check_attention(config: RunConfig, on_gpu: bool) -> None:
             f'model.attention: "{wanted}" needs the package flash-attn, which is not installed '
             'here; install it, or use "sdpa"'
         )
-
-
-def _available_memory() -> int | None:
-    try:
-        with open("/proc/meminfo", encoding="ascii") as lines:
-            for line in lines:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
-        return None
-    return None
 
 
 def _check_disk(config: RunConfig, parameters: int, sites_here: int) -> None:

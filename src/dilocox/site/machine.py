@@ -11,6 +11,7 @@ import torch
 
 from dilocox.config_site import SiteSection
 from dilocox.errors import ConfigError
+from dilocox.site import cgroup
 
 
 def resolve_device(site: SiteSection, local_rank: int = 0) -> torch.device:
@@ -58,10 +59,10 @@ def resolve_precision(site: SiteSection, device: torch.device) -> torch.dtype:
 
 
 def available_cores() -> int:
-    """CPU cores that this process may use: its affinity mask, capped by its cgroup's quota."""
+    """CPU cores that this process may use: its affinity mask, capped by its cgroups' quotas."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    quota = _cgroup_quota()
-    return max(1, min(cores or 1, quota) if quota else cores or 1)
+    quota = cgroup.cores()
+    return max(1, cores or 1) if quota is None else max(1, min(cores or 1, int(quota)))
 
 
 def ran_and_kept_waiting() -> tuple[float, float]:
@@ -109,15 +110,3 @@ def use_expandable_segments() -> None:
     """
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name, which PyTorch reads first
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-
-
-def _cgroup_quota() -> int | None:
-    """Whole cores that the process's cgroup (version 2) may use, none if it is not limited."""
-    try:
-        with open("/proc/self/cgroup", encoding="ascii") as lines:
-            paths = [line.strip().split(":", 2)[2] for line in lines if line.startswith("0::")]
-        with open(f"/sys/fs/cgroup{paths[0].rstrip('/')}/cpu.max", encoding="ascii") as file:
-            quota, period = file.read().split()
-    except (OSError, IndexError, ValueError):
-        return None
-    return None if quota == "max" else max(1, int(quota) // int(period))
