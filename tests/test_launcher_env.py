@@ -65,6 +65,18 @@ def test_batch_scripts_and_interactive_shells_are_no_ranks(step: str) -> None:
     assert rank_variables(SLURM | {"SLURM_STEP_ID": step}) is None
 
 
+def test_a_shell_by_srun_is_no_rank() -> None:
+    """As `srun --gres=gpu:2 --pty bash` sets the variables; several tasks are ranks even so."""
+    shell = SLURM | {
+        "SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_LOCALID": "0",
+        "SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_NUM_NODES": "1", "SLURM_PTY_PORT": "44263",
+    }  # fmt: skip
+    assert rank_variables(shell) is None
+    found = rank_variables(SLURM | {"SLURM_PTY_PORT": "44263"})
+    assert found is not None
+    assert found.rank == 5
+
+
 def test_a_job_without_a_step_is_started_by_hand() -> None:
     assert rank_variables({"SLURM_JOB_ID": "1", "SLURM_PROCID": "0"}) is None
     assert rank_variables({}) is None

@@ -60,7 +60,7 @@ def join_as_rank(
         raise JoinError(
             f"site {site}: {variables.world} ranks were started, the run file asks for "
             f"{config.site.product} = {config.site.ranks}; start {config.site.ranks} or change "
-            "[site]"
+            "[site]; if no launcher started this: unset RANK SLURM_PROCID"
         )
     variables.export()
     place = Place.of_rank(site, variables.rank, config.site)

@@ -42,9 +42,9 @@ class RankVariables:
 def rank_variables(environment: Mapping[str, str] | None = None) -> RankVariables | None:
     """The launcher's variables, or none if this process was started by hand.
 
-    torchrun's come first. Slurm's count only inside `srun` (a batch script has them too, but is no
-    rank); the ranks then meet at the first node of the step, on a port made of the numbers of job
-    and step.
+    torchrun's come first. Slurm's count only inside `srun` (a batch script and a shell by
+    `srun --pty` have them, too, but are no ranks); the ranks then meet at the first node of the
+    step, on a port made of the numbers of job and step.
     Raises `JoinError` for variables that are not numbers.
     """
     env = os.environ if environment is None else environment
@@ -64,6 +64,8 @@ def rank_variables(environment: Mapping[str, str] | None = None) -> RankVariable
             if env.get("SLURM_STEP_ID", "").startswith("429496"):
                 return None  # the batch or extern step of a job, not a step of ranks
             world = int(env["SLURM_STEP_NUM_TASKS"])
+            if world == 1 and "SLURM_PTY_PORT" in env:
+                return None  # a shell by `srun --pty`, in which somebody types
             nodes = max(1, int(env.get("SLURM_STEP_NUM_NODES", "1")))
             # Two sites may be two steps of one job, on the same first node.
             port = int(env.get("SLURM_JOB_ID", "0")) + 251 * int(env.get("SLURM_STEP_ID", "0"))
