@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import hashlib
 import logging
 import os
 import sys
@@ -191,7 +192,7 @@ def _build(
     if config.site.ranks > 1 and resolve_device(config.site, job.local_rank).type == "cuda":
         record_collectives(_flight_records(job))
     with explained(config, place):
-        return build_rank(
+        rank = build_rank(
             config,
             blueprint,
             place,
@@ -202,6 +203,15 @@ def _build(
             timeout=timeouts.stall,
             progress=progress,
         )
+    torch.manual_seed(random_seed(config, place))
+    return rank
+
+
+def random_seed(config: RunConfig, place: Place) -> int:
+    """Seed of a rank's default generator, which dropout draws from: a stream of its own for every
+    rank of every site, in 0..2**63-1."""
+    name = f"dilocox/random/1|{config.run.seed}|{place.site}|{place.rank_of(config.site)}"
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little") >> 1
 
 
 def _follow(job: RankJob, blueprint: Blueprint, timeouts: Timeouts) -> None:
