@@ -31,7 +31,13 @@ from dilocox.display import number, size
 from dilocox.errors import ConfigError, DataError, TrainingError
 from dilocox.handover import Handover
 from dilocox.metrics import check_sinks
-from dilocox.models import count_parameters, load_model_config, probe_cut, probe_weights
+from dilocox.models import (
+    count_parameters,
+    load_model_config,
+    probe_attention,
+    probe_cut,
+    probe_weights,
+)
 from dilocox.models.transformers_internals import check as check_transformers
 from dilocox.outer.layout import split_pieces
 from dilocox.payloads import stage_shapes
@@ -386,6 +392,8 @@ def _check_blueprint(config: RunConfig, blueprint: Blueprint) -> list[int]:
     chunks = config.site.stages * config.site.chunks
     if chunks > 1:
         probe_cut(blueprint.hf_config, chunks, config.model.attention)
+    else:
+        probe_attention(blueprint.hf_config, config.model.attention)
     return [_stage_parameters(config, blueprint, stage) for stage in range(config.site.stages)]
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from dilocox.config import ModelSection
 from dilocox.errors import ModelError
-from dilocox.models import load_model_config
+from dilocox.models import load_model_config, probe_attention
 from tests.models.architectures import ARCHITECTURES, small_config
 
 
@@ -103,3 +103,33 @@ def test_code_that_comes_with_a_model_is_not_run(tmp_path: Path) -> None:
 def test_missing_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="no usable configuration"):
         load_model_config(ModelSection(path=str(tmp_path / "absent")), None)
+
+
+def test_a_tokenizer_with_a_token_more_than_its_model_has_rows_gets_a_mend_that_applies(
+    tmp_path: Path,
+) -> None:
+    """As fine-tuned models have, by a padding token that was added."""
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "vocab_size": 320}')
+    with pytest.raises(ModelError) as caught:
+        load_model_config(ModelSection(path=str(tmp_path)), 321)
+    text = str(caught.value)
+    assert "the tokenizer has 321 tokens, the model's vocabulary 320" in text
+    assert "remove the added tokens from id 320 on from its tokenizer.json" in text
+    assert "resize_token_embeddings(321)" in text
+    assert "vocabulary_size" not in text
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_an_attention_that_the_type_lacks_is_refused_before_its_ranks_start(
+    attention: str,
+) -> None:
+    architecture = {
+        "model_type": "gemma2", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+    }  # fmt: skip
+    hf = load_model_config(ModelSection(architecture=architecture), 96)
+    if attention == "eager":
+        probe_attention(hf, attention)
+        return
+    with pytest.raises(ModelError, match=r'set model\.attention = "eager"'):
+        probe_attention(hf, attention)

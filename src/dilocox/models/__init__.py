@@ -17,7 +17,7 @@ from dilocox.models.export import (
     write_stage_file,
 )
 from dilocox.models.materialise import materialise
-from dilocox.models.probe import probe_cut, probe_weights
+from dilocox.models.probe import probe_attention, probe_cut, probe_weights
 from dilocox.models.skeleton import count_parameters, tied_pair
 from dilocox.models.source import WeightSource, open_weights, read_rows
 
@@ -33,6 +33,7 @@ __all__ = [
     "materialise",
     "open_weights",
     "plan_cut",
+    "probe_attention",
     "probe_cut",
     "probe_weights",
     "read_rows",

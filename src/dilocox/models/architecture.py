@@ -55,10 +55,24 @@ def load_model_config(model: ModelSection, vocabulary_size: int | None) -> Pretr
     if vocabulary_size is not None and vocabulary_size > config.vocab_size:
         raise ModelError(
             f"{name}: the tokenizer has {vocabulary_size} tokens, the model's vocabulary "
-            f"{config.vocab_size}: use the model's own tokenizer, lower data.vocabulary_size, or "
-            f"give the architecture vocab_size = {vocabulary_size}"
+            f"{config.vocab_size}: {_room_for(model, vocabulary_size, config.vocab_size)}"
         )
     return config
+
+
+def _room_for(model: ModelSection, tokens: int, rows: int) -> str:
+    """The mend for a vocabulary of `rows` rows that has no room for so many `tokens`."""
+    if model.architecture is not None:
+        return (
+            "use the model's own tokenizer, lower data.vocabulary_size, or give the architecture "
+            f"vocab_size = {tokens}"
+        )
+    # Fine-tuned models often have a padding token more than rows.
+    return (
+        f"use the model's own tokenizer; if that is it, remove the added tokens from id {rows} "
+        "on from its tokenizer.json, or give the model rows once with transformers: "
+        f"resize_token_embeddings({tokens}), then save_pretrained"
+    )
 
 
 def one_line(error: BaseException) -> str:

@@ -76,6 +76,16 @@ def probe_cut(hf_config: PretrainedConfig, chunks: int, attention: str) -> None:
         )
 
 
+def probe_attention(hf_config: PretrainedConfig, attention: str) -> None:
+    """Refuse an attention that the model type does not have, before its ranks find that out.
+
+    Nothing is computed: the model is built on the meta device. "flash_attention_2" is left to its
+    own check, since it needs a GPU. Raises `ModelError`.
+    """
+    if attention in ("sdpa", "eager"):
+        build_skeleton(hf_config, attention=attention)
+
+
 def probe_weights(hf_config: PretrainedConfig) -> None:
     """Refuse a model type whose code leaves a tensor unset, so that it cannot begin with fresh
     weights: Apertus sets some where a module is built, on the meta device here.
