@@ -73,7 +73,7 @@ RECORD = {
 
 def test_the_line_of_a_round() -> None:
     assert round_line(RECORD, 2000) == (
-        "round   5  step  100/2000  loss 3.142   12.3k tokens/s  waited 25.6%  sent   1.2 MB "
+        "round   4  step  100/2000  loss 3.142   12.3k tokens/s  waited 25.6%  sent   1.2 MB "
         "(synchronous 240.0 MB; 7.9x per transfer, 200x per token)"
     )
     without = {key: value for key, value in RECORD.items() if key != "loss"}
@@ -96,7 +96,7 @@ PLAN = {
 
 def test_plans_are_shown_where_they_change() -> None:
     assert shown(PLAN, terminal=False) == (
-        "round   3  plan: 5 inner steps, 4 fragments, codec topk:82, landing 1 of 5 slots later "
+        "round   2  plan: 5 inner steps, 4 fragments, codec topk:82, landing 1 of 5 slots later "
         "(9 kB in 0.4 s of 0.5 s)\n"
     )
     assert shown(PLAN, terminal=False, adapt="off") == ""
@@ -113,13 +113,15 @@ def shown(*records: dict[str, Any], terminal: bool, adapt: str = "link") -> str:
     return stream.getvalue()
 
 
-def test_off_a_terminal_only_events_are_shown() -> None:
+def test_rounds_and_events_are_shown_off_a_terminal_too() -> None:
     message = {"kind": "message", "text": "lyon [left]"}
     loss = {"kind": "evaluation", "after_round": -1, "val_loss": 6.25}
     text = shown(RECORD, message, loss, terminal=False)
-    assert text == "lyon [left]\nheld-out loss before training: 6.2500\n"
+    first, *rest = text.splitlines()
+    assert first.startswith("round   4  step 100/200 ")
+    assert rest == ["lyon [left]", "held-out loss before training: 6.2500"]
     lively = shown(RECORD, {**RECORD, "site": "paris"}, terminal=True)
-    assert lively.count("round   5  step 100/200 ") == 1
+    assert lively.count("round   4  step 100/200 ") == 1
 
 
 def test_a_member_moves_nobodys_cursor() -> None:

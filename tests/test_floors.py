@@ -53,7 +53,7 @@ FLOORS = (
     {"payloads", "rank_errors"},
     {"record_volume"},
     {"gradient_exchange", "rank_state"},
-    {"persistence", "entering", "meter", "preflight", "handing_over", "rank_network"},
+    {"persistence", "entering", "meter", "preflight", "handing_over", "rank_network", "site_log"},
     {"trainer"},
     {"rank_process", "audit"},
     {"supervisor"},

@@ -299,7 +299,7 @@ def test_the_tunnel_forks_before_a_group_is_there(
     monkeypatch.setattr(rank_process.Blueprint, "of", lambda *_: None)
     monkeypatch.setattr(rank_process, "open_tunnel", lambda *_: done.append("tunnel"))
     monkeypatch.setattr(rank_process, "RankControl", Control)
-    monkeypatch.setattr(rank_process, "CoordinatorClient", Client)
+    monkeypatch.setattr(rank_process.site_log, "TellingClient", Client)
     monkeypatch.setattr(rank_process, "build_rank", build)
     job = rank_process.RankJob(
         config=run(tmp_path, stages=2),

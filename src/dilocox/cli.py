@@ -114,6 +114,7 @@ def _parser() -> argparse.ArgumentParser:
     coordinator.add_argument(
         "--wait-for", type=int, metavar="N", help="begin with N sites (default: all of the file)"
     )
+    coordinator.add_argument("--verbose", action="store_true", help="print all time-outs, too")
     coordinator.add_argument(
         "--wireguard", type=Path, metavar="DIR",
         help="write WireGuard configurations for all sites into DIR, and start nothing",
@@ -284,6 +285,7 @@ def _coordinator(options: argparse.Namespace) -> int:
         overrides=options.overrides,
         wait_for=options.wait_for,
         resume=options.resume,
+        verbose=options.verbose,
     )
 
 

@@ -41,11 +41,13 @@ def coordinate(
     overrides: Sequence[str],
     wait_for: int | None,
     resume: bool,
+    verbose: bool = False,
 ) -> int:
     """`dilocox coordinator`: serve a run whose sites join from other machines; exit code.
 
     In a folder whose run has not ended it goes on from the event log, on the port that it had, and
     the sites that train on meanwhile find it again. `resume` goes back to the last checkpoint.
+    `verbose`: print the table of time-outs, too.
     """
     display = Display(config)
     folder = config.folder
@@ -66,18 +68,20 @@ def coordinate(
         (folder / "run.toml").write_text(config.to_toml(), encoding="utf-8")
         token = folder / "coordinator" / JOIN_FILE
         write_private(token, f"{endpoint.token}\n".encode())
-        host, port = host_and_port(endpoint.url)
-        display.line(Timeouts.derive(config.network).table())
-        display.line(f"coordinator of run {config.run.name} on {host}:{port}; at each site run")
+        # With the brackets of an IPv6 address, as `dilocox join` wants it.
+        address = endpoint.url.removeprefix("https://")
+        display.line(f"coordinator of run {config.run.name} on {address}; at each site run")
         sets = [part for item in overrides for part in ("--set", item)]
         for site in config.sites:
-            words = ["dilocox", "join", f"{host}:{port}", "--site", site]
+            words = ["dilocox", "join", address, "--site", site]
             words += ["--run-file", str(run_file), *sets, "--token-file", str(token)]
             display.line(f"  {shlex.join(words)}")
         display.line(
             f"with a copy of {token} there, readable by its owner only: who holds it may join "
             "(without --token-file it is asked for)"
         )
+        if verbose:
+            display.line(Timeouts.derive(config.network).table())
 
     end = serve_run(
         config,

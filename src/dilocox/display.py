@@ -42,7 +42,7 @@ def round_line(record: Record, steps: int) -> str:
     last = max(waited, key=lambda site: waited[site], default=None)
     whom = f" ({last} came last)" if last and waited[last] > NOTABLE * record["seconds"] else ""
     return (
-        f"round {record['round'] + 1:>3}  step {record['step']:>{len(str(steps))}}/{steps}  "
+        f"round {record['round']:>3}  step {record['step']:>{len(str(steps))}}/{steps}  "
         f"loss {loss}  "
         f"{number(record['tokens_per_second']):>6} tokens/s  "
         f"waited {record['wait_share']:5.1%}{whom}  "
@@ -69,7 +69,7 @@ def plan_line(record: Record) -> str:
     """What was chosen for the rounds to come."""
     number = record["fragments"]
     return (
-        f"round {record['round'] + 1:>3}  plan: {record['inner_steps']} inner steps, "
+        f"round {record['round']:>3}  plan: {record['inner_steps']} inner steps, "
         f"{number} fragment{'s' if number > 1 else ''}, codec {record['codec']}, "
         f"landing {record['delay']} of {record['slots']} slots later "
         f"({record['reason']})"
@@ -77,7 +77,7 @@ def plan_line(record: Record) -> str:
 
 
 class Display:
-    """Prints a run's records. Off a terminal it is quiet: events and the end only."""
+    """Prints a run's records, a line per round and event. On a terminal with a bar below them."""
 
     def __init__(self, config: RunConfig, console: Console | None = None) -> None:
         self._steps = config.total_steps
@@ -110,8 +110,10 @@ class Display:
             self._progress = None
 
     def line(self, text: str) -> None:
-        """A line, or several, that are always shown; whoever wrote it, nothing in it is obeyed."""
+        """A line, or several, that are always shown, and in a log at once; whoever wrote it, nothing
+        in it is obeyed."""
         self._console.print(escape(plain_lines(text)))
+        self._console.file.flush()
 
     def step(self, text: str, share: float | None = None) -> None:
         """A step of the preparation, in place, on a terminal."""
@@ -131,8 +133,7 @@ class Display:
         """A record of the recorder (see `dilocox.recorder`)."""
         kind = record.get("kind")
         if kind == "round" and not record.get("site"):
-            if self._lively:
-                self.line(round_line(record, self._steps))
+            self.line(round_line(record, self._steps))
             if self._progress is not None:
                 self._progress.update(self._task, completed=record["step"])
         elif kind == "plan" and self._adapts:

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from dilocox import preflight, processes, trace_file
+from dilocox import preflight, processes, site_log, trace_file
 from dilocox.assembly import Hooks
 from dilocox.config import RunConfig
 from dilocox.coordinating import ENDPOINT, refuse_finished, serve_run
@@ -474,7 +474,10 @@ def join(
     shared = (config.folder / "coordinator" / ENDPOINT).exists()
     endpoint = Endpoint(url, token, "")
     try:
-        return keep_site(config, site, endpoint, Hooks(), debug, config.folder, shared, trace)
+        code = keep_site(config, site, endpoint, Hooks(), debug, config.folder, shared, trace)
+        if code == 0:
+            display.line(site_log.end(config, site))
+        return code
     finally:
         if trace:
             _show_trace(display, lambda: trace_file.merge_site(config.folder, site))

@@ -21,7 +21,7 @@ from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
-from dilocox import processes
+from dilocox import processes, site_log
 from dilocox.assembly import Hooks, Place
 from dilocox.config import RunConfig
 from dilocox.errors import DilocoxError, JoinError
@@ -90,6 +90,7 @@ def join_as_rank(
             trace=part_path(config.folder, site, place.stage, place.shard)
             if trace and place.exchanges
             else None,
+            tell=site_log.say,
         )
         code = run_rank(job, lambda line, _: complain(line))
     if trace and place.exchanges:
@@ -97,6 +98,8 @@ def join_as_rank(
             merge_rank(config.folder, site, place.stage, place.shard)
         except OSError as error:  # not worth a run's failure
             complain(f"the timeline was not written: {error}")
+    if code == 0 and place.leads:
+        site_log.say(site_log.end(config, site))
     if code and dist.is_initialized():
         # The others end by the launcher, or by what the coordinator tells them.
         processes.exit_now(code)

@@ -17,7 +17,7 @@ from typing import TextIO
 import torch
 import torch.distributed as dist
 
-from dilocox import timeline
+from dilocox import site_log, timeline
 from dilocox.assembly import (
     Batches,
     Blueprint,
@@ -81,6 +81,8 @@ class RankJob:
     debug: bool = False
     trace: Path | None = None
     """Where the rank's timeline is recorded, if it is."""
+    tell: site_log.Say | None = None
+    """Gets a line per event and per round, if the rank leads a site that shows them itself."""
 
 
 _REPLACED: list[TextIO] = []
@@ -144,12 +146,13 @@ def _train(job: RankJob, errors: Errors) -> None:
         timeouts,
         config.network.congestion,
     )
-    client = CoordinatorClient(
+    client = site_log.TellingClient(
         job.url,
         job.identity,
         timeouts,
         RankName(site=place.site, stage=place.stage, shard=place.shard),
     )
+    client.tell = job.tell if place.leads else None
 
     def stuck(error: DilocoxError) -> None:
         log.error("%s; the training loop does not answer, it hangs here:", error)
@@ -279,6 +282,8 @@ def _take_part(
         newcomer = _enter(trainer, network, timeouts)
         if newcomer is None and trainer.at.tick == 0:
             record_state(record, "initial", 0, rank, control.touch, momentum=config.model.handover)
+        if job.tell is not None and place.leads:
+            job.tell(site_log.begins(place.site, None if newcomer else trainer.at.round))
         trainer.run(newcomer)
     worker.close()
 

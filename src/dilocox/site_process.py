@@ -16,7 +16,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from dilocox import processes
+from dilocox import processes, site_log
 from dilocox.assembly import Hooks, Place
 from dilocox.config import RunConfig
 from dilocox.data import TokenFiles
@@ -59,6 +59,10 @@ def run_site(
     check_congestion(config.network.congestion)
     identity = enrol_site(config, site, endpoint)
     errors = processes.CONTEXT.SimpleQueue()
+    # A site that was given address and token alone: nobody else at its terminal shows the run.
+    news = None if endpoint.operator else processes.CONTEXT.SimpleQueue()
+    if news is not None:
+        site_log.say(site_log.joined(site, config.run.name, endpoint.url.removeprefix("https://")))
     ranks_here = config.site.ranks * (len(config.sites) if shared_folder else 1)
     ranks: list[BaseProcess] = []
     # A folder that only this user can enter: nobody else makes the file before the ranks do.
@@ -82,11 +86,13 @@ def run_site(
                 trace=part_path(folder, site, place.stage, place.shard)
                 if trace and place.exchanges
                 else None,
+                tell=None if news is None else news.put,
             )
             ranks.append(processes.start(_rank_in_child, job, errors, name=place.file_name))
-        return _watch(_Line(config, site, endpoint, identity), ranks, errors)
+        return _watch(_Line(config, site, endpoint, identity), ranks, errors, news)
     finally:
         processes.end(ranks, grace=0.0)
+        _show(news)
         shutil.rmtree(private, ignore_errors=True)
 
 
@@ -183,7 +189,13 @@ class _Line:
         return True
 
 
-def _watch(line: _Line, ranks: list[BaseProcess], errors: Any) -> Ended:
+def _show(news: Any) -> None:
+    """Print what the leading rank has told since the last look."""
+    while news is not None and not news.empty():
+        site_log.say(news.get())
+
+
+def _watch(line: _Line, ranks: list[BaseProcess], errors: Any, news: Any = None) -> Ended:
     """Wait until all ranks have ended well, or one has failed.
 
     A rank that says so has failed, though its process may hang behind that. Asked to go, by a
@@ -193,6 +205,7 @@ def _watch(line: _Line, ranks: list[BaseProcess], errors: Any) -> Ended:
     with listening() as asked:
         while True:
             alive = [rank for rank in ranks if rank.is_alive()]
+            _show(news)
             failed = _failed(ranks)
             if asked.times > heard:
                 heard = asked.times

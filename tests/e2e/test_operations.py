@@ -79,6 +79,8 @@ def test_a_killed_coordinator_goes_on_with_the_same_command(
     assert "its run is going on right now" in refused.printed()
     assert [site.wait() for site in sites.values()] == [0, 0], sites["lyon"].output()
     assert again.wait() == 0, again.output()
+    for site, joined in sites.items():
+        assert joined.last_line() == f"site {site} is done; model {again.folder / 'model'}"
     assert re.search(r"coordinator restarted: the run is running, .*, epoch 1; paris, lyon expected"
                      r" within 5 s", again.printed())  # fmt: skip
     summary = again.summary()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 
 from tests.e2e.forked import Forge
@@ -37,6 +38,14 @@ def test_sigterm_to_the_group_of_a_join_lets_it_finish_its_round(
     os.killpg(sites["lyon"].process.pid, signal.SIGTERM)
     assert sites["lyon"].wait() == 130, sites["lyon"].output()
     assert "site lyon leaves before round" in sites["lyon"].printed()
+    # What is on call looks into logs: both commands say what goes on there, too.
+    said = sites["lyon"].printed()
+    assert f"site lyon has joined run {run.folder.name} at 127.0.0.1:" in said
+    assert "site lyon takes over the model from another site" in said
+    assert "site paris takes part from round 0 on" in sites["paris"].printed()
+    assert re.search(r"^round   1  step +\d+  loss \d", said, re.MULTILINE), said
+    assert re.search(r"^round   1  step +\d+/\d+  loss \d", run.printed(), re.MULTILINE)
+    assert run.printed().index("dilocox join") < 400, "the join lines are what is read first"
     run.until(lambda: "lyon is gone: asked to leave, and done" in run.printed())
     run.interrupt()
     assert run.wait() == 130, run.output()

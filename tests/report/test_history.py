@@ -46,7 +46,7 @@ def test_messages_and_plans_become_events() -> None:
     assert [(event.about, event.text) for event in history.events] == [
         ("members", "lyon is gone: dead"),
         ("", "hm"),
-        ("plan", "plan from round 5: 30 inner steps, codec int2, landing 1 of 2 slots later (a "
+        ("plan", "plan from round 4: 30 inner steps, codec int2, landing 1 of 2 slots later (a "
          "slower link)"),
     ]  # fmt: skip
 

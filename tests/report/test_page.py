@@ -72,7 +72,7 @@ def test_gpus_have_a_utilisation_and_a_peak(tmp_path: Path) -> None:
     page = build(read_run(write_run(tmp_path / "toy", records)), now=0.0)
     assert {tile.label: tile.value for tile in page.tiles}["MFU"] == "25.0%"
     chart = next(chart for chart in page.times if chart.id == "mfu")
-    assert chart.readings == ("round 1: MFU 40.0%", "round 2: MFU 20.0%")
+    assert chart.readings == ("round 0: MFU 40.0%", "round 1: MFU 20.0%")
     paris, lyon = (dict(row.cells) for row in page.sites)
     assert (paris["MFU"], paris["peak memory of a rank"]) == ("35.0%", "3.0 GB")
     assert paris["peak held by the allocator"] == "4.0 GB"
@@ -104,7 +104,7 @@ def test_anomalies_are_named(tmp_path: Path) -> None:
         ("all", "no finite training loss"),
         ("all", "the run was resumed here"),
     ]
-    assert [row[0] for row in found] == ["round 1"] * 4 + ["round 2"]
+    assert [row[0] for row in found] == ["round 0"] * 4 + ["round 1"]
 
 
 def test_a_run_that_has_not_ended(tmp_path: Path) -> None:
@@ -169,9 +169,9 @@ def test_verdicts_of_admission_and_audits(tmp_path: Path) -> None:
         {"kind": "resumed", "round": 3},
     ]
     page = build(files, now=0.0)
-    assert page.audits.rows == (("lyon", "12", "MISMATCH", "7", "another payload", "ab"),)
+    assert page.audits.rows == (("lyon", "11", "MISMATCH", "7", "another payload", "ab"),)
     assert page.anomalies.rows[0] == (
-        "round 3", "lyon", "not admitted: loss (1 exchange), flagged: against (1 exchange)"
+        "round 2", "lyon", "not admitted: loss (1 exchange), flagged: against (1 exchange)"
     )  # fmt: skip
     assert page.scores.rows == (("lyon", "2", "1", "1.00", "-0.20", "0.0010"),)
 

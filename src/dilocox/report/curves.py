@@ -84,7 +84,7 @@ def traffic(history: History) -> list[Chart]:
 def times(history: History) -> list[Chart]:
     """What the time of each round went into, and the speed."""
     rows = history.rounds
-    rounds = [float(row.number + 1) for row in rows]
+    rounds = [float(row.number) for row in rows]
     unit, name = _unit(max((row.seconds for row in rows), default=0.0))
     trained = _mean(history, lambda r: max(0.0, r.seconds - r.wait_seconds) / unit)
     waited = _mean(history, lambda r: r.wait_seconds / unit)

@@ -231,7 +231,7 @@ def _round(number: int, record: Record, sites: Mapping[str, SiteRound]) -> Round
 
 def _plan(record: Record) -> str:
     return (
-        f"plan from round {_integer(record, 'round') + 1}: {_integer(record, 'inner_steps')} inner "
+        f"plan from round {_integer(record, 'round')}: {_integer(record, 'inner_steps')} inner "
         f"steps, codec {_text(record, 'codec')}, landing {_integer(record, 'delay')} of "
         f"{_integer(record, 'slots')} slots later ({_text(record, 'reason')})"
     )

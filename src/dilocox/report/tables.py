@@ -123,7 +123,7 @@ def anomalies(history: History, files: RunFiles) -> Table:
     """What was not as it should be, round by round."""
     rows: list[tuple[str, str, str]] = []
     for row in history.rounds:
-        where = f"round {row.number + 1}"
+        where = f"round {row.number}"
         for each in row.sites:
             if each.dropped:
                 rows.append(
@@ -139,7 +139,7 @@ def anomalies(history: History, files: RunFiles) -> Table:
         if row.loss is None:
             rows.append((where, "all", "no finite training loss"))
     rows += _verdicts(history, files)
-    rows += [(f"round {round_ + 1}", "all", "the run was resumed here") for round_ in
+    rows += [(f"round {round_}", "all", "the run was resumed here") for round_ in
              history.resumes]  # fmt: skip
     shown, left = _latest(rows)
     return Table("anomalies", "Anomalies", ("when", "site", "what"), shown,
@@ -168,7 +168,7 @@ def _verdicts(history: History, files: RunFiles) -> list[tuple[str, str, str]]:
         if words:
             found.setdefault((each.round, each.site), Counter()).update(words)
     return [
-        (f"round {round_ + 1}", site,
+        (f"round {round_}", site,
          ", ".join(f"{word} ({_plural(count, 'exchange')})" for word, count in words.items()))
         for (round_, site), words in sorted(found.items())
     ]  # fmt: skip
@@ -212,7 +212,7 @@ def audits(files: RunFiles) -> Table:
     rows = []
     for signed in files.audits:
         each, first = signed.verdict, signed.verdict.first_bad_step
-        rows.append((each.site, str(each.round + 1), each.verdict, _word(first), each.reason,
+        rows.append((each.site, str(each.round), each.verdict, _word(first), each.reason,
                      signed.auditor[:16]))  # fmt: skip
     shown, left = _latest(rows)
     return Table("audits", "Rounds that auditors have repeated",
@@ -280,7 +280,7 @@ def states(files: RunFiles) -> Table:
 
 def anchors(history: History) -> Table:
     """What all sites held at the end of each round."""
-    rows = [(f"round {row.number + 1}", f"{row.step:,}", row.anchor) for row in history.rounds]
+    rows = [(f"round {row.number}", f"{row.step:,}", row.anchor) for row in history.rounds]
     shown, left = _latest(rows)
     return Table("anchors", "The anchor, equal at all sites, at each round's end",
                  ("after", "step", "digest"), shown, numeric=(1,), code=(2,),

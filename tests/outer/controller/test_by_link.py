@@ -273,7 +273,10 @@ def test_a_codec_of_unknown_loss_is_chosen_only_where_it_is_pinned() -> None:
 
 
 def test_a_prediction_says_what_it_leaves_out() -> None:
-    for codec, told in (("lowrank:16", "and what lowrank:16 adds, not known"), ("int4", "%")):
+    for codec, told in (
+        ("lowrank:16", "and what lowrank:16 adds, not known"),
+        ("int4", "% (rough, from small models)"),
+    ):
         config = run_config(compression={"codec": codec}, control={"pinned": ["codec"]})
         choice = choose(
             config, dict.fromkeys([codec], menu(run_config())["int4"]), at(1e6), 2, None

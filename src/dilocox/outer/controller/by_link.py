@@ -265,7 +265,7 @@ def _why(chosen: Candidate, link: Estimate) -> str:
     return (
         f"{_bytes(chosen.traffic.payload_bytes)} take {taken} of the round's {whole} "
         f"({chosen.load:.0%}) at {rate}{overhead} and {_seconds(link.step_us)} a step, "
-        f"predicted loss +{chosen.loss:.1%}{unknown}"
+        f"predicted loss +{chosen.loss:.1%} (rough, from small models){unknown}"
     )
 
 

@@ -1,0 +1,76 @@
+"""What `dilocox join` prints of its site: a line per event and per round, in a log, too.
+
+Everything that a site's leading rank reports to the coordinator is also a line at the site.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from dilocox.config import RunConfig
+from dilocox.display import number, size
+from dilocox.outer.coordinator.client import CoordinatorClient
+
+Say = Callable[[str], None]
+
+
+def say(line: str) -> None:
+    """A line that is there at once, off a terminal, too."""
+    print(line, flush=True)
+
+
+class TellingClient(CoordinatorClient):
+    """A `CoordinatorClient` whose reports are shown at the site as well."""
+
+    tell: Say | None = None
+
+    def report(self, round_: int, metrics: Mapping[str, Any], kind: str = "round") -> None:
+        """Metrics (JSON values) of this site's round."""
+        super().report(round_, metrics, kind)
+        line = line_of(kind, round_, metrics)
+        if self.tell is not None and line is not None:
+            self.tell(line)
+
+
+def line_of(kind: str, round_: int, metrics: Mapping[str, Any]) -> str | None:
+    """A report in words. None for a kind that is for the coordinator alone."""
+    if kind == "warning":
+        return str(metrics["text"])
+    if kind in ("evaluation", "first_evaluation"):
+        when = "before training" if metrics["after_round"] < 0 else "of the anchor"
+        return f"held-out loss {when}: {metrics['val_loss']:.4f}"
+    if kind == "flush":
+        return f"round {round_:>3}  flush: what was still under way has landed"
+    if kind != "round":
+        return None
+    loss = f"{metrics['loss']:.3f}" if "loss" in metrics else "-"
+    return (
+        f"round {round_:>3}  step {metrics['step']}  loss {loss}  "
+        f"{number(metrics['tokens_per_second']):>6} tokens/s  "
+        f"waited {metrics['wait_share']:5.1%}  sent {size(metrics['payload_bytes'])}"
+    )
+
+
+def joined(site: str, run: str, coordinator: str) -> str:
+    """The line of a site that the coordinator has taken in."""
+    return f"site {site} has joined run {run} at {coordinator}; its ranks build the model"
+
+
+def begins(site: str, round_: int | None) -> str:
+    """The line of a site whose ranks are ready. `round_`: the first that it trains; None while it
+    still has to fetch the model."""
+    if round_ is None:
+        return f"site {site} takes over the model from another site"
+    return f"site {site} takes part from round {round_} on"
+
+
+def end(config: RunConfig, site: str) -> str:
+    """The last line of a site that has ended well: where the model is."""
+    model = config.folder / "model"
+    if model.is_dir():
+        return f"site {site} is done; model {model}"
+    return (
+        f"site {site} is done; no model was published here: the run has stopped, another site of "
+        f"this folder publishes it, or the site was taken out ({config.checkpoint_store})"
+    )

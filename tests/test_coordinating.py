@@ -1,0 +1,52 @@
+"""What `dilocox coordinator` prints, and that it can be typed."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dilocox import coordinating
+from dilocox.config import resolve_run
+from dilocox.outer.coordinator.serving import Endpoint
+from dilocox.outer.coordinator.transport import host_and_port
+
+
+@pytest.mark.parametrize(
+    ("url", "place"),
+    [
+        ("https://[::1]:29461", ("::1", 29461)),
+        ("https://203.0.113.7:29400", ("203.0.113.7", 29400)),
+    ],
+)
+@pytest.mark.parametrize("verbose", [False, True])
+def test_the_printed_join_line_can_be_typed(
+    url: str, place: tuple[str, int], verbose: bool,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    def serve(*_: object, on_ready: Any, **__: object) -> dict[str, Any]:
+        (tmp_path / "coordinator").mkdir()
+        on_ready(Endpoint(url, "secret", "operator"))
+        return {"phase": "stopped", "reason": "", "summary": {}}
+
+    monkeypatch.setattr(coordinating, "serve_run", serve)
+    monkeypatch.setattr(coordinating, "payload_sizes", lambda *_: None)
+    monkeypatch.setattr(coordinating.Display, "summary", lambda *_: None)
+    config = resolve_run(
+        {"run": {"folder": str(tmp_path)}, "model": {"architecture": {"model_type": "qwen3"}},
+         "sites": {"paris": {}, "lyon": {}}}
+    )  # fmt: skip
+    coordinating.coordinate(
+        config, run_file=Path("run.toml"), overrides=[], wait_for=None, resume=False,
+        verbose=verbose,
+    )  # fmt: skip
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].endswith("; at each site run")
+    for line, site in zip(lines[1:3], config.sites, strict=True):
+        words = shlex.split(line)
+        assert words[:2] == ["dilocox", "join"]
+        assert host_and_port(f"https://{words[2]}") == place
+        assert words[4] == site
+    assert any("time-out" in line or "heartbeat" in line for line in lines[4:]) == verbose
