@@ -73,6 +73,7 @@ def _copy(source: Path, target: Path, dtype: str) -> None:
                     tensors[name] = round_to_bf16(tensor.float()) if as_bf16 else tensor.to(chosen)
             total += sum(tensor.nbytes for tensor in tensors.values())
             save_file(tensors, target / file.name, metadata={"format": "pt"})
+            (target / file.name).chmod(0o644)  # as the files beside it: a web server may serve it
         elif file.name == "config.json":
             content = _read(file)
             content["dtype"] = str(chosen).removeprefix("torch.")
@@ -126,14 +127,15 @@ def generate(
     Raises `CheckpointError` if there is no model or it cannot be loaded, `ConfigError` for
     numbers out of range.
     """
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-
     if tokens < 1:
         raise ConfigError(f"tokens {tokens}: give 1 or more")
     if not 0 <= temperature < float("inf"):
         raise ConfigError(f"temperature {temperature:g}: give 0 (likeliest token) or more")
     folder = model_folder(model)
+    # Not before: the two take seconds, and there may be no model.
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
     try:
         with _no_progress_bar():
             # Nothing in the folder, which may be a stranger's, is run.

@@ -11,13 +11,14 @@ from typing import Any
 from dilocox.config import RunConfig
 from dilocox.display import number, size
 from dilocox.outer.coordinator.client import CoordinatorClient
+from dilocox.plain_text import plain_lines
 
 Say = Callable[[str], None]
 
 
 def say(line: str) -> None:
     """A line that is there at once, off a terminal, too."""
-    print(line, flush=True)
+    print(plain_lines(line), flush=True)
 
 
 class TellingClient(CoordinatorClient):

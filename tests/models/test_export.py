@@ -114,6 +114,8 @@ def test_index_counts_what_is_stored(tmp_path: Path) -> None:
     assert index["metadata"] == {"total_size": 4 * total, "total_parameters": total}
     assert "lm_head.weight" not in index["weight_map"]
     assert set(index["weight_map"].values()) == {stage_file_name(i, 2) for i in range(2)}
+    # Readable by a web server of another user.
+    assert {file.stat().st_mode & 0o777 for file in tmp_path.rglob("*.safetensors")} == {0o644}
 
 
 def test_dtype_of_the_files_is_the_dtype_that_is_loaded(tmp_path: Path) -> None:

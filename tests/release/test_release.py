@@ -76,9 +76,14 @@ def test_a_release_is_signed_and_its_own_tool_says_so(
 def test_a_changed_weight_and_another_key_are_refused(run: Path, tmp_path: Path) -> None:
     pytest.importorskip("model_signing", reason="model-signing is not installed")
     made = release(run, tmp_path / "bf16", dtype="bf16", key=tmp_path / "own.pem")
+    # A web server of another user can serve all of it, and nobody is told to install a package
+    # of this name, which anybody may register.
+    assert {path.stat().st_mode & 0o777 for path in made.folder.iterdir()} == {0o644}
+    assert "pip install dilocox" not in (made.folder / "README.md").read_text()
     assert made.unknown[-1] == "licence of the weights: not stated (--licence)"
     assert json.loads((made.folder / "config.json").read_text())["dtype"] == "bfloat16"
     other = release(run, tmp_path / "again", key=tmp_path / "other.pem")
+    assert {path.stat().st_mode & 0o777 for path in other.folder.iterdir()} == {0o644}
     assert accepted(made.folder, made.public_key)
     assert not accepted(made.folder, other.public_key)
     weights = made.folder / "model-00001-of-00001.safetensors"

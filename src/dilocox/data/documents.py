@@ -237,7 +237,7 @@ def _kind_of(value: object) -> str:
         return "true or false"
     if isinstance(value, int | float):
         return "a number"
-    return {list: "a list", dict: "an object"}.get(type(value), f"of type {type(value).__name__}")
+    return "a list" if isinstance(value, list) else "an object"
 
 
 def _parquet(path: Path, field: str) -> Iterator[str | None]:

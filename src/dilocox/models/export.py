@@ -118,6 +118,8 @@ def write_stage_file(
             group = {name: form.converted(published.pop(name)) for name in names}
             # Parts of one tensor may share memory, which the format does not allow.
             save_file(_unshared(group), temporary, metadata={"format": "pt"})
+            # The library makes files that their owner alone can read, and no web server.
+            temporary.chmod(0o644)
             os.replace(temporary, current)
         for stale in {path, *path.parent.glob(f"{path.stem}{_PART}*{path.suffix}")} - {*files}:
             stale.unlink(missing_ok=True)

@@ -126,7 +126,7 @@ def _verify(page: Page, terms: Terms) -> str:
     lines += [
         "How the weights came about: with the run's folder, every outer step is repeated from "
         "theta_0 and the payloads to these weights, bit for bit.",
-        "```\npip install dilocox\ndilocox verify RUN"
+        "```\ndilocox verify RUN"
         + (" --model ." if terms.dtype == "fp32" else "")
         + f" --key '{identity['log key']}'\n```",
         _table(("", ""), [("run", identity["run"]), ("log key", identity["log key"])]),

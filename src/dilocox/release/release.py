@@ -97,3 +97,5 @@ def _copy(run: Path, target: Path, dtype: str) -> None:
     for path in model_folder(run).iterdir():
         if path.is_file() and not path.name.startswith("."):
             shutil.copy2(path, target / path.name)
+            # Weights that an earlier version has published are readable by their owner alone.
+            (target / path.name).chmod(0o644)
