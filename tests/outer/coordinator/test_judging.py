@@ -51,6 +51,16 @@ def test_a_zero_is_no_contribution_unless_all_are() -> None:
     assert codes(evidence(everyone, digests=same)) == {}
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_equal_zeros_are_no_copies(training: bool) -> None:
+    """As all sites send them in a flush that nothing is left for."""
+    everyone = {site: {"code": "zero"} for site in SITES}
+    same = {site: [digest("0")] for site in SITES}
+    found = judge(evidence(everyone, digests=same, training=training))
+    assert found.set == SITES
+    assert all(v.flags == [] for v in found.verdicts.values())
+
+
 def test_what_was_not_committed_to_does_not_count() -> None:
     assert codes(evidence({}, uncommitted=["b"])) == {"b": "uncommitted"}
     assert codes(evidence({"b": {"code": "zero"}}, uncommitted=["b"])) == {"b": "uncommitted"}

@@ -87,7 +87,8 @@ def judge(given: Evidence) -> Judgement:
     copied = _copied(given, chosen)
     verdicts: dict[str, Verdict] = {}
     for site, found in settled.items():
-        flags = _flags(found, site in copied)
+        # Zeros are equal at all who send them: nobody needs to copy those.
+        flags = _flags(found, site in copied and found.code != "zero")
         verdicts[site] = Verdict(
             code=codes[site], flags=flags, norm=found.norm, cosine=found.cosine, gain=found.gain
         )
