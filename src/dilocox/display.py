@@ -110,8 +110,10 @@ class Display:
             self._progress = None
 
     def line(self, text: str) -> None:
-        """A line, or several, that are always shown, and in a log at once; whoever wrote it, nothing
-        in it is obeyed."""
+        """A line, or several, that are always shown, and in a log at once.
+
+        Nothing in the text is obeyed, whoever wrote it.
+        """
         self._console.print(escape(plain_lines(text)))
         self._console.file.flush()
 

@@ -11,6 +11,7 @@ from typing import Any
 from dilocox.config import RunConfig
 from dilocox.display import number, size
 from dilocox.outer.coordinator.client import CoordinatorClient
+from dilocox.outer.coordinator.messages import ReportKind
 from dilocox.plain_text import plain_lines
 
 Say = Callable[[str], None]
@@ -26,7 +27,7 @@ class TellingClient(CoordinatorClient):
 
     tell: Say | None = None
 
-    def report(self, round_: int, metrics: Mapping[str, Any], kind: str = "round") -> None:
+    def report(self, round_: int, metrics: Mapping[str, Any], kind: ReportKind = "round") -> None:
         """Metrics (JSON values) of this site's round."""
         super().report(round_, metrics, kind)
         line = line_of(kind, round_, metrics)
