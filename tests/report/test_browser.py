@@ -79,7 +79,7 @@ def test_keys_and_clicks(browser: Any, written: str) -> None:
     assert page.locator("#values-loss").get_attribute("open") is not None
     # The pointer reads charts too.
     page.locator("#plot-phases").hover(position={"x": 90, "y": 60})
-    assert page.locator("#chart-phases .reading").inner_text().startswith("round 1: training 9.0 s")
+    assert page.locator("#chart-phases .reading").inner_text().startswith("round 0: training 9.0 s")
     page.get_by_role("link", name="Verification").click()
     assert page.evaluate("location.hash") == "#verify"
     assert problems == []

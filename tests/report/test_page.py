@@ -58,7 +58,7 @@ def test_charts_of_a_run(page: Page) -> None:
     assert loss.readings[0] == "step 0: held-out 6.000"
     assert loss.readings[-1] == "step 60: paris 3.000, lyon 3.000, all sites 3.000, held-out 3.500"
     assert page.traffic[0].readings[-1] == "step 60: sent 3.0 kB, synchronous training 300.0 kB"
-    assert page.times[0].readings[0] == "round 1: training 9.0 s, waiting for the network 1.0 s"
+    assert page.times[0].readings[0] == "round 0: training 9.0 s, waiting for the network 1.0 s"
 
 
 def test_gpus_have_a_utilisation_and_a_peak(tmp_path: Path) -> None:
