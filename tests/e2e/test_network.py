@@ -15,9 +15,12 @@ from tests.e2e.harness import PATIENT, Run, Workshop, verdicts
 SETS = ("outer.rounds=4", "checkpoint.every_rounds=0", PATIENT)
 
 
-def start_coordinator(workshop: Workshop, name: str, *sets: str) -> tuple[Run, dict[str, str]]:
+def start_coordinator(
+    workshop: Workshop, name: str, *sets: str, flags: tuple[str, ...] = ()
+) -> tuple[Run, dict[str, str]]:
     """A coordinator, and its join line for each site."""
-    run = workshop.forge.command(workshop, name, "coordinator", *workshop.run_file(name, *sets))
+    arguments = ("coordinator", *workshop.run_file(name, *sets), *flags)
+    run = workshop.forge.command(workshop, name, *arguments)
     run.until(lambda: run.printed().count("dilocox join") == 2)
     lines = re.findall(r"dilocox (join .* --site (\w+) .*)", run.printed())
     return run, {site: line for line, site in lines}
@@ -29,15 +32,17 @@ def join(workshop: Workshop, run: Run, line: str, *more: str) -> Run:
 
 def test_printed_join_lines_make_the_same_run(workshop: Workshop) -> None:
     here = workshop.train("one-machine", *SETS)
-    run, lines = start_coordinator(workshop, "joined", *SETS)
+    run, lines = start_coordinator(workshop, "joined", *SETS, flags=("--verbose",))
     sites = [join(workshop, run, line) for line in lines.values()]
     assert [site.wait() for site in sites] == [0, 0], sites[0].output()
     assert run.wait() == 0, run.output()
     assert run.summary()["anchor_digest"] == here.summary()["anchor_digest"]
     assert (run.folder / "model" / "config.json").exists()
     assert verdicts(run.folder) == {}
-    # The time-outs of the run are shown at its start, each derived from link_timeout.
-    assert "link_timeout" in run.printed()
+    # The join lines are the first; asked for, time-outs follow, each derived from link_timeout.
+    first, *rest = run.printed().splitlines()
+    assert first.startswith("coordinator of run joined on ")
+    assert any("link_timeout" in line for line in rest)
 
 
 def test_who_may_not_join(workshop: Workshop) -> None:
