@@ -104,6 +104,11 @@ class SiteSection(Section):
         return None
 
     @property
+    def asks_for_whole_gradients(self) -> bool:
+        """Whether `gradient_sync` itself asks each rank of one stage to hold whole gradients."""
+        return self.gradient_sync == "step" and self.stages == 1 < self.parts
+
+    @property
     def parts(self) -> int:
         """Parts of a batch: one for every shard of every replica."""
         return self.replicas * self.shards

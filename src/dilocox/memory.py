@@ -287,7 +287,7 @@ def check_gpu(
     parameters = sum(chunk.parameters for chunk in chunks)
     needed = gpu_bytes(config, parameters, activations, width)
     # `auto` takes it only where it fits.
-    if config.site.gradient_sync == "step" and config.site.stages == 1 < config.site.parts:
+    if config.site.asks_for_whole_gradients:
         needed += whole_gradient_bytes(parameters, width)
     free, total = torch.cuda.mem_get_info(device)
     sharing = 1
@@ -324,7 +324,7 @@ def host_bytes_per_parameter(config: RunConfig, on_gpu: bool, windows: bool = Fa
     if on_gpu:
         return beside + staging_bytes_per_parameter(config)
     site, whole = config.site, 0
-    if site.gradient_sync == "step" and site.stages == 1 < site.parts:
+    if site.asks_for_whole_gradients:
         whole = site.shards * whole_gradient_bytes(1, 2 if site.precision == "bf16" else 4)
     inner = inner_bytes_per_parameter(config) + gate_model_bytes_per_parameter(config)
     return site.replicas * (inner + whole) + beside

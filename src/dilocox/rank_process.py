@@ -169,10 +169,13 @@ def _train(job: RankJob, errors: Errors) -> None:
         if rank.not_deterministic:
             _say_not_deterministic(rank, client)
         rank.model.lead()
-        with contextlib.ExitStack() as at_end:
-            # Not after an error: other replicas may be in a collective that never ends.
-            at_end.push(lambda kind, *_: rank.model.let_go() if kind in (None, Stopped) else None)
+        # After an error nobody is let go: other replicas may be in a collective that never ends.
+        try:
             _take_part(job, rank, files, client, control, timeouts, tunnel)
+        except Stopped:
+            rank.model.let_go()
+            raise
+        rank.model.let_go()
     except DilocoxError as error:
         if place.leads or not isinstance(error, Stopped):
             with contextlib.suppress(DilocoxError):

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
 from tests.e2e.forked import Forge
 from tests.e2e.harness import LIMIT, PATIENT, Workshop, verdicts
+from tests.e2e.test_engine import largest_difference, model_of
 
 SETS = (
     "site.batch_size=8",
@@ -26,24 +24,11 @@ SETS = (
 REPLICAS = ("site.replicas=2", "site.stages=2", *SETS)
 
 
-def model_of(folder: Path) -> dict[str, torch.Tensor]:
-    tensors: dict[str, torch.Tensor] = {}
-    for file in sorted((folder / "model").glob("*.safetensors")):
-        tensors |= load_file(file)
-    return tensors
-
-
-def largest_difference(one: Path, other: Path) -> float:
-    a, b = model_of(one), model_of(other)
-    assert a.keys() == b.keys()
-    return max(float((a[name] - b[name]).abs().max()) for name in a)
-
-
 def test_replicas_are_trained_and_audited(workshop: Workshop, forge: Forge) -> None:
     plain = workshop.train("replicas-1", "site.stages=2", *SETS)
     through = workshop.train("replicas-2", *REPLICAS)
     assert "2 sites x 2 replicas x 2 stages x 1 shard" in through.printed()
-    assert largest_difference(plain.folder, through.folder) < 2e-4
+    assert largest_difference(model_of(plain), model_of(through)) < 2e-4
     assert verdicts(through.folder) == {"beacon": "NOT_RUN", "audits": "NOT_RUN"}
     logs = sorted(path.name for path in (through.folder / "logs").glob("paris-*.log"))
     assert len(logs) == 4
@@ -89,4 +74,4 @@ def test_a_stopped_run_of_replicas_goes_on_bit_for_bit(workshop: Workshop, forge
     assert cut.left_behind() == {}
     again = workshop.start("replicas-cut", *sets, flags=("--resume",))
     assert again.wait() == 0, again.output()
-    assert largest_difference(through.folder, again.folder) == 0.0
+    assert largest_difference(model_of(through), model_of(again)) == 0.0

@@ -14,18 +14,9 @@ from dilocox.plan.footprint import counted
 from dilocox.plan.outline import Outline
 from dilocox.site.pipeline import Computation
 from tests.plan.runs import run
+from tests.starts import ARCHITECTURE
 
-CAPPED = {
-    "model_type": "gemma3_text",
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "vocab_size": 1024,
-    "max_position_embeddings": 64,
-}
+CAPPED = {**ARCHITECTURE, "model_type": "gemma3_text", "vocab_size": 1024}
 
 
 def really_saved(config: Any, bf16: bool) -> int:

@@ -22,6 +22,7 @@ from dilocox.site import (
 )
 from tests.site import toy
 from tests.site.cases import CPU, build, rows_of
+from tests.starts import ARCHITECTURE
 
 
 def gathered_when(tied: bool, **setting: Any) -> dict[str, list[str]]:
@@ -133,19 +134,7 @@ def real_model(
         tied_pair,
     )
 
-    section = ModelSection(
-        architecture={
-            "model_type": "qwen3",
-            "vocab_size": 64,
-            "hidden_size": 32,
-            "intermediate_size": 64,
-            "num_hidden_layers": 4,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 8,
-            "tie_word_embeddings": True,
-        }
-    )
+    section = ModelSection(architecture={**ARCHITECTURE, "vocab_size": 64})
     hf_config = load_model_config(section, 64)
     per_stage = 2 if schedule in ("interleaved-1f1b", "interleaved-zero-bubble", "zbv") else 1
     cut = plan_cut(hf_config, stages * per_stage, toy.LENGTH)

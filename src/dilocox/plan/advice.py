@@ -121,7 +121,7 @@ def _smaller(config: RunConfig, place: Place) -> Iterator[tuple[str, Any]]:
             yield "outer.momentum_dtype", "bf16"
     if site.schedule == "gpipe" and site.stages > 1:
         yield "site.schedule", "1f1b"
-    if site.gradient_sync == "step" and site.stages == 1 < site.parts:
+    if site.asks_for_whole_gradients:
         yield "site.gradient_sync", "micro-batch"
     smaller = site.micro_batch_size // 2
     while smaller >= 1:

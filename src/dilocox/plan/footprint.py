@@ -110,8 +110,8 @@ class Footprint:
     def follower(self) -> int:
         """Bytes on the device of the same rank of a further replica, which does not exchange, keeps
         no checkpoints and does not evaluate an anchor of its own."""
-        step = self.gradients + self.copies - self.lasting + self.activations
-        return self.weights + self.optimizer + self.lasting + step
+        step = self.gradients + self.copies + self.activations
+        return self.weights + self.optimizer + step
 
     @property
     def host_lasting(self) -> int:

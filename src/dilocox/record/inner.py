@@ -26,7 +26,7 @@ from dilocox.record import statements as s
 from dilocox.record.digests import tensor_bytes
 from dilocox.record.recording import Author, Coordinator
 from dilocox.record.rounds import Document, checksum, fingerprint, steps_to_bytes
-from dilocox.record.store import Store
+from dilocox.record.store import Removals, Store
 from dilocox.storage import begun
 
 log = logging.getLogger(__name__)
@@ -86,7 +86,8 @@ class InnerRecord:
         self._keeping: Future[None] | None = None
         self._signed = threading.Event()
         self._signed.set()
-        self._broken = self._grows = False
+        self._broken = False
+        self._removals = Removals(warn, "all states are kept")
 
     def boundary(self, round_: int, tick: int, trains: bool, capture: Capture) -> None:
         """See `RoundWatch`. Waits for the state before, of which there is one copy at a time."""
@@ -155,22 +156,12 @@ class InnerRecord:
                         place.put(tensor_bytes(tensors[each.name]), each.sha256)
             if begins and manner.keep:
                 # One more than asked for: the last of them may just be on its way to somebody.
-                self._drop_before((round_ // manner.every - manner.keep) * manner.every)
+                oldest = (round_ // manner.every - manner.keep) * manner.every
+                self._removals.attempt(lambda: self._store.drop_states(oldest))
         except Exception as error:  # other people's storage, over a network
             self._give_up(error)
         finally:
             self._signed.set()
-
-    def _drop_before(self, round_: int) -> None:
-        """A store that cannot remove anything is warned of once: it grows, and nothing is lost."""
-        try:
-            self._store.drop_states(round_)
-        except RecordError as error:
-            log.error("record: %s", error)
-            if not self._grows:
-                self._grows = True
-                with contextlib.suppress(DilocoxError):
-                    self._warn(f"record: {error}; all states are kept")
 
     def _sign(
         self,

@@ -6,7 +6,6 @@ that fails ends the keeping, not the run.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import queue
 import threading
@@ -35,7 +34,7 @@ from dilocox.record.digests import (
     tensor_digest,
 )
 from dilocox.record.notary import commitment, contribution
-from dilocox.record.store import Store
+from dilocox.record.store import Removals, Store
 from dilocox.record.windows import Windows
 
 log = logging.getLogger(__name__)
@@ -101,7 +100,8 @@ class RankRecord:
         self._author, self._store = author, store
         self._coordinator, self._warn = coordinator, warn
         self._queue: queue.Queue[_Waiting] = queue.Queue(WAITING)
-        self._broken = self._grows = False
+        self._broken = False
+        self._removals = Removals(warn, "all payloads stay")
         self._kept = 0
         self._thread = threading.Thread(target=self._run, name="record", daemon=True)
         self._thread.start()
@@ -282,16 +282,8 @@ class RankRecord:
         self._drop_windows()
 
     def _drop_windows(self) -> None:
-        """A store that cannot remove anything is warned of once: it grows, and nothing is lost."""
         assert self._windows is not None
-        try:
-            self._windows.drop()
-        except RecordError as error:
-            log.error("record: %s", error)
-            if not self._grows:
-                self._grows = True
-                with contextlib.suppress(DilocoxError):
-                    self._warn(f"record: {error}; all payloads stay")
+        self._removals.attempt(self._windows.drop)
 
     def _give_up(self, error: Exception) -> None:
         log.error("record: %s", error)

@@ -9,14 +9,17 @@ payloads of rounds that do not stay for ever (see `dilocox.record.windows`).
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from dilocox.errors import RecordError
+from dilocox.errors import DilocoxError, RecordError
 from dilocox.record.digests import digest_text, sha256
 from dilocox.storage import is_local, opened, patiently, sync_folder, unsafe_reason
+
+log = logging.getLogger(__name__)
 
 STATES = "states"
 BF16 = ".bf16"
@@ -29,6 +32,26 @@ WINDOWS = "windows"
 def states_of(where: str, round_: int) -> str:
     """Where the states in which a round begins lie, of the store at `where`."""
     return f"{where.rstrip('/')}/{STATES}/{round_:08d}"
+
+
+class Removals:
+    """Removes what need not stay. A store that cannot remove anything is warned of once: it grows,
+    and nothing is lost."""
+
+    def __init__(self, warn: Callable[[str], None], stays: str) -> None:
+        self._warn, self._stays = warn, stays
+        self._warned = False
+
+    def attempt(self, remove: Callable[[], object]) -> None:
+        """Call `remove`, which may raise `RecordError`."""
+        try:
+            remove()
+        except RecordError as error:
+            log.error("record: %s", error)
+            if not self._warned:
+                self._warned = True
+                with contextlib.suppress(DilocoxError):
+                    self._warn(f"record: {error}; {self._stays}")
 
 
 class Store:

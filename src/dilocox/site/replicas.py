@@ -67,7 +67,6 @@ class Leader:
         self._seen: list[int] = [-1] * len(self._weights)
         self._moments_seen: list[int] = []
         self._tied: TiedState | None = None
-        self._random = _RandomState(mesh.device)
 
     def optimizer_replaced(self) -> None:
         """The optimizer's state was loaded or reset."""
@@ -107,7 +106,7 @@ class Leader:
             tuple(n for n, seen in enumerate(self._seen) if seen != weights[n]),
             optimizer=moments != self._moments_seen,
             tied=self._tied,
-            seed=self._random.seed(),
+            seed=_seed(self._mesh.device),
         )
         _send(self._mesh, order)
         _share_state(self._model, self._mesh, order)
@@ -129,22 +128,17 @@ class Leader:
         _send(self._mesh, Order("end"))
 
     def _moment_versions(self) -> list[int]:
-        # One more than there are moments: a list that stands for "unknown" equals none.
+        # Never an empty list: that one stands for "unknown".
         return [0, *(t._version for t in self._model.moments())]
 
 
-class _RandomState:
-    """Seeds that follow from the state of a rank's random numbers."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def seed(self) -> int:
-        state = torch.get_rng_state()
-        if self._device.type == "cuda":
-            state = torch.cat([state, torch.cuda.get_rng_state(self._device)])
-        digest = hashlib.sha256(state.numpy().tobytes()).digest()
-        return int.from_bytes(digest[:8], "big") >> 1
+def _seed(device: torch.device) -> int:
+    """A seed, below 2^63, that follows from the state of this rank's random numbers."""
+    state = torch.get_rng_state()
+    if device.type == "cuda":
+        state = torch.cat([state, torch.cuda.get_rng_state(device)])
+    digest = hashlib.sha256(state.numpy().tobytes()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
 
 
 def follow(model: SiteModel, mesh: SiteMesh, step_done: Callable[[], None]) -> None:
