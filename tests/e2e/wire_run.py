@@ -95,11 +95,13 @@ def main() -> None:
         before = {host: network.counters(host) for host in network.hosts}
         run(network, file, config, sites)
         counted = {host: network.counters(host).since(before[host]) for host in network.hosts}
+        retransmitted = {host: network.retransmitted(host) for host in network.hosts}
     print(
         json.dumps(
             {
                 "records": reports(config),
                 "counters": {host: vars(counter) for host, counter in counted.items()},
+                "retransmitted": retransmitted,
             }
         )
     )

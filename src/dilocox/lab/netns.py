@@ -211,6 +211,13 @@ class Network:
             found[host] = Counters(row[0], row[8], row[1], row[9], row[3] + row[11])
         return found
 
+    def retransmitted(self, host: str) -> int:
+        """TCP segments that the host has retransmitted so far (RFC 4022, `tcpRetransSegs`)."""
+        with inside(self.namespace(host)):
+            lines = Path("/proc/thread-self/net/snmp").read_text(encoding="ascii").splitlines()
+        names, values = (line.split() for line in lines if line.startswith("Tcp:"))
+        return int(values[names.index("RetransSegs")])
+
     def verify(self, seconds: float = 1.0) -> list[Measured]:
         """Measure all shaped links, over `seconds` each at least.
 
