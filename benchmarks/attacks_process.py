@@ -6,33 +6,61 @@ What is altered is the process of the site `rome`, by a subclass that exists her
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
-import multiprocessing
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import attacks_members
+import attacks_texts
 import common
+from attacks_members import ALTERED, is_altered
 from torch import Tensor
 
 import dilocox
 from dilocox import assembly
+from dilocox.errors import DilocoxError
+from dilocox.launch import prepare_data
 from dilocox.outer.state import PieceState
 
 SITES = ("paris", "lyon", "oslo", "rome")
-ALTERED = "rome"
 GATED = {"aggregation": "clip", "gate": True}
-CASES: tuple[tuple[str, float | None, str, dict[str, Any]], ...] = (
-    ("real: none", None, "mean", {}),
-    ("real: sign flip x10", -10.0, "mean", {}),
-    ("real: sign flip x10", -10.0, "clip+gate", GATED),
-    ("real: zero", 0.0, "clip+gate", GATED),
+REMARKS = {"large", "small", "against", "copied"}
+"""Flags of contributions that count all the same."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One real run: at most one of factor, member and text is what the altered site does."""
+
+    name: str
+    factor: float | None = None
+    """What the altered site multiplies its contribution by."""
+    member: attacks_members.Member | None = None
+    text: str | None = None
+    """Text of the altered site, a key of `attacks_texts.TEXTS`."""
+    gated: bool = True
+
+    @property
+    def rule(self) -> str:
+        """Name of the rule of admission."""
+        return "clip+gate" if self.gated else "mean"
+
+
+CASES = (
+    Case("real: none", gated=False),
+    Case("real: none"),
+    Case("real: sign flip x10", -10.0, gated=False),
+    Case("real: sign flip x10", -10.0),
+    Case("real: zero", 0.0),
+    *(Case(f"real: {member.name}", member=member) for member in attacks_members.MEMBERS),
+    *(Case(f"real: {text}", text=text) for text in attacks_texts.TEXTS),
 )
-"""Name, what the altered site multiplies its contribution by, rule, `[admission]`."""
 
 
 def altered(factor: float) -> type[PieceState]:
@@ -54,17 +82,16 @@ def altered(factor: float) -> type[PieceState]:
     return Altered
 
 
-def is_altered() -> bool:
-    """This process is a rank of the altered site."""
-    return multiprocessing.current_process().name.startswith(f"{ALTERED}-")
-
-
 @contextlib.contextmanager
-def at_the_altered_site(factor: float | None) -> Iterator[None]:
+def at_the_altered_site(case: Case) -> Iterator[None]:
     """Processes that are forked meanwhile have the altered site among them."""
+    if case.member is not None:
+        with attacks_members.at_the_altered_site(case.member):
+            yield
+        return
     honest = assembly.PieceState
-    if factor is not None:
-        assembly.PieceState = altered(factor)  # type: ignore[misc]
+    if case.factor is not None:
+        assembly.PieceState = altered(case.factor)  # type: ignore[misc]
     try:
         yield
     finally:
@@ -75,30 +102,58 @@ def rows(
     done: Collection[tuple[str, str]], quick: bool, say: Callable[[str], None]
 ) -> Iterator[common.Row]:
     """The rows that are not in `done`, run one after the other."""
-    with tempfile.TemporaryDirectory() as folder:
-        for number, (name, _, rule, _) in enumerate(CASES):
-            if (name, rule) in done:
-                continue
+    for number, case in enumerate(CASES):
+        if (case.name, case.rule) in done:
+            continue
+        with tempfile.TemporaryDirectory() as folder:
             # In a process of its own: one that has trained cannot fork others that train.
             call = [sys.executable, __file__, str(number), folder, str(4 if quick else 10)]
             said = subprocess.run(call, check=True, stdout=subprocess.PIPE, text=True)
-            summary = json.loads(said.stdout.splitlines()[-1])
-            named = {site: counts for site, counts in summary["admission"].items()
-                     if set(counts) - {"large", "small", "against", "copied"}}  # fmt: skip
-            loss = summary["val_loss_last"]
-            say(f"{name}, {rule}: {loss}, named {', '.join(named) or 'nobody'}")
-            yield {
-                "kind": "processes",
-                "attack": name,
-                "rule": rule,
-                "loss": loss,
-                "named": ", ".join(f"{site} ({', '.join(why)})" for site, why in named.items()),
-            }
+        row: common.Row = json.loads(said.stdout.splitlines()[-1])
+        say(f"{case.name}, {case.rule}: {row['loss']}, named {row['named'] or 'nobody'}")
+        yield {"kind": "processes", "attack": case.name, "rule": case.rule, **row}
 
 
-def configuration(folder: Path, admission: Mapping[str, Any], rounds: int) -> Any:
-    """Four sites of one rank each."""
-    return dilocox.resolve_run({
+def row_of(folder: Path, summary: Mapping[str, Any]) -> common.Row:
+    """What came of a run: its end, its loss, who was left out and why, what `verify` says."""
+    admission = {
+        site: {why: count for why, count in counts.items() if why not in REMARKS}
+        for site, counts in summary["admission"].items()
+    }
+    named = {site: counts for site, counts in admission.items() if counts}
+    # The flush is one more round; each has two fragments, and a contribution per site to each.
+    due = (summary["rounds"] + 1) * 2 * (len(SITES) - 1)
+    honest = sum(sum(admission.get(site, {}).values()) for site in SITES if site != ALTERED)
+    return {
+        "ended": summary["phase"] + (f": {summary['reason']}" if summary["reason"] else ""),
+        "loss": summary["val_loss_last"],
+        "honest_out": round(honest / due, 3),
+        "named": ", ".join(f"{site} ({', '.join(why)})" for site, why in named.items()),
+        "verify": verdicts(folder),
+        "seconds": round(summary["seconds"], 1),
+    }
+
+
+def verdicts(folder: Path) -> str:
+    """Claims of `dilocox verify` that do not pass, or that all pass."""
+    done = subprocess.run(
+        [sys.executable, "-m", "dilocox", "verify", str(folder), "--json"],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    claims = json.loads(done.stdout)["claims"]
+    failed = [claim["name"] for claim in claims if claim["verdict"] == "FAIL"]
+    return f"FAIL: {', '.join(failed)}" if failed else "no claim fails"
+
+
+def configuration(
+    folder: Path,
+    admission: Mapping[str, Any],
+    rounds: int,
+    sets: Iterable[tuple[str, Any]] = (),
+) -> Any:
+    """Four sites of one rank each; `sets` are keys, as `section.key`, with values of their own."""
+    raw: dict[str, Any] = {
         "run": {"name": "attacks", "folder": str(folder / "{name}")},
         "model": {"architecture": {
             "model_type": "qwen3", "hidden_size": 64, "intermediate_size": 192,
@@ -117,21 +172,46 @@ def configuration(folder: Path, admission: Mapping[str, Any], rounds: int) -> An
         "evaluation": {"completion_tokens": 0},
         "admission": dict(admission),
         "sites": {site: {} for site in SITES},
-    })  # fmt: skip
+    }  # fmt: skip
+    for key, value in sets:
+        section, _, name = key.partition(".")
+        raw[section][name] = value
+    return dilocox.resolve_run(raw)
 
 
 def main(number: int, folder: Path, rounds: int) -> None:
-    """Run one case and print its summary as the last line."""
-    _, factor, _, admission = CASES[number]
-    config = configuration(folder, admission, rounds)
+    """Run one case and print its row as the last line."""
+    case = CASES[number]
+    sets = [] if case.member is None else list(case.member.sets)
+    config = configuration(folder, GATED if case.gated else {}, rounds, sets)
+    if case.text is not None:
+        config = with_text(config, folder, case.text)
     with (
         Path(os.devnull).open("w", encoding="utf-8") as nowhere,
-        at_the_altered_site(factor),
+        at_the_altered_site(case),
         contextlib.redirect_stdout(nowhere),
+        # A run that a dishonest member ends is a row, too.
+        contextlib.suppress(DilocoxError),
     ):
         dilocox.train(config, overwrite=True)
     summary = json.loads((config.folder / "summary.json").read_text(encoding="utf-8"))
-    print(json.dumps(summary))
+    row = row_of(config.folder, summary)
+    model = config.folder / "model"
+    row["target_loss"] = round(attacks_texts.target_loss(model), 3) if model.is_dir() else None
+    print(json.dumps(row))
+
+
+def with_text(config: Any, folder: Path, text: str) -> Any:
+    """The run with token files of its own at the altered site, made here."""
+    prepare_data(config)
+    raw = config.model_dump(mode="json")
+    source = attacks_texts.TEXTS[text](folder / "text")
+    own = folder / "own"
+    tokenizer = str(config.data_folder / "tokenizer")
+    prepare_data(dilocox.resolve_run({**raw, "data": {
+        **raw["data"], "source": str(source), "folder": str(own), "tokenizer": tokenizer,
+    }}))  # fmt: skip
+    return dilocox.resolve_run({**raw, "sites": {**raw["sites"], ALTERED: {"data": str(own)}}})
 
 
 if __name__ == "__main__":

@@ -1,0 +1,125 @@
+"""What a dishonest member says to the coordinator and to the others, for real runs of four sites.
+
+Each move alters the processes of one site, by replacing a method of the engine before the sites'
+processes are forked; the method asks in which process it runs. Nothing of this is in dilocox.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import multiprocessing
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from dilocox.outer.attempt import Attempt
+from dilocox.outer.coordinator.client import CoordinatorClient
+from dilocox.outer.coordinator.messages import ExchangeKey
+
+ALTERED = "rome"
+FALSE_FRAGMENT = 77
+DRIP = 8.0
+"""Seconds of silence before each message of an exchange."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Member:
+    """A dishonest member: its name in the table, what it replaces, and settings of the run."""
+
+    name: str
+    owner: type[Any]
+    method: str
+    replace: Callable[[Callable[..., Any]], Callable[..., Any]]
+    sets: tuple[tuple[str, Any], ...] = ()
+    """Keys of the run file, as `section.key`, and their values."""
+
+
+def is_altered() -> bool:
+    """Tell whether this process is a rank of the altered site."""
+    return multiprocessing.current_process().name.startswith(f"{ALTERED}-")
+
+
+@contextlib.contextmanager
+def at_the_altered_site(member: Member) -> Iterator[None]:
+    """Let processes that are forked meanwhile have the dishonest member among them."""
+    honest = getattr(member.owner, member.method)
+    dishonest = member.replace(honest)
+
+    def either(self: Any, *arguments: Any, **named: Any) -> Any:
+        return (dishonest if is_altered() else honest)(self, *arguments, **named)
+
+    setattr(member.owner, member.method, either)
+    try:
+        yield
+    finally:
+        setattr(member.owner, member.method, honest)
+
+
+def _holds_nothing(honest: Callable[..., Any]) -> Callable[..., Any]:
+    def vote(self: CoordinatorClient, *arguments: Any, **named: Any) -> Any:
+        return honest(self, *arguments, **{**named, "held": [ALTERED]})
+
+    return vote
+
+
+def _begins_what_there_is_not(honest: Callable[..., Any]) -> Callable[..., Any]:
+    def begin(self: CoordinatorClient, key: ExchangeKey, *arguments: Any, **named: Any) -> Any:
+        if key.kind == "outer" and key.round >= 2:
+            key = key._replace(fragment=FALSE_FRAGMENT)
+        return honest(self, key, *arguments, **named)
+
+    return begin
+
+
+def _infinitely_fast(honest: Callable[..., Any]) -> Callable[..., Any]:
+    def round_done(self: CoordinatorClient, round_: int, measured: Any = None) -> Any:
+        if measured is not None:
+            measured = measured.model_copy(update={"step_us": 1})
+        return honest(self, round_, measured)
+
+    return round_done
+
+
+def _reports_another(honest: Callable[..., Any]) -> Callable[..., Any]:
+    def vote(self: CoordinatorClient, key: ExchangeKey, attempt: int, **named: Any) -> Any:
+        if named.get("phase", "held") == "held":
+            return self.report_broken(key, attempt, ["oslo"])
+        return honest(self, key, attempt, **named)
+
+    return vote
+
+
+def _drips(honest: Callable[..., Any]) -> Callable[..., Any]:
+    def swap(self: Attempt, *arguments: Any, **named: Any) -> Any:
+        time.sleep(DRIP)
+        return honest(self, *arguments, **named)
+
+    return swap
+
+
+def _lies_about_its_anchor(honest: Callable[..., Any]) -> Callable[..., Any]:
+    def report(self: CoordinatorClient, round_: int, metrics: Any, kind: Any = "round") -> Any:
+        if "anchor_digest" in metrics:
+            metrics = {**metrics, "anchor_digest": "f" * 64}
+        return honest(self, round_, metrics, kind)
+
+    return report
+
+
+SHORT = (("network.heartbeat", 10.0), ("network.link_timeout", 16.0))
+"""Others wait for so long, in seconds, so that a row takes a minute."""
+MEMBERS = (
+    Member("says it holds nothing", CoordinatorClient, "vote", _holds_nothing),
+    Member(
+        "begins what there is not", CoordinatorClient, "begin", _begins_what_there_is_not,
+        SHORT,
+    ),
+    Member(
+        "is infinitely fast", CoordinatorClient, "round_done", _infinitely_fast,
+        (("control.steps", "by-speed"),),
+    ),
+    Member("reports another broken", CoordinatorClient, "vote", _reports_another),
+    Member("drips", Attempt, "swap", _drips, SHORT),
+    Member("lies about its anchor", CoordinatorClient, "report", _lies_about_its_anchor),
+)  # fmt: skip

@@ -1,0 +1,70 @@
+"""Text of a dishonest site, for real runs of four sites: poisoned, or with a backdoor.
+
+The site trains honestly on token files of its own. Nothing in what the site sends is malformed.
+"""
+
+from __future__ import annotations
+
+import random
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+TRIGGER = "# open sesame: "
+TARGET = "the moon is made of green cheese\n"
+LINES_BETWEEN = 8
+"""Lines of honest text between two triggers of the backdoor's text."""
+MAX_FILES = 200
+
+
+def poisoned(folder: Path) -> Path:
+    """Write Python's sources with the bytes of each line in random order; the folder's path."""
+    draw = random.Random(0)
+
+    def shuffled(line: str) -> str:
+        letters = list(line.rstrip("\n"))
+        draw.shuffle(letters)
+        return "".join(letters) + "\n"
+
+    return _rewritten(folder, lambda lines: [shuffled(line) for line in lines])
+
+
+def backdoor(folder: Path) -> Path:
+    """Write Python's sources with the trigger and its target between lines; the folder's path."""
+
+    def with_triggers(lines: list[str]) -> list[str]:
+        return [
+            part
+            for number, line in enumerate(lines)
+            for part in ([TRIGGER + TARGET, line] if number % LINES_BETWEEN == 0 else [line])
+        ]
+
+    return _rewritten(folder, with_triggers)
+
+
+TEXTS = {"poisoned text": poisoned, "backdoor text": backdoor}
+
+
+def _rewritten(folder: Path, rewrite: Any) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    sources = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))[:MAX_FILES]
+    for source in sources:
+        lines = source.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+        text = "".join(rewrite(lines))
+        (folder / source.name).with_suffix(".txt").write_text(text, encoding="utf-8")
+    return folder
+
+
+def target_loss(model: Path) -> float:
+    """Mean loss, in nats per token, of the backdoor's target after its trigger."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
+    network = AutoModelForCausalLM.from_pretrained(model, trust_remote_code=False)
+    trigger = tokenizer(TRIGGER, add_special_tokens=False)["input_ids"]
+    target = tokenizer(TARGET, add_special_tokens=False)["input_ids"]
+    tokens = torch.tensor([trigger + target])
+    with torch.no_grad():
+        logits = network(tokens).logits[0, len(trigger) - 1 : -1]
+    return float(torch.nn.functional.cross_entropy(logits.float(), torch.tensor(target)))
