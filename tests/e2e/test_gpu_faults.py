@@ -33,9 +33,10 @@ def test_a_gpu_that_is_too_small_is_not_tried_again(workshop: Workshop, forge: F
         workshop, "out-of-memory", "outer.min_sites=2", "outer.rounds=2",
         "network.heartbeat=2.5", "network.link_timeout=5", hooks="out-of-memory",
     )  # fmt: skip
-    run.until(lambda: "its GPU is out of memory" in run.printed(), 60.0)
-    run.wait(60.0)
+    # The coordinator says so, then the site; the other site waits for as long as the run lasts.
+    run.until(lambda: "dilocox: lyon stage 1 shard 0" in run.printed(), 60.0)
     printed = " ".join(run.printed().split())
+    assert "the run waits for sites: outer.min_sites is 2, active now: 1" in printed
     assert (
         "lyon stage 1 shard 0: its GPU is out of memory; lower site.micro_batch_size (now 2)"
         in (printed)

@@ -253,6 +253,19 @@ def test_a_loop_that_hangs_does_not_look_alive() -> None:
         coordinator.wait(lambda: len(coordinator.beats) > before)
 
 
+def test_a_rank_stays_alive_while_the_run_waits_for_sites() -> None:
+    """The other ranks of a site wait for the one whose exchange is not decided."""
+    coordinator = Coordinator()
+    coordinator.answer = reply(waits_for_sites=True)
+    stall = 0.1
+    with started(coordinator, stall=stall) as (control, _, _):
+        began = time.monotonic()
+        coordinator.wait(lambda: time.monotonic() > began + 5 * stall)
+        before = len(coordinator.beats)
+        coordinator.wait(lambda: len(coordinator.beats) > before)
+        control.touch()
+
+
 def test_a_rank_beats_while_its_model_is_built() -> None:
     coordinator = Coordinator()
     with started(coordinator, building=True) as (control, _, _):

@@ -30,7 +30,9 @@ class RankControl:
     """Beats from a thread of its own and holds the newest reply.
 
     It beats only while the training loop makes progress (`touch`): a rank whose loop hangs must
-    not look alive. All waiting methods raise what ended the rank's part in the run: `SiteGone`,
+    not look alive. While the run waits for sites no loop makes progress, and all ranks are alive.
+
+    All waiting methods raise what ended the rank's part in the run: `SiteGone`,
     `CoordinatorUnreachable`, or `RunOverError` when the run has failed. If the training loop has
     not taken notice of it `patience` seconds later, `on_stuck` is called with it in this thread: a
     loop that waits for a neighbour which is gone would hang for as long as the neighbour may.
@@ -179,6 +181,9 @@ class RankControl:
                 except DilocoxError as error:
                     self._end(error)
                     return
+                if reply.waits_for_sites:
+                    # One rank of a site hears of it from its exchange; others wait for that rank.
+                    self.touch()
                 with self._changed:
                     self._reply = reply
                     self._changed.notify_all()

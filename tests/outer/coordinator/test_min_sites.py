@@ -18,7 +18,11 @@ def test_min_sites_waits_instead_of_deciding(tmp_path: Path) -> None:
     key = OUTER(0, 0, 0)
     driver.begin(key, "a")
     driver.leave("b")
+    assert not driver.beat("a").waits_for_sites
     driver.leave("c")
+    assert driver.beat("a").waits_for_sites
+    said = [text for *_, text in driver.core.state.feed]
+    assert said[-1] == "the run waits for sites: outer.min_sites is 2, active now: 1"
     reply = driver.vote(key, "a", 3, held=["a"])
     assert (reply.decision, reply.waiting_for) == ("wait", [])
     assert driver.plan(1, "a") is None

@@ -88,6 +88,11 @@ class Facts:
         return [site.name for site in self.sites.values() if site.role in roles]
 
     @property
+    def waits_for_sites(self) -> bool:
+        """Sites train, but fewer than `outer.min_sites`: nothing is decided and none is planned."""
+        return self.running and 0 < len(self.with_role("active")) < self.config.outer.min_sites
+
+    @property
     def live(self) -> list[str]:
         """Sites that the run counts on."""
         return self.with_role("enrolled", "entering", "active")

@@ -171,6 +171,8 @@ class BeatReply(Message):
     """All ranks stop at the end of this slot and write a checkpoint."""
     epoch: Epoch
     entering: list[Entering]
+    waits_for_sites: bool = False
+    """Fewer sites than `outer.min_sites` are active: nothing is decided until one comes back."""
 
 
 class LeaveRequest(Message):

@@ -158,6 +158,10 @@ class CoordinatorState(Facts):
         self.ledger.give_back(*member)
         self.starters = [name for name in self.starters if name != event.site]
         self._say(event, "leave", f"{event.site} is gone: {event.reason}")
+        if self.waits_for_sites:
+            active, least = len(self.with_role("active")), self.config.outer.min_sites
+            text = f"the run waits for sites: outer.min_sites is {least}, active now: {active}"
+            self._say(event, "leave", text)
         if member in self.members:
             self._without(member)
 

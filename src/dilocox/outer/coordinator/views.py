@@ -40,6 +40,7 @@ def beat_reply(state: CoordinatorState, site: str) -> m.BeatReply:
             "stop_tick": state.stop_tick,
             "epoch": epoch(state),
             "entering": entering,
+            "waits_for_sites": state.waits_for_sites,
         }
     )
 
