@@ -20,10 +20,15 @@ from dilocox import processes, site_log
 from dilocox.assembly import Hooks, Place
 from dilocox.config import RunConfig
 from dilocox.data import TokenFiles
-from dilocox.errors import DilocoxError, NotNowError
+from dilocox.errors import DilocoxError, JoinError, NotNowError, RecordError
 from dilocox.outer.coordinator.client import CoordinatorClient
+from dilocox.outer.coordinator.errors import (
+    CoordinatorError,
+    CoordinatorUnreachableError,
+    SiteGoneError,
+)
 from dilocox.outer.coordinator.identity import Identity
-from dilocox.outer.coordinator.joining import enrol
+from dilocox.outer.coordinator.joining import enrol, installed_versions
 from dilocox.outer.coordinator.messages import Rank as RankName
 from dilocox.outer.coordinator.serving import Endpoint
 from dilocox.outer.coordinator.timeouts import Timeouts
@@ -32,6 +37,8 @@ from dilocox.outer.sockets import check_congestion
 from dilocox.outer.tunnel import check_ports
 from dilocox.rank_errors import HOST_MEND
 from dilocox.rank_process import RankJob, run_rank
+from dilocox.record.acceptance import OwnFacts, accept
+from dilocox.record.manifest import code_digest
 from dilocox.supervisor import Ended, complain, keep_in_run, listening
 from dilocox.trace_file import part_path
 
@@ -130,17 +137,45 @@ def enrol_site(config: RunConfig, site: str, endpoint: Endpoint) -> Identity:
 
     Which token files all sites share is told by a site with text of its own as well.
     """
-    identity, _ = enrol(
+    versions, data = installed_versions(), TokenFiles.open(config.data_folder).digest
+    identity, reply = enrol(
         endpoint.url,
         endpoint.token,
         site=site,
         run_digest=config.digest(),
         stages=config.site.stages,
         shards=config.site.shards,
-        data_digest=TokenFiles.open(config.data_folder).digest,
+        versions=versions,
+        data_digest=data,
         timeouts=Timeouts.derive(config.network),
     )
+    if reply.record_run:
+        own = config.sites[site].data
+        own_data = TokenFiles.open(Path(own).expanduser()).digest if own else None
+        facts = OwnFacts(data, own_data, code_digest(), versions.model_dump())
+        _accept(config, endpoint, identity, reply.record_manifest, facts)
     return identity
+
+
+def _accept(
+    config: RunConfig, endpoint: Endpoint, identity: Identity, manifest: str, facts: OwnFacts
+) -> None:
+    """Check the manifest that the coordinator has shown, and sign that the site takes part in it.
+
+    Raises `JoinError` if it is not the one of this run; the site is out of the run then.
+    """
+    rank = RankName(site=identity.site, stage=0, shard=0)
+    client = CoordinatorClient(endpoint.url, identity, Timeouts.derive(config.network), rank)
+    try:
+        client.record_state(accept(config, identity, manifest, facts))
+    except (CoordinatorUnreachableError, SiteGoneError) as error:
+        raise NotNowError(str(error)) from None
+    except (CoordinatorError, RecordError) as error:
+        with contextlib.suppress(DilocoxError):
+            client.leave(f"does not accept the run's manifest: {error}", failed=True)
+        raise JoinError(f"site {identity.site}: {error}") from None
+    finally:
+        client.close()
 
 
 class _Line:

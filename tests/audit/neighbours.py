@@ -31,8 +31,9 @@ from dilocox.outer.coordinator.client import CoordinatorClient
 from dilocox.outer.coordinator.notary import Decision
 from dilocox.outer.loop import OuterLoop
 from dilocox.persistence import Keeper, record_state
+from dilocox.record.acceptance import Acceptance, OwnFacts, digest_of_entry
 from dilocox.record.inner import InnerRecord, Manner
-from dilocox.record.notary import LogNotary
+from dilocox.record.notary import LogNotary, code_digest
 from dilocox.record.recording import Author, RankRecord
 from dilocox.record.statements import Signer
 from dilocox.record.store import Store
@@ -183,22 +184,28 @@ class Neighbour:
     def __init__(self, registry: Registry, name: str, number: int, files: TokenFiles) -> None:
         config, place = registry.config, Place(name, 0, 0)
         signer = Signer.from_hex(f"{number + 1:02x}" * 32)
+        versions = m.Versions(dilocox="0", torch="0", python="0")
         registry.notary.enrolled(
             m.EnrolRequest.model_construct(
                 site=name,
                 record_key=signer.public,
                 data_digest=files.digest,
-                versions=m.Versions(dilocox="0", torch="0", python="0"),
+                versions=versions,
             ),
             1,
         )
+        rank = m.Rank(site=name, stage=0, shard=0)
+        own = OwnFacts(files.digest, None, code_digest(), versions.model_dump())
+        manifest = registry.notary.manifest
+        said = Acceptance(name, 1, signer.public, digest_of_entry(manifest), own, 0)
+        registry.notary.checkpoint(rank, signer.sign(said.statement(registry.notary.run)))
         registry.sites[name] = self
         self.name = name
         self.rank: Rank = build_rank(
             config, Blueprint.of(config, files.vocabulary_size), place, Hooks(),
             store=None, local_rank=0, ranks_here=1, timeout=60.0,
         )  # fmt: skip
-        author = Author(registry.notary.run, m.Rank(site=name, stage=0, shard=0), signer)
+        author = Author(registry.notary.run, rank, signer)
         self.store = Store(config.record_store)
         self.record = RankRecord(author, self.store, registry, print, 60.0)
         facts = facts_here(config, self.rank.mesh.device)

@@ -29,6 +29,7 @@ from dilocox.report.folder import read_run
 from dilocox.report.page import build
 from dilocox.report.render import render
 from tests.e2e.harness import PATIENT, Workshop, verdicts
+from tests.record.older import log_key, resign, unpacked
 
 Change = Callable[[Path], object]
 BLOBS = "record/store/sha256"
@@ -75,7 +76,7 @@ def test_a_recorded_run_is_verified(recorded: Path, capsys: pytest.CaptureFixtur
     assert kinds[0] == s.MANIFEST
     exchanges = 3 * 2 * 2
     assert {kind: kinds.count(kind) for kind in set(kinds)} == {
-        s.MANIFEST: 1, s.ENROLMENT: 2, s.COMMITMENT: 2 * exchanges,
+        s.MANIFEST: 1, s.ENROLMENT: 2, s.ACCEPTANCE: 2, s.COMMITMENT: 2 * exchanges,
         s.CONTRIBUTION: 2 * exchanges, s.STEP: exchanges, s.CHECKPOINT: 2 + 2,
     }  # fmt: skip
     assert (recorded / "coordinator" / "record-key").stat().st_mode & 0o777 == 0o600
@@ -205,7 +206,7 @@ LOG: dict[str, Change] = {
     "statements swapped": lines(swap),
     "statement twice": lines(lambda entries: entries.append(entries[5])),
     "letter changed": lambda f: flip(f / "record" / ENTRIES, 2000),
-    "size changed": lambda f: edit(f / "record" / CHECKPOINT, "\n67\n", "\n66\n"),
+    "size changed": lambda f: edit(f / "record" / CHECKPOINT, "\n69\n", "\n68\n"),
     "signature changed": lambda f: flip(f / "record" / CHECKPOINT, -5),
     "root changed": lambda f: flip(f / "record" / CHECKPOINT, 40),
     "key changed": lambda f: flip(f / "record" / PUBLIC, -5),
@@ -243,23 +244,7 @@ def test_a_log_that_was_seen_before(copied: Path, tmp_path: Path) -> None:
 def resigned(change: Callable[[list[str]], object]) -> Change:
     """Change statements and sign the log anew, as a dishonest coordinator could."""
 
-    def apply(folder: Path) -> None:
-        content = read_log(folder / "record")
-        entries = list(content.entries)
-        change(entries)
-        for name in (ENTRIES, CHECKPOINT):
-            (folder / "record" / name).unlink()
-        log = LogWriter(folder / "record", content.public.split("+")[0], log_key(folder))
-        for entry in entries:
-            log.append(entry)
-        log.close()
-
-    return apply
-
-
-def log_key(folder: Path) -> Ed25519PrivateKey:
-    seed = (folder / "coordinator" / "record-key").read_text()
-    return Ed25519PrivateKey.from_private_bytes(bytes.fromhex(seed))
+    return lambda folder: resign(folder, change)
 
 
 def said_again(
@@ -302,6 +287,29 @@ def later(entries: list[str]) -> None:
     entries.insert(last, entries.pop(number))
 
 
+def other_run(folder: Path) -> None:
+    """Another seed and other token files: in the manifest, in run.toml, in what sites joined with,
+    all that the log's key can sign."""
+    edit(folder / "run.toml", "seed = 0", "seed = 7")
+    config = load_run(folder / "run.toml").shared()
+    files = {"manifest": "0" * 64, "croissant": "0" * 64}
+
+    def within(entries: list[str]) -> None:
+        first = s.opened(entries[0])[0].predicate
+        signer = s.Signer(log_key(folder))
+        said = {**first, "config": config, "config_digest": digest_of(config), "data": files}
+        entries[0] = signer.sign(s.Statement(s.MANIFEST, {}, said))
+        for number, entry in enumerate(entries[1:], 1):
+            found = s.opened(entry)[0]
+            if found.kind in s.BY_LOG:
+                own = {**found.predicate, "run": hashlib.sha256(entries[0].encode()).hexdigest()}
+                if found.kind == s.ENROLMENT:
+                    own["data"] = files["manifest"]
+                entries[number] = signer.sign(s.Statement(found.kind, found.subjects, own))
+
+    resigned(within)(folder)
+
+
 INCOMPLETE = {"complete": "FAIL", "commitments": "NOT_RUN", "replay": "NOT_RUN"}
 UNSIGNED = {
     "signatures": "FAIL",
@@ -313,7 +321,12 @@ UNSIGNED = {
 DISHONEST: dict[str, tuple[Change, dict[str, str]]] = {
     "other digest of the run file": (
         said_again(s.MANIFEST, lambda p, _: p.update(config_digest="0" * 64), number=0),
-        {"run-file": "FAIL"}),
+        UNSIGNED),
+    "other run file and data": (other_run, UNSIGNED),
+    "acceptance gone": (drop(s.ACCEPTANCE), {"run-file": "FAIL", "data": "FAIL"}),
+    "acceptance by the log's key": (said_again(s.ACCEPTANCE, lambda *_: None), UNSIGNED),
+    "joined with other data": (
+        said_again(s.ENROLMENT, lambda p, _: p.update(data="0" * 64)), {"data": "FAIL"}),
     "commitment gone": (drop(s.COMMITMENT, 3), {"commitments": "FAIL"}),
     "committed late": (resigned(later), {"commitments": "FAIL"}),
     "commitment by another key": (said_again(s.COMMITMENT, lambda *_: None, "03" * 32), UNSIGNED),
@@ -347,20 +360,22 @@ DISHONEST: dict[str, tuple[Change, dict[str, str]]] = {
 }  # fmt: skip
 
 
-def test_a_record_by_an_older_version(copied: Path) -> None:
+def test_a_record_by_an_older_version(tmp_path: Path) -> None:
     """Of one that knew less keys, and no commitments."""
-    shared = load_run(copied / "run.toml").shared()
+    folder = unpacked(tmp_path)
+    shared = load_run(folder / "run.toml").shared()
     del shared["outer"]["momentum_dtype"]
 
     def older(predicate: dict[str, Any], _: dict[str, str]) -> None:
         del predicate["commitments"]
         predicate.update(config=shared, config_digest=digest_of(shared))
 
-    text = (copied / "run.toml").read_text()
+    text = (folder / "run.toml").read_text()
     assert text.count('momentum_dtype = "fp32"\n') == 1
-    (copied / "run.toml").write_text(text.replace('momentum_dtype = "fp32"\n', ""))
-    said_again(s.MANIFEST, older, number=0)(copied)
-    assert verdicts(copied) == {"commitments": "NOT_RUN"}
+    (folder / "run.toml").write_text(text.replace('momentum_dtype = "fp32"\n', ""))
+    said_again(s.MANIFEST, older, number=0)(folder)
+    unknown = dict.fromkeys(("run-file", "data", "code"), "NOT_RUN")
+    assert verdicts(folder, data=tmp_path / "data") == {"commitments": "NOT_RUN", **unknown}
 
 
 @pytest.mark.parametrize("name", DISHONEST)

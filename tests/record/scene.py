@@ -10,6 +10,7 @@ from dilocox.outer.coordinator import messages as m
 from dilocox.outer.coordinator.keys import ExchangeKey
 from dilocox.outer.coordinator.notary import Decision
 from dilocox.record import statements as s
+from dilocox.record.acceptance import Acceptance, OwnFacts, digest_of_entry
 from dilocox.record.course import Course, read_course
 from dilocox.record.log import check_log, read_log
 from dilocox.record.notary import (
@@ -18,7 +19,7 @@ from dilocox.record.notary import (
     contribution,
 )
 from dilocox.record.note import NoteKey
-from tests.outer.coordinator.helpers import Driver, run_config
+from tests.outer.coordinator.helpers import VERSIONS, Driver, run_config
 
 SIGNERS = {name: s.Signer.from_hex(f"{number:02x}" * 32) for number, name in enumerate("abc", 1)}
 ONE = "1" * 64
@@ -45,8 +46,26 @@ class Scene:
     def enrol(self) -> None:
         for site, signer in SIGNERS.items():
             self.driver.enrol(site, record_key=signer.public)
+            self.accept(site)
         for site in SIGNERS:
             self.driver.ready(site)
+
+    def accept(self, site: str, /, **changes: Any) -> None:
+        """Sign what the site takes part in, fields of the acceptance changed."""
+        manifest = changes.pop("entry", self.notary.manifest)
+        facts = {"data": None, "own_data": None, "code": ONE, "versions": VERSIONS.model_dump(),
+                 **changes.pop("facts", {})}  # fmt: skip
+        said = {
+            "site": site, "incarnation": self.driver.incarnations[site],
+            "key": SIGNERS[site].public, "manifest": digest_of_entry(manifest),
+            "facts": OwnFacts(**facts), "number": 0,
+        }  # fmt: skip
+        signer = SIGNERS[changes.pop("signer", site)]
+        statement = Acceptance(**{**said, **changes}).statement(self.notary.run)
+        request = m.StateRequest(
+            rank=m.Rank(site=site, stage=0, shard=0), statement=signer.sign(statement)
+        )
+        self.driver.core.witness.state(request)
 
     def reopen(self) -> None:
         self.notary.close()

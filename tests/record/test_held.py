@@ -14,6 +14,7 @@ from dilocox.outer.coordinator.refusals import Refused
 from dilocox.record import statements as s
 from dilocox.record.gaps import gaps
 from dilocox.record.held import Holds
+from tests.outer.coordinator.helpers import VERSIONS
 from tests.record.scene import ONE, SIGNERS, Scene
 from tests.record.test_notary import decision
 
@@ -87,12 +88,14 @@ def test_who_makes_theta_0_may_die_before_anything_is_trained(tmp_path: Path) ->
     scene = Scene(tmp_path)
     for site, signer in SIGNERS.items():
         scene.driver.enrol(site, record_key=signer.public)
+        scene.accept(site)
     held(scene, "a", "initial")
     request = m.EnrolRequest.model_construct(
-        site="a", record_key=SIGNERS["a"].public, data_digest="",
-        versions=m.Versions(dilocox="0", torch="0", python="0"),
+        site="a", record_key=SIGNERS["a"].public, data_digest=None,
+        versions=VERSIONS,
     )  # fmt: skip
     scene.notary.enrolled(request, 2)
+    scene.accept("a", incarnation=2)
     held(scene, "b", "initial", TWO)
     for site in SIGNERS:
         scene.driver.ready(site)

@@ -28,7 +28,8 @@ from tests.record.scene import KEY, OF_ALL, ONE, SIGNERS, Scene, own_digest
 def test_what_was_decided_is_in_the_log(scene: Scene) -> None:
     scene.exchange()
     assert scene.kinds() == [
-        s.MANIFEST, *[s.ENROLMENT] * 3, *[s.COMMITMENT] * 3, *[s.CONTRIBUTION] * 3, s.STEP,
+        s.MANIFEST, *[s.ENROLMENT, s.ACCEPTANCE] * 3, *[s.COMMITMENT] * 3, *[s.CONTRIBUTION] * 3,
+        s.STEP,
     ]  # fmt: skip
     course = scene.course()
     step = course.steps[KEY.text]
@@ -78,7 +79,7 @@ def test_gradients_are_not_recorded(tmp_path: Path) -> None:
     for site in "abc":
         scene.driver.vote(key, site, held=list("abc"), digests={site: ONE})
     assert scene.driver.core.state.exchanges[key.text].decision == ["a", "b", "c"]
-    assert scene.kinds() == [s.MANIFEST, *[s.ENROLMENT] * 3]
+    assert scene.kinds() == [s.MANIFEST, *[s.ENROLMENT, s.ACCEPTANCE] * 3]
 
 
 @pytest.mark.parametrize(

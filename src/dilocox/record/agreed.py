@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from dilocox.config import RunConfig, digest_of, load_written
+from dilocox.config import FORMER_DEFAULTS, RunConfig, digest_of, load_written
 from dilocox.errors import ConfigError, RecordError
 
 Values = Mapping[str, Any]
@@ -25,12 +25,30 @@ def agreed_run(path: Path, manifest: Values) -> RunConfig:
         config = load_written(path)
     except ConfigError as error:
         raise RecordError(str(error)) from None
-    agreed, resolved = manifest["config"], config.shared()
+    _check(str(path), config, config.shared(), manifest)
+    return config
+
+
+def check_own_run_file(config: RunConfig, manifest: Values) -> None:
+    """Raise `RecordError` unless a site's run file is the one of a record's `manifest`.
+
+    A key that stands at its default may have the default that it had when the run was begun.
+    """
+    resolved = config.shared()
+    chosen = config.shared(without_defaults=True)
+    for (section, key), former in FORMER_DEFAULTS.items():
+        agreed = manifest["config"].get(section, {})
+        if key not in chosen.get(section, {}) and agreed.get(key) == former:
+            resolved[section][key] = former
+    _check("this site's run file", config, resolved, manifest)
+
+
+def _check(where: str, config: RunConfig, resolved: dict[str, Any], manifest: Values) -> None:
+    agreed = manifest["config"]
     if key := first_difference(agreed, resolved, config.shared(without_defaults=True)):
-        raise RecordError(f"{path}: {key} is not what the run was begun with")
+        raise RecordError(f"{where}: {key} is not what the run was begun with")
     if digest_of(_same_keys(resolved, agreed)) != manifest["config_digest"]:
         raise RecordError("the manifest's run file is not the one with the digest that it names")
-    return config
 
 
 def first_difference(agreed: Values, resolved: Values, chosen: Values) -> str | None:

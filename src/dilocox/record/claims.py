@@ -53,8 +53,10 @@ COMMITMENTS = Claim(
 RUN_FILE = Claim(
     "run-file",
     True,
-    "run.toml is the run file that all sites had agreed on",
-    "keys that are one machine's own matter (folders, ports, devices) are not compared",
+    "run.toml is the run file that each site whose contribution counts had signed before it "
+    "signed anything else",
+    "that the run followed it; keys that are one machine's own matter (folders, ports, devices) "
+    "are not compared",
 )
 PAYLOADS = Claim(
     "payloads",
@@ -94,14 +96,15 @@ RELEASE = Claim(
 DATA = Claim(
     "data",
     False,
-    "the token files here are those that every site named when it enrolled",
+    "the token files here are those that each site whose contribution counts had signed before "
+    "it signed anything else",
     "that the sites trained on them; private token files of a site are not looked at",
 )
 CODE = Claim(
     "code",
     False,
     "this dilocox has, byte for byte, the code that the coordinator ran",
-    "what code the sites ran: they named versions only",
+    "what code the sites ran: the digest that they signed is their own word",
 )
 AUDITS = Claim(
     "audits",

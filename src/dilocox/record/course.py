@@ -19,6 +19,7 @@ from dilocox.outer.coordinator.keys import ExchangeKey
 from dilocox.outer.coordinator.plan_messages import RoundPlan
 from dilocox.outer.pieces import pieces_of
 from dilocox.record import statements as s
+from dilocox.record.acceptance import Acceptance, digest_of_entry, is_bound, run_of
 from dilocox.record.digests import digest_text
 from dilocox.record.note import NoteKey
 from dilocox.record.states import AnchorState, Attestation, RoundState, State, whole
@@ -125,6 +126,15 @@ class Course:
     """The log's key."""
     manifest: Mapping[str, Any]
     enrolments: list[Mapping[str, Any]] = field(default_factory=list)
+    acceptances: list[Acceptance] = field(default_factory=list)
+    """What sites have signed when they joined, in the log's order."""
+    accepted: set[str] = field(default_factory=set)
+    """Sites that have signed one since they were let in last."""
+    unaccepted: dict[str, int] = field(default_factory=dict)
+    """By site: the first statement that the site has signed without an acceptance under that key.
+    Sites of an older dilocox signed none."""
+    first: str = ""
+    """SHA-256, hex, of the log's first entry."""
     starts: dict[str, list[int]] = field(default_factory=dict)
     """By site: which statements of the log are its enrolments, from 0: each begins its ranks."""
     steps: dict[str, Step] = field(default_factory=dict)
@@ -163,6 +173,11 @@ class Course:
         """What all sites had agreed on."""
         found: Mapping[str, Any] = self.manifest["config"]
         return found
+
+    @property
+    def bound(self) -> bool:
+        """The run's id is the digest of its manifest."""
+        return is_bound(self.manifest)
 
     @property
     def states_every(self) -> int:
@@ -288,10 +303,10 @@ def _take(course: Course | None, keys: dict[str, str], entry: str, log: NoteKey)
         if kind != s.MANIFEST:
             raise RecordError(f"a log begins with a {s.MANIFEST}, this one with {kind}")
         s.check_signature(envelope, log.public.hex())
-        if said.get("log") != str(log) or not statement.run:
+        if said.get("log") != str(log):
             raise RecordError("the manifest names another log")
         _check_bounds(said)
-        return Course(statement.run, str(log), said)
+        return Course(run_of(entry, said), str(log), said, first=digest_of_entry(entry))
     if not statement.known:
         course.unknown += 1
         return course
@@ -303,6 +318,8 @@ def _take(course: Course | None, keys: dict[str, str], entry: str, log: NoteKey)
         if site not in keys:
             raise RecordError(f"{kind} of site {site!r}, which has not enrolled")
         signer = keys[site]
+        if kind != s.ACCEPTANCE and site not in course.accepted:
+            course.unaccepted.setdefault(site, course.read)
     s.check_signature(envelope, signer)
     if kind in (s.COMMITMENT, s.CONTRIBUTION, s.STEP) and course.begun is None:
         course.begun = course.read
@@ -341,7 +358,14 @@ def _enrolled(course: Course, keys: dict[str, str], statement: s.Statement) -> N
         raise RecordError(f"site {str(said['site'])[:40]!r}: not a name that a run file can give")
     keys[str(said["site"])] = str(said["key"])
     course.enrolments.append(said)
+    course.accepted.discard(str(said["site"]))
     course.starts.setdefault(str(said["site"]), []).append(course.read)
+
+
+def _accepted(course: Course, keys: dict[str, str], statement: s.Statement) -> None:
+    found = Acceptance.of(statement, course.read)
+    course.acceptances.append(found)
+    course.accepted.add(found.site)
 
 
 def _committed(course: Course, keys: dict[str, str], statement: s.Statement) -> None:
@@ -427,6 +451,7 @@ def _resumed(course: Course, keys: dict[str, str], statement: s.Statement) -> No
 _TAKE = {
     s.MANIFEST: _again,
     s.ENROLMENT: _enrolled,
+    s.ACCEPTANCE: _accepted,
     s.COMMITMENT: _committed,
     s.CONTRIBUTION: _contributed,
     s.STEP: _stepped,

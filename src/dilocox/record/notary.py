@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import logging
-import platform
 import secrets
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -15,9 +13,7 @@ from typing import Any
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from dilocox.config import RunConfig, digest_of
-from dilocox.data.croissant import render_croissant
-from dilocox.data.manifest import MANIFEST, read_manifest
+from dilocox.config import RunConfig
 from dilocox.errors import RecordError
 from dilocox.methods import EXCHANGE_GRADIENTS
 from dilocox.outer.calendar import boundary_slots
@@ -27,11 +23,13 @@ from dilocox.outer.coordinator.messages import EnrolRequest, Rank, RoundPlan
 from dilocox.outer.coordinator.notary import Decision
 from dilocox.outer.coordinator.refusals import Refused
 from dilocox.record import statements as s
+from dilocox.record.acceptance import Acceptance, Acceptances, run_of
 from dilocox.record.anchor import Anchor
 from dilocox.record.digests import sealed
 from dilocox.record.held import Holds, taken_apart
 from dilocox.record.log import ENTRIES, LogWriter
-from dilocox.version import __version__
+from dilocox.record.manifest import code_digest as code_digest
+from dilocox.record.manifest import manifest
 
 log = logging.getLogger(__name__)
 
@@ -40,8 +38,6 @@ REMEMBERED = 4
 record has, which then is taken again."""
 KEY_FILE = "record-key"
 """In the coordinator's folder, readable by its owner: the log's private key, hex."""
-PACKAGES = ("torch", "transformers", "numpy", "safetensors", "tokenizers")
-"""Whose versions the manifest names, beside dilocox's and Python's."""
 
 
 @dataclass
@@ -67,6 +63,7 @@ class LogNotary:
     """First round of which they are kept."""
     _filed: set[bytes] = field(default_factory=set)
     _holds: Holds = field(default_factory=Holds)
+    _acceptances: Acceptances = field(default_factory=Acceptances)
     _failure: OSError | None = None
     _told: bool = False
     _anchor: Anchor | None = None
@@ -91,19 +88,31 @@ class LogNotary:
                 "record.enabled = false"
             ) from None
         notary = cls(config, writer, s.Signer(key), on_message)
-        for entry in writer.entries:
-            notary._remember(s.opened(entry)[0])
-        if not writer.entries:
-            notary.run = secrets.token_hex(16)
-            notary._say(
-                s.MANIFEST,
-                manifest(config, str(writer.public)),
-                {"run-file": digest_of(config.shared())},
-            )
+        entries = writer.entries
+        if not entries:
+            entries = [notary._first(manifest(config, str(writer.public)))]
+            notary._write(entries[0])
             notary.sync()
+        said = s.opened(entries[0])[0].predicate
+        notary.run = run_of(entries[0], said)
+        notary._acceptances.begun(entries[0], said)
+        for entry in entries[1:]:
+            notary._remember(s.opened(entry)[0])
         if config.record.anchor:
             notary._anchor = Anchor(config.record.anchor, config.network.link_timeout)
         return notary
+
+    def _first(self, said: Mapping[str, Any]) -> str:
+        """The log's first entry, whose digest is the run's id. The nonce makes it another for every
+        run."""
+        subjects = {"run-file": said["config_digest"]}
+        nonce = secrets.token_hex(16)
+        return self.signer.sign(s.Statement(s.MANIFEST, subjects, {"nonce": nonce, **said}))
+
+    @property
+    def manifest(self) -> str:
+        """See `Notary`."""
+        return self._acceptances.manifest
 
     def close(self) -> None:
         """Cover what is there, anchor that, and let go of the log."""
@@ -185,7 +194,11 @@ class LogNotary:
         What no reader of the log could take apart is not kept: one such statement would keep all
         others from being read.
         """
-        found = self._signed(rank, statement, s.CHECKPOINT, s.ROUND, s.ANCHOR, s.ATTESTATION)
+        kinds = (s.CHECKPOINT, s.ROUND, s.ANCHOR, s.ATTESTATION, s.ACCEPTANCE)
+        found = self._signed(rank, statement, *kinds)
+        if found.kind == s.ACCEPTANCE:
+            self._accept(rank, statement, found)
+            return
         said = found.predicate
         try:
             state = taken_apart(found)
@@ -203,6 +216,17 @@ class LogNotary:
             raise Refused("refused", f"{rank}: {why}")
         self._file(statement, found)
         # It is said once: after the answer nobody would say it again.
+        self.sync()
+
+    def _accept(self, rank: Rank, text: str, statement: s.Statement) -> None:
+        try:
+            found = Acceptance.of(statement, 0)
+        except RecordError as error:
+            raise Refused("refused", f"{rank}: its signed {error}") from None
+        why = self._acceptances.why_not(found)
+        if found.site != rank.site or why is not None:
+            raise Refused("refused", f"{rank}: {why or 'accepts in the name of another site'}")
+        self._file(text, statement)
         self.sync()
 
     def planned(self, plan: RoundPlan) -> None:
@@ -267,9 +291,12 @@ class LogNotary:
 
     def _signed(self, rank: Rank, text: str, *kinds: str) -> s.Statement:
         try:
-            return s.open_signed(text, self._keys.get(rank.site, ""), run=self.run, kinds=kinds)
+            found = s.open_signed(text, self._keys.get(rank.site, ""), run=self.run, kinds=kinds)
         except RecordError as error:
             raise Refused("refused", f"{rank}: {error}") from None
+        if found.kind != s.ACCEPTANCE and self._acceptances.lacks(rank.site):
+            raise Refused("refused", f"{rank}: its site has not signed yet what it takes part in")
+        return found
 
     def _file(self, text: str, statement: s.Statement) -> None:
         """Keep what a site has signed; the same again (an answer was lost) only once."""
@@ -284,7 +311,6 @@ class LogNotary:
 
     def _remember(self, statement: s.Statement) -> None:
         predicate, kind = statement.predicate, statement.kind
-        self.run = self.run or statement.run
         if kind == s.ENROLMENT:
             self._keys[predicate["site"]] = predicate["key"]
         elif kind == s.PLAN:
@@ -305,6 +331,7 @@ class LogNotary:
                 known.clear()
             self._oldest = 0
         self._holds.remember(statement)
+        self._acceptances.remember(statement)
         if kind in s.BY_SITE:
             self._filed.add(hashlib.sha256(statement.to_bytes()).digest())
 
@@ -336,51 +363,6 @@ class LogNotary:
 def record_folder(config: RunConfig) -> Path:
     """Where a run's log is."""
     return config.folder / "record"
-
-
-def manifest(config: RunConfig, log_key: str) -> dict[str, Any]:
-    """What is known of a run when it begins."""
-    return {
-        "name": config.run.name,
-        "config": config.shared(),
-        "config_digest": digest_of(config.shared()),
-        "log": log_key,
-        "commitments": config.outer.method not in EXCHANGE_GRADIENTS,
-        "flush_states": config.record.states_every > 0,
-        "code": code_digest(),
-        "data": data_digests(config),
-        "versions": {
-            "dilocox": __version__,
-            "python": platform.python_version(),
-            **{name: importlib.metadata.version(name) for name in PACKAGES},
-        },
-    }
-
-
-def data_digests(config: RunConfig) -> dict[str, str] | None:
-    """Of the token files that all sites share: digest of their manifest, and SHA-256 of their
-    Croissant description. None where the coordinator has no token files: the sites name theirs.
-
-    Raises `DataError` for a manifest that cannot be read.
-    """
-    if not (config.data_folder / MANIFEST).exists():
-        return None
-    found = read_manifest(config.data_folder)
-    text = render_croissant(found["content"])
-    return {
-        "manifest": found["digest"],
-        "croissant": hashlib.sha256(text.encode()).hexdigest(),
-    }
-
-
-def code_digest() -> str:
-    """SHA-256 over the names and bytes of this dilocox's own source files, hex."""
-    root = Path(__file__).parents[1]
-    total = hashlib.sha256()
-    for path in sorted(root.rglob("*.py"), key=lambda path: path.relative_to(root).as_posix()):
-        name = path.relative_to(root).as_posix()
-        total.update(f"{name}\0{hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
-    return total.hexdigest()
 
 
 def commitment(

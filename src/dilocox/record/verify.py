@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 
 from dilocox.data import TokenFiles
 from dilocox.data.folder import folder_of_run
-from dilocox.errors import ConfigError, DataError, DilocoxError, RecordError
+from dilocox.errors import ConfigError, DilocoxError, RecordError
 from dilocox.methods import EXCHANGE_GRADIENTS
 from dilocox.record import claims as c
+from dilocox.record.acceptance_claims import accepted, accepted_code, accepted_data
 from dilocox.record.agreed import agreed_run
 from dilocox.record.audit_claims import Audits
 from dilocox.record.audits import FOLDER
@@ -223,7 +224,8 @@ class _Verification:
         if not path.exists():
             raise NotRunError(f"{path}: not there")
         agreed_run(path, course.manifest)
-        return f"digest {course.manifest['config_digest'][:12]}…"
+        said = accepted(course, "which run file it was")
+        return f"digest {course.manifest['config_digest'][:12]}…, {said}"
 
     def payloads(self) -> str:
         """Everything that a replay needs is there."""
@@ -461,10 +463,7 @@ class _Verification:
             raise NotRunError(f"{folder}: no token files there; say where with --data")
         files = TokenFiles.open(folder)
         files.verify(self.progress)
-        named = {str(each["data"]) for each in course.enrolments}
-        if named != {files.digest}:
-            raise DataError(f"{folder}: digest {files.digest[:12]}…, the sites named others")
-        return f"digest {files.digest[:12]}…"
+        return accepted_data(course, files.digest, str(folder))
 
     def attestations(self) -> str:
         """Evidence is there, and nobody here to judge it."""
@@ -482,7 +481,7 @@ class _Verification:
             raise NotRunError(
                 f"the run had dilocox {version} with code {theirs[:12]}…, this one has {ours[:12]}…"
             )
-        return f"digest {ours[:12]}…"
+        return f"digest {ours[:12]}…; {accepted_code(course)}"
 
 
 def _by_gradient(course: Course) -> bool:

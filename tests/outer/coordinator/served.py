@@ -13,6 +13,7 @@ from dilocox.outer.coordinator.core import Coordinator
 from dilocox.outer.coordinator.identity import Identity
 from dilocox.outer.coordinator.joining import enrol
 from dilocox.outer.coordinator.server import CoordinatorServer
+from dilocox.record.acceptance import OwnFacts, accept
 from tests.outer.coordinator.helpers import VERSIONS, Clock, run_config
 
 
@@ -83,6 +84,10 @@ class Run:
         limits = self.core.timeouts
         identity, reply = enrol(self.url, fields.pop("token"), site=site, timeouts=limits, **fields)
         self.identities[site] = identity
+        if reply.record_run:
+            said = (fields.get("data_digest"), None, "0" * 64, VERSIONS.model_dump())
+            text = accept(self.config, identity, reply.record_manifest, OwnFacts(*said))
+            self.client(site).record_state(text)
         return reply
 
     def client(self, site: str, shard: int = 0, **options: Any) -> CoordinatorClient:

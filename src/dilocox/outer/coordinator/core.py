@@ -277,6 +277,7 @@ class Coordinator:
             authority=self.authority.pem,
             epoch=views.epoch(self.state),
             record_run=self.witness.run,
+            record_manifest=self.witness.manifest,
         )
 
     def ready(self, request: m.ReadyRequest) -> m.Done:

@@ -119,6 +119,8 @@ class EnrolReply(Message):
     epoch: Epoch
     record_run: str = ""
     """The run's id in its record; empty if nothing is recorded."""
+    record_manifest: str = ""
+    """The first entry of the record's log, which the site checks and accepts before all else."""
 
 
 class ReadyRequest(Message):

@@ -54,6 +54,10 @@ class Notary(Protocol):
     run: str
     """The run's id, which every statement names."""
 
+    @property
+    def manifest(self) -> str:
+        """The log's first entry: what sites that join have to agree to."""
+
     def enrolled(self, request: EnrolRequest, incarnation: int) -> None:
         """A site is let in with this key. Raises `Refused` for a site without a usable one."""
 
@@ -113,6 +117,8 @@ class Witness:
         self._notary = notary
         self.run = "" if notary is None else notary.run
         """The run's id in its record; empty if nothing is recorded."""
+        self.manifest = "" if notary is None else notary.manifest
+        """The first entry of the record's log, whole; likewise."""
         self._barred: dict[str, set[RankKey]] = {}
         """Who has voted on an exchange without a commitment: payloads may have been sent since."""
 
