@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from dilocox.config import RunConfig, digest_of, resolve_run
+from dilocox.config import RunConfig, digest_of, load_run, resolve_run
 from dilocox.errors import DataError, RecordError
 from dilocox.outer.coordinator import messages as m
 from dilocox.outer.coordinator.identity import Identity
@@ -34,22 +34,23 @@ FACTS = OwnFacts(None, None, ONE, VERSIONS.model_dump())
 def other_manifest(signer: s.Signer, entry: str, **changes: Any) -> str:
     """Another run file and other data under a log's key, `changes` to it made."""
     said = dict(s.opened(entry)[0].predicate)
-    config = json.loads(json.dumps(said["config"]))
-    config["run"]["seed"] = 7
-    said.update(config=config, config_digest=digest_of(config), **changes)
-    return signer.sign(s.Statement(s.MANIFEST, {"run-file": digest_of(config)}, said))
+    config = {**said["config"], "run": {**said["config"]["run"], "seed": 7}}
+    said.update({"config": config, "config_digest": digest_of(config), **changes})
+    return signer.sign(s.Statement(s.MANIFEST, {"run-file": ONE}, said))
 
 
 def rewrite(run: Path, **changes: Any) -> None:
     """The run file of the folder is made to fit what the log's key has signed anew."""
+    text = (run / "run.toml").read_text(encoding="utf-8")
+    assert "\nseed = 0\n" in text
+    (run / "run.toml").write_text(text.replace("\nseed = 0\n", "\nseed = 7\n"), encoding="utf-8")
+    config = load_run(run / "run.toml").shared()
+    changes.update(config=config, config_digest=digest_of(config))
 
     def change(entries: list[str]) -> None:
         entries[0] = other_manifest(s.Signer(log_key(run)), entries[0], **changes)
 
     resign(run, change)
-    text = (run / "run.toml").read_text(encoding="utf-8")
-    assert "\nseed = 0\n" in text
-    (run / "run.toml").write_text(text.replace("\nseed = 0\n", "\nseed = 7\n"), encoding="utf-8")
 
 
 def test_an_older_record_says_that_its_run_file_is_the_coordinator_s_word(tmp_path: Path) -> None:

@@ -84,6 +84,11 @@ class PretrainedWeights:
         return [name for name in self._shapes if name != second]
 
     @property
+    def parameters(self) -> set[str]:
+        """Those of `names` that are parameters, not buffers. (Of tied weights one has a name.)"""
+        return {name for name, _ in self._model.named_parameters()} & set(self.names)
+
+    @property
     def strays(self) -> list[str]:
         """Stored names that give no tensor here: the model has no use for them, or another name
         gives the same one."""

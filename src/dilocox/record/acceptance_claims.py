@@ -9,6 +9,7 @@ from dilocox.errors import DataError, RecordError
 from dilocox.record.acceptance import Acceptance
 from dilocox.record.claims import NotRunError
 from dilocox.record.course import Course
+from dilocox.record.states import readable
 
 
 def counting(course: Course) -> list[str]:
@@ -17,6 +18,7 @@ def counting(course: Course) -> list[str]:
     return sorted(found | {state.site for state in course.states})
 
 
+@readable
 def accepted(course: Course, what: str) -> str:
     """That every site that counts has signed the manifest, for the line of a claim.
 
@@ -54,6 +56,7 @@ def _check(course: Course, found: Acceptance) -> None:
                               "says that it joined with")  # fmt: skip
 
 
+@readable
 def accepted_data(course: Course, digest: str, folder: str) -> str:
     """That the token files in `folder`, of this digest, are those that every site that counts has
     signed, for the line of the claim. Raises as `accepted` does, and `DataError`."""
@@ -68,6 +71,7 @@ def accepted_data(course: Course, digest: str, folder: str) -> str:
     return f"{text}; not the own token files of {names(private)}" if private else text
 
 
+@readable
 def accepted_code(course: Course) -> str:
     """Which sites have signed that they ran the coordinator's code, for the line of the claim."""
     there = {each.site: each.facts.code for each in course.acceptances}

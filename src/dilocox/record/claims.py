@@ -46,7 +46,8 @@ COMMITMENTS = Claim(
     "commitments",
     True,
     "each site had signed what it would contribute to an exchange before any vote on it, and with "
-    "it before any payload was sent: nobody has chosen its own after it had seen another's",
+    "it before any payload was sent, as the coordinator has it: nobody has chosen its own after it "
+    "had seen another's, but for those named as recommitted after a resume",
     "that no payload went other ways; with low-rank codecs and in `reduce` only an audit shows "
     "that a payload was made from what was committed to",
 )

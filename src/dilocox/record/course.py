@@ -17,104 +17,16 @@ from dilocox.errors import RecordError
 from dilocox.methods import EXCHANGE_GRADIENTS
 from dilocox.outer.coordinator.keys import ExchangeKey
 from dilocox.outer.coordinator.plan_messages import RoundPlan
-from dilocox.outer.pieces import pieces_of
 from dilocox.record import statements as s
 from dilocox.record.acceptance import Acceptance, digest_of_entry, is_bound, run_of
-from dilocox.record.digests import digest_text
 from dilocox.record.note import NoteKey
+from dilocox.record.recommitments import Recommitments, commitment_of
 from dilocox.record.states import AnchorState, Attestation, RoundState, State, whole
+from dilocox.record.steps import Commitment, Step
 
 _SITE = re.compile(SITE_NAME)
-
-
-@dataclass(frozen=True)
-class Step:
-    """One outer step of one fragment, as it was decided."""
-
-    key: ExchangeKey
-    flush: bool
-    attempt: int
-    tick: int
-    """Slots that had ended at its boundary."""
-    set: tuple[str, ...]
-    owners: tuple[str, ...]
-    weights: tuple[float, ...]
-    """w_i of `set`, in its order."""
-    codec: str
-    exchange: str
-    learning_rate: float
-    momentum: float
-    fragments: int
-    payloads: Mapping[str, str]
-    """SHA-256 of what counts, by `SITE/SHARD`."""
-    aggregation: str = "mean"
-    shares: tuple[tuple[tuple[int, ...], ...], ...] = ()
-    """What counts of each site of `set` by shard, in 65,536ths; empty: all of it."""
-    delay: int = 0
-    """Slots from its boundary to its landing, or to the next boundary of one of its pieces if that
-    is sooner."""
-    said: Mapping[str, Any] = field(default_factory=dict, compare=False)
-    """The whole statement, with what no replay needs: token ranges, verdicts."""
-
-    @classmethod
-    def of(cls, statement: s.Statement) -> Step:
-        """Raises `RecordError` for a statement that is not whole."""
-        said = statement.predicate
-        try:
-            key = ExchangeKey.parse(said["exchange_key"])
-            step = cls(
-                key=key,
-                flush=said["kind"] == "flush",
-                attempt=int(said["attempt"]),
-                tick=int(said["tick"]),
-                set=tuple(said["set"]),
-                owners=tuple(said["owners"]),
-                weights=tuple(float(said["weights"][site]) for site in said["set"]),
-                codec=str(said["codec"]),
-                exchange=str(said["exchange"]),
-                learning_rate=float(said["learning_rate"]),
-                momentum=float(said["momentum"]),
-                delay=int(said["delay"]),
-                fragments=int(said["fragments"]),
-                payloads={str(name): digest_text(one) for name, one in statement.subjects.items()},
-                aggregation=str(said.get("aggregation", "mean")),
-                shares=_shares(said),
-                said=said,
-            )
-            named = (int(said["round"]), int(said["stage"]), int(said["fragment"]))
-        except (KeyError, TypeError, ValueError, AttributeError):
-            raise RecordError("an outer-step statement is not whole") from None
-        if named != (key.round, key.stage, key.fragment):
-            raise RecordError(f"the outer-step statement of {key.text} names another round")
-        if not 0 <= key.fragment < step.fragments:
-            raise RecordError(f"{key.text}: no such fragment, of {step.fragments}")
-        return step
-
-    def pieces(self, number: int) -> range:
-        """Which pieces of its stage, of so many, it is of. Raises `ConfigError` if there is no such
-        fragment."""
-        return pieces_of(self.key.fragment, self.fragments, number)
-
-
-def _shares(said: Mapping[str, Any]) -> tuple[tuple[tuple[int, ...], ...], ...]:
-    shares = said.get("shares")
-    if not shares:
-        return ()
-    return tuple(
-        tuple(tuple(int(share) for share in own) for own in shares[site]) for site in said["set"]
-    )
-
-
-@dataclass(frozen=True)
-class Commitment:
-    """What a rank has signed of its contribution before payloads were sent."""
-
-    values: str
-    """SHA-256 of u, flat fp32, `sealed`."""
-    payload: str | None
-    """Of what it would send, where that follows from u alone, likewise."""
-    number: int
-    """Which statement of the log this is, from 0."""
+MOST_TYPES = 100
+"""Unknown types of statements that are named; a stranger's log may have any number of them."""
 
 
 @dataclass
@@ -149,6 +61,10 @@ class Course:
     """Statements before the latest resume."""
     resumes: list[int] = field(default_factory=list)
     """Which statements are resumes."""
+    slots: list[int] = field(default_factory=list)
+    """Which slots they go back to."""
+    recommitments: Recommitments = field(default_factory=Recommitments)
+    """What was committed to anew after a resume."""
     begun: int | None = None
     """Which statement was the first that commits to something trained, or decides on it."""
     states: list[State] = field(default_factory=list)
@@ -167,6 +83,8 @@ class Course:
     """Statements so far."""
     unknown: int = 0
     """Statements of types that this version does not know."""
+    unknown_types: set[str] = field(default_factory=set)
+    """Some of these types."""
 
     @property
     def config(self) -> Mapping[str, Any]:
@@ -309,6 +227,8 @@ def _take(course: Course | None, keys: dict[str, str], entry: str, log: NoteKey)
         return Course(run_of(entry, said), str(log), said, first=digest_of_entry(entry))
     if not statement.known:
         course.unknown += 1
+        if len(course.unknown_types) < MOST_TYPES:
+            course.unknown_types.add(statement.kind)
         return course
     if statement.run != course.run:
         raise RecordError(f"{kind} of run {statement.run[:12]!r}, this is {course.run[:12]}")
@@ -371,7 +291,7 @@ def _accepted(course: Course, keys: dict[str, str], statement: s.Statement) -> N
 def _committed(course: Course, keys: dict[str, str], statement: s.Statement) -> None:
     said, subjects = statement.predicate, statement.subjects
     key = _key_of(said)
-    found = Commitment(subjects["values"], subjects.get("payload"), course.read)
+    found = commitment_of(subjects, course.read)
     where = (key.text, str(said["site"]), int(said["shard"]))
     known = course.commitments.get(where)
     if known is None or known.number < course.since:
@@ -398,6 +318,7 @@ def _contributed(course: Course, keys: dict[str, str], statement: s.Statement) -
 
 def _stepped(course: Course, keys: dict[str, str], statement: s.Statement) -> None:
     step = Step.of(statement)
+    course.recommitments.stepped(step, course.commitments, course.shards)
     course.steps[step.key.text] = step
     course.numbers[step.key.text] = course.read
 
@@ -436,6 +357,8 @@ def _resumed(course: Course, keys: dict[str, str], statement: s.Statement) -> No
     tick = int(statement.predicate["tick"])
     course.since = course.read
     course.resumes.append(course.read)
+    course.slots.append(tick)
+    course.recommitments.resumed(tick, course.commitments, course.steps)
     course.steps = {key: step for key, step in course.steps.items() if step.tick <= tick}
     # What was signed for an exchange that begins anew is no part of it.
     course.contributions = {

@@ -66,6 +66,12 @@ class LogWriter:
             self._file.flush()
             self._tree.append(leaf_hash(data))
 
+    def lines(self) -> Iterator[str]:
+        """All entries, one after the other, as they lie on the disk. Raises `OSError`."""
+        with (self._folder / ENTRIES).open(encoding="utf-8") as file:
+            for line in file:
+                yield line.removesuffix("\n")
+
     def sync(self) -> None:
         """Return when all that was appended will survive a power cut. Raises `OSError`."""
         with self._lock:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import secrets
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,6 +30,7 @@ from dilocox.record.held import Holds, taken_apart
 from dilocox.record.log import ENTRIES, LogWriter
 from dilocox.record.manifest import code_digest as code_digest
 from dilocox.record.manifest import manifest
+from dilocox.record.recommitments import Base, Courses
 
 log = logging.getLogger(__name__)
 
@@ -63,6 +64,8 @@ class LogNotary:
     """First round of which they are kept."""
     _filed: set[bytes] = field(default_factory=set)
     _holds: Holds = field(default_factory=Holds)
+    _courses: Courses | None = None
+    """What courses of the run that were left have committed to, once it was resumed."""
     _acceptances: Acceptances = field(default_factory=Acceptances)
     _failure: OSError | None = None
     _told: bool = False
@@ -96,8 +99,13 @@ class LogNotary:
         said = s.opened(entries[0])[0].predicate
         notary.run = run_of(entries[0], said)
         notary._acceptances.begun(entries[0], said)
+        resumed = None
         for entry in entries[1:]:
-            notary._remember(s.opened(entry)[0])
+            statement = s.opened(entry)[0]
+            notary._remember(statement)
+            resumed = statement if statement.kind == s.RESUME else resumed
+        if resumed is not None:
+            notary._look_back(int(resumed.predicate["round"]), entries)
         if config.record.anchor:
             notary._anchor = Anchor(config.record.anchor, config.network.link_timeout)
         return notary
@@ -269,6 +277,21 @@ class LogNotary:
         """See `Notary`."""
         self._say(s.RESUME, {"round": round_, "tick": tick}, {})
         self.sync()
+        self._guarded(lambda: self._look_back(round_, self.writer.lines()))
+
+    def _look_back(self, round_: int, entries: Iterable[str]) -> None:
+        """The run was resumed in this round. What was committed to before is forgotten by now."""
+        # Exchanges that were in flight at the checkpoint are begun again, too.
+        oldest = round_ - REMEMBERED
+        self._courses = Courses.read_back(entries, oldest, self.config.site.shards)
+
+    def recommitted(self, rank: Rank, key: ExchangeKey, plan: RoundPlan) -> bool:
+        """See `Notary`."""
+        said = self._commitments.get(key.text, {}).get((rank.site, rank.shard))
+        if self._courses is None or said is None:
+            return False
+        base = Base.of_plan(key, plan, self.config.site.stages)
+        return self._courses.again((key.text, rank.site, rank.shard), said, base)
 
     def sync(self) -> None:
         """See `Notary`."""
@@ -332,6 +355,8 @@ class LogNotary:
             self._oldest = 0
         self._holds.remember(statement)
         self._acceptances.remember(statement)
+        if self._courses is not None and kind != s.RESUME:
+            self._courses.take(statement)
         if kind in s.BY_SITE:
             self._filed.add(hashlib.sha256(statement.to_bytes()).digest())
 
@@ -339,6 +364,8 @@ class LogNotary:
         if oldest <= self._oldest:
             return
         self._oldest = oldest
+        if self._courses is not None:
+            self._courses.forget(oldest)
         for known in (self._commitments, self._payloads):
             for key in [k for k in known if ExchangeKey.parse(k.split("#")[0]).round < oldest]:
                 del known[key]

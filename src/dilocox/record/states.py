@@ -7,14 +7,17 @@ is not whole there would keep everybody from reading the rest.
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import ParamSpec
 
 from dilocox.errors import RecordError
 from dilocox.record import statements as s
 from dilocox.record.digests import digest_text
 
+P = ParamSpec("P")
 _FORMAT = re.compile("[a-z0-9/._+-]{1,64}")
 
 
@@ -159,6 +162,20 @@ class Attestation:
             if not _FORMAT.fullmatch(kind):
                 raise ValueError(kind)
             return cls(str(said["site"]), kind, evidence)
+
+
+def readable(told: Callable[P, str]) -> Callable[P, str]:
+    """What goes wrong while statements are told is a `RecordError`: a stranger's may say anything
+    where no reader has to take it apart."""
+
+    @functools.wraps(told)
+    def line(*args: P.args, **kwargs: P.kwargs) -> str:
+        try:
+            return told(*args, **kwargs)
+        except (KeyError, TypeError, ValueError, AttributeError):
+            raise RecordError("a statement of the coordinator is not whole") from None
+
+    return line
 
 
 @contextlib.contextmanager

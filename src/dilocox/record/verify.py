@@ -17,6 +17,7 @@ from dilocox.record.agreed import agreed_run
 from dilocox.record.audit_claims import Audits
 from dilocox.record.audits import FOLDER
 from dilocox.record.claims import NotRunError
+from dilocox.record.counts import told_commitments, told_complete, told_signers
 from dilocox.record.course import Course, read_course
 from dilocox.record.files import check_other_files, check_plain_files, published_files
 from dilocox.record.gaps import broken_commitments, gaps
@@ -178,9 +179,7 @@ class _Verification:
         """Every statement is signed by whom it must be."""
         self._need_log()
         self.course = read_course(self.content.entries, NoteKey.parse(self.content.public))
-        sites = len({str(each["site"]) for each in self.course.enrolments})
-        more = f", {self.course.unknown} of unknown type" if self.course.unknown else ""
-        return f"{len(self.content.entries)} statements by the coordinator and {sites} sites{more}"
+        return told_signers(self.course)
 
     def _need_log(self) -> None:
         if c.LOG.name in self.bad:
@@ -196,12 +195,7 @@ class _Verification:
         problems = gaps(course)
         if problems:
             raise RecordError(f"{problems[0]}{_more(len(problems) - 1)}")
-        rounds = {step.key.round for step in course.steps.values()}
-        counted = sum(len(step.payloads) for step in course.steps.values())
-        return (
-            f"{len(rounds)} rounds with the flush, {len(course.steps)} outer steps, "
-            f"{counted} payloads signed"
-        )
+        return told_complete(course)
 
     def commitments(self) -> str:
         """Nobody's contribution was made from another's payload."""
@@ -214,8 +208,7 @@ class _Verification:
         problems = broken_commitments(course)
         if problems:
             raise RecordError(f"{problems[0]}{_more(len(problems) - 1)}")
-        counted = sum(len(step.payloads) for step in course.steps.values())
-        return f"{counted} contributions, each signed before the first vote on its exchange"
+        return told_commitments(course)
 
     def run_file(self) -> str:
         """`run.toml` is the run's."""
@@ -450,7 +443,11 @@ class _Verification:
             if tensor_digest(each.name, found) != each:
                 raise RecordError(f"{folder}: {each.name} is not the one that was signed")
         known = {each.name for each in signed}
-        return len(signed), [name for name in weights.names if name not in known]
+        unsigned = [name for name in weights.names if name not in known]
+        trained = [name for name in unsigned if name in weights.parameters]
+        if trained:
+            raise RecordError(f"{folder}: nobody has signed {trained[0]}{_more(len(trained) - 1)}")
+        return len(signed), unsigned
 
     def data(self) -> str:
         """The token files are those that the sites named."""

@@ -447,6 +447,7 @@ class Coordinator:
             request.digests.get(rank.site),
             {site: own.model_dump(exclude_defaults=True) for site, own in request.opinions.items()},
             committed,
+            self.witness.recommitted(self.state, exchange, request),
         )  # fmt: skip
         self.record(event, request.key)
 

@@ -153,6 +153,8 @@ def evidence(state: CoordinatorState, exchange: Exchange, voters: list[RankKey])
         } if outer else {},
         earlier=frozenset() if before is None else before.digests,
         uncommitted=[site for site in sites if not all(vote.committed for vote in votes[site])],
+        recommitted=[site for site in sites if any(vote.recommitted for vote in votes[site])],
+        robust=admission.gate or admission.aggregation != "mean",
         withdrawn=withdrawn,
         missing=[site for site in sites if site not in (*whole, *withdrawn)],
         training=outer and state.plans[exchange.round].kind == "train",

@@ -207,6 +207,8 @@ class Voted(OfRank):
     """An `Opinion` as JSON by site."""
     committed: bool = True
     """The payload is the one that its rank had committed to, as far as the run demands it."""
+    recommitted: bool = False
+    """Its rank had committed to another one before a resume."""
 
 
 @dataclass(frozen=True)

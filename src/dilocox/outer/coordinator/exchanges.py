@@ -28,6 +28,8 @@ class Vote:
     opinions: Mapping[str, Opinion] = field(default_factory=dict)
     committed: bool = True
     """Its own payload is the one that it had committed to before any was sent."""
+    recommitted: bool = False
+    """It had committed to another one before a resume."""
 
 
 @dataclass

@@ -47,6 +47,10 @@ class Evidence:
     """SHA-256 of the payloads of this fragment's exchange before."""
     uncommitted: Sequence[str] = ()
     """Sites whose payload is not the one that they had committed to."""
+    recommitted: Sequence[str] = ()
+    """Sites that had committed to another contribution before the run was resumed."""
+    robust: bool = False
+    """Contributions are compared: by the aggregation, or by the gate."""
     withdrawn: Sequence[str] = ()
     """Sites that do not let their contribution count."""
     missing: Sequence[str] = ()
@@ -78,17 +82,23 @@ def judge(given: Evidence) -> Judgement:
     codes.update(_of_bytes(given, settled))
     codes.update({site: "equivocation" for site in given.whole if _equivocates(site, given)})
     codes.update({site: "uncommitted" for site in given.whole if site in given.uncommitted})
+    again = [site for site in _admitted(codes) if site in given.recommitted]
+    if given.robust and 2 * len(again) <= len(_admitted(codes)):
+        # If it is most of them, the machines are others than before, and not a site's choice.
+        codes.update(dict.fromkeys(again, "recommitted"))
     usual = given.usual
     if given.tolerance is not None:
-        left = {site: settled[site] for site in given.whole if codes[site] == "admitted"}
+        left = {site: settled[site] for site in _admitted(codes)}
         usual, worse = _gated(left, given.tolerance, given.usual)
         codes.update(dict.fromkeys(worse, "loss"))
-    chosen = [site for site in given.whole if codes[site] == "admitted"]
+    chosen = _admitted(codes)
     copied = _copied(given, chosen)
     verdicts: dict[str, Verdict] = {}
     for site, found in settled.items():
         # Zeros are equal at all who send them: nobody needs to copy those.
         flags = _flags(found, site in copied and found.code != "zero")
+        if site in given.recommitted:
+            flags.append("recommitted")
         verdicts[site] = Verdict(
             code=codes[site], flags=flags, norm=found.norm, cosine=found.cosine, gain=found.gain
         )
@@ -97,6 +107,10 @@ def judge(given: Evidence) -> Judgement:
     for site in given.withdrawn:
         verdicts[site] = Verdict(code="withdrawn")
     return Judgement(chosen, verdicts, _all_shares(given, chosen), usual)
+
+
+def _admitted(codes: Mapping[str, Code]) -> list[str]:
+    return [site for site, code in codes.items() if code == "admitted"]
 
 
 def _about(site: str, voters: Iterable[Opinions]) -> list[Opinion]:

@@ -88,6 +88,10 @@ class Notary(Protocol):
         Raises `Refused` unless the statement says just that and the site's key has signed it.
         """
 
+    def recommitted(self, rank: Rank, key: ExchangeKey, plan: RoundPlan) -> bool:
+        """Whether a rank has committed to another contribution than before a resume, to an
+        exchange of this plan that the run repeats as it was."""
+
     def contributions(self, key: ExchangeKey, attempt: int) -> Mapping[tuple[str, int], str]:
         """SHA-256 of the payloads of an attempt that are kept, by (site, shard)."""
 
@@ -200,6 +204,16 @@ class Witness:
         if (rank.site, rank.shard) not in there:
             self._barred.setdefault(request.key, set()).add(voter)
         return committed
+
+    def recommitted(
+        self, state: CoordinatorState, exchange: Exchange, request: VoteRequest
+    ) -> bool:
+        """Whether a vote is for a contribution that its rank has committed to after a resume, and
+        not before it."""
+        key = ExchangeKey.parse(request.key)
+        if self._notary is None or key.kind != "outer" or request.phase == "done":
+            return False
+        return self._notary.recommitted(request.rank, key, state.plans[exchange.round])
 
     def _in_time(
         self,

@@ -274,8 +274,9 @@ class CoordinatorState(Facts):
         else:
             opinions = {s: Opinion.model_validate(o) for s, o in event.opinions.items()}
             vote = Vote(
-                list(event.held), event.contributes, event.digest, opinions, event.committed
-            )
+                list(event.held), event.contributes, event.digest, opinions, event.committed,
+                event.recommitted,
+            )  # fmt: skip
             exchange.votes[rank] = vote
 
     def _broke(self, event: e.Broke) -> None:

@@ -19,13 +19,14 @@ Code = Literal[
     "malformed",
     "not-finite",
     "uncommitted",
+    "recommitted",
     "equivocation",
     "zero",
     "duplicate",
     "stale",
     "loss",
 ]
-Flag = Literal["copied", "large", "small", "against"]
+Flag = Literal["copied", "large", "small", "against", "recommitted"]
 WHOLE = 65536
 """A share of one; shares are in this unit."""
 MILLI = 1000
