@@ -86,6 +86,20 @@ def test_buffers_that_nobody_signs_are_named(tmp_path: Path) -> None:
     assert found.reason.endswith(told)
 
 
+def test_a_parameter_that_nobody_signs_fails(tmp_path: Path) -> None:
+    """It could hold anything: nothing that was signed leads to it."""
+    folder = tmp_path / "model"
+    config = CONFIG_MAPPING[ROUTED["model_type"]](**ROUTED)
+    model = AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(folder)
+    trained = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    left_out = next(name for name in trained if name.endswith("norm.weight"))
+    del trained[left_out]
+    found = judged(folder, folder, trained=trained)
+    assert found.verdict == "FAIL"
+    assert found.reason.endswith(f"nobody has signed {left_out}")
+
+
 def shards(folder: Path) -> list[Path]:
     return sorted(folder.glob("model-*.safetensors"))
 
