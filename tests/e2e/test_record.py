@@ -64,7 +64,7 @@ def test_a_recorded_run_is_verified(recorded: Path, capsys: pytest.CaptureFixtur
     report = verify(Places(recorded), lambda what, share: None)
     assert {f.claim.name: f.verdict for f in report.findings} == dict.fromkeys(
         ("log", "signatures", "complete", "commitments", "run-file", "payloads", "replay", "model",
-         "data", "code"), "PASS",
+         "data", "code", "start"), "PASS",
     )  # fmt: skip
     assert report.exit_code == 0
     assert report.rounds == 3
@@ -314,7 +314,17 @@ INCOMPLETE = {"complete": "FAIL", "commitments": "NOT_RUN", "replay": "NOT_RUN"}
 UNSIGNED = {
     "signatures": "FAIL",
     **dict.fromkeys(
-        ("complete", "commitments", "run-file", "payloads", "replay", "model", "data", "code"),
+        (
+            "complete",
+            "commitments",
+            "run-file",
+            "payloads",
+            "replay",
+            "model",
+            "data",
+            "code",
+            "start",
+        ),
         "NOT_RUN",
     ),
 }
@@ -323,6 +333,8 @@ DISHONEST: dict[str, tuple[Change, dict[str, str]]] = {
         said_again(s.MANIFEST, lambda p, _: p.update(config_digest="0" * 64), number=0),
         UNSIGNED),
     "other run file and data": (other_run, UNSIGNED),
+    "another seed": (
+        said_again(s.MANIFEST, lambda p, _: p["config"]["run"].update(seed=1), number=0), UNSIGNED),
     "acceptance gone": (drop(s.ACCEPTANCE), {"run-file": "FAIL", "data": "FAIL"}),
     "acceptance by the log's key": (said_again(s.ACCEPTANCE, lambda *_: None), UNSIGNED),
     "joined with other data": (

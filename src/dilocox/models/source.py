@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
+import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -54,6 +56,25 @@ def open_weights(model: ModelSection, hf_config: PretrainedConfig, seed: int) ->
         folder = locate_weights(model.path, model.revision)
         return PretrainedWeights(folder, hf_config)
     return FreshWeights(hf_config, seed)
+
+
+FRESH_WEIGHTS = 1
+"""Version of how `FreshWeights` makes values of a seed: to be raised with every change of them."""
+
+
+def fresh_facts() -> dict[str, Any]:
+    """All that the bits of `FreshWeights` hang on beside the model and the seed.
+
+    PyTorch draws other bits of a number on other instruction sets, and other numbers in other
+    versions; transformers says how each module is initialised.
+    """
+    return {
+        "fresh": FRESH_WEIGHTS,
+        "torch": importlib.metadata.version("torch"),
+        "transformers": importlib.metadata.version("transformers"),
+        "machine": platform.machine(),
+        "instructions": torch.backends.cpu.get_cpu_capability(),
+    }
 
 
 class FreshWeights:

@@ -59,6 +59,13 @@ RUN_FILE = Claim(
     "that the run followed it; keys that are one machine's own matter (folders, ports, devices) "
     "are not compared",
 )
+START = Claim(
+    "start",
+    False,
+    "theta_0 is, bit for bit, what the run file says that the run began from: the weights that "
+    "run.seed gives, or those of model.path",
+    "where the weights of model.path come from; that files which you name with --start are those",
+)
 PAYLOADS = Claim(
     "payloads",
     True,
@@ -130,7 +137,7 @@ ATTESTATIONS = Claim(
 )
 CLAIMS = (
     LOG, SIGNATURES, COMPLETE, COMMITMENTS, RUN_FILE, PAYLOADS, REPLAY, HISTORY, MODEL, RELEASE,
-    DATA, CODE, AUDITS, BEACON, ATTESTATIONS,
+    DATA, CODE, START, AUDITS, BEACON, ATTESTATIONS,
 )  # fmt: skip
 """`history` is judged only of a run whose `record.keep` lets old payloads go;
 `audits` and `beacon` are judged only of a run that keeps states for audits, `release` only of a

@@ -43,6 +43,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", type=Path, metavar="FOLDER", help="the model, if not RUN/model")
     parser.add_argument("--data", type=Path, metavar="FOLDER", help="token files to check, too")
     parser.add_argument(
+        "--start", type=Path, metavar="FOLDER",
+        help="the model that the run began from (model.path), if it is not where the run file says",
+    )  # fmt: skip
+    parser.add_argument(
         "--key", metavar="NAME+HASH+KEY", help="the log's key, as its owner has told it to you"
     )
     parser.add_argument(
@@ -84,6 +88,7 @@ def run(options: argparse.Namespace) -> int:
                 stores,
                 options.model,
                 options.data,
+                options.start,
                 options.key,
                 options.seen,
                 options.release_key,

@@ -21,6 +21,7 @@ from torch import Tensor
 from dilocox import timeline
 from dilocox.compression.rounding import is_bf16, round_to_bf16
 from dilocox.errors import DilocoxError, RecordError
+from dilocox.models.source import fresh_facts
 from dilocox.outer.anchor_state import AnchorCopy
 from dilocox.outer.attempt import Contribution, Outcome
 from dilocox.outer.coordinator.keys import ExchangeKey
@@ -207,6 +208,7 @@ class RankRecord:
                     "round": round_,
                     "kind": kind,
                     "files": dict(files or {}),
+                    **({"class": fresh_facts()} if kind == "initial" else {}),
                 }
                 statement = s.Statement(s.CHECKPOINT, subjects, {"run": author.run, **said})
                 self._coordinator.record_state(author.signer.sign(statement))

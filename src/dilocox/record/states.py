@@ -10,8 +10,8 @@ import contextlib
 import functools
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import ParamSpec
+from dataclasses import dataclass, field
+from typing import Any, ParamSpec
 
 from dilocox.errors import RecordError
 from dilocox.record import statements as s
@@ -40,6 +40,9 @@ class State:
     published: tuple[str, str] | None = None
     """Of `final`, published in another dtype: root and list of the tensors as they were published,
     as `root` and `listing` are of the state."""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """Of `initial`: what its bits hang on where they come from a seed, as the site says (see
+    `fresh_facts`)."""
 
     @classmethod
     def of(cls, statement: s.Statement, number: int) -> State:
@@ -59,6 +62,7 @@ class State:
                     if "published" in subjects
                     else None
                 ),
+                facts=dict(said.get("class", {})),
             )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,7 @@ from dilocox.record.claims import NotRunError
 from dilocox.record.counts import told_commitments, told_complete, told_signers
 from dilocox.record.course import Course, read_course
 from dilocox.record.files import check_other_files, check_plain_files, published_files
+from dilocox.record.further import further
 from dilocox.record.gaps import broken_commitments, gaps
 from dilocox.record.log import LogContent, check_grown, check_log, read_log
 from dilocox.record.notary import code_digest
@@ -52,6 +54,8 @@ class Places:
     """The published model, if it is not the run folder's."""
     data: Path | None = None
     """Token files, if they are not where the run file says."""
+    start: Path | None = None
+    """What the reader knows to be `model.path`; none: what this machine has under that name."""
     key: str | None = None
     """The log's key, as it was told some other way."""
     seen: Path | None = None
@@ -116,6 +120,8 @@ class _Verification:
         if self.places.release_key is not None or is_released(self._model_folder()):
             checks.append((c.RELEASE, self.release))
         checks += [(c.DATA, self.data), (c.CODE, self.code)]
+        agreed = partial(self._need, c.LOG, c.SIGNATURES)
+        checks += further(agreed, self._listing, self._get, self.places.start, self.progress)
         findings = [self._judge(claim, check) for claim, check in checks]
         course = self.course
         if course is not None and course.keep != "all":

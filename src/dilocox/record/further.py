@@ -1,0 +1,37 @@
+"""Claims of `dilocox verify` that need the log and more than the record: what a run began from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dilocox.record import claims as c
+from dilocox.record.course import Course
+from dilocox.record.states import State
+
+if TYPE_CHECKING:
+    from dilocox.record.digests import TensorDigest
+
+Check = tuple[c.Claim, Callable[[], str]]
+
+
+def further(
+    course: Callable[[], Course],
+    listing: Callable[[State], Sequence[TensorDigest]],
+    get: Callable[[str], bytes],
+    start: Path | None,
+    progress: Callable[[str, float], None],
+) -> list[Check]:
+    """Each claim with what judges it.
+
+    `course`: what the log says, or `NotRunError`. `listing`: the tensors of a signed state. `get`:
+    an object of the stores. `start`: the model that the run began from, where the reader names it.
+    """
+
+    def begun() -> str:
+        from dilocox.record.start import Start
+
+        return Start(course(), listing, get, start, progress).judge()
+
+    return [(c.START, begun)]
