@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from dilocox.errors import DilocoxError, ExchangeError, RunOverError, TrainingError
 from dilocox.outer.coordinator.messages import Entering
 from dilocox.outer.entry import Donor, Snapshot, digest_of, fetch
+from dilocox.outer.first_state import FirstState, OtherStartError
 from dilocox.outer.groups import PeerGroup
 from dilocox.outer.pending import Counts
 
@@ -122,7 +123,10 @@ class Newcomer:
         entry: Entering,
         form_group: FormGroup,
         patience: float,
+        first: FirstState | None = None,
     ):
+        """`first`: judges theta_0, of a run that begins; None for a run that has begun."""
+        self._first, self._rounded = first, False
         self._trainer = trainer
         self._entry = entry
         self._form_group = form_group
@@ -263,6 +267,8 @@ class Newcomer:
             log.warning("%s is gone: fetching from %s", self._entry.donor, donor)
             self._entry = self._entry.model_copy(update={"donor": donor})
             self._thread = self._fetch()
+        elif isinstance(error, OtherStartError):
+            raise error
         elif error is not None and (not isinstance(error, ExchangeError) or since > self._patience):
             raise TrainingError(f"entering the run failed: {error}")
 
@@ -282,6 +288,21 @@ class Newcomer:
         return None
 
     def _take(self, number: int, snapshot: Snapshot) -> None:
+        self._check_first(snapshot)
         with self._lock:
             if number == self._tries:
                 self._arrived.append(snapshot)
+
+    def _check_first(self, snapshot: Snapshot) -> None:
+        """Raise `OtherStartError` for a theta_0 that is not what the run file says, before this
+        site says that it is ready. A difference as between processors is told once."""
+        if self._first is None:
+            return
+        trainer, state = self._trainer, self._trainer.rank.states[snapshot.piece]
+        starting = trainer.control.news.phase == "starting"
+        off = self._first.difference(snapshot, state.anchor, state.momentum, starting)
+        if off and not self._rounded:
+            self._rounded, text = True, self._first.rounding(off)
+            log.warning("%s", text)
+            if trainer.rank.place.leads:
+                trainer.client.report(0, {"text": text}, kind="warning")

@@ -41,6 +41,7 @@ from dilocox.outer.coordinator.identity import Identity
 from dilocox.outer.coordinator.messages import Checkpoint, Entering
 from dilocox.outer.coordinator.messages import Rank as RankName
 from dilocox.outer.coordinator.timeouts import Timeouts
+from dilocox.outer.first_state import FirstState
 from dilocox.outer.loop import OuterLoop
 from dilocox.outer.tunnel import Tunnel, open_tunnel
 from dilocox.outer.worker import ExchangeWorker
@@ -377,7 +378,7 @@ def _beside_training(rank: Rank) -> Callable[[], None] | None:
 
 def _enter(trainer: Trainer, network: Network, timeouts: Timeouts) -> Newcomer | None:
     """Take up a checkpoint, be the founder, or begin to fetch from a donor."""
-    news = trainer.control.news
+    news, first = trainer.control.news, None
     if news.phase == "starting":
         found = _last_complete(trainer.client.checkpoints())
         if found is not None and trainer.keeper.load(trainer, found):
@@ -394,16 +395,19 @@ def _enter(trainer: Trainer, network: Network, timeouts: Timeouts) -> Newcomer |
             )
             trainer.client.fail(reason)
             raise RunOverError(reason)
+        if found is None and trainer.config.model.handover:
+            take_momentum(trainer.rank, str(trainer.config.model.path))
         if news.donor is None:
-            if trainer.config.model.handover:
-                take_momentum(trainer.rank, str(trainer.config.model.path))
             trainer.client.ready()
             return None
+        if found is None:
+            stored = trainer.config.model.path is not None and trainer.config.model.pretrained
+            first = FirstState(trainer.me, news.donor, stored)
     entry = next(
         (e for e in news.entering if e.site == trainer.me),
         Entering(site=trainer.me, incarnation=0, donor=None, from_round=0),
     )
-    return Newcomer(trainer, entry, network.pair, trainer.donor_patience)
+    return Newcomer(trainer, entry, network.pair, trainer.donor_patience, first)
 
 
 def _last_complete(checkpoints: list[Checkpoint]) -> Checkpoint | None:

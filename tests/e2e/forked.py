@@ -34,6 +34,7 @@ import dilocox.api
 from dilocox import checkpoint, cli, launch, model_files  # noqa: F401 - imported once, for all
 from dilocox.assembly import Batches, Sequences
 from dilocox.lab.netns import enter_namespace
+from dilocox.models.source import FreshWeights
 from dilocox.outer.coordinator.client import CoordinatorClient
 from dilocox.outer.entry import Donor, Snapshot
 from dilocox.outer.groups import PeerGroup
@@ -216,6 +217,18 @@ def poisoning() -> dict[str, Any]:
     return {}
 
 
+def other_start() -> dict[str, Any]:
+    """Paris, which founds the run, makes another theta_0 than the others."""
+    made = FreshWeights.tensor
+
+    def tensor(source: FreshWeights, name: str) -> torch.Tensor:
+        value = made(source, name)
+        return value * 1.5 + 0.01 if me().startswith("paris") else value
+
+    FreshWeights.tensor = tensor  # type: ignore[method-assign]
+    return {}
+
+
 def played_device() -> dict[str, Any]:
     """The CPU is taken for a device with streams."""
     play_device(pytest.MonkeyPatch())
@@ -279,6 +292,7 @@ HOOKS: dict[str, Callable[[], dict[str, Any]]] = {
     "replica-dies": replica_dies,
     "slow-steps": slow_steps,
     "late-at-the-flush": late_at_the_flush,
+    "other-start": other_start,
     "played-device": played_device,
     "lacks-a-kernel": lacks_a_kernel,
     "out-of-memory": out_of_memory,
