@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from dilocox.config import RunConfig, load_run, resolve_run
+from dilocox.config import RunConfig, load_run, load_written, resolve_run
 from dilocox.model_files import export, generate, model_folder
 
 if TYPE_CHECKING:
@@ -56,4 +56,23 @@ def train(
     from dilocox.site import mean_cross_entropy
 
     hooks = Hooks(dataset, loss or mean_cross_entropy, on_evaluation)
+    config = _with_permission(config, bool(hooks.replaced), resume)
     return train_here(config, hooks, resume=resume, overwrite=overwrite, debug=debug, trace=trace)
+
+
+def _with_permission(config: RunConfig, replaced: bool, resume: bool) -> RunConfig:
+    """`config` whose sites may have code of their own (`own_code`) if it is `replaced`.
+
+    A run that is resumed goes on with the permissions that it was begun with.
+    """
+    permitted = {name for name, own in config.sites.items() if own.own_code}
+    if resume and (config.folder / "run.toml").exists():
+        begun = load_written(config.folder / "run.toml").sites
+        permitted |= {name for name, own in begun.items() if own.own_code}
+    elif replaced:
+        permitted = set(config.sites)
+    sites = {
+        name: own.model_copy(update={"own_code": name in permitted})
+        for name, own in config.sites.items()
+    }
+    return config.model_copy(update={"sites": sites})

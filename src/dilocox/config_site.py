@@ -171,6 +171,9 @@ class SiteOverride(Section):
     say it count as 1. Not set at any site: measured. Used with `control.steps = "by-speed"`."""
     data: str | None = None
     """Folder of this site's own token files (private text): its own space of token ranges."""
+    own_code: bool = False
+    """This site may replace loss or data by code of its own (`dilocox.train`, which writes this
+    itself). An audit cannot repeat its rounds. Without this, an audit of such a site is a FAIL."""
     interface: str | None = None
     """Network interface that the exchange binds to."""
     advertise: str | None = None

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dilocox.assembly import Place
+from dilocox.audit.documents import UNFIT, DocumentError, absent, replaced, unfit
 from dilocox.audit.replay import Progress, RankJob, RankReplay
 from dilocox.audit.starting import under_way, wrong_start
 from dilocox.config import RunConfig
@@ -112,6 +113,8 @@ def judge(case: Case, site: str, round_: int, repeat: Repeat, progress: Progress
             replays = repeat([_job(case, each, plan) for each in began], progress)
         except MissingError as error:
             raise _missing(case, round_, error) from None
+        except DocumentError as error:
+            raise JudgedError(*unfit(case.course, site, error)) from None
         except DilocoxError as error:
             raise JudgedError("NOT_RUN", f"the round cannot be repeated here: {error}") from None
         found = _compared(case.config, site, round_, plan, began, replays)
@@ -171,7 +174,9 @@ def _began(case: Case, site: str, place: Place, round_: int) -> _Began:
     if state.number > min(decisions):
         raise JudgedError("FAIL", f"{place} has signed its state only after what was made from it")
     start = _document(case.get, state, place)
-    missing = next((each for each in start.tensors if not _there(case.get, each.sha256)), None)
+    missing, wrong = absent(start, case.get)
+    if wrong is not None:
+        raise JudgedError("FAIL", f"{place}: {wrong}")
     if missing is not None and _dropped(case, round_):
         keep = case.course.config["record"]["states_keep"]
         what = f"the states of {keep} rounds are kept (record.states_keep), newer ones than this"
@@ -244,25 +249,19 @@ def _missing(case: Case, round_: int, error: MissingError) -> JudgedError:
     )
 
 
-def _there(get: Get, digest: str) -> bool:
-    try:
-        get(digest)
-    except RecordError:
-        return False
-    return True
-
-
 def _check_begun(case: Case, began: Sequence[_Began]) -> None:
     for each in began:
         if each.start.replaced:
-            what = " and ".join(each.start.replaced)
-            raise JudgedError("NOT_RUN", f"the site's own program replaces {what}")
+            raise JudgedError(*replaced(case.course, each.place.site, each.start.replaced))
         try:
             wrong = wrong_start(case.course, each.place, each.state, each.start, case.get, case.has)
         except MissingError as error:
             raise _missing(case, each.state.round, error) from None
         except DilocoxError as error:
             raise JudgedError("NOT_RUN", str(error)) from None
+        except UNFIT as error:
+            what = f"{each.place}: its state is not one of this run ({error})"
+            raise JudgedError("FAIL", what) from None
         if wrong:
             raise JudgedError("MISMATCH", f"{each.place}: before the first step {wrong}", -1)
 

@@ -15,11 +15,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dilocox.assembly import Batches, Blueprint, Hooks, Place, Rank, build_rank
+from dilocox.audit.documents import UNFIT, DocumentError, check_tensors
 from dilocox.audit.exchanges import PayloadCheck, RecordedExchanges
 from dilocox.config import RunConfig
 from dilocox.data import TokenFiles
 from dilocox.determinism import facts_here
-from dilocox.errors import RecordError
+from dilocox.errors import CheckpointError, ExchangeError, RecordError
 from dilocox.outer.control import RankControl
 from dilocox.outer.coordinator.client import CoordinatorClient
 from dilocox.outer.coordinator.messages import PlanReply, RoundPlan
@@ -220,14 +221,15 @@ def _repeat(job: RankJob, rank: Rank, progress: Progress) -> RankReplay:
 
 
 def _take_up(trainer: Trainer, job: RankJob, get: Get) -> None:
+    check_tensors(job.start, capture_round(trainer)[0])
     tensors = {each.name: load_tensor(each, get) for each in job.start.tensors}
     if trainer.rank.mesh.device.type != "cuda":
         tensors.pop("random/cuda", None)
     try:
         restore_round(trainer, tensors, job.start.state, job.plan.first_tick)
-    except (KeyError, TypeError, ValueError, RuntimeError) as error:
-        raise RecordError(f"{job.place}: its state is not one of this run ({error})") from None
-    trainer.outer.take_up_again()
+        trainer.outer.take_up_again()
+    except (*UNFIT, CheckpointError, ExchangeError) as error:
+        raise DocumentError(f"its state is not one of this run ({error})") from None
 
 
 _OWN = ("residual", "reference", "previous", "own")

@@ -28,7 +28,7 @@ class Audits:
     """Public randomness by round, as the reader has looked it up."""
 
     def verdicts(self) -> str:
-        """Every verdict is about this log's states, and none is bad.
+        """Every verdict is about this log's states, none is bad, and a round of every site is good.
 
         Those of a course that the run has left say nothing of it: their rounds are not audited.
         """
@@ -44,16 +44,48 @@ class Audits:
                 f"round {first.round} of {first.site}: {first.verdict}, {first.reason}{others}"
             )
         good = {(s.verdict.round, s.verdict.site) for s in signed if s.verdict.verdict in GOOD}
-        due = sum(len(sites_of(self.course, round_)) for round_ in due_rounds(self.course))
+        due = Counter(site for r in due_rounds(self.course) for site in sites_of(self.course, r))
         if not good:
-            raise NotRunError(f"none of {due} rounds of sites that keep states was audited")
+            raise NotRunError(f"none of {due.total()} rounds of sites that keep states was audited")
+        by_site = self._by_site(due, Counter(site for _, site in good), signed)
         counts = Counter(each.verdict.verdict for each in signed)
         said = ", ".join(f"{count} {verdict}" for verdict, count in sorted(counts.items()))
         keys = sorted({each.auditor for each in signed})
         names = ", ".join(f"{key[:12]}…" for key in keys)
         old = len(everything) - len(signed)
         since = f"; {old} more of what was trained anew since" if old else ""
-        return f"{len(good)} of {due} rounds of sites that keep states: {said}, by {names}{since}"
+        return (
+            f"{len(good)} of {due.total()} rounds of sites that keep states: {said}, by {names}; "
+            f"good, {by_site}{since}"
+        )
+
+    def _by_site(
+        self, due: Mapping[str, int], good: Mapping[str, int], signed: Sequence[Signed]
+    ) -> str:
+        """How many of the rounds that are `due` are `good`, by site.
+
+        Raises `NotRunError` naming a site with none, whose rounds the run file lets be audited.
+        """
+        parts, unseen = [], []
+        for site, count in sorted(due.items()):
+            found, why = good.get(site, 0), self._exempt(site)
+            parts.append(f"{site} {found} of {count}{f' ({why})' if why and not found else ''}")
+            if not found and not why:
+                unseen.append(site)
+        told = f"of the verdicts in this folder: {', '.join(parts)}"
+        if unseen:
+            own = [each.verdict for each in signed if each.verdict.site == unseen[0]]
+            why = f": {own[0].verdict}, {own[0].reason}" if own else ""
+            who = " or ".join(unseen)
+            raise NotRunError(f"no round of {who} was found good; good, {told}{why}")
+        return told
+
+    def _exempt(self, site: str) -> str:
+        """Why no round of a site can be audited, by the run file that all sites agreed on."""
+        own = self.course.config["sites"].get(site, {})
+        return "text of its own" if own.get("data") else (
+            "code of its own" if own.get("own_code") else ""
+        )  # fmt: skip
 
     def beacon(self) -> str:
         """What was to be audited was, and public randomness said so."""
