@@ -54,9 +54,9 @@ from chaos_run import HEARTBEAT, HUB, RATE, SITES, SMALL_DISK, HangError, Run
 from dilocox.errors import JoinError
 from dilocox.lab import LabError, Network, why_not
 from dilocox.lab.netns import inside
-from dilocox.outer.coordinator.identity import JoinToken
 from dilocox.outer.coordinator.joining import enrol
 from dilocox.outer.coordinator.timeouts import Timeouts
+from dilocox.outer.coordinator.tokens import JoinToken
 
 BEFORE = 3
 """Rounds of all sites together before a fault."""
@@ -129,7 +129,8 @@ def disk_full(run: Run, _site: str, _draw: random.Random) -> None:
 def rogue(run: Run, site: str, _draw: random.Random) -> None:
     """A stranger knocks. Raises `HangError` if it is let in."""
     host, port = run.address.rsplit(":", 1)
-    token = (run.config.folder / "coordinator" / "token").read_text(encoding="ascii").strip()
+    tokens = run.config.folder / "coordinator" / "tokens"
+    token = (tokens / site).read_text(encoding="ascii").strip()
     forged = JoinToken(JoinToken.parse(token).fingerprint, "0" * 32)
     with inside(run.network.namespace(HUB)):
         with socket.create_connection((host, int(port)), timeout=5.0) as noise:

@@ -114,7 +114,7 @@ class Run:
 
     def join(self, site: str) -> None:
         """The join line of a site."""
-        token = self.config.folder / "coordinator" / "token"
+        token = self.config.folder / "coordinator" / "tokens" / site
         place = f"run.folder={self.folder(site)}/{{name}}"
         self._start(
             site, "join", self.address, "--site", site, "--run-file", str(self.file),

@@ -161,7 +161,7 @@ def _site(
     with _logged(folder / f"{site}.log"):
         identity, _ = enrol(
             endpoint.url,
-            endpoint.token,
+            endpoint.tokens[site],
             site=site,
             run_digest=config.digest(),
             stages=case.stages,

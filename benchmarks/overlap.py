@@ -191,7 +191,7 @@ class Run:
         for site in config.sites:
             place = f"run.folder={root / site}/{{name}}"
             arguments = ["join", address, "--site", site, "--run-file", str(file)]
-            arguments += ["--token-file", token]
+            arguments += ["--token-file", str(Path(token).with_name(site))]
             self._begin(network, site, cores[site], *arguments, "--set", host, "--set", place)
 
     def _begin(self, network: Network, host: str, cores: set[int] | None, *arguments: str) -> None:

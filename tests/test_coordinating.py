@@ -28,7 +28,7 @@ def test_the_printed_join_line_can_be_typed(
 ) -> None:  # fmt: skip
     def serve(*_: object, on_ready: Any, **__: object) -> dict[str, Any]:
         (tmp_path / "coordinator").mkdir()
-        on_ready(Endpoint(url, "secret", "operator"))
+        on_ready(Endpoint(url, {"paris": "secret", "lyon": "other"}, "operator"))
         return {"phase": "stopped", "reason": "", "summary": {}}
 
     monkeypatch.setattr(coordinating, "serve_run", serve)
@@ -49,4 +49,5 @@ def test_the_printed_join_line_can_be_typed(
         assert words[:2] == ["dilocox", "join"]
         assert host_and_port(f"https://{words[2]}") == place
         assert words[4] == site
+        assert words[-2:] == ["--token-file", str(tmp_path / "coordinator" / "tokens" / site)]
     assert any("time-out" in line or "heartbeat" in line for line in lines[4:]) == verbose

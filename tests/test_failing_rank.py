@@ -57,7 +57,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def run() -> tuple[Any, float]:
         begin = time.monotonic()
-        endpoint = Endpoint("https://localhost:1", "token", "")
+        endpoint = Endpoint("https://localhost:1", {"paris": "token"}, "")
         ended = site_process.run_site(config, "paris", endpoint, Hooks(), False, tmp_path, True)
         assert told == [ended.reason]
         return ended, time.monotonic() - begin
@@ -99,7 +99,7 @@ def under_a_launcher(folder: Path, grouped: bool) -> None:
     launched.meeting_place = lambda *_: contextlib.nullcontext(dist.HashStore())  # type: ignore
     launched.run_rank = lambda *_: 1  # type: ignore[assignment]
     variables = RankVariables(1, 2, 1, 2, "127.0.0.1", "1")
-    endpoint = Endpoint("https://localhost:1", "token", "")
+    endpoint = Endpoint("https://localhost:1", {"paris": "token"}, "")
     code = launched.join_as_rank(
         config, "paris", endpoint, variables, lambda: None, lambda: None, False
     )

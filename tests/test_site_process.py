@@ -41,7 +41,7 @@ def test_sites_of_one_machine_have_ranks_of_different_numbers(
     monkeypatch.setattr(site_process, "enrol_site", lambda *_: None)
     monkeypatch.setattr(site_process, "check_ports", lambda *_: None)
     monkeypatch.setattr(site_process, "_watch", lambda *_: site_process.Ended(0))
-    endpoint = Endpoint("https://localhost:1", "token", "")
+    endpoint = Endpoint("https://localhost:1", {}, "")
     for site in ("lyon", "rome", "paris"):
         site_process.run_site(config, site, endpoint, Hooks(), False, tmp_path, shared)
     numbers = [job.local_rank for job in jobs]

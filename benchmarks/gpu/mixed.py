@@ -35,8 +35,8 @@ def _train(context: Context, path: Path) -> Outcome:
         hub = runs.begin("coordinator", path, log=context.folder / "coordinator.log")
         started.append(hub)
         endpoint = folder / "coordinator" / "endpoint.json"
-        token = folder / "coordinator" / "token"
-        runs.until(lambda: endpoint.exists() and token.exists(), hub, 60.0)
+        tokens = folder / "coordinator" / "tokens"
+        runs.until(lambda: endpoint.exists() and tokens.exists(), hub, 60.0)
         url = json.loads(endpoint.read_text(encoding="utf-8"))["url"]
         for site, device in SITES.items():
             env = dict(os.environ)
@@ -46,7 +46,7 @@ def _train(context: Context, path: Path) -> Outcome:
             started.append(
                 runs.begin(
                     "join", url.removeprefix("https://"), "--site", site, "--run-file", path,
-                    "--token-file", token, log=log, env=env,
+                    "--token-file", tokens / site, log=log, env=env,
                 )
             )  # fmt: skip
         codes = [each.wait(runs.LONGEST) for each in reversed(started)]

@@ -133,8 +133,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     join.add_argument(
         "--token-file", type=Path, metavar="FILE",
-        help="file with the join token, a copy of RUN_FOLDER/coordinator/token (else: the "
-        "variable DILOCOX_TOKEN, else a prompt)",
+        help="file with the site's join token, a copy of RUN_FOLDER/coordinator/tokens/SITE (else: "
+        "the variable DILOCOX_TOKEN, else a prompt)",
     )  # fmt: skip
     join.add_argument(
         "--set", dest="overrides", metavar="section.key=value", action="append", default=[],

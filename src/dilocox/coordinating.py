@@ -16,10 +16,11 @@ from dilocox.errors import ConfigError, TrainingError
 from dilocox.outer.controller.candidates import Menu
 from dilocox.outer.coordinator.audit import audit
 from dilocox.outer.coordinator.client import CoordinatorClient
-from dilocox.outer.coordinator.identity import Identity, write_private
+from dilocox.outer.coordinator.identity import Identity
 from dilocox.outer.coordinator.ledger import Ledger
 from dilocox.outer.coordinator.serving import Endpoint, serve
 from dilocox.outer.coordinator.timeouts import Timeouts
+from dilocox.outer.coordinator.tokens import FOLDER as TOKENS
 from dilocox.outer.coordinator.transport import host_and_port
 from dilocox.payloads import payload_sizes
 from dilocox.record.notary import LogNotary
@@ -27,9 +28,7 @@ from dilocox.recorder import Record, Recorder
 from dilocox.tokenizer_check import check_trained_tokenizer
 
 ENDPOINT = "endpoint.json"
-"""In the coordinator's folder, readable by its owner: address, join token, operator's identity."""
-JOIN_FILE = "token"
-"""Beside it, readable by its owner: the join token alone, to be copied to the sites."""
+"""In the coordinator's folder, readable by its owner: address, join tokens, operator's identity."""
 LEDGER = "ledger.json"
 """In the run's folder: who was given which token ranges, written at the end."""
 
@@ -66,19 +65,18 @@ def coordinate(
 
     def ready(endpoint: Endpoint) -> None:
         (folder / "run.toml").write_text(config.to_toml(), encoding="utf-8")
-        token = folder / "coordinator" / JOIN_FILE
-        write_private(token, f"{endpoint.token}\n".encode())
+        tokens = folder / "coordinator" / TOKENS
         # With the brackets of an IPv6 address, as `dilocox join` wants it.
         address = endpoint.url.removeprefix("https://")
         display.line(f"coordinator of run {config.run.name} on {address}; at each site run")
         sets = [part for item in overrides for part in ("--set", item)]
         for site in config.sites:
             words = ["dilocox", "join", address, "--site", site]
-            words += ["--run-file", str(run_file), *sets, "--token-file", str(token)]
+            words += ["--run-file", str(run_file), *sets, "--token-file", str(tokens / site)]
             display.line(f"  {shlex.join(words)}")
         display.line(
-            f"with a copy of {token} there, readable by its owner only: who holds it may join "
-            "(without --token-file it is asked for)"
+            f"each with a copy of its own file of {tokens}, readable by its owner only: who holds "
+            "it may join as that site (without --token-file it is asked for)"
         )
         if verbose:
             display.line(Timeouts.derive(config.network).table())

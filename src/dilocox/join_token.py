@@ -35,8 +35,8 @@ def read_token(
         except (OSError, UnicodeDecodeError) as error:
             reason = getattr(error, "strerror", None) or "not a text"
             raise JoinError(
-                f"token file {file}: cannot be read ({reason}); copy RUN_FOLDER/coordinator/token "
-                "from the coordinator's machine"
+                f"token file {file}: cannot be read ({reason}); copy "
+                "RUN_FOLDER/coordinator/tokens/SITE from the coordinator's machine"
             ) from None
     said = (os.environ if environment is None else environment).get(VARIABLE)
     if said is not None:
@@ -45,7 +45,7 @@ def read_token(
         ask = getpass.getpass
     if ask is None:
         raise JoinError(
-            f"token: missing; give --token-file FILE (a copy of RUN_FOLDER/coordinator/token), set "
-            f"{VARIABLE}, or start this at a terminal and paste it"
+            "token: missing; give --token-file FILE (a copy of RUN_FOLDER/coordinator/tokens/SITE)"
+            f", set {VARIABLE}, or start this at a terminal and paste it"
         )
     return ask("join token: ").strip()

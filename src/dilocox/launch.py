@@ -202,8 +202,9 @@ def _run_here(
         endpoint = _first_word(ours, coordinator, display)
         (folder / "run.toml").write_text(config.to_toml(), encoding="utf-8")
         for site in config.sites:
+            own = endpoint.of(site)
             sites[site] = processes.start(
-                _site_in_child, config, site, endpoint, hooks, debug, folder, trace, name=site
+                _site_in_child, config, site, own, hooks, debug, folder, trace, name=site
             )
         display.start()
         end = _watch(ours, coordinator, sites, endpoint, config, display)
@@ -459,7 +460,7 @@ def join(
         return join_as_rank(
             config,
             site,
-            Endpoint(url, token, ""),
+            Endpoint(url, {site: token}, ""),
             variables,
             lambda: _check_site(config, site, None, variables.local_world),
             lambda: fetch_weights(config),
@@ -472,7 +473,7 @@ def join(
     if hint is not None:
         display.line(hint)
     shared = (config.folder / "coordinator" / ENDPOINT).exists()
-    endpoint = Endpoint(url, token, "")
+    endpoint = Endpoint(url, {site: token}, "")
     try:
         code = keep_site(config, site, endpoint, Hooks(), debug, config.folder, shared, trace)
         if code == 0:

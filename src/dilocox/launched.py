@@ -72,7 +72,7 @@ def join_as_rank(
             variables.world,
             check if variables.rank == 0 else fetch,
             lambda: enrol_site(config, site, endpoint).to_text(),
-            Seal(endpoint.token, site),
+            Seal(endpoint.tokens[site], site),
         )
         job = RankJob(
             config=config,

@@ -140,7 +140,7 @@ def enrol_site(config: RunConfig, site: str, endpoint: Endpoint) -> Identity:
     versions, data = installed_versions(), TokenFiles.open(config.data_folder).digest
     identity, reply = enrol(
         endpoint.url,
-        endpoint.token,
+        endpoint.tokens[site],
         site=site,
         run_digest=config.digest(),
         stages=config.site.stages,

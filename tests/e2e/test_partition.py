@@ -84,11 +84,11 @@ def test_the_side_with_the_coordinator_goes_on_if_it_has_min_sites(
         )
         run.until(lambda: run.printed().count("dilocox join") == len(SITES), LONG)
         address = re.findall(r"dilocox join (\S+) ", run.printed())[0]
-        token = str(run.folder / "coordinator" / "token")
+        tokens = run.folder / "coordinator" / "tokens"
         for site in SITES:
             words_there = ["join", address, "--site", site, "--run-file", *words]
             forge.command(
-                workshop, "partition", *words_there, "--token-file", token,
+                workshop, "partition", *words_there, "--token-file", str(tokens / site),
                 namespace=network.namespace(site),
             )  # fmt: skip
         all_go_on(run)

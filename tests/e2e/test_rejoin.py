@@ -18,10 +18,8 @@ def join_again(workshop: Workshop, run: Run, site: str, *sets: str) -> Run:
     endpoint = json.loads((run.folder / "coordinator" / "endpoint.json").read_text())
     address = endpoint["url"].removeprefix("https://")
     file, *overrides = workshop.run_file(run.folder.name, *sets)
-    token = run.folder.parent / f"{run.folder.name}-token"
-    token.write_text(endpoint["token"])
     arguments = ["join", address, "--site", site, "--run-file", file, *overrides]
-    arguments += ["--token-file", str(token)]
+    arguments += ["--token-file", str(run.folder / "coordinator" / "tokens" / site)]
     joined = Run(arguments, run.folder)
     workshop.runs.append(joined)
     return joined

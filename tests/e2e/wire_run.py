@@ -114,7 +114,8 @@ def run(network: Network, file: Path, config: RunConfig, sites: list[str]) -> No
     token = _token(log)
     address = f"{network.address('hub')}:{token[0]}"
     for site in sites:
-        started.append(processes.start(_site, network, file, site, address, token[1], name=site))
+        own = token[1].with_name(site).read_text().strip()
+        started.append(processes.start(_site, network, file, site, address, own, name=site))
     processes.end(started, grace=LIMIT)
     failed = [process.name for process in started if process.exitcode != 0]
     if failed:
@@ -135,13 +136,13 @@ def _site(network: Network, file: Path, site: str, address: str, token: str) -> 
     sys.exit(join(config, site=site, address=address, token=token, debug=False))
 
 
-def _token(log: Path) -> tuple[str, str]:
+def _token(log: Path) -> tuple[str, Path]:
     deadline = time.monotonic() + LIMIT
     while time.monotonic() < deadline:
         text = log.read_text(encoding="utf-8") if log.exists() else ""
         found = re.search(r"dilocox join \S+:(\d+) .*--token-file (\S+)", text)
         if found:
-            return found[1], Path(found[2]).read_text().strip()
+            return found[1], Path(found[2])
         time.sleep(0.02)
     sys.exit(f"the coordinator did not start\n{log.read_text(errors='replace')}")
 

@@ -202,8 +202,8 @@ class Site:
         self.me, self.told, self.round = me, Told(), 0
         limits = self.limits = Timeouts.derive(config.network)
         identity, _ = enrol(
-            endpoint.url, endpoint.token, site=me, run_digest=config.digest(), stages=1, shards=1,
-            timeouts=limits,
+            endpoint.url, endpoint.tokens[me], site=me, run_digest=config.digest(),
+            stages=1, shards=1, timeouts=limits,
         )  # fmt: skip
         self.client = CoordinatorClient(
             endpoint.url, identity, limits, RankName(site=me, stage=0, shard=0)

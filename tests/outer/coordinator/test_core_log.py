@@ -23,12 +23,12 @@ def test_restart_replays_and_gives_time_to_come_back(driver: Driver) -> None:
     key = OUTER(0, 0, 0)
     driver.begin(key, "a")
     driver.vote(key, "a", held=list("abc"))
-    before, token = driver.core.state, str(driver.core.authority.token)
+    before, token = driver.core.state, str(driver.core.tokens.of("a"))
     with pytest.raises(TrainingError, match="another coordinator is running"):
         Coordinator(driver.config, driver.folder)
     driver.reopen()
     assert driver.core.state == before
-    assert str(driver.core.authority.token) == token
+    assert str(driver.core.tokens.of("a")) == token
     driver.clock.time += 9
     driver.core.expire()
     assert driver.core.state.live == ["a", "b", "c"]
@@ -42,7 +42,13 @@ def test_restart_replays_and_gives_time_to_come_back(driver: Driver) -> None:
 
 
 def test_private_files_are_private(driver: Driver) -> None:
-    for name in ("secret", "authority.pem", "server.pem", "operator.json", "coordinator.sqlite"):
+    for name in (
+        "token-secret",
+        "authority.pem",
+        "server.pem",
+        "operator.json",
+        "coordinator.sqlite",
+    ):
         assert (driver.folder / name).stat().st_mode & 0o077 == 0, name
 
 

@@ -49,7 +49,7 @@ def test_join_gives_an_identity(run: Run, tmp_path: Path) -> None:
 
 
 def test_join_refusals_are_one_line(run: Run) -> None:
-    token = run.core.authority.token
+    token = run.core.tokens.of("a")
     with pytest.raises(JoinError, match="not a join token"):
         run.enrol("a", token="dilocox1-nonsense")
     wrong = str(token)[:-1] + ("0" if token.secret[-1] != "0" else "1")
@@ -73,7 +73,7 @@ def test_wrong_secret_never_leaves_for_another_server(run: Run, tmp_path: Path) 
     try:
         with pytest.raises(JoinError, match="certificate is not the one of this run"):
             enrol(
-                other.url, str(run.core.authority.token), site="a",
+                other.url, run.token("a"), site="a",
                 run_digest=run.config.digest(), versions=VERSIONS, stages=1, shards=1,
                 timeouts=run.core.timeouts,
             )  # fmt: skip
@@ -388,7 +388,7 @@ def test_serve_until_the_run_is_over_and_resume(tmp_path: Path) -> None:
         assert ready.wait(20)
         assert Endpoint.load(tmp_path / "ready.json") == endpoint[-1]
         identity, _ = enrol(
-            endpoint[-1].url, endpoint[-1].token, site="a", run_digest=config.digest(),
+            endpoint[-1].url, endpoint[-1].tokens["a"], site="a", run_digest=config.digest(),
             stages=1, shards=1, versions=VERSIONS, timeouts=Timeouts.derive(config.network),
         )  # fmt: skip
         timeouts = Timeouts.derive(config.network)

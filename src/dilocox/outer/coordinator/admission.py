@@ -7,20 +7,24 @@ import hmac
 from dilocox.outer.coordinator.messages import EnrolRequest
 from dilocox.outer.coordinator.refusals import Refused
 from dilocox.outer.coordinator.state import CoordinatorState
+from dilocox.outer.coordinator.tokens import SiteTokens, mend
 from dilocox.version import __version__
 
 
-def check_admission(state: CoordinatorState, token: str, request: EnrolRequest) -> None:
+def check_admission(state: CoordinatorState, tokens: SiteTokens, request: EnrolRequest) -> None:
     """Raise `Refused` unless the request is one of a site of this run. Nothing about the run is
-    told to a caller without the token."""
-    if not hmac.compare_digest(request.token.encode(), token.encode()):
-        raise Refused(
-            "join", "token: not this run's; copy the file coordinator/token of its run folder again"
-        )
+    told to a caller without a token."""
     site = request.site
-    if request.site not in state.sites:
+    holder = tokens.holder(request.token, state.token_issues)
+    if holder is None:
+        raise Refused("join", tokens.unknown(request.token, site))
+    if site not in state.sites:
         known = ", ".join(state.sites)
         raise Refused("join", f"site {site}: not in the run file; use one of: {known}")
+    if holder != site:
+        raise Refused(
+            "join", f"token: that of site {holder}, which does not admit {site}; {mend(site)}"
+        )
     if not hmac.compare_digest(request.run_digest, state.digest):
         raise Refused(
             "join",

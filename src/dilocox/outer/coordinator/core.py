@@ -38,6 +38,7 @@ from dilocox.outer.coordinator.state import CoordinatorState
 from dilocox.outer.coordinator.store import Store
 from dilocox.outer.coordinator.stragglers import overdue
 from dilocox.outer.coordinator.timeouts import Timeouts
+from dilocox.outer.coordinator.tokens import SiteTokens
 
 _TOPICS: dict[type[e.Event], tuple[str, ...]] = {
     e.Started: ("plan",),
@@ -97,6 +98,7 @@ class Coordinator:
         self.log = EventLog(folder)
         try:
             self.authority = Authority(folder, server_names(config.network))
+            self.tokens = SiteTokens(folder, self.authority.fingerprint)
             self._open(payloads)
         except BaseException:
             self.log.close()
@@ -243,7 +245,7 @@ class Coordinator:
 
     def enrol(self, request: m.EnrolRequest) -> m.EnrolReply:
         """Admit a site, or say why not."""
-        check_admission(self.state, str(self.authority.token), request)
+        check_admission(self.state, self.tokens, request)
         state = self.state.sites[request.site]
         digest = hashlib.sha256(request.csr.encode()).hexdigest()
         if state.role not in ("absent", "gone"):
@@ -268,6 +270,12 @@ class Coordinator:
         self.witness.enrolled(request, incarnation)
         self.record(event)
         return self._admission(request.site)
+
+    def hand_out(self) -> dict[str, str]:
+        """Write the files with the join tokens; the tokens, by site."""
+        issues = self.state.token_issues
+        self.tokens.write(issues)
+        return {name: str(self.tokens.of(name, issue)) for name, issue in issues.items()}
 
     def _admission(self, site: str) -> m.EnrolReply:
         state = self.state.sites[site]

@@ -83,6 +83,11 @@ class Facts:
         """What the run goes on from, or went on from last; none if it began anew."""
         return self.checkpoints.get(self.first_tick) if self.first_tick else None
 
+    @property
+    def token_issues(self) -> dict[str, int]:
+        """By site: which of its join tokens is in force, from 0."""
+        return {name: site.token_issue for name, site in self.sites.items()}
+
     def with_role(self, *roles: str) -> list[str]:
         """Sites with one of these roles, run file order."""
         return [site.name for site in self.sites.values() if site.role in roles]

@@ -1,9 +1,9 @@
-"""Keys, certificates and the join token: who is who on the control plane.
+"""Keys and certificates: who is who on the control plane.
 
 The run has its own certificate authority. A site's certificate names the site (CN) and its
-incarnation (serialNumber); the coordinator's own tools have incarnation 0. The join token carries
-the SHA-256 of the server's certificate, so that a joiner knows the server before it says the
-secret.
+incarnation (serialNumber); the coordinator's own tools have incarnation 0. Join tokens
+(`tokens.py`) carry the SHA-256 of the server's certificate, so that a joiner knows the server
+before it says its token.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import hashlib
 import ipaddress
 import json
 import os
-import re
 import secrets
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -73,30 +72,6 @@ class Identity:
             ) from None
 
 
-@dataclass(frozen=True)
-class JoinToken:
-    """What the operator hands to a site: `dilocox1-FINGERPRINT-SECRET`, both hex."""
-
-    fingerprint: str
-    secret: str
-
-    def __str__(self) -> str:
-        return f"dilocox1-{self.fingerprint}-{self.secret}"
-
-    def __repr__(self) -> str:
-        return f"JoinToken({self.fingerprint[:8]}...)"
-
-    @classmethod
-    def parse(cls, text: str) -> JoinToken:
-        """Raises `JoinError` for anything that is not a token."""
-        match = re.fullmatch(r"dilocox1-([0-9a-f]{64})-([0-9a-f]{32})", text.strip())
-        if match is None:
-            raise JoinError(
-                "token: not a join token; copy coordinator/token of the coordinator's run folder"
-            )
-        return cls(match[1], match[2])
-
-
 def server_names(network: NetworkSection) -> list[str]:
     """Names and addresses that the coordinator's certificate is for."""
     names = [network.host, network.advertise, "localhost", "127.0.0.1"]
@@ -136,13 +111,11 @@ class Authority:
         self.certificate_path = folder / "server.pem"
         self._authority_path = folder / "authority.pem"
         self._operator_path = folder / "operator.json"
-        secret_path = folder / "secret"
-        # The secret is written last: without it the folder is not complete and is made anew.
-        if not secret_path.exists():
+        # The operator's identity is written last: without it the folder is made anew.
+        if not self._operator_path.exists():
             folder.mkdir(parents=True, exist_ok=True)
             folder.chmod(0o700)
             self._create(hosts)
-            write_private(secret_path, secrets.token_hex(16).encode())
         bundle = self._authority_path.read_bytes()
         key = serialization.load_pem_private_key(bundle, password=None)
         assert isinstance(key, ec.EllipticCurvePrivateKey)
@@ -150,7 +123,6 @@ class Authority:
         self._certificate = x509.load_pem_x509_certificate(bundle)
         server = x509.load_pem_x509_certificate(self.certificate_path.read_bytes())
         self.fingerprint = server.fingerprint(hashes.SHA256()).hex()
-        self.token = JoinToken(self.fingerprint, secret_path.read_text().strip())
 
     @property
     def pem(self) -> str:

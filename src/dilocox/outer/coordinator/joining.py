@@ -13,11 +13,11 @@ from dilocox.outer.coordinator import messages as m
 from dilocox.outer.coordinator.errors import CoordinatorError, CoordinatorUnreachableError
 from dilocox.outer.coordinator.identity import (
     Identity,
-    JoinToken,
     new_record_key,
     new_request,
 )
 from dilocox.outer.coordinator.timeouts import Timeouts
+from dilocox.outer.coordinator.tokens import JoinToken
 from dilocox.outer.coordinator.transport import Transport, pool_of_stranger
 from dilocox.version import __version__
 

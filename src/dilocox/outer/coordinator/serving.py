@@ -9,7 +9,7 @@ import signal
 import socket
 import threading
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from dilocox.config import RunConfig
@@ -35,14 +35,21 @@ class Endpoint:
 
     url: str
     """`https://HOST:PORT` under the address that other machines use."""
-    token: str
+    tokens: dict[str, str]
+    """Join tokens by site: all of them at the coordinator, its own at a site."""
     operator: str
     """File with the `Identity` of the coordinator's own tools (status, stop)."""
+
+    def of(self, site: str) -> Endpoint:
+        """What one site has to know."""
+        return replace(self, tokens={site: self.tokens[site]})
 
     @classmethod
     def load(cls, path: str | Path) -> Endpoint:
         """Read a ready file that `serve` wrote."""
-        return cls(**json.loads(Path(path).read_text(encoding="utf-8")))
+        said = json.loads(Path(path).read_text(encoding="utf-8"))
+        # One of an earlier dilocox has the token of all sites, which admits nobody any more.
+        return cls(said["url"], dict(said.get("tokens", {})), said["operator"])
 
 
 def serve(
@@ -109,7 +116,7 @@ def serve(
                 name = f"[{name}]"
             endpoint = Endpoint(
                 f"https://{name}:{bound}",
-                str(coordinator.authority.token),
+                coordinator.hand_out(),
                 str(coordinator.authority.operator_path),
             )
             if ready_file is not None:

@@ -22,6 +22,8 @@ class SiteState:
     """Of an active site: whose state it had last entered with; None for a founder."""
     distrusts: set[str] = field(default_factory=set)
     """Donors with whose state it held another anchor than most: it enters from others first."""
+    token_issue: int = 0
+    """So many of its join tokens are void."""
     request: str = ""
     certificate: str = ""
     ready: set[tuple[int, int]] = field(default_factory=set)

@@ -53,6 +53,7 @@ class CoordinatorState(Facts):
             certificate=event.certificate,
             metrics=self.sites[event.site].metrics,
             distrusts=self.sites[event.site].distrusts,
+            token_issue=self.sites[event.site].token_issue,
         )
         if self.running:
             # What its predecessor measured was perhaps measured on another machine.
