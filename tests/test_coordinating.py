@@ -9,9 +9,33 @@ from typing import Any
 import pytest
 
 from dilocox import coordinating
-from dilocox.config import resolve_run
+from dilocox.config import RunConfig, resolve_run
 from dilocox.outer.coordinator.serving import Endpoint
 from dilocox.outer.coordinator.transport import host_and_port
+
+
+def coordinate(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, endpoint: Endpoint, verbose: bool = False
+) -> RunConfig:
+    """The command's own lines, with nothing served."""
+
+    def serve(*_: object, on_ready: Any, **__: object) -> dict[str, Any]:
+        (folder / "coordinator").mkdir()
+        on_ready(endpoint)
+        return {"phase": "stopped", "reason": "", "summary": {}}
+
+    monkeypatch.setattr(coordinating, "serve_run", serve)
+    monkeypatch.setattr(coordinating, "payload_sizes", lambda *_: None)
+    monkeypatch.setattr(coordinating.Display, "summary", lambda *_: None)
+    config = resolve_run(
+        {"run": {"folder": str(folder)}, "model": {"architecture": {"model_type": "qwen3"}},
+         "sites": {"paris": {}, "lyon": {}}}
+    )  # fmt: skip
+    coordinating.coordinate(
+        config, run_file=Path("run.toml"), overrides=[], wait_for=None, resume=False,
+        verbose=verbose,
+    )  # fmt: skip
+    return config
 
 
 @pytest.mark.parametrize(
@@ -26,22 +50,8 @@ def test_the_printed_join_line_can_be_typed(
     url: str, place: tuple[str, int], verbose: bool,
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    def serve(*_: object, on_ready: Any, **__: object) -> dict[str, Any]:
-        (tmp_path / "coordinator").mkdir()
-        on_ready(Endpoint(url, {"paris": "secret", "lyon": "other"}, "operator"))
-        return {"phase": "stopped", "reason": "", "summary": {}}
-
-    monkeypatch.setattr(coordinating, "serve_run", serve)
-    monkeypatch.setattr(coordinating, "payload_sizes", lambda *_: None)
-    monkeypatch.setattr(coordinating.Display, "summary", lambda *_: None)
-    config = resolve_run(
-        {"run": {"folder": str(tmp_path)}, "model": {"architecture": {"model_type": "qwen3"}},
-         "sites": {"paris": {}, "lyon": {}}}
-    )  # fmt: skip
-    coordinating.coordinate(
-        config, run_file=Path("run.toml"), overrides=[], wait_for=None, resume=False,
-        verbose=verbose,
-    )  # fmt: skip
+    tokens = {"paris": "secret", "lyon": "other"}
+    config = coordinate(tmp_path, monkeypatch, Endpoint(url, tokens, "operator"), verbose)
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].endswith("; at each site run")
     for line, site in zip(lines[1:3], config.sites, strict=True):
@@ -51,3 +61,14 @@ def test_the_printed_join_line_can_be_typed(
         assert words[4] == site
         assert words[-2:] == ["--token-file", str(tmp_path / "coordinator" / "tokens" / site)]
     assert any("time-out" in line or "heartbeat" in line for line in lines[4:]) == verbose
+
+
+def test_a_banned_site_has_no_join_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    coordinate(tmp_path, monkeypatch, Endpoint("https://a:1", {"lyon": "other"}, "operator"))
+    lines = capsys.readouterr().out.splitlines()
+    assert "join" not in lines[1].split("(")[0]
+    assert "site paris is banned; dilocox leave " in lines[1]
+    assert "--site paris --unban" in lines[1]
+    assert "dilocox join a:1 --site lyon" in lines[2]

@@ -27,6 +27,7 @@ examples:
   dilocox coordinator run.toml               (prints the join line for every site)
   dilocox join HOST:PORT --site lyon --run-file run.toml --token-file token
   dilocox leave runs/run --site lyon         (after its round; where the coordinator runs)
+  dilocox leave runs/run --site lyon --ban   (at once and for good)
   dilocox handover runs/run --to start       (to go on with other sites, stages or shards)
   dilocox plan examples/two-sites.toml --gpu h100-80g:2 --link 1gbit
   dilocox data prepare run.toml
@@ -150,9 +151,18 @@ def _parser() -> argparse.ArgumentParser:
         "run_folder", type=Path, metavar="RUN_FOLDER", help="the coordinator's run folder"
     )
     leave.add_argument("--site", required=True, help="name of the site")
-    leave.add_argument(
+    kinds = leave.add_mutually_exclusive_group()
+    kinds.add_argument(
         "--now", action="store_true", help="at once: its round is given to the others"
     )
+    kinds.add_argument(
+        "--ban", dest="change", action="store_const", const="ban",
+        help="at once and for good: its join token is void, and nobody may join by its name",
+    )  # fmt: skip
+    kinds.add_argument(
+        "--unban", dest="change", action="store_const", const="unban",
+        help="take a ban back: with a new token, in coordinator/tokens, the site may join again",
+    )  # fmt: skip
     leave.set_defaults(call=_leave)
 
     handing = commands.add_parser(
@@ -310,7 +320,7 @@ def _join(options: argparse.Namespace) -> int:
 def _leave(options: argparse.Namespace) -> int:
     from dilocox.coordinating import leave
 
-    print(leave(options.run_folder, options.site, options.now))
+    print(leave(options.run_folder, options.site, options.now, options.change))
     return 0
 
 

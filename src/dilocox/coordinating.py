@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from dilocox import preflight
 from dilocox.config import RunConfig, load_written
@@ -71,6 +71,10 @@ def coordinate(
         display.line(f"coordinator of run {config.run.name} on {address}; at each site run")
         sets = [part for item in overrides for part in ("--set", item)]
         for site in config.sites:
+            if site not in endpoint.tokens:
+                again = f"dilocox leave {shlex.quote(str(folder))} --site {site} --unban"
+                display.line(f"  (site {site} is banned; {again} lets it join again)")
+                continue
             words = ["dilocox", "join", address, "--site", site]
             words += ["--run-file", str(run_file), *sets, "--token-file", str(tokens / site)]
             display.line(f"  {shlex.join(words)}")
@@ -100,8 +104,10 @@ def coordinate(
     return 0 if end["phase"] == "finished" else 130
 
 
-def leave(folder: Path, site: str, now: bool) -> str:
+def leave(folder: Path, site: str, now: bool, change: Literal["ban", "unban"] | None) -> str:
     """`dilocox leave`: take a site out of the run in `folder`; what becomes of it, in one line.
+
+    `change`: for good, with its join token, or let it in again.
 
     To be called where the coordinator runs, by who may read its folder. Raises `DilocoxError`.
     """
@@ -117,6 +123,8 @@ def leave(folder: Path, site: str, now: bool) -> str:
     patience = replace(timeouts, coordinator=timeouts.heartbeat)
     client = CoordinatorClient(endpoint.url, Identity.load(endpoint.operator), patience)
     try:
+        if change is not None:
+            return client.change_standing(site, change)
         return client.retire(site, "asked to by the operator", now=now)
     finally:
         client.close()

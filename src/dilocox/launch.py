@@ -201,7 +201,7 @@ def _run_here(
     try:
         endpoint = _first_word(ours, coordinator, display)
         (folder / "run.toml").write_text(config.to_toml(), encoding="utf-8")
-        for site in config.sites:
+        for site in endpoint.tokens:
             own = endpoint.of(site)
             sites[site] = processes.start(
                 _site_in_child, config, site, own, hooks, debug, folder, trace, name=site

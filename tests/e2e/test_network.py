@@ -79,9 +79,17 @@ def test_who_may_not_join(workshop: Workshop) -> None:
     assert second.wait() == 1
     assert "lyon" in second.printed()
     assert "taken" in second.printed() or "already" in second.printed()
+    # A member that is banned goes, and joins no more.
+    ban = workshop.forge.command(
+        workshop, run.folder.name, "leave", str(run.folder), "--site", "lyon", "--ban"
+    )
+    assert ban.wait() == 0, ban.output()
+    assert "its join token is void" in ban.printed()
+    assert first.wait() == 1, first.output()
+    assert "site lyon: banned by the operator" in first.printed()
+    assert "lyon is banned by the operator" in run.printed()
     run.interrupt()
     assert run.wait() == 130, run.output()
-    first.wait()
 
 
 def test_ranks_of_torchrun_join(workshop: Workshop) -> None:

@@ -6,6 +6,7 @@ import hmac
 
 from dilocox.outer.coordinator.messages import EnrolRequest
 from dilocox.outer.coordinator.refusals import Refused
+from dilocox.outer.coordinator.site_state import BANNED
 from dilocox.outer.coordinator.state import CoordinatorState
 from dilocox.outer.coordinator.tokens import SiteTokens, mend
 from dilocox.version import __version__
@@ -25,6 +26,8 @@ def check_admission(state: CoordinatorState, tokens: SiteTokens, request: EnrolR
         raise Refused(
             "join", f"token: that of site {holder}, which does not admit {site}; {mend(site)}"
         )
+    if state.sites[site].standing.banned:
+        raise Refused("join", f"site {site}: {BANNED}; ask there why")
     if not hmac.compare_digest(request.run_digest, state.digest):
         raise Refused(
             "join",

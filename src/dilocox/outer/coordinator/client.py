@@ -101,6 +101,11 @@ class CoordinatorClient:
         request = m.RetireRequest(site=site, reason=_line(reason), now=now)
         return self._post("retire", request, m.RetireReply).text
 
+    def change_standing(self, site: str, change: Literal["ban", "unban"]) -> str:
+        """Ban a name, or take that back; one line on what becomes of it. For the operator."""
+        request = m.StandingRequest(site=site, change=change)
+        return self._post("standing", request, m.RetireReply).text
+
     def depart(self) -> None:
         """This rank of a leaving site owes the run nothing any more."""
         self._post("depart", m.DepartRequest(rank=self.rank), m.Done)

@@ -33,6 +33,7 @@ from dilocox.outer.coordinator.reports import Report as Report
 from dilocox.outer.coordinator.reports import Reports
 from dilocox.outer.coordinator.resume import resume_point
 from dilocox.outer.coordinator.saves import Saves
+from dilocox.outer.coordinator.standing import Standings
 from dilocox.outer.coordinator.starting import entered, entry_round, lacking
 from dilocox.outer.coordinator.state import CoordinatorState
 from dilocox.outer.coordinator.store import Store
@@ -92,6 +93,7 @@ class Coordinator:
         self.state = CoordinatorState(config)
         self.store = Store(self.state, self._store)
         self.departures = Departures(self)
+        self.standings = Standings(self)
         self.saves = Saves(self)
         self.reports = Reports(self, on_report)
         self.arrivals = Arrivals()
@@ -272,8 +274,9 @@ class Coordinator:
         return self._admission(request.site)
 
     def hand_out(self) -> dict[str, str]:
-        """Write the files with the join tokens; the tokens, by site."""
-        issues = self.state.token_issues
+        """Write the files with the join tokens that are in force; these tokens, by site."""
+        known = self.state.token_issues
+        issues = {name: known[name] for name in self.state.admissible}
         self.tokens.write(issues)
         return {name: str(self.tokens.of(name, issue)) for name, issue in issues.items()}
 

@@ -9,6 +9,7 @@ from dilocox.outer.coordinator.exchanges import Exchange, RankKey
 from dilocox.outer.coordinator.judging import Evidence, judge
 from dilocox.outer.coordinator.keys import ExchangeKey
 from dilocox.outer.coordinator.plans import make_plan
+from dilocox.outer.coordinator.site_state import BANNED
 from dilocox.outer.coordinator.starting import begun
 from dilocox.outer.coordinator.state import CoordinatorState
 from dilocox.outer.coordinator.verdict_messages import MICRO
@@ -29,6 +30,11 @@ def decide(
     """
     if state.over:
         return None
+    for name in state.live:
+        if state.sites[name].standing.banned:
+            return e.Gone(time, name, state.sites[name].incarnation, BANNED, False)
+    # A run does not wait for names that may not come.
+    wait_for = min(wait_for, max(len(state.admissible), state.config.outer.min_sites))
     started = begun(state, wait_for, time)
     if started is not None:
         return started

@@ -148,6 +148,20 @@ class Leaving(Event):
 
 
 @dataclass(frozen=True)
+class Banned(Event):
+    """The operator lets nobody join by this name any more; who has joined by it goes."""
+
+    site: str
+
+
+@dataclass(frozen=True)
+class Unbanned(Event):
+    """The operator takes a ban back. Tokens of the name from before stay void."""
+
+    site: str
+
+
+@dataclass(frozen=True)
 class Left(OfRank):
     """A rank of a leaving site is through with all that it takes part in."""
 

@@ -86,7 +86,12 @@ class Facts:
     @property
     def token_issues(self) -> dict[str, int]:
         """By site: which of its join tokens is in force, from 0."""
-        return {name: site.token_issue for name, site in self.sites.items()}
+        return {name: site.standing.token_issue for name, site in self.sites.items()}
+
+    @property
+    def admissible(self) -> list[str]:
+        """Names that are not banned, run file order."""
+        return [site.name for site in self.sites.values() if not site.standing.banned]
 
     def with_role(self, *roles: str) -> list[str]:
         """Sites with one of these roles, run file order."""

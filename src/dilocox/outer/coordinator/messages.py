@@ -193,6 +193,14 @@ class RetireRequest(Message):
     now: bool = False
 
 
+class StandingRequest(Message):
+    """`standing`: from now on nobody may join by a name (`ban`), or somebody may again (`unban`).
+    For the operator alone."""
+
+    site: SiteName
+    change: Literal["ban", "unban"]
+
+
 class RetireReply(Message):
     """What becomes of it, in one line for people."""
 
@@ -410,6 +418,8 @@ class SiteStatus(Message):
     incarnation: Count
     role: Literal["absent", "enrolled", "entering", "active", "finished", "gone"]
     reason: str
+    banned: bool = False
+    """The operator lets nobody join by this name."""
     rounds_done: Count
     metrics: dict[str, dict[str, Any]]
     """Latest report by kind, with its `round`."""

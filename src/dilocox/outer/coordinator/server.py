@@ -170,6 +170,7 @@ class CoordinatorServer:
             ("beat", m.BeatRequest, lambda r, c: core.beat(r)),
             ("leave", m.LeaveRequest, lambda r, c: departures.leave(r)),
             ("retire", m.RetireRequest, departures.retire),
+            ("standing", m.StandingRequest, core.standings.change),
             ("depart", m.DepartRequest, lambda r, c: departures.depart(r)),
             ("stop", m.StopRequest, lambda r, c: departures.stop(r)),
             ("fail", m.FailRequest, lambda r, c: departures.fail(r)),

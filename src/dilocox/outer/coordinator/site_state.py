@@ -7,6 +7,18 @@ from typing import Any
 
 from dilocox.outer.coordinator.exchanges import RankKey
 
+BANNED = "banned by the operator"
+
+
+@dataclass
+class Standing:
+    """What a name keeps over all incarnations of its site, and when the run is resumed."""
+
+    token_issue: int = 0
+    """So many of its join tokens are void."""
+    banned: bool = False
+    """The operator lets nobody join by this name."""
+
 
 @dataclass
 class SiteState:
@@ -22,8 +34,6 @@ class SiteState:
     """Of an active site: whose state it had last entered with; None for a founder."""
     distrusts: set[str] = field(default_factory=set)
     """Donors with whose state it held another anchor than most: it enters from others first."""
-    token_issue: int = 0
-    """So many of its join tokens are void."""
     request: str = ""
     certificate: str = ""
     ready: set[tuple[int, int]] = field(default_factory=set)
@@ -45,6 +55,7 @@ class SiteState:
     finished: set[tuple[int, int]] = field(default_factory=set)
     complete: bool = True
     metrics: dict[str, dict[str, Any]] = field(default_factory=dict)
+    standing: Standing = field(default_factory=Standing)
 
     def leaves_before(self, round_: int) -> bool:
         """It is to leave, and takes no part in `round_`."""

@@ -15,7 +15,7 @@ from dilocox.outer.coordinator.facts import Facts
 from dilocox.outer.coordinator.keys import ExchangeKey
 from dilocox.outer.coordinator.ledger import Ledger
 from dilocox.outer.coordinator.messages import Measured, RoundPlan
-from dilocox.outer.coordinator.site_state import CheckpointState, SiteState
+from dilocox.outer.coordinator.site_state import BANNED, CheckpointState, SiteState
 from dilocox.outer.coordinator.verdict_messages import Opinion
 
 FEED = 1000
@@ -53,7 +53,7 @@ class CoordinatorState(Facts):
             certificate=event.certificate,
             metrics=self.sites[event.site].metrics,
             distrusts=self.sites[event.site].distrusts,
-            token_issue=self.sites[event.site].token_issue,
+            standing=self.sites[event.site].standing,
         )
         if self.running:
             # What its predecessor measured was perhaps measured on another machine.
@@ -186,6 +186,17 @@ class CoordinatorState(Facts):
     def _leaving(self, event: e.Leaving) -> None:
         self.sites[event.site].leave_round = event.round
         self._say(event, "leave", f"{event.site} leaves before round {event.round}: {event.reason}")
+
+    def _banned(self, event: e.Banned) -> None:
+        self.sites[event.site].standing.banned = True
+        if self.sites[event.site].role in ("absent", "gone"):
+            self.sites[event.site].reason = BANNED
+        self._say(event, "leave", f"{event.site} is {BANNED}")
+
+    def _unbanned(self, event: e.Unbanned) -> None:
+        standing = self.sites[event.site].standing
+        standing.banned, standing.token_issue = False, standing.token_issue + 1
+        self._say(event, "join", f"{event.site} may join again, with a new token")
 
     def _left(self, event: e.Left) -> None:
         self.sites[event.site].left.add((event.stage, event.shard))
@@ -389,6 +400,8 @@ _APPLY: dict[type[e.Event], Callable[[CoordinatorState, Any], None]] = {
     e.Overtaken: CoordinatorState._overtaken,
     e.Gone: CoordinatorState._gone,
     e.Leaving: CoordinatorState._leaving,
+    e.Banned: CoordinatorState._banned,
+    e.Unbanned: CoordinatorState._unbanned,
     e.Left: CoordinatorState._left,
     e.Planned: CoordinatorState._planned,
     e.Sized: CoordinatorState._sized,

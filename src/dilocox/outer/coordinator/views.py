@@ -147,6 +147,7 @@ def status(state: CoordinatorState, since: int) -> m.Status:
             "incarnation": site.incarnation,
             "role": site.role,
             "reason": site.reason,
+            "banned": site.standing.banned,
             "rounds_done": site.rounds_done,
             "metrics": site.metrics,
         }

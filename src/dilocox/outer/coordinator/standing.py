@@ -1,0 +1,69 @@
+"""What the operator says of a name of the run file: banned, let in again, free to take a new key.
+
+All of it is in the event log, so that it outlasts restarts and resumes.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from dilocox.outer.coordinator import events as e
+from dilocox.outer.coordinator import messages as m
+from dilocox.outer.coordinator.refusals import Caller, Refused
+
+if TYPE_CHECKING:
+    from dilocox.outer.coordinator.core import Coordinator
+
+
+class Standings:
+    """The operator's word on names. Raises `Refused` with one line."""
+
+    def __init__(self, core: Coordinator) -> None:
+        self._core = core
+
+    def change(self, request: m.StandingRequest, caller: Caller) -> m.RetireReply:
+        """Do what the operator asks for, and say what has become of the name."""
+        state, name = self._core.state, request.site
+        if not caller.operator:
+            raise Refused("refused", f"site {name}: only the operator may {request.change} it")
+        if name not in state.sites:
+            known = ", ".join(state.sites)
+            raise Refused("refused", f"site {name}: not in the run file, which names: {known}")
+        if state.over:
+            raise Refused("ended", f"run {state.phase}: {state.reason or 'complete'}")
+        text = {"ban": self._ban, "unban": self._unban}[request.change](name)
+        return m.RetireReply(text=text + self._write_tokens())
+
+    def _ban(self, name: str) -> str:
+        core, state = self._core, self._core.state
+        if state.sites[name].standing.banned:
+            raise Refused("conflict", f"site {name}: is banned already")
+        core.record(e.Banned(core.wall(), name))
+        text = f"site {name} is banned: its join token is void, and it is out of the run"
+        if state.phase == "enrolling" and len(state.admissible) < state.config.outer.min_sites:
+            text += (
+                f"; {len(state.admissible)} of the sites that outer.min_sites = "
+                f"{state.config.outer.min_sites} asks for may join, so the run does not begin"
+            )
+        return text
+
+    def _unban(self, name: str) -> str:
+        core = self._core
+        if not core.state.sites[name].standing.banned:
+            raise Refused("conflict", f"site {name}: is not banned")
+        core.record(e.Unbanned(core.wall(), name))
+        return (
+            f"site {name} may join again, with any key and with a new join token alone: "
+            f"coordinator/tokens/{name}"
+        )
+
+    def _write_tokens(self) -> str:
+        """Write the tokens that are in force; what went wrong with that, else nothing."""
+        try:
+            self._core.hand_out()
+        except OSError as error:
+            return (
+                f" (the files in coordinator/tokens were not written: {error.strerror}; start the "
+                "coordinator again)"
+            )
+        return ""
