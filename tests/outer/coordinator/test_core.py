@@ -127,7 +127,7 @@ def driver_csr(driver: Driver, site: str) -> str:
     return CSR
 
 
-def test_gather_commits_the_intersection_once_all_have_voted(tmp_path: Path) -> None:
+def test_gather_commits_what_all_hold_once_all_have_voted(tmp_path: Path) -> None:
     driver = Driver(tmp_path, run_config(shards=2))
     driver.start()
     driver.plan(0, "a")
@@ -136,11 +136,11 @@ def test_gather_commits_the_intersection_once_all_have_voted(tmp_path: Path) -> 
     everyone, replies = list("cab"), []
     for site in "abc":
         for shard in (0, 1):
-            held = ["b", "a"] if (site, shard) == ("a", 1) else everyone
+            held = ["b", "a"] if (site, shard) in (("a", 1), ("b", 1)) else everyone
             says = (site, shard) != ("b", 0)
             replies.append(driver.vote(key, site, shard=shard, held=held, contributes=says))
     assert [reply.decision for reply in replies] == ["wait"] * 5 + ["commit"]
-    # c is not whole at (a, 1), b does not contribute with all its shards.
+    # c is not whole at most of shard 1, b does not contribute with all its shards.
     assert replies[-1].set == ["a"]
     assert replies[0].waiting_for[0] == "a stage 0 shard 1"
     late = driver.vote(key, "a", held=everyone)

@@ -88,8 +88,11 @@ def test_who_sends_different_payloads_equivocates() -> None:
     given = evidence({})
     other = {**given.opinions[0][0], "b": Opinion(digest=digest("else"))}
     true = {**given.opinions[0][0], "b": Opinion(digest=digest("b"))}
-    assert codes(replace(given, opinions=[[true, true, other, true]])) == {"b": "equivocation"}
+    assert codes(replace(given, opinions=[[true, other, other, true]])) == {"b": "equivocation"}
     assert codes(replace(given, opinions=[[true] * 4])) == {}
+    # One rank's word condemns nobody, unless there are two in all.
+    assert codes(replace(given, opinions=[[true, true, other, true]])) == {}
+    assert codes(replace(given, opinions=[[true, other]])) == {"b": "equivocation"}
 
 
 def test_what_is_missing_has_a_reason() -> None:
@@ -100,6 +103,13 @@ def test_what_is_missing_has_a_reason() -> None:
     assert codes(given) == {"b": "malformed", "c": "not-finite", "d": "not-held"}
     assert judge(given).set == ["a"]
     assert codes(evidence({}, whole=["a", "b"], withdrawn=["c"])) == {"c": "withdrawn"}
+
+
+def test_the_reason_is_the_one_that_most_give() -> None:
+    said = [Opinion(code=code) for code in ("not-finite", "malformed", "malformed")]
+    given = evidence({}, whole=["a", "b", "c"], missing=["d"])
+    given = replace(given, opinions=[[{"d": each} for each in said]])
+    assert codes(given) == {"d": "malformed"}
 
 
 @pytest.mark.parametrize(

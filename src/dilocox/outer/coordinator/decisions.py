@@ -5,6 +5,7 @@ from __future__ import annotations
 from dilocox.outer.calendar import all_boundary_slots
 from dilocox.outer.coordinator import events as e
 from dilocox.outer.coordinator.choosing import decided
+from dilocox.outer.coordinator.disputes import set_aside
 from dilocox.outer.coordinator.exchanges import Exchange, RankKey
 from dilocox.outer.coordinator.judging import Evidence, judge
 from dilocox.outer.coordinator.keys import ExchangeKey
@@ -126,6 +127,9 @@ def _decide_exchange(state: CoordinatorState, exchange: Exchange, time: float) -
         return e.Decided(
             time, exchange.key, exchange.attempt, "commit", exchange.averaging, verdicts
         )
+    odd = set_aside(state, exchange, voters, time)
+    if odd is not None:
+        return odd
     found = judge(evidence(state, exchange, voters))
     decision = "average" if state.config.outer.exchange == "reduce" else "commit"
     verdicts = {

@@ -114,8 +114,9 @@ class Activated(Event):
 
 @dataclass(frozen=True)
 class Overtaken(Event):
-    """A site kept the others waiting for too long: they go on without it, and when it is through
-    with the round it is in, it enters again from `donor`. It lives on and keeps its residual."""
+    """A site kept the others waiting for too long, or does not hold what most hold: they go on
+    without it, and when it is through with the round it is in, it enters again from `donor`. It
+    lives on and keeps its residual."""
 
     site: str
     incarnation: int
@@ -123,6 +124,8 @@ class Overtaken(Event):
     reason: str
     from_round: int | None = None
     """As that of `Entered`."""
+    lacks: list[str] = field(default_factory=list)
+    """Not late: it does not hold what these sites have sent, and most do."""
 
 
 @dataclass(frozen=True)

@@ -83,7 +83,10 @@ class Exchange:
         return [voter for voter in voters if voter not in there]
 
     def contribution_set(self, voters: Sequence[RankKey], order: Sequence[str]) -> list[str]:
-        """Sites that every voter holds whole and all of whose own ranks let count, in `order`."""
+        """Sites that every voter holds whole and all of whose own ranks let count, in `order`.
+
+        A voter that does not hold what most hold is no voter any more (`disputes`).
+        """
         sites = {site for site, _, _ in voters}
         for voter in voters:
             vote = self.votes[voter]

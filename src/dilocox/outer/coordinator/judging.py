@@ -38,7 +38,7 @@ class Evidence:
     """All that a judgement is made from."""
 
     whole: Sequence[str]
-    """Sites whose contribution every live site holds whole and that let it count, in order."""
+    """Sites whose contribution every voter holds whole and that let it count, in order."""
     opinions: Sequence[Sequence[Opinions]]
     """By shard: of every rank that votes."""
     digests: Mapping[str, Sequence[str | None]] = field(default_factory=dict)
@@ -179,12 +179,13 @@ def _of_bytes(given: Evidence, settled: Mapping[str, Opinion]) -> dict[str, Code
 
 
 def _equivocates(site: str, given: Evidence) -> bool:
-    """Somebody got another payload than the one that the site has voted with."""
+    """Half of the ranks of a shard, or more, got another payload than the one that the site has
+    voted with. A few who say so are set aside before anything is judged (`disputes`)."""
     own = given.digests.get(site, ())
     return any(
-        each.digest is not None and text is not None and each.digest != text
+        2 * sum(each.digest not in (None, text) for each in _about(site, voters)) >= len(voters)
         for voters, text in zip(given.opinions, own, strict=False)
-        for each in _about(site, voters)
+        if text is not None and voters
     )
 
 
@@ -233,11 +234,10 @@ def _flags(found: Opinion, copied: bool) -> list[Flag]:
 
 
 def _why_missing(site: str, opinions: Sequence[Sequence[Opinions]]) -> Code:
-    for shard in opinions:
-        for each in _about(site, shard):
-            if each.code in ("malformed", "not-finite"):
-                return each.code
-    return "not-held"
+    """What most of those say who give a reason; of equals, the reason that was given first."""
+    given = [each.code for shard in opinions for each in _about(site, shard)]
+    reasons: list[Code] = [code for code in given if code in ("malformed", "not-finite")]
+    return Counter(reasons).most_common(1)[0][0] if reasons else "not-held"
 
 
 def _all_shares(given: Evidence, chosen: Sequence[str]) -> dict[str, list[list[int]]]:

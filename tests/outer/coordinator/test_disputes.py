@@ -1,0 +1,181 @@
+"""What one rank says that it has of another site's contribution decides nothing by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dilocox.outer.coordinator import messages as m
+from dilocox.outer.coordinator.verdict_messages import Opinion
+from tests.outer.coordinator.helpers import Driver, replayed, run_config
+
+KEY = m.ExchangeKey.outer(0, 0, 0)
+OWN = {site: f"{number:064x}" for number, site in enumerate("abcm")}
+OTHER = "f" * 64
+
+
+def begun(folder: Path, sites: str = "abcm", **sections: Any) -> Driver:
+    """All sites have begun the first exchange."""
+    driver = Driver(folder, run_config(sites, **sections))
+    driver.start()
+    driver.plan(0, "a")
+    for site in sites:
+        driver.begin(KEY, site)
+    return driver
+
+
+def vote(
+    driver: Driver,
+    site: str,
+    held: str,
+    attempt: int = 1,
+    saw: Mapping[str, str] | None = None,
+    **fields: Any,
+) -> m.VoteReply:
+    """The vote of a site that holds the payloads of the sites in `held`; `saw` names payloads that
+    are not the ones that their senders name."""
+    opinions = {s: Opinion(digest={**OWN, **(saw or {})}[s]) for s in held}
+    said = {"digests": {site: OWN[site]}, "opinions": opinions, **fields}
+    return driver.vote(KEY, site, attempt, held=list(held), **said)
+
+
+def roles(driver: Driver) -> dict[str, str]:
+    return {name: site.role for name, site in driver.core.state.sites.items()}
+
+
+def told(driver: Driver) -> list[str]:
+    """What people are told of."""
+    shown = ("join", "leave", "phase")
+    return [text for _, _, kind, text in driver.core.state.feed if kind in shown]
+
+
+@pytest.mark.parametrize("held", ["m", "mab", "mb"])
+@pytest.mark.parametrize("mode", ["gather", "reduce"])
+def test_who_says_that_it_does_not_hold_what_most_hold_is_set_aside(
+    tmp_path: Path, mode: str, held: str
+) -> None:
+    driver = begun(tmp_path, outer={"exchange": mode})
+    assert vote(driver, "m", held).decision == "wait"
+    for site in "abc":
+        reply = vote(driver, site, "abcm")
+    assert (reply.decision, reply.attempt) == ("repeat", 2)
+    assert roles(driver) == {**dict.fromkeys("abc", "active"), "m": "entering"}
+    assert vote(driver, "m", held).decision == "repeat"
+    assert "m" not in [member.site for member in driver.begin(KEY, "m").members]
+    for site in "abc":
+        reply = vote(driver, site, "abc", 2)
+    if mode == "reduce":
+        assert reply.decision == "average"
+        for site in "abc":
+            reply = driver.vote(KEY, site, 2, phase="done")
+    assert (reply.decision, reply.set) == ("commit", ["a", "b", "c"])
+    missing = ", ".join(site for site in "abc" if site not in held)
+    assert told(driver)[-1] == (
+        f"m is left behind: most hold what {missing} sent at outer/0/0/0, and it says that it does "
+        f"not; it enters again from {driver.core.state.sites['m'].donor}"
+    )
+    assert replayed(driver) == driver.core.state
+    driver.core.close()
+
+
+def test_what_most_do_not_hold_does_not_count_and_its_sender_stays(tmp_path: Path) -> None:
+    driver = begun(tmp_path)
+    vote(driver, "m", "abcm")
+    for site in "abc":
+        reply = vote(driver, site, "abc")
+    assert (reply.decision, reply.set) == ("commit", ["a", "b", "c"])
+    assert driver.core.state.exchanges[KEY.text].verdicts["m"].code == "not-held"
+    assert roles(driver) == dict.fromkeys("abcm", "active")
+    driver.core.close()
+
+
+def test_half_against_half_is_no_majority(tmp_path: Path) -> None:
+    driver = begun(tmp_path)
+    for site in "bc":
+        vote(driver, site, "abc")
+    for site in "am":
+        reply = vote(driver, site, "abcm")
+    assert (reply.decision, reply.set) == ("commit", ["a", "b", "c"])
+    assert roles(driver) == dict.fromkeys("abcm", "active")
+    driver.core.close()
+
+
+def test_a_liar_that_also_slights_one_is_the_one_that_goes(tmp_path: Path) -> None:
+    """m sends rubbish to c, and says that it does not hold what a sent. It has part in both."""
+    driver = begun(tmp_path)
+    vote(driver, "m", "bcm")
+    vote(driver, "c", "abc")
+    for site in "ab":
+        vote(driver, site, "abcm")
+    assert roles(driver) == {**dict.fromkeys("abc", "active"), "m": "entering"}
+    driver.core.close()
+
+
+@pytest.mark.parametrize("liar", ["a", "m"])
+def test_one_rank_of_many_is_not_believed_about_a_payload(tmp_path: Path, liar: str) -> None:
+    """It says that all others have sent it something else than they say."""
+    driver = begun(tmp_path)
+    honest = [site for site in "abcm" if site != liar]
+    vote(driver, liar, "abcm", saw=dict.fromkeys(honest, OTHER))
+    for site in honest:
+        reply = vote(driver, site, "abcm")
+    assert reply.decision == "repeat"
+    assert [name for name, role in roles(driver).items() if role != "active"] == [liar]
+    for site in honest:
+        reply = vote(driver, site, "".join(honest), 2)
+    assert (reply.decision, reply.set) == ("commit", honest)
+    driver.core.close()
+
+
+def test_who_sends_most_another_payload_than_it_names_does_not_count(tmp_path: Path) -> None:
+    driver = begun(tmp_path)
+    vote(driver, "m", "abcm")
+    vote(driver, "a", "abcm")
+    for site in "bc":
+        reply = vote(driver, site, "abcm", saw={"m": OTHER})
+    assert (reply.decision, reply.set) == ("commit", ["a", "b", "c"])
+    assert driver.core.state.exchanges[KEY.text].verdicts["m"].code == "equivocation"
+    driver.core.close()
+
+
+def test_what_does_not_count_anyway_is_nobodys_fault(tmp_path: Path) -> None:
+    """m lets its contribution not count: who has not got it whole misses nothing."""
+    driver = begun(tmp_path)
+    vote(driver, "m", "abcm", contributes=False)
+    vote(driver, "a", "abc", contributes=True)
+    for site in "bc":
+        reply = vote(driver, site, "abcm", contributes=True)
+    assert reply.decision == "commit"
+    assert roles(driver) == dict.fromkeys("abcm", "active")
+    driver.core.close()
+
+
+def test_where_nobody_can_enter_again_it_has_to_go(tmp_path: Path) -> None:
+    """Gradients are exchanged in every step, and in a run that stops there is no round to enter."""
+    key = m.ExchangeKey.gradient(0, 0, 0)
+    driver = Driver(tmp_path, run_config("abm", outer={"method": "allreduce"}))
+    driver.start()
+    driver.plan(0, "a")
+    for site in "abm":
+        driver.begin(key, site)
+        driver.vote(key, site, held=["m"] if site == "m" else list("abm"), contributes=True)
+    assert roles(driver) == {"a": "active", "b": "active", "m": "gone"}
+    for site in "ab":
+        attempt = driver.core.state.exchanges[key.text].attempt
+        held = list("ab")
+        reply = driver.vote(key, site, attempt, held=held, contributes=True)
+    assert reply.set == ["a", "b"]
+    driver.core.close()
+
+
+def test_in_a_run_that_stops_it_has_to_go(tmp_path: Path) -> None:
+    driver = begun(tmp_path)
+    driver.core.departures.stop(m.StopRequest(reason="enough"))
+    for site in "abc":
+        vote(driver, site, "abcm")
+    vote(driver, "m", "m")
+    assert roles(driver) == {**dict.fromkeys("abc", "active"), "m": "gone"}
+    driver.core.close()
