@@ -206,7 +206,8 @@ class Newcomer:
                     trainer.control.hurry()
                     time.sleep(PAUSE)
                 continue
-            if plan.kind == "flush" and trainer.me not in plan.members:
+            # The flush may name a site that was left behind since it was planned.
+            if plan.kind == "flush" and (trainer.me not in plan.members or reply.receive):
                 raise RunOverError(f"site {trainer.me}: the run ends before it has entered")
             self._reach(plan.first_tick)
             if plan.kind == "flush" or (trainer.me in plan.members and not reply.receive):

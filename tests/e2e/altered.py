@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from torch import Tensor
 
 from dilocox import assembly
+from dilocox.outer.coordinator.client import CoordinatorClient
+from dilocox.outer.coordinator.verdict_messages import Opinion
 from dilocox.outer.state import PieceState
 
 
@@ -29,6 +32,38 @@ def contributions_times(factors: Mapping[str, float]) -> None:
             super().committed(u, u if _site() in factors else sent, second_error)
 
     assembly.PieceState = Altered  # type: ignore[misc]
+
+
+def holds_only_its_own(site: str) -> None:
+    """From now on, the ranks of `site` vote that they hold nobody else's contribution."""
+
+    def lie(fields: dict[str, Any]) -> None:
+        fields["held"] = [site]
+
+    _in_votes_of(site, lie)
+
+
+def saw_other_payloads(site: str) -> None:
+    """From now on, the ranks of `site` vote that all others have sent them something else."""
+
+    def lie(fields: dict[str, Any]) -> None:
+        other = Opinion(digest="0" * 64)
+        fields["opinions"] |= {name: other for name in fields["held"] if name != site}
+
+    _in_votes_of(site, lie)
+
+
+def _in_votes_of(site: str, lie: Callable[[dict[str, Any]], None]) -> None:
+    honest = CoordinatorClient._vote
+
+    def vote(
+        self: CoordinatorClient, key: Any, attempt: int, fields: dict[str, Any], limit: float | None
+    ) -> Any:
+        if _site() == site and fields.get("held"):
+            lie(fields)
+        return honest(self, key, attempt, fields, limit)
+
+    CoordinatorClient._vote = vote  # type: ignore[method-assign]
 
 
 def _site() -> str:

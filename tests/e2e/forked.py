@@ -41,7 +41,7 @@ from dilocox.outer.groups import PeerGroup
 from dilocox.outer.state import PieceState
 from dilocox.persistence import Keeper
 from dilocox.site import SiteModel, determinism_mode, mean_cross_entropy
-from tests.e2e.altered import contributions_times
+from tests.e2e.altered import contributions_times, holds_only_its_own, saw_other_payloads
 from tests.e2e.harness import LIMIT, Run, Workshop
 from tests.outer.streams import play_device
 
@@ -229,6 +229,18 @@ def other_start() -> dict[str, Any]:
     return {}
 
 
+def censoring() -> dict[str, Any]:
+    """Rome is `poisoning`, and says that it holds nobody else's contribution."""
+    holds_only_its_own("rome")
+    return poisoning()
+
+
+def slandering() -> dict[str, Any]:
+    """Rome is `poisoning`, and says that the others send different sites different things."""
+    saw_other_payloads("rome")
+    return poisoning()
+
+
 def played_device() -> dict[str, Any]:
     """The CPU is taken for a device with streams."""
     play_device(pytest.MonkeyPatch())
@@ -288,6 +300,8 @@ HOOKS: dict[str, Callable[[], dict[str, Any]]] = {
     "poisoned-alone": functools.partial(poisoned_at, "paris", 1),
     "lazy-and-poisoning": lazy_and_poisoning,
     "poisoning": poisoning,
+    "censoring": censoring,
+    "slandering": slandering,
     "donor-dies": donor_dies,
     "replica-dies": replica_dies,
     "slow-steps": slow_steps,

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from dilocox.outer.coordinator import messages as m
+from dilocox.outer.coordinator.refusals import Caller
 from dilocox.outer.coordinator.verdict_messages import Opinion
 from tests.outer.coordinator.helpers import Driver, replayed, run_config
 
@@ -178,4 +179,21 @@ def test_in_a_run_that_stops_it_has_to_go(tmp_path: Path) -> None:
         vote(driver, site, "abcm")
     vote(driver, "m", "m")
     assert roles(driver) == {**dict.fromkeys("abc", "active"), "m": "gone"}
+    driver.core.close()
+
+
+def test_who_is_set_aside_when_the_flush_is_planned_already_has_no_part_in_it(
+    tmp_path: Path,
+) -> None:
+    """It has no round to enter again with: the others would wait for it in vain."""
+    driver = begun(tmp_path, outer={"rounds": 1})
+    for site in "abc":
+        vote(driver, site, "abcm")
+    flush = driver.plan(1, "a")
+    assert flush is not None
+    assert (flush.kind, list(flush.members)) == ("flush", list("abcm"))
+    vote(driver, "m", "m")
+    key = m.ExchangeKey.outer(1, 0, 0)
+    assert [member.site for member in driver.begin(key, "a").members] == ["a", "b", "c"]
+    assert driver.core.plan(1, Caller("m", 1)).receive
     driver.core.close()

@@ -175,14 +175,16 @@ class Facts:
 
         One that enters receives from the first round on none of whose exchanges was begun without
         it; its ranks do not wait for earlier ones. The flush is for those alone that are in its
-        plan: nobody else has a round to take it into.
+        plan, and were not left behind since: nobody else has a round to take it into.
         """
         plan = self.plans.get(round_)
-        members = plan.members if plan is not None and plan.kind == "flush" else self.sites
+        last = plan is not None and plan.kind == "flush"
+        members = plan.members if plan is not None and last else self.sites
         return [
             (name, incarnation)
             for name, incarnation in self.members
-            if self.sites[name].role != "entering" or self.sites[name].from_round <= round_
+            if self.sites[name].role != "entering"
+            or (self.sites[name].from_round <= round_ and not last)
             if not self.sites[name].leaves_before(round_)
             if name in members
         ]
