@@ -95,29 +95,25 @@ def test_one_lazy_and_one_poisoning_site_are_named_twice_and_do_no_harm(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lie", ["censoring", "slandering"])
 def test_a_site_that_denies_the_others_contributions_takes_nothing_over(
-    workshop: Workshop, forge: Forge, lie: str
+    workshop: Workshop, forge: Forge
 ) -> None:
-    """It was the only one that counted, before a majority settled what is held."""
-    sets = (*GATED, "site.stages=1")
-    clean = forge.train(workshop, f"undisturbed-{lie}", *sets, sites=SITES)
+    """Its own was the only one that counted, before a majority settled what is held."""
+    sets = (*GATED, "site.stages=1", "network.link_timeout=20")
+    clean = forge.train(workshop, "nobody-denies", *sets, sites=SITES)
     assert clean.wait(LIMIT) == 0, clean.output()
-    run = forge.train(workshop, lie, *sets, hooks=lie, sites=SITES)
-    assert run.wait(LIMIT) in (0, 1), run.output()
-    assert "rome is left behind: most hold what paris, lyon, oslo sent at outer/0/0/" in (
-        run.printed()
-    )
-    steps = [
-        each.predicate
-        for each in (s.opened(line)[0] for line in read_log(run.folder / "record").entries)
-        if each.kind == s.STEP
-    ]
-    assert len(steps) == 2 * 6, "of two fragments in five rounds, and the flush"
-    assert all(step["set"] == ["paris", "lyon", "oslo"] for step in steps)
-    losses = [each.summary()["val_loss_last"] for each in (clean, run)]
-    assert losses[1] < 1.02 * losses[0]
-    assert verdicts(run.folder) == {"audits": "NOT_RUN", "beacon": "NOT_RUN"}
+    for lie in ("censoring", "slandering"):
+        run = forge.train(workshop, lie, *sets, hooks=lie, sites=SITES)
+        assert run.wait(LIMIT) == 0, run.output()
+        said = "rome is left behind: most hold what paris, lyon, oslo sent at outer/0/0/"
+        assert said in run.printed()
+        opened = [s.opened(line)[0] for line in read_log(run.folder / "record").entries]
+        steps = [each.predicate for each in opened if each.kind == s.STEP]
+        assert len(steps) == 2 * 6, "of two fragments in five rounds, and the flush"
+        assert all(step["set"] == ["paris", "lyon", "oslo"] for step in steps)
+        losses = [each.summary()["val_loss_last"] for each in (clean, run)]
+        assert losses[1] < 1.02 * losses[0]
+        assert verdicts(run.folder) == {"audits": "NOT_RUN", "beacon": "NOT_RUN"}
 
 
 def test_a_rule_that_needs_whole_contributions_is_refused_with_reduce(
