@@ -36,6 +36,7 @@ from dilocox.outer.coordinator.saves import Saves
 from dilocox.outer.coordinator.standing import Standings
 from dilocox.outer.coordinator.starting import entered, entry_round, lacking
 from dilocox.outer.coordinator.state import CoordinatorState
+from dilocox.outer.coordinator.step_clock import StepClock
 from dilocox.outer.coordinator.store import Store
 from dilocox.outer.coordinator.stragglers import overdue
 from dilocox.outer.coordinator.timeouts import Timeouts
@@ -96,7 +97,7 @@ class Coordinator:
         self.standings = Standings(self)
         self.saves = Saves(self)
         self.reports = Reports(self, on_report)
-        self.arrivals = Arrivals()
+        self.arrivals, self.steps = Arrivals(), StepClock(self.timeouts.beat)
         self.log = EventLog(folder)
         try:
             self.authority = Authority(folder, server_names(config.network))
@@ -156,6 +157,7 @@ class Coordinator:
         self.log.append(event)
         self.state.apply(event)
         self.witness.happened(self.state, event)
+        self.steps.happened(self.state, event, self._now())
         if isinstance(event, e.Decided):
             views.report_verdicts(self.state, event, self.reports.hand_on)
         if isinstance(event, e.Enrolled):
@@ -206,6 +208,7 @@ class Coordinator:
         # Catches up with what a full disk kept from being recorded.
         self._follow(None)
         self.arrivals.look(self._now(), self.timeouts.heartbeat / 2)
+        self.steps.look(self._now(), self.timeouts.heartbeat / 2)
         for straggler in overdue(self.state, self.arrivals, self._now(), self.timeouts):
             self.record(e.Overtaken(self.wall(), *straggler, entry_round(self.state)))
 
@@ -336,6 +339,7 @@ class Coordinator:
         if asking is not None and (lacks := lacking(state, asking.name, round_, self.wall())):
             self.record(lacks)
         if round_ in state.plans:
+            self.steps.told(caller.site, round_, self._now())
             receive = asking is not None and asking.role == "entering"
             return m.PlanReply(plan=state.plans[round_], waiting_for="", receive=receive)
         if state.over:
@@ -348,10 +352,20 @@ class Coordinator:
             )
         planned = plan_round(state, round_, self.wall())
         if isinstance(planned, e.Planned) and state.may_plan(caller.site, round_):
-            self.record(planned)
+            self._plan(planned)
+            self.steps.told(caller.site, round_, self._now())
             return m.PlanReply(plan=state.plans[round_], waiting_for="")
         waiting = planned if isinstance(planned, str) else "an active site to ask for it"
         return m.PlanReply(plan=None, waiting_for=waiting)
+
+    def _plan(self, planned: e.Planned) -> None:
+        round_ = int(planned.plan["round"])
+        if self.config.measures:
+            for event in self.steps.findings(self.state, round_ - 1, self.wall()):
+                self.record(event)
+                again = plan_round(self.state, round_, self.wall())
+                planned = again if isinstance(again, e.Planned) else planned
+        self.record(planned)
 
     def round_done(self, request: m.RoundDoneRequest) -> m.Done:
         """A rank is through with a round."""
@@ -366,6 +380,7 @@ class Coordinator:
                 self.wall(), rank.site, rank.stage, rank.shard, round_,
                 None if request.measured is None else request.measured.model_dump(mode="json"),
             )  # fmt: skip
+            self.steps.done(rank.site, round_, self._now())
             self.record(event)
         return m.Done()
 
@@ -395,6 +410,7 @@ class Coordinator:
         rank = request.rank
         if self.witness.is_there(request):
             news |= self.arrivals.note(request.key, rank.site, rank.shard, self._now())
+            self.steps.arrived(request.key, (rank.site, rank.stage, rank.shard), self._now())
         if news:
             self.on_change(f"key/{request.key}")
         return self.begun(request)

@@ -204,6 +204,16 @@ class RoundDone(OfRank):
 
 
 @dataclass(frozen=True)
+class Clocked(Event):
+    """What a site has said of its steps in a round cannot be, by the coordinator's clock: they took
+    `step_us` microseconds each, as far as that can be told."""
+
+    site: str
+    round: int
+    step_us: int
+
+
+@dataclass(frozen=True)
 class Pinned(Event):
     """An exchange begins in the current epoch."""
 

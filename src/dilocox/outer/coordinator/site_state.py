@@ -46,6 +46,8 @@ class SiteState:
     """First round that this incarnation contributes to."""
     rounds_done: int = 0
     """The round that it is in."""
+    clocked: int | None = None
+    """The last round of which the coordinator's clock has corrected what it measured."""
     done: dict[int, set[tuple[int, int]]] = field(default_factory=dict)
     """Ranks that are through with a round, per unfinished round."""
     leave_round: int | None = None

@@ -22,6 +22,8 @@ FEED = 1000
 """So many messages of the feed are kept."""
 REMEMBERED = 4
 """Decisions of rounds older than this, counted from the newest plan, are only in the log."""
+SAY_AGAIN = 10
+"""What the clock corrects of a site is told again after so many rounds without."""
 
 
 class CoordinatorState(Facts):
@@ -271,6 +273,20 @@ class CoordinatorState(Facts):
             self.ledger.settle(event.round + 1, [event.site])
             self.sequence += 1
 
+    def _clocked(self, event: e.Clocked) -> None:
+        site, known = self.sites[event.site], self.measured[event.round]
+        said = known[event.site].step_us
+        known[event.site] = known[event.site].model_copy(update={"step_us": event.step_us})
+        if site.clocked is None or event.round > site.clocked + SAY_AGAIN:
+            self._say(
+                event,
+                "phase",
+                f"{event.site} says that an inner step of round {event.round} took it "
+                f"{said / 1000:g} ms; by the coordinator's clock it took {event.step_us / 1000:g} "
+                "ms, and that counts",
+            )
+        site.clocked = event.round
+
     def _pinned(self, event: e.Pinned) -> None:
         key = ExchangeKey.parse(event.key)
         self.exchanges[event.key] = Exchange(
@@ -407,6 +423,7 @@ _APPLY: dict[type[e.Event], Callable[[CoordinatorState, Any], None]] = {
     e.Sized: CoordinatorState._sized,
     e.HandedOver: CoordinatorState._handed_over,
     e.RoundDone: CoordinatorState._round_done,
+    e.Clocked: CoordinatorState._clocked,
     e.Pinned: CoordinatorState._pinned,
     e.Voted: CoordinatorState._voted,
     e.Broke: CoordinatorState._broke,
