@@ -105,9 +105,10 @@ def _decide_exchange(state: CoordinatorState, exchange: Exchange, time: float) -
         return e.Decided(time, exchange.key, exchange.attempt, "commit", [], {})
     if exchange.broken:
         sites = list(dict.fromkeys(site for site, _, _ in voters))
-        drop = exchange.site_to_drop(sites)
+        drop = exchange.site_to_drop(sites, state.disputes(exchange.round))
         if drop is not None:
-            return e.Gone(time, drop, state.sites[drop].incarnation, "unreachable", True)
+            name, reason = drop
+            return e.Gone(time, name, state.sites[name].incarnation, reason, True)
         if exchange.exhausted:
             return e.Ended(
                 time,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,7 @@ Member = tuple[str, int]
 """(site, incarnation)."""
 MAX_BROKEN = 4
 """So many broken attempts of one exchange, and the site with the worst links has to go."""
+UNREACHABLE = "unreachable"
 
 
 @dataclass
@@ -95,43 +96,73 @@ class Exchange:
                 sites.discard(voter[0])
         return [site for site in order if site in sites]
 
-    def site_to_drop(self, sites: Sequence[str]) -> str | None:
-        """A site that the voting `sites` (run file order) cannot reach, or one of them.
+    def site_to_drop(
+        self, sites: Sequence[str], disputes: Mapping[str, Collection[str]]
+    ) -> tuple[str, str] | None:
+        """A site that the voting `sites` (run file order) cannot reach, or one of them; and why.
 
+        `disputes`: by site, with whom it has lately had a broken link, whoever of the two said so.
         One that only receives goes first: it is missed by nobody, and what it says counts against
         itself. Two attempts are enough. Of those that vote, one that all others, two or more, name
-        in two attempts goes at once. After `MAX_BROKEN`
-        broken attempts the one with the most broken links goes, of equals the last in the run
-        file: of two sites that cannot reach each other, one has to go on.
+        in two attempts goes at once. After `MAX_BROKEN` broken attempts one has to go: the one that
+        has disputes with most others. So nobody puts out several others, whether it reports them
+        or makes them report it. Of equals the one that names others and is named by none of these
+        goes, since its word is all there is, and else the last in the run file.
         """
         receiving = [name for name, _ in self.members if name not in sites]
         unreached: Counter[str] = Counter()
-        links: Counter[str] = Counter()
+        pairs: set[tuple[str, str]] = set()
         for reports in self.broken.values():
-            pairs = {
-                frozenset((reporter, name))
+            named = {
+                (reporter, name)
                 for (reporter, _, _), failed in reports.items()
                 for name in failed
                 if name != reporter
             }
-            links.update(n for pair in pairs if pair.isdisjoint(receiving) for n in pair)
+            pairs |= named
             reporters = {reporter for reporter, _, _ in reports}
             for site in receiving:
-                unreached[site] += site in reporters or any(site in pair for pair in pairs)
-            named = {(site, name) for (site, _, _), failed in reports.items() for name in failed}
+                unreached[site] += site in reporters or any(site in pair for pair in named)
             for site in sites:
                 others = [other for other in sites if other != site]
                 if len(others) >= 2 and all((other, site) in named for other in others):
                     unreached[site] += 1
         for site in (*receiving, *sites):
             if unreached[site] >= 2:
-                return site
-        worst = max((links[site] for site in sites), default=0)
-        if len(self.broken) < MAX_BROKEN or worst == 0:
+                return site, UNREACHABLE
+        pairs = {pair for pair in pairs if set(pair) <= set(sites)}
+        if len(self.broken) < MAX_BROKEN or not pairs:
             return None
-        return [site for site in sites if links[site] == worst][-1]
+        return _at_fault(pairs, sites, disputes)
 
     @property
     def exhausted(self) -> bool:
         """Broken too often, with nobody to blame."""
         return len(self.broken) >= MAX_BROKEN
+
+
+def _at_fault(
+    pairs: set[tuple[str, str]], sites: Sequence[str], disputes: Mapping[str, Collection[str]]
+) -> tuple[str, str]:
+    """Which of `sites` goes, and why, where (reporter, named) are `pairs`."""
+    partners = {
+        site: {other for pair in pairs if site in pair for other in pair if other != site}
+        for site in sites
+    }
+    weight = {s: len(own | set(disputes.get(s, ()))) for s, own in partners.items() if own}
+    most = [site for site in weight if weight[site] == max(weight.values())]
+    alone = [
+        site
+        for site in most
+        if any(who == site for who, _ in pairs) and not any(name == site for _, name in pairs)
+    ]
+    site = (alone or most)[-1]
+    others = ", ".join(other for other in sites if other in partners[site])
+    if weight[site] > 1 and len(most) == 1:
+        return site, f"{UNREACHABLE}: it has had broken links with more sites than any other has"
+    doubt = "; nobody else can tell which of the two is at fault" if len(sites) == 2 else ""
+    if alone:
+        why = f"it alone says that it has no link to {others}"
+    else:
+        why = f"by its own word and that of {others} they have no link to each other"
+    return site, f"{UNREACHABLE}: {why}{doubt}"

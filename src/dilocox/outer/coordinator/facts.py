@@ -11,6 +11,9 @@ from dilocox.outer.coordinator.ledger import Ledger
 from dilocox.outer.coordinator.messages import Measured, RoundPlan
 from dilocox.outer.coordinator.site_state import CheckpointState, SiteState
 
+DISPUTED = 50
+"""For so many rounds it is remembered between whom a link was broken."""
+
 
 @dataclass
 class Facts:
@@ -197,6 +200,13 @@ class Facts:
             if self.sites[site].incarnation == incarnation and self.takes_part(site, exchange.round)
             for shard in range(self.config.site.shards)
         ]
+
+    def disputes(self, round_: int) -> dict[str, list[str]]:
+        """By site: with whom it has had a broken link within `DISPUTED` rounds."""
+        return {
+            site.name: [name for name, last in site.disputes.items() if last + DISPUTED > round_]
+            for site in self.sites.values()
+        }
 
     def staying(self, round_: int) -> list[str]:
         """Active sites that do not leave before `round_`, run file order."""

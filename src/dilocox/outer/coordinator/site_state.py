@@ -34,6 +34,8 @@ class SiteState:
     """Of an active site: whose state it had last entered with; None for a founder."""
     distrusts: set[str] = field(default_factory=set)
     """Donors with whose state it held another anchor than most: it enters from others first."""
+    disputes: dict[str, int] = field(default_factory=dict)
+    """With whom it had a broken link, whoever of the two said so: the last round of each."""
     request: str = ""
     certificate: str = ""
     ready: set[tuple[int, int]] = field(default_factory=set)

@@ -10,7 +10,7 @@ from typing import Any
 
 from dilocox.outer.controller.pace import MOST_ROUNDS
 from dilocox.outer.coordinator import events as e
-from dilocox.outer.coordinator.exchanges import Exchange, Member, Vote
+from dilocox.outer.coordinator.exchanges import UNREACHABLE, Exchange, Member, Vote
 from dilocox.outer.coordinator.facts import Facts
 from dilocox.outer.coordinator.keys import ExchangeKey
 from dilocox.outer.coordinator.ledger import Ledger
@@ -56,6 +56,7 @@ class CoordinatorState(Facts):
             metrics=self.sites[event.site].metrics,
             distrusts=self.sites[event.site].distrusts,
             standing=self.sites[event.site].standing,
+            disputes=self.sites[event.site].disputes,
         )
         if self.running:
             # What its predecessor measured was perhaps measured on another machine.
@@ -158,6 +159,11 @@ class CoordinatorState(Facts):
         if event.donor is not None:
             self.sites[event.site].distrusts.add(event.donor)
         self._let_go(event.site, event.reason)
+        if not event.reason.startswith(f"{UNREACHABLE}:"):
+            # It was no dispute of two: the site has died, or nobody reaches it.
+            self.sites[event.site].disputes.clear()
+            for site in self.sites.values():
+                site.disputes.pop(event.site, None)
         self.ledger.give_back(*member)
         self.starters = [name for name in self.starters if name != event.site]
         self._say(event, "leave", f"{event.site} is gone: {event.reason}")
@@ -310,6 +316,11 @@ class CoordinatorState(Facts):
     def _broke(self, event: e.Broke) -> None:
         reports = self.exchanges[event.key].broken.setdefault(event.attempt, {})
         reports[event.site, event.stage, event.shard] = list(event.failed)
+        round_ = self.exchanges[event.key].round
+        for name in event.failed:
+            if name in self.sites and name != event.site:
+                self.sites[name].disputes[event.site] = round_
+                self.sites[event.site].disputes[name] = round_
 
     def _retried(self, event: e.Retried) -> None:
         exchange = self.exchanges[event.key]
