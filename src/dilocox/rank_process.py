@@ -42,6 +42,7 @@ from dilocox.outer.coordinator.messages import Checkpoint, Entering
 from dilocox.outer.coordinator.messages import Rank as RankName
 from dilocox.outer.coordinator.timeouts import Timeouts
 from dilocox.outer.first_state import FirstState
+from dilocox.outer.link_times import LinkTimes
 from dilocox.outer.loop import OuterLoop
 from dilocox.outer.tunnel import Tunnel, open_tunnel
 from dilocox.outer.worker import ExchangeWorker
@@ -251,7 +252,8 @@ def _take_part(
     network = Network(
         client, control, place, job.address, timeouts, tunnel, congestion, record, rounds
     )
-    worker = ExchangeWorker(network, place.site, _beside_training(rank))
+    times = LinkTimes(timeouts.link)
+    worker = ExchangeWorker(network, place.site, _beside_training(rank), times)
     outer = OuterLoop(
         rank.states,
         rank.live,

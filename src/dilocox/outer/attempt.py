@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import time
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,9 +23,11 @@ from dilocox.compression import (
 )
 from dilocox.errors import ExchangeError
 from dilocox.outer.averaging import average
+from dilocox.outer.coordinator.errors import CoordinatorError
 from dilocox.outer.coordinator.messages import BeginReply, ExchangeKey, VoteReply
 from dilocox.outer.coordinator.verdict_messages import Opinion
 from dilocox.outer.groups import PeerGroup, Transfer
+from dilocox.outer.link_times import LinkTimes
 from dilocox.outer.staging import HOST, Mark, Staging
 from dilocox.outer.unreached import UnreachedError
 
@@ -200,12 +204,14 @@ class Attempt:
         contribution: Contribution,
         begun: BeginReply,
         turn: Turn,
+        times: LinkTimes | None = None,
     ) -> None:
+        """`times`: of this rank's transfers, where each of them has a limit."""
         self._ballot = ballot
         self.me = me
         self.what = contribution
         self._begun = begun
-        self._turn = turn
+        self._turn, self._times = turn, times
         self._group: PeerGroup | None = None
         # Not what the ballot knows by now: an epoch that began since may have superseded this.
         self._epoch_seen = begun.epoch
@@ -229,12 +235,17 @@ class Attempt:
         return self._ballot.attempt(self.what.key) != self._begun.attempt
 
     def swap(
-        self, outgoing: Mapping[str, torch.Tensor], incoming: Mapping[str, FramePart], phase: int
+        self,
+        outgoing: Mapping[str, torch.Tensor],
+        incoming: Mapping[str, FramePart],
+        phase: int,
+        patience: float = 1.0,
     ) -> dict[str, torch.Tensor]:
         """Send frames and receive those of `incoming` at once; the frames that came.
 
         What this rank owes itself is left out. The first one waits for the exchange's turn; then
-        the next exchange may use the link, which further messages share with it. Raises
+        the next exchange may use the link, which further messages share with it. `patience`: share
+        of the time-out after which it is too slow, below one if others wait for this rank. Raises
         `RepeatError` after telling the coordinator which links broke, and `EpochChangedError`.
         """
         if self._group is None:
@@ -254,7 +265,7 @@ class Attempt:
                 transfers.append(group.send(frame, site, tag))
                 self.sent_bytes += frame.numel()
         with timeline.span("swap", phase=phase, transfers=len(transfers)):
-            self._complete(transfers)
+            self._complete(transfers, patience)
         self._turn.pass_on()
         # Who comes late finds payloads in his machine's buffers: that is not the link's time.
         timed = [each for each in receiving if each.began - each.posted >= EARLY]
@@ -271,19 +282,26 @@ class Attempt:
             log.warning("%s: %s", self.what.key.text, error)
             raise self.broken(error.sites) from None
 
-    def _complete(self, transfers: list[Transfer]) -> None:
+    def _complete(self, transfers: list[Transfer], patience: float) -> None:
+        start = time.monotonic()
         failed: list[str] = []
         waiting = list(transfers)
         while waiting and not failed:
+            passed = time.monotonic() - start
             if self.superseded():
                 for transfer in waiting:
                     transfer.give_up()
+                self._tell_of_slow(waiting, 2 * passed, patience)
                 raise RepeatError("members changed")
             waiting[0].wait(LOOK)
             left = []
             for transfer in waiting:
                 try:
-                    if not transfer.poll():
+                    if transfer.poll():
+                        self._ended(transfer)
+                    elif self._too_slow(transfer, passed, patience):
+                        failed.append(transfer.site)
+                    else:
                         left.append(transfer)
                 except ExchangeError as error:
                     log.warning("%s: %s", self.what.key.text, error)
@@ -293,6 +311,32 @@ class Attempt:
             for transfer in waiting:
                 transfer.give_up()
             raise self.broken(failed)
+
+    def _ended(self, transfer: Transfer) -> None:
+        if self._times is not None:
+            self._times.note(transfer)
+
+    def _too_slow(self, transfer: Transfer, seconds: float, patience: float) -> bool:
+        if self._times is None:
+            return False
+        problem = self._times.overdue(transfer, seconds, patience)
+        if problem is not None:
+            log.warning("%s: %s", self.what.key.text, problem)
+            transfer.give_up()
+        return problem is not None
+
+    def _tell_of_slow(self, waiting: Sequence[Transfer], seconds: float, patience: float) -> None:
+        """Another rank was the first to break the attempt. What hangs here, too, is told, so that
+        it is not the word of one alone; not of peers that have not begun, which may have waited."""
+        slow = {
+            transfer.site
+            for transfer in waiting
+            if transfer.moves and self._too_slow(transfer, seconds, patience)
+        }
+        if slow:
+            # It may have been decided without this site meanwhile.
+            with contextlib.suppress(CoordinatorError):
+                self._ballot.report_broken(self.what.key, self._begun.attempt, sorted(slow))
 
     def unpack(
         self,

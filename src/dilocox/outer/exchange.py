@@ -42,19 +42,31 @@ from dilocox.outer.averaging import chunk_bounds, requantise
 from dilocox.outer.coordinator.messages import ExchangeKey
 from dilocox.outer.coordinator.verdict_messages import Opinion
 from dilocox.outer.groups import EpochChangedError
+from dilocox.outer.link_times import LinkTimes
 
 log = logging.getLogger(__name__)
+
+OWNER_PATIENCE = 0.75
+"""Of a low-rank codec's owner: all others wait for its basis, and would take it for the slow one
+after a whole time-out."""
 
 __all__ = ["Ballot", "Contribution", "Outcome", "exchange"]
 
 
-def exchange(ballot: Ballot, me: str, contribution: Contribution, turn: Turn) -> Outcome:
+def exchange(
+    ballot: Ballot,
+    me: str,
+    contribution: Contribution,
+    turn: Turn,
+    times: LinkTimes | None = None,
+) -> Outcome:
     """Carry one exchange to its decision, over as many attempts as it takes.
 
     Before its `turn` it encodes, commits to what it will send and learns the members, after its
     turn it votes and averages.
     It waits for as long as the coordinator answers: who lets the others wait for too long, or is
-    gone, is no member any more. Raises `ExchangeError` for what cannot be.
+    gone, is no member any more. `times`: of earlier transfers of this rank, which limit those to
+    come. Raises `ExchangeError` for what cannot be.
     """
     what = contribution
     with timeline.span(
@@ -64,12 +76,14 @@ def exchange(ballot: Ballot, me: str, contribution: Contribution, turn: Turn) ->
         mode=what.mode,
         values=what.length,
     ) as at:
-        outcome = _carry(ballot, me, contribution, turn)
+        outcome = _carry(ballot, me, contribution, turn, times)
         at.note(payload_bytes=outcome.payload_bytes, attempts=outcome.attempts)
     return outcome
 
 
-def _carry(ballot: Ballot, me: str, contribution: Contribution, turn: Turn) -> Outcome:
+def _carry(
+    ballot: Ballot, me: str, contribution: Contribution, turn: Turn, times: LinkTimes | None
+) -> Outcome:
     start, work = time.monotonic(), time.thread_time()
     sent_bytes = 0
     attempts = 0
@@ -84,7 +98,7 @@ def _carry(ballot: Ballot, me: str, contribution: Contribution, turn: Turn) -> O
         if me not in roles or (begun.decided and roles[me] == "entering"):
             took = time.monotonic() - start
             return Outcome(None, (), None, None, sent_bytes, took, attempts, True)
-        attempt = Attempt(ballot, me, contribution, begun, turn)
+        attempt = Attempt(ballot, me, contribution, begun, turn, times)
         try:
             if isinstance(contribution.compressor, LowRank):
                 outcome = low_rank(attempt, contribution.compressor)
@@ -158,6 +172,7 @@ def low_rank(attempt: Attempt, codec: LowRank) -> Outcome:
         outgoing={} if attempt.observes else {owner: factors[me]},
         incoming=dict.fromkeys(attempt.senders, codec.factor_part) if me == owner else {},
         phase=1,
+        patience=OWNER_PATIENCE if me == owner else 1.0,
     )
     frames: dict[str, torch.Tensor] = {}
     if me == owner:

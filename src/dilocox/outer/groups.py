@@ -162,10 +162,14 @@ class Transfer:
         group: str = "",
     ) -> None:
         self.site = site
+        self.sends = what == "send"
         self._what = what
         self._group = group
         self._start = start
-        self._size = tensor.numel()
+        self.size = tensor.numel()
+        """Bytes."""
+        self.moves = False
+        """Its first piece is through: the peer has begun."""
         self._pieces = deque(_pieces(tensor))
         self._under_way: deque[tuple[dist.Work, int]] = deque()
         self._ended = threading.Event()
@@ -201,7 +205,7 @@ class Transfer:
         self._given_up = True
 
     def _run(self) -> None:
-        with timeline.span(self._what, site=self.site, bytes=self._size, group=self._group):
+        with timeline.span(self._what, site=self.site, bytes=self.size, group=self._group):
             if self._failure is None:
                 try:
                     self._move()
@@ -224,7 +228,7 @@ class Transfer:
                 work.wait()
             through += 1
             if through == 1:
-                self.began = time.time()
+                self.began, self.moves = time.time(), True
             if not self._given_up:
                 self._fill()
 

@@ -17,6 +17,7 @@ from dataclasses import replace
 from dilocox import timeline
 from dilocox.outer.calendar import AT_ONCE
 from dilocox.outer.exchange import Ballot, Contribution, Outcome, exchange
+from dilocox.outer.link_times import LinkTimes
 
 
 class Turns:
@@ -86,11 +87,17 @@ class ExchangeWorker:
     him. An exchange that fails ends the worker: later ones fail with the same error.
     """
 
-    def __init__(self, ballot: Ballot, me: str, prepare: Callable[[], None] | None = None) -> None:
-        """`prepare` is called first in every thread."""
+    def __init__(
+        self,
+        ballot: Ballot,
+        me: str,
+        prepare: Callable[[], None] | None = None,
+        times: LinkTimes | None = None,
+    ) -> None:
+        """`prepare` is called first in every thread; `times` limits transfers."""
         self._ballot = ballot
         self._me = me
-        self._prepare = prepare
+        self._prepare, self._times = prepare, times
         self._queue: queue.Queue[tuple[Contribution, Future[Outcome]] | None] = queue.Queue()
         self._turns = Turns()
         self._count = 0
@@ -144,5 +151,5 @@ class ExchangeWorker:
             if given.ready is not None:
                 given.ready.wait()
             staging.use(given.values, given.warm)
-            outcome = exchange(self._ballot, self._me, given, turn)
+            outcome = exchange(self._ballot, self._me, given, turn, self._times)
             return replace(outcome, ready=staging.mark())

@@ -1,0 +1,179 @@
+"""A limit on a transfer as a whole: who lets every piece wait a little is named, slow links go on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from dilocox.compression import compressor
+from dilocox.outer import groups, link_times
+from dilocox.outer.attempt import Attempt, RepeatError
+from dilocox.outer.coordinator.messages import BeginReply, ExchangeKey, ExchangeMember
+from dilocox.outer.exchange import Contribution, exchange
+from dilocox.outer.groups import PeerGroup, Transfer
+from dilocox.outer.link_times import FACTOR, LinkTimes
+from dilocox.outer.worker import LinkTurn, Turns
+from tests.outer.exchanging import GEOMETRY, LENGTH, WEIGHTS, SharedBallot, values_of
+from tests.outer.sites import MemoryStore, run_each, shared_store
+
+SILENCE, PAUSE, PIECE = 1.5, 0.2, 100
+"""Seconds and bytes: a payload has 16 pieces, each of which comes in time."""
+
+
+def transfer(size: int, seconds: float = 0.0, site: str = "b", sends: bool = False) -> Transfer:
+    made = SimpleNamespace(site=site, sends=sends, size=size, posted=10.0, ended=10.0 + seconds)
+    return cast(Transfer, made)
+
+
+def test_the_limit_follows_from_what_was_usual_on_the_link() -> None:
+    times = LinkTimes(120.0)
+    # Nothing is known: every piece by itself may be silent.
+    assert times.limit(transfer(10 * groups.PIECE_BYTES)) == 11 * 120.0
+    for seconds in (50.0, 52.0, 900.0, 51.0, 49.0):
+        times.note(transfer(40_000_000, seconds))
+    assert times.usual(transfer(41_000_000)) == 51.0
+    assert times.limit(transfer(41_000_000)) == FACTOR * 51.0
+    # In proportion to a smaller one; a smaller one takes no longer than a larger one.
+    assert times.limit(transfer(160_000_000)) == FACTOR * 4 * 51.0
+    assert times.limit(transfer(1000)) == FACTOR * 51.0
+    times.note(transfer(1000, 0.5))
+    assert times.limit(transfer(1000)) == 120.0
+    assert times.limit(transfer(1000), 0.75) == 90.0
+    # Another site's link, and the other direction, are their own.
+    assert times.limit(transfer(1000, site="c")) == 240.0
+    assert times.limit(transfer(1000, sends=True)) == 240.0
+    assert times.overdue(transfer(1000), 119.0) is None
+    assert times.overdue(transfer(1000), 121.0) == (
+        "link to b is too slow: 1000 bytes from it are not through after 120 s, usually within 0.5 "
+        "s"
+    )
+
+
+class _Slow:
+    """A backend that sends every piece `pause` seconds after the one before it."""
+
+    def __init__(self, backend: Any, pause: float) -> None:
+        self._backend, self._pause = backend, pause
+        self.recv = backend.recv
+        self._peers: dict[int, ThreadPoolExecutor] = {}
+
+    def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Any:
+        def late() -> None:
+            time.sleep(self._pause)
+            self._backend.send(tensors, peer, tag).wait()
+
+        queue = self._peers.setdefault(peer, ThreadPoolExecutor(1))
+        work: Future[None] = queue.submit(late)
+        return SimpleNamespace(wait=work.result)
+
+
+@dataclass
+class Ballot(SharedBallot):
+    """Its group is silent for `SILENCE` at most; `pause` by round slows what this site sends."""
+
+    pauses: Sequence[float] = ()
+
+    def begin(self, key: ExchangeKey, commitment: str | None = None) -> BeginReply:
+        if self.group_of is None:
+            self.group_of = PeerGroup(
+                self.store, "epoch/1/test", list(self.members), self.me, "127.0.0.1", 60.0,
+                SILENCE, lambda: False,
+            )  # fmt: skip
+            self._fast = self.group_of._backend
+        pause = self.pauses[key.round] if self.pauses else 0.0
+        self.group_of._backend = _Slow(self._fast, pause) if pause else self._fast
+        return super().begin(key, commitment)
+
+
+def course(monkeypatch: pytest.MonkeyPatch, pauses: Sequence[float]) -> Mapping[str, Any]:
+    """Seconds of every exchange of three sites, or what ended it; `pauses` of the last by round."""
+    monkeypatch.setattr(groups, "PIECE_BYTES", PIECE)
+    monkeypatch.setattr(link_times, "PIECE_BYTES", PIECE)
+
+    def site(me: str, store: MemoryStore) -> Callable[[], Any]:
+        def go() -> Any:
+            ballot = Ballot(store, me, pauses=pauses if me == "oslo" else ())
+            times, turns, took = LinkTimes(SILENCE), Turns(), []
+            for round_ in range(len(pauses)):
+                key, start = ExchangeKey.outer(round_, 0, 0), time.monotonic()
+                what = Contribution(
+                    key, LENGTH, values_of(me), compressor("none", GEOMETRY), "gather", WEIGHTS
+                )
+                exchange(ballot, me, what, LinkTurn(turns, 0), times)
+                took.append(time.monotonic() - start)
+            return took
+
+        return go
+
+    with shared_store() as store:
+        return run_each({me: site(me, store) for me in WEIGHTS}, limit=60.0)
+
+
+def test_who_lets_every_piece_wait_is_named_and_nobody_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    results = course(monkeypatch, [0.0, 0.0, PAUSE])
+    for site in ("paris", "lyon"):
+        assert "broken by oslo" in str(results[site]), results
+
+
+def test_a_slow_link_is_not_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes longer than the time-out each time, and no piece does."""
+    results = course(monkeypatch, [PAUSE, PAUSE])
+    assert all(seconds > SILENCE for seconds in results["paris"]), results
+    assert all(isinstance(results[site], list) for site in WEIGHTS), results
+
+
+class _Group:
+    """Transfers that end when they are told to."""
+
+    def __init__(self, moves: bool) -> None:
+        self.moves, self.given_up = moves, 0
+
+    def receive(self, buffer: torch.Tensor, site: str, tag: int) -> Any:
+        def give_up() -> None:
+            self.given_up += 1
+
+        made = transfer(buffer.numel(), site=site)
+        made.__dict__.update(
+            moves=self.moves, wait=lambda _: time.sleep(0.01), poll=lambda: False, give_up=give_up
+        )
+        return made
+
+
+@pytest.mark.parametrize(("moves", "told"), [(True, [["b"]]), (False, [])])
+def test_what_hangs_is_told_when_another_was_the_first_to_say_so(
+    moves: bool, told: list[list[str]]
+) -> None:
+    """A peer that has not begun may have waited for somebody itself."""
+    said: list[list[str]] = []
+    start = time.monotonic()
+    members = [ExchangeMember(site=s, incarnation=1, role="member") for s in "ab"]
+
+    def report(key: ExchangeKey, attempt: int, failed: Sequence[str]) -> None:
+        said.append(list(failed))
+
+    ballot = SimpleNamespace(
+        epoch=lambda: 1 + (time.monotonic() > start + 0.3),
+        attempt=lambda key: 2,
+        report_broken=report,
+        group=lambda begun, superseded: _Group(moves),
+    )
+    what = Contribution(
+        ExchangeKey.outer(0, 0, 0), LENGTH, None, compressor("none", GEOMETRY), "gather", WEIGHTS
+    )
+    begun = BeginReply(epoch=1, attempt=1, members=members, decided=False)
+    times = LinkTimes(0.4)
+    times.note(transfer(LENGTH * 4, 0.01))
+    attempt = Attempt(cast(Any, ballot), "a", what, begun, LinkTurn(Turns(), 0), times)
+    part = cast(Any, what.compressor).part(0, LENGTH, 0)
+    with pytest.raises(RepeatError, match="members changed"):
+        attempt.swap({}, {"b": part}, 1)
+    assert said == told
