@@ -1,4 +1,4 @@
-"""A limit on a transfer as a whole: who lets every piece wait a little is named, slow links go on."""
+"""Limits on a transfer as a whole: who lets every piece wait a little is named, slow links go on."""
 
 from __future__ import annotations
 

@@ -70,6 +70,11 @@ def test_where_both_say_so_the_last_in_the_run_file_goes(four: Driver) -> None:
 
 def forward(driver: Driver, round_: int) -> None:
     """All live sites through the round before `round_`, and its first exchange begun."""
+    for left in list(driver.core.state.undecided):
+        exchange = driver.core.state.exchanges[left]
+        for site in dict.fromkeys(site for site, *_ in driver.core.state.voters(exchange)):
+            old = m.ExchangeKey.parse(left)
+            driver.vote(old, site, exchange.attempt, held=[name for name, _ in exchange.members])
     for before in range(driver.core.state.next_round - 1, round_):
         for site in driver.core.state.live:
             driver.round_done(site, before)

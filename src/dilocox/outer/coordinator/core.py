@@ -19,8 +19,8 @@ from dilocox.outer.coordinator import events as e
 from dilocox.outer.coordinator import messages as m
 from dilocox.outer.coordinator import views
 from dilocox.outer.coordinator.admission import check_admission
-from dilocox.outer.coordinator.arrivals import Arrivals
 from dilocox.outer.coordinator.choosing import sizes_to_log
+from dilocox.outer.coordinator.clocks import Clocks
 from dilocox.outer.coordinator.decisions import decide, plan_round
 from dilocox.outer.coordinator.departures import Departures
 from dilocox.outer.coordinator.exchanges import Exchange
@@ -36,9 +36,7 @@ from dilocox.outer.coordinator.saves import Saves
 from dilocox.outer.coordinator.standing import Standings
 from dilocox.outer.coordinator.starting import entered, entry_round, lacking
 from dilocox.outer.coordinator.state import CoordinatorState
-from dilocox.outer.coordinator.step_clock import StepClock
 from dilocox.outer.coordinator.store import Store
-from dilocox.outer.coordinator.stragglers import overdue
 from dilocox.outer.coordinator.timeouts import Timeouts
 from dilocox.outer.coordinator.tokens import SiteTokens
 
@@ -97,7 +95,8 @@ class Coordinator:
         self.standings = Standings(self)
         self.saves = Saves(self)
         self.reports = Reports(self, on_report)
-        self.arrivals, self.steps = Arrivals(), StepClock(self.timeouts.beat)
+        self.clocks = Clocks(self.timeouts)
+        self.arrivals, self.steps = self.clocks.arrivals, self.clocks.steps
         self.log = EventLog(folder)
         try:
             self.authority = Authority(folder, server_names(config.network))
@@ -157,7 +156,7 @@ class Coordinator:
         self.log.append(event)
         self.state.apply(event)
         self.witness.happened(self.state, event)
-        self.steps.happened(self.state, event, self._now())
+        self.clocks.happened(self.state, event, self._now())
         if isinstance(event, e.Decided):
             views.report_verdicts(self.state, event, self.reports.hand_on)
         if isinstance(event, e.Enrolled):
@@ -207,9 +206,7 @@ class Coordinator:
                 self.record(e.Gone(self.wall(), site, incarnation, reason, True))
         # Catches up with what a full disk kept from being recorded.
         self._follow(None)
-        self.arrivals.look(self._now(), self.timeouts.heartbeat / 2)
-        self.steps.look(self._now(), self.timeouts.heartbeat / 2)
-        for straggler in overdue(self.state, self.arrivals, self._now(), self.timeouts):
+        for straggler in self.clocks.overdue(self.state, self._now()):
             self.record(e.Overtaken(self.wall(), *straggler, entry_round(self.state)))
 
     # --- who may speak ----------------------------------------------------------------------
@@ -455,9 +452,11 @@ class Coordinator:
             return
         if known is not None and (rank.site, rank.stage, rank.shard) in known:
             return
+        held_up = self.state.held_up(exchange)
         event = e.Broke(
             self.wall(), rank.site, rank.stage, rank.shard, request.key, request.attempt,
-            list(request.failed),
+            [name for name in request.failed if name not in held_up],
+            [name for name in request.failed if name in held_up],
         )  # fmt: skip
         self.record(event, request.key)
 

@@ -240,11 +240,13 @@ class Voted(OfRank):
 
 @dataclass(frozen=True)
 class Broke(OfRank):
-    """A rank could not complete an attempt; `failed` names sites whose link broke."""
+    """A rank could not complete an attempt; `failed` names sites whose link broke. `excused`: those
+    that are held up in an earlier exchange, and cannot have begun."""
 
     key: str
     attempt: int
     failed: list[str]
+    excused: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

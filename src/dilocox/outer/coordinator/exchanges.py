@@ -58,6 +58,8 @@ class Exchange:
     """SHA-256 of the payloads that came, once it is decided."""
     broken: dict[int, dict[RankKey, list[str]]] = field(default_factory=dict)
     """By attempt: who could not complete it, and whose links that rank names."""
+    excused: set[int] = field(default_factory=set)
+    """Attempts that count against nobody: who was named is held up in an earlier exchange."""
 
     @property
     def place(self) -> str:
@@ -131,14 +133,14 @@ class Exchange:
             if unreached[site] >= 2:
                 return site, UNREACHABLE
         pairs = {pair for pair in pairs if set(pair) <= set(sites)}
-        if len(self.broken) < MAX_BROKEN or not pairs:
+        if not self.exhausted or not pairs:
             return None
         return _at_fault(pairs, sites, disputes)
 
     @property
     def exhausted(self) -> bool:
-        """Broken too often, with nobody to blame."""
-        return len(self.broken) >= MAX_BROKEN
+        """Broken too often."""
+        return len(self.broken.keys() - self.excused) >= MAX_BROKEN
 
 
 def _at_fault(

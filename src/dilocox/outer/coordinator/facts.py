@@ -201,6 +201,18 @@ class Facts:
             for shard in range(self.config.site.shards)
         ]
 
+    def held_up(self, exchange: Exchange) -> set[str]:
+        """Sites that have not voted yet on an exchange of the same stage that was begun earlier:
+        they may wait for somebody there, and have nothing to send here."""
+        found: set[str] = set()
+        for key in self.undecided:
+            if key == exchange.key:
+                break
+            earlier = self.exchanges[key]
+            if earlier.stage == exchange.stage:
+                found |= {site for site, *_ in earlier.waiting_for(self.voters(earlier))}
+        return found
+
     def disputes(self, round_: int) -> dict[str, list[str]]:
         """By site: with whom it has had a broken link within `DISPUTED` rounds."""
         return {

@@ -315,6 +315,10 @@ class CoordinatorState(Facts):
 
     def _broke(self, event: e.Broke) -> None:
         reports = self.exchanges[event.key].broken.setdefault(event.attempt, {})
+        if event.excused and not event.failed:
+            self.exchanges[event.key].excused.add(event.attempt)
+        else:
+            self.exchanges[event.key].excused.discard(event.attempt)
         reports[event.site, event.stage, event.shard] = list(event.failed)
         round_ = self.exchanges[event.key].round
         for name in event.failed:

@@ -1,0 +1,38 @@
+"""The coordinator's own clock: what it has seen of sites, whatever they say of themselves.
+
+None of it is in the log. A coordinator that starts again begins to count anew.
+"""
+
+from __future__ import annotations
+
+from dilocox.outer.coordinator import events as e
+from dilocox.outer.coordinator.arrivals import Arrivals
+from dilocox.outer.coordinator.state import CoordinatorState
+from dilocox.outer.coordinator.step_clock import StepClock
+from dilocox.outer.coordinator.stragglers import Straggler, overdue
+from dilocox.outer.coordinator.timeouts import Timeouts
+from dilocox.outer.coordinator.vote_times import VoteTimes
+
+
+class Clocks:
+    """When sites were there for exchanges, voted on them, and took their steps."""
+
+    def __init__(self, limits: Timeouts) -> None:
+        self._limits = limits
+        self.arrivals, self.votes = Arrivals(), VoteTimes()
+        self.steps = StepClock(limits.beat)
+
+    def happened(self, state: CoordinatorState, event: e.Event, now: float) -> None:
+        """An event was logged and applied."""
+        self.steps.happened(state, event, now)
+        self.votes.happened(event, now)
+
+    def overdue(self, state: CoordinatorState, now: float) -> list[Straggler]:
+        """Sites that the others go on without now. To be called often: time in which the caller was
+        held up counts against nobody."""
+        held_up = self._limits.heartbeat / 2
+        self.arrivals.look(now, held_up)
+        self.steps.look(now, held_up)
+        self.votes.look(now, held_up)
+        late = overdue(state, self.arrivals, now, self._limits)
+        return late or self.votes.overdue(state, self.arrivals, now, self._limits)
