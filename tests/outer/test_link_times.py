@@ -1,4 +1,4 @@
-"""Limits on a transfer as a whole: who lets every piece wait a little is named, slow links go on."""
+"""A limit on a whole transfer: who lets every piece wait a little is named, slow links go on."""
 
 from __future__ import annotations
 
