@@ -16,6 +16,7 @@ from dilocox.plain_text import plain, plain_lines
 from dilocox.plan import command as plan
 from dilocox.record import command as verify
 from dilocox.report import command as report
+from dilocox.report import status_command as status
 from dilocox.version import __version__
 
 EXAMPLES = """\
@@ -34,6 +35,7 @@ examples:
   dilocox data show runs/quickstart/data
   dilocox generate runs/quickstart --prompt "def main():"
   dilocox verify runs/quickstart             (how its model was made, from the record alone)
+  dilocox status runs/run                    (what it is doing; at the coordinator or at a site)
   dilocox report runs/quickstart             (its page: runs/quickstart/report.html)
   dilocox audit runs/run --sample 5%         (repeats rounds; needs record.states_every)
   dilocox auditor runs/run --key mine        (the same beside a run, until it ends)
@@ -227,6 +229,8 @@ def _parser() -> argparse.ArgumentParser:
     verifying = commands.add_parser("verify", parents=[common], help=verify.HELP)
     verify.add_arguments(verifying)
 
+    asking = commands.add_parser("status", parents=[common], help=status.HELP)
+    status.add_arguments(asking)
     reporting = commands.add_parser("report", parents=[common], help=report.HELP)
     report.add_arguments(reporting)
     auditing = commands.add_parser("audit", parents=[common], help=audit.HELP)

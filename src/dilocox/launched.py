@@ -92,12 +92,22 @@ def join_as_rank(
             else None,
             tell=site_log.say,
         )
-        code = run_rank(job, lambda line, _: complain(line))
+        if place.leads:
+            site_log.note_joined(config, site, endpoint.url.removeprefix("https://"))
+        errors: list[str] = []
+
+        def failed(line: str, _lasting: bool) -> None:
+            errors.append(line)
+            complain(line)
+
+        code = run_rank(job, failed)
     if trace and place.exchanges:
         try:
             merge_rank(config.folder, site, place.stage, place.shard)
         except OSError as error:  # not worth a run's failure
             complain(f"the timeline was not written: {error}")
+    if place.leads:
+        site_log.note(config, site, "ended", code=code, reason="; ".join(errors))
     if code == 0 and place.leads:
         site_log.say(site_log.end(config, site))
     if code and dist.is_initialized():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import functools
 import hashlib
 import logging
 import os
@@ -154,7 +155,9 @@ def _train(job: RankJob, errors: Errors) -> None:
         timeouts,
         RankName(site=place.site, stage=place.stage, shard=place.shard),
     )
-    client.tell = job.tell if place.leads else None
+    if place.leads and job.tell is not None:
+        client.tell = job.tell
+        client.journal = functools.partial(site_log.note, config, place.site)
 
     def stuck(error: DilocoxError) -> None:
         log.error("%s; the training loop does not answer, it hangs here:", error)
@@ -290,6 +293,7 @@ def _take_part(
             record_state(record, "initial", 0, rank, control.touch, momentum=config.model.handover)
         if job.tell is not None and place.leads:
             job.tell(site_log.begins(place.site, None if newcomer else trainer.at.round))
+            site_log.note(config, place.site, "begins", round=trainer.at.round)
         trainer.run(newcomer)
     worker.close()
 

@@ -5,6 +5,12 @@ Everything that a site's leading rank reports to the coordinator is also a line 
 
 from __future__ import annotations
 
+import contextlib
+import json
+import math
+import os
+import socket
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,8 +19,11 @@ from dilocox.display import number, size
 from dilocox.outer.coordinator.client import CoordinatorClient
 from dilocox.outer.coordinator.messages import ReportKind
 from dilocox.plain_text import plain_lines
+from dilocox.site_reports import RESERVED
 
 Say = Callable[[str], None]
+JOURNALS = "site-*.jsonl"
+"""In a site's run folder: what it has done so far, for `dilocox status`."""
 
 
 def say(line: str) -> None:
@@ -22,10 +31,34 @@ def say(line: str) -> None:
     print(plain_lines(line), flush=True)
 
 
+def note(config: RunConfig, site: str, kind: str, /, **fields: Any) -> None:
+    """Append a line to the site's journal. A disk that fails costs the line, not the run."""
+    path = config.folder / JOURNALS.replace("*", site)
+    finite = {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value
+        for key, value in fields.items()
+    }
+    line = json.dumps({"time": round(time.time(), 3), "kind": kind, **finite}, allow_nan=False)
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
+
+
+def note_joined(config: RunConfig, site: str, coordinator: str) -> None:
+    """Say in the journal that this process has taken the site into the run."""
+    note(
+        config, site, "joined", run=config.run.name, steps=config.total_steps,
+        coordinator=coordinator, process=os.getpid(), host=socket.gethostname(),
+    )  # fmt: skip
+
+
 class TellingClient(CoordinatorClient):
     """A `CoordinatorClient` whose reports are shown at the site as well."""
 
     tell: Say | None = None
+    journal: Callable[..., None] | None = None
+    """Gets kind and fields of every report, if there is a journal."""
 
     def report(self, round_: int, metrics: Mapping[str, Any], kind: ReportKind = "round") -> None:
         """Metrics (JSON values) of this site's round."""
@@ -33,6 +66,10 @@ class TellingClient(CoordinatorClient):
         line = line_of(kind, round_, metrics)
         if self.tell is not None and line is not None:
             self.tell(line)
+        if self.journal is not None and line is not None:
+            known = "evaluation" if kind == "first_evaluation" else kind
+            said = {key: value for key, value in metrics.items() if key not in RESERVED}
+            self.journal(known, round=round_, **said)
 
 
 def line_of(kind: str, round_: int, metrics: Mapping[str, Any]) -> str | None:

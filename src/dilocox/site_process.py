@@ -69,7 +69,9 @@ def run_site(
     # A site that was given address and token alone: nobody else at its terminal shows the run.
     news = None if endpoint.operator else processes.CONTEXT.SimpleQueue()
     if news is not None:
-        site_log.say(site_log.joined(site, config.run.name, endpoint.url.removeprefix("https://")))
+        where = endpoint.url.removeprefix("https://")
+        site_log.say(site_log.joined(site, config.run.name, where))
+        site_log.note_joined(config, site, where)
     ranks_here = config.site.ranks * (len(config.sites) if shared_folder else 1)
     ranks: list[BaseProcess] = []
     # A folder that only this user can enter: nobody else makes the file before the ranks do.
@@ -122,6 +124,8 @@ def keep_site(
     )
     if ended.code == 1:
         complain(ended.reason)
+    if not endpoint.operator:
+        site_log.note(config, site, "ended", code=ended.code, reason=ended.reason)
     return ended.code
 
 

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
+import time
 
+from dilocox.report.status import status_of
+from dilocox.report.status_command import ask
 from tests.e2e.forked import Forge
 from tests.e2e.harness import Workshop
 from tests.e2e.test_operations import coordinate, join_all
@@ -35,6 +39,10 @@ def test_sigterm_to_the_group_of_a_join_lets_it_finish_its_round(
     run = coordinate(forge, workshop, "units", *workshop.run_file("units", *SETS))
     sites = join_all(forge, workshop, run)
     run.until_round(1)
+    asked = status_of(run.folder, time.time())
+    ask(asked, run.folder)
+    assert (asked.state, asked.exit_code, asked.warnings) == ("training", 0, [])
+    assert {site.name: site.role for site in asked.sites} == {"paris": "active", "lyon": "active"}
     os.killpg(sites["lyon"].process.pid, signal.SIGTERM)
     assert sites["lyon"].wait() == 130, sites["lyon"].output()
     assert "site lyon leaves before round" in sites["lyon"].printed()
@@ -46,6 +54,16 @@ def test_sigterm_to_the_group_of_a_join_lets_it_finish_its_round(
     assert re.search(r"^round   1  step +\d+  loss \d", said, re.MULTILINE), said
     assert re.search(r"^round   1  step +\d+/\d+  loss \d", run.printed(), re.MULTILINE)
     assert run.printed().index("dilocox join") < 400, "the join lines are what is read first"
+    # A site's folder tells it by itself; here it is the coordinator's, too.
+    alone = run.folder.with_name("units-lyon")
+    alone.mkdir()
+    shutil.copy(run.folder / "site-lyon.jsonl", alone)
+    left = status_of(alone, time.time())
+    assert (left.state, left.reason, left.exit_code) == ("left", "", 3)
+    assert left.round is not None
+    assert left.round >= 1
+    assert left.sites[0].loss is not None
+    assert left.coordinator.startswith("127.0.0.1:")
     run.until(lambda: "lyon is gone: asked to leave, and done" in run.printed())
     run.interrupt()
     assert run.wait() == 130, run.output()

@@ -46,10 +46,12 @@ class Endpoint:
 
     @classmethod
     def load(cls, path: str | Path) -> Endpoint:
-        """Read a ready file that `serve` wrote."""
+        """Read a ready file that `serve` wrote. The operator's identity lies beside the file,
+        wherever the folder was moved to or is looked at from."""
         said = json.loads(Path(path).read_text(encoding="utf-8"))
+        operator = Path(path).with_name(Path(said["operator"]).name)
         # One of an earlier dilocox has the token of all sites, which admits nobody any more.
-        return cls(said["url"], dict(said.get("tokens", {})), said["operator"])
+        return cls(said["url"], dict(said.get("tokens", {})), str(operator))
 
 
 def serve(
