@@ -15,6 +15,7 @@ from dilocox.lab import command as lab_command
 from dilocox.plain_text import plain, plain_lines
 from dilocox.plan import command as plan
 from dilocox.record import command as verify
+from dilocox.release import publish_command as publish
 from dilocox.report import command as report
 from dilocox.report import status_command as status
 from dilocox.version import __version__
@@ -37,6 +38,7 @@ examples:
   dilocox verify runs/quickstart             (how its model was made, from the record alone)
   dilocox status runs/run                    (what it is doing; at the coordinator or at a site)
   dilocox report runs/quickstart             (its page: runs/quickstart/report.html)
+  dilocox publish runs/run --to public       (all of it in one folder, without keys)
   dilocox audit runs/run --sample 5%         (repeats rounds; needs record.states_every)
   dilocox auditor runs/run --key mine        (the same beside a run, until it ends)
   dilocox export runs/quickstart --to my-model
@@ -233,6 +235,8 @@ def _parser() -> argparse.ArgumentParser:
     status.add_arguments(asking)
     reporting = commands.add_parser("report", parents=[common], help=report.HELP)
     report.add_arguments(reporting)
+    publishing = commands.add_parser("publish", parents=[common], help=publish.HELP)
+    publish.add_arguments(publishing)
     auditing = commands.add_parser("audit", parents=[common], help=audit.HELP)
     audit.add_arguments(auditing)
     auditor = commands.add_parser("auditor", parents=[common], help=audit.AUDITOR_HELP)

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import http.server
 import json
+import re
+import shlex
 import shutil
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,6 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import dilocox
+from dilocox import cli
 from dilocox.record.verify import Places, verify
 from dilocox.report.folder import read_run
 from tests.e2e.harness import PATIENT, Workshop
@@ -78,3 +86,80 @@ def test_other_commands_take_it(published: Path, tmp_path: Path) -> None:
     shutil.copy(published / "model" / "config.json", index)
     shutil.copy(published / "model" / "model.safetensors.index.json", wide)
     assert bad(published, wide) == {}
+
+
+@contextlib.contextmanager
+def web_server(folder: Path) -> Iterator[str]:
+    """A plain one, as `python -m http.server` is."""
+
+    class Quiet(http.server.SimpleHTTPRequestHandler):
+        def log_message(self, *_: object) -> None:
+            """Say nothing."""
+
+    handler = functools.partial(Quiet, directory=str(folder))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def typed(*words: str) -> int:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(list(words))
+    return int(ended.value.code or 0)
+
+
+def test_a_run_is_gathered_from_its_places(
+    published: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The coordinator's folder has no payloads and no model, and each site lacks some payloads."""
+    away = shutil.ignore_patterns("store", "model", "data", "checkpoints")
+    shutil.copytree(published, tmp_path / "runs" / "coordinator", ignore=away)
+    run_file = tmp_path / "runs" / "coordinator" / "run.toml"
+    places = re.sub(r'folder = ".*"', 'folder = "/not/here"', run_file.read_text())
+    run_file.write_text(places)
+    for number, site in enumerate(("paris", "lyon")):
+        for path in (published / "record" / "store").rglob("*"):
+            if path.is_file() and int(path.parent.name, 16) % 2 == number:
+                where = tmp_path / site / path.relative_to(published)
+                where.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(path, where)
+    shutil.copytree(published / "model", tmp_path / "paris" / "model")
+    shutil.copytree(published.parent / "data", tmp_path / "lyon" / "data")
+    monkeypatch.chdir(tmp_path)
+    line = ("publish", "runs/coordinator", "--to", "public", "--from", "paris")
+    assert typed(*line) == 1
+    assert "missing: the token files' manifest.json" in capsys.readouterr().err
+    # A site's payloads are not there: all claims that need them are named, and nothing stays.
+    shutil.move(tmp_path / "lyon" / "record", tmp_path / "kept")
+    assert typed(*line, "--from", "lyon") == 1
+    said = capsys.readouterr().err
+    assert "payloads NOT_RUN" in said
+    assert "replay NOT_RUN" in said
+    assert not (tmp_path / "public").exists()
+    assert typed(*line, "--from", "lyon", "--store", "kept/store") == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "public"
+
+    public = tmp_path / "public"
+    assert {path.name for path in public.iterdir()} == {
+        "CHECK.md", "report.html", "run.toml", "metrics.jsonl", "summary.json", "ledger.json",
+        "record", "model", "data",
+    }  # fmt: skip
+    assert all(path.stat().st_mode & 0o044 == 0o044 for path in public.rglob("*") if path.is_file())
+    for name in ("CHECK.md", "report.html"):
+        assert f"{tmp_path}/" not in (public / name).read_text()
+    assert 'folder = "/not/here' not in (public / "run.toml").read_text()
+    shutil.rmtree(tmp_path / "runs")
+    shutil.rmtree(tmp_path / "paris")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert typed("verify", "../public") == 0
+    with web_server(public) as url:
+        assert typed("verify", url) == 0
+    assert "verified: all required claims PASS" in capsys.readouterr().out
+    key = next(line for line in (public / "CHECK.md").read_text().splitlines() if "--key" in line)
+    monkeypatch.chdir(public)
+    assert typed(*shlex.split(key)[1:]) == 0

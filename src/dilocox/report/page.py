@@ -290,9 +290,10 @@ def _commands(files: RunFiles) -> list[tuple[str, str]]:
     if files.record is None:
         return []
     commands = [
-        ("Install the same version", f"pip install dilocox=={_version(files)}"),
-        ("Get the run's folder (without coordinator/), then replay every outer step to the "
-         "published model", "dilocox verify RUN"),
+        (f"Get dilocox {_version(files)} from its authors; see that it is this version",
+         "dilocox --version"),
+        ("Get the run's folder as `dilocox publish` gathers it, then replay every outer step to "
+         "the published model", "dilocox verify RUN"),
         ("The same for programs", "dilocox verify RUN --json"),
         ("Against the log's key, if you were told it some other way",
          f"dilocox verify RUN --key {files.record.course.log}"),
