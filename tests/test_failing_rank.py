@@ -49,9 +49,9 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "destroy_process_group", lambda: time.sleep(LONG))
     monkeypatch.setattr(site_process, "enrol_site", lambda *_: None)
-    monkeypatch.setattr(site_process._Line, "took_part", lambda _: False)
+    monkeypatch.setattr(site_process.SiteLine, "took_part", lambda _: False)
     monkeypatch.setattr(
-        site_process._Line, "leave", lambda _, reason, *, failed: told.append(reason)
+        site_process.SiteLine, "leave", lambda _, reason, *, failed: told.append(reason)
     )
     config = two_stages(tmp_path)
 

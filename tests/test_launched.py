@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +23,7 @@ from dilocox.errors import ConfigError, JoinError
 from dilocox.launched import Seal, agree, meeting_place
 from dilocox.launcher_env import RankVariables
 from dilocox.outer.coordinator.serving import Endpoint
+from dilocox.supervisor import listening
 
 SOON = timedelta(seconds=30)
 TOKEN = f"dilocox1-{'a' * 64}-{'5' * 32}"
@@ -317,3 +322,72 @@ def test_the_tunnel_forks_before_a_group_is_there(
     with pytest.raises(StopError):
         rank_process._train(job, lambda *_: None)
     assert done == ["tunnel", "client", "beats, building True", "build", "closed"]
+
+
+class Line:
+    """What a rank says to its coordinator, which may not let the site go."""
+
+    def __init__(self, can_retire: bool = True) -> None:
+        self.said: list[str] = []
+        self._can = can_retire
+
+    def retire(self, reason: str) -> bool:
+        self.said.append(f"retire: {reason}")
+        return self._can
+
+    def leave(self, reason: str, *, failed: bool) -> None:
+        self.said.append(f"leave: {reason}, failed {failed}")
+
+
+def test_a_launchers_sigterm_has_the_site_leave_and_the_rank_trains_on() -> None:
+    moment, ended, line = 100.0, list[int](), Line()
+    going = launched.Going(line, ended.append, now=lambda: moment)  # type: ignore[arg-type]
+    with listening(asked=going):
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
+        until(lambda: bool(line.said))
+        # Both were one request, and nothing has ended.
+        assert (line.said, going.times, ended) == (["retire: asked to go (signal 15)"], 1, [])
+        moment += 3.0
+        os.kill(os.getpid(), signal.SIGTERM)
+        until(lambda: bool(ended))
+    assert line.said[1:] == ["leave: asked to go (signal 15), failed False"]
+    assert ended == [130]
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_a_rank_that_cannot_ask_ends_at_once() -> None:
+    ended, line = list[int](), Line(can_retire=False)
+    going = launched.Going(line, ended.append)  # type: ignore[arg-type]
+    going(signal.SIGTERM, None)
+    until(lambda: bool(ended))
+    assert ended == [130]
+    assert len(line.said) == 2
+
+
+def test_a_rank_that_was_asked_to_go_says_so_in_its_exit_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def told(*_: object) -> int:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return 0
+
+    line = Line()
+    monkeypatch.setattr(launched, "enrol_site", lambda *_: SimpleNamespace(to_text=lambda: "id"))
+    monkeypatch.setattr(launched.Identity, "from_text", lambda text: text)
+    monkeypatch.setattr(launched, "run_rank", told)
+    monkeypatch.setattr(launched, "SiteLine", lambda *_: line)
+    monkeypatch.setattr(RankVariables, "export", nothing_of)
+    endpoint = Endpoint("https://localhost:1", "token", "")
+    code = launched.join_as_rank(
+        run(tmp_path), "paris", endpoint, variables(0, 1), nothing, nothing, debug=False
+    )
+    assert code == 130
+    until(lambda: bool(line.said))
+
+
+def until(true: Callable[[], bool]) -> None:
+    end = time.monotonic() + 20.0
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.005)

@@ -10,10 +10,12 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from typing import Any
 
 import torch.distributed as dist
 from cryptography.exceptions import InvalidTag
@@ -30,8 +32,8 @@ from dilocox.outer.coordinator.identity import Identity
 from dilocox.outer.coordinator.serving import Endpoint
 from dilocox.outer.coordinator.timeouts import Timeouts
 from dilocox.rank_process import RankJob, run_rank
-from dilocox.site_process import enrol_site, exchange_address
-from dilocox.supervisor import complain
+from dilocox.site_process import SiteLine, enrol_site, exchange_address
+from dilocox.supervisor import Asked, complain, listening
 from dilocox.trace_file import merge_rank, part_path
 
 LOOK = 0.25
@@ -100,7 +102,11 @@ def join_as_rank(
             errors.append(line)
             complain(line)
 
-        code = run_rank(job, failed)
+        going = Going(SiteLine(config, site, endpoint, job.identity))
+        with listening(asked=going):
+            code = run_rank(job, failed)
+        # Its rounds are done, and its part of a checkpoint is written.
+        code = 130 if going.times else code
     if trace and place.exchanges:
         try:
             merge_rank(config.folder, site, place.stage, place.shard)
@@ -114,6 +120,37 @@ def join_as_rank(
         # The others end by the launcher, or by what the coordinator tells them.
         processes.exit_now(code)
     return code
+
+
+class Going(Asked):
+    """Hears the launcher's SIGTERM, and has the site leave the run as `dilocox join` does.
+
+    A launcher tells all ranks of a machine, and kills them later; the run is told by each rank
+    that hears it, since the leading one may be on another machine. The rank trains on: it ends
+    when its rounds are done, or with a checkpoint where its site is the last. Asked again, it ends
+    at once.
+    """
+
+    def __init__(
+        self, line: SiteLine, end: Callable[[int], object] = processes.exit_now, **options: Any
+    ) -> None:
+        super().__init__(**options)
+        self._line, self._end = line, end
+
+    def __call__(self, number: int, frame: object) -> None:
+        """The signal's handler. It must not wait for the coordinator: training goes on."""
+        before = self.times
+        super().__call__(number, frame)
+        if self.times > before:
+            again = self.times > 1
+            threading.Thread(target=self.ask, args=(again,), name="going", daemon=True).start()
+
+    def ask(self, again: bool) -> None:
+        """Ask the coordinator to let the site go; end this process if it cannot or need not."""
+        reason = f"asked to go (signal {self.signal})"
+        if again or not self._line.retire(reason):
+            self._line.leave(reason, failed=False)
+            self._end(130)
 
 
 @contextlib.contextmanager

@@ -24,6 +24,27 @@ from dilocox.errors import DilocoxError
 # not survive a fork.
 CONTEXT: Any = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
 _PR_SET_PDEATHSIG = 1
+ONE_REQUEST = 2.0
+"""Seconds in which further signals belong to the same request to end. `make`, for one, passes on a
+signal that the whole process group has received."""
+
+
+class Requests:
+    """How often somebody has asked this process to end: signals, counted as requests."""
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self.times = 0
+        self._now = now
+        self._last = 0.0
+
+    def heard(self) -> bool:
+        """A signal has come: whether it is a request of its own."""
+        moment = self._now()
+        if self.times and moment - self._last < ONE_REQUEST:
+            return False
+        self._last = moment
+        self.times += 1
+        return True
 
 
 def start(target: Callable[..., None], *arguments: Any, name: str) -> BaseProcess:

@@ -98,7 +98,7 @@ def run_site(
                 tell=None if news is None else news.put,
             )
             ranks.append(processes.start(_rank_in_child, job, errors, name=place.file_name))
-        return _watch(_Line(config, site, endpoint, identity), ranks, errors, news)
+        return _watch(SiteLine(config, site, endpoint, identity), ranks, errors, news)
     finally:
         processes.end(ranks, grace=0.0)
         _show(news)
@@ -182,7 +182,7 @@ def _accept(
         client.close()
 
 
-class _Line:
+class SiteLine:
     """What a site itself, not one of its ranks, says to the coordinator.
 
     The site may be known as gone already, or the coordinator away: then nothing is said, and the
@@ -234,7 +234,7 @@ def _show(news: Any) -> None:
         site_log.say(news.get())
 
 
-def _watch(line: _Line, ranks: list[BaseProcess], errors: Any, news: Any = None) -> Ended:
+def _watch(line: SiteLine, ranks: list[BaseProcess], errors: Any, news: Any = None) -> Ended:
     """Wait until all ranks have ended well, or one has failed.
 
     A rank that says so has failed, though its process may hang behind that. Asked to go, by a

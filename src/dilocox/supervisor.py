@@ -14,6 +14,7 @@ from dilocox.backoff import pauses
 from dilocox.errors import DilocoxError, JoinError, NotNowError
 from dilocox.outer.coordinator.timeouts import Timeouts
 from dilocox.plain_text import plain_lines
+from dilocox.processes import Requests
 
 FRUITLESS = 5
 """So many incarnations in a row that never took part in a round, and the site gives up."""
@@ -32,45 +33,36 @@ class Ended:
     """It contributed to the run before it ended."""
 
 
-ONE_REQUEST = 2.0
-"""Seconds in which further signals belong to the same request to go. `make`, for one, passes on a
-signal that the whole process group has received."""
-
-
-class Asked:
+class Asked(Requests):
     """Whether someone has asked this process to go, and how often."""
 
     def __init__(
         self, second_interrupts: bool = False, now: Callable[[], float] = time.monotonic
     ) -> None:
-        self.times = 0
+        super().__init__(now)
         self.signal = 0
         self._second_interrupts = second_interrupts
-        self._now = now
-        self._last = -ONE_REQUEST
 
     def __call__(self, number: int, _frame: object) -> None:
         """A signal's handler. Raises `KeyboardInterrupt` at the second request, if told to."""
-        moment = self._now()
-        if self.times and moment - self._last < ONE_REQUEST:
+        if not self.heard():
             return
-        self._last = moment
-        self.times += 1
         self.signal = number
         if self._second_interrupts and self.times > 1:
             raise KeyboardInterrupt
 
 
 @contextlib.contextmanager
-def listening(second_interrupts: bool = False) -> Iterator[Asked]:
+def listening(second_interrupts: bool = False, asked: Asked | None = None) -> Iterator[Asked]:
     """Count SIGTERM and SIGINT instead of ending by them.
 
     A terminal's Ctrl-C reaches every process of a run. Where the parent decides what it means it is
     ignored: the site must not leave while the run stops with a checkpoint. A handler of the
     caller's own stays in place, and outside the main thread nothing is heard.
-    `second_interrupts`: the second request raises `KeyboardInterrupt`.
+    `second_interrupts`: the second request raises `KeyboardInterrupt`. `asked`: what hears the
+    signals, if not a new one.
     """
-    asked = Asked(second_interrupts)
+    asked = asked or Asked(second_interrupts)
     if threading.current_thread() is not threading.main_thread():
         yield asked
         return

@@ -6,7 +6,12 @@ import os
 import re
 import shutil
 import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
+
+import pytest
 
 from dilocox.report.status import status_of
 from dilocox.report.status_command import ask
@@ -65,6 +70,35 @@ def test_sigterm_to_the_group_of_a_join_lets_it_finish_its_round(
     assert left.sites[0].loss is not None
     assert left.coordinator.startswith("127.0.0.1:")
     run.until(lambda: "lyon is gone: asked to leave, and done" in run.printed())
+    # Twice, as `make` does: one request, and a checkpoint.
     run.interrupt()
+    run.terminate()
     assert run.wait() == 130, run.output()
     assert sites["paris"].wait() in (0, 130), sites["paris"].output()
+    assert run.summary()["phase"] == "stopped"
+    assert list((run.folder / "checkpoints").glob("tick-*"))
+
+
+def test_sigterm_to_a_launcher_ends_with_a_checkpoint(workshop: Workshop, forge: Forge) -> None:
+    """What `scancel` does to a site of one job, the run's only one: its ranks are not killed."""
+    sets = ("outer.rounds=400", "checkpoint.every_rounds=0", "site.stages=2", "outer.min_sites=1")
+    words = workshop.run_file("job", *sets, sites=("paris",))
+    run = forge.command(workshop, "job", "coordinator", *words)
+    run.until(lambda: "dilocox join" in run.printed())
+    line = re.findall(r"dilocox (join .*)", run.printed())[0]
+    torchrun = Path(sys.executable).with_name("torchrun")
+    if not torchrun.exists():
+        pytest.skip("torchrun is not installed beside this Python")
+    command = [str(torchrun), "--nproc-per-node=2", "--standalone", "-m", "dilocox", *line.split()]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as ranks:
+        try:
+            run.until_round(1)
+            ranks.terminate()
+            said = ranks.communicate(timeout=120)[0].decode()
+        finally:
+            ranks.kill()
+    assert "is the only active one: the run stops with a checkpoint" in said
+    assert run.wait() == 130, run.output()
+    assert "is gone" not in run.printed()
+    assert run.summary()["phase"] == "stopped"
+    assert list((run.folder / "checkpoints").glob("tick-*"))

@@ -23,6 +23,7 @@ from dilocox.outer.coordinator.identity import write_private
 from dilocox.outer.coordinator.ledger import Ledger
 from dilocox.outer.coordinator.notary import Notary
 from dilocox.outer.coordinator.server import CoordinatorServer
+from dilocox.processes import Requests
 
 LINGER = 2.0
 """Seconds that a coordinator stays, at most, when all ranks have said that they are done: less,
@@ -81,7 +82,8 @@ def serve(
     plan when it is made, `on_resumed` the round that is resumed in, `on_ledger` the ledger when the
     run is over. `notary` writes the run's record.
     When it listens, `on_ready` is called and `ready_file` is written (mode 0600). The first SIGINT
-    or SIGTERM stops the run at a slot end, the second ends the server at once. Blocks; raises
+    or SIGTERM stops the run at a slot end, a second one, 2 s later or more, ends the server at
+    once. Blocks; raises
     `TrainingError` (port taken, folder in use, log damaged) and `CheckpointError`.
     """
     raise_open_files()
@@ -170,12 +172,12 @@ async def _serve(
     server = CoordinatorServer(coordinator)
     bound = await server.start(host, port)
     quit_now = asyncio.Event()
-    interrupts = 0
+    requests = Requests()
 
     def interrupted() -> None:
-        nonlocal interrupts
-        interrupts += 1
-        if interrupts > 1:
+        if not requests.heard():
+            return
+        if requests.times > 1:
             quit_now.set()
         else:
             coordinator.departures.stop(m.StopRequest(reason="interrupted at the coordinator"))
