@@ -5,13 +5,13 @@ from __future__ import annotations
 from dilocox.outer.calendar import all_boundary_slots
 from dilocox.outer.coordinator import events as e
 from dilocox.outer.coordinator.choosing import decided
-from dilocox.outer.coordinator.disputes import set_aside
+from dilocox.outer.coordinator.disputes import disputes, odd_one
 from dilocox.outer.coordinator.exchanges import Exchange, RankKey
 from dilocox.outer.coordinator.judging import Evidence, judge
 from dilocox.outer.coordinator.keys import ExchangeKey
 from dilocox.outer.coordinator.plans import make_plan
 from dilocox.outer.coordinator.site_state import BANNED
-from dilocox.outer.coordinator.starting import begun
+from dilocox.outer.coordinator.starting import begun, entry_round
 from dilocox.outer.coordinator.state import CoordinatorState
 from dilocox.outer.coordinator.verdict_messages import MICRO
 
@@ -128,7 +128,7 @@ def _decide_exchange(state: CoordinatorState, exchange: Exchange, time: float) -
         return e.Decided(
             time, exchange.key, exchange.attempt, "commit", exchange.averaging, verdicts
         )
-    odd = set_aside(state, exchange, voters, time)
+    odd = _set_aside(state, exchange, voters, time)
     if odd is not None:
         return odd
     found = judge(evidence(state, exchange, voters))
@@ -140,6 +140,30 @@ def _decide_exchange(state: CoordinatorState, exchange: Exchange, time: float) -
         time, exchange.key, exchange.attempt, decision, found.set, verdicts, found.shares,
         found.usual,
     )  # fmt: skip
+
+
+def _set_aside(
+    state: CoordinatorState, exchange: Exchange, voters: list[RankKey], time: float
+) -> e.Event | None:
+    """The event that sets aside a site that does not hold what most hold, if one has to be.
+
+    The site is left behind and enters again, from a donor with which it has no dispute if there is
+    one. Where no site can enter again, it is gone.
+    """
+    odd = odd_one(disputes(exchange, voters))
+    if odd is None:
+        return None
+    site, senders = odd
+    incarnation = state.sites[site].incarnation
+    sent = f"what {', '.join(senders)} sent at {exchange.key}"
+    reason = f"most hold {sent}, and it says that it does not"
+    donors = [name for name in state.staying(state.next_round) if name != site]
+    if state.phase != "running" or state.config.exchanges_gradients or not donors:
+        return e.Gone(time, site, incarnation, reason, True)
+    doubted = {*senders, *state.sites[site].distrusts}
+    donor = min(donors, key=lambda name: name in doubted)
+    reason = f"{reason}; it enters again from {donor}"
+    return e.Overtaken(time, site, incarnation, donor, reason, entry_round(state), senders)
 
 
 def evidence(state: CoordinatorState, exchange: Exchange, voters: list[RankKey]) -> Evidence:

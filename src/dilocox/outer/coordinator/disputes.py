@@ -12,10 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from dilocox.outer.coordinator import events as e
 from dilocox.outer.coordinator.exchanges import Exchange, RankKey
-from dilocox.outer.coordinator.starting import entry_round
-from dilocox.outer.coordinator.state import CoordinatorState
 
 
 @dataclass(frozen=True)
@@ -64,31 +61,6 @@ def odd_one(found: Iterable[Dispute]) -> tuple[str, list[str]] | None:
         return None
     odd = max(reversed(against), key=lambda name: parts[name])
     return odd, [each.sender for each in found if each.settled and each.reporter == odd]
-
-
-def set_aside(
-    state: CoordinatorState, exchange: Exchange, voters: Sequence[RankKey], time: float
-) -> e.Overtaken | e.Gone | None:
-    """The event that sets a site aside, if one has to be; every one of `voters` has voted.
-
-    The site is left behind and enters again, from a donor with which it has no dispute if there is
-    one. Where no site can enter again, it is gone.
-    """
-    odd = odd_one(disputes(exchange, voters))
-    if odd is None:
-        return None
-    site, senders = odd
-    incarnation = state.sites[site].incarnation
-    reason = (
-        f"most hold what {', '.join(senders)} sent at {exchange.key}, and it says that it does not"
-    )
-    donors = [name for name in state.staying(state.next_round) if name != site]
-    if state.phase != "running" or state.config.exchanges_gradients or not donors:
-        return e.Gone(time, site, incarnation, reason, True)
-    doubted = {*senders, *state.sites[site].distrusts}
-    donor = min(donors, key=lambda name: name in doubted)
-    reason = f"{reason}; it enters again from {donor}"
-    return e.Overtaken(time, site, incarnation, donor, reason, entry_round(state), senders)
 
 
 def _holds(exchange: Exchange, voter: RankKey, sender: RankKey) -> bool:

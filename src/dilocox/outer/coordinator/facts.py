@@ -51,6 +51,8 @@ class Facts:
     """Keys of exchanges without a decision, in order."""
     usual: dict[str, int | None] = field(default_factory=dict)
     """The gate's running mean of gains by place, in millionths."""
+    doubts: dict[str, int] = field(default_factory=dict)
+    """How often a site denied to hold another's contribution, by "SITE/OTHER" (`doubts`)."""
     lease: int = 0
     stop_tick: int | None = None
     checkpoints: dict[int, CheckpointState] = field(default_factory=dict)

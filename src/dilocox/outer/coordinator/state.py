@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from dilocox.outer.controller.pace import MOST_ROUNDS
+from dilocox.outer.coordinator import doubts
 from dilocox.outer.coordinator import events as e
 from dilocox.outer.coordinator.exchanges import UNREACHABLE, Exchange, Member, Vote
 from dilocox.outer.coordinator.facts import Facts
@@ -78,6 +79,8 @@ class CoordinatorState(Facts):
             self.sites[name].from_round = from_round
         self._new_epoch()
         self._say(event, "phase", f"starting with {', '.join(event.sites)}")
+        if len(event.sites) == 2:
+            self._say(event, "phase", doubts.NO_MAJORITY)
 
     def _entered(self, event: e.Entered) -> None:
         self._enter(event)
@@ -118,6 +121,8 @@ class CoordinatorState(Facts):
         self._enter(event)
         self._without((event.site, event.incarnation))
         self._say(event, "leave", f"{event.site} is left behind: {event.reason}")
+        for text in doubts.of_set_aside(self.doubts, event.site, event.lacks):
+            self._say(event, "phase", text)
 
     def _ready(self, event: e.Ready) -> None:
         self.sites[event.site].ready.add((event.stage, event.shard))
@@ -343,6 +348,9 @@ class CoordinatorState(Facts):
         exchange.decision = list(event.set)
         exchange.usual_before = self.usual.get(exchange.place)
         self.usual[exchange.place] = event.usual
+        voters, members = self.voters(exchange), list(self.plans[exchange.round].members)
+        for text in doubts.of_decided(self.doubts, exchange, voters, members):
+            self._say(event, "phase", text)
         exchange.votes, exchange.done, exchange.broken = {}, set(), {}
         self.undecided.pop(event.key, None)
         left_out = [name for name in self.plans[exchange.round].members if name not in event.set]

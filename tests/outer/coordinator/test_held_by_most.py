@@ -197,3 +197,74 @@ def test_who_is_set_aside_when_the_flush_is_planned_already_has_no_part_in_it(
     assert [member.site for member in driver.begin(key, "a").members] == ["a", "b", "c"]
     assert driver.core.plan(1, Caller("m", 1)).receive
     driver.core.close()
+
+
+def test_two_sites_are_told_what_they_can_do_and_what_they_deny(tmp_path: Path) -> None:
+    two = begun(tmp_path, "ab")
+    starting = told(two).index("starting with a, b")
+    assert told(two)[starting + 1].startswith("two sites have no majority: either can deny")
+    for round_ in range(4):
+        two.plan(round_, "a")
+        for fragment in (0, 1):
+            key = m.ExchangeKey.outer(round_, 0, fragment)
+            denied = (round_, fragment) != (0, 1)
+            for site in "ab":
+                two.begin(key, site)
+                held = "a" if site == "a" and denied else "ab"
+                reply = two.vote(key, site, held=list(held))
+            assert reply.set == (["a"] if denied else ["a", "b"])
+        for site in "ab":
+            two.round_done(site, round_)
+    said = [text for text in told(two) if "does not count, since" in text]
+    assert (
+        said[0] == "outer/0/0/0: what b sent does not count, since a says that it does not hold it"
+    )
+    assert said[1].startswith("outer/1/0/0: what b sent does not count, since a says")
+    assert "a alone has denied it 2 times" in said[1]
+    assert [text.split(":")[0] for text in said[2:]] == ["outer/2/0/0"], (
+        "the fourth, then the eighth"
+    )
+    assert replayed(two) == two.core.state
+    two.core.close()
+
+
+def test_what_is_denied_twice_by_one_and_nobody_else_is_told(tmp_path: Path) -> None:
+    driver = begun(tmp_path)
+    for site, held in (("a", "abcm"), ("b", "abcm"), ("c", "abcm"), ("m", "bcm")):
+        vote(driver, site, held)
+    assert not [text for text in told(driver) if "alone" in text]
+    driver.ready("m")
+    assert driver.core.state.sites["m"].role == "active"
+    round_ = driver.core.state.sites["m"].active_from
+    driver.plan(round_, "a")
+    key = m.ExchangeKey.outer(round_, 0, 0)
+    for site, held in (("a", "abcm"), ("b", "abcm"), ("c", "abcm"), ("m", "bcm")):
+        driver.begin(key, site)
+        driver.vote(key, site, held=list(held))
+    assert told(driver)[-1].startswith("what a sent: m alone has denied it 2 times")
+    driver.core.close()
+
+
+def test_a_set_of_less_than_half_is_told(tmp_path: Path) -> None:
+    driver = begun(tmp_path)
+    for site in "abcm":
+        reply = vote(driver, site, "abcm", contributes=site == "a")
+    assert reply.set == ["a"]
+    assert told(driver)[-1] == (
+        "outer/0/0/0: 1 of 4 contributions count (a), "
+        "without b (withdrawn), c (withdrawn), m (withdrawn)"
+    )
+    driver.core.close()
+
+
+def test_a_majority_that_was_sent_something_else_is_told(tmp_path: Path) -> None:
+    driver = begun(tmp_path)
+    for site in "am":
+        vote(driver, site, "abcm")
+    for site in "bc":
+        vote(driver, site, "abcm", saw={"m": OTHER})
+    assert told(driver)[-1] == (
+        "outer/0/0/0: what m sent does not count, since b, c say that they got something else from "
+        "it than it names"
+    )
+    driver.core.close()
