@@ -243,13 +243,14 @@ def _take_part(
     job: RankJob,
     rank: Rank,
     files: TokenFiles,
-    client: CoordinatorClient,
+    client: site_log.TellingClient,
     control: RankControl,
     timeouts: Timeouts,
     tunnel: Tunnel | None,
 ) -> None:
     config, place = job.config, job.place
     record = _open_record(job, rank, client)
+    client.author = _author(job) if record is not None else None
     congestion = config.network.congestion
     rounds = _open_rounds(job, rank, client)
     network = Network(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import math
 import os
 import socket
@@ -16,10 +17,15 @@ from typing import Any
 
 from dilocox.config import RunConfig
 from dilocox.display import number, size
+from dilocox.errors import DilocoxError
 from dilocox.outer.coordinator.client import CoordinatorClient
 from dilocox.outer.coordinator.messages import ReportKind
 from dilocox.plain_text import plain_lines
+from dilocox.record.recording import Author
+from dilocox.record.reports import signed_report
 from dilocox.site_reports import RESERVED
+
+log = logging.getLogger(__name__)
 
 Say = Callable[[str], None]
 JOURNALS = "site-*.jsonl"
@@ -57,12 +63,15 @@ class TellingClient(CoordinatorClient):
     """A `CoordinatorClient` whose reports are shown at the site as well."""
 
     tell: Say | None = None
+    author: Author | None = None
+    """In whose name reports are signed; None if the run is not recorded."""
     journal: Callable[..., None] | None = None
     """Gets kind and fields of every report, if there is a journal."""
 
     def report(self, round_: int, metrics: Mapping[str, Any], kind: ReportKind = "round") -> None:
         """Metrics (JSON values) of this site's round."""
         super().report(round_, metrics, kind)
+        self._sign(round_, metrics, kind)
         line = line_of(kind, round_, metrics)
         if self.tell is not None and line is not None:
             self.tell(line)
@@ -70,6 +79,17 @@ class TellingClient(CoordinatorClient):
             known = "evaluation" if kind == "first_evaluation" else kind
             said = {key: value for key, value in metrics.items() if key not in RESERVED}
             self.journal(known, round=round_, **said)
+
+    def _sign(self, round_: int, metrics: Mapping[str, Any], kind: str) -> None:
+        """Sign a report that the coordinator has. What cannot be signed ends no run."""
+        if self.author is None:
+            return
+        try:
+            statement = signed_report(self.author, kind, round_, metrics)
+            if statement is not None:
+                self.record_state(statement)
+        except (DilocoxError, ValueError) as error:
+            log.warning("the report of round %d is not signed: %s", round_, error)
 
 
 def line_of(kind: str, round_: int, metrics: Mapping[str, Any]) -> str | None:

@@ -196,7 +196,7 @@ def test_a_site_that_claims_another_class_is_named(
         claim(trained, tmp_path, lyon, paris)
     text = str(caught.value)
     assert "no round of lyon was found good; good, of the verdicts in this folder: " in text
-    assert "lyon 0 of 3, paris 1 of 3" in text
+    assert "lyon 0 of 2, paris 1 of 2" in text
     assert "NOT_RUN, auditor and site are of different determinism classes" in text
 
 
@@ -206,4 +206,4 @@ def test_sites_that_the_run_file_exempts_are_named_and_not_asked(
     good = audit(trained, "paris", 1)
     for key, why in (("data", "text of its own"), ("own_code", "code of its own")):
         said = claim(trained, tmp_path / key, good, sites={"lyon": {key: True}})
-        assert f"lyon 0 of 3 ({why}), paris 1 of 3" in said
+        assert f"lyon 0 of 2 ({why}), paris 1 of 2" in said

@@ -50,7 +50,7 @@ def copied(recorded: Path, tmp_path: Path) -> Path:
     for name in ("record", "model"):
         shutil.copytree(recorded / name, folder / name)
     shutil.copytree(recorded.parent / "data", folder / "data")
-    for name in ("run.toml", "coordinator/record-key"):
+    for name in ("run.toml", "metrics.jsonl", "coordinator/record-key"):
         (folder / name).parent.mkdir(exist_ok=True)
         shutil.copy(recorded / name, folder / name)
     return folder
@@ -64,7 +64,7 @@ def test_a_recorded_run_is_verified(recorded: Path, capsys: pytest.CaptureFixtur
     report = verify(Places(recorded), lambda what, share: None)
     assert {f.claim.name: f.verdict for f in report.findings} == dict.fromkeys(
         ("log", "signatures", "complete", "commitments", "run-file", "payloads", "replay", "model",
-         "data", "code", "start"), "PASS",
+         "data", "code", "start", "metrics"), "PASS",
     )  # fmt: skip
     assert report.exit_code == 0
     assert report.rounds == 3
@@ -75,9 +75,12 @@ def test_a_recorded_run_is_verified(recorded: Path, capsys: pytest.CaptureFixtur
     kinds = [statement.kind for _, statement in said(recorded)]
     assert kinds[0] == s.MANIFEST
     exchanges = 3 * 2 * 2
+    evaluations = (recorded / "metrics.jsonl").read_text().count('"kind": "evaluation"')
+    assert evaluations > 0
     assert {kind: kinds.count(kind) for kind in set(kinds)} == {
         s.MANIFEST: 1, s.ENROLMENT: 2, s.ACCEPTANCE: 2, s.COMMITMENT: 2 * exchanges,
         s.CONTRIBUTION: 2 * exchanges, s.STEP: exchanges, s.CHECKPOINT: 2 + 2,
+        s.REPORT: 2 * 3 + evaluations,
     }  # fmt: skip
     assert (recorded / "coordinator" / "record-key").stat().st_mode & 0o777 == 0o600
 
@@ -324,6 +327,7 @@ UNSIGNED = {
             "data",
             "code",
             "start",
+            "metrics",
         ),
         "NOT_RUN",
     ),

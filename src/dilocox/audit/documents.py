@@ -37,8 +37,8 @@ def absent(document: Document, get: Get) -> tuple[TensorDigest | None, str | Non
             missing = missing or each
             continue
         dtype = getattr(torch, each.dtype, None)
-        known = isinstance(dtype, torch.dtype)
-        if not known or length != dtype.itemsize * math.prod(each.shape):
+        size = dtype.itemsize if isinstance(dtype, torch.dtype) else -1
+        if length != size * math.prod(each.shape):
             return missing, (
                 f"the bytes of {each.name} of its state are no {each.dtype} {list(each.shape)}"
             )

@@ -48,10 +48,12 @@ class FirstState:
             if starting:
                 raise self._error(f"piece {snapshot.piece} is of slot {snapshot.tick}")
             return 0.0
-        given = {name: snapshot.tensors.get(name) for name in ("anchor", "momentum")}
+        given: dict[str, Tensor] = {}
         for name, own in (("anchor", anchor), ("momentum", momentum)):
-            if given[name] is None or given[name].shape != own.shape:
+            found = snapshot.tensors.get(name)
+            if found is None or found.shape != own.shape:
                 raise self._error(f"piece {snapshot.piece} has no {name} of its length")
+            given[name] = found
         off = _apart(given["anchor"], anchor)
         if not off <= (0.0 if self.stored else ROUNDING):
             raise self._error(f"piece {snapshot.piece} is {off:.1g} of its size off")

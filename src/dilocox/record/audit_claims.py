@@ -75,7 +75,7 @@ class Audits:
         told = f"of the verdicts in this folder: {', '.join(parts)}"
         if unseen:
             own = [each.verdict for each in signed if each.verdict.site == unseen[0]]
-            why = f": {own[0].verdict}, {own[0].reason}" if own else ""
+            why = f" (round {own[0].round}: {own[0].verdict}, {own[0].reason})" if own else ""
             who = " or ".join(unseen)
             raise NotRunError(f"no round of {who} was found good; good, {told}{why}")
         return told

@@ -66,6 +66,13 @@ START = Claim(
     "run.seed gives, or those of model.path",
     "where the weights of model.path come from; that files which you name with --start are those",
 )
+METRICS = Claim(
+    "metrics",
+    False,
+    "the losses and figures in metrics.jsonl, which a run's page shows, are what its sites have "
+    "signed, and those of the whole run are made of them",
+    "that a site has said the truth of its own loss; times and bytes of the whole run",
+)
 PAYLOADS = Claim(
     "payloads",
     True,
@@ -139,7 +146,7 @@ ATTESTATIONS = Claim(
 )
 CLAIMS = (
     LOG, SIGNATURES, COMPLETE, COMMITMENTS, RUN_FILE, PAYLOADS, REPLAY, HISTORY, MODEL, RELEASE,
-    DATA, CODE, START, AUDITS, BEACON, ATTESTATIONS,
+    DATA, CODE, START, METRICS, AUDITS, BEACON, ATTESTATIONS,
 )  # fmt: skip
 """`history` is judged only of a run whose `record.keep` lets old payloads go;
 `audits` and `beacon` are judged only of a run that keeps states for audits, `release` only of a

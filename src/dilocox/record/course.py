@@ -21,7 +21,7 @@ from dilocox.record import statements as s
 from dilocox.record.acceptance import Acceptance, digest_of_entry, is_bound, run_of
 from dilocox.record.note import NoteKey
 from dilocox.record.recommitments import Recommitments, commitment_of
-from dilocox.record.states import AnchorState, Attestation, RoundState, State, whole
+from dilocox.record.states import AnchorState, Attestation, Report, RoundState, State, whole
 from dilocox.record.steps import Commitment, Step
 
 _SITE = re.compile(SITE_NAME)
@@ -77,6 +77,8 @@ class Course:
     anchors: list[AnchorState] = field(default_factory=list)
     """States that a replay may begin from."""
     attestations: list[Attestation] = field(default_factory=list)
+    reports: dict[tuple[str, int, str], set[str]] = field(default_factory=dict)
+    """SHA-256 of what a site has reported, by (kind, round, site)."""
     numbers: dict[str, int] = field(default_factory=dict)
     """Which statement of the log has decided an exchange, by its key."""
     read: int = 0
@@ -353,6 +355,11 @@ def _attested(course: Course, keys: dict[str, str], statement: s.Statement) -> N
     course.attestations.append(Attestation.of(statement))
 
 
+def _reported(course: Course, keys: dict[str, str], statement: s.Statement) -> None:
+    found = Report.of(statement)
+    course.reports.setdefault((found.kind, found.round, found.site), set()).add(found.digest)
+
+
 def _resumed(course: Course, keys: dict[str, str], statement: s.Statement) -> None:
     tick = int(statement.predicate["tick"])
     course.since = course.read
@@ -368,6 +375,8 @@ def _resumed(course: Course, keys: dict[str, str], statement: s.Statement) -> No
     course.plans = {n: plan for n, plan in course.plans.items() if plan["first_tick"] <= tick}
     course.rounds = {key: state for key, state in course.rounds.items() if state.tick <= tick}
     course.anchors = [state for state in course.anchors if state.tick <= tick]
+    first = int(statement.predicate["round"])
+    course.reports = {key: each for key, each in course.reports.items() if key[1] < first}
     course.again = {key for key, state in course.rounds.items() if state.tick == tick}
 
 
@@ -383,5 +392,6 @@ _TAKE = {
     s.CHECKPOINT: _held,
     s.ANCHOR: _anchored,
     s.ATTESTATION: _attested,
+    s.REPORT: _reported,
     s.RESUME: _resumed,
 }

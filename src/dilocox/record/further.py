@@ -1,4 +1,5 @@
-"""Claims of `dilocox verify` that need the log and more than the record: what a run began from."""
+"""Claims of `dilocox verify` that need the log and more than the record: what a run began from,
+and what its page shows."""
 
 from __future__ import annotations
 
@@ -21,12 +22,14 @@ def further(
     listing: Callable[[State], Sequence[TensorDigest]],
     get: Callable[[str], bytes],
     start: Path | None,
+    run: Path,
     progress: Callable[[str, float], None],
 ) -> list[Check]:
     """Each claim with what judges it.
 
     `course`: what the log says, or `NotRunError`. `listing`: the tensors of a signed state. `get`:
     an object of the stores. `start`: the model that the run began from, where the reader names it.
+    `run`: the run's folder.
     """
 
     def begun() -> str:
@@ -34,4 +37,9 @@ def further(
 
         return Start(course(), listing, get, start, progress).judge()
 
-    return [(c.START, begun)]
+    def metrics() -> str:
+        from dilocox.record.reports import judge_reports
+
+        return judge_reports(course(), run)
+
+    return [(c.START, begun), (c.METRICS, metrics)]

@@ -16,7 +16,7 @@ from typing import Any
 from dilocox.errors import RecordError
 from dilocox.outer.coordinator.messages import RoundPlan
 from dilocox.record import statements as s
-from dilocox.record.states import AnchorState, Attestation, RoundState, State
+from dilocox.record.states import AnchorState, Attestation, Report, RoundState, State
 
 
 def taken_apart(statement: s.Statement) -> State | None:
@@ -28,6 +28,8 @@ def taken_apart(statement: s.Statement) -> State | None:
         RoundState.of(statement, 0)
     elif statement.kind == s.ANCHOR:
         AnchorState.of(statement)
+    elif statement.kind == s.REPORT:
+        Report.of(statement)
     else:
         Attestation.of(statement)
     return None

@@ -202,7 +202,7 @@ class LogNotary:
         What no reader of the log could take apart is not kept: one such statement would keep all
         others from being read.
         """
-        kinds = (s.CHECKPOINT, s.ROUND, s.ANCHOR, s.ATTESTATION, s.ACCEPTANCE)
+        kinds = (s.CHECKPOINT, s.ROUND, s.ANCHOR, s.ATTESTATION, s.REPORT, s.ACCEPTANCE)
         found = self._signed(rank, statement, *kinds)
         if found.kind == s.ACCEPTANCE:
             self._accept(rank, statement, found)
@@ -223,8 +223,10 @@ class LogNotary:
         if why is not None:
             raise Refused("refused", f"{rank}: {why}")
         self._file(statement, found)
-        # It is said once: after the answer nobody would say it again.
-        self.sync()
+        # It is said once: after the answer nobody would say it again. Reports decide nothing: a
+        # power cut may take them, and a sync per site and round costs more than they are worth.
+        if found.kind != s.REPORT:
+            self.sync()
 
     def _accept(self, rank: Rank, text: str, statement: s.Statement) -> None:
         try:

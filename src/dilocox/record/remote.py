@@ -15,6 +15,7 @@ from dilocox.record.log import CHECKPOINT, ENTRIES, PUBLIC
 
 LOG_FILES = tuple(f"record/{name}" for name in (ENTRIES, CHECKPOINT, PUBLIC))
 """Without these there is nothing to verify."""
+METRICS = "metrics.jsonl"
 AUDITS = f"record/{FOLDER}"
 
 
@@ -27,8 +28,9 @@ def fetched(url: str) -> Iterator[Path]:
         try:
             files, root = fsspec.core.url_to_fs(url.rstrip("/"))
             wanted = list(LOG_FILES)
-            if files.exists(f"{root}/run.toml"):
-                wanted.append("run.toml")
+            for name in ("run.toml", METRICS):
+                if files.exists(f"{root}/{name}"):
+                    wanted.append(name)
             if files.exists(f"{root}/model"):
                 for each in files.ls(f"{root}/model", detail=True):
                     where, _, name = str(each["name"]).rstrip("/").rpartition("/")

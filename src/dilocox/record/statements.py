@@ -34,11 +34,12 @@ PLAN = "plan"
 ROUND = "round-state"
 ATTESTATION = "attestation"
 ANCHOR = "anchor-state"
+REPORT = "report"
 AUDIT = "audit"
 ACCEPTANCE = "acceptance"
 BY_LOG = (MANIFEST, ENROLMENT, STEP, RESUME, PLAN)
 """Types that the log's own key signs: what the coordinator has decided."""
-BY_SITE = (ACCEPTANCE, COMMITMENT, CONTRIBUTION, CHECKPOINT, ROUND, ATTESTATION, ANCHOR)
+BY_SITE = (ACCEPTANCE, COMMITMENT, CONTRIBUTION, CHECKPOINT, ROUND, ATTESTATION, ANCHOR, REPORT)
 """Types that a site's key signs."""
 BY_AUDITOR = (AUDIT,)
 """Types that are not in the log: an auditor's key signs them."""

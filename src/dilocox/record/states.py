@@ -182,6 +182,34 @@ def readable(told: Callable[P, str]) -> Callable[P, str]:
     return line
 
 
+SIGNED_REPORTS = ("round", "flush", "evaluation", "first_evaluation")
+"""Kinds of reports that sites sign."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a site has reported of a round (see `dilocox.record.reports`)."""
+
+    kind: str
+    round: int
+    """-1: before the first."""
+    site: str
+    digest: str
+    """SHA-256, hex, of the report."""
+
+    @classmethod
+    def of(cls, statement: s.Statement) -> Report:
+        """Raises `RecordError` for a statement that is not whole."""
+        said = statement.predicate
+        with whole(statement):
+            kind, round_ = str(said["kind"]), int(said["round"])
+            if kind not in SIGNED_REPORTS or round_ < 0:
+                raise ValueError(kind)
+            digest = digest_text(statement.subjects["report"])
+            round_ = -1 if kind == "first_evaluation" else round_
+            return cls(kind, round_, str(said["site"]), digest)
+
+
 @contextlib.contextmanager
 def whole(statement: s.Statement) -> Iterator[None]:
     """What goes wrong while a statement is taken apart is a `RecordError`."""

@@ -121,7 +121,8 @@ class _Verification:
             checks.append((c.RELEASE, self.release))
         checks += [(c.DATA, self.data), (c.CODE, self.code)]
         agreed = partial(self._need, c.LOG, c.SIGNATURES)
-        checks += further(agreed, self._listing, self._get, self.places.start, self.progress)
+        where = self.places.start, self.places.run
+        checks += further(agreed, self._listing, self._get, *where, self.progress)
         findings = [self._judge(claim, check) for claim, check in checks]
         course = self.course
         if course is not None and course.keep != "all":
