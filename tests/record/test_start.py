@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -216,6 +218,15 @@ def test_theta_0_of_a_model_is_compared_with_its_files(tmp_path: Path, published
     # What lies here under that name may be something else than what the run began from.
     with pytest.raises(NotRunError, match="name their folder with --start"):
         judged(tmp_path, backdoored(theta), of_path(published))
+
+
+def test_a_folder_that_a_stranger_names_is_plain_files(tmp_path: Path, published: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(published, folder)
+    (folder / "config.json").unlink()
+    os.mkfifo(folder / "config.json")
+    with pytest.raises(NotRunError, match=r"config\.json: not a file"):
+        judged(tmp_path, stored(published), of_path(folder))
 
 
 @pytest.mark.parametrize("revision", [None, "main", "0123456789" * 4])

@@ -102,6 +102,7 @@ class Start:
         path, revision = str(said["path"]), said.get("revision")
         local = Path(path).expanduser()
         if local.is_dir():
+            _check_plain(local)
             return local, False
         named = path if revision is None else f"{path} at {revision}"
         cached = _cached(path, revision)
@@ -256,6 +257,13 @@ def _check_names(config: Any, tensors: Mapping[str, TensorDigest]) -> None:
     for name, _ in model.named_parameters():
         if name not in tensors and not (name in pair and any(each in tensors for each in pair)):
             raise RecordError(f"theta_0 has no {name}")
+
+
+def _check_plain(folder: Path) -> None:
+    """A stranger's run file may name any folder of this machine: of a pipe reading has no end."""
+    odd = [each.name for each in folder.iterdir() if not each.is_file() and not each.is_dir()]
+    if odd:
+        raise NotRunError(f"{folder / odd[0]}: not a file; name another folder with --start")
 
 
 def _cached(path: str, revision: str | None) -> Path | None:
