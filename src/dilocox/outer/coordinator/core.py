@@ -264,10 +264,9 @@ class Coordinator:
             certificate = self.authority.sign(request.csr, request.site, incarnation)
         except JoinError as error:
             raise Refused("join", str(error)) from None
-        versions = request.versions.model_dump()
         event = e.Enrolled(
-            self.wall(), request.site, incarnation, digest, certificate, versions,
-            request.data_digest,
+            self.wall(), request.site, incarnation, digest, certificate,
+            request.versions.model_dump(), request.data_digest,
         )  # fmt: skip
         self.witness.enrolled(request, incarnation)
         self.record(event)
@@ -466,13 +465,12 @@ class Coordinator:
             return
         if request.phase == "done" and exchange.averaging is None:
             raise Refused("conflict", f"{rank}: done with {request.key} before its set was fixed")
-        committed = self.witness.voting(self.state, exchange, request)
         event = e.Voted(
             self.wall(), rank.site, rank.stage, rank.shard, request.key, request.attempt,
             request.phase, list(request.held), request.contributes,
             request.digests.get(rank.site),
             {site: own.model_dump(exclude_defaults=True) for site, own in request.opinions.items()},
-            committed,
+            self.witness.voting(self.state, exchange, request),
             self.witness.recommitted(self.state, exchange, request),
         )  # fmt: skip
         self.record(event, request.key)
