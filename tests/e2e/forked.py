@@ -241,6 +241,12 @@ def slandering() -> dict[str, Any]:
     return poisoning()
 
 
+def other_lyon() -> dict[str, Any]:
+    """Lyon contributes half as much again as it has learned."""
+    contributions_times({"lyon": 1.5})
+    return {}
+
+
 def played_device() -> dict[str, Any]:
     """The CPU is taken for a device with streams."""
     play_device(pytest.MonkeyPatch())
@@ -300,6 +306,7 @@ HOOKS: dict[str, Callable[[], dict[str, Any]]] = {
     "poisoned-alone": functools.partial(poisoned_at, "paris", 1),
     "lazy-and-poisoning": lazy_and_poisoning,
     "poisoning": poisoning,
+    "other-lyon": other_lyon,
     "censoring": censoring,
     "slandering": slandering,
     "donor-dies": donor_dies,
