@@ -19,6 +19,7 @@ from dilocox.outer.coordinator import events as e
 from dilocox.outer.coordinator import messages as m
 from dilocox.outer.coordinator import views
 from dilocox.outer.coordinator.admission import check_admission
+from dilocox.outer.coordinator.budgets import Budgets
 from dilocox.outer.coordinator.choosing import sizes_to_log
 from dilocox.outer.coordinator.clocks import Clocks
 from dilocox.outer.coordinator.decisions import decide, plan_round
@@ -90,7 +91,8 @@ class Coordinator:
         self.on_change: Callable[[str], None] = lambda topic: None
         """Called with a topic when something that callers wait for may have happened."""
         self.state = CoordinatorState(config)
-        self.store = Store(self.state, self._store)
+        self.budgets = Budgets(config.site.exchanging_ranks, now)
+        self.store = Store(self.state, self._store, self.budgets)
         self.departures = Departures(self)
         self.standings = Standings(self)
         self.saves = Saves(self)
@@ -157,6 +159,7 @@ class Coordinator:
         self.state.apply(event)
         self.witness.happened(self.state, event)
         self.clocks.happened(self.state, event, self._now())
+        self.budgets.happened(event)
         if isinstance(event, e.Decided):
             views.report_verdicts(self.state, event, self.reports.hand_on)
         if isinstance(event, e.Enrolled):
@@ -193,8 +196,8 @@ class Coordinator:
             if rank not in self.state.sites[site].finished | self.state.sites[site].left:
                 self.liveness.expect((site, *rank), now, limit)
 
-    def _store(self, key: str, value: str | None) -> None:
-        self.record(e.Stored(self.wall(), key, value))
+    def _store(self, key: str, value: str | None, site: str) -> None:
+        self.record(e.Stored(self.wall(), key, value, site))
 
     def expire(self) -> None:
         """Take sites whose ranks no longer beat for dead. To be called every `timeouts.beat`."""
@@ -451,7 +454,7 @@ class Coordinator:
             return
         if known is not None and (rank.site, rank.stage, rank.shard) in known:
             return
-        held_up = self.state.held_up(exchange)
+        held_up = self.state.held_up(exchange) - {rank.site}
         event = e.Broke(
             self.wall(), rank.site, rank.stage, rank.shard, request.key, request.attempt,
             [name for name in request.failed if name not in held_up],

@@ -341,10 +341,12 @@ class Ended(Event):
 
 @dataclass(frozen=True)
 class Stored(Event):
-    """A lasting key of the key-value store; value none: deleted."""
+    """A lasting key of the key-value store; value none: deleted. `site` has set it; empty: not
+    known."""
 
     key: str
     value: str | None
+    site: str = ""
 
 
 @dataclass(frozen=True)

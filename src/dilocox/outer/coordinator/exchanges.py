@@ -15,6 +15,8 @@ Member = tuple[str, int]
 """(site, incarnation)."""
 MAX_BROKEN = 4
 """So many broken attempts of one exchange, and the site with the worst links has to go."""
+MAX_EXCUSED = 32
+"""So many attempts of one exchange may count against nobody."""
 UNREACHABLE = "unreachable"
 
 

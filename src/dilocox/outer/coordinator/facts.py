@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from dilocox.config import RunConfig
-from dilocox.outer.coordinator.exchanges import Exchange, Member, RankKey
+from dilocox.outer.coordinator.exchanges import MAX_EXCUSED, Exchange, Member, RankKey
 from dilocox.outer.coordinator.keys import ExchangeKey
 from dilocox.outer.coordinator.ledger import Ledger
 from dilocox.outer.coordinator.messages import Measured, RoundPlan
@@ -57,6 +57,8 @@ class Facts:
     stop_tick: int | None = None
     checkpoints: dict[int, CheckpointState] = field(default_factory=dict)
     store: dict[str, str] = field(default_factory=dict)
+    owners: dict[str, str] = field(default_factory=dict)
+    """By key of `store`: the site that has set it, if that is known."""
     feed: list[tuple[int, float, str, str]] = field(default_factory=list)
     """(sequence, time, kind, text)."""
     sequence: int = 0
@@ -205,8 +207,11 @@ class Facts:
 
     def held_up(self, exchange: Exchange) -> set[str]:
         """Sites that have not voted yet on an exchange of the same stage that was begun earlier:
-        they may wait for somebody there, and have nothing to send here."""
+        they may wait for somebody there, and have nothing to send here. None after `MAX_EXCUSED`
+        attempts."""
         found: set[str] = set()
+        if len(exchange.excused) >= MAX_EXCUSED:
+            return found
         for key in self.undecided:
             if key == exchange.key:
                 break

@@ -58,7 +58,10 @@ class Refusal(Message):
     """Why a call was refused: one line with the thing, the reason and the mend."""
 
     error: str
-    kind: Literal["malformed", "refused", "join", "taken", "gone", "conflict", "over", "ended"]
+    kind: Literal[
+        "malformed", "refused", "join", "taken", "gone", "conflict", "over", "ended", "busy",
+        "quota",
+    ]  # fmt: skip
 
 
 class Done(Message):

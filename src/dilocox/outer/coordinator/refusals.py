@@ -7,7 +7,10 @@ from typing import Literal
 
 from dilocox.outer.coordinator.identity import OPERATOR
 
-RefusalKind = Literal["malformed", "refused", "join", "taken", "gone", "conflict", "over", "ended"]
+RefusalKind = Literal[
+    "malformed", "refused", "join", "taken", "gone", "conflict", "over", "ended", "busy", "quota"
+]
+"""`busy`: try again; `quota`: not before something changes."""
 
 
 class Refused(Exception):  # noqa: N818  (an answer, not an error of the coordinator)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,10 @@ if TYPE_CHECKING:
 
 Report = Callable[[str, int, str, dict[str, Any]], None]
 """(site, round, kind, metrics)."""
+MAX_REPORT = 16 << 10
+"""Bytes of a report, beside what it may say of each site."""
+LATEST = 8
+"""A report may be about so many rounds before the next one to be planned."""
 _log = logging.getLogger(__name__)
 
 
@@ -35,12 +40,24 @@ class Reports:
                 f"{request.rank}: reports of round {request.round}, the next to be planned is "
                 f"{core.state.next_round}",
             )
+        size = len(json.dumps(request.metrics, separators=(",", ":")))
+        limit = MAX_REPORT + 64 * len(core.state.sites)
+        if size > limit:
+            raise Refused(
+                "malformed",
+                f"{request.rank}: its report of round {request.round} has {size} bytes, a report "
+                f"may have {limit}",
+            )
         site = core.state.sites[request.rank.site]
+        if request.kind != "warning" and request.round < core.state.next_round - LATEST:
+            return m.Done()  # a site that was left behind: nobody waits for it any more
         latest = site.metrics.get(request.kind)
         # Warnings of one round may be about several things.
         told = request.kind == "warning" and request.metrics.get("text")
         another = bool(told) and latest is not None and latest.get("text") != told
         if latest is None or request.round > latest["round"] or another:
+            if request.kind == "warning":
+                core.budgets.spend(site.name, "warnings")
             core.record(
                 e.Reported(core.wall(), site.name, request.round, request.kind, request.metrics)
             )

@@ -35,12 +35,18 @@ class Saves:
         if rank.site not in writers(state, request.round):
             raise Refused("conflict", f"{rank}: writes no checkpoint in round {request.round}")
         if known is None or (rank.site, rank.stage, rank.shard) not in known.written:
+            core.budgets.spend(rank.site, "checkpoints")
             event = e.Wrote(
                 core.wall(), rank.site, rank.stage, rank.shard, request.tick, request.round,
                 request.slot, dict(request.digests),
             )  # fmt: skip
             core.record(event)
         return m.Done()
+
+    def state(self, request: m.StateRequest) -> m.Done:
+        """A rank has signed what model state it holds."""
+        self._core.budgets.spend(request.rank.site, "signed states")
+        return self._core.witness.state(request)
 
     def spoiled(self, request: m.SpoiledRequest) -> m.Done:
         """The checkpoint that the run was to go on from is damaged: back to the one before."""

@@ -20,10 +20,11 @@ from dilocox.outer.coordinator.core import Coordinator
 from dilocox.outer.coordinator.door import Door, OneLineLog
 from dilocox.outer.coordinator.refusals import Caller, Refused
 from dilocox.outer.coordinator.timeouts import LOOKS
+from dilocox.outer.coordinator.transport import BUSY
 
 _STATUS = {
     "malformed": 400, "refused": 403, "join": 403, "taken": 403, "gone": 410, "conflict": 409,
-    "over": 409, "ended": 410,
+    "over": 409, "ended": 410, "busy": BUSY, "quota": 403,
 }  # fmt: skip
 _LOOK = 0.02
 """Seconds between two looks at the open connections."""
@@ -180,7 +181,7 @@ class CoordinatorServer:
             ("exchange/vote", m.VoteRequest, self._vote),
             ("checkpoint", m.CheckpointRequest, lambda r, c: core.saves.wrote(r)),
             ("spoiled", m.SpoiledRequest, lambda r, c: core.saves.spoiled(r)),
-            ("state", m.StateRequest, lambda r, c: core.witness.state(r)),
+            ("state", m.StateRequest, lambda r, c: core.saves.state(r)),
             ("report", m.ReportRequest, lambda r, c: core.report(r)),
             ("kv/set", m.StoreSetRequest, self._store_change(store.set)),
             ("kv/add", m.StoreAddRequest, self._store_change(store.add)),
@@ -209,6 +210,8 @@ class CoordinatorServer:
                 self.coordinator.check(caller, rank)
             else:
                 self.coordinator.check_site(caller)
+            if model is not m.BeatRequest:
+                self.coordinator.budgets.charge(caller, len(await request.read()))
             reply = act(message, caller)
             return _reply(await reply if isinstance(reply, Awaitable) else reply)
 
@@ -216,7 +219,9 @@ class CoordinatorServer:
 
     def _view(self, look: Callable[[], m.Message]) -> Any:
         async def handle(request: web.Request) -> web.Response:
-            self.coordinator.check_site(_caller(request))
+            caller = _caller(request)
+            self.coordinator.check_site(caller)
+            self.coordinator.budgets.charge(caller)
             return _reply(look())
 
         return handle
@@ -259,6 +264,7 @@ class CoordinatorServer:
 
     async def _plan(self, request: web.Request) -> web.Response:
         caller, round_ = _caller(request), int(request.match_info["round"])
+        self.coordinator.budgets.charge(caller)
 
         def look() -> m.PlanReply:
             self.coordinator.check_site(caller)
@@ -270,7 +276,9 @@ class CoordinatorServer:
         return _reply(reply)
 
     async def _status(self, request: web.Request) -> web.Response:
-        self.coordinator.check_site(_caller(request))
+        caller = _caller(request)
+        self.coordinator.check_site(caller)
+        self.coordinator.budgets.charge(caller)
         since = _integer(request, "since")
         state = self.coordinator.state
         reply = await self._waiters.poll(

@@ -186,6 +186,7 @@ class CoordinatorState(Facts):
 
     def _forget_keys(self, prefix: str) -> None:
         self.store = {key: value for key, value in self.store.items() if not key.startswith(prefix)}
+        self.owners = {key: site for key, site in self.owners.items() if key in self.store}
 
     def _without(self, member: Member) -> None:
         self._new_epoch()
@@ -399,8 +400,10 @@ class CoordinatorState(Facts):
     def _stored(self, event: e.Stored) -> None:
         if event.value is None:
             self.store.pop(event.key, None)
+            self.owners.pop(event.key, None)
         else:
             self.store[event.key] = event.value
+            self.owners[event.key] = event.site
 
     def _resumed(self, event: e.Resumed) -> None:
         self.plans = {plan.round: plan for plan in map(RoundPlan.model_validate, event.plans)}
@@ -410,7 +413,7 @@ class CoordinatorState(Facts):
         self.measured = {}
         for round_, name, measured in event.measured:
             self.measured.setdefault(round_, {})[name] = Measured.model_validate(measured)
-        self.exchanges, self.undecided, self.store = {}, {}, {}
+        self.exchanges, self.undecided, self.store, self.owners = {}, {}, {}, {}
         self.usual = dict(event.usual)
         self.checkpoints = {
             tick: item for tick, item in self.checkpoints.items() if tick <= event.tick

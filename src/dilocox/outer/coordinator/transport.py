@@ -25,6 +25,8 @@ from dilocox.outer.coordinator.errors import (
 )
 from dilocox.outer.coordinator.identity import Identity
 
+BUSY = 429
+"""Status of a refusal that passes."""
 Reply = TypeVar("Reply", bound=m.Message)
 
 
@@ -94,8 +96,9 @@ class Transport:
             else:
                 if answer.status < 400:
                     return _parse(reply, answer.data, name)
-                # These come from a server that is closing, or from something in between.
-                if answer.status not in (502, 503, 504):
+                # These come from a server that is closing, or from something in between; or this
+                # site asks too often.
+                if answer.status not in (BUSY, 502, 503, 504):
                     raise _refusal(answer.status, answer.data, name)
                 cause = CoordinatorError(f"status {answer.status}")
             pause = next(waits)
