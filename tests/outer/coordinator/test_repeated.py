@@ -17,7 +17,7 @@ KEY = m.ExchangeKey.outer(0, 0, 0)
 class Commitments:
     """A notary that knows who has committed, and writes nothing."""
 
-    run = "run"
+    run, manifest = "run", ""
 
     def __init__(self) -> None:
         self.there: dict[tuple[str, int], str] = {}
