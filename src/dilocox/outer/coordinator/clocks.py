@@ -5,8 +5,11 @@ None of it is in the log. A coordinator that starts again begins to count anew.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from dilocox.outer.coordinator import events as e
 from dilocox.outer.coordinator.arrivals import Arrivals
+from dilocox.outer.coordinator.decisions import plan_round
 from dilocox.outer.coordinator.state import CoordinatorState
 from dilocox.outer.coordinator.step_clock import StepClock
 from dilocox.outer.coordinator.stragglers import Straggler, overdue
@@ -26,6 +29,20 @@ class Clocks:
         """An event was logged and applied."""
         self.steps.happened(state, event, now)
         self.votes.happened(event, now)
+
+    def planned(
+        self, state: CoordinatorState, plan: e.Planned, record: Callable[[e.Event], None]
+    ) -> e.Planned:
+        """`plan`, or another one, after what the clock corrects of the measurements that it was
+        made from is recorded."""
+        round_ = int(plan.plan["round"])
+        if not state.config.measures:
+            return plan
+        for event in self.steps.findings(state, round_ - 1, plan.time):
+            record(event)
+            again = plan_round(state, round_, plan.time)
+            plan = again if isinstance(again, e.Planned) else plan
+        return plan
 
     def overdue(self, state: CoordinatorState, now: float) -> list[Straggler]:
         """Sites that the others go on without now. To be called often: time in which the caller was

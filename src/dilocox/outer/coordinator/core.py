@@ -351,20 +351,11 @@ class Coordinator:
             )
         planned = plan_round(state, round_, self.wall())
         if isinstance(planned, e.Planned) and state.may_plan(caller.site, round_):
-            self._plan(planned)
+            self.record(self.clocks.planned(state, planned, self.record))
             self.steps.told(caller.site, round_, self._now())
             return m.PlanReply(plan=state.plans[round_], waiting_for="")
         waiting = planned if isinstance(planned, str) else "an active site to ask for it"
         return m.PlanReply(plan=None, waiting_for=waiting)
-
-    def _plan(self, planned: e.Planned) -> None:
-        round_ = int(planned.plan["round"])
-        if self.config.measures:
-            for event in self.steps.findings(self.state, round_ - 1, self.wall()):
-                self.record(event)
-                again = plan_round(self.state, round_, self.wall())
-                planned = again if isinstance(again, e.Planned) else planned
-        self.record(planned)
 
     def round_done(self, request: m.RoundDoneRequest) -> m.Done:
         """A rank is through with a round."""
