@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from dilocox.errors import ExchangeError
+from dilocox.outer.coordinator import entry_messages as em
 from dilocox.outer.coordinator import messages as m
 from dilocox.outer.coordinator.errors import CoordinatorError
 from dilocox.outer.coordinator.identity import Identity
@@ -151,6 +152,18 @@ class CoordinatorClient:
         """
         request = m.RoundDoneRequest(rank=self.rank, round=round_, measured=measured)
         self._post("round_done", request, m.Done)
+
+    def show_pieces(self, pieces: Sequence[em.PieceDigest]) -> None:
+        """While a site enters: what this rank of an active site holds."""
+        for start in range(0, len(pieces), em.MOST):
+            part = list(pieces[start : start + em.MOST])
+            self._post("pieces/show", em.ShowPiecesRequest(rank=self.rank, pieces=part), m.Done)
+
+    def check_pieces(self, donor: str, pieces: Sequence[em.PieceDigest]) -> em.CheckPiecesReply:
+        """Whether most sites hold what `donor` has given to this entering rank: `em.MOST` pieces at
+        most."""
+        request = em.CheckPiecesRequest(rank=self.rank, donor=donor, pieces=list(pieces))
+        return self._post("pieces/check", request, em.CheckPiecesReply)
 
     # --- exchange ---------------------------------------------------------------------------
 

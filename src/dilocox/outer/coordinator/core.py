@@ -24,6 +24,7 @@ from dilocox.outer.coordinator.choosing import sizes_to_log
 from dilocox.outer.coordinator.clocks import Clocks
 from dilocox.outer.coordinator.decisions import decide, plan_round
 from dilocox.outer.coordinator.departures import Departures
+from dilocox.outer.coordinator.entries import Entries
 from dilocox.outer.coordinator.exchanges import Exchange
 from dilocox.outer.coordinator.identity import Authority, server_names
 from dilocox.outer.coordinator.liveness import Liveness
@@ -95,6 +96,7 @@ class Coordinator:
         self.store = Store(self.state, self._store, self.budgets)
         self.departures = Departures(self)
         self.standings = Standings(self)
+        self.entries = Entries(self)
         self.saves = Saves(self)
         self.reports = Reports(self, on_report)
         self.clocks = Clocks(self.timeouts)

@@ -103,6 +103,25 @@ class Ready(OfRank):
 
 
 @dataclass(frozen=True)
+class Shown(OfRank):
+    """A rank of an active site tells the SHA-256 of its pieces while another site enters, by
+    version (`entries.key_of`)."""
+
+    pieces: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Doubted(Event):
+    """`donor` gave an entering site a state that most do not hold: it enters from `other`, if there
+    is one."""
+
+    site: str
+    incarnation: int
+    donor: str
+    other: str | None
+
+
+@dataclass(frozen=True)
 class Activated(Event):
     """Sites contribute from these rounds on, by site."""
 

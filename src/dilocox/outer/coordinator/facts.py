@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from dilocox.config import RunConfig
@@ -46,6 +47,8 @@ class Facts:
     """Bytes by codec, stage and piece; none until they are known."""
     measured: dict[int, dict[str, Measured]] = field(default_factory=dict)
     """By round and site, of the rounds that plans look back at."""
+    shown: dict[str, dict[str, str]] = field(default_factory=dict)
+    """While a site enters: SHA-256 of pieces by version (`entries`) and site."""
     exchanges: dict[str, Exchange] = field(default_factory=dict)
     undecided: dict[str, None] = field(default_factory=dict)
     """Keys of exchanges without a decision, in order."""
@@ -231,12 +234,14 @@ class Facts:
         """Active sites that do not leave before `round_`, run file order."""
         return [n for n in self.with_role("active") if not self.sites[n].leaves_before(round_)]
 
-    def donor_for(self, site: str) -> str | None:
+    def donor_for(self, site: str, without: Collection[str] = ()) -> str | None:
         """The active site with the fewest entering sites to feed, of those that `site` does not
-        distrust if there are any; none if nobody is active."""
+        distrust if there are any; none if nobody is active but those of `without`."""
         load = {name: 0 for name in self.staying(self.next_round) if name != site}
         for other in self.sites.values():
             if other.role == "entering" and other.donor in load and other.name != site:
                 load[other.donor] += 1
-        doubted = self.sites[site].distrusts
-        return min(load, key=lambda name: (name in doubted, load[name])) if load else None
+        doubted, tried = self.sites[site].distrusts, self.sites[site].tried
+        names = [name for name in load if name not in without]
+        key = {name: (name in tried, name in doubted, load[name]) for name in names}
+        return min(names, key=lambda name: key[name]) if names else None

@@ -14,6 +14,7 @@ from aiohttp import web
 from pydantic import ValidationError
 
 from dilocox.errors import TrainingError
+from dilocox.outer.coordinator import entry_messages as em
 from dilocox.outer.coordinator import messages as m
 from dilocox.outer.coordinator import views
 from dilocox.outer.coordinator.core import Coordinator
@@ -177,6 +178,8 @@ class CoordinatorServer:
             ("fail", m.FailRequest, lambda r, c: departures.fail(r)),
             ("finish", m.FinishRequest, lambda r, c: departures.finish(r)),
             ("round_done", m.RoundDoneRequest, lambda r, c: core.round_done(r)),
+            ("pieces/show", em.ShowPiecesRequest, lambda r, c: core.entries.show(r)),
+            ("pieces/check", em.CheckPiecesRequest, lambda r, c: core.entries.check(r)),
             ("exchange/begin", m.BeginRequest, self._begin),
             ("exchange/vote", m.VoteRequest, self._vote),
             ("checkpoint", m.CheckpointRequest, lambda r, c: core.saves.wrote(r)),

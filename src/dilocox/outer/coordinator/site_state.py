@@ -33,9 +33,12 @@ class SiteState:
     entered_from: str | None = None
     """Of an active site: whose state it had last entered with; None for a founder."""
     distrusts: set[str] = field(default_factory=set)
-    """Donors with whose state it held another anchor than most: it enters from others first."""
+    """Donors with whose state it held another anchor than most, or that gave it a state that most
+    do not hold: it enters from others first."""
     disputes: dict[str, int] = field(default_factory=dict)
     """With whom it had a broken link, whoever of the two said so: the last round of each."""
+    tried: set[str] = field(default_factory=set)
+    """While entering: donors whose state was none of the run's."""
     request: str = ""
     certificate: str = ""
     ready: set[tuple[int, int]] = field(default_factory=set)

@@ -91,7 +91,7 @@ class CoordinatorState(Facts):
 
     def _enter(self, event: e.Entered | e.Overtaken) -> None:
         site = self.sites[event.site]
-        site.role, site.donor, site.ready = "entering", event.donor, set()
+        site.role, site.donor, site.ready, site.tried = "entering", event.donor, set(), set()
         # By these it has met donors when it entered before.
         self._forget_keys(f"run/entry/{event.site}/")
         if event.from_round is not None:
@@ -127,6 +127,30 @@ class CoordinatorState(Facts):
     def _ready(self, event: e.Ready) -> None:
         self.sites[event.site].ready.add((event.stage, event.shard))
 
+    def _shown(self, event: e.Shown) -> None:
+        for key, digest in event.pieces.items():
+            self.shown.setdefault(key, {}).setdefault(event.site, digest)
+
+    def _doubted(self, event: e.Doubted) -> None:
+        site = self.sites[event.site]
+        site.distrusts.add(event.donor)
+        site.tried.add(event.donor)
+        text = "there is no other donor"
+        if event.other is not None:
+            site.donor = event.other
+            text = f"it enters from {event.other}"
+        self._say(
+            event, "join", f"{event.donor} gave {event.site} a state that most do not hold: {text}"
+        )
+
+    def _forget_shown(self, oldest: int | None = None) -> None:
+        """All of it if no site enters any more; with `oldest` versions of earlier rounds."""
+        if not self.with_role("entering"):
+            self.shown = {}
+        elif oldest is not None:
+            landed = {key: int(key.split("/")[3]) for key in self.shown}
+            self.shown = {k: own for k, own in self.shown.items() if not 0 <= landed[k] < oldest}
+
     def _activated(self, event: e.Activated) -> None:
         for name, round_ in event.rounds.items():
             site = self.sites[name]
@@ -154,6 +178,7 @@ class CoordinatorState(Facts):
                 if self.sites[name].role != "active" or self.sites[name].incarnation != incarnation:
                     self.ledger.give_back(name, incarnation)
             self._say(event, "phase", "running")
+        self._forget_shown()
         # Not a new epoch: the members are the same.
 
     def _members_of(self, round_: int) -> dict[str, Any]:
@@ -176,6 +201,7 @@ class CoordinatorState(Facts):
             active, least = len(self.with_role("active")), self.config.outer.min_sites
             text = f"the run waits for sites: outer.min_sites is {least}, active now: {active}"
             self._say(event, "leave", text)
+        self._forget_shown()
         if member in self.members:
             self._without(member)
 
@@ -240,6 +266,7 @@ class CoordinatorState(Facts):
                 name, self.sites[name].incarnation, plan.round, member.space, member.ranges
             )
         self._forget(plan.round - REMEMBERED)
+        self._forget_shown(plan.round - REMEMBERED)
         oldest = plan.round - max(self.config.control.window, MOST_ROUNDS) - REMEMBERED
         self.measured = {r: sites for r, sites in self.measured.items() if r >= oldest}
         what = "flush" if plan.kind == "flush" else f"round {plan.round}"
@@ -414,6 +441,7 @@ class CoordinatorState(Facts):
         for round_, name, measured in event.measured:
             self.measured.setdefault(round_, {})[name] = Measured.model_validate(measured)
         self.exchanges, self.undecided, self.store, self.owners = {}, {}, {}, {}
+        self.shown = {}
         self.usual = dict(event.usual)
         self.checkpoints = {
             tick: item for tick, item in self.checkpoints.items() if tick <= event.tick
@@ -438,6 +466,8 @@ _APPLY: dict[type[e.Event], Callable[[CoordinatorState, Any], None]] = {
     e.Lacking: CoordinatorState._lacking,
     e.Regathered: CoordinatorState._regathered,
     e.Ready: CoordinatorState._ready,
+    e.Shown: CoordinatorState._shown,
+    e.Doubted: CoordinatorState._doubted,
     e.Activated: CoordinatorState._activated,
     e.Overtaken: CoordinatorState._overtaken,
     e.Gone: CoordinatorState._gone,

@@ -1,0 +1,82 @@
+"""Whether a site enters with the state that most sites hold: the requests that say so.
+
+A donor's digest of what it sends is its own word. While a site enters, all active sites tell the
+digests of their pieces, and the entering site takes over a piece if most of them hold the same.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from dilocox.outer.coordinator import entry_messages as em
+from dilocox.outer.coordinator import events as e
+from dilocox.outer.coordinator import messages as m
+from dilocox.outer.coordinator.refusals import Refused
+
+if TYPE_CHECKING:
+    from dilocox.outer.coordinator.core import Coordinator
+
+
+def key_of(rank: m.Rank, piece: em.PieceDigest) -> str:
+    """Names one version of one piece, the same at all sites."""
+    return f"{rank.stage}/{rank.shard}/{piece.piece}/{piece.landed}/{piece.codec}"
+
+
+def is_same(said: Mapping[str, str], sites: int, digest: str) -> bool | None:
+    """`digest` is what most of so many sites hold, by what they have `said`; None: more sites have
+    to say it. Where all have and no majority holds the same, nothing is."""
+    counts = Counter(said.values()).most_common(1)
+    if counts and 2 * counts[0][1] > sites:
+        return counts[0][0] == digest
+    return False if len(said) >= sites else None
+
+
+class Entries:
+    """Digests of pieces told by active sites, and asked for by entering ones."""
+
+    def __init__(self, core: Coordinator) -> None:
+        self._core = core
+
+    def show(self, request: em.ShowPiecesRequest) -> m.Done:
+        """A rank of an active site tells what it holds. What it has told of a version counts once,
+        and only while a site enters."""
+        core, rank = self._core, request.rank
+        state = core.state
+        if (
+            state.running
+            and state.sites[rank.site].role == "active"
+            and state.with_role("entering")
+        ):
+            news = {
+                key_of(rank, piece): piece.sha256
+                for piece in request.pieces
+                if rank.site not in state.shown.get(key_of(rank, piece), {})
+                if piece.landed < state.next_round
+            }
+            if news:
+                core.record(e.Shown(core.wall(), rank.site, rank.stage, rank.shard, news))
+        return m.Done()
+
+    def check(self, request: em.CheckPiecesRequest) -> em.CheckPiecesReply:
+        """Whether an entering rank may take over what its donor has given. A donor whose state is
+        not that of most sites gives this site nothing more. Raises `Refused`."""
+        core, rank = self._core, request.rank
+        state, site = core.state, core.state.sites[request.rank.site]
+        if site.role != "entering":
+            raise Refused("conflict", f"{rank}: checks a state, but its site is {site.role}")
+        active = state.with_role("active")
+        same, different = [], []
+        for piece in request.pieces:
+            told = state.shown.get(key_of(rank, piece), {})
+            said = {name: digest for name, digest in told.items() if name in active}
+            # At the start there is nobody to compare with: all take theta_0 from the founder.
+            alike = is_same(said, len(active), piece.sha256) if state.running else True
+            if alike is not None:
+                (same if alike else different).append(piece.piece)
+        if different and site.donor == request.donor:
+            other = state.donor_for(site.name, {*site.tried, request.donor})
+            core.record(e.Doubted(core.wall(), site.name, site.incarnation, request.donor, other))
+        left = site.donor if site.donor not in site.tried else None
+        return em.CheckPiecesReply(same=same, different=different, donor=left)
