@@ -30,7 +30,7 @@ test-computing: $(VENV)/.ready-dev
 
 test-all: $(VENV)/.ready-dev $(LOWEST)/.ready lint
 	$(BIN)/python -m pytest -m "not waits and not runs and not alone" -n 2
-	$(BIN)/python -m pytest -m waits -n 2 --dist loadfile
+	$(BIN)/python -m pytest -m waits -n 3 --dist loadfile
 	$(BIN)/python -m pytest -m runs -n 2 --dist loadfile
 	$(BIN)/python -m pytest -m alone
 	$(MAKE) --no-print-directory test-versions
@@ -40,7 +40,7 @@ test-versions: $(LOWEST)/.ready $(HIGHEST)/.ready
 	$(HIGHEST)/bin/python -m pytest -m "not slow" $(VERSION_TESTS)
 
 test-waits: $(VENV)/.ready-dev
-	$(BIN)/python -m pytest -m "not slow and waits" -n 2 --dist loadfile
+	$(BIN)/python -m pytest -m "not slow and waits" -n 3 --dist loadfile
 
 lint: style types
 

@@ -1,7 +1,7 @@
 """A run with the lowest versions that pyproject.toml allows, by their own interpreter.
 
-`make test` installs them beside the first tests. In an environment of other versions
-(`make test-versions`) the run is one with those.
+`make test` installs them beside the first tests, trains and verifies. In an environment of other
+versions (`make test-versions`) the run is one with those: it is stopped, resumed and audited, too.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -18,43 +18,34 @@ import pytest
 from tests.e2e.harness import ARCHITECTURE, LIMIT, RUN, write_corpus
 
 ROOT = Path(__file__).parents[2]
-OTHERS = (".venv-lowest", ".venv-highest")
-PYTHON = (
-    Path(sys.executable)
-    if Path(sys.prefix).name in OTHERS
-    else ROOT / ".venv-lowest" / "bin" / "python"
-)
+THESE = Path(sys.prefix).name in (".venv-lowest", ".venv-highest")
+"""The tests themselves run with other versions."""
+PYTHON = Path(sys.executable) if THESE else ROOT / ".venv-lowest" / "bin" / "python"
 # A stop takes effect two beats later, which is not to be after the run.
-SETS = ("outer.rounds=48", "record.states_every=1", "network.heartbeat=2", "sites.lyon.speed=0.5")
+STOPPED = (
+    "outer.rounds=48", "record.states_every=1", "network.heartbeat=2", "sites.lyon.speed=0.5"
+)  # fmt: skip
 
 pytestmark = pytest.mark.skipif(
     not PYTHON.exists(), reason="the lowest versions are not installed: make test does it"
 )
 
 
-@pytest.fixture
-def started() -> Iterator[list[subprocess.Popen[str]]]:
-    processes: list[subprocess.Popen[str]] = []
-    yield processes
-    for process in processes:
-        if process.poll() is None:
-            process.kill()
-            process.wait()
+class Runs:
+    """Commands about one run of two sites, in the environment of the other versions."""
 
+    def __init__(self, folder: Path) -> None:
+        sites = "[sites.paris]\n[sites.lyon]\n"
+        text = RUN.format(
+            name="run", root=folder, model=ARCHITECTURE, text=write_corpus(folder), sites=sites
+        )
+        self.file, self.folder = folder / "run.toml", folder / "run"
+        self.file.write_text(text, encoding="utf-8")
+        self._started: list[subprocess.Popen[str]] = []
 
-def test_a_run_is_trained_resumed_verified_and_audited(
-    tmp_path: Path, started: list[subprocess.Popen[str]]
-) -> None:
-    sites = "[sites.paris]\n[sites.lyon]\n"
-    text = RUN.format(
-        name="run", root=tmp_path, model=ARCHITECTURE, text=write_corpus(tmp_path), sites=sites
-    )
-    run_file, folder = tmp_path / "run.toml", tmp_path / "run"
-    run_file.write_text(text, encoding="utf-8")
-    sets = [part for item in SETS for part in ("--set", item)]
-
-    def begin(*arguments: str) -> subprocess.Popen[str]:
-        started.append(
+    def begin(self, *arguments: str) -> subprocess.Popen[str]:
+        """Start a command of dilocox."""
+        self._started.append(
             subprocess.Popen(
                 [str(PYTHON), "-m", "dilocox", *arguments],
                 stdout=subprocess.PIPE,
@@ -63,22 +54,53 @@ def test_a_run_is_trained_resumed_verified_and_audited(
                 cwd=ROOT,
             )
         )
-        return started[-1]
+        return self._started[-1]
 
-    def finish(process: subprocess.Popen[str], code: int) -> str:
+    def train(self, *more: str, sets: Sequence[str]) -> subprocess.Popen[str]:
+        """Start `dilocox train`."""
+        given = [part for item in sets for part in ("--set", item)]
+        return self.begin("train", str(self.file), *more, *given)
+
+    def finish(self, process: subprocess.Popen[str], code: int = 0) -> str:
+        """Wait for a command to end with `code`; what it printed."""
         output = process.communicate(timeout=LIMIT)[0]
         assert process.returncode == code, output
         return output
 
-    training = begin("train", str(run_file), *sets)
-    metrics, end = folder / "metrics.jsonl", time.monotonic() + LIMIT
+    def end(self) -> None:
+        """Kill what still runs."""
+        for process in self._started:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Iterator[Runs]:
+    made = Runs(tmp_path)
+    yield made
+    made.end()
+
+
+@pytest.mark.skipif(THESE, reason="the longer run of these versions is trained, too")
+def test_a_run_is_trained_and_verified(runs: Runs) -> None:
+    assert "finished" in runs.finish(runs.train(sets=["outer.rounds=3", "network.heartbeat=20"]))
+    verified = runs.finish(runs.begin("verify", str(runs.folder)))
+    assert "PASS" in verified
+    assert "FAIL" not in verified
+
+
+@pytest.mark.skipif(not THESE, reason="make test-versions does it, with other versions")
+def test_a_run_is_trained_resumed_verified_and_audited(runs: Runs) -> None:
+    training = runs.train(sets=STOPPED)
+    metrics, end = runs.folder / "metrics.jsonl", time.monotonic() + LIMIT
     while not (metrics.exists() and '"round": 2' in metrics.read_text(encoding="utf-8")):
         assert training.poll() is None, training.communicate()[0]
         assert time.monotonic() < end, "the run came to no second round"
         time.sleep(0.1)
     training.send_signal(signal.SIGINT)
-    assert "--resume goes on" in finish(training, 130)
-    finish(begin("train", str(run_file), "--resume", *sets), 0)
-    assert "FAIL" not in finish(begin("verify", str(folder)), 0)
-    audited = finish(begin("audit", str(folder), "--round", "1"), 0)
+    assert "--resume goes on" in runs.finish(training, 130)
+    runs.finish(runs.train("--resume", sets=STOPPED))
+    assert "FAIL" not in runs.finish(runs.begin("verify", str(runs.folder)))
+    audited = runs.finish(runs.begin("audit", str(runs.folder), "--round", "1"))
     assert audited.count("EXACT") == 2, audited
