@@ -212,3 +212,15 @@ def test_who_is_busy_tries_again_and_who_has_no_quota_does_not(
         with pytest.raises(CoordinatorError, match="site a may have 0 keys"):
             clients["a"].kv_set("run/x", b"")
         assert len(tried) == 1
+
+
+def test_who_joins_again_and_again_has_to_wait(two: Driver) -> None:
+    def again(_: int) -> None:
+        two.leave("b")
+        two.enrol("b")
+
+    count, refused = until_refused(again)
+    assert (count, refused.kind) == (budgets.ENROLMENT_BURST - 1, "busy")
+    assert "site b: joins again and again" in str(refused)
+    two.clock.time += 2.0
+    assert two.enrol("b").incarnation == budgets.ENROLMENT_BURST + 1

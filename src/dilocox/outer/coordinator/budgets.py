@@ -18,6 +18,8 @@ REQUESTS, REQUEST_BURST = 100.0, 2000.0
 """Requests of a rank per second, and at once."""
 BYTES, BYTE_BURST = float(1 << 20), float(32 << 20)
 """Bytes of their bodies per second, and at once."""
+ENROLMENTS, ENROLMENT_BURST = 0.5, 100.0
+"""Enrolments of a site per second, and at once: each is in the event log and in the record."""
 KEYS, KEY_BYTES = 256, 1 << 20
 """Keys of the store for each rank of a site, and bytes of their values."""
 EVENTS = {"warnings": 32, "signed states": 32, "checkpoints": 8, "lasting keys": 256}
@@ -35,6 +37,8 @@ class Budgets:
         self._spent: Counter[tuple[str, str]] = Counter()
         self._left: dict[str, tuple[float, float, float]] = {}
         """By site: requests, bytes, and when that was."""
+        self._enrolments: dict[str, tuple[float, float]] = {}
+        """By site: enrolments, and when that was."""
 
     def happened(self, event: e.Event) -> None:
         """An event was logged."""
@@ -61,6 +65,15 @@ class Budgets:
                 f"site {site}: asks for more than {REQUESTS * self._ranks:g} requests or "
                 f"{BYTES * self._ranks / 2**20:g} MiB per second; wait, and ask less often",
             )
+
+    def enrol(self, site: str) -> None:
+        """A site is to be let in."""
+        now = self._now()
+        left, then = self._enrolments.get(site, (ENROLMENT_BURST, now))
+        left = min(ENROLMENT_BURST, left + max(0.0, now - then) * ENROLMENTS)
+        self._enrolments[site] = left - (left >= 1.0), now
+        if left < 1.0:
+            raise Refused("busy", f"site {site}: joins again and again; wait, and join less often")
 
     def spend(self, site: str, what: str) -> None:
         """A site adds to what is kept for ever; `what` is a key of `EVENTS`."""

@@ -264,6 +264,7 @@ class Coordinator:
                     f"wait {self.timeouts.heartbeat:g} s if its processes have died",
                 )
             return self._admission(request.site)
+        self.budgets.enrol(request.site)
         incarnation = state.incarnation + 1
         try:
             certificate = self.authority.sign(request.csr, request.site, incarnation)
