@@ -12,6 +12,7 @@ import torch
 from dilocox import entering
 from dilocox.entering import Newcomer
 from dilocox.errors import RunOverError
+from dilocox.outer.coordinator.entry_messages import CheckPiecesReply
 from dilocox.outer.coordinator.messages import Entering
 from dilocox.outer.entry import Snapshot
 from dilocox.outer.pending import Counts
@@ -39,7 +40,9 @@ class Followed:
         self.phases, self.asked, self.ends, self.touched = phases, 0, list[tuple[int, str]](), 0
         self.at = SimpleNamespace(round=0, slot=0, tick=0)
         self.config = SimpleNamespace(shares_moments=True)
-        state = SimpleNamespace(anchor=torch.zeros(1))
+        state = SimpleNamespace(
+            anchor=torch.zeros(1), agreed=dict, digest_of=lambda agreed: "0" * 64
+        )
         self.rank = SimpleNamespace(
             states=[state],
             place=SimpleNamespace(site="new", stage=0, shard=0),
@@ -50,7 +53,13 @@ class Followed:
             awaiting=set(), end_of_slot=self._end_of_slot, reset_to_anchor=lambda: None,
             counts=Counts(wait_seconds=7.0, exchanges=3),
         )  # fmt: skip
-        self.client = SimpleNamespace(poll_plan=self._plan, ready=lambda: None)
+        self.client = SimpleNamespace(
+            poll_plan=self._plan, ready=lambda: None, check_pieces=self._check
+        )
+
+    def _check(self, donor: str, pieces: Any) -> CheckPiecesReply:
+        """Most hold what has come."""
+        return CheckPiecesReply(same=[each.piece for each in pieces], different=[], donor=donor)
 
     def _touch(self) -> None:
         self.touched += 1

@@ -52,7 +52,7 @@ FLOORS = (
     {"assembly", "determinism"},
     {"payloads", "rank_errors"},
     {"record_volume"},
-    {"gradient_exchange", "rank_state"},
+    {"gradient_exchange", "rank_state", "piece_digests"},
     {"persistence", "entering", "meter", "preflight", "handing_over", "rank_network", "site_log"},
     {"trainer"},
     {"rank_process", "audit"},

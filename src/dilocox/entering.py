@@ -22,6 +22,7 @@ from dilocox.outer.entry import Donor, Snapshot, digest_of, fetch
 from dilocox.outer.first_state import FirstState, OtherStartError
 from dilocox.outer.groups import PeerGroup
 from dilocox.outer.pending import Counts
+from dilocox.piece_digests import CheckedPieces, ShownPieces
 
 if TYPE_CHECKING:
     from dilocox.trainer import Trainer
@@ -57,6 +58,7 @@ class Donors:
         self._form_group = form_group
         self._pause = pause
         self._serving: dict[tuple[str, int, int], Donor] = {}
+        self._shown = ShownPieces(trainer)
 
     @property
     def busy(self) -> bool:
@@ -73,6 +75,7 @@ class Donors:
     def serve(self) -> None:
         """Offer every piece that may be taken over now; called between slots."""
         trainer = self._trainer
+        self._shown.tell()
         self._cancel_others()
         for entry in self._new():
             self._serving[_key(entry)] = self._start(entry)
@@ -86,7 +89,8 @@ class Donors:
                     copies = {
                         name: t.detach().to("cpu", copy=True) for name, t in state.agreed().items()
                     }
-                    donor.offer(Snapshot(piece, trainer.at.tick, copies, state.warm_codec))
+                    landed = trainer.outer.landed[piece]
+                    donor.offer(Snapshot(piece, trainer.at.tick, copies, state.warm_codec, landed))
         for key, donor in list(self._serving.items()):
             if donor.done and donor.failure:
                 log.warning("could not serve %s: %s", key[0], donor.failure)
@@ -113,8 +117,8 @@ class Donors:
 class Newcomer:
     """Fetches this rank's pieces and follows the rounds until the site is counted in.
 
-    If its donor goes, it fetches what is missing from the one that the coordinator names then; a
-    link that broke is given `patience` seconds for that.
+    If its donor goes, or gives a state that most sites do not hold, it fetches what is missing from
+    the one that the coordinator names then; a link that broke is given `patience` seconds for that.
     """
 
     def __init__(
@@ -136,6 +140,11 @@ class Newcomer:
         self._error: DilocoxError | None = None
         self._broke_at = 0.0
         self._tries = 0
+        self._fetched = -1
+        """The latest try that is through with its transfers."""
+        self._checks = CheckedPieces(trainer)
+        self._unchecked = False
+        """The state is that of the start."""
         self._whole = False
         """All pieces have come, and the coordinator knows."""
         trainer.outer.awaiting = set(range(len(trainer.rank.states)))
@@ -165,8 +174,7 @@ class Newcomer:
                     lambda snapshot: self._take(number, snapshot),
                     here,
                 )
-                if self._is_current(number):
-                    trainer.client.ready()
+                self._is_through(number)
             except DilocoxError as error:
                 with self._lock:
                     if number == self._tries:
@@ -176,11 +184,17 @@ class Newcomer:
         thread.start()
         return thread
 
-    def _is_current(self, number: int) -> bool:
-        """Whether try `number` is the one that counts; if so it stays the last."""
+    def _is_through(self, number: int) -> None:
+        """Try `number` has all pieces. At the start all take theta_0 from the founder, so there is
+        nobody to compare it with."""
+        starting = self._trainer.control.news.phase == "starting"
         with self._lock:
-            self._whole = number == self._tries
-            return self._whole
+            if number != self._tries:
+                return
+            self._fetched = number
+            self._whole = self._unchecked = starting
+        if starting:
+            self._trainer.client.ready()
 
     def follow(self) -> None:
         """Return when the next plan counts this site in; the anchor is then the run's.
@@ -193,7 +207,7 @@ class Newcomer:
             # A resumed run has plans before its sites are back, and exchanges nothing until then.
             # To be asked first: what is answered from then on is of a run that has started.
             starting = trainer.control.news.phase == "starting"
-            reply = trainer.client.poll_plan(trainer.at.round, 1.0)
+            reply = trainer.client.poll_plan(trainer.at.round, 1.0 if self._checks.empty else PAUSE)
             plan = reply.plan
             self.adopt()
             if reply.leave:
@@ -253,25 +267,52 @@ class Newcomer:
         time.sleep(GLANCE)
 
     def adopt(self) -> None:
-        """Take over what has arrived. Raises what ended the transfer."""
+        """Take over what has arrived and most sites hold. Raises what ended the transfer."""
         with self._lock:
             arrived, self._arrived = self._arrived, []
             error, since = self._error, time.monotonic() - self._broke_at
+            fetched, unchecked = self._fetched == self._tries, self._unchecked
+            if self._trainer.control.news.phase == "starting" and not unchecked:
+                # Whether it has to be checked is known when all has come.
+                arrived, self._arrived = [], arrived
         for snapshot in arrived:
             # Of two donors the first counts: what has landed since on its piece is not undone.
             if snapshot.piece in self._trainer.outer.awaiting:
-                self._trainer.outer.adopt(snapshot)
+                (self._trainer.outer.adopt if unchecked else self._checks.add)(snapshot)
+        self._take_confirmed()
+        if fetched and self._checks.empty and not self._whole and error is None:
+            self._whole = not self._trainer.outer.awaiting
+            if self._whole:
+                self._trainer.client.ready()
         if self._whole and error is None:
             return
         donor = self._next_donor()
         if donor is not None:
-            log.warning("%s is gone: fetching from %s", self._entry.donor, donor)
+            log.warning("%s gives no more of the state: fetching from %s", self._entry.donor, donor)
             self._entry = self._entry.model_copy(update={"donor": donor})
+            self._checks.clear()
             self._thread = self._fetch()
         elif isinstance(error, OtherStartError):
             raise error
         elif error is not None and (not isinstance(error, ExchangeError) or since > self._patience):
             raise TrainingError(f"entering the run failed: {error}")
+
+    def _take_confirmed(self) -> None:
+        """Raises `TrainingError` if no donor is left that gives what most sites hold."""
+        donor = self._entry.donor
+        assert donor is not None
+        good, refused = self._checks.confirmed(donor)
+        for snapshot in good:
+            self._trainer.outer.adopt(snapshot)
+        if refused is None:
+            return
+        log.warning("%s gave a state that most sites do not hold", donor)
+        self._checks.clear()
+        if refused.donor is None:
+            raise TrainingError(
+                f"entering the run failed: the state that {donor} gave is not the one that most "
+                "sites hold, and no other site can give it; join again when more sites are there"
+            )
 
     def _next_donor(self) -> str | None:
         """Whom the coordinator has named in the place of the donor, if it has.

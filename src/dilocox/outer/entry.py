@@ -4,7 +4,8 @@ The donor copies what all sites agree on of a piece (anchor, outer momentum and,
 codec, Q) at a slot end, after its landings, and sends the copy beside its own training. The
 entering rank checks every piece's digest. At the
 start of a run the founder is the donor of all: a rank that already holds the same theta_0 is told
-so and receives no tensors. What either side says is checked before anything is done with it.
+so and receives no tensors. What either side says is checked before anything is done with it. While
+a run goes on, a piece is taken over only if most sites hold the same (`dilocox.piece_digests`).
 
 No limit is set to how long a piece travels, or to how long the donor's next slot end is away:
 while there is nothing to offer the donor says so from time to time, and only a link on which
@@ -69,6 +70,8 @@ class PieceHeader(Said):
     bytes: Annotated[int, Field(ge=0)]
     """Of the body that follows; 0: what the receiver holds is the same."""
     sha256: Sha256
+    landed: Annotated[int, Field(ge=-1, lt=1 << 31)] = -1
+    """Round of the exchange that landed on the piece last; -1: none since the run started."""
     wait: bool = False
     """No piece can be offered yet; another header follows."""
 
@@ -95,6 +98,8 @@ class Snapshot:
     """What all sites agree on, flat fp32 on the CPU; empty if the receiver has the same."""
     codec: str = ""
     """Low-rank codec that `warm` among the tensors is of."""
+    landed: int = -1
+    """Round of the exchange that landed on it last; -1: none since the run started."""
 
 
 def digest_of(anchor: torch.Tensor) -> str:
@@ -161,6 +166,7 @@ class Donor:
                     piece=snapshot.piece,
                     tick=snapshot.tick,
                     codec=snapshot.codec,
+                    landed=snapshot.landed,
                     bytes=len(body),
                     sha256=hashlib.sha256(body).hexdigest(),
                 )
@@ -211,7 +217,7 @@ def fetch(
             data = torch.empty(header.bytes, dtype=torch.uint8)
             _wait(group.receive(data, donor, BODY_TAG))
             tensors = read_body(data.numpy().tobytes(), header, donor)
-        on_piece(Snapshot(header.piece, header.tick, tensors, header.codec))
+        on_piece(Snapshot(header.piece, header.tick, tensors, header.codec, header.landed))
     _send(group, donor, Thanks(done=True))
 
 

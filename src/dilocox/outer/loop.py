@@ -68,6 +68,8 @@ class OuterLoop:
     ) -> None:
         self.states = list(states)
         self.live = live
+        self.landed = [-1] * len(self.states)
+        """By piece: round of the exchange that landed on it last; -1: none since the start."""
         self.pending: list[Pending] = []
         self.gradient: Pending | None = None
         """The exchange of gradients under way, of methods that exchange those."""
@@ -124,6 +126,7 @@ class OuterLoop:
             state = self.states[piece]
             state.adopt(self.live, snapshot.tensors, snapshot.codec, self.returning)
         self.awaiting.discard(piece)
+        self.landed[piece] = snapshot.landed
         waiting = [each for each in self._held_back if each[2] == piece]
         self._held_back = [each for each in self._held_back if each[2] != piece]
         for landed_at, item, _ in sorted(waiting, key=lambda each: each[0]):
@@ -388,6 +391,9 @@ class OuterLoop:
             return
         with timeline.span("landing", key=item.key.text, values=fragment.layout.length):
             self._apply(item, outcome, fragment, here)
+        for piece in pieces:
+            if piece not in self.awaiting:
+                self.landed[piece] = item.key.round
 
     def _apply(
         self, item: Pending, outcome: Outcome, fragment: Fragment, here: Sequence[PieceState]

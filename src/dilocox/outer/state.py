@@ -337,16 +337,26 @@ class PieceState:
             self._hashed.result()
             self._hashed = None
 
-    def _sha256(self) -> str:
+    def digest_of(self, agreed: Mapping[str, Tensor]) -> str:
+        """What `digest` would be with these `agreed` tensors of another site.
+
+        Raises `ExchangeError` if they are not of this piece.
+        """
+        for kind, mine in (("anchor", self.anchor), ("momentum", self.momentum)):
+            if kind not in agreed or agreed[kind].shape != mine.shape:
+                raise ExchangeError(f"fragment state: no {kind} of {mine.numel()} values")
         views = {
             f"{kind}/{name}": view
-            for kind, flat in (("anchor", self.anchor), ("momentum", self.momentum))
-            for name, view in self.layout.views(flat).items()
+            for kind in ("anchor", "momentum")
+            for name, view in self.layout.views(agreed[kind]).items()
         }
-        if self.warm is not None:
-            views["warm"] = self.warm
+        if "warm" in agreed:
+            views["warm"] = agreed["warm"]
         with timeline.span("digest", values=self.layout.length):
             return tensors_digest(views)
+
+    def _sha256(self) -> str:
+        return self.digest_of(self.agreed())
 
 
 def tensors_digest(tensors: Mapping[str, Tensor]) -> str:

@@ -1,0 +1,100 @@
+"""Digests of pieces, with which a site is entered by no other state than that of most sites.
+
+A donor sends what it likes, and the digest beside it is its own word. So while a site enters, every
+active rank tells the coordinator the digests of its pieces, by version. The entering rank asks for
+each piece that has come whether most active sites hold the same, before it takes the piece over.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from dilocox.errors import ExchangeError
+from dilocox.outer.coordinator.entry_messages import MOST, CheckPiecesReply, PieceDigest
+from dilocox.outer.entry import Snapshot
+
+if TYPE_CHECKING:
+    from dilocox.trainer import Trainer
+
+PAUSE = 0.2
+"""Seconds between two questions whether enough sites have told their digests."""
+UNFIT = "0" * 64
+"""Stands for the digest of tensors that are not of the piece."""
+
+
+class ShownPieces:
+    """What an active rank tells while a site enters; to be called at its slot ends."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._entering: set[tuple[str, int, int]] = set()
+        self._told: dict[int, tuple[int, str]] = {}
+
+    def tell(self) -> None:
+        """Tell the digests of versions that were not told yet to those who enter now."""
+        trainer, news = self._trainer, self._trainer.control.news
+        entering = {(each.site, each.incarnation, each.from_round) for each in news.entering}
+        if news.phase == "starting" or not entering:
+            self._entering = set()
+            return
+        if entering - self._entering:
+            # What was told before has been forgotten if nobody was entering in between.
+            self._told = {}
+        self._entering = entering
+        found = []
+        for piece, state in enumerate(trainer.rank.states):
+            version = (trainer.outer.landed[piece], state.warm_codec)
+            if self._told.get(piece) != version:
+                self._told[piece] = version
+                found.append(digest_as_told(piece, *version, state.digest()))
+        if found:
+            trainer.errands.do(lambda: trainer.client.show_pieces(found))
+
+
+class CheckedPieces:
+    """What an entering rank has received and may not take over yet."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._waiting: dict[int, tuple[Snapshot, PieceDigest]] = {}
+        self._asked = 0.0
+
+    @property
+    def empty(self) -> bool:
+        """All that came was confirmed or refused."""
+        return not self._waiting
+
+    def add(self, snapshot: Snapshot) -> None:
+        """A piece has come."""
+        state = self._trainer.rank.states[snapshot.piece]
+        try:
+            digest = state.digest_of(snapshot.tensors or state.agreed())
+        except ExchangeError:
+            digest = UNFIT
+        told = digest_as_told(snapshot.piece, snapshot.landed, snapshot.codec, digest)
+        self._waiting[snapshot.piece] = (snapshot, told)
+
+    def clear(self) -> None:
+        """What came from a donor that has gone, or is not believed, does not count."""
+        self._waiting = {}
+
+    def confirmed(self, donor: str) -> tuple[list[Snapshot], CheckPiecesReply | None]:
+        """(pieces that may be taken over, the coordinator's answer if one was refused).
+
+        Asks at most every `PAUSE` seconds.
+        """
+        now = time.monotonic()
+        if not self._waiting or now - self._asked < PAUSE:
+            return [], None
+        self._asked = now
+        asked: Sequence[PieceDigest] = [told for _, told in self._waiting.values()][:MOST]
+        reply = self._trainer.client.check_pieces(donor, asked)
+        good = [self._waiting.pop(piece)[0] for piece in reply.same if piece in self._waiting]
+        return good, reply if reply.different else None
+
+
+def digest_as_told(piece: int, landed: int, codec: str, sha256: str) -> PieceDigest:
+    """The message about one version of a piece."""
+    return PieceDigest(piece=piece, landed=landed, codec=codec, sha256=sha256)

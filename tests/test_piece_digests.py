@@ -1,0 +1,182 @@
+"""What ranks tell of their pieces while a site enters, and what an entering rank takes over."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from dilocox import piece_digests
+from dilocox.entering import Newcomer
+from dilocox.errors import ExchangeError, TrainingError
+from dilocox.outer.coordinator.entry_messages import CheckPiecesReply
+from dilocox.outer.coordinator.messages import Entering
+from dilocox.outer.entry import Snapshot
+from dilocox.outer.layout import Layout
+from dilocox.outer.state import PieceState
+from dilocox.piece_digests import UNFIT, ShownPieces
+
+ENTRY = Entering(site="new", incarnation=1, donor="old", from_round=3)
+
+
+def piece(value: float) -> PieceState:
+    live = {"w": torch.full((4,), value)}
+    return PieceState(Layout.of({"w": (4,)}), live, error_feedback=False)
+
+
+def rank(*pieces: PieceState, phase: str = "running", entering: Any = ()) -> Any:
+    """A trainer of two pieces, in a run that a site enters."""
+    told: list[list[Any]] = []
+    return SimpleNamespace(
+        rank=SimpleNamespace(
+            states=list(pieces), place=SimpleNamespace(site="new", stage=0, shard=0)
+        ),
+        outer=SimpleNamespace(landed=[-1] * len(pieces), awaiting=set()),
+        control=SimpleNamespace(news=SimpleNamespace(phase=phase, entering=list(entering))),
+        errands=SimpleNamespace(do=lambda call: call()),
+        client=SimpleNamespace(show_pieces=told.append),
+        told=told,
+    )
+
+
+def test_what_is_agreed_has_the_same_digest_at_both_ends() -> None:
+    donor, receiver = piece(1.0), piece(2.0)
+    donor.momentum.fill_(0.25)
+    assert receiver.digest_of(donor.agreed()) == donor.digest()
+    assert receiver.digest_of(donor.agreed()) != receiver.digest()
+    with pytest.raises(ExchangeError, match="no anchor of 128 values"):
+        receiver.digest_of({"anchor": torch.zeros(4)})
+
+
+def test_every_version_is_told_once_to_those_who_enter() -> None:
+    trainer = rank(piece(1.0), piece(2.0))
+    shown = ShownPieces(trainer)
+    shown.tell()
+    assert trainer.told == [], "nobody enters"
+    trainer.control.news.entering = [ENTRY]
+    shown.tell()
+    shown.tell()
+    assert [[each.piece for each in told] for told in trainer.told] == [[0, 1]]
+    assert trainer.told[0][1].sha256 == piece(2.0).digest()
+    trainer.outer.landed[1] = 3
+    shown.tell()
+    assert [(each.piece, each.landed) for each in trainer.told[-1]] == [(1, 3)]
+    # Another site: what was told may have been forgotten in between.
+    trainer.control.news.entering = [ENTRY.model_copy(update={"from_round": 5})]
+    shown.tell()
+    assert [each.piece for each in trainer.told[-1]] == [0, 1]
+
+
+def test_at_the_start_nothing_is_told() -> None:
+    trainer = rank(piece(1.0), phase="starting", entering=[ENTRY])
+    ShownPieces(trainer).tell()
+    assert trainer.told == []
+
+
+class Entered:
+    """A rank that enters, with a coordinator that knows what most hold."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *others: str) -> None:
+        monkeypatch.setattr(piece_digests, "PAUSE", 0.0)
+        monkeypatch.setattr(Newcomer, "_fetch", self._fetch)
+        self.true, self.others, self.donor = piece(1.0), list(others), "old"
+        self.trainer = rank(piece(0.0), piece(0.0), entering=[ENTRY])
+        self.trainer.client = SimpleNamespace(check_pieces=self._check, ready=self._ready)
+        self.trainer.outer.adopt = self._adopt
+        self.settled, self.adopted, self.fetches, self.readies = True, list[int](), list[str](), 0
+        self.newcomer = Newcomer(self.trainer, ENTRY, lambda *_: None, 1.0)  # type: ignore[arg-type, return-value]
+
+    def _fetch(self, newcomer: Any = None) -> Any:
+        self.fetches.append(self.donor)
+        return None
+
+    def _adopt(self, snapshot: Snapshot) -> None:
+        self.adopted.append(snapshot.piece)
+        self.trainer.outer.awaiting.discard(snapshot.piece)
+
+    def _ready(self) -> None:
+        assert not self.trainer.outer.awaiting
+        self.readies += 1
+
+    def _check(self, donor: str, pieces: Any) -> CheckPiecesReply:
+        if not self.settled:
+            return CheckPiecesReply(same=[], different=[], donor=self.donor)
+        same = [each.piece for each in pieces if each.sha256 == self.true.digest()]
+        different = [each.piece for each in pieces if each.piece not in same]
+        if different:
+            left = self.others.pop(0) if self.others else None
+            if left is not None:
+                entry = ENTRY.model_copy(update={"donor": left})
+                self.trainer.control.news.entering = [entry]
+                self.donor = left
+            return CheckPiecesReply(same=same, different=different, donor=left)
+        return CheckPiecesReply(same=same, different=[], donor=donor)
+
+    def arrives(self, number: int, value: float | None = None) -> None:
+        """A piece comes, true or with its anchor at `value`."""
+        state = self.true if value is None else piece(value)
+        self.newcomer._take(0, Snapshot(number, 9, dict(state.agreed()), "", 2))
+        self.newcomer.adopt()
+
+
+def test_a_piece_is_taken_over_when_most_hold_the_same_and_not_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    entered = Entered(monkeypatch)
+    entered.settled = False
+    entered.arrives(0)
+    entered.arrives(1)
+    entered.newcomer._is_through(0)
+    entered.newcomer.adopt()
+    assert (entered.adopted, entered.readies) == ([], 0)
+    entered.settled = True
+    entered.newcomer.adopt()
+    entered.newcomer.adopt()
+    assert (entered.adopted, entered.readies) == ([0, 1], 1)
+
+
+def test_a_false_piece_is_not_taken_over_and_comes_from_another_donor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    entered = Entered(monkeypatch, "other")
+    entered.arrives(0)
+    entered.arrives(1, value=7.0)
+    assert entered.adopted == [0]
+    assert entered.trainer.outer.awaiting == {1}
+    entered.newcomer.adopt()
+    assert entered.fetches == ["old", "other"]
+    entered.arrives(1)
+    entered.newcomer._is_through(0)
+    entered.newcomer.adopt()
+    assert (entered.adopted, entered.readies) == ([0, 1], 1)
+
+
+def test_without_another_donor_the_entry_ends_in_one_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    entered = Entered(monkeypatch)
+    with pytest.raises(TrainingError, match="the state that old gave is not the one that most"):
+        entered.arrives(0, value=7.0)
+
+
+def test_tensors_of_another_piece_are_no_state_of_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    entered = Entered(monkeypatch, "other")
+    snapshot = Snapshot(0, 9, {"anchor": torch.zeros(3), "momentum": torch.zeros(3)})
+    entered.newcomer._checks.add(snapshot)
+    assert entered.newcomer._checks._waiting[0][1].sha256 == UNFIT
+
+
+def test_what_comes_at_the_start_is_taken_over_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All take theta_0 from the founder, and who is ready may be counted in before it looks."""
+    entered = Entered(monkeypatch)
+    entered.trainer.control.news.phase = "starting"
+    entered.settled = False
+    entered.trainer.outer.awaiting, entered.trainer.client.ready = {0, 1}, lambda: None
+    for number in (0, 1):
+        entered.newcomer._take(0, Snapshot(number, 0, dict(piece(5.0).agreed()), ""))
+    entered.newcomer._is_through(0)
+    entered.trainer.control.news.phase = "running"
+    entered.newcomer.adopt()
+    assert entered.adopted == [0, 1]
