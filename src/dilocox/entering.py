@@ -143,6 +143,8 @@ class Newcomer:
         self._fetched = -1
         """The latest try that is through with its transfers."""
         self._checks = CheckedPieces(trainer)
+        self._refused: set[str] = set()
+        """Donors that gave a state that most sites do not hold."""
         self._unchecked = False
         """The state is that of the start."""
         self._whole = False
@@ -288,7 +290,8 @@ class Newcomer:
             return
         donor = self._next_donor()
         if donor is not None:
-            log.warning("%s gives no more of the state: fetching from %s", self._entry.donor, donor)
+            why = "is not believed" if self._entry.donor in self._refused else "is gone"
+            log.warning("%s %s: fetching from %s", self._entry.donor, why, donor)
             self._entry = self._entry.model_copy(update={"donor": donor})
             self._checks.clear()
             self._thread = self._fetch()
@@ -307,6 +310,7 @@ class Newcomer:
         if refused is None:
             return
         log.warning("%s gave a state that most sites do not hold", donor)
+        self._refused.add(donor)
         self._checks.clear()
         if refused.donor is None:
             raise TrainingError(

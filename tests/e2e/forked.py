@@ -11,6 +11,7 @@ ended.
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import functools
 import gc
 import json
@@ -247,6 +248,22 @@ def other_lyon() -> dict[str, Any]:
     return {}
 
 
+def false_donor() -> dict[str, Any]:
+    """Paris gives another anchor than its own to who enters, and rome, which denies the others'
+    contributions, enters again and again."""
+    holds_only_its_own("rome")
+    original = Donor.offer
+
+    def offer(self: Donor, snapshot: Snapshot) -> None:
+        if me().startswith("paris") and snapshot.tick > 0:
+            false = {**snapshot.tensors, "anchor": snapshot.tensors["anchor"] * 0.5}
+            snapshot = dataclasses.replace(snapshot, tensors=false)
+        original(self, snapshot)
+
+    Donor.offer = offer  # type: ignore[method-assign]
+    return {}
+
+
 def played_device() -> dict[str, Any]:
     """The CPU is taken for a device with streams."""
     play_device(pytest.MonkeyPatch())
@@ -310,6 +327,7 @@ HOOKS: dict[str, Callable[[], dict[str, Any]]] = {
     "censoring": censoring,
     "slandering": slandering,
     "donor-dies": donor_dies,
+    "false-donor": false_donor,
     "replica-dies": replica_dies,
     "slow-steps": slow_steps,
     "late-at-the-flush": late_at_the_flush,

@@ -87,6 +87,30 @@ def test_a_donor_that_dies_is_replaced_by_another(workshop: Workshop, forge: For
 
 
 @pytest.mark.slow
+def test_a_donor_that_gives_a_false_state_is_replaced_and_the_run_goes_on(
+    workshop: Workshop, forge: Forge
+) -> None:
+    """Rome enters again from paris, whose anchor most do not hold."""
+    sets = (
+        "outer.rounds=8",
+        "checkpoint.every_rounds=0",
+        "site.stages=1",
+        "network.heartbeat=20",
+        "network.link_timeout=20",
+    )
+    sites = ("paris", "lyon", "oslo", "rome")
+    run = forge.train(workshop, "false-donor", *sets, hooks="false-donor", sites=sites)
+    assert run.wait(400.0) == 0, run.output()
+    said = run.printed()
+    assert "paris gave rome a state that most do not hold: it enters from lyon" in said
+    assert said.count("rome contributes from round ") >= 2
+    assert "holds another anchor" not in said, "what rome trained on was the run's"
+    assert len({r["anchor_digest"] for s in sites[:3] for r in run.records("flush", s)}) == 1
+    log = (run.folder / "logs" / "rome-stage0-shard0.log").read_text()
+    assert "paris is not believed: fetching from lyon" in log
+
+
+@pytest.mark.slow
 def test_a_site_comes_back_in_the_middle_of_a_long_round(workshop: Workshop, forge: Forge) -> None:
     """What is left of the round takes longer than a lease, a second here, goes ahead."""
     sets = ("outer.rounds=5000", "outer.inner_steps=30", "checkpoint.every_rounds=0",

@@ -160,8 +160,8 @@ def _set_aside(
     donors = [name for name in state.staying(state.next_round) if name != site]
     if state.phase != "running" or state.config.exchanges_gradients or not donors:
         return e.Gone(time, site, incarnation, reason, True)
-    doubted = {*senders, *state.sites[site].distrusts}
-    donor = min(donors, key=lambda name: name in doubted)
+    doubted = state.sites[site].distrusts
+    donor = min(donors, key=lambda name: (name in doubted, name in senders))
     reason = f"{reason}; it enters again from {donor}"
     return e.Overtaken(time, site, incarnation, donor, reason, entry_round(state), senders)
 

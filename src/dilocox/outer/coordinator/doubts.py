@@ -68,12 +68,14 @@ def of_decided(
 def of_set_aside(counts: dict[str, int], reporter: str, senders: Sequence[str]) -> list[str]:
     """The lines about a site that was set aside, since it does not hold what most hold of
     `senders`. That it was set aside is told anyway."""
-    lines = []
+    again: dict[int, list[str]] = {}
     for sender in senders:
-        times = _again(counts, reporter, sender)
-        if times > 1 and _is_told(times):
-            lines.append(f"what {sender} sent{_alone([reporter], times)}")
-    return lines
+        again.setdefault(_again(counts, reporter, sender), []).append(sender)
+    return [
+        f"what {', '.join(names)} sent{_alone([reporter], times)}"
+        for times, names in again.items()
+        if _is_told(times) and times > 1
+    ]
 
 
 def _again(counts: dict[str, int], reporter: str, sender: str) -> int:
