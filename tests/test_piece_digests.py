@@ -122,7 +122,7 @@ class Entered:
 
 
 def test_a_piece_is_taken_over_when_most_hold_the_same_and_not_before(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     entered = Entered(monkeypatch)
     entered.settled = False
@@ -131,6 +131,11 @@ def test_a_piece_is_taken_over_when_most_hold_the_same_and_not_before(
     entered.newcomer._is_through(0)
     entered.newcomer.adopt()
     assert (entered.adopted, entered.readies) == ([], 0)
+    assert "too few active sites have told" not in caplog.text
+    monkeypatch.setattr(piece_digests, "LONG", -1.0)
+    entered.newcomer.adopt()
+    entered.newcomer.adopt()
+    assert caplog.text.count("2 pieces have come, but too few active sites have told") == 1
     entered.settled = True
     entered.newcomer.adopt()
     entered.newcomer.adopt()

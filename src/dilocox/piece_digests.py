@@ -7,6 +7,7 @@ each piece that has come whether most active sites hold the same, before it take
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -18,8 +19,12 @@ from dilocox.outer.entry import Snapshot
 if TYPE_CHECKING:
     from dilocox.trainer import Trainer
 
+log = logging.getLogger(__name__)
+
 PAUSE = 0.2
 """Seconds between two questions whether enough sites have told their digests."""
+LONG = 60.0
+"""Seconds without an answer after which an entering rank says in its log what it waits for."""
 UNFIT = "0" * 64
 """Stands for the digest of tensors that are not of the piece."""
 
@@ -60,6 +65,7 @@ class CheckedPieces:
         self._trainer = trainer
         self._waiting: dict[int, tuple[Snapshot, PieceDigest]] = {}
         self._asked = 0.0
+        self._since: float | None = None
 
     @property
     def empty(self) -> bool:
@@ -91,8 +97,21 @@ class CheckedPieces:
         self._asked = now
         asked: Sequence[PieceDigest] = [told for _, told in self._waiting.values()][:MOST]
         reply = self._trainer.client.check_pieces(donor, asked)
+        self._complain(now, len(reply.same) + len(reply.different))
         good = [self._waiting.pop(piece)[0] for piece in reply.same if piece in self._waiting]
         return good, reply if reply.different else None
+
+    def _complain(self, now: float, settled: int) -> None:
+        """Warn once if nothing was settled for `LONG` seconds: a site may be silent on purpose."""
+        if settled or self._since is None:
+            self._since = now
+        elif now - self._since > LONG:
+            log.warning(
+                "%d pieces have come, but too few active sites have told what they hold: waiting; "
+                "see the coordinator for sites that stand still",
+                len(self._waiting),
+            )
+            self._since = float("inf")
 
 
 def digest_as_told(piece: int, landed: int, codec: str, sha256: str) -> PieceDigest:
