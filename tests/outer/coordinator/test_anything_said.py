@@ -16,6 +16,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from dilocox.outer.coordinator import entry_messages as em
 from dilocox.outer.coordinator import messages as m
 from dilocox.outer.coordinator.core import Coordinator
 from dilocox.record.log import check_log, read_log
@@ -30,6 +31,8 @@ REQUESTS: dict[str, type[m.Message]] = {
     "beat": m.BeatRequest,
     "retire": m.RetireRequest,
     "round_done": m.RoundDoneRequest,
+    "pieces/show": em.ShowPiecesRequest,
+    "pieces/check": em.CheckPiecesRequest,
     "exchange/begin": m.BeginRequest,
     "exchange/vote": m.VoteRequest,
     "checkpoint": m.CheckpointRequest,
