@@ -67,7 +67,8 @@ class Entries:
         if site.role != "entering":
             raise Refused("conflict", f"{rank}: checks a state, but its site is {site.role}")
         active = state.with_role("active")
-        same, different = [], []
+        same: list[int] = []
+        different: list[int] = []
         for piece in request.pieces:
             told = state.shown.get(key_of(rank, piece), {})
             said = {name: digest for name, digest in told.items() if name in active}
