@@ -107,6 +107,16 @@ def test_digests_are_of_a_version_and_of_who_is_active(tmp_path: Path) -> None:
     driver.core.close()
 
 
+def test_nobody_fills_the_log_with_digests(tmp_path: Path) -> None:
+    driver = entering(tmp_path)
+    with pytest.raises(Refused, match="digests of pieces"):
+        for number in range(1000):
+            show(driver, "a", piece(TRUE, number))
+    assert len(driver.core.state.shown) == 256
+    show(driver, "b", piece(TRUE))
+    driver.core.close()
+
+
 def test_at_the_start_all_take_the_state_of_the_founder(tmp_path: Path) -> None:
     driver = Driver(tmp_path, run_config("abc"))
     driver.enrol_all()

@@ -22,7 +22,13 @@ ENROLMENTS, ENROLMENT_BURST = 0.5, 100.0
 """Enrolments of a site per second, and at once: each is in the event log and in the record."""
 KEYS, KEY_BYTES = 256, 1 << 20
 """Keys of the store for each rank of a site, and bytes of their values."""
-EVENTS = {"warnings": 32, "signed states": 32, "checkpoints": 8, "lasting keys": 256}
+EVENTS = {
+    "warnings": 32,
+    "signed states": 32,
+    "checkpoints": 8,
+    "lasting keys": 256,
+    "digests of pieces": 256,
+}
 """By what is counted: so many for each rank of a site from one plan to the next."""
 _NEW_ROUND = (e.Planned, e.Started, e.Entered, e.Overtaken, e.Resumed)
 """Events after which sites have more to say."""

@@ -41,7 +41,7 @@ class Entries:
 
     def show(self, request: em.ShowPiecesRequest) -> m.Done:
         """A rank of an active site tells what it holds. What it has told of a version counts once,
-        and only while a site enters."""
+        and only while a site enters. Raises `Refused`."""
         core, rank = self._core, request.rank
         state = core.state
         if (
@@ -56,6 +56,7 @@ class Entries:
                 if piece.landed < state.next_round
             }
             if news:
+                core.budgets.spend(rank.site, "digests of pieces")
                 core.record(e.Shown(core.wall(), rank.site, rank.stage, rank.shard, news))
         return m.Done()
 
