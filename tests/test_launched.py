@@ -378,7 +378,7 @@ def test_a_rank_that_was_asked_to_go_says_so_in_its_exit_code(
     monkeypatch.setattr(launched, "run_rank", told)
     monkeypatch.setattr(launched, "SiteLine", lambda *_: line)
     monkeypatch.setattr(RankVariables, "export", nothing_of)
-    endpoint = Endpoint("https://localhost:1", "token", "")
+    endpoint = Endpoint("https://localhost:1", {"paris": "token"}, "")
     code = launched.join_as_rank(
         run(tmp_path), "paris", endpoint, variables(0, 1), nothing, nothing, debug=False
     )

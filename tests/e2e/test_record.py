@@ -390,7 +390,7 @@ def test_a_record_by_an_older_version(tmp_path: Path) -> None:
     assert text.count('momentum_dtype = "fp32"\n') == 1
     (folder / "run.toml").write_text(text.replace('momentum_dtype = "fp32"\n', ""))
     said_again(s.MANIFEST, older, number=0)(folder)
-    unknown = dict.fromkeys(("run-file", "data", "code"), "NOT_RUN")
+    unknown = dict.fromkeys(("run-file", "data", "code", "metrics"), "NOT_RUN")
     assert verdicts(folder, data=tmp_path / "data") == {"commitments": "NOT_RUN", **unknown}
 
 

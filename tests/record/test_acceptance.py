@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from dilocox.config import RunConfig, digest_of, load_run, resolve_run
-from dilocox.errors import DataError, RecordError
+from dilocox.errors import DataError, JoinError, NotNowError, RecordError
 from dilocox.outer.coordinator import messages as m
 from dilocox.outer.coordinator.identity import Identity
 from dilocox.outer.coordinator.refusals import Refused
+from dilocox.outer.coordinator.serving import Endpoint
 from dilocox.record import statements as s
 from dilocox.record.acceptance import OwnFacts, accept, digest_of_entry
 from dilocox.record.acceptance_claims import accepted, accepted_code, accepted_data
@@ -20,10 +21,12 @@ from dilocox.record.claims import NotRunError
 from dilocox.record.course import Course, read_course
 from dilocox.record.log import read_log
 from dilocox.record.manifest import manifest
-from dilocox.record.notary import commitment
+from dilocox.record.notary import LogNotary, commitment
 from dilocox.record.note import NoteKey
+from dilocox.site_process import _accept
 from tests.e2e.harness import verdicts
 from tests.outer.coordinator.helpers import VERSIONS, run_config
+from tests.outer.coordinator.served import Run
 from tests.record.older import log_key, resign, unpacked
 from tests.record.scene import KEY, ONE, SIGNERS, Scene
 
@@ -288,3 +291,25 @@ def test_a_default_that_was_another_when_the_run_was_begun_is_accepted(tmp_path:
     identity, entry = shown(resolve_run(raw))
     with pytest.raises(RecordError, match=r"model\.compile is not what"):
         accept(config, identity, entry, FACTS)
+
+
+def test_a_site_that_does_not_accept_leaves(tmp_path: Path) -> None:
+    """The others do not wait for it, and it says why."""
+    config = run_config("ab", run={"folder": str(tmp_path / "run")})
+    notary = LogNotary.open(config, tmp_path / "coordinator", print)
+    served = Run(tmp_path / "coordinator", notary=notary)
+    try:
+        served.enrol("a")
+        endpoint = Endpoint(served.url, {}, "")
+        other = run_config("ab", run={"folder": str(tmp_path / "run"), "seed": 7})
+        with pytest.raises(JoinError, match=r"site a: this site's run file: run\.seed is not what"):
+            _accept(other, endpoint, served.identities["a"], notary.manifest, FACTS)
+        found = served.core.state.sites["a"]
+        assert found.role == "gone"
+        assert "does not accept the run's manifest" in found.reason
+        # One that has gone meanwhile may come again.
+        with pytest.raises(NotNowError):
+            _accept(config, endpoint, served.identities["a"], notary.manifest, FACTS)
+    finally:
+        served.close()
+        notary.close()

@@ -34,7 +34,8 @@ SIGNATURES = Claim(
     "signatures",
     True,
     "each statement is of this run and signed by whom it must be: the coordinator, or the site",
-    "who stands behind a site's key: the coordinator has let it in",
+    "who stands behind a site's key: the coordinator has let it in; statements of types that this "
+    "dilocox does not know, which are named",
 )
 COMPLETE = Claim(
     "complete",

@@ -64,10 +64,10 @@ def _members(step: Step) -> list[str]:
 
 
 def _reason(step: Step, site: str) -> str:
-    """Why a member does not count. Of one that did not vote nothing was decided."""
+    """Why a member does not count. Nothing was decided of an absent one."""
     verdict = (step.said.get("verdicts") or {}).get(site) or {}
     code = str(verdict.get("code", "admitted"))
-    return "absent" if code == "admitted" else code
+    return "absent or set aside" if code == "admitted" else code
 
 
 @readable
