@@ -23,13 +23,11 @@ from dilocox.outer.coordinator.messages import ReportKind
 from dilocox.plain_text import plain_lines
 from dilocox.record.recording import Author
 from dilocox.record.reports import signed_report
-from dilocox.site_reports import RESERVED
+from dilocox.site_reports import JOURNALS, RESERVED
 
 log = logging.getLogger(__name__)
 
 Say = Callable[[str], None]
-JOURNALS = "site-*.jsonl"
-"""In a site's run folder: what it has done so far, for `dilocox status`."""
 
 
 def say(line: str) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 from dilocox.config import load_written
 from dilocox.errors import ConfigError
-from dilocox.site_log import JOURNALS
+from dilocox.site_reports import JOURNALS
 
 Record = dict[str, Any]
 QUIET_LEAST, QUIET_ROUNDS = 60.0, 3.0
