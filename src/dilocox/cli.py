@@ -145,6 +145,11 @@ def _parser() -> argparse.ArgumentParser:
         "--set", dest="overrides", metavar="section.key=value", action="append", default=[],
         help="override a key of the run file",
     )  # fmt: skip
+    join.add_argument(
+        "--key-file", type=Path, metavar="FILE",
+        help="where the site keeps its key, made if it is not there: for a site whose run folder "
+        "does not last (default: RUN_FOLDER/private/SITE.key)",
+    )  # fmt: skip
     _add_trace(join, "trace-SITE.json")
     join.set_defaults(call=_join)
 
@@ -166,6 +171,10 @@ def _parser() -> argparse.ArgumentParser:
     kinds.add_argument(
         "--unban", dest="change", action="store_const", const="unban",
         help="take a ban back: with a new token, in coordinator/tokens, the site may join again",
+    )  # fmt: skip
+    kinds.add_argument(
+        "--forget-key", dest="change", action="store_const", const="forget-key",
+        help="let the site join with another key, once, where its own is lost",
     )  # fmt: skip
     leave.set_defaults(call=_leave)
 
@@ -320,6 +329,7 @@ def _join(options: argparse.Namespace) -> int:
         site=options.site,
         address=options.address,
         token=token,
+        key_file=options.key_file,
         debug=options.debug,
         trace=options.trace,
     )

@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from dilocox import preflight
 from dilocox.config import RunConfig, load_written
@@ -18,6 +18,7 @@ from dilocox.outer.coordinator.audit import audit
 from dilocox.outer.coordinator.client import CoordinatorClient
 from dilocox.outer.coordinator.identity import Identity
 from dilocox.outer.coordinator.ledger import Ledger
+from dilocox.outer.coordinator.messages import StandingChange
 from dilocox.outer.coordinator.serving import Endpoint, serve
 from dilocox.outer.coordinator.timeouts import Timeouts
 from dilocox.outer.coordinator.tokens import FOLDER as TOKENS
@@ -104,10 +105,10 @@ def coordinate(
     return 0 if end["phase"] == "finished" else 130
 
 
-def leave(folder: Path, site: str, now: bool, change: Literal["ban", "unban"] | None) -> str:
+def leave(folder: Path, site: str, now: bool, change: StandingChange | None) -> str:
     """`dilocox leave`: take a site out of the run in `folder`; what becomes of it, in one line.
 
-    `change`: for good, with its join token, or let it in again.
+    `change`: for good, with its join token; or let it in again; or with another key.
 
     To be called where the coordinator runs, by who may read its folder. Raises `DilocoxError`.
     """

@@ -440,12 +440,20 @@ def _check_site(
 
 
 def join(
-    config: RunConfig, *, site: str, address: str, token: str, debug: bool, trace: bool = False
+    config: RunConfig,
+    *,
+    site: str,
+    address: str,
+    token: str,
+    debug: bool,
+    trace: bool = False,
+    key_file: Path | None = None,
 ) -> int:
     """`dilocox join`: take part in a run as `site`; exit code.
 
     Under torchrun or Slurm this process is one rank of the site; else it starts all of them.
-    `trace`: as for `train_here`, of this site alone and as `trace-SITE.json`.
+    `trace`: as for `train_here`, of this site alone and as `trace-SITE.json`. `key_file`: where the
+    site keeps its key, if not in its run folder.
     """
     if site not in config.sites:
         known = ", ".join(config.sites)
@@ -455,12 +463,13 @@ def join(
     stay_forkable(config.site.device)
     url = f"https://{address.removeprefix('https://')}"
     host_and_port(url)
+    endpoint = Endpoint(url, {site: token}, "", key_file)
     variables = rank_variables()
     if variables is not None:
         return join_as_rank(
             config,
             site,
-            Endpoint(url, {site: token}, ""),
+            endpoint,
             variables,
             lambda: _check_site(config, site, None, variables.local_world),
             lambda: fetch_weights(config),
@@ -473,7 +482,6 @@ def join(
     if hint is not None:
         display.line(hint)
     shared = (config.folder / "coordinator" / ENDPOINT).exists()
-    endpoint = Endpoint(url, {site: token}, "")
     try:
         code = keep_site(config, site, endpoint, Hooks(), debug, config.folder, shared, trace)
         if code == 0:

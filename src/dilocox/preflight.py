@@ -59,6 +59,7 @@ WRITTEN = (
     "logs",
     "model",
     "model-tick-*",
+    "private",
     "record",
     "tensorboard",
     "trace",
@@ -66,7 +67,7 @@ WRITTEN = (
 )
 """What a run writes into its folder, and all that `--overwrite` takes away."""
 _ELSEWHERE = "choose another run.name (`dilocox handover` lets it go on from here)"
-STARTED = ("metrics.jsonl", "coordinator", "logs", "record")
+STARTED = ("metrics.jsonl", "coordinator", "logs", "private", "record")
 """What a start leaves that failed before anything was trained."""
 
 

@@ -30,6 +30,7 @@ from dilocox.outer.coordinator.errors import (
 from dilocox.outer.coordinator.identity import Identity
 from dilocox.outer.coordinator.joining import enrol, installed_versions
 from dilocox.outer.coordinator.messages import Rank as RankName
+from dilocox.outer.coordinator.record_keys import RecordKey, key_file
 from dilocox.outer.coordinator.serving import Endpoint
 from dilocox.outer.coordinator.timeouts import Timeouts
 from dilocox.outer.coordinator.transport import host_and_port
@@ -152,6 +153,7 @@ def enrol_site(config: RunConfig, site: str, endpoint: Endpoint) -> Identity:
         versions=versions,
         data_digest=data,
         timeouts=Timeouts.derive(config.network),
+        record_key=RecordKey.kept(endpoint.key_file or key_file(config.folder, site)),
     )
     if reply.record_run:
         own = config.sites[site].data

@@ -9,6 +9,7 @@ from typing import Any
 from dilocox.outer.coordinator import messages as m
 from dilocox.outer.coordinator.keys import ExchangeKey
 from dilocox.outer.coordinator.notary import Decision
+from dilocox.outer.coordinator.record_keys import RecordKey
 from dilocox.record import statements as s
 from dilocox.record.acceptance import Acceptance, OwnFacts, digest_of_entry
 from dilocox.record.course import Course, read_course
@@ -21,7 +22,8 @@ from dilocox.record.notary import (
 from dilocox.record.note import NoteKey
 from tests.outer.coordinator.helpers import VERSIONS, Driver, run_config
 
-SIGNERS = {name: s.Signer.from_hex(f"{number:02x}" * 32) for number, name in enumerate("abc", 1)}
+KEYS = {name: RecordKey.of(f"{number:02x}" * 32) for number, name in enumerate("abc", 1)}
+SIGNERS = {name: s.Signer.from_hex(key.private) for name, key in KEYS.items()}
 ONE = "1" * 64
 KEY = ExchangeKey.outer(0, 0, 0)
 
@@ -44,8 +46,8 @@ class Scene:
         self.driver = Driver(self.folder, self.config, notary=self.notary)
 
     def enrol(self) -> None:
-        for site, signer in SIGNERS.items():
-            self.driver.enrol(site, record_key=signer.public)
+        for site, key in KEYS.items():
+            self.driver.enrol(site, key)
             self.accept(site)
         for site in SIGNERS:
             self.driver.ready(site)

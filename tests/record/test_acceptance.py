@@ -28,7 +28,7 @@ from tests.e2e.harness import verdicts
 from tests.outer.coordinator.helpers import VERSIONS, run_config
 from tests.outer.coordinator.served import Run
 from tests.record.older import log_key, resign, unpacked
-from tests.record.scene import KEY, ONE, SIGNERS, Scene
+from tests.record.scene import KEY, KEYS, ONE, SIGNERS, Scene
 
 TWO = "2" * 64
 FACTS = OwnFacts(None, None, ONE, VERSIONS.model_dump())
@@ -132,7 +132,7 @@ def test_a_site_signs_nothing_before_it_has_accepted(tmp_path: Path) -> None:
     scene.accept("c")
     scene.commit("c")
     scene.driver.leave("b")
-    scene.driver.enrol("b", record_key=SIGNERS["b"].public)
+    scene.driver.enrol("b", KEYS["b"])
     rank = m.Rank(site="b", stage=0, shard=0)
     text = SIGNERS["b"].sign(commitment(scene.notary.run, rank, KEY, ONE, ONE))
     with pytest.raises(Refused, match="has not signed yet"):

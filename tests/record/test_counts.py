@@ -9,7 +9,10 @@ from typing import Any
 import pytest
 
 from dilocox.errors import RecordError
+from dilocox.outer.coordinator import messages as m
+from dilocox.outer.coordinator.identity import OPERATOR
 from dilocox.outer.coordinator.keys import ExchangeKey
+from dilocox.outer.coordinator.refusals import Caller
 from dilocox.record import statements as s
 from dilocox.record.counts import told_commitments, told_complete, told_signers, told_sites
 from dilocox.record.course import Course
@@ -69,13 +72,15 @@ def test_keys_and_unknown_statements_are_named(tmp_path: Path) -> None:
     for site, signer in {"a": key, "b": key, "c": SIGNERS["c"]}.items():
         scene.driver.enrol(site, record_key=signer.public)
     scene.driver.leave("c")
+    request = m.StandingRequest(site="c", change="forget-key")
+    scene.driver.core.standings.change(request, Caller(OPERATOR, 0))
     scene.driver.enrol("c", record_key=SIGNERS["b"].public)
     kinds = ("urn:other:one:v1", "urn:other:two:v1", "urn:other:two:v1")
     for kind in kinds:
         said = s.Statement(kind, {}, {"run": scene.notary.run})
         scene.notary.writer.append(key.sign(said))
     assert told_signers(scene.course()) == (
-        "8 statements by the coordinator and 3 sites (c with 2 keys); a and b have one key; "
+        "9 statements by the coordinator and 3 sites (c with 2 keys); a and b have one key; "
         "3 of unknown types, not looked at: urn:other:one:v1, urn:other:two:v1"
     )
 

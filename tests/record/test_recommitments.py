@@ -16,7 +16,7 @@ from dilocox.record.course import Course
 from dilocox.record.gaps import broken_commitments
 from dilocox.record.recommitments import Base, Recommitments
 from dilocox.record.steps import Commitment, Step
-from tests.record.scene import SIGNERS, Scene, own_digest
+from tests.record.scene import KEYS, SIGNERS, Scene, own_digest
 
 TWO = "2" * 64
 FIRST, SECOND = ExchangeKey.outer(1, 0, 0), ExchangeKey.outer(1, 0, 1)
@@ -39,8 +39,8 @@ def resumed(tmp_path: Path, **sections: Any) -> Scene:
     scene.exchange(FIRST)
     scene.exchange(SECOND)
     driver.core.resume()
-    for site, signer in SIGNERS.items():
-        driver.enrol(site, record_key=signer.public)
+    for site, key in KEYS.items():
+        driver.enrol(site, key)
         scene.accept(site)
     for site in SIGNERS:
         driver.ready(site)

@@ -21,6 +21,7 @@ from dilocox.record import statements as s
 from dilocox.record.acceptance import Acceptance, digest_of_entry, is_bound, run_of
 from dilocox.record.note import NoteKey
 from dilocox.record.recommitments import Recommitments, commitment_of
+from dilocox.record.site_keys import SiteKeys
 from dilocox.record.states import AnchorState, Attestation, Report, RoundState, State, whole
 from dilocox.record.steps import Commitment, Step
 
@@ -47,6 +48,7 @@ class Course:
     Sites of an older dilocox signed none."""
     first: str = ""
     """SHA-256, hex, of the log's first entry."""
+    keys: SiteKeys = field(default_factory=SiteKeys)
     starts: dict[str, list[int]] = field(default_factory=dict)
     """By site: which statements of the log are its enrolments, from 0: each begins its ranks."""
     steps: dict[str, Step] = field(default_factory=dict)
@@ -226,7 +228,9 @@ def _take(course: Course | None, keys: dict[str, str], entry: str, log: NoteKey)
         if said.get("log") != str(log):
             raise RecordError("the manifest names another log")
         _check_bounds(said)
-        return Course(run_of(entry, said), str(log), said, first=digest_of_entry(entry))
+        held = SiteKeys(kept=said.get("kept_keys") is True)
+        first = digest_of_entry(entry)
+        return Course(run_of(entry, said), str(log), said, first=first, keys=held)
     if not statement.known:
         course.unknown += 1
         if len(course.unknown_types) < MOST_TYPES:
@@ -278,6 +282,7 @@ def _enrolled(course: Course, keys: dict[str, str], statement: s.Statement) -> N
     said = statement.predicate
     if not _SITE.fullmatch(str(said["site"])):
         raise RecordError(f"site {str(said['site'])[:40]!r}: not a name that a run file can give")
+    course.keys.enrolled(str(said["site"]), str(said["key"]))
     keys[str(said["site"])] = str(said["key"])
     course.enrolments.append(said)
     course.accepted.discard(str(said["site"]))
@@ -288,6 +293,10 @@ def _accepted(course: Course, keys: dict[str, str], statement: s.Statement) -> N
     found = Acceptance.of(statement, course.read)
     course.acceptances.append(found)
     course.accepted.add(found.site)
+
+
+def _stood(course: Course, keys: dict[str, str], statement: s.Statement) -> None:
+    course.keys.standing(statement.predicate)
 
 
 def _committed(course: Course, keys: dict[str, str], statement: s.Statement) -> None:
@@ -384,6 +393,7 @@ _TAKE = {
     s.MANIFEST: _again,
     s.ENROLMENT: _enrolled,
     s.ACCEPTANCE: _accepted,
+    s.STANDING: _stood,
     s.COMMITMENT: _committed,
     s.CONTRIBUTION: _contributed,
     s.STEP: _stepped,

@@ -28,6 +28,7 @@ def manifest(config: RunConfig, log_key: str) -> dict[str, Any]:
         "commitments": config.outer.method not in EXCHANGE_GRADIENTS,
         "flush_states": config.record.states_every > 0,
         "start_class": True,
+        "kept_keys": True,
         "reports": True,
         "code": code_digest(),
         "data": data_digests(config),

@@ -149,6 +149,11 @@ class LogNotary:
         self.sync()
         self._keys[request.site] = request.record_key
 
+    def standing(self, site: str, change: str) -> None:
+        """See `Notary`."""
+        self._say(s.STANDING, {"site": site, "change": change}, {})
+        self.sync()
+
     def committed(self, rank: Rank, key: ExchangeKey, statement: str, *, bound: bool) -> bool:
         """See `Notary`."""
         found = self._signed(rank, statement, s.COMMITMENT)

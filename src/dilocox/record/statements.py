@@ -37,7 +37,8 @@ ANCHOR = "anchor-state"
 REPORT = "report"
 AUDIT = "audit"
 ACCEPTANCE = "acceptance"
-BY_LOG = (MANIFEST, ENROLMENT, STEP, RESUME, PLAN)
+STANDING = "standing"
+BY_LOG = (MANIFEST, ENROLMENT, STEP, RESUME, PLAN, STANDING)
 """Types that the log's own key signs: what the coordinator has decided."""
 BY_SITE = (ACCEPTANCE, COMMITMENT, CONTRIBUTION, CHECKPOINT, ROUND, ATTESTATION, ANCHOR, REPORT)
 """Types that a site's key signs."""

@@ -21,6 +21,7 @@ from dilocox.data.croissant import CROISSANT, render_croissant
 from dilocox.data.manifest import MANIFEST, read_manifest
 from dilocox.errors import CheckpointError, ConfigError, DilocoxError, RecordError
 from dilocox.model_files import check_plain_folder
+from dilocox.outer.coordinator.record_keys import FOLDER as PRIVATE
 from dilocox.record.command import as_json
 from dilocox.record.log import CHECKPOINT, ENTRIES, PUBLIC
 from dilocox.record.store import BF16, STATES
@@ -34,7 +35,7 @@ from dilocox.storage import is_local, opened, sha256_of, unsafe_reason
 LOG_FILES = (ENTRIES, CHECKPOINT, PUBLIC)
 COURSE = ("metrics.jsonl", "summary.json", "ledger.json")
 """What happened, beside the record. The last one may be missing."""
-KEYS = ("token", "secret", "record-key")
+KEYS = ("token", "secret", "token-secret", "record-key")
 """Files of the coordinator's folder whose whole text is a secret."""
 _PRIVATE = re.compile(rb"-----BEGIN [A-Z ]*PRIVATE KEY-----|\bdilocox1-[0-9a-f]{64}-[0-9a-f]{32}")
 _OBJECT = re.compile(rf"[0-9a-f]{{2}}/[0-9a-f]{{62}}({re.escape(BF16)})?")
@@ -280,11 +281,12 @@ def _write_page(sources: Sources, to: Path, report: Report) -> None:
 
 
 def _secrets(sources: Sources) -> list[bytes]:
-    """Texts of the coordinator's folder that nobody else may read."""
+    """Texts of the coordinator's folder, and keys of sites here, that nobody else may read."""
     found = []
-    for name in KEYS:
+    places = [sources.run / "coordinator" / name for name in KEYS]
+    for place in [*places, *(sources.run / PRIVATE).glob("*.key")]:
         try:
-            text = (sources.run / "coordinator" / name).read_bytes().strip()
+            text = place.read_bytes().strip()
         except OSError:
             continue  # it is not here, and so is not what was copied
         if len(text) >= 16:

@@ -9,6 +9,7 @@ from dilocox.config import RunConfig, resolve_run
 from dilocox.outer.coordinator import messages as m
 from dilocox.outer.coordinator.core import Coordinator
 from dilocox.outer.coordinator.identity import new_request
+from dilocox.outer.coordinator.record_keys import RecordKey
 from dilocox.outer.coordinator.refusals import Caller
 from dilocox.outer.coordinator.state import CoordinatorState
 from dilocox.version import __version__
@@ -57,8 +58,8 @@ class Driver:
         self.core.close()
         self.core = Coordinator(self.config, self.folder, **self.options)
 
-    def enrol(self, site: str, **changes: Any) -> m.EnrolReply:
-        """Enrol, with fields of the request changed."""
+    def enrol(self, site: str, own: RecordKey | None = None, **changes: Any) -> m.EnrolReply:
+        """Enrol, with fields of the request changed; `own`: with this key, and the proof of it."""
         fields: dict[str, Any] = {
             "site": site,
             "token": self.token(site),
@@ -69,6 +70,9 @@ class Driver:
             # Another text for every try, as another key would give.
             "csr": CSR + "\n" * sum(self.incarnations.values()),
         }
+        if own is not None:
+            proof = own.prove(site, self.core.authority.fingerprint, fields["csr"])
+            fields.update(record_key=own.public, record_proof=proof)
         reply = self.core.enrol(m.EnrolRequest(**{**fields, **changes}))
         self.incarnations[site] = reply.incarnation
         return reply

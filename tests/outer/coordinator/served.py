@@ -12,6 +12,7 @@ from dilocox.outer.coordinator.client import CoordinatorClient
 from dilocox.outer.coordinator.core import Coordinator
 from dilocox.outer.coordinator.identity import Identity
 from dilocox.outer.coordinator.joining import enrol
+from dilocox.outer.coordinator.record_keys import RecordKey
 from dilocox.outer.coordinator.server import CoordinatorServer
 from dilocox.record.acceptance import OwnFacts, accept
 from tests.outer.coordinator.helpers import VERSIONS, Clock, run_config
@@ -33,6 +34,7 @@ class Run:
         self.folder, self.options, self.clock = folder, options, Clock()
         self.identities: dict[str, Identity] = {}
         self.clients: list[CoordinatorClient] = []
+        self.keys: dict[str, RecordKey] = {}
         self.port = 0
         self.up()
 
@@ -82,6 +84,7 @@ class Run:
         }
         fields.update(changes)
         limits = self.core.timeouts
+        fields.setdefault("record_key", self.keys.setdefault(site, RecordKey.new()))
         identity, reply = enrol(self.url, fields.pop("token"), site=site, timeouts=limits, **fields)
         self.identities[site] = identity
         if reply.record_run:

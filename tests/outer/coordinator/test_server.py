@@ -28,6 +28,7 @@ from dilocox.outer.coordinator.errors import (
 )
 from dilocox.outer.coordinator.identity import Identity
 from dilocox.outer.coordinator.joining import enrol
+from dilocox.outer.coordinator.record_keys import RecordKey
 from dilocox.outer.coordinator.serving import Endpoint, serve
 from dilocox.outer.coordinator.timeouts import Timeouts
 from dilocox.outer.coordinator.transport import pool_of_stranger
@@ -381,6 +382,7 @@ def test_serve_until_the_run_is_over_and_resume(tmp_path: Path) -> None:
             )
         )  # fmt: skip
 
+    own = RecordKey.new()
     for resume in (False, True):
         ready.clear()
         thread = threading.Thread(target=target, args=(resume,))
@@ -390,6 +392,7 @@ def test_serve_until_the_run_is_over_and_resume(tmp_path: Path) -> None:
         identity, _ = enrol(
             endpoint[-1].url, endpoint[-1].tokens["a"], site="a", run_digest=config.digest(),
             stages=1, shards=1, versions=VERSIONS, timeouts=Timeouts.derive(config.network),
+            record_key=own,
         )  # fmt: skip
         timeouts = Timeouts.derive(config.network)
         client = CoordinatorClient(

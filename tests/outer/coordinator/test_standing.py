@@ -116,7 +116,7 @@ def test_over_the_wire(tmp_path: Path) -> None:
         identity = Identity.load(run.core.authority.operator_path)
         operator = CoordinatorClient(run.url, identity, run.core.timeouts)
         run.clients.append(operator)
-        with pytest.raises(CoordinatorError, match="only the operator may ban it"):
+        with pytest.raises(CoordinatorError, match="only the operator may do that"):
             clients["a"].change_standing("b", "ban")
         assert "is out of the run" in operator.change_standing("b", "ban")
         with pytest.raises(JoinError, match="site b: banned by the operator"):

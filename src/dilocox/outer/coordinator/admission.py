@@ -5,6 +5,7 @@ from __future__ import annotations
 import hmac
 
 from dilocox.outer.coordinator.messages import EnrolRequest
+from dilocox.outer.coordinator.record_keys import why_not
 from dilocox.outer.coordinator.refusals import Refused
 from dilocox.outer.coordinator.site_state import BANNED
 from dilocox.outer.coordinator.state import CoordinatorState
@@ -28,6 +29,12 @@ def check_admission(state: CoordinatorState, tokens: SiteTokens, request: EnrolR
         )
     if state.sites[site].standing.banned:
         raise Refused("join", f"site {site}: {BANNED}; ask there why")
+    why = why_not(
+        state.sites[site].standing.bound_key, request.record_key, request.record_proof, site,
+        tokens.fingerprint, request.csr,
+    )  # fmt: skip
+    if why is not None:
+        raise Refused("join", why)
     if not hmac.compare_digest(request.run_digest, state.digest):
         raise Refused(
             "join",

@@ -102,8 +102,9 @@ class CoordinatorClient:
         request = m.RetireRequest(site=site, reason=_line(reason), now=now)
         return self._post("retire", request, m.RetireReply).text
 
-    def change_standing(self, site: str, change: Literal["ban", "unban"]) -> str:
-        """Ban a name, or take that back; one line on what becomes of it. For the operator."""
+    def change_standing(self, site: str, change: m.StandingChange) -> str:
+        """Ban a name, take that back, or free it of its key: one line on what becomes of it. For
+        the operator."""
         request = m.StandingRequest(site=site, change=change)
         return self._post("standing", request, m.RetireReply).text
 

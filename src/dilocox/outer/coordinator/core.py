@@ -272,7 +272,7 @@ class Coordinator:
             raise Refused("join", str(error)) from None
         event = e.Enrolled(
             self.wall(), request.site, incarnation, digest, certificate,
-            request.versions.model_dump(), request.data_digest,
+            request.versions.model_dump(), request.data_digest, request.record_key or "",
         )  # fmt: skip
         self.witness.enrolled(request, incarnation)
         self.record(event)

@@ -57,6 +57,8 @@ class Enrolled(Event):
     certificate: str
     versions: dict[str, str]
     data_digest: str | None
+    key: str = ""
+    """Its public key of the record, hex; empty if it gave none."""
 
 
 @dataclass(frozen=True)
@@ -178,7 +180,15 @@ class Banned(Event):
 
 @dataclass(frozen=True)
 class Unbanned(Event):
-    """The operator takes a ban back. Tokens of the name from before stay void."""
+    """The operator takes a ban back. Tokens of the name from before stay void, and a site with
+    another key may join."""
+
+    site: str
+
+
+@dataclass(frozen=True)
+class KeyForgotten(Event):
+    """The operator lets a site with another key join by this name, once."""
 
     site: str
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from cryptography import x509
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec, ed25519
+from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from dilocox.config import NetworkSection
@@ -76,12 +76,6 @@ def server_names(network: NetworkSection) -> list[str]:
     """Names and addresses that the coordinator's certificate is for."""
     names = [network.host, network.advertise, "localhost", "127.0.0.1"]
     return list(dict.fromkeys(name for name in names if name))
-
-
-def new_record_key() -> tuple[str, str]:
-    """A fresh Ed25519 key for a site's statements: (private, public), hex."""
-    key = ed25519.Ed25519PrivateKey.generate()
-    return key.private_bytes_raw().hex(), key.public_key().public_bytes_raw().hex()
 
 
 def write_private(path: Path, content: bytes) -> None:

@@ -13,9 +13,9 @@ from dilocox.outer.coordinator import messages as m
 from dilocox.outer.coordinator.errors import CoordinatorError, CoordinatorUnreachableError
 from dilocox.outer.coordinator.identity import (
     Identity,
-    new_record_key,
     new_request,
 )
+from dilocox.outer.coordinator.record_keys import RecordKey
 from dilocox.outer.coordinator.timeouts import Timeouts
 from dilocox.outer.coordinator.tokens import JoinToken
 from dilocox.outer.coordinator.transport import Transport, pool_of_stranger
@@ -43,16 +43,18 @@ def enrol(
     versions: m.Versions | None = None,
     data_digest: str | None = None,
     timeouts: Timeouts,
+    record_key: RecordKey | None = None,
 ) -> tuple[Identity, m.EnrolReply]:
     """Enrol a site, once per start of it: its identity, for all of its ranks, and the run file.
 
     The server's certificate is checked against the token before the secret is said. `versions`
-    are those of this process if none. An unreachable coordinator is tried for `timeouts.link`
+    are those of this process if none. `record_key`: by which the site has joined before, if it has;
+    else it is a new one. An unreachable coordinator is tried for `timeouts.link`
     seconds. Raises `JoinError`: `NotNowError` if it may be different later.
     """
     parsed = JoinToken.parse(token)
     key, csr = new_request(site)
-    record_key, record_public = new_record_key()
+    own = record_key or RecordKey.new()
     try:
         request = m.EnrolRequest(
             site=site,
@@ -63,7 +65,8 @@ def enrol(
             shards=shards,
             csr=csr,
             data_digest=data_digest,
-            record_key=record_public,
+            record_key=own.public,
+            record_proof=own.prove(site, parsed.fingerprint, csr),
         )
     except ValidationError as error:
         problem = error.errors()[0]
@@ -90,7 +93,7 @@ def enrol(
         reply.certificate,
         reply.authority,
         parsed.fingerprint,
-        record_key,
+        own.private,
         reply.record_run,
     )
     return identity, reply

@@ -94,6 +94,8 @@ class EnrolRequest(Message):
     """Digest of the token files' manifest, if the site has them already."""
     record_key: Digest | None = None
     """Public Ed25519 key of the site's statements in the run's record."""
+    record_proof: Annotated[str, Field(pattern=r"^[0-9a-f]{128}$")] | None = None
+    """That who enrols holds its private half (see `record_keys`)."""
 
 
 class EpochMember(Message):
@@ -196,12 +198,15 @@ class RetireRequest(Message):
     now: bool = False
 
 
+StandingChange = Literal["ban", "unban", "forget-key"]
+
+
 class StandingRequest(Message):
-    """`standing`: from now on nobody may join by a name (`ban`), or somebody may again (`unban`).
-    For the operator alone."""
+    """`standing`: from now on nobody may join by a name (`ban`), or somebody may again (`unban`),
+    or a site with another key (`forget-key`). For the operator alone."""
 
     site: SiteName
-    change: Literal["ban", "unban"]
+    change: StandingChange
 
 
 class RetireReply(Message):

@@ -16,6 +16,7 @@ from dilocox.outer.coordinator.messages import (
     EnrolRequest,
     Rank,
     RoundPlan,
+    StandingChange,
     StateRequest,
     VoteRequest,
 )
@@ -60,6 +61,9 @@ class Notary(Protocol):
 
     def enrolled(self, request: EnrolRequest, incarnation: int) -> None:
         """A site is let in with this key. Raises `Refused` for a site without a usable one."""
+
+    def standing(self, site: str, change: StandingChange) -> None:
+        """The operator bans a name, lets it in again, or lets it have another key."""
 
     def committed(self, rank: Rank, key: ExchangeKey, statement: str, *, bound: bool) -> bool:
         """A rank says what it will contribute, before any payload is sent; whether that is news.
@@ -130,6 +134,11 @@ class Witness:
         """Before the site is let in. Raises `Refused`."""
         if self._notary is not None:
             self._notary.enrolled(request, incarnation)
+
+    def standing(self, site: str, change: StandingChange) -> None:
+        """Before the operator's word counts."""
+        if self._notary is not None:
+            self._notary.standing(site, change)
 
     def committing(
         self, state: CoordinatorState, exchange: Exchange, request: BeginRequest

@@ -9,8 +9,9 @@ import signal
 import socket
 import threading
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from dilocox.config import RunConfig
 from dilocox.errors import TrainingError
@@ -40,10 +41,16 @@ class Endpoint:
     """Join tokens by site: all of them at the coordinator, its own at a site."""
     operator: str
     """File with the `Identity` of the coordinator's own tools (status, stop)."""
+    key_file: Path | None = None
+    """Of a site: where it keeps its key; None for its run folder."""
 
     def of(self, site: str) -> Endpoint:
         """What one site has to know."""
         return replace(self, tokens={site: self.tokens[site]})
+
+    def to_json(self) -> dict[str, Any]:
+        """What of it is read by `load`."""
+        return {"url": self.url, "tokens": self.tokens, "operator": self.operator}
 
     @classmethod
     def load(cls, path: str | Path) -> Endpoint:
@@ -124,7 +131,7 @@ def serve(
                 str(coordinator.authority.operator_path),
             )
             if ready_file is not None:
-                write_private(Path(ready_file), json.dumps(asdict(endpoint)).encode())
+                write_private(Path(ready_file), json.dumps(endpoint.to_json()).encode())
             if on_ready is not None:
                 on_ready(endpoint)
 

@@ -18,6 +18,15 @@ class Standing:
     """So many of its join tokens are void."""
     banned: bool = False
     """The operator lets nobody join by this name."""
+    key: str = ""
+    """Public key of the record, hex, by which its site has joined last."""
+    bound: bool = False
+    """Nobody may join with another key."""
+
+    @property
+    def bound_key(self) -> str:
+        """The key that the name is bound to; empty for none."""
+        return self.key if self.bound else ""
 
 
 @dataclass

@@ -25,19 +25,22 @@ class Standings:
         """Do what the operator asks for, and say what has become of the name."""
         state, name = self._core.state, request.site
         if not caller.operator:
-            raise Refused("refused", f"site {name}: only the operator may {request.change} it")
+            raise Refused("refused", f"site {name}: only the operator may do that")
         if name not in state.sites:
             known = ", ".join(state.sites)
             raise Refused("refused", f"site {name}: not in the run file, which names: {known}")
         if state.over:
             raise Refused("ended", f"run {state.phase}: {state.reason or 'complete'}")
-        text = {"ban": self._ban, "unban": self._unban}[request.change](name)
+        text = {
+            "ban": self._ban, "unban": self._unban, "forget-key": self._forget_key,
+        }[request.change](name)  # fmt: skip
         return m.RetireReply(text=text + self._write_tokens())
 
     def _ban(self, name: str) -> str:
         core, state = self._core, self._core.state
         if state.sites[name].standing.banned:
             raise Refused("conflict", f"site {name}: is banned already")
+        core.witness.standing(name, "ban")
         core.record(e.Banned(core.wall(), name))
         text = f"site {name} is banned: its join token is void, and it is out of the run"
         if state.phase == "enrolling" and len(state.admissible) < state.config.outer.min_sites:
@@ -51,11 +54,20 @@ class Standings:
         core = self._core
         if not core.state.sites[name].standing.banned:
             raise Refused("conflict", f"site {name}: is not banned")
+        core.witness.standing(name, "unban")
         core.record(e.Unbanned(core.wall(), name))
         return (
             f"site {name} may join again, with any key and with a new join token alone: "
             f"coordinator/tokens/{name}"
         )
+
+    def _forget_key(self, name: str) -> str:
+        core = self._core
+        if not core.state.sites[name].standing.bound:
+            raise Refused("conflict", f"site {name}: is bound to no key")
+        core.witness.standing(name, "forget-key")
+        core.record(e.KeyForgotten(core.wall(), name))
+        return f"site {name} may join with another key, once; the record will show that it did"
 
     def _write_tokens(self) -> str:
         """Write the tokens that are in force; what went wrong with that, else nothing."""

@@ -68,7 +68,17 @@ class CoordinatorState(Facts):
         if self.data_digest is None:
             self.data_digest = event.data_digest
         again = f" again (incarnation {event.incarnation})" if event.incarnation > 1 else ""
+        if self._bind(event.site, event.key):
+            again += ", with another key than before"
         self._say(event, "join", f"{event.site} enrolled{again}")
+
+    def _bind(self, site: str, key: str) -> bool:
+        """From now on `site` joins with `key`; whether it had joined with another one before."""
+        standing = self.sites[site].standing
+        changed = bool(key and standing.key and key != standing.key)
+        if key:
+            standing.key, standing.bound = key, True
+        return changed
 
     def _started(self, event: e.Started) -> None:
         self.phase, self.founder, self.starters = "starting", event.founder, list(event.sites)
@@ -236,7 +246,12 @@ class CoordinatorState(Facts):
     def _unbanned(self, event: e.Unbanned) -> None:
         standing = self.sites[event.site].standing
         standing.banned, standing.token_issue = False, standing.token_issue + 1
+        standing.bound = False
         self._say(event, "join", f"{event.site} may join again, with a new token")
+
+    def _key_forgotten(self, event: e.KeyForgotten) -> None:
+        self.sites[event.site].standing.bound = False
+        self._say(event, "join", f"{event.site} may join with another key, by the operator's word")
 
     def _left(self, event: e.Left) -> None:
         self.sites[event.site].left.add((event.stage, event.shard))
@@ -474,6 +489,7 @@ _APPLY: dict[type[e.Event], Callable[[CoordinatorState, Any], None]] = {
     e.Leaving: CoordinatorState._leaving,
     e.Banned: CoordinatorState._banned,
     e.Unbanned: CoordinatorState._unbanned,
+    e.KeyForgotten: CoordinatorState._key_forgotten,
     e.Left: CoordinatorState._left,
     e.Planned: CoordinatorState._planned,
     e.Sized: CoordinatorState._sized,

@@ -64,7 +64,7 @@ class SiteTokens:
         path, shared = folder / SECRET, folder / SHARED_SECRET
         if not path.exists():
             write_private(path, secrets.token_hex(32).encode())
-        self._folder, self._fingerprint = folder, fingerprint
+        self._folder, self.fingerprint = folder, fingerprint
         self._secret = bytes.fromhex(path.read_text().strip())
         self._shared = (
             str(JoinToken(fingerprint, shared.read_text().strip())) if shared.exists() else None
@@ -74,7 +74,7 @@ class SiteTokens:
         """The token of `site`. `issue`: how many were made void before."""
         said = b"\0".join((_LABEL, site.encode(), str(issue).encode()))
         mac = hmac.new(self._secret, said, hashlib.sha256)
-        return JoinToken(self._fingerprint, mac.hexdigest()[:32])
+        return JoinToken(self.fingerprint, mac.hexdigest()[:32])
 
     def holder(self, token: str, issues: Mapping[str, int]) -> str | None:
         """The site that `token` admits; None for no token of this run that is in force.
