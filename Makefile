@@ -12,7 +12,10 @@ VERSION_TESTS := tests/site/test_site_model.py tests/site/test_precision.py test
 	tests/models/test_weights.py tests/models/test_export.py tests/plan/test_activations.py \
 	tests/test_checkpoint.py tests/test_versions.py tests/e2e/test_versions.py
 
-.PHONY: quickstart test test-all test-waits test-computing test-versions lint style types setup setup-dev clean
+# What looks dependencies up, in an environment of its own.
+AUDIT ?= .venv-audit
+
+.PHONY: lock audit-dependencies sbom quickstart test test-all test-waits test-computing test-versions lint style types setup setup-dev clean
 
 quickstart: $(VENV)/.ready
 	$(BIN)/dilocox train examples/quickstart.toml --overwrite $(SET)
@@ -70,5 +73,23 @@ $(HIGHEST)/.ready: pyproject.toml constraints-highest.txt tools/setup_venv.py to
 	$(PYTHON) tools/setup_venv.py $(HIGHEST) --tests --constraints constraints-highest.txt
 	@touch $@
 
+# requirements-hashed.txt anew, after a change of pyproject.toml or constraints.txt.
+lock: $(AUDIT)/.ready
+	PATH="$(AUDIT)/bin:$$PATH" $(AUDIT)/bin/python tools/lock_requirements.py
+
+audit-dependencies: $(AUDIT)/.ready
+	$(AUDIT)/bin/python tools/audit_dependencies.py
+
+# What a release is published with: CycloneDX, from the file with hashes.
+sbom: $(AUDIT)/.ready
+	@mkdir -p dist
+	$(AUDIT)/bin/cyclonedx-py requirements requirements-hashed.txt --pyproject pyproject.toml \
+		--output-reproducible -o dist/sbom.cdx.json
+
+$(AUDIT)/.ready: tools/audit-requirements.txt
+	$(PYTHON) -m venv $(AUDIT)
+	$(AUDIT)/bin/pip install --quiet -r tools/audit-requirements.txt
+	@touch $@
+
 clean:
-	rm -rf $(VENV) $(LOWEST) $(HIGHEST) runs
+	rm -rf $(VENV) $(LOWEST) $(HIGHEST) $(AUDIT) runs

@@ -21,6 +21,10 @@ from typing import IO
 from torch_index import VARIABLE, ask_nvidia_smi, choose, with_torch
 
 ROOT = Path(__file__).resolve().parent.parent
+BUILD = ("hatchling", "editables", "setuptools")
+"""What builds dilocox itself, and `SOURCES`."""
+SOURCES = ("jsonpath-rw",)
+"""What has no wheel anywhere (for the tests alone: mlcroissant needs it)."""
 
 
 def main() -> None:
@@ -57,7 +61,7 @@ def main() -> None:
         install_torch(python, pip, Path(folder))
         extra = "[dev]" if arguments.dev else "[tests]" if arguments.tests else ""
         say("installing dilocox and what it needs" + (" for its tests" if extra else ""))
-        subprocess.run([*pip, "-e", f"{ROOT}{extra}"], check=True)
+        install_itself(pip, extra)
     if system is not None:
         finish_system_packages(*system)
 
@@ -98,6 +102,21 @@ def install_torch(python: Path, pip: list[str], scratch: Path) -> None:
             say(f"its build needs a driver for CUDA 13; set {VARIABLE} if yours is older")
     say(f"installing {wanted}")
     subprocess.run([*pip, wanted], check=True)
+
+
+def install_itself(pip: list[str], extra: str) -> None:
+    """Install dilocox with what it needs, from wheels, built by the constraints' build tools.
+
+    A build in isolation takes the newest tools, whatever the constraints say. Where some package
+    has no wheel for this machine it is built from its source like that.
+    """
+    subprocess.run([*pip, *BUILD], check=True)
+    itself = ["-e", f"{ROOT}{extra}"]
+    strict = [*pip, "--no-build-isolation", "--only-binary", ":all:"]
+    strict += ["--no-binary", ",".join(SOURCES), *itself]
+    if subprocess.run(strict, check=False).returncode != 0:
+        say("not everything is there as a wheel for this machine; building from sources, too")
+        subprocess.run([*pip, *itself], check=True)
 
 
 def reachable(url: str) -> bool:
