@@ -28,6 +28,7 @@ from dilocox.outer.coordinator.audit import union
 from dilocox.outer.coordinator.ledger import Ledger
 from dilocox.outer.coordinator.log import EventLog
 from dilocox.outer.coordinator.messages import RoundPlan
+from dilocox.outer.coordinator.restoring import restored
 from dilocox.outer.coordinator.resume import resume_point
 from dilocox.outer.coordinator.state import CoordinatorState
 from dilocox.outer.layout import Layout, local_shapes
@@ -92,13 +93,10 @@ def _point(
     part by (stage, shard), and the state of then."""
     log = EventLog(folder / "coordinator")
     try:
-        events = list(log.events())
+        state = restored(config, log)
+        point = resume_point(config, log, state, 0.0, tick)
     finally:
         log.close()
-    point = resume_point(config, events, 0.0, tick)
-    state = CoordinatorState(config)
-    for event in events:
-        state.apply(event)
     kept = state.checkpoints[point.tick]
     for site in kept.sites or []:
         if all(

@@ -37,6 +37,8 @@ class Facts:
     """0, or the round of the checkpoint that the run was resumed from."""
     first_tick: int = 0
     """0, or the tick of that checkpoint."""
+    resumes: int = 0
+    """How often the run went back to a checkpoint."""
     plans: dict[int, RoundPlan] = field(default_factory=dict)
     next_round: int = 0
     """First round without a plan."""

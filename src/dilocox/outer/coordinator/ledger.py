@@ -10,7 +10,7 @@ Range = tuple[int, int]
 """(start, count)."""
 
 
-@dataclass
+@dataclass(slots=True)
 class Entry:
     """One range that one site was given for one round."""
 

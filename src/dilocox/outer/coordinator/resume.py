@@ -3,27 +3,31 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 
 from dilocox.config import RunConfig
 from dilocox.errors import CheckpointError
 from dilocox.outer.calendar import boundary_slots
 from dilocox.outer.coordinator import events as e
 from dilocox.outer.coordinator.keys import ExchangeKey
+from dilocox.outer.coordinator.log import EventLog
+from dilocox.outer.coordinator.restoring import start_of
 from dilocox.outer.coordinator.state import REMEMBERED, CoordinatorState
 
 
 def resume_point(
-    config: RunConfig, log: Iterable[e.Event], time: float, tick: int | None = None
+    config: RunConfig,
+    log: EventLog,
+    state: CoordinatorState,
+    time: float,
+    tick: int | None = None,
 ) -> e.Resumed:
     """The event that rolls the run of `log` back to the checkpoint at `tick` (none: the latest).
 
-    Plans of rounds up to the checkpoint's are kept as recorded; later ones are superseded, and the
+    `state`: what the log adds up to. Plans of rounds up to the checkpoint's are kept as recorded;
+    later ones are superseded, and the
     ledger is as it was when the checkpoint was complete, without them, and with the ranges of the
     recorded plans in the hands of those who have the checkpoint. Raises `CheckpointError`.
     """
-    events = list(log)
-    state = _fold(CoordinatorState(config), events)
     complete = [at for at, item in state.checkpoints.items() if item.sites is not None]
     if tick is None and complete:
         tick = max(complete)
@@ -34,15 +38,14 @@ def resume_point(
             f"run {config.run.name}: no complete checkpoint{wanted} (there are: {there}); "
             "choose one of these, or start anew in another folder"
         )
-    end = max(
-        index
-        for index, event in enumerate(events)
-        if isinstance(event, e.Kept) and event.tick == tick
+    end, checkpoint = log.last_kept(tick), state.checkpoints[tick]
+    # Ledgers do not forget: what is begun from must have planned none of the later rounds.
+    number, rolled = start_of(
+        config, log, end, lambda before: before.next_round <= checkpoint.round + 1
     )
-    checkpoint = state.checkpoints[tick]
-    rolled = CoordinatorState(config)
     rolled.ledger.until = checkpoint.round
-    _fold(rolled, events[: end + 1])
+    for event in log.events(number, end):
+        rolled.apply(event)
     # A site may have written its part, and died before all others had: it goes on, too.
     whole = [
         site
@@ -91,9 +94,3 @@ def usual_at(state: CoordinatorState, tick: int) -> dict[str, int | None]:
             # Those before it landed when it began, or sooner.
             landed.add(exchange.place)
     return usual
-
-
-def _fold(state: CoordinatorState, events: list[e.Event]) -> CoordinatorState:
-    for event in events:
-        state.apply(event)
-    return state

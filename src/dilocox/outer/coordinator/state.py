@@ -26,6 +26,9 @@ REMEMBERED = 4
 SAY_AGAIN = 10
 """What the clock corrects of a site is told again after so many rounds without."""
 
+CHECKPOINTS = 32
+"""So many complete checkpoints are known at least; sites keep `checkpoint.keep` of them."""
+
 
 class CoordinatorState(Facts):
     """All that the coordinator knows and has decided."""
@@ -284,6 +287,7 @@ class CoordinatorState(Facts):
         self._forget_shown(plan.round - REMEMBERED)
         oldest = plan.round - max(self.config.control.window, MOST_ROUNDS) - REMEMBERED
         self.measured = {r: sites for r, sites in self.measured.items() if r >= oldest}
+        self.plans = {r: known for r, known in self.plans.items() if r >= oldest}
         what = "flush" if plan.kind == "flush" else f"round {plan.round}"
         self._say(event, "plan", f"{what} planned for {', '.join(plan.members)}")
         self._say_of_paces(event, plan)
@@ -417,7 +421,15 @@ class CoordinatorState(Facts):
     def _kept(self, event: e.Kept) -> None:
         where = self.checkpoints[event.tick]
         where.sites = list(event.sites)
+        self._forget_checkpoints()
         self._say(event, "checkpoint", f"checkpoint at round {where.round} slot {where.slot}")
+
+    def _forget_checkpoints(self) -> None:
+        whole = sorted(tick for tick, item in self.checkpoints.items() if item.sites is not None)
+        most = max(CHECKPOINTS, self.config.checkpoint.keep)
+        for tick in whole[:-most]:
+            if tick != self.first_tick:
+                del self.checkpoints[tick]
 
     def _spoiled(self, event: e.Spoiled) -> None:
         del self.checkpoints[event.tick]
@@ -451,6 +463,7 @@ class CoordinatorState(Facts):
         self.plans = {plan.round: plan for plan in map(RoundPlan.model_validate, event.plans)}
         self.ledger = Ledger.from_json(event.ledger, self.ledger.until)
         self.first_round, self.first_tick = event.round, event.tick
+        self.resumes += 1
         self.next_round = event.round + 1 if event.round in self.plans else event.round
         self.measured = {}
         for round_, name, measured in event.measured:
