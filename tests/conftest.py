@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.full_disk import FullDisk
+
 HERE = Path(__file__).parent
 COMPUTE = (
     "audit",
@@ -45,6 +47,12 @@ RUNS = (
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     # `make test &` in a script: what is started inherits it, and would not hear a test's Ctrl-C.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture
+def full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FullDisk:
+    """A disk below `tmp_path` that can be filled and freed."""
+    return FullDisk(monkeypatch, tmp_path)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

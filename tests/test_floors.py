@@ -28,6 +28,8 @@ FLOORS = (
         "errands",
         "torch_internals",
         "plain_text",
+        "append_file",
+        "typed_json",
     },
     {
         "storage",

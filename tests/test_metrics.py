@@ -14,6 +14,7 @@ import pytest
 from dilocox.config import RunConfig, resolve_run
 from dilocox.errors import ConfigError
 from dilocox.metrics import Metrics, check_sinks
+from tests.full_disk import FullDisk
 
 
 def config(*sinks: str) -> RunConfig:
@@ -187,3 +188,27 @@ def test_a_missing_package_is_named(
     monkeypatch.delitem(sys.modules, name, raising=False)
     with pytest.raises(ConfigError, match=f"{name} is not installed; run: pip install {name}"):
         check_sinks(config(name))
+
+
+def test_lines_outlast_a_full_disk(tmp_path: Path, full_disk: FullDisk) -> None:
+    metrics = Metrics(config(), tmp_path)
+    metrics.write({"kind": "message", "text": "one"})
+    full_disk.leave(3)
+    for text in ("two", "three"):
+        metrics.write({"kind": "message", "text": text})
+    full_disk.free()
+    metrics.write({"kind": "message", "text": "four"})
+    metrics.close()
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["text"] for line in lines] == ["one", "two", "three", "four"]
+
+
+def test_the_end_of_a_run_waits_for_the_disk(
+    tmp_path: Path, full_disk: FullDisk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dilocox.storage.ROOM_PAUSE", 0.0)
+    metrics = Metrics(config(), tmp_path)
+    full_disk.leave(0, failures=3)
+    metrics.write({"kind": "message", "text": "one"})
+    metrics.close()
+    assert json.loads((tmp_path / "metrics.jsonl").read_text())["text"] == "one"

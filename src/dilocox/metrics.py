@@ -11,15 +11,20 @@ import json
 import logging
 import math
 import os
+from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from dilocox.append_file import AppendFile
 from dilocox.config import RunConfig
 from dilocox.errors import ConfigError
+from dilocox.storage import when_there_is_room
 
 log = logging.getLogger(__name__)
 
+KEPT = 100_000
+"""Lines that are kept in memory while the disk is full: of more, the latest."""
 _NOT_NUMBERS = ("step", "time", "after_round")
 _PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "trackio": "trackio"}
 
@@ -40,10 +45,13 @@ class Metrics:
     def __init__(self, config: RunConfig, folder: Path) -> None:
         path = folder / "metrics.jsonl"
         torn = _is_torn(path)
-        self._file = path.open("a", encoding="utf-8")
+        self._file = AppendFile(path)
+        self._kept: deque[bytes] = deque(maxlen=KEPT)
+        """Lines that a full disk has kept from being written."""
+        self._full = False
         if torn:
             # A run was killed while it wrote: what follows must not be lost with that line.
-            self._file.write("\n")
+            self._kept.append(b"\n")
         self._sinks: dict[str, Sink] = {}
         for name in config.metrics.sinks:
             try:
@@ -74,12 +82,17 @@ class Metrics:
                 self._failed(name, error)
 
     def close(self) -> None:
-        """Close all sinks and the file."""
+        """Close all sinks and the file. A full disk is waited for."""
         for name, sink in self._sinks.items():
             try:
                 sink.close()
             except Exception as error:
                 self._failed(name, error)
+        try:
+            when_there_is_room(self._flush, "metrics.jsonl")
+        except OSError as error:
+            log.error("metrics.jsonl: its last %d lines were not written (%s)",
+                      len(self._kept), error.strerror)  # fmt: skip
         self._file.close()
 
     def _failed(self, name: str, error: Exception) -> None:
@@ -93,8 +106,26 @@ class Metrics:
             key: None if isinstance(value, float) and not math.isfinite(value) else value
             for key, value in record.items()
         }
-        self._file.write(json.dumps(plain, sort_keys=True, allow_nan=False) + "\n")
-        self._file.flush()
+        line = json.dumps(plain, sort_keys=True, allow_nan=False) + "\n"
+        self._kept.append(line.encode())
+        try:
+            self._flush()
+        except OSError as error:
+            if not self._full:
+                self._full = True
+                log.error(
+                    "metrics.jsonl: cannot be written (%s); its lines are kept until it can be: "
+                    "free the disk",
+                    error.strerror,
+                )
+
+    def _flush(self) -> None:
+        while self._kept:
+            self._file.append(self._kept[0])
+            self._kept.popleft()
+        if self._full:
+            self._full = False
+            log.warning("metrics.jsonl: is written again")
 
 
 def _is_torn(path: Path) -> bool:

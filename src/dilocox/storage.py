@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import logging
 import math
@@ -24,7 +25,69 @@ log = logging.getLogger(__name__)
 FIRST_PAUSE = 0.5
 """Seconds before the second try; they double from try to try."""
 
+ROOM_SECONDS = 600.0
+"""So long a full disk, or a lack of file descriptors, is waited for where a run cannot go on
+without what is to be written."""
+ROOM_PAUSE = 1.0
+"""Seconds from one try to the next."""
+_PASSING = (errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE)
+
 T = TypeVar("T")
+
+
+def is_passing(error: BaseException) -> bool:
+    """True for a full disk and for a lack of file descriptors: somebody can free both."""
+    return isinstance(error, OSError) and error.errno in _PASSING
+
+
+def when_there_is_room(
+    action: Callable[[], T],
+    what: str,
+    *,
+    seconds: float = ROOM_SECONDS,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> T:
+    """What `action` returns; tried again for `seconds` while the disk is full or file descriptors
+    are missing, which is logged once for `what`. Raises `OSError` as `action` does."""
+    deadline = None
+    while True:
+        try:
+            return action()
+        except OSError as error:
+            if not is_passing(error):
+                raise
+            now = clock()
+            if deadline is None:
+                deadline = now + seconds
+                log.error(
+                    "%s: cannot be written (%s); tried again for %.0f s: free the disk",
+                    what, error.strerror, seconds,
+                )  # fmt: skip
+            if now >= deadline:
+                raise
+        sleep(ROOM_PAUSE)
+
+
+class Room:
+    """Whether something waits for a full disk, or for file descriptors."""
+
+    def __init__(self, seconds: float = ROOM_SECONDS, pause: float = ROOM_PAUSE) -> None:
+        self._seconds, self._pause = seconds, pause
+        self.awaited = False
+        """Whether `wait_for` waits now. Whoever waits for its caller need not give up."""
+
+    def wait_for(self, action: Callable[[], T], what: str) -> T:
+        """As `when_there_is_room`."""
+
+        def pause(_: float) -> None:
+            self.awaited = True
+            time.sleep(self._pause)
+
+        try:
+            return when_there_is_room(action, what, seconds=self._seconds, sleep=pause)
+        finally:
+            self.awaited = False
 
 
 def sync_folder(folder: Path) -> None:

@@ -210,21 +210,6 @@ def test_what_is_decided_again_after_a_resume_and_a_restart_is_said(scene: Scene
     assert list(scene.course().steps) == ["outer/1/0/0"]
 
 
-def test_a_full_disk_ends_the_record_and_not_the_run(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(entry: str) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(scene.notary.writer, "append", full)
-    scene.exchange()
-    assert scene.driver.core.state.exchanges[KEY.text].decision == ["a", "b", "c"]
-    assert scene.messages == [
-        "record: cannot be written (No space left on device); the run goes on, but nobody will be "
-        "able to verify it"
-    ]
-
-
 def test_a_state_is_signed_by_the_rank_that_holds_it(scene: Scene) -> None:
     def said(**changes: Any) -> m.StateRequest:
         predicate = {"run": scene.notary.run, "site": "a", "stage": 0, "round": 0,

@@ -59,14 +59,14 @@ def scene(disk: Disk, tmp_path: Path) -> Scene:
     scene = Scene(tmp_path)
     scene.enrol()
     scene.driver.plan(0, "a")
-    scene.notary._beside.submit(lambda: None).result()
+    scene.notary.log._beside.submit(lambda: None).result()
     return scene
 
 
 def cut_power(scene: Scene, disk: Disk) -> None:
     """The machine is started again, and the coordinator on what is there."""
-    scene.notary._beside.shutdown()
-    scene.notary.writer._file.close()
+    scene.notary.log._beside.shutdown()
+    scene.notary.writer.release()
     with disk.path.open("r+b") as file:
         file.truncate(disk.size)
     scene.notary = LogNotary.open(scene.config, scene.folder, scene.messages.append)
@@ -186,28 +186,12 @@ def test_states_and_resumes_are_kept(scene: Scene, disk: Disk) -> None:
     assert disk.kinds[-1] == s.RESUME
 
 
-def test_a_disk_that_fails_ends_the_record_and_not_the_run(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    scene.begin()
-
-    def failing(descriptor: int) -> None:
-        raise OSError(5, "Input/output error")
-
-    monkeypatch.setattr(scene.notary.writer, "sync", lambda: failing(0))
-    for site in "abc":
-        scene.vote(site)
-    assert scene.driver.core.state.exchanges[KEY.text].decision == ["a", "b", "c"]
-    assert len(scene.messages) == 1
-    assert "cannot be written (Input/output error)" in scene.messages[0]
-
-
 def test_blocks_that_were_never_written(scene: Scene, disk: Disk, tmp_path: Path) -> None:
     """Some file systems know a file's new length before they have its bytes: those read as 0."""
     scene.exchange()
     whole = disk.path.read_bytes()
-    scene.notary._beside.shutdown()
-    scene.notary.writer._file.close()
+    scene.notary.log._beside.shutdown()
+    scene.notary.writer.release()
     disk.path.write_bytes(whole + b"\0" * 100 + b'\n{"half"}\n' + b"\0" * 20)
     scene.notary = LogNotary.open(scene.config, scene.folder, scene.messages.append)
     scene.driver.options["notary"] = scene.notary

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import threading
@@ -29,6 +30,7 @@ from dilocox.record.digests import (
 from dilocox.record.recording import WAITING, Author, RankRecord, listing_of
 from dilocox.record.states import State
 from dilocox.record.store import Store
+from dilocox.storage import Room
 
 SIGNER = s.Signer.from_hex("07" * 32)
 RANK = Rank(site="paris", stage=1, shard=0)
@@ -316,3 +318,47 @@ def test_what_was_published_in_bf16_is_signed_too(tmp_path: Path) -> None:
     assert state.published[0] == stage_root(rounded).hex()
     assert Store(str(tmp_path)).get(state.published[1]) == listing_of(rounded)
     assert state.root == stage_root([tensor_digest(n, t) for n, t in tensors.items()]).hex()
+
+
+class FullStore(Store):
+    """Its disk is full until the test frees it."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__(where, room=Room(pause=0.001))
+        self.free, self.tries = threading.Event(), 0
+
+    def _write(self, path: str, data: bytes | memoryview) -> None:
+        self.tries += 1
+        if not self.free.is_set():
+            raise OSError(errno.ENOSPC, "No space left on device")
+        super()._write(path, data)
+
+
+def test_a_full_store_is_waited_for_longer_than_a_slow_one(tmp_path: Path) -> None:
+    """Nothing is given up that a little room would save."""
+    store = FullStore(str(tmp_path))
+    record, _, warnings = rank_record(store, patience=0.01)
+    wait = record.keep(outcome(b"payload").payloads)
+    waiter = threading.Thread(target=wait)
+    waiter.start()
+    while store.tries < 20:
+        waiter.join(0.01)
+    assert waiter.is_alive()
+    store.free.set()
+    waiter.join(30.0)
+    assert not waiter.is_alive()
+    record.wait()
+    assert warnings == []
+    assert store.get(sha256(b"payload")) == b"payload"
+
+
+def test_a_full_store_keeps_no_remains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = Store(str(tmp_path), room=Room(seconds=0.0, pause=0.0))
+
+    def failing(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("dilocox.record.store.os.fsync", failing)
+    with pytest.raises(RecordError, match="No space left"):
+        store.put(b"payload")
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]

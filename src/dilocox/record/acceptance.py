@@ -151,34 +151,34 @@ class Acceptances:
 
     manifest: str = ""
     """The log's first entry."""
-    _bound: bool = False
-    _enrolments: dict[str, Mapping[str, Any]] = field(default_factory=dict)
+    bound: bool = False
+    enrolments: dict[str, Mapping[str, Any]] = field(default_factory=dict)
     """The latest by site."""
-    _accepted: dict[str, Acceptance] = field(default_factory=dict)
+    accepted: dict[str, Acceptance] = field(default_factory=dict)
     """By site, since its latest enrolment."""
 
     def begun(self, entry: str, manifest: Mapping[str, Any]) -> None:
         """The log begins with this entry."""
-        self.manifest, self._bound = entry, is_bound(manifest)
+        self.manifest, self.bound = entry, is_bound(manifest)
 
     def remember(self, statement: s.Statement) -> None:
         """A statement is in the log."""
         if statement.kind == s.ENROLMENT:
             site = str(statement.predicate["site"])
-            self._enrolments[site] = statement.predicate
-            self._accepted.pop(site, None)
+            self.enrolments[site] = statement.predicate
+            self.accepted.pop(site, None)
         elif statement.kind == s.ACCEPTANCE:
             found = Acceptance.of(statement, 0)
-            self._accepted[found.site] = found
+            self.accepted[found.site] = found
 
     def lacks(self, site: str) -> bool:
         """The site may sign nothing else yet. (Sites of an older dilocox, which a run began with,
         sign no acceptance.)"""
-        return self._bound and site not in self._accepted
+        return self.bound and site not in self.accepted
 
     def why_not(self, found: Acceptance) -> str | None:
         """Why a site cannot say this; none if it can."""
-        enrolment = self._enrolments.get(found.site, {})
+        enrolment = self.enrolments.get(found.site, {})
         if found.manifest != digest_of_entry(self.manifest):
             return "accepts another manifest"
         for name, here in (
@@ -187,5 +187,5 @@ class Acceptances:
         ):  # fmt: skip
             if enrolment.get(name) != here:
                 return f"accepts with another {name} than it has joined with"
-        known = self._accepted.get(found.site)
+        known = self.accepted.get(found.site)
         return None if known in (None, found) else "has accepted before, and otherwise"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,40 +39,40 @@ def taken_apart(statement: s.Statement) -> State | None:
 class Holds:
     """What the states that sites sign are judged by."""
 
-    _theta: dict[int, State] = field(default_factory=dict)
+    theta: dict[int, State] = field(default_factory=dict)
     """What the run begins from, by stage, as it was signed last."""
-    _begun: bool = False
+    begun: bool = False
     """Something was trained: what the run began from stands."""
-    _first: Sequence[str] | None = None
+    first: list[str] | None = None
     """Members of round 0 in the run file's order, once it is planned."""
-    _flush: Collection[str] | None = None
+    flush: list[str] | None = None
     """Members of the flush, once it is planned."""
 
     def planned(self, plan: RoundPlan) -> None:
         """A round's plan is made."""
         if plan.round == 0:
-            self._first = list(plan.members)
+            self.first = list(plan.members)
         if plan.kind == "flush":
-            self._flush = plan.members.keys()
+            self.flush = list(plan.members)
         # Methods that exchange gradients commit to nothing.
-        self._begun = self._begun or plan.round > 0
+        self.begun = self.begun or plan.round > 0
 
     def remember(self, statement: s.Statement) -> None:
         """A statement is in the log."""
         if statement.kind == s.COMMITMENT:
-            self._begun = True
-        elif statement.kind == s.ENROLMENT and not self._begun:
+            self.begun = True
+        elif statement.kind == s.ENROLMENT and not self.begun:
             # A site that begins again would make another theta_0.
             site = statement.predicate["site"]
-            self._theta = {n: held for n, held in self._theta.items() if held.site != site}
+            self.theta = {n: held for n, held in self.theta.items() if held.site != site}
         elif statement.kind == s.RESUME:
-            self._flush = None
+            self.flush = None
         elif statement.kind == s.CHECKPOINT:
             # A log that an earlier version has begun may hold one that is not whole.
             with contextlib.suppress(RecordError):
                 state = State.of(statement, 0)
                 if state.kind == "initial" and not self._is_known(state):
-                    self._theta[state.stage] = state
+                    self.theta[state.stage] = state
 
     def why_not(self, state: State, steps: Collection[Mapping[str, Any]] | None) -> str | None:
         """Why a site cannot hold this state now; none if it can.
@@ -83,7 +83,7 @@ class Holds:
             return self._not_first(state)
         if state.kind != "final":
             return f"a model state of kind {state.kind!r}"
-        if self._flush is None or state.site not in self._flush:
+        if self.flush is None or state.site not in self.flush:
             return "a final state is signed by those who take part in the flush"
         if steps is None:
             return None
@@ -95,7 +95,7 @@ class Holds:
         return None
 
     def _is_known(self, state: State) -> bool:
-        known = self._theta.get(state.stage)
+        known = self.theta.get(state.stage)
         return known is not None and (known.root, known.listing) == (state.root, state.listing)
 
     def _not_first(self, state: State) -> str | None:
@@ -104,15 +104,15 @@ class Holds:
         harm."""
         if self._is_known(state):
             return None
-        if self._begun:
+        if self.begun:
             return "the run has begun from another state"
-        if self._first is None:
+        if self.first is None:
             return None
-        if state.site not in self._first:
+        if state.site not in self.first:
             return "the run begins without this site"
-        known = self._theta.get(state.stage)
+        known = self.theta.get(state.stage)
         # Readers go by the same order (`Course.state`).
-        before = itertools.takewhile(lambda name: name != state.site, self._first)
+        before = itertools.takewhile(lambda name: name != state.site, self.first)
         if known is None or known.site not in before:
             return None
         return f"the run begins from the state of {known.site}"

@@ -114,17 +114,20 @@ class InnerRecord:
 
     def wait_signed(self) -> None:
         """Return when the newest state is signed and in the log, or that was warned of."""
-        if not self._signed.wait(self._patience):
-            self._too_slow()
+        while not self._signed.wait(self._patience):
+            if not self._store.room.awaited:
+                self._too_slow()
 
     def _is_kept(self) -> bool:
         """Wait until the state before is kept; whether it was in time."""
-        try:
-            if self._keeping is not None:
+        while self._keeping is not None:
+            try:
                 self._keeping.result(self._patience)
-        except FutureTimeoutError:
-            self._too_slow()
-            return False
+                break
+            except FutureTimeoutError:
+                if not self._store.room.awaited:
+                    self._too_slow()
+                    return False
         return True
 
     def _too_slow(self) -> None:

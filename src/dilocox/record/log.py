@@ -8,17 +8,20 @@ what was appended since the last `sync` or `cover`.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from dilocox.append_file import AppendFile
 from dilocox.errors import RecordError
-from dilocox.record.merkle import Frontier, leaf_hash
+from dilocox.record.merkle import EMPTY, Frontier, leaf_hash
 from dilocox.record.note import LogCheckpoint, NoteKey, open_note, sign_note
 from dilocox.storage import sync_folder, unsafe_reason
 
@@ -36,34 +39,63 @@ class LogContent:
     """The text of `log.pub`."""
 
 
+@dataclass(frozen=True)
+class Mark:
+    """A place in a log, and the tree of what is before it."""
+
+    size: int
+    """Statements."""
+    offset: int
+    """Bytes of `statements.jsonl`."""
+    roots: list[bytes]
+    """See `Frontier.roots`."""
+
+
 class LogWriter:
     """Appends to the log in a folder. One process at a time; `cover` in one thread at a time, which
     may be another than that of `append` and `sync`."""
 
-    def __init__(self, folder: Path, origin: str, key: Ed25519PrivateKey) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        origin: str,
+        key: Ed25519PrivateKey,
+        take: Callable[[str], None] = lambda entry: None,
+        mark: Mark | None = None,
+    ) -> None:
         """Begin a log, or go on with the one in `folder`.
 
-        Raises `RecordError` if what is there is not what `key` has signed, and `OSError`.
+        `take` gets every entry that is there, in order; with a `mark`, those behind it. Raises
+        `RecordError` if what is there is not what `key` has signed, or not what was there at the
+        `mark`, what `take` raises, and `OSError`.
         """
         self._folder, self._origin, self._key = folder, origin, key
         self.public = NoteKey(origin, key.public_key().public_bytes_raw())
         folder.mkdir(parents=True, exist_ok=True)
-        self.entries = _recovered(folder, self.public)
-        """What was there already."""
-        self._tree = Frontier(leaf_hash(entry.encode()) for entry in self.entries)
-        self._file = (folder / ENTRIES).open("ab")
+        self._tree = _recovered(folder, self.public, take, mark)
+        self._file = AppendFile(folder / ENTRIES, durable=True)
         sync_folder(folder)
         _replace(folder / PUBLIC, f"{self.public}\n")
-        self._covered, self._synced, self._note = -1, -1, ""
+        self._covered, self._note = -1, ""
         self._lock = threading.Lock()
         self.cover()
 
+    @property
+    def size(self) -> int:
+        """Statements so far."""
+        return self._tree.size
+
+    def mark(self) -> Mark:
+        """The end of the log as it is now."""
+        with self._lock:
+            return Mark(self._tree.size, self._file.length, self._tree.roots)
+
     def append(self, entry: str) -> None:
-        """Add a statement; it counts once a checkpoint covers it. Raises `OSError`."""
+        """Add a statement; it counts once a checkpoint covers it. Raises `OSError`; then the log
+        holds nothing of it, and it may be added again."""
         data = entry.encode()
         with self._lock:
-            self._file.write(data + b"\n")
-            self._file.flush()
+            self._file.append(data + b"\n")
             self._tree.append(leaf_hash(data))
 
     def lines(self) -> Iterator[str]:
@@ -74,11 +106,7 @@ class LogWriter:
 
     def sync(self) -> None:
         """Return when all that was appended will survive a power cut. Raises `OSError`."""
-        with self._lock:
-            size = self._tree.size
-        if self._synced < size:
-            os.fsync(self._file.fileno())
-            self._synced = size
+        self._file.sync()
 
     def cover(self) -> str:
         """Sign what is there now; the signed checkpoint. Raises `OSError`."""
@@ -97,7 +125,11 @@ class LogWriter:
         try:
             self.cover()
         finally:
-            self._file.close()
+            self.release()
+
+    def release(self) -> None:
+        """Let go of the log as it is."""
+        self._file.close()
 
 
 def read_log(folder: Path, whole: bool = True) -> LogContent:
@@ -181,36 +213,62 @@ def _leaves(entries: list[str]) -> Iterator[bytes]:
     return (leaf_hash(entry.encode()) for entry in entries)
 
 
-def _recovered(folder: Path, key: NoteKey) -> list[str]:
-    """Entries of a log to go on with; what a crash has left half written is taken away."""
+def _recovered(
+    folder: Path, key: NoteKey, take: Callable[[str], None], mark: Mark | None
+) -> Frontier:
+    """The tree of a log to go on with; what a crash has left half written is taken away."""
     path = folder / ENTRIES
     if not path.exists():
         if (folder / CHECKPOINT).exists():
             raise RecordError(f"{path}: missing, though a checkpoint of it is there; put it back")
-        return []
-    data = path.read_bytes()
-    # Blocks that a power cut kept from being written read as zeros, of which no entry has any.
-    hole = data.find(b"\0")
-    whole = data.rfind(b"\n", 0, len(data) if hole < 0 else hole) + 1
-    entries = data[:whole].decode().split("\n")[:-1]
+        return Frontier()
+    covered = LogCheckpoint(key.name, 0, EMPTY)
     if (folder / CHECKPOINT).exists():
         note = (folder / CHECKPOINT).read_text(encoding="utf-8")
         covered = LogCheckpoint.parse(open_note(note, key))
-        first = entries[: covered.size]
-        if len(first) < covered.size or Frontier(_leaves(first)).root != covered.root:
-            raise RecordError(
-                f"{path}: not what its checkpoint was signed for; put back the files of this run"
-            )
-    if whole != len(data):
+    tree, length = Frontier(), 0
+    if mark is not None:
+        tree, length = Frontier.of(mark.size, mark.roots), mark.offset
+    root = tree.root if tree.size == covered.size else None
+    with path.open("rb") as file:
+        if length and not _ends_line(file, length):
+            raise RecordError(f"{path}: no statement ends where a mark is")
+        for line in file:
+            # Blocks that a power cut kept from being written read as zeros: no entry has any.
+            if b"\0" in line or not line.endswith(b"\n"):
+                break
+            length += len(line)
+            tree.append(leaf_hash(line[:-1]))
+            if tree.size == covered.size:
+                root = tree.root
+            take(line[:-1].decode())
+        whole = os.fstat(file.fileno()).st_size
+    if root != covered.root:
+        raise RecordError(
+            f"{path}: not what its checkpoint was signed for; put back the files of this run"
+        )
+    if whole != length:
         with path.open("r+b") as file:
-            file.truncate(whole)
-    return entries
+            file.truncate(length)
+    return tree
+
+
+def _ends_line(file: BinaryIO, length: int) -> bool:
+    """Whether a line ends after so many bytes, which are read over."""
+    file.seek(length - 1)
+    return file.read(1) == b"\n"
 
 
 def _replace(path: Path, text: str) -> None:
     part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
-    with part.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    part.replace(path)
+    try:
+        with part.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(path)
+    except OSError:
+        # On a full disk the remains would be in the way of the next try.
+        with contextlib.suppress(OSError):
+            part.unlink()
+        raise

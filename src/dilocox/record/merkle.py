@@ -43,6 +43,20 @@ class Frontier:
         self.size += 1
 
     @property
+    def roots(self) -> list[bytes]:
+        """Roots of the perfect subtrees, largest first: with the size all that there is to know."""
+        return list(self._roots)
+
+    @classmethod
+    def of(cls, size: int, roots: Sequence[bytes]) -> Frontier:
+        """The tree of so many leaves with these `roots`. Raises `ValueError` if there is none."""
+        if size < 0 or size.bit_count() != len(roots) or any(len(each) != 32 for each in roots):
+            raise ValueError(f"a tree of {size} leaves has no {len(roots)} subtrees")
+        tree = cls()
+        tree.size, tree._roots = size, list(roots)
+        return tree
+
+    @property
     def root(self) -> bytes:
         """Root of the tree as it is now."""
         if not self._roots:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import secrets
-from collections.abc import Callable, Collection, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,54 +22,50 @@ from dilocox.outer.coordinator.messages import EnrolRequest, Rank, RoundPlan
 from dilocox.outer.coordinator.notary import Decision
 from dilocox.outer.coordinator.refusals import Refused
 from dilocox.record import statements as s
-from dilocox.record.acceptance import Acceptance, Acceptances, run_of
+from dilocox.record.acceptance import Acceptance
 from dilocox.record.anchor import Anchor
 from dilocox.record.digests import sealed
-from dilocox.record.held import Holds, taken_apart
+from dilocox.record.held import taken_apart
 from dilocox.record.log import ENTRIES, LogWriter
 from dilocox.record.manifest import code_digest as code_digest
 from dilocox.record.manifest import manifest
-from dilocox.record.recommitments import Base, Courses
+from dilocox.record.memory import MARK_EVERY, MARK_FILE, Memory, marked, read_mark
+from dilocox.record.patient_log import PatientLog
+from dilocox.record.recommitments import Base
+from dilocox.storage import when_there_is_room
 
 log = logging.getLogger(__name__)
 
-REMEMBERED = 4
-"""Rounds whose commitments and payloads are known yet: the event log may lose a decision that the
-record has, which then is taken again."""
 KEY_FILE = "record-key"
 """In the coordinator's folder, readable by its owner: the log's private key, hex."""
 
 
 @dataclass
 class LogNotary:
-    """A `Notary` that writes the log below `folder`.
-
-    A disk that fails ends the record, not the run: `on_message` is told so once.
-    """
+    """A `Notary` that writes the log below `folder`. A disk that fails keeps the run waiting."""
 
     config: RunConfig
     writer: LogWriter
     signer: s.Signer
     on_message: Callable[[str], None]
-    run: str = ""
-    _keys: dict[str, str] = field(default_factory=dict)
-    _steps: dict[str, Mapping[str, Any]] = field(default_factory=dict)
-    _plans: dict[int, Mapping[str, Any]] = field(default_factory=dict)
-    _payloads: dict[str, dict[str, str]] = field(default_factory=dict)
-    """SHA-256 of payloads by exchange and attempt, by `SITE/SHARD`."""
-    _commitments: dict[str, dict[tuple[str, int], dict[str, str]]] = field(default_factory=dict)
-    """What was committed to, by exchange, by (site, shard)."""
-    _oldest: int = 0
-    """First round of which they are kept."""
-    _filed: set[bytes] = field(default_factory=set)
-    _holds: Holds = field(default_factory=Holds)
-    _courses: Courses | None = None
-    """What courses of the run that were left have committed to, once it was resumed."""
-    _acceptances: Acceptances = field(default_factory=Acceptances)
-    _failure: OSError | None = None
-    _told: bool = False
-    _anchor: Anchor | None = None
-    _beside: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
+    memory: Memory = field(default_factory=Memory)
+    """What of the log is known."""
+    marks: Path | None = None
+    """Where marks of the log are kept; None: nowhere."""
+
+    def __post_init__(self) -> None:
+        self.log = PatientLog(self.writer, self.on_message)
+        self._next_mark = self.writer.size + MARK_EVERY
+
+    @property
+    def run(self) -> str:
+        """See `Notary`."""
+        return self.memory.run
+
+    @property
+    def resumes(self) -> int:
+        """See `Notary`."""
+        return self.memory.resumes
 
     @classmethod
     def open(
@@ -84,30 +79,22 @@ class LogNotary:
         try:
             key = _log_key(coordinator / KEY_FILE, fresh=not (folder / ENTRIES).exists())
             origin = f"dilocox/{config.run.name}/{key.public_key().public_bytes_raw().hex()[:16]}"
-            writer = LogWriter(folder, origin, key)
+            memory, writer = _opened(folder, origin, key, coordinator / MARK_FILE)
         except OSError as error:
             raise RecordError(
                 f"{folder}: cannot be written ({error.strerror}); free the disk, or set "
                 "record.enabled = false"
             ) from None
-        notary = cls(config, writer, s.Signer(key), on_message)
-        entries = writer.entries
-        if not entries:
-            entries = [notary._first(manifest(config, str(writer.public)))]
-            notary._write(entries[0])
+        notary = cls(config, writer, s.Signer(key), on_message, memory, coordinator / MARK_FILE)
+        if not writer.size:
+            entry = notary._first(manifest(config, str(writer.public)))
+            notary.log.append(entry)
+            memory.take(entry)
             notary.sync()
-        said = s.opened(entries[0])[0].predicate
-        notary.run = run_of(entries[0], said)
-        notary._acceptances.begun(entries[0], said)
-        resumed = None
-        for entry in entries[1:]:
-            statement = s.opened(entry)[0]
-            notary._remember(statement)
-            resumed = statement if statement.kind == s.RESUME else resumed
-        if resumed is not None:
-            notary._look_back(int(resumed.predicate["round"]), entries)
+        if memory.resumed_lately:
+            notary._look_back()
         if config.record.anchor:
-            notary._anchor = Anchor(config.record.anchor, config.network.link_timeout)
+            notary.log.anchor = Anchor(config.record.anchor, config.network.link_timeout)
         return notary
 
     def _first(self, said: Mapping[str, Any]) -> str:
@@ -120,34 +107,31 @@ class LogNotary:
     @property
     def manifest(self) -> str:
         """See `Notary`."""
-        return self._acceptances.manifest
+        return self.memory.acceptances.manifest
 
     def close(self) -> None:
         """Cover what is there, anchor that, and let go of the log."""
-        self._beside.shutdown()
-        self._guarded(self._cover)
-        self._guarded(self.writer.close)
-        if self._anchor is not None:
-            self._anchor.close()
-        self._tell_trouble()
+        self.log.close()
 
     def enrolled(self, request: EnrolRequest, incarnation: int) -> None:
         """See `Notary`."""
         if request.record_key is None:
             raise Refused("join", f"site {request.site}: it has no key for the run's record")
-        self._say(
-            s.ENROLMENT,
-            {
-                "site": request.site,
-                "incarnation": incarnation,
-                "key": request.record_key,
-                "data": request.data_digest,
-                "versions": request.versions.model_dump(),
-            },
-            {f"key of {request.site}": hashlib.sha256(request.record_key.encode()).hexdigest()},
-        )
+        said = {
+            "run": self.run,
+            "site": request.site,
+            "incarnation": incarnation,
+            "key": request.record_key,
+            "data": request.data_digest,
+            "versions": request.versions.model_dump(),
+        }
+        if self.memory.acceptances.enrolments.get(request.site) != said:
+            key = hashlib.sha256(request.record_key.encode()).hexdigest()
+            statement = s.Statement(s.ENROLMENT, {f"key of {request.site}": key}, said)
+            # Before the site is let in: if it cannot be said, the site asks again.
+            self.log.append(self.signer.sign(statement))
+            self.memory.remember(statement)
         self.sync()
-        self._keys[request.site] = request.record_key
 
     def standing(self, site: str, change: str) -> None:
         """See `Notary`."""
@@ -161,7 +145,7 @@ class LogNotary:
         said = commitment(self.run, rank, key, "", None).predicate
         if found.predicate != said or set(found.subjects) != named:
             raise Refused("refused", f"{rank}: its signed commitment for {key.text} is another")
-        known = self._commitments.get(key.text, {}).get((rank.site, rank.shard))
+        known = self.memory.commitments.get(key.text, {}).get((rank.site, rank.shard))
         if known is not None and known != dict(found.subjects):
             raise Refused(
                 "refused", f"{rank}: has committed to another contribution to {key.text} before"
@@ -171,7 +155,7 @@ class LogNotary:
 
     def commitments(self, key: ExchangeKey) -> Collection[tuple[str, int]]:
         """See `Notary`."""
-        return self._commitments.get(key.text, {}).keys()
+        return self.memory.commitments.get(key.text, {}).keys()
 
     def contribution(
         self,
@@ -188,7 +172,7 @@ class LogNotary:
         expected = contribution(self.run, rank, key, attempt, digest)
         if found != expected:
             raise Refused("refused", f"{rank}: its signed contribution to {key.text} is another")
-        before = self._commitments.get(key.text, {}).get((rank.site, rank.shard))
+        before = self.memory.commitments.get(key.text, {}).get((rank.site, rank.shard))
         if before is None or not in_time:
             return False
         self._file(statement, found)
@@ -197,7 +181,7 @@ class LogNotary:
 
     def contributions(self, key: ExchangeKey, attempt: int) -> Mapping[tuple[str, int], str]:
         """See `Notary`."""
-        known = self._payloads.get(f"{key.text}#{attempt}", {})
+        known = self.memory.payloads.get(f"{key.text}#{attempt}", {})
         places = {place: place.rsplit("/", 1) for place in known}
         return {(site, int(shard)): known[place] for place, (site, shard) in places.items()}
 
@@ -223,8 +207,8 @@ class LogNotary:
         if place != (rank.site, rank.stage, rank.shard):
             raise Refused("refused", f"{rank}: its signed {found.kind} is another rank's")
         by_gradient = self.config.outer.method in EXCHANGE_GRADIENTS
-        steps = None if by_gradient else self._steps.values()
-        why = None if state is None else self._holds.why_not(state, steps)
+        steps = None if by_gradient else self.memory.steps.values()
+        why = None if state is None else self.memory.holds.why_not(state, steps)
         if why is not None:
             raise Refused("refused", f"{rank}: {why}")
         self._file(statement, found)
@@ -238,7 +222,7 @@ class LogNotary:
             found = Acceptance.of(statement, 0)
         except RecordError as error:
             raise Refused("refused", f"{rank}: its signed {error}") from None
-        why = self._acceptances.why_not(found)
+        why = self.memory.acceptances.why_not(found)
         if found.site != rank.site or why is not None:
             raise Refused("refused", f"{rank}: {why or 'accepts in the name of another site'}")
         self._file(text, statement)
@@ -246,9 +230,9 @@ class LogNotary:
 
     def planned(self, plan: RoundPlan) -> None:
         """See `Notary`. Who repeats a round takes its plan as given; else nobody needs it."""
-        self._holds.planned(plan)
+        self.memory.holds.planned(plan)
         said = {"round": plan.round, "plan": plan.model_dump(mode="json")}
-        if self.config.record.states_every and self._plans.get(plan.round) != said["plan"]:
+        if self.config.record.states_every and self.memory.plans.get(plan.round) != said["plan"]:
             self._say(s.PLAN, said, {})
 
     def decided(self, decision: Decision) -> None:
@@ -258,7 +242,7 @@ class LogNotary:
         attempt = f"{decision.key.text}#{decision.attempt}"
         payloads = {
             place: digest
-            for place, digest in self._payloads.get(attempt, {}).items()
+            for place, digest in self.memory.payloads.get(attempt, {}).items()
             if place.rsplit("/", 1)[0] in decision.set
         }
         predicate = {
@@ -267,136 +251,109 @@ class LogNotary:
         }
         # After a restart the coordinator says again what may have been said before; who owned which
         # chunk it may then not know any more.
-        known = self._steps.get(decision.key.text, {})
+        known = self.memory.steps.get(decision.key.text, {})
         if (known.get("attempt"), known.get("set")) != (decision.attempt, list(decision.set)):
-            self._say(s.STEP, predicate, payloads)
             # Sites are told next, and what they have heard they do not ask for again.
-            self.sync()
+            self._say(s.STEP, predicate, payloads, synced=True)
 
     def _behind(self, decision: Decision) -> list[str]:
         """Sites whose text is in the model by a decision, now or later: error feedback brings in
         what was left out."""
-        known = self._commitments.get(decision.key.text, {})
+        known = self.memory.commitments.get(decision.key.text, {})
         kept = {site for site, _ in known} if self.config.compression.error_feedback else set()
         return [name for name in decision.plan.members if name in decision.set or name in kept]
 
     def resumed(self, round_: int, tick: int) -> None:
         """See `Notary`."""
-        self._say(s.RESUME, {"round": round_, "tick": tick}, {})
-        self.sync()
-        self._guarded(lambda: self._look_back(round_, self.writer.lines()))
+        self._say(s.RESUME, {"round": round_, "tick": tick}, {}, synced=True)
+        self._look_back()
 
-    def _look_back(self, round_: int, entries: Iterable[str]) -> None:
-        """The run was resumed in this round. What was committed to before is forgotten by now."""
-        # Exchanges that were in flight at the checkpoint are begun again, too.
-        oldest = round_ - REMEMBERED
-        self._courses = Courses.read_back(entries, oldest, self.config.site.shards)
+    def _look_back(self) -> None:
+        """The run was resumed. What was committed to before is forgotten by now."""
+        shards = self.config.site.shards
+        try:
+            when_there_is_room(lambda: self.memory.look_back(self.log.lines(), shards), "record")
+        except OSError as error:
+            self.on_message(
+                f"record: cannot be read back ({error.strerror}); who commits to something else "
+                "than before the resume is not noticed in this run, but by verify"
+            )
 
     def recommitted(self, rank: Rank, key: ExchangeKey, plan: RoundPlan) -> bool:
         """See `Notary`."""
-        said = self._commitments.get(key.text, {}).get((rank.site, rank.shard))
-        if self._courses is None or said is None:
+        said = self.memory.commitments.get(key.text, {}).get((rank.site, rank.shard))
+        if self.memory.courses is None or said is None:
             return False
         base = Base.of_plan(key, plan, self.config.site.stages)
-        return self._courses.again((key.text, rank.site, rank.shard), said, base)
+        return self.memory.courses.again((key.text, rank.site, rank.shard), said, base)
 
     def sync(self) -> None:
         """See `Notary`."""
-        self._guarded(self.writer.sync)
+        self.log.sync()
+
+    def settle(self) -> None:
+        """See `Notary`."""
+        self.log.settle()
+
+    def tend(self) -> None:
+        """See `Notary`."""
+        self.log.tend()
 
     def cover(self) -> None:
-        """See `Notary`. Disks take their time to keep something for good: it is done beside."""
-        self._beside.submit(self._guarded, self._cover)
-        self._tell_trouble()
-
-    def _cover(self) -> None:
-        note = self.writer.cover()
-        if self._anchor is not None:
-            self._anchor.take(note)
-
-    def _tell_trouble(self) -> None:
-        trouble = None if self._anchor is None else self._anchor.trouble()
-        if trouble is not None:
-            self.on_message(f"{trouble}; training goes on")
+        """See `Notary`."""
+        mark = None
+        if self.marks is not None and self.writer.size >= self._next_mark and self.log.settled:
+            self._next_mark = self.writer.size + MARK_EVERY
+            if self.memory.courses is None or self.memory.courses.idle:
+                mark = marked(self.marks, self.memory, self.writer.mark())
+        self.log.cover(mark)
 
     def _signed(self, rank: Rank, text: str, *kinds: str) -> s.Statement:
         try:
-            found = s.open_signed(text, self._keys.get(rank.site, ""), run=self.run, kinds=kinds)
+            public = self.memory.keys.get(rank.site, "")
+            found = s.open_signed(text, public, run=self.run, kinds=kinds)
         except RecordError as error:
             raise Refused("refused", f"{rank}: {error}") from None
-        if found.kind != s.ACCEPTANCE and self._acceptances.lacks(rank.site):
+        if found.kind != s.ACCEPTANCE and self.memory.acceptances.lacks(rank.site):
             raise Refused("refused", f"{rank}: its site has not signed yet what it takes part in")
         return found
 
     def _file(self, text: str, statement: s.Statement) -> None:
         """Keep what a site has signed; the same again (an answer was lost) only once."""
-        if hashlib.sha256(statement.to_bytes()).digest() not in self._filed:
-            self._write(text)
-            self._remember(statement)
+        if hashlib.sha256(statement.to_bytes()).digest() not in self.memory.filed:
+            self.log.append(text)
+            self.memory.remember(statement)
 
-    def _say(self, kind: str, predicate: dict[str, Any], subjects: Mapping[str, str]) -> None:
+    def _say(
+        self,
+        kind: str,
+        predicate: dict[str, Any],
+        subjects: Mapping[str, str],
+        *,
+        synced: bool = False,
+    ) -> None:
         statement = s.Statement(kind, subjects, {"run": self.run, **predicate})
-        self._write(self.signer.sign(statement))
-        self._remember(statement)
-
-    def _remember(self, statement: s.Statement) -> None:
-        predicate, kind = statement.predicate, statement.kind
-        if kind == s.ENROLMENT:
-            self._keys[predicate["site"]] = predicate["key"]
-        elif kind == s.PLAN:
-            self._plans[predicate["round"]] = predicate["plan"]
-        elif kind == s.STEP:
-            self._steps[predicate["exchange_key"]] = predicate
-            self._forget(int(predicate["round"]) - REMEMBERED)
-        elif kind == s.COMMITMENT:
-            place = (predicate["site"], predicate["shard"])
-            there = self._commitments.setdefault(predicate["exchange_key"], {})
-            there[place] = dict(statement.subjects)
-        elif kind == s.CONTRIBUTION:
-            attempt = f"{predicate['exchange_key']}#{predicate['attempt']}"
-            of = f"{predicate['site']}/{predicate['shard']}"
-            self._payloads.setdefault(attempt, {})[of] = statement.subjects["payload"]
-        elif kind == s.RESUME:
-            for known in (self._steps, self._plans, self._commitments, self._payloads, self._filed):
-                known.clear()
-            self._oldest = 0
-        self._holds.remember(statement)
-        self._acceptances.remember(statement)
-        if self._courses is not None and kind != s.RESUME:
-            self._courses.take(statement)
-        if kind in s.BY_SITE:
-            self._filed.add(hashlib.sha256(statement.to_bytes()).digest())
-
-    def _forget(self, oldest: int) -> None:
-        if oldest <= self._oldest:
-            return
-        self._oldest = oldest
-        if self._courses is not None:
-            self._courses.forget(oldest)
-        for known in (self._commitments, self._payloads):
-            for key in [k for k in known if ExchangeKey.parse(k.split("#")[0]).round < oldest]:
-                del known[key]
-
-    def _guarded(self, write: Callable[[], object]) -> None:
-        if self._failure is None:
-            try:
-                write()
-            except OSError as error:
-                self._failure = error
-
-    def _write(self, entry: str) -> None:
-        self._guarded(lambda: self.writer.append(entry))
-        if self._failure is not None and not self._told:
-            self._told = True
-            self.on_message(
-                f"record: cannot be written ({self._failure.strerror}); the run goes on, but "
-                "nobody will be able to verify it"
-            )
+        self.log.owe(self.signer.sign(statement), synced=synced)
+        self.memory.remember(statement)
 
 
 def record_folder(config: RunConfig) -> Path:
     """Where a run's log is."""
     return config.folder / "record"
+
+
+def _opened(
+    folder: Path, origin: str, key: Ed25519PrivateKey, marks: Path
+) -> tuple[Memory, LogWriter]:
+    """What is known of a log, and who goes on with it: from a mark if there is one that fits."""
+    memory, mark = read_mark(marks)
+    if mark is not None:
+        try:
+            return memory, LogWriter(folder, origin, key, memory.take, mark)
+        except RecordError as error:
+            log.warning("%s: passed over, the whole log is read (%s)", marks, error)
+    memory = Memory()
+    return memory, LogWriter(folder, origin, key, memory.take)
 
 
 def commitment(

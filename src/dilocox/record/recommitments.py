@@ -132,6 +132,11 @@ class Recommitments:
         if before is not None and _decision(before) != _decision(step):
             self._other.append(step)
 
+    @property
+    def idle(self) -> bool:
+        """No commitment and no decision of a course that was left is known."""
+        return not self._bound and not self._steps
+
     def forget(self, oldest: int) -> None:
         """Rounds before `oldest` are over and are not gone back to."""
         self._bound = {
@@ -196,6 +201,12 @@ class Courses:
     def again(self, place: Place, subjects: Mapping[str, str], base: Base) -> bool:
         """See `Recommitments`."""
         return self.recommitments.again(place, commitment_of(subjects), base)
+
+    @property
+    def idle(self) -> bool:
+        """Nothing of a course that was left can matter any more, unless the run is resumed again:
+        then the log is read back."""
+        return self.recommitments.idle
 
     def forget(self, oldest: int) -> None:
         """Rounds before `oldest` are over."""

@@ -1,7 +1,7 @@
 """What a rank does for the record: it signs its contributions and keeps payloads in the store.
 
 Keeping runs in a thread of its own behind a short queue, beside training and exchanges. A store
-that fails ends the keeping, not the run.
+that fails ends the keeping, not the run; a full disk is waited for.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ class RankRecord:
 
         def wait() -> None:
             with timeline.span("wait for the store"):
-                if not self._broken and not waiting.over.wait(self._patience):
+                while not self._broken and not waiting.over.wait(self._patience):
                     self._slow()
 
         return wait
@@ -229,14 +229,18 @@ class RankRecord:
             self._put(_Waiting(future.result().payloads))
 
     def _put(self, waiting: _Waiting) -> _Waiting:
-        if not self._broken:
+        while not self._broken:
             try:
                 self._queue.put(waiting, timeout=self._patience)
+                break
             except queue.Full:
                 self._slow()
         return waiting
 
     def _slow(self) -> None:
+        """Give up, unless the store waits for a full disk to be freed."""
+        if self._store.room.awaited:
+            return
         slow = f"{self._store.where}: has kept nothing for {self._patience:.0f} s"
         self._give_up(RecordError(slow))
 

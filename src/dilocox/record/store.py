@@ -17,7 +17,7 @@ from pathlib import Path
 
 from dilocox.errors import DilocoxError, RecordError
 from dilocox.record.digests import digest_text, sha256
-from dilocox.storage import is_local, opened, patiently, sync_folder, unsafe_reason
+from dilocox.storage import Room, is_local, opened, patiently, sync_folder, unsafe_reason
 
 log = logging.getLogger(__name__)
 
@@ -57,11 +57,14 @@ class Removals:
 class Store:
     """One store, at a folder or fsspec URL.
 
-    What fails over a network when something is put there is tried again for `patience` seconds.
+    What fails over a network when something is put there is tried again for `patience` seconds. A
+    full disk is waited for (`room`).
     """
 
-    def __init__(self, where: str, patience: float = 0.0) -> None:
+    def __init__(self, where: str, patience: float = 0.0, room: Room | None = None) -> None:
         self.where = where
+        self.room = Room() if room is None else room
+        """Shared with the stores below this one."""
         try:
             self._files, self._root = opened(where)
         except (ValueError, ImportError) as error:
@@ -100,26 +103,27 @@ class Store:
         `get` refuses it until it is whole. Raises `RecordError`.
         """
         digest = sha256(data) if digest is None else digest
-        try:
-            patiently(lambda: self._write(self.path(digest), data), self.where, self._patience)
-        except Exception as error:  # every kind of storage has errors of its own
-            reason = getattr(error, "strerror", None) or error
-            raise RecordError(f"{self.where}: cannot be written ({reason})") from None
+        self._keep(self.path(digest), data)
         return digest
 
     def put_bf16(self, data: bytes | memoryview, digest: str) -> None:
         """Keep the fp32 tensor with this digest, of which `data` are the values in bf16, which lose
         nothing: `get` gives the fp32 bytes. Raises `RecordError` as `put`."""
-        try:
-            path = self.path(digest) + BF16
+        self._keep(self.path(digest) + BF16, data)
+
+    def _keep(self, path: str, data: bytes | memoryview) -> None:
+        def write() -> None:
             patiently(lambda: self._write(path, data), self.where, self._patience)
+
+        try:
+            self.room.wait_for(write, self.where)
         except Exception as error:  # every kind of storage has errors of its own
             reason = getattr(error, "strerror", None) or error
             raise RecordError(f"{self.where}: cannot be written ({reason})") from None
 
     def states(self, round_: int) -> Store:
         """The store of the states in which a round begins."""
-        return Store(states_of(self.where, round_), self._patience)
+        return Store(states_of(self.where, round_), self._patience, self.room)
 
     def drop_states(self, before: int) -> list[int]:
         """Remove the states of all rounds below `before`; which rounds. Raises `RecordError`.
@@ -146,7 +150,7 @@ class Store:
         `rank`: `SITE/STAGE.SHARD`.
         """
         place = f"{self.where.rstrip('/')}/{WINDOWS}/{rank}/{round_:08d}"
-        found = Store(place, self._patience)
+        found = Store(place, self._patience, self.room)
         found._index = {}  # a window has none below it
         return found
 
@@ -198,12 +202,19 @@ class Store:
         # Object storage shows a file when it is whole; a file system needs a second name. On one
         # that is reached over a network, moving may be a copy: there the size tells.
         part = f"{folder}/.{secrets.token_hex(8)}.part" if self._local else path
-        with self._files.open(part, "wb") as file:
-            file.write(data)
-            if self._local:
-                # Before its name: what is there already is never written again.
-                file.flush()
-                os.fsync(file.fileno())
+        try:
+            with self._files.open(part, "wb") as file:
+                file.write(data)
+                if self._local:
+                    # Before its name: what is there already is never written again.
+                    file.flush()
+                    os.fsync(file.fileno())
+        except OSError:
+            if part != path:
+                # On a full disk the remains would be in the way of the next try.
+                with contextlib.suppress(OSError):
+                    self._files.rm_file(part)
+            raise
         if part != path:
             self._files.mv(part, path)
             sync_folder(Path(folder))

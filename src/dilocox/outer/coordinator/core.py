@@ -33,24 +33,15 @@ from dilocox.outer.coordinator.notary import Notary, Witness
 from dilocox.outer.coordinator.refusals import Caller, Refused
 from dilocox.outer.coordinator.reports import Report as Report
 from dilocox.outer.coordinator.reports import Reports
+from dilocox.outer.coordinator.restoring import Snapshots, restored
 from dilocox.outer.coordinator.resume import resume_point
 from dilocox.outer.coordinator.saves import Saves
 from dilocox.outer.coordinator.standing import Standings
 from dilocox.outer.coordinator.starting import entered, entry_round, lacking
-from dilocox.outer.coordinator.state import CoordinatorState
 from dilocox.outer.coordinator.store import Store
 from dilocox.outer.coordinator.timeouts import Timeouts
 from dilocox.outer.coordinator.tokens import SiteTokens
-
-_TOPICS: dict[type[e.Event], tuple[str, ...]] = {
-    e.Started: ("plan",),
-    e.Activated: ("plan", "exchange"),
-    e.Leaving: ("plan",),
-    e.Overtaken: ("plan", "exchange"),
-    e.Planned: ("plan",),
-    e.RoundDone: ("plan",),
-    **dict.fromkeys((e.Gone, e.Regathered, e.Resumed, e.Ended), ("plan", "exchange", "store")),
-}
+from dilocox.outer.coordinator.topics import TOPICS
 
 
 class Coordinator:
@@ -91,9 +82,7 @@ class Coordinator:
         self.witness = Witness(notary)
         self.on_change: Callable[[str], None] = lambda topic: None
         """Called with a topic when something that callers wait for may have happened."""
-        self.state = CoordinatorState(config)
         self.budgets = Budgets(config.site.exchanging_ranks, now)
-        self.store = Store(self.state, self._store, self.budgets)
         self.departures = Departures(self)
         self.standings = Standings(self)
         self.entries = Entries(self)
@@ -103,6 +92,9 @@ class Coordinator:
         self.arrivals, self.steps = self.clocks.arrivals, self.clocks.steps
         self.log = EventLog(folder)
         try:
+            self.state = restored(config, self.log)
+            self.store = Store(self.state, self._store, self.budgets)
+            self._snapshots = Snapshots(self.log)
             self.authority = Authority(folder, server_names(config.network))
             self.tokens = SiteTokens(folder, self.authority.fingerprint)
             self._open(payloads)
@@ -111,8 +103,6 @@ class Coordinator:
             raise
 
     def _open(self, payloads: Menu | None) -> None:
-        for event in self.log.events():
-            self.state.apply(event)
         self.liveness = Liveness(self.timeouts)
         digest = self.config.digest()
         if self.state.digest and self.state.digest != digest:
@@ -139,10 +129,9 @@ class Coordinator:
         """Go on from the checkpoint at `tick` (none: the latest complete one), with sites that
         enrol again. What is in the log after it stays there and is superseded. Raises
         `CheckpointError`."""
-        event = resume_point(self.config, self.log.events(), self.wall(), tick)
+        event = resume_point(self.config, self.log, self.state, self.wall(), tick)
         self.record(event)
-        if self._on_resumed is not None:
-            self._on_resumed(event.round)
+        self.reports.tell(self._on_resumed, event.round)
         return event
 
     def close(self) -> None:
@@ -154,9 +143,11 @@ class Coordinator:
         event can have decided."""
         self._apply(event)
         self._follow(key)
+        self._snapshots.take(self.state)
 
     def _apply(self, event: e.Event) -> None:
         sequence, epoch = self.state.sequence, self.state.epoch
+        self.witness.deciding(event)
         self.log.append(event)
         self.state.apply(event)
         self.witness.happened(self.state, event)
@@ -170,18 +161,17 @@ class Coordinator:
             for site in self.state.with_role("gone"):
                 self.liveness.forget(site)
                 self.arrivals.forget(site)
-        if isinstance(event, e.Planned) and self._on_plan is not None:
-            self._on_plan(self.state.plans[event.plan["round"]])
+        if isinstance(event, e.Planned):
+            self.reports.tell(self._on_plan, self.state.plans[event.plan["round"]])
         if isinstance(event, e.Decided | e.Retried):
             self.on_change(f"key/{event.key}")
-        for topic in _TOPICS.get(type(event), ()):
+        for topic in TOPICS.get(type(event), ()):
             self.on_change(topic)
         if self.state.sequence != sequence:
             self.on_change("status")
-            if self._on_message is not None:
-                for number, _, kind, text in self.state.feed:
-                    if number > sequence and kind in ("join", "leave", "phase"):
-                        self._on_message(text)
+            for number, _, kind, text in self.state.feed:
+                if number > sequence and kind in ("join", "leave", "phase"):
+                    self.reports.tell(self._on_message, text)
         if self.state.epoch != epoch:
             self.store.forget_old_epochs()
             self.on_change("store")
@@ -210,6 +200,7 @@ class Coordinator:
                 incarnation = self.state.sites[site].incarnation
                 self.record(e.Gone(self.wall(), site, incarnation, reason, True))
         # Catches up with what a full disk kept from being recorded.
+        self.witness.tend()
         self._follow(None)
         for straggler in self.clocks.overdue(self.state, self._now()):
             self.record(e.Overtaken(self.wall(), *straggler, entry_round(self.state)))
@@ -341,6 +332,7 @@ class Coordinator:
         if asking is not None and (lacks := lacking(state, asking.name, round_, self.wall())):
             self.record(lacks)
         if round_ in state.plans:
+            self.witness.settle()
             self.steps.told(caller.site, round_, self._now())
             receive = asking is not None and asking.role == "entering"
             return m.PlanReply(plan=state.plans[round_], waiting_for="", receive=receive)
@@ -355,6 +347,7 @@ class Coordinator:
         planned = plan_round(state, round_, self.wall())
         if isinstance(planned, e.Planned) and state.may_plan(caller.site, round_):
             self.record(self.clocks.planned(state, planned, self.record))
+            self.witness.settle()
             self.steps.told(caller.site, round_, self._now())
             return m.PlanReply(plan=state.plans[round_], waiting_for="")
         waiting = planned if isinstance(planned, str) else "an active site to ask for it"
@@ -416,6 +409,8 @@ class Coordinator:
             raise Refused("conflict", f"exchange {request.key}: not in progress any more")
         present = self.arrivals.present(request.key)
         awaited = self.witness.awaited(self.state, exchange, request, present)
+        if exchange.decision is not None:
+            self.witness.settle()
         return views.begin_reply(self.state, exchange, awaited)
 
     def _fresh(self, round_: int) -> bool:
@@ -486,6 +481,8 @@ class Coordinator:
         """What is decided for a vote that was counted."""
         self._check_running()
         reply = views.vote_reply(self.state, self._exchange(request), request)
+        if reply.decision != "wait":
+            self.witness.settle()
         if reply.decision == "commit":
             return reply.model_copy(update={"late": self.arrivals.late(request.key)})
         return reply

@@ -18,6 +18,7 @@ from typing import Any
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
+from dilocox.outer.coordinator.keeping_on import say_if_it_dies
 from dilocox.outer.coordinator.strangers import Strangers
 from dilocox.plain_text import plain
 
@@ -95,11 +96,13 @@ class Door:
         while True:
             try:
                 connection, where = await loop.sock_accept(listener)
-            except OSError as error:
-                _log.warning("coordinator: a connection could not be taken (%s)", error.strerror)
+            except Exception as error:  # a door that stays shut after one failure is seen by nobody
+                reason = getattr(error, "strerror", None) or repr(error)
+                _log.warning("coordinator: a connection could not be taken (%s)", reason)
                 await asyncio.sleep(_OUT_OF_FILES_PAUSE)
                 continue
             task = asyncio.create_task(self._let_in(connection))
+            say_if_it_dies(task, "the door")
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
             task.add_done_callback(self._strangers.discard)

@@ -50,10 +50,14 @@ class Decision:
 
 
 class Notary(Protocol):
-    """Signs and keeps what it is told. No call may raise but with what it says here."""
+    """Signs and keeps what it is told. No call may raise but with what it says here, and with
+    `TrainingError` where its disk is full or fails: then it has kept nothing, and is told again.
+    """
 
     run: str
     """The run's id, which every statement names."""
+    resumes: int
+    """How many resumes it has kept."""
 
     @property
     def manifest(self) -> str:
@@ -103,16 +107,23 @@ class Notary(Protocol):
         """A rank says what model state it holds. Raises `Refused` as `contribution` does."""
 
     def planned(self, plan: RoundPlan) -> None:
-        """A round's plan is made."""
+        """A round's plan is made. Raises nothing: see `settle`."""
 
     def decided(self, decision: Decision) -> None:
-        """A contribution set is final."""
+        """A contribution set is final. Raises nothing: see `settle`."""
 
     def resumed(self, round_: int, tick: int) -> None:
-        """The run goes back to `tick`, in `round_`."""
+        """The run goes back to `tick`, in `round_`. Raises nothing: see `settle`."""
 
     def sync(self) -> None:
-        """Return when all that was said so far will survive a power cut."""
+        """Return when all that was said so far will survive a power cut. Raises `TrainingError`."""
+
+    def settle(self) -> None:
+        """Return when sites may hear of all that was decided: it is kept, as far as it has to be.
+        Raises `TrainingError`."""
+
+    def tend(self) -> None:
+        """Try again what has failed. Raises nothing."""
 
     def cover(self) -> None:
         """A round begins: what was said so far is complete."""
@@ -257,23 +268,32 @@ class Witness:
             self._notary.cover()
         elif isinstance(event, e.Ended):
             self._notary.cover()
-        if self._may_decide(state, event):
-            # The event log may keep the decision through a power cut, wanted or not: then what it
-            # was made from must be there, too. Once for all votes, not for each.
+
+    def deciding(self, event: e.Event) -> None:
+        """Before an event is logged. The event log may keep a decision through a power cut, wanted
+        or not: then what it was made from must be there, too. Once for all votes, not for each.
+
+        Raises `TrainingError`.
+        """
+        if self._notary is not None and isinstance(event, e.Decided):
             self._notary.sync()
 
-    def _may_decide(self, state: CoordinatorState, event: e.Event) -> bool:
-        """The next event may be a decision: nobody's vote is missing any more."""
-        for key in [event.key] if isinstance(event, e.Voted) else state.undecided:
-            voters = state.voters(state.exchanges[key])
-            if voters and not state.exchanges[key].waiting_for(voters):
-                return True
-        return False
+    def settle(self) -> None:
+        """Before anybody is told what was decided. Raises `TrainingError`."""
+        if self._notary is not None:
+            self._notary.settle()
+
+    def tend(self) -> None:
+        """Try again what a disk has kept from being recorded."""
+        if self._notary is not None:
+            self._notary.tend()
 
     def reopened(self, state: CoordinatorState) -> None:
         """After a restart: what was logged last may not have been told, and of what was said the
         end may be lost, if it was the machine that died."""
         if self._notary is not None:
+            if self._notary.resumes < state.resumes:
+                self._notary.resumed(state.first_round, state.first_tick)
             for plan in state.plans.values():
                 self._notary.planned(plan)
         for exchange in state.exchanges.values():

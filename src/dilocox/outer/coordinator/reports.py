@@ -64,6 +64,14 @@ class Reports:
             self.hand_on(site.name, request.round, request.kind, dict(request.metrics))
         return m.Done()
 
+    def tell(self, listener: Callable[[Any], None] | None, about: Any) -> None:
+        """Call `listener`, if any. What it raises never takes the control plane down."""
+        try:
+            if listener is not None:
+                listener(about)
+        except Exception as error:
+            _log.error("coordinator: its metrics did not take a message or plan (%r)", error)
+
     def again(self) -> None:
         """Hand on what the process before may have logged and no more."""
         for site in self._core.state.sites.values():

@@ -19,9 +19,11 @@ from dilocox.outer.coordinator import messages as m
 from dilocox.outer.coordinator import views
 from dilocox.outer.coordinator.core import Coordinator
 from dilocox.outer.coordinator.door import Door, OneLineLog
+from dilocox.outer.coordinator.keeping_on import repeat
 from dilocox.outer.coordinator.refusals import Caller, Refused
 from dilocox.outer.coordinator.timeouts import LOOKS
 from dilocox.outer.coordinator.transport import BUSY
+from dilocox.storage import is_passing
 
 _STATUS = {
     "malformed": 400, "refused": 403, "join": 403, "taken": 403, "gone": 410, "conflict": 409,
@@ -122,7 +124,10 @@ class CoordinatorServer:
                 f"coordinator: cannot listen on {host}:{port} ({reason}); choose another "
                 "network.host or network.port (0 takes a free one)"
             ) from None
-        self._watch = asyncio.create_task(self._expire())
+        look = LOOKS * self.coordinator.timeouts.beat
+        self._watch = asyncio.create_task(
+            repeat(self.coordinator.expire, look, "the look for dead ranks")
+        )
         self._changed("plan")
         return bound
 
@@ -153,14 +158,6 @@ class CoordinatorServer:
         self._waiters.wake(topic)
         if self.coordinator.state.over:
             self.over.set()
-
-    async def _expire(self) -> None:
-        while True:
-            await asyncio.sleep(LOOKS * self.coordinator.timeouts.beat)
-            try:
-                self.coordinator.expire()
-            except TrainingError as error:
-                _log.error("%s", error)
 
     # --- routes -----------------------------------------------------------------------------
 
@@ -333,9 +330,17 @@ async def _answer(
         refusal = m.Refusal(error=f"{request.path[:200]}: {error.reason}", kind="malformed")
     except TrainingError as error:
         # The log cannot be written: nothing has happened, and the caller tries again.
-        _log.error("%s", error)
-        return _reply(m.Refusal(error=str(error), kind="conflict"), 503)
+        return _not_now(error)
+    except OSError as error:
+        if not is_passing(error):
+            raise
+        return _not_now(error)
     return _reply(refusal, _STATUS[refusal.kind])
+
+
+def _not_now(error: Exception) -> web.Response:
+    _log.error("%s", error)
+    return _reply(m.Refusal(error=str(error), kind="conflict"), 503)
 
 
 def _reply(message: m.Message, status: int = 200) -> web.Response:

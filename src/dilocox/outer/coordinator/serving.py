@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import signal
 import socket
 import threading
@@ -25,7 +26,9 @@ from dilocox.outer.coordinator.ledger import Ledger
 from dilocox.outer.coordinator.notary import Notary
 from dilocox.outer.coordinator.server import CoordinatorServer
 from dilocox.processes import Requests
+from dilocox.storage import ROOM_PAUSE
 
+_log = logging.getLogger(__name__)
 LINGER = 2.0
 """Seconds that a coordinator stays, at most, when all ranks have said that they are done: less,
 once they have hung up."""
@@ -187,7 +190,15 @@ async def _serve(
         if requests.times > 1:
             quit_now.set()
         else:
+            stop()
+
+    def stop() -> None:
+        try:
             coordinator.departures.stop(m.StopRequest(reason="interrupted at the coordinator"))
+        except TrainingError as error:
+            _log.error("%s; the run stops then", error)
+            if not quit_now.is_set():
+                loop.call_later(ROOM_PAUSE, stop)
 
     loop = asyncio.get_running_loop()
     if threading.current_thread() is threading.main_thread():
