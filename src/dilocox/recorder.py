@@ -6,7 +6,7 @@ import contextlib
 import json
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from dilocox.errors import DifferentAnchorsError, TrainingError
 from dilocox.metrics import Metrics
 from dilocox.plain_text import plain
 from dilocox.site_reports import RESERVED, checked, settled_anchor
+from dilocox.storage import when_there_is_room
 
 Record = dict[str, Any]
 Emit = Callable[[Record], None]
@@ -25,6 +26,15 @@ CHOSEN = (
 """What of a plan may change from round to round."""
 REMEMBERED = 8
 """Rounds that a late report can still be added to."""
+WRITTEN = 1000
+"""Rounds whose reports are known to be in the file: a site's latest one is handed on again after a
+restart, however long ago it was made."""
+SUMMED = (
+    "step", "tokens", "seconds", "wait_share", "payload_bytes", "allreduce_bytes", "loss",
+    "anchor_digest", "mfu", "peak_flops", "peak_memory_bytes", "peak_reserved_bytes",
+    "allocation_retries",
+)  # fmt: skip
+"""What of a round goes into the summary."""
 
 
 def combine(reports: Mapping[str, Record], members: int = 0) -> Record:
@@ -107,8 +117,6 @@ class Recorder:
         self._config = config
         self._folder = folder
         self._emit = emit
-        earlier = _read_lines(folder / "metrics.jsonl")
-        self._metrics = Metrics(config, folder)
         self._members: dict[int, int] = {}
         """Sites of a round's plan, of the latest rounds."""
         self._odd: set[tuple[int, str]] = set()
@@ -127,10 +135,11 @@ class Recorder:
         self._sequences: dict[str, int] = {}
         self._written: set[tuple[str, int, str]] = set()
         """(kind, round, site) of the reports of this course of the run that are in the file."""
-        for record in earlier:
+        for record in _read_lines(folder / "metrics.jsonl"):
             # The file is of an earlier process, perhaps of an earlier version, and a site's word.
             with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError):
                 self._recall(record)
+        self._metrics = Metrics(config, folder)
 
     def _recall(self, record: Record) -> None:
         """Take up a line that was written before this process began."""
@@ -148,7 +157,7 @@ class Recorder:
         if kind == "round" and site:
             self._open.setdefault(round_, self._closed.pop(round_, {}))[site] = record
         elif kind == "round":
-            self._rounds[round_] = record
+            self._rounds[round_] = _summed(record)
             self._remember(round_, self._open.pop(round_, {}))
         elif kind == "flush":
             self._flush[str(site)] = record
@@ -337,12 +346,15 @@ class Recorder:
             **self._sequences,
         }
         text = json.dumps(summary, indent=2) + "\n"
-        part = self._folder / ".summary.json.part"
-        part.write_text(text, encoding="utf-8")
-        part.replace(self._folder / "summary.json")
+        when_there_is_room(lambda: self._summarise(text), "summary.json")
         self._metrics.close()
         self._emit({"kind": "summary", **summary})
         return summary
+
+    def _summarise(self, text: str) -> None:
+        part = self._folder / ".summary.json.part"
+        part.write_text(text, encoding="utf-8")
+        part.replace(self._folder / "summary.json")
 
     def _totals(self) -> dict[str, dict[str, int]]:
         """Contributions that did not count, and flags, by site: how often in the whole run."""
@@ -368,7 +380,7 @@ class Recorder:
         self._remember(number, rows)
         members = self._expected(number, rows)
         combined = {"kind": "round", **combine(rows, members)}
-        self._rounds[number] = combined
+        self._rounds[number] = _summed(combined)
         self._write(combined)
         self._name_the_odd(number, rows, members)
 
@@ -376,6 +388,9 @@ class Recorder:
         self._closed[number] = rows
         self._closed = {r: kept for r, kept in self._closed.items() if r > number - REMEMBERED}
         self._members = {r: n for r, n in self._members.items() if r > number - REMEMBERED}
+        self._odd = {each for each in self._odd if each[0] > number - REMEMBERED}
+        self._said = {each for each in self._said if each[0] > number - REMEMBERED}
+        self._written = {each for each in self._written if each[1] > number - WRITTEN}
 
     def _write(self, record: Record) -> None:
         record = {"time": round(time.time(), 3), **record}
@@ -393,15 +408,19 @@ def _over_time(rounds: Sequence[Record]) -> Record:
     return found
 
 
-def _read_lines(path: Path) -> list[Record]:
+def _summed(record: Record) -> Record:
+    """A combined round without what no summary needs: all rounds of a run are kept so."""
+    return {key: record[key] for key in SUMMED if key in record}
+
+
+def _read_lines(path: Path) -> Iterator[Record]:
     if not path.exists():
-        return []
-    records = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue  # the last line of a run that was killed while writing it
-        if isinstance(record, dict):
-            records.append(record)
-    return records
+        return
+    with path.open(encoding="utf-8", newline="\n") as file:
+        for line in file:
+            try:
+                record = json.loads(line)
+            except ValueError:
+                continue  # the last line of a run that was killed while writing it
+            if isinstance(record, dict):
+                yield record
