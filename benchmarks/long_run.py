@@ -1,0 +1,274 @@
+"""What a long run costs its coordinator: memory, disk, restart, and the reading of `verify`.
+
+The real coordinator, recorder, notary and log on disk go through the rounds of 8 sites of 8 ranks
+(2 stages x 4 shards, 4 fragments a stage: 8 exchanges and 520 signed statements a round), without
+training and without a network. All sites are played in the same process, so `seconds` and
+`memory_mb` of the rows hold their part, too. Every 50 rounds a checkpoint is written. Then, each in
+a process of its own: the coordinator is started again on what is there, and the record is read and
+judged as `dilocox verify` does before it opens payloads.
+
+`--rounds N` (200, the default of --quick is 20). A round takes some 0.4 s of one core.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import common
+
+from dilocox.config import RunConfig, resolve_run
+from dilocox.outer.coordinator import messages as m
+from dilocox.outer.coordinator.core import Coordinator
+from dilocox.outer.coordinator.identity import new_request
+from dilocox.outer.coordinator.keys import ExchangeKey
+from dilocox.outer.coordinator.refusals import Caller
+from dilocox.record import statements as s
+from dilocox.record.notary import LogNotary, commitment, contribution
+from dilocox.recorder import Recorder
+from dilocox.version import __version__
+
+RESULTS = Path(__file__).parent / "results" / "long_run-cpu.json"
+SITES = tuple("abcdefgh")
+STAGES, SHARDS, FRAGMENTS = 2, 4, 4
+PLACES = [(i, j) for i in range(STAGES) for j in range(SHARDS)]
+CHECKPOINT_EVERY = 50
+ROWS = 10
+"""Rows of the run, evenly spaced."""
+
+
+def run_config(folder: Path, rounds: int) -> RunConfig:
+    """The run, with its folder below `folder`."""
+    return resolve_run(
+        {
+            "run": {"name": "long", "folder": str(folder)},
+            "model": {"architecture": {"model_type": "qwen3"}},
+            "site": {"stages": STAGES, "shards": SHARDS, "batch_size": 8, "micro_batch_size": 1},
+            "outer": {"rounds": rounds, "inner_steps": 4, "fragments": FRAGMENTS},
+            "control": {"adapt": "off"},
+            "sites": {name: {} for name in SITES},
+        }
+    )
+
+
+def opened(config: RunConfig) -> tuple[Coordinator, LogNotary, Recorder]:
+    """The coordinator as `dilocox coordinator` opens it."""
+    config.folder.mkdir(parents=True, exist_ok=True)
+    folder = config.folder / "coordinator"
+    recorder = Recorder(config, config.folder, lambda record: None)
+    notary = LogNotary.open(config, folder, recorder.message)
+    core = Coordinator(
+        config,
+        folder,
+        on_report=recorder.report,
+        on_message=recorder.happened,
+        on_plan=lambda plan: recorder.plan(plan.model_dump(mode="json")),
+        notary=notary,
+        now=lambda: 0.0,
+    )
+    return core, notary, recorder
+
+
+class Sites:
+    """Plays all ranks against a coordinator, call by call."""
+
+    def __init__(self, core: Coordinator, run: str) -> None:
+        self.core, self.run = core, run
+        self.signers = {n: s.Signer.from_hex(f"{i:02x}" * 32) for i, n in enumerate(SITES, 1)}
+        self.ranks = {
+            site: [
+                m.Rank(site=site, stage=i, shard=j) for i in range(STAGES) for j in range(SHARDS)
+            ]
+            for site in SITES
+        }
+
+    def start(self) -> None:
+        """All enrol and are ready."""
+        versions = m.Versions(dilocox=__version__, torch="2.13.0", python="3.12.1")
+        _, csr = new_request("anyone")
+        for site in SITES:
+            self.core.enrol(
+                m.EnrolRequest(
+                    site=site, token=str(self.core.authority.token),
+                    run_digest=self.core.config.digest(), versions=versions, stages=STAGES,
+                    shards=SHARDS, csr=csr, record_key=self.signers[site].public,
+                )
+            )  # fmt: skip
+        for rank in (rank for ranks in self.ranks.values() for rank in ranks):
+            self.core.ready(m.ReadyRequest(rank=rank))
+
+    def round(self, number: int) -> None:
+        """One round: its plan, exchanges, reports, and perhaps a checkpoint."""
+        plan = self.core.plan(number, Caller(SITES[0], 1)).plan
+        assert plan is not None, number
+        keys = [
+            ExchangeKey.outer(number, i, f) for i in range(STAGES) for f in range(plan.fragments)
+        ]
+        for key in keys:
+            self.exchange(key)
+        for site in SITES:
+            for rank in self.ranks[site]:
+                self.core.round_done(m.RoundDoneRequest(rank=rank, round=number))
+            self.core.report(m.ReportRequest(rank=self.ranks[site][0], round=number,
+                                             metrics=metrics(number)))  # fmt: skip
+        if number % CHECKPOINT_EVERY == CHECKPOINT_EVERY - 1:
+            for rank in (rank for ranks in self.ranks.values() for rank in ranks):
+                said = m.CheckpointRequest(
+                    rank=rank, tick=plan.first_tick + 2, round=number, slot=2,
+                    digests={"files.json": "0" * 64},
+                )  # fmt: skip
+                self.core.saves.wrote(said)
+        self.core.expire()
+
+    def exchange(self, key: ExchangeKey) -> None:
+        """All ranks of a stage commit, and vote."""
+        ranks = [r for ranks in self.ranks.values() for r in ranks if r.stage == key.stage]
+        digests = {
+            (r.site, r.shard): hashlib.sha256(f"{key.text} {r.site} {r.shard}".encode()).hexdigest()
+            for r in ranks
+        }
+        for rank in ranks:
+            digest = digests[rank.site, rank.shard]
+            text = self.signers[rank.site].sign(commitment(self.run, rank, key, digest, digest))
+            self.core.begin(m.BeginRequest(key=key.text, rank=rank, commitment=text))
+        for rank in ranks:
+            digest = digests[rank.site, rank.shard]
+            signed = self.signers[rank.site].sign(contribution(self.run, rank, key, 1, digest))
+            self.core.vote(
+                m.VoteRequest(
+                    key=key.text, rank=rank, attempt=1, wait=0.0, held=list(SITES),
+                    digests={rank.site: digest}, statement=signed,
+                    opinions={n: m.Opinion(norm=1000, cosine=500) for n in SITES},
+                )
+            )  # fmt: skip
+
+
+def metrics(number: int) -> dict[str, Any]:
+    """What a site reports of a round."""
+    return {
+        "step": 4 * number + 4, "tokens": 16384, "seconds": 1.5, "tokens_per_second": 10922.7,
+        "wait_share": 0.01, "payload_bytes": 10**6, "allreduce_bytes": 10**8,
+        "ratio_per_transfer": 100.0, "members": len(SITES), "loss": 3.5,
+        "anchor_digest": hashlib.sha256(str(number).encode()).hexdigest(),
+        "waited_for": {}, "peak_memory_bytes": 10**9,
+    }  # fmt: skip
+
+
+def memory_mb() -> float:
+    """Resident memory of this process now."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
+
+
+def disk_mb(folder: Path) -> dict[str, float]:
+    """What is on the disk, by its kind."""
+    sizes = {"log_mb": 0.0, "events_mb": 0.0, "metrics_mb": 0.0}
+    for name, key in (
+        ("record/statements.jsonl", "log_mb"),
+        ("coordinator/coordinator.sqlite", "events_mb"),
+        ("metrics.jsonl", "metrics_mb"),
+    ):
+        path = folder / name
+        sizes[key] = round(path.stat().st_size / 1e6, 2) if path.exists() else 0.0
+    return sizes
+
+
+def drive(config: RunConfig, rounds: int) -> list[common.Row]:
+    """Go through the rounds; a row per tenth of them."""
+    core, notary, _ = opened(config)
+    sites, rows, began = Sites(core, notary.run), [], time.perf_counter()
+    sites.start()
+    every = max(1, rounds // ROWS)
+    for number in range(rounds):
+        sites.round(number)
+        if (number + 1) % every == 0:
+            rows.append(
+                {
+                    "case": "run", "rounds": number + 1,
+                    "seconds": round(time.perf_counter() - began, 1),
+                    "memory_mb": round(memory_mb(), 1), **disk_mb(config.folder),
+                }
+            )  # fmt: skip
+            print(json.dumps(rows[-1]), flush=True)
+    # As if it was killed: what is restarted has no clean end.
+    return rows
+
+
+def restarted(config: RunConfig) -> common.Row:
+    """Start the coordinator on what is there."""
+    before, began = memory_mb(), time.perf_counter()
+    core, notary, _ = opened(config)
+    seconds = time.perf_counter() - began
+    row = {
+        "case": "restart", "rounds": core.state.next_round, "seconds": round(seconds, 2),
+        "memory_mb": round(memory_mb(), 1), "peak_memory_mb": peak_mb(),
+        "memory_before_mb": round(before, 1),
+    }  # fmt: skip
+    notary.close()
+    core.close()
+    return row
+
+
+def verified(config: RunConfig) -> common.Row:
+    """Read and judge the record, all but what needs payloads."""
+    from dilocox.record.verify import Places, verify
+
+    began = time.perf_counter()
+    report = verify(Places(config.folder), lambda what, share: None)
+    seconds = time.perf_counter() - began
+    verdicts = {each.claim.name: each.verdict for each in report.findings}
+    return {
+        "case": "verify", "statements": report.statements, "seconds": round(seconds, 2),
+        "statements_per_second": round(report.statements / seconds),
+        "peak_memory_mb": peak_mb(), "log": verdicts["log"], "signatures": verdicts["signatures"],
+    }  # fmt: skip
+
+
+def peak_mb() -> float:
+    """The most resident memory that this process and its children have had."""
+    kinds = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+    return round(sum(resource.getrusage(kind).ru_maxrss for kind in kinds) * 1024 / 1e6, 1)
+
+
+def main() -> int:
+    """Run and print."""
+    parser = common.parser(__doc__ or "")
+    parser.add_argument("--rounds", type=int, metavar="N")
+    parser.add_argument("--folder", type=Path, metavar="FOLDER", help="keep the run there")
+    parser.add_argument("--part", choices=("restart", "verify"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    rounds = options.rounds or (20 if options.quick else 200)
+    if options.part:
+        config = run_config(options.folder, rounds)
+        row = restarted(config) if options.part == "restart" else verified(config)
+        print(json.dumps(row))
+        return 0
+    on = common.machine()
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = options.folder or Path(temporary) / "run"
+        rows = drive(run_config(folder, rounds), rounds)
+        for part in ("restart", "verify"):
+            command = [sys.executable, __file__, "--part", part, "--folder", str(folder)]
+            said = subprocess.run(
+                [*command, "--rounds", str(rounds)], check=True, capture_output=True, text=True
+            )
+            rows.append(json.loads(said.stdout.splitlines()[-1]))
+            print(json.dumps(rows[-1]), flush=True)
+    if options.json:
+        settings = {"sites": len(SITES), "stages": STAGES, "shards": SHARDS,
+                    "fragments": FRAGMENTS, "checkpoint_every": CHECKPOINT_EVERY}  # fmt: skip
+        common.write_json(options.json, "long_run", on, settings, rows)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
