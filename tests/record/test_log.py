@@ -13,8 +13,10 @@ from dilocox.record.log import (
     ENTRIES,
     LogContent,
     LogWriter,
+    as_signed,
     check_grown,
     check_log,
+    open_log,
     read_log,
 )
 from dilocox.record.note import NoteKey, sign_note
@@ -135,3 +137,15 @@ def test_a_missing_file_is_named(tmp_path: Path, name: str) -> None:
     if name == ENTRIES:
         with pytest.raises(RecordError, match="put it back"):
             LogWriter(tmp_path, NAME, KEY)
+
+
+def test_a_log_that_is_changed_while_it_is_read(tmp_path: Path) -> None:
+    """Its entries are read twice from the disk: what is judged is what was signed."""
+    written(tmp_path, "one", "two")
+    content = open_log(tmp_path)
+    assert content.entries == read_log(tmp_path).entries
+    check_log(content, PUBLIC)
+    assert list(as_signed(content, PUBLIC)) == ["one", "two"]
+    (tmp_path / ENTRIES).write_text("one\nowt\n")
+    with pytest.raises(RecordError, match="was changed while it was read"):
+        list(as_signed(content, PUBLIC))

@@ -14,7 +14,7 @@ from dilocox.data.folder import folder_of_run
 from dilocox.data.seen import Seen, seen_documents
 from dilocox.errors import DataError, RecordError
 from dilocox.record.course import read_course
-from dilocox.record.log import ENTRIES, check_log, read_log
+from dilocox.record.log import ENTRIES, check_log, open_log
 from dilocox.record.note import NoteKey
 
 SHARED = "shared"
@@ -126,7 +126,7 @@ def from_ledger(ledger: Mapping[str, Any], rounds: int | None) -> list[Consumed]
 
 def _steps(folder: Path) -> list[Mapping[str, Any]]:
     """The outer steps that count, every signature checked."""
-    content = read_log(folder / "record")
+    content = open_log(folder / "record")
     key = NoteKey.parse(content.public)
     check_log(content, key)
     steps = [step.said for step in read_course(content.entries, key).steps.values()]

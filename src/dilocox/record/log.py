@@ -12,7 +12,7 @@ import contextlib
 import os
 import secrets
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -21,6 +21,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from dilocox.append_file import AppendFile
 from dilocox.errors import RecordError
+from dilocox.record.entries import FileEntries
 from dilocox.record.merkle import EMPTY, Frontier, leaf_hash
 from dilocox.record.note import LogCheckpoint, NoteKey, open_note, sign_note
 from dilocox.storage import sync_folder, unsafe_reason
@@ -32,7 +33,7 @@ ENTRIES, CHECKPOINT, PUBLIC = "statements.jsonl", "checkpoint", "log.pub"
 class LogContent:
     """What a log's folder holds. Nothing of it is checked but its form."""
 
-    entries: list[str]
+    entries: Sequence[str]
     note: str
     """The signed checkpoint."""
     public: str
@@ -144,6 +145,12 @@ def read_log(folder: Path, whole: bool = True) -> LogContent:
     return LogContent(lines, texts[CHECKPOINT], texts[PUBLIC].strip())
 
 
+def open_log(folder: Path) -> LogContent:
+    """As `read_log`, with entries that are read from the disk when somebody goes through them."""
+    note, public = read_text(folder / CHECKPOINT), read_text(folder / PUBLIC)
+    return LogContent(FileEntries(folder / ENTRIES), note, public.strip())
+
+
 def read_covered(folder: Path, key: NoteKey) -> LogContent:
     """The part of a log that is being written which its newest checkpoint covers.
 
@@ -189,6 +196,20 @@ def check_log(content: LogContent, key: NoteKey) -> LogCheckpoint:
     return checkpoint
 
 
+def as_signed(content: LogContent, key: NoteKey) -> Iterator[str]:
+    """The entries of a log that `check_log` has found to be what `key` has signed.
+
+    They are hashed once more as they are read: what is judged is what was signed. Raises
+    `RecordError` after the last one if the log was changed meanwhile.
+    """
+    tree = Frontier()
+    for entry in content.entries:
+        tree.append(leaf_hash(entry.encode()))
+        yield entry
+    if tree.root != LogCheckpoint.parse(open_note(content.note, key)).root:
+        raise RecordError("the log was changed while it was read")
+
+
 def check_grown(content: LogContent, key: NoteKey, seen: str) -> LogCheckpoint:
     """The checkpoint in the note `seen`, kept from an earlier look, of which this log is a
     continuation.
@@ -209,7 +230,7 @@ def check_grown(content: LogContent, key: NoteKey, seen: str) -> LogCheckpoint:
     return earlier
 
 
-def _leaves(entries: list[str]) -> Iterator[bytes]:
+def _leaves(entries: Iterable[str]) -> Iterator[bytes]:
     return (leaf_hash(entry.encode()) for entry in entries)
 
 

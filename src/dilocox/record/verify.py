@@ -23,7 +23,7 @@ from dilocox.record.course import Course, read_course
 from dilocox.record.files import check_other_files, check_plain_files, published_files
 from dilocox.record.further import further
 from dilocox.record.gaps import broken_commitments, gaps
-from dilocox.record.log import LogContent, check_grown, check_log, read_log
+from dilocox.record.log import LogContent, as_signed, check_grown, check_log, open_log
 from dilocox.record.notary import code_digest
 from dilocox.record.note import NoteKey
 from dilocox.record.released import check_release, is_released
@@ -89,7 +89,7 @@ class Report:
 
 def verify(places: Places, progress: Progress) -> Report:
     """Judge every claim. Raises `RecordError` where there is no record to judge."""
-    return _Verification(places, read_log(places.run / "record"), progress).report()
+    return _Verification(places, open_log(places.run / "record"), progress).report()
 
 
 @dataclass
@@ -185,7 +185,8 @@ class _Verification:
     def signatures(self) -> str:
         """Every statement is signed by whom it must be."""
         self._need_log()
-        self.course = read_course(self.content.entries, NoteKey.parse(self.content.public))
+        key = NoteKey.parse(self.content.public)
+        self.course = read_course(as_signed(self.content, key), key)
         return told_signers(self.course)
 
     def _need_log(self) -> None:
