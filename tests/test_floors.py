@@ -42,6 +42,7 @@ FLOORS = (
         "processes",
         "launcher_env",
         "join_token",
+        "own_code",
         "versions",
         "wireguard",
     },

@@ -1,65 +1,178 @@
-"""Code of a site's own is written into the agreed run file, by `dilocox.train` itself."""
+"""Functions of a user's own: their digest, who is refused, and what a callback may end."""
 
 from __future__ import annotations
 
+import functools
+import importlib
+import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+import dilocox
 from dilocox import launch
-from dilocox.api import train
-from dilocox.assembly import Hooks
-from dilocox.config import RunConfig, load_written
-from tests.test_preflight import config
+from dilocox.assembly import Hooks, validation_batches
+from dilocox.config import RunConfig, resolve_run
+from dilocox.errors import ConfigError
+from dilocox.own_code import ENDED, ZERO, check_code, code_digest, evaluated
+from tests.e2e import own_functions
+
+MODULE = """\
+def loss(logits, labels):
+    return (logits ** 2).mean()  # VERSION
+
+class Schedule:
+    def __call__(self, step, steps):
+        return 1e-3
+"""
 
 
 @pytest.fixture
-def begun(monkeypatch: pytest.MonkeyPatch) -> list[RunConfig]:
-    """Run files of the runs that were to be trained."""
-    found: list[RunConfig] = []
-
-    def train_here(config: RunConfig, hooks: Hooks, **more: Any) -> None:
-        found.append(config)
-        config.folder.mkdir(parents=True, exist_ok=True)
-        if not more["resume"]:
-            (config.folder / "run.toml").write_text(config.to_toml(), encoding="utf-8")
-
-    monkeypatch.setattr(launch, "train_here", train_here)
-    return found
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A module of a user's, in a folder of its own."""
+    (tmp_path / "their_functions.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "their_functions", raising=False)
+    return importlib.import_module("their_functions")
 
 
-def own(logits: Any, labels: Any) -> Any:
-    """A loss."""
+def a_run(code: str = "", **inner: Any) -> RunConfig:
+    return resolve_run(
+        {
+            "run": {"code": code},
+            "model": {"architecture": {"model_type": "qwen3"}},
+            "inner": inner,
+            "data": {"sequence_length": 32, "validation_sequences": 10},
+            "site": {"batch_size": 4, "micro_batch_size": 2},
+            "sites": {"paris": {}, "lyon": {}},
+        }
+    )
 
 
-def allowed(config: RunConfig) -> set[bool]:
-    return {site.own_code for site in config.sites.values()}
+def test_the_digest_is_of_use_name_and_source(module: Any, tmp_path: Path) -> None:
+    digest = code_digest({"loss": module.loss, "dataset": None})
+    assert len(digest) == 64
+    assert digest == code_digest({"loss": functools.partial(module.loss)})
+    assert digest != code_digest({"validation": module.loss})
+    assert digest != code_digest({"loss": module.Schedule()})
+    source = tmp_path / "their_functions.py"
+    source.write_bytes(source.read_bytes().replace(b"\n", b"\r\n"))
+    assert digest == code_digest({"loss": module.loss}), "line ends are no difference"
+    source.write_text(MODULE.replace("VERSION", "another"))
+    assert digest != code_digest({"loss": module.loss})
+    assert code_digest({}) == ""
 
 
-def test_own_code_is_in_the_run_file(tmp_path: Path, begun: list[RunConfig]) -> None:
-    run = config(tmp_path, "run")
-    train(run)
-    train(run, on_evaluation=lambda round_, loss: None)
-    assert [allowed(each) for each in begun] == [{False}, {False}]
-    assert begun[0] == run
-    for more in ({"loss": own}, {"dataset": own}):
-        train(run, **more)  # type: ignore[arg-type]
-        assert allowed(begun[-1]) == {True}
-        assert allowed(load_written(run.folder / "run.toml")) == {True}
-    assert begun[-1].digest() != run.digest(), "the sites agree on it"
+def test_code_that_was_typed_in_has_no_source() -> None:
+    typed: dict[str, Any] = {"__name__": "nowhere"}
+    exec("def loss(a, b): return a", typed)
+    with pytest.raises(ConfigError, match="loss: its code has no source file; define it at"):
+        code_digest({"loss": typed["loss"]})
 
 
-def test_a_run_goes_on_with_the_permissions_that_it_was_begun_with(
-    tmp_path: Path, begun: list[RunConfig]
-) -> None:
-    run = config(tmp_path, "run")
-    train(run, loss=own)
-    train(run, loss=own, resume=True)
-    train(run, resume=True)
-    assert [allowed(each) for each in begun] == [{True}] * 3
-    assert len({each.digest() for each in begun}) == 1, "a resumed run has the same run file"
-    # Of an earlier version, which had no such key, or with own code only from here on.
-    train(run)
-    train(run, loss=own, resume=True)
-    assert allowed(begun[-1]) == {False}
+def test_all_sites_bring_what_was_agreed_on(module: Any) -> None:
+    own = {"loss": module.loss}
+    digest = code_digest(own)
+    check_code(digest, own, required=True)
+    check_code("", {}, required=True)
+    # All sites of `train` have the same process to come from.
+    check_code("", own, required=False)
+    with pytest.raises(ConfigError, match=f'brings loss; set it .* code = "{digest}" in '):
+        check_code("", own, required=True)
+    with pytest.raises(ConfigError, match=r"the code of loss here is .*; copy the same modules"):
+        check_code("0" * 64, own, required=True)
+    for required in (True, False):
+        with pytest.raises(ConfigError, match="trains by functions of its own; start it from"):
+            check_code(digest, {}, required=required)
+
+
+def test_the_agreed_code_is_part_of_the_run() -> None:
+    assert a_run("0" * 64).digest() != a_run("1" * 64).digest() != a_run().digest()
+    with pytest.raises(ConfigError, match=r"run\.code"):
+        a_run("not a digest")
+
+
+def test_an_optimizer_goes_with_a_run_file_that_expects_no_moments() -> None:
+    hooks = Hooks(optimizer=own_functions.optimizer)
+    with pytest.raises(ConfigError, match=r'set inner\.optimizer = "sgd" in the run file'):
+        hooks.check(a_run(), required=False)
+    hooks.check(a_run(optimizer="sgd"), required=False)
+    assert hooks.replaced == ["optimizer"]
+
+
+def test_a_join_from_python_takes_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(launch, "join", lambda config, **more: given.update(more) or 130)
+    (tmp_path / "token").write_text("a-token\n")
+    code = dilocox.join(
+        a_run(), site="lyon", address="203.0.113.7:29400", token_file=tmp_path / "token",
+        on_evaluation=own_functions.on_evaluation, **own_functions.FUNCTIONS,
+    )  # fmt: skip
+    assert code == 130
+    hooks = given.pop("hooks")
+    assert hooks.functions == own_functions.FUNCTIONS
+    assert hooks.on_evaluation is own_functions.on_evaluation
+    assert given == {
+        "site": "lyon", "address": "203.0.113.7:29400", "token": "a-token", "debug": False,
+        "trace": False,
+    }  # fmt: skip
+
+
+def test_a_join_is_refused_before_anything_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    hooks = Hooks(loss=own_functions.loss)
+    monkeypatch.setattr(launch, "check_driver", lambda _: None)
+    with pytest.raises(ConfigError, match="this site brings loss; set it in the run file"):
+        launch.join(
+            a_run(), site="lyon", address="localhost:1", token="t", debug=False, hooks=hooks
+        )
+
+
+class Client:
+    def __init__(self) -> None:
+        self.reports: list[tuple[str, dict[str, Any]]] = []
+        self.stopped: list[str] = []
+
+    def report(self, round_: int, metrics: Any, kind: Any = "round") -> None:
+        self.reports.append((kind, metrics))
+
+    def stop(self, reason: str) -> int:
+        self.stopped.append(reason)
+        return 0
+
+
+def test_a_callback_may_stop_the_run_and_only_by_true() -> None:
+    client = Client()
+    for answer in (None, False, 1, "yes"):
+        evaluated(client, lambda *_, answer=answer: answer, 3, 2.5)
+    assert client.stopped == []
+    evaluated(client, lambda round_, loss: loss < 3.0, 4, 2.5)
+    evaluated(client, lambda *_: True, -1, 6.0)
+    assert client.stopped == [f"{ENDED} after round 4", f"{ENDED} before the first round"]
+    # The last evaluation of a run that is through: there is nothing left to stop.
+    evaluated(client, lambda *_: True, 9, 2.0, ends=True)
+    assert len(client.stopped) == 2
+    assert client.reports[0] == ("evaluation", {"val_loss": 2.5, "after_round": 3})
+    assert client.reports[5][0] == "first_evaluation"
+
+
+def test_a_loss_of_nothing_is_said() -> None:
+    client = Client()
+    evaluated(client, None, 0, 0.0)
+    evaluated(client, None, 1, 1e-9)
+    assert [each for each in client.reports if each[0] == "warning"] == [
+        ("warning", {"text": ZERO})
+    ]
+
+
+def test_own_sequences_are_evaluated() -> None:
+    config = a_run()
+    batches = validation_batches(config, None, 0, own_functions.validation)  # type: ignore[arg-type]
+    assert [tuple(inputs.shape) for inputs, _ in batches] == [(2, 32)] * 5
+    expected = own_functions.validation(0, 10)
+    assert batches[0][0].tolist() == expected[:2, :-1].tolist()
+    assert batches[0][1].tolist() == expected[:2, 1:].tolist()
+    for wrong in (np.zeros((3, 32)), np.zeros(33), np.zeros((0, 33))):
+        with pytest.raises(ConfigError, match=r"validation: gave an array of shape"):
+            validation_batches(config, None, 0, lambda *_, wrong=wrong: wrong)  # type: ignore[arg-type]

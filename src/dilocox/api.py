@@ -4,24 +4,31 @@ import dilocox
 run = dilocox.load_run("run.toml", ["outer.rounds=20"])
 result = dilocox.train(run, on_evaluation=lambda round_, loss: print(round_, loss))
 dilocox.export(result.folder, "my-model")
+
+`join` takes part in a run over a network as one site, with the same functions.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from dilocox.config import RunConfig, load_run, load_written, resolve_run
+from dilocox.join_token import read_token
 from dilocox.model_files import export, generate, model_folder
 
 if TYPE_CHECKING:
-    from dilocox.assembly import Dataset, Loss
+    from dilocox.assembly import Dataset, Hooks, Loss
     from dilocox.launch import Result
+    from dilocox.site.own_optimizer import OptimizerFactory
 
 __all__ = [
     "RunConfig",
+    "code_digest",
     "export",
     "generate",
+    "join",
     "load_run",
     "model_folder",
     "resolve_run",
@@ -34,7 +41,10 @@ def train(
     *,
     dataset: Dataset | None = None,
     loss: Loss | None = None,
-    on_evaluation: Callable[[int, float], None] | None = None,
+    validation: Dataset | None = None,
+    optimizer: OptimizerFactory | None = None,
+    schedule: Callable[[int, int], float] | None = None,
+    on_evaluation: Callable[[int, float], object] | None = None,
     resume: bool = False,
     overwrite: bool = False,
     debug: bool = False,
@@ -42,22 +52,109 @@ def train(
 ) -> Result:
     """Train a run with all of its sites as processes on this machine.
 
-    `dataset(start, count)` gives sequences `start` up to `start + count` as int64
-    [count, sequence_length + 1], a pure function that is the same at every site; without it the
-    token files of `[data]` are read (they are prepared in any case: tokenizer and held-out text
-    come from them). `loss(logits [b, L, V], labels int64 [b, L])` is a mean over the micro-batch.
-    `on_evaluation(round, held-out loss)` is called in the process of the first rank of the first
-    site. Functions run in the ranks' processes. `trace` writes what every rank does when to
-    `trace.json` in the run folder, a Chrome trace. Returns a `Result`; raises `DilocoxError`.
+    Functions run in the ranks' processes, and what they print goes to `logs/` in the run folder,
+    one file per rank.
+
+    Args:
+        dataset: `dataset(start, count)` gives sequences `start` up to `start + count` as int64
+            [count, sequence_length + 1], a pure function that is the same at every site. Without
+            it the token files of `[data]` are read; they are prepared in any case, since tokenizer
+            and held-out text come from them.
+        loss: `loss(logits [b, L, V], labels int64 [b, L])` is a mean over the micro-batch.
+        validation: like `dataset`, asked once for sequences from 0 on: what evaluations read,
+            instead of the held-out text. A loss for sequences of a form of their own needs it.
+        optimizer: `optimizer(parameters)` makes a `torch.optim.Optimizer` of a rank's tensors by
+            full name (fp32, this shard's rows). The run file needs `inner.optimizer = "sgd"`.
+        schedule: `schedule(step, steps)` is the learning rate of an inner step, counted from 0, in
+            a run of so many. Groups of an own optimizer keep their ratio of rates.
+        on_evaluation: called with (round, held-out loss) in the process of the first rank of the
+            first site. If it returns True, the run stops with a checkpoint at a slot end, and
+            publishes its anchor as `model/`; the result is `stopped`, and `resume` goes on.
+        trace: write what every rank does when to `trace.json` in the run folder, a Chrome trace.
+
+    Returns a `Result`; raises `DilocoxError`.
     """
     # Imported here: torch costs seconds, which loading a run file or showing help need not wait.
-    from dilocox.assembly import Hooks
     from dilocox.launch import train_here
-    from dilocox.site import mean_cross_entropy
 
-    hooks = Hooks(dataset, loss or mean_cross_entropy, on_evaluation)
+    hooks = _hooks(dataset, loss, validation, optimizer, schedule, on_evaluation)
     config = _with_permission(config, bool(hooks.replaced), resume)
     return train_here(config, hooks, resume=resume, overwrite=overwrite, debug=debug, trace=trace)
+
+
+def join(
+    config: RunConfig,
+    *,
+    site: str,
+    address: str,
+    token_file: str | Path | None = None,
+    dataset: Dataset | None = None,
+    loss: Loss | None = None,
+    validation: Dataset | None = None,
+    optimizer: OptimizerFactory | None = None,
+    schedule: Callable[[int, int], float] | None = None,
+    on_evaluation: Callable[[int, float], object] | None = None,
+    debug: bool = False,
+    trace: bool = False,
+) -> int:
+    """Take part in a run over a network as `site`, as the command `dilocox join` does.
+
+    The functions are those of `train`. All sites have to bring the same: the SHA-256 of their code
+    (`code_digest`) stands in the run file of the coordinator and of all sites as `run.code`, and a
+    site that brings others, or none, is refused. `on_evaluation` is no part of it; it is called at
+    the site that evaluates, the first of the run.
+
+    Args:
+        address: HOST:PORT of the coordinator.
+        token_file: file with the join token; without it the variable DILOCOX_TOKEN, or a prompt.
+        trace: write this site's timeline to `trace-SITE.json` in its run folder.
+
+    Returns 0 when the run is done, 130 if this site was asked to go, and 1 if it failed; the line
+    that says why is on standard error. Raises `DilocoxError` before the first start.
+    """
+    from dilocox import launch
+
+    hooks = _hooks(dataset, loss, validation, optimizer, schedule, on_evaluation)
+    token = read_token(None if token_file is None else Path(token_file))
+    return launch.join(
+        config, site=site, address=address, token=token, debug=debug, trace=trace, hooks=hooks
+    )
+
+
+def code_digest(
+    *,
+    dataset: Dataset | None = None,
+    loss: Loss | None = None,
+    validation: Dataset | None = None,
+    optimizer: OptimizerFactory | None = None,
+    schedule: Callable[[int, int], float] | None = None,
+) -> str:
+    """What `run.code` has to be for these functions: SHA-256, hex, over the source of their
+    modules.
+
+    Modules that these import, and values that closures hold, are not part of it. Raises
+    `ConfigError` for a function without a source file.
+    """
+    from dilocox import own_code
+
+    hooks = _hooks(dataset, loss, validation, optimizer, schedule, None)
+    return own_code.code_digest(hooks.functions)
+
+
+def _hooks(
+    dataset: Dataset | None,
+    loss: Loss | None,
+    validation: Dataset | None,
+    optimizer: OptimizerFactory | None,
+    schedule: Callable[[int, int], float] | None,
+    on_evaluation: Callable[[int, float], Any] | None,
+) -> Hooks:
+    from dilocox.assembly import Hooks
+    from dilocox.site import mean_cross_entropy
+
+    return Hooks(
+        dataset, loss or mean_cross_entropy, on_evaluation, validation, optimizer, schedule
+    )
 
 
 def _with_permission(config: RunConfig, replaced: bool, resume: bool) -> RunConfig:

@@ -35,6 +35,7 @@ from dilocox.outer.layout import Layout, split_pieces
 from dilocox.outer.loop import Admission
 from dilocox.outer.optimizer import MOMENTUM_DTYPES
 from dilocox.outer.state import PieceState
+from dilocox.own_code import check_code
 from dilocox.site import (
     SiteMesh,
     SiteModel,
@@ -53,6 +54,8 @@ from dilocox.site import (
     use_expandable_segments,
 )
 from dilocox.site.affinity import stay_near
+from dilocox.site.own_optimizer import OptimizerFactory
+from dilocox.site.rates import learning_rate
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """(logits [b, L, V], labels int64 [b, L]) -> scalar mean."""
@@ -65,14 +68,55 @@ class Hooks:
     dataset: Dataset | None = None
     """Instead of the token files; must give the same tokens at every site."""
     loss: Loss = mean_cross_entropy
-    on_evaluation: Callable[[int, float], None] | None = None
-    """Called on the first rank of the first site with (round, held-out loss)."""
+    on_evaluation: Callable[[int, float], object] | None = None
+    """Called on the first rank of the first site with (round, held-out loss). True stops the run
+    with a checkpoint and publishes its anchor."""
+    validation: Dataset | None = None
+    """Sequences of evaluations, instead of the token files' held-out text."""
+    optimizer: OptimizerFactory | None = None
+    """Instead of `inner.optimizer`."""
+    schedule: Callable[[int, int], float] | None = None
+    """(inner step from 0, inner steps of the run) -> learning rate, instead of `inner.schedule`."""
+
+    @property
+    def functions(self) -> dict[str, Callable[..., Any]]:
+        """What the model's training and evaluation are computed by that is not dilocox's own."""
+        found = {
+            "dataset": self.dataset,
+            "loss": None if self.loss is mean_cross_entropy else self.loss,
+            "optimizer": self.optimizer,
+            "schedule": self.schedule,
+            "validation": self.validation,
+        }
+        return {name: each for name, each in found.items() if each is not None}
 
     @property
     def replaced(self) -> list[str]:
-        """What of dilocox's own steps is computed by other code: `dataset`, `loss`."""
-        own = {"dataset": self.dataset is None, "loss": self.loss is mean_cross_entropy}
-        return [name for name, same in own.items() if not same]
+        """What of dilocox's own inner steps is computed by other code: `dataset`, `loss` ..."""
+        return [name for name in self.functions if name != "validation"]
+
+    def check(self, config: RunConfig, *, required: bool) -> None:
+        """Raise `ConfigError` for functions that the run cannot take, or that are not the agreed
+        ones (see `own_code.check_code`)."""
+        check_code(config.run.code, self.functions, required=required)
+        if self.optimizer is None:
+            return
+        if config.inner.optimizer != "sgd":
+            raise ConfigError(
+                'optimizer: set inner.optimizer = "sgd" in the run file, so that no exchange and '
+                "no estimate of memory counts on AdamW's moments"
+            )
+        if config.site.replicas > 1:
+            raise ConfigError(
+                "optimizer: replicas move the moments of dilocox's own optimizers only; set "
+                "site.replicas = 1, and more shards"
+            )
+
+    def learning_rate(self, step: int, config: RunConfig) -> float:
+        """Of inner step `step` of the run, counted from 0."""
+        if self.schedule is not None:
+            return float(self.schedule(step, config.total_steps))
+        return learning_rate(step, config.total_steps, config.inner)
 
 
 @dataclass(frozen=True)
@@ -236,6 +280,7 @@ def build_rank(
         precision=resolve_precision(config.site, device),
         tied=blueprint.tied,
         loss=hooks.loss,
+        optimizer=hooks.optimizer,
         compile_layers=config.model.compile,
         whole_gradients=_sums_whole_gradients(config, blueprint, mesh),
     )
@@ -320,15 +365,25 @@ def build_states(config: RunConfig, rank: Rank) -> list[PieceState]:
 
 
 def validation_batches(
-    config: RunConfig, files: TokenFiles, shard: int
+    config: RunConfig, files: TokenFiles, shard: int, own: Dataset | None = None
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Held-out batches for this shard, each of whole micro-batches.
 
-    A last batch that would not be whole is left out; raises nothing, but at least one batch is
-    given by repeating sequences where the held-out text is very small.
+    A last batch that would not be whole is left out; at least one batch is given by repeating
+    sequences where the held-out text is very small. `own`: a user's sequences, instead of the held-
+    out text; raises `ConfigError` if they have another shape.
     """
-    group = _whole_group(config)
-    sequences = held_out(files, config.data.sequence_length, config.data.validation_sequences)
+    group, length = _whole_group(config), config.data.sequence_length
+    if own is None:
+        sequences = held_out(files, length, config.data.validation_sequences)
+    else:
+        sequences = np.asarray(own(0, config.data.validation_sequences))
+        if sequences.ndim != 2 or sequences.shape[1] != length + 1 or not len(sequences):
+            raise ConfigError(
+                f"validation: gave an array of shape {sequences.shape}, not [sequences, "
+                f"{length + 1}] (data.sequence_length + 1)"
+            )
+        sequences = sequences.astype(np.int64, copy=False)
     if len(sequences) < group:
         sequences = np.resize(sequences, (group, sequences.shape[1]))
     return [

@@ -55,6 +55,10 @@ class RunSection(Section):
     folder: str = "runs/{name}"
     """Where the run is written; `{name}` is replaced."""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    code: Annotated[str, Field(pattern=r"^([0-9a-f]{64})?$")] = ""
+    """SHA-256 over the source of functions that replace parts of the training (`dilocox.join`,
+    `dilocox.train`): all sites must bring the same. The refusal of a site that brings functions
+    without it says what to write here."""
 
 
 class ModelSection(Section):

@@ -148,6 +148,7 @@ def train_here(
     """
     check_versions()
     check_driver(config)
+    hooks.check(config, required=False)
     stay_forkable(config.site.device)
     display = Display(config)
     folder = config.folder
@@ -427,7 +428,11 @@ def _tell_bad_fork() -> None:
 
 
 def _check_site(
-    config: RunConfig, site: str, display: Display | None, ranks_here: int | None = None
+    config: RunConfig,
+    site: str,
+    display: Display | None,
+    hooks: Hooks,
+    ranks_here: int | None = None,
 ) -> None:
     """Refuse what cannot run at `site`, and have its weights and token files here.
 
@@ -436,7 +441,7 @@ def _check_site(
     # The coordinator compares their digest with that of the token files that the run began with.
     files = have_files(config, display, begun=True)
     preflight.check_run(config, files.vocabulary_size, sites_here=1, ranks_here=ranks_here)
-    preflight.check_data(config, files, [site])
+    preflight.check_data(config, files, [site], hooks.dataset is not None)
 
 
 def join(
@@ -448,18 +453,22 @@ def join(
     debug: bool,
     trace: bool = False,
     key_file: Path | None = None,
+    hooks: Hooks | None = None,
 ) -> int:
     """`dilocox join`: take part in a run as `site`; exit code.
 
     Under torchrun or Slurm this process is one rank of the site; else it starts all of them.
     `trace`: as for `train_here`, of this site alone and as `trace-SITE.json`. `key_file`: where the
-    site keeps its key, if not in its run folder.
+    site keeps its key, if not in its run folder. `hooks`: functions in place of dilocox's own; the
+    run file has to agree on their code.
     """
+    hooks = hooks or Hooks()
     if site not in config.sites:
         known = ", ".join(config.sites)
         raise JoinError(f"site {site!r}: not in the run file, which names: {known}")
     check_versions()
     check_driver(config)
+    hooks.check(config, required=True)
     stay_forkable(config.site.device)
     url = f"https://{address.removeprefix('https://')}"
     host_and_port(url)
@@ -471,19 +480,20 @@ def join(
             site,
             endpoint,
             variables,
-            lambda: _check_site(config, site, None, variables.local_world),
+            lambda: _check_site(config, site, None, hooks, variables.local_world),
             lambda: fetch_weights(config),
             debug,
             trace,
+            hooks,
         )
     display = Display(config)
-    _check_site(config, site, display)
+    _check_site(config, site, display, hooks)
     hint = congestion_hint(len(config.sites), config.network.congestion)
     if hint is not None:
         display.line(hint)
     shared = (config.folder / "coordinator" / ENDPOINT).exists()
     try:
-        code = keep_site(config, site, endpoint, Hooks(), debug, config.folder, shared, trace)
+        code = keep_site(config, site, endpoint, hooks, debug, config.folder, shared, trace)
         if code == 0:
             display.line(site_log.end(config, site))
         return code

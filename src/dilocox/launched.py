@@ -51,6 +51,7 @@ def join_as_rank(
     fetch: Callable[[], object],
     debug: bool,
     trace: bool = False,
+    hooks: Hooks | None = None,
 ) -> int:
     """Take part as one rank that a launcher has started; exit code.
 
@@ -81,7 +82,7 @@ def join_as_rank(
             place=place,
             url=endpoint.url,
             identity=Identity.from_text(text),
-            hooks=Hooks(),
+            hooks=hooks or Hooks(),
             address=exchange_address(config, site, endpoint.url),
             meeting=store,
             local_rank=variables.device_number,

@@ -277,7 +277,7 @@ def _take_part(
         control=control,
         client=client,
         batches=Batches.open(config, place, job.hooks, files, rank.mesh.device),
-        validation=validation_batches(config, files, place.shard),
+        validation=validation_batches(config, files, place.shard, job.hooks.validation),
         keeper=Keeper(config, rank, files, job.shared_folder, client, record, control.touch),
         hooks=job.hooks,
         form_group=network.pair,

@@ -29,8 +29,8 @@ from dilocox.outer.coordinator.client import CoordinatorClient
 from dilocox.outer.coordinator.messages import Entering, PlanReply, RoundPlan
 from dilocox.outer.loop import OuterLoop
 from dilocox.outer.staging import before_change
+from dilocox.own_code import ENDED, evaluated
 from dilocox.record.inner import RoundWatch
-from dilocox.site import learning_rate
 from dilocox.site.garbage import PythonCollects
 
 log = logging.getLogger(__name__)
@@ -195,7 +195,7 @@ class Trainer:
             if number == last:
                 self.look_ahead(plan.round + 1)
             step = plan.first_step + member.place(number)
-            rate = learning_rate(step, self.config.total_steps, self.config.inner)
+            rate = self.hooks.learning_rate(step, self.config)
             exchange = None
             if self.config.exchanges_gradients:
                 exchange = GradientExchange(self, plan, number)
@@ -368,18 +368,12 @@ class Trainer:
         if next(iter(plan.members)) == self.me:
             self.tell_loss(round_)
 
-    def tell_loss(self, round_: int) -> None:
-        """Evaluate the anchor after `round_` and report that."""
+    def tell_loss(self, round_: int, ends: bool = False) -> None:
+        """Evaluate the anchor after `round_` and report that. `ends`: the run ends anyway."""
         with timeline.span("evaluation", after_round=round_):
             loss = self.held_out_loss()
         if self.rank.place.leads:
-            self.client.report(
-                max(round_, 0),
-                {"val_loss": loss, "after_round": round_},
-                kind="evaluation" if round_ >= 0 else "first_evaluation",
-            )
-            if self.hooks.on_evaluation is not None:
-                self.hooks.on_evaluation(round_, loss)
+            evaluated(self.client, self.hooks.on_evaluation, round_, loss, ends)
 
     def held_out_loss(self) -> float:
         """Mean held-out loss of the anchor; what this rank trains on stays as it is."""
@@ -433,10 +427,14 @@ class Trainer:
             self.watch.wait()
 
     def stop(self) -> None:
-        """Write a checkpoint where the whole run stands still. Raises `Stopped`."""
+        """Write a checkpoint where the whole run stands still, and the model where a callback has
+        stopped the run. Raises `Stopped`."""
         self.errands.wait()
+        publishes = self.control.news.reason.startswith(ENDED)
         plan = self.client.poll_plan(self.at.round, 0.0).plan
         self.keeper.save(self, plan, last=True)
+        if publishes:
+            self.keeper.publish_stopped(self)
         self._go(lambda: self.client.finish(complete=False))
 
     def depart(self) -> None:
@@ -486,7 +484,7 @@ class Trainer:
             raise self.ends_without_it()
         ends_run = self.keeper.ends_run(self, plan)
         if ends_run:
-            self.tell_loss(plan.round)
+            self.tell_loss(plan.round, ends=True)
         self.keeper.publish(self, plan, ends_run)
         self.wait_for_record()
         self.client.finish(complete=True)

@@ -33,7 +33,7 @@ import transformers.models.qwen3.modeling_qwen3  # noqa: F401 - imported once, f
 
 import dilocox.api
 from dilocox import checkpoint, cli, launch, model_files  # noqa: F401 - imported once, for all
-from dilocox.assembly import Batches, Sequences
+from dilocox.assembly import Batches, Hooks, Sequences
 from dilocox.lab.netns import enter_namespace
 from dilocox.models.source import FreshWeights
 from dilocox.outer.coordinator.client import CoordinatorClient
@@ -44,6 +44,7 @@ from dilocox.persistence import Keeper
 from dilocox.site import SiteModel, determinism_mode, mean_cross_entropy
 from tests.e2e.altered import contributions_times, holds_only_its_own, saw_other_payloads
 from tests.e2e.harness import LIMIT, Run, Workshop
+from tests.e2e.own_functions import FUNCTIONS, on_evaluation
 from tests.outer.streams import play_device
 
 _SET_CHILD_SUBREAPER = 36
@@ -335,6 +336,7 @@ HOOKS: dict[str, Callable[[], dict[str, Any]]] = {
     "played-device": played_device,
     "lacks-a-kernel": lacks_a_kernel,
     "out-of-memory": out_of_memory,
+    "own-functions": lambda: {**FUNCTIONS, "on_evaluation": on_evaluation},
 }
 
 
@@ -361,12 +363,17 @@ class Forge:
         return run
 
     def command(
-        self, workshop: Workshop, name: str, *arguments: str, namespace: str = ""
+        self,
+        workshop: Workshop,
+        name: str,
+        *arguments: str,
+        namespace: str = "",
+        hooks: str = "none",
     ) -> ForkedRun:
         """Begin any `dilocox` command that belongs to the run called `name`; in a network namespace
-        if one is named."""
+        if one is named. `hooks`: of a join."""
         folder = workshop.folder(name)
-        run = ForkedRun(self._process, list(arguments), "none", folder, namespace)
+        run = ForkedRun(self._process, list(arguments), hooks, folder, namespace)
         workshop.runs.append(run)
         return run
 
@@ -518,7 +525,10 @@ def _run(order: dict[str, Any]) -> None:
         os.dup2(new, old)
     code: Any = 1
     try:
-        dilocox.api.train = functools.partial(dilocox.api.train, **hooks_of(order["hooks"]))
+        hooks = hooks_of(order["hooks"])
+        dilocox.api.train = functools.partial(dilocox.api.train, **hooks)
+        if order["arguments"][0] == "join" and hooks:
+            launch.join = functools.partial(launch.join, hooks=Hooks(**hooks))
         cli.main(order["arguments"])
     except SystemExit as end:
         code = end.code

@@ -93,6 +93,8 @@ def replaced(course: Course, site: str, what: Sequence[str]) -> tuple[AuditVerdi
     """Of a site that says that its steps are other code's: the run file says who may."""
     said = f"the site's own program replaces {' and '.join(what)}"
     allowed, key = course.config["sites"][site].get("own_code"), f"sites.{site}.own_code"
+    if course.config["run"].get("code"):
+        return "NOT_RUN", f"{said}, as the run file allows (run.code)"
     if allowed is None:  # of a run before there was the key
         return "NOT_RUN", said
     if allowed:

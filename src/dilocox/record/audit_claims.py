@@ -84,7 +84,7 @@ class Audits:
         """Why no round of a site can be audited, by the run file that all sites agreed on."""
         own = self.course.config["sites"].get(site, {})
         return "text of its own" if own.get("data") else (
-            "code of its own" if own.get("own_code") else ""
+            "code of its own" if own.get("own_code") or self.course.config["run"].get("code") else ""
         )  # fmt: skip
 
     def beacon(self) -> str:

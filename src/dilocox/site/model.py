@@ -18,6 +18,7 @@ from dilocox.site.compilation import Compilation, Compile, compiles
 from dilocox.site.loss import mean_cross_entropy
 from dilocox.site.mesh import SiteMesh
 from dilocox.site.optimizer import InnerOptimizer
+from dilocox.site.own_optimizer import OptimizerFactory, OwnOptimizer
 from dilocox.site.pipeline import (
     Computation,
     LossFunction,
@@ -44,7 +45,8 @@ class SiteModel:
     gives a chunk its values after sharding. `hidden_size` is the last dimension of the chunks'
     outputs. `precision` is the compute dtype; parameters, gradients and optimizer state are fp32.
     `tied` names (owner, copy) of a tensor that the first and the last chunk share. `loss(logits
-    [b, L, V], labels [b, L])` is the mean over a micro-batch.
+    [b, L, V], labels [b, L])` is the mean over a micro-batch. `optimizer`: in place of that of
+    `inner`.
     `compile_layers`: `model.compile` of the run file.
     `whole_gradients`: shards of one stage gather parameters and reduce gradients once per step,
     and hold both whole until then. Otherwise the shards do so once per micro-batch.
@@ -65,6 +67,7 @@ class SiteModel:
         precision: torch.dtype = torch.float32,
         tied: tuple[str, str] | None = None,
         loss: LossFunction = mean_cross_entropy,
+        optimizer: OptimizerFactory | None = None,
         compile_layers: Compile = False,
         whole_gradients: bool = False,
     ) -> None:
@@ -108,13 +111,17 @@ class SiteModel:
             name: nn.Parameter(local(parameter)) if mesh.sharded else parameter
             for name, parameter in self._trained.items()
         }
-        self._optimizer = InnerOptimizer(
-            self._locals,
-            inner,
-            shapes={name: parameter.shape for name, parameter in self._trained.items()},
-            group=mesh.shard_mesh.get_group() if mesh.shards > 1 else None,
-            precision=precision,
-        )
+        self._optimizer: InnerOptimizer | OwnOptimizer
+        if optimizer is not None:
+            self._optimizer = OwnOptimizer(self._locals, optimizer, inner.learning_rate)
+        else:
+            self._optimizer = InnerOptimizer(
+                self._locals,
+                inner,
+                shapes={name: parameter.shape for name, parameter in self._trained.items()},
+                group=mesh.shard_mesh.get_group() if mesh.shards > 1 else None,
+                precision=precision,
+            )
         self._counted = [
             name for name, p in self._locals.items() if p.numel() > 0 and name != self._copy
         ]
