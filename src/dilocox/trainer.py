@@ -368,11 +368,13 @@ class Trainer:
         if next(iter(plan.members)) == self.me:
             self.tell_loss(round_)
 
-    def tell_loss(self, round_: int, ends: bool = False) -> None:
-        """Evaluate the anchor after `round_` and report that. `ends`: the run ends anyway."""
+    def tell_loss(self, round_: int) -> None:
+        """Evaluate the anchor after `round_` and report that."""
         with timeline.span("evaluation", after_round=round_):
             loss = self.held_out_loss()
         if self.rank.place.leads:
+            # The flush is no round that is gone on from: the run ends with it.
+            ends = round_ >= self.at.round
             evaluated(self.client, self.hooks.on_evaluation, round_, loss, ends)
 
     def held_out_loss(self) -> float:
@@ -484,7 +486,7 @@ class Trainer:
             raise self.ends_without_it()
         ends_run = self.keeper.ends_run(self, plan)
         if ends_run:
-            self.tell_loss(plan.round, ends=True)
+            self.tell_loss(plan.round)
         self.keeper.publish(self, plan, ends_run)
         self.wait_for_record()
         self.client.finish(complete=True)
