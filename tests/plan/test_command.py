@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 import tomllib
 from collections.abc import Callable
@@ -48,6 +49,9 @@ def test_a_plan_in_one_page(plan: Command, file: Path) -> None:
     code, out, err = plan(file, "--gpu", "l40s:2x1", "--link", "100mbit", "--tokens", "1e8")
     assert code == 0
     assert err == ""  # quiet off a terminal
+    assert "$0.00 egress for" in out
+    assert "(--egress USD a GB, or a link of a cloud)" in out
+    assert re.search(r"  record: [\d.]+ [GMk]?B at each site for the whole run, .* a day", out)
     assert "lyon, paris: l40s:2x1, 1 of 2 GPUs used; link 100mbit, round trip 30 ms" in out
     assert "100.0M tokens:" in out
     assert "allreduce" in out
@@ -113,7 +117,7 @@ def test_json_alone_on_standard_output(plan: Command, file: Path) -> None:
     assert content["sites"][0]["rtt_seconds"] == 0.005
     assert content["sites"][0]["up_bytes_per_second"] == 125e6
     assert content["budget"]["egress_usd"] == 0.0
-    assert any("AWS" in source for source in content["sources"])
+    assert not any("egress" in source for source in content["sources"]), "nobody is paid for it"
 
 
 def test_every_site_may_have_its_own(plan: Command, file: Path) -> None:
@@ -125,6 +129,10 @@ def test_every_site_may_have_its_own(plan: Command, file: Path) -> None:
     sites = json.loads(out)["sites"]
     assert [(site["device"], site["gpus"]) for site in sites] == [("l40s", 16), ("rtx4090", 4)]
     assert sites[1]["up_bytes_per_second"] == 625e6
+    # A cloud is paid by the byte, an office's line is not.
+    content = json.loads(out)
+    assert 0 < content["budget"]["egress_usd"] < 0.09e-9 * content["budget"]["egress_bytes"]
+    assert "options" in content
 
 
 def test_settings_of_the_run_can_be_overridden(plan: Command, file: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from dilocox.codec_spec import SPARSE, parse_spec
 from dilocox.config import RunConfig, with_sites
@@ -18,6 +18,7 @@ from dilocox.plan.advice import Change, advice
 from dilocox.plan.footprint import Footprint, counted, footprints, needed
 from dilocox.plan.host_memory import HostMemory, host_memory
 from dilocox.plan.hybrid import Hybrid, hybrid
+from dilocox.plan.options import Option, options
 from dilocox.plan.outline import Outline
 from dilocox.plan.parcels import parcels
 from dilocox.plan.predict import Prediction, predict
@@ -86,6 +87,8 @@ class RunPlan:
     """Tokens per second of all GPUs if nothing ever waited."""
     hybrid: Hybrid | None
     """A faster layout of the slowest site. May be None."""
+    options: list[Option] = field(default_factory=list)
+    """Changes of the run file that fit, and buy speed or loss."""
 
     @property
     def fits_devices(self) -> bool:
@@ -153,6 +156,20 @@ def plan_run(
     for method in methods:
         progress(f"method {method}")
         rows.append(_row(config, method, places, links, fabric, outline, prediction))
+    progress("other settings")
+
+    def filled(run: RunConfig, rounds: Choice) -> tuple[int, int]:
+        largest = at_site(run, max(run.sites, key=run.site_batch))
+        place, _, most = _fullest(largest, outline, places, rounds)
+        return most, place.device.memory
+
+    others = options(
+        config,
+        places,
+        prediction,
+        lambda run: _predict(run, places, links, fabric, outline),
+        filled,
+    )
     times = [
         step_time(at_site(config, name), outline, place, fabric)
         for name, place in zip(config.sites, places, strict=True)
@@ -176,6 +193,7 @@ def plan_run(
         budget=budget(config, outline, prediction, places, links, total),
         limit=compute_limit(config, outline, places),
         hybrid=_hybrid(config, outline, places, fabric, prediction),
+        options=others,
     )
 
 

@@ -12,8 +12,10 @@ from dilocox.plan.bottleneck import sentence, shares
 from dilocox.plan.footprint import Footprint
 from dilocox.plan.host_memory import HostMemory
 from dilocox.plan.memory_parts import parts_json, parts_text
+from dilocox.plan.options import Option, loss_rise
 from dilocox.plan.planning import MethodRow, RunPlan
 from dilocox.plan.predict import Prediction
+from dilocox.record.windows import bound_of
 
 SCHEMA = 1
 """Of the JSON form; raised when a key changes its meaning or goes."""
@@ -121,7 +123,7 @@ def _exchange(plan: RunPlan) -> str:
         f"{_seconds(prediction.round_seconds / parts)}",
     ]
     if plan.config.record.enabled and not plan.config.exchanges_gradients:
-        lines.append(f"  record: {size(_record_by_day(plan))} a day at each site")
+        lines.append(f"  record: {_record(plan)}")
     if choice.reason:
         lines.append(f"  controller: {choice.reason}")
     lines.append(
@@ -129,7 +131,41 @@ def _exchange(plan: RunPlan) -> str:
         f"the same sites without exchange, {prediction.tokens_per_second / plan.limit:.1%} of the "
         f"compute limit of {number(plan.limit)}"
     )
+    lines += [f"  fits, too: {_option(each, plan)}" for each in plan.options]
     return "\n".join(lines)
+
+
+def _option(option: Option, plan: RunPlan) -> str:
+    """What a change of the run file buys."""
+    found, choice = option.prediction, option.prediction.choice
+    before = loss_rise(plan.config, plan.prediction.choice)
+    loss = ""
+    if option.loss is not None and before is not None:
+        loss = (
+            f", predicted loss +{option.loss:.1%} instead of +{before:.1%} (rough, from small "
+            "models)"
+        )
+    return (
+        f"{option.text}: {number(found.tokens_per_second)} tokens/s, {found.share:.1%}, rounds of "
+        f"H = {choice.inner_steps} with codec {choice.codec}, {size(found.payload_bytes)} each"
+        f"{loss}; {option.needed / GIB:.1f} of {option.available / GIB:.1f} GiB"
+    )
+
+
+def _record(plan: RunPlan) -> str:
+    """The disk that the record takes at each site, and what makes it less."""
+    by_day = _record_by_day(plan)
+    whole = by_day * plan.budget.seconds / 86_400
+    stays, more = size(whole), "; record.keep bounds it"
+    bound = bound_of(plan.config, plan.outline.parameters)
+    if bound is not None and bound.bytes is not None and bound.bytes < whole:
+        stays, more = f"{size(bound.bytes)} of {size(whole)}", ", bounded by record.keep"
+    elif bound is not None:
+        more = ", and no more than record.keep allows"
+    return (
+        f"{stays} at each site for the whole run, {size(by_day)} a day{more} (--set "
+        "record.enabled=false keeps none, and nobody can verify then)"
+    )
 
 
 def _record_by_day(plan: RunPlan) -> float:
@@ -189,9 +225,11 @@ def _costs(plan: RunPlan) -> str:
     budget = plan.budget
     usd = "rent unknown" if budget.compute_usd is None else f"${budget.compute_usd:,.0f} rent"
     total = "" if budget.usd is None else f", ${budget.usd:,.0f} in all"
+    free = not any(link.usd_per_gb for link in plan.links)
+    hint = " (--egress USD a GB, or a link of a cloud)" if free and len(plan.links) > 1 else ""
     return (
         f"{number(budget.tokens)} tokens: {_duration(budget.seconds)}, {usd}, "
-        f"${budget.egress_usd:,.2f} egress for {size(budget.egress_bytes)}{total}"
+        f"${budget.egress_usd:,.2f} egress for {size(budget.egress_bytes)}{hint}{total}"
     )
 
 
@@ -251,6 +289,15 @@ def as_json(plan: RunPlan) -> dict[str, Any]:
         "methods": [
             {"method": row.method, "problem": row.problem, **_prediction(row.prediction)}
             for row in plan.methods
+        ],
+        "options": [
+            {
+                "set": {option.key: option.value},
+                "predicted_loss": option.loss,
+                "needed_bytes": option.needed,
+                **_prediction(option.prediction),
+            }
+            for option in plan.options
         ],
         "limit_tokens_per_second": plan.limit,
         "shares": vars(shares(plan)),

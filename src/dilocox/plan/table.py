@@ -290,9 +290,9 @@ class Table:
                 up=float(rate_of(up)),
                 down=float(rate_of(down or up)),
                 rtt=self._number("defaults", self.defaults, "rtt_ms", zero=True) / 1000,
-                usd_per_gb=self._number("defaults", self.defaults, "usd_per_gb", zero=True),
+                # Who names no cloud pays none: an office's line costs nothing by the byte.
+                usd_per_gb=0.0,
                 name=text,
-                source=self._told(str(self.defaults["usd_per_gb_source"])),
             )
         if rtt is not None:
             found = replace(found, rtt=rtt)
