@@ -234,6 +234,12 @@ def _parser() -> argparse.ArgumentParser:
         help="with --release: PEM file of an EC private key, made if it is not there (default: in "
         "the coordinator's folder)",
     )  # fmt: skip
+    export.add_argument(
+        "--model", type=Path, metavar="FOLDER", help="the model, if not RUN_FOLDER/model"
+    )
+    export.add_argument(
+        "--data", type=Path, metavar="FOLDER", help="with --release: token files, if not the run's"
+    )
     export.add_argument("--dtype", choices=["fp32", "bf16", "fp16"], default="fp32")
     export.set_defaults(call=_export)
 
@@ -388,11 +394,11 @@ def _data_seen(options: argparse.Namespace) -> int:
 def _export(options: argparse.Namespace) -> int:
     if options.release is not None:
         return _release(options)
-    if options.licence or options.signing_key:
-        raise ConfigError("--licence and --signing-key are for --release")
+    if options.licence or options.signing_key or options.data:
+        raise ConfigError("--licence, --signing-key and --data are for --release")
     from dilocox.api import export
 
-    print(export(options.run_folder, options.to, options.dtype))
+    print(export(options.model or options.run_folder, options.to, options.dtype))
     return 0
 
 
@@ -405,6 +411,8 @@ def _release(options: argparse.Namespace) -> int:
         dtype=options.dtype,
         licence=options.licence,
         key=options.signing_key,
+        model=options.model,
+        data=options.data,
     )
     for line in made.unknown:
         print(f"not in the card: {line}")

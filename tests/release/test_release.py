@@ -175,3 +175,87 @@ def test_the_card_says_what_is_known_and_nothing_else(run: Path) -> None:
     assert "| Held-out loss | 3.5000 | from 6.0000 before training |" in text
     assert "| outer.inner\\_steps | 20 |" in text
     assert text.startswith("---\nlibrary_name: transformers\n")
+
+
+@pytest.mark.parametrize(
+    ("path", "shown"),
+    [
+        ("/home/me/models/qwen-sft", "qwen-sft"),
+        ("./models/x/qwen-sft/", "qwen-sft"),
+        ("C:\\models\\qwen-sft", "qwen-sft"),
+        ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B"),
+        ("gpt2", "gpt2"),
+    ],
+)
+def test_a_card_names_no_place_of_one_machine(run: Path, path: str, shown: str) -> None:
+    text = (run / "run.toml").read_text().replace('"some/model"', json.dumps(path))
+    (run / "run.toml").write_text(text)
+    files = read_run(run)
+    page = build(files, 0.0)
+    assert page.lead.startswith(f"{shown} of 6 parameters on 2 sites")
+    said = card(page, files, Terms("fp32", None, "ab" * 32))
+    assert path == shown or path not in said
+
+
+def test_a_card_names_the_model_that_the_run_began_from(run: Path, tmp_path: Path) -> None:
+    def front(path: str) -> str:
+        run_file = RUN_FILE.replace('"some/model"', f"{json.dumps(path)}\npretrained = true")
+        (run / "run.toml").write_text(run_file)
+        files = read_run(run)
+        return card(build(files, 0.0), files, Terms("fp32", None, "ab" * 32)).split("---")[1]
+
+    base = tmp_path / "base"
+    base.mkdir()
+    assert 'base_model: "Qwen/Qwen3-0.6B"' in front("Qwen/Qwen3-0.6B")
+    assert "base_model" not in front(str(base))
+    for named, shown in (("Qwen/Qwen3-0.6B", True), ("/home/me/x", False), (None, False)):
+        (base / "config.json").write_text(json.dumps({"_name_or_path": named}))
+        assert ('base_model: "Qwen/Qwen3-0.6B"' in front(str(base))) is shown
+    (base / "config.json").write_text("[]")
+    assert "base_model" not in front(str(base))
+
+
+def test_a_card_says_what_the_rounds_really_had(run: Path) -> None:
+    plans = [
+        {"kind": "plan", "round": 0, "slots": 4, "inner_steps": 20, "codec": "int4+moments"},
+        {"kind": "plan", "round": 2, "slots": 4, "inner_steps": 5, "codec": "none+moments"},
+    ]
+    with (run / "metrics.jsonl").open("a") as file:
+        file.writelines(json.dumps(plan) + "\n" for plan in plans)
+    files = read_run(run)
+    text = card(build(files, 0.0), files, Terms("fp32", None, "ab" * 32))
+    assert (
+        "| outer.inner\\_steps | first 20, last 5 (chosen for the link; the run file begins "
+        "with 20) |" in text
+    )
+    assert "| compression.codec | first int4+moments, last none+moments (chosen" in text
+    assert "| outer.method | dilocox |" in text
+
+
+def test_a_coordinator_without_the_model_is_told_where_it_is(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`dilocox report RUN --model SITE/model`, `dilocox export RUN --model SITE/model --to DIR`."""
+    model = (run / "model").rename(tmp_path / "at-lyon")
+    summary = {**json.loads((run / "summary.json").read_text()), "phase": "finished"}
+    (run / "summary.json").write_text(json.dumps(summary))
+
+    def typed(*words: str) -> tuple[int, str]:
+        with pytest.raises(SystemExit) as end:
+            main([str(word) for word in words])
+        said = capsys.readouterr()
+        return int(end.value.code or 0), said.out + said.err
+
+    code, said = typed("report", str(run))
+    assert code == 0
+    assert "--model says where, in a site's run folder" in said
+    assert "not published yet" not in said
+    code, said = typed("report", str(run), "--model", str(model))
+    assert (code, "model:" in said) == (0, False)
+    assert "model-00001-of-00001.safetensors" in (run / "report.html").read_text()
+    assert typed("export", str(run), "--to", str(tmp_path / "none"))[0] == 1
+    code, _ = typed("export", str(run), "--model", str(model), "--to", str(tmp_path / "copy"))
+    assert code == 0
+    assert (tmp_path / "copy" / "config.json").is_file()
+    code, said = typed("report", str(run), "--store", "x")
+    assert (code, "--store: is for --verify" in said) == (1, True)

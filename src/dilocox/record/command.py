@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -99,11 +100,17 @@ def run(options: argparse.Namespace) -> int:
         )
 
 
-def judged(folder: Path) -> dict[str, Any]:
+def judged(
+    folder: Path,
+    stores: Sequence[str] = (),
+    model: Path | None = None,
+    data: Path | None = None,
+) -> dict[str, Any]:
     """What `--json` prints of the run in `folder`. Raises `RecordError` without a record."""
     from dilocox.record.verify import Places
 
-    return as_json(_verified(Places(folder), Console(stderr=True)))
+    places = Places(folder, list(stores), model, data)
+    return as_json(_verified(places, Console(stderr=True)))
 
 
 def _verified(places: Places, console: Console, quiet: bool = False) -> Report:

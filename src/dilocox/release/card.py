@@ -1,4 +1,4 @@
-"""The model card of a released model, filled from its run. Pure.
+"""The model card of a released model, filled from its run.
 
 Nothing is claimed that the run's folder does not say; what nobody has stated is said to be unknown.
 """
@@ -9,10 +9,11 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from dilocox.report.folder import RunFiles
-from dilocox.report.page import Page
+from dilocox.report.page import Page, is_hub_name
 
 
 @dataclass(frozen=True)
@@ -62,12 +63,50 @@ def _front(files: RunFiles, terms: Terms) -> str:
     ]
     if names:
         lines += ["datasets:", *(f"- {json.dumps(name)}" for name in names)]
-    model = files.config.get("model")
-    if isinstance(model, Mapping) and model.get("pretrained") and model.get("path"):
-        path = str(model["path"])
-        if re.fullmatch(r"[\w.-]+/[\w.-]+", path):
-            lines.append(f"base_model: {json.dumps(path)}")
+    base = base_model(files.config)
+    if base:
+        lines.append(f"base_model: {json.dumps(base)}")
     return "\n".join(["---", *lines, "---"])
+
+
+def base_model(config: Mapping[str, Any]) -> str:
+    """The hub's name of the weights that the run began from; empty where nobody has said one.
+
+    A folder is asked, as long as it is there: `_name_or_path` of its configuration.
+    """
+    model = config.get("model")
+    if not isinstance(model, Mapping) or not model.get("pretrained") or not model.get("path"):
+        return ""
+    path = str(model["path"])
+    try:
+        own = json.loads((Path(path).expanduser() / "config.json").read_text(encoding="utf-8"))
+        path = str(own.get("_name_or_path") or "")
+    except (OSError, ValueError, AttributeError):
+        pass  # no folder of this machine: a name, or a folder of another one
+    return path if "/" in path and is_hub_name(path) else ""
+
+
+REALISED = (
+    ("outer", "inner_steps"), ("outer", "fragments"), ("outer", "delay"),
+    ("outer", "learning_rate"), ("outer", "momentum"), ("compression", "codec"),
+)  # fmt: skip
+"""Keys that the controller may set otherwise than the run file."""
+
+
+def realised(files: RunFiles) -> dict[tuple[str, str], str]:
+    """What the rounds really had, of `REALISED`, where a plan was made that differs from the run
+    file: first and last."""
+    found: dict[tuple[str, str], str] = {}
+    plans = [each for each in files.metrics if each.get("kind") == "plan"]
+    for section, key in REALISED:
+        values = [str(plan[key]) for plan in plans if key in plan]
+        table = files.config.get(section)
+        stated = str(table[key]) if isinstance(table, Mapping) and key in table else ""
+        if not values or set(values) == {stated}:
+            continue
+        course = values[0] if len(set(values)) == 1 else f"first {values[0]}, last {values[-1]}"
+        found[section, key] = f"{course} (chosen for the link; the run file begins with {stated})"
+    return found
 
 
 def _setup(files: RunFiles) -> list[tuple[str, str]]:
@@ -81,10 +120,11 @@ def _setup(files: RunFiles) -> list[tuple[str, str]]:
         ("run", "seed"),
     )  # fmt: skip
     rows = []
+    done = realised(files)
     for section, key in keys:
         table = files.config.get(section)
         if isinstance(table, Mapping) and key in table:
-            rows.append((f"{section}.{key}", str(table[key])))
+            rows.append((f"{section}.{key}", done.get((section, key), str(table[key]))))
     return rows
 
 

@@ -38,15 +38,23 @@ class Release:
 
 
 def release(
-    run: Path, to: Path, *, dtype: str = "fp32", licence: str | None = None, key: Path | None = None
+    run: Path,
+    to: Path,
+    *,
+    dtype: str = "fp32",
+    licence: str | None = None,
+    key: Path | None = None,
+    model: Path | None = None,
+    data: Path | None = None,
 ) -> Release:
     """Write the model of the run in `run` to `to`, with card, description of the data, signature.
 
     `licence`: of the weights, as their owner states it. `key`: PEM file of the private EC key,
-    made if it is not there; without it, one in the coordinator's folder. Raises `DilocoxError`.
+    made if it is not there; without it, one in the coordinator's folder. `model`, `data`: the
+    model and the token files, if not in `run`. Raises `DilocoxError`.
     """
     check_installed()
-    files = read_run(run)
+    files = read_run(run, model, data)
     if key is None:
         if not (run / "coordinator").is_dir():
             raise ConfigError(
@@ -62,7 +70,7 @@ def release(
     public = key_beside(to)
     shutil.rmtree(partial, ignore_errors=True)
     try:
-        _copy(run, partial, dtype)
+        _copy(model or run, partial, dtype)
         (partial / "README.md").write_text(card(page, files, terms), encoding="utf-8")
         if files.data is not None:
             text = render_croissant(files.data["content"])
@@ -88,7 +96,8 @@ def release(
 
 
 def _copy(run: Path, target: Path, dtype: str) -> None:
-    """The model; in fp32 as it was published, byte for byte, so that the record's claims hold."""
+    """The model of a run, or a model's folder; in fp32 as it was published, byte for byte, so that
+    the record's claims hold."""
     if dtype != "fp32":
         export(run, target, dtype)
         return

@@ -23,6 +23,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--verify", action="store_true", help="judge the claims of `dilocox verify` and show them"
     )
+    parser.add_argument("--model", type=Path, metavar="FOLDER", help="the model, if not RUN/model")
+    parser.add_argument(
+        "--data",
+        type=Path,
+        metavar="FOLDER",
+        help="the token files, if not where the run file says",
+    )
+    parser.add_argument(
+        "--store", action="append", default=[], metavar="PLACE",
+        help="with --verify: a further store of payloads, as `dilocox verify` takes it",
+    )  # fmt: skip
     parser.add_argument(
         "--live", action="store_true", help="serve the page, which renews itself, until Ctrl-C"
     )
@@ -40,6 +51,10 @@ def run(options: argparse.Namespace) -> int:
     """Write the page and say where, or serve it; exit code."""
     if options.live and (options.out or options.verify):
         raise ConfigError("--live serves the page: leave --out and --verify out")
+    if options.live and (options.model or options.data):
+        raise ConfigError("--live shows a run that goes on: leave --model and --data out")
+    if options.store and not options.verify:
+        raise ConfigError("--store: is for --verify; add that, or leave this out")
     if options.live:
         from dilocox.report.live import serve
 
@@ -49,8 +64,8 @@ def run(options: argparse.Namespace) -> int:
     from dilocox.report.page import build
     from dilocox.report.render import render
 
-    files = read_run(options.run)
-    claims = _claims(options.run) if options.verify else None
+    files = read_run(options.run, options.model, options.data)
+    claims = _claims(options) if options.verify else None
     text = render(build(files, time.time(), claims))
     target = options.out or options.run / "report.html"
     try:
@@ -66,7 +81,7 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _claims(folder: Path) -> Mapping[str, Any]:
+def _claims(options: argparse.Namespace) -> Mapping[str, Any]:
     from dilocox.record.command import judged
 
-    return judged(folder)
+    return judged(options.run, options.store, options.model, options.data)

@@ -70,10 +70,12 @@ class RunFiles:
     """What could not be read and why, one line each."""
 
 
-def read_run(folder: Path) -> RunFiles:
+def read_run(folder: Path, model: Path | None = None, data: Path | None = None) -> RunFiles:
     """All that a page shows of the run in `folder`.
 
-    Raises `ConfigError` if it is no run's folder: neither a run file nor metrics are there.
+    `model`, `data`: the published model and the token files (or their manifest), where these lie
+    elsewhere, as those of a run over a network do. Raises `ConfigError` if it is no run's folder:
+    neither a run file nor metrics are there.
     """
     if not (folder / "run.toml").is_file() and not (folder / "metrics.jsonl").is_file():
         raise ConfigError(
@@ -85,8 +87,8 @@ def read_run(folder: Path) -> RunFiles:
     _read_metrics(files)
     _read_summary(files)
     _read_record(files)
-    _read_data(files)
-    _read_model(files)
+    _read_data(files, data)
+    _read_model(files, model)
     _read_checkpoints(files)
     _read_audits(files)
     return files
@@ -167,14 +169,16 @@ def _read_record(files: RunFiles) -> None:
     files.record = Recorded(course, len(content.entries), content.note)
 
 
-def _read_data(files: RunFiles) -> None:
+def _read_data(files: RunFiles, named: Path | None) -> None:
     try:
-        folder = folder_of_run(files.folder)
+        folder = named or folder_of_run(files.folder)
     except ConfigError as error:
         files.missing.append(f"token files: {error}")
         return
     if not (folder / MANIFEST).is_file():
-        files.missing.append(f"token files: no manifest in {folder} (sources, licences, digests)")
+        files.missing.append(
+            f"token files: no manifest in {folder} (sources, licences, digests); --data says where"
+        )
         return
     try:
         files.data, files.data_folder = read_manifest(folder), folder
@@ -182,10 +186,16 @@ def _read_data(files: RunFiles) -> None:
         files.missing.append(f"token files: {error}")
 
 
-def _read_model(files: RunFiles) -> None:
-    folder = files.folder / "model"
+def _read_model(files: RunFiles, named: Path | None) -> None:
+    folder = named or files.folder / "model"
     if not folder.is_dir():
-        files.missing.append("model: not published yet (model/ is not there)")
+        # Of a run over a network the model is at its sites.
+        done = files.summary.get("phase") == "finished"
+        files.missing.append(
+            f"model: not in {folder}; --model says where, in a site's run folder"
+            if done or named
+            else "model: not published yet (model/ is not there)"
+        )
         return
     files.model = sorted(
         (path.name, path.stat().st_size)

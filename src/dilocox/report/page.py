@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -164,7 +165,7 @@ def _lead(files: RunFiles) -> str:
     config = files.config
     if not config:
         return ""
-    model = _at(config, "model", "path") or _at(config, "model", "architecture", "model_type")
+    model = model_name(config)
     sites, stages = config.get("sites"), _at(config, "site", "stages")
     shards = _at(config, "site", "shards")
     parts = [str(model or "a model")]
@@ -177,6 +178,22 @@ def _lead(files: RunFiles) -> str:
     text = " ".join(parts)
     method = _at(config, "outer", "method")
     return f"{text}. Method {method}, {_rounds(files)}." if method else f"{text}."
+
+
+def model_name(config: Mapping[str, Any]) -> str:
+    """What the model is called: a hub's name, or the last part of a folder's. Where a folder lay
+    on one machine is nobody else's matter."""
+    path = _at(config, "model", "path")
+    if not path:
+        return str(_at(config, "model", "architecture", "model_type") or "")
+    text = str(path)
+    return text if is_hub_name(text) else text.replace("\\", "/").rstrip("/").rsplit("/", 1)[-1]
+
+
+def is_hub_name(path: str) -> bool:
+    """Whether `OWNER/NAME` or `NAME` may name a model of a hub. A folder of such a name below the
+    working folder reads the same."""
+    return re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", path) is not None
 
 
 def _rounds(files: RunFiles) -> str:
