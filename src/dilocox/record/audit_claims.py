@@ -83,9 +83,10 @@ class Audits:
     def _exempt(self, site: str) -> str:
         """Why no round of a site can be audited, by the run file that all sites agreed on."""
         own = self.course.config["sites"].get(site, {})
-        return "text of its own" if own.get("data") else (
-            "code of its own" if own.get("own_code") or self.course.config["run"].get("code") else ""
-        )  # fmt: skip
+        if own.get("data"):
+            return "text of its own"
+        allowed = own.get("own_code") or self.course.config["run"].get("code")
+        return "code of its own" if allowed else ""
 
     def beacon(self) -> str:
         """What was to be audited was, and public randomness said so."""
