@@ -12,15 +12,13 @@ from dilocox.outer.controller.pace import MOST_ROUNDS
 from dilocox.outer.coordinator import doubts
 from dilocox.outer.coordinator import events as e
 from dilocox.outer.coordinator.exchanges import UNREACHABLE, Exchange, Member, Vote
-from dilocox.outer.coordinator.facts import Facts
+from dilocox.outer.coordinator.given_state import GivenState
 from dilocox.outer.coordinator.keys import ExchangeKey
 from dilocox.outer.coordinator.ledger import Ledger
 from dilocox.outer.coordinator.messages import Measured, RoundPlan
 from dilocox.outer.coordinator.site_state import BANNED, CheckpointState, SiteState
 from dilocox.outer.coordinator.verdict_messages import Opinion
 
-FEED = 1000
-"""So many messages of the feed are kept."""
 REMEMBERED = 4
 """Decisions of rounds older than this, counted from the newest plan, are only in the log."""
 SAY_AGAIN = 10
@@ -30,17 +28,12 @@ CHECKPOINTS = 32
 """So many complete checkpoints are known at least; sites keep `checkpoint.keep` of them."""
 
 
-class CoordinatorState(Facts):
+class CoordinatorState(GivenState):
     """All that the coordinator knows and has decided."""
 
     def apply(self, event: e.Event) -> None:
         """Record one event."""
         _APPLY[type(event)](self, event)
-
-    def _say(self, event: e.Event, kind: str, text: str) -> None:
-        self.sequence += 1
-        self.feed.append((self.sequence, event.time, kind, text))
-        del self.feed[:-FEED]
 
     def _new_epoch(self) -> None:
         self.epoch += 1
@@ -139,30 +132,6 @@ class CoordinatorState(Facts):
 
     def _ready(self, event: e.Ready) -> None:
         self.sites[event.site].ready.add((event.stage, event.shard))
-
-    def _shown(self, event: e.Shown) -> None:
-        for key, digest in event.pieces.items():
-            self.shown.setdefault(key, {}).setdefault(event.site, digest)
-
-    def _doubted(self, event: e.Doubted) -> None:
-        site = self.sites[event.site]
-        site.distrusts.add(event.donor)
-        site.tried.add(event.donor)
-        text = "there is no other donor"
-        if event.other is not None:
-            site.donor = event.other
-            text = f"it enters from {event.other}"
-        self._say(
-            event, "join", f"{event.donor} gave {event.site} a state that most do not hold: {text}"
-        )
-
-    def _forget_shown(self, oldest: int | None = None) -> None:
-        """All of it if no site enters any more; with `oldest` versions of earlier rounds."""
-        if not self.with_role("entering"):
-            self.shown = {}
-        elif oldest is not None:
-            landed = {key: int(key.split("/")[3]) for key in self.shown}
-            self.shown = {k: own for k, own in self.shown.items() if not 0 <= landed[k] < oldest}
 
     def _activated(self, event: e.Activated) -> None:
         for name, round_ in event.rounds.items():
