@@ -223,8 +223,8 @@ def other_start() -> dict[str, Any]:
     """Paris, which founds the run, makes another theta_0 than the others."""
     made = FreshWeights.tensor
 
-    def tensor(source: FreshWeights, name: str) -> torch.Tensor:
-        value = made(source, name)
+    def tensor(self: FreshWeights, full_name: str) -> torch.Tensor:
+        value = made(self, full_name)
         return value * 1.5 + 0.01 if me().startswith("paris") else value
 
     FreshWeights.tensor = tensor  # type: ignore[method-assign]

@@ -101,7 +101,7 @@ def test_a_newcomer_refuses_before_it_says_that_it_is_ready(
     monkeypatch.setattr("dilocox.entering.fetch", fetch)
     entry = Entering(site="lyon", incarnation=1, donor="paris", from_round=0)
     first = FirstState("lyon", "paris", stored=False)
-    newcomer = Newcomer(trainer, entry, lambda *_: None, 1.0, first)  # type: ignore[arg-type, return-value]
+    newcomer = Newcomer(trainer, entry, lambda *_: None, 1.0, first)  # type: ignore[arg-type]
     newcomer._thread.join(10)
     if kind == "other":
         with pytest.raises(OtherStartError):
