@@ -476,16 +476,10 @@ def join(
     variables = rank_variables()
     if variables is not None:
         return join_as_rank(
-            config,
-            site,
-            endpoint,
-            variables,
+            config, site, endpoint, variables,
             lambda: _check_site(config, site, None, hooks, variables.local_world),
-            lambda: fetch_weights(config),
-            debug,
-            trace,
-            hooks,
-        )
+            lambda: fetch_weights(config), debug, trace, hooks,
+        )  # fmt: skip
     display = Display(config)
     _check_site(config, site, display, hooks)
     hint = congestion_hint(len(config.sites), config.network.congestion)

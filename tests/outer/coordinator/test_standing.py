@@ -12,7 +12,9 @@ from dilocox.outer.coordinator import views
 from dilocox.outer.coordinator.client import CoordinatorClient
 from dilocox.outer.coordinator.errors import CoordinatorError
 from dilocox.outer.coordinator.identity import OPERATOR, Identity
+from dilocox.outer.coordinator.record_keys import RecordKey
 from dilocox.outer.coordinator.refusals import Caller, Refused
+from dilocox.outer.coordinator.snapshots import packed, unpacked
 from tests.outer.coordinator.helpers import Driver, numbers, run_config
 from tests.outer.coordinator.served import Run
 
@@ -66,6 +68,18 @@ def test_a_ban_is_taken_back_with_a_new_token_alone(driver: Driver) -> None:
     assert driver.enrol("b", token=handed_out).incarnation == 2
     with pytest.raises(Refused, match="b: is not banned"):
         change(driver, "b", "unban")
+
+
+def test_a_snapshot_holds_what_the_operator_has_said(driver: Driver) -> None:
+    driver.enrol("a", RecordKey.new())
+    for site, what in (("b", "ban"), ("c", "ban"), ("c", "unban")):
+        change(driver, site, what)
+    state = driver.core.state
+    again = unpacked(driver.config, packed(state))
+    standings = {name: site.standing for name, site in again.sites.items()}
+    assert standings == {name: site.standing for name, site in state.sites.items()}
+    assert (standings["b"].banned, standings["c"].token_issue) == (True, 1)
+    assert standings["a"].bound_key == state.sites["a"].standing.key != ""
 
 
 def test_only_the_operator_bans(driver: Driver) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from dilocox.outer.coordinator import events as e
 from dilocox.outer.coordinator.exchanges import RankKey
 
 BANNED = "banned by the operator"
@@ -27,6 +28,13 @@ class Standing:
     def bound_key(self) -> str:
         """The key that the name is bound to; empty for none."""
         return self.key if self.bound else ""
+
+    def bind(self, key: str) -> bool:
+        """From now on the name joins with `key`, if it gives one; True if it had another before."""
+        changed = bool(key and self.key and key != self.key)
+        if key:
+            self.key, self.bound = key, True
+        return changed
 
 
 @dataclass
@@ -90,3 +98,33 @@ class CheckpointState:
     slot: int
     written: dict[RankKey, dict[str, str]] = field(default_factory=dict)
     sites: list[str] | None = None
+
+
+def enrolled(before: SiteState, event: e.Enrolled) -> SiteState:
+    """The next incarnation of a site, with what a name keeps of those before."""
+    return SiteState(
+        event.site,
+        event.incarnation,
+        "enrolled",
+        request=event.request,
+        certificate=event.certificate,
+        metrics=before.metrics,
+        distrusts=before.distrusts,
+        standing=before.standing,
+        disputes=before.disputes,
+    )
+
+
+def stand(site: SiteState, event: e.Banned | e.Unbanned | e.KeyForgotten) -> tuple[str, str]:
+    """Apply what the operator says of a name; kind and text of the message about it."""
+    standing = site.standing
+    if isinstance(event, e.Banned):
+        standing.banned = True
+        if site.role in ("absent", "gone"):
+            site.reason = BANNED
+        return "leave", f"{site.name} is {BANNED}"
+    standing.bound = False
+    if isinstance(event, e.KeyForgotten):
+        return "join", f"{site.name} may join with another key, by the operator's word"
+    standing.banned, standing.token_issue = False, standing.token_issue + 1
+    return "join", f"{site.name} may join again, with a new token"

@@ -16,7 +16,7 @@ from dilocox.outer.coordinator.given_state import GivenState
 from dilocox.outer.coordinator.keys import ExchangeKey
 from dilocox.outer.coordinator.ledger import Ledger
 from dilocox.outer.coordinator.messages import Measured, RoundPlan
-from dilocox.outer.coordinator.site_state import BANNED, CheckpointState, SiteState
+from dilocox.outer.coordinator.site_state import CheckpointState, enrolled, stand
 from dilocox.outer.coordinator.verdict_messages import Opinion
 
 REMEMBERED = 4
@@ -44,17 +44,7 @@ class CoordinatorState(GivenState):
         self.digest = event.digest
 
     def _enrolled(self, event: e.Enrolled) -> None:
-        self.sites[event.site] = SiteState(
-            event.site,
-            event.incarnation,
-            "enrolled",
-            request=event.request,
-            certificate=event.certificate,
-            metrics=self.sites[event.site].metrics,
-            distrusts=self.sites[event.site].distrusts,
-            standing=self.sites[event.site].standing,
-            disputes=self.sites[event.site].disputes,
-        )
+        self.sites[event.site] = enrolled(self.sites[event.site], event)
         if self.running:
             # What its predecessor measured was perhaps measured on another machine.
             for sites in self.measured.values():
@@ -64,17 +54,9 @@ class CoordinatorState(GivenState):
         if self.data_digest is None:
             self.data_digest = event.data_digest
         again = f" again (incarnation {event.incarnation})" if event.incarnation > 1 else ""
-        if self._bind(event.site, event.key):
+        if self.sites[event.site].standing.bind(event.key):
             again += ", with another key than before"
         self._say(event, "join", f"{event.site} enrolled{again}")
-
-    def _bind(self, site: str, key: str) -> bool:
-        """From now on `site` joins with `key`; whether it had joined with another one before."""
-        standing = self.sites[site].standing
-        changed = bool(key and standing.key and key != standing.key)
-        if key:
-            standing.key, standing.bound = key, True
-        return changed
 
     def _started(self, event: e.Started) -> None:
         self.phase, self.founder, self.starters = "starting", event.founder, list(event.sites)
@@ -209,21 +191,8 @@ class CoordinatorState(GivenState):
         self.sites[event.site].leave_round = event.round
         self._say(event, "leave", f"{event.site} leaves before round {event.round}: {event.reason}")
 
-    def _banned(self, event: e.Banned) -> None:
-        self.sites[event.site].standing.banned = True
-        if self.sites[event.site].role in ("absent", "gone"):
-            self.sites[event.site].reason = BANNED
-        self._say(event, "leave", f"{event.site} is {BANNED}")
-
-    def _unbanned(self, event: e.Unbanned) -> None:
-        standing = self.sites[event.site].standing
-        standing.banned, standing.token_issue = False, standing.token_issue + 1
-        standing.bound = False
-        self._say(event, "join", f"{event.site} may join again, with a new token")
-
-    def _key_forgotten(self, event: e.KeyForgotten) -> None:
-        self.sites[event.site].standing.bound = False
-        self._say(event, "join", f"{event.site} may join with another key, by the operator's word")
+    def _stood(self, event: e.Banned | e.Unbanned | e.KeyForgotten) -> None:
+        self._say(event, *stand(self.sites[event.site], event))
 
     def _left(self, event: e.Left) -> None:
         self.sites[event.site].left.add((event.stage, event.shard))
@@ -469,9 +438,7 @@ _APPLY: dict[type[e.Event], Callable[[CoordinatorState, Any], None]] = {
     e.Overtaken: CoordinatorState._overtaken,
     e.Gone: CoordinatorState._gone,
     e.Leaving: CoordinatorState._leaving,
-    e.Banned: CoordinatorState._banned,
-    e.Unbanned: CoordinatorState._unbanned,
-    e.KeyForgotten: CoordinatorState._key_forgotten,
+    **dict.fromkeys((e.Banned, e.Unbanned, e.KeyForgotten), CoordinatorState._stood),
     e.Left: CoordinatorState._left,
     e.Planned: CoordinatorState._planned,
     e.Sized: CoordinatorState._sized,
