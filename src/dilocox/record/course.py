@@ -20,10 +20,11 @@ from dilocox.outer.coordinator.plan_messages import RoundPlan
 from dilocox.record import statements as s
 from dilocox.record.acceptance import Acceptance, digest_of_entry, is_bound, run_of
 from dilocox.record.note import NoteKey
+from dilocox.record.packed import Commitments, Contributions, packed_step
 from dilocox.record.recommitments import Recommitments, commitment_of
 from dilocox.record.site_keys import SiteKeys
 from dilocox.record.states import AnchorState, Attestation, Report, RoundState, State, whole
-from dilocox.record.steps import Commitment, Step
+from dilocox.record.steps import Step
 
 _SITE = re.compile(SITE_NAME)
 MOST_TYPES = 100
@@ -53,9 +54,9 @@ class Course:
     """By site: which statements of the log are its enrolments, from 0: each begins its ranks."""
     steps: dict[str, Step] = field(default_factory=dict)
     """By exchange key, as they stand at the end."""
-    contributions: dict[tuple[str, int, str, int], str] = field(default_factory=dict)
+    contributions: Contributions = field(default_factory=Contributions)
     """SHA-256 of payloads by (exchange key, attempt, site, shard)."""
-    commitments: dict[tuple[str, str, int], Commitment] = field(default_factory=dict)
+    commitments: Commitments = field(default_factory=Commitments)
     """By (exchange key, site, shard)."""
     votes: dict[tuple[str, int], int] = field(default_factory=dict)
     """Which statement was the first contribution to an (exchange key, attempt)."""
@@ -328,7 +329,7 @@ def _contributed(course: Course, keys: dict[str, str], statement: s.Statement) -
 
 
 def _stepped(course: Course, keys: dict[str, str], statement: s.Statement) -> None:
-    step = Step.of(statement)
+    step = packed_step(Step.of(statement))
     course.recommitments.stepped(step, course.commitments, course.shards)
     course.steps[step.key.text] = step
     course.numbers[step.key.text] = course.read
@@ -377,9 +378,7 @@ def _resumed(course: Course, keys: dict[str, str], statement: s.Statement) -> No
     course.recommitments.resumed(tick, course.commitments, course.steps)
     course.steps = {key: step for key, step in course.steps.items() if step.tick <= tick}
     # What was signed for an exchange that begins anew is no part of it.
-    course.contributions = {
-        where: digest for where, digest in course.contributions.items() if where[0] in course.steps
-    }
+    course.contributions.keep(course.steps)
     course.states = [state for state in course.states if state.kind == "initial"]
     course.plans = {n: plan for n, plan in course.plans.items() if plan["first_tick"] <= tick}
     course.rounds = {key: state for key, state in course.rounds.items() if state.tick <= tick}

@@ -91,7 +91,7 @@ def _shares(said: Mapping[str, Any]) -> tuple[tuple[tuple[int, ...], ...], ...]:
     )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Commitment:
     """What a rank has signed of its contribution before payloads were sent."""
 

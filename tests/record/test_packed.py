@@ -1,0 +1,75 @@
+"""Packed mappings read and change as dicts do."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import MutableMapping
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dilocox.record.packed import Commitments, Contributions, Digests, Said
+from dilocox.record.steps import Commitment
+
+keys = st.sampled_from(["outer/0/0/0", "outer/0/0/1", "outer/1/0/0"])
+places = st.tuples(st.sampled_from("ab"), st.integers(0, 1))
+digests = st.one_of(
+    st.binary(min_size=32, max_size=32).map(bytes.hex),
+    st.sampled_from(["", "0", "F" * 64, "0" * 62, "0 " * 32, "no digest"]),
+)
+contributions = st.lists(
+    st.tuples(st.tuples(keys, st.integers(1, 2), places), digests | st.none()), max_size=20
+)
+commitments = st.lists(
+    st.tuples(
+        st.tuples(keys, places),
+        st.builds(Commitment, digests, digests | st.none(), st.integers(0, 2**40)) | st.none(),
+    ),
+    max_size=20,
+)
+
+
+def check(found: MutableMapping[Any, Any], changes: list[tuple[Any, Any]]) -> dict[Any, Any]:
+    plain: dict[Any, Any] = {}
+    for key, value in changes:
+        if value is None:
+            plain.pop(key, None)
+            found.pop(key, None)
+        else:
+            plain[key] = found[key] = value
+        assert (found.get(key), key in found) == (plain.get(key), key in plain)
+    assert found == plain
+    assert len(found) == len(plain)
+    assert pickle.loads(pickle.dumps(found)) == plain
+    return plain
+
+
+@given(contributions, st.sets(keys))
+def test_contributions(changes: list[tuple[Any, str | None]], kept: set[str]) -> None:
+    found = Contributions()
+    plain = check(found, [((key, n, *place), value) for (key, n, place), value in changes])
+    found.keep(kept)
+    assert found == {key: value for key, value in plain.items() if key[0] in kept}
+
+
+@given(commitments)
+def test_commitments(changes: list[tuple[Any, Commitment | None]]) -> None:
+    check(Commitments(), [((key, *place), value) for (key, place), value in changes])
+
+
+def test_a_statement() -> None:
+    said = {"round": 1, "set": ["a", "b"], "rate": 0.8, "deep": {"a": [[1, 2]]}, "none": None}
+    found = Said(said)
+    assert found == said
+    assert dict(found) == {**found} == said
+    assert (found["set"], found.get("other"), "rate" in found) == (["a", "b"], None, True)
+
+
+def test_digests() -> None:
+    found = {f"{site}/0": str(number) * 64 for number, site in enumerate("abc")}
+    packed = Digests(found)
+    assert packed == found
+    assert list(packed) == list(found)
+    assert pickle.loads(pickle.dumps(packed)) == found
+    assert Digests({}) == {}
