@@ -30,7 +30,7 @@ class FullDisk:
         def not_opened(path: Path, mode: str = "r", *args: object, **options: object) -> object:
             if self._left is not None and "w" in mode and str(path).startswith(self._folder):
                 raise self._failure()
-            return opened(path, mode, *args, **options)  # type: ignore[arg-type]
+            return opened(path, mode, *args, **options)  # type: ignore[call-overload]
 
         monkeypatch.setattr(os, "pwrite", limited)
         monkeypatch.setattr(Path, "open", not_opened)

@@ -50,7 +50,7 @@ def encode(kind: Any, value: Any) -> Any:
     if origin in (set, frozenset):
         return sorted(encode(inner[0], each) for each in value)
     if origin is list:
-        row = _row(inner[0]) if dataclasses.is_dataclass(inner[0]) else None
+        row = _row(typing.cast(type, inner[0])) if dataclasses.is_dataclass(inner[0]) else None
         return [row(v) for v in value] if row else [encode(inner[0], v) for v in value]
     if kind is bytes:
         return value.hex()
@@ -77,7 +77,7 @@ def decode(kind: Any, value: Any) -> Any:
     if origin in (set, frozenset):
         return origin(decode(inner[0], each) for each in value)
     if origin is list:
-        row = _row(inner[0]) if dataclasses.is_dataclass(inner[0]) else None
+        row = _row(typing.cast(type, inner[0])) if dataclasses.is_dataclass(inner[0]) else None
         return [inner[0](*v) for v in value] if row else [decode(inner[0], v) for v in value]
     if kind is bytes:
         return bytes.fromhex(value)

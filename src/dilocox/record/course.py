@@ -22,6 +22,7 @@ from dilocox.record.acceptance import Acceptance, digest_of_entry, is_bound, run
 from dilocox.record.note import NoteKey
 from dilocox.record.packed import Commitments, Contributions, packed_step
 from dilocox.record.recommitments import Recommitments, commitment_of
+from dilocox.record.signatures import SignatureChecks
 from dilocox.record.site_keys import SiteKeys
 from dilocox.record.states import AnchorState, Attestation, Report, RoundState, State, whole
 from dilocox.record.steps import Step
@@ -184,7 +185,8 @@ class Course:
 
 
 def read_course(entries: Iterable[str], key: NoteKey) -> Course:
-    """What a log's entries say, each signed by whom it has to be and about this run.
+    """What a log's entries say, each signed by whom it has to be and about this run; signatures are
+    checked on all cores.
 
     Raises `RecordError` naming the first entry that is not.
     """
@@ -210,16 +212,43 @@ class CourseReader:
 
     def take(self, entries: Iterable[str]) -> None:
         """Read the entries that follow. Raises `RecordError` naming the first bad one."""
+        checks = SignatureChecks()
+        try:
+            try:
+                self._read(entries, checks)
+            except RecordError:
+                _refuse_bad(checks)
+                raise
+            _refuse_bad(checks)
+        finally:
+            checks.close()
+
+    def _read(self, entries: Iterable[str], checks: SignatureChecks) -> None:
         for entry in entries:
             number = 0 if self._course is None else self._course.read
             try:
-                self._course = _take(self._course, self._keys, entry, self._key)
+                self._course = _take(self._course, self._keys, entry, self._key, checks)
             except RecordError as error:
                 raise RecordError(f"statement {number}: {error}") from None
             self._course.read = number + 1
 
 
-def _take(course: Course | None, keys: dict[str, str], entry: str, log: NoteKey) -> Course:
+def _refuse_bad(checks: SignatureChecks) -> None:
+    bad = checks.bad()
+    if bad is not None:
+        number, public = bad
+        raise RecordError(f"statement {number}: the signature is not one of key {public[:12]}…")
+
+
+def _take(
+    course: Course | None,
+    keys: dict[str, str],
+    entry: str,
+    log: NoteKey,
+    checks: SignatureChecks,
+) -> Course:
+    """Take an entry, whose signature is among `checks` then: nothing counts before those are
+    done."""
     statement, envelope = s.opened(entry)
     kind, said = statement.kind, statement.predicate
     if course is None:
@@ -247,7 +276,9 @@ def _take(course: Course | None, keys: dict[str, str], entry: str, log: NoteKey)
         signer = keys[site]
         if kind != s.ACCEPTANCE and site not in course.accepted:
             course.unaccepted.setdefault(site, course.read)
-    s.check_signature(envelope, signer)
+    (signature,) = envelope.signatures.values()
+    named = signature.signature if signature.keyid == signer else ""
+    checks.add(course.read, signer, named, envelope.pae())
     if kind in (s.COMMITMENT, s.CONTRIBUTION, s.STEP) and course.begun is None:
         course.begun = course.read
     with whole(statement):

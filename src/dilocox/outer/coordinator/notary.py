@@ -54,10 +54,13 @@ class Notary(Protocol):
     `TrainingError` where its disk is full or fails: then it has kept nothing, and is told again.
     """
 
-    run: str
-    """The run's id, which every statement names."""
-    resumes: int
-    """How many resumes it has kept."""
+    @property
+    def run(self) -> str:
+        """The run's id, which every statement names."""
+
+    @property
+    def resumes(self) -> int:
+        """How many resumes it has kept."""
 
     @property
     def manifest(self) -> str:
