@@ -48,6 +48,16 @@ def test_pretrained_weights_refuse_a_tokenizer_of_their_own(place: Path, tmp_pat
     check_tokenizer(config(tmp_path, model=handed, data={"tokenizer": "train"}))
 
 
+def test_a_model_that_is_not_there_is_named_by_its_own_key(tmp_path: Path) -> None:
+    """Not by data.tokenizer, which nobody has set."""
+    model = {"architecture": None, "path": str(tmp_path / "missing")}
+    text = refusal(check_tokenizer, config(tmp_path, model=model))
+    assert text.startswith(f"model.path {tmp_path / 'missing'}: no such folder; ")
+    # With a tokenizer of the run file's own that one is not what is missing.
+    own = config(tmp_path, model=model, data={"tokenizer": str(tmp_path / "nowhere")})
+    assert "model.path" in refusal(check_tokenizer, own)
+
+
 def test_a_run_that_would_ruin_its_weights_is_not_begun(place: Path, tmp_path: Path) -> None:
     model = {"architecture": None, "path": str(pretrained(tmp_path / "tiny", place, 272))}
     run = config(tmp_path, model=model, data={"tokenizer": "train"})

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 
 from dilocox import processes
 from dilocox.config import ModelSection, RunConfig
-from dilocox.data.tokenizer import load_tokenizer
+from dilocox.data.tokenizer import load_tokenizer, names_missing_folder
 from dilocox.errors import ConfigError, DataError
 from dilocox.handover import Handover
 from dilocox.models import load_model_config
@@ -72,6 +72,11 @@ def check_tokenizer(config: RunConfig) -> None:
     check_trained_tokenizer(config)
     check_handed_tokenizer(config)
     model, name = config.model, config.data.tokenizer
+    if name == model.path and names_missing_folder(name):
+        raise ConfigError(
+            f"model.path {name}: no such folder; give an existing one or a hub name (its tokenizer "
+            "is looked for there, too, as data.tokenizer is not set)"
+        )
     # Embeddings of a model may have rows to spare for its own tokenizer.
     if not _starts_from_weights(model) or name in (model.path, f"{model.path}@{model.revision}"):
         return

@@ -179,6 +179,9 @@ def test_what_holds_no_text_is_called_what_it_is(tmp_path: Path) -> None:
         path.write_text(f'{{"messages": {value}}}')
         with pytest.raises(DataError, match=f'field "messages" is not text but {kind}; set data'):
             read(path, "jsonl", "messages")
+    path.write_text('{"messages": [{"role": "user", "content": "hello"}]}')
+    with pytest.raises(DataError, match=r"a list; .*; chats are not read, write each as one text"):
+        read(path, "jsonl", "messages")
 
 
 def test_kinds_of_parquet_columns(tmp_path: Path) -> None:

@@ -225,7 +225,9 @@ def _texts(records: Iterator[tuple[str, object]], field: str) -> Iterator[str | 
             continue
         found, text = True, record[field]
         if text is not None and not isinstance(text, str):
-            raise DataError(f'{where}: field "{field}" is not text but {_kind_of(text)}; {FIELD}')
+            chat = "; chats are not read, write each as one text" if isinstance(text, list) else ""
+            kind = _kind_of(text)
+            raise DataError(f'{where}: field "{field}" is not text but {kind}; {FIELD}{chat}')
         yield text
     if missing is not None and not found:
         raise DataError(f"{missing}; {FIELD}")

@@ -75,6 +75,12 @@ def train_tokenizer(documents: Iterable[list[str]], vocabulary_size: int, folder
     return _encoder(folder, END_OF_TEXT)
 
 
+def names_missing_folder(place: str) -> bool:
+    """Whether a text can only be a folder's name, and no such folder is there."""
+    folder = place.startswith(("/", ".", "~")) or place.count("/") > 1
+    return folder and not Path(place).expanduser().is_dir()
+
+
 def load_tokenizer(name: str, folder: Path) -> Encoder:
     """Load a tokenizer by local folder or hub name (or NAME@REVISION) and write it to `folder`.
 
@@ -87,7 +93,7 @@ def load_tokenizer(name: str, folder: Path) -> Encoder:
     if "@" in name and not Path(name).expanduser().is_dir():
         place, _, revision = name.rpartition("@")
     local = Path(place).expanduser()
-    if not local.is_dir() and (place.startswith(("/", ".", "~")) or place.count("/") > 1):
+    if names_missing_folder(place):
         raise DataError(
             f"data.tokenizer {name}: no such folder; give an existing one or a hub name"
         )
