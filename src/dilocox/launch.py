@@ -129,7 +129,7 @@ def _prepare(
     files = prepare_token_files(
         config.data, config.data_folder, config.run.seed, progress, said.append if begun else None
     )
-    return files.folder, said
+    return files.folder, said + files.warnings
 
 
 def train_here(

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from dilocox.data.croissant import check_croissant
 from dilocox.data.manifest import hash_file, read_manifest
+from dilocox.data.special_text import warning
 from dilocox.data.walk import HIDDEN, counted
 from dilocox.errors import DataError
 
@@ -135,6 +136,12 @@ class TokenFiles:
         other = sum(n for left in by_source for reason, n in left.items() if reason != HIDDEN)
         return other + sum(each.get("skipped_files", 0) for each in self.content["sources"])
 
+    @property
+    def warnings(self) -> list[str]:
+        """What was found in the text that its owner should know, a line each."""
+        spelled = self.manifest["made_with"].get("special_text")
+        return [f"{self.folder}: {warning(spelled)}"] if spelled else []
+
     def verify(self, progress: Callable[[str, float], None] | None = None) -> None:
         """Hash every file again. Raises `DataError` that names the first bad one."""
         check_croissant(self.folder, read_manifest(self.folder)["content"])
@@ -197,6 +204,7 @@ def show(files: TokenFiles) -> str:
             lines.append(f"left out     {counted(left)}")
         if empty:
             lines.append(f"left out     {_plural(empty, 'record')} whose text is null or missing")
+    lines += [f"warning      {line}" for line in files.warnings]
     return "\n".join(lines)
 
 

@@ -6,7 +6,7 @@ import hashlib
 import os
 import platform
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -23,6 +23,7 @@ from dilocox.data.manifest import MANIFEST, hash_file, write_manifest
 from dilocox.data.packer import SHARD_BYTES, Packer, Place
 from dilocox.data.sequences import check_lengths
 from dilocox.data.sources import Source, read_source
+from dilocox.data.special_text import SpecialText
 from dilocox.data.tokenizer import Encoder, load_tokenizer, train_tokenizer
 from dilocox.errors import DataError
 from dilocox.version import __version__
@@ -111,9 +112,10 @@ def prepare(
         with partial_folder(place) as partial:
             total = _total(sources, data, report)
             _check_disk(total, partial)
-            content = _fill(partial, data, seed, sources, total, report)
+            content, spelled = _fill(partial, data, seed, sources, total, report)
             write_croissant(partial, content)
-            write_manifest(partial, content, _made_with(options, sources))
+            made_with = _made_with(options, sources) | {"special_text": dict(spelled)}
+            write_manifest(partial, content, made_with)
             check_lengths(TokenFiles.open(partial), data.sequence_length)
             if publish(partial, place):
                 return TokenFiles.open(folder)
@@ -146,12 +148,14 @@ def _fill(
     sources: list[Source],
     total: int | None,
     report: Progress,
-) -> dict[str, Any]:
-    """Write tokenizer and shards into `partial` and return the manifest's content."""
+) -> tuple[dict[str, Any], Mapping[str, int]]:
+    """Write tokenizer and shards into `partial`; the manifest's content, and documents that spell
+    special tokens, by token."""
     held = Held(seed, int(data.validation_fraction * RANGE)).settled(_documents(sources, data))
     encoder, tokenizer = _make_tokenizer(partial / TOKENIZER, data, sources, held, total, report)
     begin = encoder.begin_of_text if data.begin_of_text else ()
-    splits = _encode(partial, data, sources, held, encoder, begin, total, report)
+    special = SpecialText(encoder.tokenizer)
+    splits = _encode(partial, data, sources, held, encoder, begin, total, report, special.look)
     content = {
         "dtype": splits["train"].dtype.name,
         "vocabulary_size": encoder.vocabulary_size,
@@ -166,7 +170,7 @@ def _fill(
     }
     if begin:
         content["begin_of_text"] = [_named(encoder, token) for token in begin]
-    return content
+    return content, special.found
 
 
 def _named(encoder: Encoder, token: int) -> dict[str, Any]:
@@ -253,6 +257,7 @@ def _encode(
     begin: tuple[int, ...],
     total: int | None,
     report: Progress,
+    look: Callable[[list[str]], None],
 ) -> dict[str, Packer]:
     size, end = encoder.vocabulary_size, encoder.end_of_text
     packers = {split: Packer(partial, split, size, end, SHARD_BYTES, begin) for split in SPLITS}
@@ -260,6 +265,7 @@ def _encode(
     try:
         places: list[Place] = []
         for batch in _batches(_noting(places, sources, data)):
+            look(batch)
             parts: dict[str, list[list[int]]] = {split: [] for split in SPLITS}
             origins: dict[str, list[Place]] = {split: [] for split in SPLITS}
             sizes = dict.fromkeys(SPLITS, 0)
