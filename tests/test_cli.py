@@ -63,6 +63,21 @@ def test_the_examples_are_commands_that_the_parser_takes() -> None:
         assert callable(options.call)
 
 
+def test_a_model_is_sampled_on_the_device_that_is_named(
+    command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    given: dict[str, Any] = {}
+
+    def generate(model: Path, prompt: str, **options: Any) -> str:
+        given.update(options)
+        return f"{prompt} and more"
+
+    monkeypatch.setattr(api, "generate", generate)
+    words = ("generate", tmp_path, "--prompt", "a", "--temperature", 0, "--device", "cuda:1")
+    assert command(*words) == (0, "a and more\n", "")
+    assert given == {"tokens": 100, "temperature": 0.0, "seed": 0, "device": "cuda:1"}
+
+
 @pytest.mark.parametrize("name", ["plan", "train", "coordinator", "join", "export", "generate"])
 def test_every_command_has_help(command: Command, name: str) -> None:
     code, out, _ = command(name, "--help")

@@ -147,6 +147,18 @@ def test_trackers_get_the_run_file_and_numbers_by_site(tmp_path: Path, tracker: 
     assert tracker.run.finished
 
 
+def test_the_held_out_loss_is_also_the_runs(tmp_path: Path, tracker: Tracker) -> None:
+    """Who looks for it in the run finds it, whichever site has measured it."""
+    metrics = Metrics(config(tracker.__name__), tmp_path)
+    metrics.write(
+        {"kind": "evaluation", "site": "lyon", "step": 40, "after_round": 1, "val_loss": 4.5}
+    )
+    metrics.close()
+    assert tracker.run.logged == [
+        {"lyon/val_loss": 4.5, "inner_step": 40}, {"val_loss": 4.5, "inner_step": 40},
+    ]  # fmt: skip
+
+
 def test_a_sink_that_fails_ends_no_run(tmp_path: Path, tracker: Tracker) -> None:
     tracker.run.broken = True
     metrics = Metrics(config(tracker.__name__), tmp_path)

@@ -263,8 +263,11 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("model", type=Path, help="a run folder or a Hugging Face folder")
     generate.add_argument("--prompt", default="")
     generate.add_argument("--tokens", type=int, default=100)
-    generate.add_argument("--temperature", type=float, default=0.8)
+    generate.add_argument("--temperature", type=float, default=0.8, help="0: the likeliest token")
     generate.add_argument("--seed", type=int, default=0)
+    generate.add_argument(
+        "--device", default="cpu", help="PyTorch's name of it, such as cuda (default: cpu)"
+    )
     generate.set_defaults(call=_generate)
     lab_command.add_to(commands, common, run_file)
     return parser
@@ -430,6 +433,7 @@ def _generate(options: argparse.Namespace) -> int:
             tokens=options.tokens,
             temperature=options.temperature,
             seed=options.seed,
+            device=options.device,
         )
     )
     return 0

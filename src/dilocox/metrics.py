@@ -74,9 +74,13 @@ class Metrics:
             and not isinstance(value, bool)
             and key not in _NOT_NUMBERS
         }
+        site, step = str(record.get("site", "")), int(record.get("step", 0))
+        # The held-out loss is the run's; the site that has measured it may be another one later.
+        places = [site, ""] if site and record["kind"] == "evaluation" else [site]
         for name, sink in list(self._sinks.items()):
             try:
-                sink.write(str(record.get("site", "")), int(record.get("step", 0)), values)
+                for place in places:
+                    sink.write(place, step, values)
             except Exception as error:  # other people's code, over a network
                 del self._sinks[name]
                 self._failed(name, error)
