@@ -108,6 +108,7 @@ def test_a_join_from_python_takes_them(tmp_path: Path, monkeypatch: pytest.Monke
     (tmp_path / "token").write_text("a-token\n")
     code = dilocox.join(
         a_run(), site="lyon", address="203.0.113.7:29400", token_file=tmp_path / "token",
+        key_file=str(tmp_path / "key"),
         on_evaluation=own_functions.on_evaluation, **own_functions.FUNCTIONS,
     )  # fmt: skip
     assert code == 130
@@ -116,7 +117,7 @@ def test_a_join_from_python_takes_them(tmp_path: Path, monkeypatch: pytest.Monke
     assert hooks.on_evaluation is own_functions.on_evaluation
     assert given == {
         "site": "lyon", "address": "203.0.113.7:29400", "token": "a-token", "debug": False,
-        "trace": False,
+        "trace": False, "key_file": tmp_path / "key",
     }  # fmt: skip
 
 

@@ -88,6 +88,7 @@ def join(
     site: str,
     address: str,
     token_file: str | Path | None = None,
+    key_file: str | Path | None = None,
     dataset: Dataset | None = None,
     loss: Loss | None = None,
     validation: Dataset | None = None,
@@ -107,6 +108,7 @@ def join(
     Args:
         address: HOST:PORT of the coordinator.
         token_file: file with the join token; without it the variable DILOCOX_TOKEN, or a prompt.
+        key_file: where the site keeps its key, if not in its run folder.
         trace: write this site's timeline to `trace-SITE.json` in its run folder.
 
     Returns 0 when the run is done, 130 if this site was asked to go, and 1 if it failed; the line
@@ -117,7 +119,14 @@ def join(
     hooks = _hooks(dataset, loss, validation, optimizer, schedule, on_evaluation)
     token = read_token(None if token_file is None else Path(token_file))
     return launch.join(
-        config, site=site, address=address, token=token, debug=debug, trace=trace, hooks=hooks
+        config,
+        site=site,
+        address=address,
+        token=token,
+        debug=debug,
+        trace=trace,
+        key_file=None if key_file is None else Path(key_file),
+        hooks=hooks,
     )
 
 

@@ -428,19 +428,15 @@ def _tell_bad_fork() -> None:
 
 
 def _check_site(
-    config: RunConfig,
-    site: str,
-    display: Display | None,
-    hooks: Hooks,
-    ranks_here: int | None = None,
+    config: RunConfig, site: str, display: Display | None, hooks: Hooks, here: int | None = None
 ) -> None:
     """Refuse what cannot run at `site`, and have its weights and token files here.
 
-    `ranks_here`: of the site, on this machine, if not all of them.
+    `here`: ranks of the site on this machine, if not all of them.
     """
     # The coordinator compares their digest with that of the token files that the run began with.
     files = have_files(config, display, begun=True)
-    preflight.check_run(config, files.vocabulary_size, sites_here=1, ranks_here=ranks_here)
+    preflight.check_run(config, files.vocabulary_size, sites_here=1, ranks_here=here)
     preflight.check_data(config, files, [site], hooks.dataset is not None)
 
 

