@@ -191,8 +191,8 @@ def test_no_run_is_there(tmp_path: Path, command: Command) -> None:
 def test_it_is_said_without_torch(tmp_path: Path) -> None:
     folder = a_run(tmp_path / "run", *a_round(0, time.time()))
     script = (
-        "import sys; from dilocox.report.status_command import run; import argparse, pathlib\n"
-        "run(argparse.Namespace(run=pathlib.Path(sys.argv[1]), json=False))\n"
+        "import sys; from dilocox.report.status_command import run; import argparse\n"
+        "run(argparse.Namespace(run=sys.argv[1], json=False, token_file=None))\n"
         "sys.exit('torch' in sys.modules)"
     )
     ended = subprocess.run([sys.executable, "-c", script, str(folder)], check=False, timeout=60)

@@ -153,13 +153,13 @@ def _of_site(folder: Path, journal: Path) -> Status:
         kind = record.get("kind")
         if kind == "joined":
             found.state, found.reason = "joining", ""
-            found.name, found.steps = str(record.get("run", "")), _whole(record, "steps")
+            found.name, found.steps = str(record.get("run", "")), whole(record, "steps")
             found.coordinator = str(record.get("coordinator", ""))
-            process = (str(record.get("host", "")), _whole(record, "process") or 0)
+            process = (str(record.get("host", "")), whole(record, "process") or 0)
         elif kind in ("begins", "round"):
             found.state = "training"
         elif kind == "ended":
-            code = _whole(record, "code")
+            code = whole(record, "code")
             found.state = {0: "finished", 130: "left"}.get(1 if code is None else code, "failed")
             found.reason = str(record.get("reason", ""))
     _take_up(found, [{"site": name, **record} for record in records])
@@ -180,7 +180,7 @@ def _take_up(found: Status, records: Iterable[Record]) -> None:
     rounds: list[Record] = []
     messages: list[tuple[float, str]] = []
     for record in records:
-        kind, site, time = record.get("kind"), record.get("site"), _real(record, "time")
+        kind, site, time = record.get("kind"), record.get("site"), real(record, "time")
         if time is not None:
             found.began = time if found.began is None else found.began
             found.last = time
@@ -188,15 +188,15 @@ def _take_up(found: Status, records: Iterable[Record]) -> None:
             each = sites.setdefault(site, SiteNow(site))
             each.last_word = each.last_word if time is None else time
             if kind == "round":
-                each.round, each.step = _whole(record, "round"), _whole(record, "step")
-                each.seconds, each.loss = _real(record, "seconds"), _real(record, "loss")
-                each.tokens_per_second = _real(record, "tokens_per_second")
-                each.wait_share = _real(record, "wait_share")
+                each.round, each.step = whole(record, "round"), whole(record, "step")
+                each.seconds, each.loss = real(record, "seconds"), real(record, "loss")
+                each.tokens_per_second = real(record, "tokens_per_second")
+                each.wait_share = real(record, "wait_share")
         if kind == "round" and (not site or found.of == site):
             rounds.append(record)
-        elif kind == "evaluation" and _real(record, "val_loss") is not None:
-            found.held_out_loss = _real(record, "val_loss")
-            found.held_out_after = _whole(record, "after_round")
+        elif kind == "evaluation" and real(record, "val_loss") is not None:
+            found.held_out_loss = real(record, "val_loss")
+            found.held_out_after = whole(record, "after_round")
             if found.held_out_after == -1:
                 found.held_out_first = found.held_out_loss
         elif kind == "plan":
@@ -204,21 +204,21 @@ def _take_up(found: Status, records: Iterable[Record]) -> None:
         elif kind in ("message", "warning") and record.get("about") != "members":
             messages.append((time or 0.0, str(record.get("text", ""))))
         elif kind == "resumed":
-            back = _whole(record, "round") or 0
-            rounds = [row for row in rounds if (_whole(row, "round") or 0) < back]
+            back = whole(record, "round") or 0
+            rounds = [row for row in rounds if (whole(row, "round") or 0) < back]
     found.sites = list(sites.values())
     if rounds:
         newest = rounds[-1]
-        found.round, found.loss = _whole(newest, "round"), _real(newest, "loss")
-        found.step = _whole(newest, "step") or 0
+        found.round, found.loss = whole(newest, "round"), real(newest, "loss")
+        found.step = whole(newest, "step") or 0
         found.seconds_left = _left(found, rounds[-4:])
     found.warnings += [text for _, text in messages[-MESSAGES:]]
 
 
 def _left(found: Status, rounds: list[Record]) -> float | None:
     """Seconds to the end at the pace of `rounds`. None where it is not known."""
-    steps, begun = _whole(rounds[-1], "step"), _whole(rounds[0], "step")
-    seconds = sum(_real(row, "seconds") or 0.0 for row in rounds[1:])
+    steps, begun = whole(rounds[-1], "step"), whole(rounds[0], "step")
+    seconds = sum(real(row, "seconds") or 0.0 for row in rounds[1:])
     if found.steps is None or steps is None or begun is None or steps <= begun:
         return None
     return max(0.0, (found.steps - steps) * seconds / (steps - begun))
@@ -296,11 +296,13 @@ def _lines(path: Path) -> tuple[list[Record], int]:
     return found, bad if text.endswith("\n") else max(0, bad - 1)
 
 
-def _real(record: Record, key: str) -> float | None:
+def real(record: Record, key: str) -> float | None:
+    """A number of a record. None for what is none."""
     value = record.get(key)
     return None if isinstance(value, bool) or not isinstance(value, int | float) else float(value)
 
 
-def _whole(record: Record, key: str) -> int | None:
-    value = _real(record, key)
+def whole(record: Record, key: str) -> int | None:
+    """A whole number of a record. None for what is none."""
+    value = real(record, key)
     return None if value is None or value != value or abs(value) > 2**62 else int(value)

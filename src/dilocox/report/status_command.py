@@ -5,18 +5,22 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import re
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 from dilocox.config import load_written
 from dilocox.display import number, plan_line
-from dilocox.errors import DilocoxError
+from dilocox.errors import ConfigError, DilocoxError
+from dilocox.join_token import read_token
 from dilocox.plain_text import plain
-from dilocox.report.status import GOES_ON, Status, status_of
+from dilocox.report.status import GOES_ON, SiteNow, Status, real, status_of, whole
 
 HELP = "say what a run is doing, from the folder of its coordinator or of a site"
+_ADDRESS = re.compile(r"[^/]+:[0-9]{1,5}")
 PATIENCE = 2.0
 """Seconds in which a coordinator has to answer."""
 
@@ -24,24 +28,86 @@ PATIENCE = 2.0
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `dilocox status`."""
     parser.add_argument(
-        "run", metavar="RUN", type=Path, help="run folder of the coordinator, or of a site"
-    )
+        "run", metavar="RUN|HOST:PORT",
+        help="run folder of the coordinator or of a site, or the coordinator's address",
+    )  # fmt: skip
+    parser.add_argument(
+        "--token-file", type=Path, metavar="FILE",
+        help="with an address: file with a site's join token (else: the variable DILOCOX_TOKEN, "
+        "else a prompt)",
+    )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print all of it as JSON")
     parser.set_defaults(call=run)
 
 
 def run(options: argparse.Namespace) -> int:
     """Print the status; exit code 0 (goes on, finished), 3 (stopped) or 1."""
-    now = time.time()
-    found = status_of(options.run, now)
-    if found.of == "coordinator" and found.state in GOES_ON:
-        ask(found, options.run)
+    now, folder = time.time(), Path(options.run)
+    if _ADDRESS.fullmatch(options.run) and not folder.exists():
+        found = of_address(options.run, read_token(options.token_file))
+    elif options.token_file is not None:
+        raise ConfigError("--token-file: is for an address, HOST:PORT; leave it out")
+    else:
+        found = status_of(folder, now)
+        if found.of == "coordinator" and found.state in GOES_ON:
+            ask(found, folder)
     if options.json:
         print(json.dumps({**asdict(found), "exit_code": found.exit_code}, indent=2))
     else:
         for line in lines(found, now):
             print(plain(line))
     return found.exit_code
+
+
+def of_address(address: str, token: str) -> Status:
+    """What a coordinator answers to who holds a site's token. Raises `JoinError`."""
+    from dilocox.config import NetworkSection
+    from dilocox.outer.coordinator.joining import look
+    from dilocox.outer.coordinator.timeouts import Timeouts
+
+    usual = Timeouts.derive(NetworkSection())
+    patience = replace(usual, coordinator=PATIENCE, request=PATIENCE)
+    said = look(f"https://{address}", token, patience)
+    found = Status(address, "coordinator", "", said.run, steps=said.steps, coordinator=address)
+    for each in said.sites:
+        own = each.metrics.get("round", {})
+        site = SiteNow(
+            each.site,
+            each.role,
+            round=whole(own, "round"),
+            step=whole(own, "step"),
+            seconds=real(own, "seconds"),
+            tokens_per_second=real(own, "tokens_per_second"),
+            loss=real(own, "loss"),
+            wait_share=real(own, "wait_share"),
+        )
+        found.sites.append(site)
+        for kind in ("first_evaluation", "evaluation"):
+            told = each.metrics.get(kind, {})
+            loss = real(told, "val_loss")
+            if loss is not None:
+                found.held_out_loss, found.held_out_after = loss, whole(told, "after_round")
+                found.held_out_first = loss if kind == "first_evaluation" else found.held_out_first
+    rounds = [site for site in found.sites if site.round is not None]
+    if rounds:
+        last = max(rounds, key=lambda site: site.round or 0)
+        found.round, found.step, found.loss = last.round, last.step or 0, last.loss
+    _take(found, said)
+    return found
+
+
+def _take(found: Status, said: Any) -> None:
+    """Phase, reason and sites that are gone, as a coordinator's `Status` has them."""
+    found.state = {
+        "enrolling": "waits for sites", "starting": "joining", "running": "training",
+    }.get(said.phase, said.phase)  # fmt: skip
+    found.reason = said.reason
+    roles = {site.site: site for site in said.sites}
+    for each in found.sites:
+        if each.name in roles:
+            each.role = roles[each.name].role
+            if each.role == "gone":
+                found.warnings.append(f"{each.name} is gone: {roles[each.name].reason}")
 
 
 def ask(found: Status, folder: Path) -> None:
@@ -62,16 +128,7 @@ def ask(found: Status, folder: Path) -> None:
         found.warnings.append(f"the coordinator does not answer ({error})")
         return
     found.coordinator = endpoint.url.removeprefix("https://")
-    found.state = {
-        "enrolling": "waits for sites", "starting": "joining", "running": "training",
-    }.get(said.phase, said.phase)  # fmt: skip
-    found.reason = said.reason
-    roles = {site.site: site for site in said.sites}
-    for each in found.sites:
-        if each.name in roles:
-            each.role = roles[each.name].role
-            if each.role == "gone":
-                found.warnings.append(f"{each.name} is gone: {roles[each.name].reason}")
+    _take(found, said)
 
 
 def lines(found: Status, now: float) -> Iterator[str]:

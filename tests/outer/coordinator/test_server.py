@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from dilocox import cli
 from dilocox.config import NetworkSection
 from dilocox.errors import ExchangeError, JoinError, TrainingError
 from dilocox.outer.coordinator import messages as m
@@ -31,6 +32,7 @@ from dilocox.outer.coordinator.joining import enrol
 from dilocox.outer.coordinator.record_keys import RecordKey
 from dilocox.outer.coordinator.serving import Endpoint, serve
 from dilocox.outer.coordinator.timeouts import Timeouts
+from dilocox.outer.coordinator.tokens import JoinToken
 from dilocox.outer.coordinator.transport import pool_of_stranger
 from tests.outer.coordinator.helpers import VERSIONS, run_config
 from tests.outer.coordinator.served import Run
@@ -356,6 +358,37 @@ def test_status_feed_and_operator(run: Run) -> None:
     assert len(operator.ledger().entries) == 2
     with pytest.raises(CoordinatorError, match="made without a rank"):
         operator.ready()
+
+
+def test_who_holds_a_sites_token_may_look(
+    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`dilocox status HOST:PORT --token-file token`: nothing of the run changes."""
+    clients = run.start()
+    clients["a"].report(0, {"loss": 2.5, "step": 8, "tokens_per_second": 100.0}, "round")
+    before = clients["a"].status().sequence
+    token = tmp_path / "token"
+
+    def typed(text: str) -> tuple[int, str]:
+        token.write_text(text)
+        with pytest.raises(SystemExit) as ended:
+            cli.main(["status", f"127.0.0.1:{run.port}", "--token-file", str(token)])
+        said = capsys.readouterr()
+        return int(ended.value.code or 0), said.out + said.err
+
+    own = run.core.tokens.of("b", run.core.state.token_issues["b"])
+    code, out = typed(f"{own}\n")
+    assert code == 0
+    assert f"run {run.config.run.name}: training" in out
+    assert "round 0 is done, step 8 of " in out
+    assert "site a  active  round 0  100 tokens/s" in out
+    assert clients["a"].status().sequence == before
+    other = JoinToken(own.fingerprint, "0" * 32)
+    code, out = typed(str(other))
+    assert (code, "token: not this run's, or not in force any more" in out) == (1, True)
+    assert "training" not in out
+    code, out = typed(str(JoinToken("0" * 64, own.secret)))
+    assert (code, "its certificate is not the one of this run" in out) == (1, True)
 
 
 def test_port_taken_is_one_line(run: Run, tmp_path: Path) -> None:

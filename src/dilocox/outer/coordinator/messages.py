@@ -79,8 +79,14 @@ class Versions(Message):
     a run's digest leaves defaults out."""
 
 
+class LookRequest(Message):
+    """`look`: the run in one picture, for who holds a site's token; without a certificate."""
+
+    token: Annotated[str, Field(max_length=200)]
+
+
 class EnrolRequest(Message):
-    """`enrol`: the one call without a client certificate, made once per site."""
+    """`enrol`: the call without a client certificate that is made once per site."""
 
     site: SiteName
     token: Annotated[str, Field(max_length=200)]

@@ -193,6 +193,7 @@ class CoordinatorServer:
         return [
             *routes,
             web.post("/v1/enrol", self._enrol),
+            web.post("/v1/look", self._look),
             web.get(r"/v1/plan/{round:[0-9]{1,9}}", self._plan),
             web.get("/v1/status", self._status),
             web.get("/v1/checkpoints", self._view(lambda: views.checkpoints(core.state))),
@@ -228,6 +229,12 @@ class CoordinatorServer:
 
     async def _enrol(self, request: web.Request) -> web.Response:
         return _reply(self.coordinator.enrol(await _read(request, m.EnrolRequest)))
+
+    async def _look(self, request: web.Request) -> web.Response:
+        asked, core = await _read(request, m.LookRequest), self.coordinator
+        if core.tokens.holder(asked.token, core.state.token_issues) is None:
+            raise Refused("join", "token: not this run's, or not in force any more")
+        return _reply(views.status(core.state, 0))
 
     async def _begin(self, request: m.BeginRequest, caller: Caller) -> m.BeginReply:
         core, first = self.coordinator, self.coordinator.begin(request)
