@@ -28,7 +28,7 @@ def checked(bad: dict[int, str], workers: int, count: int = COUNT) -> tuple[int,
             data = f"statement {number}".encode()
             checks.add(2 * number, PUBLIC, bad.get(number, KEY.sign(data).hex()), data)
         found = checks.bad()
-        assert bool(checks._processes) == (workers > 0 and count >= 7)
+        assert bad or bool(checks._processes) == (workers > 0)
         return found
     finally:
         checks.close()

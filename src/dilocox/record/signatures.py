@@ -87,14 +87,12 @@ class SignatureChecks:
 
     def close(self) -> None:
         """End the workers."""
-        for _, future in self._pending:
-            future.cancel()
+        # First: a thread may be starting its worker just now.
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
         for process in self._processes:
             with contextlib.suppress(OSError):
                 process.stdin.close()  # type: ignore[union-attr]
-        if self._pool is not None:
-            self._pool.shutdown()
-        for process in self._processes:
             process.wait()
             process.stdout.close()  # type: ignore[union-attr]
 
