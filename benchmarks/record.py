@@ -213,7 +213,7 @@ def read_record(folder: Path) -> tuple[Course, list[str]]:
     content = read_log(folder / "record")
     key = NoteKey.parse(content.public)
     check_log(content, key)
-    return read_course(content.entries, key), content.entries
+    return read_course(content.entries, key), list(content.entries)
 
 
 def kept(folder: Path) -> dict[str, int]:

@@ -55,7 +55,7 @@ class AuditedRun:
         record = self.folder / "record"
         content = read_covered(record, self._key)
         check_log(content, self._key)
-        entries, known = content.entries, len(self.entries)
+        entries, known = list(content.entries), len(self.entries)
         if entries[:known] != self.entries:
             raise RecordError(f"{record}: its statements are not those that were read before")
         self._reader.take(entries[known:])
