@@ -32,6 +32,7 @@ from dilocox.outer.coordinator.messages import Rank as RankName
 from dilocox.outer.coordinator.serving import Endpoint, serve
 from dilocox.outer.coordinator.timeouts import Timeouts
 from dilocox.outer.exchange import Contribution, Outcome
+from dilocox.outer.link_endpoint import open_endpoint
 from dilocox.outer.worker import ExchangeWorker
 from dilocox.rank_network import Network as RankNetwork
 
@@ -227,9 +228,11 @@ def _exchange_rounds(
     client = CoordinatorClient(url, identity, timeouts, name)
     control = RankControl(client, timeouts.beat, timeouts.stall, LIMIT, _end)
     control.start()
-    network = RankNetwork(
-        client, control, place, address, timeouts, None, config.network.congestion
-    )
+    links = open_endpoint(
+        config.sites, identity, place.stage, case.stages, address, timeouts,
+        config.network.congestion,
+    )  # fmt: skip
+    network = RankNetwork(client, control, place, timeouts, links)
     worker = ExchangeWorker(network, place.site)
     draw = torch.Generator().manual_seed(case.sites.index(place.site) * case.stages + place.stage)
     chosen = compressor(case.codec, Geometry(((case.values,),), (0,), case.values))
@@ -278,6 +281,7 @@ def _exchange_rounds(
         client.round_done(number)
     start.wait(LIMIT)
     worker.close()
+    links.close()
     client.finish(complete=True)
     control.close()
 

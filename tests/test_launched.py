@@ -260,10 +260,10 @@ def nothing_of(_: RankVariables) -> None:
     return
 
 
-def test_the_tunnel_forks_before_a_group_is_there(
+def test_a_rank_says_that_it_lives_before_it_builds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A rank's process opens its tunnel, says that it is alive, and only then builds."""
+    """A rank's process listens for links, says that it is alive, and only then builds."""
     done: list[str] = []
     store = dist.HashStore()
 
@@ -282,6 +282,13 @@ def test_the_tunnel_forks_before_a_group_is_there(
 
         def close(self) -> None:
             return
+
+    class Links:
+        def __init__(self) -> None:
+            done.append("links")
+
+        def close(self) -> None:
+            done.append("links closed")
 
     class Client:
         def __init__(self, *_: object) -> None:
@@ -302,7 +309,7 @@ def test_the_tunnel_forks_before_a_group_is_there(
 
     monkeypatch.setattr(rank_process, "TokenFiles", Opened)
     monkeypatch.setattr(rank_process.Blueprint, "of", lambda *_: None)
-    monkeypatch.setattr(rank_process, "open_tunnel", lambda *_: done.append("tunnel"))
+    monkeypatch.setattr(rank_process, "open_endpoint", lambda *_: Links())
     monkeypatch.setattr(rank_process, "RankControl", Control)
     monkeypatch.setattr(rank_process.site_log, "TellingClient", Client)
     monkeypatch.setattr(rank_process, "build_rank", build)
@@ -321,7 +328,9 @@ def test_the_tunnel_forks_before_a_group_is_there(
     )
     with pytest.raises(StopError):
         rank_process._train(job, lambda *_: None)
-    assert done == ["tunnel", "client", "beats, building True", "build", "closed"]
+    assert done == [
+        "links", "client", "beats, building True", "build", "links closed", "closed",
+    ]  # fmt: skip
 
 
 class Line:

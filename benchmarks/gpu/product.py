@@ -218,10 +218,10 @@ def paced(bits_per_second: float) -> Iterator[None]:
     The kernel paces TCP by SO_MAX_PACING_RATE, so no `tc` and no namespace is needed.
     """
     from dilocox import launch, site_process
-    from dilocox.outer import groups, sockets
+    from dilocox.outer import link_endpoint
 
     option = getattr(socket, "SO_MAX_PACING_RATE", 47)
-    begin = groups.PeerGroup.__init__
+    begin = link_endpoint.LinkEndpoint.__init__
 
     def pace(connection: socket.socket, _name: str) -> None:
         connection.setsockopt(socket.SOL_SOCKET, option, max(1000, int(bits_per_second / 8)))
@@ -230,8 +230,8 @@ def paced(bits_per_second: float) -> Iterator[None]:
         begin(self, *arguments, **{**options, "congestion": "paced"})
 
     with ExitStack() as stack:
-        stack.enter_context(patch.object(sockets, "set_congestion", pace))
-        stack.enter_context(patch.object(groups.PeerGroup, "__init__", paced_begin))
+        stack.enter_context(patch.object(link_endpoint, "set_congestion", pace))
+        stack.enter_context(patch.object(link_endpoint.LinkEndpoint, "__init__", paced_begin))
         for module in (launch, site_process):
             if hasattr(module, "check_congestion"):
                 stack.enter_context(patch.object(module, "check_congestion", lambda _name: None))

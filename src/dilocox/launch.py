@@ -39,8 +39,8 @@ from dilocox.outer.coordinator.identity import Identity
 from dilocox.outer.coordinator.serving import Endpoint
 from dilocox.outer.coordinator.timeouts import Timeouts
 from dilocox.outer.coordinator.transport import host_and_port
+from dilocox.outer.link_endpoint import check_ports
 from dilocox.outer.sockets import check_congestion, congestion_hint
-from dilocox.outer.tunnel import check_ports
 from dilocox.payloads import payload_sizes
 from dilocox.recorder import Record
 from dilocox.site import available_cores

@@ -22,7 +22,7 @@ from dilocox.outer.coordinator.messages import BeginReply, ExchangeKey, VoteRepl
 from dilocox.outer.coordinator.timeouts import Timeouts
 from dilocox.outer.coordinator.verdict_messages import Opinion
 from dilocox.outer.groups import LOOK, EpochChangedError, PeerGroup
-from dilocox.outer.tunnel import Tunnel, form_group
+from dilocox.outer.link_endpoint import LinkEndpoint
 from dilocox.outer.unreached import UnreachedError
 from dilocox.record.inner import InnerRecord
 from dilocox.record.recording import RankRecord
@@ -40,11 +40,8 @@ class Network:
     client: CoordinatorClient
     control: RankControl
     place: Place
-    address: str
     timeouts: Timeouts
-    tunnel: Tunnel | None
-    congestion: str | None = None
-    """TCP congestion control without a tunnel, if not the machine's."""
+    endpoint: LinkEndpoint
     record: RankRecord | None = None
     rounds: InnerRecord | None = None
     groups: dict[GroupKey, PeerGroup] = field(default_factory=dict)
@@ -140,17 +137,14 @@ class Network:
         epoch, sites = key
         place = self.place
         between = hashlib.sha256("/".join(sites).encode()).hexdigest()[:8]
-        return form_group(
-            self.tunnel,
+        return PeerGroup(
+            self.endpoint,
             self.client,
             f"epoch/{epoch}/{between}/{place.stage}/{place.shard}",
             sites,
-            place.site,
-            self.address,
             self.timeouts.form,
             self.timeouts.link,
             superseded,
-            self.congestion,
         )
 
     def pair(self, name: str, donor: str, receiver: str) -> PeerGroup:
@@ -163,20 +157,21 @@ class Network:
         me, word = self.place.site, f"{name}/donor"
         if me == donor:
             self.client.kv_set(word, b"")
+
+        def fetches() -> bool:
+            return (me, donor) in [(e.site, e.donor) for e in self.control.news.entering]
+
         while me != donor and not self.client.kv_check([word]):
-            if (me, donor) not in [(e.site, e.donor) for e in self.control.news.entering]:
+            if not fetches():
                 raise EpochChangedError(f"{donor} is not to be fetched from any more")
             with contextlib.suppress(ExchangeError):
                 self.client.kv_get([word], 1.0)
-        return form_group(
-            self.tunnel,
+        return PeerGroup(
+            self.endpoint,
             self.client,
             name,
             [donor, receiver],
-            self.place.site,
-            self.address,
             self.timeouts.form,
             self.timeouts.stall,
-            lambda: False,
-            self.congestion,
+            lambda: me != donor and not fetches(),
         )

@@ -43,9 +43,9 @@ from dilocox.outer.coordinator.messages import Checkpoint, Entering
 from dilocox.outer.coordinator.messages import Rank as RankName
 from dilocox.outer.coordinator.timeouts import Timeouts
 from dilocox.outer.first_state import FirstState
+from dilocox.outer.link_endpoint import LinkEndpoint, open_endpoint
 from dilocox.outer.link_times import LinkTimes
 from dilocox.outer.loop import OuterLoop
-from dilocox.outer.tunnel import Tunnel, open_tunnel
 from dilocox.outer.worker import ExchangeWorker
 from dilocox.persistence import Keeper, record_state, take_momentum
 from dilocox.rank_errors import explained
@@ -138,9 +138,8 @@ def _train(job: RankJob, errors: Errors) -> None:
     if not place.exchanges:
         _follow(job, blueprint, timeouts)
         return
-    # Before anything that starts threads: the tunnel forks a process.
     number = place.rank_of(config.site)
-    tunnel = open_tunnel(
+    endpoint = open_endpoint(
         config.sites,
         job.identity,
         number,
@@ -176,7 +175,7 @@ def _train(job: RankJob, errors: Errors) -> None:
         rank.model.lead()
         # After an error nobody is let go: other replicas may be in a collective that never ends.
         try:
-            _take_part(job, rank, files, client, control, timeouts, tunnel)
+            _take_part(job, rank, files, client, control, timeouts, endpoint)
         except Stopped:
             rank.model.let_go()
             raise
@@ -187,8 +186,7 @@ def _train(job: RankJob, errors: Errors) -> None:
                 client.leave(str(error), failed=True)
         raise
     finally:
-        if tunnel is not None:
-            tunnel.close()
+        endpoint.close()
         control.close()
         client.close()
 
@@ -246,16 +244,13 @@ def _take_part(
     client: site_log.TellingClient,
     control: RankControl,
     timeouts: Timeouts,
-    tunnel: Tunnel | None,
+    endpoint: LinkEndpoint,
 ) -> None:
     config, place = job.config, job.place
     record = _open_record(job, rank, client)
     client.author = _author(job) if record is not None else None
-    congestion = config.network.congestion
     rounds = _open_rounds(job, rank, client)
-    network = Network(
-        client, control, place, job.address, timeouts, tunnel, congestion, record, rounds
-    )
+    network = Network(client, control, place, timeouts, endpoint, record, rounds)
     times = LinkTimes(timeouts.link)
     worker = ExchangeWorker(network, place.site, _beside_training(rank), times)
     outer = OuterLoop(

@@ -34,8 +34,8 @@ from dilocox.outer.coordinator.record_keys import RecordKey, key_file
 from dilocox.outer.coordinator.serving import Endpoint
 from dilocox.outer.coordinator.timeouts import Timeouts
 from dilocox.outer.coordinator.transport import host_and_port
+from dilocox.outer.link_endpoint import check_ports
 from dilocox.outer.sockets import check_congestion
-from dilocox.outer.tunnel import check_ports
 from dilocox.rank_errors import HOST_MEND
 from dilocox.rank_process import RankJob, run_rank
 from dilocox.record.acceptance import OwnFacts, accept

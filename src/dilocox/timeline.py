@@ -143,6 +143,11 @@ def span(name: str, **arguments: Any) -> Span:
     return _NOTHING if recorder is None else _Timed(recorder, name, arguments)
 
 
+def recording_now() -> bool:
+    """True while this process's timeline is recorded."""
+    return _recorder is not None
+
+
 def mark(name: str, **arguments: Any) -> None:
     """A moment that concerns the whole process, such as the beginning of a round."""
     if _recorder is not None:

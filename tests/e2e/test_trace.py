@@ -117,5 +117,6 @@ def test_sent_bytes_are_the_payload_bytes_of_the_metrics(
     # What one site sends the other receives.
     assert sent == sum(event["args"]["bytes"] for event in exchanged(trace, "receive"))
     both = sum(event["args"]["bytes"] for name in WAYS for event in spans(trace, name))
-    pieces = spans(trace, "piece") + spans(trace, "wait for peer")
-    assert sum(event["args"]["bytes"] for event in pieces) == both > 2 * sent
+    travelled = spans(trace, "travel")
+    assert len(travelled) == len(spans(trace, "wait for peer"))
+    assert sum(event["args"]["bytes"] for event in travelled) == both > 2 * sent

@@ -31,6 +31,7 @@ from dilocox.outer.exchange import Contribution, Outcome, exchange
 from dilocox.outer.groups import PeerGroup
 from dilocox.outer.staging import HOST, staging_of
 from dilocox.outer.worker import LinkTurn, Turns
+from tests.outer.linked import group_of
 from tests.outer.sites import MemoryStore, run_each, shared_store
 
 KEY = ExchangeKey.outer(3, 0, 1)
@@ -125,10 +126,7 @@ class SharedBallot:
 
     def group(self, begun: BeginReply, superseded: Callable[[], bool]) -> PeerGroup:
         if self.group_of is None:
-            self.group_of = PeerGroup(
-                self.store, "epoch/1/test", list(self.members), self.me, "127.0.0.1", LIMIT, LIMIT,
-                lambda: False,
-            )  # fmt: skip
+            self.group_of = group_of(self.store, "epoch/1/test", self.members, self.me)
         return self.group_of
 
 

@@ -35,6 +35,8 @@ from dilocox.outer.coordinator.timeouts import Timeouts
 from dilocox.outer.exchange import Contribution, Outcome
 from dilocox.outer.groups import PeerGroup
 from dilocox.outer.layout import Layout, split_pieces
+from dilocox.outer.link_endpoint import open_endpoint
+from dilocox.outer.link_state import LinkState, Piece
 from dilocox.outer.loop import OuterLoop
 from dilocox.outer.state import PieceState, tensors_digest
 from dilocox.outer.worker import ExchangeWorker
@@ -44,6 +46,8 @@ from tests.outer.sites import CONTEXT, run_and_tell
 SHAPES = {"layers.0": (40, 24), "layers.1": (40, 24)}
 """A fragment each: 960 values, so that a payload travels in two pieces."""
 HEARTBEAT = 2.5
+FIRST = 64
+"""Bytes of a payload that travel before a site strikes."""
 LINK = 20.0
 SLOW = 1.0
 """Seconds that a slow site takes longer: less than any limit."""
@@ -166,25 +170,31 @@ class FailingNetwork(Network):
     def group(self, begun: BeginReply, superseded: Any) -> PeerGroup:
         """A group whose sending fails in the middle."""
         found = super().group(begun, superseded)
-        if self.faults and found._backend is not None and not isinstance(found._backend, _Cut):
-            found._backend = _Cut(found._backend, self)
+        if self.faults:
+            for link in found._links.values():
+                if not isinstance(link._state, _Cut):
+                    link._state = _Cut(link._state, self)
         return found
 
 
 class _Cut:
-    """Sends the first piece of a payload, and strikes before the second."""
+    """Sends the first bytes of a payload, and strikes before the rest."""
 
-    def __init__(self, backend: Any, network: FailingNetwork) -> None:
-        self._backend, self._network = backend, network
-        self.recv = backend.recv
-        self._begun: set[tuple[int, int]] = set()
+    def __init__(self, state: LinkState, network: FailingNetwork) -> None:
+        self._state, self._network = state, network
 
-    def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Any:
-        """As the backend's."""
-        if (peer, tag) in self._begun:
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._state, name)
+
+    def piece(self) -> Piece | None:
+        """As the link's, in two pieces."""
+        found = self._state.piece()
+        if found is None or found.frame.length < 2:
+            return found
+        if found.frame.offset:
             self._network.strike("sending")
-        self._begun.add((peer, tag))
-        return self._backend.send(tensors, peer, tag)
+            return found
+        return found._replace(frame=found.frame._replace(length=FIRST))
 
 
 def displacement(site: str, step: int) -> dict[str, torch.Tensor]:
@@ -211,7 +221,8 @@ class Site:
         self.control = RankControl(self.client, limits.beat, limits.stall, LINK, _end)
         self.control.start()
         place = Place(me, 0, 0)
-        self.network = FailingNetwork(self.client, self.control, place, "127.0.0.1", limits, None)
+        links = open_endpoint(config.sites, identity, 0, 1, "127.0.0.1", limits)
+        self.network = FailingNetwork(self.client, self.control, place, limits, links)
         self.network.faults, self.network.mode = faults, config.outer.exchange
         self.worker = ExchangeWorker(self.network, me)
         self.live = {name: torch.zeros(shape) for name, shape in SHAPES.items()}

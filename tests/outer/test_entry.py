@@ -18,9 +18,7 @@ from dilocox.errors import DilocoxError, ExchangeError, JoinError
 from dilocox.outer import entry
 from dilocox.outer.entry import (
     BESIDE_TENSORS,
-    BODY_TAG,
     HEADER_BYTES,
-    HEADER_TAG,
     Donor,
     Held,
     PieceHeader,
@@ -33,15 +31,15 @@ from dilocox.outer.entry import (
     read_header,
 )
 from dilocox.outer.groups import PeerGroup
+from tests.outer.linked import group_of
 from tests.outer.sites import MemoryStore, run_each, shared_store, until
 
 LIMIT = 60.0
-HERE = "127.0.0.1"
 
 
 def link(store: MemoryStore, me: str, donor: str = "old") -> PeerGroup:
     name = f"run/entry/new/1/{donor}/0/0"
-    return PeerGroup(store, name, [donor, "new"], me, "127.0.0.1", LIMIT, LIMIT, lambda: False)
+    return group_of(store, name, [donor, "new"], me)
 
 
 def state(piece: int, momentum: float) -> dict[str, torch.Tensor]:
@@ -128,7 +126,7 @@ def test_a_donor_whose_slot_ends_are_far_apart_is_waited_for() -> None:
 
     def near(store: MemoryStore, me: str) -> PeerGroup:
         name = "run/entry/new/1/old/0/0"
-        return PeerGroup(store, name, ["old", "new"], me, HERE, LIMIT, 0.6, lambda: False)
+        return group_of(store, name, ["old", "new"], me, silence=0.6)
 
     def old(store: MemoryStore) -> Callable[[], str]:
         def go() -> str:
@@ -239,7 +237,7 @@ def test_what_a_donor_sends_is_checked(what: str, reason: str) -> None:
         def go() -> str:
             group = link(store, "old")
             asked = torch.empty(HEADER_BYTES, dtype=torch.uint8)
-            group.receive(asked, "new", HEADER_TAG).poll(LIMIT)
+            group.receive(asked, "new", 1).poll(LIMIT)
             body = b"x" * 64
             good = {"piece": 0, "tick": 3, "codec": "", "bytes": len(body), "sha256": "0" * 64}
             text = {
@@ -251,10 +249,10 @@ def test_what_a_donor_sends_is_checked(what: str, reason: str) -> None:
             header = torch.frombuffer(
                 bytearray(text.encode().ljust(HEADER_BYTES)), dtype=torch.uint8
             )
-            group.send(header, "new", HEADER_TAG).poll(LIMIT)
+            group.send(header, "new", 1).poll(LIMIT)
             if what == "changed":
                 data = torch.frombuffer(bytearray(body), dtype=torch.uint8)
-                group.send(data, "new", BODY_TAG).poll(LIMIT)
+                group.send(data, "new", 2).poll(LIMIT)
             until(lambda: store.kv_check(["done"]))
             return "sent"
 
@@ -327,7 +325,7 @@ def test_a_receiver_of_another_number_of_pieces_is_refused() -> None:
         def go() -> str:
             header = json.dumps({"anchors": ["0" * 64], "here": []}).encode().ljust(HEADER_BYTES)
             group = link(store, "new")
-            group.send(torch.frombuffer(bytearray(header), dtype=torch.uint8), "old", HEADER_TAG)
+            group.send(torch.frombuffer(bytearray(header), dtype=torch.uint8), "old", 1)
             until(lambda: store.kv_check(["done"]))
             return "sent"
 

@@ -1,225 +1,387 @@
-"""Links between sites: real Gloo groups over a rendezvous store."""
+"""Groups of sites as real processes: TLS between them, connections that break, peers that die."""
 
 from __future__ import annotations
 
 import os
+import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
-from dilocox.errors import ExchangeError
-from dilocox.outer.groups import (
-    FIRST_BYTES,
-    PIECE_BYTES,
-    PIECES_UNDER_WAY,
-    CoordinatorStore,
-    EpochChangedError,
-    PeerGroup,
-    Transfer,
-    _unless,
-    gloo_device,
-)
+from dilocox.errors import ConfigError, ExchangeError
+from dilocox.outer import link
+from dilocox.outer.doors import Door
+from dilocox.outer.groups import EpochChangedError, PeerGroup
+from dilocox.outer.link_frames import PIECE_BYTES
+from dilocox.outer.unreached import UnreachedError
+from tests.outer.linked import endpoint_of, group_of
 from tests.outer.sites import CONTEXT, MemoryStore, run_each, shared_store, until
 
-HERE = "127.0.0.1"
 LIMIT = 60.0
 
 
-def group(store: MemoryStore, me: str, silence: float = 20.0) -> PeerGroup:
-    return PeerGroup(store, "epoch/1/x", ["a", "b"], me, HERE, 20.0, silence, lambda: False)
+def noise(sender: str, receiver: str, size: int) -> torch.Tensor:
+    """Bytes that no other pair sends."""
+    generator = torch.Generator().manual_seed(ord(sender) * 256 + ord(receiver))
+    return torch.randint(0, 256, (size,), generator=generator).to(torch.uint8)
 
 
-def test_tensors_of_several_pieces_cross_both_ways_at_once() -> None:
-    size = 2 * PIECE_BYTES + 5
+def swap(group: PeerGroup, size: int, tag: int) -> bool:
+    """Everybody sends to everybody; whether all that came is what was sent."""
+    me, others = group.me, [site for site in group.sites if site != group.me]
+    arrived = {site: torch.zeros(size, dtype=torch.uint8) for site in others}
+    transfers = [group.receive(tensor, site, tag) for site, tensor in arrived.items()]
+    transfers += [group.send(noise(me, site, size), site, tag) for site in others]
+    done = all(transfer.poll(LIMIT) for transfer in transfers)
+    return done and all(torch.equal(arrived[s], noise(s, me, size)) for s in others)
 
-    def side(me: str, store: MemoryStore) -> Callable[[], bool]:
-        def go() -> bool:
-            peers = group(store, me)
-            other = "b" if me == "a" else "a"
-            mine = (torch.arange(size) * (3 if me == "a" else 5)).to(torch.uint8)
-            theirs = (torch.arange(size) * (5 if me == "a" else 3)).to(torch.uint8)
-            buffer = torch.zeros(size, dtype=torch.uint8)
-            transfers = [peers.receive(buffer, other, 7), peers.send(mine, other, 7)]
-            assert all(transfer.poll(20.0) for transfer in transfers)
-            return torch.equal(buffer, theirs)
 
-        return go
+def together(store: MemoryStore, word: str, sites: Sequence[str], me: str) -> None:
+    """Wait until all are here."""
+    store.kv_set(f"{word}/{me}", b"")
+    store.kv_get([f"{word}/{site}" for site in sites], LIMIT)
 
+
+def epochs(store: MemoryStore, sites: str, me: str) -> dict[str, object]:
+    """A site's part in two groups at a time, then in a third one."""
+    before = threading.active_count()
+    endpoint = endpoint_of(me, f"127.0.0.{11 + ord(me) - ord('a')}")
+
+    def form(name: str, members: Sequence[str]) -> PeerGroup:
+        return PeerGroup(endpoint, store, name, members, LIMIT, LIMIT, lambda: False)
+
+    groups = [form(f"epoch/{n}", list(sites)) for n in (1, 2)]
+    same = [swap(group, 3 * PIECE_BYTES + 1, tag) for group in groups for tag in (1, 2)]
+    together(store, "swapped", sites, me)
+    for group in groups:
+        group.close()
+    del group, groups
+    third = form("epoch/3", list(sites)[::-1])
+    same.append(swap(third, 1, 1))
+    together(store, "third", sites, me)
+    del third  # without close, as after an entry
+    endpoint.close()
+    left = until(lambda: threading.active_count() == before)
+    socket.create_server((endpoint.host, endpoint.port)).close()  # the port is free again
+    return {"same": same, "left": left}
+
+
+def test_groups_one_after_the_other_and_two_at_a_time() -> None:
     with shared_store() as store:
-        assert run_each({me: side(me, store) for me in "ab"}) == {"a": True, "b": True}
+        found = run_each({me: partial(epochs, store, "abc", me) for me in "abc"})
+    assert all(found[me] == {"same": [True] * 5, "left": True} for me in "abc")
 
 
-def test_a_peer_that_dies_breaks_the_link_at_once() -> None:
-    def dying(store: MemoryStore) -> Callable[[], str]:
-        def go() -> str:
-            group(store, "b")
-            return "gone"  # and its process ends
+class Tap:
+    """A way to a site on which a test reads along, and which the test cuts."""
 
-        return go
+    def __init__(self, to: tuple[str, int]) -> None:
+        self._to = to
+        self._door = socket.create_server(("127.0.0.1", 0))
+        self.address = self._door.getsockname()
+        self.passed: list[bytes] = []
+        self.count = 0
+        self.cut_after: int | None = None
+        self.frozen = threading.Event()
+        """Nothing passes any more on the connections that there are; new ones work."""
+        self.taken = 0
+        threading.Thread(target=self._serve, daemon=True).start()
 
-    def waiting(store: MemoryStore) -> Callable[[], str]:
-        def go() -> str:
-            peers = group(store, "a")
-            start = time.monotonic()
-            transfer = peers.receive(torch.empty(10, dtype=torch.uint8), "b", 1)
+    def _serve(self) -> None:
+        while True:
+            near, _ = self._door.accept()
+            self.taken += 1
+            far = socket.create_connection(self._to)
+            for pair in ((near, far), (far, near)):
+                threading.Thread(target=self._copy, args=pair, daemon=True).start()
+
+    def _copy(self, source: socket.socket, sink: socket.socket) -> None:
+        frozen = self.frozen
+        try:
+            while data := source.recv(65536):
+                if frozen.is_set():
+                    continue
+                self.passed.append(data[:4096])
+                self.count += len(data)
+                sink.sendall(data)
+                if self.cut_after is not None and self.count > self.cut_after:
+                    self.cut_after = None
+                    break
+        except OSError:
+            pass
+        for item in (source, sink):
             try:
-                transfer.poll(15.0)
-            except ExchangeError as error:
-                return f"{error} within {time.monotonic() - start < 5.0}"
-            return "nothing"
+                item.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                continue
 
-        return go
 
+def through_a_tap(
+    store: MemoryStore, me: str, size: int, cuts: Sequence[int]
+) -> tuple[bool, int, bool]:
+    """Swap with a peer by a way that is cut after so many bytes, again and again; whether all came,
+    connections, and whether anything of it could be read on the way."""
+    endpoint = endpoint_of(me)
+    tap = None
+    if me == "b":  # the site named first connects
+        tap = Tap((endpoint.host, endpoint.port))
+        endpoint.host, endpoint.port = tap.address
+    group = PeerGroup(endpoint, store, "epoch/1", ["a", "b"], LIMIT, LIMIT, lambda: False)
+    same = []
+    for tag, cut in enumerate(cuts):
+        together(store, f"round/{tag}", "ab", me)
+        if tap is not None:
+            tap.cut_after = tap.count + cut
+        same.append(swap(group, size, tag))
+    together(store, "done", "ab", me)
+    seen = tap is not None and noise("a", "b", size).numpy().tobytes()[:64] in b"".join(tap.passed)
+    return all(same), 0 if tap is None else tap.taken, seen
+
+
+def test_a_connection_that_breaks_goes_on_where_it_broke_and_nothing_is_in_the_clear() -> None:
+    size, cuts = 8 * PIECE_BYTES, [1, 100, PIECE_BYTES + 77, 5 * PIECE_BYTES, 9 * PIECE_BYTES]
     with shared_store() as store:
-        results = run_each({"a": waiting(store), "b": dying(store)})
-    assert results["a"].startswith("link to b broke: ")
-    assert results["a"].endswith("within True")
-    assert "\n" not in results["a"]
+        found = run_each({me: partial(through_a_tap, store, me, size, cuts) for me in "ab"})
+    assert found == {"a": (True, 0, False), "b": (True, len(cuts) + 1, False)}
+
+
+def through_a_silent_way(store: MemoryStore, me: str) -> tuple[bool, int]:
+    """A way that swallows all from the second round on, as a router does that has forgotten a
+    connection; whether all came, and how many connections there were."""
+    endpoint = endpoint_of(me)
+    tap = None
+    if me == "b":
+        tap = Tap((endpoint.host, endpoint.port))
+        endpoint.host, endpoint.port = tap.address
+    group = PeerGroup(endpoint, store, "epoch/1", ["a", "b"], LIMIT, 12.0, lambda: False)
+    same = [swap(group, 1000, 1)]
+    together(store, "first", "ab", me)
+    if tap is not None:
+        tap.frozen.set()
+        tap.frozen = threading.Event()
+    together(store, "frozen", "ab", me)
+    same.append(swap(group, 1000, 2))
+    together(store, "done", "ab", me)
+    return all(same), 0 if tap is None else tap.taken
+
+
+def test_a_connection_that_a_router_has_forgotten_is_made_again() -> None:
+    with shared_store() as store:
+        found = run_each({me: partial(through_a_silent_way, store, me) for me in "ab"})
+    assert found == {"a": (True, 0), "b": (True, 2)}
+
+
+def test_a_connection_has_no_key_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link, "RENEW_BYTES", 3 * PIECE_BYTES)
+    with shared_store() as store:
+        parts = {me: partial(through_a_tap, store, me, 8 * PIECE_BYTES, [1 << 40]) for me in "ab"}
+        found = run_each(parts)
+    assert found["a"] == (True, 0, False)
+    assert found["b"][0]
+    assert found["b"][1] >= 3
+
+
+@pytest.mark.parametrize("dies", ["a", "b"], ids=["who-connects", "who-is-connected-to"])
+def test_a_peer_that_dies_breaks_the_link_at_once(dies: str) -> None:
+    """Within seconds, and not after the time that a link may be silent."""
+
+    def dying(store: MemoryStore) -> str:
+        group_of(store, "epoch/1", ["a", "b"], dies)
+        store.kv_get(["posted"], LIMIT)
+        return "gone"  # and its process ends
+
+    def waiting(store: MemoryStore, me: str) -> str:
+        group = group_of(store, "epoch/1", ["a", "b"], me)
+        transfer = group.receive(torch.empty(10, dtype=torch.uint8), dies, 1)
+        store.kv_set("posted", b"")
+        start = time.monotonic()
+        try:
+            transfer.poll(40.0)
+        except ExchangeError as error:
+            return f"{error} within {time.monotonic() - start < 20.0}"
+        return "nothing"
+
+    lives = "b" if dies == "a" else "a"
+    with shared_store() as store:
+        results = run_each({dies: partial(dying, store), lives: partial(waiting, store, lives)})
+    assert results[lives].startswith(f"link to {dies} broke: ")
+    assert results[lives].endswith("within True")
+    assert "\n" not in results[lives]
 
 
 def test_a_silent_peer_is_given_up_after_the_limit() -> None:
-    def side(me: str, store: MemoryStore) -> Callable[[], str]:
-        def go() -> str:
-            peers = group(store, me, silence=0.5)
-            if me == "b":
-                until(lambda: store.kv_check(["done"]))
-                return "silent"
-            transfer = peers.receive(torch.empty(10, dtype=torch.uint8), "b", 1)
-            try:
-                transfer.poll(15.0)
-                return "nothing"
-            except ExchangeError as error:
-                return str(error)
-            finally:
-                store.kv_set("done", b"")
-
-        return go
+    def side(store: MemoryStore, me: str) -> str:
+        group = group_of(store, "epoch/1", ["a", "b"], me, silence=0.5)
+        if me == "b":
+            store.kv_get(["done"], LIMIT)
+            return "silent"
+        try:
+            group.receive(torch.empty(10, dtype=torch.uint8), "b", 1).poll(15.0)
+            return "nothing"
+        except ExchangeError as error:
+            return str(error)
+        finally:
+            store.kv_set("done", b"")
 
     with shared_store() as store:
-        results = run_each({me: side(me, store) for me in "ab"})
-    assert results["a"].startswith("link to b broke: ")
+        results = run_each({me: partial(side, store, me) for me in "ab"})
+    assert results["a"] == "link to b broke: nothing has moved for 0.5 s"
 
 
-class Work:
-    """A piece under way that ends when told."""
+def test_a_closed_group_ends_what_peers_wait_for() -> None:
+    def side(store: MemoryStore, me: str) -> str:
+        group = group_of(store, "epoch/1", ["a", "b"], me)
+        if me == "b":
+            store.kv_get(["posted"], LIMIT)
+            group.close()
+            store.kv_get(["done"], LIMIT)
+            return "closed"
+        transfer = group.receive(torch.empty(10, dtype=torch.uint8), "b", 1)
+        store.kv_set("posted", b"")
+        try:
+            transfer.poll(15.0)
+            return "nothing"
+        except ExchangeError as error:
+            return str(error)
+        finally:
+            store.kv_set("done", b"")
 
-    def __init__(self, may_end: threading.Event) -> None:
-        self._may_end = may_end
-
-    def wait(self) -> bool:
-        return self._may_end.wait(10.0)
-
-
-def test_pieces_are_under_way_at_once_and_giving_up_starts_no_more() -> None:
-    """At once: a receive that is made after a send is announced behind all that this has sent."""
-    started, may_end = list[int](), threading.Event()
-
-    def start(piece: torch.Tensor) -> Work:
-        started.append(piece.numel())
-        return Work(may_end)
-
-    transfer = Transfer(start, "b", torch.empty(9 * PIECE_BYTES, dtype=torch.uint8), "receive")  # type: ignore[arg-type]
-    first = [FIRST_BYTES, *[PIECE_BYTES] * (PIECES_UNDER_WAY - 1)]
-    assert started == first
-    transfer.give_up()
-    may_end.set()
-    assert transfer.poll(10.0)
-    assert started == first
+    with shared_store() as store:
+        results = run_each({me: partial(side, store, me) for me in "ab"})
+    assert results["a"] == "link to b broke: it has closed the group"
 
 
-def test_all_pieces_travel_a_few_at_a_time() -> None:
-    started, may_end = list[int](), threading.Event()
-    may_end.set()
+def test_a_change_of_members_ends_a_transfer() -> None:
+    """One that waits for a donor is not left to the silence that a link may have."""
 
-    def start(piece: torch.Tensor) -> Work:
-        started.append(piece.numel())
-        return Work(may_end)
+    def side(store: MemoryStore, me: str) -> str:
+        changed = partial(store.kv_check, ["changed"])
+        group = group_of(store, "epoch/1", ["a", "b"], me, cancelled=changed)
+        if me == "b":
+            store.kv_get(["done"], LIMIT)
+            return "silent"
+        transfer = group.receive(torch.empty(10, dtype=torch.uint8), "b", 1)
+        store.kv_set("changed", b"")
+        try:
+            transfer.poll(15.0)
+            return "nothing"
+        except EpochChangedError:
+            return "changed"
+        finally:
+            store.kv_set("done", b"")
 
-    transfer = Transfer(start, "b", torch.empty(6 * PIECE_BYTES, dtype=torch.uint8), "send")  # type: ignore[arg-type]
-    assert transfer.poll(10.0)
-    assert started == [FIRST_BYTES, *[PIECE_BYTES] * 5, PIECE_BYTES - FIRST_BYTES]
+    with shared_store() as store:
+        assert run_each({me: partial(side, store, me) for me in "ab"})["a"] == "changed"
 
 
-def test_a_transfer_that_cannot_begin_says_why() -> None:
-    def start(piece: torch.Tensor) -> Work:
-        raise RuntimeError("connection reset\nat pair.cc:42")
+def test_ipv6_will_do() -> None:
+    if not _has_ipv6():
+        pytest.skip("no IPv6 on this machine")
 
-    transfer = Transfer(start, "b", torch.empty(100, dtype=torch.uint8), "send")  # type: ignore[arg-type]
-    with pytest.raises(ExchangeError, match=r"^link to b broke: connection reset$"):
-        transfer.poll(10.0)
+    def side(store: MemoryStore, me: str) -> bool:
+        return swap(group_of(store, "epoch/1", ["a", "b"], me, address="::1"), 1000, 1)
+
+    with shared_store() as store:
+        assert run_each({me: partial(side, store, me) for me in "ab"}) == {"a": True, "b": True}
+
+
+def _has_ipv6() -> bool:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        return False
+    return True
 
 
 def test_forming_a_group_says_who_is_missing() -> None:
-    with pytest.raises(ExchangeError, match=r"epoch/1/x/.*within 0\.1 s; is network\.interface"):
-        CoordinatorStore(MemoryStore({}), "epoch/1/x/", 0.1, lambda: False).get("rank1")
+    with pytest.raises(
+        UnreachedError, match=r"epoch/1.*within 0\.1 s.*network\.interface"
+    ) as found:
+        group_of(MemoryStore({}), "epoch/1", ["a", "b", "c"], "a", timeout=0.1)
+    assert found.value.sites == ["b"]
+
+
+def test_a_peer_that_refuses_is_named_with_the_mend() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        closed = int(found.getsockname()[1])
+
+    def side(store: MemoryStore, me: str) -> list[str]:
+        endpoint = endpoint_of(me)
+        if me == "b":
+            endpoint.port = closed
+        try:
+            PeerGroup(endpoint, store, "epoch/1", ["a", "b", "c"], 3.0, LIMIT, lambda: False)
+        except UnreachedError as error:
+            return [str(error), *error.sites]
+        return ["nothing"]
+
+    with shared_store() as store:
+        results = run_each({me: partial(side, store, me) for me in "abc"})
+    assert results["a"] == [
+        f"site b cannot be reached at 127.0.0.1:{closed}, as it announces (Connection refused); "
+        "set sites.b.advertise and sites.b.ports to where its router lets this site in",
+        "b",
+    ]
 
 
 def test_a_peer_that_died_before_its_group_was_formed_is_not_waited_for() -> None:
-    """Its address is there. Who is to be reached by it waits; who is to reach it is refused."""
+    def dying(store: MemoryStore) -> None:
+        class Store:
+            """Ends the process behind the announcement."""
 
-    def waiting(store: MemoryStore) -> Callable[[], Any]:
-        def go() -> Any:
-            began = time.monotonic()
+            def kv_set(self, key: str, value: bytes) -> None:
+                store.kv_set(key, value)
+                os._exit(0)
 
-            def cancelled() -> bool:
-                return time.monotonic() > began + 1.0
+        group_of(Store(), "epoch/1", ["a", "b"], "b")
 
-            with pytest.raises((EpochChangedError, ExchangeError), match=r"changed|refused"):
-                PeerGroup(store, "g", ["a", "b"], "a", "127.0.0.1", LIMIT, LIMIT, cancelled)
-            return time.monotonic() - began
-
-        return go
-
-    def dying(store: MemoryStore) -> Callable[[], Any]:
-        def told(key: str, value: bytes) -> bytes:
-            store.kv_set(f"g/{key}", value)
-            os._exit(0)
-
-        def go() -> Any:
-            PeerGroup(
-                store, "g", ["a", "b"], "b", "127.0.0.1", LIMIT, LIMIT, lambda: False, on_set=told
-            )
-
-        return go
+    def waiting(store: MemoryStore) -> Any:
+        began = time.monotonic()
+        with pytest.raises(UnreachedError, match="refused"):
+            group_of(store, "epoch/1", ["a", "b"], "a")
+        return time.monotonic() - began
 
     with shared_store() as store:
-        # While it lives, the machine takes connections for it.
-        dead = CONTEXT.Process(target=dying(store))
+        dead = CONTEXT.Process(target=dying, args=(store,))
         dead.start()
         dead.join()
-        seconds = run_each({"a": waiting(store)}, limit=LIMIT)["a"]
+        seconds = run_each({"a": partial(waiting, store)}, limit=LIMIT)["a"]
     assert isinstance(seconds, float), seconds
     assert seconds < LIMIT / 2
 
 
-def test_forming_that_cannot_be_interrupted_is_left_when_the_members_change() -> None:
-    let_go, looks = threading.Event(), [False, False, True]
-    try:
-        with pytest.raises(EpochChangedError, match="the members changed"):
-            _unless(lambda: looks.pop(0), lambda: let_go.wait(LIMIT))
-        assert not looks
-    finally:
-        let_go.set()
-
-
-def test_a_change_of_members_ends_the_waiting() -> None:
-    store = CoordinatorStore(MemoryStore({}), "epoch/1/x/", 60.0, lambda: True)
+def test_a_change_of_members_ends_the_forming() -> None:
     start = time.monotonic()
     with pytest.raises(EpochChangedError):
-        store.get("rank1")
+        group_of(MemoryStore({}), "epoch/1", ["a", "b"], "a", cancelled=lambda: True)
     assert time.monotonic() - start < 5.0
 
 
-def test_a_group_of_one_opens_nothing() -> None:
-    alone = PeerGroup(MemoryStore({}), "x", ["a"], "a", "no-such-interface", 1.0, 1.0, bool)
+def test_another_version_s_announcement_is_refused() -> None:
+    store = MemoryStore({"epoch/1/1": b"a Gloo address"})
+    with pytest.raises(ExchangeError, match="run the same dilocox version at all sites"):
+        group_of(store, "epoch/1", ["a", "b"], "a")
+
+
+def test_a_group_of_one_has_no_links() -> None:
+    alone = group_of(MemoryStore({}), "x", ["a"], "a", timeout=0.1)
     alone.close()
 
 
 @pytest.mark.parametrize("address", ["no-such0", "203.0.113.7"])
 def test_an_interface_that_is_not_there(address: str) -> None:
-    with pytest.raises(ExchangeError, match=rf'interface "{address}".*network\.interface'):
-        gloo_device(address)
+    with pytest.raises(ConfigError, match=rf'interface "{address}".*network\.interface'):
+        endpoint_of("a", address)
+
+
+def test_a_rank_that_is_reached_nowhere_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"set sites\.a\.advertise"):
+        endpoint_of("a", "0.0.0.0")
+    reached = endpoint_of("a", "0.0.0.0", Door(0, "203.0.113.7", 1234, True))
+    assert (reached.host, reached.port) == ("203.0.113.7", 1234)
+    reached.close()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, cast
@@ -13,14 +12,17 @@ import pytest
 import torch
 
 from dilocox.compression import compressor
-from dilocox.outer import groups, link_times
+from dilocox.outer import link_state, link_times
+from dilocox.outer import transfer as transfers
 from dilocox.outer.attempt import Attempt, RepeatError
 from dilocox.outer.coordinator.messages import BeginReply, ExchangeKey, ExchangeMember
 from dilocox.outer.exchange import Contribution, exchange
-from dilocox.outer.groups import PeerGroup, Transfer
+from dilocox.outer.groups import PeerGroup
 from dilocox.outer.link_times import FACTOR, LinkTimes
+from dilocox.outer.transfer import STEP_BYTES, Transfer
 from dilocox.outer.worker import LinkTurn, Turns
 from tests.outer.exchanging import GEOMETRY, LENGTH, WEIGHTS, SharedBallot, values_of
+from tests.outer.linked import group_of
 from tests.outer.sites import MemoryStore, run_each, shared_store
 
 SILENCE, PAUSE, PIECE = 1.5, 0.2, 100
@@ -35,7 +37,7 @@ def transfer(size: int, seconds: float = 0.0, site: str = "b", sends: bool = Fal
 def test_the_limit_follows_from_what_was_usual_on_the_link() -> None:
     times = LinkTimes(120.0)
     # Nothing is known: every piece by itself may be silent.
-    assert times.limit(transfer(10 * groups.PIECE_BYTES)) == 11 * 120.0
+    assert times.limit(transfer(10 * STEP_BYTES)) == 11 * 120.0
     for seconds in (50.0, 52.0, 900.0, 51.0, 49.0):
         times.note(transfer(40_000_000, seconds))
     assert times.usual(transfer(41_000_000)) == 51.0
@@ -56,22 +58,18 @@ def test_the_limit_follows_from_what_was_usual_on_the_link() -> None:
     )
 
 
-class _Slow:
-    """A backend that sends every piece `pause` seconds after the one before it."""
+def slow(group: PeerGroup, pause: float) -> None:
+    """Send every piece `pause` seconds after the one before it."""
+    for link in group._links.values():
+        stream: Any = link._stream
+        fast = vars(stream).setdefault("fast", stream.send)
 
-    def __init__(self, backend: Any, pause: float) -> None:
-        self._backend, self._pause = backend, pause
-        self.recv = backend.recv
-        self._peers: dict[int, ThreadPoolExecutor] = {}
+        def late(*parts: bytes, fast: Any = fast) -> None:
+            if len(parts) > 1:
+                time.sleep(pause)
+            fast(*parts)
 
-    def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Any:
-        def late() -> None:
-            time.sleep(self._pause)
-            self._backend.send(tensors, peer, tag).wait()
-
-        queue = self._peers.setdefault(peer, ThreadPoolExecutor(1))
-        work: Future[None] = queue.submit(late)
-        return SimpleNamespace(wait=work.result)
+        stream.send = late
 
 
 @dataclass
@@ -82,20 +80,18 @@ class Ballot(SharedBallot):
 
     def begin(self, key: ExchangeKey, commitment: str | None = None) -> BeginReply:
         if self.group_of is None:
-            self.group_of = PeerGroup(
-                self.store, "epoch/1/test", list(self.members), self.me, "127.0.0.1", 60.0,
-                SILENCE, lambda: False,
-            )  # fmt: skip
-            self._fast = self.group_of._backend
-        pause = self.pauses[key.round] if self.pauses else 0.0
-        self.group_of._backend = _Slow(self._fast, pause) if pause else self._fast
+            self.group_of = group_of(
+                self.store, "epoch/1/test", self.members, self.me, silence=SILENCE
+            )
+        slow(self.group_of, self.pauses[key.round] if self.pauses else 0.0)
         return super().begin(key, commitment)
 
 
 def course(monkeypatch: pytest.MonkeyPatch, pauses: Sequence[float]) -> Mapping[str, Any]:
     """Seconds of every exchange of three sites, or what ended it; `pauses` of the last by round."""
-    monkeypatch.setattr(groups, "PIECE_BYTES", PIECE)
-    monkeypatch.setattr(link_times, "PIECE_BYTES", PIECE)
+    monkeypatch.setattr(link_state, "PIECE_BYTES", PIECE)
+    for module in (transfers, link_times):
+        monkeypatch.setattr(module, "STEP_BYTES", PIECE)
 
     def site(me: str, store: MemoryStore) -> Callable[[], Any]:
         def go() -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import signal
 import socket
 from collections.abc import Callable, Iterator
@@ -18,24 +17,25 @@ import pytest
 
 from dilocox.assembly import Place
 from dilocox.compression import compressor
-from dilocox.errors import DilocoxError, ExchangeError
+from dilocox.errors import DilocoxError
 from dilocox.outer.coordinator.client import CoordinatorClient
 from dilocox.outer.coordinator.keys import ExchangeKey
+from dilocox.outer.coordinator.timeouts import Timeouts
 from dilocox.outer.exchange import Contribution, Outcome, exchange
 from dilocox.outer.groups import EpochChangedError, PeerGroup
-from dilocox.outer.tunnel_addresses import blob_address, with_address
-from dilocox.outer.unreached import Links, UnreachedError
+from dilocox.outer.link_endpoint import LinkEndpoint
+from dilocox.outer.unreached import UnreachedError
 from dilocox.outer.worker import LinkTurn, Turns
-from dilocox.rank_network import GroupKey, Network
+from dilocox.rank_network import Network
 from tests.outer.coordinator.served import Run
 from tests.outer.exchanging import GEOMETRY, KEY, LENGTH, WEIGHTS, values_of
+from tests.outer.linked import endpoint_of
 from tests.outer.sites import CONTEXT, TIMEOUTS, MemoryStore, run_each, shared_store, until
-from tests.outer.test_tunnel import blob
 
 HERE = "127.0.0.9"
 """Where sites that can be reached listen."""
 BELOW = "127.0.0.5"
-"""Of two ranks the one at the greater address connects: this one is connected to."""
+"""Where a site's door is closed."""
 LIMIT = 60.0
 
 
@@ -65,25 +65,12 @@ def keep_closed(drops: bool, pipe: Connection) -> None:
     signal.pause()
 
 
-def led_astray(port: int) -> Callable[[str, bytes], bytes]:
-    """Announces a Gloo address as a site behind a firewall does."""
-    return lambda key, value: with_address(value, BELOW, port) if "/" in key else value
-
-
-class Site(Network):
-    """A network of one rank, which may be behind the closed door."""
-
-    door: int | None = None
-
-    def _form(self, key: GroupKey, superseded: Callable[[], bool]) -> PeerGroup:
-        if self.door is None:
-            return super()._form(key, superseded)
-        names = (f"epoch/{key[0]}/{between(key)}/0/0", key[1], "new", BELOW)
-        return PeerGroup(self.client, *names, 30.0, 30.0, superseded, led_astray(self.door))
-
-
-def between(key: GroupKey) -> str:
-    return hashlib.sha256("/".join(key[1]).encode()).hexdigest()[:8]
+def behind(port: int | None, site: str, limits: Timeouts = TIMEOUTS) -> LinkEndpoint:
+    """An endpoint that is reached at the closed door, as a site's behind a firewall is."""
+    found = endpoint_of(site, HERE, timeouts=limits)
+    if port is not None:
+        found.host, found.port = BELOW, port
+    return found
 
 
 @pytest.mark.parametrize("drops", [False, True], ids=["refuses", "drops"])
@@ -92,7 +79,7 @@ def test_one_that_enters_and_cannot_be_reached_harms_nobody(
     tmp_path: Path, drops: bool, mode: str
 ) -> None:
     """The others name it, and exchange without it."""
-    # In a process of its own: Gloo leaves threads behind that no fork of this one would have.
+    # In a process of its own: links have threads that no fork of this one would have.
     found = run_each({"all": lambda: entered_in_vain(tmp_path, drops, mode)})["all"]
     assert found == {
         "contributors": [("a", "c"), ("a", "c")],
@@ -104,14 +91,15 @@ def test_one_that_enters_and_cannot_be_reached_harms_nobody(
 
 def entered_in_vain(folder: Path, drops: bool, mode: str) -> dict[str, Any]:
     """An exchange of a and c, when a site that has entered cannot be reached."""
-    run = Run(folder, ["new", "a", "c"], outer={"exchange": mode}, wait_for=2)  # type: ignore[arg-type]
+    # The site named first connects, and so "new" is connected to.
+    run = Run(folder, ["a", "c", "new"], outer={"exchange": mode}, wait_for=2)  # type: ignore[arg-type]
     key = ExchangeKey.outer(0, 0, 0)
     limits = replace(run.core.timeouts, heartbeat=0.2, form=1.0, link=10.0)
 
     def part(site: str) -> Outcome:
         control: Any = SimpleNamespace(epoch=lambda: run.core.state.epoch)
-        own = Site(clients[site], control, Place(site, 0, 0), HERE, limits, None)
-        own.door = door if site == "new" else None
+        endpoint = behind(door if site == "new" else None, site, limits)
+        own = Network(clients[site], control, Place(site, 0, 0), limits, endpoint)
         values = None if site == "new" else values_of({"a": "paris", "c": "lyon"}[site])
         weights = {"a": 1.0, "c": 1.0}
         what = Contribution(key, LENGTH, values, compressor("int8", GEOMETRY), mode, weights)
@@ -143,15 +131,15 @@ def entered_in_vain(folder: Path, drops: bool, mode: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("drops", [False, True], ids=["refuses", "drops"])
 def test_who_could_not_be_reached_is_named(drops: bool) -> None:
+    limits = replace(TIMEOUTS, dial=0.5)
     with closed_door(drops) as door:
 
         def site(me: str, store: MemoryStore) -> Callable[[], Any]:
             def go() -> Any:
-                closed, where = (led_astray(door), BELOW) if me == "new" else (None, HERE)
+                # The one named first connects.
+                sites, at = ["a", "c", "new"], behind(door if me == "new" else None, me, limits)
                 try:
-                    PeerGroup(
-                        store, "g", ["a", "new", "c"], me, where, 1.0, LIMIT, lambda: False, closed
-                    )
+                    PeerGroup(at, store, "g", sites, 2.0, LIMIT, lambda: False)
                 except UnreachedError as error:
                     return error.sites
                 return []
@@ -160,48 +148,16 @@ def test_who_could_not_be_reached_is_named(drops: bool) -> None:
 
         with shared_store() as store:
             found = run_each({me: site(me, store) for me in ("a", "new", "c")})
-    assert all("new" in found[site] for site in ("a", "c"))
-    # Who gives up first lets go of the others, who may miss it then, too.
-    assert not drops or ["new"] in (found["a"], found["c"])
-
-
-def test_who_does_not_come_is_named() -> None:
-    def alone() -> Any:
-        with pytest.raises(UnreachedError, match="no peer has answered") as raised:
-            PeerGroup(MemoryStore({}), "g", ["a", "b", "c"], "a", HERE, 0.1, 1.0, lambda: False)
-        return raised.value.sites
-
-    assert run_each({"a": alone}) == {"a": ["b"]}
-
-
-def test_what_is_wrong_here_is_nobody_else_s_fault() -> None:
-    with pytest.raises(ExchangeError, match="interface") as raised:
-        PeerGroup(MemoryStore({}), "g", ["a", "b"], "a", "no-such0", 0.1, 1.0, lambda: False)
-    assert not isinstance(raised.value, UnreachedError)
-
-
-def test_links_by_hand() -> None:
-    found = {f"0/{number}": with_address(blob(1), host, 7) for number, host in enumerate(
-        ("127.0.0.4", "127.0.0.2", "127.0.0.3", "127.0.0.8"))}  # fmt: skip
-    links = Links(["me", "b", "c", "d"], "me", {**found, "other": b"", "0/9": b""})
-    assert links.not_come("0/2") == ["c"]
-    assert links.not_come("0/9") == ["b", "c", "d"]
-    assert links.refused("failed: refused, remote=[127.0.0.3]:7$1") == ["c"]
-    assert links.refused(f"failed: refused, remote=[127.0.0.3]:{7 << 8}$1") == ["c"]
-    assert links.refused("failed: closed by [127.0.0.3]:7") == ["b", "c", "d"]
-    # It has to connect to b and c, and d to it.
-    assert blob_address(found["0/1"]) == ("127.0.0.2", 7)
-    assert links.silent(set()) == ["b", "c"]
-    assert links.silent({("127.0.0.2", 7)}) == ["c"]
-    assert links.silent({("127.0.0.2", 7), ("127.0.0.3", 7)}) == ["d"]
-    assert Links(["me", "b"], "me", {}).silent(set()) == ["b"]
+    assert all(found[site] == ["new"] for site in ("a", "c"))
 
 
 def network(me: str, client: Any, control: Any, form: float) -> Network:
     for name in ("begin", "attempt", "observe", "report_broken"):
         setattr(client, name, None)
     limits = replace(TIMEOUTS, form=form)
-    return Network(cast(CoordinatorClient, client), control, Place(me, 0, 0), HERE, limits, None)
+    return Network(
+        cast(CoordinatorClient, client), control, Place(me, 0, 0), limits, endpoint_of(me, HERE)
+    )
 
 
 def entering(donor: str) -> Any:

@@ -38,7 +38,7 @@ from dilocox.tokenizer_check import check_tokenizer
 
 EVERY = 0.25
 """Seconds between two readings of the interfaces' counters."""
-TUNNEL_PORTS = 29500
+LINK_PORTS = 29500
 """First port of a site that is behind an address of its own outside of the lab."""
 OnRecord = Callable[[Record], None]
 
@@ -109,8 +109,8 @@ def in_lab(lab: Lab, config: RunConfig) -> RunConfig:
     for site in raw["sites"].values():
         site.pop("interface", None)
         if site.pop("advertise", None) is not None and "ports" not in site:
-            # The run uses tunnels, so it does here.
-            site["ports"] = f"{TUNNEL_PORTS}-{TUNNEL_PORTS + config.site.exchanging_ranks - 1}"
+            # The run chooses ports, so it does here.
+            site["ports"] = f"{LINK_PORTS}-{LINK_PORTS + config.site.exchanging_ranks - 1}"
     return resolve_run(raw)
 
 

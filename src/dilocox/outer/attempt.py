@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
 import time
-import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
@@ -26,9 +26,10 @@ from dilocox.outer.averaging import average
 from dilocox.outer.coordinator.errors import CoordinatorError
 from dilocox.outer.coordinator.messages import BeginReply, ExchangeKey, VoteReply
 from dilocox.outer.coordinator.verdict_messages import Opinion
-from dilocox.outer.groups import PeerGroup, Transfer
+from dilocox.outer.groups import PeerGroup
 from dilocox.outer.link_times import LinkTimes
 from dilocox.outer.staging import HOST, Mark, Staging
+from dilocox.outer.transfer import Transfer
 from dilocox.outer.unreached import UnreachedError
 
 log = logging.getLogger(__name__)
@@ -252,7 +253,7 @@ class Attempt:
             self._turn.take()
             self._group = self._formed()
         group = self._group
-        tag = zlib.crc32(f"{self.what.key.text}#{self._begun.attempt}#{phase}".encode()) >> 1
+        tag = _tag(f"{self.what.key.text}#{self._begun.attempt}#{phase}")
         buffers = {
             site: self.what.staging.empty(frame_bytes(part))
             for site, part in incoming.items()
@@ -428,3 +429,8 @@ class Attempt:
         if not sites:
             return None
         return average(decoded, [self.what.weights[site] for site in sites])
+
+
+def _tag(name: str) -> int:
+    """Number of a message, which no other message of a group has."""
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big")

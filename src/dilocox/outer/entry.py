@@ -27,11 +27,11 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, Validation
 from safetensors import SafetensorError
 
 from dilocox.errors import ExchangeError, JoinError
-from dilocox.outer.groups import PeerGroup, Transfer
+from dilocox.outer.groups import PeerGroup
+from dilocox.outer.transfer import Transfer
 
 HEADER_BYTES = 4096
 """Every JSON header is padded to this size, but for `Held` of many pieces."""
-HEADER_TAG, BODY_TAG = 1, 2
 LOOK = 60.0
 """Seconds of one wait; how many there are is for the link to say."""
 BESIDE_TENSORS = 1 << 16
@@ -145,15 +145,15 @@ class Donor:
 
     def _serve(self) -> None:
         try:
-            group = self._form_group()
-            held = _receive(Held, group, self._site, held_bytes(self._pieces))
+            channel = Channel(self._form_group(), self._site)
+            held = channel.receive_header(Held, held_bytes(self._pieces))
             known = held.anchors
             if len(known) != self._pieces:
                 raise ExchangeError(
                     f"{self._site} holds {len(known)} pieces, here are {self._pieces}"
                 )
             for _ in known:
-                snapshot = self._next(group)
+                snapshot = self._next(channel)
                 if snapshot is None:
                     raise ExchangeError(f"{self._site} does not wait for this site any more")
                 if snapshot.piece in held.here:
@@ -170,21 +170,20 @@ class Donor:
                     bytes=len(body),
                     sha256=hashlib.sha256(body).hexdigest(),
                 )
-                _send(group, self._site, header)
+                channel.send_header(header)
                 if body:
-                    data = torch.frombuffer(bytearray(body), dtype=torch.uint8)
-                    _wait(group.send(data, self._site, BODY_TAG))
-            _receive(Thanks, group, self._site)
+                    channel.send(torch.frombuffer(bytearray(body), dtype=torch.uint8))
+            channel.receive_header(Thanks)
         except ExchangeError as error:
             self.failure = str(error)
 
-    def _next(self, group: PeerGroup) -> Snapshot | None:
+    def _next(self, channel: Channel) -> Snapshot | None:
         """What is offered next, however long that takes."""
         while True:
             try:
                 return self._offers.get(timeout=self._pause)
             except queue.Empty:
-                _send(group, self._site, WAIT)
+                channel.send_header(WAIT)
 
 
 def fetch(
@@ -202,23 +201,21 @@ def fetch(
     `ExchangeError` if the link goes silent or the donor says what makes no sense, and `JoinError`
     if what came is not what its digest says.
     """
-    group = form_group()
+    channel = Channel(form_group(), donor)
     held = Held(anchors=list(anchors), here=sorted(here))
-    _send(group, donor, held, held_bytes(len(anchors)))
+    channel.send_header(held, held_bytes(len(anchors)))
     missing = set(range(len(anchors))) - set(here)
     while missing:
-        header = _receive(PieceHeader, group, donor)
+        header = channel.receive_header(PieceHeader)
         if header.wait:
             continue
         check_header(header, donor, missing, limits)
         missing.discard(header.piece)
         tensors: dict[str, torch.Tensor] = {}
         if header.bytes:
-            data = torch.empty(header.bytes, dtype=torch.uint8)
-            _wait(group.receive(data, donor, BODY_TAG))
-            tensors = read_body(data.numpy().tobytes(), header, donor)
+            tensors = read_body(channel.receive(header.bytes).numpy().tobytes(), header, donor)
         on_piece(Snapshot(header.piece, header.tick, tensors, header.codec, header.landed))
-    _send(group, donor, Thanks(done=True))
+    channel.send_header(Thanks(done=True))
 
 
 def read_header(kind: type[AnyHeader], data: bytes, site: str) -> AnyHeader:
@@ -259,20 +256,36 @@ def read_body(body: bytes, header: PieceHeader, site: str) -> dict[str, torch.Te
         ) from None
 
 
-def _receive(
-    kind: type[AnyHeader], group: PeerGroup, site: str, size: int = HEADER_BYTES
-) -> AnyHeader:
-    data = torch.empty(size, dtype=torch.uint8)
-    _wait(group.receive(data, site, HEADER_TAG))
-    return read_header(kind, data.numpy().tobytes(), site)
+class Channel:
+    """Messages between donor and receiver, in order: each direction numbers its own."""
 
+    def __init__(self, group: PeerGroup, site: str) -> None:
+        self._group, self._site = group, site
+        self._said = self._heard = 0
 
-def _send(group: PeerGroup, site: str, said: Said, size: int = HEADER_BYTES) -> None:
-    text = said.model_dump_json().encode()
-    if len(text) > size:
-        raise ExchangeError(f"an entry header has {len(text)} B, the limit is {size} B")
-    header = torch.frombuffer(bytearray(text.ljust(size)), dtype=torch.uint8)
-    _wait(group.send(header, site, HEADER_TAG))
+    def receive_header(self, kind: type[AnyHeader], size: int = HEADER_BYTES) -> AnyHeader:
+        """The next header. Raises `ExchangeError`."""
+        data = self.receive(size)
+        return read_header(kind, data.numpy().tobytes(), self._site)
+
+    def send_header(self, said: Said, size: int = HEADER_BYTES) -> None:
+        """Send a header. Raises `ExchangeError`."""
+        text = said.model_dump_json().encode()
+        if len(text) > size:
+            raise ExchangeError(f"an entry header has {len(text)} B, the limit is {size} B")
+        self.send(torch.frombuffer(bytearray(text.ljust(size)), dtype=torch.uint8))
+
+    def receive(self, size: int) -> torch.Tensor:
+        """The next message, of `size` bytes. Raises `ExchangeError`."""
+        data = torch.empty(size, dtype=torch.uint8)
+        self._heard += 1
+        _wait(self._group.receive(data, self._site, self._heard))
+        return data
+
+    def send(self, data: torch.Tensor) -> None:
+        """Send a message. Raises `ExchangeError`."""
+        self._said += 1
+        _wait(self._group.send(data, self._site, self._said))
 
 
 def _wait(transfer: Transfer) -> None:

@@ -11,7 +11,7 @@ import threading
 from collections import deque
 from statistics import median
 
-from dilocox.outer.groups import PIECE_BYTES, Transfer
+from dilocox.outer.transfer import STEP_BYTES, Transfer
 
 FACTOR = 10.0
 """A transfer may take so many times its usual time: links are shared, and rates change."""
@@ -64,7 +64,7 @@ class LinkTimes:
         """
         usual = self.usual(transfer)
         if usual is None:
-            return self.silence * (1 + -(-transfer.size // PIECE_BYTES))
+            return self.silence * (1 + -(-transfer.size // STEP_BYTES))
         return max(share * self.silence, FACTOR * usual)
 
     def overdue(self, transfer: Transfer, seconds: float, share: float = 1.0) -> str | None:

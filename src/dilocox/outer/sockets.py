@@ -1,11 +1,8 @@
-"""TCP congestion control of the exchange's connections. Gloo does not give its own away."""
+"""TCP congestion control of the exchange's connections."""
 
 from __future__ import annotations
 
-import contextlib
-import os
 import socket
-from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from dilocox.errors import ConfigError
@@ -54,45 +51,3 @@ def set_congestion(connection: socket.socket, name: str) -> None:
     if _OPTION is None:
         raise OSError("not on this system")
     connection.setsockopt(socket.IPPROTO_TCP, _OPTION, name.encode())
-
-
-def connections() -> set[int]:
-    """Descriptors of this process's connected TCP sockets; none where there is no /proc."""
-    try:
-        names = os.listdir("/proc/self/fd")
-    except OSError:
-        return set()
-    return {int(name) for name in names if _is_connection(int(name))}
-
-
-def set_congestion_of(descriptors: Iterable[int], name: str) -> None:
-    """As `set_congestion`, for what `connections` has found; those closed meanwhile are left."""
-    for descriptor in descriptors:
-        with contextlib.suppress(OSError), _copied(descriptor) as connection:
-            set_congestion(connection, name)
-
-
-def _is_connection(descriptor: int) -> bool:
-    try:
-        with _copied(descriptor) as found:
-            if found.type != socket.SOCK_STREAM:
-                return False
-            if found.family not in (socket.AF_INET, socket.AF_INET6):
-                return False
-            found.getpeername()
-    except OSError:
-        return False
-    return True
-
-
-@contextlib.contextmanager
-def _copied(descriptor: int) -> Iterator[socket.socket]:
-    """A Python socket on a copy of `descriptor`. Raises `OSError` for what is no socket."""
-    copy = os.dup(descriptor)
-    try:
-        found = socket.socket(fileno=copy)
-    except OSError:
-        os.close(copy)
-        raise
-    with found:
-        yield found

@@ -41,11 +41,11 @@ class Timeouts:
     form: float
     """Forming the process groups of an epoch, or of one attempt of an exchange."""
     dial: float
-    """One try to reach a site's tunnel; between two of them a change of members is noticed."""
+    """One try to reach a rank of another site. Between two tries a change of members is noticed."""
     greeting: float
-    """TLS and what is asked for, from the first moment of a tunnel's connection."""
+    """TLS and the name of the group, from the first moment of a connection between ranks."""
     parting: float
-    """What a tunnel has been given still goes out, when it is closed."""
+    """When a link is closed, its peer may acknowledge what was sent for so long."""
     entry: float
     """An entering site hears of its donor so often, if only that there is nothing to fetch yet."""
     retry: float
@@ -97,9 +97,9 @@ class Timeouts:
             "link": "a link may be silent for (link_timeout)",
             "grace": "a site may be late by a round and (grace)",
             "form": "forming a process group",
-            "dial": "one try to reach a site's tunnel",
-            "greeting": "a tunnel's connection is greeted within",
-            "parting": "a tunnel that is closed sends for",
+            "dial": "one try to reach another site's rank",
+            "greeting": "a link's connection is greeted within",
+            "parting": "a link that is closed sends for",
             "entry": "a joiner hears of its donor every",
             "retry": "a site that crashed joins again after",
             "retry_most": "and again and again, at most after",

@@ -1,30 +1,17 @@
-"""Addresses of the tunnel between sites, as pure functions: run-file keys, announcements, and the
-blobs in which Gloo tells where it listens."""
+"""Where the other sites reach a rank, as pure functions: run-file keys and announcements."""
 
 from __future__ import annotations
 
 import ipaddress
 import json
 import re
-import socket
-import struct
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Protocol
 
 from dilocox.errors import ConfigError, ExchangeError
 
-GLOO_HOST = "127.0.0.2"
-"""Where Gloo listens in tunnel mode.
-
-Of two ranks the one that sees itself at the greater address connects, the other one waits. So a
-peer that this rank is to connect to is shown below this address, and one to wait for above it.
-"""
-CONNECT_HOST, WAIT_HOST = "127.0.0.1", "127.0.0.3"
-
-_MAGIC = b"dilocox-tunnel 1 "
-_STORAGE = 128 + 8
-"""A `sockaddr_storage` and the sequence number that follows it, in bytes."""
+_MAGIC = b"dilocox-link 1 "
 _ROUTE = re.compile(r"[0-9a-f]{32}")
 
 
@@ -56,7 +43,7 @@ class Door:
 
 @dataclass(frozen=True)
 class Announcement:
-    """What a rank tells the members of a group about its tunnel."""
+    """What a rank tells the members of a group about the way to it."""
 
     host: str
     port: int
@@ -64,11 +51,6 @@ class Announcement:
     """32 hex digits: names the group at that rank."""
     chosen: bool
     """The run file says how that site is reached."""
-
-
-def wanted(sites: Mapping[str, SiteKeys]) -> bool:
-    """True if the run's exchange goes through tunnels: a site sets `advertise` or `ports`."""
-    return any(site.advertise or site.ports for site in sites.values())
 
 
 def check_sites(sites: Mapping[str, SiteKeys], ranks: int) -> None:
@@ -155,23 +137,17 @@ def connects(mine: Announcement, my_index: int, peer: Announcement, peer_index: 
     return my_index < peer_index
 
 
-def announce(announcement: Announcement, blob: bytes) -> bytes:
-    """An announcement with Gloo's own blob behind it."""
-    return _MAGIC + json.dumps(asdict(announcement)).encode() + b"\n" + blob
+def announce(announcement: Announcement) -> bytes:
+    """An announcement as bytes."""
+    return _MAGIC + json.dumps(asdict(announcement)).encode()
 
 
-def is_announcement(value: bytes) -> bool:
-    """True for what `announce` made."""
-    return value.startswith(_MAGIC)
-
-
-def read_announcement(value: bytes) -> tuple[Announcement, bytes]:
+def read_announcement(value: bytes) -> Announcement:
     """What `announce` was given. Raises `ExchangeError` for anything else."""
-    head, newline, blob = value.removeprefix(_MAGIC).partition(b"\n")
     try:
-        if not is_announcement(value) or not newline:
+        if not value.startswith(_MAGIC):
             raise ValueError("not an announcement")
-        found = Announcement(**json.loads(head))
+        found = Announcement(**json.loads(value.removeprefix(_MAGIC)))
         whole = (
             isinstance(found.host, str)
             and 0 < len(found.host) <= 255
@@ -185,39 +161,7 @@ def read_announcement(value: bytes) -> tuple[Announcement, bytes]:
             raise ValueError("a field is out of range")
     except (ValueError, TypeError) as error:
         raise ExchangeError(
-            f"a peer's tunnel announcement cannot be read ({error}); run the same dilocox version "
-            "at all sites"
+            f"a peer's announcement cannot be read ({error}); run the same dilocox version at all "
+            "sites"
         ) from None
-    return found, blob
-
-
-def blob_address(blob: bytes) -> tuple[str, int]:
-    """IPv4 address and port in a Gloo blob. Raises `ExchangeError` if it is laid out otherwise."""
-    at = _address_offset(blob)
-    port, host = struct.unpack_from("!H4s", blob, at + 2)
-    return socket.inet_ntoa(host), port
-
-
-def with_address(blob: bytes, host: str, port: int) -> bytes:
-    """The blob with another IPv4 address and port. Raises `ExchangeError`."""
-    at = _address_offset(blob)
-    address = struct.pack("!H4s", port, socket.inet_aton(host))
-    return blob[: at + 2] + address + blob[at + 2 + len(address) :]
-
-
-def _address_offset(blob: bytes) -> int:
-    """Layout: length and host name; length and sockaddr with sequence number; ids of 8 B each."""
-    try:
-        (name_bytes,) = struct.unpack_from("=Q", blob, 0)
-        (length,) = struct.unpack_from("=Q", blob, 8 + name_bytes)
-        at = 16 + int(name_bytes)
-        (family,) = struct.unpack_from("=H", blob, at)
-    except (struct.error, OverflowError):
-        length, at, family = 0, 0, 0
-    rest = len(blob) - at - _STORAGE
-    if length != _STORAGE or family != socket.AF_INET or rest < 0 or rest % 8:
-        raise ExchangeError(
-            f"a Gloo address of {len(blob)} B has another layout than this dilocox knows; use the "
-            "PyTorch version that it asks for, or leave out sites.*.advertise and sites.*.ports"
-        )
-    return at
+    return found

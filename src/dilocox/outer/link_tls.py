@@ -6,6 +6,7 @@ import datetime
 import os
 import socket
 import ssl
+import sys
 import tempfile
 
 from cryptography import x509
@@ -17,6 +18,11 @@ from dilocox.outer.coordinator.identity import Identity
 
 KEEP_ALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 15, "TCP_KEEPCNT": 4}
 """Seconds, seconds, probes: routers forget connections that are silent between outer steps."""
+
+_NOTSENT_LOWAT = 25
+"""Linux's `TCP_NOTSENT_LOWAT`: Python 3.11 has no name for it."""
+NOT_SENT_BYTES = 1 << 19
+"""Bytes that the kernel takes beyond those that are on the way."""
 
 
 class StrangerError(ExchangeError):
@@ -41,7 +47,8 @@ def contexts(identity: Identity) -> tuple[ssl.SSLContext, ssl.SSLContext]:
             file.write(identity.key + identity.certificate)
         for context in (server, client):
             context.minimum_version = ssl.TLSVersion.TLSv1_3
-            context.options |= ssl.OP_IGNORE_UNEXPECTED_EOF  # see tunnel_relay: ends are TCP's
+            # A link knows the lengths of its messages, so the end of a connection cuts nothing off.
+            context.options |= ssl.OP_IGNORE_UNEXPECTED_EOF
             context.load_cert_chain(path)
     finally:
         os.unlink(path)
@@ -67,10 +74,17 @@ def site_of(certificate: bytes | None, authority: str, now: datetime.datetime) -
     return str(names[0].value)
 
 
-def tune(connection: socket.socket) -> None:
-    """Send at once, and keep routers from forgetting the connection."""
+def tune(connection: socket.socket, silence: float) -> None:
+    """Send at once, keep routers from forgetting the connection, and end the connection when the
+    peer's machine acknowledges nothing for `silence` seconds."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in KEEP_ALIVE.items():
         if hasattr(socket, name):
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    if hasattr(socket, "TCP_USER_TIMEOUT"):
+        limit = max(1, int(1000 * silence))
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, limit)
+    if sys.platform == "linux":
+        # Requests of this rank must not queue behind megabytes that its kernel holds.
+        connection.setsockopt(socket.IPPROTO_TCP, _NOTSENT_LOWAT, NOT_SENT_BYTES)

@@ -16,7 +16,8 @@ import pytest
 import torch
 
 from dilocox.outer.coordinator.identity import Identity
-from dilocox.outer.tunnel import open_tunnel
+from dilocox.outer.groups import PeerGroup
+from dilocox.outer.link_endpoint import open_endpoint
 from tests.outer.sites import (
     TIMEOUTS,
     Keys,
@@ -132,11 +133,10 @@ def takes_part(
     me = identity.site
     other = next(site for site in sites if site != me)
     store.kv_get(["router"], LIMIT)
-    tunnel = open_tunnel(keys, identity, rank, 2, address, TIMEOUTS)
-    assert tunnel is not None
+    endpoint = open_endpoint(keys, identity, rank, 2, address, TIMEOUTS)
     wall = _wall_before(f"{INSIDE}.2" if me == "away" else f"{OUTSIDE}.2")
     for name in ("epoch/1/0/1", "epoch/2/0/1"):
-        group = tunnel.group(store, name, sites, LIMIT, LIMIT, lambda: False)
+        group = PeerGroup(endpoint, store, name, sites, LIMIT, LIMIT, lambda: False)
         mine = torch.full((1_000_000,), sites.index(me) + 1, dtype=torch.uint8)
         theirs = torch.zeros_like(mine)
         transfers = [group.send(mine, other, 1), group.receive(theirs, other, 1)]
@@ -146,7 +146,7 @@ def takes_part(
         store.kv_get([f"{name}/done/{site}" for site in sites], LIMIT)
         group.close()
     store.kv_set(f"done/{me}", b"")
-    tunnel.close()
+    endpoint.close()
     return wall
 
 

@@ -1,10 +1,7 @@
-"""The tunnel's pure half: run-file keys, announcements, and Gloo's address blobs."""
+"""Where a rank is reached: run-file keys and announcements."""
 
 from __future__ import annotations
 
-import ipaddress
-import socket
-import struct
 from dataclasses import dataclass
 
 import pytest
@@ -12,22 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dilocox.errors import ConfigError, ExchangeError
-from dilocox.outer.tunnel_addresses import (
-    CONNECT_HOST,
-    GLOO_HOST,
-    WAIT_HOST,
+from dilocox.outer.doors import (
     Announcement,
     announce,
-    blob_address,
     check_sites,
     connects,
     door_of,
-    is_announcement,
     parse_advertise,
     parse_ports,
     read_announcement,
-    wanted,
-    with_address,
 )
 
 
@@ -40,7 +30,6 @@ class Keys:
 
 
 ports = st.integers(1, 65535)
-hosts = st.integers(0, 2**32 - 1).map(lambda number: str(ipaddress.IPv4Address(number)))
 announcements = st.builds(
     Announcement,
     host=st.from_regex(r"[a-z0-9.:-]{1,40}", fullmatch=True),
@@ -50,63 +39,19 @@ announcements = st.builds(
 )
 
 
-@st.composite
-def blobs(draw: st.DrawFn) -> tuple[bytes, str, int]:
-    """A blob as Gloo writes it, with the address in it."""
-    name = draw(st.binary(max_size=64))
-    host, port = draw(hosts), draw(ports)
-    storage = struct.pack("=H", socket.AF_INET) + struct.pack("!H", port) + socket.inet_aton(host)
-    rest = draw(st.binary(min_size=120, max_size=120))
-    ids = draw(st.lists(st.integers(0, 2**62), max_size=5))
-    blob = struct.pack("=Q", len(name)) + name + struct.pack("=Q", 136) + storage + rest
-    return blob + struct.pack("=q", -1) + b"".join(struct.pack("=q", i) for i in ids), host, port
+@given(announcements)
+def test_an_announcement_is_read_as_it_was_made(made: Announcement) -> None:
+    assert read_announcement(announce(made)) == made
 
 
-@given(blobs(), hosts, ports)
-def test_an_address_is_read_and_replaced_and_nothing_else_changes(
-    made: tuple[bytes, str, int], host: str, port: int
-) -> None:
-    blob, there, its_port = made
-    assert blob_address(blob) == (there, its_port)
-    changed = with_address(blob, host, port)
-    assert blob_address(changed) == (host, port)
-    assert len(changed) == len(blob)
-    assert with_address(changed, there, its_port) == blob
-
-
-@given(st.binary(max_size=400))
-def test_bytes_that_are_no_blob_are_refused(value: bytes) -> None:
-    with pytest.raises(ExchangeError, match="another layout"):
-        blob_address(value)
-
-
-@given(blobs(), st.integers(1, 7))
-def test_a_cut_blob_is_refused(made: tuple[bytes, str, int], missing: int) -> None:
-    with pytest.raises(ExchangeError, match="another layout"):
-        with_address(made[0][:-missing], "127.0.0.1", 1)
-
-
-def test_an_ipv6_blob_is_refused() -> None:
-    blob = bytearray(struct.pack("=QQH", 0, 136, socket.AF_INET6) + bytes(134))
-    with pytest.raises(ExchangeError, match="another layout"):
-        blob_address(bytes(blob))
-
-
-@given(announcements, st.binary(max_size=200))
-def test_an_announcement_is_read_as_it_was_made(made: Announcement, blob: bytes) -> None:
-    value = announce(made, blob)
-    assert is_announcement(value)
-    assert read_announcement(value) == (made, blob)
-
-
-@given(announcements, st.binary(max_size=64), st.integers(0, 200), st.integers(0, 255))
+@given(announcements, st.integers(0, 200), st.integers(0, 255))
 def test_a_changed_announcement_is_refused_or_within_range(
-    made: Announcement, blob: bytes, where: int, what: int
+    made: Announcement, where: int, what: int
 ) -> None:
-    value = bytearray(announce(made, blob))
+    value = bytearray(announce(made))
     value[where % len(value)] = what
     try:
-        found, _ = read_announcement(bytes(value))
+        found = read_announcement(bytes(value))
     except ExchangeError:
         return
     assert found.host
@@ -118,12 +63,12 @@ def test_a_changed_announcement_is_refused_or_within_range(
     "head",
     [
         b"",
-        b"dilocox-tunnel 1 ",
-        b"dilocox-tunnel 1 []\n",
-        b"dilocox-tunnel 1 {}\n",
-        b'dilocox-tunnel 1 {"host": "a", "port": true, "route": "00", "chosen": 1}\n',
-        b"dilocox-tunnel 1 " + b"[" * 3 + b"\n",
-        b'dilocox-tunnel 2 {"host": "a"}\n',
+        b"dilocox-link 1 ",
+        b"dilocox-link 1 []\n",
+        b"dilocox-link 1 {}\n",
+        b'dilocox-link 1 {"host": "a", "port": true, "route": "00", "chosen": 1}\n',
+        b"dilocox-link 1 " + b"[" * 3 + b"\n",
+        b'dilocox-link 2 {"host": "a"}\n',
     ],
 )
 def test_a_malformed_announcement_is_refused(head: bytes) -> None:
@@ -141,11 +86,6 @@ def test_exactly_one_side_of_a_pair_connects(
     assert first != connects(other, its_index, one, index)
     if one.chosen != other.chosen:
         assert first == other.chosen
-
-
-def test_gloo_sees_who_it_connects_to_below_itself() -> None:
-    lower, own, higher = (socket.inet_aton(h) for h in (CONNECT_HOST, GLOO_HOST, WAIT_HOST))
-    assert lower < own < higher
 
 
 @given(ports, st.integers(0, 64), st.integers(1, 64))
@@ -220,8 +160,7 @@ def test_outside_ports_run_along_with_the_inside_ones() -> None:
         door_of("lyon", Keys("gate.example.org:65534", "1-4"), 0, 4)
 
 
-def test_a_tunnel_is_wanted_by_any_site_of_the_run() -> None:
-    assert not wanted({"a": Keys(), "b": Keys()})
-    assert wanted({"a": Keys(), "b": Keys(advertise="203.0.113.7")})
-    assert wanted({"a": Keys(ports="1-2"), "b": Keys()})
+def test_a_site_without_keys_has_chosen_no_way_in() -> None:
     assert not door_of("a", Keys(), 0, 1).chosen
+    assert door_of("a", Keys(ports="1-2"), 0, 1).chosen
+    assert door_of("a", Keys(advertise="203.0.113.7"), 0, 1).chosen

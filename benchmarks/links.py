@@ -1,0 +1,203 @@
+"""What links between two ranks cost on this machine's loopback: speed and processor time.
+
+Two processes move a tensor of 256 MiB again and again, from one to the other (`one`) or both ways
+at once (`both`): over the links of dilocox (TLS 1.3, both ends certified), and for comparison over
+Gloo, which encrypts nothing. The two take turns, so that a busy machine slows both. Medians over
+turns: `gbit_per_s` is of one direction, `cpu_s_per_gb` the processor time of both ends together per
+GB that arrived. A full run takes some two minutes on two cores, --quick twenty seconds.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import resource
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import common
+import torch
+import torch.distributed as dist
+
+from dilocox.config import NetworkSection
+from dilocox.errors import ExchangeError
+from dilocox.outer.coordinator.identity import Authority, Identity, new_request
+from dilocox.outer.coordinator.timeouts import Timeouts
+from dilocox.outer.doors import Door
+from dilocox.outer.groups import PeerGroup
+from dilocox.outer.link_endpoint import LinkEndpoint
+
+CONTEXT = multiprocessing.get_context("fork")
+SITES = ("a", "b")
+TENSOR_BYTES = 256 << 20
+LIMIT = 120.0
+COLUMNS: dict[str, Callable[[Any], str] | str] = {
+    "over": "s",
+    "way": "s",
+    "gbit_per_s": ".2f",
+    "cpu_s_per_gb": ".2f",
+}
+Move = Callable[[torch.Tensor | None, torch.Tensor | None, int], None]
+"""(to send, to fill, number): return when both are through."""
+
+
+class Store:
+    """`KeyValue` on a dictionary of another process."""
+
+    def __init__(self, values: Any) -> None:
+        self._values = values
+
+    def kv_set(self, key: str, value: bytes) -> None:
+        """Store `value` under `key`."""
+        self._values[key] = value
+
+    def kv_check(self, keys: Sequence[str]) -> bool:
+        """True if all `keys` are there."""
+        return all(key in self._values for key in keys)
+
+    def kv_get(self, keys: Sequence[str], limit: float) -> dict[str, bytes]:
+        """The values of `keys`, waiting up to `limit` seconds."""
+        end = time.monotonic() + limit
+        while not self.kv_check(keys):
+            if time.monotonic() > end:
+                raise ExchangeError(f"{keys} not set")
+            time.sleep(0.005)
+        return {key: self._values[key] for key in keys}
+
+
+def over_links(identity: Identity, store: Store, _: Path) -> Move:
+    """Moves tensors over a link."""
+    timeouts = Timeouts.derive(NetworkSection())
+    endpoint = LinkEndpoint(identity, Door(0, None, None, False), "127.0.0.1", timeouts)
+    group = PeerGroup(endpoint, store, "g", SITES, LIMIT, LIMIT, lambda: False)
+    other = next(site for site in SITES if site != identity.site)
+
+    def move(out: torch.Tensor | None, into: torch.Tensor | None, number: int) -> None:
+        transfers = [] if into is None else [group.receive(into, other, number)]
+        transfers += [] if out is None else [group.send(out, other, number)]
+        for each in transfers:
+            while not each.poll(LIMIT):
+                continue
+
+    return move
+
+
+def over_gloo(identity: Identity, _: Store, folder: Path) -> Move:
+    """Moves tensors over Gloo."""
+    me = SITES.index(identity.site)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/gloo", rank=me, world_size=len(SITES)
+    )
+
+    def move(out: torch.Tensor | None, into: torch.Tensor | None, number: int) -> None:
+        works = [] if into is None else [dist.irecv(into, 1 - me, tag=number)]
+        works += [] if out is None else [dist.isend(out, 1 - me, tag=number)]
+        for work in works:
+            assert work is not None
+            work.wait()
+
+    return move
+
+
+def side(
+    make: Callable[[Identity, Store, Path], Move],
+    identity: Identity,
+    store: Store,
+    folder: Path,
+    both: bool,
+    times: int,
+    pipe: Connection,
+) -> None:
+    """One end: (seconds, processor seconds) of `times` tensors."""
+    torch.set_num_threads(1)
+    move = make(identity, store, folder)
+    first = identity.site == SITES[0]
+    out = torch.zeros(TENSOR_BYTES, dtype=torch.uint8) if first or both else None
+    into = torch.empty(TENSOR_BYTES, dtype=torch.uint8) if both or not first else None
+    move(out, into, 1)
+    used, began = _used(), time.monotonic()
+    for number in range(times):
+        move(out, into, 2 + number)
+    pipe.send((time.monotonic() - began, _used() - used))
+    store.kv_set(f"done/{identity.site}", b"")
+    store.kv_get([f"done/{site}" for site in SITES], LIMIT)
+
+
+def _used() -> float:
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
+
+
+WAYS: dict[str, Callable[[Identity, Store, Path], Move]] = {"links": over_links, "gloo": over_gloo}
+
+
+def measure(over: str, both: bool, times: int, identities: Sequence[Identity]) -> dict[str, float]:
+    """One turn: Gbit/s of one direction, and processor seconds per GB."""
+    with CONTEXT.Manager() as manager, tempfile.TemporaryDirectory() as folder:
+        store, pipes, started = Store(manager.dict()), [], []
+        for identity in identities:
+            ours, theirs = CONTEXT.Pipe(duplex=False)
+            arguments = (WAYS[over], identity, store, Path(folder), both, times, theirs)
+            started.append(CONTEXT.Process(target=side, args=arguments))
+            started[-1].start()
+            pipes.append(ours)
+        try:
+            found = [pipe.recv() for pipe in pipes if pipe.poll(LIMIT)]
+        finally:
+            for process in started:
+                process.join(5.0)
+                process.kill()
+    if len(found) < len(SITES):
+        raise ExchangeError(f"{over}: no end within {LIMIT:g} s")
+    gigabytes = times * TENSOR_BYTES / 1e9
+    seconds = max(seconds for seconds, _ in found)
+    return {
+        "gbit_per_s": gigabytes * 8 / seconds,
+        "cpu_s_per_gb": sum(used for _, used in found) / (gigabytes * (2 if both else 1)),
+    }
+
+
+def identities_in(folder: Path) -> list[Identity]:
+    """Certificates of the two sites."""
+    authority = Authority(folder, ["localhost"])
+    found = []
+    for site in SITES:
+        key, request = new_request(site)
+        certificate = authority.sign(request, site, 1)
+        found.append(Identity(site, 1, key, certificate, authority.pem, authority.fingerprint))
+    return found
+
+
+def main() -> int:
+    """Measure, print, write."""
+    options = common.parser(__doc__ or "").parse_args()
+    common.end_on_signals()
+    on, turns, times = common.machine(), 1 if options.quick else 5, 2 if options.quick else 8
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        identities = identities_in(Path(folder))
+        for both in (False, True):
+            taken: dict[str, list[dict[str, float]]] = {over: [] for over in WAYS}
+            for _ in range(turns):
+                for over in WAYS:
+                    taken[over].append(measure(over, both, times, identities))
+            for over, found in taken.items():
+                medians = {
+                    name: round(statistics.median(each[name] for each in found), 3)
+                    for name in found[0]
+                }
+                rows.append({"over": over, "way": "both" if both else "one", **medians})
+                common.say(common.table(rows[-1:], COLUMNS).splitlines()[1])
+    print(common.table(rows, COLUMNS))
+    if options.json:
+        common.write_json(options.json, "links", on, {"tensor_bytes": TENSOR_BYTES}, rows)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,76 @@
+"""Frames on a link between two ranks, as pure functions.
+
+A receiver asks for each message: `WANT` names the message and the first byte that is missing. The
+sender answers with `DATA`, and the receiver ends the message with `DONE`. So nothing travels that
+nobody waits for, and a new connection goes on at the byte where the old connection broke.
+"""
+
+from __future__ import annotations
+
+import enum
+import struct
+from typing import NamedTuple
+
+from dilocox.errors import ExchangeError
+
+PIECE_BYTES = 1 << 18
+"""Most payload bytes of one frame. Between two pieces the messages of a link take turns."""
+_HEADER = struct.Struct(">BQQQ")
+HEADER_BYTES = _HEADER.size
+_MOST = 1 << 48
+"""Bytes of the largest message."""
+
+
+class FrameError(ExchangeError):
+    """The peer sent what no site of this version sends."""
+
+
+class Kind(enum.IntEnum):
+    """What a frame says."""
+
+    WANT = 1
+    """Send message `tag` of `length` bytes from byte `offset` on."""
+    DATA = 2
+    """`length` bytes of message `tag`, from byte `offset` on, follow this header."""
+    DONE = 3
+    """All of message `tag` is here."""
+    DROP = 4
+    """Message `tag` is not wanted any more."""
+    PING = 5
+    """Answer with `PONG`."""
+    PONG = 6
+    """The link works."""
+    BYE = 7
+    """The sender of this frame closes the group."""
+
+
+class Frame(NamedTuple):
+    """One header. Numbers that a kind does not use are 0."""
+
+    kind: Kind
+    tag: int = 0
+    offset: int = 0
+    length: int = 0
+
+    def pack(self) -> bytes:
+        """The frame as `HEADER_BYTES` bytes."""
+        return _HEADER.pack(*self)
+
+
+def read_frame(data: bytes | memoryview) -> Frame:
+    """The frame of a header of `HEADER_BYTES` bytes. Raises `FrameError`."""
+    kind, tag, offset, length = _HEADER.unpack(data)
+    try:
+        frame = Frame(Kind(kind), tag, offset, length)
+    except ValueError:
+        raise FrameError(
+            f"a frame of kind {kind}; run the same dilocox version at all sites"
+        ) from None
+    most = {Kind.WANT: _MOST, Kind.DATA: PIECE_BYTES}.get(frame.kind, 0)
+    least = 1 if most else 0
+    if not least <= length <= most or offset > _MOST or (offset and not most):
+        raise FrameError(
+            f"a frame {frame.kind.name} of {length} B from byte {offset} on; run the same dilocox "
+            "version at all sites"
+        )
+    return frame
