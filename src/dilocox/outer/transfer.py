@@ -40,7 +40,7 @@ class Transfer:
         """`cancelled` raises once the group is not wanted any more; `withdraw` tells the link that
         this transfer is given up."""
         self.site = site
-        self.view = memoryview(tensor.numpy())
+        self.view: memoryview = tensor.numpy().data
         self.size = tensor.numel()
         """Bytes."""
         self.offset = 0
