@@ -42,6 +42,7 @@ from dilocox.outer.coordinator.verdict_messages import MICRO, Opinion
 from dilocox.outer.layout import Layout, split_pieces
 from dilocox.outer.overlap import Rule
 from dilocox.outer.state import PieceState
+from dilocox.record.acceptance import Acceptance, OwnFacts, digest_of_entry
 from dilocox.record.notary import LogNotary, contribution
 from dilocox.record.statements import Signer
 
@@ -129,6 +130,15 @@ class Door:
                 csr="", record_key=signer.public,
             )  # fmt: skip
             self._notary.enrolled(request, 1)
+            self._accept(site, signer, versions)
+
+    def _accept(self, site: str, signer: Signer, versions: Versions) -> None:
+        """A site signs which run it takes part in, before anything else of it counts."""
+        manifest = self._notary.manifest
+        facts = OwnFacts(None, None, "0" * 64, versions.model_dump())
+        said = Acceptance(site, 1, signer.public, digest_of_entry(manifest), facts, 0)
+        signed = signer.sign(said.statement(self._notary.run))
+        self._notary.checkpoint(Rank(site=site, stage=0, shard=0), signed)
 
     def signed(self, site: str, key: ExchangeKey, digest: str) -> str:
         """The statement that goes with a vote, by `site` about its own payload."""

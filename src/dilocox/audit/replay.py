@@ -108,7 +108,7 @@ class Onlooker:
 class Alone:
     """Control, coordinator and keeper of a rank that has none: nobody waits, nobody hears."""
 
-    news = SimpleNamespace(entering=[])
+    news = SimpleNamespace(entering=[], phase="running")
 
     def touch(self) -> None:
         """Nobody counts it as dead."""
