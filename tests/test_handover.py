@@ -53,7 +53,7 @@ def started(run: RunConfig, monkeypatch: pytest.MonkeyPatch, as_site: bool = Fal
     monkeypatch.setattr(launch, "fetch_weights", lambda *_: None)
     monkeypatch.setattr(launch, "prepare_data", later)
     if as_site:
-        return refusal(launch._check_site, run, "paris", None)
+        return refusal(launch._check_site, run, "paris", None, Hooks())
     return refusal(launch.train_here, run, Hooks(), resume=False, overwrite=False, debug=False)
 
 

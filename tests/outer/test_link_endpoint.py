@@ -37,6 +37,11 @@ def authority() -> Authority:
 def endpoints() -> Iterator[Callable[..., LinkEndpoint]]:
     """Endpoints in this process, closed in the end."""
     made: list[LinkEndpoint] = []
+    before = set(threading.enumerate())
+
+    def own() -> list[str]:
+        begun = [thread.name for thread in threading.enumerate() if thread not in before]
+        return [name for name in begun if name.startswith("links")]
 
     def make(site: str, of: Authority = AUTHORITY) -> LinkEndpoint:
         made.append(LinkEndpoint(identity_of(of, site), CLOSED_DOOR, "127.0.0.1", TIMEOUTS))
@@ -45,7 +50,7 @@ def endpoints() -> Iterator[Callable[..., LinkEndpoint]]:
     yield make
     for endpoint in made:
         endpoint.close()
-    assert until(lambda: not [t for t in threading.enumerate() if t.name.startswith("links")])
+    assert until(lambda: not own()), own()
 
 
 def offered(door: LinkEndpoint, site: str) -> Link:

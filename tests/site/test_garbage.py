@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from dilocox.assembly import Hooks
 from dilocox.site.garbage import Collector
 from dilocox.trainer import Trainer
 from tests.plan.runs import run
@@ -93,7 +94,7 @@ def test_a_trainer_counts_its_steps_and_rests_while_it_fetches() -> None:
         meter=SimpleNamespace(add=lambda *_: None, first_step=lambda _counts: nullcontext()),
         outer=SimpleNamespace(counts=None), tell_of_compilation=lambda: None,
         control=SimpleNamespace(touch=lambda: None),
-        at=SimpleNamespace(round=0), counted_from=0,
+        at=SimpleNamespace(round=0), counted_from=0, hooks=Hooks(),
     )  # fmt: skip
     Trainer.train_slot(trainer, plan, 1)
     assert told == ["step"] * 3

@@ -17,7 +17,7 @@ KEY = m.ExchangeKey.outer(0, 0, 0)
 class Commitments:
     """A notary that knows who has committed, and writes nothing."""
 
-    run, manifest = "run", ""
+    run, manifest, resumes = "run", "", 0
 
     def __init__(self) -> None:
         self.there: dict[tuple[str, int], str] = {}

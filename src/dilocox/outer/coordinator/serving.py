@@ -57,10 +57,11 @@ class Endpoint:
 
     @classmethod
     def load(cls, path: str | Path) -> Endpoint:
-        """Read a ready file that `serve` wrote. The operator's identity lies beside the file,
+        """Read a ready file that `serve` wrote. The operator's identity may lie beside the file,
         wherever the folder was moved to or is looked at from."""
         said = json.loads(Path(path).read_text(encoding="utf-8"))
-        operator = Path(path).with_name(Path(said["operator"]).name)
+        beside = Path(path).with_name(Path(said["operator"]).name)
+        operator = beside if beside.exists() else said["operator"]
         # One of an earlier dilocox has the token of all sites, which admits nobody any more.
         return cls(said["url"], dict(said.get("tokens", {})), str(operator))
 
