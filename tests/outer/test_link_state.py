@@ -35,6 +35,22 @@ def noise(size: int, seed: int) -> torch.Tensor:
     return torch.randint(0, 256, (size,), generator=generator).to(torch.uint8)
 
 
+def test_what_the_peer_has_is_sent_whatever_comes_next() -> None:
+    """The peer has all, says so, and closes its end before the writer has noted its last piece."""
+    state, sending = LinkState(), transfer(noise(8, 1), "send")
+    state.send(7, sending)
+    state.heard(Frame(Kind.WANT, 7, 0, 8))
+    piece = state.piece()
+    assert piece is not None
+    state.heard(Frame(Kind.DONE, 7))
+    state.fail("it has closed the group")
+    assert sending.poll()
+    state.sent(piece)
+    assert sending.offset == 8
+    assert not state.unacknowledged
+    assert not state.output
+
+
 class End:
     """One end of a link, and the bytes that it sends on a connection."""
 

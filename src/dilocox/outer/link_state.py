@@ -103,8 +103,11 @@ class LinkState:
             else:
                 self._wants[frame.tag] = (frame.offset, frame.length)
         elif frame.kind is Kind.DONE:
-            if frame.tag in self._sends and self._sends[frame.tag].whole:
-                del self._sends[frame.tag]
+            # It may come before this end has noted that the last bytes are out.
+            done = self._sends.pop(frame.tag, None)
+            if done is not None:
+                self._leave(frame.tag)
+                done.advance(done.size - done.offset)
         elif frame.kind is Kind.DROP:
             # Who has given the message up hears of it here; who has not is told by the silence.
             self._wants.pop(frame.tag, None)
