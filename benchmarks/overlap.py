@@ -1,8 +1,8 @@
 """How much of the exchange between two sites is hidden behind computation, per overlap rule.
 
 Two real sites of one stage each train together: `dilocox coordinator` and two `dilocox join`, each
-in a network namespace of its own, with Gloo between the sites. Their links are shaped by `tc tbf`
-both ways and measured before anything else; if a link is off by more than 5 %, nothing is
+in a network namespace of its own. The links between the sites are shaped by `tc tbf` both ways and
+measured before anything else; if a link is off by more than 5 %, nothing is
 reported. Each site has one CPU core by affinity, and all of its threads share that core, the ones
 that encode and send included: hiding costs what it costs. (A hard CPU quota per site is not set.)
 

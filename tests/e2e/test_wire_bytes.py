@@ -6,8 +6,8 @@ beyond that is the exchange. It may exceed the payloads by no more than
 
 - the headers of every packet (Ethernet, IPv4, TCP: 66 bytes per 1,448 of payload, 4.6 %),
 - an acknowledgement of 66 bytes per packet at most (another 4.6 %; the kernel sends fewer),
-- 30 kB per pair and direction: Gloo's connections and message headers, address resolution, what
-  the sites say to each other on entry,
+- 30 kB per pair and direction: handshakes, TLS records, frames, address resolution, what the sites
+  say to each other on entry,
 - what TCP sends again where a machine is too busy to acknowledge in time: the kernel counts the
   segments.
 
@@ -37,7 +37,7 @@ PACKET_HEADER = 66
 """Ethernet, IP and TCP with time stamps."""
 HEADERS = PACKET_HEADER / SEGMENT_BYTES
 FIXED_PER_PEER = 30_000
-"""What a site sends another besides payloads: Gloo's greetings and its word before each message."""
+"""What a site sends another besides payloads: handshakes, TLS records and frames of messages."""
 CONTROL_PER_SITE_AND_ROUND = 45_000
 FRAME_HEADER = 64
 BITS = {"int4": 4, "int8": 8}

@@ -1,4 +1,4 @@
-"""One exchange between real Gloo ranks, with a ballot in shared memory, and what came of it."""
+"""One exchange between real ranks, with a ballot in shared memory, and what came of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a site takes over state: donor and receiver over a real Gloo link."""
+"""How a site takes over state: donor and receiver over a real link."""
 
 from __future__ import annotations
 
