@@ -17,7 +17,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from dilocox import trainer
+from dilocox import assembly
 from dilocox.audit import judging
 from dilocox.audit import replay as replaying
 from dilocox.audit.judging import judge
@@ -435,8 +435,8 @@ def test_other_moments_are_found_between_classes(trained: Path, elsewhere: None)
 
 def rates_off_by(monkeypatch: pytest.MonkeyPatch, share: float) -> None:
     """A repetition computes a little otherwise, as another processor would."""
-    rate = trainer.learning_rate
-    monkeypatch.setattr(trainer, "learning_rate", lambda *given: rate(*given) * (1.0 + share))
+    rate = assembly.learning_rate
+    monkeypatch.setattr(assembly, "learning_rate", lambda *given: rate(*given) * (1.0 + share))
 
 
 def test_equal_bits_are_exact_in_every_class(trained: Path, elsewhere: None) -> None:
