@@ -166,12 +166,11 @@ class Network:
                 raise EpochChangedError(f"{donor} is not to be fetched from any more")
             with contextlib.suppress(ExchangeError):
                 self.client.kv_get([word], 1.0)
-        return PeerGroup(
-            self.endpoint,
-            self.client,
-            name,
-            [donor, receiver],
-            self.timeouts.form,
-            self.timeouts.stall,
-            lambda: me != donor and not fetches(),
-        )
+
+        def ended() -> bool:
+            return me != donor and not fetches()
+
+        form, silence = self.timeouts.form, self.timeouts.stall
+        group = PeerGroup(self.endpoint, self.client, name, [donor, receiver], form, silence, ended)
+        group.watch(ended)
+        return group

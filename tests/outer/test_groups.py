@@ -256,12 +256,30 @@ def test_a_closed_group_ends_what_peers_wait_for() -> None:
     assert results["a"] == "link to b broke: it has closed the group"
 
 
+def outlives(store: MemoryStore, me: str) -> bool:
+    """A site's part in a group that is used after the attempt that formed it."""
+    formed = threading.Event()
+    group = group_of(store, "epoch/1", ["a", "b"], me, cancelled=formed.is_set)
+    formed.set()
+    same = swap(group, 3 * PIECE_BYTES + 1, 1)
+    together(store, "swapped", "ab", me)
+    return same
+
+
+def test_a_group_outlives_the_attempt_that_formed_it() -> None:
+    """Members of a later exchange do not ask whether the first one of their group is repeated."""
+    with shared_store() as store:
+        said = run_each({me: partial(outlives, store, me) for me in "ab"})
+    assert said == {"a": True, "b": True}
+
+
 def test_a_change_of_members_ends_a_transfer() -> None:
     """One that waits for a donor is not left to the silence that a link may have."""
 
     def side(store: MemoryStore, me: str) -> str:
         changed = partial(store.kv_check, ["changed"])
-        group = group_of(store, "epoch/1", ["a", "b"], me, cancelled=changed)
+        group = group_of(store, "epoch/1", ["a", "b"], me)
+        group.watch(changed)
         if me == "b":
             store.kv_get(["done"], LIMIT)
             return "silent"

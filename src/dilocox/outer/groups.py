@@ -54,7 +54,7 @@ class PeerGroup:
     `sites` in the order of the epoch. Forming it blocks until this rank has a connection with each
     peer. A transfer fails when nothing of it moves for `silence` seconds. Raises `UnreachedError`
     when a peer does not come, or is not linked, within `timeout` seconds, or refuses, and
-    `EpochChangedError` once `cancelled()` is true; transfers raise it, too.
+    `EpochChangedError` if `cancelled()` is true before it is formed.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class PeerGroup:
         self.sites = list(sites)
         self.me = endpoint.site
         self._silence = silence
-        self._cancelled = cancelled
+        self._ended: Callable[[], bool] = lambda: False
         others = [site for site in sites if site != self.me]
         limits = endpoint.timeouts
         self._links = {
@@ -99,6 +99,10 @@ class PeerGroup:
         """Start filling a contiguous uint8 CPU tensor from `site`."""
         return self._begin("receive", tensor, site, tag)
 
+    def watch(self, ended: Callable[[], bool]) -> None:
+        """Let transfers that begin from now on raise `EpochChangedError` once `ended()` is true."""
+        self._ended = ended
+
     def close(self) -> None:
         """Drop the connections; operations under way fail at the peers."""
         if self._links:
@@ -107,11 +111,11 @@ class PeerGroup:
     def _begin(
         self, what: Literal["send", "receive"], tensor: torch.Tensor, site: str, tag: int
     ) -> Transfer:
-        link, cancelled = self._links[site], self._cancelled
+        link, ended = self._links[site], self._ended
 
         # Not of `self`: a link that waits for an acknowledgement must not keep the group.
         def check() -> None:
-            if cancelled():
+            if ended():
                 raise EpochChangedError(f"the members changed while {site} was waited for")
 
         def withdraw() -> None:
