@@ -21,8 +21,8 @@ COMPUTE = (
     "record",
 )
 """Folders of tests that compute, each in one process: two at a time keep two cores busy."""
-ALONE = ("e2e", "lab", "benchmarks/test_wan_peers.py")
-"""Folders of tests, and a module, that kill, stop or measure: they watch the clock."""
+ALONE = ("e2e", "lab", "benchmarks/test_wan_peers.py", "outer/test_link_times.py")
+"""Folders of tests, and modules, that kill, stop or measure: they watch the clock."""
 RUNS = (
     "benchmarks/test_quality_run.py",
     "benchmarks/test_wan_run.py",

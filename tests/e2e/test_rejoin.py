@@ -92,7 +92,7 @@ def test_a_donor_that_gives_a_false_state_is_replaced_and_the_run_goes_on(
 ) -> None:
     """Rome enters again from paris, whose anchor most do not hold."""
     sets = (
-        "outer.rounds=8",
+        "outer.rounds=150",
         "checkpoint.every_rounds=0",
         "site.stages=1",
         "network.heartbeat=20",
