@@ -15,6 +15,7 @@ from dilocox.data.files import TokenFiles
 from dilocox.data.manifest import MANIFEST
 from dilocox.data.sources import list_files
 from dilocox.errors import DataError
+from dilocox.processes import is_alive
 from dilocox.storage import sync_folder
 
 
@@ -81,7 +82,7 @@ def partial_folder(folder: Path) -> Iterator[Path]:
     here = f"{start}{socket.gethostname()}-"
     for left in folder.parent.iterdir():
         process = left.name.removeprefix(here)
-        if left.name.startswith(here) and process.isdigit() and not _alive(int(process)):
+        if left.name.startswith(here) and process.isdigit() and not is_alive(int(process)):
             shutil.rmtree(left, ignore_errors=True)
     partial = folder.with_name(f"{here}{os.getpid()}")
     partial.mkdir()
@@ -155,13 +156,3 @@ def _change(name: str, source: dict[str, Any], data: DataSection, complete: bool
     if other:
         return other[0]
     return f"{added:+,} files" if added and complete else ""
-
-
-def _alive(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True

@@ -17,6 +17,7 @@ from typing import Any
 
 from dilocox.config import load_written
 from dilocox.errors import ConfigError
+from dilocox.processes import is_alive
 from dilocox.site_reports import JOURNALS
 
 Record = dict[str, Any]
@@ -267,13 +268,7 @@ def _lives(host: str, process: int) -> bool:
     """Whether a process lives. True if it is another machine's."""
     if host != socket.gethostname() or process <= 0:
         return True
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
+    return is_alive(process)
 
 
 def _lines(path: Path) -> tuple[list[Record], int]:
