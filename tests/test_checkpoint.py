@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import signal
 import subprocess
 import threading
@@ -23,6 +22,7 @@ from dilocox.errors import CheckpointError
 from dilocox.outer.control import RankControl
 from dilocox.outer.coordinator.messages import BeatReply
 from dilocox.processes import CONTEXT
+from tests.dying import die
 
 # Without a process group, as here, torch says each time that there is none.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -141,21 +141,16 @@ def test_a_newer_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         load(str(tmp_path), 7, *RANK, digest)
 
 
-def _die(*_: Any, **__: Any) -> NoReturn:
-    os.kill(os.getpid(), signal.SIGKILL)
-    raise AssertionError("unreachable")
-
-
 def _killed_at(point: str, root: str, tick: int) -> None:
     """Write a checkpoint in this process and die on the way."""
     from fsspec.implementations.local import LocalFileSystem
 
     if point == "tensors":
-        FsspecWriter.finish = _die  # type: ignore[method-assign]
+        FsspecWriter.finish = die  # type: ignore[method-assign]
     elif point == "digests":
-        checkpoint._sha256 = _die
+        checkpoint._sha256 = die
     else:
-        LocalFileSystem.mv = _die
+        LocalFileSystem.mv = die
     Saver(root).save(tick, tensors(2.0))
 
 

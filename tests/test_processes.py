@@ -14,6 +14,7 @@ import pytest
 
 from dilocox import processes
 from dilocox.errors import DataError, DilocoxError
+from tests.dying import die
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="children are forked on Linux")
 Progress = Callable[[str, float], None]
@@ -75,7 +76,7 @@ def _break(progress: Progress) -> None:
 
 
 def _vanish(progress: Progress) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
+    die()
 
 
 def _call(function: Callable[..., Any], *arguments: Any) -> tuple[Any, list[tuple[str, float]]]:

@@ -42,6 +42,7 @@ from dilocox.outer.groups import PeerGroup
 from dilocox.outer.state import PieceState
 from dilocox.persistence import Keeper
 from dilocox.site import SiteModel, determinism_mode, mean_cross_entropy
+from tests.dying import die
 from tests.e2e.altered import contributions_times, holds_only_its_own, saw_other_payloads
 from tests.e2e.harness import LIMIT, Run, Workshop
 from tests.e2e.own_functions import FUNCTIONS, on_evaluation
@@ -130,7 +131,7 @@ def donor_dies() -> dict[str, Any]:
         # At the start of a run the founder gives theta_0 to all.
         if me().startswith("paris") and snapshot.tick > 0 and not flag.exists():
             flag.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
+            die()
         original(self, snapshot)
 
     Donor.offer = offer  # type: ignore[method-assign]
@@ -148,7 +149,7 @@ def replica_dies() -> dict[str, Any]:
         flag = _disk.with_name("replica-died")
         if me() == "lyon-stage0-shard0-replica1" and steps == 12 and not flag.exists():
             flag.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
+            die()
         return result
 
     SiteModel.inner_step = inner_step  # type: ignore[method-assign]

@@ -41,6 +41,7 @@ from dilocox.outer.loop import OuterLoop
 from dilocox.outer.state import PieceState, tensors_digest
 from dilocox.outer.worker import ExchangeWorker
 from dilocox.rank_network import Network
+from tests.dying import die
 from tests.outer.sites import CONTEXT, run_and_tell
 
 SHAPES = {"layers.0": (40, 24), "layers.1": (40, 24)}
@@ -145,7 +146,7 @@ class FailingNetwork(Network):
             self.client.leave("was told to go at once")
             os._exit(0)
         else:
-            os.kill(os.getpid(), signal.SIGKILL if kind == "dies" else signal.SIGSTOP)
+            die(number=signal.SIGKILL if kind == "dies" else signal.SIGSTOP)
 
     def commit(self, what: Contribution, payload: bytes | None) -> str | None:
         """Fails before anybody knows of its contribution."""
