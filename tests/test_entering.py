@@ -57,9 +57,11 @@ class Followed:
             poll_plan=self._plan, ready=lambda: None, check_pieces=self._check
         )
 
-    def _check(self, donor: str, pieces: Any) -> CheckPiecesReply:
+    def _check(self, entry: Entering, pieces: Any, all_came: bool) -> CheckPiecesReply:
         """Most hold what has come."""
-        return CheckPiecesReply(same=[each.piece for each in pieces], different=[], donor=donor)
+        return CheckPiecesReply(
+            same=[each.piece for each in pieces], different=[], donor=entry.donor
+        )
 
     def _touch(self) -> None:
         self.touched += 1

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dilocox import piece_digests
-from dilocox.entering import Newcomer
+from dilocox.entering import Newcomer, entry_name
 from dilocox.errors import ExchangeError, TrainingError
 from dilocox.outer.coordinator.entry_messages import CheckPiecesReply
 from dilocox.outer.coordinator.messages import Entering
@@ -85,6 +85,8 @@ class Entered:
         self.trainer = rank(piece(0.0), piece(0.0), entering=[ENTRY])
         self.trainer.client = SimpleNamespace(check_pieces=self._check, ready=self._ready)
         self.trainer.outer.adopt = self._adopt
+        self.asked: bool | None = None
+        """Whether all had come when it asked last."""
         self.settled, self.adopted, self.fetches, self.readies = True, list[int](), list[str](), 0
         self.newcomer = Newcomer(self.trainer, ENTRY, lambda *_: None, 1.0)  # type: ignore[arg-type, return-value]
 
@@ -100,7 +102,9 @@ class Entered:
         assert not self.trainer.outer.awaiting
         self.readies += 1
 
-    def _check(self, donor: str, pieces: Any) -> CheckPiecesReply:
+    def _check(self, entry: Entering, pieces: Any, all_came: bool) -> CheckPiecesReply:
+        assert entry.donor is not None
+        self.asked = all_came
         if not self.settled:
             return CheckPiecesReply(same=[], different=[], donor=self.donor)
         same = [each.piece for each in pieces if each.sha256 == self.true.digest()]
@@ -112,12 +116,12 @@ class Entered:
                 self.trainer.control.news.entering = [entry]
                 self.donor = left
             return CheckPiecesReply(same=same, different=different, donor=left)
-        return CheckPiecesReply(same=same, different=[], donor=donor)
+        return CheckPiecesReply(same=same, different=[], donor=entry.donor)
 
     def arrives(self, number: int, value: float | None = None) -> None:
         """A piece comes, true or with its anchor at `value`."""
         state = self.true if value is None else piece(value)
-        self.newcomer._take(0, Snapshot(number, 9, dict(state.agreed()), "", 2))
+        self.newcomer._take(self.newcomer._tries, Snapshot(number, 9, dict(state.agreed()), "", 2))
         self.newcomer.adopt()
 
 
@@ -185,3 +189,31 @@ def test_what_comes_at_the_start_is_taken_over_as_it_is(monkeypatch: pytest.Monk
     entered.trainer.control.news.phase = "running"
     entered.newcomer.adopt()
     assert entered.adopted == [0, 1]
+
+
+def test_what_the_others_have_left_behind_is_fetched_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    entered = Entered(monkeypatch)
+    entered.arrives(0)
+    entered.settled = False
+    entered.arrives(1)
+    assert entered.asked is False
+    entered.newcomer._is_through(0)
+    entered.newcomer.adopt()
+    assert entered.asked is True
+    assert entered.fetches == ["old"]
+    again = ENTRY.model_copy(update={"renewals": 1})
+    entered.trainer.control.news.entering = [again]
+    entered.newcomer.adopt()
+    entered.newcomer.adopt()
+    assert entered.fetches == ["old", "old"]
+    assert "old gave what the others have left behind: fetching from old" in caplog.text
+    assert entry_name(again, 0, 0) != entry_name(ENTRY, 0, 0)
+    entered.settled = True
+    entered.newcomer._tries += 1
+    entered.arrives(1)
+    assert (entered.adopted, entered.readies) == ([0, 1], 0)
+    entered.newcomer._is_through(1)
+    entered.newcomer.adopt()
+    assert (entered.adopted, entered.readies) == ([0, 1], 1)

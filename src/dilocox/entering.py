@@ -39,14 +39,15 @@ FormGroup = Callable[[str, str, str], PeerGroup]
 
 
 def entry_name(entry: Entering, stage: int, shard: int) -> str:
-    """Rendezvous name of one entering rank and its donor. A site may enter more than once, and have
-    more than one donor."""
-    who = f"{entry.site}/{entry.incarnation}/{entry.from_round}"
+    """Rendezvous name of one entering rank and its donor. A site may enter more than once, have
+    more than one donor, and fetch from one more than once."""
+    who = f"{entry.site}/{entry.incarnation}/{entry.from_round}/{entry.renewals}"
     return f"run/entry/{who}/{entry.donor}/{stage}/{shard}"
 
 
-def _key(entry: Entering) -> tuple[str, int, int]:
-    return entry.site, entry.incarnation, entry.from_round
+def _key(entry: Entering) -> tuple[str, int, int, int]:
+    """Of one service of a donor."""
+    return entry.site, entry.incarnation, entry.from_round, entry.renewals
 
 
 class Donors:
@@ -57,7 +58,7 @@ class Donors:
         self._trainer = trainer
         self._form_group = form_group
         self._pause = pause
-        self._serving: dict[tuple[str, int, int], Donor] = {}
+        self._serving: dict[tuple[str, int, int, int], Donor] = {}
         self._shown = ShownPieces(trainer)
 
     @property
@@ -281,18 +282,22 @@ class Newcomer:
             # Of two donors the first counts: what has landed since on its piece is not undone.
             if snapshot.piece in self._trainer.outer.awaiting:
                 (self._trainer.outer.adopt if unchecked else self._checks.add)(snapshot)
-        self._take_confirmed()
+        self._take_confirmed(fetched)
         if fetched and self._checks.empty and not self._whole and error is None:
             self._whole = not self._trainer.outer.awaiting
             if self._whole:
                 self._trainer.client.ready()
         if self._whole and error is None:
             return
-        donor = self._next_donor()
-        if donor is not None:
-            why = "is not believed" if self._entry.donor in self._refused else "is gone"
-            log.warning("%s %s: fetching from %s", self._entry.donor, why, donor)
-            self._entry = self._entry.model_copy(update={"donor": donor})
+        entry = self._next_entry()
+        if entry is not None:
+            donor, why = self._entry.donor, "is gone"
+            if entry.donor == donor:
+                why = "gave what the others have left behind"
+            elif donor in self._refused:
+                why = "is not believed"
+            log.warning("%s %s: fetching from %s", donor, why, entry.donor)
+            self._entry = entry
             self._checks.clear()
             self._thread = self._fetch()
         elif isinstance(error, OtherStartError):
@@ -300,17 +305,16 @@ class Newcomer:
         elif error is not None and (not isinstance(error, ExchangeError) or since > self._patience):
             raise TrainingError(f"entering the run failed: {error}")
 
-    def _take_confirmed(self) -> None:
+    def _take_confirmed(self, all_came: bool) -> None:
         """Raises `TrainingError` if no donor is left that gives what most sites hold."""
         donor = self._entry.donor
-        assert donor is not None
-        good, refused = self._checks.confirmed(donor)
+        good, refused = self._checks.confirmed(self._entry, all_came)
         for snapshot in good:
             self._trainer.outer.adopt(snapshot)
         if refused is None:
             return
         log.warning("%s gave a state that most sites do not hold", donor)
-        self._refused.add(donor)
+        self._refused.add(str(donor))
         self._checks.clear()
         if refused.donor is None:
             raise TrainingError(
@@ -318,8 +322,9 @@ class Newcomer:
                 "sites hold, and no other site can give it; join again when more sites are there"
             )
 
-    def _next_donor(self) -> str | None:
-        """Whom the coordinator has named in the place of the donor, if it has.
+    def _next_entry(self) -> Entering | None:
+        """By what this site fetches on, if the coordinator has named another donor, or has told it
+        to fetch again.
 
         While a run starts there is none: what came from a founder that died in the middle is of no
         use to anyone, and the site begins anew.
@@ -328,9 +333,11 @@ class Newcomer:
         if news.phase == "starting":
             self._patience = 0.0
             return None
+        mine = self._entry
         for entry in news.entering:
-            if _key(entry) == _key(self._entry) and entry.donor != self._entry.donor:
-                return entry.donor
+            same = _key(entry)[:3] == _key(mine)[:3]
+            if same and (entry.donor, entry.renewals) != (mine.donor, mine.renewals):
+                return entry if entry.donor is not None else None
         return None
 
     def _take(self, number: int, snapshot: Snapshot) -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from dilocox.errors import ExchangeError
 from dilocox.outer.coordinator.entry_messages import MOST, CheckPiecesReply, PieceDigest
+from dilocox.outer.coordinator.messages import Entering
 from dilocox.outer.entry import Snapshot
 
 if TYPE_CHECKING:
@@ -34,13 +35,15 @@ class ShownPieces:
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
-        self._entering: set[tuple[str, int, int]] = set()
+        self._entering: set[tuple[str, int, int, int]] = set()
         self._told: dict[int, tuple[int, str]] = {}
 
     def tell(self) -> None:
         """Tell the digests of versions that were not told yet to those who enter now."""
         trainer, news = self._trainer, self._trainer.control.news
-        entering = {(each.site, each.incarnation, each.from_round) for each in news.entering}
+        entering = {
+            (each.site, each.incarnation, each.from_round, each.renewals) for each in news.entering
+        }
         if news.phase == "starting" or not entering:
             self._entering = set()
             return
@@ -86,17 +89,19 @@ class CheckedPieces:
         """What came from a donor that has gone, or is not believed, does not count."""
         self._waiting = {}
 
-    def confirmed(self, donor: str) -> tuple[list[Snapshot], CheckPiecesReply | None]:
+    def confirmed(
+        self, entry: Entering, all_came: bool
+    ) -> tuple[list[Snapshot], CheckPiecesReply | None]:
         """(pieces that may be taken over, the coordinator's answer if one was refused).
 
-        Asks at most every `PAUSE` seconds.
+        `all_came`: the donor of `entry` gives nothing more. Asks at most every `PAUSE` seconds.
         """
         now = time.monotonic()
         if not self._waiting or now - self._asked < PAUSE:
             return [], None
         self._asked = now
         asked: Sequence[PieceDigest] = [told for _, told in self._waiting.values()][:MOST]
-        reply = self._trainer.client.check_pieces(donor, asked)
+        reply = self._trainer.client.check_pieces(entry, asked, all_came)
         self._complain(now, len(reply.same) + len(reply.different))
         good = [self._waiting.pop(piece)[0] for piece in reply.same if piece in self._waiting]
         return good, reply if reply.different else None

@@ -28,6 +28,7 @@ EVENTS = {
     "checkpoints": 8,
     "lasting keys": 256,
     "digests of pieces": 256,
+    "renewals": 2,
 }
 """By what is counted: so many for each rank of a site from one plan to the next."""
 _NEW_ROUND = (e.Planned, e.Started, e.Entered, e.Overtaken, e.Resumed)
@@ -81,10 +82,14 @@ class Budgets:
         if left < 1.0:
             raise Refused("busy", f"site {site}: joins again and again; wait, and join less often")
 
+    def can_spend(self, site: str, what: str) -> bool:
+        """`spend` would not refuse it."""
+        return self._spent[site, what] < EVENTS[what] * self._ranks
+
     def spend(self, site: str, what: str) -> None:
         """A site adds to what is kept for ever; `what` is a key of `EVENTS`."""
-        limit = EVENTS[what] * self._ranks
-        if self._spent[site, what] >= limit:
+        if not self.can_spend(site, what):
+            limit = EVENTS[what] * self._ranks
             raise Refused(
                 "quota",
                 f"site {site}: has had its {limit} {what} since the last plan; wait for the next",

@@ -160,10 +160,16 @@ class CoordinatorClient:
             part = list(pieces[start : start + em.MOST])
             self._post("pieces/show", em.ShowPiecesRequest(rank=self.rank, pieces=part), m.Done)
 
-    def check_pieces(self, donor: str, pieces: Sequence[em.PieceDigest]) -> em.CheckPiecesReply:
-        """Whether most sites hold what `donor` has given to this entering rank: `em.MOST` pieces at
-        most."""
-        request = em.CheckPiecesRequest(rank=self.rank, donor=donor, pieces=list(pieces))
+    def check_pieces(
+        self, entry: m.Entering, pieces: Sequence[em.PieceDigest], all_came: bool
+    ) -> em.CheckPiecesReply:
+        """Whether most sites hold what the donor of `entry` has given to this entering rank:
+        `em.MOST` pieces at most. `all_came`: it gives nothing more."""
+        assert entry.donor is not None
+        request = em.CheckPiecesRequest(
+            rank=self.rank, donor=entry.donor, pieces=list(pieces), renewals=entry.renewals,
+            all_came=all_came,
+        )  # fmt: skip
         return self._post("pieces/check", request, em.CheckPiecesReply)
 
     # --- exchange ---------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from dilocox.outer.coordinator.refusals import Refused
 
 if TYPE_CHECKING:
     from dilocox.outer.coordinator.core import Coordinator
+    from dilocox.outer.coordinator.site_state import SiteState
 
 
 def key_of(rank: m.Rank, piece: em.PieceDigest) -> str:
@@ -31,6 +32,13 @@ def is_same(said: Mapping[str, str], sites: int, digest: str) -> bool | None:
     if counts and 2 * counts[0][1] > sites:
         return counts[0][0] == digest
     return False if len(said) >= sites else None
+
+
+def never_settled(said: Mapping[str, str], silent: int, sites: int) -> bool:
+    """No digest of a version can become that of most of so many sites: beside those that have
+    `said` one only `silent` sites have not come to the version yet."""
+    most = max(Counter(said.values()).values(), default=0)
+    return 2 * (most + silent) <= sites
 
 
 class Entries:
@@ -70,6 +78,7 @@ class Entries:
         active = state.with_role("active")
         same: list[int] = []
         different: list[int] = []
+        hopeless = False
         for piece in request.pieces:
             told = state.shown.get(key_of(rank, piece), {})
             said = {name: digest for name, digest in told.items() if name in active}
@@ -77,8 +86,21 @@ class Entries:
             alike = is_same(said, len(active), piece.sha256) if state.running else True
             if alike is not None:
                 (same if alike else different).append(piece.piece)
+            else:
+                newest = state.newest.get(f"{rank.stage}/{rank.shard}/{piece.piece}", {})
+                silent = {name for name in active if newest.get(name, -2) < piece.landed}
+                hopeless |= never_settled(said, len(silent - said.keys()), len(active))
         if different and site.donor == request.donor:
             other = state.donor_for(site.name, {*site.tried, request.donor})
             core.record(e.Doubted(core.wall(), site.name, site.incarnation, request.donor, other))
+        elif hopeless and request.all_came and site.donor == request.donor:
+            self._renew(site, request.renewals)
         left = site.donor if site.donor not in site.tried else None
         return em.CheckPiecesReply(same=same, different=different, donor=left)
+
+    def _renew(self, site: SiteState, renewals: int) -> None:
+        """Tell an entering site to fetch again, once for all its ranks."""
+        core = self._core
+        if site.renewals == renewals and core.budgets.can_spend(site.name, "renewals"):
+            core.budgets.spend(site.name, "renewals")
+            core.record(e.Renewed(core.wall(), site.name, site.incarnation))

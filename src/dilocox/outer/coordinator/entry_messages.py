@@ -7,7 +7,7 @@ from typing import Annotated
 from pydantic import Field
 
 from dilocox.outer.coordinator.messages import Digest, Rank, SiteName
-from dilocox.outer.coordinator.plan_messages import Message
+from dilocox.outer.coordinator.plan_messages import Count, Message
 
 MOST = 1024
 """Pieces of one request, at most."""
@@ -40,6 +40,10 @@ class CheckPiecesRequest(Message):
     rank: Rank
     donor: SiteName
     pieces: Pieces
+    renewals: Count = 0
+    """How often the site was told to fetch again when `donor` began."""
+    all_came: bool = False
+    """Nothing is on its way any more."""
 
 
 class CheckPiecesReply(Message):

@@ -124,6 +124,15 @@ class Doubted(Event):
 
 
 @dataclass(frozen=True)
+class Renewed(Event):
+    """An entering site fetches again what it lacks: most sites never told what they held of the
+    versions that it was given, and hold newer ones by now."""
+
+    site: str
+    incarnation: int
+
+
+@dataclass(frozen=True)
 class Activated(Event):
     """Sites contribute from these rounds on, by site."""
 

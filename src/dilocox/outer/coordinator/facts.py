@@ -51,6 +51,8 @@ class Facts:
     """By round and site, of the rounds that plans look back at."""
     shown: dict[str, dict[str, str]] = field(default_factory=dict)
     """While a site enters: SHA-256 of pieces by version (`entries`) and site."""
+    newest: dict[str, dict[str, int]] = field(default_factory=dict)
+    """While a site enters: the latest version that was told, by "STAGE/SHARD/PIECE" and site."""
     exchanges: dict[str, Exchange] = field(default_factory=dict)
     undecided: dict[str, None] = field(default_factory=dict)
     """Keys of exchanges without a decision, in order."""

@@ -148,6 +148,8 @@ class Entering(Message):
     donor: SiteName | None
     from_round: Count
     """First round none of whose exchanges was begun without it: it receives from there on."""
+    renewals: Count = 0
+    """How often it was told to fetch again what it lacks."""
 
 
 class BeatRequest(Message):

@@ -56,6 +56,8 @@ class SiteState:
     """With whom it had a broken link, whoever of the two said so: the last round of each."""
     tried: set[str] = field(default_factory=set)
     """While entering: donors whose state was none of the run's."""
+    renewals: int = 0
+    """How often this incarnation was told to fetch again what it lacks."""
     request: str = ""
     certificate: str = ""
     ready: set[tuple[int, int]] = field(default_factory=set)

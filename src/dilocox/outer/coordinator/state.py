@@ -222,7 +222,7 @@ class CoordinatorState(GivenState):
                 name, self.sites[name].incarnation, plan.round, member.space, member.ranges
             )
         self._forget(plan.round - REMEMBERED)
-        self._forget_shown(plan.round - REMEMBERED)
+        self._forget_shown(REMEMBERED)
         oldest = plan.round - max(self.config.control.window, MOST_ROUNDS) - REMEMBERED
         self.measured = {r: sites for r, sites in self.measured.items() if r >= oldest}
         self.plans = {r: known for r, known in self.plans.items() if r >= oldest}
@@ -407,7 +407,7 @@ class CoordinatorState(GivenState):
         for round_, name, measured in event.measured:
             self.measured.setdefault(round_, {})[name] = Measured.model_validate(measured)
         self.exchanges, self.undecided, self.store, self.owners = {}, {}, {}, {}
-        self.shown = {}
+        self.shown, self.newest = {}, {}
         self.usual = dict(event.usual)
         self.checkpoints = {
             tick: item for tick, item in self.checkpoints.items() if tick <= event.tick
@@ -434,6 +434,7 @@ _APPLY: dict[type[e.Event], Callable[[CoordinatorState, Any], None]] = {
     e.Ready: CoordinatorState._ready,
     e.Shown: CoordinatorState._shown,
     e.Doubted: CoordinatorState._doubted,
+    e.Renewed: CoordinatorState._renewed,
     e.Activated: CoordinatorState._activated,
     e.Overtaken: CoordinatorState._overtaken,
     e.Gone: CoordinatorState._gone,

@@ -26,7 +26,8 @@ def beat_reply(state: CoordinatorState, site: str) -> m.BeatReply:
     own = state.sites[site]
     entering = [
         m.Entering(site=name, incarnation=state.sites[name].incarnation,
-                   donor=state.sites[name].donor, from_round=state.sites[name].from_round)
+                   donor=state.sites[name].donor, from_round=state.sites[name].from_round,
+                   renewals=state.sites[name].renewals)
         for name in state.with_role("entering")
     ]  # fmt: skip
     return m.BeatReply.model_validate(
