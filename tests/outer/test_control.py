@@ -6,16 +6,20 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from dilocox.errors import DilocoxError, TrainingError
+from dilocox.outer import control as control_module
 from dilocox.outer.control import RankControl
 from dilocox.outer.coordinator.errors import SiteGoneError
 from dilocox.outer.coordinator.messages import BeatReply, Epoch
 
 PATIENCE = 0.05
+LONG = 60.0
+"""Seconds of patience with a loop that takes notice: no busy machine uses them up."""
 
 
 def reply(**changes: Any) -> BeatReply:
@@ -70,7 +74,11 @@ class Coordinator:
 
 @contextmanager
 def started(
-    coordinator: Coordinator, stall: float = 60.0, every: float = 0.005, building: bool = False
+    coordinator: Coordinator,
+    stall: float = 60.0,
+    every: float = 0.005,
+    building: bool = False,
+    patience: float = PATIENCE,
 ) -> Iterator[tuple[RankControl, list[DilocoxError], threading.Event]]:
     stuck: list[DilocoxError] = []
     said = threading.Event()
@@ -79,7 +87,7 @@ def started(
         stuck.append(error)
         said.set()
 
-    control = RankControl(coordinator, every, stall, PATIENCE, on_stuck)
+    control = RankControl(coordinator, every, stall, patience, on_stuck)
     control.start(building=building)
     try:
         yield control, stuck, said
@@ -154,14 +162,15 @@ def test_what_ends_the_run_is_raised_where_the_loop_waits(
     answer: BeatReply | DilocoxError, text: str
 ) -> None:
     coordinator = Coordinator()
-    with started(coordinator) as (control, stuck, said):
+    with started(coordinator, patience=LONG) as (control, stuck, _):
         coordinator.answer = answer
         with pytest.raises(TrainingError, match=text):
             control.may_finish(100)
         with pytest.raises(TrainingError, match=text):
             control.wait_while_role("active")
-        # The loop knows: nobody needs to end it.
-        assert not said.wait(2 * PATIENCE)
+        # The loop knows: nobody needs to end it, and nobody waits for it any more.
+        control._thread.join(10.0)
+        assert not control._thread.is_alive()
         assert not stuck
 
 
@@ -170,8 +179,8 @@ def test_who_waits_for_a_role_asks_once_a_second() -> None:
     coordinator.answer = reply(role="enrolled")
     with started(coordinator, every=60.0) as (control, _, _):
         waiter = threading.Thread(target=control.wait_while_role, args=("enrolled",), daemon=True)
-        waiter.start()
         began = time.monotonic()
+        waiter.start()
         coordinator.wait(lambda: len(coordinator.beats) >= 3)
         # The first was `start`'s. A reply asks for none.
         assert time.monotonic() - began > 1.9
@@ -206,12 +215,11 @@ def test_an_unexpected_exception_of_the_beats_ends_the_loop(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     coordinator = Coordinator()
-    with started(coordinator) as (control, stuck, said):
+    with started(coordinator, patience=LONG) as (control, stuck, _):
         coordinator.answer = ValueError("not an answer")
         with pytest.raises(TrainingError, match=UNEXPECTED) as raised:
             control.may_finish(100)
         assert not raised.value.lasting, "a fresh process may have better luck"
-        assert not said.wait(2 * PATIENCE)
         control._thread.join(10.0)
         assert not control._thread.is_alive()
     assert not stuck
@@ -231,39 +239,51 @@ def test_an_unexpected_exception_of_the_beats_ends_a_loop_that_does_not_look() -
 @pytest.mark.parametrize("answer", [SiteGoneError("lyon is gone"), ValueError("closed")])
 def test_closing_is_not_being_stuck(answer: Exception) -> None:
     coordinator = Coordinator()
-    with started(coordinator) as (control, stuck, _):
+    with started(coordinator, patience=LONG) as (control, stuck, _):
         coordinator.answer = answer
         control.close()
         assert not control._thread.is_alive()
     assert not stuck
 
 
-def test_a_loop_that_hangs_does_not_look_alive() -> None:
-    coordinator = Coordinator()
-    with started(coordinator, stall=0.1) as (control, _, _):
+class Clock:
+    """Seconds that go on only when a test says so."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        monkeypatch.setattr(control_module, "time", SimpleNamespace(monotonic=lambda: self.now))
+
+
+def test_a_loop_that_hangs_does_not_look_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, coordinator, looks = Clock(monkeypatch), Coordinator(), threading.Semaphore(0)
+    monkeypatch.setattr(control_module.log, "error", lambda *_: looks.release())
+    with started(coordinator, stall=60.0) as (control, _, _):
         coordinator.wait(lambda: len(coordinator.beats) >= 2)
         # Nothing touches it: beats end, within the stall and what was under way.
-        deadline = time.monotonic() + 10.0
-        before = -1
-        while len(coordinator.beats) != before:
-            assert time.monotonic() < deadline
-            before = len(coordinator.beats)
-            time.sleep(0.2)  # the property is silence, which has no event to wait for
-        control.touch()
-        coordinator.wait(lambda: len(coordinator.beats) > before)
-
-
-def test_a_rank_stays_alive_while_the_run_waits_for_sites() -> None:
-    """The other ranks of a site wait for the one whose exchange is not decided."""
-    coordinator = Coordinator()
-    coordinator.answer = reply(waits_for_sites=True)
-    stall = 0.1
-    with started(coordinator, stall=stall) as (control, _, _):
-        began = time.monotonic()
-        coordinator.wait(lambda: time.monotonic() > began + 5 * stall)
+        clock.now += 61.0
+        assert looks.acquire(timeout=10.0)
         before = len(coordinator.beats)
-        coordinator.wait(lambda: len(coordinator.beats) > before)
+        for _ in range(3):
+            assert looks.acquire(timeout=10.0)
+        assert len(coordinator.beats) == before
         control.touch()
+        coordinator.wait(lambda: len(coordinator.beats) > before)
+
+
+def test_a_rank_stays_alive_while_the_run_waits_for_sites(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other ranks of a site wait for the one whose exchange is not decided."""
+    clock = Clock(monkeypatch)
+
+    class Waiting(Coordinator):
+        def answered(self) -> BeatReply:
+            clock.now += 59.0
+            return reply(waits_for_sites=True)
+
+    coordinator = Waiting()
+    with started(coordinator, stall=60.0):
+        # Nothing touches it, for many times the stall.
+        coordinator.wait(lambda: len(coordinator.beats) > 5)
+    assert clock.now > 5 * 59.0
 
 
 def test_a_rank_beats_while_its_model_is_built() -> None:
