@@ -81,13 +81,15 @@ def test_a_thousand_idle_connections_are_few(
 
 
 def test_silence_has_an_end(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(door, "HANDSHAKE_SECONDS", 0.2)
+    with monkeypatch.context() as soon:  # the others' handshakes have the time that they need
+        soon.setattr(door, "HANDSHAKE_SECONDS", 0.2)
+        with socket.create_connection(("127.0.0.1", run.port), timeout=20.0) as plain:
+            assert plain.recv(1) == b""
     monkeypatch.setattr(door, "FIRST_REQUEST_SECONDS", 0.2)
-    with socket.create_connection(("127.0.0.1", run.port), timeout=20.0) as plain:
-        assert plain.recv(1) == b""
     with secure(run) as caller, contextlib.suppress(ConnectionResetError):
         assert caller.recv(1) == b""
-    with secure(run) as caller, contextlib.suppress(ConnectionResetError):
+    # Who is slower than that may find the door closed already.
+    with secure(run) as caller, contextlib.suppress(ConnectionError, ssl.SSLEOFError):
         caller.sendall(b"POST /v1/enrol HTTP/1.1\r\nHost: x\r\n")
         assert caller.recv(1) == b""
 
