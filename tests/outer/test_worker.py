@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
@@ -18,7 +19,7 @@ from dilocox.outer.coordinator.verdict_messages import Opinion
 from dilocox.outer.exchange import Contribution
 from dilocox.outer.worker import ExchangeWorker, LinkTurn, Turns
 from tests.outer.exchanging import GEOMETRY, LENGTH, WEIGHTS, SharedBallot, values_of
-from tests.outer.sites import MemoryStore, run_each, shared_store, until
+from tests.outer.sites import MemoryStore, run_each, shared_store
 
 KEYS = [ExchangeKey.outer(0, 0, fragment) for fragment in range(4)]
 LIMIT = 60.0
@@ -126,25 +127,38 @@ def test_every_thread_prepares_itself() -> None:
 
 @dataclass
 class SlowLink(Alone):
-    """The first exchange holds the link for a while after the second has come for it."""
+    """The first exchange holds the link for seconds of a clock that nothing else moves."""
 
-    held: float = 0.0
+    now: float = 0.0
+    waited_for: threading.Event = field(default_factory=threading.Event)
+    """The second exchange has come for the link."""
 
     def group(self, begun: BeginReply, superseded: Callable[[], bool]) -> Any:
-        if not self.held:
-            assert until(lambda: "begin 1" in self.steps, LIMIT)
-            self.held = 0.3
-            time.sleep(self.held)
+        if not self.now:
+            assert self.waited_for.wait(LIMIT)
+            self.now = 300.0
         return super().group(begun, superseded)
 
 
-def test_the_time_of_an_exchange_does_not_hold_the_wait_for_its_turn() -> None:
+def test_the_time_of_an_exchange_does_not_hold_the_wait_for_its_turn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     ballot = SlowLink(MemoryStore({}), "paris", members=["paris"])
+    clock = SimpleNamespace(monotonic=lambda: ballot.now, thread_time=time.thread_time)
+    wait_for = Turns.wait_for
+
+    def watched(turns: Turns, number: int) -> None:
+        if number == 1:
+            ballot.waited_for.set()
+        wait_for(turns, number)
+
+    monkeypatch.setattr("dilocox.outer.exchange.time", clock)
+    monkeypatch.setattr("dilocox.outer.worker.time", clock)
+    monkeypatch.setattr(Turns, "wait_for", watched)
     worker = ExchangeWorker(ballot, "paris")
     futures = [worker.submit(contribution(key, "paris")) for key in KEYS[:2]]
-    first, second = (future.result(LIMIT).seconds for future in futures)
+    assert [future.result(LIMIT).seconds for future in futures] == [300.0, 0.0]
     worker.close()
-    assert first > ballot.held > second
 
 
 @pytest.mark.parametrize("order", [[0, 1, 2], [2, 1, 0], [1, 0, 2], [1, 2, 0]])
