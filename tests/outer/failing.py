@@ -79,6 +79,10 @@ class Told:
     """Digest of the averaged pseudo-gradient by exchange."""
     seconds: dict[str, float] = field(default_factory=dict)
     """From handing in to decision, by exchange."""
+    decided: dict[str, float] = field(default_factory=dict)
+    """When, by exchange, on the clock that all processes of the machine share."""
+    late: dict[int, float] = field(default_factory=dict)
+    """When it went on after it had been slow, by round, on the same clock."""
     given: dict[int, np.ndarray] = field(default_factory=dict)
     """Sum of w times delta, by fragment, float64, from the displacements themselves."""
     sent: dict[int, np.ndarray] = field(default_factory=dict)
@@ -131,22 +135,24 @@ class FailingNetwork(Network):
         super().__post_init__()
         self._struck: set[Fault] = set()
         self._round = -1
+        self.late: dict[int, float] = {}
 
     def strike(self, point: Point) -> None:
         """Fail, if it is time to."""
         for fault in self.faults:
             if (fault.round, fault.point) == (self._round, point) and fault not in self._struck:
                 self._struck.add(fault)
-                self._fail(fault.kind)
+                self._fail(fault)
 
-    def _fail(self, kind: Kind) -> None:
-        if kind == "slow":
+    def _fail(self, fault: Fault) -> None:
+        if fault.kind == "slow":
             time.sleep(SLOW)
-        elif kind == "leaves":
+            self.late[fault.round] = time.monotonic()
+        elif fault.kind == "leaves":
             self.client.leave("was told to go at once")
             os._exit(0)
         else:
-            die(number=signal.SIGKILL if kind == "dies" else signal.SIGSTOP)
+            die(number=signal.SIGKILL if fault.kind == "dies" else signal.SIGSTOP)
 
     def commit(self, what: Contribution, payload: bytes | None) -> str | None:
         """Fails before anybody knows of its contribution."""
@@ -255,6 +261,7 @@ class Site:
     def _note(self, key: ExchangeKey, outcome: Outcome, seconds: float) -> None:
         told, sent = self.told, self.told.sent[key.fragment]
         told.seconds[key.text] = seconds
+        told.decided[key.text] = time.monotonic()
         told.sets[key.text] = outcome.contributors
         if outcome.average is not None:
             told.averages[key.text] = tensors_digest({"average": outcome.average})
@@ -283,6 +290,7 @@ class Site:
             self.told.residual[number] = state.residual.double().numpy()
         self.client.finish()
         self.worker.close()
+        self.told.late = self.network.late
         return self.told
 
     def train_round(self, plan: RoundPlan) -> None:
