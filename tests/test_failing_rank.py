@@ -19,8 +19,10 @@ from dilocox.launcher_env import RankVariables
 from dilocox.outer.coordinator.serving import Endpoint
 from dilocox.rank_process import RankJob
 
-LONG = 60.0
-"""Seconds that a failed rank's group would wait for its peers: NCCL's until its time limit."""
+LONG = 600.0
+"""Seconds that a failed rank's group would wait for its peers: NCCL's until its time limit.
+
+So long that a busy machine, which takes its time to start processes, is told from such a wait."""
 
 
 def two_stages(folder: Path) -> RunConfig:
@@ -67,7 +69,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_its_group_is_not_waited_for(site: Any, tmp_path: Path) -> None:
     ended, seconds = site()
-    assert seconds < 10.0
+    assert seconds < LONG / 4
     assert ended.code == 1
     assert ended.reason == (
         "paris stage 1 shard 0: RuntimeError: CUDA error: an illegal memory access was encountered"
@@ -85,7 +87,7 @@ def test_its_own_end_is_not_waited_for(site: Any, monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(processes, "exit_now", hangs)
     ended, seconds = site()
-    assert seconds < 10.0
+    assert seconds < LONG / 4
     assert "illegal memory access" in ended.reason
 
 
@@ -110,7 +112,7 @@ def under_a_launcher(folder: Path, grouped: bool) -> None:
 def test_under_a_launcher_too(tmp_path: Path, grouped: bool, code: int) -> None:
     """With a group that is there it does not come to its clean-up, where NCCL would wait."""
     rank = processes.start(under_a_launcher, tmp_path, grouped, name="launched")
-    rank.join(10.0)
+    rank.join(LONG / 4)
     try:
         assert rank.exitcode == code
     finally:
