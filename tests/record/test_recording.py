@@ -19,6 +19,7 @@ from dilocox.errors import RecordError
 from dilocox.outer.attempt import Contribution, Outcome
 from dilocox.outer.coordinator.keys import ExchangeKey
 from dilocox.outer.coordinator.messages import Rank
+from dilocox.record import recording
 from dilocox.record import statements as s
 from dilocox.record.digests import (
     sealed,
@@ -31,6 +32,7 @@ from dilocox.record.recording import WAITING, Author, RankRecord, listing_of
 from dilocox.record.states import State
 from dilocox.record.store import Store
 from dilocox.storage import Room
+from tests.outer.sites import until
 
 SIGNER = s.Signer.from_hex("07" * 32)
 RANK = Rank(site="paris", stage=1, shard=0)
@@ -180,19 +182,39 @@ def test_a_store_that_stops_answering_does_not_keep_a_run_from_ending(tmp_path: 
     store.go.set()
 
 
-def test_a_store_that_keeps_something_is_waited_for(tmp_path: Path) -> None:
+def test_a_store_that_keeps_something_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """All together take longer than the patience, each by itself does not."""
+    turn = threading.Semaphore(0)
 
     class Steady(Store):
         def put(self, data: bytes | memoryview, digest: str | None = None) -> str:
-            threading.Event().wait(0.4)
+            assert turn.acquire(timeout=30.0)
             return super().put(data, digest)
 
-    record, _, warnings = rank_record(Steady(str(tmp_path)), patience=1.0)
+    record, _, warnings = rank_record(Steady(str(tmp_path)), patience=60.0)
+    patiences: list[float] = []
+
+    class Over(threading.Event):
+        """Each wait for it is as long as it takes to keep one payload."""
+
+        def wait(self, timeout: float | None = None) -> bool:
+            assert timeout is not None
+            patiences.append(timeout)
+            kept = record._kept
+            turn.release()
+            assert until(lambda: record._kept > kept or self.is_set())
+            return self.is_set()
+
     payloads = [b"payload %d" % number for number in range(WAITING)]
     for payload in payloads:
         exchanged(record, KEY, payload)
+    waiting = recording._Waiting
+    monkeypatch.setattr(recording, "_Waiting", lambda: waiting(over=Over()))
     record.wait()
+    assert len(patiences) >= WAITING
+    assert set(patiences) == {60.0}
     assert warnings == []
     assert all(Store(str(tmp_path)).has(sha256(payload)) for payload in payloads)
 
