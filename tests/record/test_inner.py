@@ -187,7 +187,7 @@ def test_it_is_signed_before_it_is_kept(tmp_path: Path) -> None:
 def test_a_store_that_fails_or_is_too_slow_ends_nothing(tmp_path: Path, failure: bool) -> None:
     store = GatedStore(str(tmp_path))
     store.failure = failure
-    record, notebook, warnings = inner_record(store, patience=0.05)
+    record, notebook, warnings = inner_record(store, patience=60.0 if failure else 0.05)
     if failure:
         store.go.set()
     for round_ in range(3):
