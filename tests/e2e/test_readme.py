@@ -37,6 +37,8 @@ RUN_ELSEWHERE = {
     "dilocox audit": "tests/audit",
     "dilocox handover": "tests/e2e/test_handover.py",
     "dilocox export --release": "tests/release",
+    "dilocox status RUN_FOLDER": "tests/report/test_status.py",
+    "dilocox publish RUN_FOLDER --to DIR": "tests/release/test_publish.py",
     "python benchmarks/single_site.py --pairs 16": "tests/benchmarks",
     "python benchmarks/overlap.py --quick": "tests/benchmarks",
     "python benchmarks/wan.py --ratio 400 --sites 2 --json NEW.json": "tests/benchmarks",
