@@ -332,6 +332,7 @@ def test_a_peer_that_refuses_is_named_with_the_mend() -> None:
         endpoint = endpoint_of(me)
         if me == "b":
             endpoint.port = closed
+        together(store, "there", "abc", me)  # nobody's time goes by before all have begun
         try:
             PeerGroup(endpoint, store, "epoch/1", ["a", "b", "c"], 3.0, LIMIT, lambda: False)
         except UnreachedError as error:
@@ -377,7 +378,7 @@ def test_a_change_of_members_ends_the_forming() -> None:
     start = time.monotonic()
     with pytest.raises(EpochChangedError):
         group_of(MemoryStore({}), "epoch/1", ["a", "b"], "a", cancelled=lambda: True)
-    assert time.monotonic() - start < 5.0
+    assert time.monotonic() - start < LIMIT / 2
 
 
 def test_another_version_s_announcement_is_refused() -> None:

@@ -94,7 +94,7 @@ def entered_in_vain(folder: Path, drops: bool, mode: str) -> dict[str, Any]:
     # The site named first connects, and so "new" is connected to.
     run = Run(folder, ["a", "c", "new"], outer={"exchange": mode}, wait_for=2)  # type: ignore[arg-type]
     key = ExchangeKey.outer(0, 0, 0)
-    limits = replace(run.core.timeouts, heartbeat=0.2, form=1.0, link=10.0)
+    limits = replace(run.core.timeouts, heartbeat=0.2, form=2.0, link=10.0)
 
     def part(site: str) -> Outcome:
         control: Any = SimpleNamespace(epoch=lambda: run.core.state.epoch)
@@ -138,8 +138,11 @@ def test_who_could_not_be_reached_is_named(drops: bool) -> None:
             def go() -> Any:
                 # The one named first connects.
                 sites, at = ["a", "c", "new"], behind(door if me == "new" else None, me, limits)
+                # Nobody's time goes by before all have begun.
+                store.kv_set(f"there/{me}", b"")
+                store.kv_get([f"there/{site}" for site in sites], LIMIT)
                 try:
-                    PeerGroup(at, store, "g", sites, 2.0, LIMIT, lambda: False)
+                    PeerGroup(at, store, "g", sites, 4.0, LIMIT, lambda: False)
                 except UnreachedError as error:
                     return error.sites
                 return []
