@@ -114,11 +114,11 @@ def test_something_else_that_answers_is_not_measured(quick: None) -> None:
 def test_a_line_on_which_nothing_comes_is_given_up(
     quick: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(link_probe, "PATIENCE", 0.2)
     made = Answering()
     with socket.create_connection(("127.0.0.1", made.port)) as asker:
         asker.sendall(link_probe.CONTROL)
         assert asker.recv(100) == link_probe.READY
+        monkeypatch.setattr(link_probe, "PATIENCE", 0.2)
         asker.sendall(link_probe.UP)
         assert "went away" in str(made.ended())
 
