@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from dilocox.errors import ConfigError
 from dilocox.outer import link_endpoint
@@ -21,6 +22,7 @@ from dilocox.outer.interfaces import interface_address
 from dilocox.outer.link import Link, UnreachableError
 from dilocox.outer.link_endpoint import LinkEndpoint, check_ports, open_endpoint
 from dilocox.outer.link_tls import StrangerError, contexts, site_of
+from dilocox.outer.transfer import Transfer
 from tests.outer.linked import AUTHORITY, CLOSED_DOOR
 from tests.outer.sites import TIMEOUTS, Keys, authority_in, identity_of, until
 
@@ -199,6 +201,44 @@ def test_a_link_that_a_member_fills_with_nonsense_ends(
     assert until(lambda: link.failure is not None)
     assert link.failure == "a frame of kind 255; run the same dilocox version at all sites"
     stream.close()
+
+
+def test_a_transfer_begins_before_its_first_record_is_whole(
+    endpoints: Callable[..., LinkEndpoint], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a slow line a record of 16 KiB takes long: that is the line's time, too."""
+    door, member = endpoints("a"), endpoints("b")
+    near, far = offered(door, "b"), Link("epoch/1", "a", 5.0, 0.5)
+    stream = member.dial("a", Announcement("127.0.0.1", door.port, ROUTE, False))
+    payload, rest = torch.arange(10_000).to(torch.uint8), threading.Event()
+    line = stream._socket
+
+    class Line:
+        """Holds the last byte of the payload's record back."""
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(line, name)
+
+        def sendall(self, data: bytes) -> None:
+            kept = 1 if len(data) > len(payload) else 0
+            line.sendall(data[: len(data) - kept])
+            if kept and rest.wait(LIMIT):
+                line.sendall(data[-kept:])
+
+    monkeypatch.setattr(stream, "_socket", Line())
+    far.attach(stream)
+    sends = Transfer("a", payload, "send", LIMIT)
+    comes = Transfer("b", torch.zeros_like(payload), "receive", LIMIT)
+    far.send(7, sends)
+    near.receive(7, comes)
+    assert until(lambda: comes.moves)
+    assert comes.offset == 0
+    rest.set()
+    assert comes.poll(LIMIT)
+    assert sends.poll(LIMIT)
+    assert comes.posted <= comes.began <= comes.ended
+    for link in (far, near):
+        link.close()
 
 
 def test_certificates_that_are_no_site_s_are_refused(authority: Authority) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -17,15 +17,15 @@ from dilocox.outer import transfer as transfers
 from dilocox.outer.attempt import Attempt, RepeatError
 from dilocox.outer.coordinator.messages import BeginReply, ExchangeKey, ExchangeMember
 from dilocox.outer.exchange import Contribution, exchange
-from dilocox.outer.groups import PeerGroup
 from dilocox.outer.link_times import FACTOR, LinkTimes
+from dilocox.outer.secure_stream import SecureStream
 from dilocox.outer.transfer import STEP_BYTES, Transfer
 from dilocox.outer.worker import LinkTurn, Turns
 from tests.outer.exchanging import GEOMETRY, LENGTH, WEIGHTS, SharedBallot, values_of
 from tests.outer.linked import group_of
 from tests.outer.sites import MemoryStore, run_each, shared_store
 
-SILENCE, PAUSE, PIECE = 1.5, 0.2, 100
+SILENCE, PAUSE, PIECE = 2.5, 0.2, 100
 """Seconds and bytes: a payload has 16 pieces, each of which comes in time."""
 
 
@@ -58,32 +58,35 @@ def test_the_limit_follows_from_what_was_usual_on_the_link() -> None:
     )
 
 
-def slow(group: PeerGroup, pause: float) -> None:
-    """Send every piece `pause` seconds after the one before it."""
-    for link in group._links.values():
-        stream: Any = link._stream
-        fast = vars(stream).setdefault("fast", stream.send)
+class Slow:
+    """Makes this process pause before each piece that it sends, on whatever connection."""
 
-        def late(*parts: bytes, fast: Any = fast) -> None:
+    def __init__(self) -> None:
+        self.pause = 0.0
+        fast = SecureStream.send
+
+        def late(stream: SecureStream, *parts: bytes | memoryview) -> None:
             if len(parts) > 1:
-                time.sleep(pause)
-            fast(*parts)
+                time.sleep(self.pause)
+            fast(stream, *parts)
 
-        stream.send = late
+        SecureStream.send = late  # type: ignore[method-assign]
 
 
 @dataclass
 class Ballot(SharedBallot):
-    """Its group is silent for `SILENCE` at most; `pause` by round slows what this site sends."""
+    """Its group is silent for `SILENCE` at most; `pauses` by round slow what this site sends, in a
+    process of its own."""
 
     pauses: Sequence[float] = ()
+    slow: Slow = field(default_factory=Slow)
 
     def begin(self, key: ExchangeKey, commitment: str | None = None) -> BeginReply:
         if self.group_of is None:
             self.group_of = group_of(
                 self.store, "epoch/1/test", self.members, self.me, silence=SILENCE
             )
-        slow(self.group_of, self.pauses[key.round] if self.pauses else 0.0)
+        self.slow.pause = self.pauses[key.round] if self.pauses else 0.0
         return super().begin(key, commitment)
 
 

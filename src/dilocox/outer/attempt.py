@@ -38,8 +38,6 @@ Weights = Mapping[str, float]
 """w_i by site."""
 LOOK = 0.1
 """Seconds between two looks whether members changed, or a link broke, while payloads travel."""
-EARLY = 1e-3
-"""Seconds that a site waits for a peer's first byte if it was the first to be there."""
 
 
 class Ballot(Protocol):
@@ -159,8 +157,8 @@ class Outcome:
     missed: bool = False
     """The exchange was begun before this site was there."""
     link: tuple[tuple[float, float, int], ...] = ()
-    """(start, end, bytes): payloads of peers that began after this site, by `time.time`, from the
-    first byte of the first to the last of the last. Waiting for a peer to begin is not in it."""
+    """(start, end, bytes): payloads of peers, by `time.time`, from the first byte of the first to
+    the last of the last. Waiting for the first peer to begin is not in it."""
     work_seconds: float = 0.0
     """Processor time of encoding, decoding and averaging."""
     advance: Callable[[torch.Tensor], torch.Tensor] | None = None
@@ -268,12 +266,12 @@ class Attempt:
         with timeline.span("swap", phase=phase, transfers=len(transfers)):
             self._complete(transfers, patience)
         self._turn.pass_on()
-        # Who comes late finds payloads in his machine's buffers: that is not the link's time.
-        timed = [each for each in receiving if each.began - each.posted >= EARLY]
-        if timed:
-            size = sum(buffers[each.site].numel() for each in timed)
-            began, ended = min(each.began for each in timed), max(each.ended for each in timed)
-            self.link.append((began, ended, size))
+        if receiving:
+            # Payloads travel when they are asked for: none of them waits in a buffer of this
+            # machine, however late this rank comes.
+            began = min(each.began for each in receiving)
+            ended = max(each.ended for each in receiving)
+            self.link.append((began, ended, sum(each.size for each in receiving)))
         return buffers
 
     def _formed(self) -> PeerGroup:

@@ -129,6 +129,7 @@ class LinkState:
                 f"{frame.length} B from byte {frame.offset} on came, where "
                 f"{transfer.size - transfer.offset} B from byte {transfer.offset} on are missing"
             )
+        transfer.begin()
         return transfer
 
     def arrived(self, tag: int, transfer: Transfer, count: int) -> None:

@@ -47,7 +47,7 @@ class Transfer:
         """Bytes that have arrived, or that have been handed to the network."""
         self.sends = what == "send"
         self.moves = False
-        """Its first byte has moved: the peer has begun."""
+        """The peer has begun: its first byte has moved, or has been announced."""
         self._what = what
         self._silence = silence
         self._cancelled = cancelled
@@ -57,7 +57,7 @@ class Transfer:
         self._failure: str | None = None
         self._moved = time.monotonic()
         self.posted = self.began = self.ended = time.time()
-        """When it was asked for, when its first byte moved, and when all had, by the machine's
+        """When it was asked for, when it began, and when all bytes had moved, by the machine's
         clock; once ended."""
         if timeline.recording_now():
             row = f"{what} {'to' if what == 'send' else 'from'} {site}"
@@ -96,16 +96,23 @@ class Transfer:
         """Nobody waits for it any more: no further piece of it travels."""
         self._withdraw()
 
-    def advance(self, count: int) -> None:
-        """`count` more bytes have moved."""
-        before, self.offset = self.offset, self.offset + count
-        first = not self._begun.is_set()
-        # Who sends a byte now and then does not keep others waiting for ever.
-        if first or before // STEP_BYTES < self.offset // STEP_BYTES:
+    def begin(self) -> None:
+        """The first bytes are on their way; without effect from the second time on.
+
+        The receiver sees them later: TLS opens a record of 16 KiB when all of it is there.
+        """
+        if not self._begun.is_set():
             self._moved = time.monotonic()
-        if first:
             self.began, self.moves = time.time(), True
             self._begun.set()
+
+    def advance(self, count: int) -> None:
+        """`count` more bytes have moved."""
+        self.begin()
+        before, self.offset = self.offset, self.offset + count
+        # Who sends a byte now and then does not keep others waiting for ever.
+        if before // STEP_BYTES < self.offset // STEP_BYTES:
+            self._moved = time.monotonic()
         if self.whole:
             self.finish()
 
