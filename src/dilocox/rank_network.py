@@ -8,14 +8,13 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 import torch
 
 from dilocox import timeline
 from dilocox.assembly import Place
 from dilocox.errors import ExchangeError
-from dilocox.outer.attempt import Contribution
+from dilocox.outer.attempt import Contribution, Phase
 from dilocox.outer.control import RankControl
 from dilocox.outer.coordinator.client import CoordinatorClient
 from dilocox.outer.coordinator.messages import BeginReply, ExchangeKey, VoteReply
@@ -77,7 +76,7 @@ class Network:
         *,
         held: Sequence[str],
         contributes: bool,
-        phase: Literal["held", "done"],
+        phase: Phase,
         digests: Mapping[str, str],
         opinions: Mapping[str, Opinion],
     ) -> VoteReply:

@@ -11,7 +11,9 @@ from torch import Tensor
 from dilocox import assembly
 from dilocox.outer.coordinator.client import CoordinatorClient
 from dilocox.outer.coordinator.verdict_messages import Opinion
+from dilocox.outer.groups import PeerGroup
 from dilocox.outer.state import PieceState
+from dilocox.outer.transfer import Transfer
 
 
 def contributions_times(factors: Mapping[str, float]) -> None:
@@ -51,6 +53,19 @@ def saw_other_payloads(site: str) -> None:
         fields["opinions"] |= {name: other for name in fields["held"] if name != site}
 
     _in_votes_of(site, lie)
+
+
+def spoils_what_it_sends(site: str, to: str) -> None:
+    """From now on, payloads that the ranks of `site` send to site `to` are damaged."""
+    honest = PeerGroup.send
+
+    def send(self: PeerGroup, tensor: Tensor, peer: str, tag: int) -> Transfer:
+        if (_site(), peer) == (site, to) and bytes(tensor[:4].tolist()) == b"DLCX":
+            tensor = tensor.clone()
+            tensor[-1] ^= 1
+        return honest(self, tensor, peer, tag)
+
+    PeerGroup.send = send  # type: ignore[method-assign]
 
 
 def _in_votes_of(site: str, lie: Callable[[dict[str, Any]], None]) -> None:

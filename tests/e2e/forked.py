@@ -43,7 +43,12 @@ from dilocox.outer.state import PieceState
 from dilocox.persistence import Keeper
 from dilocox.site import SiteModel, determinism_mode, mean_cross_entropy
 from tests.dying import die
-from tests.e2e.altered import contributions_times, holds_only_its_own, saw_other_payloads
+from tests.e2e.altered import (
+    contributions_times,
+    holds_only_its_own,
+    saw_other_payloads,
+    spoils_what_it_sends,
+)
 from tests.e2e.harness import LIMIT, Run, Workshop
 from tests.e2e.own_functions import FUNCTIONS, on_evaluation
 from tests.outer.streams import play_device
@@ -238,6 +243,12 @@ def censoring() -> dict[str, Any]:
     return poisoning()
 
 
+def slighting() -> dict[str, Any]:
+    """What rome sends to lyon is damaged."""
+    spoils_what_it_sends("rome", "lyon")
+    return {}
+
+
 def slandering() -> dict[str, Any]:
     """Rome is `poisoning`, and says that the others send different sites different things."""
     saw_other_payloads("rome")
@@ -328,6 +339,7 @@ HOOKS: dict[str, Callable[[], dict[str, Any]]] = {
     "other-lyon": other_lyon,
     "censoring": censoring,
     "slandering": slandering,
+    "slighting": slighting,
     "donor-dies": donor_dies,
     "false-donor": false_donor,
     "replica-dies": replica_dies,

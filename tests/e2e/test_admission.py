@@ -116,6 +116,25 @@ def test_a_site_that_denies_the_others_contributions_takes_nothing_over(
         assert verdicts(run.folder) == {"audits": "NOT_RUN", "beacon": "NOT_RUN"}
 
 
+def test_what_a_site_was_sent_damaged_it_fetches_from_another_and_goes_on(
+    workshop: Workshop, forge: Forge
+) -> None:
+    """It was left behind and fetched the whole state in every round, before it fetched what it
+    lacks. All that is sent to lyon by rome alone is damaged."""
+    sets = ("outer.rounds=2", "checkpoint.every_rounds=0", "site.stages=1", PATIENT)
+    sites = ("lyon", "oslo", "rome")
+    run = forge.train(workshop, "slighted", *sets, hooks="slighting", sites=sites)
+    assert run.wait(LIMIT) == 0, run.output()
+    assert "left behind" not in run.printed()
+    assert "what rome sent: lyon alone has denied it 2 times" in run.printed()
+    assert len({r["anchor_digest"] for site in sites for r in run.records("flush", site)}) == 1
+    opened = [s.opened(line)[0] for line in read_log(run.folder / "record").entries]
+    steps = [each.predicate for each in opened if each.kind == s.STEP]
+    assert len(steps) == 2 * 3, "of two fragments in two rounds, and the flush"
+    assert all(step["set"] == list(sites) for step in steps)
+    assert verdicts(run.folder) == {}
+
+
 def test_a_rule_that_needs_whole_contributions_is_refused_with_reduce(
     workshop: Workshop, forge: Forge
 ) -> None:

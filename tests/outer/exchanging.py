@@ -20,6 +20,7 @@ from dilocox.compression import (
     payload_digest,
 )
 from dilocox.errors import ExchangeError
+from dilocox.outer.attempt import Phase
 from dilocox.outer.coordinator.messages import (
     BeginReply,
     ExchangeKey,
@@ -84,7 +85,7 @@ class SharedBallot:
         *,
         held: Sequence[str],
         contributes: bool,
-        phase: Literal["held", "done"],
+        phase: Phase,
         digests: Mapping[str, str],
         opinions: Mapping[str, Opinion],
     ) -> VoteReply:
@@ -93,9 +94,7 @@ class SharedBallot:
         self.store._values[phase, self.me] = (list(held), contributes)
         return self.observe(key, attempt, phase=phase)
 
-    def observe(
-        self, key: ExchangeKey, attempt: int, *, phase: Literal["held", "done"]
-    ) -> VoteReply:
+    def observe(self, key: ExchangeKey, attempt: int, *, phase: Phase) -> VoteReply:
         voters = [site for site in self.members if site not in self.observers]
         held = [self._vote(phase, site) for site in voters]
         if phase == "held":

@@ -7,13 +7,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
 
 from dilocox.compression import compressor
 from dilocox.errors import ExchangeError
+from dilocox.outer.attempt import Phase
 from dilocox.outer.coordinator.messages import BeginReply, ExchangeKey, VoteReply
 from dilocox.outer.coordinator.verdict_messages import Opinion
 from dilocox.outer.exchange import Contribution
@@ -44,7 +45,7 @@ class Later(SharedBallot):
         *,
         held: Sequence[str],
         contributes: bool,
-        phase: Literal["held", "done"],
+        phase: Phase,
         digests: Mapping[str, str],
         opinions: Mapping[str, Opinion],
     ) -> VoteReply:

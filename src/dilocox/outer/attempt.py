@@ -34,6 +34,8 @@ from dilocox.outer.unreached import UnreachedError
 
 log = logging.getLogger(__name__)
 
+Phase = Literal["held", "fetched", "done"]
+"""Of votes, see `VoteRequest`."""
 Weights = Mapping[str, float]
 """w_i by site."""
 LOOK = 0.1
@@ -68,15 +70,13 @@ class Ballot(Protocol):
         *,
         held: Sequence[str],
         contributes: bool,
-        phase: Literal["held", "done"],
+        phase: Phase,
         digests: Mapping[str, str],
         opinions: Mapping[str, Opinion],
     ) -> VoteReply:
         """Say what is held here, and what is thought of it, and wait for the decision."""
 
-    def observe(
-        self, key: ExchangeKey, attempt: int, *, phase: Literal["held", "done"]
-    ) -> VoteReply:
+    def observe(self, key: ExchangeKey, attempt: int, *, phase: Phase) -> VoteReply:
         """Wait for the decision without a vote."""
 
     def report_broken(self, key: ExchangeKey, attempt: int, failed: Sequence[str]) -> VoteReply:
@@ -379,11 +379,12 @@ class Attempt:
 
     def decide(
         self,
-        phase: Literal["held", "done"],
+        phase: Phase,
         held: Iterable[str],
         own_digest: bytes | None = None,
     ) -> VoteReply:
-        """Vote and wait. Raises `RepeatError`."""
+        """Vote and wait. `own_digest`: of the payload that this site has sent to all, for the
+        coordinator's log. Raises `RepeatError`."""
         key, attempt = self.what.key, self._begun.attempt
         with timeline.span("vote", phase=phase):
             if self.observes:
@@ -404,14 +405,12 @@ class Attempt:
         self.late = reply.late
         return reply
 
-    def counted(self, held: Iterable[str], own_digest: bytes | None) -> VoteReply:
-        """Vote on payloads that make the average by themselves; the decision.
+    def counted(self, decision: VoteReply, held: Iterable[str]) -> list[str]:
+        """The sites whose payloads, by `decision`, make the average by themselves.
 
-        `own_digest`: of the payload that this site has sent to all, for the coordinator's log.
-        Raises `ExchangeError` if the set holds one that is not here.
+        Raises `ExchangeError` unless all of them are among those `held` here.
         """
         here = set(held)
-        decision = self.decide("held", here, own_digest)
         if decision.decision != "commit":
             raise ExchangeError(f"{self.what.key.text}: gather was answered {decision.decision}")
         missing = [site for site in decision.set if site not in here]
@@ -420,7 +419,7 @@ class Attempt:
                 f"{self.what.key.text}: the contribution of {', '.join(missing)} counts but is "
                 "not here; this site must join again"
             )
-        return decision
+        return decision.set
 
     def average(self, decoded: Iterable[torch.Tensor], sites: Sequence[str]) -> torch.Tensor | None:
         """Weighted mean of what `sites` sent, in that order; none if there are none."""

@@ -41,6 +41,7 @@ from dilocox.outer.attempt import (
 from dilocox.outer.averaging import chunk_bounds, requantise
 from dilocox.outer.coordinator.messages import ExchangeKey
 from dilocox.outer.coordinator.verdict_messages import Opinion
+from dilocox.outer.fetching import fetch
 from dilocox.outer.groups import EpochChangedError
 from dilocox.outer.link_times import LinkTimes
 
@@ -232,25 +233,46 @@ def _to_everyone(
         incoming=dict.fromkeys(attempt.senders, part),
         phase=phase,
     )
-    payloads = attempt.unpack(
-        {**frames, **received}, dict.fromkeys(attempt.senders, part), contributions=True
-    )
-    there = attempt.what.staging.to_device
-    weighing = Weighing(attempt.what, me, attempt.senders, lambda each: decode(there(each)))
-    with timeline.span("decode and average", values=attempt.what.length, sites=len(payloads)):
-        opinions = weighing.examined(payloads)
-    for site in weighing.held:
-        told = opinions.get(site, Opinion())
-        digest = frame_digest(frames[me] if site == me else received[site]).hex()
-        attempt.opinions[site] = told.model_copy(update={"digest": digest})
-    attempt.opinions |= {s: each for s, each in opinions.items() if s not in weighing.held}
-    decision = attempt.counted(weighing.held, None if own is None else frame_digest(frames[me]))
-    counted = decision.set
+    frames |= received
+    payloads, weighing = _weighed(attempt, part, frames, decode)
+    digest = None if own is None else frame_digest(own)
+    decision = attempt.decide("held", weighing.held, digest)
+    if decision.decision == "fetch":
+        fetched = fetch(attempt, decision.fetches, frames, part)
+        if fetched:
+            payloads, weighing = _weighed(attempt, part, frames | fetched, decode)
+        decision = attempt.decide("fetched", weighing.held, digest)
+    counted = attempt.counted(decision, weighing.held)
     with timeline.span("average", values=attempt.what.length, sites=len(counted)):
         average = weighing.settled(counted, decision.shares)
     sent = weighing.own if me in counted else None
     chosen = [payloads[site] for site in counted]
     return replace(_outcome(attempt, average, counted, sent), payloads=tuple(chosen)), chosen
+
+
+def _weighed(
+    attempt: Attempt,
+    part: FramePart,
+    frames: Mapping[str, torch.Tensor],
+    decode: Callable[[torch.Tensor], torch.Tensor],
+) -> tuple[dict[str, torch.Tensor], Weighing]:
+    """Payloads by site of the `frames` that are whole, and what is to be said of all with the vote.
+
+    What was to be said before is forgotten.
+    """
+    attempt.opinions = {}
+    parts = dict.fromkeys(attempt.senders, part)
+    payloads = attempt.unpack(frames, parts, contributions=True)
+    there = attempt.what.staging.to_device
+    weighing = Weighing(attempt.what, attempt.me, attempt.senders, lambda each: decode(there(each)))
+    with timeline.span("decode and average", values=attempt.what.length, sites=len(payloads)):
+        opinions = weighing.examined(payloads)
+    for site in weighing.held:
+        told = opinions.get(site, Opinion())
+        digest = frame_digest(frames[site]).hex()
+        attempt.opinions[site] = told.model_copy(update={"digest": digest})
+    attempt.opinions |= {s: each for s, each in opinions.items() if s not in weighing.held}
+    return payloads, weighing
 
 
 def reduce(attempt: Attempt) -> Outcome:

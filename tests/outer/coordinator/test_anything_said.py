@@ -67,6 +67,7 @@ likely: dict[str, st.SearchStrategy[Any]] = {
     "tick": st.integers(0, 40),
     "slot": st.integers(0, 4),
     "attempt": st.integers(0, 3),
+    "phase": st.sampled_from(["held", "fetched", "done"]),
     "held": st.just(["a", "b"]),
     "digests": st.just({"a": "0" * 64}),
     "wait": st.just(0.0),

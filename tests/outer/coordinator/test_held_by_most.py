@@ -43,6 +43,19 @@ def vote(
     return driver.vote(KEY, site, attempt, held=list(held), **said)
 
 
+def insist(driver: Driver, key: m.ExchangeKey = KEY) -> m.VoteReply | None:
+    """All that are to fetch, or are fetched from, say again what they have said before; the last
+    reply, if there is any."""
+    exchange, reply = driver.core.state.exchanges[key.text], None
+    attempt, votes = exchange.attempt, dict(exchange.votes)
+    for site, _, shard in sorted(exchange.fetching):
+        said = votes[site, 0, shard]
+        reply = driver.vote(
+            key, site, attempt, shard, phase="fetched", held=said.held, opinions=said.opinions
+        )
+    return reply
+
+
 def roles(driver: Driver) -> dict[str, str]:
     return {name: site.role for name, site in driver.core.state.sites.items()}
 
@@ -62,6 +75,7 @@ def test_who_says_that_it_does_not_hold_what_most_hold_is_set_aside(
     assert vote(driver, "m", held).decision == "wait"
     for site in "abc":
         reply = vote(driver, site, "abcm")
+    reply = insist(driver) or reply
     assert (reply.decision, reply.attempt) == ("repeat", 2)
     assert roles(driver) == {**dict.fromkeys("abc", "active"), "m": "entering"}
     assert vote(driver, "m", held).decision == "repeat"
@@ -111,6 +125,8 @@ def test_a_liar_that_also_slights_one_is_the_one_that_goes(tmp_path: Path) -> No
     vote(driver, "c", "abc")
     for site in "ab":
         vote(driver, site, "abcm")
+    assert {each[:2] for each in fetching(driver)} == {("m", "a"), ("c", "m")}
+    insist(driver)
     assert roles(driver) == {**dict.fromkeys("abc", "active"), "m": "entering"}
     driver.core.close()
 
@@ -122,7 +138,9 @@ def test_one_rank_of_many_is_not_believed_about_a_payload(tmp_path: Path, liar: 
     honest = [site for site in "abcm" if site != liar]
     vote(driver, liar, "abcm", saw=dict.fromkeys(honest, OTHER))
     for site in honest:
-        reply = vote(driver, site, "abcm")
+        vote(driver, site, "abcm")
+    reply = insist(driver)
+    assert reply is not None
     assert reply.decision == "repeat"
     assert [name for name, role in roles(driver).items() if role != "active"] == [liar]
     for site in honest:
@@ -178,6 +196,7 @@ def test_in_a_run_that_stops_it_has_to_go(tmp_path: Path) -> None:
     for site in "abc":
         vote(driver, site, "abcm")
     vote(driver, "m", "m")
+    insist(driver)
     assert roles(driver) == {**dict.fromkeys("abc", "active"), "m": "gone"}
     driver.core.close()
 
@@ -193,6 +212,7 @@ def test_who_is_set_aside_when_the_flush_is_planned_already_has_no_part_in_it(
     assert flush is not None
     assert (flush.kind, list(flush.members)) == ("flush", list("abcm"))
     vote(driver, "m", "m")
+    insist(driver)
     key = m.ExchangeKey.outer(1, 0, 0)
     assert [member.site for member in driver.begin(key, "a").members] == ["a", "b", "c"]
     assert driver.core.plan(1, Caller("m", 1)).receive
@@ -232,6 +252,7 @@ def test_what_is_denied_twice_by_one_and_nobody_else_is_told(tmp_path: Path) -> 
     driver = begun(tmp_path)
     for site, held in (("a", "abcm"), ("b", "abcm"), ("c", "abcm"), ("m", "bcm")):
         vote(driver, site, held)
+    insist(driver)
     assert not [text for text in told(driver) if "alone" in text]
     driver.ready("m")
     assert driver.core.state.sites["m"].role == "active"
@@ -240,7 +261,8 @@ def test_what_is_denied_twice_by_one_and_nobody_else_is_told(tmp_path: Path) -> 
     key = m.ExchangeKey.outer(round_, 0, 0)
     for site, held in (("a", "abcm"), ("b", "abcm"), ("c", "abcm"), ("m", "bcm")):
         driver.begin(key, site)
-        driver.vote(key, site, held=list(held))
+        opinions = {name: Opinion(digest=OWN[name]) for name in held}
+        driver.vote(key, site, held=list(held), digests={site: OWN[site]}, opinions=opinions)
     assert told(driver)[-1].startswith("what a sent: m alone has denied it 2 times")
     driver.core.close()
 
@@ -267,4 +289,74 @@ def test_a_majority_that_was_sent_something_else_is_told(tmp_path: Path) -> None
         "outer/0/0/0: what m sent does not count, since b, c say that they got something else from "
         "it than it names"
     )
+    driver.core.close()
+
+
+def fetching(driver: Driver) -> list[tuple[str, str, str]]:
+    """Who fetches whose contribution from whom."""
+    exchange = driver.core.state.exchanges[KEY.text]
+    return [(each.site, each.sender, each.holder) for each in exchange.fetches]
+
+
+@pytest.mark.parametrize("saw", [{}, {"m": OTHER}])
+def test_what_one_does_not_hold_it_fetches_and_votes_again(
+    tmp_path: Path, saw: Mapping[str, str]
+) -> None:
+    """m sends rubbish to c alone, or another payload: c gets from another what most hold."""
+    driver = begun(tmp_path)
+    vote(driver, "c", "abcm" if saw else "abc", saw=saw)
+    for site in "abm":
+        assert vote(driver, site, "abcm").decision == "wait"
+    ((site, sender, holder),) = fetching(driver)
+    assert (site, sender) == ("c", "m")
+    assert holder in ("a", "b"), "of who got it, not of who sent something else"
+    # They are told when they ask on with their votes, and the others wait.
+    (bystander,) = {"a", "b"} - {holder}
+    assert vote(driver, bystander, "abcm").decision == "wait"
+    asked = vote(driver, holder, "abcm")
+    assert asked.decision == "fetch"
+    assert asked.fetches == vote(driver, "c", "abc").fetches
+    assert asked.fetches[0].digest == OWN["m"]
+    # What they asked on with was no second vote.
+    assert vote(driver, "c", "abcm", phase="fetched").decision == "wait"
+    driver.reopen()
+    reply = vote(driver, holder, "abcm", phase="fetched")
+    assert (reply.decision, reply.set) == ("commit", list("abcm"))
+    assert roles(driver) == dict.fromkeys("abcm", "active")
+    feed = [text for _, _, kind, text in driver.core.state.feed if kind == "decision"]
+    assert feed == [
+        f"outer/0/0/0: c fetches what m sent from {holder}, since it did not get it whole"
+    ]
+    assert replayed(driver) == driver.core.state
+    driver.core.close()
+
+
+def test_another_attempt_fetches_from_another(tmp_path: Path) -> None:
+    """One that says of everybody it fetches from that the link broke has not one to report."""
+    driver = begun(tmp_path)
+    holders = set()
+    for attempt in (1, 2):
+        for site in "abcm":
+            driver.begin(KEY, site)
+            vote(driver, site, "bcm" if site == "m" else "abcm", attempt)
+        ((site, _, holder),) = fetching(driver)
+        assert site == "m"
+        holders.add(holder)
+        driver.vote(KEY, "m", attempt, broken=True, failed=[holder])
+    assert len(holders) == 2
+    driver.core.close()
+
+
+def test_who_has_nothing_to_fetch_does_not_change_its_vote(tmp_path: Path) -> None:
+    driver = begun(tmp_path)
+    vote(driver, "a", "abcm")
+    vote(driver, "a", "a", phase="fetched")
+    assert driver.core.state.exchanges[KEY.text].votes["a", 0, 0].held == list("abcm")
+    # Nor does one that is fetched from.
+    vote(driver, "b", "abcm")
+    vote(driver, "m", "abcm")
+    vote(driver, "c", "abc")
+    ((_, _, holder),) = fetching(driver)
+    vote(driver, holder, holder, phase="fetched")
+    assert driver.core.state.exchanges[KEY.text].votes[holder, 0, 0].held == list("abcm")
     driver.core.close()

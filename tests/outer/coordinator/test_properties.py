@@ -17,9 +17,11 @@ from dilocox.outer.coordinator.exchanges import Exchange, Vote
 from dilocox.outer.coordinator.ledger import Ledger
 from dilocox.outer.coordinator.refusals import Caller, Refused
 from dilocox.outer.coordinator.state import CoordinatorState
+from dilocox.outer.coordinator.verdict_messages import Opinion
 from tests.outer.coordinator.helpers import Driver, run_config
 
 SITES = "abc"
+DIGESTS = {name: name * 64 for name in SITES}
 KEYS = [m.ExchangeKey.outer(round_, 0, fragment) for round_ in range(3) for fragment in (0, 1)]
 site = st.sampled_from(SITES)
 key = st.sampled_from(KEYS)
@@ -32,6 +34,7 @@ steps = st.lists(
         st.tuples(st.just("done"), site, st.integers(0, 3)),
         st.tuples(st.just("begin"), site, key),
         st.tuples(st.just("vote"), site, key, st.integers(0, 1), held, st.booleans()),
+        st.tuples(st.just("fetched"), site, key, st.integers(0, 1), held),
         st.tuples(st.just("average"), site, key, st.integers(0, 1)),
         st.tuples(st.just("broken"), site, key, st.integers(0, 1), held),
         st.tuples(st.just("write"), site, st.integers(0, 4)),
@@ -107,7 +110,16 @@ class Watched(Driver):
         self, site: str, key: m.ExchangeKey, shard: int, held: list[str], says: bool
     ) -> None:
         attempt = self.begin(key, site, shard).attempt
-        self.vote(key, site, attempt, shard, held=held, contributes=says)
+        digests = {site: DIGESTS[site]} if says else {}
+        opinions = {name: Opinion(digest=DIGESTS[name]) for name in held}
+        self.vote(
+            key, site, attempt, shard, held=held, contributes=says, digests=digests,
+            opinions=opinions,
+        )  # fmt: skip
+
+    def do_fetched(self, site: str, key: m.ExchangeKey, shard: int, held: list[str]) -> None:
+        attempt = self.begin(key, site, shard).attempt
+        self.vote(key, site, attempt, shard, phase="fetched", held=held)
 
     def do_average(self, site: str, key: m.ExchangeKey, shard: int) -> None:
         attempt = self.begin(key, site, shard).attempt

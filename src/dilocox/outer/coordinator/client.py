@@ -209,13 +209,13 @@ class CoordinatorClient:
         *,
         held: Sequence[str] = (),
         contributes: bool = True,
-        phase: Literal["held", "done"] = "held",
+        phase: Literal["held", "fetched", "done"] = "held",
         digests: Mapping[str, str] | None = None,
         statement: str | None = None,
         opinions: Mapping[str, Opinion] | None = None,
         limit: float | None = None,
     ) -> m.VoteReply:
-        """Vote and wait for the decision: "commit", "average" or "repeat".
+        """Vote and wait for the decision: "commit", "average", "fetch" or "repeat".
 
         It waits as `begin` does. Raises `ExchangeError` after `limit` seconds, if there is one,
         naming the ranks that were waited for; time in which all have voted and are fewer than
@@ -236,7 +236,7 @@ class CoordinatorClient:
         key: m.ExchangeKey,
         attempt: int,
         *,
-        phase: Literal["held", "done"] = "held",
+        phase: Literal["held", "fetched", "done"] = "held",
         limit: float | None = None,
     ) -> m.VoteReply:
         """What `vote` returns, for an entering rank: waits without a vote of its own."""

@@ -163,7 +163,7 @@ class Coordinator:
                 self.arrivals.forget(site)
         if isinstance(event, e.Planned):
             self.reports.tell(self._on_plan, self.state.plans[event.plan["round"]])
-        if isinstance(event, e.Decided | e.Retried):
+        if isinstance(event, e.Fetching | e.Decided | e.Retried):
             self.on_change(f"key/{event.key}")
         for topic in TOPICS.get(type(event), ()):
             self.on_change(topic)
@@ -178,7 +178,7 @@ class Coordinator:
 
     def _follow(self, key: str | None) -> None:
         while (event := decide(self.state, self.wait_for, self.wall(), key)) is not None:
-            if not isinstance(event, e.Decided | e.Retried):
+            if not isinstance(event, e.Fetching | e.Decided | e.Retried):
                 key = None
             self._apply(event)
 
@@ -452,10 +452,12 @@ class Coordinator:
         self.record(event, request.key)
 
     def _count(self, request: m.VoteRequest, exchange: Exchange) -> None:
-        rank, there = request.rank, exchange.votes if request.phase == "held" else exchange.done
-        if (rank.site, rank.stage, rank.shard) in there:
+        rank = request.rank
+        phase = exchange.phase_to_count((rank.site, rank.stage, rank.shard), request.phase)
+        if phase is None:
             return
-        if request.phase == "done" and exchange.averaging is None:
+        request = request.model_copy(update={"phase": phase})
+        if phase == "done" and exchange.averaging is None:
             raise Refused("conflict", f"{rank}: done with {request.key} before its set was fixed")
         event = e.Voted(
             self.wall(), rank.site, rank.stage, rank.shard, request.key, request.attempt,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dilocox.outer.calendar import all_boundary_slots
 from dilocox.outer.coordinator import events as e
+from dilocox.outer.coordinator import fetching
 from dilocox.outer.coordinator.choosing import decided
 from dilocox.outer.coordinator.disputes import disputes, odd_one
 from dilocox.outer.coordinator.exchanges import Exchange, RankKey
@@ -128,6 +129,9 @@ def _decide_exchange(state: CoordinatorState, exchange: Exchange, time: float) -
         return e.Decided(
             time, exchange.key, exchange.attempt, "commit", exchange.averaging, verdicts
         )
+    fetch = fetching.wanted(exchange, voters, time)
+    if fetch is not None:
+        return fetch
     odd = _set_aside(state, exchange, voters, time)
     if odd is not None:
         return odd

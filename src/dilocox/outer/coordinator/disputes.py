@@ -39,7 +39,7 @@ def disputes(exchange: Exchange, voters: Sequence[RankKey]) -> list[Dispute]:
             continue
         for own in ranks:
             beside = [voter for voter in voters if voter[2] == own[2]]
-            lacking = [voter for voter in beside if not _holds(exchange, voter, own)]
+            lacking = [voter for voter in beside if not holds(exchange, voter, own)]
             settled = 2 * len(lacking) < len(beside)
             for reporter, _, _ in lacking:
                 if reporter != sender:
@@ -63,8 +63,8 @@ def odd_one(found: Iterable[Dispute]) -> tuple[str, list[str]] | None:
     return odd, [each.sender for each in found if each.settled and each.reporter == odd]
 
 
-def _holds(exchange: Exchange, voter: RankKey, sender: RankKey) -> bool:
-    """`voter` holds the payload that the rank `sender` says that it has sent."""
+def holds(exchange: Exchange, voter: RankKey, sender: RankKey) -> bool:
+    """`voter` holds the payload that the rank `sender` says that it has sent, as far as it says."""
     vote, own = exchange.votes[voter], exchange.votes[sender].digest
     if sender[0] not in vote.held:
         return False

@@ -65,9 +65,9 @@ def of_decided(
     return lines
 
 
-def of_set_aside(counts: dict[str, int], reporter: str, senders: Sequence[str]) -> list[str]:
-    """The lines about a site that was set aside, since it does not hold what most hold of
-    `senders`. That it was set aside is told anyway."""
+def of_lacking(counts: dict[str, int], reporter: str, senders: Sequence[str]) -> list[str]:
+    """The lines about a site that does not hold what most hold of `senders`. What comes of that is
+    told anyway."""
     again: dict[int, list[str]] = {}
     for sender in senders:
         again.setdefault(_again(counts, reporter, sender), []).append(sender)

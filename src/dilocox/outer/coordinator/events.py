@@ -260,7 +260,8 @@ class Pinned(Event):
 
 @dataclass(frozen=True)
 class Voted(OfRank):
-    """A rank's vote in an attempt of an exchange. `digest`: of its own payload, if given."""
+    """A rank's vote in an attempt of an exchange. `digest`: of its own payload, if given. Phase
+    "fetched": it votes again after a `Fetching`, and only what it holds has changed."""
 
     key: str
     attempt: int
@@ -292,6 +293,17 @@ class Retried(Event):
     """The attempt is over and another begins, in a group formed afresh."""
 
     key: str
+
+
+@dataclass(frozen=True)
+class Fetching(Event):
+    """All have voted in an attempt of an exchange, and some ranks do not hold what most hold. They
+    fetch it from others and vote again, and so do those others. `fetches`: a `Fetch` as JSON each.
+    """
+
+    key: str
+    attempt: int
+    fetches: list[dict[str, Any]]
 
 
 @dataclass(frozen=True)

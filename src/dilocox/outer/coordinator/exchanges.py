@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dilocox.outer.coordinator.verdict_messages import Opinion, Verdict
+from dilocox.outer.coordinator.verdict_messages import Fetch, Opinion, Verdict
 
 RankKey = tuple[str, int, int]
 """(site, stage, shard)."""
@@ -47,6 +47,10 @@ class Exchange:
     attempt: int = 1
     votes: dict[RankKey, Vote] = field(default_factory=dict)
     done: set[RankKey] = field(default_factory=set)
+    fetches: list[Fetch] = field(default_factory=list)
+    """What ranks fetch from each other in this attempt, once all have voted (`fetching`)."""
+    fetched: set[RankKey] = field(default_factory=set)
+    """Who is through with that, and has voted again."""
     averaging: list[str] | None = None
     """`reduce`: the set that this attempt averages over."""
     decision: list[str] | None = None
@@ -81,11 +85,28 @@ class Exchange:
         self.epoch, self.members = epoch, list(members)
         self.attempt += 1
         self.votes, self.done, self.averaging = {}, set(), None
+        self.fetches, self.fetched = [], set()
 
     def waiting_for(self, voters: Sequence[RankKey]) -> list[RankKey]:
         """Voters without a vote in the present phase."""
-        there = self.votes.keys() if self.averaging is None else self.done
-        return [voter for voter in voters if voter not in there]
+        if self.averaging is not None:
+            return [voter for voter in voters if voter not in self.done]
+        again = self.fetching - self.fetched
+        return [voter for voter in voters if voter not in self.votes or voter in again]
+
+    def phase_to_count(self, voter: RankKey, phase: str) -> str | None:
+        """The phase that a vote in `phase` counts in; none if it changes nothing."""
+        if phase == "fetched" and voter not in self.votes:
+            return "held"  # its first vote was lost with the machine's power
+        if phase == "fetched":
+            return phase if voter in self.fetching - self.fetched else None
+        return None if voter in (self.votes if phase == "held" else self.done) else phase
+
+    @property
+    def fetching(self) -> set[RankKey]:
+        """Ranks that fetch in this attempt, or are fetched from."""
+        names = ((name, each.shard) for each in self.fetches for name in (each.site, each.holder))
+        return {(name, self.stage, shard) for name, shard in names}
 
     def contribution_set(self, voters: Sequence[RankKey], order: Sequence[str]) -> list[str]:
         """Sites that every voter holds whole and all of whose own ranks let count, in `order`.

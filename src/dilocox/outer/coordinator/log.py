@@ -24,7 +24,8 @@ NAME = "coordinator.sqlite"
 # voters have heard is not asked for again. Epochs, plans, leases and stops wait for the disk. What
 # does not wait may get there all the same: what the record needs of a decision is there before it.
 _SOFT = (
-    e.Pinned, e.Voted, e.Broke, e.Decided, e.Ready, e.RoundDone, e.Wrote, e.Reported, e.Stored,
+    e.Pinned, e.Voted, e.Fetching, e.Broke, e.Decided, e.Ready, e.RoundDone, e.Wrote, e.Reported,
+    e.Stored,
 )  # fmt: skip
 
 

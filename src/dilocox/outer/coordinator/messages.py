@@ -31,7 +31,7 @@ from dilocox.outer.coordinator.store_messages import StoreGetReply as StoreGetRe
 from dilocox.outer.coordinator.store_messages import StoreGetRequest as StoreGetRequest
 from dilocox.outer.coordinator.store_messages import StoreSetRequest as StoreSetRequest
 from dilocox.outer.coordinator.store_messages import Wait as Wait
-from dilocox.outer.coordinator.verdict_messages import Opinion, Shares
+from dilocox.outer.coordinator.verdict_messages import Fetch, Opinion, Shares
 
 MAX_BODY = 1 << 20
 """Largest request that is read, in bytes."""
@@ -320,14 +320,15 @@ class BeginReply(Message):
 class VoteRequest(Message):
     """`exchange/vote`: what this rank holds, and wait for the decision.
 
-    Phase "held": transfers are over. Phase "done": the average is computed (exchange "reduce").
+    Phase "held": transfers are over. Phase "fetched": so is what the reply "fetch" asked for. Phase
+    "done": the average is computed (exchange "reduce").
     `failed` names sites whose link broke: the attempt is then repeated for everyone.
     """
 
     key: KeyText
     rank: Rank
     attempt: Count
-    phase: Literal["held", "done"] = "held"
+    phase: Literal["held", "fetched", "done"] = "held"
     held: Sites = Field(default_factory=list)
     """Sites whose contribution is whole here, this site's own among them."""
     contributes: bool = True
@@ -350,11 +351,12 @@ class VoteReply(Message):
 
     commit   apply `set` (gather) or the average that was computed (reduce); final.
     average  reduce only: compute over `set`, then vote "done".
+    fetch    gather only: send and receive what `fetches` says, in its order, then vote "fetched".
     repeat   this attempt is over: begin again; `attempt` and `epoch` are the new ones.
     wait     ask again; `waiting_for` names who has not voted.
     """
 
-    decision: Literal["commit", "average", "repeat", "wait"]
+    decision: Literal["commit", "average", "fetch", "repeat", "wait"]
     set: list[SiteName]
     """Contribution set, run file order; may be empty."""
     attempt: Count
@@ -362,6 +364,8 @@ class VoteReply(Message):
     waiting_for: list[str]
     shares: dict[SiteName, Shares] = Field(default_factory=dict)
     """What counts of each site's part at the asking rank; empty: all of it."""
+    fetches: list[Fetch] = Field(default_factory=list)
+    """With "fetch": those of the asking rank's shard."""
     late: dict[SiteName, float] = Field(default_factory=dict)
     """With "commit": seconds after the first site at which each was there, as far as it is known.
     Nothing is decided from it."""

@@ -212,7 +212,7 @@ class Witness:
         """
         key, rank = ExchangeKey.parse(request.key), request.rank
         # Once its set is fixed an exchange's payloads are, too.
-        if self._notary is None or key.kind != "outer" or request.phase == "done":
+        if self._notary is None or key.kind != "outer" or request.phase != "held":
             return True
         voter, digest = (rank.site, rank.stage, rank.shard), request.digests.get(rank.site)
         there = self._notary.commitments(key)
@@ -234,7 +234,7 @@ class Witness:
         """Whether a vote is for a contribution that its rank has committed to after a resume, and
         not before it."""
         key = ExchangeKey.parse(request.key)
-        if self._notary is None or key.kind != "outer" or request.phase == "done":
+        if self._notary is None or key.kind != "outer" or request.phase != "held":
             return False
         return self._notary.recommitted(request.rank, key, state.plans[exchange.round])
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from dilocox.outer.controller.pace import MOST_ROUNDS
-from dilocox.outer.coordinator import doubts
+from dilocox.outer.coordinator import doubts, fetching
 from dilocox.outer.coordinator import events as e
 from dilocox.outer.coordinator.exchanges import UNREACHABLE, Exchange, Member, Vote
 from dilocox.outer.coordinator.given_state import GivenState
@@ -17,7 +17,7 @@ from dilocox.outer.coordinator.keys import ExchangeKey
 from dilocox.outer.coordinator.ledger import Ledger
 from dilocox.outer.coordinator.messages import Measured, RoundPlan
 from dilocox.outer.coordinator.site_state import CheckpointState, enrolled, stand
-from dilocox.outer.coordinator.verdict_messages import Opinion
+from dilocox.outer.coordinator.verdict_messages import Fetch, Opinion
 
 REMEMBERED = 4
 """Decisions of rounds older than this, counted from the newest plan, are only in the log."""
@@ -107,9 +107,12 @@ class CoordinatorState(GivenState):
 
     def _overtaken(self, event: e.Overtaken) -> None:
         self._enter(event)
+        fetches = (each for key in self.undecided for each in self.exchanges[key].fetches)
+        told = {each.sender for each in fetches if each.site == event.site}
         self._without((event.site, event.incarnation))
         self._say(event, "leave", f"{event.site} is left behind: {event.reason}")
-        for text in doubts.of_set_aside(self.doubts, event.site, event.lacks):
+        lacks = [sender for sender in event.lacks if sender not in told]
+        for text in doubts.of_lacking(self.doubts, event.site, lacks):
             self._say(event, "phase", text)
 
     def _ready(self, event: e.Ready) -> None:
@@ -295,13 +298,30 @@ class CoordinatorState(GivenState):
         rank = (event.site, event.stage, event.shard)
         if event.phase == "done":
             exchange.done.add(rank)
+        elif event.phase == "fetched":
+            exchange.fetched.add(rank)
+            if any(
+                (each.site, each.shard) == (event.site, event.shard) for each in exchange.fetches
+            ):
+                vote = exchange.votes[rank]
+                vote.held, vote.opinions = list(event.held), _opinions(event)
         else:
-            opinions = {s: Opinion.model_validate(o) for s, o in event.opinions.items()}
-            vote = Vote(
-                list(event.held), event.contributes, event.digest, opinions, event.committed,
-                event.recommitted,
+            exchange.votes[rank] = Vote(
+                list(event.held), event.contributes, event.digest, _opinions(event),
+                event.committed, event.recommitted,
             )  # fmt: skip
-            exchange.votes[rank] = vote
+
+    def _fetching(self, event: e.Fetching) -> None:
+        exchange = self.exchanges[event.key]
+        exchange.fetches = [Fetch.model_validate(each) for each in event.fetches]
+        self._say(event, "decision", fetching.line(exchange.fetches, event.key))
+        lacks: dict[str, list[str]] = {}
+        for each in exchange.fetches:
+            if each.sender not in lacks.setdefault(each.site, []):
+                lacks[each.site].append(each.sender)
+        for site, senders in lacks.items():
+            for text in doubts.of_lacking(self.doubts, site, senders):
+                self._say(event, "phase", text)
 
     def _broke(self, event: e.Broke) -> None:
         reports = self.exchanges[event.key].broken.setdefault(event.attempt, {})
@@ -424,6 +444,10 @@ class CoordinatorState(GivenState):
         self._say(event, "phase", f"resumed at round {event.round} slot {event.slot}")
 
 
+def _opinions(event: e.Voted) -> dict[str, Opinion]:
+    return {site: Opinion.model_validate(said) for site, said in event.opinions.items()}
+
+
 _APPLY: dict[type[e.Event], Callable[[CoordinatorState, Any], None]] = {
     e.Created: CoordinatorState._created,
     e.Enrolled: CoordinatorState._enrolled,
@@ -448,6 +472,7 @@ _APPLY: dict[type[e.Event], Callable[[CoordinatorState, Any], None]] = {
     e.Clocked: CoordinatorState._clocked,
     e.Pinned: CoordinatorState._pinned,
     e.Voted: CoordinatorState._voted,
+    e.Fetching: CoordinatorState._fetching,
     e.Broke: CoordinatorState._broke,
     e.Retried: CoordinatorState._retried,
     e.Decided: CoordinatorState._decided,

@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from dilocox.config_site import SiteName
 from dilocox.outer.coordinator.plan_messages import Count, Message
 
 Code = Literal[
@@ -54,6 +55,20 @@ class Opinion(Message):
     """Held-out loss without it, in millionths."""
     shares: Shares = Field(default_factory=list)
     """What is to count of it: one number per tensor (`clip`), one for all (`rfa`), else none."""
+
+
+class Fetch(Message):
+    """A rank that does not hold a contribution fetches it from one that does."""
+
+    site: SiteName
+    """Who fetches, at its rank of `shard`."""
+    shard: Count
+    sender: SiteName
+    """Whose contribution it is."""
+    holder: SiteName
+    """Who sends it on."""
+    digest: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+    """SHA-256 of the payload."""
 
 
 class Verdict(Message):

@@ -70,12 +70,15 @@ def vote_reply(state: CoordinatorState, exchange: Exchange, request: m.VoteReque
     """What is decided for a voter or observer in `request.attempt`."""
     chosen: list[str] = []
     waiting: list[str] = []
+    voter = (request.rank.site, request.rank.stage, request.rank.shard)
     if request.rank.site not in dict(exchange.members):
         decision = "repeat"  # it was overtaken, and will be told so when it begins again
     elif exchange.decision is not None:
         decision, chosen = "commit", exchange.decision
     elif request.attempt < exchange.attempt:
         decision = "repeat"
+    elif request.phase == "held" and voter in exchange.fetching:
+        decision = "fetch"
     elif exchange.averaging is not None and request.phase == "held":
         decision, chosen = "average", exchange.averaging
     else:
@@ -88,6 +91,11 @@ def vote_reply(state: CoordinatorState, exchange: Exchange, request: m.VoteReque
             "attempt": exchange.attempt,
             "epoch": exchange.epoch,
             "waiting_for": waiting,
+            "fetches": [
+                each.model_dump()
+                for each in exchange.fetches
+                if decision == "fetch" and each.shard == request.rank.shard
+            ],
             "shares": {
                 site: by_shard[request.rank.shard] for site, by_shard in exchange.shares.items()
             },
