@@ -10,7 +10,7 @@ import rfc8785
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dilocox.record.canonical import encoded, parsed
+from dilocox.record.canonical import dumps, encoded, parsed
 
 values = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**53) + 1, 2**53 - 1)
@@ -39,7 +39,7 @@ def test_other_forms_of_a_value_are_not_taken_for_canonical(
 
 @pytest.mark.parametrize(
     "text",
-    ["1.0", "1e2", "-0", "9007199254740993", "1e400", '{"b":1,"a":1}', '{"a":1,"a":1}', '"\\u0041"',
+    ["1.0", "1e2", "-0", "-0.0", "0.10", "1e-05", "1E-7", "123456789012345680.0", "9007199254740993", "1e400", '{"b":1,"a":1}', '{"a":1,"a":1}', '"\\u0041"',
      '"\\/"', '"\\ud800"', "[1, 2]", '"\\u00e9"', "NaN", "-Infinity"],
 )  # fmt: skip
 def test_what_is_not_canonical(text: str) -> None:
@@ -51,7 +51,31 @@ def test_what_is_not_canonical(text: str) -> None:
     assert not same
 
 
+@given(st.floats(-1e15, 1e15))
+def test_floats_are_written_alike(value: float) -> None:
+    text = rfc8785.dumps(value)
+    assert encoded(*parsed(text.decode())) == text
+    assert dumps(value) == text
+    found, plain = parsed(repr(value))
+    assert (encoded(found, plain) == repr(value).encode()) == (text == repr(value).encode())
+
+
+@given(values)
+def test_a_value_is_written_alike(value: Any) -> None:
+    assert dumps(value) == rfc8785.dumps(value)
+    assert dumps({"a": (value, 1)}) == rfc8785.dumps({"a": [value, 1]})
+
+
+@pytest.mark.parametrize("value", [{1: 2}, [float("nan")], ["\ud800"], [2**53], {"a": {None: 1}}])
+def test_what_has_no_canonical_form_is_not_written(value: Any) -> None:
+    with pytest.raises((ValueError, rfc8785.CanonicalizationError)):
+        rfc8785.dumps(value)
+    with pytest.raises((ValueError, rfc8785.CanonicalizationError)):
+        dumps(value)
+
+
 def test_most_statements_go_the_quick_way() -> None:
     assert parsed('{"a":[1,"x",null,true]}')[1]
-    assert not parsed('{"a":0.5}')[1]
+    assert parsed('{"a":0.5}')[1]
+    assert not parsed('{"a":1e-7}')[1]
     assert not parsed('{"é":1}')[1]

@@ -98,3 +98,36 @@ def test_numbers_come_back_to_the_bit(numbers: list[float]) -> None:
 
 def test_a_key_of_its_own_each() -> None:
     assert s.Signer(Ed25519PrivateKey.generate()).public != ONE.public
+
+
+def taken(line: str) -> Any:
+    """What becomes of a line, an error included."""
+    try:
+        statement, envelope = s.opened(line)
+    except RecordError as error:
+        return str(error)
+    return statement, envelope.to_dict(), envelope.pae()
+
+
+@settings(max_examples=300)
+@given(st.data())
+def test_a_line_of_the_usual_form_is_read_as_any_other(data: st.DataObject) -> None:
+    line = list(ONE.sign(SAID))
+    for _ in range(data.draw(st.integers(0, 2))):
+        place = data.draw(st.integers(0, len(line) - 1))
+        new = data.draw(st.sampled_from([*"AB=+/-_9z\"\\{},\n", "", "==", "{}", "\u00e9"]))
+        line[place] = new
+    text = "".join(line)
+    quickly = taken(text)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(s, "_usual", lambda line: None)
+        assert taken(text) == quickly
+
+
+def test_bits_behind_the_last_byte_of_base64_are_none() -> None:
+    found = json.loads(ONE.sign(SAID))
+    sig = found["signatures"][0]["sig"]
+    assert sig.endswith("==")
+    other = {**found, "signatures": [{**found["signatures"][0], "sig": f"{sig[:-3]}B=="}]}
+    line = json.dumps(other, sort_keys=True, separators=(",", ":"))
+    assert taken(line) == "not a signed statement: its envelope has another form"

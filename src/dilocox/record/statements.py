@@ -6,7 +6,9 @@ fields by name (see docs/verification.md); types that a reader does not know are
 
 from __future__ import annotations
 
+import base64
 import functools
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,10 +21,10 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import (
 )
 from securesystemslib.dsse import Envelope
 from securesystemslib.exceptions import FormatError
-from securesystemslib.signer import CryptoSigner, SSlibKey
+from securesystemslib.signer import CryptoSigner, Signature, SSlibKey
 
 from dilocox.errors import RecordError
-from dilocox.record.canonical import encoded, parsed
+from dilocox.record.canonical import dumps, encoded, parsed
 
 STATEMENT = "https://in-toto.io/Statement/v1"
 PAYLOAD_TYPE = "application/vnd.in-toto+json"
@@ -74,7 +76,7 @@ class Statement:
     def to_bytes(self) -> bytes:
         """Canonical JSON, which is what is signed."""
         read: bytes | None = self.__dict__.get("_read")
-        return rfc8785.dumps(self._document()) if read is None else read
+        return dumps(self._document()) if read is None else read
 
     def _document(self) -> dict[str, Any]:
         return {
@@ -124,7 +126,7 @@ class Signer:
         """The statement in its envelope, one line of canonical JSON."""
         envelope = Envelope(statement.to_bytes(), PAYLOAD_TYPE, {})
         envelope.sign(self._signer)
-        return rfc8785.dumps(envelope.to_dict()).decode()
+        return dumps(envelope.to_dict()).decode()
 
 
 def opened(line: str) -> tuple[Statement, Envelope]:
@@ -132,6 +134,9 @@ def opened(line: str) -> tuple[Statement, Envelope]:
 
     Raises `RecordError` for what is no envelope, or is not in canonical form.
     """
+    usual = _usual(line)
+    if usual is not None:
+        return Statement.from_bytes(usual.payload), usual
     try:
         found, plain = parsed(line)
         envelope = Envelope.from_dict(found)
@@ -141,6 +146,30 @@ def opened(line: str) -> tuple[Statement, Envelope]:
     if not same or envelope.payload_type != PAYLOAD_TYPE or len(envelope.signatures) != 1:
         raise RecordError("not a signed statement: its envelope has another form")
     return Statement.from_bytes(envelope.payload), envelope
+
+
+_BASE64 = "([A-Za-z0-9+/]*={0,2})"
+_USUAL = re.compile(
+    f'{{"payload":"{_BASE64}","payloadType":"{re.escape(PAYLOAD_TYPE)}",'
+    f'"signatures":\\[{{"keyid":"([0-9a-f]{{64}})","sig":"{_BASE64}"}}\\]}}'
+)
+"""The canonical form of an envelope with one signature, by a key as this version names it."""
+
+
+def _usual(line: str) -> Envelope | None:
+    """The envelope of a line that is in canonical form at first sight; None for all others."""
+    match = _USUAL.fullmatch(line)
+    if match is None:
+        return None
+    payload, key, signature = match.groups()
+    try:
+        data, own = base64.b64decode(payload), base64.b64decode(signature)
+    except ValueError:
+        return None
+    # Bits behind the last byte may be anything in base64, but not in its canonical form.
+    if (base64.b64encode(data), base64.b64encode(own)) != (payload.encode(), signature.encode()):
+        return None
+    return Envelope(data, PAYLOAD_TYPE, {key: Signature(key, own.hex())})
 
 
 def check_signature(envelope: Envelope, public: str) -> None:
