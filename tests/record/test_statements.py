@@ -115,7 +115,7 @@ def test_a_line_of_the_usual_form_is_read_as_any_other(data: st.DataObject) -> N
     line = list(ONE.sign(SAID))
     for _ in range(data.draw(st.integers(0, 2))):
         place = data.draw(st.integers(0, len(line) - 1))
-        new = data.draw(st.sampled_from([*"AB=+/-_9z\"\\{},\n", "", "==", "{}", "\u00e9"]))
+        new = data.draw(st.sampled_from([*'AB=+/-_9z"\\{},\n', "", "==", "{}", "\u00e9"]))
         line[place] = new
     text = "".join(line)
     quickly = taken(text)

@@ -6,6 +6,8 @@ more, and of what was decided again the later decision does.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import math
 import re
 from collections.abc import Iterable, Mapping
@@ -21,8 +23,8 @@ from dilocox.record import statements as s
 from dilocox.record.acceptance import Acceptance, digest_of_entry, is_bound, run_of
 from dilocox.record.note import NoteKey
 from dilocox.record.packed import Commitments, Contributions, packed_step
+from dilocox.record.reading import Line, read_lines
 from dilocox.record.recommitments import Recommitments, commitment_of
-from dilocox.record.signatures import SignatureChecks
 from dilocox.record.site_keys import SiteKeys
 from dilocox.record.states import AnchorState, Attestation, Report, RoundState, State, whole
 from dilocox.record.steps import Step
@@ -212,55 +214,31 @@ class CourseReader:
 
     def take(self, entries: Iterable[str]) -> None:
         """Read the entries that follow. Raises `RecordError` naming the first bad one."""
-        checks = SignatureChecks()
-        try:
-            try:
-                self._read(entries, checks)
-            except RecordError:
-                _refuse_bad(checks)
-                raise
-            _refuse_bad(checks)
-        finally:
-            checks.close()
-
-    def _read(self, entries: Iterable[str], checks: SignatureChecks) -> None:
-        for entry in entries:
-            number = 0 if self._course is None else self._course.read
-            try:
-                self._course = _take(self._course, self._keys, entry, self._key, checks)
-            except RecordError as error:
-                raise RecordError(f"statement {number}: {error}") from None
-            self._course.read = number + 1
+        with contextlib.closing(read_lines(entries)) as lines:
+            for line in lines:
+                number = 0 if self._course is None else self._course.read
+                try:
+                    self._course = _take(self._course, self._keys, line, self._key)
+                except RecordError as error:
+                    raise RecordError(f"statement {number}: {error}") from None
+                self._course.read = number + 1
 
 
-def _refuse_bad(checks: SignatureChecks) -> None:
-    bad = checks.bad()
-    if bad is not None:
-        number, public = bad
-        raise RecordError(f"statement {number}: the signature is not one of key {public[:12]}…")
-
-
-def _take(
-    course: Course | None,
-    keys: dict[str, str],
-    entry: str,
-    log: NoteKey,
-    checks: SignatureChecks,
-) -> Course:
-    """Take an entry, whose signature is among `checks` then: nothing counts before those are
-    done."""
-    statement, envelope = s.opened(entry)
+def _take(course: Course | None, keys: dict[str, str], line: Line, log: NoteKey) -> Course:
+    statement = line.statement
+    if statement is None:
+        raise RecordError(line.fault)
     kind, said = statement.kind, statement.predicate
     if course is None:
         if kind != s.MANIFEST:
             raise RecordError(f"a log begins with a {s.MANIFEST}, this one with {kind}")
-        s.check_signature(envelope, log.public.hex())
+        _check_signer(line, log.public.hex())
         if said.get("log") != str(log):
             raise RecordError("the manifest names another log")
         _check_bounds(said)
         held = SiteKeys(kept=said.get("kept_keys") is True)
-        first = digest_of_entry(entry)
-        return Course(run_of(entry, said), str(log), said, first=first, keys=held)
+        first = digest_of_entry(line.text)
+        return Course(run_of(line.text, said), str(log), said, first=first, keys=held)
     if not statement.known:
         course.unknown += 1
         if len(course.unknown_types) < MOST_TYPES:
@@ -276,14 +254,17 @@ def _take(
         signer = keys[site]
         if kind != s.ACCEPTANCE and site not in course.accepted:
             course.unaccepted.setdefault(site, course.read)
-    (signature,) = envelope.signatures.values()
-    named = signature.signature if signature.keyid == signer else ""
-    checks.add(course.read, signer, named, envelope.pae())
+    _check_signer(line, signer)
     if kind in (s.COMMITMENT, s.CONTRIBUTION, s.STEP) and course.begun is None:
         course.begun = course.read
     with whole(statement):
         _TAKE[kind](course, keys, statement)
     return course
+
+
+def _check_signer(line: Line, public: str) -> None:
+    if line.signer != public:
+        raise RecordError(f"the signature is not one of key {public[:12]}…")
 
 
 def _check_bounds(manifest: Mapping[str, Any]) -> None:
@@ -343,8 +324,12 @@ def _committed(course: Course, keys: dict[str, str], statement: s.Statement) -> 
         raise RecordError(f"{said['site']} has committed to two contributions to {key.text}")
 
 
+_parsed = functools.lru_cache(maxsize=1024)(ExchangeKey.parse)
+"""Every rank of every site names the same exchange."""
+
+
 def _key_of(said: Mapping[str, Any]) -> ExchangeKey:
-    key = ExchangeKey.parse(said["exchange_key"])
+    key = _parsed(said["exchange_key"])
     if int(said["round"]) != key.round:
         raise RecordError(f"{said['site']}'s contribution to {key.text} names another round")
     return key

@@ -51,6 +51,8 @@ BY_SITE = (ACCEPTANCE, COMMITMENT, CONTRIBUTION, CHECKPOINT, ROUND, ATTESTATION,
 """Types that a site's key signs."""
 BY_AUDITOR = (AUDIT,)
 """Types that are not in the log: an auditor's key signs them."""
+_OTHER_FORM = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
+"""What goes wrong where JSON of another form, or nested too deeply, is taken apart."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,7 @@ class Statement:
             subjects = {each["name"]: each["digest"]["sha256"] for each in found["subject"]}
             statement = cls(kind, subjects, dict(found["predicate"]))
             same = encoded(statement._document(), plain) == data
-        except (ValueError, KeyError, TypeError, AttributeError, rfc8785.CanonicalizationError):
+        except (*_OTHER_FORM, rfc8785.CanonicalizationError):
             raise RecordError("not a statement: it is not in-toto Statement v1") from None
         if not same:
             raise RecordError(f"statement {kind}: not in canonical form")
@@ -141,7 +143,7 @@ def opened(line: str) -> tuple[Statement, Envelope]:
         found, plain = parsed(line)
         envelope = Envelope.from_dict(found)
         same = encoded(envelope.to_dict(), plain).decode() == line
-    except (ValueError, KeyError, TypeError, AttributeError, FormatError):
+    except (*_OTHER_FORM, FormatError):
         raise RecordError("not a signed statement: it is not a DSSE envelope") from None
     if not same or envelope.payload_type != PAYLOAD_TYPE or len(envelope.signatures) != 1:
         raise RecordError("not a signed statement: its envelope has another form")
