@@ -115,7 +115,7 @@ class _Pool:
             try:
                 # Line by line: what comes before an error is not lost.
                 for text in itertools.islice(entries, BATCH):
-                    batch.append(text)  # noqa: PERF402
+                    batch.append(text)
             except Exception as error:
                 broken = error
             if not batch:
