@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import gc
+import hashlib
 import pickle
+import tracemalloc
 from collections.abc import MutableMapping
 from typing import Any
 
-from hypothesis import given
+import pytest
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from dilocox.record import packed
 from dilocox.record.packed import Commitments, Contributions, Digests, Said
 from dilocox.record.steps import Commitment
 
@@ -30,6 +35,12 @@ commitments = st.lists(
 )
 
 
+@pytest.fixture(autouse=True)
+def few_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Most exchanges are closed."""
+    monkeypatch.setattr(packed, "OPEN", 1)
+
+
 def check(found: MutableMapping[Any, Any], changes: list[tuple[Any, Any]]) -> dict[Any, Any]:
     plain: dict[Any, Any] = {}
     for key, value in changes:
@@ -39,12 +50,14 @@ def check(found: MutableMapping[Any, Any], changes: list[tuple[Any, Any]]) -> di
         else:
             plain[key] = found[key] = value
         assert (found.get(key), key in found) == (plain.get(key), key in plain)
+    assert len(found._open) <= 1  # type: ignore[attr-defined]
     assert found == plain
     assert len(found) == len(plain)
     assert pickle.loads(pickle.dumps(found)) == plain
     return plain
 
 
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(contributions, st.sets(keys))
 def test_contributions(changes: list[tuple[Any, str | None]], kept: set[str]) -> None:
     found = Contributions()
@@ -53,6 +66,7 @@ def test_contributions(changes: list[tuple[Any, str | None]], kept: set[str]) ->
     assert found == {key: value for key, value in plain.items() if key[0] in kept}
 
 
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(commitments)
 def test_commitments(changes: list[tuple[Any, Commitment | None]]) -> None:
     check(Commitments(), [((key, *place), value) for (key, place), value in changes])
@@ -68,8 +82,27 @@ def test_a_statement() -> None:
 
 def test_digests() -> None:
     found = {f"{site}/0": str(number) * 64 for number, site in enumerate("abc")}
-    packed = Digests(found)
-    assert packed == found
-    assert list(packed) == list(found)
-    assert pickle.loads(pickle.dumps(packed)) == found
+    small = Digests(found)
+    assert small == found
+    assert list(small) == list(found)
+    assert pickle.loads(pickle.dumps(small)) == found
     assert Digests({}) == {}
+
+
+def test_a_long_run_takes_little_more_than_its_digests() -> None:
+    tracemalloc.start()
+    try:
+        found, said = Contributions(), Commitments()
+        for number in range(200):
+            for place in range(64):
+                digest = hashlib.sha256(f"{number}/{place}".encode()).hexdigest()
+                where = f"outer/{number}/0/0", f"site{place % 8}", place // 8
+                found[where[0], 1, where[1], where[2]] = digest
+                said[where] = Commitment(digest, digest, number)
+        gc.collect()
+        used, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert used < 1.3 * 200 * 64 * (32 + 72)
+    assert len(found) == len(said) == 200 * 64
+    assert found["outer/3/0/0", 1, "site2", 5] == hashlib.sha256(b"3/42").hexdigest()

@@ -5,10 +5,12 @@ They read and change as dicts do; what they give is made anew each time.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from collections import deque
+from collections.abc import Hashable, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
@@ -18,7 +20,10 @@ Place = tuple[str, int]
 """(site, shard)."""
 Key = TypeVar("Key", bound=tuple[Any, ...])
 Value = TypeVar("Value")
+Name = TypeVar("Name", bound=Hashable)
 _DIGEST = 32
+OPEN = 256
+"""Exchanges that are not closed: those of some rounds."""
 
 
 def _packed(digest: str) -> bytes | str:
@@ -34,38 +39,86 @@ def _text(found: bytes | str) -> str:
     return found if isinstance(found, str) else found.hex()
 
 
+_Closed = tuple[tuple[Place, ...], bytes]
+"""What is said of an exchange, by place, all in the same number of bytes one after the other."""
+
+
 class _ByExchange(MutableMapping[Key, Value], Generic[Key, Value]):
-    """By keys that end in (site, shard), of which a run has few."""
+    """By keys that end in (site, shard), of which a run has few.
+
+    The newest exchanges are dicts. Older ones are closed: bytes, until one of them changes.
+    """
 
     def __init__(self) -> None:
-        self._inner: dict[tuple[Any, ...], dict[Place, Any]] = {}
+        self._inner: dict[tuple[Any, ...], dict[Place, Any] | _Closed] = {}
         self._places: dict[Place, Place] = {}
+        self._layouts: dict[tuple[Place, ...], tuple[Place, ...]] = {}
+        self._open: deque[tuple[Any, ...]] = deque()
 
     def __getitem__(self, key: Key) -> Value:
-        return self._unpack(self._inner[key[:-2]][key[-2:]])
+        inner, place = self._inner[key[:-2]], key[-2:]
+        if isinstance(inner, dict):
+            return self._unpack(inner[place])
+        places, data = inner
+        size, number = len(data) // len(places), _numbered(places)[place]
+        return self._unpack(data[number * size : (number + 1) * size])
 
     def __setitem__(self, key: Key, value: Value) -> None:
         place = self._places.setdefault(key[-2:], key[-2:])
-        self._inner.setdefault(key[:-2], {})[place] = self._pack(value)
+        self._opened(key[:-2])[place] = self._pack(value)
 
     def __delitem__(self, key: Key) -> None:
-        inner = self._inner[key[:-2]]
+        if key[-2:] not in self._there(self._inner[key[:-2]]):
+            raise KeyError(key)
+        inner = self._opened(key[:-2])
         del inner[key[-2:]]
         if not inner:
             del self._inner[key[:-2]]
+            with contextlib.suppress(ValueError):  # one that cannot be closed
+                self._open.remove(key[:-2])
 
     def __iter__(self) -> Iterator[Key]:
         for head, inner in self._inner.items():
-            for place in inner:
+            for place in self._there(inner):
                 yield (*head, *place)  # type: ignore[misc]
 
     def __len__(self) -> int:
-        return sum(map(len, self._inner.values()))
+        return sum(len(self._there(inner)) for inner in self._inner.values())
 
     def keep(self, exchanges: Iterable[str]) -> None:
         """Forget what is about other exchanges than these, by their keys."""
         known = set(exchanges)
         self._inner = {head: inner for head, inner in self._inner.items() if head[0] in known}
+        self._open = deque(head for head in self._open if head in self._inner)
+
+    @staticmethod
+    def _there(inner: dict[Place, Any] | _Closed) -> Iterable[Place] | Any:
+        return inner if isinstance(inner, dict) else inner[0]
+
+    def _opened(self, head: tuple[Any, ...]) -> dict[Place, Any]:
+        """An exchange that can be changed."""
+        inner = self._inner.get(head)
+        if isinstance(inner, dict):
+            return inner
+        found: dict[Place, Any] = {}
+        if inner is not None:
+            places, data = inner
+            size = len(data) // len(places)
+            found = {place: data[n * size : (n + 1) * size] for n, place in enumerate(places)}
+        self._inner[head] = found
+        self._open.append(head)
+        if len(self._open) > OPEN:
+            self._close(self._open.popleft())
+        return found
+
+    def _close(self, head: tuple[Any, ...]) -> None:
+        inner = self._inner[head]
+        assert isinstance(inner, dict)
+        values = list(inner.values())
+        # Others than digests are no bytes. They stay as they are: no honest log has any.
+        if all(isinstance(each, bytes) and len(each) == len(values[0]) for each in values):
+            places = self._layouts.setdefault(tuple(inner), tuple(inner))
+            self._inner[head] = places, b"".join(values)
 
     def _pack(self, value: Value) -> Any:
         raise KeyError(value)
@@ -127,8 +180,8 @@ class Said(Mapping[str, Any]):
 
 
 @functools.lru_cache(maxsize=256)
-def _numbered(names: tuple[str, ...]) -> dict[str, int]:
-    """The names by number, of which many steps have the same."""
+def _numbered(names: tuple[Name, ...]) -> dict[Name, int]:
+    """The numbers of names, of which many steps have the same."""
     return {name: number for number, name in enumerate(names)}
 
 
