@@ -291,11 +291,6 @@ def digests_of(tensors: Mapping[str, Tensor]) -> list[TensorDigest]:
     return [tensor_digest(name, tensor) for name, tensor in tensors.items()]
 
 
-def payloads_of(course: Course) -> dict[str, Step]:
-    """Every payload that counts, by its SHA-256, and a step that it is of."""
-    return {digest: step for step in course.steps.values() for digest in step.payloads.values()}
-
-
 def behind(step: Step, payload: bytes) -> list[str]:
     """SHA-256 of what a replay needs besides a payload: chunks in `reduce`, a low-rank basis."""
     if parse_spec(step.codec).kind == "lowrank":

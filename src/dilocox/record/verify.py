@@ -230,41 +230,16 @@ class _Verification:
 
     def payloads(self) -> str:
         """Everything that a replay needs is there."""
-        from dilocox.record.origins import may_lack, origins_of, replays
-        from dilocox.record.replay import behind, payloads_of
+        from dilocox.record.needed import Needed, read_needed
+        from dilocox.record.origins import may_lack, origins_of
 
         course = self._need(c.LOG, c.SIGNATURES)
-        steps = payloads_of(course)
         if may_lack(course, self._listing):
             self.origins = origins_of(course, self.stores.has, self._get)
-            steps = {
-                digest: step
-                for digest, step in steps.items()
-                if replays(self.origins, digest, step)
-            }
-        wanted = {digest: f"payload of {step.key.text}" for digest, step in steps.items()}
-        for origin in self.origins.values():
-            for each in origin.tensors.values():
-                wanted[each.sha256] = f"the state of round {origin.state.round}, {each.name}"
-        for stage in range(course.stages):
-            for state in course.state("final", stage)[-1:]:
-                wanted[state.listing] = f"list of stage {stage}'s final tensors"
-                if state.published is not None:
-                    wanted[state.published[1]] = f"list of stage {stage}'s published tensors"
-            for state in course.state("initial", stage)[-1:]:
-                for each in self._listing(state):
-                    wanted[each.sha256] = f"theta_0, {each.name}"
-        size, left, done = 0, list(wanted), 0
-        while left:
-            digest = left.pop()
-            data = self._fetched(digest, wanted[digest])
-            size, done = size + len(data), done + 1
-            self.progress("checking payloads", done / len(wanted))
-            for more in behind(steps[digest], data) if digest in steps else []:
-                if more not in wanted:
-                    wanted[more] = f"part of a payload of {steps[digest].key.text}"
-                    left.append(more)
-        return f"{len(wanted)} objects, {size / 1e6:.1f} MB{self._since()}"
+        needed = Needed(self._get)
+        done = partial(self.progress, "checking payloads")
+        read_needed(course, self.origins, self._listing, needed, done)
+        return f"{needed.count} objects, {needed.size / 1e6:.1f} MB{self._since()}"
 
     def _since(self) -> str:
         """Which rounds a replay covers, if not all."""
@@ -295,14 +270,6 @@ class _Verification:
             for site in signers(course, origin.state)
         }
         return ", ".join(sorted(found))
-
-    def _fetched(self, digest: str, name: str) -> bytes:
-        try:
-            return self._get(digest)
-        except MissingError as error:
-            raise NotRunError(f"{name}: {error}; name more stores with --store") from None
-        except RecordError as error:
-            raise RecordError(f"{name}: {error}") from None
 
     def _get(self, digest: str) -> bytes:
         return self.stores.get(digest)
