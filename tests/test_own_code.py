@@ -16,7 +16,7 @@ from dilocox import launch
 from dilocox.assembly import Hooks, validation_batches
 from dilocox.config import RunConfig, resolve_run
 from dilocox.errors import ConfigError
-from dilocox.own_code import ENDED, ZERO, check_code, code_digest, evaluated
+from dilocox.own_code import ZERO, check_code, code_digest, evaluated
 from tests.e2e import own_functions
 
 MODULE = """\
@@ -133,29 +133,22 @@ def test_a_join_is_refused_before_anything_is_read(monkeypatch: pytest.MonkeyPat
 class Client:
     def __init__(self) -> None:
         self.reports: list[tuple[str, dict[str, Any]]] = []
-        self.stopped: list[str] = []
 
     def report(self, round_: int, metrics: Any, kind: Any = "round") -> None:
         self.reports.append((kind, metrics))
 
-    def stop(self, reason: str) -> int:
-        self.stopped.append(reason)
-        return 0
 
-
-def test_a_callback_may_stop_the_run_and_only_by_true() -> None:
+def test_a_callback_may_end_the_run_and_only_by_true() -> None:
     client = Client()
     for answer in (None, False, 1, "yes"):
         evaluated(client, lambda *_, answer=answer: answer, 3, 2.5)
-    assert client.stopped == []
+    assert [metrics for _, metrics in client.reports] == [{"val_loss": 2.5, "after_round": 3}] * 4
     evaluated(client, lambda round_, loss: loss < 3.0, 4, 2.5)
     evaluated(client, lambda *_: True, -1, 6.0)
-    assert client.stopped == [f"{ENDED} after round 4", f"{ENDED} before the first round"]
-    # The last evaluation of a run that is through: there is nothing left to stop.
-    evaluated(client, lambda *_: True, 9, 2.0, ends=True)
-    assert len(client.stopped) == 2
-    assert client.reports[0] == ("evaluation", {"val_loss": 2.5, "after_round": 3})
-    assert client.reports[5][0] == "first_evaluation"
+    assert client.reports[4:] == [
+        ("evaluation", {"val_loss": 2.5, "after_round": 4, "ends": True}),
+        ("first_evaluation", {"val_loss": 6.0, "after_round": -1, "ends": True}),
+    ]
 
 
 def test_a_loss_of_nothing_is_said() -> None:

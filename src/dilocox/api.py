@@ -68,8 +68,9 @@ def train(
         schedule: `schedule(step, steps)` is the learning rate of an inner step, counted from 0, in
             a run of so many. Groups of an own optimizer keep their ratio of rates.
         on_evaluation: called with (round, held-out loss) in the process of the first rank of the
-            first site. If it returns True, the run stops with a checkpoint at a slot end, and
-            publishes its anchor as `model/`; the result is `stopped`, and `resume` goes on.
+            first site. If it returns True, the run ends early, as if its steps were done: after
+            the rounds that are planned already come the flush and the published model. The result
+            is `finished`, and its reason says why.
         trace: write what every rank does when to `trace.json` in the run folder, a Chrome trace.
 
     Returns a `Result`; raises `DilocoxError`.

@@ -43,6 +43,18 @@ class EvaluationSection(Section):
     prompt: str = ""
     """Prompt of the sampled completion at the end."""
     completion_tokens: Annotated[int, Field(ge=0)] = 48
+    patience: Annotated[int, Field(ge=0)] = 0
+    """The run ends early, as if its steps were done, when the held-out loss has not become lower in
+    so many evaluations: at more than half of the sites, which all evaluate for that. 0: never."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> EvaluationSection:
+        if self.patience and not self.every_rounds:
+            raise ValueError(
+                f"patience = {self.patience} counts evaluations, and every_rounds = 0 has none "
+                "while the run trains: set every_rounds, or leave patience out"
+            )
+        return self
 
 
 class RecordSection(Section):

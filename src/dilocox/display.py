@@ -149,6 +149,8 @@ class Display:
     def summary(self, record: Record) -> None:
         """The end of a run, in a few lines."""
         first, last = record.get("val_loss_first"), record.get("val_loss_last")
+        if record.get("phase") == "finished" and record.get("reason"):
+            self.line(f"ended early       {plain(record['reason'])}")
         if first is not None and last is not None:
             self.line(f"held-out loss     {first:.4f} before, {last:.4f} after")
         elif first is not None:

@@ -1,4 +1,4 @@
-"""Functions of a user's own in a run: their code's digest, and what they may end.
+"""Functions of a user's own in a run: their code's digest, and what an evaluation asks for.
 
 All sites of a run must run the same functions. The digest over their source stands in the run file
 (`run.code`), which all sites agree on when they join.
@@ -16,8 +16,6 @@ from typing import Any, Protocol
 
 from dilocox.errors import ConfigError
 
-ENDED = "on_evaluation returned True"
-"""Begins the reason of a run that a callback has stopped: such a run publishes its anchor."""
 ZERO = (
     "the held-out loss is exactly 0: the loss leaves out every label of the held-out text, or the "
     "model is broken; give validation= sequences of the form that the loss is for"
@@ -92,26 +90,20 @@ class Reporter(Protocol):
     def report(self, round_: int, metrics: Mapping[str, Any], kind: Any = "round") -> None:
         """Metrics of this site's round."""
 
-    def stop(self, reason: str) -> int:
-        """Stop the run at a slot end."""
-
 
 def evaluated(
     client: Reporter,
     on_evaluation: Callable[[int, float], object] | None,
     round_: int,
     loss: float,
-    ends: bool = False,
 ) -> None:
-    """Report a held-out loss, tell the user's callback, and stop the run if it returns True.
-
-    `ends`: the run ends with this evaluation, whatever the callback returns.
+    """Tell the user's callback a held-out loss and report it; with it, whether the callback returns
+    True: then the run ends early.
     """
     kind = "evaluation" if round_ >= 0 else "first_evaluation"
-    client.report(max(round_, 0), {"val_loss": loss, "after_round": round_}, kind=kind)
+    metrics: dict[str, Any] = {"val_loss": loss, "after_round": round_}
+    if on_evaluation is not None and on_evaluation(round_, loss) is True:
+        metrics["ends"] = True
+    client.report(max(round_, 0), metrics, kind=kind)
     if loss == 0.0:
         client.report(max(round_, 0), {"text": ZERO}, kind="warning")
-    asked = on_evaluation is not None and on_evaluation(round_, loss) is True
-    if asked and not ends:
-        when = f"after round {round_}" if round_ >= 0 else "before the first round"
-        client.stop(f"{ENDED} {when}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
 from collections.abc import Callable, Iterable, Mapping
@@ -186,23 +185,6 @@ class Keeper:
             files = other_files(folder)
             touch, form = self._touch, self._form
             record_state(self._record, "final", plan.round, rank, touch, files, form=form)
-
-    def publish_stopped(self, trainer: Trainer) -> None:
-        """Write the anchor of a run that was stopped as `model/`; in a folder of all sites only
-        the first site of the run that is in it does. Collective over the site.
-
-        What cannot be written is said: the checkpoint is there.
-        """
-        rank, news = trainer.rank, trainer.control.news
-        present = [each.site for each in news.epoch.members if each.role == "active"]
-        if self._shared and present[:1] != [rank.place.site]:
-            return
-        with timeline.span("publish"):
-            problem = self._export(rank, self._config.folder / "model")
-        if problem and rank.place.leads:
-            log.error("%s", problem)
-            with contextlib.suppress(DilocoxError):
-                trainer.client.report(trainer.at.round, {"text": problem}, kind="warning")
 
     def _export(self, rank: Rank, folder: Path) -> str:
         """Write a Hugging Face folder; why that failed at any rank of the site, or nothing."""

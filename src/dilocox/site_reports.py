@@ -15,7 +15,7 @@ from dilocox.plain_text import plain
 
 JOURNALS = "site-*.jsonl"
 """In a site's run folder: what it has done so far, for `dilocox status`."""
-KINDS = ("round", "flush", "evaluation", "first_evaluation", "warning")
+KINDS = ("round", "flush", "evaluation", "first_evaluation", "peer_evaluation", "warning")
 RESERVED = ("kind", "round", "site", "time", "about")
 """Fields of a line of `metrics.jsonl` that its writer sets."""
 _ROUND = (

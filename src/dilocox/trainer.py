@@ -29,7 +29,7 @@ from dilocox.outer.coordinator.client import CoordinatorClient
 from dilocox.outer.coordinator.messages import Entering, PlanReply, RoundPlan
 from dilocox.outer.loop import OuterLoop
 from dilocox.outer.staging import before_change
-from dilocox.own_code import ENDED, evaluated
+from dilocox.own_code import evaluated
 from dilocox.record.inner import RoundWatch
 from dilocox.site.garbage import PythonCollects
 
@@ -364,23 +364,30 @@ class Trainer:
         self.counted_from = self.at.round
 
     def evaluate(self, plan: RoundPlan, round_: int) -> None:
-        """Held-out loss of the anchor, at the first site of the plan; round -1: before training."""
+        """Held-out loss of the anchor, at the first site of the plan; round -1: before training.
+
+        With `evaluation.patience` at all sites, since one alone must not end the run.
+        """
         if next(iter(plan.members)) == self.me:
             self.tell_loss(round_)
+        elif self.config.evaluation.patience and round_ >= 0:
+            loss = self.held_out_loss(round_)
+            if self.rank.place.leads:
+                found = {"val_loss": loss, "after_round": round_}
+                self.client.report(round_, found, kind="peer_evaluation")
 
     def tell_loss(self, round_: int) -> None:
         """Evaluate the anchor after `round_` and report that."""
-        with timeline.span("evaluation", after_round=round_):
-            loss = self.held_out_loss()
+        loss = self.held_out_loss(round_)
         if self.rank.place.leads:
-            # The flush is no round that is gone on from: the run ends with it.
-            ends = round_ >= self.at.round
-            evaluated(self.client, self.hooks.on_evaluation, round_, loss, ends)
+            evaluated(self.client, self.hooks.on_evaluation, round_, loss)
 
-    def held_out_loss(self) -> float:
-        """Mean held-out loss of the anchor; what this rank trains on stays as it is."""
+    def held_out_loss(self, round_: int) -> float:
+        """Mean held-out loss of the anchor after `round_`; what this rank trains on stays as it
+        is."""
         losses = []
-        with self.standing_at(anchors(self.rank)):
+        span = timeline.span("evaluation", after_round=round_)
+        with span, self.standing_at(anchors(self.rank)):
             for inputs, labels in self.validation:
                 losses.append(self.rank.model.evaluate(inputs, labels))
                 self.control.touch()
@@ -429,14 +436,10 @@ class Trainer:
             self.watch.wait()
 
     def stop(self) -> None:
-        """Write a checkpoint where the whole run stands still, and the model where a callback has
-        stopped the run. Raises `Stopped`."""
+        """Write a checkpoint where the whole run stands still. Raises `Stopped`."""
         self.errands.wait()
-        publishes = self.control.news.reason.startswith(ENDED)
         plan = self.client.poll_plan(self.at.round, 0.0).plan
         self.keeper.save(self, plan, last=True)
-        if publishes:
-            self.keeper.publish_stopped(self)
         self._go(lambda: self.client.finish(complete=False))
 
     def depart(self) -> None:

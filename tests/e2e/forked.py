@@ -50,7 +50,7 @@ from tests.e2e.altered import (
     spoils_what_it_sends,
 )
 from tests.e2e.harness import LIMIT, Run, Workshop
-from tests.e2e.own_functions import FUNCTIONS, on_evaluation
+from tests.e2e.own_functions import FUNCTIONS, enough, on_evaluation
 from tests.outer.streams import play_device
 
 _SET_CHILD_SUBREAPER = 36
@@ -350,6 +350,7 @@ HOOKS: dict[str, Callable[[], dict[str, Any]]] = {
     "lacks-a-kernel": lacks_a_kernel,
     "out-of-memory": out_of_memory,
     "own-functions": lambda: {**FUNCTIONS, "on_evaluation": on_evaluation},
+    "own-functions-enough": lambda: {**FUNCTIONS, "on_evaluation": enough},
 }
 
 

@@ -23,6 +23,7 @@ from dilocox.record.log import check_log, read_log
 from dilocox.record.notary import LogNotary
 from dilocox.record.note import NoteKey
 from dilocox.recorder import Recorder
+from dilocox.site_reports import KINDS
 from tests.outer.coordinator.helpers import run_config
 from tests.outer.coordinator.served import Run
 
@@ -73,7 +74,7 @@ likely: dict[str, st.SearchStrategy[Any]] = {
     "wait": st.just(0.0),
     "now": st.just(False),
     "value": st.just("AAAA"),
-    "kind": st.sampled_from(["round", "flush", "evaluation", "first_evaluation", "warning"]),
+    "kind": st.sampled_from(KINDS),
     "metrics": st.fixed_dictionaries(
         {},
         optional={
@@ -100,6 +101,7 @@ likely: dict[str, st.SearchStrategy[Any]] = {
             "round": st.integers(-1, 5) | anything,
             "text": st.text(st.characters(codec="utf-8")) | anything,
             "waited_for": anything,
+            "ends": anything,
         },
     ),
 }
@@ -180,7 +182,7 @@ def test_what_was_made_of_it_is_read_again(run: Run, tmp_path: Path) -> None:
         again.close()
     folder = run.config.folder
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert {line["kind"] for line in lines} <= {"round", "flush", "evaluation", "message", "plan"}
+    assert {line["kind"] for line in lines} <= {*KINDS, "message", "plan"}
     # Whatever it says, a speaks for itself.
     assert {line["site"] for line in lines if "site" in line} <= {"a"}
     shutil.copytree(folder, tmp_path / "runs")

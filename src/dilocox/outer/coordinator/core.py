@@ -342,7 +342,7 @@ class Coordinator:
             raise Refused(
                 "conflict",
                 f"round {round_}: this run goes on from round {state.first_round} and ends with "
-                f"the flush after {self.config.total_steps} inner steps",
+                f"the flush after {state.last_step} inner steps",
             )
         planned = plan_round(state, round_, self.wall())
         if isinstance(planned, e.Planned) and state.may_plan(caller.site, round_):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from dilocox.outer.calendar import all_boundary_slots
+from dilocox.outer.coordinator import early_end, fetching
 from dilocox.outer.coordinator import events as e
-from dilocox.outer.coordinator import fetching
 from dilocox.outer.coordinator.choosing import decided
 from dilocox.outer.coordinator.disputes import disputes, odd_one
 from dilocox.outer.coordinator.exchanges import Exchange, RankKey
@@ -52,7 +52,7 @@ def decide(
                 return decided
     if key is not None:
         return None
-    return _checkpoint(state, time) or _end(state, time)
+    return _checkpoint(state, time) or early_end.due(state, time) or _end(state, time)
 
 
 def plan_round(state: CoordinatorState, round_: int, time: float) -> e.Planned | str:
@@ -79,7 +79,7 @@ def plan_round(state: CoordinatorState, round_: int, time: float) -> e.Planned |
     paces, choice, estimate = decided(state, round_, active)
     plan = make_plan(
         state.config, round_, first_tick, first_step, active, state.ledger, choice, estimate,
-        paces, before,
+        paces, before, state.ends_early,
     )  # fmt: skip
     return e.Planned(time, plan.model_dump(mode="json"))
 
@@ -237,8 +237,10 @@ def _end(state: CoordinatorState, time: float) -> e.Event | None:
         return None
     if finished:
         complete = all(state.sites[name].complete for name in finished)
+        last = state.plans.get(state.next_round - 1)
+        why = "" if last is None or last.kind != "flush" else last.reason
         return e.Ended(
-            time, "finished" if complete else "stopped", "" if complete else state.reason
+            time, "finished" if complete else "stopped", why if complete else state.reason
         )
     gone = [f"{name}: {state.sites[name].reason}" for name in state.with_role("gone")]
     if not state.live:

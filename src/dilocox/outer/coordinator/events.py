@@ -331,6 +331,13 @@ class Leased(Event):
 
 
 @dataclass(frozen=True)
+class EndingEarly(Event):
+    """The next round to be planned is the flush, whatever steps are left."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
 class Stopping(Event):
     """The run ends at `tick`, to be resumed."""
 
@@ -403,8 +410,8 @@ class Stored(Event):
 class Resumed(Event):
     """The run goes on from a checkpoint: what the log says after it is superseded.
 
-    `plans` (those of rounds up to `round`), `ledger`, `measured` and `usual` are in force again,
-    as recorded.
+    `plans` (those of rounds up to `round`), `ledger`, `measured`, `usual`, `held_out` and
+    `ends_early` are in force again, as recorded.
     """
 
     tick: int
@@ -416,3 +423,6 @@ class Resumed(Event):
     """(round, site, `Measured` as JSON) of rounds that plans to come look back at."""
     usual: dict[str, int | None] = field(default_factory=dict)
     """The gate's running means by stage and fragment."""
+    held_out: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """A `HeldOut` as JSON by site."""
+    ends_early: str = ""

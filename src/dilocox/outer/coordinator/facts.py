@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from dilocox.config import RunConfig
 from dilocox.outer.coordinator.exchanges import MAX_EXCUSED, Exchange, Member, RankKey
+from dilocox.outer.coordinator.held_out import HeldOut
 from dilocox.outer.coordinator.keys import ExchangeKey
 from dilocox.outer.coordinator.ledger import Ledger
 from dilocox.outer.coordinator.messages import Measured, RoundPlan
@@ -60,6 +61,10 @@ class Facts:
     """The gate's running mean of gains by place, in millionths."""
     doubts: dict[str, int] = field(default_factory=dict)
     """How often a site denied to hold another's contribution, by "SITE/OTHER" (`doubts`)."""
+    held_out: dict[str, HeldOut] = field(default_factory=dict)
+    """What sites have reported of the held-out loss."""
+    ends_early: str = ""
+    """Why the next plan is the flush, whatever steps are left; empty: it is not."""
     lease: int = 0
     stop_tick: int | None = None
     checkpoints: dict[int, CheckpointState] = field(default_factory=dict)
@@ -91,6 +96,12 @@ class Facts:
         """The last plan of the run is made."""
         last = self.plans.get(self.next_round - 1)
         return last is not None and last.kind == "flush"
+
+    @property
+    def last_step(self) -> int:
+        """Inner steps of the fastest site before the flush."""
+        flush = self.plans[self.next_round - 1] if self.flush_planned else None
+        return self.config.total_steps if flush is None else flush.first_step
 
     @property
     def checkpoint(self) -> CheckpointState | None:

@@ -418,7 +418,9 @@ class Checkpoints(Message):
     checkpoints: list[Checkpoint]
 
 
-ReportKind = Literal["round", "flush", "evaluation", "first_evaluation", "warning"]
+ReportKind = Literal[
+    "round", "flush", "evaluation", "first_evaluation", "peer_evaluation", "warning"
+]
 
 
 class ReportRequest(Message):

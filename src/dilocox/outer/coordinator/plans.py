@@ -38,15 +38,16 @@ def make_plan(
     estimate: LinkEstimate | None = None,
     paces: Mapping[str, int] | None = None,
     before: RoundPlan | None = None,
+    ends_early: str = "",
 ) -> RoundPlan:
     """Plan of round `round_` for `members` (run file order), with what was chosen for it.
 
     `paces` by member, none if all take the same steps; `before`: the plan of the round before, for
     what it has left of a step. It is cut short to the steps that are left; the flush when there are
-    none.
+    none, or when the run `ends_early`, for that reason.
     """
     left = config.total_steps - first_step
-    flush = left <= 0
+    flush = left <= 0 or bool(ends_early)
     outer = config.outer
     choice = choice.shortened(left, outer.overlap)
     if flush:
@@ -105,7 +106,7 @@ def make_plan(
         residual_decay=_of_what_was_withheld(before, codec, decay),
         residual_view=0.0 if flush else choice.residual_view,
         exchange=outer.exchange,
-        reason="" if flush else choice.reason,
+        reason=("" if left <= 0 else ends_early) if flush else choice.reason,
         estimate=estimate,
         checkpoint=flush or (not last and due(config.checkpoint.every_rounds)),
         evaluate=flush or (not last and due(config.evaluation.every_rounds)),

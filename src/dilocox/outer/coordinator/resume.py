@@ -8,6 +8,7 @@ from dilocox.config import RunConfig
 from dilocox.errors import CheckpointError
 from dilocox.outer.calendar import boundary_slots
 from dilocox.outer.coordinator import events as e
+from dilocox.outer.coordinator.early_end import to_log
 from dilocox.outer.coordinator.keys import ExchangeKey
 from dilocox.outer.coordinator.log import EventLog
 from dilocox.outer.coordinator.restoring import start_of
@@ -71,6 +72,8 @@ def resume_point(
             if round_ < checkpoint.round
         ],
         usual_at(rolled, tick),
+        to_log(rolled),
+        rolled.ends_early,
     )
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from dilocox.outer.controller.pace import MOST_ROUNDS
-from dilocox.outer.coordinator import doubts, fetching
+from dilocox.outer.coordinator import doubts, early_end, fetching
 from dilocox.outer.coordinator import events as e
 from dilocox.outer.coordinator.exchanges import UNREACHABLE, Exchange, Member, Vote
 from dilocox.outer.coordinator.given_state import GivenState
@@ -365,6 +365,10 @@ class CoordinatorState(GivenState):
     def _leased(self, event: e.Leased) -> None:
         self.lease = event.tick
 
+    def _ending_early(self, event: e.EndingEarly) -> None:
+        self.ends_early = event.reason
+        self._say(event, "phase", f"the run ends early, after the rounds planned: {event.reason}")
+
     def _stopping(self, event: e.Stopping) -> None:
         self.phase, self.reason = "stopping", event.reason
         self.stop_tick = self.lease = event.tick
@@ -395,6 +399,7 @@ class CoordinatorState(GivenState):
 
     def _reported(self, event: e.Reported) -> None:
         self.sites[event.site].metrics[event.kind] = {**event.metrics, "round": event.round}
+        early_end.note(self, event)
         self.sequence += 1
 
     def _finished(self, event: e.Finished) -> None:
@@ -429,6 +434,7 @@ class CoordinatorState(GivenState):
         self.exchanges, self.undecided, self.store, self.owners = {}, {}, {}, {}
         self.shown, self.newest = {}, {}
         self.usual = dict(event.usual)
+        self.held_out, self.ends_early = early_end.from_log(event.held_out), event.ends_early
         self.checkpoints = {
             tick: item for tick, item in self.checkpoints.items() if tick <= event.tick
         }
@@ -477,6 +483,7 @@ _APPLY: dict[type[e.Event], Callable[[CoordinatorState, Any], None]] = {
     e.Retried: CoordinatorState._retried,
     e.Decided: CoordinatorState._decided,
     e.Leased: CoordinatorState._leased,
+    e.EndingEarly: CoordinatorState._ending_early,
     e.Stopping: CoordinatorState._stopping,
     e.Wrote: CoordinatorState._wrote,
     e.Kept: CoordinatorState._kept,
