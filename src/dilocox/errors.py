@@ -64,5 +64,9 @@ class RunOverError(TrainingError):
     lasting = True
 
 
+class RunStoppedError(RunOverError):
+    """The run was stopped where it stands: the site ends, and nothing has failed."""
+
+
 class RecordError(DilocoxError):
     """A record of a run that cannot be written, read or believed."""

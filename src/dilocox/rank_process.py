@@ -34,7 +34,13 @@ from dilocox.config import RunConfig
 from dilocox.data import TokenFiles
 from dilocox.determinism import facts_here
 from dilocox.entering import Newcomer
-from dilocox.errors import CheckpointError, DilocoxError, RecordError, RunOverError
+from dilocox.errors import (
+    CheckpointError,
+    DilocoxError,
+    RecordError,
+    RunOverError,
+    RunStoppedError,
+)
 from dilocox.models import count_parameters
 from dilocox.outer.control import RankControl
 from dilocox.outer.coordinator.client import CoordinatorClient
@@ -88,6 +94,8 @@ class RankJob:
     """Gets a line per event and per round, if the rank leads a site that shows them itself."""
 
 
+STOPPED = 130
+"""Exit code of a rank whose run was stopped where it stood."""
 _REPLACED: list[TextIO] = []
 """What a rank's process printed to before it had its log."""
 
@@ -96,7 +104,7 @@ Errors = Callable[[str, bool], None]
 
 
 def run_rank(job: RankJob, errors: Errors) -> int:
-    """Run one rank to its end; the process's exit code.
+    """Run one rank to its end; the process's exit code: 0, 1 if it has failed, or `STOPPED`.
 
     A rank that has failed keeps its process group: destroying one waits for its peers, which may
     be in a collective until its time limit. The caller ends the process by `processes.exit_now`.
@@ -108,6 +116,9 @@ def run_rank(job: RankJob, errors: Errors) -> int:
     except Stopped:
         _leave_group()
         return 0
+    except RunStoppedError as error:
+        log.warning("%s", error)
+        return STOPPED
     except DilocoxError as error:
         _say_failed(errors, str(error), error.lasting)
         return 1

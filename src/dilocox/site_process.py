@@ -37,7 +37,7 @@ from dilocox.outer.coordinator.transport import host_and_port
 from dilocox.outer.link_endpoint import check_ports
 from dilocox.outer.sockets import check_congestion
 from dilocox.rank_errors import HOST_MEND
-from dilocox.rank_process import RankJob, run_rank
+from dilocox.rank_process import STOPPED, RankJob, run_rank
 from dilocox.record.acceptance import OwnFacts, accept
 from dilocox.record.manifest import code_digest
 from dilocox.supervisor import Ended, complain, keep_in_run, listening
@@ -259,6 +259,8 @@ def _watch(line: SiteLine, ranks: list[BaseProcess], errors: Any, news: Any = No
                 # else the rank that failed first is the one that knows why.
                 time.sleep(0.2)
                 failed = _failed(ranks)
+                if any(rank.exitcode == STOPPED for rank in ranks):
+                    return Ended(130 if heard else 0, "the run was stopped")
                 killed = [rank for rank in ranks if (rank.exitcode or 0) < 0]
                 said, lasting = (None, False) if killed or errors.empty() else errors.get()
                 reason = said or _died((killed or failed)[0])

@@ -17,7 +17,7 @@ from dilocox.report.status import status_of
 from dilocox.report.status_command import ask
 from tests.e2e.forked import Forge
 from tests.e2e.harness import Workshop
-from tests.e2e.test_operations import coordinate, join_all
+from tests.e2e.test_operations import coordinate, join_all, join_lines
 
 SETS = ("outer.rounds=400", "checkpoint.every_rounds=0", "site.stages=1")
 
@@ -77,6 +77,33 @@ def test_sigterm_to_the_group_of_a_join_lets_it_finish_its_round(
     assert sites["paris"].wait() in (0, 130), sites["paris"].output()
     assert run.summary()["phase"] == "stopped"
     assert list((run.folder / "checkpoints").glob("tick-*"))
+
+
+def test_one_interrupt_ends_a_run_that_waits_for_sites(workshop: Workshop, forge: Forge) -> None:
+    sets = ("outer.rounds=400", "checkpoint.every_rounds=0", "outer.min_sites=2")
+    words = workshop.run_file("waiting", *sets)
+    run = coordinate(forge, workshop, "waiting", *words)
+    # Before any site is there, and when one of two is: nothing has begun.
+    lines = join_lines(run)
+    paris = forge.command(workshop, "waiting", *lines["paris"])
+    run.until(lambda: "paris enrolled" in run.printed())
+    run.interrupt()
+    assert run.wait() == 130, run.output()
+    assert paris.wait() == 0, paris.output()
+    run.folder.rename(run.folder.with_name("waiting-first"))
+    # When a site has died that the others need.
+    run = coordinate(forge, workshop, "waiting", *words)
+    sites = join_all(forge, workshop, run)
+    run.until_round(1)
+    os.kill(sites["lyon"].process.pid, signal.SIGKILL)
+    run.until(lambda: "the run waits for sites" in run.printed())
+    run.interrupt()
+    assert run.wait() == 130, run.output()
+    assert sites["paris"].wait() == 0, sites["paris"].output()
+    assert "joins again" not in sites["paris"].printed()
+    summary = run.summary()
+    assert summary["phase"] == "stopped"
+    assert "while the run waited for sites (there is no checkpoint)" in summary["reason"]
 
 
 def test_sigterm_to_a_launcher_ends_with_a_checkpoint(workshop: Workshop, forge: Forge) -> None:

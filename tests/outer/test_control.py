@@ -150,12 +150,22 @@ def test_a_stop_comes_before_the_lease() -> None:
         assert not control.may_finish(6)
 
 
+def test_a_site_that_stands_at_the_stop_is_not_interrupted() -> None:
+    coordinator = Coordinator()
+    coordinator.answer = reply(phase="stopped", lease=5, stop_tick=5)
+    with started(coordinator) as (control, _, _):
+        assert not control.may_finish(6)
+        assert control.news.phase == "stopped"
+
+
 @pytest.mark.parametrize(
     ("answer", "text"),
     [
         (SiteGoneError("lyon is gone"), "lyon is gone"),
         (reply(phase="failed", reason="no more disks"), "the run has failed: no more disks"),
         (reply(phase="finished", role="enrolled"), "finished: this site never entered"),
+        (reply(phase="stopped", reason="interrupted"), "the run is stopped: interrupted"),
+        (reply(phase="stopped", role="enrolled", stop_tick=5), "the run is stopped"),
     ],
 )
 def test_what_ends_the_run_is_raised_where_the_loop_waits(

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from dilocox.errors import DilocoxError, RunOverError, TrainingError
+from dilocox.errors import DilocoxError, RunOverError, RunStoppedError, TrainingError
 from dilocox.outer.coordinator.messages import BeatReply
 
 log = logging.getLogger(__name__)
@@ -33,7 +33,8 @@ class RankControl:
     not look alive. While the run waits for sites no loop makes progress, and all ranks are alive.
 
     All waiting methods raise what ended the rank's part in the run: `SiteGone`,
-    `CoordinatorUnreachable`, or `RunOverError` when the run has failed. If the training loop has
+    `CoordinatorUnreachable`, `RunOverError` when the run has failed, or `RunStoppedError` when the
+    run has stopped where it stands. If the training loop has
     not taken notice of it `patience` seconds later, `on_stuck` is called with it in this thread: a
     loop that waits for a neighbour which is gone would hang for as long as the neighbour may.
 
@@ -190,8 +191,13 @@ class RankControl:
                 if reply.phase == "failed":
                     self._end(RunOverError(f"the run has failed: {reply.reason}"))
                     return
-                if reply.role != "active" and reply.phase in ("stopped", "finished"):
-                    self._end(RunOverError(f"the run is {reply.phase}: this site never entered"))
+                # An active site of a run that stops at a slot end writes its checkpoint there.
+                here = reply.role != "active" or reply.stop_tick is None
+                if reply.phase == "stopped" and here:
+                    self._end(RunStoppedError(f"the run is stopped: {reply.reason}"))
+                    return
+                if reply.role != "active" and reply.phase == "finished":
+                    self._end(RunOverError("the run is finished: this site never entered"))
                     return
             else:
                 log.error("no progress for %.0f s: this rank no longer counts as alive", silent)

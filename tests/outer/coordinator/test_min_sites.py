@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from dilocox.outer.coordinator import messages as m
+from dilocox.outer.coordinator.refusals import Caller, Refused
 from tests.outer.coordinator.helpers import Driver, run_config
 
 OUTER = m.ExchangeKey.outer
@@ -62,3 +65,40 @@ def test_where_all_are_needed_one_round_is_made_for_what_has_not_landed(tmp_path
     both = driver.plan(2, "a")
     assert both is not None
     assert list(both.members) == ["a", "b"]
+
+
+def test_a_run_that_waits_for_sites_stops_where_it_is(tmp_path: Path) -> None:
+    driver = Driver(tmp_path, run_config("ab", outer={"min_sites": 2}))
+    driver.start()
+    assert driver.plan(0, "a") is not None
+    key = OUTER(0, 0, 0)
+    for site in "ab":
+        driver.begin(key, site)
+    driver.leave("b", "crashed", failed=True)
+    assert driver.beat("a").waits_for_sites
+    driver.core.departures.stop(m.StopRequest(reason="interrupted"))
+    state = driver.core.state
+    assert (state.phase, state.stop_tick) == ("stopped", None)
+    assert state.reason == "interrupted, while the run waited for sites (there is no checkpoint)"
+    # Whatever its ranks ask next, they hear of it; nobody has failed.
+    assert driver.beat("a").phase == "stopped"
+    with pytest.raises(Refused) as refused:
+        driver.vote(key, "a", 2, held=["a"])
+    assert refused.value.kind == "stopped"
+    with pytest.raises(Refused, match="run stopped: interrupted"):
+        driver.plan(1, "a")
+
+
+def test_a_site_leaves_at_once_while_the_run_waits_for_sites(tmp_path: Path) -> None:
+    driver = Driver(tmp_path, run_config("abc", outer={"min_sites": 3}))
+    driver.start()
+    assert driver.plan(0, "a") is not None
+    driver.leave("c", "crashed", failed=True)
+    request = m.RetireRequest(site="b", reason="asked to go")
+    reply = driver.core.departures.retire(request, Caller("b", 1))
+    assert reply.text == "site b is out of the run, which waits for sites"
+    assert driver.core.state.sites["b"].role == "gone"
+    assert driver.core.state.phase == "running"
+    # The last one takes the run with it.
+    driver.core.departures.retire(m.RetireRequest(site="a", reason="too"), Caller("a", 1))
+    assert driver.core.state.phase == "stopped"

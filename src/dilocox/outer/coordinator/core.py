@@ -30,7 +30,7 @@ from dilocox.outer.coordinator.identity import Authority, server_names
 from dilocox.outer.coordinator.liveness import Liveness
 from dilocox.outer.coordinator.log import EventLog
 from dilocox.outer.coordinator.notary import Notary, Witness
-from dilocox.outer.coordinator.refusals import Caller, Refused
+from dilocox.outer.coordinator.refusals import Caller, Refused, ended
 from dilocox.outer.coordinator.reports import Report as Report
 from dilocox.outer.coordinator.reports import Reports
 from dilocox.outer.coordinator.restoring import Snapshots, restored
@@ -235,7 +235,7 @@ class Coordinator:
 
     def _check_running(self) -> None:
         if self.state.phase in ("stopped", "failed"):
-            raise Refused("ended", f"run {self.state.phase}: {self.state.reason}")
+            raise ended(self.state.phase, self.state.reason)
         if not self.state.running:
             raise Refused("conflict", f"the run is {self.state.phase}: nothing to exchange")
 
@@ -337,7 +337,7 @@ class Coordinator:
             receive = asking is not None and asking.role == "entering"
             return m.PlanReply(plan=state.plans[round_], waiting_for="", receive=receive)
         if state.over:
-            raise Refused("ended", f"run {state.phase}: {state.reason}")
+            raise ended(state.phase, state.reason)
         if round_ < state.first_round or state.flush_planned:
             raise Refused(
                 "conflict",

@@ -54,6 +54,11 @@ class Departures:
             return m.RetireReply(
                 text=f"site {name} is the only active one: the run stops with a checkpoint"
             )
+        if state.waits_for_sites:
+            # What it owes the others is decided only when more sites are there.
+            reason = f"{request.reason}, while the run waits for sites"
+            core.record(e.Gone(core.wall(), name, site.incarnation, reason, False))
+            return m.RetireReply(text=f"site {name} is out of the run, which waits for sites")
         if site.leave_round is None:
             event = e.Leaving(core.wall(), name, site.incarnation, state.next_round, request.reason)
             core.record(event)
@@ -73,10 +78,19 @@ class Departures:
         return m.Done()
 
     def stop(self, request: m.StopRequest) -> m.StopReply:
-        """End the run at the highest slot that anyone may have been allowed to reach."""
+        """End the run at the highest slot that anyone may have been allowed to reach.
+
+        A run that waits for sites ends where it is: no exchange is decided, so no site can get to a
+        slot end where all could write a checkpoint.
+        """
         core, state = self._core, self._core.state
         if state.phase in ("enrolling", "starting"):
             core.record(e.Ended(core.wall(), "stopped", request.reason))
+        elif state.waits_for_sites:
+            newest = max((at for at, own in state.checkpoints.items() if own.sites), default=None)
+            back = "there is no checkpoint" if newest is None else f"checkpoint at slot {newest}"
+            reason = f"{request.reason}, while the run waited for sites ({back})"
+            core.record(e.Ended(core.wall(), "stopped", reason))
         elif state.phase == "running":
             tick = max(state.lease, state.first_tick + LEASE_LEAST)
             core.record(e.Stopping(core.wall(), tick, request.reason))

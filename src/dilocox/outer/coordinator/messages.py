@@ -59,8 +59,8 @@ class Refusal(Message):
 
     error: str
     kind: Literal[
-        "malformed", "refused", "join", "taken", "gone", "conflict", "over", "ended", "busy",
-        "quota",
+        "malformed", "refused", "join", "taken", "gone", "conflict", "over", "ended",
+        "stopped", "busy", "quota",
     ]  # fmt: skip
 
 

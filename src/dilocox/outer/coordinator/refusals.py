@@ -8,8 +8,9 @@ from typing import Literal
 from dilocox.outer.coordinator.identity import OPERATOR
 
 RefusalKind = Literal[
-    "malformed", "refused", "join", "taken", "gone", "conflict", "over", "ended", "busy", "quota"
-]
+    "malformed", "refused", "join", "taken", "gone", "conflict", "over", "ended", "stopped", "busy",
+    "quota",
+]  # fmt: skip
 """`busy`: try again; `quota`: not before something changes."""
 
 
@@ -19,6 +20,11 @@ class Refused(Exception):  # noqa: N818  (an answer, not an error of the coordin
     def __init__(self, kind: RefusalKind, text: str) -> None:
         super().__init__(text)
         self.kind: RefusalKind = kind
+
+
+def ended(phase: str, reason: str) -> Refused:
+    """The refusal of what needs a run that goes on."""
+    return Refused("stopped" if phase == "stopped" else "ended", f"run {phase}: {reason}")
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from dilocox.storage import is_passing
 
 _STATUS = {
     "malformed": 400, "refused": 403, "join": 403, "taken": 403, "gone": 410, "conflict": 409,
-    "over": 409, "ended": 410, "busy": BUSY, "quota": 403,
+    "over": 409, "ended": 410, "stopped": 410, "busy": BUSY, "quota": 403,
 }  # fmt: skip
 _LOOK = 0.02
 """Seconds between two looks at the open connections."""

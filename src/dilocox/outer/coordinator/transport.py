@@ -15,7 +15,13 @@ import urllib3
 from pydantic import ValidationError
 
 from dilocox.backoff import pauses
-from dilocox.errors import DilocoxError, JoinError, NotNowError, RunOverError
+from dilocox.errors import (
+    DilocoxError,
+    JoinError,
+    NotNowError,
+    RunOverError,
+    RunStoppedError,
+)
 from dilocox.outer.coordinator import messages as m
 from dilocox.outer.coordinator.errors import (
     CoordinatorError,
@@ -187,6 +193,7 @@ def _refusal(status: int, content: bytes, name: str) -> DilocoxError:
         "join": JoinError,
         "taken": NotNowError,
         "ended": RunOverError,
+        "stopped": RunStoppedError,
         "over": EpochOverError,
     }
     return kinds.get(refusal.kind, CoordinatorError)(refusal.error)
