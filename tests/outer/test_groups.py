@@ -8,7 +8,9 @@ import threading
 import time
 from collections.abc import Sequence
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -174,6 +176,32 @@ def test_a_connection_that_a_router_has_forgotten_is_made_again() -> None:
     with shared_store() as store:
         found = run_each({me: partial(through_a_silent_way, store, me) for me in "ab"})
     assert found == {"a": (True, 0), "b": (True, 2)}
+
+
+def after_a_long_round(store: MemoryStore, me: str) -> tuple[bool, int]:
+    """Two swaps with hours of training in between; whether all came, and connections."""
+    idle = [0.0]
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + idle[0])
+    endpoint = endpoint_of(me)
+    tap = None
+    if me == "b":
+        tap = Tap((endpoint.host, endpoint.port))
+        endpoint.host, endpoint.port = tap.address
+    with patch.object(link, "time", clock):
+        group = PeerGroup(endpoint, store, "epoch/1", ["a", "b"], LIMIT, LIMIT, lambda: False)
+        same = [swap(group, 1000, 1)]
+        together(store, "first", "ab", me)
+        idle[0] += 1e4
+        same.append(swap(group, 1000, 2))
+        together(store, "done", "ab", me)
+    return all(same), 0 if tap is None else tap.taken
+
+
+def test_a_connection_outlasts_a_round_in_which_nothing_is_sent() -> None:
+    """Only who waits for something may take a silent connection for a dead one."""
+    with shared_store() as store:
+        found = run_each({me: partial(after_a_long_round, store, me) for me in "ab"})
+    assert found == {"a": (True, 0), "b": (True, 1)}
 
 
 def test_a_connection_has_no_key_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:

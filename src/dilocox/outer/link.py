@@ -136,6 +136,9 @@ class Link:
             if self._dead is not None:
                 transfer.fail(self._dead)
             elif transfer.size:
+                if not self._state.busy:
+                    # The peer had nothing to say until now.
+                    self._heard, self._pinged = time.monotonic(), False
                 try:
                     begin()
                 except ExchangeError as error:
