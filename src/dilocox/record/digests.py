@@ -8,6 +8,7 @@ its stages. No file format is hashed: the same weights have many safetensors fil
 from __future__ import annotations
 
 import hashlib
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -57,6 +58,12 @@ class TensorDigest:
     shape: tuple[int, ...]
     sha256: str
     """Of its elements' little-endian bytes in row-major order; also its address in the store."""
+
+    @property
+    def size(self) -> int:
+        """Bytes of its elements."""
+        bits = re.search(r"[0-9]+", self.dtype)
+        return math.prod(self.shape) * (max(1, int(bits[0]) // 8) if bits else 1)
 
     @property
     def leaf(self) -> bytes:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from dilocox.errors import DilocoxError, RecordError
+from dilocox.record import bounded
 from dilocox.record.digests import digest_text, sha256
 from dilocox.storage import Room, is_local, opened, patiently, sync_folder, unsafe_reason
 
@@ -25,6 +26,10 @@ STATES = "states"
 BF16 = ".bf16"
 """Ends the name of an fp32 tensor whose values are all in bf16: what lies there is the upper half
 of each value, and the name is the SHA-256 of the fp32 bytes."""
+_WINDOW_DEPTH = 6
+"""Folders from the windows to a file: site, rank, round, `sha256`, its first digits."""
+DOCUMENT_BYTES = 1 << 28
+"""Of what is no tensor and no payload: lists of tensors and the like."""
 WINDOWS = "windows"
 """Payloads of rounds that are removed one day, with what a replay of them begins from."""
 
@@ -187,7 +192,7 @@ class Store:
             place, found = f"{self._root.rstrip('/')}/{WINDOWS}", dict[str, list[str]]()
             # A store has either windows or states above the same place, and windows have none.
             if self._files.exists(place):
-                for path in map(str, self._files.find(place)):
+                for path in bounded.find(self._files, place, _WINDOW_DEPTH):
                     *_, kind, head, rest = path.rsplit("/", 3)
                     if kind == "sha256" and not rest.startswith("."):
                         found.setdefault(head + rest, []).append(path)
@@ -226,17 +231,18 @@ class Store:
         except OSError:
             return False  # whatever else is wrong there, writing says
 
-    def get(self, digest: str) -> bytes:
-        """The bytes with this digest.
+    def get(self, digest: str, most: int | None = None) -> bytes:
+        """The bytes with this digest, `most` at the most (None: half of this machine's memory).
 
         Several windows may hold them: the first right copy is given. Raises `MissingError` if there
-        is no copy, `RecordError` if every copy has another digest or cannot be read.
+        is no copy, `RecordError` if every copy has another digest, is larger or cannot be read.
         """
         path = self.path(digest)
+        most = bounded.memory_limit() if most is None else most
         problems: list[RecordError] = []
         for place in self._places(path, digest):
             try:
-                return self._read(place, digest)
+                return self._read(place, digest, most)
             except FileNotFoundError:
                 continue
             except RecordError as error:
@@ -254,13 +260,13 @@ class Store:
             self._index = None
             yield from (each for each in self._in_windows().get(digest, []) if each not in known)
 
-    def _read(self, path: str, digest: str) -> bytes:
+    def _read(self, path: str, digest: str, most: int) -> bytes:
         """Raises `FileNotFoundError`, `RecordError`."""
         unsafe = unsafe_reason(Path(path), Path(self._root)) if self._local else ""
         if unsafe:
             raise RecordError(f"{path}: {unsafe}; a store is plain files")
         try:
-            data: bytes = self._files.cat_file(path)
+            data = bounded.read(self._files, path, most)
         except FileNotFoundError:
             raise
         except OSError as error:
@@ -285,8 +291,18 @@ def widened(data: bytes) -> bytes:
 class Stores:
     """Several stores, read as one: the first that holds the right bytes gives them."""
 
-    def __init__(self, stores: list[Store]) -> None:
+    def __init__(self, stores: list[Store], most: int | None = None) -> None:
+        """`most`: bytes of one object, until `allow` says that there may be more (None: see
+        `Store.get`)."""
         self._stores = stores
+        self._most = most
+
+    def allow(self, state: int) -> None:
+        """A state of the run has so many bytes, as it was signed. No object has more than twice as
+        many: those of a codec take 8 bytes per value at the most, a state 4."""
+        if self._most is not None:
+            most = max(self._most, 2 * state + DOCUMENT_BYTES)
+            self._most = min(most, bounded.memory_limit())
 
     def has(self, digest: str) -> bool:
         """True if something is there in some store; only `get` says whether it is right."""
@@ -299,7 +315,7 @@ class Stores:
             if not store.has(digest):
                 continue
             try:
-                return store.get(digest)
+                return store.get(digest, self._most)
             except MissingError:  # removed since it was looked for
                 continue
             except RecordError as error:

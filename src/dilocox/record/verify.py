@@ -28,7 +28,7 @@ from dilocox.record.notary import code_digest
 from dilocox.record.note import NoteKey
 from dilocox.record.released import check_release, is_released
 from dilocox.record.states import State
-from dilocox.record.store import MissingError, Store, Stores
+from dilocox.record.store import DOCUMENT_BYTES, MissingError, Store, Stores
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -106,7 +106,7 @@ class _Verification:
     def report(self) -> Report:
         folder = self.places.run / "record"
         own = str(folder / "store")
-        self.stores = Stores([Store(each) for each in (own, *self.places.stores)])
+        self.stores = Stores([*map(Store, (own, *self.places.stores))], most=DOCUMENT_BYTES)
         checks: list[tuple[c.Claim, Callable[[], str]]] = [
             (c.LOG, self.log),
             (c.SIGNATURES, self.signatures),
@@ -280,12 +280,14 @@ class _Verification:
 
         try:
             root, listing = (state.root, state.listing) if form is None else form
-            return read_listing(self._get, listing, root)
+            tensors = read_listing(self._get, listing, root)
         except MissingError as error:
             raise NotRunError(
                 f"list of stage {state.stage}'s {state.kind} tensors: {error}; name site "
                 f"{state.site}'s with --store"
             ) from None
+        self.stores.allow(sum(each.size for each in tensors))
+        return tensors
 
     def replay(self) -> str:
         """All outer steps, from theta_0 to the final state."""

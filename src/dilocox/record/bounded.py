@@ -1,0 +1,115 @@
+"""Reading what a stranger's storage serves, up to a limit. A web server may send without end, and
+may name more files than there are."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from html import unescape
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urljoin
+
+from dilocox.errors import RecordError
+
+CHUNK = 1 << 22
+PAGE_BYTES = 1 << 24
+"""Of a web server's page that lists a folder."""
+NAMES = 1_000_000
+"""In one folder, or below it."""
+_LINK = re.compile(r"""<a\s[^>]*?href\s*=\s*["']([^"'>]+)["']""", re.IGNORECASE)
+
+
+def memory_limit() -> int:
+    """Bytes of one object at the most, whatever a record says: half of this machine's memory."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+
+
+def read(files: Any, path: str, most: int) -> bytes:
+    """The bytes of the file `path` of the fsspec file system `files`.
+
+    Raises `RecordError` for more than `most` bytes, at the latest when so many have come, and
+    `OSError` as the storage does.
+    """
+    if _is_web(files):
+        return b"".join(_chunks(files, path, most))
+    # Of other storage the size is known, and no more is read than that.
+    if (files.info(path).get("size") or 0) > most:
+        raise _larger(path, most)
+    found: bytes = files.cat_file(path)
+    return found
+
+
+def copy(files: Any, path: str, target: Path, most: int) -> int:
+    """Copy a file of `files` to `target`; its bytes. Raises as `read`."""
+    size = 0
+    with target.open("wb") as file:
+        for chunk in _chunks(files, path, most):
+            file.write(chunk)
+            size += len(chunk)
+    return size
+
+
+def names(files: Any, place: str) -> list[tuple[str, bool]]:
+    """Names in the folder `place`, and which of them are folders. Raises as `read`."""
+    if not _is_web(files):
+        found = []
+        for each in files.ls(place, detail=True):
+            where, _, name = str(each["name"]).rstrip("/").rpartition("/")
+            # Object storage may name the folder itself. What is no file is not to be read.
+            if each["type"] == "file" or where == place.rstrip("/"):
+                found.append((name, each["type"] != "file"))
+        return found
+    base = place.rstrip("/") + "/"
+    page = read(files, base, PAGE_BYTES).decode("utf-8", "replace")
+    listed: dict[str, bool] = {}
+    for link in _LINK.findall(page):
+        where = urljoin(base, unescape(link)).partition("#")[0].partition("?")[0]
+        name = unquote(where.removeprefix(base)) if where.startswith(base) else ""
+        if name.rstrip("/") and "/" not in name.rstrip("/"):
+            listed[name.rstrip("/")] = name.endswith("/")
+    return sorted(listed.items())
+
+
+def find(files: Any, place: str, depth: int) -> Iterator[str]:
+    """Paths of the files below the folder `place`, at most `depth` folders down.
+
+    Raises as `read`, and `RecordError` for too many.
+    """
+    if not _is_web(files):
+        yield from map(str, files.find(place))
+        return
+    left, seen = [(place.rstrip("/"), depth)], 0
+    while left:
+        folder, more = left.pop()
+        for name, is_folder in names(files, folder):
+            seen += 1
+            if seen > NAMES:
+                raise RecordError(f"{place}: names more than {NAMES:,} files and folders")
+            if not is_folder:
+                yield f"{folder}/{name}"
+            elif more > 1:
+                left.append((f"{folder}/{name}", more - 1))
+
+
+def _chunks(files: Any, path: str, most: int) -> Iterator[bytes]:
+    # Without blocks an HTTP answer is read as it comes. By blocks each answer is read whole, and a
+    # server may answer a question for one block with anything.
+    options = {"block_size": 0} if _is_web(files) else {}
+    size = 0
+    with files.open(path, "rb", **options) as file:
+        while chunk := file.read(min(CHUNK, most + 1 - size)):
+            size += len(chunk)
+            if size > most:
+                raise _larger(path, most)
+            yield chunk
+
+
+def _larger(path: str, most: int) -> RecordError:
+    return RecordError(f"{path}: larger than the {most:,} bytes that it may have")
+
+
+def _is_web(files: Any) -> bool:
+    found = files.protocol
+    return bool({"http", "https"} & set((found,) if isinstance(found, str) else found))
