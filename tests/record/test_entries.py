@@ -49,3 +49,14 @@ def test_what_is_no_log_is_refused(tmp_path: Path) -> None:
     path.write_text("one\n")
     with pytest.raises(RecordError, match="cut while it was read"):
         list(found)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(st.lists(line, max_size=6), st.integers(0, 8), st.sampled_from(["", "no en"]))
+def test_the_beginning_of_a_file_that_is_being_written(
+    tmp_path: Path, lines: list[str], most: int, rest: str
+) -> None:
+    path = tmp_path / "log"
+    path.write_bytes(("".join(f"{each}\n" for each in lines) + rest).encode())
+    found = FileEntries.covered(path, most)
+    assert (len(found), list(found)) == (min(most, len(lines)), lines[:most])

@@ -18,6 +18,7 @@ from dilocox.record.merkle import (
     leaf_hash,
     node_hash,
     root_of,
+    roots_at,
 )
 
 INPUTS = [
@@ -129,3 +130,10 @@ def test_every_earlier_tree_is_a_beginning() -> None:
 def test_there_is_no_proof_of_what_is_not_there(call: object) -> None:
     with pytest.raises(ValueError, match="a tree of 8 leaves has no"):
         call()  # type: ignore[operator]
+
+
+@given(st.lists(st.binary(max_size=3), max_size=12), st.sets(st.integers(0, 14)))
+def test_roots_of_beginnings(data: list[bytes], sizes: set[int]) -> None:
+    leaves = [leaf_hash(each) for each in data]
+    found = roots_at(iter(leaves), sizes)
+    assert found == {size: root_of(leaves[:size]) for size in sizes if size <= len(leaves)}

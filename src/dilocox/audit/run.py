@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,11 +13,18 @@ from dilocox.errors import RecordError
 from dilocox.outer.coordinator.messages import RoundPlan
 from dilocox.record.agreed import agreed_run
 from dilocox.record.audits import Prefix, Selection
-from dilocox.record.beacon import due_rounds, point_of, sites_of
+from dilocox.record.beacon import Point, due_rounds, points_of, sites_of
 from dilocox.record.course import Course, CourseReader
-from dilocox.record.log import PUBLIC, check_log, read_covered, read_text
+from dilocox.record.log import (
+    PUBLIC,
+    as_signed,
+    check_log,
+    leaves_of,
+    read_covered,
+    read_text,
+)
+from dilocox.record.merkle import Frontier, leaf_hash, roots_at
 from dilocox.record.note import NoteKey
-from dilocox.record.standing import prefixes_of
 from dilocox.record.store import Store, Stores
 
 
@@ -40,7 +49,9 @@ class AuditedRun:
         self._data = data
         self._key = NoteKey.parse(key or read_text(folder / "record" / PUBLIC).strip())
         self._reader = CourseReader(self._key)
-        self.entries: list[str] = []
+        self.entries: Sequence[str] = ()
+        self._tree = Frontier()
+        self._points: dict[int, Point] = {}
         self.refresh()
         self._config = agreed_run(folder / "run.toml", self.course.manifest)
 
@@ -55,12 +66,19 @@ class AuditedRun:
         record = self.folder / "record"
         content = read_covered(record, self._key)
         check_log(content, self._key)
-        entries, known = list(content.entries), len(self.entries)
-        if entries[:known] != self.entries:
+        known = self._tree.size
+        before = roots_at(leaves_of(content.entries), [known])
+        if before.get(known) != self._tree.root:
             raise RecordError(f"{record}: its statements are not those that were read before")
-        self._reader.take(entries[known:])
-        self.entries = entries
-        return len(entries) > known
+        self._reader.take(self._new(as_signed(content, self._key), known))
+        self.entries, self._points = content.entries, {}
+        return self._tree.size > known
+
+    def _new(self, entries: Iterator[str], known: int) -> Iterator[str]:
+        """The entries behind the known ones, all of which are hashed as they are read."""
+        for entry in itertools.islice(entries, known, None):
+            self._tree.append(leaf_hash(entry.encode()))
+            yield entry
 
     def case(self) -> Case:
         """What `judge` takes."""
@@ -77,8 +95,7 @@ class AuditedRun:
 
     def seen(self) -> Prefix:
         """The log as it was read."""
-        size = len(self.entries)
-        return prefixes_of(self.entries, [size])[size]
+        return Prefix(self._tree.size, self._tree.root.hex())
 
     def steps_of(self, site: str, round_: int) -> int:
         """Inner steps that the plan of a round asks of a site; 0: of none that is known."""
@@ -110,12 +127,19 @@ class AuditedRun:
 
     def drawn(self, round_: int, rate: float, randomness: bytes) -> list[tuple[float, Chosen]]:
         """All sites of a round that is due, each with its draw."""
-        point = point_of(self.course, self.entries, round_)
+        point = self._point(round_)
         chosen = Selection("beacon", rate, point.size, point.root, randomness.hex())
         return [
             (point.draw(randomness, site), Chosen(round_, site, chosen))
             for site in sites_of(self.course, round_)
         ]
+
+    def _point(self, round_: int) -> Point:
+        """A round's selection point. Those of all due rounds come out of one reading."""
+        if round_ not in self._points:
+            rounds = {round_, *due_rounds(self.course)}
+            self._points = points_of(self.course, self.entries, rounds)
+        return self._points[round_]
 
     def sampled(self, rate: float, randomness: dict[int, bytes]) -> list[Chosen]:
         """What the beacon selects at `rate`; at least one, the one with the smallest draw."""

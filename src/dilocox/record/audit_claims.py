@@ -9,7 +9,7 @@ from pathlib import Path
 
 from dilocox.errors import RecordError
 from dilocox.record.audits import BAD, GOOD, Signed, read_all
-from dilocox.record.beacon import decided, due_rounds, point_of, sites_of
+from dilocox.record.beacon import Point, decided, due_rounds, points_of, sites_of
 from dilocox.record.claims import NotRunError
 from dilocox.record.course import Course
 from dilocox.record.standing import still_standing
@@ -92,8 +92,10 @@ class Audits:
         """What was to be audited was, and public randomness said so."""
         signed = still_standing(self.course, self.entries, self._read())
         drawn = [each for each in signed if each.selection.by == "beacon"]
+        there = {each.verdict.round for each in drawn if decided(self.course, each.verdict.round)}
+        points = points_of(self.course, self.entries, there)
         for each in drawn:
-            self._check_drawn(each)
+            self._check_drawn(each, points.get(each.verdict.round))
         public = [each for each in drawn if each.selection.randomness]
         if not public:
             how = "the log alone has selected" if drawn else "no audit was selected by the log"
@@ -108,7 +110,7 @@ class Audits:
         for round_, text in values.items():
             if self.randomness.get(round_, bytes.fromhex(text)).hex() != text:
                 raise RecordError(f"round {round_} was selected by other randomness than was told")
-            point = point_of(self.course, self.entries, round_)
+            point = points[round_]
             for site in sites_of(self.course, round_):
                 if point.draw(bytes.fromhex(text), site) < rate and (round_, site) not in judged:
                     raise NotRunError(f"round {round_} of {site} is selected and was not audited")
@@ -142,11 +144,10 @@ class Audits:
             if state is None or state.document != verdict.states[name]:
                 raise RecordError(f"{where} is about another state than the one in this log")
 
-    def _check_drawn(self, signed: Signed) -> None:
+    def _check_drawn(self, signed: Signed, point: Point | None) -> None:
         verdict, chosen = signed.verdict, signed.selection
         where = f"the audit of round {verdict.round} of {verdict.site}"
-        if not decided(self.course, verdict.round):
+        if point is None:
             raise RecordError(f"{where}: this log does not decide the round")
-        point = point_of(self.course, self.entries, verdict.round)
         if (point.size, point.root) != (chosen.size, chosen.root):
             raise RecordError(f"{where} was selected by another log")

@@ -10,14 +10,15 @@ of the log's key could try several logs until one selects what it likes; with it
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from dilocox.errors import RecordError
 from dilocox.outer.coordinator.keys import ExchangeKey
 from dilocox.record.course import Course, Step
-from dilocox.record.merkle import Frontier, leaf_hash
+from dilocox.record.log import leaves_of
+from dilocox.record.merkle import roots_at
 
 BEACON, DRAW = b"dilocox/beacon/v1\0", b"dilocox/draw/v1\0"
 
@@ -71,11 +72,12 @@ def size_of(course: Course, round_: int) -> int:
     return 1 + max(course.numbers[key] for key in exchanges_of(course, round_))
 
 
-def point_of(course: Course, entries: Sequence[str], round_: int) -> Point:
-    """The selection point of a round that is `decided`. `entries`: of the whole log."""
-    size = size_of(course, round_)
-    root = Frontier(leaf_hash(entry.encode()) for entry in entries[:size]).root
-    return Point(round_, size, root.hex())
+def points_of(course: Course, entries: Sequence[str], rounds: Collection[int]) -> dict[int, Point]:
+    """The selection points of rounds that are `decided`. `entries`: of the whole log, which is gone
+    through once."""
+    sizes = {round_: size_of(course, round_) for round_ in rounds}
+    roots = roots_at(leaves_of(entries), set(sizes.values()))
+    return {round_: Point(round_, size, roots[size].hex()) for round_, size in sizes.items()}
 
 
 def due_rounds(course: Course) -> list[int]:

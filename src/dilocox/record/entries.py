@@ -3,6 +3,7 @@ larger than memory."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import overload
@@ -22,6 +23,14 @@ class FileEntries(Sequence[str]):
             _check(path)
             end = sum(1 for _ in _lines(path))
         self._end = max(first, end)
+
+    @classmethod
+    def covered(cls, path: Path, most: int) -> FileEntries:
+        """The first lines of a file that is being written, so many or as many as it has. A last one
+        without an end is none. Raises `RecordError` for a file that cannot be read."""
+        _check(path)
+        found = sum(1 for _ in itertools.islice(_lines(path, whole=False), most))
+        return cls(path, 0, found)
 
     def __len__(self) -> int:
         return self._end - self._first
@@ -60,19 +69,33 @@ class FileEntries(Sequence[str]):
     __hash__ = None  # type: ignore[assignment]
 
 
+def lines_of(path: Path) -> Iterator[str]:
+    """The lines of a file of a record, each with its end, read one after the other.
+
+    Raises `RecordError` for a file that is no plain one or cannot be read.
+    """
+    _check(path)
+    yield from _read(path)
+
+
 def _check(path: Path) -> None:
     reason = unsafe_reason(path, path.parent)
     if reason:
         raise RecordError(f"{path}: {reason}; a record is plain files")
 
 
-def _lines(path: Path) -> Iterator[str]:
+def _lines(path: Path, whole: bool = True) -> Iterator[str]:
+    for line in _read(path):
+        if line.endswith("\n"):
+            yield line[:-1]
+        elif whole:
+            raise RecordError(f"{path}: its last line was cut short")
+
+
+def _read(path: Path) -> Iterator[str]:
     try:
         with path.open(encoding="utf-8", newline="\n") as file:
-            for line in file:
-                if not line.endswith("\n"):
-                    raise RecordError(f"{path}: its last line was cut short")
-                yield line[:-1]
+            yield from file
     except FileNotFoundError:
         raise RecordError(f"{path}: missing; was this run recorded?") from None
     except (OSError, UnicodeDecodeError) as error:

@@ -133,14 +133,11 @@ class LogWriter:
         self._file.close()
 
 
-def read_log(folder: Path, whole: bool = True) -> LogContent:
-    """What is in a log's folder. Raises `RecordError` if files are missing or cut short.
-
-    Unless `whole`, a last line that is being written is left out.
-    """
+def read_log(folder: Path) -> LogContent:
+    """What is in a log's folder. Raises `RecordError` if files are missing or cut short."""
     texts = {name: read_text(folder / name) for name in (ENTRIES, CHECKPOINT, PUBLIC)}
     lines = texts[ENTRIES].split("\n")
-    if lines.pop() != "" and whole:
+    if lines.pop() != "":
         raise RecordError(f"{folder / ENTRIES}: its last line was cut short")
     return LogContent(lines, texts[CHECKPOINT], texts[PUBLIC].strip())
 
@@ -152,13 +149,14 @@ def open_log(folder: Path) -> LogContent:
 
 
 def read_covered(folder: Path, key: NoteKey) -> LogContent:
-    """The part of a log that is being written which its newest checkpoint covers.
+    """The part of a log that is being written which its newest checkpoint covers, with entries
+    that are read from the disk as those of `open_log`.
 
     Raises `RecordError` as `read_log` does, and for a checkpoint that `key` has not signed.
     """
     note = read_text(folder / CHECKPOINT)  # first: what it covers is there
     size = LogCheckpoint.parse(open_note(note, key)).size
-    return LogContent(read_log(folder, whole=False).entries[:size], note, str(key))
+    return LogContent(FileEntries.covered(folder / ENTRIES, size), note, str(key))
 
 
 def read_text(path: Path) -> str:
@@ -191,7 +189,7 @@ def check_log(content: LogContent, key: NoteKey) -> LogCheckpoint:
             f"the log holds {count} statements, its signed checkpoint {checkpoint.size}: it was "
             f"{how} after it was signed{goes_on}"
         )
-    if Frontier(_leaves(content.entries)).root != checkpoint.root:
+    if Frontier(leaves_of(content.entries)).root != checkpoint.root:
         raise RecordError("the log's root is not the signed one: a statement was changed or moved")
     return checkpoint
 
@@ -222,7 +220,7 @@ def check_grown(content: LogContent, key: NoteKey, seen: str) -> LogCheckpoint:
             f"the log held {earlier.size} statements when it was seen, now {len(content.entries)}: "
             "it was cut back"
         )
-    if Frontier(_leaves(content.entries[: earlier.size])).root != earlier.root:
+    if Frontier(leaves_of(content.entries[: earlier.size])).root != earlier.root:
         raise RecordError(
             f"the log's first {earlier.size} statements are not those that were seen: the same "
             "key has signed two courses (the seen checkpoint and this one are the evidence)"
@@ -230,7 +228,8 @@ def check_grown(content: LogContent, key: NoteKey, seen: str) -> LogCheckpoint:
     return earlier
 
 
-def _leaves(entries: Iterable[str]) -> Iterator[bytes]:
+def leaves_of(entries: Iterable[str]) -> Iterator[bytes]:
+    """Hashes of a log's statements."""
     return (leaf_hash(entry.encode()) for entry in entries)
 
 

@@ -7,7 +7,7 @@ leaves splits at the largest power of two below n. All hashes are 32 bytes. Pure
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 EMPTY = hashlib.sha256().digest()
 """Root of the tree without leaves."""
@@ -70,6 +70,23 @@ class Frontier:
 def root_of(leaves: Sequence[bytes]) -> bytes:
     """Root of the tree over these leaf hashes."""
     return Frontier(leaves).root
+
+
+def roots_at(leaves: Iterable[bytes], sizes: Collection[int]) -> dict[int, bytes]:
+    """Roots of the trees over the first leaves, for each of `sizes` that there are so many of.
+
+    `leaves`: hashes. They are gone through once, no further than is needed.
+    """
+    tree, wanted, last = Frontier(), set(sizes), max(sizes, default=-1)
+    found = {0: EMPTY} if 0 in wanted else {}
+    if last > 0:
+        for leaf in leaves:
+            tree.append(leaf)
+            if tree.size in wanted:
+                found[tree.size] = tree.root
+            if tree.size == last:
+                break
+    return found
 
 
 def _split(size: int) -> int:

@@ -26,6 +26,8 @@ BATCH = 1000
 """Lines that a worker gets at once."""
 FEW = 6 * BATCH
 """So many are opened here: a worker takes half a second to start."""
+BYTES = 8 * 2**20
+"""A batch is no longer, but for its last line: a stranger's log may have long ones."""
 MOST_WORKERS = 8
 """More open lines faster than one process can judge what they say."""
 _LENGTH = 4
@@ -55,15 +57,37 @@ def read_lines(entries: Iterable[str], workers: int | None = None) -> Iterator[L
     """
     most = min(_cores(), MOST_WORKERS) if workers is None else workers
     source = iter(entries)
-    first = list(itertools.islice(source, FEW)) if most else []
-    if len(first) < FEW or not most:
+    first, error = _next(source, FEW) if most else ([], None)
+    if error is not None or not first or (len(first) < FEW and _size(first) < BYTES):
         yield from map(_here, itertools.chain(first, source))
+        if error is not None:
+            raise error
         return
     pool = _Pool(most)
     try:
         yield from pool.lines(itertools.chain(first, source))
     finally:
         pool.close()
+
+
+def _next(source: Iterator[str], most: int) -> tuple[list[str], Exception | None]:
+    """The next lines, so many or the bytes of a batch, and the error that has ended them."""
+    found: list[str] = []
+    size = 0
+    try:
+        # Line by line: what comes before an error is not lost.
+        for text in itertools.islice(source, most):
+            found.append(text)
+            size += len(text)
+            if size >= BYTES:
+                break
+    except Exception as error:
+        return found, error
+    return found, None
+
+
+def _size(lines: list[str]) -> int:
+    return sum(map(len, lines))
 
 
 def _cores() -> int:
@@ -111,13 +135,7 @@ class _Pool:
         pending: deque[tuple[list[str], Future[list[Raw]]]] = deque()
         broken: Exception | None = None
         while broken is None:
-            batch: list[str] = []
-            try:
-                # Line by line: what comes before an error is not lost.
-                for text in itertools.islice(entries, BATCH):
-                    batch.append(text)
-            except Exception as error:
-                broken = error
+            batch, broken = _next(entries, BATCH)
             if not batch:
                 break
             pending.append((batch, self._threads.submit(self._batch, batch)))

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from dilocox.record import statements as s
 from dilocox.record.claims import NotRunError
 from dilocox.record.course import Course
 from dilocox.record.digests import sha256
-from dilocox.record.log import read_text
+from dilocox.record.entries import lines_of
 from dilocox.record.recording import Author
 from dilocox.record.states import SIGNED_REPORTS
 from dilocox.site_reports import RESERVED, checked
@@ -76,18 +77,23 @@ def judge_reports(course: Course, folder: Path) -> str:
     path = folder / FILE
     if not path.exists():
         raise NotRunError(f"{path}: not there")
-    lines, rounds = _lines(read_text(path))
+    lines, rounds = _lines(lines_of(path))
     unsigned = []
     for key, line in lines.items():
         signed = course.reports.get(key)
         if not signed:
             unsigned.append(key)
-        elif report_digest(key[0], line) not in signed:
+        elif line.digest not in signed:
             raise RecordError(f"{path}: {_named(key)} is not the one that {key[2]} has signed")
     for key in course.reports:
         if key not in lines:
             raise RecordError(f"{path}: {_named(key)}, which {key[2]} has signed, is not there")
-    partly = [number for number, line in rounds.items() if not _combined(path, number, line, lines)]
+    by_round: dict[int, list[_Told]] = {}
+    for (kind, number, _), own in lines.items():
+        if kind == "round":
+            by_round.setdefault(number, []).append(own)
+    partly = [number for number, line in rounds.items()
+              if not _combined(path, number, line, by_round.get(number, []))]  # fmt: skip
     if unsigned:
         more = f" and {len(unsigned) - 1} more" if unsigned[1:] else ""
         raise NotRunError(f"{_named(unsigned[0])} of {unsigned[0][2]}{more}: not signed")
@@ -112,17 +118,39 @@ def _named(key: Key) -> str:
     return f"the report of round {round_}"
 
 
-def _lines(text: str) -> tuple[dict[Key, Line], dict[int, Line]]:
+@dataclass(frozen=True, slots=True)
+class _Told:
+    """What is needed of a line: a long run's lines are larger than memory."""
+
+    digest: str
+    """Of a site's report; empty: the line has none, and nobody can have signed it."""
+    tokens: Any
+    loss: Any
+    sites: Any
+
+    @classmethod
+    def of(cls, line: Line, kind: str | None) -> _Told:
+        """`kind`: of a site's report; None: the line is about the whole run."""
+        digest = ""
+        if kind is not None:
+            try:
+                digest = report_digest(kind, line)
+            except (ValueError, RecursionError, rfc8785.CanonicalizationError):
+                pass  # as above
+        return cls(digest, line.get("tokens"), line.get("loss"), line.get("sites"))
+
+
+def _lines(rows: Iterable[str]) -> tuple[dict[Key, _Told], dict[int, _Told]]:
     """The sites' lines that count, and those of the whole run by round.
 
     What was written before a resume counts as far as the run was kept.
     """
-    lines: dict[Key, Line] = {}
-    rounds: dict[int, Line] = {}
-    for row in text.splitlines():
+    lines: dict[Key, _Told] = {}
+    rounds: dict[int, _Told] = {}
+    for row in rows:
         try:
             line = json.loads(row)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue  # the last line of a process that was killed
         if not isinstance(line, dict):
             continue
@@ -135,25 +163,29 @@ def _lines(text: str) -> tuple[dict[Key, Line], dict[int, Line]]:
             rounds = {r: each for r, each in rounds.items() if r < number}
         elif site and kind in SIGNED_REPORTS:
             first = kind == "evaluation" and number < 0
-            lines["first_evaluation" if first else kind, number, str(site)] = line
+            said = "first_evaluation" if first else kind
+            lines[said, number, str(site)] = _Told.of(line, said)
         elif kind == "round":
-            rounds[number] = line
+            rounds[number] = _Told.of(line, None)
     return lines, rounds
 
 
-def _combined(path: Path, number: int, line: Line, lines: Mapping[Key, Line]) -> bool:
+def _combined(path: Path, number: int, line: _Told, rows: Sequence[_Told]) -> bool:
     """Whether a round of the whole run is what the sites' own reports make, all of them.
 
     Raises `RecordError` if its loss or its tokens are others.
     """
-    rows = [own for (kind, round_, _), own in lines.items() if (kind, round_) == ("round", number)]
-    if line.get("sites") != len(rows):
+    if line.sites != len(rows):
         return False
-    with_loss = [(own["loss"], own["tokens"]) for own in rows if own.get("loss") is not None]
-    weight = sum(tokens for _, tokens in with_loss)
-    tokens = sum(own["tokens"] for own in rows)
-    loss = sum(loss * share for loss, share in with_loss) / weight if weight else None
-    if tokens != line.get("tokens") or not _same(loss, line.get("loss")):
+    try:
+        with_loss = [(own.loss, own.tokens) for own in rows if own.loss is not None]
+        weight = sum(tokens for _, tokens in with_loss)
+        tokens = sum(own.tokens for own in rows)
+        loss = sum(loss * share for loss, share in with_loss) / weight if weight else None
+        same = tokens == line.tokens and _same(loss, line.loss)
+    except TypeError:  # what is no number makes none
+        same = False
+    if not same:
         raise RecordError(f"{path}: loss or tokens of round {number} are not what its sites report")
     return True
 

@@ -12,17 +12,15 @@ from dilocox.errors import RecordError
 from dilocox.record.audits import Prefix, Signed
 from dilocox.record.beacon import decided, exchanges_of
 from dilocox.record.course import Course
-from dilocox.record.merkle import Frontier, leaf_hash
+from dilocox.record.log import leaves_of
+from dilocox.record.merkle import roots_at
 
 
 def prefixes_of(entries: Sequence[str], sizes: Collection[int]) -> dict[int, Prefix]:
     """The first statements of a log, for each of `sizes` that it has; read once for all of them."""
-    tree, found = Frontier(), dict[int, Prefix]()
-    for size in sorted(size for size in set(sizes) if 0 <= size <= len(entries)):
-        for entry in entries[tree.size : size]:
-            tree.append(leaf_hash(entry.encode()))
-        found[size] = Prefix(size, tree.root.hex())
-    return found
+    there = [size for size in sizes if 0 <= size <= len(entries)]
+    roots = roots_at(leaves_of(entries), there)
+    return {size: Prefix(size, root.hex()) for size, root in roots.items()}
 
 
 def still_standing(

@@ -15,7 +15,15 @@ from dilocox.data.manifest import MANIFEST, read_manifest
 from dilocox.errors import ConfigError, DataError, RecordError
 from dilocox.record.audits import Signed, paths_of, read
 from dilocox.record.course import Course, read_course
-from dilocox.record.log import CHECKPOINT, ENTRIES, PUBLIC, check_log, read_covered, read_text
+from dilocox.record.log import (
+    CHECKPOINT,
+    ENTRIES,
+    PUBLIC,
+    as_signed,
+    check_log,
+    read_covered,
+    read_text,
+)
 from dilocox.record.note import NoteKey
 from dilocox.report.history import Record
 
@@ -162,7 +170,7 @@ def _read_record(files: RunFiles) -> None:
         key = NoteKey.parse(read_text(folder / PUBLIC).strip())
         content = read_covered(folder, key)
         check_log(content, key)
-        course = read_course(content.entries, key)
+        course = read_course(as_signed(content, key), key)
     except RecordError as error:
         files.missing.append(f"record: not shown, it is damaged ({error})")
         return
