@@ -5,7 +5,9 @@ The real coordinator, recorder, notary and log on disk go through the rounds of 
 training and without a network. All sites are played in the same process, so `seconds` and
 `memory_mb` of the rows hold their part, too. Every 50 rounds a checkpoint is written. Then, each in
 a process of its own: the coordinator is started again on what is there, and the record is read and
-judged as `dilocox verify` does before it opens payloads.
+judged as `dilocox verify` does before it opens payloads. `disk_seconds` is what the coordinator's
+own thread has waited for the disk: syncs of the record, and events that have to survive a power
+cut, of which `disk_longest_ms` is the longest.
 
 `--rounds N` (200, the default of --quick is 20). A round takes some 0.4 s of one core.
 """
@@ -13,6 +15,7 @@ judged as `dilocox verify` does before it opens payloads.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import json
 import os
@@ -20,7 +23,9 @@ import resource
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +36,7 @@ from dilocox.outer.coordinator import messages as m
 from dilocox.outer.coordinator.core import Coordinator
 from dilocox.outer.coordinator.identity import new_request
 from dilocox.outer.coordinator.keys import ExchangeKey
+from dilocox.outer.coordinator.log import _SOFT, EventLog
 from dilocox.outer.coordinator.refusals import Caller
 from dilocox.record import statements as s
 from dilocox.record.acceptance import Acceptance, OwnFacts, digest_of_entry
@@ -193,15 +199,59 @@ def disk_mb(folder: Path) -> dict[str, float]:
     return sizes
 
 
+class Disk:
+    """What the coordinator's thread waits for the disk."""
+
+    def __init__(self) -> None:
+        self.calls, self.seconds, self.longest = 0, 0.0, 0.0
+
+    def timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """`call`, its time noted where this thread makes it."""
+
+        def noted(*arguments: Any) -> Any:
+            began = time.perf_counter()
+            try:
+                return call(*arguments)
+            finally:
+                if threading.current_thread() is threading.main_thread():
+                    took = time.perf_counter() - began
+                    self.calls, self.seconds = self.calls + 1, self.seconds + took
+                    self.longest = max(self.longest, took)
+
+        return noted
+
+    @contextlib.contextmanager
+    def noted(self) -> Iterator[None]:
+        """Note all that is written in this block so that it survives a power cut."""
+        append, hard, sync = EventLog.append, self.timed(EventLog.append), os.fsync
+
+        def appended(log: EventLog, event: Any) -> None:
+            (append if isinstance(event, _SOFT) else hard)(log, event)
+
+        EventLog.append, os.fsync = appended, self.timed(sync)  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            EventLog.append, os.fsync = append, sync  # type: ignore[method-assign]
+
+    def row(self) -> common.Row:
+        """What was noted so far."""
+        return {
+            "disk_calls": self.calls, "disk_seconds": round(self.seconds, 2),
+            "disk_longest_ms": round(self.longest * 1000, 1),
+        }  # fmt: skip
+
+
 def drive(config: RunConfig, rounds: int) -> list[common.Row]:
     """Go through the rounds; a row per tenth of them."""
     core, notary, _ = opened(config)
-    sites, rows = Sites(core, notary.run), []
+    sites, rows, disk = Sites(core, notary.run), [], Disk()
     began, busy = time.perf_counter(), time.process_time()
     sites.start()
     every = max(1, rounds // ROWS)
     for number in range(rounds):
-        sites.round(number)
+        with disk.noted():
+            sites.round(number)
         if (number + 1) % every == 0:
             rows.append(
                 {
@@ -209,6 +259,7 @@ def drive(config: RunConfig, rounds: int) -> list[common.Row]:
                     "seconds": round(time.perf_counter() - began, 1),
                     "processor_seconds": round(time.process_time() - busy, 1),
                     "memory_mb": round(memory_mb(), 1), **disk_mb(config.folder),
+                    **disk.row(),
                 }
             )  # fmt: skip
             print(json.dumps(rows[-1]), flush=True)
