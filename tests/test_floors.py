@@ -46,7 +46,7 @@ FLOORS = (
         "versions",
         "wireguard",
     },
-    {"config_rounds", "config_keeping", "config_site"},
+    {"config_rounds", "config_keeping", "config_site", "config_handover"},
     {"config_admission"},
     {"config"},
     {"compression", "cuda_driver", "display", "metrics", "checkpoint", "handover"},

@@ -10,11 +10,12 @@ import torch
 
 from dilocox.config import resolve_run
 from dilocox.errors import CheckpointError, ConfigError
-from dilocox.handing_over import ledger_of, steps_taken_by, whole_state
+from dilocox.handing_over import hand_over, ledger_of, steps_taken_by, whole_state
 from dilocox.handover import MOMENTUM, Handover
 from dilocox.outer.coordinator import events as e
 from dilocox.outer.coordinator.audit import audit
 from dilocox.outer.coordinator.ledger import Ledger
+from dilocox.outer.coordinator.log import EventLog
 from dilocox.outer.coordinator.messages import MemberPlan, RoundPlan
 from dilocox.outer.layout import Layout, local_shapes
 from dilocox.payloads import piece_names
@@ -150,6 +151,65 @@ def test_the_coordinator_goes_on_from_steps_and_ranges(tmp_path: Path) -> None:
     assert driver.core.state.ledger.next == {"shared": 56 + 24}
     assert audit(driver.core.state.ledger).missing == 0
     driver.core.close()
+
+
+def test_one_message_lists_all_that_is_missing(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    run = resolve_run(
+        {
+            "model": {"architecture": {"model_type": "qwen3"}},
+            "data": {"folder": str(tmp_path / "tokens")},
+            "sites": {"paris": {}},
+        }
+    )
+    (folder / "run.toml").write_text(run.to_toml())
+    with pytest.raises(CheckpointError) as caught:
+        hand_over(folder, tmp_path / "start")
+    text = str(caught.value)
+    assert f"needs also: {folder / 'coordinator'}: the coordinator's event log; and " in text
+    assert f"{tmp_path / 'tokens'}: the token files that the run trained on" in text
+    assert "data prepare" not in text
+    EventLog(folder / "coordinator").close()
+    with pytest.raises(CheckpointError, match=r"no complete checkpoint.*; and .*the token files"):
+        hand_over(folder, tmp_path / "start")
+    assert not (tmp_path / "start").exists()
+
+
+def test_the_tokenizer_of_the_run_before_is_taken(tmp_path: Path) -> None:
+    def going_on(**data: object) -> tuple[str, int]:
+        found = resolve_run(
+            {
+                "model": {"path": str(tmp_path), "handover": True},
+                "data": data,
+                "sites": {"paris": {}},
+            }
+        ).data
+        return found.tokenizer, found.vocabulary_size
+
+    def handed(**fields: object) -> None:
+        Handover(
+            run="old", tick=3, steps=24, seed=0, sequence_length=32, data_digest="d" * 64,
+            momentum="0" * 64, ledger=Ledger().to_json(), **fields,  # type: ignore[arg-type]
+        ).write(tmp_path)  # fmt: skip
+
+    usual = going_on()
+    assert usual[0] == "train"
+    handed()  # of an earlier version
+    assert going_on() == usual
+    handed(tokenizer="train", vocabulary_size=1024)
+    assert going_on() == ("train", 1024)
+    assert going_on(vocabulary_size=300) == ("train", 300)
+    assert going_on(tokenizer="hub/name") == ("hub/name", usual[1])
+    handed(tokenizer="hub/name@main", vocabulary_size=4096)
+    assert going_on() == ("hub/name@main", usual[1])
+    # A local one that is not on this machine: the folder has its files.
+    handed(tokenizer=str(tmp_path / "gone"))
+    assert going_on() == (str(tmp_path / "gone"), usual[1])
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert going_on() == (str(tmp_path), usual[1])
+    (tmp_path / "handover.json").write_text("[")
+    assert going_on() == usual
 
 
 def test_a_handover_needs_a_folder_and_its_weights() -> None:

@@ -20,6 +20,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from dilocox.codec_spec import sent_with_moments
 from dilocox.config_admission import AdmissionSection, admission_problem
+from dilocox.config_handover import handed_tokenizer
 from dilocox.config_keeping import (
     CheckpointSection,
     EvaluationSection,
@@ -441,13 +442,16 @@ def resolve_run(raw: dict[str, Any], where: str = "run file") -> RunConfig:
 
 
 def _take_the_models_tokenizer(raw: dict[str, Any]) -> None:
-    """Set `data.tokenizer` to that of the model whose weights the run starts from, if not set."""
+    """Set `data.tokenizer` to that of the model whose weights the run starts from, or of the run
+    that it goes on from, if not set."""
     model, data = raw.get("model"), raw.get("data", {})
     # What has another type is left to the validation.
     if not isinstance(model, dict) or not isinstance(data, dict) or "tokenizer" in data:
         return
     path, revision = model.get("path"), model.get("revision")
-    if isinstance(path, str) and model.get("pretrained", True) and not model.get("handover"):
+    if isinstance(path, str) and model.get("handover") is True:
+        raw["data"] = handed_tokenizer(path) | data
+    elif isinstance(path, str) and model.get("pretrained", True):
         raw["data"] = {**data, "tokenizer": f"{path}@{revision}" if revision else path}
 
 

@@ -14,7 +14,8 @@ from dilocox import checkpoint
 from dilocox.assembly import Blueprint
 from dilocox.config import RunConfig, load_written
 from dilocox.data import TokenFiles
-from dilocox.errors import CheckpointError
+from dilocox.data.manifest import MANIFEST
+from dilocox.errors import CheckpointError, DataError
 from dilocox.handover import MOMENTUM, Handover
 from dilocox.models import (
     Published,
@@ -26,6 +27,7 @@ from dilocox.models import (
 from dilocox.outer.coordinator import events as e
 from dilocox.outer.coordinator.audit import union
 from dilocox.outer.coordinator.ledger import Ledger
+from dilocox.outer.coordinator.log import NAME as LOG
 from dilocox.outer.coordinator.log import EventLog
 from dilocox.outer.coordinator.messages import RoundPlan
 from dilocox.outer.coordinator.restoring import restored
@@ -42,9 +44,9 @@ def hand_over(folder: Path, target: Path, tick: int | None = None) -> Handover:
     """Write `target` from the checkpoint at `tick` (none: the newest whole one) of the run in
     `folder`, which must not be going on; what was handed over.
 
-    Raises `CheckpointError` for a run without a whole checkpoint here and for a `target` that is
-    taken, `TrainingError` for a run that is going on, `DataError` without its token files,
-    `ModelError` without the weights that it began with where buffers are to be taken from them.
+    Raises `CheckpointError` for a run whose event log, token files or whole checkpoint are not
+    here and for a `target` that is taken, `TrainingError` for a run that is going on, `ModelError`
+    without the weights that it began with where buffers are to be taken from them.
     """
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise CheckpointError(f"{target}: is there already; name a new folder")
@@ -53,8 +55,7 @@ def hand_over(folder: Path, target: Path, tick: int | None = None) -> Handover:
         raise CheckpointError(
             f"{folder}: method {config.outer.method} has no outer state; export its model"
         )
-    files = TokenFiles.open(config.data_folder)
-    point, site, digests, state = _point(config, folder, tick)
+    files, (point, site, digests, state) = _parts(config, folder, tick)
     blueprint = Blueprint.of(config, files.vocabulary_size)
     shapes = model_shapes(config, blueprint)
     buffers = saved_buffers(config, blueprint)
@@ -81,14 +82,42 @@ def hand_over(folder: Path, target: Path, tick: int | None = None) -> Handover:
         data_digest=files.digest,
         momentum=sha256_of(target / MOMENTUM),
         ledger=ledger_of(Ledger.from_json(point.ledger), plan, point.slot).to_json(),
+        tokenizer=config.data.tokenizer,
+        vocabulary_size=config.data.vocabulary_size,
     )
     made.write(target)
     return made
 
 
-def _point(
-    config: RunConfig, folder: Path, tick: int | None
-) -> tuple[e.Resumed, str, dict[tuple[int, int], str], CoordinatorState]:
+Point = tuple[e.Resumed, str, dict[tuple[int, int], str], CoordinatorState]
+
+
+def _parts(config: RunConfig, folder: Path, tick: int | None) -> tuple[TokenFiles, Point]:
+    """Token files and checkpoint of the run. Raises `CheckpointError` that lists all that is
+    missing, with the folder where each belongs."""
+    missing: list[str] = []
+    files, point = None, None
+    if not (folder / "coordinator" / LOG).is_file():
+        missing.append(f"{folder / 'coordinator'}: the coordinator's event log")
+    else:
+        try:
+            point = _point(config, folder, tick)
+        except CheckpointError as error:
+            missing.append(str(error))
+    try:
+        files = TokenFiles.open(config.data_folder)
+    except DataError as error:
+        damage = f" ({error})" if (config.data_folder / MANIFEST).is_file() else ""
+        missing.append(
+            f"{config.data_folder}: the token files that the run trained on, a copy of a site's "
+            f"data folder{damage}"
+        )
+    if files is None or point is None:
+        raise CheckpointError(f"a handover of {folder} needs also: {'; and '.join(missing)}")
+    return files, point
+
+
+def _point(config: RunConfig, folder: Path, tick: int | None) -> Point:
     """Where the run would be resumed, a site whose part of that checkpoint is here, digests of the
     part by (stage, shard), and the state of then."""
     log = EventLog(folder / "coordinator")

@@ -14,10 +14,10 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from dilocox.config import RunConfig
+from dilocox.config_handover import FILE
 from dilocox.errors import CheckpointError, ConfigError
 from dilocox.storage import sha256_of
 
-FILE = "handover.json"
 MOMENTUM = "outer-momentum.safetensors"
 
 Count = Annotated[int, Field(ge=0)]
@@ -42,6 +42,10 @@ class Handover(BaseModel):
     """SHA-256 of the file with the outer momentum."""
     ledger: dict[str, Any]
     """Token ranges that were trained on, and those to be given out again; see `Ledger`."""
+    tokenizer: str = ""
+    """`data.tokenizer` of that run; empty: not known."""
+    vocabulary_size: Count = 0
+    """`data.vocabulary_size` of that run, which a trained tokenizer goes by."""
 
     @classmethod
     def read(cls, folder: str | Path | None) -> Handover:
