@@ -37,7 +37,7 @@ PLAIN = {
     "if not given.",
     "data.max_documents": "Read no more documents than this.",
     "data.sequence_length": "Tokens that are predicted per sequence.",
-    "data.validation_fraction": "Share of the documents that is held out.",
+    "data.validation_fraction": "Share of documents held out, without `validation_source`.",
     "site.stages": "M: pipeline stages per site.",
     "site.shards": "K: FSDP ranks per stage.",
     "site.schedule": "Pipeline schedule.",

@@ -131,6 +131,11 @@ class DataSection(Section):
     Mistral's and Gemma's do; a trained one writes nothing."""
     sequence_length: Positive = 256
     validation_fraction: Annotated[float, Field(gt=0.0, le=0.5)] = 0.02
+    validation_source: str | list[str] | None = None
+    """Held-out text of its own, given as `source` is: all of it is held out, and all of `source` is
+    trained on. Documents that are in both are not looked for."""
+    validation_split: str = "validation"
+    """Hub datasets: the split of `validation_source`."""
     validation_sequences: Positive = 64
     """How many held-out sequences an evaluation reads, at most."""
 

@@ -16,6 +16,7 @@ from tokenizers import Tokenizer
 
 from dilocox.config import DataSection
 from dilocox.data import SequenceSpace, TokenFiles, folder, packer, prepare, show, tokenizer
+from dilocox.data.sources import read_source
 from dilocox.errors import DataError
 from tests.data.conftest import section, story, write_corpus
 from tests.dying import die
@@ -379,3 +380,52 @@ def test_records_without_text_are_shown(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     files = prepare(section(tmp_path / "a.jsonl"), tmp_path / "tokens", 0)
     assert "left out     2 records whose text is null or missing" in show(files)
+
+
+def test_held_out_text_of_its_own(corpus: Path, tmp_path: Path) -> None:
+    for number in range(6):
+        path = tmp_path / "held" / f"{number}.txt"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(story(1000 + number), encoding="utf-8")
+    own = section(corpus, validation_source=str(tmp_path / "held"), max_documents=30)
+    files = prepare(own, tmp_path / "data", seed=0)
+    everything = [path.read_text() for path in sorted(corpus.rglob("*.txt"))]
+    # Nothing of the training text is held out, and its limit is not the held-out text's.
+    assert texts(files, "train") == everything[:30]
+    assert texts(files, "validation") == [story(1000 + number) for number in range(6)]
+    assert (files.content["validation_from"], files.content["validation_fraction"]) == (1, 0.0)
+    assert "Source 1 (files): licence not stated" in (files.folder / "croissant.json").read_text()
+    assert "All of it is held out." in (files.folder / "croissant.json").read_text()
+    lines = show(files).splitlines()
+    assert f"source       {corpus}: 40 files" in "\n".join(lines)
+    assert any(line.startswith(f"held out     {tmp_path / 'held'}: 6 files") for line in lines)
+    assert prepare(own, tmp_path / "data", seed=0).digest == files.digest
+    other = section(corpus, max_documents=30)
+    with pytest.raises(DataError, match="made with other options"):
+        prepare(other, tmp_path / "data", seed=0)
+    without = prepare(other, tmp_path / "other", seed=0)
+    assert "validation_from" not in without.content
+    assert without.digest != files.digest
+    (tmp_path / "held" / "0.txt").write_text("another text, and a longer one than before " * 20)
+    with pytest.raises(DataError, match=r"held has changed since these token files were made"):
+        prepare(own, tmp_path / "data", seed=0)
+    (tmp_path / "few.txt").write_text("too little")
+    few = section(corpus, validation_source=str(tmp_path / "few.txt"))
+    with pytest.raises(DataError, match=r"data\.validation_source: the validation split has"):
+        prepare(few, tmp_path / "few", seed=0)
+
+
+def test_held_out_text_of_a_hub_data_set_is_of_its_split(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def hub(name: str, data: DataSection) -> Any:
+        asked.append((name, data.split))
+        local = data.model_copy(update={"format": "text"})
+        return read_source(str(corpus), local, lambda step, share: None)
+
+    monkeypatch.setattr(prepare_module, "HubSource", hub)
+    own = section("someone/poems", format="hub", validation_source="someone/poems")
+    prepare(own, tmp_path / "data", seed=0)
+    assert asked == [("someone/poems", "train"), ("someone/poems", "validation")]

@@ -111,10 +111,12 @@ def _name(source: dict[str, Any]) -> str:
 
 def _description(content: dict[str, Any]) -> str:
     parts = ["Text, and the token files that were made of it."]
+    own_from = content.get("validation_from", len(content["sources"]))
     for number, each in enumerate(content["sources"]):
         parts.append(
             f"Source {number} ({_name(each)}): licence {each['licence'] or 'not stated'}, revision "
             f"{each['revision'] or 'not stated'}."
+            + (" All of it is held out." if number >= own_from else "")
         )
     begin = [str(each["id"]) for each in content.get("begin_of_text", [])]
     begun = f"begun by token {' and '.join(begin)} and " if begin else ""

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dilocox.data.croissant import check_croissant
-from dilocox.data.manifest import hash_file, read_manifest
+from dilocox.data.manifest import hash_file, read_manifest, source_names
 from dilocox.data.special_text import warning
 from dilocox.data.walk import HIDDEN, counted
 from dilocox.errors import DataError
@@ -194,12 +194,13 @@ def show(files: TokenFiles) -> str:
         f"{content['end_of_text']['token']}"
         + (f", begin of text {' '.join(begin)}" if begin else "")
     )
-    given = files.manifest["made_with"]["options"]["source"]
-    names = given if isinstance(given, list) else [given]
+    names = source_names(files.manifest["made_with"]["options"])
     left_out = files.manifest["made_with"].get("left_out", [{}] * len(names))
     without = files.manifest["made_with"].get("without_text", [0] * len(names))
-    for name, source, left, empty in zip(names, content["sources"], left_out, without, strict=True):
-        lines.append(f"source       {name}: {_source_line(source)}")
+    rows = zip(names, content["sources"], left_out, without, strict=True)
+    for number, (name, source, left, empty) in enumerate(rows):
+        what = "source" if number < content.get("validation_from", len(names)) else "held out"
+        lines.append(f"{what:<11}  {name}: {_source_line(source)}")
         if left:
             lines.append(f"left out     {counted(left)}")
         if empty:

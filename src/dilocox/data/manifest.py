@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -86,3 +87,13 @@ def hash_file(path: Path) -> str:
         return sha256_of(path)
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror})") from None
+
+
+def source_names(options: Mapping[str, Any]) -> list[str]:
+    """Names of all sources, in the manifest's order: those of the text, then those of the held-out
+    text, if it has its own. `options`: of `[data]`, by key."""
+    names: list[str] = []
+    for key in ("source", "validation_source"):
+        given = options.get(key)
+        names += given if isinstance(given, list) else [given] if given else []
+    return names

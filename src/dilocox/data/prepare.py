@@ -8,7 +8,7 @@ import platform
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from dilocox.data.croissant import write_croissant
 from dilocox.data.files import SPLITS, TOKENIZER, TokenFiles
 from dilocox.data.folder import check_place, partial_folder, publish, reuse
 from dilocox.data.hub import HubSource
-from dilocox.data.manifest import MANIFEST, hash_file, write_manifest
+from dilocox.data.manifest import MANIFEST, hash_file, source_names, write_manifest
 from dilocox.data.packer import SHARD_BYTES, Packer, Place
 from dilocox.data.sequences import check_lengths
 from dilocox.data.sources import Source, read_source
@@ -53,6 +53,18 @@ class Held:
 
     seed: int
     below: int
+    own_from: int | None = None
+    """Sources from this number on are held out whole, and nothing of the others is."""
+
+    def holds_out(self, place: Place, raw: bytes) -> bool:
+        """Whether a document, given as UTF-8, is held out. `place`: its source and file."""
+        if self.own_from is not None:
+            return place[0] >= self.own_from
+        return self.scores(raw)[0] < self.below
+
+    def training(self, sources: list[Source]) -> list[Source]:
+        """The sources that are trained on."""
+        return sources[: self.own_from]
 
     def scores(self, raw: bytes) -> tuple[int, int]:
         """Two independent scores of a document, given as UTF-8."""
@@ -96,7 +108,7 @@ def prepare(
     """
     check_place(folder)
     options = data.model_dump(mode="json", exclude=_READING) | {"seed": seed}
-    names = _names(data)
+    names, own_from = _names(data)
     if (folder / MANIFEST).is_file():
         files = reuse(folder, data, names, options, changed)
         check_lengths(files, data.sequence_length)
@@ -104,15 +116,18 @@ def prepare(
     report = progress or _silent
     # Where a link leads, not where it lies: that disk is to hold the files.
     place = Path(os.path.realpath(folder))
-    sources: list[Source] = [
-        HubSource(name, data) if data.format == "hub" else read_source(name, data, report)
-        for name in names
-    ]
+    held_data = data.model_copy(update={"split": data.validation_split})
+    sources: list[Source] = []
+    for number, name in enumerate(names):
+        as_said = data if own_from is None or number < own_from else held_data
+        hub = data.format == "hub"
+        sources.append(HubSource(name, as_said) if hub else read_source(name, data, report))
     try:
         with partial_folder(place) as partial:
-            total = _total(sources, data, report)
+            total = _total(sources, data, report, own_from)
             _check_disk(total, partial)
-            content, spelled = _fill(partial, data, seed, sources, total, report)
+            held = _held(data, seed, sources, own_from)
+            content, spelled = _fill(partial, data, held, sources, total, report)
             write_croissant(partial, content)
             made_with = _made_with(options, sources) | {"special_text": dict(spelled)}
             write_manifest(partial, content, made_with)
@@ -131,27 +146,35 @@ def _silent(step: str, share: float) -> None:
     """Progress that nobody asked for."""
 
 
-def _names(data: DataSection) -> list[str]:
-    names = [data.source] if isinstance(data.source, str) else data.source
+def _names(data: DataSection) -> tuple[list[str], int | None]:
+    """All sources, and the number of the first one that is held out whole, if one is."""
+    names = source_names({"source": data.source})
     if not names:
         raise DataError(
             'data.source: missing; name files or folders of text, or "python-stdlib" for a corpus '
             "that every machine has"
         )
-    return names
+    own = source_names({"validation_source": data.validation_source})
+    return names + own, len(names) if own else None
+
+
+def _held(data: DataSection, seed: int, sources: list[Source], own_from: int | None) -> Held:
+    if own_from is not None:
+        return Held(seed, 0, own_from)
+    below = int(data.validation_fraction * RANGE)
+    return Held(seed, below).settled(_documents(sources, data))
 
 
 def _fill(
     partial: Path,
     data: DataSection,
-    seed: int,
+    held: Held,
     sources: list[Source],
     total: int | None,
     report: Progress,
 ) -> tuple[dict[str, Any], Mapping[str, int]]:
     """Write tokenizer and shards into `partial`; the manifest's content, and documents that spell
     special tokens, by token."""
-    held = Held(seed, int(data.validation_fraction * RANGE)).settled(_documents(sources, data))
     encoder, tokenizer = _make_tokenizer(partial / TOKENIZER, data, sources, held, total, report)
     begin = encoder.begin_of_text if data.begin_of_text else ()
     special = SpecialText(encoder.tokenizer)
@@ -161,13 +184,15 @@ def _fill(
         "vocabulary_size": encoder.vocabulary_size,
         "end_of_text": _named(encoder, encoder.end_of_text),
         "tokenizer": tokenizer,
-        "seed": seed,
-        "validation_fraction": data.validation_fraction,
+        "seed": held.seed,
+        "validation_fraction": data.validation_fraction if held.own_from is None else 0.0,
         "held_out_below": f"{held.below:016x}",
         "max_documents": data.max_documents,
         "splits": {split: splits[split].describe() for split in SPLITS},
         "sources": [source.describe() for source in sources],
     }
+    if held.own_from is not None:
+        content["validation_from"] = held.own_from
     if begin:
         content["begin_of_text"] = [_named(encoder, token) for token in begin]
     return content, special.found
@@ -186,7 +211,7 @@ def _make_tokenizer(
     report: Progress,
 ) -> tuple[Encoder, dict[str, Any]]:
     if data.tokenizer == "train":
-        sample = Sample(sources, data, held, total, report)
+        sample = Sample(held.training(sources), data, held, total, report)
         encoder = train_tokenizer(sample.batches(), data.vocabulary_size, folder)
         report("training the tokenizer", 1.0)
         entry: dict[str, Any] = {
@@ -264,14 +289,14 @@ def _encode(
     done = 0
     try:
         places: list[Place] = []
-        for batch in _batches(_noting(places, sources, data)):
+        for batch in _batches(_noting(places, _placed(sources, data, held.own_from))):
             look(batch)
             parts: dict[str, list[list[int]]] = {split: [] for split in SPLITS}
             origins: dict[str, list[Place]] = {split: [] for split in SPLITS}
             sizes = dict.fromkeys(SPLITS, 0)
             for text, ids, place in zip(batch, encoder.encode(batch), places, strict=True):
                 raw = text.encode()
-                split = "validation" if held.scores(raw)[0] < held.below else "train"
+                split = "validation" if held.holds_out(place, raw) else "train"
                 parts[split].append(ids)
                 origins[split].append(place)
                 sizes[split] += len(raw)
@@ -291,18 +316,25 @@ def _documents(sources: list[Source], data: DataSection) -> Iterator[str]:
     return (text for _, text in _placed(sources, data))
 
 
-def _placed(sources: list[Source], data: DataSection) -> Iterator[tuple[Place, str]]:
-    everything = (
-        ((number, file), text)
-        for number, source in enumerate(sources)
-        for file, text in source.placed()
-    )
-    return islice(everything, data.max_documents)
+def _placed(
+    sources: list[Source], data: DataSection, own_from: int | None = None
+) -> Iterator[tuple[Place, str]]:
+    """Documents behind their places; those of sources that are held out whole come last, all of
+    them."""
+    first = len(sources) if own_from is None else own_from
+    training = islice(_each(sources[:first], 0), data.max_documents)
+    return chain(training, _each(sources[first:], first))
 
 
-def _noting(places: list[Place], sources: list[Source], data: DataSection) -> Iterator[str]:
+def _each(sources: list[Source], first: int) -> Iterator[tuple[Place, str]]:
+    for number, source in enumerate(sources, first):
+        for file, text in source.placed():
+            yield (number, file), text
+
+
+def _noting(places: list[Place], placed: Iterator[tuple[Place, str]]) -> Iterator[str]:
     """The documents; where each came from is added to `places` as it is handed out."""
-    for place, text in _placed(sources, data):
+    for place, text in placed:
         places.append(place)
         yield text
 
@@ -320,7 +352,9 @@ def _batches(documents: Iterator[str]) -> Iterator[list[str]]:
         yield batch
 
 
-def _total(sources: list[Source], data: DataSection, report: Progress) -> int | None:
+def _total(
+    sources: list[Source], data: DataSection, report: Progress, own_from: int | None
+) -> int | None:
     """Bytes that will be read of all sources, or None if one of them does not know.
 
     Where `data.max_documents` ends the reading early the text is read once more to count it, unless
@@ -333,8 +367,9 @@ def _total(sources: list[Source], data: DataSection, report: Progress) -> int | 
         total += source.size
     if data.max_documents is None or total <= SAMPLE_BYTES:
         return total
-    total = 0
-    for number, text in enumerate(_documents(sources, data)):
+    first = len(sources) if own_from is None else own_from
+    total = sum(source.size or 0 for source in sources[first:])
+    for number, text in enumerate(_documents(sources[:first], data)):
         total += len(text.encode())
         if number % 1024 == 0:
             report("counting documents", number / data.max_documents)

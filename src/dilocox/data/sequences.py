@@ -118,13 +118,15 @@ def _sequences(files: TokenFiles, split: str, sequence_length: int) -> int:
     tokens = files.token_count(split)
     count = (tokens - 1) // sequence_length
     if count < 1:
-        raise DataError(_too_small(split, tokens, sequence_length))
+        own = split == "validation" and "validation_from" in files.content
+        raise DataError(_too_small(split, tokens, sequence_length, own))
     return count
 
 
-def _too_small(split: str, tokens: int, sequence_length: int) -> str:
+def _too_small(split: str, tokens: int, sequence_length: int, own: bool) -> str:
     need = f"sequence_length {sequence_length} needs {sequence_length + 1}"
     mend = "give more text or lower data.sequence_length"
-    if split == "validation":
+    if split == "validation" and not own:
         mend += " or raise data.validation_fraction"
-    return f"data.source: the {split} split has {tokens:,} tokens, {need}; {mend}"
+    key = "data.validation_source" if own else "data.source"
+    return f"{key}: the {split} split has {tokens:,} tokens, {need}; {mend}"

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from dilocox.data.manifest import source_names
 from dilocox.display import number, size
 from dilocox.report.curves import seconds
 from dilocox.report.folder import RunFiles
@@ -225,8 +226,7 @@ def sources(files: RunFiles) -> list[Source]:
     if files.data is None:
         return []
     content = files.data["content"]
-    given = files.data["made_with"]["options"].get("source")
-    names = given if isinstance(given, list) else [given]
+    names = source_names(files.data["made_with"]["options"])
     found = []
     for order, each in enumerate(content["sources"]):
         # Where files lay on one machine is nobody else's matter; what they are called is.
@@ -234,6 +234,8 @@ def sources(files: RunFiles) -> list[Source]:
         name = str(each.get("name") or stated or f"source {order + 1}")
         source = Source(name, str(each.get("licence") or ""))
         source.cells.append(("revision", str(each.get("revision") or "not stated")))
+        if order >= content.get("validation_from", len(content["sources"])):
+            source.cells.append(("use", "held out whole, for evaluations"))
         if each.get("kind") == "hub":
             documents = each["documents"]
             source.cells += [
