@@ -18,7 +18,7 @@ from typing import TextIO
 import torch
 import torch.distributed as dist
 
-from dilocox import site_log, timeline
+from dilocox import library_warnings, site_log, timeline
 from dilocox.assembly import (
     Batches,
     Blueprint,
@@ -443,6 +443,7 @@ def _lines_to(descriptor: int) -> TextIO:
 
 
 def _set_up_log(job: RankJob) -> None:
+    library_warnings.silence()
     if job.log_file is not None:
         job.log_file.parent.mkdir(parents=True, exist_ok=True)
         stream = os.open(job.log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)

@@ -72,4 +72,9 @@ def test_sites_that_learn_nothing_end_the_run_together(workshop: Workshop) -> No
     told = run.records("peer_evaluation", "lyon")
     assert [each["after_round"] for each in told][:3] == [0, 1, 2]
     assert not run.records("peer_evaluation", "paris")
+    # Checkpoints were written: PyTorch's words about that are nobody's matter.
+    assert list((run.folder / "checkpoints").glob("tick-*"))
+    assert (
+        "torch.distributed is" not in (run.folder / "logs" / "paris-stage0-shard0.log").read_text()
+    )
     assert not verdicts(run.folder)
