@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 import dilocox
+from dilocox.data import TokenFiles
 from tests.e2e.forked import Forge, ForkedRun
 from tests.e2e.harness import PATIENT, Workshop, verdicts
 from tests.e2e.own_functions import FUNCTIONS
@@ -60,15 +61,19 @@ def test_sites_with_functions_of_their_own(workshop: Workshop, forge: Forge) -> 
 
 
 def test_sites_that_learn_nothing_end_the_run_together(workshop: Workshop) -> None:
-    # So low a rate changes no weight: the loss stays what it was, at both sites.
+    # So low a rate changes no weight: the loss stays what it was, at both sites. It is that of
+    # held-out text of its own.
     run = workshop.train(
         "patient", "outer.rounds=400", "evaluation.every_rounds=1", "evaluation.patience=2",
         "inner.learning_rate=1e-30", "site.stages=1", PATIENT,
+        f"data.folder={workshop.root / 'patient-data'}", f"data.validation_source={workshop.text}",
     )  # fmt: skip
     summary = run.summary()
     assert 3 <= summary["rounds"] <= 5
     assert summary["reason"].startswith("no lower held-out loss than ")
     assert summary["reason"].endswith("2 evaluations (evaluation.patience), at paris, lyon")
+    splits = TokenFiles.open(workshop.root / "patient-data").content["splits"]
+    assert splits["validation"]["documents"] == splits["train"]["documents"]
     told = run.records("peer_evaluation", "lyon")
     assert [each["after_round"] for each in told][:3] == [0, 1, 2]
     assert not run.records("peer_evaluation", "paris")
