@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from dilocox.compression import compressor
+from dilocox.outer import attempt as attempts
 from dilocox.outer import link_state, link_times
 from dilocox.outer import transfer as transfers
 from dilocox.outer.attempt import Attempt, RepeatError
@@ -25,8 +26,10 @@ from tests.outer.exchanging import GEOMETRY, LENGTH, WEIGHTS, SharedBallot, valu
 from tests.outer.linked import group_of
 from tests.outer.sites import MemoryStore, run_each, shared_store
 
-SILENCE, PAUSE, PIECE = 2.5, 0.2, 100
+SILENCE, PAUSE, PIECE = 3.0, 0.25, 100
 """Seconds and bytes: a payload has 16 pieces, each of which comes in time."""
+USUAL = 0.01
+"""Seconds that most transfers have taken before, whatever this machine is busy with now."""
 
 
 def transfer(size: int, seconds: float = 0.0, site: str = "b", sends: bool = False) -> Transfer:
@@ -90,8 +93,13 @@ class Ballot(SharedBallot):
         return super().begin(key, commitment)
 
 
-def course(monkeypatch: pytest.MonkeyPatch, pauses: Sequence[float]) -> Mapping[str, Any]:
-    """Seconds of every exchange of three sites, or what ended it; `pauses` of the last by round."""
+def course(
+    monkeypatch: pytest.MonkeyPatch, pauses: Sequence[float], usual: float | None = None
+) -> Mapping[str, Any]:
+    """Seconds of every exchange of three sites, or what ended it; `pauses` of the last by round.
+
+    `usual`: seconds that transfers have taken before, if there were any.
+    """
     monkeypatch.setattr(link_state, "PIECE_BYTES", PIECE)
     for module in (transfers, link_times):
         monkeypatch.setattr(module, "STEP_BYTES", PIECE)
@@ -100,6 +108,9 @@ def course(monkeypatch: pytest.MonkeyPatch, pauses: Sequence[float]) -> Mapping[
         def go() -> Any:
             ballot = Ballot(store, me, pauses=pauses if me == "oslo" else ())
             times, turns, took = LinkTimes(SILENCE), Turns(), []
+            for site in () if usual is None else 2 * len(pauses) * list(WEIGHTS):
+                for sends in (False, True):
+                    times.note(transfer(LENGTH * 4, usual, site, sends))
             for round_ in range(len(pauses)):
                 key, start = ExchangeKey.outer(round_, 0, 0), time.monotonic()
                 what = Contribution(
@@ -118,7 +129,7 @@ def course(monkeypatch: pytest.MonkeyPatch, pauses: Sequence[float]) -> Mapping[
 def test_who_lets_every_piece_wait_is_named_and_nobody_else(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    results = course(monkeypatch, [0.0, 0.0, PAUSE])
+    results = course(monkeypatch, [0.0, 0.0, PAUSE], USUAL)
     for site in ("paris", "lyon"):
         assert "broken by oslo" in str(results[site]), results
 
@@ -131,39 +142,41 @@ def test_a_slow_link_is_not_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class _Group:
-    """Transfers that end when they are told to."""
+    """Transfers that end when they are told to, and for which time goes by."""
 
     def __init__(self, moves: bool) -> None:
-        self.moves, self.given_up = moves, 0
+        self.moves, self.given_up, self.now = moves, 0, 0.0
 
     def receive(self, buffer: torch.Tensor, site: str, tag: int) -> Any:
         def give_up() -> None:
             self.given_up += 1
 
+        def wait(_: float) -> None:
+            self.now += 0.05
+
         made = transfer(buffer.numel(), site=site)
-        made.__dict__.update(
-            moves=self.moves, wait=lambda _: time.sleep(0.01), poll=lambda: False, give_up=give_up
-        )
+        made.__dict__.update(moves=self.moves, wait=wait, poll=lambda: False, give_up=give_up)
         return made
 
 
 @pytest.mark.parametrize(("moves", "told"), [(True, [["b"]]), (False, [])])
 def test_what_hangs_is_told_when_another_was_the_first_to_say_so(
-    moves: bool, told: list[list[str]]
+    monkeypatch: pytest.MonkeyPatch, moves: bool, told: list[list[str]]
 ) -> None:
     """A peer that has not begun may have waited for somebody itself."""
     said: list[list[str]] = []
-    start = time.monotonic()
+    there = _Group(moves)
+    monkeypatch.setattr(attempts, "time", SimpleNamespace(monotonic=lambda: there.now))
     members = [ExchangeMember(site=s, incarnation=1, role="member") for s in "ab"]
 
     def report(key: ExchangeKey, attempt: int, failed: Sequence[str]) -> None:
         said.append(list(failed))
 
     ballot = SimpleNamespace(
-        epoch=lambda: 1 + (time.monotonic() > start + 0.3),
+        epoch=lambda: 1 + (there.now > 0.3),
         attempt=lambda key: 2,
         report_broken=report,
-        group=lambda begun, superseded: _Group(moves),
+        group=lambda begun, superseded: there,
     )
     what = Contribution(
         ExchangeKey.outer(0, 0, 0), LENGTH, None, compressor("none", GEOMETRY), "gather", WEIGHTS
