@@ -8,13 +8,21 @@ the socket.
 from __future__ import annotations
 
 import contextlib
+import select
 import socket
 import ssl
+import sys
 import threading
 import time
 
+from dilocox.outer.tls_records import RECORD_BYTES, Records
+
 READ_BYTES = 1 << 16
 """Bytes of one read from the socket: what fits the processor's cache goes fastest."""
+PACKET_BYTES = 1400
+"""So few bytes come at once: nobody needs to poll for them."""
+NAP = 0.05
+"""Seconds: readers that sleep for longer wait for less the next time, others for more."""
 
 
 class SecureStream:
@@ -29,6 +37,11 @@ class SecureStream:
         self._using = threading.Lock()
         self._sending = threading.Lock()
         self._block = memoryview(bytearray(READ_BYTES))
+        self._records = Records()
+        self._poll: select.poll | None = None
+        self._least = 1
+        """Bytes for which the kernel wakes who polls."""
+        self._portion = RECORD_BYTES
 
     def handshake(self, limit: float) -> None:
         """Show certificates, within `limit` seconds. Raises `OSError`."""
@@ -65,12 +78,16 @@ class SecureStream:
             self._socket.sendall(data)
 
     def receive_into(self, view: memoryview) -> int:
-        """Fill the beginning of `view`; how many bytes came, 0 at the end of the connection."""
+        """Fill the beginning of `view`; how many bytes came, 0 at the end of the connection.
+
+        The peer has to send `len(view)` bytes at least, or to end the connection: this thread may
+        sleep until they are here.
+        """
         while True:
             filled = self._decrypt(view)
             if filled:
                 return filled
-            if filled is None or not self._take():
+            if filled is None or not self._take(len(view)):
                 return 0
 
     def receive(self, count: int, limit: float) -> bytes:
@@ -89,6 +106,9 @@ class SecureStream:
     def wait_for_ever(self) -> None:
         """From now on nothing that is sent or received has a limit."""
         self._socket.settimeout(None)
+        if sys.platform == "linux":
+            self._poll = select.poll()
+            self._poll.register(self._socket, select.POLLIN)
 
     def shut(self) -> None:
         """End both directions: threads that use the stream wake with an error or its end."""
@@ -113,12 +133,38 @@ class SecureStream:
                     return filled or None
         return filled
 
-    def _take(self) -> int:
-        """Bytes that came from the socket; 0 at its end."""
+    def _take(self, coming: int = 1) -> int:
+        """Bytes that came from the socket; 0 at its end. `coming`: so many plain bytes will come
+        for sure."""
+        if self._poll is not None:
+            self._sleep_until(self._poll, self._wanted(coming))
         count = self._socket.recv_into(self._block)
+        self._records.passed(self._block[:count])
         with self._using:
             self._incoming.write(self._block[:count])
         return count
+
+    def _wanted(self, coming: int) -> int:
+        """For how many bytes this thread should sleep."""
+        record = self._records.missing or min(coming, RECORD_BYTES)
+        # Of the record under way some of the bytes to come may be here.
+        return max(record, min(coming - RECORD_BYTES, self._portion))
+
+    def _sleep_until(self, poll: select.poll, count: int) -> None:
+        """Let the kernel wake this thread when `count` bytes are there, and not for each packet:
+        that took half of the processor time of all that travels (docs/notes/transport.md)."""
+        if count <= PACKET_BYTES and self._least == 1:
+            return
+        # To poll, since a read takes the bytes that there are, and waits for as many again.
+        if count != self._least:
+            self._least = count if count > PACKET_BYTES else 1
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, self._least)
+        begin = time.monotonic()
+        poll.poll()
+        if time.monotonic() - begin > NAP:
+            self._portion = max(RECORD_BYTES, self._portion // 2)
+        else:
+            self._portion = min(READ_BYTES, self._portion * 2)
 
     def _flush(self) -> None:
         data = self._outgoing.read()

@@ -1,0 +1,41 @@
+"""Where TLS records end in the bytes of a connection, without their keys.
+
+A record can be decrypted when all of it is here (RFC 8446, 5.2): a reader that knows how much is
+missing need not wake before.
+"""
+
+from __future__ import annotations
+
+RECORD_BYTES = 1 << 14
+"""Most plain bytes of one record."""
+_HEADER_BYTES = 5
+_LENGTH = slice(3, 5)
+
+
+class Records:
+    """The record under way in one direction of a connection."""
+
+    def __init__(self) -> None:
+        self._header = bytearray()
+        self._missing = 0
+
+    @property
+    def missing(self) -> int:
+        """Bytes that the record under way lacks, as far as they are known; 0 between records."""
+        return self._missing or (_HEADER_BYTES - len(self._header)) % _HEADER_BYTES
+
+    def passed(self, data: memoryview) -> None:
+        """Take note of the next bytes of the connection."""
+        at = 0
+        while at < len(data):
+            if self._missing:
+                step = min(self._missing, len(data) - at)
+                self._missing -= step
+                at += step
+                continue
+            more = data[at : at + _HEADER_BYTES - len(self._header)]
+            self._header += more
+            at += len(more)
+            if len(self._header) == _HEADER_BYTES:
+                self._missing = int.from_bytes(self._header[_LENGTH], "big")
+                self._header.clear()
