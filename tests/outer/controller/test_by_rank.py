@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dilocox.config import RunConfig
-from dilocox.outer.controller.by_rank import choose, mean_rank_milli
+from dilocox.outer.controller.by_rank import choose, mean_rank_milli, settled_rank_milli
 from tests.outer.controller.helpers import run_config
 
 
@@ -58,3 +58,10 @@ def test_rank_and_steps_stay_in_bounds(ranks: list[int], shape: tuple[int, int])
 @pytest.mark.parametrize(("sites", "mean"), [([5], 5), ([1, 2], 2), ([1, 1, 2], 1), ([3, 4, 4], 4)])
 def test_the_mean_over_sites_is_a_whole_number(sites: list[int], mean: int) -> None:
     assert mean_rank_milli(sites) == mean
+
+
+def test_one_site_of_three_says_nothing_of_the_rank() -> None:
+    honest = [31_000, 31_000]
+    for lie in (0, 2**53):
+        assert settled_rank_milli([*honest, lie]) == 31_000
+    assert settled_rank_milli([30_000, 31_001]) == 30_501

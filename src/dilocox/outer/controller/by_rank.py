@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from statistics import median_low
 
 from dilocox.codec_spec import parse_spec
 from dilocox.config import RunConfig
@@ -18,6 +19,12 @@ from dilocox.outer.controller.choice import Choice, as_the_run_file_says
 def mean_rank_milli(sites: Sequence[int]) -> int:
     """One round's effective rank over the sites that measured it, in thousandths, rounded."""
     return (2 * sum(sites) + len(sites)) // (2 * len(sites))
+
+
+def settled_rank_milli(sites: Sequence[int]) -> int:
+    """One round's effective rank by what sites say, in thousandths: of three or more the lower
+    median, since all measure the same average and one may say anything; else the mean."""
+    return median_low(sites) if len(sites) > 2 else mean_rank_milli(sites)
 
 
 def choose(config: RunConfig, ranks_milli: Sequence[int]) -> Choice:

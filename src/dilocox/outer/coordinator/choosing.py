@@ -88,5 +88,5 @@ def _ranks(state: CoordinatorState, round_: int) -> list[int]:
             if own.effective_rank_milli is not None
         ]
         if sites and number <= round_ - LOOK_BACK:
-            found.append(by_rank.mean_rank_milli(sites))
+            found.append(by_rank.settled_rank_milli(sites))
     return found
