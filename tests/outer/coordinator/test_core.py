@@ -472,3 +472,18 @@ def test_coordinator_that_was_asleep_does_not_take_all_for_dead(driver: Driver) 
         driver.beat("a")
         driver.core.expire()
     assert driver.core.state.live == ["a"]
+
+
+@pytest.mark.parametrize("phase", ["before", "running"])
+def test_a_site_that_asks_for_the_end_is_named(tmp_path: Path, phase: str) -> None:
+    driver = Driver(tmp_path, run_config())
+    if phase == "running":
+        driver.start()
+    else:
+        driver.enrol("a")
+    driver.core.departures.stop(m.StopRequest(reason="enough"), Caller("b", 1))
+    text = driver.core.state.feed[-1][-1]
+    assert text.endswith("enough (as b asks)")
+    assert driver.core.state.reason == "enough"
+    assert replayed(driver) == driver.core.state
+    driver.core.close()

@@ -77,23 +77,25 @@ class Departures:
             core.record(e.Left(core.wall(), rank.site, rank.stage, rank.shard))
         return m.Done()
 
-    def stop(self, request: m.StopRequest) -> m.StopReply:
-        """End the run at the highest slot that anyone may have been allowed to reach.
+    def stop(self, request: m.StopRequest, caller: Caller | None = None) -> m.StopReply:
+        """End the run at the highest slot that anyone may have been allowed to reach. A site that
+        asks for it is named.
 
         A run that waits for sites ends where it is: no exchange is decided, so no site can get to a
         slot end where all could write a checkpoint.
         """
         core, state = self._core, self._core.state
+        site = "" if caller is None or caller.operator else caller.site
         if state.phase in ("enrolling", "starting"):
-            core.record(e.Ended(core.wall(), "stopped", request.reason))
+            core.record(e.Ended(core.wall(), "stopped", request.reason, site))
         elif state.waits_for_sites:
             newest = max((at for at, own in state.checkpoints.items() if own.sites), default=None)
             back = "there is no checkpoint" if newest is None else f"checkpoint at slot {newest}"
             reason = f"{request.reason}, while the run waited for sites ({back})"
-            core.record(e.Ended(core.wall(), "stopped", reason))
+            core.record(e.Ended(core.wall(), "stopped", reason, site))
         elif state.phase == "running":
             tick = max(state.lease, state.first_tick + LEASE_LEAST)
-            core.record(e.Stopping(core.wall(), tick, request.reason))
+            core.record(e.Stopping(core.wall(), tick, request.reason, site))
         return m.StopReply(stop_tick=state.lease if state.stop_tick is None else state.stop_tick)
 
     def fail(self, request: m.FailRequest) -> m.Done:

@@ -343,6 +343,13 @@ class Stopping(Event):
 
     tick: int
     reason: str
+    site: str = ""
+    """Who has asked for it; empty: the operator."""
+
+    @property
+    def line(self) -> str:
+        """What people are told."""
+        return f"stopping at slot {self.tick}: {self.reason}{_asks(self.site)}"
 
 
 @dataclass(frozen=True)
@@ -390,10 +397,17 @@ class Finished(OfRank):
 
 @dataclass(frozen=True)
 class Ended(Event):
-    """The run is over: `phase` is finished, stopped or failed."""
+    """The run is over: `phase` is finished, stopped or failed. `site`: as that of `Stopping`."""
 
     phase: str
     reason: str
+    site: str = ""
+
+    @property
+    def line(self) -> str:
+        """What people are told."""
+        said = f"{self.phase}: {self.reason}" if self.reason else self.phase
+        return said + _asks(self.site)
 
 
 @dataclass(frozen=True)
@@ -426,3 +440,7 @@ class Resumed(Event):
     held_out: dict[str, dict[str, Any]] = field(default_factory=dict)
     """A `HeldOut` as JSON by site."""
     ends_early: str = ""
+
+
+def _asks(site: str) -> str:
+    return f" (as {site} asks)" if site else ""

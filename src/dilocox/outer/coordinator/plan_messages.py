@@ -116,7 +116,8 @@ class RoundPlan(Message):
 
 
 class Measured(Message):
-    """What one site measured in a round, over all of its ranks; plans are made from it."""
+    """What one site measured in a round, over all of its ranks; plans are made from it. It is the
+    site's own word, of which the coordinator's clock bounds `step_us` alone (`step_clock`)."""
 
     step_us: Count
     """Microseconds of an inner step, waits for the network not counted."""

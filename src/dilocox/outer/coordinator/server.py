@@ -171,7 +171,7 @@ class CoordinatorServer:
             ("retire", m.RetireRequest, departures.retire),
             ("standing", m.StandingRequest, core.standings.change),
             ("depart", m.DepartRequest, lambda r, c: departures.depart(r)),
-            ("stop", m.StopRequest, lambda r, c: departures.stop(r)),
+            ("stop", m.StopRequest, departures.stop),
             ("fail", m.FailRequest, lambda r, c: departures.fail(r)),
             ("finish", m.FinishRequest, lambda r, c: departures.finish(r)),
             ("round_done", m.RoundDoneRequest, lambda r, c: core.round_done(r)),

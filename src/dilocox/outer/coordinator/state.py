@@ -372,7 +372,7 @@ class CoordinatorState(GivenState):
     def _stopping(self, event: e.Stopping) -> None:
         self.phase, self.reason = "stopping", event.reason
         self.stop_tick = self.lease = event.tick
-        self._say(event, "phase", f"stopping at slot {event.tick}: {event.reason}")
+        self._say(event, "phase", event.line)
 
     def _wrote(self, event: e.Wrote) -> None:
         checkpoint = self.checkpoints.setdefault(
@@ -412,7 +412,7 @@ class CoordinatorState(GivenState):
 
     def _ended(self, event: e.Ended) -> None:
         self.phase, self.reason = event.phase, event.reason
-        self._say(event, "phase", f"{event.phase}: {event.reason}" if event.reason else event.phase)
+        self._say(event, "phase", event.line)
 
     def _stored(self, event: e.Stored) -> None:
         if event.value is None:
