@@ -228,7 +228,7 @@ class Disk:
         def appended(log: EventLog, event: Any) -> None:
             (append if isinstance(event, _SOFT) else hard)(log, event)
 
-        EventLog.append, os.fsync = appended, self.timed(sync)  # type: ignore[method-assign]
+        EventLog.append, os.fsync = appended, self.timed(sync)  # type: ignore[assignment, method-assign]
         try:
             yield
         finally:

@@ -141,7 +141,7 @@ def pools(monkeypatch: pytest.MonkeyPatch) -> list[reading._Pool]:
 def test_workers_end_with_whoever_reads(log: list[str], pools: list[reading._Pool]) -> None:
     lines = read_lines(log * 3, 1)
     assert next(lines).text == log[0]
-    lines.close()  # type: ignore[attr-defined]
+    lines.close()
     assert len(list(read_lines(log[:9], 1))) == 9
     (pool,) = pools  # a few lines need no worker
     assert pool.processes

@@ -10,7 +10,7 @@ import functools
 import json
 import zlib
 from collections import deque
-from collections.abc import Hashable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
@@ -92,7 +92,7 @@ class _ByExchange(MutableMapping[Key, Value], Generic[Key, Value]):
         self._open = deque(head for head in self._open if head in self._inner)
 
     @staticmethod
-    def _there(inner: dict[Place, Any] | _Closed) -> Iterable[Place] | Any:
+    def _there(inner: dict[Place, Any] | _Closed) -> Collection[Place]:
         return inner if isinstance(inner, dict) else inner[0]
 
     def _opened(self, head: tuple[Any, ...]) -> dict[Place, Any]:

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import IO, Any, NamedTuple
 
@@ -49,7 +49,7 @@ class Line(NamedTuple):
     """Why the line is no statement."""
 
 
-def read_lines(entries: Iterable[str], workers: int | None = None) -> Iterator[Line]:
+def read_lines(entries: Iterable[str], workers: int | None = None) -> Generator[Line, None, None]:
     """All lines in their order, opened.
 
     `workers`: processes; None: one for each core, if there are several. An error that `entries`
