@@ -168,7 +168,7 @@ def late_at_the_flush() -> dict[str, Any]:
     def save(self: Keeper, trainer: Any, plan: Any, *, last: bool = False) -> None:
         original(self, trainer, plan, last=last)
         told, end = _disk.with_name("metrics.jsonl"), time.monotonic() + 60.0
-        while last and me().startswith("paris") and "left behind" not in told.read_text():
+        while last and me().startswith("paris") and "paris is left behind" not in told.read_text():
             assert time.monotonic() < end, "nobody goes on without paris"
             trainer.control.touch()
             time.sleep(0.05)

@@ -34,7 +34,8 @@ def test_ctrl_c_in_a_terminal(workshop: Workshop, forge: Forge) -> None:
     began = time.monotonic()
     again.ctrl_c()
     assert again.wait() == 130, again.output()
-    assert time.monotonic() - began < 5.0
+    # Nothing is waited for, which has limits of a minute (link_timeout) and more.
+    assert time.monotonic() - began < 30.0
     assert "Traceback" not in again.printed()
     assert set(again.left_behind().values()) <= {-signal.SIGKILL}
     # So does the death of the main process; nothing that it has started outlives it.
@@ -59,13 +60,14 @@ def test_a_dead_or_hanging_rank_takes_its_site_down_which_comes_back(
     run.until_round(1)
     before = run.rank_processes()
     blows = ((signal.SIGKILL, "lyon-stage1-shard0 was killed (signal 9)"),
-             (signal.SIGSTOP, "no beat from stage 1 shard 0 for"))  # fmt: skip
+             (signal.SIGSTOP, "no beat from stage 1 shard 0 for 2.25 s"))  # fmt: skip
     for number, (blow, said) in enumerate(blows, start=1):
         os.kill(run.rank_processes()["lyon:1.0"], blow)
         began = time.monotonic()
         run.until(lambda said=said: f"lyon is gone: {said}" in run.printed())
-        # The silence of a heartbeat, and the time it takes to print that on a busy machine.
-        assert time.monotonic() - began < 2.5 + 2.5
+        # After a heartbeat, and not the minute that a link may be silent; a busy machine may take
+        # its time to look, and to print.
+        assert time.monotonic() - began < 30.0
         run.until(
             lambda times=number + 1: run.printed().count("lyon contributes from round") == times
         )
