@@ -19,7 +19,7 @@ from dilocox import persistence
 from dilocox.persistence import record_state
 from dilocox.site import SiteMesh
 
-LIMIT, STORE = 4.0, 7.0
+LIMIT, STORE = 6.0, 9.0
 """Seconds that a collective may last, and that the store takes for theta_0."""
 
 
