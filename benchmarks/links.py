@@ -23,6 +23,7 @@ from typing import Any
 import common
 import torch
 import torch.distributed as dist
+from rendezvous import MemoryStore
 
 from dilocox.config import NetworkSection
 from dilocox.errors import ExchangeError
@@ -46,31 +47,7 @@ Move = Callable[[torch.Tensor | None, torch.Tensor | None, int], None]
 """(to send, to fill, number): return when both are through."""
 
 
-class Store:
-    """`KeyValue` on a dictionary of another process."""
-
-    def __init__(self, values: Any) -> None:
-        self._values = values
-
-    def kv_set(self, key: str, value: bytes) -> None:
-        """Store `value` under `key`."""
-        self._values[key] = value
-
-    def kv_check(self, keys: Sequence[str]) -> bool:
-        """True if all `keys` are there."""
-        return all(key in self._values for key in keys)
-
-    def kv_get(self, keys: Sequence[str], limit: float) -> dict[str, bytes]:
-        """The values of `keys`, waiting up to `limit` seconds."""
-        end = time.monotonic() + limit
-        while not self.kv_check(keys):
-            if time.monotonic() > end:
-                raise ExchangeError(f"{keys} not set")
-            time.sleep(0.005)
-        return {key: self._values[key] for key in keys}
-
-
-def over_links(identity: Identity, store: Store, _: Path) -> Move:
+def over_links(identity: Identity, store: MemoryStore, _: Path) -> Move:
     """Moves tensors over a link."""
     timeouts = Timeouts.derive(NetworkSection())
     endpoint = LinkEndpoint(identity, Door(0, None, None, False), "127.0.0.1", timeouts)
@@ -87,7 +64,7 @@ def over_links(identity: Identity, store: Store, _: Path) -> Move:
     return move
 
 
-def over_gloo(identity: Identity, _: Store, folder: Path) -> Move:
+def over_gloo(identity: Identity, _: MemoryStore, folder: Path) -> Move:
     """Moves tensors over Gloo."""
     me = SITES.index(identity.site)
     dist.init_process_group(
@@ -105,9 +82,9 @@ def over_gloo(identity: Identity, _: Store, folder: Path) -> Move:
 
 
 def side(
-    make: Callable[[Identity, Store, Path], Move],
+    make: Callable[[Identity, MemoryStore, Path], Move],
     identity: Identity,
-    store: Store,
+    store: MemoryStore,
     folder: Path,
     both: bool,
     times: int,
@@ -133,13 +110,16 @@ def _used() -> float:
     return usage.ru_utime + usage.ru_stime
 
 
-WAYS: dict[str, Callable[[Identity, Store, Path], Move]] = {"links": over_links, "gloo": over_gloo}
+WAYS: dict[str, Callable[[Identity, MemoryStore, Path], Move]] = {
+    "links": over_links,
+    "gloo": over_gloo,
+}
 
 
 def measure(over: str, both: bool, times: int, identities: Sequence[Identity]) -> dict[str, float]:
     """One turn: Gbit/s of one direction, and processor seconds per GB."""
     with CONTEXT.Manager() as manager, tempfile.TemporaryDirectory() as folder:
-        store, pipes, started = Store(manager.dict()), [], []
+        store, pipes, started = MemoryStore(manager.dict()), [], []
         for identity in identities:
             ours, theirs = CONTEXT.Pipe(duplex=False)
             arguments = (WAYS[over], identity, store, Path(folder), both, times, theirs)

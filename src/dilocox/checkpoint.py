@@ -184,7 +184,7 @@ class RankCheckpointer:
                 try:
                     if filesystem.exists(path) and not filesystem.ls(path):
                         filesystem.rmdir(path)
-                except (OSError, NotImplementedError):
+                except OSError:
                     break  # another rank was faster, or object storage, which has no folders
 
 

@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from benchmarks.rendezvous import MemoryStore
 
 from dilocox.config import NetworkSection
-from dilocox.errors import ExchangeError
 from dilocox.outer.coordinator.identity import Authority, Identity, new_request
 from dilocox.outer.coordinator.timeouts import Timeouts
 
@@ -30,30 +30,6 @@ class Keys:
 
     advertise: str | None = None
     ports: str | None = None
-
-
-class MemoryStore:
-    """`KeyValue` on a dictionary that processes share."""
-
-    def __init__(self, values: Any) -> None:
-        self._values = values
-
-    def kv_set(self, key: str, value: bytes) -> None:
-        """Store a value."""
-        self._values[key] = value
-
-    def kv_check(self, keys: Sequence[str]) -> bool:
-        """Are all keys there?"""
-        return all(key in self._values for key in keys)
-
-    def kv_get(self, keys: Sequence[str], limit: float) -> dict[str, bytes]:
-        """Values of all keys, waiting for them."""
-        end = time.monotonic() + limit
-        while not self.kv_check(keys):
-            if time.monotonic() > end:
-                raise ExchangeError(f"{keys} not set")
-            time.sleep(0.005)
-        return {key: self._values[key] for key in keys}
 
 
 @contextmanager

@@ -242,33 +242,25 @@ def test_a_peer_that_dies_breaks_the_link_at_once(dies: str) -> None:
     assert "\n" not in results[lives]
 
 
-def test_a_silent_peer_is_given_up_after_the_limit() -> None:
+@pytest.mark.parametrize(
+    ("closes", "silence", "said"),
+    [
+        (False, 0.5, "link to b broke: nothing has moved for 0.5 s"),
+        (True, LIMIT, "link to b broke: it has closed the group"),
+    ],
+    ids=["silent", "closed"],
+)
+def test_what_comes_to_nothing_is_given_up(closes: bool, silence: float, said: str) -> None:
+    """A peer is silent for longer than it may, or closes its group."""
+
     def side(store: MemoryStore, me: str) -> str:
-        group = group_of(store, "epoch/1", ["a", "b"], me, silence=0.5)
-        if me == "b":
-            store.kv_get(["done"], LIMIT)
-            return "silent"
-        try:
-            group.receive(torch.empty(10, dtype=torch.uint8), "b", 1).poll(15.0)
-            return "nothing"
-        except ExchangeError as error:
-            return str(error)
-        finally:
-            store.kv_set("done", b"")
-
-    with shared_store() as store:
-        results = run_each({me: partial(side, store, me) for me in "ab"})
-    assert results["a"] == "link to b broke: nothing has moved for 0.5 s"
-
-
-def test_a_closed_group_ends_what_peers_wait_for() -> None:
-    def side(store: MemoryStore, me: str) -> str:
-        group = group_of(store, "epoch/1", ["a", "b"], me)
+        group = group_of(store, "epoch/1", ["a", "b"], me, silence=silence)
         if me == "b":
             store.kv_get(["posted"], LIMIT)
-            group.close()
+            if closes:
+                group.close()
             store.kv_get(["done"], LIMIT)
-            return "closed"
+            return "waited"
         transfer = group.receive(torch.empty(10, dtype=torch.uint8), "b", 1)
         store.kv_set("posted", b"")
         try:
@@ -281,7 +273,7 @@ def test_a_closed_group_ends_what_peers_wait_for() -> None:
 
     with shared_store() as store:
         results = run_each({me: partial(side, store, me) for me in "ab"})
-    assert results["a"] == "link to b broke: it has closed the group"
+    assert results == {"a": said, "b": "waited"}
 
 
 def outlives(store: MemoryStore, me: str) -> bool:
