@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dilocox import recorder
 from dilocox.config import RunConfig, resolve_run
 from dilocox.errors import DifferentAnchorsError, TrainingError
 from dilocox.recorder import Recorder, combine
@@ -374,3 +375,23 @@ def test_a_round_that_the_others_ended_without_a_site_survives_a_restart(tmp_pat
     run = Run(tmp_path)
     run.report("paris", 0, anchor_digest=None)
     Run(tmp_path).report("lyon", 0)
+
+
+def test_reports_of_a_long_run_are_remembered_for_some_rounds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recorder, "WRITTEN", 5)
+
+    def told(where: Recorder, *rounds: int) -> int:
+        for round_ in rounds:
+            for site in ("paris", "lyon"):
+                where.report(site, round_, "round", row(round_))
+        return (tmp_path / "metrics.jsonl").read_text().count('"site"')
+
+    first = Recorder(config(), tmp_path, lambda record: None)
+    assert told(first, *range(40)) == 80
+    assert len(first._written) <= 2 * 5 + 1
+    again = Recorder(config(), tmp_path, lambda record: None)
+    assert len(again._written) <= 2 * 5 + 1
+    for each in (first, again):
+        assert told(each, *range(35, 40)) == 80, "they are in the file"

@@ -133,8 +133,8 @@ class Recorder:
         self._reason = ""
         """Of the latest plan, or of keeping it."""
         self._sequences: dict[str, int] = {}
-        self._written: set[tuple[str, int, str]] = set()
-        """(kind, round, site) of the reports of this course of the run that are in the file."""
+        self._written: dict[int, set[tuple[str, str]]] = {}
+        """(kind, site) of the reports of this course of the run that are in the file, by round."""
         for record in _read_lines(folder / "metrics.jsonl"):
             # The file is of an earlier process, perhaps of an earlier version, and a site's word.
             with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError):
@@ -151,9 +151,10 @@ class Recorder:
         kind, round_, site = record.get("kind"), record.get("round", 0), record.get("site")
         if site and kind in ("round", "flush"):
             checked(kind, record)
-        if site:
+        if site and isinstance(round_, int):
             first = record.get("after_round", 0) < 0
-            self._written.add(("first_evaluation" if first else str(kind), round_, site))
+            said = "first_evaluation" if first else str(kind)
+            self._written.setdefault(round_, set()).add((said, site))
         if kind == "round" and site:
             self._open.setdefault(round_, self._closed.pop(round_, {}))[site] = record
         elif kind == "round":
@@ -184,7 +185,7 @@ class Recorder:
         self._closed = {r: rows for r, rows in self._closed.items() if r < round_}
         self._evaluations = {r: v for r, v in self._evaluations.items() if r < round_}
         self._verdicts = {r: v for r, v in self._verdicts.items() if r < round_}
-        self._open, self._flush, self._plan, self._written = {}, {}, {}, set()
+        self._open, self._flush, self._plan, self._written = {}, {}, {}, {}
         self._reason = ""
 
     def report(self, site: str, round_: int, kind: str, metrics: Record) -> None:
@@ -197,7 +198,7 @@ class Recorder:
         if kind == "admission":
             self._admission(site, round_, metrics)
             return
-        if kind != "warning" and (kind, round_, site) in self._written:
+        if kind != "warning" and (kind, site) in self._written.get(round_, ()):
             return
         try:
             metrics = checked(kind, metrics)
@@ -207,7 +208,7 @@ class Recorder:
         if kind == "warning":
             self.message(f"{site}: {metrics['text']}")
             return
-        self._written.add((kind, round_, site))
+        self._written.setdefault(round_, set()).add((kind, site))
         said = {key: value for key, value in metrics.items() if key not in RESERVED}
         record = {"kind": kind, "round": round_, "site": site, **said}
         if kind in ("evaluation", "first_evaluation"):
@@ -390,7 +391,8 @@ class Recorder:
         self._members = {r: n for r, n in self._members.items() if r > number - REMEMBERED}
         self._odd = {each for each in self._odd if each[0] > number - REMEMBERED}
         self._said = {each for each in self._said if each[0] > number - REMEMBERED}
-        self._written = {each for each in self._written if each[1] > number - WRITTEN}
+        if len(self._written) > 2 * WRITTEN:  # not in every round: a restart goes through all
+            self._written = {r: own for r, own in self._written.items() if r > number - WRITTEN}
 
     def _write(self, record: Record) -> None:
         record = {"time": round(time.time(), 3), **record}
