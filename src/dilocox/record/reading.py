@@ -28,7 +28,7 @@ FEW = 6 * BATCH
 """So many are opened here: a worker takes half a second to start."""
 BYTES = 8 * 2**20
 """A batch is no longer, but for its last line: a stranger's log may have long ones."""
-MOST_WORKERS = 8
+MOST_WORKERS = 6
 """More open lines faster than one process can judge what they say."""
 _LENGTH = 4
 
