@@ -142,10 +142,11 @@ class Bench:
         return self.reference({"kind": "in-process", "attack": "", "rule": ""})
 
     def reference(self, row: common.Row) -> float | None:
-        """What `row` is compared with: the run of its kind in which all are honest."""
+        """What `row` is compared with: the run of its kind and settings in which all are honest."""
+        beside = row.get("beside", "none")
         for each in [*self.rows, row]:
-            clean = each["attack"] in ("none", "real: none") and each["rule"] == "mean"
-            if clean and each["kind"] == row["kind"]:
+            usual = beside not in ("none", "real: none") or each["rule"] == "mean"
+            if usual and each["kind"] == row["kind"] and each["attack"] == beside:
                 return float(each["loss"])
         return None
 
@@ -175,6 +176,7 @@ class Bench:
             print()
             print(common.table(real, {
                 "attack": "", "rule": "", "loss": ".3f", "over_clean": ".3f", "named": str,
+                "ended": str, "verify": str,
             }))  # fmt: skip
 
     def keep(self, row: common.Row) -> None:

@@ -19,6 +19,7 @@ from dilocox.outer.coordinator.messages import ExchangeKey
 
 ALTERED = "rome"
 FALSE_FRAGMENT = 77
+BY_SPEED = (("control.steps", "by-speed"),)
 DRIP = 8.0
 """Seconds of silence before each message of an exchange."""
 
@@ -117,7 +118,7 @@ MEMBERS = (
     ),
     Member(
         "is infinitely fast", CoordinatorClient, "round_done", _infinitely_fast,
-        (("control.steps", "by-speed"),),
+        BY_SPEED,
     ),
     Member("reports another broken", CoordinatorClient, "vote", _reports_another),
     Member("drips", Attempt, "swap", _drips, SHORT),

@@ -45,6 +45,18 @@ class Case:
     text: str | None = None
     """Text of the altered site, a key of `attacks_texts.TEXTS`."""
     gated: bool = True
+    sets: tuple[tuple[str, Any], ...] = ()
+    """Keys of the run file, as `section.key`, and their values."""
+
+    @property
+    def beside(self) -> str:
+        """The case in which all are honest, with the same settings."""
+        return BY_SPEED.name if self.settings == BY_SPEED.sets else "real: none"
+
+    @property
+    def settings(self) -> tuple[tuple[str, Any], ...]:
+        """All keys that differ from the usual ones."""
+        return self.sets + (() if self.member is None else self.member.sets)
 
     @property
     def rule(self) -> str:
@@ -52,9 +64,11 @@ class Case:
         return "clip+gate" if self.gated else "mean"
 
 
+BY_SPEED = Case("real: none, steps by speed", sets=attacks_members.BY_SPEED)
 CASES = (
     Case("real: none", gated=False),
     Case("real: none"),
+    BY_SPEED,
     Case("real: sign flip x10", -10.0, gated=False),
     Case("real: sign flip x10", -10.0),
     Case("real: zero", 0.0),
@@ -111,7 +125,8 @@ def rows(
             said = subprocess.run(call, check=True, stdout=subprocess.PIPE, text=True)
         row: common.Row = json.loads(said.stdout.splitlines()[-1])
         say(f"{case.name}, {case.rule}: {row['loss']}, named {row['named'] or 'nobody'}")
-        yield {"kind": "processes", "attack": case.name, "rule": case.rule, **row}
+        about = {"kind": "processes", "attack": case.name, "rule": case.rule}
+        yield {**about, "beside": case.beside, **row}
 
 
 def row_of(folder: Path, summary: Mapping[str, Any]) -> common.Row:
@@ -182,8 +197,7 @@ def configuration(
 def main(number: int, folder: Path, rounds: int) -> None:
     """Run one case and print its row as the last line."""
     case = CASES[number]
-    sets = [] if case.member is None else list(case.member.sets)
-    config = configuration(folder, GATED if case.gated else {}, rounds, sets)
+    config = configuration(folder, GATED if case.gated else {}, rounds, case.settings)
     if case.text is not None:
         config = with_text(config, folder, case.text)
     with (
