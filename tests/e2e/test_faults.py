@@ -75,6 +75,9 @@ def test_a_dead_or_hanging_rank_takes_its_site_down_which_comes_back(
         after = run.rank_processes()
         assert all(after[name] != before[name] for name in ("lyon:0.0", "lyon:1.0"))
         assert all(after[name] == before[name] for name in ("paris:0.0", "paris:1.0", "lyon"))
+        # Until its ranks train, the first one may ask for a plan, and hear there that it is gone.
+        trained = len(run.records("round", "lyon"))
+        run.until(lambda trained=trained: len(run.records("round", "lyon")) > trained + 1)
     # A rank that hangs in a collective with the one that was stopped says where, and ends.
     log = (run.folder / "logs" / "lyon-stage0-shard0.log").read_text()
     assert "the training loop does not answer" in log
