@@ -19,7 +19,7 @@ from dilocox.outer.coordinator.messages import ExchangeKey
 
 ALTERED = "rome"
 FALSE_FRAGMENT = 77
-BY_SPEED = (("control.steps", "by-speed"),)
+BY_SPEED = (("control.steps", "by-speed"), ("outer.inner_steps", 60))
 DRIP = 8.0
 """Seconds of silence before each message of an exchange."""
 

@@ -26,6 +26,8 @@ import dilocox
 from dilocox import assembly
 from dilocox.errors import DilocoxError
 from dilocox.launch import prepare_data
+from dilocox.outer.coordinator import events
+from dilocox.outer.coordinator.log import EventLog
 from dilocox.outer.state import PieceState
 
 SITES = ("paris", "lyon", "oslo", "rome")
@@ -130,12 +132,14 @@ def rows(
 
 
 def row_of(folder: Path, summary: Mapping[str, Any]) -> common.Row:
-    """What came of a run: its end, its loss, who was left out and why, what `verify` says."""
+    """What came of a run: end, loss, who was left out or behind and why, what `verify` says."""
     admission = {
         site: {why: count for why, count in counts.items() if why not in REMARKS}
         for site, counts in summary["admission"].items()
     }
-    named = {site: counts for site, counts in admission.items() if counts}
+    named = {site: list(counts) for site, counts in admission.items() if counts}
+    for site in left_behind(folder):
+        named.setdefault(site, []).append("left behind")
     # The flush is one more round; each has two fragments, and a contribution per site to each.
     due = (summary["rounds"] + 1) * 2 * (len(SITES) - 1)
     honest = sum(sum(admission.get(site, {}).values()) for site in SITES if site != ALTERED)
@@ -147,6 +151,17 @@ def row_of(folder: Path, summary: Mapping[str, Any]) -> common.Row:
         "verify": verdicts(folder),
         "seconds": round(summary["seconds"], 1),
     }
+
+
+def left_behind(folder: Path) -> list[str]:
+    """Sites without which the others went on, by the coordinator's log."""
+    log = EventLog(folder / "coordinator")
+    try:
+        return sorted(
+            {e.site for e in log.events() if isinstance(e, events.Overtaken | events.Gone)}
+        )
+    finally:
+        log.close()
 
 
 def verdicts(folder: Path) -> str:
