@@ -19,6 +19,7 @@ from dilocox.errors import ConfigError, ExchangeError
 from dilocox.outer import link
 from dilocox.outer.doors import Door
 from dilocox.outer.groups import EpochChangedError, PeerGroup
+from dilocox.outer.link_endpoint import LinkEndpoint
 from dilocox.outer.link_frames import PIECE_BYTES
 from dilocox.outer.unreached import UnreachedError
 from tests.outer.linked import endpoint_of, group_of
@@ -123,16 +124,22 @@ class Tap:
                 continue
 
 
+def tapped(me: str) -> tuple[LinkEndpoint, Tap | None]:
+    """An endpoint, that of b behind a tap."""
+    endpoint = endpoint_of(me)
+    if me != "b":  # the site named first connects
+        return endpoint, None
+    tap = Tap((endpoint.host, endpoint.port))
+    endpoint.host, endpoint.port = tap.address
+    return endpoint, tap
+
+
 def through_a_tap(
     store: MemoryStore, me: str, size: int, cuts: Sequence[int]
 ) -> tuple[bool, int, bool]:
     """Swap with a peer by a way that is cut after so many bytes, again and again; whether all came,
     connections, and whether anything of it could be read on the way."""
-    endpoint = endpoint_of(me)
-    tap = None
-    if me == "b":  # the site named first connects
-        tap = Tap((endpoint.host, endpoint.port))
-        endpoint.host, endpoint.port = tap.address
+    endpoint, tap = tapped(me)
     group = PeerGroup(endpoint, store, "epoch/1", ["a", "b"], LIMIT, LIMIT, lambda: False)
     same = []
     for tag, cut in enumerate(cuts):
@@ -155,11 +162,7 @@ def test_a_connection_that_breaks_goes_on_where_it_broke_and_nothing_is_in_the_c
 def through_a_silent_way(store: MemoryStore, me: str) -> tuple[bool, int]:
     """A way that swallows all from the second round on, as a router does that has forgotten a
     connection; whether all came, and how many connections there were."""
-    endpoint = endpoint_of(me)
-    tap = None
-    if me == "b":
-        tap = Tap((endpoint.host, endpoint.port))
-        endpoint.host, endpoint.port = tap.address
+    endpoint, tap = tapped(me)
     group = PeerGroup(endpoint, store, "epoch/1", ["a", "b"], LIMIT, 12.0, lambda: False)
     same = [swap(group, 1000, 1)]
     together(store, "first", "ab", me)
@@ -182,11 +185,7 @@ def after_a_long_round(store: MemoryStore, me: str) -> tuple[bool, int]:
     """Two swaps with hours of training in between; whether all came, and connections."""
     idle = [0.0]
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + idle[0])
-    endpoint = endpoint_of(me)
-    tap = None
-    if me == "b":
-        tap = Tap((endpoint.host, endpoint.port))
-        endpoint.host, endpoint.port = tap.address
+    endpoint, tap = tapped(me)
     with patch.object(link, "time", clock):
         group = PeerGroup(endpoint, store, "epoch/1", ["a", "b"], LIMIT, LIMIT, lambda: False)
         same = [swap(group, 1000, 1)]
