@@ -16,6 +16,7 @@ from dilocox.outer.calendar import boundary_slots
 from dilocox.outer.coordinator import events as e
 from dilocox.outer.coordinator import messages as m
 from dilocox.outer.coordinator.step_clock import expected, least_step
+from dilocox.outer.coordinator.timeouts import Timeouts
 from tests.outer.coordinator.helpers import Driver, replayed, run_config
 
 Steps = Iterator[float]
@@ -199,3 +200,20 @@ def test_who_says_years_is_believed_what_the_round_took(tmp_path: Path) -> None:
     assert {event.site for event in found} == {"m"}
     assert all(1_000_000 <= event.step_us <= 5_000_000 for event in found)
     course.driver.core.close()
+
+
+def test_in_rounds_shorter_than_a_beat_a_lie_is_bounded_and_the_truth_stays(
+    tmp_path: Path,
+) -> None:
+    steps = dict.fromkeys("abcd", 0.04)
+    short: dict[str, Any] = {"latency": 0.01, "transfer": 0.02}
+    honest = Course(tmp_path / "honest", steps, {}, **short)
+    beat = Timeouts.derive(honest.driver.core.state.config.network).beat
+    assert honest.driver.core.state.plans[1].inner_steps * 0.04 < beat
+    assert honest.corrected() == []
+    honest.driver.core.close()
+    lying = Course(tmp_path / "lying", steps, {"d": 1}, **short)
+    found = lying.corrected()
+    assert {event.site for event in found} == {"d"}
+    assert all(event.step_us > 10_000 for event in found), found
+    lying.driver.core.close()
