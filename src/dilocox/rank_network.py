@@ -14,12 +14,12 @@ import torch
 from dilocox import timeline
 from dilocox.assembly import Place
 from dilocox.errors import ExchangeError
-from dilocox.outer.attempt import Contribution, Phase
+from dilocox.outer.attempt import Contribution
 from dilocox.outer.control import RankControl
 from dilocox.outer.coordinator.client import CoordinatorClient
 from dilocox.outer.coordinator.messages import BeginReply, ExchangeKey, VoteReply
 from dilocox.outer.coordinator.timeouts import Timeouts
-from dilocox.outer.coordinator.verdict_messages import Opinion
+from dilocox.outer.coordinator.verdict_messages import Opinion, VotePhase
 from dilocox.outer.groups import LOOK, EpochChangedError, PeerGroup
 from dilocox.outer.link_endpoint import LinkEndpoint
 from dilocox.outer.unreached import UnreachedError
@@ -76,7 +76,7 @@ class Network:
         *,
         held: Sequence[str],
         contributes: bool,
-        phase: Phase,
+        phase: VotePhase,
         digests: Mapping[str, str],
         opinions: Mapping[str, Opinion],
     ) -> VoteReply:

@@ -20,14 +20,13 @@ from dilocox.compression import (
     payload_digest,
 )
 from dilocox.errors import ExchangeError
-from dilocox.outer.attempt import Phase
 from dilocox.outer.coordinator.messages import (
     BeginReply,
     ExchangeKey,
     ExchangeMember,
     VoteReply,
 )
-from dilocox.outer.coordinator.verdict_messages import Opinion
+from dilocox.outer.coordinator.verdict_messages import Opinion, VotePhase
 from dilocox.outer.exchange import Contribution, Outcome, exchange
 from dilocox.outer.groups import PeerGroup
 from dilocox.outer.staging import HOST, staging_of
@@ -85,7 +84,7 @@ class SharedBallot:
         *,
         held: Sequence[str],
         contributes: bool,
-        phase: Phase,
+        phase: VotePhase,
         digests: Mapping[str, str],
         opinions: Mapping[str, Opinion],
     ) -> VoteReply:
@@ -94,7 +93,7 @@ class SharedBallot:
         self.store._values[phase, self.me] = (list(held), contributes)
         return self.observe(key, attempt, phase=phase)
 
-    def observe(self, key: ExchangeKey, attempt: int, *, phase: Phase) -> VoteReply:
+    def observe(self, key: ExchangeKey, attempt: int, *, phase: VotePhase) -> VoteReply:
         voters = [site for site in self.members if site not in self.observers]
         held = [self._vote(phase, site) for site in voters]
         if phase == "held":

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from dilocox.compression import compressor, frame_payload, pack_frame
-from dilocox.outer.attempt import Contribution, Phase
+from dilocox.outer.attempt import Contribution
 from dilocox.outer.coordinator.exchanges import Exchange, Vote
 from dilocox.outer.coordinator.fetching import wanted
 from dilocox.outer.coordinator.messages import BeginReply, ExchangeKey, VoteReply
-from dilocox.outer.coordinator.verdict_messages import Fetch, Opinion
+from dilocox.outer.coordinator.verdict_messages import Fetch, Opinion, VotePhase
 from dilocox.outer.exchange import Outcome, exchange
 from dilocox.outer.groups import PeerGroup
 from dilocox.outer.worker import LinkTurn, Turns
@@ -48,7 +48,7 @@ class Settled(SharedBallot):
         *,
         held: Sequence[str],
         contributes: bool,
-        phase: Phase,
+        phase: VotePhase,
         digests: Mapping[str, str],
         opinions: Mapping[str, Opinion],
     ) -> VoteReply:

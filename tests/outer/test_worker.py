@@ -14,9 +14,8 @@ import torch
 
 from dilocox.compression import compressor
 from dilocox.errors import ExchangeError
-from dilocox.outer.attempt import Phase
 from dilocox.outer.coordinator.messages import BeginReply, ExchangeKey, VoteReply
-from dilocox.outer.coordinator.verdict_messages import Opinion
+from dilocox.outer.coordinator.verdict_messages import Opinion, VotePhase
 from dilocox.outer.exchange import Contribution
 from dilocox.outer.worker import ExchangeWorker, LinkTurn, Turns
 from tests.outer.exchanging import GEOMETRY, LENGTH, WEIGHTS, SharedBallot, values_of
@@ -45,7 +44,7 @@ class Later(SharedBallot):
         *,
         held: Sequence[str],
         contributes: bool,
-        phase: Phase,
+        phase: VotePhase,
         digests: Mapping[str, str],
         opinions: Mapping[str, Opinion],
     ) -> VoteReply:

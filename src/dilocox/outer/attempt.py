@@ -25,7 +25,7 @@ from dilocox.errors import ExchangeError
 from dilocox.outer.averaging import average
 from dilocox.outer.coordinator.errors import CoordinatorError
 from dilocox.outer.coordinator.messages import BeginReply, ExchangeKey, VoteReply
-from dilocox.outer.coordinator.verdict_messages import Opinion
+from dilocox.outer.coordinator.verdict_messages import Opinion, VotePhase
 from dilocox.outer.groups import PeerGroup
 from dilocox.outer.link_times import LinkTimes
 from dilocox.outer.staging import HOST, Mark, Staging
@@ -34,8 +34,6 @@ from dilocox.outer.unreached import UnreachedError
 
 log = logging.getLogger(__name__)
 
-Phase = Literal["held", "fetched", "done"]
-"""Of votes, see `VoteRequest`."""
 Weights = Mapping[str, float]
 """w_i by site."""
 LOOK = 0.1
@@ -70,13 +68,13 @@ class Ballot(Protocol):
         *,
         held: Sequence[str],
         contributes: bool,
-        phase: Phase,
+        phase: VotePhase,
         digests: Mapping[str, str],
         opinions: Mapping[str, Opinion],
     ) -> VoteReply:
         """Say what is held here, and what is thought of it, and wait for the decision."""
 
-    def observe(self, key: ExchangeKey, attempt: int, *, phase: Phase) -> VoteReply:
+    def observe(self, key: ExchangeKey, attempt: int, *, phase: VotePhase) -> VoteReply:
         """Wait for the decision without a vote."""
 
     def report_broken(self, key: ExchangeKey, attempt: int, failed: Sequence[str]) -> VoteReply:
@@ -379,7 +377,7 @@ class Attempt:
 
     def decide(
         self,
-        phase: Phase,
+        phase: VotePhase,
         held: Iterable[str],
         own_digest: bytes | None = None,
     ) -> VoteReply:

@@ -7,7 +7,7 @@ import math
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 from dilocox.errors import ExchangeError
 from dilocox.outer.coordinator import entry_messages as em
@@ -16,7 +16,7 @@ from dilocox.outer.coordinator.errors import CoordinatorError
 from dilocox.outer.coordinator.identity import Identity
 from dilocox.outer.coordinator.timeouts import Timeouts
 from dilocox.outer.coordinator.transport import Reply, Transport, pool_of_site
-from dilocox.outer.coordinator.verdict_messages import Opinion
+from dilocox.outer.coordinator.verdict_messages import Opinion, VotePhase
 
 
 class CoordinatorClient:
@@ -209,7 +209,7 @@ class CoordinatorClient:
         *,
         held: Sequence[str] = (),
         contributes: bool = True,
-        phase: Literal["held", "fetched", "done"] = "held",
+        phase: VotePhase = "held",
         digests: Mapping[str, str] | None = None,
         statement: str | None = None,
         opinions: Mapping[str, Opinion] | None = None,
@@ -236,7 +236,7 @@ class CoordinatorClient:
         key: m.ExchangeKey,
         attempt: int,
         *,
-        phase: Literal["held", "fetched", "done"] = "held",
+        phase: VotePhase = "held",
         limit: float | None = None,
     ) -> m.VoteReply:
         """What `vote` returns, for an entering rank: waits without a vote of its own."""

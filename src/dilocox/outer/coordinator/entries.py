@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from dilocox.outer.coordinator import entry_messages as em
 from dilocox.outer.coordinator import events as e
 from dilocox.outer.coordinator import messages as m
+from dilocox.outer.coordinator.given_state import version_of
 from dilocox.outer.coordinator.refusals import Refused
 
 if TYPE_CHECKING:
@@ -80,14 +81,15 @@ class Entries:
         different: list[int] = []
         hopeless = False
         for piece in request.pieces:
-            told = state.shown.get(key_of(rank, piece), {})
+            key = key_of(rank, piece)
+            told = state.shown.get(key, {})
             said = {name: digest for name, digest in told.items() if name in active}
             # At the start there is nobody to compare with: all take theta_0 from the founder.
             alike = is_same(said, len(active), piece.sha256) if state.running else True
             if alike is not None:
                 (same if alike else different).append(piece.piece)
             else:
-                newest = state.newest.get(f"{rank.stage}/{rank.shard}/{piece.piece}", {})
+                newest = state.newest.get(version_of(key)[0], {})
                 silent = {name for name in active if newest.get(name, -2) < piece.landed}
                 hopeless |= never_settled(said, len(silent - said.keys()), len(active))
         if different and site.donor == request.donor:

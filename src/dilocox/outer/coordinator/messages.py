@@ -31,7 +31,7 @@ from dilocox.outer.coordinator.store_messages import StoreGetReply as StoreGetRe
 from dilocox.outer.coordinator.store_messages import StoreGetRequest as StoreGetRequest
 from dilocox.outer.coordinator.store_messages import StoreSetRequest as StoreSetRequest
 from dilocox.outer.coordinator.store_messages import Wait as Wait
-from dilocox.outer.coordinator.verdict_messages import Fetch, Opinion, Shares
+from dilocox.outer.coordinator.verdict_messages import Fetch, Opinion, Shares, VotePhase
 
 MAX_BODY = 1 << 20
 """Largest request that is read, in bytes."""
@@ -328,7 +328,7 @@ class VoteRequest(Message):
     key: KeyText
     rank: Rank
     attempt: Count
-    phase: Literal["held", "fetched", "done"] = "held"
+    phase: VotePhase = "held"
     held: Sites = Field(default_factory=list)
     """Sites whose contribution is whole here, this site's own among them."""
     contributes: bool = True

@@ -28,6 +28,8 @@ Code = Literal[
     "loss",
 ]
 Flag = Literal["copied", "large", "small", "against", "recommitted"]
+VotePhase = Literal["held", "fetched", "done"]
+"""Of votes, see `messages.VoteRequest`."""
 WHOLE = 65536
 """A share of one; shares are in this unit."""
 MILLI = 1000
