@@ -324,9 +324,7 @@ def test_what_one_does_not_hold_it_fetches_and_votes_again(
     assert (reply.decision, reply.set) == ("commit", list("abcm"))
     assert roles(driver) == dict.fromkeys("abcm", "active")
     feed = [text for _, _, kind, text in driver.core.state.feed if kind == "decision"]
-    assert feed == [
-        f"outer/0/0/0: c fetches what m sent from {holder}, since it did not get it whole"
-    ]
+    assert feed == [f"outer/0/0/0: c fetches from {holder} what m sent, which did not arrive whole"]
     assert replayed(driver) == driver.core.state
     driver.core.close()
 

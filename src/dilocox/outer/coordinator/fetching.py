@@ -85,8 +85,8 @@ def line(fetches: Collection[Fetch], key: str) -> str:
     """What people are told of it."""
     by_site: dict[str, list[str]] = {}
     for each in fetches:
-        text = f"what {each.sender} sent from {each.holder}"
+        text = f"from {each.holder} what {each.sender} sent"
         if text not in by_site.setdefault(each.site, []):
             by_site[each.site].append(text)
     found = "; ".join(f"{site} fetches {', '.join(texts)}" for site, texts in by_site.items())
-    return f"{key}: {found}, since it did not get it whole"
+    return f"{key}: {found}, which did not arrive whole"
