@@ -34,7 +34,7 @@ from dilocox.compression.parts import Part
 from dilocox.errors import ExchangeError
 from dilocox.outer.admission.gate import Gate, Slope
 from dilocox.outer.admission.weighing import Weighing
-from dilocox.outer.attempt import Contribution, Probe
+from dilocox.outer.contribution import Contribution, Probe
 from dilocox.outer.coordinator.judging import Evidence, Judgement, judge
 from dilocox.outer.coordinator.messages import EnrolRequest, ExchangeKey, Rank, Versions
 from dilocox.outer.coordinator.refusals import Refused

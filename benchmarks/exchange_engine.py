@@ -23,6 +23,7 @@ from dilocox.assembly import Place
 from dilocox.compression import Geometry, compressor
 from dilocox.config import RunConfig, resolve_run
 from dilocox.lab import LabError, Network
+from dilocox.outer.contribution import Contribution, Outcome
 from dilocox.outer.control import RankControl
 from dilocox.outer.coordinator.client import CoordinatorClient
 from dilocox.outer.coordinator.identity import Identity
@@ -31,7 +32,6 @@ from dilocox.outer.coordinator.messages import ExchangeKey
 from dilocox.outer.coordinator.messages import Rank as RankName
 from dilocox.outer.coordinator.serving import Endpoint, serve
 from dilocox.outer.coordinator.timeouts import Timeouts
-from dilocox.outer.exchange import Contribution, Outcome
 from dilocox.outer.link_endpoint import open_endpoint
 from dilocox.outer.worker import ExchangeWorker
 from dilocox.rank_network import Network as RankNetwork

@@ -14,8 +14,8 @@ from dilocox.entering import Newcomer
 from dilocox.errors import RunOverError
 from dilocox.outer.coordinator.entry_messages import CheckPiecesReply
 from dilocox.outer.coordinator.messages import Entering
-from dilocox.outer.entry import Snapshot
 from dilocox.outer.pending import Counts
+from dilocox.outer.snapshot import Snapshot
 
 ENTRY = Entering(site="new", incarnation=1, donor="old", from_round=3)
 

@@ -13,8 +13,8 @@ from dilocox.entering import Newcomer, entry_name
 from dilocox.errors import ExchangeError, TrainingError
 from dilocox.outer.coordinator.entry_messages import CheckPiecesReply
 from dilocox.outer.coordinator.messages import Entering
-from dilocox.outer.entry import Snapshot
 from dilocox.outer.layout import Layout
+from dilocox.outer.snapshot import Snapshot
 from dilocox.outer.state import PieceState
 from dilocox.piece_digests import UNFIT, ShownPieces
 

@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING
 
 from dilocox.errors import DilocoxError, ExchangeError, RunOverError, TrainingError
 from dilocox.outer.coordinator.messages import Entering
-from dilocox.outer.entry import Donor, Snapshot, digest_of, fetch
+from dilocox.outer.entry import Donor, digest_of, fetch
 from dilocox.outer.first_state import FirstState, OtherStartError
 from dilocox.outer.groups import PeerGroup
 from dilocox.outer.pending import Counts
+from dilocox.outer.snapshot import Snapshot
 from dilocox.piece_digests import CheckedPieces, ShownPieces
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from dilocox.errors import ExchangeError
 from dilocox.outer.coordinator.entry_messages import MOST, CheckPiecesReply, PieceDigest
 from dilocox.outer.coordinator.messages import Entering
-from dilocox.outer.entry import Snapshot
+from dilocox.outer.snapshot import Snapshot
 
 if TYPE_CHECKING:
     from dilocox.trainer import Trainer

@@ -14,7 +14,7 @@ import torch
 from dilocox import timeline
 from dilocox.assembly import Place
 from dilocox.errors import ExchangeError
-from dilocox.outer.attempt import Contribution
+from dilocox.outer.contribution import Contribution
 from dilocox.outer.control import RankControl
 from dilocox.outer.coordinator.client import CoordinatorClient
 from dilocox.outer.coordinator.messages import BeginReply, ExchangeKey, VoteReply

@@ -22,8 +22,8 @@ from dilocox.compression import payload_digest
 from dilocox.config import RunConfig
 from dilocox.data import TokenFiles, prepare
 from dilocox.determinism import facts_here
-from dilocox.outer.attempt import Contribution, Outcome
 from dilocox.outer.averaging import average
+from dilocox.outer.contribution import Contribution, Outcome
 from dilocox.outer.control import RankControl
 from dilocox.outer.controller.pace import FULL, steps_taken
 from dilocox.outer.coordinator import messages as m

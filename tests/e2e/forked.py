@@ -37,8 +37,9 @@ from dilocox.assembly import Batches, Hooks, Sequences
 from dilocox.lab.netns import enter_namespace
 from dilocox.models.source import FreshWeights
 from dilocox.outer.coordinator.client import CoordinatorClient
-from dilocox.outer.entry import Donor, Snapshot
+from dilocox.outer.entry import Donor
 from dilocox.outer.groups import PeerGroup
+from dilocox.outer.snapshot import Snapshot
 from dilocox.outer.state import PieceState
 from dilocox.persistence import Keeper
 from dilocox.site import SiteModel, determinism_mode, mean_cross_entropy

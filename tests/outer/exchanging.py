@@ -20,6 +20,7 @@ from dilocox.compression import (
     payload_digest,
 )
 from dilocox.errors import ExchangeError
+from dilocox.outer.contribution import Contribution, Outcome
 from dilocox.outer.coordinator.messages import (
     BeginReply,
     ExchangeKey,
@@ -27,7 +28,7 @@ from dilocox.outer.coordinator.messages import (
     VoteReply,
 )
 from dilocox.outer.coordinator.verdict_messages import Opinion, VotePhase
-from dilocox.outer.exchange import Contribution, Outcome, exchange
+from dilocox.outer.exchange import exchange
 from dilocox.outer.groups import PeerGroup
 from dilocox.outer.staging import HOST, staging_of
 from dilocox.outer.worker import LinkTurn, Turns

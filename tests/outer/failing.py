@@ -23,6 +23,7 @@ import torch
 from dilocox.assembly import Place
 from dilocox.config import RunConfig, resolve_run
 from dilocox.errors import DilocoxError
+from dilocox.outer.contribution import Contribution, Outcome
 from dilocox.outer.control import RankControl
 from dilocox.outer.coordinator.audit import Audit, audit
 from dilocox.outer.coordinator.client import CoordinatorClient
@@ -32,7 +33,6 @@ from dilocox.outer.coordinator.messages import BeginReply, ExchangeKey, RoundPla
 from dilocox.outer.coordinator.messages import Rank as RankName
 from dilocox.outer.coordinator.serving import Endpoint, serve
 from dilocox.outer.coordinator.timeouts import Timeouts
-from dilocox.outer.exchange import Contribution, Outcome
 from dilocox.outer.groups import PeerGroup
 from dilocox.outer.layout import Layout, split_pieces
 from dilocox.outer.link_endpoint import open_endpoint

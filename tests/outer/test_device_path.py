@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dilocox.outer.exchange import Outcome
+from dilocox.outer.contribution import Outcome
 from tests.outer.exchanging import MATRICES, run
 from tests.outer.failing import LINK, config_of, run_sites
 from tests.outer.streams import play_device

@@ -22,7 +22,6 @@ from dilocox.outer.entry import (
     Donor,
     Held,
     PieceHeader,
-    Snapshot,
     Thanks,
     check_header,
     digest_of,
@@ -31,6 +30,7 @@ from dilocox.outer.entry import (
     read_header,
 )
 from dilocox.outer.groups import PeerGroup
+from dilocox.outer.snapshot import Snapshot
 from tests.outer.linked import group_of
 from tests.outer.sites import MemoryStore, run_each, shared_store, until
 

@@ -20,8 +20,9 @@ from dilocox.compression import (
 )
 from dilocox.compression.base import Codec
 from dilocox.outer.averaging import average
+from dilocox.outer.contribution import Contribution
 from dilocox.outer.coordinator.messages import ExchangeKey, VoteReply
-from dilocox.outer.exchange import Contribution, exchange
+from dilocox.outer.exchange import exchange
 from dilocox.outer.worker import LinkTurn, Turns
 from tests.outer.exchanging import (
     GEOMETRY,

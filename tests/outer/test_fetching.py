@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from dilocox.compression import compressor, frame_payload, pack_frame
-from dilocox.outer.attempt import Contribution
+from dilocox.outer.contribution import Contribution, Outcome
 from dilocox.outer.coordinator.exchanges import Exchange, Vote
 from dilocox.outer.coordinator.fetching import wanted
 from dilocox.outer.coordinator.messages import BeginReply, ExchangeKey, VoteReply
 from dilocox.outer.coordinator.verdict_messages import Fetch, Opinion, VotePhase
-from dilocox.outer.exchange import Outcome, exchange
+from dilocox.outer.exchange import exchange
 from dilocox.outer.groups import PeerGroup
 from dilocox.outer.worker import LinkTurn, Turns
 from tests.outer.exchanging import (

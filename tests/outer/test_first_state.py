@@ -10,8 +10,8 @@ import torch
 
 from dilocox.entering import Newcomer
 from dilocox.outer.coordinator.messages import Entering
-from dilocox.outer.entry import Snapshot
 from dilocox.outer.first_state import FirstState, OtherStartError
+from dilocox.outer.snapshot import Snapshot
 
 OWN = torch.randn(1000, generator=torch.Generator().manual_seed(1))
 STILL = torch.zeros(1000)

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from dilocox.errors import ExchangeError, TrainingError
+from dilocox.outer.contribution import Outcome
 from dilocox.outer.coordinator.messages import ExchangeKey
-from dilocox.outer.entry import Snapshot
-from dilocox.outer.exchange import Outcome
 from dilocox.outer.fragment import Fragment, fragment_of
 from dilocox.outer.layout import Layout
 from dilocox.outer.pending import Pending
+from dilocox.outer.snapshot import Snapshot
 from dilocox.outer.state import PieceState
 from tests.outer.test_loop import Rank, plan
 

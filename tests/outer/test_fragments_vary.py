@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dilocox.outer.exchange import Contribution, Outcome
+from dilocox.outer.contribution import Contribution, Outcome
 from dilocox.outer.layout import Layout
 from dilocox.outer.loop import OuterLoop
 from dilocox.outer.state import PieceState

@@ -16,8 +16,9 @@ from dilocox.outer import attempt as attempts
 from dilocox.outer import link_state, link_times
 from dilocox.outer import transfer as transfers
 from dilocox.outer.attempt import Attempt, RepeatError
+from dilocox.outer.contribution import Contribution
 from dilocox.outer.coordinator.messages import BeginReply, ExchangeKey, ExchangeMember
-from dilocox.outer.exchange import Contribution, exchange
+from dilocox.outer.exchange import exchange
 from dilocox.outer.link_times import FACTOR, LinkTimes
 from dilocox.outer.secure_stream import SecureStream
 from dilocox.outer.transfer import STEP_BYTES, Transfer

@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from dilocox.errors import ExchangeError, TrainingError
+from dilocox.outer.contribution import Contribution, Outcome
 from dilocox.outer.coordinator.messages import ExchangeKey, MemberPlan, RoundPlan
-from dilocox.outer.entry import Snapshot
-from dilocox.outer.exchange import Contribution, Outcome
 from dilocox.outer.layout import Layout, split_pieces
 from dilocox.outer.loop import OuterLoop
 from dilocox.outer.pending import Pending
+from dilocox.outer.snapshot import Snapshot
 from dilocox.outer.state import PieceState
 
 

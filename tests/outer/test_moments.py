@@ -9,7 +9,7 @@ import torch
 
 from dilocox.compression import Compressor
 from dilocox.compression.moments import PERIOD, SecondMoments, due_rows, from_bytes
-from dilocox.outer.exchange import Contribution, Outcome
+from dilocox.outer.contribution import Contribution, Outcome
 from dilocox.outer.layout import Layout
 from dilocox.outer.loop import OuterLoop
 from dilocox.outer.moments import row_means, take_means, told_by

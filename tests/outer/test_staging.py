@@ -11,8 +11,8 @@ import torch
 from dilocox import checkpoint
 from dilocox.compression import compressor, frame_bytes
 from dilocox.outer import staging
+from dilocox.outer.contribution import Contribution
 from dilocox.outer.coordinator.keys import ExchangeKey
-from dilocox.outer.exchange import Contribution
 from dilocox.outer.layout import Layout
 from dilocox.outer.loop import OuterLoop
 from dilocox.outer.staging import HOST, sha256_of, snapshot, staging_of

@@ -18,10 +18,11 @@ import pytest
 from dilocox.assembly import Place
 from dilocox.compression import compressor
 from dilocox.errors import DilocoxError
+from dilocox.outer.contribution import Contribution, Outcome
 from dilocox.outer.coordinator.client import CoordinatorClient
 from dilocox.outer.coordinator.keys import ExchangeKey
 from dilocox.outer.coordinator.timeouts import Timeouts
-from dilocox.outer.exchange import Contribution, Outcome, exchange
+from dilocox.outer.exchange import exchange
 from dilocox.outer.groups import EpochChangedError, PeerGroup
 from dilocox.outer.link_endpoint import LinkEndpoint
 from dilocox.outer.unreached import UnreachedError

@@ -14,9 +14,9 @@ import torch
 
 from dilocox.compression import compressor
 from dilocox.errors import ExchangeError
+from dilocox.outer.contribution import Contribution
 from dilocox.outer.coordinator.messages import BeginReply, ExchangeKey, VoteReply
 from dilocox.outer.coordinator.verdict_messages import Opinion, VotePhase
-from dilocox.outer.exchange import Contribution
 from dilocox.outer.worker import ExchangeWorker, LinkTurn, Turns
 from tests.outer.exchanging import GEOMETRY, LENGTH, WEIGHTS, SharedBallot, values_of
 from tests.outer.sites import MemoryStore, run_each, shared_store

@@ -16,7 +16,7 @@ import torch
 
 from dilocox.compression import Geometry, compressor
 from dilocox.errors import RecordError
-from dilocox.outer.attempt import Contribution, Outcome
+from dilocox.outer.contribution import Contribution, Outcome
 from dilocox.outer.coordinator.keys import ExchangeKey
 from dilocox.outer.coordinator.messages import Rank
 from dilocox.record import recording

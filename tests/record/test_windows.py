@@ -11,7 +11,7 @@ import torch
 
 from dilocox.errors import RecordError
 from dilocox.outer.anchor_state import AnchorCopy
-from dilocox.outer.attempt import Outcome
+from dilocox.outer.contribution import Outcome
 from dilocox.outer.coordinator.keys import ExchangeKey
 from dilocox.record import statements as s
 from dilocox.record.course import Course

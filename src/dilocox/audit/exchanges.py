@@ -19,8 +19,8 @@ from dilocox.codec_spec import parse_spec
 from dilocox.compression import Compressor, LowRank, pack_frame, payload_digest
 from dilocox.compression.moments import carried
 from dilocox.errors import DilocoxError, RecordError
-from dilocox.outer.attempt import Contribution, Outcome
 from dilocox.outer.averaging import average, chunk_bounds, requantise
+from dilocox.outer.contribution import Contribution, Outcome
 from dilocox.outer.exchange import advancing, chunk_index
 from dilocox.outer.layout import Layout
 from dilocox.outer.staging import sha256_of

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from dilocox.outer.attempt import Outcome
+from dilocox.outer.contribution import Outcome
 from dilocox.outer.loop import OuterLoop
 
 

@@ -17,8 +17,7 @@ from __future__ import annotations
 import hashlib
 import queue
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
 from typing import Annotated, TypeVar
 
 import safetensors.torch
@@ -28,6 +27,7 @@ from safetensors import SafetensorError
 
 from dilocox.errors import ExchangeError, JoinError
 from dilocox.outer.groups import PeerGroup
+from dilocox.outer.snapshot import Snapshot
 from dilocox.outer.transfer import Transfer
 
 HEADER_BYTES = 4096
@@ -86,20 +86,6 @@ class Thanks(Said):
 
 
 AnyHeader = TypeVar("AnyHeader", bound=Said)
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """One piece's agreed state after the landings of `tick`."""
-
-    piece: int
-    tick: int
-    tensors: Mapping[str, torch.Tensor]
-    """What all sites agree on, flat fp32 on the CPU; empty if the receiver has the same."""
-    codec: str = ""
-    """Low-rank codec that `warm` among the tensors is of."""
-    landed: int = -1
-    """Round of the exchange that landed on it last; -1: none since the run started."""
 
 
 def digest_of(anchor: torch.Tensor) -> str:

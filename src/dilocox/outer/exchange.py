@@ -30,15 +30,9 @@ from dilocox.compression import (
 )
 from dilocox.errors import ExchangeError
 from dilocox.outer.admission.weighing import Weighing
-from dilocox.outer.attempt import (
-    Attempt,
-    Ballot,
-    Contribution,
-    Outcome,
-    RepeatError,
-    Turn,
-)
+from dilocox.outer.attempt import Attempt, Ballot, RepeatError, Turn
 from dilocox.outer.averaging import chunk_bounds, requantise
+from dilocox.outer.contribution import Contribution, Outcome
 from dilocox.outer.coordinator.messages import ExchangeKey
 from dilocox.outer.coordinator.verdict_messages import Opinion
 from dilocox.outer.fetching import fetch
@@ -51,7 +45,7 @@ OWNER_PATIENCE = 0.75
 """Of a low-rank codec's owner: all others wait for its basis, and would take it for the slow one
 after a whole time-out."""
 
-__all__ = ["Ballot", "Contribution", "Outcome", "exchange"]
+__all__ = ["Ballot", "exchange"]
 
 
 def exchange(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dilocox.errors import JoinError
-from dilocox.outer.entry import Snapshot
+from dilocox.outer.snapshot import Snapshot
 
 ROUNDING = 1e-3
 """Norm of the difference between weights that two processors draw from one seed, over the norm of

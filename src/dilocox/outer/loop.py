@@ -16,17 +16,16 @@ from dilocox.compression import LowRank
 from dilocox.compression.moments import carried
 from dilocox.errors import TrainingError
 from dilocox.outer.admission.gate import Gate, Slope
-from dilocox.outer.attempt import Probe
 from dilocox.outer.calendar import boundary_slots
+from dilocox.outer.contribution import Contribution, Outcome, Probe
 from dilocox.outer.coordinator.messages import ExchangeKey, RoundPlan
-from dilocox.outer.entry import Snapshot
-from dilocox.outer.exchange import Contribution, Outcome
 from dilocox.outer.fragment import Fragment, fragment_of
 from dilocox.outer.layout import Layout
 from dilocox.outer.moments import Second, none_held, row_means, take_means, told_by
 from dilocox.outer.overlap import Rule
 from dilocox.outer.pending import Counts, Pending
 from dilocox.outer.pieces import pieces_of
+from dilocox.outer.snapshot import Snapshot
 from dilocox.outer.staging import staging_of
 from dilocox.outer.state import PieceState
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from dilocox.outer.attempt import Outcome, Probe
+from dilocox.outer.contribution import Outcome, Probe
 from dilocox.outer.coordinator.messages import ExchangeKey, RoundPlan
 
 

@@ -16,7 +16,8 @@ from dataclasses import replace
 
 from dilocox import timeline
 from dilocox.outer.calendar import AT_ONCE
-from dilocox.outer.exchange import Ballot, Contribution, Outcome, exchange
+from dilocox.outer.contribution import Contribution, Outcome
+from dilocox.outer.exchange import Ballot, exchange
 from dilocox.outer.link_times import LinkTimes
 
 

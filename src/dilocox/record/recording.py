@@ -23,7 +23,7 @@ from dilocox.compression.rounding import is_bf16, round_to_bf16
 from dilocox.errors import DilocoxError, RecordError
 from dilocox.models.source import fresh_facts
 from dilocox.outer.anchor_state import AnchorCopy
-from dilocox.outer.attempt import Contribution, Outcome
+from dilocox.outer.contribution import Contribution, Outcome
 from dilocox.outer.coordinator.keys import ExchangeKey
 from dilocox.outer.coordinator.messages import Rank
 from dilocox.outer.staging import sha256_of

@@ -12,7 +12,7 @@ from dilocox.compression import compressor
 from dilocox.outer.admission.aggregation import aggregate
 from dilocox.outer.admission.examine import examine
 from dilocox.outer.admission.weighing import Weighing
-from dilocox.outer.attempt import Contribution
+from dilocox.outer.contribution import Contribution
 from dilocox.outer.coordinator.judging import Evidence, Judgement, judge
 from dilocox.outer.coordinator.messages import ExchangeKey
 from dilocox.outer.coordinator.verdict_messages import WHOLE

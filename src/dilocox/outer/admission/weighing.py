@@ -13,8 +13,8 @@ from dilocox.compression import all_zero, refuse_unusable
 from dilocox.errors import ExchangeError
 from dilocox.outer.admission.aggregation import aggregate
 from dilocox.outer.admission.examine import examine
-from dilocox.outer.attempt import Contribution
 from dilocox.outer.averaging import average
+from dilocox.outer.contribution import Contribution
 from dilocox.outer.coordinator.verdict_messages import Opinion
 
 log = logging.getLogger(__name__)
