@@ -385,7 +385,7 @@ def test_a_rank_lives_while_it_waits_for_a_disk_at_the_end(
         return attempt(*given) if given else None
 
     monkeypatch.setattr(checkpoint, "_attempt", slowly if slow == "checkpoint" else attempt)
-    monkeypatch.setattr(persistence, "capture", lambda trainer: (tensors(), {}))
+    monkeypatch.setattr(persistence, "capture", lambda own: (tensors(), {}))
     monkeypatch.setattr(persistence, "MEETING", 0.1)
     monkeypatch.setattr(persistence, "whole_anchor", lambda rank: {})
     monkeypatch.setattr(persistence, "write_stage_file", lambda *_: slowly())
@@ -407,12 +407,13 @@ def test_a_rank_lives_while_it_waits_for_a_disk_at_the_end(
         mesh=SimpleNamespace(stages=1, gather_names=lambda names: [names]),
         blueprint=SimpleNamespace(hf_config=None), model=SimpleNamespace(saved_buffers=dict),
     )  # fmt: skip
-    trainer: Any = SimpleNamespace(
-        at=SimpleNamespace(tick=16, round=2, slot=0), rank=rank,
-        client=SimpleNamespace(checkpoint=lambda tick, *_: written.append(tick), report=print),
-    )  # fmt: skip
+    at = SimpleNamespace(tick=16, round=2, slot=0)
+    own: Any = SimpleNamespace(at=at, rank=rank, site="paris")
+    keeper._client = cast(
+        Any, SimpleNamespace(checkpoint=lambda tick, *_: written.append(tick), report=print)
+    )
     plan: Any = SimpleNamespace(kind="train", members={"paris": None})
-    keeper.save(trainer, plan, last=True)
+    keeper.save(own, plan, last=True)
     keeper.wait()
     control.close()
     assert now[0] > 3 * stall
@@ -443,7 +444,7 @@ def test_ranks_meet_again_while_one_of_them_writes(monkeypatch: pytest.MonkeyPat
 
 def test_slow_storage_does_not_hold_training_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """A checkpoint that is due while the one before is still written is left out and reported."""
-    monkeypatch.setattr(persistence, "capture", lambda trainer: ({}, {}))
+    monkeypatch.setattr(persistence, "capture", lambda own: ({}, {}))
     said: list[str] = []
     saved: list[int] = []
     waited: list[int] = []
@@ -455,15 +456,15 @@ def test_slow_storage_does_not_hold_training_up(monkeypatch: pytest.MonkeyPatch)
     keeper = object.__new__(persistence.Keeper)
     keeper._writer, keeper._recorded = writer, None  # type: ignore[assignment]
     keeper._touch = lambda: None
-    trainer: Any = SimpleNamespace(
-        at=SimpleNamespace(tick=16, round=2, slot=0),
-        client=SimpleNamespace(report=lambda round_, what, kind: said.append(what["text"])),
+    own: Any = SimpleNamespace(at=SimpleNamespace(tick=16, round=2, slot=0))
+    keeper._client = cast(
+        Any, SimpleNamespace(report=lambda round_, what, kind: said.append(what["text"]))
     )
-    keeper.save(trainer, None)
+    keeper.save(own, None)
     assert (saved, waited) == ([], [])
     assert said == [
         "checkpoint after slot 16 was left out: that of slot 8 has been being written for 42 s; "
         "the storage is slow"
     ]
-    keeper.save(trainer, None, last=True)
+    keeper.save(own, None, last=True)
     assert (saved, waited) == ([16], [1]), "the last one is waited for"

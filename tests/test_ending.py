@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from dilocox import persistence, rank_state
+from dilocox.entering import EntryStopped
 from dilocox.errors import RunOverError
 from dilocox.outer.coordinator.messages import Entering
 from dilocox.persistence import Keeper, part_in_the_end
-from dilocox.trainer import Trainer
+from dilocox.trainer import Stopped, Trainer
 
 PLAN: Any = SimpleNamespace(kind="flush", round=4, codec="int8", members=dict.fromkeys("abc"))
 
@@ -56,8 +57,8 @@ class Ending:
             place=SimpleNamespace(site="b", leads=True),
             mesh=SimpleNamespace(gather_names=lambda names: [names]),
         )
-        client = SimpleNamespace(status=self._status)
-        self.trainer: Any = SimpleNamespace(rank=rank, client=client)
+        self.keeper._client = cast(Any, SimpleNamespace(status=self._status))
+        self.rank: Any = rank
 
     def _export(self, rank: object, folder: Path) -> str:
         self.exported.append(str(folder))
@@ -73,7 +74,7 @@ class Ending:
 
     def publishes(self) -> list[str]:
         """Which folders it writes."""
-        self.keeper.publish(self.trainer, PLAN, self.keeper.ends_run(self.trainer, PLAN))
+        self.keeper.publish(self.rank, PLAN, self.keeper.ends_run(self.rank, PLAN))
         return self.exported
 
 
@@ -92,11 +93,11 @@ def test_in_a_folder_of_all_sites_the_next_one_publishes_what_the_first_did_not(
 
 def test_with_folders_of_their_own_nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     ending = Ending(monkeypatch, "active", shared=False)
-    assert not ending.keeper.ends_run(ending.trainer, PLAN)
-    ending.keeper.publish(ending.trainer, PLAN, ends_run=False)
+    assert not ending.keeper.ends_run(ending.rank, PLAN)
+    ending.keeper.publish(ending.rank, PLAN, ends_run=False)
     assert ending.exported == ["run/model"]
     lost = Ending(monkeypatch, "gone", shared=False)
-    assert lost.keeper.ends_run(lost.trainer, PLAN), "it evaluates then"
+    assert lost.keeper.ends_run(lost.rank, PLAN), "it evaluates then"
 
 
 class Calls:
@@ -132,6 +133,7 @@ def at_the_end(behind: bool, made: list[str], **changes: Any) -> Trainer:
         "collector": Calls([]),
         "client": Calls(made),
         "counted_from": -1,
+        "state": SimpleNamespace(weight=1.0, dropped_round=-2),
         **changes,
     }
     trainer.__dict__.update(fields)
@@ -190,18 +192,28 @@ def test_who_is_overtaken_by_the_flush_has_no_round_to_enter_with() -> None:
     assert asked == [4]
 
 
-def test_who_trained_a_round_more_before_he_heard_of_it_enters_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_who_trained_a_round_more_before_he_heard_of_it_enters_again() -> None:
     """The others count it from round 4 on, which it has trained before its beats told of that."""
     made: list[str] = []
-    monkeypatch.setattr("dilocox.trainer.Newcomer", lambda trainer, entry, *_: entry)
     at = SimpleNamespace(round=5, slot=0, tick=9)
     trainer: Any = at_the_end(False, made, control=entering(4), at=at)
-    trainer.form_group, trainer.donor_patience = None, 1.0
+    trainer.newcomer = lambda entry: entry
     trainer.follow = lambda entry: made.append(f"follow {entry.from_round}")
     trainer.catch_up()
     assert "follow 4" in made
+
+
+@pytest.mark.parametrize(("leaves", "said"), [(True, "depart"), (False, "finish")])
+def test_who_goes_before_its_entry_is_through_says_so_and_stops(leaves: bool, said: str) -> None:
+    made: list[str] = []
+
+    def follow() -> None:
+        raise EntryStopped(leaves)
+
+    newcomer: Any = SimpleNamespace(follow=follow)
+    with pytest.raises(Stopped):
+        at_the_end(False, made).follow(newcomer)
+    assert made == ["wait", "wait", said], "errands first, then the record"
 
 
 class Restored:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 import torch
 
 from dilocox import entering
-from dilocox.entering import Newcomer
+from dilocox.entering import EntryStopped, Newcomer
 from dilocox.errors import RunOverError
 from dilocox.outer.coordinator.entry_messages import CheckPiecesReply
 from dilocox.outer.coordinator.messages import Entering
@@ -32,9 +31,9 @@ def answer(plan: Any, receive: bool = False, leave: bool = False) -> SimpleNames
 
 
 class Followed:
-    """A trainer whose rounds are only counted, in a run that starts after some looks."""
+    """A rank whose rounds are only counted, in a run that starts after some looks."""
 
-    me = "new"
+    site = "new"
 
     def __init__(self, phases: list[str]) -> None:
         self.phases, self.asked, self.ends, self.touched = phases, 0, list[tuple[int, str]](), 0
@@ -82,12 +81,18 @@ class Followed:
         return answer(plan)
 
 
+def newcomer_of(followed: Any) -> Newcomer:
+    """Its newcomer, which would fetch from a donor that is there."""
+    form: Any = lambda *_: None  # noqa: E731
+    return Newcomer(followed, followed.control, followed.client, ENTRY, form, 1.0)
+
+
 @pytest.fixture(autouse=True)
 def fetched(monkeypatch: pytest.MonkeyPatch) -> None:
     """All has come already, and nobody needs to pause."""
     monkeypatch.setattr(entering, "PAUSE", 0.0)
     monkeypatch.setattr(Newcomer, "_fetch", lambda self: None)
-    monkeypatch.setattr(Newcomer, "adopt", lambda self: self._trainer.outer.awaiting.clear())
+    monkeypatch.setattr(Newcomer, "adopt", lambda self: self._own.outer.awaiting.clear())
 
 
 def test_nothing_is_followed_before_the_run_has_started() -> None:
@@ -103,7 +108,7 @@ def test_nothing_is_followed_before_the_run_has_started() -> None:
             return news(phase)
 
     followed.control = Control(touch=followed._touch, hurry=lambda: None)
-    Newcomer(followed, ENTRY, lambda *_: None, 1.0).follow()  # type: ignore[arg-type, return-value]
+    newcomer_of(followed).follow()
     assert followed.ends == [(3, "running")]
     assert followed.asked == 3 + 2
     assert followed.touched >= 3
@@ -113,12 +118,8 @@ def test_nothing_is_followed_before_the_run_has_started() -> None:
 def test_what_was_waited_for_on_the_way_is_not_in_the_first_round() -> None:
     followed: Any = Followed(["running"])
     followed.control.news = news("running")
-    Newcomer(followed, ENTRY, lambda *_: None, 1.0).follow()  # type: ignore[arg-type, return-value]
+    newcomer_of(followed).follow()
     assert followed.outer.counts == Counts()
-
-
-class TurnedBackError(Exception):
-    """The site has turned back."""
 
 
 class Leased(SimpleNamespace):
@@ -132,19 +133,14 @@ class Leased(SimpleNamespace):
         return news("running", **{"lease": min(self.looks, self.most), **self.told})
 
 
-def turns_back(followed: Any, **control: Any) -> list[dict[str, bool]]:
-    """How the site turns back, if it does."""
-    found: list[dict[str, bool]] = []
-
-    def turn_back(**how: bool) -> None:
-        found.append(how)
-        raise TurnedBackError
-
-    followed.turn_back = turn_back
+def turns_back(followed: Any, **control: Any) -> bool | None:
+    """Whether the site leaves if it turns back; None if it does not turn back."""
     followed.control = Leased(touch=followed._touch, hurry=lambda: None, **control)
-    with contextlib.suppress(TurnedBackError):
-        Newcomer(followed, ENTRY, lambda *_: None, 1.0).follow()  # type: ignore[arg-type]
-    return found
+    try:
+        newcomer_of(followed).follow()
+    except EntryStopped as stop:
+        return stop.leaves
+    return None
 
 
 @pytest.fixture
@@ -161,7 +157,7 @@ def test_it_goes_no_further_than_the_lease(at_once: None) -> None:
         ends.append((plan.first_tick + slot, followed.control.looks))
 
     followed.outer.end_of_slot = end_of_slot
-    assert turns_back(followed) == []
+    assert turns_back(followed) is None
     assert [tick for tick, _ in ends] == [7]
     assert all(tick <= looks for tick, looks in ends)
     assert followed.at.tick == 8 <= followed.control.looks
@@ -170,17 +166,17 @@ def test_it_goes_no_further_than_the_lease(at_once: None) -> None:
 def test_it_turns_back_where_the_run_stops(at_once: None) -> None:
     """At a slot of a round that it follows, and before one that will not be planned any more."""
     followed: Any = Followed(["running"])
-    assert turns_back(followed, most=6, told={"stop_tick": 6}) == [{}]
+    assert turns_back(followed, most=6, told={"stop_tick": 6}) is False
     assert followed.ends == []
     waiting: Any = Followed(["running"])
     waiting.client.poll_plan = lambda round_, wait: answer(None)
-    assert turns_back(waiting, told={"stop_tick": 6}) == [{}]
+    assert turns_back(waiting, told={"stop_tick": 6}) is False
 
 
 def test_a_site_that_is_to_leave_does_not_enter_again(at_once: None) -> None:
     followed: Any = Followed(["running"])
     followed.client.poll_plan = lambda round_, wait: answer(None, leave=True)
-    assert turns_back(followed) == [{"leaves": True}]
+    assert turns_back(followed) is True
 
 
 def test_a_site_that_the_flush_leaves_out_publishes_nothing(at_once: None) -> None:
@@ -204,7 +200,7 @@ def test_of_two_donors_the_first_counts(monkeypatch: pytest.MonkeyPatch) -> None
     followed.control.news = news("running")
     monkeypatch.undo()
     monkeypatch.setattr(Newcomer, "_fetch", lambda self: None)
-    newcomer = Newcomer(followed, ENTRY, lambda *_: None, 1.0)  # type: ignore[arg-type]
+    newcomer = newcomer_of(followed)
     for tick in (3, 6):
         newcomer._take(0, Snapshot(0, tick, {}, ""))
         newcomer.adopt()

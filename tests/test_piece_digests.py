@@ -27,7 +27,7 @@ def piece(value: float) -> PieceState:
 
 
 def rank(*pieces: PieceState, phase: str = "running", entering: Any = ()) -> Any:
-    """A trainer of two pieces, in a run that a site enters."""
+    """A rank of two pieces, in a run that a site enters."""
     told: list[list[Any]] = []
     return SimpleNamespace(
         rank=SimpleNamespace(
@@ -41,6 +41,11 @@ def rank(*pieces: PieceState, phase: str = "running", entering: Any = ()) -> Any
     )
 
 
+def shown_by(own: Any) -> ShownPieces:
+    """What this rank tells."""
+    return ShownPieces(own, own.control, own.client, own.errands)
+
+
 def test_what_is_agreed_has_the_same_digest_at_both_ends() -> None:
     donor, receiver = piece(1.0), piece(2.0)
     donor.momentum.fill_(0.25)
@@ -51,28 +56,28 @@ def test_what_is_agreed_has_the_same_digest_at_both_ends() -> None:
 
 
 def test_every_version_is_told_once_to_those_who_enter() -> None:
-    trainer = rank(piece(1.0), piece(2.0))
-    shown = ShownPieces(trainer)
+    own = rank(piece(1.0), piece(2.0))
+    shown = shown_by(own)
     shown.tell()
-    assert trainer.told == [], "nobody enters"
-    trainer.control.news.entering = [ENTRY]
+    assert own.told == [], "nobody enters"
+    own.control.news.entering = [ENTRY]
     shown.tell()
     shown.tell()
-    assert [[each.piece for each in told] for told in trainer.told] == [[0, 1]]
-    assert trainer.told[0][1].sha256 == piece(2.0).digest()
-    trainer.outer.landed[1] = 3
+    assert [[each.piece for each in told] for told in own.told] == [[0, 1]]
+    assert own.told[0][1].sha256 == piece(2.0).digest()
+    own.outer.landed[1] = 3
     shown.tell()
-    assert [(each.piece, each.landed) for each in trainer.told[-1]] == [(1, 3)]
+    assert [(each.piece, each.landed) for each in own.told[-1]] == [(1, 3)]
     # Another site: what was told may have been forgotten in between.
-    trainer.control.news.entering = [ENTRY.model_copy(update={"from_round": 5})]
+    own.control.news.entering = [ENTRY.model_copy(update={"from_round": 5})]
     shown.tell()
-    assert [each.piece for each in trainer.told[-1]] == [0, 1]
+    assert [each.piece for each in own.told[-1]] == [0, 1]
 
 
 def test_at_the_start_nothing_is_told() -> None:
-    trainer = rank(piece(1.0), phase="starting", entering=[ENTRY])
-    ShownPieces(trainer).tell()
-    assert trainer.told == []
+    own = rank(piece(1.0), phase="starting", entering=[ENTRY])
+    shown_by(own).tell()
+    assert own.told == []
 
 
 class Entered:
@@ -82,13 +87,15 @@ class Entered:
         monkeypatch.setattr(piece_digests, "PAUSE", 0.0)
         monkeypatch.setattr(Newcomer, "_fetch", self._fetch)
         self.true, self.others, self.donor = piece(1.0), list(others), "old"
-        self.trainer = rank(piece(0.0), piece(0.0), entering=[ENTRY])
-        self.trainer.client = SimpleNamespace(check_pieces=self._check, ready=self._ready)
-        self.trainer.outer.adopt = self._adopt
+        self.own = rank(piece(0.0), piece(0.0), entering=[ENTRY])
+        self.own.client = SimpleNamespace(check_pieces=self._check, ready=self._ready)
+        self.own.outer.adopt = self._adopt
         self.asked: bool | None = None
         """Whether all had come when it asked last."""
         self.settled, self.adopted, self.fetches, self.readies = True, list[int](), list[str](), 0
-        self.newcomer = Newcomer(self.trainer, ENTRY, lambda *_: None, 1.0)  # type: ignore[arg-type, return-value]
+        form: Any = lambda *_: None  # noqa: E731
+        own = self.own
+        self.newcomer = Newcomer(own, own.control, own.client, ENTRY, form, 1.0)
 
     def _fetch(self, newcomer: Any = None) -> Any:
         self.fetches.append(self.donor)
@@ -96,10 +103,10 @@ class Entered:
 
     def _adopt(self, snapshot: Snapshot) -> None:
         self.adopted.append(snapshot.piece)
-        self.trainer.outer.awaiting.discard(snapshot.piece)
+        self.own.outer.awaiting.discard(snapshot.piece)
 
     def _ready(self) -> None:
-        assert not self.trainer.outer.awaiting
+        assert not self.own.outer.awaiting
         self.readies += 1
 
     def _check(self, entry: Entering, pieces: Any, all_came: bool) -> CheckPiecesReply:
@@ -113,7 +120,7 @@ class Entered:
             left = self.others.pop(0) if self.others else None
             if left is not None:
                 entry = ENTRY.model_copy(update={"donor": left})
-                self.trainer.control.news.entering = [entry]
+                self.own.control.news.entering = [entry]
                 self.donor = left
             return CheckPiecesReply(same=same, different=different, donor=left)
         return CheckPiecesReply(same=same, different=[], donor=entry.donor)
@@ -153,7 +160,7 @@ def test_a_false_piece_is_not_taken_over_and_comes_from_another_donor(
     entered.arrives(0)
     entered.arrives(1, value=7.0)
     assert entered.adopted == [0]
-    assert entered.trainer.outer.awaiting == {1}
+    assert entered.own.outer.awaiting == {1}
     entered.newcomer.adopt()
     assert entered.fetches == ["old", "other"]
     entered.arrives(1)
@@ -180,13 +187,13 @@ def test_tensors_of_another_piece_are_no_state_of_most(monkeypatch: pytest.Monke
 def test_what_comes_at_the_start_is_taken_over_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """All take theta_0 from the founder, and who is ready may be counted in before it looks."""
     entered = Entered(monkeypatch)
-    entered.trainer.control.news.phase = "starting"
+    entered.own.control.news.phase = "starting"
     entered.settled = False
-    entered.trainer.outer.awaiting, entered.trainer.client.ready = {0, 1}, lambda: None
+    entered.own.outer.awaiting, entered.own.client.ready = {0, 1}, lambda: None
     for number in (0, 1):
         entered.newcomer._take(0, Snapshot(number, 0, dict(piece(5.0).agreed()), ""))
     entered.newcomer._is_through(0)
-    entered.trainer.control.news.phase = "running"
+    entered.own.control.news.phase = "running"
     entered.newcomer.adopt()
     assert entered.adopted == [0, 1]
 
@@ -204,7 +211,7 @@ def test_what_the_others_have_left_behind_is_fetched_again(
     assert entered.asked is True
     assert entered.fetches == ["old"]
     again = ENTRY.model_copy(update={"renewals": 1})
-    entered.trainer.control.news.entering = [again]
+    entered.own.control.news.entering = [again]
     entered.newcomer.adopt()
     entered.newcomer.adopt()
     assert entered.fetches == ["old", "old"]

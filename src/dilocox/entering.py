@@ -14,9 +14,11 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
+from dilocox.errands import Errands
 from dilocox.errors import DilocoxError, ExchangeError, RunOverError, TrainingError
+from dilocox.outer.control import RankControl
+from dilocox.outer.coordinator.client import CoordinatorClient
 from dilocox.outer.coordinator.messages import Entering
 from dilocox.outer.entry import Donor, digest_of, fetch
 from dilocox.outer.first_state import FirstState, OtherStartError
@@ -24,9 +26,7 @@ from dilocox.outer.groups import PeerGroup
 from dilocox.outer.pending import Counts
 from dilocox.outer.snapshot import Snapshot
 from dilocox.piece_digests import CheckedPieces, ShownPieces
-
-if TYPE_CHECKING:
-    from dilocox.trainer import Trainer
+from dilocox.rank_state import RankState
 
 log = logging.getLogger(__name__)
 
@@ -51,16 +51,33 @@ def _key(entry: Entering) -> tuple[str, int, int, int]:
     return entry.site, entry.incarnation, entry.from_round, entry.renewals
 
 
+class EntryStopped(Exception):  # noqa: N818 - not an error: the site was asked not to go on
+    """This site goes before it has trained a round since it entered."""
+
+    def __init__(self, leaves: bool) -> None:
+        """`leaves`: the site was asked to leave; else the run stops."""
+        super().__init__(leaves)
+        self.leaves = leaves
+
+
 class Donors:
     """What this rank gives to entering sites, at its slot ends."""
 
-    def __init__(self, trainer: Trainer, form_group: FormGroup, pause: float) -> None:
+    def __init__(
+        self,
+        own: RankState,
+        control: RankControl,
+        client: CoordinatorClient,
+        errands: Errands,
+        form_group: FormGroup,
+        pause: float,
+    ) -> None:
         """`pause`: seconds without an offer after which a receiver is told to go on waiting."""
-        self._trainer = trainer
+        self._own, self._control = own, control
         self._form_group = form_group
         self._pause = pause
         self._serving: dict[tuple[str, int, int, int], Donor] = {}
-        self._shown = ShownPieces(trainer)
+        self._shown = ShownPieces(own, control, client, errands)
 
     @property
     def busy(self) -> bool:
@@ -76,42 +93,42 @@ class Donors:
 
     def serve(self) -> None:
         """Offer every piece that may be taken over now; called between slots."""
-        trainer = self._trainer
+        own = self._own
         self._shown.tell()
         self._cancel_others()
         for entry in self._new():
             self._serving[_key(entry)] = self._start(entry)
-        for entry in trainer.control.news.entering:
+        for entry in self._control.news.entering:
             donor = self._serving.get(_key(entry))
-            if donor is None or donor.done or trainer.at.round < entry.from_round:
+            if donor is None or donor.done or own.at.round < entry.from_round:
                 continue
             for piece in sorted(donor.waiting):
-                if not trainer.outer.under_way(piece, entry.from_round):
-                    state = trainer.rank.states[piece]
+                if not own.outer.under_way(piece, entry.from_round):
+                    state = own.rank.states[piece]
                     copies = {
                         name: t.detach().to("cpu", copy=True) for name, t in state.agreed().items()
                     }
-                    landed = trainer.outer.landed[piece]
-                    donor.offer(Snapshot(piece, trainer.at.tick, copies, state.warm_codec, landed))
+                    landed = own.outer.landed[piece]
+                    donor.offer(Snapshot(piece, own.at.tick, copies, state.warm_codec, landed))
         for key, donor in list(self._serving.items()):
             if donor.done and donor.failure:
                 log.warning("could not serve %s: %s", key[0], donor.failure)
                 donor.failure = None
 
     def _mine(self) -> list[Entering]:
-        me = self._trainer.rank.place.site
-        return [entry for entry in self._trainer.control.news.entering if entry.donor == me]
+        me = self._own.site
+        return [entry for entry in self._control.news.entering if entry.donor == me]
 
     def _new(self) -> list[Entering]:
         return [entry for entry in self._mine() if _key(entry) not in self._serving]
 
     def _start(self, entry: Entering) -> Donor:
-        place = self._trainer.rank.place
+        place = self._own.rank.place
         name = entry_name(entry, place.stage, place.shard)
         return Donor(
             lambda: self._form_group(name, place.site, entry.site),
             entry.site,
-            len(self._trainer.rank.states),
+            len(self._own.rank.states),
             self._pause,
         )
 
@@ -125,7 +142,9 @@ class Newcomer:
 
     def __init__(
         self,
-        trainer: Trainer,
+        own: RankState,
+        control: RankControl,
+        client: CoordinatorClient,
         entry: Entering,
         form_group: FormGroup,
         patience: float,
@@ -133,7 +152,7 @@ class Newcomer:
     ):
         """`first`: judges theta_0, of a run that begins; None for a run that has begun."""
         self._first, self._rounded = first, False
-        self._trainer = trainer
+        self._own, self._control, self._client = own, control, client
         self._entry = entry
         self._form_group = form_group
         self._patience = patience
@@ -144,29 +163,29 @@ class Newcomer:
         self._tries = 0
         self._fetched = -1
         """The latest try that is through with its transfers."""
-        self._checks = CheckedPieces(trainer)
+        self._checks = CheckedPieces(own, client)
         self._refused: set[str] = set()
         """Donors that gave a state that most sites do not hold."""
         self._unchecked = False
         """The state is that of the start."""
         self._whole = False
         """All pieces have come, and the coordinator knows."""
-        trainer.outer.awaiting = set(range(len(trainer.rank.states)))
+        own.outer.awaiting = set(range(len(own.rank.states)))
         self._thread = self._fetch()
 
     def _fetch(self) -> threading.Thread:
         """Begin to fetch from the donor of the present entry, in a thread."""
-        trainer, entry = self._trainer, self._entry
+        own, entry = self._own, self._entry
         assert entry.donor is not None
         with self._lock:
             self._tries += 1
             self._error = None
-        number, donor, place = self._tries, entry.donor, trainer.rank.place
+        number, donor, place = self._tries, entry.donor, own.rank.place
         name = entry_name(entry, place.stage, place.shard)
-        known = [digest_of(state.anchor.cpu()) for state in trainer.rank.states]
-        here = set(range(len(known))) - trainer.outer.awaiting
+        known = [digest_of(state.anchor.cpu()) for state in own.rank.states]
+        here = set(range(len(known))) - own.outer.awaiting
         # Anchor, momentum, and Q, which is smaller than what it stands for.
-        limits = [3 * state.anchor.nbytes for state in trainer.rank.states]
+        limits = [3 * state.anchor.nbytes for state in own.rank.states]
 
         def run() -> None:
             try:
@@ -191,83 +210,82 @@ class Newcomer:
     def _is_through(self, number: int) -> None:
         """Try `number` has all pieces. At the start all take theta_0 from the founder, so there is
         nobody to compare it with."""
-        starting = self._trainer.control.news.phase == "starting"
+        starting = self._control.news.phase == "starting"
         with self._lock:
             if number != self._tries:
                 return
             self._fetched = number
             self._whole = self._unchecked = starting
         if starting:
-            self._trainer.client.ready()
+            self._client.ready()
 
     def follow(self) -> None:
         """Return when the next plan counts this site in; the anchor is then the run's.
 
-        Raises `RunOverError` if the run ends before, `Stopped` if it stops or the site is to leave.
+        Raises `RunOverError` if the run ends before, `EntryStopped` if the run stops or the site is
+        to leave.
         """
-        trainer = self._trainer
-        trainer.at.round = self._entry.from_round
+        own = self._own
+        own.at.round = self._entry.from_round
         while True:
             # A resumed run has plans before its sites are back, and exchanges nothing until then.
             # To be asked first: what is answered from then on is of a run that has started.
-            starting = trainer.control.news.phase == "starting"
-            reply = trainer.client.poll_plan(trainer.at.round, 1.0 if self._checks.empty else PAUSE)
+            starting = self._control.news.phase == "starting"
+            reply = self._client.poll_plan(own.at.round, 1.0 if self._checks.empty else PAUSE)
             plan = reply.plan
             self.adopt()
             if reply.leave:
-                trainer.turn_back(leaves=True)
+                raise EntryStopped(leaves=True)
             if plan is None or starting:
-                trainer.control.touch()
-                if plan is None and trainer.control.news.stop_tick is not None:
+                self._control.touch()
+                if plan is None and self._control.news.stop_tick is not None:
                     self._stop()
                 if starting:
-                    trainer.control.hurry()
+                    self._control.hurry()
                     time.sleep(PAUSE)
                 continue
             # The flush may name a site that was left behind since it was planned.
-            if plan.kind == "flush" and (trainer.me not in plan.members or reply.receive):
-                raise RunOverError(f"site {trainer.me}: the run ends before it has entered")
+            if plan.kind == "flush" and (own.site not in plan.members or reply.receive):
+                raise RunOverError(f"site {own.site}: the run ends before it has entered")
             self._reach(plan.first_tick)
-            if plan.kind == "flush" or (trainer.me in plan.members and not reply.receive):
+            if plan.kind == "flush" or (own.site in plan.members and not reply.receive):
                 break
             # A plan may be older than the news that this site was overtaken.
-            others = {site: own for site, own in plan.members.items() if site != trainer.me}
+            others = {name: each for name, each in plan.members.items() if name != own.site}
             plan = plan.model_copy(update={"members": others})
             for slot in range(1, plan.slots + 1):
                 self._reach(plan.first_tick + slot)
-                trainer.outer.end_of_slot(plan, slot)
-                trainer.control.touch()
+                own.outer.end_of_slot(plan, slot)
+                self._control.touch()
                 self.adopt()
-            trainer.at.round += 1
-        while trainer.outer.awaiting:
-            trainer.control.touch()
+            own.at.round += 1
+        while own.outer.awaiting:
+            self._control.touch()
             self._thread.join(0.05)
             self.adopt()
-        trainer.outer.reset_to_anchor()
+        own.outer.reset_to_anchor()
         # What was received and waited for on the way is no part of this site's first round: plans
         # are made from that.
-        trainer.outer.counts = Counts()
-        trainer.rank.model.sync_tied(moments=trainer.config.shares_moments)
+        own.outer.counts = Counts()
+        own.rank.model.sync_tied(moments=own.config.shares_moments)
 
     def _reach(self, tick: int) -> None:
-        """Stand at `tick` when those who train may have got there. Raises `Stopped` if they never
-        do."""
-        trainer = self._trainer
-        while (news := trainer.control.news).lease < tick:
+        """Stand at `tick` when those who train may have got there. Raises `EntryStopped` if
+        they never do."""
+        while (news := self._control.news).lease < tick:
             if news.stop_tick is not None:
                 self._stop()
-            trainer.control.touch()
+            self._control.touch()
             self.adopt()
             time.sleep(GLANCE)
-        trainer.at.tick = tick
+        self._own.at.tick = tick
 
     def _stop(self) -> None:
         """The run stops before this site has trained: it has no checkpoint to write. Raises
-        `Stopped`; of a site that has not got all pieces, in the end, that the run is over."""
-        trainer = self._trainer
-        if trainer.control.news.role == "active":
-            trainer.turn_back()
-        trainer.control.touch()
+        `EntryStopped`; of a site that has not got all pieces, in the end, that the run is over."""
+        if self._control.news.role == "active":
+            raise EntryStopped(leaves=False)
+        self._control.touch()
         time.sleep(GLANCE)
 
     def adopt(self) -> None:
@@ -276,18 +294,18 @@ class Newcomer:
             arrived, self._arrived = self._arrived, []
             error, since = self._error, time.monotonic() - self._broke_at
             fetched, unchecked = self._fetched == self._tries, self._unchecked
-            if self._trainer.control.news.phase == "starting" and not unchecked:
+            if self._control.news.phase == "starting" and not unchecked:
                 # Whether it has to be checked is known when all has come.
                 arrived, self._arrived = [], arrived
         for snapshot in arrived:
             # Of two donors the first counts: what has landed since on its piece is not undone.
-            if snapshot.piece in self._trainer.outer.awaiting:
-                (self._trainer.outer.adopt if unchecked else self._checks.add)(snapshot)
+            if snapshot.piece in self._own.outer.awaiting:
+                (self._own.outer.adopt if unchecked else self._checks.add)(snapshot)
         self._take_confirmed(fetched)
         if fetched and self._checks.empty and not self._whole and error is None:
-            self._whole = not self._trainer.outer.awaiting
+            self._whole = not self._own.outer.awaiting
             if self._whole:
-                self._trainer.client.ready()
+                self._client.ready()
         if self._whole and error is None:
             return
         entry = self._next_entry()
@@ -311,7 +329,7 @@ class Newcomer:
         donor = self._entry.donor
         good, refused = self._checks.confirmed(self._entry, all_came)
         for snapshot in good:
-            self._trainer.outer.adopt(snapshot)
+            self._own.outer.adopt(snapshot)
         if refused is None:
             return
         log.warning("%s gave a state that most sites do not hold", donor)
@@ -330,7 +348,7 @@ class Newcomer:
         While a run starts there is none: what came from a founder that died in the middle is of no
         use to anyone, and the site begins anew.
         """
-        news = self._trainer.control.news
+        news = self._control.news
         if news.phase == "starting":
             self._patience = 0.0
             return None
@@ -352,11 +370,11 @@ class Newcomer:
         site says that it is ready. A difference as between processors is told once."""
         if self._first is None:
             return
-        trainer, state = self._trainer, self._trainer.rank.states[snapshot.piece]
-        starting = trainer.control.news.phase == "starting"
+        own, state = self._own, self._own.rank.states[snapshot.piece]
+        starting = self._control.news.phase == "starting"
         off = self._first.difference(snapshot, state.anchor, state.momentum, starting)
         if off and not self._rounded:
             self._rounded, text = True, self._first.rounding(off)
             log.warning("%s", text)
-            if trainer.rank.place.leads:
-                trainer.client.report(0, {"text": text}, kind="warning")
+            if own.rank.place.leads:
+                self._client.report(0, {"text": text}, kind="warning")

@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from dilocox.outer.coordinator.messages import ExchangeKey, RoundPlan
-
-if TYPE_CHECKING:
-    from dilocox.trainer import Trainer
+from dilocox.rank_state import RankState
 
 
 class GradientExchange:
     """Averages the gradients of an inner step between the sites."""
 
-    def __init__(self, trainer: Trainer, plan: RoundPlan, step: int) -> None:
-        self._trainer = trainer
+    def __init__(self, own: RankState, plan: RoundPlan, step: int) -> None:
+        self._own = own
         self._plan = plan
         self._step = step
 
     def __call__(self, gradients: dict[str, torch.Tensor]) -> None:
         """Replace local gradients by the weighted mean over the sites."""
-        trainer = self._trainer
-        key = ExchangeKey.gradient(self._plan.round, self._step, trainer.rank.place.stage)
-        late = trainer.config.gradient_delay > 0
-        trainer.outer.average_gradients(self._plan, key, gradients, late)
+        key = ExchangeKey.gradient(self._plan.round, self._step, self._own.rank.place.stage)
+        late = self._own.config.gradient_delay > 0
+        self._own.outer.average_gradients(self._plan, key, gradients, late)

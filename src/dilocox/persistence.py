@@ -30,7 +30,7 @@ from dilocox.outer.anchor_state import copy_anchor
 from dilocox.outer.coordinator.client import CoordinatorClient
 from dilocox.outer.coordinator.messages import Checkpoint, RoundPlan, SiteStatus
 from dilocox.outer.staging import snapshot
-from dilocox.rank_state import capture, restore
+from dilocox.rank_state import RankState, capture, restore
 from dilocox.record.files import other_files
 from dilocox.record.recording import MOMENTUM_OF, RankRecord
 from dilocox.storage import begun
@@ -38,7 +38,6 @@ from dilocox.storage import begun
 if TYPE_CHECKING:
     from dilocox.outer.loop import OuterLoop
     from dilocox.site import SiteMesh
-    from dilocox.trainer import Trainer
 
 log = logging.getLogger(__name__)
 
@@ -68,6 +67,7 @@ class Keeper:
         that may take longer than a hanging rank is let live."""
         place = rank.place
         self._touch = touch
+        self._client = client
         self._record = record
         self._config = config
         self._files, self._form = files, Published.of(config)
@@ -89,7 +89,7 @@ class Keeper:
             lambda tensors: snapshot(tensors).tensors,
         )
 
-    def save(self, trainer: Trainer, plan: RoundPlan | None, *, last: bool = False) -> None:
+    def save(self, own: RankState, plan: RoundPlan | None, *, last: bool = False) -> None:
         """Copy this rank's state now and write it in the background.
 
         While the write before is still going on, nothing is written, and that is reported: slow
@@ -97,7 +97,7 @@ class Keeper:
         What is recorded already is not written again: a run may stop where a checkpoint has just
         been written, or where it was resumed.
         """
-        at, client = trainer.at, trainer.client
+        at, client = own.at, self._client
 
         def written(tick: int, digest: str) -> None:
             client.checkpoint(tick, position[0], position[1], {"files.json": digest})
@@ -124,13 +124,13 @@ class Keeper:
                 return
             self._writer.wait(self._touch)
             if at.tick != self._recorded:
-                tensors, state = capture(trainer)
+                tensors, state = capture(own)
                 self._writer.save(at.tick, tensors, state, written, failed)
         if plan is not None and self._config.checkpoint.hugging_face and plan.kind == "train":
             folder = self._config.folder / f"model-tick-{at.tick:08d}"
-            first = next(iter(plan.members)) == trainer.rank.place.site
-            problem = self._export(trainer.rank, folder) if first or not self._shared else ""
-            if problem and trainer.rank.place.leads:
+            first = next(iter(plan.members)) == own.site
+            problem = self._export(own.rank, folder) if first or not self._shared else ""
+            if problem and own.rank.place.leads:
                 warn(problem)
 
     def begin_round(self, outer: OuterLoop, plan: RoundPlan) -> None:
@@ -146,7 +146,7 @@ class Keeper:
         if self._record is not None:
             living(self._record.wait, self._touch)
 
-    def ends_run(self, trainer: Trainer, plan: RoundPlan) -> bool:
+    def ends_run(self, rank: Rank, plan: RoundPlan) -> bool:
         """Whether this site, which took part in the flush of `plan`, is the one that evaluates the
         model and, in a folder of all sites, publishes it; see `part_in_the_end`.
 
@@ -154,7 +154,7 @@ class Keeper:
         until then this waits. Collective over the site. Raises `RunOverError` if the run fails
         meanwhile.
         """
-        rank, client, seen = trainer.rank, trainer.client, 0
+        client, seen = self._client, 0
         with timeline.span("wait for the first site"):
             while True:
                 part = ""
@@ -169,14 +169,14 @@ class Keeper:
                 if part != "waits" or not self._shared:
                     return part == "speaks"
 
-    def publish(self, trainer: Trainer, plan: RoundPlan, ends_run: bool) -> None:
+    def publish(self, rank: Rank, plan: RoundPlan, ends_run: bool) -> None:
         """Write the anchor as `model/`, a Hugging Face folder; in a folder of all sites only the
         site that `ends_run` does. Collective over the site.
 
         Raises `CheckpointError`, at all ranks of the site, if it cannot be written.
         """
         mine = ends_run or not self._shared
-        folder, rank = self._config.folder / "model", trainer.rank
+        folder = self._config.folder / "model"
         with timeline.span("publish"):
             problem = self._export(rank, folder) if mine else ""
         if problem:
@@ -220,12 +220,12 @@ class Keeper:
             if not any(row[1] for row in rows):
                 return _first(rows)
 
-    def load(self, trainer: Trainer, found: Checkpoint) -> bool:
+    def load(self, own: RankState, found: Checkpoint) -> bool:
         """Take up the checkpoint `found`; False if this site does not hold all of it.
 
         Collective over the site. If a file is damaged, `damage` says which and why.
         """
-        place, mesh = trainer.rank.place, trainer.rank.mesh
+        place, mesh = own.rank.place, own.rank.mesh
         digests = found.digests.get(str(place), {})
         root = self._root
         here = "files.json" in digests and checkpoint.exists(
@@ -253,9 +253,9 @@ class Keeper:
         if loaded is None or self.damage:
             log.error("%s", self.damage)
             if place.leads:
-                trainer.client.report(found.round, {"text": self.damage}, kind="warning")
+                self._client.report(found.round, {"text": self.damage}, kind="warning")
             return False
-        restore(trainer, loaded)
+        restore(own, loaded)
         self._recorded = found.tick
         return True
 

@@ -10,15 +10,15 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
+from dilocox.errands import Errands
 from dilocox.errors import ExchangeError
+from dilocox.outer.control import RankControl
+from dilocox.outer.coordinator.client import CoordinatorClient
 from dilocox.outer.coordinator.entry_messages import MOST, CheckPiecesReply, PieceDigest
 from dilocox.outer.coordinator.messages import Entering
 from dilocox.outer.snapshot import Snapshot
-
-if TYPE_CHECKING:
-    from dilocox.trainer import Trainer
+from dilocox.rank_state import RankState
 
 log = logging.getLogger(__name__)
 
@@ -33,14 +33,18 @@ UNFIT = "0" * 64
 class ShownPieces:
     """What an active rank tells while a site enters; to be called at its slot ends."""
 
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
+    def __init__(
+        self, own: RankState, control: RankControl, client: CoordinatorClient, errands: Errands
+    ) -> None:
+        """`errands`: in which the coordinator is told."""
+        self._own, self._control = own, control
+        self._client, self._errands = client, errands
         self._entering: set[tuple[str, int, int, int]] = set()
         self._told: dict[int, tuple[int, str]] = {}
 
     def tell(self) -> None:
         """Tell the digests of versions that were not told yet to those who enter now."""
-        trainer, news = self._trainer, self._trainer.control.news
+        own, news = self._own, self._control.news
         entering = {
             (each.site, each.incarnation, each.from_round, each.renewals) for each in news.entering
         }
@@ -52,20 +56,20 @@ class ShownPieces:
             self._told = {}
         self._entering = entering
         found = []
-        for piece, state in enumerate(trainer.rank.states):
-            version = (trainer.outer.landed[piece], state.warm_codec)
+        for piece, state in enumerate(own.rank.states):
+            version = (own.outer.landed[piece], state.warm_codec)
             if self._told.get(piece) != version:
                 self._told[piece] = version
                 found.append(digest_as_told(piece, *version, state.digest()))
         if found:
-            trainer.errands.do(lambda: trainer.client.show_pieces(found))
+            self._errands.do(lambda: self._client.show_pieces(found))
 
 
 class CheckedPieces:
     """What an entering rank has received and may not take over yet."""
 
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
+    def __init__(self, own: RankState, client: CoordinatorClient) -> None:
+        self._own, self._client = own, client
         self._waiting: dict[int, tuple[Snapshot, PieceDigest]] = {}
         self._asked = 0.0
         self._since: float | None = None
@@ -77,7 +81,7 @@ class CheckedPieces:
 
     def add(self, snapshot: Snapshot) -> None:
         """A piece has come."""
-        state = self._trainer.rank.states[snapshot.piece]
+        state = self._own.rank.states[snapshot.piece]
         try:
             digest = state.digest_of(snapshot.tensors or state.agreed())
         except ExchangeError:
@@ -101,7 +105,7 @@ class CheckedPieces:
             return [], None
         self._asked = now
         asked: Sequence[PieceDigest] = [told for _, told in self._waiting.values()][:MOST]
-        reply = self._trainer.client.check_pieces(entry, asked, all_came)
+        reply = self._client.check_pieces(entry, asked, all_came)
         self._complain(now, len(reply.same) + len(reply.different))
         good = [self._waiting.pop(piece)[0] for piece in reply.same if piece in self._waiting]
         return good, reply if reply.different else None

@@ -56,6 +56,7 @@ from dilocox.outer.worker import ExchangeWorker
 from dilocox.persistence import Keeper, record_state, take_momentum
 from dilocox.rank_errors import explained
 from dilocox.rank_network import Network
+from dilocox.rank_state import RankState
 from dilocox.record.inner import InnerRecord, Manner
 from dilocox.record.recording import Author, RankRecord
 from dilocox.record.statements import Signer
@@ -277,9 +278,7 @@ def _take_part(
         second=rank.model.second_moments,
     )
     trainer = Trainer(
-        config=config,
-        rank=rank,
-        outer=outer,
+        state=RankState(config, rank, outer),
         control=control,
         client=client,
         batches=Batches.open(config, place, job.hooks, files, rank.mesh.device),
@@ -295,7 +294,7 @@ def _take_part(
     )
     control.wait_while_role("enrolled")
     with explained(config, place, lambda: trainer.rounds_ended == 0):
-        newcomer = _enter(trainer, network, timeouts)
+        newcomer = _enter(trainer)
         if newcomer is None and trainer.at.tick == 0:
             record_state(record, "initial", 0, rank, control.touch, momentum=config.model.handover)
         if job.tell is not None and place.leads:
@@ -389,12 +388,12 @@ def _beside_training(rank: Rank) -> Callable[[], None] | None:
     return lambda: torch.set_num_threads(1)
 
 
-def _enter(trainer: Trainer, network: Network, timeouts: Timeouts) -> Newcomer | None:
+def _enter(trainer: Trainer) -> Newcomer | None:
     """Take up a checkpoint, be the founder, or begin to fetch from a donor."""
     news, first = trainer.control.news, None
     if news.phase == "starting":
         found = _last_complete(trainer.client.checkpoints())
-        if found is not None and trainer.keeper.load(trainer, found):
+        if found is not None and trainer.keeper.load(trainer.state, found):
             trainer.client.ready()
             return None
         if found is not None and news.donor is None and trainer.keeper.damage:
@@ -420,7 +419,7 @@ def _enter(trainer: Trainer, network: Network, timeouts: Timeouts) -> Newcomer |
         (e for e in news.entering if e.site == trainer.me),
         Entering(site=trainer.me, incarnation=0, donor=None, from_round=0),
     )
-    return Newcomer(trainer, entry, network.pair, trainer.donor_patience, first)
+    return trainer.newcomer(entry, first)
 
 
 def _last_complete(checkpoints: list[Checkpoint]) -> Checkpoint | None:

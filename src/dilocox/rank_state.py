@@ -1,29 +1,60 @@
-"""All that makes one rank go on bit for bit, as tensors and numbers."""
+"""One rank's state: all that makes the rank go on bit for bit, as tensors and numbers."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from dilocox import checkpoint
+from dilocox.assembly import Rank
+from dilocox.config import RunConfig
+from dilocox.meter import RoundMeter
 from dilocox.outer.coordinator.messages import ExchangeKey, RoundPlan
+from dilocox.outer.loop import OuterLoop
 from dilocox.outer.pending import Pending
 
-if TYPE_CHECKING:
-    from dilocox.trainer import Trainer
+
+@dataclass
+class RunPosition:
+    """Where a rank stands. `slot`: slots of round `round` that are finished."""
+
+    round: int = 0
+    slot: int = 0
+    tick: int = 0
 
 
-def capture(
-    trainer: Trainer, probes: bool = True
-) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+@dataclass
+class RankState:
+    """What one rank holds, and where the rank stands in the run."""
+
+    config: RunConfig
+    rank: Rank
+    outer: OuterLoop
+    at: RunPosition = field(default_factory=RunPosition)
+    dropped_round: int = -2
+    """Last round in which this site met a non-finite value."""
+    weight: float = 1.0
+    """This site's in the last round that it trained."""
+
+    def __post_init__(self) -> None:
+        self.meter = RoundMeter(self.config, self.rank)
+
+    @property
+    def site(self) -> str:
+        """Name of the rank's site."""
+        return self.rank.place.site
+
+
+def capture(own: RankState, probes: bool = True) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """All tensors and numbers that make this rank go on bit for bit.
 
     `probes`: with what a gate goes by, on which no training of this site depends.
     """
-    rank, outer = trainer.rank, trainer.outer
+    rank, outer = own.rank, own.outer
     tensors = {f"live/{name}": tensor for name, tensor in rank.live.items()}
     tensors |= {f"inner/{name}": tensor for name, tensor in rank.model.optimizer_state().items()}
     for number, fragment in enumerate(rank.states):
@@ -49,7 +80,7 @@ def capture(
                 "contribution": item.contribution is not None,
             }
         )
-    at = trainer.at
+    at = own.at
     state = {
         "round": at.round,
         "slot": at.slot,
@@ -57,11 +88,11 @@ def capture(
         "warm_codecs": [fragment.warm_codec for fragment in rank.states],
         "owner_landings": outer.owner_landings,
         "dropping": outer.dropping,
-        "dropped_round": trainer.dropped_round,
-        "weight": trainer.weight,
-        "round_so_far": trainer.meter.so_far(outer),
-        "non_finite": trainer.meter.non_finite(),
-        "dropped": trainer.meter.dropped,
+        "dropped_round": own.dropped_round,
+        "weight": own.weight,
+        "round_so_far": own.meter.so_far(outer),
+        "non_finite": own.meter.non_finite(),
+        "dropped": own.meter.dropped,
         "stages": rank.mesh.stages,
         "shards": rank.mesh.shards,
     }
@@ -72,22 +103,22 @@ OF_A_ROUND = ("round_so_far", "non_finite", "dropped", "weight")
 """What `capture` says of the part of a round that was trained, or of the round before."""
 
 
-def capture_round(trainer: Trainer) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+def capture_round(own: RankState) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """`capture` between two rounds: no times, the same numbers for the same training."""
-    tensors, state = capture(trainer, probes=False)
+    tensors, state = capture(own, probes=False)
     return tensors, {name: said for name, said in state.items() if name not in OF_A_ROUND}
 
 
 def restore_round(
-    trainer: Trainer, tensors: dict[str, torch.Tensor], state: Mapping[str, Any], tick: int
+    own: RankState, tensors: dict[str, torch.Tensor], state: Mapping[str, Any], tick: int
 ) -> None:
     """The inverse of `capture_round`, `tick` slots into the run."""
-    restore(trainer, checkpoint.Loaded(tensors, {**state, "tick": tick}))
+    restore(own, checkpoint.Loaded(tensors, {**state, "tick": tick}))
 
 
-def restore(trainer: Trainer, loaded: checkpoint.Loaded) -> None:
+def restore(own: RankState, loaded: checkpoint.Loaded) -> None:
     """The inverse of `capture`; exchanges that were under way begin again with the run."""
-    rank, outer, tensors, state = trainer.rank, trainer.outer, loaded.tensors, loaded.state
+    rank, outer, tensors, state = own.rank, own.outer, loaded.tensors, loaded.state
     for name, tensor in rank.live.items():
         tensor.copy_(tensors[f"live/{name}"])
     rank.model.sync_tied()
@@ -99,13 +130,13 @@ def restore(trainer: Trainer, loaded: checkpoint.Loaded) -> None:
         torch.cuda.set_rng_state(tensors["random/cuda"], rank.mesh.device)
     outer.owner_landings = list(state["owner_landings"])
     outer.dropping = bool(state["dropping"])
-    trainer.dropped_round = int(state["dropped_round"])
-    trainer.weight = _weight(state, rank.place.site)
+    own.dropped_round = int(state["dropped_round"])
+    own.weight = _weight(state, rank.place.site)
     if "round_so_far" in state:
-        trainer.meter.go_on(state["round_so_far"], state["non_finite"], state["dropped"])
-    trainer.at.round = int(state["round"])
-    trainer.at.slot = int(state["slot"])
-    trainer.at.tick = int(state["tick"])
+        own.meter.go_on(state["round_so_far"], state["non_finite"], state["dropped"])
+    own.at.round = int(state["round"])
+    own.at.slot = int(state["slot"])
+    own.at.tick = int(state["tick"])
     for number, item in enumerate(state["pending"]):
         key = ExchangeKey.parse(item["key"])
         plan = RoundPlan.model_validate_json(json.dumps(item["plan"]))

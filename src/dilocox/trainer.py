@@ -12,37 +12,28 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import NoReturn
 
 import torch
 
-from dilocox import persistence, rank_state, timeline
-from dilocox.assembly import Batches, Hooks, Rank, anchors
-from dilocox.config import RunConfig
-from dilocox.entering import Donors, FormGroup, Newcomer
+from dilocox import persistence, timeline
+from dilocox.assembly import Batches, Hooks, anchors
+from dilocox.entering import Donors, EntryStopped, FormGroup, Newcomer
 from dilocox.errands import Errands
 from dilocox.errors import DilocoxError, RunOverError
 from dilocox.gradient_exchange import GradientExchange
-from dilocox.meter import RoundMeter
 from dilocox.outer.admission.gate import Slope
 from dilocox.outer.control import RankControl
 from dilocox.outer.coordinator.client import CoordinatorClient
 from dilocox.outer.coordinator.messages import Entering, PlanReply, RoundPlan
-from dilocox.outer.loop import OuterLoop
+from dilocox.outer.first_state import FirstState
 from dilocox.outer.staging import before_change
 from dilocox.own_code import evaluated
+from dilocox.rank_state import RankState, capture_round
 from dilocox.record.inner import RoundWatch
 from dilocox.site.garbage import PythonCollects
 
 log = logging.getLogger(__name__)
-
-
-@dataclass
-class Position:
-    """Where a rank stands. `slot`: slots of round `round` that are finished."""
-
-    round: int = 0
-    slot: int = 0
-    tick: int = 0
 
 
 class Stopped(Exception):  # noqa: N818 - not an error: the run was asked to stop and has
@@ -53,9 +44,7 @@ class Stopped(Exception):  # noqa: N818 - not an error: the run was asked to sto
 class Trainer:
     """One rank's training, from its entry to the end of the run."""
 
-    config: RunConfig
-    rank: Rank
-    outer: OuterLoop
+    state: RankState
     control: RankControl
     client: CoordinatorClient
     batches: Batches
@@ -67,14 +56,9 @@ class Trainer:
     """Seconds after which a donor with nothing to offer says so."""
     donor_patience: float
     """Seconds that a donor whose link broke may take to be replaced."""
-    at: Position = field(default_factory=Position)
-    dropped_round: int = -2
-    """Last round in which this site met a non-finite value."""
     errands: Errands = field(default_factory=Errands)
     """What the coordinator is told and asked beside training: a round trip may take longer than an
     inner step."""
-    weight: float = 1.0
-    """This site's in the last round that it trained."""
     counted_from: int = -1
     """The round from which on this site counts since it entered last."""
     ahead: Future[PlanReply] | None = None
@@ -88,9 +72,12 @@ class Trainer:
     """What the gate reads at a boundary; none without a gate that goes by slopes."""
 
     def __post_init__(self) -> None:
-        self.me = self.rank.place.site
-        self.meter = RoundMeter(self.config, self.rank)
-        self.donors = Donors(self, self.form_group, self.donor_pause)
+        own = self.state
+        self.config, self.rank, self.outer = own.config, own.rank, own.outer
+        self.meter, self.at, self.me = own.meter, own.at, own.site
+        self.donors = Donors(
+            own, self.control, self.client, self.errands, self.form_group, self.donor_pause
+        )
         self.rank.model.before_update = before_change
 
     def run(self, newcomer: Newcomer | None) -> None:
@@ -151,7 +138,7 @@ class Trainer:
         timeline.mark(
             f"round {plan.round}", inner_steps=plan.inner_steps, codec=plan.codec, delay=plan.delay
         )
-        self.weight = plan.members[self.me].weight
+        self.state.weight = plan.members[self.me].weight
         for slot in range(self.at.slot + 1, plan.slots + 1):
             start = time.monotonic()
             with timeline.span("wait for lease"):
@@ -171,7 +158,7 @@ class Trainer:
                 plan.round,
                 plan.first_tick,
                 plan.kind == "train",
-                lambda: rank_state.capture_round(self),
+                lambda: capture_round(self.state),
             )
 
     def look_ahead(self, round_: int) -> None:
@@ -198,7 +185,7 @@ class Trainer:
             rate = self.hooks.learning_rate(step, self.config)
             exchange = None
             if self.config.exchanges_gradients:
-                exchange = GradientExchange(self, plan, number)
+                exchange = GradientExchange(self.state, plan, number)
             tokens = member.batch * self.config.data.sequence_length
             with self.meter.first_step(self.outer.counts):
                 with timeline.span("batch"):
@@ -274,7 +261,7 @@ class Trainer:
         Raises `RunOverError` for a second round in a row, or at a site alone.
         """
         where = f"site {self.me}, round {plan.round}: {bad} is not finite"
-        if len(plan.members) == 1 or self.dropped_round == plan.round - 1:
+        if len(plan.members) == 1 or self.state.dropped_round == plan.round - 1:
             again = " for the second round in a row" if len(plan.members) > 1 else ""
             reason = (
                 f"{where}{again}; the last checkpoint is whole: lower inner.learning_rate and "
@@ -296,7 +283,7 @@ class Trainer:
             self.outer.behind = self.outer.behind or self.overtaken(plan.round) is not None
             metrics = self.meter.end(plan, self.outer, self.rank)
         if self.meter.dropped is not None:
-            self.dropped_round = plan.round
+            self.state.dropped_round = plan.round
         leads, measured = self.rank.place.leads, self.meter.measured
 
         def tell() -> None:
@@ -315,7 +302,7 @@ class Trainer:
         if plan.evaluate:
             self.evaluate(plan, plan.round)
         if plan.checkpoint:
-            self.keeper.save(self, plan)
+            self.keeper.save(self.state, plan)
         self.donors.serve()
 
     def overtaken(self, round_: int) -> Entering | None:
@@ -353,14 +340,29 @@ class Trainer:
                 raise self.ends_without_it()
         before_change()
         with timeline.span("catch up", from_round=entry.from_round):
-            self.outer.set_aside(self.weight)
-            self.follow(Newcomer(self, entry, self.form_group, self.donor_patience))
+            self.outer.set_aside(self.state.weight)
+            self.follow(self.newcomer(entry))
         self.control.at(self.at.tick, self.at.round, self.at.slot, None)
 
+    def newcomer(self, entry: Entering, first: FirstState | None = None) -> Newcomer:
+        """Begin to fetch this rank's pieces. `first`: see `Newcomer`."""
+        return Newcomer(
+            self.state,
+            self.control,
+            self.client,
+            entry,
+            self.form_group,
+            self.donor_patience,
+            first,
+        )
+
     def follow(self, newcomer: Newcomer) -> None:
-        """See `Newcomer.follow`."""
+        """See `Newcomer.follow`. Raises `Stopped` where that raises `EntryStopped`."""
         self.collector.rest()
-        newcomer.follow()
+        try:
+            newcomer.follow()
+        except EntryStopped as stop:
+            self.turn_back(stop.leaves)
         self.counted_from = self.at.round
 
     def evaluate(self, plan: RoundPlan, round_: int) -> None:
@@ -439,7 +441,7 @@ class Trainer:
         """Write a checkpoint where the whole run stands still. Raises `Stopped`."""
         self.errands.wait()
         plan = self.client.poll_plan(self.at.round, 0.0).plan
-        self.keeper.save(self, plan, last=True)
+        self.keeper.save(self.state, plan, last=True)
         self._go(lambda: self.client.finish(complete=False))
 
     def depart(self) -> None:
@@ -448,13 +450,13 @@ class Trainer:
         self.outer.settle()
         self._go(self.client.depart)
 
-    def turn_back(self, leaves: bool = False) -> None:
+    def turn_back(self, leaves: bool) -> NoReturn:
         """Go before this site has trained a round since it entered (again): the run stops, or the
         site `leaves`. Raises `Stopped`."""
         self.errands.wait()
         self._go(self.client.depart if leaves else lambda: self.client.finish(complete=False))
 
-    def _go(self, say: Callable[[], object]) -> None:
+    def _go(self, say: Callable[[], object]) -> NoReturn:
         self.wait_for_record()
         say()
         raise Stopped
@@ -466,7 +468,7 @@ class Trainer:
         `RunOverError` if the others have flushed without this site.
         """
         self.errands.wait()
-        self.keeper.save(self, plan, last=True)
+        self.keeper.save(self.state, plan, last=True)
         self.show_state(plan)
         if self.watch is not None:
             # An auditor may look for it as soon as the flush is decided, and that is at once.
@@ -487,9 +489,9 @@ class Trainer:
             self.client.report(plan.round, metrics, kind="flush")
         if self.meter.behind:
             raise self.ends_without_it()
-        ends_run = self.keeper.ends_run(self, plan)
+        ends_run = self.keeper.ends_run(self.rank, plan)
         if ends_run:
             self.tell_loss(plan.round)
-        self.keeper.publish(self, plan, ends_run)
+        self.keeper.publish(self.rank, plan, ends_run)
         self.wait_for_record()
         self.client.finish(complete=True)

@@ -31,6 +31,7 @@ from dilocox.outer.coordinator.client import CoordinatorClient
 from dilocox.outer.coordinator.notary import Decision
 from dilocox.outer.loop import OuterLoop
 from dilocox.persistence import Keeper, record_state
+from dilocox.rank_state import RankState
 from dilocox.record.acceptance import Acceptance, OwnFacts, digest_of_entry
 from dilocox.record.inner import InnerRecord, Manner
 from dilocox.record.notary import LogNotary, code_digest
@@ -223,9 +224,7 @@ class Neighbour:
         )  # fmt: skip
         nobody = Alone()
         self.trainer: Trainer = RepeatingTrainer(
-            config=config,
-            rank=self.rank,
-            outer=self.outer,
+            state=RankState(config, self.rank, self.outer),
             control=cast(RankControl, nobody),
             client=cast(CoordinatorClient, nobody),
             batches=Batches.open(config, place, Hooks(), files),

@@ -65,7 +65,7 @@ class Resumed:
 
     def _kept(self, site: Neighbour) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         site.outer.settle()
-        tensors, state = capture_round(site.trainer)
+        tensors, state = capture_round(site.trainer.state)
         return {name: each.clone() for name, each in tensors.items()}, copy.deepcopy(state)
 
     def resume(self, cheats: Mapping[str, Cheat] | None = None) -> None:
@@ -75,7 +75,7 @@ class Resumed:
         for site, (tensors, state) in zip(self.sites, self.kept, strict=True):
             site.outer.pending.clear()
             site.watch._steps = None
-            restore_round(site.trainer, tensors, state, 2 * SLOTS)
+            restore_round(site.trainer.state, tensors, state, 2 * SLOTS)
         with ThreadPoolExecutor(len(self.sites)) as pool:
             list(pool.map(lambda site: site.outer.take_up_again(), self.sites))
         self.train(2, cheats)

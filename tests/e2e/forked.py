@@ -166,12 +166,12 @@ def late_at_the_flush() -> dict[str, Any]:
     """The last checkpoint of paris, the first site, takes until the others go on without it."""
     original = Keeper.save
 
-    def save(self: Keeper, trainer: Any, plan: Any, *, last: bool = False) -> None:
-        original(self, trainer, plan, last=last)
+    def save(self: Keeper, own: Any, plan: Any, *, last: bool = False) -> None:
+        original(self, own, plan, last=last)
         told, end = _disk.with_name("metrics.jsonl"), time.monotonic() + 60.0
         while last and me().startswith("paris") and "paris is left behind" not in told.read_text():
             assert time.monotonic() < end, "nobody goes on without paris"
-            trainer.control.touch()
+            self._touch()
             time.sleep(0.05)
 
     Keeper.save = save  # type: ignore[method-assign]

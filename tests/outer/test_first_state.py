@@ -77,21 +77,16 @@ def test_a_newcomer_refuses_before_it_says_that_it_is_ready(
 ) -> None:
     told: list[str] = []
     change = {"same": 1.0, "near": 1 + 1e-7, "other": 1.5}[kind]
-    client = SimpleNamespace(
+    client: Any = SimpleNamespace(
         ready=lambda: told.append("ready"),
         report=lambda round_, said, kind: told.append(said["text"]),
     )
     pieces = [SimpleNamespace(anchor=OWN, momentum=STILL) for _ in range(2)]
     adopted: list[int] = []
     outer = SimpleNamespace(awaiting=set(), adopt=lambda snapshot: adopted.append(snapshot.piece))
-    trainer: Any = SimpleNamespace(
-        rank=SimpleNamespace(
-            states=pieces, place=SimpleNamespace(site="lyon", stage=0, shard=0, leads=True)
-        ),
-        control=SimpleNamespace(news=SimpleNamespace(phase="starting", entering=[])),
-        client=client,
-        outer=outer,
-    )
+    place = SimpleNamespace(site="lyon", stage=0, shard=0, leads=True)
+    own: Any = SimpleNamespace(rank=SimpleNamespace(states=pieces, place=place), outer=outer)
+    control: Any = SimpleNamespace(news=SimpleNamespace(phase="starting", entering=[]))
 
     def fetch(form: Any, donor: str, known: Any, limits: Any, on_piece: Any, here: Any) -> None:
         for piece in range(2):
@@ -101,7 +96,8 @@ def test_a_newcomer_refuses_before_it_says_that_it_is_ready(
     monkeypatch.setattr("dilocox.entering.fetch", fetch)
     entry = Entering(site="lyon", incarnation=1, donor="paris", from_round=0)
     first = FirstState("lyon", "paris", stored=False)
-    newcomer = Newcomer(trainer, entry, lambda *_: None, 1.0, first)  # type: ignore[arg-type]
+    form: Any = lambda *_: None  # noqa: E731
+    newcomer = Newcomer(own, control, client, entry, form, 1.0, first)
     newcomer._thread.join(10)
     if kind == "other":
         with pytest.raises(OtherStartError):

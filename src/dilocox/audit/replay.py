@@ -27,7 +27,7 @@ from dilocox.outer.coordinator.messages import PlanReply, RoundPlan
 from dilocox.outer.coordinator.timeouts import Timeouts
 from dilocox.outer.loop import OuterLoop
 from dilocox.persistence import Keeper
-from dilocox.rank_state import capture_round, restore_round
+from dilocox.rank_state import RankState, capture_round, restore_round
 from dilocox.record.course import Course
 from dilocox.record.digests import TensorDigest
 from dilocox.record.inner import Capture
@@ -133,7 +133,7 @@ class Alone:
     def fail(self, reason: str) -> None:
         """No run."""
 
-    def save(self, trainer: Trainer, plan: RoundPlan | None, *, last: bool = False) -> None:
+    def save(self, own: RankState, plan: RoundPlan | None, *, last: bool = False) -> None:
         """No checkpoint."""
 
     def begin_round(self, outer: OuterLoop, plan: RoundPlan) -> None:
@@ -194,9 +194,7 @@ def _repeat(job: RankJob, rank: Rank, progress: Progress) -> RankReplay:
         second=rank.model.second_moments,
     )  # fmt: skip
     trainer = RepeatingTrainer(
-        config=config,
-        rank=rank,
-        outer=outer,
+        state=RankState(config, rank, outer),
         control=cast(RankControl, nobody),
         client=cast(CoordinatorClient, nobody),
         batches=Batches.open(config, place, Hooks(), files, device),
@@ -214,19 +212,19 @@ def _repeat(job: RankJob, rank: Rank, progress: Progress) -> RankReplay:
         outer.flush(job.plan)
     else:
         trainer.train_round(job.plan)
-    tensors, state = capture_round(trainer)
+    tensors, state = capture_round(trainer.state)
     end = Document.of(tensors, state, facts, ())
     moved, kept = _differences(tensors, job, get)
     return RankReplay(facts, watch.fingerprints(), tuple(exchanges.checks), end, moved, kept)
 
 
 def _take_up(trainer: Trainer, job: RankJob, get: Get) -> None:
-    check_tensors(job.start, capture_round(trainer)[0])
+    check_tensors(job.start, capture_round(trainer.state)[0])
     tensors = {each.name: load_tensor(each, get) for each in job.start.tensors}
     if trainer.rank.mesh.device.type != "cuda":
         tensors.pop("random/cuda", None)
     try:
-        restore_round(trainer, tensors, job.start.state, job.plan.first_tick)
+        restore_round(trainer.state, tensors, job.start.state, job.plan.first_tick)
         trainer.outer.take_up_again()
     except (*UNFIT, CheckpointError, ExchangeError) as error:
         raise DocumentError(f"its state is not one of this run ({error})") from None
