@@ -52,7 +52,7 @@ from chaos_rows import Blow, Row
 from chaos_run import HEARTBEAT, HUB, RATE, SITES, SMALL_DISK, HangError, Run
 
 from dilocox.errors import JoinError
-from dilocox.lab import LabError, Network, why_not
+from dilocox.lab import LabError, Network, verify_links, why_not
 from dilocox.lab.netns import inside
 from dilocox.outer.coordinator.joining import enrol
 from dilocox.outer.coordinator.timeouts import Timeouts
@@ -283,7 +283,7 @@ class Soak:
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         with Network([HUB, *SITES]) as network:
             network.shape(dict.fromkeys(SITES, RATE))
-            network.verify()
+            verify_links(network)
             if self.reference is None:
                 with started(network, root, "undisturbed", extent.rounds) as run:
                     self.reference = float(run.finish()["val_loss_last"])

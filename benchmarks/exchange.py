@@ -39,7 +39,7 @@ from exchange_engine import HUB, Case, Turn, run_case
 
 from dilocox import trace_file
 from dilocox.compression import Geometry, compressor, frame_bytes
-from dilocox.lab import LabError, Network, why_not
+from dilocox.lab import LabError, Network, verify_links, why_not
 from dilocox.lab.links import Line, Links
 
 BURST_SECONDS = 0.010
@@ -267,7 +267,7 @@ def measure(setting: Setting, rounds: int, root: Path) -> common.Row:
     case = setting.case(rounds)
     with Network([HUB, *case.sites]) as network:
         network.shape(Links(setting.lines()))
-        network.verify()
+        verify_links(network)
         turns, folder = run_case(network, case, root)
     path = trace_file.merge_run(folder)
     assert path is not None

@@ -40,7 +40,7 @@ import common
 
 import dilocox
 from dilocox.config import RunConfig
-from dilocox.lab import LabError, Network, why_not
+from dilocox.lab import LabError, Network, verify_links, why_not
 from dilocox.lab.netns import FRAME_BYTES, SEGMENT_BYTES
 from dilocox.models import count_parameters, load_model_config
 
@@ -310,7 +310,7 @@ def measure(root: Path, quick: bool) -> tuple[list[common.Row], dict[str, Any]]:
         rate = link_rate(config, config.data.vocabulary_size, round_seconds)
         common.say(f"alone: a round takes {round_seconds:.2f} s; link {rate / 1e6:.2f} Mbit/s")
         network.shape(dict.fromkeys(SITES, rate))
-        links = network.verify()
+        links = verify_links(network)
         found: dict[Setting, list[Course]] = {setting: [] for setting in settings}
         for turn in range(repetitions):
             if turn:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dilocox.lab import Counters, LabError, Network, measuring, netns
+from dilocox.lab import Counters, LabError, Network, measuring, netns, verify_links
 from dilocox.lab.netns import why_not
 from dilocox.lab.system import call
 from tests.lab.needs import needs_network
@@ -29,7 +29,7 @@ def test_a_shaped_link_has_its_rate_both_ways_and_counters_see_it() -> None:
         network.shape({"a": 20 * MEGABIT, "b": 20 * MEGABIT})
         before = network.counters("a")
         assert before == Counters(0, 0, 0, 0, 0)  # not a frame that nobody asked for
-        links = network.verify(seconds=0.4)
+        links = verify_links(network, seconds=0.4)
         counted = network.counters("a").since(before)
     assert [link.link for link in links] == ["a up", "a down", "b up", "b down"]
     assert all(abs(link.off_by) <= measuring.TOLERANCE for link in links)
@@ -43,7 +43,7 @@ def test_a_line_that_no_other_host_can_fill_is_refused() -> None:
     with Network(["a", "b"]) as network:
         network.shape({"a": 40 * MEGABIT, "b": 10 * MEGABIT})
         with pytest.raises(LabError, match="a down: cannot be measured, every other host is slow"):
-            network.verify()
+            verify_links(network)
 
 
 @needs_network
@@ -54,13 +54,13 @@ def test_a_mis_shaped_link_is_refused() -> None:
         call(["tc", "-n", network.namespace("b"), "qdisc", "replace", "dev", "eth0", "root", "tbf",
               "rate", "21200kbit", "burst", "25000", "limit", "270000"])  # fmt: skip
         with pytest.raises(LabError, match=r"link b up: 20 Mbit/s .* \(\+[56]\.\d%\); nothing"):
-            network.verify(seconds=0.5)
+            verify_links(network, seconds=0.5)
 
 
 @needs_network
 def test_without_a_rate_there_is_nothing_to_measure() -> None:
     with Network(["a", "b"]) as network, pytest.raises(LabError, match="no link is shaped"):
-        network.verify()
+        verify_links(network)
 
 
 @needs_network

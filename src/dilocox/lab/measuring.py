@@ -15,14 +15,11 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from dilocox.lab.links import Links, least, show_rate
+from dilocox.lab.netns import Counters, Network
 from dilocox.lab.shaping import FRAME_BYTES, drain_seconds
 from dilocox.lab.system import LabError
-
-if TYPE_CHECKING:
-    from dilocox.lab.netns import Counters, Network
 
 TOLERANCE = 0.05
 """A link whose measured rate is further off is not measured on."""
@@ -234,6 +231,17 @@ def measure_all(
     for link in found.values():
         link.check()
     return [found[transfer.link] for transfer in every]
+
+
+def verify_links(network: Network, seconds: float = 1.0) -> list[Measured]:
+    """Measure all shaped links of `network`, over `seconds` each at least.
+
+    Raises `LabError` if none is shaped, and for a link that is off by more than `TOLERANCE`:
+    nothing may be reported that was measured on it.
+    """
+    if not network.links.shaped:
+        raise LabError("no link is shaped, there is nothing to measure")
+    return measure_all(network, seconds)
 
 
 def _rates(

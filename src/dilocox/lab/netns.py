@@ -23,14 +23,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from dilocox.lab import cgroups, measuring, remains
+from dilocox.lab import cgroups, remains
 from dilocox.lab.layout import DEVICE, Layout, check_hosts
 from dilocox.lab.links import Line, Links
-from dilocox.lab.measuring import Measured
 from dilocox.lab.shaping import FRAME_BYTES, MTU, SEGMENT_BYTES, apply
 from dilocox.lab.system import PREFIX, LabError, call, ip, tc
 
-__all__ = ["FRAME_BYTES", "SEGMENT_BYTES", "Counters", "LabError", "Measured", "Network", "why_not"]
+__all__ = ["FRAME_BYTES", "SEGMENT_BYTES", "Counters", "LabError", "Network", "why_not"]
 _CLONE_NEWNET = 0x40000000
 
 
@@ -217,16 +216,6 @@ class Network:
             lines = Path("/proc/thread-self/net/snmp").read_text(encoding="ascii").splitlines()
         names, values = (line.split() for line in lines if line.startswith("Tcp:"))
         return int(values[names.index("RetransSegs")])
-
-    def verify(self, seconds: float = 1.0) -> list[Measured]:
-        """Measure all shaped links, over `seconds` each at least.
-
-        Raises `LabError` if none is shaped, and for one that is off by more than
-        `measuring.TOLERANCE`: nothing may be reported that was measured on it.
-        """
-        if not self.links.shaped:
-            raise LabError("no link is shaped, there is nothing to measure")
-        return measuring.measure_all(self, seconds)
 
 
 def _no_ipv6(namespace: str) -> None:
