@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -14,9 +13,6 @@ import torch
 from dilocox.config import RunConfig
 from dilocox.data import SequenceSpace, TokenFiles
 from dilocox.errands import Errands
-
-if TYPE_CHECKING:
-    from dilocox.assembly import Hooks, Place
 
 Sequences = npt.NDArray[np.int64]
 Dataset = Callable[[int, int], Sequences]
@@ -51,22 +47,23 @@ class Batches:
     def open(
         cls,
         config: RunConfig,
-        place: Place,
-        hooks: Hooks,
+        site: str,
+        shard: int,
         files: TokenFiles,
         device: torch.device | None = None,
+        read: Dataset | None = None,
     ) -> Batches:
-        """From the token files of the run or of the site, or the user's own dataset."""
-        read = hooks.dataset
+        """Of a `shard` of `site`. `read`: the user's own dataset, instead of the token files of the
+        run or of the site."""
         if read is None:
-            own = config.sites[place.site].data
+            own = config.sites[site].data
             space = SequenceSpace(
                 TokenFiles.open(Path(own).expanduser()) if own else files,
                 seed=config.run.seed,
                 sequence_length=config.data.sequence_length,
             )
             read = space.read
-        return cls(read, place.shard, config.site.shards, device)
+        return cls(read, shard, config.site.shards, device)
 
     def step(self, ranges: Ranges, batch: int, number: int) -> Batch:
         """Inputs and labels, int64 [batch / shards, L] each, of inner step `number` of the round.

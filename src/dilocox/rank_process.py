@@ -281,7 +281,9 @@ def _take_part(
         state=RankState(config, rank, outer),
         control=control,
         client=client,
-        batches=Batches.open(config, place, job.hooks, files, rank.mesh.device),
+        batches=Batches.open(
+            config, place.site, place.shard, files, rank.mesh.device, job.hooks.dataset
+        ),
         validation=validation_batches(config, files, place.shard, job.hooks.validation),
         keeper=Keeper(config, rank, files, job.shared_folder, client, record, control.touch),
         hooks=job.hooks,

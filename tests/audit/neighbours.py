@@ -227,7 +227,7 @@ class Neighbour:
             state=RankState(config, self.rank, self.outer),
             control=cast(RankControl, nobody),
             client=cast(CoordinatorClient, nobody),
-            batches=Batches.open(config, place, Hooks(), files),
+            batches=Batches.open(config, place.site, place.shard, files),
             validation=[],
             keeper=cast(Keeper, nobody),
             hooks=Hooks(),

@@ -197,7 +197,7 @@ def _repeat(job: RankJob, rank: Rank, progress: Progress) -> RankReplay:
         state=RankState(config, rank, outer),
         control=cast(RankControl, nobody),
         client=cast(CoordinatorClient, nobody),
-        batches=Batches.open(config, place, Hooks(), files, device),
+        batches=Batches.open(config, place.site, place.shard, files, device),
         validation=[],
         keeper=cast(Keeper, nobody),
         hooks=Hooks(),

@@ -13,7 +13,7 @@ import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -21,9 +21,6 @@ from torch import Tensor
 
 from dilocox.errors import TrainingError
 from dilocox.site.mesh import SiteMesh
-
-if TYPE_CHECKING:
-    from dilocox.site.model import SiteModel
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +50,45 @@ class Order:
     """Of random numbers, such as dropout's."""
 
 
+class ReplicatedModel(Protocol):
+    """A rank's part of the model, as replicas see it; see `dilocox.site.model.SiteModel`."""
+
+    def evaluate(self, input_ids: Tensor, labels: Tensor) -> float:
+        """Mean loss over the rows of all shards."""
+
+    def loss_and_gradients(
+        self, input_ids: Tensor, labels: Tensor, names: Sequence[str]
+    ) -> tuple[float, dict[str, Tensor]]:
+        """Mean loss over the rows of all shards, and its gradients."""
+
+    def inner_step(
+        self,
+        input_ids: Tensor,
+        labels: Tensor,
+        learning_rate: float,
+        exchange_gradients: Callable[[dict[str, Tensor]], None] | None = None,
+    ) -> object:
+        """One optimizer step on this shard's rows of the site's batch."""
+
+    def compile_problem(self) -> str | None:
+        """After the first step, once: why layers run without being compiled, or None."""
+
+    def local_tensors(self) -> dict[str, Tensor]:
+        """Full name to this rank's fp32 storage, in model order."""
+
+    def optimizer_state(self) -> dict[str, Tensor]:
+        """Live inner-optimizer state."""
+
+    def load_optimizer_state(self, state: Mapping[str, Tensor]) -> None:
+        """Set the inner optimizer's state, bit for bit."""
+
+    def moments(self) -> list[Tensor]:
+        """The storage of the inner optimizer's moments."""
+
+    def sync_tied(self, moments: bool = False) -> None:
+        """Set the copy of a tied tensor from its owner; with `moments` its second moments, too."""
+
+
 class Leader:
     """A rank of the first replica: tells the other replicas what it is about to do.
 
@@ -60,7 +96,7 @@ class Leader:
     count every write in place: whoever writes to the model need not know of replicas.
     """
 
-    def __init__(self, model: SiteModel, mesh: SiteMesh) -> None:
+    def __init__(self, model: ReplicatedModel, mesh: SiteMesh) -> None:
         self._model, self._mesh = model, mesh
         self._weights = list(model.local_tensors().values())
         # Nothing is known of what the others hold: the first order sends everything.
@@ -141,7 +177,7 @@ def _seed(device: torch.device) -> int:
     return int.from_bytes(digest[:8], "big") >> 1
 
 
-def follow(model: SiteModel, mesh: SiteMesh, step_done: Callable[[], None]) -> None:
+def follow(model: ReplicatedModel, mesh: SiteMesh, step_done: Callable[[], None]) -> None:
     """Do what the first replica orders, until it lets this rank go.
 
     `step_done` is called after every inner step. Raises `TrainingError` if the first replica is
@@ -181,7 +217,7 @@ def _own_rows(batch: Tensor, mesh: SiteMesh) -> tuple[Tensor, Tensor]:
     return mine[0], mine[1]
 
 
-def _share_state(model: SiteModel, mesh: SiteMesh, order: Order) -> None:
+def _share_state(model: ReplicatedModel, mesh: SiteMesh, order: Order) -> None:
     """Bring the replicas to the first one's weights and optimizer, as far as these have changed."""
     weights = list(model.local_tensors().values())
     from_first_replica(mesh, [weights[number] for number in order.weights])
