@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from dilocox.config import resolve_run
+from dilocox.coordinating import earlier_run
 from dilocox.errors import CheckpointError, ConfigError
 from dilocox.handing_over import hand_over, ledger_of, steps_taken_by, whole_state
 from dilocox.handover import MOMENTUM, Handover
@@ -133,7 +134,7 @@ def test_the_coordinator_goes_on_from_steps_and_ranges(tmp_path: Path) -> None:
             "sites": {"a": {}, "b": {}},
         }
     )
-    driver = Driver(tmp_path / "run", run)
+    driver = Driver(tmp_path / "run", run, earlier=lambda: earlier_run(run))
     driver.start()
     plans = [driver.plan(0, "a"), driver.plan(1, "a")]
     assert [plan and plan.first_step for plan in plans] == [11, 15]

@@ -13,6 +13,7 @@ from dilocox import preflight
 from dilocox.config import RunConfig, load_written
 from dilocox.display import Display
 from dilocox.errors import ConfigError, TrainingError
+from dilocox.handover import Handover
 from dilocox.outer.controller.candidates import Menu
 from dilocox.outer.coordinator.audit import audit
 from dilocox.outer.coordinator.client import CoordinatorClient
@@ -20,6 +21,7 @@ from dilocox.outer.coordinator.identity import Identity
 from dilocox.outer.coordinator.ledger import Ledger
 from dilocox.outer.coordinator.messages import StandingChange
 from dilocox.outer.coordinator.serving import Endpoint, serve
+from dilocox.outer.coordinator.starting import EarlierRun
 from dilocox.outer.coordinator.timeouts import Timeouts
 from dilocox.outer.coordinator.tokens import FOLDER as TOKENS
 from dilocox.outer.coordinator.transport import host_and_port
@@ -157,6 +159,7 @@ def serve_run(
             port=port,
             wait_for=wait_for,
             payloads=payloads,
+            earlier=lambda: earlier_run(config),
             resume=resume,
             on_report=recorder.report,
             on_message=recorder.happened,
@@ -172,6 +175,12 @@ def serve_run(
             notary.close()
     summary = recorder.finish(status.phase, status.reason)
     return {"phase": status.phase, "reason": status.reason, "summary": summary}
+
+
+def earlier_run(config: RunConfig) -> EarlierRun:
+    """The run that one with `model.handover` goes on from. Raises `CheckpointError`."""
+    found = Handover.read(config.model.path)
+    return EarlierRun(found.run, found.steps, found.ledger)
 
 
 def _check_ledger(folder: Path, ledger: Ledger, recorder: Recorder) -> None:

@@ -1,7 +1,7 @@
 """The coordinator without its network: requests in, events logged, replies out.
 
-`Coordinator` owns the state, the log, the keys and the clock. Every method that a site calls takes
-the caller that its certificate names, and raises `Refused` with one line.
+`Coordinator` owns the run's log and keys. Every method that a site calls takes the caller that its
+certificate names, and raises `Refused` with one line.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from pathlib import Path
 
 from dilocox.config import RunConfig
 from dilocox.errors import JoinError, TrainingError
-from dilocox.handover import Handover
 from dilocox.outer.controller.candidates import Menu
 from dilocox.outer.coordinator import events as e
 from dilocox.outer.coordinator import messages as m
@@ -22,7 +21,7 @@ from dilocox.outer.coordinator.admission import check_admission
 from dilocox.outer.coordinator.budgets import Budgets
 from dilocox.outer.coordinator.choosing import sizes_to_log
 from dilocox.outer.coordinator.clocks import Clocks
-from dilocox.outer.coordinator.decisions import decide, plan_round
+from dilocox.outer.coordinator.decisions import plan_round
 from dilocox.outer.coordinator.departures import Departures
 from dilocox.outer.coordinator.entries import Entries
 from dilocox.outer.coordinator.exchanges import Exchange
@@ -33,11 +32,12 @@ from dilocox.outer.coordinator.notary import Notary, Witness
 from dilocox.outer.coordinator.refusals import Caller, Refused, ended
 from dilocox.outer.coordinator.reports import Report as Report
 from dilocox.outer.coordinator.reports import Reports
-from dilocox.outer.coordinator.restoring import Snapshots, restored
+from dilocox.outer.coordinator.restoring import restored
 from dilocox.outer.coordinator.resume import resume_point
+from dilocox.outer.coordinator.run_log import RunLog
 from dilocox.outer.coordinator.saves import Saves
 from dilocox.outer.coordinator.standing import Standings
-from dilocox.outer.coordinator.starting import entered, entry_round, lacking
+from dilocox.outer.coordinator.starting import EarlierRun, entered, entry_round, lacking
 from dilocox.outer.coordinator.store import Store
 from dilocox.outer.coordinator.timeouts import Timeouts
 from dilocox.outer.coordinator.tokens import SiteTokens
@@ -54,6 +54,7 @@ class Coordinator:
         *,
         wait_for: int | None = None,
         payloads: Menu | None = None,
+        earlier: Callable[[], EarlierRun] | None = None,
         on_report: Report | None = None,
         on_message: Callable[[str], None] | None = None,
         on_plan: Callable[[m.RoundPlan], None] | None = None,
@@ -66,8 +67,9 @@ class Coordinator:
 
         `wait_for`: sites that the run begins with (default: all of the run file). `payloads`: bytes
         by codec, stage and piece (see `dilocox.payloads`), which a run with `control.adapt =
-        "link"` needs when it begins. `now` is a monotonic clock for liveness, `wall` stamps events.
-        Raises `TrainingError`.
+        "link"` needs when it begins. `earlier`: reads the run that one with `model.handover` goes
+        on from; called when it begins. `now` is a monotonic clock for liveness, `wall` stamps
+        events. Raises `TrainingError`, and what `earlier` raises.
         """
         folder = Path(folder)
         self.config, self.timeouts = config, Timeouts.derive(config.network)
@@ -77,33 +79,35 @@ class Coordinator:
                 f"wait_for {self.wait_for}: give a number of sites from outer.min_sites = "
                 f"{config.outer.min_sites} to the {len(config.sites)} of the run file"
             )
-        self._now, self.wall = now, wall
         self._on_message, self._on_plan, self._on_resumed = on_message, on_plan, on_resumed
         self.witness = Witness(notary)
         self.on_change: Callable[[str], None] = lambda topic: None
         """Called with a topic when something that callers wait for may have happened."""
         self.budgets = Budgets(config.site.exchanging_ranks, now)
-        self.departures = Departures(self)
-        self.standings = Standings(self)
-        self.entries = Entries(self)
-        self.saves = Saves(self)
-        self.reports = Reports(self, on_report)
+        self.liveness = Liveness(self.timeouts)
         self.clocks = Clocks(self.timeouts)
         self.arrivals, self.steps = self.clocks.arrivals, self.clocks.steps
         self.log = EventLog(folder)
         try:
             self.state = restored(config, self.log)
+            self.run = run = RunLog(
+                self.state, self.log, self.wait_for, now, wall,
+                self.witness.deciding, self._happened,
+            )  # fmt: skip
+            self.departures = Departures(run, self.liveness)
+            self.standings = Standings(run, self.witness, self.hand_out)
+            self.entries = Entries(run, self.budgets)
+            self.saves = Saves(run, self.budgets, self.witness, self.resume)
+            self.reports = Reports(run, self.budgets, on_report)
             self.store = Store(self.state, self._store, self.budgets)
-            self._snapshots = Snapshots(self.log)
             self.authority = Authority(folder, server_names(config.network))
             self.tokens = SiteTokens(folder, self.authority.fingerprint)
-            self._open(payloads)
+            self._open(payloads, earlier)
         except BaseException:
             self.log.close()
             raise
 
-    def _open(self, payloads: Menu | None) -> None:
-        self.liveness = Liveness(self.timeouts)
+    def _open(self, payloads: Menu | None, earlier: Callable[[], EarlierRun] | None) -> None:
         digest = self.config.digest()
         if self.state.digest and self.state.digest != digest:
             raise TrainingError(
@@ -111,26 +115,28 @@ class Coordinator:
                 "give this run a folder of its own, or use the run file in that folder"
             )
         if not self.state.digest:
-            self.record(e.Created(self.wall(), digest, self.config.run.name))
+            self.run.append(e.Created(self.run.wall(), digest, self.config.run.name))
         if self.config.control.adapt == "link":
             sizes = sizes_to_log(self.state.payloads, payloads)
             if sizes is not None:
-                self.record(e.Sized(self.wall(), sizes))
+                self.run.append(e.Sized(self.run.wall(), sizes))
         if self.config.model.handover and self.state.steps_before is None:
-            found = Handover.read(self.config.model.path)
-            self.record(e.HandedOver(self.wall(), found.run, found.steps, found.ledger))
+            if earlier is None:
+                raise TrainingError("model.handover: the coordinator was given no earlier run")
+            found = earlier()
+            self.run.append(e.HandedOver(self.run.wall(), found.name, found.steps, found.ledger))
         for name in self.state.live:
             beaten = self.state.sites[name].role != "enrolled"
             self._expect(name, self.timeouts.reconnect if beaten else self.timeouts.first_beat)
         self.witness.reopened(self.state)
-        self._follow(None)
+        self.run.follow()
 
     def resume(self, tick: int | None = None) -> e.Resumed:
         """Go on from the checkpoint at `tick` (none: the latest complete one), with sites that
         enrol again. What is in the log after it stays there and is superseded. Raises
         `CheckpointError`."""
-        event = resume_point(self.config, self.log, self.state, self.wall(), tick)
-        self.record(event)
+        event = resume_point(self.config, self.log, self.state, self.run.wall(), tick)
+        self.run.append(event)
         self.reports.tell(self._on_resumed, event.round)
         return event
 
@@ -138,20 +144,10 @@ class Coordinator:
         """Let go of the log."""
         self.log.close()
 
-    def record(self, event: e.Event, key: str | None = None) -> None:
-        """Log and apply an event and all that follows from it. `key`: the only exchange that the
-        event can have decided."""
-        self._apply(event)
-        self._follow(key)
-        self._snapshots.take(self.state)
-
-    def _apply(self, event: e.Event) -> None:
-        sequence, epoch = self.state.sequence, self.state.epoch
-        self.witness.deciding(event)
-        self.log.append(event)
-        self.state.apply(event)
+    def _happened(self, event: e.Event, sequence: int, epoch: int) -> None:
+        """What the coordinator does when an event was logged and applied; see `RunLog`."""
         self.witness.happened(self.state, event)
-        self.clocks.happened(self.state, event, self._now())
+        self.clocks.happened(self.state, event, self.run.now())
         self.budgets.happened(event)
         if isinstance(event, e.Decided):
             views.report_verdicts(self.state, event, self.reports.hand_on)
@@ -176,34 +172,28 @@ class Coordinator:
             self.store.forget_old_epochs()
             self.on_change("store")
 
-    def _follow(self, key: str | None) -> None:
-        while (event := decide(self.state, self.wait_for, self.wall(), key)) is not None:
-            if not isinstance(event, e.Fetching | e.Decided | e.Retried):
-                key = None
-            self._apply(event)
-
     def _expect(self, site: str, limit: float) -> None:
-        now = self._now()
+        now = self.run.now()
         for rank in self.state.ranks:
             if rank not in self.state.sites[site].finished | self.state.sites[site].left:
                 self.liveness.expect((site, *rank), now, limit)
 
     def _store(self, key: str, value: str | None, site: str) -> None:
-        self.record(e.Stored(self.wall(), key, value, site))
+        self.run.append(e.Stored(self.run.wall(), key, value, site))
 
     def expire(self) -> None:
         """Take sites whose ranks no longer beat for dead. To be called every `timeouts.beat`."""
         if self.state.over:
             return
-        for site, reason in self.liveness.overdue(self._now()).items():
+        for site, reason in self.liveness.overdue(self.run.now()).items():
             if site in self.state.live:
                 incarnation = self.state.sites[site].incarnation
-                self.record(e.Gone(self.wall(), site, incarnation, reason, True))
+                self.run.append(e.Gone(self.run.wall(), site, incarnation, reason, True))
         # Catches up with what a full disk kept from being recorded.
         self.witness.tend()
-        self._follow(None)
-        for straggler in self.clocks.overdue(self.state, self._now()):
-            self.record(e.Overtaken(self.wall(), *straggler, entry_round(self.state)))
+        self.run.follow()
+        for straggler in self.clocks.overdue(self.state, self.run.now()):
+            self.run.append(e.Overtaken(self.run.wall(), *straggler, entry_round(self.state)))
 
     # --- who may speak ----------------------------------------------------------------------
 
@@ -262,11 +252,11 @@ class Coordinator:
         except JoinError as error:
             raise Refused("join", str(error)) from None
         event = e.Enrolled(
-            self.wall(), request.site, incarnation, digest, certificate,
+            self.run.wall(), request.site, incarnation, digest, certificate,
             request.versions.model_dump(), request.data_digest, request.record_key or "",
         )  # fmt: skip
         self.witness.enrolled(request, incarnation)
-        self.record(event)
+        self.run.append(event)
         return self._admission(request.site)
 
     def hand_out(self) -> dict[str, str]:
@@ -294,7 +284,7 @@ class Coordinator:
         if state.role == "enrolled":
             raise Refused("conflict", f"{rank}: ready before the run has let its site enter")
         if state.role == "entering" and (rank.stage, rank.shard) not in state.ready:
-            self.record(e.Ready(self.wall(), rank.site, rank.stage, rank.shard))
+            self.run.append(e.Ready(self.run.wall(), rank.site, rank.stage, rank.shard))
         return m.Done()
 
     def beat(self, request: m.BeatRequest) -> m.BeatReply:
@@ -309,16 +299,16 @@ class Coordinator:
         key = (rank.site, rank.stage, rank.shard)
         if site.role != "finished" and key[1:] not in site.finished | site.left:
             self.liveness.beat(
-                key, self._now(), request.tick, request.slot_seconds, request.building
+                key, self.run.now(), request.tick, request.slot_seconds, request.building
             )
-        enters = entered(state, rank.site, self.wall())
+        enters = entered(state, rank.site, self.run.wall())
         if enters is not None and self.liveness.all_beaten(rank.site):
-            self.record(enters)
+            self.run.append(enters)
         if state.phase == "running":
             lease = self.liveness.lease(state.lease, state.with_role("active"))
             lease = max(min(lease, state.lease_end), state.nobody_before)
             if lease > state.lease:
-                self.record(e.Leased(self.wall(), lease))
+                self.run.append(e.Leased(self.run.wall(), lease))
         return views.beat_reply(state, rank.site)
 
     # --- plans ------------------------------------------------------------------------------
@@ -329,11 +319,11 @@ class Coordinator:
         asking = state.sites.get(caller.site)
         if asking is not None and asking.leaves_before(round_):
             return m.PlanReply(plan=None, waiting_for="", leave=True)
-        if asking is not None and (lacks := lacking(state, asking.name, round_, self.wall())):
-            self.record(lacks)
+        if asking is not None and (lacks := lacking(state, asking.name, round_, self.run.wall())):
+            self.run.append(lacks)
         if round_ in state.plans:
             self.witness.settle()
-            self.steps.told(caller.site, round_, self._now())
+            self.steps.told(caller.site, round_, self.run.now())
             receive = asking is not None and asking.role == "entering"
             return m.PlanReply(plan=state.plans[round_], waiting_for="", receive=receive)
         if state.over:
@@ -344,11 +334,11 @@ class Coordinator:
                 f"round {round_}: this run goes on from round {state.first_round} and ends with "
                 f"the flush after {state.last_step} inner steps",
             )
-        planned = plan_round(state, round_, self.wall())
+        planned = plan_round(state, round_, self.run.wall())
         if isinstance(planned, e.Planned) and state.may_plan(caller.site, round_):
-            self.record(self.clocks.planned(state, planned, self.record))
+            self.run.append(self.clocks.planned(state, planned, self.run.append))
             self.witness.settle()
-            self.steps.told(caller.site, round_, self._now())
+            self.steps.told(caller.site, round_, self.run.now())
             return m.PlanReply(plan=state.plans[round_], waiting_for="")
         waiting = planned if isinstance(planned, str) else "an active site to ask for it"
         return m.PlanReply(plan=None, waiting_for=waiting)
@@ -363,11 +353,11 @@ class Coordinator:
             raise Refused("conflict", f"{rank}: round {round_} was not planned for it")
         if (rank.stage, rank.shard) not in site.done.get(round_, ()):
             event = e.RoundDone(
-                self.wall(), rank.site, rank.stage, rank.shard, round_,
+                self.run.wall(), rank.site, rank.stage, rank.shard, round_,
                 None if request.measured is None else request.measured.model_dump(mode="json"),
             )  # fmt: skip
-            self.steps.done(rank.site, round_, self._now())
-            self.record(event)
+            self.steps.done(rank.site, round_, self.run.now())
+            self.run.append(event)
         return m.Done()
 
     # --- exchange ---------------------------------------------------------------------------
@@ -389,14 +379,14 @@ class Coordinator:
                 raise Refused("conflict", f"exchange {request.key}: {reason}")
             if self.state.sites[request.rank.site].role not in ("entering", "active"):
                 raise Refused("conflict", f"{request.rank}: its site has not entered yet")
-            self.record(e.Pinned(self.wall(), request.key), request.key)
+            self.run.append(e.Pinned(self.run.wall(), request.key), request.key)
             exchange = self.state.exchanges[request.key]
             self.arrivals.keep(self.state.exchanges)
         news = self.witness.committing(self.state, exchange, request)
         rank = request.rank
         if self.witness.is_there(request):
-            news |= self.arrivals.note(request.key, rank.site, rank.shard, self._now())
-            self.steps.arrived(request.key, (rank.site, rank.stage, rank.shard), self._now())
+            news |= self.arrivals.note(request.key, rank.site, rank.shard, self.run.now())
+            self.steps.arrived(request.key, (rank.site, rank.stage, rank.shard), self.run.now())
         if news:
             self.on_change(f"key/{request.key}")
         return self.begun(request)
@@ -445,11 +435,11 @@ class Coordinator:
             return
         held_up = self.state.held_up(exchange) - {rank.site}
         event = e.Broke(
-            self.wall(), rank.site, rank.stage, rank.shard, request.key, request.attempt,
+            self.run.wall(), rank.site, rank.stage, rank.shard, request.key, request.attempt,
             [name for name in request.failed if name not in held_up],
             [name for name in request.failed if name in held_up],
         )  # fmt: skip
-        self.record(event, request.key)
+        self.run.append(event, request.key)
 
     def _count(self, request: m.VoteRequest, exchange: Exchange) -> None:
         rank = request.rank
@@ -460,14 +450,14 @@ class Coordinator:
         if phase == "done" and exchange.averaging is None:
             raise Refused("conflict", f"{rank}: done with {request.key} before its set was fixed")
         event = e.Voted(
-            self.wall(), rank.site, rank.stage, rank.shard, request.key, request.attempt,
+            self.run.wall(), rank.site, rank.stage, rank.shard, request.key, request.attempt,
             request.phase, list(request.held), request.contributes,
             request.digests.get(rank.site),
             {site: own.model_dump(exclude_defaults=True) for site, own in request.opinions.items()},
             self.witness.voting(self.state, exchange, request),
             self.witness.recommitted(self.state, exchange, request),
         )  # fmt: skip
-        self.record(event, request.key)
+        self.run.append(event, request.key)
 
     def _exchange(self, request: m.VoteRequest) -> Exchange:
         exchange = self.state.exchanges.get(request.key)

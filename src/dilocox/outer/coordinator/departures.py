@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from dilocox.outer.coordinator import events as e
 from dilocox.outer.coordinator import messages as m
-from dilocox.outer.coordinator.liveness import LEASE_LEAST
+from dilocox.outer.coordinator.liveness import LEASE_LEAST, Liveness
 from dilocox.outer.coordinator.refusals import Caller, Refused
-
-if TYPE_CHECKING:
-    from dilocox.outer.coordinator.core import Coordinator
+from dilocox.outer.coordinator.run_log import RunLog
 
 
 class Departures:
     """Leaving, retiring, finishing, stopping and failing. Raises `Refused` with one line."""
 
-    def __init__(self, core: Coordinator) -> None:
-        self._core = core
+    def __init__(self, run: RunLog, liveness: Liveness) -> None:
+        self._run, self._liveness = run, liveness
 
     def leave(self, request: m.LeaveRequest) -> m.Done:
         """A site goes at once; what it was to train on is given out again."""
-        core = self._core
-        site = core.state.sites[request.rank.site]
-        if site.role != "finished" and not core.state.over:
-            core.record(
-                e.Gone(core.wall(), site.name, site.incarnation, request.reason, request.failed)
+        run = self._run
+        site = run.state.sites[request.rank.site]
+        if site.role != "finished" and not run.state.over:
+            run.append(
+                e.Gone(run.wall(), site.name, site.incarnation, request.reason, request.failed)
             )
         return m.Done()
 
@@ -35,7 +31,7 @@ class Departures:
         The operator may say so of any site, a site of itself. The only active site cannot go
         without the run: then the run stops, with a checkpoint.
         """
-        core, state, name = self._core, self._core.state, request.site
+        run, state, name = self._run, self._run.state, request.site
         if not caller.operator and caller.site != name:
             raise Refused("refused", f"site {name}: only itself or the operator may retire it")
         if name not in state.sites:
@@ -47,7 +43,7 @@ class Departures:
         if site.role in ("absent", "gone", "finished"):
             raise Refused("conflict", f"site {name}: is not in the run now (it is {site.role})")
         if request.now or site.role != "active":
-            core.record(e.Gone(core.wall(), name, site.incarnation, request.reason, False))
+            run.append(e.Gone(run.wall(), name, site.incarnation, request.reason, False))
             return m.RetireReply(text=f"site {name} is out of the run")
         if not [other for other in state.staying(state.next_round) if other != name]:
             self.stop(m.StopRequest(reason=f"{name}, the only active site, is to leave"))
@@ -57,24 +53,24 @@ class Departures:
         if state.waits_for_sites:
             # What it owes the others is decided only when more sites are there.
             reason = f"{request.reason}, while the run waits for sites"
-            core.record(e.Gone(core.wall(), name, site.incarnation, reason, False))
+            run.append(e.Gone(run.wall(), name, site.incarnation, reason, False))
             return m.RetireReply(text=f"site {name} is out of the run, which waits for sites")
         if site.leave_round is None:
-            event = e.Leaving(core.wall(), name, site.incarnation, state.next_round, request.reason)
-            core.record(event)
+            event = e.Leaving(run.wall(), name, site.incarnation, state.next_round, request.reason)
+            run.append(event)
         return m.RetireReply(
             text=f"site {name} leaves before round {site.leave_round}, with all before that done"
         )
 
     def depart(self, request: m.DepartRequest) -> m.Done:
         """A rank of a leaving site owes the run nothing any more."""
-        core, rank = self._core, request.rank
-        site = core.state.sites[rank.site]
+        run, rank = self._run, request.rank
+        site = run.state.sites[rank.site]
         if site.leave_round is None:
             raise Refused("conflict", f"{rank}: nobody has asked its site to leave")
         if (rank.stage, rank.shard) not in site.left:
-            core.liveness.forget(rank.site, (rank.stage, rank.shard))
-            core.record(e.Left(core.wall(), rank.site, rank.stage, rank.shard))
+            self._liveness.forget(rank.site, (rank.stage, rank.shard))
+            run.append(e.Left(run.wall(), rank.site, rank.stage, rank.shard))
         return m.Done()
 
     def stop(self, request: m.StopRequest, caller: Caller | None = None) -> m.StopReply:
@@ -84,38 +80,36 @@ class Departures:
         A run that waits for sites ends where it is: no exchange is decided, so no site can get to a
         slot end where all could write a checkpoint.
         """
-        core, state = self._core, self._core.state
+        run, state = self._run, self._run.state
         site = "" if caller is None or caller.operator else caller.site
         if state.phase in ("enrolling", "starting"):
-            core.record(e.Ended(core.wall(), "stopped", request.reason, site))
+            run.append(e.Ended(run.wall(), "stopped", request.reason, site))
         elif state.waits_for_sites:
             newest = max((at for at, own in state.checkpoints.items() if own.sites), default=None)
             back = "there is no checkpoint" if newest is None else f"checkpoint at slot {newest}"
             reason = f"{request.reason}, while the run waited for sites ({back})"
-            core.record(e.Ended(core.wall(), "stopped", reason, site))
+            run.append(e.Ended(run.wall(), "stopped", reason, site))
         elif state.phase == "running":
             tick = max(state.lease, state.first_tick + LEASE_LEAST)
-            core.record(e.Stopping(core.wall(), tick, request.reason, site))
+            run.append(e.Stopping(run.wall(), tick, request.reason, site))
         return m.StopReply(stop_tick=state.lease if state.stop_tick is None else state.stop_tick)
 
     def fail(self, request: m.FailRequest) -> m.Done:
         """The run cannot go on."""
-        core = self._core
-        if not core.state.over:
+        run = self._run
+        if not run.state.over:
             reason = f"{request.rank}: {request.reason}"
-            core.record(e.Ended(core.wall(), "failed", reason))
+            run.append(e.Ended(run.wall(), "failed", reason))
         return m.Done()
 
     def finish(self, request: m.FinishRequest) -> m.Done:
         """A rank is done."""
-        core, rank = self._core, request.rank
-        site = core.state.sites[rank.site]
+        run, rank = self._run, request.rank
+        site = run.state.sites[rank.site]
         if site.role == "active" and (rank.stage, rank.shard) not in site.finished:
-            core.liveness.forget(rank.site, (rank.stage, rank.shard))
-            core.record(
-                e.Finished(core.wall(), rank.site, rank.stage, rank.shard, request.complete)
-            )
-        elif site.role in ("enrolled", "entering") and not core.state.over:
+            self._liveness.forget(rank.site, (rank.stage, rank.shard))
+            run.append(e.Finished(run.wall(), rank.site, rank.stage, rank.shard, request.complete))
+        elif site.role in ("enrolled", "entering") and not run.state.over:
             reason = "finished before it had entered"
-            core.record(e.Gone(core.wall(), site.name, site.incarnation, reason, False))
+            run.append(e.Gone(run.wall(), site.name, site.incarnation, reason, False))
         return m.Done()

@@ -8,17 +8,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 from dilocox.outer.coordinator import entry_messages as em
 from dilocox.outer.coordinator import events as e
 from dilocox.outer.coordinator import messages as m
+from dilocox.outer.coordinator.budgets import Budgets
 from dilocox.outer.coordinator.given_state import version_of
 from dilocox.outer.coordinator.refusals import Refused
-
-if TYPE_CHECKING:
-    from dilocox.outer.coordinator.core import Coordinator
-    from dilocox.outer.coordinator.site_state import SiteState
+from dilocox.outer.coordinator.run_log import RunLog
+from dilocox.outer.coordinator.site_state import SiteState
 
 
 def key_of(rank: m.Rank, piece: em.PieceDigest) -> str:
@@ -45,14 +43,14 @@ def never_settled(said: Mapping[str, str], silent: int, sites: int) -> bool:
 class Entries:
     """Digests of pieces told by active sites, and asked for by entering ones."""
 
-    def __init__(self, core: Coordinator) -> None:
-        self._core = core
+    def __init__(self, run: RunLog, budgets: Budgets) -> None:
+        self._run, self._budgets = run, budgets
 
     def show(self, request: em.ShowPiecesRequest) -> m.Done:
         """A rank of an active site tells what it holds. What it has told of a version counts once,
         and only while a site enters. Raises `Refused`."""
-        core, rank = self._core, request.rank
-        state = core.state
+        run, rank = self._run, request.rank
+        state = run.state
         if (
             state.running
             and state.sites[rank.site].role == "active"
@@ -65,15 +63,15 @@ class Entries:
                 if piece.landed < state.next_round
             }
             if news:
-                core.budgets.spend(rank.site, "digests of pieces")
-                core.record(e.Shown(core.wall(), rank.site, rank.stage, rank.shard, news))
+                self._budgets.spend(rank.site, "digests of pieces")
+                run.append(e.Shown(run.wall(), rank.site, rank.stage, rank.shard, news))
         return m.Done()
 
     def check(self, request: em.CheckPiecesRequest) -> em.CheckPiecesReply:
         """Whether an entering rank may take over what its donor has given. A donor whose state is
         not that of most sites gives this site nothing more. Raises `Refused`."""
-        core, rank = self._core, request.rank
-        state, site = core.state, core.state.sites[request.rank.site]
+        run, rank = self._run, request.rank
+        state, site = run.state, run.state.sites[request.rank.site]
         if site.role != "entering":
             raise Refused("conflict", f"{rank}: checks a state, but its site is {site.role}")
         active = state.with_role("active")
@@ -94,7 +92,7 @@ class Entries:
                 hopeless |= never_settled(said, len(silent - said.keys()), len(active))
         if different and site.donor == request.donor:
             other = state.donor_for(site.name, {*site.tried, request.donor})
-            core.record(e.Doubted(core.wall(), site.name, site.incarnation, request.donor, other))
+            run.append(e.Doubted(run.wall(), site.name, site.incarnation, request.donor, other))
         elif hopeless and request.all_came and site.donor == request.donor:
             self._renew(site, request.renewals)
         left = site.donor if site.donor not in site.tried else None
@@ -102,7 +100,7 @@ class Entries:
 
     def _renew(self, site: SiteState, renewals: int) -> None:
         """Tell an entering site to fetch again, once for all its ranks."""
-        core = self._core
-        if site.renewals == renewals and core.budgets.can_spend(site.name, "renewals"):
-            core.budgets.spend(site.name, "renewals")
-            core.record(e.Renewed(core.wall(), site.name, site.incarnation))
+        run = self._run
+        if site.renewals == renewals and self._budgets.can_spend(site.name, "renewals"):
+            self._budgets.spend(site.name, "renewals")
+            run.append(e.Renewed(run.wall(), site.name, site.incarnation))

@@ -5,15 +5,14 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dilocox.errors import DifferentAnchorsError, TrainingError
 from dilocox.outer.coordinator import events as e
 from dilocox.outer.coordinator import messages as m
+from dilocox.outer.coordinator.budgets import Budgets
 from dilocox.outer.coordinator.refusals import Refused
-
-if TYPE_CHECKING:
-    from dilocox.outer.coordinator.core import Coordinator
+from dilocox.outer.coordinator.run_log import RunLog
 
 Report = Callable[[str, int, str, dict[str, Any]], None]
 """(site, round, kind, metrics)."""
@@ -27,29 +26,29 @@ _log = logging.getLogger(__name__)
 class Reports:
     """Takes reports, and hands them to `on_report`."""
 
-    def __init__(self, core: Coordinator, on_report: Report | None) -> None:
-        self._core, self._on_report = core, on_report
+    def __init__(self, run: RunLog, budgets: Budgets, on_report: Report | None) -> None:
+        self._run, self._budgets, self._on_report = run, budgets, on_report
 
     def take(self, request: m.ReportRequest) -> m.Done:
         """Metrics of a round; the same round and kind twice counts once. Raises `Refused` for a
         round that nobody can be in."""
-        core = self._core
-        if request.round > core.state.next_round + 1:
+        run = self._run
+        if request.round > run.state.next_round + 1:
             raise Refused(
                 "conflict",
                 f"{request.rank}: reports of round {request.round}, the next to be planned is "
-                f"{core.state.next_round}",
+                f"{run.state.next_round}",
             )
         size = len(json.dumps(request.metrics, separators=(",", ":")))
-        limit = MAX_REPORT + 64 * len(core.state.sites)
+        limit = MAX_REPORT + 64 * len(run.state.sites)
         if size > limit:
             raise Refused(
                 "malformed",
                 f"{request.rank}: its report of round {request.round} has {size} bytes, a report "
                 f"may have {limit}",
             )
-        site = core.state.sites[request.rank.site]
-        if request.kind != "warning" and request.round < core.state.next_round - LATEST:
+        site = run.state.sites[request.rank.site]
+        if request.kind != "warning" and request.round < run.state.next_round - LATEST:
             return m.Done()  # a site that was left behind: nobody waits for it any more
         latest = site.metrics.get(request.kind)
         # Warnings of one round may be about several things.
@@ -57,9 +56,9 @@ class Reports:
         another = bool(told) and latest is not None and latest.get("text") != told
         if latest is None or request.round > latest["round"] or another:
             if request.kind == "warning":
-                core.budgets.spend(site.name, "warnings")
-            core.record(
-                e.Reported(core.wall(), site.name, request.round, request.kind, request.metrics)
+                self._budgets.spend(site.name, "warnings")
+            run.append(
+                e.Reported(run.wall(), site.name, request.round, request.kind, request.metrics)
             )
             self.hand_on(site.name, request.round, request.kind, dict(request.metrics))
         return m.Done()
@@ -74,26 +73,26 @@ class Reports:
 
     def again(self) -> None:
         """Hand on what the process before may have logged and no more."""
-        for site in self._core.state.sites.values():
+        for site in self._run.state.sites.values():
             for kind, metrics in list(site.metrics.items()):
                 if kind != "warning":
                     self.hand_on(site.name, metrics["round"], kind, dict(metrics))
 
     def hand_on(self, site: str, round_: int, kind: str, metrics: dict[str, Any]) -> None:
         """Tell `on_report`. What it raises ends the run at most, never the control plane."""
-        core = self._core
+        run = self._run
         if self._on_report is None:
             return
         try:
             self._on_report(site, round_, kind, metrics)
         except DifferentAnchorsError as error:
             for name in error.sites:
-                if name in core.state.live:
+                if name in run.state.live:
                     self._without(name, round_, str(error))
         except TrainingError as error:
             # Sites that hold different anchors do not train one model any more.
-            if not core.state.over:
-                core.record(e.Ended(core.wall(), "failed", str(error)))
+            if not run.state.over:
+                run.append(e.Ended(run.wall(), "failed", str(error)))
         except Exception:
             # A full disk of the metrics writer must not take the control plane down.
             _log.exception("metrics of %s round %d not written", site, round_)
@@ -101,7 +100,7 @@ class Reports:
     def _without(self, name: str, round_: int, reason: str) -> None:
         """A site goes that holds another anchor than most. In its first round it holds what its
         donor has given it; which of the two is at fault nobody can tell, so both are named."""
-        core, site = self._core, self._core.state.sites[name]
+        run, site = self._run, self._run.state.sites[name]
         donor = site.entered_from if round_ <= site.active_from else None
         text = reason if donor is None else f"{reason}; it entered with the state of {donor}"
-        core.record(e.Gone(core.wall(), name, site.incarnation, text, True, donor))
+        run.append(e.Gone(run.wall(), name, site.incarnation, text, True, donor))

@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 from dilocox.errors import CheckpointError
 from dilocox.outer.coordinator import events as e
 from dilocox.outer.coordinator import messages as m
+from dilocox.outer.coordinator.budgets import Budgets
 from dilocox.outer.coordinator.decisions import writers
+from dilocox.outer.coordinator.notary import Witness
 from dilocox.outer.coordinator.refusals import Refused
-
-if TYPE_CHECKING:
-    from dilocox.outer.coordinator.core import Coordinator
+from dilocox.outer.coordinator.run_log import RunLog
 
 
 class Saves:
     """Checkpoints that were written, and that are damaged. Raises `Refused` with one line."""
 
-    def __init__(self, core: Coordinator) -> None:
-        self._core = core
+    def __init__(
+        self, run: RunLog, budgets: Budgets, witness: Witness, resume: Callable[[], object]
+    ) -> None:
+        """`resume`: goes back to the latest complete checkpoint. Raises `CheckpointError`."""
+        self._run, self._budgets, self._witness = run, budgets, witness
+        self._resume = resume
 
     def wrote(self, request: m.CheckpointRequest) -> m.Done:
         """A rank's part of a checkpoint is on disk."""
-        core, rank, state = self._core, request.rank, self._core.state
+        run, rank, state = self._run, request.rank, self._run.state
         known = state.checkpoints.get(request.tick)
         if known is not None and (known.round, known.slot) != (request.round, request.slot):
             raise Refused(
@@ -35,29 +39,29 @@ class Saves:
         if rank.site not in writers(state, request.round):
             raise Refused("conflict", f"{rank}: writes no checkpoint in round {request.round}")
         if known is None or (rank.site, rank.stage, rank.shard) not in known.written:
-            core.budgets.spend(rank.site, "checkpoints")
+            self._budgets.spend(rank.site, "checkpoints")
             event = e.Wrote(
-                core.wall(), rank.site, rank.stage, rank.shard, request.tick, request.round,
+                run.wall(), rank.site, rank.stage, rank.shard, request.tick, request.round,
                 request.slot, dict(request.digests),
             )  # fmt: skip
-            core.record(event)
+            run.append(event)
         return m.Done()
 
     def state(self, request: m.StateRequest) -> m.Done:
         """A rank has signed what model state it holds."""
-        self._core.budgets.spend(request.rank.site, "signed states")
-        return self._core.witness.state(request)
+        self._budgets.spend(request.rank.site, "signed states")
+        return self._witness.state(request)
 
     def spoiled(self, request: m.SpoiledRequest) -> m.Done:
         """The checkpoint that the run was to go on from is damaged: back to the one before."""
-        core, rank, state = self._core, request.rank, self._core.state
+        run, rank, state = self._run, request.rank, self._run.state
         if state.phase != "starting" or request.tick not in state.checkpoints:
             raise Refused("conflict", f"{rank}: nobody goes on from slot {request.tick} now")
-        core.record(
-            e.Spoiled(core.wall(), rank.site, rank.stage, rank.shard, request.tick, request.reason)
+        run.append(
+            e.Spoiled(run.wall(), rank.site, rank.stage, rank.shard, request.tick, request.reason)
         )
         try:
-            core.resume()
+            self._resume()
         except CheckpointError as error:
-            core.record(e.Ended(core.wall(), "failed", str(error)))
+            run.append(e.Ended(run.wall(), "failed", str(error)))
         return m.Done()

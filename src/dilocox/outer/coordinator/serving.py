@@ -25,6 +25,7 @@ from dilocox.outer.coordinator.identity import write_private
 from dilocox.outer.coordinator.ledger import Ledger
 from dilocox.outer.coordinator.notary import Notary
 from dilocox.outer.coordinator.server import CoordinatorServer
+from dilocox.outer.coordinator.starting import EarlierRun
 from dilocox.processes import Requests
 from dilocox.storage import ROOM_PAUSE
 
@@ -74,6 +75,7 @@ def serve(
     port: int | None = None,
     wait_for: int | None = None,
     payloads: Menu | None = None,
+    earlier: Callable[[], EarlierRun] | None = None,
     resume: bool | int = False,
     on_report: Report | None = None,
     on_message: Callable[[str], None] | None = None,
@@ -88,10 +90,10 @@ def serve(
 
     On a folder with a log it goes on where that ends; with `resume` it goes back to the latest
     complete checkpoint (true) or the one at a tick. `host` and `port` default to `[network]`.
-    `payloads`: see `Coordinator`. `on_report` gets (site, round, kind, metrics); the server waits
-    for it, so it must return soon. `on_message` gets a line when sites come and go, `on_plan` every
-    plan when it is made, `on_resumed` the round that is resumed in, `on_ledger` the ledger when the
-    run is over. `notary` writes the run's record.
+    `payloads`, `earlier`: see `Coordinator`. `on_report` gets (site, round, kind, metrics); the
+    server waits for it, so it must return soon. `on_message` gets a line when sites come and go,
+    `on_plan` every plan when it is made, `on_resumed` the round that is resumed in, `on_ledger` the
+    ledger when the run is over. `notary` writes the run's record.
     When it listens, `on_ready` is called and `ready_file` is written (mode 0600). The first SIGINT
     or SIGTERM stops the run at a slot end, a second one, 2 s later or more, ends the server at
     once. Blocks; raises
@@ -103,6 +105,7 @@ def serve(
         folder,
         wait_for=wait_for,
         payloads=payloads,
+        earlier=earlier,
         on_report=on_report,
         on_message=on_message,
         on_plan=on_plan,

@@ -5,25 +5,25 @@ All of it is in the event log, so that it outlasts restarts and resumes.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 from dilocox.outer.coordinator import events as e
 from dilocox.outer.coordinator import messages as m
+from dilocox.outer.coordinator.notary import Witness
 from dilocox.outer.coordinator.refusals import Caller, Refused
-
-if TYPE_CHECKING:
-    from dilocox.outer.coordinator.core import Coordinator
+from dilocox.outer.coordinator.run_log import RunLog
 
 
 class Standings:
     """The operator's word on names. Raises `Refused` with one line."""
 
-    def __init__(self, core: Coordinator) -> None:
-        self._core = core
+    def __init__(self, run: RunLog, witness: Witness, hand_out: Callable[[], object]) -> None:
+        """`hand_out`: writes the join tokens that are in force. Raises `OSError`."""
+        self._run, self._witness, self._hand_out = run, witness, hand_out
 
     def change(self, request: m.StandingRequest, caller: Caller) -> m.RetireReply:
         """Do what the operator asks for, and say what has become of the name."""
-        state, name = self._core.state, request.site
+        state, name = self._run.state, request.site
         if not caller.operator:
             raise Refused("refused", f"site {name}: only the operator may do that")
         if name not in state.sites:
@@ -37,11 +37,11 @@ class Standings:
         return m.RetireReply(text=text + self._write_tokens())
 
     def _ban(self, name: str) -> str:
-        core, state = self._core, self._core.state
+        run, state = self._run, self._run.state
         if state.sites[name].standing.banned:
             raise Refused("conflict", f"site {name}: is banned already")
-        core.witness.standing(name, "ban")
-        core.record(e.Banned(core.wall(), name))
+        self._witness.standing(name, "ban")
+        run.append(e.Banned(run.wall(), name))
         text = f"site {name} is banned: its join token is void, and it is out of the run"
         if state.phase == "enrolling" and len(state.admissible) < state.config.outer.min_sites:
             text += (
@@ -51,28 +51,28 @@ class Standings:
         return text
 
     def _unban(self, name: str) -> str:
-        core = self._core
-        if not core.state.sites[name].standing.banned:
+        run = self._run
+        if not run.state.sites[name].standing.banned:
             raise Refused("conflict", f"site {name}: is not banned")
-        core.witness.standing(name, "unban")
-        core.record(e.Unbanned(core.wall(), name))
+        self._witness.standing(name, "unban")
+        run.append(e.Unbanned(run.wall(), name))
         return (
             f"site {name} may join again, with any key and with a new join token alone: "
             f"coordinator/tokens/{name}"
         )
 
     def _forget_key(self, name: str) -> str:
-        core = self._core
-        if not core.state.sites[name].standing.bound:
+        run = self._run
+        if not run.state.sites[name].standing.bound:
             raise Refused("conflict", f"site {name}: is bound to no key")
-        core.witness.standing(name, "forget-key")
-        core.record(e.KeyForgotten(core.wall(), name))
+        self._witness.standing(name, "forget-key")
+        run.append(e.KeyForgotten(run.wall(), name))
         return f"site {name} may join with another key, once; the record will show that it did"
 
     def _write_tokens(self) -> str:
         """Write the tokens that are in force; what went wrong with that, else nothing."""
         try:
-            self._core.hand_out()
+            self._hand_out()
         except OSError as error:
             return (
                 f" (the files in coordinator/tokens were not written: {error.strerror}; start the "

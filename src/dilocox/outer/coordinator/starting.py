@@ -2,8 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 from dilocox.outer.coordinator import events as e
 from dilocox.outer.coordinator.state import CoordinatorState
+
+
+@dataclass(frozen=True)
+class EarlierRun:
+    """The run that this one goes on from, by `model.handover`."""
+
+    name: str
+    steps: int
+    """Inner steps that its fastest site had taken."""
+    ledger: dict[str, Any]
+    """Its token ranges, as `Ledger.to_json` gives them."""
 
 
 def goes_on(state: CoordinatorState, site: str) -> bool:
