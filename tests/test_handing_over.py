@@ -10,7 +10,7 @@ import torch
 
 from dilocox.config import resolve_run
 from dilocox.coordinating import earlier_run
-from dilocox.errors import CheckpointError, ConfigError
+from dilocox.errors import CheckpointError, ConfigError, TrainingError
 from dilocox.handing_over import hand_over, ledger_of, steps_taken_by, whole_state
 from dilocox.handover import MOMENTUM, Handover
 from dilocox.outer.coordinator import events as e
@@ -134,6 +134,8 @@ def test_the_coordinator_goes_on_from_steps_and_ranges(tmp_path: Path) -> None:
             "sites": {"a": {}, "b": {}},
         }
     )
+    with pytest.raises(TrainingError, match="was given no earlier run"):
+        Driver(tmp_path / "run", run)
     driver = Driver(tmp_path / "run", run, earlier=lambda: earlier_run(run))
     driver.start()
     plans = [driver.plan(0, "a"), driver.plan(1, "a")]
