@@ -56,7 +56,7 @@ from dilocox.lab import LabError, Network, verify_links, why_not
 from dilocox.lab.netns import inside
 from dilocox.outer.coordinator.joining import enrol
 from dilocox.outer.coordinator.timeouts import Timeouts
-from dilocox.outer.coordinator.tokens import JoinToken
+from dilocox.outer.coordinator.token_format import JoinToken
 
 BEFORE = 3
 """Rounds of all sites together before a fault."""

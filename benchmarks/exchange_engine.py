@@ -26,11 +26,12 @@ from dilocox.lab import LabError, Network
 from dilocox.outer.contribution import Contribution, Outcome
 from dilocox.outer.control import RankControl
 from dilocox.outer.coordinator.client import CoordinatorClient
+from dilocox.outer.coordinator.endpoint import Endpoint
 from dilocox.outer.coordinator.identity import Identity
 from dilocox.outer.coordinator.joining import enrol
 from dilocox.outer.coordinator.messages import ExchangeKey
 from dilocox.outer.coordinator.messages import Rank as RankName
-from dilocox.outer.coordinator.serving import Endpoint, serve
+from dilocox.outer.coordinator.serving import serve
 from dilocox.outer.coordinator.timeouts import Timeouts
 from dilocox.outer.link_endpoint import open_endpoint
 from dilocox.outer.worker import ExchangeWorker

@@ -10,7 +10,7 @@ import pytest
 
 from dilocox import coordinating
 from dilocox.config import RunConfig, resolve_run
-from dilocox.outer.coordinator.serving import Endpoint
+from dilocox.outer.coordinator.endpoint import Endpoint
 from dilocox.outer.coordinator.transport import host_and_port
 
 

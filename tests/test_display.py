@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from dilocox.config import resolve_run
-from dilocox.display import Display, number, round_line, size
+from dilocox.display import Display, round_line
+from dilocox.formatting import number, size
 from dilocox.outer.coordinator import messages as m
 from dilocox.supervisor import complain
 from tests.outer.coordinator.helpers import run_config

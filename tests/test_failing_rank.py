@@ -16,7 +16,7 @@ from dilocox import launched, processes, rank_process, site_process
 from dilocox.assembly import Hooks
 from dilocox.config import RunConfig, resolve_run
 from dilocox.launcher_env import RankVariables
-from dilocox.outer.coordinator.serving import Endpoint
+from dilocox.outer.coordinator.endpoint import Endpoint
 from dilocox.rank_process import RankJob
 
 LONG = 600.0

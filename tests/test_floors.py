@@ -31,6 +31,7 @@ FLOORS = (
         "append_file",
         "library_warnings",
         "typed_json",
+        "formatting",
     },
     {
         "storage",

@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from dilocox.config import resolve_run
+from dilocox.config_handover import MOMENTUM
 from dilocox.coordinating import earlier_run
 from dilocox.errors import CheckpointError, ConfigError, TrainingError
 from dilocox.handing_over import hand_over, ledger_of, steps_taken_by, whole_state
-from dilocox.handover import MOMENTUM, Handover
+from dilocox.handover import Handover
 from dilocox.outer.coordinator import events as e
 from dilocox.outer.coordinator.audit import audit
 from dilocox.outer.coordinator.ledger import Ledger

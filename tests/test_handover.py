@@ -12,8 +12,9 @@ import pytest
 from dilocox import launch, preflight
 from dilocox.assembly import Hooks
 from dilocox.config import RunConfig
+from dilocox.config_handover import MOMENTUM
 from dilocox.data import TokenFiles, prepare
-from dilocox.handover import MOMENTUM, Handover
+from dilocox.handover import Handover
 from dilocox.outer.coordinator.ledger import Ledger
 from dilocox.tokenizer_check import check_tokenizer
 from tests.starts import ARCHITECTURE, config, prepared, refusal, write_text

@@ -22,7 +22,7 @@ from dilocox.config import RunConfig, resolve_run
 from dilocox.errors import ConfigError, JoinError
 from dilocox.launched import Seal, agree, meeting_place
 from dilocox.launcher_env import RankVariables
-from dilocox.outer.coordinator.serving import Endpoint
+from dilocox.outer.coordinator.endpoint import Endpoint
 from dilocox.supervisor import listening
 
 SOON = timedelta(seconds=30)

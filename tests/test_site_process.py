@@ -11,7 +11,7 @@ from dilocox import launch, site_process
 from dilocox.assembly import Hooks
 from dilocox.config import resolve_run
 from dilocox.errors import ConfigError
-from dilocox.outer.coordinator.serving import Endpoint
+from dilocox.outer.coordinator.endpoint import Endpoint
 from dilocox.rank_process import RankJob
 
 

@@ -116,3 +116,11 @@ def _number(
             f"compression.codec: in {text!r}, {what} is a whole number from {least} to {largest}"
         )
     return int(written)
+
+
+def names_payload(exchange: str, codec: str) -> bool:
+    """True where a payload follows from the contribution alone, so that a commitment names it.
+
+    In `reduce` chunks hang on who is there, and a low-rank payload on the basis.
+    """
+    return exchange == "gather" and parse_spec(codec).kind != "lowrank"

@@ -8,6 +8,8 @@ from typing import Any
 
 FILE = "handover.json"
 """Of `dilocox.handover.Handover`, in the folder that a run hands over."""
+MOMENTUM = "outer-momentum.safetensors"
+"""The outer momentum beside it: whole tensors by full name."""
 
 
 def handed_tokenizer(folder: str) -> dict[str, Any]:

@@ -17,10 +17,11 @@ from dilocox.handover import Handover
 from dilocox.outer.controller.candidates import Menu
 from dilocox.outer.coordinator.audit import audit
 from dilocox.outer.coordinator.client import CoordinatorClient
+from dilocox.outer.coordinator.endpoint import Endpoint
 from dilocox.outer.coordinator.identity import Identity
 from dilocox.outer.coordinator.ledger import Ledger
 from dilocox.outer.coordinator.messages import StandingChange
-from dilocox.outer.coordinator.serving import Endpoint, serve
+from dilocox.outer.coordinator.serving import serve
 from dilocox.outer.coordinator.starting import EarlierRun
 from dilocox.outer.coordinator.timeouts import Timeouts
 from dilocox.outer.coordinator.tokens import FOLDER as TOKENS

@@ -13,10 +13,11 @@ from safetensors.torch import save_file
 from dilocox import checkpoint
 from dilocox.assembly import Blueprint
 from dilocox.config import RunConfig, load_written
+from dilocox.config_handover import MOMENTUM
 from dilocox.data import TokenFiles
 from dilocox.data.manifest import MANIFEST
 from dilocox.errors import CheckpointError, DataError
-from dilocox.handover import MOMENTUM, Handover
+from dilocox.handover import Handover
 from dilocox.models import (
     Published,
     finish_model_folder,

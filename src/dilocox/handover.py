@@ -14,11 +14,9 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from dilocox.config import RunConfig
-from dilocox.config_handover import FILE
+from dilocox.config_handover import FILE, MOMENTUM
 from dilocox.errors import CheckpointError, ConfigError
 from dilocox.storage import sha256_of
-
-MOMENTUM = "outer-momentum.safetensors"
 
 Count = Annotated[int, Field(ge=0)]
 

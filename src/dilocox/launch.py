@@ -26,8 +26,9 @@ from dilocox.cuda_driver import check_driver, machine_has_gpu
 from dilocox.data import TokenFiles
 from dilocox.data import prepare as prepare_token_files
 from dilocox.data.folder import check_place
-from dilocox.display import Display, number
+from dilocox.display import Display
 from dilocox.errors import ConfigError, DilocoxError, JoinError, TrainingError
+from dilocox.formatting import number
 from dilocox.handover import check_handover
 from dilocox.launched import join_as_rank
 from dilocox.launcher_env import rank_variables
@@ -35,8 +36,8 @@ from dilocox.model_files import generate
 from dilocox.models import count_parameters, load_model_config
 from dilocox.outer.controller.candidates import Menu
 from dilocox.outer.coordinator.client import CoordinatorClient
+from dilocox.outer.coordinator.endpoint import Endpoint
 from dilocox.outer.coordinator.identity import Identity
-from dilocox.outer.coordinator.serving import Endpoint
 from dilocox.outer.coordinator.timeouts import Timeouts
 from dilocox.outer.coordinator.transport import host_and_port
 from dilocox.outer.link_endpoint import check_ports

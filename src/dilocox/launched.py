@@ -28,8 +28,8 @@ from dilocox.assembly import Hooks, Place
 from dilocox.config import RunConfig
 from dilocox.errors import DilocoxError, JoinError
 from dilocox.launcher_env import RankVariables
+from dilocox.outer.coordinator.endpoint import Endpoint
 from dilocox.outer.coordinator.identity import Identity
-from dilocox.outer.coordinator.serving import Endpoint
 from dilocox.outer.coordinator.timeouts import Timeouts
 from dilocox.rank_process import RankJob, run_rank
 from dilocox.site_process import SiteLine, enrol_site, exchange_address

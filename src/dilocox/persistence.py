@@ -17,9 +17,9 @@ from torch.distributed.tensor import DTensor
 from dilocox import checkpoint, timeline
 from dilocox.assembly import Rank, anchors
 from dilocox.config import RunConfig
+from dilocox.config_handover import MOMENTUM as OUTER_MOMENTUM
 from dilocox.data import TokenFiles
 from dilocox.errors import CheckpointError, DilocoxError, RunOverError
-from dilocox.handover import MOMENTUM as OUTER_MOMENTUM
 from dilocox.models import (
     Published,
     finish_model_folder,

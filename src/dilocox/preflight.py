@@ -27,8 +27,8 @@ from dilocox.config import RunConfig, load_written
 from dilocox.cuda_driver import ranks_use_gpu
 from dilocox.data import SequenceSpace, TokenFiles
 from dilocox.data.manifest import MANIFEST
-from dilocox.display import number, size
 from dilocox.errors import ConfigError, DataError, TrainingError
+from dilocox.formatting import number, size
 from dilocox.handover import Handover
 from dilocox.metrics import check_sinks
 from dilocox.models import (

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from dilocox.assembly import Blueprint
 from dilocox.config import RunConfig
-from dilocox.display import size
+from dilocox.formatting import size
 from dilocox.models import count_parameters
 from dilocox.outer.controller.candidates import INNER_STEPS, codecs
 from dilocox.payloads import model_shapes, sizes_by_codec

@@ -16,8 +16,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from dilocox.config import RunConfig
-from dilocox.display import number, size
 from dilocox.errors import DilocoxError
+from dilocox.formatting import number, size
 from dilocox.outer.coordinator.client import CoordinatorClient
 from dilocox.outer.coordinator.messages import ReportKind
 from dilocox.plain_text import plain_lines

@@ -22,6 +22,7 @@ from dilocox.config import RunConfig
 from dilocox.data import TokenFiles
 from dilocox.errors import DilocoxError, JoinError, NotNowError, RecordError
 from dilocox.outer.coordinator.client import CoordinatorClient
+from dilocox.outer.coordinator.endpoint import Endpoint
 from dilocox.outer.coordinator.errors import (
     CoordinatorError,
     CoordinatorUnreachableError,
@@ -31,7 +32,6 @@ from dilocox.outer.coordinator.identity import Identity
 from dilocox.outer.coordinator.joining import enrol, installed_versions
 from dilocox.outer.coordinator.messages import Rank as RankName
 from dilocox.outer.coordinator.record_keys import RecordKey, key_file
-from dilocox.outer.coordinator.serving import Endpoint
 from dilocox.outer.coordinator.timeouts import Timeouts
 from dilocox.outer.coordinator.transport import host_and_port
 from dilocox.outer.link_endpoint import check_ports

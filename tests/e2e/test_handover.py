@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from dilocox.handover import MOMENTUM, Handover
+from dilocox.config_handover import MOMENTUM
+from dilocox.handover import Handover
 from tests.e2e.forked import Forge
 from tests.e2e.harness import Workshop, verdicts
 

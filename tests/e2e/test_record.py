@@ -18,10 +18,11 @@ from dilocox.config import digest_of, load_run
 from dilocox.data import TokenFiles
 from dilocox.errors import DataError, RecordError
 from dilocox.record import statements as s
-from dilocox.record.command import as_json, judged, run
+from dilocox.record.command import judged, run
 from dilocox.record.consumed import command as seen_command
 from dilocox.record.consumed import from_ledger, seen_by
 from dilocox.record.log import CHECKPOINT, ENTRIES, PUBLIC, LogWriter, read_log
+from dilocox.record.report_json import as_json
 from dilocox.record.verify import Places, verify
 from dilocox.release.release import release
 from dilocox.release.signature import public_pem, signing_key

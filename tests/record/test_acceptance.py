@@ -11,9 +11,9 @@ import pytest
 from dilocox.config import RunConfig, digest_of, load_run, resolve_run
 from dilocox.errors import DataError, JoinError, NotNowError, RecordError
 from dilocox.outer.coordinator import messages as m
+from dilocox.outer.coordinator.endpoint import Endpoint
 from dilocox.outer.coordinator.identity import Identity
 from dilocox.outer.coordinator.refusals import Refused
-from dilocox.outer.coordinator.serving import Endpoint
 from dilocox.record import statements as s
 from dilocox.record.acceptance import OwnFacts, accept, digest_of_entry
 from dilocox.record.acceptance_claims import accepted, accepted_code, accepted_data

@@ -12,8 +12,8 @@ from dilocox import preflight
 from dilocox.assembly import Blueprint
 from dilocox.config import RunConfig
 from dilocox.data import prepare
-from dilocox.display import size
 from dilocox.errors import ConfigError, RecordError
+from dilocox.formatting import size
 from dilocox.models import count_parameters
 from dilocox.payloads import model_shapes
 from dilocox.record_volume import payload_bytes, record_bytes, record_line

@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import save_file
 
 from dilocox.config import ModelSection
+from dilocox.config_handover import MOMENTUM
 from dilocox.errors import RecordError
-from dilocox.handover import MOMENTUM
 from dilocox.models import load_model_config
 from dilocox.models import source as weights
 from dilocox.models.skeleton import build_skeleton

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from dilocox.display import number, size
+from dilocox.formatting import number, size
 from dilocox.lab.lab import Checked, Lab
 from dilocox.lab.links import show_rate
 from dilocox.lab.results import RunResult

@@ -31,7 +31,7 @@ from dilocox.lab.lab import HUB, Lab
 from dilocox.lab.results import WARM_UP, Record, RunResult, Sample, result_of
 from dilocox.lab.system import LabError
 from dilocox.launch import have_files, stay_forkable
-from dilocox.outer.coordinator.serving import Endpoint
+from dilocox.outer.coordinator.endpoint import Endpoint
 from dilocox.site_process import run_site
 from dilocox.supervisor import complain
 from dilocox.tokenizer_check import check_tokenizer

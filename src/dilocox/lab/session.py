@@ -9,7 +9,8 @@ from pathlib import Path
 
 from dilocox import preflight
 from dilocox.config import RunConfig, resolve_run, with_sites
-from dilocox.display import Display, number
+from dilocox.display import Display
+from dilocox.formatting import number
 from dilocox.lab import report
 from dilocox.lab.lab import Lab
 from dilocox.lab.results import RunResult

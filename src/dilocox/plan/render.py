@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from dilocox.config_site import SiteSection
-from dilocox.display import number, size
+from dilocox.formatting import number, size
 from dilocox.memory import GIB, inner_bytes_per_parameter, outer_bytes_per_parameter
 from dilocox.plan.bottleneck import sentence, shares
 from dilocox.plan.footprint import Footprint

@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -107,6 +106,7 @@ def judged(
     data: Path | None = None,
 ) -> dict[str, Any]:
     """What `--json` prints of the run in `folder`. Raises `RecordError` without a record."""
+    from dilocox.record.report_json import as_json
     from dilocox.record.verify import Places
 
     places = Places(folder, list(stores), model, data)
@@ -125,6 +125,8 @@ def _judge(places: Places, as_json_text: bool) -> int:
     console = Console(highlight=False, soft_wrap=True)
     report = _verified(places, console, quiet=as_json_text)
     if as_json_text:
+        from dilocox.record.report_json import as_json
+
         print(json.dumps(as_json(report), indent=2))
     else:
         show(report, console)
@@ -143,26 +145,6 @@ def _with_bar(places: Places, console: Console) -> Report:
         return verify(
             places, lambda what, share: bar.update(task, description=what, completed=share)
         )
-
-
-def as_json(report: Report) -> dict[str, Any]:
-    """What `--json` prints."""
-    return {
-        "run": report.run,
-        "log": report.log,
-        "checkpoint": report.checkpoint,
-        "statements": report.statements,
-        "rounds": report.rounds,
-        "exit_code": report.exit_code,
-        "claims": [
-            {
-                "verdict": finding.verdict,
-                "reason": finding.reason,
-                **asdict(finding.claim),
-            }
-            for finding in report.findings
-        ],
-    }
 
 
 def show(report: Report, console: Console) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dilocox.outer.coordinator.notary import names_payload
+from dilocox.codec_spec import names_payload
 from dilocox.record.course import Course, Step
 from dilocox.record.digests import sealed
 

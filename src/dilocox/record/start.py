@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dilocox.config_handover import MOMENTUM
 from dilocox.errors import DilocoxError, ModelError, RecordError
 from dilocox.record.claims import NotRunError
 from dilocox.record.course import Course
@@ -198,7 +199,6 @@ def _momentum(folder: Path, name: str, dtype: str) -> Tensor:
     """A whole tensor of a handover's outer momentum, fp32, as a rank holds it."""
     from safetensors import SafetensorError, safe_open
 
-    from dilocox.handover import MOMENTUM
     from dilocox.outer.optimizer import MOMENTUM_DTYPES
 
     try:

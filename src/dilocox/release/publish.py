@@ -22,8 +22,8 @@ from dilocox.data.manifest import MANIFEST, read_manifest
 from dilocox.errors import CheckpointError, ConfigError, DilocoxError, RecordError
 from dilocox.model_files import check_plain_folder
 from dilocox.outer.coordinator.record_keys import FOLDER as PRIVATE
-from dilocox.record.command import as_json
 from dilocox.record.log import CHECKPOINT, ENTRIES, PUBLIC
+from dilocox.record.report_json import as_json
 from dilocox.record.store import BF16, STATES
 from dilocox.record.verify import Places, Report, verify
 from dilocox.release.check_text import CHECK, check_text

@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Publish and say what; exit code."""
     # Not above: other commands need none of it.
-    from dilocox.display import size
+    from dilocox.formatting import size
     from dilocox.release.publish import find, publish
 
     sources = find(options.run, options.sites, options.store)

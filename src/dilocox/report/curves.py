@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 
-from dilocox.display import number, size
+from dilocox.formatting import number, size
 from dilocox.report.charts import Chart, Series, bar_chart, line_chart
 from dilocox.report.history import History, SiteRound
 

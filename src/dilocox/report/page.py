@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from dilocox.display import number, size
+from dilocox.formatting import number, size
 from dilocox.report import curves, tables
 from dilocox.report.charts import Chart
 from dilocox.report.curves import seconds

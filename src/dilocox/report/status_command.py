@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from dilocox.config import load_written
-from dilocox.display import number, plan_line
+from dilocox.display import plan_line
 from dilocox.errors import ConfigError, DilocoxError
+from dilocox.formatting import number
 from dilocox.join_token import read_token
 from dilocox.plain_text import plain
 from dilocox.report.status import GOES_ON, SiteNow, Status, real, status_of, whole
@@ -113,8 +114,8 @@ def _take(found: Status, said: Any) -> None:
 def ask(found: Status, folder: Path) -> None:
     """Add what the coordinator itself says: phase, and the role of every site."""
     from dilocox.outer.coordinator.client import CoordinatorClient
+    from dilocox.outer.coordinator.endpoint import Endpoint
     from dilocox.outer.coordinator.identity import Identity
-    from dilocox.outer.coordinator.serving import Endpoint
     from dilocox.outer.coordinator.timeouts import Timeouts
 
     try:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dilocox.data.manifest import source_names
-from dilocox.display import number, size
+from dilocox.formatting import number, size
 from dilocox.report.curves import seconds
 from dilocox.report.folder import RunFiles
 from dilocox.report.history import Admission, Event, History, Round, SiteRound, admission

@@ -22,6 +22,7 @@ from dilocox.errors import ExchangeError, JoinError, TrainingError
 from dilocox.outer.coordinator import messages as m
 from dilocox.outer.coordinator import server
 from dilocox.outer.coordinator.client import CoordinatorClient
+from dilocox.outer.coordinator.endpoint import Endpoint
 from dilocox.outer.coordinator.errors import (
     CoordinatorError,
     CoordinatorUnreachableError,
@@ -30,9 +31,9 @@ from dilocox.outer.coordinator.errors import (
 from dilocox.outer.coordinator.identity import Identity
 from dilocox.outer.coordinator.joining import enrol
 from dilocox.outer.coordinator.record_keys import RecordKey
-from dilocox.outer.coordinator.serving import Endpoint, serve
+from dilocox.outer.coordinator.serving import serve
 from dilocox.outer.coordinator.timeouts import Timeouts
-from dilocox.outer.coordinator.tokens import JoinToken
+from dilocox.outer.coordinator.token_format import JoinToken
 from dilocox.outer.coordinator.transport import pool_of_stranger
 from tests.outer.coordinator.helpers import VERSIONS, run_config
 from tests.outer.coordinator.served import Run

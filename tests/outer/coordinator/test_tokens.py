@@ -11,7 +11,8 @@ from dilocox.outer.coordinator import messages as m
 from dilocox.outer.coordinator.core import Coordinator
 from dilocox.outer.coordinator.identity import OPERATOR as OPERATOR_NAME
 from dilocox.outer.coordinator.refusals import Caller, Refused
-from dilocox.outer.coordinator.tokens import JoinToken, SiteTokens
+from dilocox.outer.coordinator.token_format import JoinToken
+from dilocox.outer.coordinator.tokens import SiteTokens
 from tests.outer.coordinator.helpers import Driver, run_config
 
 OPERATOR = Caller(OPERATOR_NAME, 0)

@@ -17,7 +17,7 @@ from dilocox.outer.coordinator.identity import (
 )
 from dilocox.outer.coordinator.record_keys import RecordKey
 from dilocox.outer.coordinator.timeouts import Timeouts
-from dilocox.outer.coordinator.tokens import JoinToken
+from dilocox.outer.coordinator.token_format import JoinToken
 from dilocox.outer.coordinator.transport import Transport, pool_of_stranger
 from dilocox.version import __version__
 

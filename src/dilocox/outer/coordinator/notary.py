@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from dilocox.codec_spec import parse_spec
+from dilocox.codec_spec import names_payload
 from dilocox.outer.coordinator import events as e
 from dilocox.outer.coordinator.exchanges import Exchange, RankKey
 from dilocox.outer.coordinator.keys import ExchangeKey
@@ -23,14 +23,6 @@ from dilocox.outer.coordinator.messages import (
 from dilocox.outer.coordinator.refusals import Refused
 from dilocox.outer.coordinator.state import CoordinatorState
 from dilocox.outer.coordinator.verdict_messages import Verdict
-
-
-def names_payload(exchange: str, codec: str) -> bool:
-    """True where a payload follows from the contribution alone, so that a commitment names it.
-
-    In `reduce` chunks hang on who is there, and a low-rank payload on the basis.
-    """
-    return exchange == "gather" and parse_spec(codec).kind != "lowrank"
 
 
 @dataclass(frozen=True)

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import re
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
-from dilocox.errors import JoinError
 from dilocox.outer.coordinator.identity import write_private
+from dilocox.outer.coordinator.token_format import JoinToken
 
 FOLDER = "tokens"
 """In the coordinator's folder: a file for every site, readable by its owner, to be handed out."""
@@ -24,31 +22,6 @@ SECRET = "token-secret"  # noqa: S105  (a file's name)
 SHARED_SECRET, SHARED_TOKEN = "secret", "token"
 """Of a folder from a dilocox with one token for all sites: its secret, and that token."""
 _LABEL = b"dilocox join token 1"
-
-
-@dataclass(frozen=True)
-class JoinToken:
-    """What the operator hands to a site: `dilocox1-FINGERPRINT-SECRET`, both hex."""
-
-    fingerprint: str
-    secret: str
-
-    def __str__(self) -> str:
-        return f"dilocox1-{self.fingerprint}-{self.secret}"
-
-    def __repr__(self) -> str:
-        return f"JoinToken({self.fingerprint[:8]}...)"
-
-    @classmethod
-    def parse(cls, text: str) -> JoinToken:
-        """Raises `JoinError` for anything that is not a token."""
-        match = re.fullmatch(r"dilocox1-([0-9a-f]{64})-([0-9a-f]{32})", text.strip())
-        if match is None:
-            raise JoinError(
-                "token: not a join token; copy coordinator/tokens/SITE of the coordinator's run "
-                "folder"
-            )
-        return cls(match[1], match[2])
 
 
 class SiteTokens:
