@@ -20,6 +20,8 @@ from dilocox.record.notary import (
     KEY_FILE,
     LogNotary,
     code_digest,
+    commitment,
+    contribution,
 )
 from tests.outer.coordinator.helpers import Driver, run_config
 from tests.record.scene import KEY, OF_ALL, ONE, SIGNERS, Scene, own_digest
@@ -106,6 +108,25 @@ def test_a_payload_counts_only_with_its_signature(
         scene.vote("a", statement=text)
     assert scene.driver.core.state.exchanges[KEY.text].votes == {}
     assert s.CONTRIBUTION not in scene.kinds()
+
+
+@pytest.mark.parametrize("changes", [{"shard": False}, {"attempt": True}, {"round": False}])
+def test_true_is_not_one(scene: Scene, changes: dict[str, Any]) -> None:
+    """To Python they are equal. Readers make other names of them, and so did a restart."""
+    scene.begin()
+    rank = m.Rank(site="a", stage=0, shard=0)
+    said = contribution(scene.notary.run, rank, KEY, 1, own_digest("a"))
+    odd = replace(said, predicate={**said.predicate, **changes})
+    with pytest.raises(Refused, match="its signed contribution to outer/0/0/0 is another"):
+        scene.vote("a", statement=SIGNERS["a"].sign(odd))
+    key = ExchangeKey.outer(0, 0, 1)
+    said = commitment(scene.notary.run, rank, key, ONE, ONE)
+    changes = {name: value for name, value in changes.items() if name in said.predicate}
+    if changes:
+        odd = replace(said, predicate={**said.predicate, **changes})
+        with pytest.raises(Refused, match="its signed commitment for outer/0/0/1 is another"):
+            scene.driver.begin(key, "a", commitment=SIGNERS["a"].sign(odd))
+    scene.reopen()
 
 
 def test_a_site_needs_a_key(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from dilocox.outer.coordinator.refusals import Refused
 from dilocox.record import statements as s
 from dilocox.record.acceptance import Acceptance
 from dilocox.record.anchor import Anchor
+from dilocox.record.canonical import dumps
 from dilocox.record.digests import sealed
 from dilocox.record.held import taken_apart
 from dilocox.record.log import ENTRIES, LogWriter
@@ -142,8 +143,8 @@ class LogNotary:
         """See `Notary`."""
         found = self._signed(rank, statement, s.COMMITMENT)
         named = {"values", "payload"} if bound else {"values"}
-        said = commitment(self.run, rank, key, "", None).predicate
-        if found.predicate != said or set(found.subjects) != named:
+        said = dict(commitment(self.run, rank, key, "", None).predicate)
+        if dumps(dict(found.predicate)) != dumps(said) or set(found.subjects) != named:
             raise Refused("refused", f"{rank}: its signed commitment for {key.text} is another")
         known = self.memory.commitments.get(key.text, {}).get((rank.site, rank.shard))
         if known is not None and known != dict(found.subjects):
@@ -170,7 +171,8 @@ class LogNotary:
         """See `Notary`."""
         found = self._signed(rank, statement, s.CONTRIBUTION)
         expected = contribution(self.run, rank, key, attempt, digest)
-        if found != expected:
+        # By their bytes: to Python true is 1, and what is made of the two differs.
+        if found.to_bytes() != expected.to_bytes():
             raise Refused("refused", f"{rank}: its signed contribution to {key.text} is another")
         before = self.memory.commitments.get(key.text, {}).get((rank.site, rank.shard))
         if before is None or not in_time:
