@@ -153,7 +153,7 @@ class Network:
         long as it is the one to fetch from, and only then begins to count. Raises
         `EpochChangedError` when it is not any more.
         """
-        me, word = self.place.site, f"{name}/donor"
+        me, word = self.place.site, f"{name}/donor/{donor}"
         if me == donor:
             self.client.kv_set(word, b"")
 

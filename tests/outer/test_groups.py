@@ -17,7 +17,7 @@ import torch
 
 from dilocox.errors import ConfigError, ExchangeError
 from dilocox.outer import link
-from dilocox.outer.doors import Door
+from dilocox.outer.doors import Announcement, Door, announce
 from dilocox.outer.groups import EpochChangedError, PeerGroup
 from dilocox.outer.link_endpoint import LinkEndpoint
 from dilocox.outer.link_frames import PIECE_BYTES
@@ -340,6 +340,26 @@ def test_forming_a_group_says_who_is_missing() -> None:
         UnreachedError, match=r"epoch/1.*within 0\.1 s.*network\.interface"
     ) as found:
         group_of(MemoryStore({}), "epoch/1", ["a", "b", "c"], "a", timeout=0.1)
+    assert found.value.sites == ["b"]
+
+
+@pytest.mark.parametrize("said", [b"dilocox", b"{}", b"[" * 60_000, b"\xff"])
+def test_a_peer_that_announces_rubbish_is_the_one_that_is_not_reached(said: bytes) -> None:
+    """It costs this peer the others' link, and the others nothing."""
+    magic = announce(Announcement("::1", 1, "0" * 32, False)).partition(b"{")[0]
+    for value in (said, magic + said):
+        store = MemoryStore({"epoch/1/b": value})
+        with pytest.raises(UnreachedError, match="site b: a peer's announcement") as found:
+            group_of(store, "epoch/1", ["a", "b"], "a", timeout=1.0)
+        assert found.value.sites == ["b"]
+
+
+@pytest.mark.parametrize("host", ["a\0b", "x" * 64 + ".", "\udc80", "." * 200])
+def test_a_peer_that_announces_no_host_is_not_reached(host: str) -> None:
+    peer = Announcement(host, 1, "0" * 32, False)
+    store = MemoryStore({"epoch/1/b": announce(peer)})
+    with pytest.raises(UnreachedError) as found:
+        group_of(store, "epoch/1", ["a", "b"], "a", timeout=0.1)
     assert found.value.sites == ["b"]
 
 

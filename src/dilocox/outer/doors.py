@@ -159,7 +159,7 @@ def read_announcement(value: bytes) -> Announcement:
         )
         if not whole:
             raise ValueError("a field is out of range")
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         raise ExchangeError(
             f"a peer's announcement cannot be read ({error}); run the same dilocox version at all "
             "sites"

@@ -156,21 +156,26 @@ class _Forming:
         me = self._sites.index(self._endpoint.site)
         try:
             try:
-                self._kv.kv_set(f"{self._name}/{me}", announce(mine))
+                self._kv.kv_set(self._key(self._endpoint.site), announce(mine))
             except EpochOverError as error:
                 raise EpochChangedError(str(error)) from None
             for number, site in enumerate(self._sites):
                 if number != me:
-                    peer = self._asked(number, site)
+                    peer = self._asked(site)
                     self._meet(site, peer, connects(mine, me, peer, number))
             while not self._linked():
                 time.sleep(LOOK)
         finally:
             self._over = True
 
-    def _asked(self, number: int, site: str) -> Announcement:
+    def _key(self, site: str) -> str:
+        """Under which `site` says where it listens: it ends with the name, so that nobody else may
+        set it."""
+        return f"{self._name}/{site}"
+
+    def _asked(self, site: str) -> Announcement:
         """Where a peer is reached, once it has said so."""
-        key = f"{self._name}/{number}"
+        key = self._key(site)
         while True:
             if self._cancelled():
                 raise EpochChangedError(f"the members changed while waiting for {site}")
@@ -181,7 +186,10 @@ class _Forming:
             except ExchangeError:
                 value = None
             if value is not None:
-                return read_announcement(value)
+                try:
+                    return read_announcement(value)
+                except ExchangeError as error:  # what a site says is its own fault
+                    raise UnreachedError(f"{self._name}: site {site}: {error}", [site]) from None
             if time.monotonic() > self._end:
                 raise UnreachedError(
                     f"{self._name}: no peer has answered within {self._limit:g} s: site {site} has "

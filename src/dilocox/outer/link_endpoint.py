@@ -139,7 +139,7 @@ class LinkEndpoint:
         limit = self.timeouts.dial
         try:
             connection = socket.create_connection((peer.host, peer.port), timeout=limit)
-        except OSError as error:
+        except (OSError, ValueError) as error:  # the name is the peer's word
             gone = isinstance(error, ConnectionRefusedError)
             raise UnreachableError(_reason(error), gone) from None
         stream = self._secured(connection, server_side=False)
@@ -171,7 +171,7 @@ class LinkEndpoint:
                 return False
         except ConnectionRefusedError:
             return True
-        except OSError:
+        except (OSError, ValueError):
             return False
 
     def close_links(self, links: Sequence[Link]) -> None:

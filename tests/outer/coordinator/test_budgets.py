@@ -93,6 +93,15 @@ def test_nobody_changes_another_site_s_key(two: Driver) -> None:
         put(two, B, "run/x", "BBBB")
 
 
+def test_nobody_is_first_at_another_site_s_key(two: Driver) -> None:
+    """Sites meet under keys that end with their names; who finds its own taken cannot meet."""
+    for key in ("epoch/1/0123abcd/0/0/a", "run/entry/a/1/0/0/b/0/0/a", "site/b/a"):
+        with pytest.raises(Refused, match=f"key {key}: only site a, whose name it has, sets it"):
+            put(two, B, key)
+    put(two, A, "epoch/1/0123abcd/0/0/a")
+    put(two, B, "epoch/1/0123abcd/0/0/b")
+
+
 def test_a_full_store_still_deletes_and_sums_go_with_their_keys(
     two: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:

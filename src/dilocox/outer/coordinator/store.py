@@ -19,7 +19,8 @@ class Store:
     """Keys `epoch/ID/...` in memory, dropped when nobody needs the epoch any more; keys
     `site/NAME/...` and `run/...` in the state, through `record` (key, value or none, site).
 
-    A key is its site's that has set it first: no other changes it."""
+    A key that ends with the name of a site is that site's. Any other is its site's that has set it
+    first: no other changes it."""
 
     def __init__(
         self,
@@ -145,6 +146,9 @@ class Store:
             return
         if key.startswith("site/") and key.split("/", 2)[1] != caller.site:
             raise Refused("refused", f"key {key}: only that site sets it")
+        named = key.rsplit("/", 1)[-1]
+        if named in self._state.sites and named != caller.site:
+            raise Refused("refused", f"key {key}: only site {named}, whose name it has, sets it")
         owner = self._owner(key)
         if owner not in ("", caller.site):
             raise Refused("refused", f"key {key}: only site {owner}, which has set it, changes it")

@@ -20,7 +20,8 @@ StoreValue = Annotated[str, Field(max_length=(MAX_VALUE + 2) // 3 * 4)]
 
 class StoreSetRequest(Message):
     """`kv/set`. Keys begin with `epoch/ID/` (dropped with its epoch, lost when the coordinator
-    restarts), `site/NAME/` (written by that site only, dropped when it goes) or `run/`."""
+    restarts), `site/NAME/` (written by that site only, dropped when it goes) or `run/`. Only the
+    site of that name sets a key that ends with `/NAME`."""
 
     key: StoreKey
     value: StoreValue
