@@ -151,11 +151,28 @@ def test_a_report_of_long_ago_is_taken_and_not_kept(two: Driver) -> None:
     two.core.state.next_round = 1
 
 
-def test_checkpoints_that_there_are_not_have_an_end(two: Driver) -> None:
-    _, refused = until_refused(lambda tick: two.write_checkpoint("a", tick, 0, 0))
+def test_checkpoints_that_there_are_not_have_an_end(
+    two: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(budgets.EVENTS, "checkpoints", 2)
+    _, refused = until_refused(lambda tick: two.write_checkpoint("a", tick, 0, tick))
     assert "checkpoints since the last plan" in str(refused)
     assert len(two.core.state.checkpoints) == budgets.EVENTS["checkpoints"]
     two.write_checkpoint("b", 0, 0, 0)
+
+
+@pytest.mark.parametrize("place", [(0, 1), (1, 1), (9, 0), (0, 4)])
+def test_no_site_places_a_checkpoint_where_no_plan_has_it(
+    two: Driver, place: tuple[int, int]
+) -> None:
+    """The first to name a slot would keep all others from writing there."""
+    plan = two.core.state.plans[0]
+    end = plan.first_tick + plan.slots
+    with pytest.raises(Refused, match=f"a stage 0 shard 0 places it in round {place[0]} slot"):
+        two.write_checkpoint("a", end, *place)
+    for site in "ba":
+        two.write_checkpoint(site, end, 1, 0)
+    assert two.core.state.checkpoints[end].sites == ["a", "b"]
 
 
 def test_signed_states_have_an_end(two: Driver) -> None:

@@ -431,8 +431,10 @@ def test_lease_and_stop(tmp_path: Path) -> None:
     assert (reply.phase, reply.stop_tick, reply.lease) == ("stopping", 350, 350)
     driver.reopen()
     assert driver.core.state.stop_tick == 350
+    plans = [driver.plan(round_, "a") for round_ in (0, 1)]
+    assert plans[1] is not None
     for site in "abc":
-        driver.write_checkpoint(site, 350, 0, 4)
+        driver.write_checkpoint(site, 350, 1, 350 - plans[1].first_tick)
         driver.finish(site, complete=False)
     assert driver.core.state.phase == "stopped"
     assert views.checkpoints(driver.core.state).checkpoints[0].complete

@@ -111,11 +111,12 @@ def _decide_exchange(state: CoordinatorState, exchange: Exchange, time: float) -
             name, reason = drop
             return e.Gone(time, name, state.sites[name].incarnation, reason, True)
         if exchange.exhausted:
+            who = {site for reports in exchange.broken.values() for site, *_ in reports}
             return e.Ended(
                 time,
                 "failed",
-                f"exchange {exchange.key}: broken {len(exchange.broken)} times and no site named; "
-                "see the ranks' logs",
+                f"exchange {exchange.key}: broken {len(exchange.broken)} times, by the word of "
+                f"{', '.join(sorted(who))}, and no site named; see the ranks' logs there",
             )
         if exchange.attempt in exchange.broken:
             return e.Retried(time, exchange.key)

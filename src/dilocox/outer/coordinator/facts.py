@@ -164,6 +164,14 @@ class Facts:
             return f"the plan of round {key.round} has steps 0 to {plan.inner_steps - 1} only"
         return None
 
+    def lies_at(self, tick: int, round_: int, slot: int) -> bool:
+        """Whether by the plans `slot` slots of `round_` have ended at `tick`. The end of a round is
+        the beginning of the next, which need not be planned yet."""
+        plan, before = self.plans.get(round_), self.plans.get(round_ - 1)
+        if plan is not None:
+            return tick == plan.first_tick + slot and slot < max(1, plan.slots)
+        return before is not None and slot == 0 and tick == before.first_tick + before.slots
+
     def may_plan(self, site: str, round_: int) -> bool:
         """Whether a round is planned because this site asks: one that trains the round before asks
         with its last step, one that has just entered whenever it gets there."""

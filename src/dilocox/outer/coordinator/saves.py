@@ -28,11 +28,11 @@ class Saves:
         """A rank's part of a checkpoint is on disk."""
         run, rank, state = self._run, request.rank, self._run.state
         known = state.checkpoints.get(request.tick)
-        if known is not None and (known.round, known.slot) != (request.round, request.slot):
+        if not state.lies_at(request.tick, request.round, request.slot):
             raise Refused(
                 "conflict",
                 f"checkpoint at slot {request.tick}: {rank} places it in round {request.round} "
-                f"slot {request.slot}, others in round {known.round} slot {known.slot}",
+                f"slot {request.slot}, where no plan has it",
             )
         if state.sites[rank.site].is_behind(request.round):
             return m.Done()  # a checkpoint that it takes no part in
