@@ -250,6 +250,70 @@ def test_a_spoiled_checkpoint_sends_the_run_back_to_the_one_before(tmp_path: Pat
     driver.core.close()
 
 
+def test_one_site_does_not_send_the_run_back_again_and_again(tmp_path: Path) -> None:
+    driver = Driver(tmp_path, run_config("abc"))
+    driver.start()
+    ticks = []
+    for round_ in range(3):
+        plan = driver.plan(round_, "a")
+        assert plan is not None
+        ticks.append(plan.first_tick + plan.slots)
+        for site in "abc":
+            driver.round_done(site, round_)
+        for site in "abc":
+            driver.write_checkpoint(site, ticks[-1], round_ + 1, 0)
+    driver.core.resume()
+    driver.enrol_all()
+
+    def spoiled(site: str, tick: int) -> None:
+        rank = driver.check(driver.ranks(site)[0])
+        driver.core.saves.spoiled(m.SpoiledRequest(rank=rank, tick=tick, reason="changed"))
+
+    with pytest.raises(Refused, match="fetch the state from a"):
+        spoiled("b", ticks[2])
+    spoiled("a", ticks[2])
+    driver.enrol_all()
+    spoiled("a", ticks[1])
+    state = driver.core.state
+    assert (state.phase, state.first_tick) == ("starting", ticks[1])
+    assert (state.sites["a"].role, state.founder) == ("gone", "b")
+    assert state.sites["a"].reason == (
+        f"its part of the checkpoint at slot {ticks[1]} is damaged, too"
+    )
+    for site in "bc":
+        driver.ready(site)
+    assert (state.phase, state.with_role("active")) == ("running", ["b", "c"])
+    driver.join("a")
+    assert state.sites["a"].role == "active"
+    assert not state.sites["a"].spoiled
+    assert replayed(driver) == state
+    driver.core.close()
+
+
+def test_who_writes_no_checkpoint_is_named(tmp_path: Path) -> None:
+    driver = Driver(tmp_path, run_config("abm"))
+    driver.start()
+    for round_ in range(6):
+        plan = driver.plan(round_, "a")
+        assert plan is not None
+        for site in "abm":
+            driver.round_done(site, round_)
+        for site in "ab" if round_ else "a":  # of the first one most have nothing
+            driver.write_checkpoint(site, plan.first_tick + plan.slots, round_ + 1, 0)
+        if plan.kind == "flush":
+            break
+    told = [text for *_, text in driver.core.state.feed if "has not written" in text]
+    assert told[0] == (
+        "checkpoint at slot 8: m has not written its part, and without it the run cannot go on "
+        "from there"
+    )
+    assert len(told) == 2  # the first and the second time
+    assert replayed(driver) == driver.core.state
+    driver.leave("m")
+    assert driver.core.state.checkpoints[8].sites == ["a", "b"]
+    driver.core.close()
+
+
 def test_a_site_that_leaves_is_planned_for_no_more_and_goes_when_done(tmp_path: Path) -> None:
     driver = Driver(tmp_path, run_config("abc", shards=2))
     driver.start()

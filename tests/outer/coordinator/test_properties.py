@@ -83,8 +83,9 @@ class Watched(Driver):
         if ticks and self.core.state.phase == "starting":
             rank = self.check(self.ranks(site)[0])
             request = m.SpoiledRequest(rank=rank, tick=max(ticks), reason="changed")
-            self.course += 1
+            resumes = self.core.state.resumes
             self.core.saves.spoiled(request)
+            self.course += self.core.state.resumes - resumes
 
     def do_finish(self, site: str) -> None:
         self.finish(site)

@@ -18,6 +18,8 @@ NO_MAJORITY = (
     "then does not count, and give a wrong state to the other when it enters; denials are told"
 )
 """The line with which a run of two sites starts."""
+_CHECKPOINT = ""
+"""In the place of the other site: what is not there is a part of a checkpoint."""
 _SMALL = ""
 """Key of the number of sets that are smaller than half of their round's sites."""
 
@@ -75,6 +77,17 @@ def of_lacking(counts: dict[str, int], reporter: str, senders: Sequence[str]) ->
         f"what {', '.join(names)} sent{_alone([reporter], times)}"
         for times, names in again.items()
         if _is_told(times) and times > 1
+    ]
+
+
+def of_unwritten(counts: dict[str, int], tick: int, sites: Sequence[str]) -> list[str]:
+    """The lines about `sites` that have not written their parts of the checkpoint at `tick`, while
+    others write the next one. One site keeps all from going on from there."""
+    return [
+        f"checkpoint at slot {tick}: {site} has not written its part, and without it the run "
+        "cannot go on from there"
+        for site in sites
+        if _is_told(_again(counts, site, _CHECKPOINT))
     ]
 
 

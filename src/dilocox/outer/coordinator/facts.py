@@ -172,6 +172,17 @@ class Facts:
             return tick == plan.first_tick + slot and slot < max(1, plan.slots)
         return before is not None and slot == 0 and tick == before.first_tick + before.slots
 
+    def unwritten(self, tick: int) -> tuple[int, list[str]]:
+        """The latest checkpoint before `tick` that is not whole, and a minority of the active sites
+        that has not written its part; nobody where most have not."""
+        open_ = [at for at, own in self.checkpoints.items() if own.sites is None and at < tick]
+        if not open_:
+            return 0, []
+        latest = self.checkpoints[max(open_)]
+        due = [name for name in self.with_role("active") if self.takes_part(name, latest.round)]
+        lacking = [n for n in due if any((n, *rank) not in latest.written for rank in self.ranks)]
+        return max(open_), lacking if 2 * len(lacking) < len(due) else []
+
     def may_plan(self, site: str, round_: int) -> bool:
         """Whether a round is planned because this site asks: one that trains the round before asks
         with its last step, one that has just entered whenever it gets there."""

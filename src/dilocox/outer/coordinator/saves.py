@@ -12,6 +12,7 @@ from dilocox.outer.coordinator.decisions import writers
 from dilocox.outer.coordinator.notary import Witness
 from dilocox.outer.coordinator.refusals import Refused
 from dilocox.outer.coordinator.run_log import RunLog
+from dilocox.outer.coordinator.starting import goes_on
 
 
 class Saves:
@@ -53,10 +54,24 @@ class Saves:
         return self._witness.state(request)
 
     def spoiled(self, request: m.SpoiledRequest) -> m.Done:
-        """The checkpoint that the run was to go on from is damaged: back to the one before."""
+        """The checkpoint that the run was to go on from is damaged at the site that the others
+        would fetch from: back to the one before. A site that says so twice goes, if two others or
+        more have their parts."""
         run, rank, state = self._run, request.rank, self._run.state
         if state.phase != "starting" or request.tick not in state.checkpoints:
             raise Refused("conflict", f"{rank}: nobody goes on from slot {request.tick} now")
+        if rank.site != state.founder:
+            raise Refused(
+                "conflict",
+                f"{rank}: the others take nothing of its checkpoint; fetch the state from "
+                f"{state.founder}",
+            )
+        if state.sites[rank.site].spoiled and len(self._whole_beside(rank.site)) > 1:
+            # One site does not send the run back again and again: it comes in from another.
+            reason = f"its part of the checkpoint at slot {request.tick} is damaged, too"
+            incarnation = state.sites[rank.site].incarnation
+            run.append(e.Gone(run.wall(), rank.site, incarnation, reason, True))
+            return m.Done()
         run.append(
             e.Spoiled(run.wall(), rank.site, rank.stage, rank.shard, request.tick, request.reason)
         )
@@ -65,3 +80,8 @@ class Saves:
         except CheckpointError as error:
             run.append(e.Ended(run.wall(), "failed", str(error)))
         return m.Done()
+
+    def _whole_beside(self, site: str) -> list[str]:
+        """Other sites that begin, and that have their part of the checkpoint."""
+        state = self._run.state
+        return [name for name in state.starters if name != site and goes_on(state, name)]

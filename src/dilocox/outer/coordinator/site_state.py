@@ -62,6 +62,8 @@ class SiteState:
     certificate: str = ""
     ready: set[tuple[int, int]] = field(default_factory=set)
     """(stage, shard) that hold the full state."""
+    spoiled: bool = False
+    """Since it took part last, the run has gone back because of its part of a checkpoint."""
     lacks: bool = False
     """It has found no part of the checkpoint that the run goes on from."""
     from_round: int = 0
@@ -114,6 +116,7 @@ def enrolled(before: SiteState, event: e.Enrolled) -> SiteState:
         distrusts=before.distrusts,
         standing=before.standing,
         disputes=before.disputes,
+        spoiled=before.spoiled,
     )
 
 

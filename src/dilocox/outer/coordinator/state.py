@@ -123,7 +123,7 @@ class CoordinatorState(GivenState):
             site = self.sites[name]
             # theta_0 is no donor's: all have it from the founder.
             site.entered_from = None if self.phase == "starting" else site.donor
-            site.role, site.donor = "active", None
+            site.role, site.donor, site.spoiled = "active", None, False
             site.active_from = site.rounds_done = round_
             if self.phase != "starting":
                 # What was planned for it before it was overtaken, and it has not trained on.
@@ -375,6 +375,9 @@ class CoordinatorState(GivenState):
         self._say(event, "phase", event.line)
 
     def _wrote(self, event: e.Wrote) -> None:
+        if event.tick not in self.checkpoints:
+            for text in doubts.of_unwritten(self.doubts, *self.unwritten(event.tick)):
+                self._say(event, "phase", text)
         checkpoint = self.checkpoints.setdefault(
             event.tick, CheckpointState(event.round, event.slot)
         )
@@ -395,6 +398,7 @@ class CoordinatorState(GivenState):
 
     def _spoiled(self, event: e.Spoiled) -> None:
         del self.checkpoints[event.tick]
+        self.sites[event.site].spoiled = True
         self._say(event, "phase", f"checkpoint at slot {event.tick} is spoiled: {event.reason}")
 
     def _reported(self, event: e.Reported) -> None:
