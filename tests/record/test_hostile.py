@@ -18,8 +18,10 @@ from dilocox.config import resolve_run
 from dilocox.config_site import MOST_RANKS
 from dilocox.display import Display
 from dilocox.errors import ConfigError, RecordError
+from dilocox.outer.coordinator.keys import ExchangeKey
 from dilocox.outer.coordinator.refusals import Refused
 from dilocox.record import statements as s
+from dilocox.record.beacon import sites_of
 from dilocox.record.command import show
 from dilocox.record.course import Step, read_course
 from dilocox.record.digests import TensorDigest
@@ -64,6 +66,27 @@ def test_a_run_of_more_ranks_than_there_can_be_is_refused(sizes: Any, said: str)
     with pytest.raises(RecordError, match=said):
         read_course([manifest(**sizes)], LOG)
     assert read_course([manifest(stages=255, shards=257)], LOG).stages == 255
+
+
+def test_an_exchange_of_more_attempts_than_statements_has_an_end(
+    tmp_path: Path,
+) -> None:
+    scene = Scene(tmp_path, record={"states_every": 1})
+    scene.enrol()
+    scene.driver.plan(0, "a")
+    scene.exchange()
+    scene.exchange(ExchangeKey.outer(0, 0, 1))
+    entries = []
+    for line in scene.entries():
+        found = s.opened(line)[0]
+        if found.kind == s.CONTRIBUTION and found.predicate["site"] == "b":
+            continue
+        if found.kind == s.STEP:
+            said = {**found.predicate, "attempt": 2**53 - 1, "set": ["a"], "weights": {"a": 1.0}}
+            line = scene.notary.signer.sign(s.Statement(s.STEP, found.subjects, said))
+        entries.append(line)
+    course = read_course(entries, NoteKey.parse(scene.course().log))
+    assert sites_of(course, 0) == ["a", "c"]
 
 
 def test_a_run_file_asks_for_no_more_than_a_record_may_have() -> None:

@@ -99,10 +99,15 @@ def sites_of(course: Course, round_: int) -> list[str]:
 
 
 def _has_part(course: Course, step: Step, site: str) -> bool:
-    return site in step.set or any(
+    if site in step.set:
+        return True
+    # A log has a statement for each attempt and shard, whatever it names.
+    attempts = range(1, min(step.attempt, course.read) + 1)
+    return any(
         (step.key.text, attempt, site, shard) in course.contributions
-        for attempt in range(1, step.attempt + 1)
-        for shard in range(course.shards)
+        for attempt in attempts
+        if (step.key.text, attempt) in course.votes
+        for shard in range(min(course.shards, course.read))
     )
 
 

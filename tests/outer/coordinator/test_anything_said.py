@@ -6,25 +6,30 @@ again as well.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import random
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import web
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dilocox.outer.coordinator import entry_messages as em
 from dilocox.outer.coordinator import messages as m
 from dilocox.outer.coordinator.core import Coordinator
+from dilocox.outer.coordinator.record_keys import RecordKey
+from dilocox.outer.coordinator.refusals import Caller, Refused
 from dilocox.record.log import check_log, read_log
 from dilocox.record.notary import LogNotary
 from dilocox.record.note import NoteKey
 from dilocox.recorder import Recorder
 from dilocox.site_reports import KINDS
-from tests.outer.coordinator.helpers import run_config
+from tests.outer.coordinator.helpers import Driver, replayed, run_config
 from tests.outer.coordinator.served import Run
 
 REQUESTS: dict[str, type[m.Message]] = {
@@ -46,8 +51,19 @@ REQUESTS: dict[str, type[m.Message]] = {
     "kv/check": m.StoreCheckRequest,
     "kv/get": m.StoreGetRequest,
     "enrol": m.EnrolRequest,
+    "look": m.LookRequest,
+    "standing": m.StandingRequest,
 }
 """All that changes something, but what ends the run or the site's part in it, as it may."""
+ENDS: dict[str, type[m.Message]] = {
+    "leave": m.LeaveRequest,
+    "retire": m.RetireRequest,
+    "depart": m.DepartRequest,
+    "finish": m.FinishRequest,
+    "stop": m.StopRequest,
+    "fail": m.FailRequest,
+}
+"""The rest."""
 ALWAYS = ("wait", "now")
 """Fields with a `likely` value only: a long poll would hold the test up, and a site that retires
 now is gone."""
@@ -191,3 +207,58 @@ def test_what_was_made_of_it_is_read_again(run: Run, tmp_path: Path) -> None:
     json.loads((tmp_path / "runs" / "summary.json").read_text())
     content = read_log(folder / "record")
     check_log(content, NoteKey.parse(content.public))
+
+
+def test_all_that_may_be_said_is_said_here(run: Run) -> None:
+    """By the server's routes, so that a new one is not forgotten."""
+    posts = {
+        route.path.removeprefix("/v1/")
+        for route in run.server._routes()
+        if isinstance(route, web.RouteDef) and route.method == "POST"
+    }
+    assert posts == REQUESTS.keys() | ENDS.keys()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_what_ends_a_run_is_read_again(tmp_path: Path, seed: int) -> None:
+    """Sites leave, finish, stop and fail in any order, for reasons with whatever in them."""
+    rng = random.Random(seed)
+    config = run_config("abc", run={"folder": str(tmp_path / "runs"), "name": "ends"})
+    config.folder.mkdir(parents=True)
+    recorder = Recorder(config, config.folder, lambda record: None)
+    notary = LogNotary.open(config, tmp_path, print)
+    driver = Driver(tmp_path, config, notary=notary, on_message=recorder.happened)
+    for site in "abc":
+        driver.enrol(site, RecordKey.new())
+    for site in "abc":
+        driver.ready(site)
+    driver.plan(0, "a")
+    departures = driver.core.departures
+    for _ in range(20):
+        path, site = rng.choice(sorted(ENDS)[: rng.choice([3, 4, 6])]), rng.choice("abc")
+        said = {
+            "rank": {"site": site, "stage": 0, "shard": 0}, "site": rng.choice("abcd"),
+            "reason": rng.choice(["", "x" * 500, "\x1b[2J", "a\nb", "\u202e"]),
+            "failed": rng.random() < 0.5, "complete": rng.random() < 0.5, "now": rng.random() < 0.3,
+        }  # fmt: skip
+        model = ENDS[path]
+        request = model.model_validate({name: said[name] for name in model.model_fields})
+        caller = Caller(site, driver.incarnations[site])
+        with contextlib.suppress(Refused):
+            driver.check(m.Rank(site=site, stage=0, shard=0))
+            act = getattr(departures, path)
+            act(request, caller) if path in ("retire", "stop") else act(request)
+    state = driver.core.state
+    assert replayed(driver) == state
+    driver.core.close()
+    notary.close()
+    recorder.finish(state.phase, state.reason)
+    again = LogNotary.open(config, tmp_path, print)
+    driver.options["notary"] = again
+    driver.core = Coordinator(config, tmp_path, **driver.options)
+    assert driver.core.state == state
+    driver.core.close()
+    again.close()
+    text = (config.folder / "metrics.jsonl").read_text() + state.reason
+    assert not set(text) & set("\x1b\u202e")
+    Recorder(config, config.folder, lambda record: None).finish(state.phase, state.reason)
