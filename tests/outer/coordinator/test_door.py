@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from dilocox.outer.coordinator import door, server, strangers
+from dilocox.outer.coordinator import door, members, server, strangers
 from dilocox.outer.coordinator.strangers import Strangers
 from dilocox.outer.coordinator.transport import pool_of_stranger
 from tests.outer.coordinator.served import Run
@@ -78,6 +78,32 @@ def test_a_thousand_idle_connections_are_few(
     # The oldest were closed, the newest are there.
     idle[0].settimeout(20.0)
     assert idle[0].recv(1) == b""
+
+
+def test_a_member_s_idle_connections_take_no_other_member_s_files(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The oldest of its own go, and whoever had that connects again."""
+    monkeypatch.setattr(members, "FEW", 2)
+    monkeypatch.setattr(members, "OF_A_RANK", 1)
+    kept = members.Members(1)
+    assert run.server._door is not None
+    monkeypatch.setattr(run.server._door, "_members", kept)
+    run.enrol("b")
+    other = run.client("b")
+    assert other.status().sequence
+    run.enrol("a")
+    clients = [run.client("a") for _ in range(6)]
+    for client in clients:
+        assert client.status().sequence
+
+    def open_of(site: str) -> int:
+        return sum(not each.is_closing() for each in kept._open[site])
+
+    assert until(lambda: open_of("a") == 3)
+    assert open_of("b") == 1
+    assert clients[0].status().sequence
+    assert other.status().sequence
 
 
 def test_silence_has_an_end(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from dilocox.outer.coordinator.keeping_on import say_if_it_dies
+from dilocox.outer.coordinator.members import Members
 from dilocox.outer.coordinator.strangers import Strangers
 from dilocox.plain_text import plain
 
@@ -35,11 +36,13 @@ class Door:
     """Lets callers in to an aiohttp server: members as they come, strangers with limits.
 
     A stranger has no client certificate of this run. It has seconds to its first request, and when
-    there are too many the oldest goes (`Strangers`).
+    there are too many the oldest goes (`Strangers`); so it does of a member that has too many.
     """
 
-    def __init__(self, server: web.Server, context: ssl.SSLContext) -> None:
+    def __init__(self, server: web.Server, context: ssl.SSLContext, ranks: int = 1) -> None:
+        """`ranks` of every site: each may have connections of its own."""
         self._server, self._context = server, context
+        self._members = Members(ranks)
         self._listeners: list[socket.socket] = []
         self._accepting: list[asyncio.Task[None]] = []
         self._strangers: Strangers[asyncio.Task[None]] = Strangers()
@@ -125,7 +128,8 @@ class Door:
                 ssl_handshake_timeout=HANDSHAKE_SECONDS,
                 ssl_shutdown_timeout=_GOODBYE_SECONDS,
             )
-            if transport.get_extra_info("peercert"):
+            if certificate := transport.get_extra_info("peercert"):
+                self._members.add(certificate, transport)
                 return
             end = loop.time() + FIRST_REQUEST_SECONDS
             self._unnamed.add(handler)

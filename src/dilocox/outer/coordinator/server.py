@@ -113,7 +113,8 @@ class CoordinatorServer:
         )
         await self._runner.setup()
         assert self._runner.server is not None
-        self._door = Door(self._runner.server, _context(self.coordinator))
+        ranks = self.coordinator.config.site.exchanging_ranks
+        self._door = Door(self._runner.server, _context(self.coordinator), ranks)
         try:
             bound = await self._door.listen(host, port)
         except OSError as error:
