@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dilocox.outer.calendar import all_boundary_slots
-from dilocox.outer.coordinator import early_end, fetching
+from dilocox.outer.coordinator import early_end, fetching, stranded
 from dilocox.outer.coordinator import events as e
 from dilocox.outer.coordinator.choosing import decided
 from dilocox.outer.coordinator.disputes import disputes, odd_one
@@ -52,7 +52,12 @@ def decide(
                 return decided
     if key is not None:
         return None
-    return _checkpoint(state, time) or early_end.due(state, time) or _end(state, time)
+    return (
+        _checkpoint(state, time)
+        or early_end.due(state, time)
+        or stranded.ended(state, time)
+        or _end(state, time)
+    )
 
 
 def plan_round(state: CoordinatorState, round_: int, time: float) -> e.Planned | str:

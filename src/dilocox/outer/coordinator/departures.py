@@ -7,6 +7,7 @@ from dilocox.outer.coordinator import messages as m
 from dilocox.outer.coordinator.liveness import LEASE_LEAST, Liveness
 from dilocox.outer.coordinator.refusals import Caller, Refused
 from dilocox.outer.coordinator.run_log import RunLog
+from dilocox.outer.coordinator.stranded import while_waiting
 
 
 class Departures:
@@ -85,9 +86,7 @@ class Departures:
         if state.phase in ("enrolling", "starting"):
             run.append(e.Ended(run.wall(), "stopped", request.reason, site))
         elif state.waits_for_sites:
-            newest = max((at for at, own in state.checkpoints.items() if own.sites), default=None)
-            back = "there is no checkpoint" if newest is None else f"checkpoint at slot {newest}"
-            reason = f"{request.reason}, while the run waited for sites ({back})"
+            reason = while_waiting(state, request.reason)
             run.append(e.Ended(run.wall(), "stopped", reason, site))
         elif state.phase == "running":
             tick = max(state.lease, state.first_tick + LEASE_LEAST)
