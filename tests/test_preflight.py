@@ -31,7 +31,9 @@ def begun(root: Path, **sections: Any) -> RunConfig:
     run.folder.mkdir()
     (run.folder / "run.toml").write_text(run.to_toml(), encoding="utf-8")
     (run.folder / "metrics.jsonl").write_text("{}\n", encoding="utf-8")
-    for folder in ("checkpoints/tick-00000008", "model", "coordinator", "model-tick-00000008"):
+    for folder in (
+        "checkpoints/tick-00000008", "model", "coordinator", "model-best", "model-tick-00000008",
+    ):  # fmt: skip
         (run.folder / folder).mkdir(parents=True)
         (run.folder / folder / "file").write_text(folder, encoding="utf-8")
     return run

@@ -26,6 +26,7 @@ from dilocox.config_keeping import (
     EvaluationSection,
     MetricsSection,
     RecordSection,
+    keeping_problem,
 )
 from dilocox.config_rounds import (
     PINS,
@@ -199,9 +200,11 @@ class RunConfig(Section):
                 f"outer.min_sites {self.outer.min_sites} is above the {len(self.sites)} sites named"
             )
         schedule = self.site.schedule if self.site.stages > 1 else None
-        problem = rounds_problem(
-            self.outer, self.compression, self.control, schedule
-        ) or admission_problem(self.admission, self.outer, self.compression, self.site.ranks)
+        problem = (
+            rounds_problem(self.outer, self.compression, self.control, schedule)
+            or admission_problem(self.admission, self.outer, self.compression, self.site.ranks)
+            or keeping_problem(self.checkpoint, self.evaluation, self.record, self.outer)
+        )
         if problem is not None:
             raise ValueError(problem)
         if self.model.compile is True and self.site.schedule in ZERO_BUBBLE:
@@ -213,11 +216,6 @@ class RunConfig(Section):
             raise ValueError(
                 'model.attention: "flash_attention_2" computes in 16 bits: set site.precision to '
                 '"bf16", or use "sdpa"'
-            )
-        if self.record.states_every and self.exchanges_gradients:
-            raise ValueError(
-                f"record.states_every: method {self.outer.method} exchanges gradients, which are "
-                "not kept, so that no round can be repeated: set it to 0"
             )
         for name, site in self.sites.items():
             problem = None

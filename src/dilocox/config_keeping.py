@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from dilocox.config_rounds import OuterSection
 from dilocox.config_section import Fraction, Section, parse_bytes
 
 
@@ -18,6 +19,11 @@ class CheckpointSection(Section):
     """How many are kept; two at least, as the newest may not be whole at every rank yet."""
     hugging_face: bool = False
     """Also write every checkpoint as a Hugging Face folder."""
+    best: bool = False
+    """Also keep `model-best/`, the Hugging Face folder of the evaluation with the lowest held-out
+    loss so far, replaced as a whole when one is lower. Written by the site that evaluates; with
+    `evaluation.patience`, where all evaluate, by every site that has a run folder of its own. It is
+    no part of the record. Needs `evaluation.every_rounds`."""
     published_dtype: Literal["fp32", "bf16"] = "fp32"
     """Of the weights in Hugging Face folders. `bf16`: fp32 is rounded, to nearest, ties to even."""
     published_file_size: str = "5GB"
@@ -113,3 +119,23 @@ class MetricsSection(Section):
 
     sinks: list[Literal["tensorboard", "wandb", "trackio"]] = []  # noqa: RUF012 - pydantic copies defaults
     project: str = "dilocox"
+
+
+def keeping_problem(
+    checkpoint: CheckpointSection,
+    evaluation: EvaluationSection,
+    record: RecordSection,
+    outer: OuterSection,
+) -> str | None:
+    """What cannot be kept of such a run, and the mend; None if all can."""
+    if checkpoint.best and not evaluation.every_rounds:
+        return (
+            "checkpoint.best chooses among evaluations, and evaluation.every_rounds = 0 has none "
+            "while the run trains: set every_rounds, or leave best out"
+        )
+    if record.states_every and outer.exchanges_gradients:
+        return (
+            f"record.states_every: method {outer.method} exchanges gradients, which are not kept, "
+            "so that no round can be repeated: set it to 0"
+        )
+    return None

@@ -14,7 +14,7 @@ import torch
 from safetensors import safe_open
 from torch.distributed.tensor import DTensor
 
-from dilocox import checkpoint, timeline
+from dilocox import best_model, checkpoint, timeline
 from dilocox.assembly import Rank, anchors
 from dilocox.config import RunConfig
 from dilocox.config_handover import MOMENTUM as OUTER_MOMENTUM
@@ -107,11 +107,7 @@ class Keeper:
             warn(f"checkpoint after slot {tick} was not written ({reason})")
 
         def warn(text: str) -> None:
-            log.error("%s", text)
-            try:
-                client.report(position[0], {"text": text}, kind="warning")
-            except DilocoxError as error:
-                log.error("the coordinator could not be told: %s", error)
+            _warn(client, position[0], text)
 
         position = (at.round, at.slot)
         with timeline.span("checkpoint", tick=at.tick):
@@ -132,6 +128,32 @@ class Keeper:
             problem = self._export(own.rank, folder) if first or not self._shared else ""
             if problem and own.rank.place.leads:
                 warn(problem)
+
+    def keep_best(self, trainer: Trainer, round_: int, loss: float, *, first: bool) -> None:
+        """Write the anchor as `model-best/` if `checkpoint.best` asks for it and `loss`, its
+        held-out loss after `round_`, is the lowest so far.
+
+        In a folder of all sites only the `first` site of the plan does. Collective over the site.
+        A disk that fails is reported, and does not end the run.
+        """
+        rank, run = trainer.rank, self._config.folder
+        site, leads = rank.place.site, rank.place.leads
+        if not self._config.checkpoint.best or round_ < 0 or (self._shared and not first):
+            return
+        better = leads and best_model.improves(run, site, loss)
+        if not _first(rank.mesh.gather_names(["yes" if better else ""])):
+            return
+        with timeline.span("best model", after_round=round_):
+            clear = (lambda: best_model.clear(run, site)) if leads else None
+            put = (lambda: best_model.put(run, site, round_, loss)) if leads else None
+            target = best_model.partial(run, site)
+            problem = (
+                self._written(rank, target, clear)
+                or self._export(rank, target)
+                or self._written(rank, target, put)
+            )
+        if problem and leads:
+            _warn(trainer.client, round_, f"the best model was not written ({problem})")
 
     def begin_round(self, outer: OuterLoop, plan: RoundPlan) -> None:
         """A round begins: the record may begin to keep what follows from this anchor."""
@@ -258,6 +280,15 @@ class Keeper:
         restore(own, loaded)
         self._recorded = found.tick
         return True
+
+
+def _warn(client: CoordinatorClient, round_: int, text: str) -> None:
+    """Say it in the rank's log and at the coordinator."""
+    log.error("%s", text)
+    try:
+        client.report(round_, {"text": text}, kind="warning")
+    except DilocoxError as error:
+        log.error("the coordinator could not be told: %s", error)
 
 
 def living(call: Callable[[], T], touch: Callable[[], None]) -> T:

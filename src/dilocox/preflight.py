@@ -58,6 +58,7 @@ WRITTEN = (
     "coordinator",
     "logs",
     "model",
+    "model-best*",
     "model-tick-*",
     "private",
     "record",

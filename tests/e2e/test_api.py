@@ -66,7 +66,7 @@ again = dilocox.generate(result.folder, "def", tokens=5, temperature=0)
 from transformers import AutoModelForCausalLM
 
 whole = {}
-for folder in [exported, *sorted(result.folder.glob("model-tick-*"))]:
+for folder in [exported, *sorted(result.folder.glob("model-[bt]*"))]:
     model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     whole[folder.name] = {
         "dtype": str(model.dtype),
@@ -110,6 +110,7 @@ def script(shared_workshop: Workshop, tmp_path_factory: pytest.TempPathFactory) 
         f"outer.rounds={ROUNDS}",
         "checkpoint.every_rounds=1",
         "checkpoint.hugging_face=true",
+        "checkpoint.best=true",
         'metrics.sinks=["tensorboard"]',
         "evaluation.every_rounds=2",
         PATIENT,
@@ -190,6 +191,20 @@ def test_the_exported_model_is_the_anchor(script: Script) -> None:
     assert loaded["exported"] == {"dtype": "torch.bfloat16", "wrong": []}
     assert all(not model["wrong"] for model in loaded.values())
     assert all(text.startswith("def") for text in script.said["texts"])
+
+
+def test_the_model_of_the_lowest_held_out_loss_is_kept(script: Script) -> None:
+    told = script.noted("evaluation", "paris-stage0-shard0")[1:]
+    round_, loss = min(told, key=lambda each: each[1])
+    kept = script.folder / "model-best"
+    said = json.loads((kept / "held_out.json").read_text())
+    assert said == {"after_round": round_, "val_loss": loss, "site": "paris"}
+    same = script.folder / ("model" if round_ == ROUNDS else f"model-tick-{8 * (round_ + 1):08d}")
+    best, expected = tensors_in(kept), tensors_in(same)
+    assert best.keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in best.items())
+    assert "model-best" in script.said["loaded"]
+    assert not list(script.folder.glob("model-best.*"))
 
 
 def test_checkpoints_are_kept_and_handed_out(script: Script) -> None:
