@@ -34,7 +34,7 @@ def stop(driver: Driver) -> int:
 
 def decide(driver: Driver, round_: int) -> None:
     """All exchanges of a round are begun, voted on and decided."""
-    sites = [name for name in driver.core.state.with_role("active")]
+    sites = driver.core.state.with_role("active")
     for fragment in range(driver.core.state.plans[round_].fragments):
         key = OUTER(round_, 0, fragment)
         for site in sites:
