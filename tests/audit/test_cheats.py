@@ -26,6 +26,8 @@ from dilocox.audit.run import AuditedRun
 from dilocox.compression import Compressor
 from dilocox.compression.moments import due_rows
 from dilocox.outer.coordinator.keys import ExchangeKey
+from dilocox.record import bounded
+from dilocox.record import store as stores
 from dilocox.record.audits import Verdict
 from dilocox.record.beacon import due_rounds
 from dilocox.record.rounds import Document
@@ -277,6 +279,32 @@ def test_a_withheld_state_fails(copied: Path, name: str) -> None:
     verdict = audit(copied, "lyon", 2)
     assert verdict.verdict == "FAIL"
     assert "withheld" in verdict.reason
+
+
+def test_an_audit_reads_no_more_than_was_signed(
+    copied: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A store is anybody's: what it serves under a name may have no end."""
+    few, read = 1 << 16, bounded.read
+    for module in (judging, replaying, stores):
+        monkeypatch.setattr(module, "DOCUMENT_BYTES", few)
+    most: dict[str, int] = {}
+
+    def noted(files: Any, path: str, limit: int) -> bytes:
+        most[path.replace("/", "")[-64:]] = limit
+        return read(files, path, limit)
+
+    monkeypatch.setattr(bounded, "read", noted)
+    assert audit(copied, "paris", 2).verdict == "EXACT"
+    monkeypatch.setattr(bounded, "read", read)
+    course = AuditedRun(copied, (), None).course
+    own = Store(str(copied / "record" / "store"))
+    signed: dict[str, int] = {}
+    for round_ in (2, 3):
+        document = Document.from_bytes(own.get(course.rounds[(round_, "paris", 0, 0)].document))
+        signed |= {each.sha256: each.size for each in document.tensors}
+    assert {most[digest] - size for digest, size in signed.items() if digest in most} == {few}
+    assert max(most.values()) <= 2 * sum(signed.values()) + few
 
 
 def test_a_state_that_may_be_gone_is_not_audited(copied: Path) -> None:

@@ -16,6 +16,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from dilocox.errors import RecordError
 from dilocox.record import bounded, remote, store
+from dilocox.record.digests import TensorDigest
 from dilocox.record.log import CHECKPOINT, ENTRIES, PUBLIC, LogWriter
 from dilocox.record.remote import fetched
 from dilocox.record.store import MissingError, Store, Stores
@@ -134,6 +135,30 @@ def test_no_object_of_a_store_is_read_without_end(
         with pytest.raises(RecordError, match="larger than the 1,048,576 bytes"):
             there.get(digest)
         assert server.sent < 64 << 20
+
+
+def test_no_more_of_a_signed_tensor_is_read_than_it_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = Store(str(tmp_path / "store"))
+    small, large = (own.put(bytes([n]) * size) for n, size in ((1, 4000), (2, 1 << 20)))
+    monkeypatch.setattr(store, "DOCUMENT_BYTES", 100)
+    with serving(tmp_path) as (server, url):
+        there = Stores([Store(f"{url}/store")], most=100)
+        signed = [
+            TensorDigest("a", "float32", (1000,), small),
+            TensorDigest("b", "float32", (1 << 18,), large),
+        ]
+        there.expect(signed[:1])
+        assert len(there.get(small)) == 4000
+        with pytest.raises(RecordError, match="larger than the 8,100 bytes"):
+            there.get(large)
+        there.expect(signed)
+        assert len(there.get(large)) == 1 << 20
+        # What is signed of another tensor allows this one nothing.
+        server.endless = {f"/store/sha256/{small[:2]}/{small[2:]}"}
+        with pytest.raises(RecordError, match="larger than the 4,100 bytes"):
+            there.get(small)
 
 
 def test_objects_in_windows_are_found_by_links(tmp_path: Path) -> None:

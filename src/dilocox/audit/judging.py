@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,11 +22,12 @@ from dilocox.outer.coordinator.messages import RoundPlan
 from dilocox.record.audits import AuditVerdict, Verdict
 from dilocox.record.beacon import decided, exchanges_of, sites_of
 from dilocox.record.course import Course
+from dilocox.record.digests import TensorDigest
 from dilocox.record.origins import Has
 from dilocox.record.replay import Get
 from dilocox.record.rounds import Document, Fingerprint, steps_from_bytes
 from dilocox.record.states import RoundState
-from dilocox.record.store import MissingError, Store, Stores, states_of
+from dilocox.record.store import DOCUMENT_BYTES, MissingError, Store, Stores, states_of
 from dilocox.site.compilation import Compile
 
 TOLERANCE = 1e-4
@@ -58,14 +59,16 @@ class Case:
     """Whether something of a SHA-256 is in a store."""
     look_again: Callable[[], object] = lambda: None
     """Bring `course` up to date, of a run that goes on."""
+    expect: Callable[[Iterable[TensorDigest]], None] = lambda _: None
+    """Tensors that a site has signed: `get` reads no more of each than it has."""
 
     def of_round(self, round_: int) -> Case:
         """With the states in which this round and the next one begin."""
         stores = self.stores + tuple(
             states_of(where, number) for number in (round_, round_ + 1) for where in self.stores
         )
-        found = Stores([Store(each) for each in stores])
-        return replace(self, stores=stores, get=found.get, has=found.has)
+        found = Stores([Store(each) for each in stores], most=DOCUMENT_BYTES)
+        return replace(self, stores=stores, get=found.get, has=found.has, expect=found.expect)
 
 
 @dataclass(frozen=True)
@@ -173,7 +176,7 @@ def _began(case: Case, site: str, place: Place, round_: int) -> _Began:
     )
     if state.number > min(decisions):
         raise JudgedError("FAIL", f"{place} has signed its state only after what was made from it")
-    start = _document(case.get, state, place)
+    start = _document(case, state, place)
     missing, wrong = absent(start, case.get)
     if wrong is not None:
         raise JudgedError("FAIL", f"{place}: {wrong}")
@@ -198,17 +201,18 @@ def _began(case: Case, site: str, place: Place, round_: int) -> _Began:
             steps = steps_from_bytes(case.get(after.steps))
         except RecordError as error:
             raise JudgedError("FAIL", f"{place}: its fingerprints: {error}") from None
-        end = _document(case.get, after, place)
+        end = _document(case, after, place)
     return _Began(place, state, start, steps, after, end)
 
 
-def _document(get: Get, state: RoundState, place: Place) -> Document:
+def _document(case: Case, state: RoundState, place: Place) -> Document:
     try:
-        document = Document.from_bytes(get(state.document))
+        document = Document.from_bytes(case.get(state.document))
     except RecordError as error:
         raise JudgedError("FAIL", f"{place}: its state is withheld: {error}") from None
     if document.root != state.root:
         raise JudgedError("FAIL", f"{place}: its state has another root than it has signed")
+    case.expect(document.tensors)
     return document
 
 

@@ -33,7 +33,7 @@ from dilocox.record.digests import TensorDigest
 from dilocox.record.inner import Capture
 from dilocox.record.replay import Get
 from dilocox.record.rounds import Document, Fingerprint, checksum, fingerprint
-from dilocox.record.store import Store, Stores
+from dilocox.record.store import DOCUMENT_BYTES, Store, Stores
 from dilocox.trainer import Trainer
 
 Progress = Callable[[int], None]
@@ -180,7 +180,9 @@ def _build(job: RankJob) -> Rank:
 def _repeat(job: RankJob, rank: Rank, progress: Progress) -> RankReplay:
     place, config = job.place, job.config
     files = TokenFiles.open(job.data)
-    get = Stores([Store(each) for each in job.stores]).get
+    stores = Stores([Store(each) for each in job.stores], most=DOCUMENT_BYTES)
+    stores.expect([*job.start.tensors, *(() if job.end is None else job.end.tensors)])
+    get = stores.get
     watch = Onlooker(progress)
     device = rank.mesh.device
     layouts = [state.layout for state in rank.states]

@@ -25,7 +25,7 @@ from dilocox.record.log import (
 )
 from dilocox.record.merkle import Frontier, leaf_hash, roots_at
 from dilocox.record.note import NoteKey
-from dilocox.record.store import Store, Stores
+from dilocox.record.store import DOCUMENT_BYTES, Store, Stores
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class AuditedRun:
 
     def case(self) -> Case:
         """What `judge` takes."""
-        found = Stores([Store(each) for each in self._stores])
+        found = Stores([Store(each) for each in self._stores], most=DOCUMENT_BYTES)
         return Case(
             course=self.course,
             config=self._config,

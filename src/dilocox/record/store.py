@@ -12,12 +12,12 @@ import contextlib
 import logging
 import os
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from dilocox.errors import DilocoxError, RecordError
 from dilocox.record import bounded
-from dilocox.record.digests import digest_text, sha256
+from dilocox.record.digests import TensorDigest, digest_text, sha256
 from dilocox.storage import Room, is_local, opened, patiently, sync_folder, unsafe_reason
 
 log = logging.getLogger(__name__)
@@ -296,6 +296,7 @@ class Stores:
         `Store.get`)."""
         self._stores = stores
         self._most = most
+        self._sizes: dict[str, int] = {}
 
     def allow(self, state: int) -> None:
         """A state of the run has so many bytes, as it was signed. No object has more than twice as
@@ -304,18 +305,31 @@ class Stores:
             most = max(self._most, 2 * state + DOCUMENT_BYTES)
             self._most = min(most, bounded.memory_limit())
 
+    def expect(self, tensors: Iterable[TensorDigest]) -> None:
+        """Signed states have these tensors: of each no more is read than that, and of any other
+        object no more than `allow` says for all of them together."""
+        for each in tensors:
+            self._sizes[each.sha256] = max(each.size, self._sizes.get(each.sha256, 0))
+        self.allow(sum(self._sizes.values()))
+
+    def _limit(self, digest: str) -> int | None:
+        if self._most is None or digest not in self._sizes:
+            return self._most
+        # Of bytes that are a little longer than was signed it is said that they are.
+        return min(self._sizes[digest] + DOCUMENT_BYTES, bounded.memory_limit())
+
     def has(self, digest: str) -> bool:
         """True if something is there in some store; only `get` says whether it is right."""
         return any(store.has(digest) for store in self._stores)
 
     def get(self, digest: str) -> bytes:
         """As `Store.get`; the error is that of a store which holds something, if one does."""
-        problems = []
+        problems, most = [], self._limit(digest)
         for store in self._stores:
             if not store.has(digest):
                 continue
             try:
-                return store.get(digest, self._most)
+                return store.get(digest, most)
             except MissingError:  # removed since it was looked for
                 continue
             except RecordError as error:
