@@ -107,6 +107,19 @@ def test_python_m_dilocox_works_and_help_needs_no_torch(tmp_path: Path) -> None:
     assert answer.stderr == "False\n"
 
 
+def test_where_no_model_is_nothing_is_loaded_to_sample_from_it(tmp_path: Path) -> None:
+    """`dilocox generate FOLDER` answers at once: torch and transformers take seconds."""
+    script = "import runpy, sys\nsys.argv = ['dilocox', 'generate', 'nothing']\n"
+    script += "try:\n    runpy.run_module('dilocox', run_name='__main__')\n"
+    script += "finally:\n    print({'torch', 'transformers'} & set(sys.modules))\n"
+    answer = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=240, cwd=tmp_path
+    )
+    assert answer.returncode == 1
+    assert answer.stdout == "set()\n"
+    assert answer.stderr.startswith("dilocox: nothing: no model is here; a run writes it to")
+
+
 def test_an_error_is_one_line(command: Command, tmp_path: Path) -> None:
     code, out, err = command("train", tmp_path / "none.toml")
     assert (code, out) == (1, "")

@@ -245,7 +245,7 @@ class Recorder:
         self._odd.update((round_, site) for site in odd)
         if odd:
             raise DifferentAnchorsError(
-                f"round {round_ + 1}: it holds another anchor than most sites do", odd
+                f"round {round_}: it holds another anchor than most sites do", odd
             )
 
     def _expected(self, round_: int, rows: Mapping[str, Record]) -> int:

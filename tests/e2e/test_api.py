@@ -258,6 +258,7 @@ def test_the_summary_adds_up(script: Script) -> None:
         written["tokens"] / sum(row["seconds"] for row in rounds)
     )
     assert {row["anchor_digest"] for row in flush} == {written["anchor_digest"]}
+    assert written["admission"] == {}, "two honest sites are accused of nothing"
 
 
 def test_the_payload_is_what_the_formula_says(script: Script) -> None:

@@ -176,7 +176,7 @@ def test_a_false_anchor_digest_costs_its_sender_not_the_run(tmp_path: Path) -> N
     assert {name: site.role for name, site in state.sites.items()} == {
         "a": "active", "b": "active", "c": "active", "m": "gone",
     }  # fmt: skip
-    assert state.sites["m"].reason == "round 1: it holds another anchor than most sites do"
+    assert state.sites["m"].reason == "round 0: it holds another anchor than most sites do"
     far = m.ReportRequest(rank=m.Rank(site="a", stage=0, shard=0), round=9, metrics={})
     with pytest.raises(Refused, match="reports of round 9"):
         driver.core.report(far)
@@ -212,7 +212,7 @@ def test_who_says_that_it_is_infinitely_fast_has_half_the_weight_at_most(tmp_pat
     assert weights["a"] == pytest.approx(2.0 / 3)
     assert [plan.steps_of(site) for site in "am"] == [3, 20]
     told = [text for *_, text in driver.core.state.feed if "speed" in text]
-    assert "a goes at 12 % of the fastest site's speed from round 3 on, before at 100 %" in told[0]
+    assert "a goes at 12 % of the fastest site's speed from round 2 on, before at 100 %" in told[0]
     driver.core.close()
 
 

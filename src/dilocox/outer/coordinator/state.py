@@ -244,7 +244,7 @@ class CoordinatorState(GivenState):
                     event,
                     "phase",
                     f"{name} goes at {member.pace / 10:g} % of the fastest site's speed from round "
-                    f"{plan.round + 1} on, before at {old / 10:g} %, by what sites measure",
+                    f"{plan.round} on, before at {old / 10:g} %, by what sites measure",
                 )
 
     def _forget(self, oldest: int) -> None:
