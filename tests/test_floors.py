@@ -29,6 +29,7 @@ FLOORS = (
         "torch_internals",
         "plain_text",
         "append_file",
+        "best_model",
         "library_warnings",
         "typed_json",
         "formatting",

@@ -203,7 +203,7 @@ class RunConfig(Section):
         problem = (
             rounds_problem(self.outer, self.compression, self.control, schedule)
             or admission_problem(self.admission, self.outer, self.compression, self.site.ranks)
-            or keeping_problem(self.checkpoint, self.evaluation, self.record, self.outer)
+            or keeping_problem(self.checkpoint, self.evaluation, self.record, self.outer.method)
         )
         if problem is not None:
             raise ValueError(problem)

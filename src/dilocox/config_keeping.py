@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from dilocox.config_rounds import OuterSection
 from dilocox.config_section import Fraction, Section, parse_bytes
+from dilocox.methods import EXCHANGE_GRADIENTS
 
 
 class CheckpointSection(Section):
@@ -125,17 +125,17 @@ def keeping_problem(
     checkpoint: CheckpointSection,
     evaluation: EvaluationSection,
     record: RecordSection,
-    outer: OuterSection,
+    method: str,
 ) -> str | None:
-    """What cannot be kept of such a run, and the mend; None if all can."""
+    """What cannot be kept of a run by this `outer.method`, and the mend; None if all can."""
     if checkpoint.best and not evaluation.every_rounds:
         return (
             "checkpoint.best chooses among evaluations, and evaluation.every_rounds = 0 has none "
             "while the run trains: set every_rounds, or leave best out"
         )
-    if record.states_every and outer.exchanges_gradients:
+    if record.states_every and method in EXCHANGE_GRADIENTS:
         return (
-            f"record.states_every: method {outer.method} exchanges gradients, which are not kept, "
+            f"record.states_every: method {method} exchanges gradients, which are not kept, "
             "so that no round can be repeated: set it to 0"
         )
     return None
