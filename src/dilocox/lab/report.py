@@ -70,7 +70,7 @@ def describe_run(result: RunResult, checked: Checked) -> list[str]:
     window = result.window
     lines = [
         f"speed             {number(result.tokens_per_second)} tokens/s over rounds "
-        f"{window.first + 1} to {window.last + 1} ({window.seconds:.1f} s), "
+        f"{window.first} to {window.last} ({window.seconds:.1f} s), "
         f"round trip {checked.round_trip * 1e3:.2f} ms",
         "                    whole run                           per measured round",
         "  site               payload  wire sent  received  payload      wire  tokens/s  waited",
