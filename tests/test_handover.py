@@ -41,7 +41,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def going_on(place: Path, start: Path | None = None, **sections: Any) -> RunConfig:
     """A run that goes on from `start`."""
-    model = {"architecture": None, "path": str(start or place / "start"), "handover": True}
+    begins = {"architecture": None, "path": str(start or place / "start"), "handover": True}
+    model = {**begins, **sections.pop("model", {})}
     return config(place, "new", model=model, **sections)
 
 
@@ -73,6 +74,10 @@ def started(run: RunConfig, monkeypatch: pytest.MonkeyPatch, as_site: bool = Fal
             {"data": {"vocabulary_size": 300}},
             'data.tokenizer "train": would give 300 tokens (data.vocabulary_size), the tokenizer '
             "of run old has 270",
+        ),
+        (
+            {"model": {"attention": "flash_attention_2"}, "site": {"precision": "bf16"}},
+            'model.attention: "flash_attention_2" needs a GPU, ranks here have none',
         ),
     ],
 )

@@ -18,6 +18,12 @@ from dilocox.data import TokenFiles, prepare
 from dilocox.errors import ConfigError, DataError, ModelError, TrainingError
 from tests.starts import ARCHITECTURE, config, prepared, refusal, write_text
 
+GEMMA2 = {
+    "model_type": "gemma2", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+}  # fmt: skip
+"""Transformers builds it with eager attention alone."""
+
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -238,6 +244,11 @@ def test_wait_for_out_of_range(tmp_path: Path, count: int) -> None:
             "has no pipeline plan (base_model_pp_plan)",
         ),
         (
+            {"model": {"architecture": GEMMA2}},
+            ModelError,
+            'which attention "sdpa" cannot; set model.attention = "eager"',
+        ),
+        (
             {"model": {"architecture": {**ARCHITECTURE, "vocab_size": 200}}},
             ModelError,
             "the tokenizer has 270 tokens, the model's vocabulary 200",
@@ -359,12 +370,12 @@ def test_too_little_memory(place: Path, monkeypatch: pytest.MonkeyPatch) -> None
 def test_attention_that_is_not_there(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The ranks alone would find out, after the text was prepared and the site had enrolled."""
     run = config(place, model={"attention": "flash_attention_2"})
-    assert "needs a GPU, ranks here have none" in refusal(preflight.check_run, run, 270, 2)
+    assert "needs a GPU, ranks here have none" in refusal(preflight.check_model, run)
     monkeypatch.setattr(preflight, "ranks_use_gpu", lambda _: True)
     monkeypatch.setattr(preflight.importlib.util, "find_spec", lambda name: None)
-    assert "needs the package flash-attn" in refusal(preflight.check_run, run, 270, 2)
+    assert "needs the package flash-attn" in refusal(preflight.check_model, run)
     monkeypatch.setattr(preflight.importlib.util, "find_spec", lambda name: object())
-    preflight.check_run(run, 270, 2)
+    preflight.check_model(run)
 
 
 def test_too_little_disk(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:

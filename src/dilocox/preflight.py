@@ -238,6 +238,7 @@ def check_model(config: RunConfig) -> None:
     one that is still to be loaded is loaded: preparing the text may take hours.
     """
     check_transformers()
+    _check_attention(config)
     known = config.data.vocabulary_size if config.data.tokenizer == "train" else None
     blueprint = Blueprint.of(config, known)
     _check_blueprint(config, blueprint)
@@ -319,7 +320,6 @@ def check_run(
     if ranks_here is not None:
         parameters = _held_by_first(config, parameters, ranks_here)
     on_gpu = ranks_use_gpu(config)
-    _check_attention(config, on_gpu)
     available = available_memory()
     if available is not None:
         windows = has_windows(config, count_parameters(blueprint.hf_config))
@@ -417,12 +417,12 @@ def _held_by_first(config: RunConfig, parameters: Sequence[int], ranks: int) -> 
     ]
 
 
-def _check_attention(config: RunConfig, on_gpu: bool) -> None:
+def _check_attention(config: RunConfig) -> None:
     """The model's own code looks for what its attention needs in the ranks alone."""
     wanted = config.model.attention
     if wanted != "flash_attention_2":
         return
-    if not on_gpu:
+    if not ranks_use_gpu(config):
         raise ConfigError(
             f'model.attention: "{wanted}" needs a GPU, ranks here have none; use "sdpa"'
         )
