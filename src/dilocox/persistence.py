@@ -129,14 +129,14 @@ class Keeper:
             if problem and own.rank.place.leads:
                 warn(problem)
 
-    def keep_best(self, trainer: Trainer, round_: int, loss: float, *, first: bool) -> None:
+    def keep_best(self, rank: Rank, round_: int, loss: float, *, first: bool) -> None:
         """Write the anchor as `model-best/` if `checkpoint.best` asks for it and `loss`, its
         held-out loss after `round_`, is the lowest so far.
 
         In a folder of all sites only the `first` site of the plan does. Collective over the site.
         A disk that fails is reported, and does not end the run.
         """
-        rank, run = trainer.rank, self._config.folder
+        run = self._config.folder
         site, leads = rank.place.site, rank.place.leads
         if not self._config.checkpoint.best or round_ < 0 or (self._shared and not first):
             return
@@ -153,7 +153,7 @@ class Keeper:
                 or self._written(rank, target, put)
             )
         if problem and leads:
-            _warn(trainer.client, round_, f"the best model was not written ({problem})")
+            _warn(self._client, round_, f"the best model was not written ({problem})")
 
     def begin_round(self, outer: OuterLoop, plan: RoundPlan) -> None:
         """A round begins: the record may begin to keep what follows from this anchor."""

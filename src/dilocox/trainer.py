@@ -377,14 +377,14 @@ class Trainer:
             if self.rank.place.leads:
                 found = {"val_loss": loss, "after_round": round_}
                 self.client.report(round_, found, kind="peer_evaluation")
-            self.keeper.keep_best(self, round_, loss, first=False)
+            self.keeper.keep_best(self.rank, round_, loss, first=False)
 
     def tell_loss(self, round_: int) -> None:
         """Evaluate the anchor after `round_` and report that."""
         loss = self.held_out_loss(round_)
         if self.rank.place.leads:
             evaluated(self.client, self.hooks.on_evaluation, round_, loss)
-        self.keeper.keep_best(self, round_, loss, first=True)
+        self.keeper.keep_best(self.rank, round_, loss, first=True)
 
     def held_out_loss(self, round_: int) -> float:
         """Mean held-out loss of the anchor after `round_`; what this rank trains on stays as it
