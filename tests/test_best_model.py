@@ -18,7 +18,6 @@ from dilocox.data import TokenFiles
 from dilocox.errors import ConfigError
 from dilocox.models import load_model_config
 from dilocox.persistence import Keeper
-from dilocox.trainer import Trainer
 from tests.models.architectures import reference_model
 
 
@@ -76,13 +75,13 @@ class Site:
         self.keeper = Keeper(
             run, cast(Rank, rank), files, shared, cast(Any, self.told), None, lambda: None
         )
-        self.trainer = cast(Trainer, SimpleNamespace(rank=rank, client=self.told))
+        self.rank = cast(Rank, rank)
 
     def evaluate(self, round_: int, loss: float, first: bool = True) -> None:
         """An evaluation of an anchor that is full of the round's number."""
         for tensor in self.anchor.values():
             tensor.fill_(float(round_))
-        self.keeper.keep_best(self.trainer, round_, loss, first=first)
+        self.keeper.keep_best(self.rank, round_, loss, first=first)
 
     @property
     def kept(self) -> tuple[int, float] | None:
