@@ -19,6 +19,7 @@ from dilocox.errors import ConfigError, RecordError
 from dilocox.plain_text import plain
 
 if TYPE_CHECKING:
+    from dilocox.audit.handing_in import HandIn
     from dilocox.audit.run import AuditedRun, Chosen
     from dilocox.record.audits import Signed, Verdict
     from dilocox.record.statements import Signer
@@ -66,6 +67,20 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument("--data", type=Path, metavar="FOLDER", help="the run's token files")
     parser.add_argument(
+        "--hand-in", action="store_true",
+        help="name the verdicts in the run's log, so that none can be taken away unseen",
+    )  # fmt: skip
+    parser.add_argument(
+        "--coordinator", metavar="HOST:PORT",
+        help="with --hand-in: the run's coordinator, while the run goes on (default: RUN is the "
+        "coordinator's own folder)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--token-file", type=Path, metavar="FILE",
+        help="with --coordinator: file with a site's join token (else: the variable "
+        "DILOCOX_TOKEN, else a prompt)",
+    )  # fmt: skip
+    parser.add_argument(
         "--randomness", type=Path, metavar="FILE",
         help="public randomness that enters the selection, lines of `ROUND HEX`",
     )  # fmt: skip
@@ -86,6 +101,7 @@ def run(options: argparse.Namespace) -> int:
     """Audit and print; exit code 0, 1 or 3."""
     import torch
 
+    from dilocox.audit import handing_in
     from dilocox.record.beacon import read_randomness
 
     torch.set_num_threads(1)  # before forking: no thread pool that a child would miss
@@ -95,28 +111,32 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError("--randomness: enters a selection; add --sample, or leave this out")
     audited, signer = _opened(options), _signer(options.key)
     _check_site(audited, options.site)
+    log = handing_in.opened(options, audited, signer)
     console = Console(highlight=False, soft_wrap=True, quiet=options.json)
     if options.sample is not None:
         randomness = read_randomness(options.randomness) if options.randomness else {}
         chosen = audited.sampled(options.sample, randomness)
     else:
         chosen = audited.requested(options.site, options.round)
-    found = [_audit(audited, each, signer, console).verdict for each in chosen]
+    found = [_audit(audited, each, signer, console, log).verdict for each in chosen]
+    code = exit_code(found, log)
     if options.json:
-        print(json.dumps(as_json(audited, found, signer), indent=2))
+        print(json.dumps(as_json(audited, found, signer, log), indent=2))
     else:
-        _conclude(audited, found, signer, console, options.key)
-    return exit_code(found)
+        _conclude(audited, found, signer, console, options.key, log)
+    return code
 
 
 def run_auditor(options: argparse.Namespace) -> int:
     """Audit what is selected until the run ends; exit code 0, 1 or 3."""
     import torch
 
+    from dilocox.audit import handing_in
     from dilocox.record.audits import read_all
 
     torch.set_num_threads(1)
     audited, signer = _opened(options), _signer(options.key)
+    log = handing_in.opened(options, audited, signer)
     rate = options.sample
     if rate is None:
         rate = float(audited.course.config["record"].get("audit_rate", 0.0))
@@ -134,13 +154,13 @@ def run_auditor(options: argparse.Namespace) -> int:
         audited.refresh()
         for chosen in _selected(audited, rate, options.randomness, done):
             if not _is_audited(audited, chosen, own):
-                own.append(_audit(audited, chosen, signer, console))
+                own.append(_audit(audited, chosen, signer, console, log))
                 found.append(own[-1].verdict)
         if over:
             break
         time.sleep(LOOK_EVERY)
-    _conclude(audited, found, signer, console, options.key)
-    return exit_code(found) if found else 0
+    _conclude(audited, found, signer, console, options.key, log)
+    return exit_code(found, log) if found or (log is not None and log.failed) else 0
 
 
 def _selected(
@@ -209,7 +229,9 @@ def _signer(path: Path | None) -> Signer:
         raise RecordError(f"--key {path}: not a key ({error}); name another file") from None
 
 
-def _audit(audited: AuditedRun, chosen: Chosen, signer: Signer, console: Console) -> Signed:
+def _audit(
+    audited: AuditedRun, chosen: Chosen, signer: Signer, console: Console, log: HandIn | None
+) -> Signed:
     from dilocox.audit.judging import judge
     from dilocox.audit.repeating import repeat_site
     from dilocox.record.audits import Signed, write
@@ -219,7 +241,9 @@ def _audit(audited: AuditedRun, chosen: Chosen, signer: Signer, console: Console
     with _bar(console, title, audited.steps_of(chosen.site, chosen.round)) as progress:
         verdict = judge(audited.case(), chosen.site, chosen.round, repeat_site, progress)
     signed = Signed(verdict, chosen.selection, signer.public, audited.course.run, seen)
-    write(audited.folder, signed, signer, code_digest())
+    path = write(audited.folder, signed, signer, code_digest())
+    if log is not None:
+        log.file(path)
     _show(verdict, console)
     return signed
 
@@ -254,7 +278,9 @@ def _conclude(
     signer: Signer,
     console: Console,
     key: Path | None,
+    log: HandIn | None,
 ) -> None:
+    _tell(log, console)
     if not found:
         console.print(
             "nothing was audited: no round that keeps a state is decided and selected "
@@ -267,20 +293,35 @@ def _conclude(
     console.print(f"{verdicts} in {place}, signed by {signer.public}{once}")
 
 
-def as_json(audited: AuditedRun, found: Sequence[Verdict], signer: Signer) -> dict[str, Any]:
+def _tell(log: HandIn | None, console: Console) -> None:
+    """What became of the verdicts that were to be handed in."""
+    if log is None:
+        return
+    console.print(f"named in the run's log: {log.done}")
+    for reason in log.failed:
+        console.print(f"[bold red]not named[/] in the run's log: {escape(plain(reason))}")
+
+
+def as_json(
+    audited: AuditedRun, found: Sequence[Verdict], signer: Signer, log: HandIn | None = None
+) -> dict[str, Any]:
     """What `--json` prints."""
+    told = {} if log is None else {"handed_in": log.done, "not_handed_in": log.failed}
     return {
         "run": audited.course.run,
         "auditor": signer.public,
-        "exit_code": exit_code(found),
+        "exit_code": exit_code(found, log),
+        **told,
         "verdicts": [asdict(verdict) for verdict in found],
     }
 
 
-def exit_code(found: Sequence[Verdict]) -> int:
-    """0: all that was audited is good; 1: something is not; 3: something, or all, was not run."""
+def exit_code(found: Sequence[Verdict], log: HandIn | None = None) -> int:
+    """0: all that was audited is good; 1: something is not; 3: something, or all, was not run, or
+    was not handed in."""
     from dilocox.record.audits import BAD, GOOD
 
     if any(verdict.verdict in BAD for verdict in found):
         return 1
-    return 0 if found and all(verdict.verdict in GOOD for verdict in found) else 3
+    missed = log is not None and log.failed
+    return 0 if found and not missed and all(each.verdict in GOOD for each in found) else 3

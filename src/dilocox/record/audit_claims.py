@@ -8,11 +8,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from dilocox.errors import RecordError
-from dilocox.record.audits import BAD, GOOD, Signed, read_all
+from dilocox.record.audits import BAD, FOLDER, GOOD, Signed, paths_of, read, read_all
 from dilocox.record.beacon import Point, decided, due_rounds, points_of, sites_of
 from dilocox.record.claims import NotRunError
 from dilocox.record.course import Course
-from dilocox.record.standing import still_standing
+from dilocox.record.handed_in import HandedIn, latest, of_file
+from dilocox.record.log import read_text
+from dilocox.record.standing import stands, still_standing
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,7 @@ class Audits:
             raise RecordError(
                 f"round {first.round} of {first.site}: {first.verdict}, {first.reason}{others}"
             )
+        handed_in = self._handed_in()
         good = {(s.verdict.round, s.verdict.site) for s in signed if s.verdict.verdict in GOOD}
         due = Counter(site for r in due_rounds(self.course) for site in sites_of(self.course, r))
         if not good:
@@ -56,8 +59,43 @@ class Audits:
         since = f"; {old} more of what was trained anew since" if old else ""
         return (
             f"{len(good)} of {due.total()} rounds of sites that keep states: {said}, by {names}; "
-            f"good, {by_site}{since}"
+            f"good, {by_site}{handed_in}{since}"
         )
+
+    def _handed_in(self) -> str:
+        """How many verdicts the log names, all of which have to be in the folder.
+
+        Raises `RecordError` for a bad one that is not, `NotRunError` for any other.
+        """
+        named = [
+            each
+            for each in latest(self.course.verdicts)
+            if self._counts(each.auditor) and stands(self.course, each)
+        ]
+        gone = self._not_here(named)
+        bad = [each for each in gone if each.verdict in BAD]
+        if bad:
+            others = f" (and {len(bad) - 1} more)" if len(bad) > 1 else ""
+            raise RecordError(
+                f"{bad[0].text}, by the log (statement {bad[0].number}); this verdict is not in "
+                f"record/{FOLDER}{others}"
+            )
+        if gone:
+            raise NotRunError(
+                f"the log names {len(gone)} verdicts that are not here, the first: {gone[0].text}; "
+                f"copy them to record/{FOLDER}, or say whose count (--auditor)"
+            )
+        return f"; {len(named)} by the log, and here" if named else ""
+
+    def _not_here(self, named: Sequence[HandedIn]) -> list[HandedIn]:
+        here = set()
+        for path in paths_of(self.folder) if named else ():
+            own = of_file(read(path, self.course.run), read_text(path), "")
+            here.add(own.file)
+        return [each for each in named if each.file not in here]
+
+    def _counts(self, auditor: str) -> bool:
+        return not self.auditors or auditor in self.auditors
 
     def _by_site(
         self, due: Mapping[str, int], good: Mapping[str, int], signed: Sequence[Signed]
@@ -125,7 +163,7 @@ class Audits:
 
     def _read(self) -> list[Signed]:
         found = read_all(self.folder, self.course.run)
-        return [each for each in found if not self.auditors or each.auditor in self.auditors]
+        return [each for each in found if self._counts(each.auditor)]
 
     def _check_states(self, signed: Signed) -> None:
         verdict = signed.verdict

@@ -116,7 +116,7 @@ def read(path: Path, run: str | None) -> Signed:
     try:
         said = s.opened(line)[0]
         auditor = str(said.predicate.get("auditor"))
-        statement = s.open_signed(line, auditor, run=run or said.run, kinds=s.BY_AUDITOR)
+        statement = s.open_signed(line, auditor, run=run or said.run, kinds=(s.AUDIT,))
         return _parsed(statement)
     except RecordError as error:
         raise RecordError(f"{path.name}: {error}") from None

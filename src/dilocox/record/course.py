@@ -21,6 +21,7 @@ from dilocox.outer.coordinator.keys import ExchangeKey
 from dilocox.outer.coordinator.plan_messages import RoundPlan
 from dilocox.record import statements as s
 from dilocox.record.acceptance import Acceptance, digest_of_entry, is_bound, run_of
+from dilocox.record.handed_in import HandedIn
 from dilocox.record.note import NoteKey
 from dilocox.record.packed import Commitments, Contributions, packed_step
 from dilocox.record.reading import Line, read_lines
@@ -85,6 +86,8 @@ class Course:
     attestations: list[Attestation] = field(default_factory=list)
     reports: dict[tuple[str, int, str], set[str]] = field(default_factory=dict)
     """SHA-256 of what a site has reported, by (kind, round, site)."""
+    verdicts: list[HandedIn] = field(default_factory=list)
+    """What auditors have handed in, of all courses."""
     numbers: dict[str, int] = field(default_factory=dict)
     """Which statement of the log has decided an exchange, by its key."""
     read: int = 0
@@ -254,6 +257,8 @@ def _take(course: Course | None, keys: dict[str, str], line: Line, log: NoteKey)
         signer = keys[site]
         if kind != s.ACCEPTANCE and site not in course.accepted:
             course.unaccepted.setdefault(site, course.read)
+    elif kind in s.BY_AUDITOR:
+        signer = str(said.get("auditor"))
     _check_signer(line, signer)
     if kind in (s.COMMITMENT, s.CONTRIBUTION, s.STEP) and course.begun is None:
         course.begun = course.read
@@ -386,6 +391,10 @@ def _reported(course: Course, keys: dict[str, str], statement: s.Statement) -> N
     course.reports.setdefault((found.kind, found.round, found.site), set()).add(found.digest)
 
 
+def _judged(course: Course, keys: dict[str, str], statement: s.Statement) -> None:
+    course.verdicts.append(HandedIn.of(statement, course.read))
+
+
 def _resumed(course: Course, keys: dict[str, str], statement: s.Statement) -> None:
     tick = int(statement.predicate["tick"])
     course.since = course.read
@@ -418,5 +427,6 @@ _TAKE = {
     s.ANCHOR: _anchored,
     s.ATTESTATION: _attested,
     s.REPORT: _reported,
+    s.VERDICT: _judged,
     s.RESUME: _resumed,
 }

@@ -60,7 +60,7 @@ class Memory:
     oldest: int = 0
     """First round of which they are kept."""
     filed: dict[bytes, int] = field(default_factory=dict)
-    """SHA-256 of what sites have signed, and the round that it is about."""
+    """SHA-256 of what sites and auditors have signed, and the round that it is about."""
     holds: Holds = field(default_factory=Holds)
     resumed_in: int = 0
     """The round that the run was resumed in last."""
@@ -123,7 +123,7 @@ class Memory:
         self.acceptances.remember(statement)
         if self._courses is not None and kind != s.RESUME:
             self._courses.take(statement)
-        if kind in s.BY_SITE:
+        if kind in (*s.BY_SITE, s.VERDICT):
             round_ = int(predicate["round"]) if kind in _BY_ROUND else _FOR_EVER
             self.filed[hashlib.sha256(statement.to_bytes()).digest()] = round_
 

@@ -25,7 +25,9 @@ from dilocox.record import statements as s
 from dilocox.record.acceptance import Acceptance
 from dilocox.record.anchor import Anchor
 from dilocox.record.canonical import dumps
+from dilocox.record.audits import BAD
 from dilocox.record.digests import sealed
+from dilocox.record.handed_in import check_planned, taken_in
 from dilocox.record.held import taken_apart
 from dilocox.record.log import ENTRIES, LogWriter
 from dilocox.record.manifest import code_digest as code_digest
@@ -230,6 +232,18 @@ class LogNotary:
         self._file(text, statement)
         self.sync()
 
+    def verdict(self, by: str, statement: str) -> str | None:
+        """See `Notary`."""
+        known = self.memory
+        try:
+            found = taken_in(statement, self.run, by, self.writer.size)
+            check_planned(found, self.config.sites, max(known.plans, default=known.resumed_in - 1))
+        except RecordError as error:
+            raise Refused("refused", f"verdict: {error}") from None
+        news = self._file(statement, found.statement(self.run))
+        self.sync()
+        return f"audit: {found.text}" if news and found.verdict in BAD else None
+
     def planned(self, plan: RoundPlan) -> None:
         """See `Notary`. Who repeats a round takes its plan as given; else nobody needs it."""
         self.memory.holds.planned(plan)
@@ -320,11 +334,14 @@ class LogNotary:
             raise Refused("refused", f"{rank}: its site has not signed yet what it takes part in")
         return found
 
-    def _file(self, text: str, statement: s.Statement) -> None:
-        """Keep what a site has signed; the same again (an answer was lost) only once."""
-        if hashlib.sha256(statement.to_bytes()).digest() not in self.memory.filed:
-            self.log.append(text)
-            self.memory.remember(statement)
+    def _file(self, text: str, statement: s.Statement) -> bool:
+        """Keep what a site or an auditor has signed; the same again (an answer was lost) only
+        once. Whether it was news."""
+        if hashlib.sha256(statement.to_bytes()).digest() in self.memory.filed:
+            return False
+        self.log.append(text)
+        self.memory.remember(statement)
+        return True
 
     def _say(
         self,

@@ -12,6 +12,7 @@ from dilocox.errors import RecordError
 from dilocox.record.audits import Prefix, Signed
 from dilocox.record.beacon import decided, exchanges_of
 from dilocox.record.course import Course
+from dilocox.record.handed_in import HandedIn
 from dilocox.record.log import leaves_of
 from dilocox.record.merkle import roots_at
 
@@ -35,32 +36,40 @@ def still_standing(
         if each.seen is not None and known.get(each.seen.size) != each.seen:
             where = f"round {each.verdict.round} of {each.verdict.site}"
             raise RecordError(f"the audit of {where} was made by another log")
-    return [each for each in signed if not _left_behind(course, each)]
+    return [
+        each
+        for each in signed
+        if not _left_behind(course, each.verdict.round, each.verdict.site, _read(course, each))
+    ]
 
 
-def _left_behind(course: Course, signed: Signed) -> bool:
-    """Whether the round, or the state that it begins or ends in, was signed anew since."""
-    verdict, resumed = signed.verdict, _resumed_since(course, signed)
+def stands(course: Course, handed_in: HandedIn) -> bool:
+    """Whether what the log names of a verdict is about the run's course."""
+    return not _left_behind(course, handed_in.round, handed_in.site, handed_in.seen)
+
+
+def _left_behind(course: Course, round_: int, site: str, read: int) -> bool:
+    """Whether a round of a site, or the state that it begins or ends in, was signed anew since an
+    auditor has read so many statements."""
+    resumed = min((number for number in course.resumes if number >= read), default=None)
     if resumed is None:
         return False
-    if not decided(course, verdict.round):
+    if not decided(course, round_):
         return True
-    numbers = [course.numbers[key] for key in exchanges_of(course, verdict.round)]
+    numbers = [course.numbers[key] for key in exchanges_of(course, round_)]
     numbers += [
         state.number
-        for (round_, site, _, _), state in course.rounds.items()
-        if site == verdict.site and round_ in (verdict.round, verdict.round + 1)
+        for (number, name, _, _), state in course.rounds.items()
+        if name == site and number in (round_, round_ + 1)
     ]
     return max(numbers) > resumed
 
 
-def _resumed_since(course: Course, signed: Signed) -> int | None:
-    """Which statement was the first resume after what the auditor had read; none if none was. Of a
-    verdict that does not say what that was, the latest one."""
+def _read(course: Course, signed: Signed) -> int:
+    """Statements that the auditor had read. Of a verdict that does not say it, those before the
+    latest resume."""
     if signed.seen is not None:
-        size = signed.seen.size
-    elif signed.selection.by == "beacon":
-        size = signed.selection.size
-    else:
-        size = max(course.resumes, default=0)
-    return min((number for number in course.resumes if number >= size), default=None)
+        return signed.seen.size
+    if signed.selection.by == "beacon":
+        return signed.selection.size
+    return max(course.resumes, default=0)

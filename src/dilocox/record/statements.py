@@ -43,14 +43,18 @@ ATTESTATION = "attestation"
 ANCHOR = "anchor-state"
 REPORT = "report"
 AUDIT = "audit"
+VERDICT = "urn:dilocox:audit-verdict:v1"
+"""The whole of its `predicateType`: readers before there was the type pass over it so, where they
+take another of `PREFIX` that they do not know for one that was tampered with."""
 ACCEPTANCE = "acceptance"
 STANDING = "standing"
 BY_LOG = (MANIFEST, ENROLMENT, STEP, RESUME, PLAN, STANDING)
 """Types that the log's own key signs: what the coordinator has decided."""
 BY_SITE = (ACCEPTANCE, COMMITMENT, CONTRIBUTION, CHECKPOINT, ROUND, ATTESTATION, ANCHOR, REPORT)
 """Types that a site's key signs."""
-BY_AUDITOR = (AUDIT,)
-"""Types that are not in the log: an auditor's key signs them."""
+BY_AUDITOR = (AUDIT, VERDICT)
+"""Types that an auditor's key signs: a verdict, which is a file, and what the log names of it."""
+KNOWN = (*BY_LOG, *BY_SITE, *BY_AUDITOR)
 _OTHER_FORM = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
 """What goes wrong where JSON of another form, or nested too deeply, is taken apart."""
 
@@ -73,7 +77,7 @@ class Statement:
     @property
     def known(self) -> bool:
         """This version knows what it says."""
-        return self.kind in (*BY_LOG, *BY_SITE, *BY_AUDITOR)
+        return self.kind in KNOWN
 
     def to_bytes(self) -> bytes:
         """Canonical JSON, which is what is signed."""
@@ -87,7 +91,7 @@ class Statement:
                 {"name": name, "digest": {"sha256": digest}}
                 for name, digest in self.subjects.items()
             ],
-            "predicateType": f"{PREFIX}{self.kind}{SUFFIX}" if self.known else self.kind,
+            "predicateType": _type_of(self.kind),
             "predicate": dict(self.predicate),
         }
 
@@ -96,9 +100,7 @@ class Statement:
         """Inverse of `to_bytes`. Raises `RecordError` for anything else, other forms too."""
         try:
             found, plain = parsed(data.decode())
-            kind = found["predicateType"]
-            if kind.startswith(PREFIX) and kind.endswith(SUFFIX):
-                kind = kind[len(PREFIX) : -len(SUFFIX)]
+            kind = _kind_of(found["predicateType"])
             subjects = {each["name"]: each["digest"]["sha256"] for each in found["subject"]}
             statement = cls(kind, subjects, dict(found["predicate"]))
             same = encoded(statement._document(), plain) == data
@@ -109,6 +111,15 @@ class Statement:
         # What was just seen to be its canonical form need not be made again.
         object.__setattr__(statement, "_read", data)
         return statement
+
+
+def _type_of(kind: str) -> str:
+    return f"{PREFIX}{kind}{SUFFIX}" if kind in KNOWN and kind != VERDICT else kind
+
+
+def _kind_of(predicate_type: str) -> str:
+    kind = predicate_type.removeprefix(PREFIX).removesuffix(SUFFIX)
+    return kind if _type_of(kind) == predicate_type else predicate_type
 
 
 class Signer:

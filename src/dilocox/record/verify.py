@@ -148,7 +148,7 @@ class _Verification:
 
     def _audited(self, course: Course) -> bool:
         every = course.states_every
-        return every > 0 or (self.places.run / "record" / FOLDER).is_dir()
+        return every > 0 or bool(course.verdicts) or (self.places.run / "record" / FOLDER).is_dir()
 
     def _judge(self, claim: c.Claim, check: Callable[[], str]) -> c.Finding:
         verdict: c.Verdict = "PASS"

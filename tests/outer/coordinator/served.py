@@ -28,9 +28,12 @@ class Run:
         shards: int = 1,
         outer: dict[str, Any] | None = None,
         run: dict[str, Any] | None = None,
+        record: dict[str, Any] | None = None,
         **options: Any,
     ) -> None:
-        self.config = run_config(sites, shards=shards, outer=outer or {}, run=run or {})
+        self.config = run_config(
+            sites, shards=shards, outer=outer or {}, run=run or {}, record=record or {}
+        )
         self.folder, self.options, self.clock = folder, options, Clock()
         self.identities: dict[str, Identity] = {}
         self.clients: list[CoordinatorClient] = []

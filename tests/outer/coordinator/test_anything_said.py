@@ -16,14 +16,18 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
+from dilocox.outer.coordinator import audit_messages as am
 from dilocox.outer.coordinator import entry_messages as em
 from dilocox.outer.coordinator import messages as m
 from dilocox.outer.coordinator.core import Coordinator
 from dilocox.outer.coordinator.record_keys import RecordKey
 from dilocox.outer.coordinator.refusals import Caller, Refused
+from dilocox.record import statements as s
+from dilocox.record.course import read_course
+from dilocox.record.handed_in import HandedIn
 from dilocox.record.log import check_log, read_log
 from dilocox.record.notary import LogNotary
 from dilocox.record.note import NoteKey
@@ -53,6 +57,8 @@ REQUESTS: dict[str, type[m.Message]] = {
     "enrol": m.EnrolRequest,
     "look": m.LookRequest,
     "standing": m.StandingRequest,
+    "verdict": am.HandInRequest,
+    "verdict_by_token": am.TokenHandInRequest,
 }
 """All that changes something, but what ends the run or the site's part in it, as it may."""
 ENDS: dict[str, type[m.Message]] = {
@@ -64,6 +70,9 @@ ENDS: dict[str, type[m.Message]] = {
     "fail": m.FailRequest,
 }
 """The rest."""
+KEPT = {"states_every": 1}
+"""States for audits: there may be verdicts on the rounds."""
+AUDITOR = s.Signer.from_hex("0a" * 32)
 ALWAYS = ("wait", "now")
 """Fields with a `likely` value only: a long poll would hold the test up, and a site that retires
 now is gone."""
@@ -138,19 +147,36 @@ def requests(draw: st.DrawFn) -> tuple[str, bytes]:
     return path, json.dumps(body).encode()
 
 
+verdicts = st.fixed_dictionaries(
+    {},
+    optional={
+        "site": st.sampled_from(["a", "b", "c", ""]) | anything,
+        "round": st.integers(-1, 3) | anything,
+        "verdict": st.sampled_from(["EXACT", "MISMATCH", "NOT_RUN", "PASS"]) | anything,
+        "auditor": st.just("0" * 64) | anything,
+        "by": st.sampled_from(["a", "b", ""]) | anything,
+        "seen": st.integers(0, 10**6) | anything,
+        "run": st.just("1" * 32) | anything,
+        "reason": anything,
+    },
+)
+"""What of a whole verdict is another."""
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     folder = tmp_path_factory.mktemp("run")
     metrics: list[Recorder] = []
     record: list[LogNotary] = []
     sections = {"folder": str(folder / "runs"), "name": "said"}
-    config = run_config("ab", run=sections)
+    config = run_config("ab", run=sections, record=KEPT)
     config.folder.mkdir(parents=True)
     record.append(LogNotary.open(config, folder, print))
     metrics.append(Recorder(config, config.folder, lambda record: None))
     made = Run(
         folder,
         run=sections,
+        record=KEPT,
         on_report=metrics[0].report,
         on_plan=lambda plan: metrics[0].plan(plan.model_dump(mode="json")),
         on_message=metrics[0].happened,
@@ -171,7 +197,28 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
 )
 @given(requests())
 def test_every_request_is_answered_or_refused(run: Run, request_: tuple[str, bytes]) -> None:
-    path, body = request_
+    answered(run, *request_)
+
+
+@settings(
+    max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(verdicts, st.binary(min_size=32, max_size=32), st.booleans())
+def test_every_signed_verdict_is_answered_or_refused(
+    run: Run, changes: dict[str, Any], digest: bytes, by_token: bool
+) -> None:
+    whole = HandedIn("b", 0, "EXACT", AUDITOR.public, "a", digest.hex(), 1, 1)
+    said = whole.statement(run.core.witness.run)
+    try:
+        text = AUDITOR.sign(s.Statement(said.kind, said.subjects, {**said.predicate, **changes}))
+    except ValueError:
+        assume(False)  # no canonical form: nobody can sign it
+    body = {"statement": text, **({"token": run.token("a")} if by_token else {})}
+    name = "verdict_by_token" if by_token else "verdict"
+    answered(run, name, json.dumps(body).encode())
+
+
+def answered(run: Run, path: str, body: bytes) -> None:
     pool = run.clients[0]._transport._pool
     answer = pool.request("POST", f"/v1/{path}", body=body)
     content = json.loads(answer.data)
@@ -182,7 +229,7 @@ def test_every_request_is_answered_or_refused(run: Run, request_: tuple[str, byt
 
 
 def test_what_was_made_of_it_is_read_again(run: Run, tmp_path: Path) -> None:
-    """Runs after the test above: the log of all that is replayed to the same state, and recorder
+    """Runs after the tests above: the log of all that is replayed to the same state, and recorder
     and notary begin again."""
     assert len(run.core.state.live) == 2
     for file in run.folder.iterdir():
@@ -205,8 +252,12 @@ def test_what_was_made_of_it_is_read_again(run: Run, tmp_path: Path) -> None:
     recorder = Recorder(run.config, tmp_path / "runs", lambda record: None)
     recorder.finish("stopped", "")
     json.loads((tmp_path / "runs" / "summary.json").read_text())
+    run.options["notary"].writer.cover()
     content = read_log(folder / "record")
-    check_log(content, NoteKey.parse(content.public))
+    key = NoteKey.parse(content.public)
+    check_log(content, key)
+    course = read_course(content.entries, key)
+    assert {(each.site, each.round) for each in course.verdicts} <= {("a", 0), ("b", 0)}
 
 
 def test_all_that_may_be_said_is_said_here(run: Run) -> None:

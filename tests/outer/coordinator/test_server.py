@@ -391,6 +391,13 @@ def test_who_holds_a_sites_token_may_look(
     code, out = typed(str(JoinToken("0" * 64, own.secret)))
     assert (code, "its certificate is not the one of this run" in out) == (1, True)
 
+    async def ban() -> None:
+        run.core.standings._ban("b")
+
+    run.call(ban())
+    code, out = typed(f"{own}\n")
+    assert (code, "not in force any more" in out) == (1, True), "a banned site's token is void"
+
 
 def test_port_taken_is_one_line(run: Run, tmp_path: Path) -> None:
     with pytest.raises(TrainingError, match=f"cannot listen on 127.0.0.1:{run.port} .*port"):

@@ -29,6 +29,7 @@ EVENTS = {
     "lasting keys": 256,
     "digests of pieces": 256,
     "renewals": 2,
+    "verdicts": 32,
 }
 """By what is counted: so many for each rank of a site from one plan to the next."""
 _NEW_ROUND = (e.Planned, e.Started, e.Entered, e.Overtaken, e.Resumed)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from dilocox.errors import ExchangeError
+from dilocox.outer.coordinator import audit_messages as am
 from dilocox.outer.coordinator import entry_messages as em
 from dilocox.outer.coordinator import messages as m
 from dilocox.outer.coordinator.errors import CoordinatorError
@@ -291,6 +292,10 @@ class CoordinatorClient:
     def record_state(self, statement: str) -> None:
         """What model state this rank holds, signed; for a run that is recorded."""
         self._post("state", m.StateRequest(rank=self.rank, statement=statement), m.Done)
+
+    def hand_in(self, statement: str | None = None) -> am.HandInReply:
+        """Give an auditor's signed statement of a verdict to the run's record; by whom it is."""
+        return self._post("verdict", am.HandInRequest(statement=statement), am.HandInReply)
 
     def checkpoints(self) -> list[m.Checkpoint]:
         """All checkpoints of this course of the run, complete or not, by tick."""

@@ -18,6 +18,7 @@ from dilocox.outer.coordinator import events as e
 from dilocox.outer.coordinator import messages as m
 from dilocox.outer.coordinator import views
 from dilocox.outer.coordinator.admission import check_admission
+from dilocox.outer.coordinator.audit_verdicts import AuditVerdicts
 from dilocox.outer.coordinator.budgets import Budgets
 from dilocox.outer.coordinator.choosing import sizes_to_log
 from dilocox.outer.coordinator.clocks import Clocks
@@ -102,6 +103,7 @@ class Coordinator:
             self.store = Store(self.state, self._store, self.budgets)
             self.authority = Authority(folder, server_names(config.network))
             self.tokens = SiteTokens(folder, self.authority.fingerprint)
+            self.verdicts = AuditVerdicts(run, self.budgets, self.witness, self.tokens, self._tell)
             self._open(payloads, earlier)
         except BaseException:
             self.log.close()
@@ -167,10 +169,14 @@ class Coordinator:
             self.on_change("status")
             for number, _, kind, text in self.state.feed:
                 if number > sequence and kind in ("join", "leave", "phase"):
-                    self.reports.tell(self._on_message, text)
+                    self._tell(text)
         if self.state.epoch != epoch:
             self.store.forget_old_epochs()
             self.on_change("store")
+
+    def _tell(self, text: str) -> None:
+        """A message to the run's operator."""
+        self.reports.tell(self._on_message, text)
 
     def _expect(self, site: str, limit: float) -> None:
         now = self.run.now()
@@ -261,8 +267,7 @@ class Coordinator:
 
     def hand_out(self) -> dict[str, str]:
         """Write the files with the join tokens that are in force; these tokens, by site."""
-        known = self.state.token_issues
-        issues = {name: known[name] for name in self.state.admissible}
+        issues = self.state.tokens_in_force
         self.tokens.write(issues)
         return {name: str(self.tokens.of(name, issue)) for name, issue in issues.items()}
 

@@ -114,6 +114,11 @@ class Facts:
         return {name: site.standing.token_issue for name, site in self.sites.items()}
 
     @property
+    def tokens_in_force(self) -> dict[str, int]:
+        """The same, of the sites that are not banned."""
+        return {name: self.token_issues[name] for name in self.admissible}
+
+    @property
     def admissible(self) -> list[str]:
         """Names that are not banned, run file order."""
         return [site.name for site in self.sites.values() if not site.standing.banned]

@@ -9,6 +9,7 @@ from pydantic import ValidationError
 
 from dilocox.config import RunConfig, digest_of
 from dilocox.errors import JoinError, NotNowError
+from dilocox.outer.coordinator import audit_messages as am
 from dilocox.outer.coordinator import messages as m
 from dilocox.outer.coordinator.errors import CoordinatorError, CoordinatorUnreachableError
 from dilocox.outer.coordinator.identity import (
@@ -18,7 +19,7 @@ from dilocox.outer.coordinator.identity import (
 from dilocox.outer.coordinator.record_keys import RecordKey
 from dilocox.outer.coordinator.timeouts import Timeouts
 from dilocox.outer.coordinator.token_format import JoinToken
-from dilocox.outer.coordinator.transport import Transport, pool_of_stranger
+from dilocox.outer.coordinator.transport import Reply, Transport, pool_of_stranger
 from dilocox.version import __version__
 
 
@@ -105,15 +106,29 @@ def look(url: str, token: str, timeouts: Timeouts) -> m.Status:
     The server's certificate is checked against the token before the secret is said. Raises
     `JoinError`.
     """
-    parsed = JoinToken.parse(token)
+    request = m.LookRequest(token=str(JoinToken.parse(token)))
+    return _asked(url, token, timeouts, "look", request, m.Status)
+
+
+def hand_in(url: str, token: str, timeouts: Timeouts, statement: str | None) -> am.HandInReply:
+    """Give an auditor's signed statement of a verdict to the run's record, by the join token of one
+    of its sites; in whose name that is. Raises `JoinError` as `look` does."""
+    request = am.TokenHandInRequest(token=str(JoinToken.parse(token)), statement=statement)
+    return _asked(url, token, timeouts, "verdict_by_token", request, am.HandInReply)
+
+
+def _asked(
+    url: str, token: str, timeouts: Timeouts, name: str, request: m.Message, reply: type[Reply]
+) -> Reply:
+    """What the coordinator answers to who holds a token, and has no certificate."""
     transport = Transport(
-        pool_of_stranger(url, parsed.fingerprint),
+        pool_of_stranger(url, JoinToken.parse(token).fingerprint),
         request=timeouts.request,
         away=timeouts.coordinator,
         pause=timeouts.beat,
     )
     try:
-        return transport.call("POST", "look", m.LookRequest(token=str(parsed)), m.Status)
+        return transport.call("POST", name, request, reply)
     except CoordinatorError as error:
         raise JoinError(str(error)) from None
     finally:

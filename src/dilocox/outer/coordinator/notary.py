@@ -101,6 +101,13 @@ class Notary(Protocol):
     def checkpoint(self, rank: Rank, statement: str) -> None:
         """A rank says what model state it holds. Raises `Refused` as `contribution` does."""
 
+    def verdict(self, by: str, statement: str) -> str | None:
+        """An auditor's verdict is handed in `by` a site (empty: by the operator); one line on it
+        if it is news that people have to know.
+
+        Raises `Refused` unless the statement says just that and its auditor has signed it.
+        """
+
     def planned(self, plan: RoundPlan) -> None:
         """A round's plan is made. Raises nothing: see `settle`."""
 
@@ -247,6 +254,11 @@ class Witness:
         if self._notary is not None:
             self._notary.checkpoint(request.rank, request.statement)
         return Done()
+
+    def verdict(self, by: str, statement: str) -> str | None:
+        """Keep an auditor's verdict; what the run's messages say of it, if they do. Raises
+        `Refused`."""
+        return None if self._notary is None else self._notary.verdict(by, statement)
 
     def happened(self, state: CoordinatorState, event: e.Event) -> None:
         """An event was logged and applied."""

@@ -14,6 +14,7 @@ from aiohttp import web
 from pydantic import ValidationError
 
 from dilocox.errors import TrainingError
+from dilocox.outer.coordinator import audit_messages as am
 from dilocox.outer.coordinator import entry_messages as em
 from dilocox.outer.coordinator import messages as m
 from dilocox.outer.coordinator import views
@@ -184,6 +185,7 @@ class CoordinatorServer:
             ("spoiled", m.SpoiledRequest, lambda r, c: core.saves.spoiled(r)),
             ("state", m.StateRequest, lambda r, c: core.saves.state(r)),
             ("report", m.ReportRequest, lambda r, c: core.report(r)),
+            ("verdict", am.HandInRequest, core.verdicts.take),
             ("kv/set", m.StoreSetRequest, self._store_change(store.set)),
             ("kv/add", m.StoreAddRequest, self._store_change(store.add)),
             ("kv/delete", m.StoreDeleteRequest, store.delete),
@@ -195,6 +197,7 @@ class CoordinatorServer:
             *routes,
             web.post("/v1/enrol", self._enrol),
             web.post("/v1/look", self._look),
+            web.post("/v1/verdict_by_token", self._verdict_by_token),
             web.get(r"/v1/plan/{round:[0-9]{1,9}}", self._plan),
             web.get("/v1/status", self._status),
             web.get("/v1/checkpoints", self._view(lambda: views.checkpoints(core.state))),
@@ -233,9 +236,13 @@ class CoordinatorServer:
 
     async def _look(self, request: web.Request) -> web.Response:
         asked, core = await _read(request, m.LookRequest), self.coordinator
-        if core.tokens.holder(asked.token, core.state.token_issues) is None:
+        if core.tokens.holder(asked.token, core.state.tokens_in_force) is None:
             raise Refused("join", "token: not this run's, or not in force any more")
         return _reply(views.status(core.state, 0))
+
+    async def _verdict_by_token(self, request: web.Request) -> web.Response:
+        asked = await _read(request, am.TokenHandInRequest)
+        return _reply(self.coordinator.verdicts.take_by_token(asked))
 
     async def _begin(self, request: m.BeginRequest, caller: Caller) -> m.BeginReply:
         core, first = self.coordinator, self.coordinator.begin(request)
