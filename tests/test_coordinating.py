@@ -11,7 +11,9 @@ import pytest
 from dilocox import coordinating
 from dilocox.config import RunConfig, resolve_run
 from dilocox.outer.coordinator.endpoint import Endpoint
+from dilocox.errors import TrainingError
 from dilocox.outer.coordinator.transport import host_and_port
+from dilocox.record.one_writer import held
 
 
 def coordinate(
@@ -72,3 +74,33 @@ def test_a_banned_site_has_no_join_line(
     assert "site paris is banned; dilocox leave " in lines[1]
     assert "--site paris --unban" in lines[1]
     assert "dilocox join a:1 --site lyon" in lines[2]
+
+
+def test_one_process_writes_a_folder_s_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second coordinator, or one that begins while a verdict is handed in, touches nothing."""
+    monkeypatch.setattr(coordinating, "LOG_PATIENCE", 0.0)
+    config = resolve_run(
+        {"run": {"folder": str(tmp_path)}, "model": {"architecture": {"model_type": "qwen3"}},
+         "sites": {"paris": {}}}
+    )  # fmt: skip
+
+    def begin() -> None:
+        coordinating.serve_run(
+            config, tmp_path, None, resume=False, wait_for=None, emit=print, on_ready=print
+        )
+
+    with held(tmp_path / "coordinator") as own:
+        assert own
+        with pytest.raises(TrainingError, match="another coordinator is running on this folder"):
+            begin()
+    assert [path.name for path in tmp_path.iterdir()] == ["coordinator"]
+    assert [path.name for path in (tmp_path / "coordinator").iterdir()] == ["record.lock"]
+    reached: list[object] = []
+    monkeypatch.setattr(
+        coordinating, "serve", lambda *_, **options: reached.append(options) or 1 / 0
+    )
+    with pytest.raises(ZeroDivisionError):
+        begin()
+    assert reached
+    with held(tmp_path / "coordinator") as own:
+        assert own, "who ends lets go"

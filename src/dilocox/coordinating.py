@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shlex
 from collections.abc import Callable, Sequence
@@ -28,11 +29,14 @@ from dilocox.outer.coordinator.tokens import FOLDER as TOKENS
 from dilocox.outer.coordinator.transport import host_and_port
 from dilocox.payloads import payload_sizes
 from dilocox.record.notary import LogNotary
+from dilocox.record.one_writer import held
 from dilocox.recorder import Record, Recorder
 from dilocox.tokenizer_check import check_trained_tokenizer
 
 ENDPOINT = "endpoint.json"
 """In the coordinator's folder, readable by its owner: address, join tokens, operator's identity."""
+LOG_PATIENCE = 3.0
+"""Seconds that a start waits for who hands a verdict to the log of its folder just then."""
 LEDGER = "ledger.json"
 """In the run's folder: who was given which token ranges, written at the end."""
 
@@ -146,14 +150,19 @@ def serve_run(
     port: int | None = None,
 ) -> dict[str, Any]:
     """Serve a run to its end: phase, reason and summary. `port`: instead of `network.port`."""
-    recorder = Recorder(config, folder, emit)
-    warning = config.admission.warning(len(config.sites))
-    if warning is not None:
-        recorder.message(warning)
-    notary = None
-    if config.record.enabled:
-        notary = LogNotary.open(config, folder / "coordinator", recorder.message)
-    try:
+    with contextlib.ExitStack() as ends:
+        if not ends.enter_context(held(folder / "coordinator", LOG_PATIENCE)):
+            raise TrainingError(
+                f"{folder}: another coordinator is running on this folder; stop it first"
+            )
+        recorder = Recorder(config, folder, emit)
+        warning = config.admission.warning(len(config.sites))
+        if warning is not None:
+            recorder.message(warning)
+        notary = None
+        if config.record.enabled:
+            notary = LogNotary.open(config, folder / "coordinator", recorder.message)
+            ends.callback(notary.close)
         status = serve(
             config,
             folder / "coordinator",
@@ -171,9 +180,6 @@ def serve_run(
             on_ledger=lambda ledger: _check_ledger(folder, ledger, recorder),
             ready_file=folder / "coordinator" / ENDPOINT,
         )
-    finally:
-        if notary is not None:
-            notary.close()
     summary = recorder.finish(status.phase, status.reason)
     return {"phase": status.phase, "reason": status.reason, "summary": summary}
 

@@ -12,17 +12,29 @@ from typing import Any
 import pytest
 
 from dilocox.assembly import Place
-from dilocox.audit import command
+from dilocox.audit import command, handing_in
+from dilocox.audit.handing_in import HandIn
 from dilocox.audit.run import AuditedRun
 from dilocox.audit.starting import under_way, wrong_start
 from dilocox.cli import _parser
 from dilocox.errors import ConfigError, RecordError
+from dilocox.outer.coordinator.audit_messages import HandInReply
 from dilocox.record import statements as s
 from dilocox.record.audit_claims import Audits
-from dilocox.record.audits import Selection, Signed, Verdict, read_all, write
+from dilocox.record.audits import (
+    AuditVerdict,
+    Selection,
+    Signed,
+    Verdict,
+    paths_of,
+    read_all,
+    write,
+)
 from dilocox.record.claims import NotRunError
 from dilocox.record.digests import TensorDigest
+from dilocox.record.one_writer import held
 from dilocox.record.rounds import Document
+from dilocox.record.verify import Places, verify
 from tests.audit.neighbours import trained_in
 from tests.audit.test_cheats import poison
 
@@ -133,6 +145,156 @@ def test_shares(text: str, value: float) -> None:
 def test_no_shares(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match=r"give 5% or 0\.05"):
         command.share(text)
+
+
+# --- verdicts that the log names ----------------------------------------------------------------
+
+
+def given(folder: Path, kind: AuditVerdict, round_: int = 0, signer: s.Signer = SIGNER) -> Path:
+    """A verdict on a round of lyon, as an audit writes it."""
+    run = AuditedRun(folder, (), None)
+    states = {"0/0": run.course.rounds[(round_, "lyon", 0, 0)].document}
+    verdict = Verdict("lyon", round_, kind, "for a test", states=states)
+    chosen = Selection("request")
+    signed = Signed(verdict, chosen, signer.public, run.course.run, run.seen())
+    return write(folder, signed, signer, "00")
+
+
+def handed_in(folder: Path, *paths: Path, signer: s.Signer = SIGNER) -> HandIn:
+    run = AuditedRun(folder, (), None)
+    found = HandIn.open(handing_in._own(folder), signer, run.course.run)
+    for path in paths:
+        found.file(path)
+    assert found.failed == []
+    return found
+
+
+def test_a_bad_verdict_cannot_be_taken_away(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Handed in by the command, where no coordinator runs any more."""
+    key = tmp_path / "key"
+    good = given(folder, "EXACT", 0)
+    more = ("--site", "lyon", "--round", "1", "--key", str(key), "--hand-in")
+    code, text = ended("audit", str(folder), *more, capsys=capsys)
+    assert code == 1
+    assert "named in the run's log: 1" in text
+    public = s.Signer.from_hex(key.read_text().strip()).public
+    (bad,) = (path for path in paths_of(folder) if public[:16] in path.name)
+    report = verify(Places(folder), lambda *_: None)
+    found = {each.claim.name: each for each in report.findings}
+    assert found["log"].verdict == found["signatures"].verdict == "PASS"
+    assert found["audits"].verdict == "FAIL"
+    bad.unlink()
+    with pytest.raises(RecordError) as refused:
+        audits(folder).verdicts()
+    said = f"round 1 of lyon: MISMATCH, signed by {public[:12]}… and handed in by the operator"
+    assert str(refused.value).startswith(f"{said}, by the log (statement ")
+    assert str(refused.value).endswith("; this verdict is not in record/audits")
+    # The same with nothing there that was audited, and with the auditor's file written anew.
+    good.unlink()
+    with pytest.raises(RecordError, match="this verdict is not in record/audits"):
+        audits(folder).verdicts()
+    given(folder, "EXACT", 1, s.Signer.from_hex(key.read_text().strip()))
+    with pytest.raises(RecordError, match="this verdict is not in record/audits"):
+        audits(folder).verdicts()
+    # Nobody whose verdicts count has handed it in.
+    with pytest.raises(NotRunError, match="none of 6"):
+        audits(folder, SIGNER.public).verdicts()
+
+
+def test_other_verdicts_that_are_missing_are_named(folder: Path) -> None:
+    first, second = given(folder, "EXACT", 0), given(folder, "NOT_RUN", 2)
+    handed_in(folder, first, second)
+    with pytest.raises(NotRunError, match="no round of paris was found good"):
+        audits(folder).verdicts()
+    second.unlink()
+    with pytest.raises(NotRunError, match="the log names 1 verdict that is not here, the first: "
+                                          "round 2 of lyon: NOT_RUN, signed by "):  # fmt: skip
+        audits(folder).verdicts()
+    # The auditor's later word takes the place of the earlier one, in the folder and in the log.
+    later = given(folder, "EXACT", 2)
+    with pytest.raises(NotRunError, match="the log names 1 verdict "):
+        audits(folder).verdicts()
+    again = handed_in(folder)
+    again.earlier(AuditedRun(folder, (), None))
+    assert again.done == 1, "what the log names already is not handed in again"
+    with pytest.raises(NotRunError, match="no round of paris was found good"):
+        audits(folder).verdicts()
+    # Another file under the same name is not the one that the log names.
+    later.write_text(first.read_text())
+    with pytest.raises(NotRunError, match="the log names 1 verdict "):
+        audits(folder).verdicts()
+
+
+def test_the_line_says_what_the_log_names(folder: Path) -> None:
+    first = given(folder, "EXACT", 0)
+    run = AuditedRun(folder, (), None)
+    states = {"0/0": run.course.rounds[(0, "paris", 0, 0)].document}
+    chosen, good = Selection("request"), Verdict("paris", 0, "EXACT", "", states=states)
+    write(folder, Signed(good, chosen, SIGNER.public, run.course.run), SIGNER, "00")
+    handed_in(folder, first)
+    assert audits(folder).verdicts().endswith("paris 1 of 3; 1 by the log, and here")
+
+
+def test_a_coordinator_that_runs_is_asked(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder is held by its process: nobody else writes its log."""
+    path, place = given(folder, "EXACT", 0), folder / "coordinator"
+    asked: list[str | None] = []
+    run = AuditedRun(folder, (), None).course.run
+
+    def answer(config: object, place: Path, statement: str | None) -> HandInReply:
+        asked.append(statement)
+        return HandInReply(run=run, by="")
+
+    monkeypatch.setattr(handing_in, "_asked", answer)
+    with held(place) as own:
+        assert own
+        handed_in(folder, path)
+    assert asked[0] is None
+    said = s.opened(asked[1] or "")[0]
+    assert (said.kind, said.predicate["verdict"]) == (s.VERDICT, "EXACT")
+    monkeypatch.undo()
+    with held(place), pytest.raises(RecordError, match="its coordinator cannot be asked"):
+        handed_in(folder, path)
+
+
+def test_what_cannot_be_handed_in_is_said(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def call(*more: str) -> Any:
+        options = _parser().parse_args(["audit", str(folder), "--site", "lyon", *more])
+        return options.call(options)
+
+    with pytest.raises(ConfigError, match="--coordinator: is for --hand-in"):
+        call("--coordinator", "127.0.0.1:1")
+    with pytest.raises(ConfigError, match="--token-file: is for --coordinator HOST:PORT"):
+        call("--hand-in", "--token-file", "x")
+    (tmp_path / "token").write_text(f"dilocox1-{'0' * 64}-{'0' * 32}")
+    with pytest.raises(ConfigError, match="give HOST:PORT"):
+        call("--hand-in", "--coordinator", "here", "--token-file", str(tmp_path / "token"))
+    (folder / "coordinator" / "record-key").unlink()
+    with pytest.raises(RecordError, match=r"not the folder of the run's coordinator .*; give its "
+                                          "address with --coordinator"):  # fmt: skip
+        call("--hand-in")
+    # Of what is lost on the way the file stays, and the exit code says so.
+    run = AuditedRun(folder, (), None).course.run
+
+    def lost(statement: str | None) -> HandInReply:
+        if statement is not None:
+            raise RecordError("the coordinator is gone")
+        return HandInReply(run=run, by="lyon")
+
+    log = HandIn.open(lost, SIGNER, run)
+    path = given(folder, "EXACT", 0)
+    log.file(path)
+    assert (log.done, log.failed) == (0, [f"{path.name}: the coordinator is gone"])
+    good = Verdict("lyon", 0, "EXACT", "")
+    assert [command.exit_code([good], each) for each in (None, log)] == [0, 3]
+    with pytest.raises(RecordError, match="this coordinator's run is 1111"):
+        HandIn.open(lambda _: HandInReply(run="1" * 32, by=""), SIGNER, run)
 
 
 # --- selection ---------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dilocox.record import statements as s
-from dilocox.record.audits import read_all
+from dilocox.record.audits import paths_of, read_all
 from dilocox.record.log import read_log
 from tests.e2e.harness import PATIENT, Run, Workshop, verdicts
 
@@ -65,17 +65,21 @@ def test_a_run_is_repeated_bit_for_bit(
 
 
 def test_an_auditor_beside_a_run(workshop: Workshop) -> None:
-    """It ends with the run, has audited all that was selected, and the run is not disturbed."""
+    """It ends with the run, has audited all that was selected, the log names it, and the run is not
+    disturbed."""
     run = workshop.start("beside", *KEPT, "record.audit_rate=1.0", "outer.rounds=6")
     run.until(lambda: (run.folder / "record" / "checkpoint").exists())
     run.until(lambda: (run.folder / "run.toml").exists())
-    text = audited(workshop, run.folder, "auditor")
+    text = audited(workshop, run.folder, "auditor", "--hand-in")
     assert run.wait() == 0, run.output()
     assert text.count("EXACT") == 14, text
+    assert "named in the run's log: 14" in text
     identity = s.opened(read_log(run.folder / "record").entries[0])[0].run
     first = min(read_all(run.folder, identity), key=lambda each: each.selection.size)
     assert first.selection.by == "beacon"
     assert verdicts(run.folder) == {"beacon": "NOT_RUN"}
+    paths_of(run.folder)[0].unlink()
+    assert verdicts(run.folder) == {"beacon": "NOT_RUN", "audits": "NOT_RUN"}
 
 
 def test_a_resumed_run_is_repeated(workshop: Workshop) -> None:

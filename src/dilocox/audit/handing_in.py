@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import re
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,9 +17,9 @@ from dilocox.errors import ConfigError, DilocoxError, RecordError
 from dilocox.join_token import read_token
 from dilocox.outer.coordinator.audit_messages import HandInReply
 from dilocox.outer.coordinator.client import CoordinatorClient
+from dilocox.outer.coordinator.errors import CoordinatorUnreachableError
 from dilocox.outer.coordinator.identity import Identity
 from dilocox.outer.coordinator.joining import hand_in
-from dilocox.outer.coordinator.log import hold
 from dilocox.outer.coordinator.refusals import Refused
 from dilocox.outer.coordinator.serving import Endpoint
 from dilocox.outer.coordinator.timeouts import Timeouts
@@ -26,8 +27,12 @@ from dilocox.record.audits import Signed, paths_of, read
 from dilocox.record.handed_in import of_file
 from dilocox.record.log import read_text
 from dilocox.record.notary import KEY_FILE, LogNotary
+from dilocox.record.one_writer import held
 from dilocox.record.statements import Signer
 
+PATIENCE = 2.0
+"""Seconds in which a coordinator on this machine has to answer, before its folder is looked at
+again."""
 _ADDRESS = re.compile(r"[^/]+:[0-9]{1,5}")
 Call = Callable[[str | None], HandInReply]
 """Gives a statement to the log; of none, says by whom it would be."""
@@ -124,10 +129,19 @@ def _own(run: Path) -> Call:
     here = config.model_copy(update={"run": section})
 
     def call(statement: str | None) -> HandInReply:
-        with hold(place) as free:
-            if free:
-                return _appended(here, place, statement)
-        return _asked(here, place, statement)
+        end = time.monotonic() + Timeouts.derive(config.network).heartbeat
+        while True:
+            try:
+                with held(place) as own:
+                    if own:
+                        return _appended(here, place, statement)
+                return _asked(here, place, statement)
+            except OSError as error:
+                raise RecordError(f"{place}: cannot be written ({error.strerror})") from None
+            except CoordinatorUnreachableError:
+                # It may be about to end, and then the log is free.
+                if time.monotonic() >= end:
+                    raise
 
     return call
 
@@ -140,7 +154,7 @@ def _asked(config: RunConfig, place: Path, statement: str | None) -> HandInReply
     except (OSError, ValueError, TypeError) as error:
         raise RecordError(f"{place}: its coordinator cannot be asked ({error})") from None
     timeouts = Timeouts.derive(config.network)
-    patience = replace(timeouts, coordinator=timeouts.heartbeat)
+    patience = replace(timeouts, coordinator=PATIENCE)
     with contextlib.closing(CoordinatorClient(endpoint.url, identity, patience)) as client:
         return client.hand_in(statement)
 

@@ -81,9 +81,10 @@ class Audits:
                 f"record/{FOLDER}{others}"
             )
         if gone:
+            what = "verdict that is" if len(gone) == 1 else "verdicts that are"
             raise NotRunError(
-                f"the log names {len(gone)} verdicts that are not here, the first: {gone[0].text}; "
-                f"copy them to record/{FOLDER}, or say whose count (--auditor)"
+                f"the log names {len(gone)} {what} not here, the first: {gone[0].text}; get the "
+                f"file for record/{FOLDER} from its auditor, or say whose count (--auditor)"
             )
         return f"; {len(named)} by the log, and here" if named else ""
 

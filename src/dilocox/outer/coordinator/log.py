@@ -29,28 +29,6 @@ _SOFT = (
 )  # fmt: skip
 
 
-@contextlib.contextmanager
-def hold(folder: Path) -> Iterator[bool]:
-    """Keep coordinators from starting on `folder` meanwhile; false where one runs there."""
-    lock = _locked(folder)
-    try:
-        yield lock is not None
-    finally:
-        if lock is not None:
-            os.close(lock)
-
-
-def _locked(folder: Path) -> int | None:
-    """A descriptor that holds the folder until it is closed; None where another process does."""
-    lock = os.open(folder / "coordinator.lock", os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(lock)
-        return None
-    return lock
-
-
 class EventLog:
     """Append-only log in `folder`, held by one process at a time."""
 
@@ -58,12 +36,14 @@ class EventLog:
         """Open or create. Raises `TrainingError` if it is held elsewhere or damaged."""
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / NAME
-        lock = _locked(folder)
-        if lock is None:
+        self._lock = os.open(folder / "coordinator.lock", os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(self._lock)
             raise TrainingError(
                 f"{folder}: another coordinator is running on this folder; stop it first"
-            )
-        self._lock = lock
+            ) from None
         os.close(os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600))
         try:
             self._database = sqlite3.connect(
