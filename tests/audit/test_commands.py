@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import shutil
 from dataclasses import replace
@@ -19,6 +20,7 @@ from dilocox.audit.starting import under_way, wrong_start
 from dilocox.cli import _parser
 from dilocox.errors import ConfigError, RecordError
 from dilocox.outer.coordinator.audit_messages import HandInReply
+from dilocox.outer.coordinator.log import EventLog
 from dilocox.record import statements as s
 from dilocox.record.audit_claims import Audits
 from dilocox.record.audits import (
@@ -253,6 +255,9 @@ def test_a_coordinator_that_runs_is_asked(
     with held(place) as own:
         assert own
         handed_in(folder, path)
+    with contextlib.closing(EventLog(place)):  # a coordinator of an older dilocox
+        handed_in(folder)
+    assert asked[2:] == [None]
     assert asked[0] is None
     said = s.opened(asked[1] or "")[0]
     assert (said.kind, said.predicate["verdict"]) == (s.VERDICT, "EXACT")

@@ -20,6 +20,7 @@ from dilocox.outer.coordinator.client import CoordinatorClient
 from dilocox.outer.coordinator.errors import CoordinatorUnreachableError
 from dilocox.outer.coordinator.identity import Identity
 from dilocox.outer.coordinator.joining import hand_in
+from dilocox.outer.coordinator.log import LOCK
 from dilocox.outer.coordinator.refusals import Refused
 from dilocox.outer.coordinator.serving import Endpoint
 from dilocox.outer.coordinator.timeouts import Timeouts
@@ -27,6 +28,7 @@ from dilocox.record.audits import Signed, paths_of, read
 from dilocox.record.handed_in import of_file
 from dilocox.record.log import read_text
 from dilocox.record.notary import KEY_FILE, LogNotary
+from dilocox.record.one_writer import LOCK as LOG_LOCK
 from dilocox.record.one_writer import held
 from dilocox.record.statements import Signer
 
@@ -132,8 +134,11 @@ def _own(run: Path) -> Call:
         end = time.monotonic() + Timeouts.derive(config.network).heartbeat
         while True:
             try:
-                with held(place) as own:
-                    if own:
+                with contextlib.ExitStack() as locks:
+                    # A coordinator of an older dilocox knows the second lock alone. It is not
+                    # touched while one starts that knows both.
+                    names = (LOG_LOCK, LOCK)
+                    if all(locks.enter_context(held(place, name=name)) for name in names):
                         return _appended(here, place, statement)
                 return _asked(here, place, statement)
             except OSError as error:

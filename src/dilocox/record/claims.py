@@ -126,10 +126,11 @@ AUDITS = Claim(
     "audits",
     False,
     "the rounds that were audited are what their sites signed: the same steps on the assigned "
-    "text, repeated from the state in which they began, give the same payloads; a round of every "
-    "site was found good, but of sites whose text or code is their own by the run file",
-    "rounds that were not audited; that no bad verdict was taken out of this folder; that an "
-    "auditor's key is one you trust: name it with --auditor",
+    "text, repeated from the state in which they began, give the same payloads; every verdict "
+    "that the log names is here; a round of every site was found good, but of sites whose text or "
+    "code is their own by the run file",
+    "rounds that were not audited; that no bad verdict was taken out of this folder that nobody "
+    "had handed in to the log; that an auditor's key is one you trust: name it with --auditor",
 )
 BEACON = Claim(
     "beacon",

@@ -16,15 +16,15 @@ _LOOK = 0.05
 
 
 @contextlib.contextmanager
-def held(folder: Path, patience: float = 0.0) -> Iterator[bool]:
+def held(folder: Path, patience: float = 0.0, name: str = LOCK) -> Iterator[bool]:
     """Keep other processes from writing the log meanwhile; false where one writes it.
 
     `folder`: the coordinator's own, which is made. `patience`: seconds in which the other one may
-    end. Raises `OSError`.
+    end. `name`: another lock of the folder. Raises `OSError`.
     """
     folder.mkdir(parents=True, exist_ok=True)
     end = time.monotonic() + patience
-    lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+    lock = os.open(folder / name, os.O_RDWR | os.O_CREAT, 0o600)
     own = False
     try:
         while not (own := _lock(lock)) and time.monotonic() < end:

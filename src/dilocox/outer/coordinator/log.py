@@ -19,6 +19,7 @@ log = logging.getLogger(__name__)
 
 FORMAT = 1
 NAME = "coordinator.sqlite"
+LOCK = "coordinator.lock"
 # Everything survives the death of the process. The death of the machine may take the last moments
 # of these kinds, which are many and cheap to lose: votes are sent again, and a decision that all
 # voters have heard is not asked for again. Epochs, plans, leases and stops wait for the disk. What
@@ -36,7 +37,7 @@ class EventLog:
         """Open or create. Raises `TrainingError` if it is held elsewhere or damaged."""
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / NAME
-        self._lock = os.open(folder / "coordinator.lock", os.O_RDWR | os.O_CREAT, 0o600)
+        self._lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
