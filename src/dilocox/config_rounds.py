@@ -170,9 +170,11 @@ class ControlSection(Section):
 
     adapt: Literal["off", "link", "effective-rank"]
     steps: Literal["equal", "by-speed"] = "equal"
-    """How many inner steps sites of unequal speed take in a round. `by-speed`: the fastest takes
+    """How many inner steps sites of unequal speed take in a round. `by-speed`: one site takes
     `inner_steps`, the others as many as they manage in that time; `equal`: all take `inner_steps`,
     and the fast wait for the slow. Speeds are measured unless `sites.NAME.speed` declares them.
+    Where they are measured, that one site is the middle one of three or more by speed, of an even
+    number the faster of the two; else the fastest.
     By default `by-speed` where speeds are declared, or `adapt = "link"` measures; else `equal`."""
     weights: Literal["equal", "tokens", "fednova"] = "tokens"
     """What contributions of unequal numbers of steps weigh. `tokens`: by the tokens that they were
@@ -180,8 +182,8 @@ class ControlSection(Section):
     Measured in docs/notes/uneven.md."""
     max_speed: Annotated[float, Field(ge=1.0, le=1000.0)] = 8.0
     """A site whose speed is measured counts as at most so many times as fast as the median of the
-    others: its measurement is its own word, and the others' steps hang on it. Speeds that the run
-    file declares are not limited."""
+    others: its measurement is its own word, and how many steps it is given hangs on it. Speeds that
+    the run file declares are not limited."""
     max_share: Annotated[float, Field(ge=0.5, le=1.0)] = 0.5
     """Share of all weight that a measured speed may give to one of three sites or more. Batch sizes
     are in the run file: what a site has by them alone is not taken from it."""
@@ -196,8 +198,8 @@ class ControlSection(Section):
     latency: Annotated[float, Field(ge=0.0, le=3600.0)] = 0.0
     """Seconds that an exchange takes beside its bytes, with a declared `link`; else measured."""
     step_seconds: Annotated[float, Field(ge=1e-6, le=86400.0)] | None = None
-    """Seconds of an inner step at the slowest site, with `steps = "by-speed"` at the fastest; not
-    set: measured."""
+    """Seconds of an inner step at the slowest site, with `steps = "by-speed"` at the one that takes
+    `inner_steps`; not set: measured."""
     utilisation: Annotated[float, Field(gt=0.0, le=1.0)] = 0.9
     """Share of the time that there is which exchanges are planned to take."""
     work: Annotated[float, Field(gt=0.0, le=1.0)] = 0.03

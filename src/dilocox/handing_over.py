@@ -195,7 +195,7 @@ def whole_state(
 
 
 def steps_taken_by(point: e.Resumed, plan: RoundPlan | None, before: RoundPlan | None) -> int:
-    """Inner steps of the fastest site up to a checkpoint, `plan` being that of the round it lies
+    """Inner steps of the typical site up to a checkpoint, `plan` being that of the round it lies
     in and `before` that of the round before; none where there is none."""
     if plan is not None:
         done = point.slot * plan.inner_steps // plan.slots if plan.slots else 0

@@ -31,7 +31,7 @@ class Handover(BaseModel):
     tick: Count
     """Slots of it that had ended."""
     steps: Count
-    """Inner steps that its fastest site had taken."""
+    """Inner steps that its typical site had taken."""
     seed: int
     sequence_length: Count
     data_digest: str

@@ -178,7 +178,7 @@ def window_of(rounds: Mapping[str, Sequence[Record]], warm_up: int) -> Window:
 
 
 def _is_cut(rows: Sequence[Record]) -> bool:
-    """The last of three rounds or more has fewer of the fastest site's inner steps than the one
+    """The last of three rounds or more has fewer of the typical site's inner steps than the one
     before it."""
     earlier, before, last = (row["step"] for row in rows[-3:])
     return bool(last - before < before - earlier)

@@ -23,7 +23,7 @@ class SimPlan:
     """By site; see `dilocox.outer.controller.pace`."""
 
     def steps(self, site: str, count: int) -> int:
-        """Inner steps of `site` while the fastest takes `count` from the round's beginning."""
+        """Inner steps of `site` while the typical one takes `count` from the round's beginning."""
         return steps_taken(self.paces[site], self.carries[site], count)
 
 

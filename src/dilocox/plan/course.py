@@ -118,8 +118,9 @@ class Course:
 
     @property
     def tokens_per_step(self) -> float:
-        """Of all sites together, while the fastest takes one step, in the settled rounds."""
-        return self.settled_tokens / max(map(self.steps_of, range(len(self.sites))))
+        """Of all sites together, while the typical one takes one step, in the settled rounds."""
+        counted = sum(each.inner_steps for each in self.choices[self.settled() : self.whole])
+        return self.settled_tokens / counted
 
     def step_seconds_of(self, site: int) -> float:
         """Time from one inner step of a site to its next, whatever it does between them."""

@@ -140,7 +140,7 @@ def plan_run(
     prediction = _predict(config, places, links, fabric, outline)
     guessed = config.total_steps
     if tokens is not None:
-        # Slower sites may take fewer steps than the fastest, whose steps the run file counts.
+        # Sites may take fewer or more steps than the typical one, whose steps the run file counts.
         config = _as_long_as(config, tokens, prediction.course.tokens_per_step)
     if config.total_steps != guessed:
         prediction = _predict(config, places, links, fabric, outline)
@@ -216,7 +216,7 @@ def _product(site: SiteSection) -> str:
 
 
 def _steps_left(config: RunConfig) -> int:
-    """Inner steps of the fastest site that the run takes itself: what it goes on from has taken the
+    """Inner steps of the typical site that the run takes itself: what it goes on from has taken the
     others. Raises `CheckpointError` if that cannot be read, `ConfigError` if none are left."""
     if not config.model.handover:
         return config.total_steps
@@ -243,7 +243,7 @@ def _fullest(
 
 
 def _as_long_as(config: RunConfig, tokens: float, per_step: float) -> RunConfig:
-    """The run made as long as `tokens` take, at so many for each inner step of the fastest site."""
+    """The run made as long as `tokens` take, at so many for each inner step of the typical site."""
     steps = max(1, round(tokens / per_step))
     return changed(config, {"outer.rounds": None, "outer.steps": steps})
 

@@ -195,7 +195,9 @@ def test_no_lease_beyond_the_rounds_that_are_planned(four: Four) -> None:
     assert stopped.stop_tick == state.lease
 
 
-def test_who_says_that_it_is_infinitely_fast_has_half_the_weight_at_most(tmp_path: Path) -> None:
+def test_who_says_that_it_is_infinitely_fast_is_given_much_and_has_half_the_weight_at_most(
+    tmp_path: Path,
+) -> None:
     outer = {"rounds": 8, "inner_steps": 20}
     driver = Driver(tmp_path, run_config("abcm", outer=outer, control={"steps": "by-speed"}))
     driver.start()
@@ -210,9 +212,12 @@ def test_who_says_that_it_is_infinitely_fast_has_half_the_weight_at_most(tmp_pat
     weights = {site: member.weight for site, member in plan.members.items()}
     assert weights["m"] == pytest.approx(2.0)
     assert weights["a"] == pytest.approx(2.0 / 3)
-    assert [plan.steps_of(site) for site in "am"] == [3, 20]
+    assert [plan.steps_of(site) for site in "abcm"] == [20, 20, 20, 160]
     told = [text for *_, text in driver.core.state.feed if "speed" in text]
-    assert "a goes at 12 % of the fastest site's speed from round 2 on, before at 100 %" in told[0]
+    assert told == [
+        "m goes at 800 % of the typical site's speed from round 4 on, before at 100 %, by what "
+        "sites measure"
+    ]
     driver.core.close()
 
 

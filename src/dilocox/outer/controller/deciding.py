@@ -17,6 +17,7 @@ from dilocox.outer.controller.pace import (
     FULL,
     declared_paces,
     measured_paces,
+    middle,
     rounds_looked_at,
 )
 
@@ -25,7 +26,7 @@ LOOK_BACK = 2
 while none waits for the others."""
 
 Measurements = Mapping[int, Mapping[str, Sample]]
-"""By round and site. Steps are the site's own: longer than the fastest's, and fewer."""
+"""By round and site. Steps are the site's own, of a slow one longer and fewer than others'."""
 
 
 @dataclass(frozen=True)
@@ -49,8 +50,8 @@ def decide(
     before: Decided | None,
     taken: int = 0,
 ) -> tuple[dict[str, int], Choice, Estimate | None]:
-    """How fast `members` go in `round_`, in thousandths of the fastest; what is chosen for it; and
-    the estimate of the link that it was chosen by.
+    """How fast `members` go in `round_`, as paces (`dilocox.outer.controller.pace`); what is chosen
+    for it; and the estimate of the link that it was chosen by.
 
     `menu`: payload sizes by codec, if the controller goes by the link; `ranks`: effective ranks of
     the rounds that may be looked at, in thousandths, oldest first, if it goes by these;
@@ -68,8 +69,8 @@ def decide(
         earlier=_samples(measured, round_ - LOOK_BACK - 1, paces),
     )
     if estimate is not None:
-        slowest = min(paces.values())
-        estimate = replace(estimate, lag_us=estimate.step_us * (FULL - slowest) // slowest)
+        steps = [estimate.step_us * FULL // pace for pace in paces.values()]
+        estimate = replace(estimate, lag_us=max(steps) - min(steps))
     now = None if before is None else (before.inner_steps, before.codec, before.fragments)
     return paces, by_link.choose(config, menu, estimate, len(paces), now, taken), estimate
 
@@ -92,13 +93,13 @@ def _paces(
     in_force = {} if before is None else before.paces
     if before is None or not known:
         return measured_paces(times, in_force, most=config.control.max_speed)
-    fastest = min((own.step_us for own in measured[known[-1]].values()), default=1)
-    rounds = rounds_looked_at(before.inner_steps, fastest)
+    latest = [own.step_us for own in measured[known[-1]].values()]
+    rounds = rounds_looked_at(before.inner_steps, middle(latest) if latest else 1)
     return measured_paces(times, in_force, rounds, config.control.max_speed)
 
 
 def _samples(measured: Measurements, round_: int, paces: Mapping[str, int]) -> list[Sample]:
-    """What members measured in a round, with steps as the fastest site has them."""
+    """What members measured in a round, with steps as the typical site has them."""
     return [
         replace(own, step_us=max(1, own.step_us * paces[site] // FULL))
         for site, own in measured.get(round_, {}).items()

@@ -1,10 +1,15 @@
 """How many inner steps each site takes, from how fast it is; and what its contribution weighs.
 
-A site's *pace* is its speed in thousandths of the fastest member's. While the fastest takes c inner
-steps, a site of pace p takes (c * p + carry) // 1000: what is left of a step is carried into the
-next round, so that over many rounds a site trains exactly in proportion to its speed. Rounding
+A site's *pace* is its speed in thousandths of the typical site's. While the typical site takes c
+inner steps, a site of pace p takes (c * p + carry) // 1000: what is left of a step is carried into
+the next round, so that over many rounds a site trains exactly in proportion to its speed. Rounding
 down means that no site comes late to a boundary because of it; one with longer steps comes early,
 by less than a step.
+
+The typical site is the fastest one where the run file declares speeds. A speed that is measured is
+a site's own word. So of three sites or more the typical one is the middle one, of an even number
+the faster of the two: a minority that claims to be fast takes no steps from the others, and is
+given more itself. Of two sites the typical one is the faster: neither is a majority.
 
 Pure functions of whole numbers: times are microseconds, as sites measured them.
 """
@@ -15,10 +20,12 @@ import math
 from collections.abc import Mapping, Sequence
 
 FULL = 1000
-"""Pace of the fastest."""
+"""Pace of the typical site."""
+MOST = 1000 * FULL
+"""The highest pace: what `control.max_speed` may be."""
 ALIKE = 950
-"""From this pace on a site counts as equally fast: machines of one kind differ by a few per cent
-from round to round."""
+"""From this pace on, and up to its reciprocal, a site counts as equally fast: machines of one kind
+differ by a few per cent from round to round."""
 GRAIN = 10
 """Measured paces are rounded down to multiples of this."""
 SLOWER, FASTER = 20, 50
@@ -26,7 +33,10 @@ SLOWER, FASTER = 20, 50
 or above."""
 ROUNDS = 3
 """A site's step time is the median of so many rounds at least, so that one that was disturbed by a
-checkpoint, say, changes nothing."""
+checkpoint, say, changes nothing. A site that has measured fewer is given no more steps than the
+typical one."""
+MAJORITY = 3
+"""Of so many sites two are a majority."""
 PERIOD_US = 60_000_000
 """It is the median of all rounds of this time, where rounds are short: a machine that is busy for
 some seconds is not a slow one, and whoever is paced by such seconds idles in the next ones."""
@@ -34,12 +44,12 @@ MOST_ROUNDS = 40
 """Of so many rounds at most."""
 SURE, UNSURE = 8, 750
 """Until a site has measured so many rounds, or all that are looked at, only a pace below this
-counts as slower; one that is in force is measured as usual."""
+counts as slower, or above its reciprocal as faster; one that is in force is measured as usual."""
 
 
 def rounds_looked_at(inner_steps: int, step_us: int) -> int:
     """How many of the latest rounds paces are made from, where a round has so many inner steps of
-    the fastest site, of `step_us` microseconds each."""
+    the typical site, of `step_us` microseconds each."""
     return min(MOST_ROUNDS, max(ROUNDS, PERIOD_US // max(1, inner_steps * step_us)))
 
 
@@ -53,42 +63,46 @@ def measured_paces(
     looked at.
 
     `before`: paces in force, if there are any. A site without step times keeps its own, or counts
-    as one of the fastest. One of fewer than `ROUNDS` rounds, which has just come, is not what the
-    others are measured by, unless all are like that. A site counts as at most `most` times as
-    fast as the median of the others.
+    as a typical one. One of fewer than `ROUNDS` rounds, which has just come, is not what the others
+    are measured by, unless too few others are there, and has no pace above `FULL`. A site counts as
+    at most `most` times as fast as the median of the others, and as the typical one.
     """
-    typical = {site: _median(times[-rounds:]) for site, times in step_us.items() if times}
-    bounded = {site: max(time, _least(site, typical, most)) for site, time in typical.items()}
+    own = {site: middle(times[-rounds:]) for site, times in step_us.items() if times}
+    bounded = {site: max(time, _least(site, own, most)) for site, time in own.items()}
     known = [time for site, time in bounded.items() if len(step_us[site]) >= ROUNDS]
-    fastest = min(known or bounded.values(), default=0)
+    enough = known and (len(known) >= MAJORITY or len(bounded) < MAJORITY)
+    typical = middle(known if enough else list(bounded.values())) if bounded else 0
     found = {}
     for site in step_us:
         old = before.get(site, FULL)
         found[site] = old
-        if site in typical:
-            new = FULL * fastest // max(1, typical[site])
-            sure = old < FULL or len(step_us[site]) >= min(SURE, rounds)
+        if site in own:
+            new = int(min(FULL * typical // max(1, bounded[site]), FULL * most))
+            if len(step_us[site]) < ROUNDS:
+                new = min(new, FULL)
+            sure = old != FULL or len(step_us[site]) >= min(SURE, rounds)
             alike = ALIKE if sure else UNSURE
-            new = FULL if new >= alike else max(GRAIN, new // GRAIN * GRAIN)
+            equal = alike <= new <= FULL * FULL // alike
+            new = FULL if equal else max(GRAIN, new // GRAIN * GRAIN)
             near = old * (FULL - SLOWER) <= new * FULL <= old * (FULL + FASTER)
-            found[site] = old if near and new < FULL else new
+            found[site] = old if near and not equal else new
     return found
 
 
-def _least(site: str, typical: Mapping[str, int], most: float) -> int:
+def _least(site: str, own: Mapping[str, int], most: float) -> int:
     """The shortest step time that a site is believed, by the others' median; 0 without others."""
-    others = [time for other, time in typical.items() if other != site]
-    return int(_median(others) / most) if others else 0
+    others = [time for other, time in own.items() if other != site]
+    return int(middle(others) / most) if others else 0
 
 
 def declared_paces(speeds: Mapping[str, float]) -> dict[str, int]:
-    """Pace of every site from speeds in any unit."""
+    """Pace of every site from speeds in any unit, in thousandths of the fastest one's."""
     fastest = max(speeds.values())
     return {site: max(1, int(FULL * speed / fastest)) for site, speed in speeds.items()}
 
 
 def steps_taken(pace: int, carry: int, count: int) -> int:
-    """Inner steps of a site while the fastest takes `count` from the round's beginning."""
+    """Inner steps of a site while the typical one takes `count` from the round's beginning."""
     return (count * pace + carry) // FULL
 
 
@@ -104,7 +118,7 @@ def carried(pace: int, carry: int, inner_steps: int) -> tuple[int, int]:
 
 
 def step_within(pace: int, carry: int, number: int) -> int:
-    """Which of the fastest site's inner steps of the round, from 0, a site's step `number`, from 0,
+    """Which of the typical site's inner steps of the round, from 0, a site's step `number`, from 0,
     ends with: its place in the schedule of the learning rate."""
     return -(-((number + 1) * FULL - carry) // pace) - 1
 
@@ -149,5 +163,6 @@ def limited(
     return dict(weights)
 
 
-def _median(values: Sequence[int]) -> int:
+def middle(values: Sequence[int]) -> int:
+    """The median; of an even number the lower of the two."""
     return sorted(values)[(len(values) - 1) // 2]

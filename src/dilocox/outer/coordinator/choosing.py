@@ -18,8 +18,8 @@ from dilocox.outer.coordinator.state import CoordinatorState
 def decided(
     state: CoordinatorState, round_: int, members: Sequence[str]
 ) -> tuple[dict[str, int], Choice, LinkEstimate | None]:
-    """How fast `members` go in `round_`, in thousandths of the fastest; what is chosen for it; and
-    the estimate that it was chosen by."""
+    """How fast `members` go in `round_`, as paces (`dilocox.outer.controller.pace`); what is chosen
+    for it; and the estimate that it was chosen by."""
     plan, before = state.plans.get(round_ - 1), None
     if plan is not None:
         known = None if plan.estimate is None else Estimate(**plan.estimate.model_dump())

@@ -99,7 +99,7 @@ class Facts:
 
     @property
     def last_step(self) -> int:
-        """Inner steps of the fastest site before the flush."""
+        """Inner steps of the typical site before the flush."""
         flush = self.plans[self.next_round - 1] if self.flush_planned else None
         return self.config.total_steps if flush is None else flush.first_step
 

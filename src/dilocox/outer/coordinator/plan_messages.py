@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from dilocox.config_site import SiteName
-from dilocox.outer.controller.pace import FULL, step_within, steps_taken
+from dilocox.outer.controller.pace import FULL, MOST, step_within, steps_taken
 from dilocox.plain_text import plain
 
 Count = Annotated[int, Field(ge=0, le=2**53)]
@@ -36,17 +36,17 @@ class MemberPlan(Message):
     be read in this order, `batch` of them per inner step."""
     space: Annotated[str, Field(max_length=64)]
     """`shared`, or `site/NAME` for a site with token files of its own."""
-    pace: Annotated[int, Field(ge=1, le=FULL)] = FULL
-    """Its speed in thousandths of the fastest member's (`dilocox.outer.controller.pace`)."""
+    pace: Annotated[int, Field(ge=1, le=MOST)] = FULL
+    """Its speed in thousandths of the typical member's (`dilocox.outer.controller.pace`)."""
     carry: Count = 0
     """Thousandths of a step that it brings along from the round before."""
 
     def steps(self, count: int) -> int:
-        """Inner steps that this site has taken when the fastest has taken `count` of the round."""
+        """Inner steps of this site while the typical one takes `count` of the round."""
         return steps_taken(self.pace, self.carry, count)
 
     def place(self, number: int) -> int:
-        """Which of the fastest site's inner steps this site's step `number` ends with, from 0."""
+        """Which of the typical site's inner steps this site's step `number` ends with, from 0."""
         return step_within(self.pace, self.carry, number)
 
 
@@ -84,10 +84,10 @@ class RoundPlan(Message):
     first_tick: Count
     """Slots before this round: its slot s (from 0) ends at tick first_tick + s + 1."""
     first_step: Count
-    """Inner steps of the fastest site before this round."""
+    """Inner steps of the typical site before this round."""
     members: dict[SiteName, MemberPlan]
     inner_steps: Count
-    """Of the fastest member; `MemberPlan.steps` has the others'."""
+    """Of the typical member; `MemberPlan.steps` has the others'."""
     slots: Count
     fragments: Count
     delay: Count
@@ -111,7 +111,7 @@ class RoundPlan(Message):
     """No training round follows: true of the last training round and of the flush."""
 
     def steps_of(self, site: str) -> int:
-        """Inner steps of the round that a member takes; a slow one fewer than the fastest."""
+        """Inner steps of the round that a member takes; a slow one fewer than the typical one."""
         return self.members[site].steps(self.inner_steps)
 
 

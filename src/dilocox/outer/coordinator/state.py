@@ -243,8 +243,8 @@ class CoordinatorState(GivenState):
                 self._say(
                     event,
                     "phase",
-                    f"{name} goes at {member.pace / 10:g} % of the fastest site's speed from round "
-                    f"{plan.round} on, before at {old / 10:g} %, by what sites measure",
+                    f"{name} goes at {member.pace / 10:g} % of the typical site's speed from round "
+                    f"{plan.round + 1} on, before at {old / 10:g} %, by what sites measure",
                 )
 
     def _forget(self, oldest: int) -> None:

@@ -239,7 +239,8 @@ def expected(evidence: Sequence[Evidence], step_us: int) -> float:
 
 
 def least_step(evidence: Sequence[Evidence], end: float) -> int:
-    """The shortest step time in microseconds with which a site comes as late as at `end`."""
+    """The shortest step time in microseconds with which a site comes as late as at `end`; 0 where
+    nothing bounds it, as where a slow site takes no step after the moments that are known."""
     if any(when >= end for when, steps in evidence if not steps):
         return 0
-    return round(max(0.0, min((end - when) / n for when, n in evidence if n)) * _US)
+    return round(max(0.0, min(((end - when) / n for when, n in evidence if n), default=0.0)) * _US)
