@@ -117,7 +117,7 @@ class Registry:
     def plan(self, round_: int) -> m.RoundPlan:
         """The next round's plan, on fresh token ranges."""
         batch = self.config.site.batch_size
-        count = STEPS * batch
+        count = max(map(self._steps, self.config.sites)) * batch
         first = round_ * count * len(self.config.sites)
         plan = m.RoundPlan(
             round=round_,
@@ -258,7 +258,7 @@ def train(
 ) -> None:
     """Train `rounds` rounds into the run's folder; lyon cheats in some, paris never.
 
-    `paces`: of sites that are not as fast as the fastest; they leave nothing of a step. After the
+    `paces`: of sites that are not as fast as the typical; they leave nothing of a step. After the
     round `goes_after` lyon is gone, though the next one names it. `fragments`: of rounds in which
     the two pieces are not exchanged apart. `flush`: the run ends with one, in which lyon does this.
     """

@@ -1,7 +1,7 @@
-"""Honest sites that did less than the plan's fastest, or nothing at all, are accused of nothing.
+"""Honest sites that did less or more than the plan's typical, or nothing, are accused of nothing.
 
-One run: lyon takes three steps while paris takes four, and is gone after the second round, though
-the third was planned with it.
+One run of four steps a round: lyon takes three while paris takes six. Lyon is gone after the second
+round, though the third was planned with it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tests.audit.test_cheats import audit, elsewhere, here, rates_off_by
 
 __all__ = ["elsewhere"]
 
-SLOWER = 3
+SLOWER, FASTER = 3, 6
 SIGNER = s.Signer.from_hex("0a" * 32)
 LAST = 1
 """Lyon's last round."""
@@ -35,16 +35,20 @@ LAST = 1
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root, paces = tmp_path_factory.mktemp("unequal"), {"lyon": 1000 * SLOWER // STEPS}
+    steps = {"lyon": SLOWER, "paris": FASTER}
+    paces = {site: 1000 * count // STEPS for site, count in steps.items()}
+    root = tmp_path_factory.mktemp("unequal")
     return trained_in(root, LAST + 2, {}, paces=paces, goes_after=LAST)
 
 
-def test_a_slower_site_is_exact(trained: Path) -> None:
-    """It is audited by the number of its own steps, and says so."""
+def test_a_slower_site_and_a_faster_one_are_exact(trained: Path) -> None:
+    """Each is audited by the number of its own steps, and says so."""
     verdict = audit(trained, "lyon", 0)
     assert verdict.verdict == "EXACT", verdict
     assert verdict.reason == f"{SLOWER} steps, 2 payloads, the same bits"
-    assert audit(trained, "paris", 0).reason.startswith(f"{STEPS} steps")
+    faster = audit(trained, "paris", 0)
+    assert faster.verdict == "EXACT", faster
+    assert faster.reason.startswith(f"{FASTER} steps")
 
 
 def test_a_slower_site_from_another_class(

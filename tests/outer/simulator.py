@@ -135,7 +135,7 @@ class Settings:
     weights: Callable[[int, str], float] = lambda round_, site: 1.0
     """w_i of a round."""
     paces: Mapping[str, int] = field(default_factory=dict)
-    """Speeds in thousandths of the fastest's, of sites that are slower."""
+    """Speeds in thousandths of the typical site's, of sites that differ."""
     counted: Callable[[int, str], bool] = lambda round_, site: True
     """Whether the site is in the contribution set of a round."""
 
