@@ -29,7 +29,18 @@ def test_paces_are_speeds_over_the_middle_site_s_of_three_or_more() -> None:
     del times["e"]  # of four the second fastest
     assert measured_paces(times, {}) == {"a": 1250, "b": 1000, "c": 620, "d": 310}
     three = {"a": [100] * 3, "b": [300] * 3, "c": [300] * 3}
-    assert measured_paces(three, {}) == {"a": 3000, "b": 1000, "c": 1000}
+    assert measured_paces(three, {"a": 2500}) == {"a": 3000, "b": 1000, "c": 1000}
+
+
+def test_a_pace_above_the_typical_one_s_rises_by_half_a_round() -> None:
+    times, in_force, course = {"a": [100] * 9, "b": [300] * 9, "c": [300] * 9}, {"a": 1000}, []
+    for _ in range(4):
+        in_force = measured_paces(times, in_force)
+        course.append(in_force["a"])
+    assert course == [1500, 2250, 3000, 3000]
+    # Down to what it is, and up to the typical one's, a site comes at once.
+    assert measured_paces({**times, "a": [300] * 9}, {"a": 3000})["a"] == 1000
+    assert measured_paces({**times, "a": [300] * 9}, {"a": 250})["a"] == 1000
 
 
 def test_of_two_sites_paces_are_speeds_over_the_faster_one_s() -> None:
@@ -84,14 +95,14 @@ def test_who_has_just_come_is_not_what_the_others_are_measured_by() -> None:
     assert found == {"a": 1000, "b": 1000, "new": 1000}
     assert measured_paces({"a": [100] * 9, "new": [50, 50, 50]}, {})["a"] == 500
     # Of one site and newcomers nobody is believed alone.
-    found = measured_paces({"m": [1] * 9, "a": [100], "b": [100]}, {}, most=8.0)
+    found = measured_paces({"m": [1] * 9, "a": [100], "b": [100]}, {"m": 7000}, most=8.0)
     assert found == {"m": 8000, "a": 1000, "b": 1000}
 
 
 def test_nobody_is_given_more_steps_before_three_rounds_are_measured() -> None:
     times = {"a": [100] * 2, "b": [100] * 2, "m": [20] * 2}
     assert measured_paces(times, {}) == {"a": 1000, "b": 1000, "m": 1000}
-    assert measured_paces({site: row * 2 for site, row in times.items()}, {})["m"] == 5000
+    assert measured_paces({site: row * 2 for site, row in times.items()}, {})["m"] == 1500
     # As with slow ones, what differs little is chance until eight rounds are measured.
     for rounds, pace in ((7, 1000), (8, 1250)):
         row = {"a": [100] * rounds, "b": [100] * rounds, "c": [80] * rounds}
@@ -213,7 +224,8 @@ def test_weights_have_a_mean_of_one(rule: str, sites: list[tuple[int, int]]) -> 
 def test_nobody_is_faster_than_the_others_median_allows() -> None:
     """m says that a step takes it 1 us: it has to take eight times the others' steps."""
     times = {**dict.fromkeys("abc", [100_000] * 3), "m": [1] * 3}
-    assert measured_paces(times, {}, most=8.0) == {"a": 1000, "b": 1000, "c": 1000, "m": 8000}
+    found = measured_paces(times, {"m": 7000}, most=8.0)
+    assert found == {"a": 1000, "b": 1000, "c": 1000, "m": 8000}
     assert measured_paces({"a": [100_000] * 3, "m": [1] * 3}, {}, most=8.0)["a"] == 120
     honest = {"a": [100] * 3, "b": [200] * 3, "c": [700] * 3}
     assert measured_paces(honest, {}, most=8.0) == measured_paces(honest, {})

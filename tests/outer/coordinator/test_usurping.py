@@ -201,9 +201,11 @@ def test_who_says_that_it_is_infinitely_fast_is_given_much_and_has_half_the_weig
     outer = {"rounds": 8, "inner_steps": 20}
     driver = Driver(tmp_path, run_config("abcm", outer=outer, control={"steps": "by-speed"}))
     driver.start()
-    for round_ in range(5):
+    given = []
+    for round_ in range(7):
         plan = driver.plan(round_, "a")
         assert plan is not None
+        given.append([plan.steps_of(site) for site in "abcm"])
         for site in "abcm":
             said = m.Measured(step_us=1 if site == "m" else 500_000, exchange_bytes=1,
                               exchange_us=1, exchanges=1)  # fmt: skip
@@ -212,10 +214,11 @@ def test_who_says_that_it_is_infinitely_fast_is_given_much_and_has_half_the_weig
     weights = {site: member.weight for site, member in plan.members.items()}
     assert weights["m"] == pytest.approx(2.0)
     assert weights["a"] == pytest.approx(2.0 / 3)
-    assert [plan.steps_of(site) for site in "abcm"] == [20, 20, 20, 160]
+    # More by half every round, from the first that three rounds are known to.
+    assert given == [[20, 20, 20, steps] for steps in (20, 20, 20, 20, 30, 45, 67)]
     told = [text for *_, text in driver.core.state.feed if "speed" in text]
     assert told == [
-        "m goes at 800 % of the typical site's speed from round 4 on, before at 100 %, by what "
+        "m goes at 225 % of the typical site's speed from round 5 on, before at 150 %, by what "
         "sites measure"
     ]
     driver.core.close()

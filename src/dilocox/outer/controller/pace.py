@@ -35,6 +35,9 @@ ROUNDS = 3
 """A site's step time is the median of so many rounds at least, so that one that was disturbed by a
 checkpoint, say, changes nothing. A site that has measured fewer is given no more steps than the
 typical one."""
+RISE = 1500
+"""A pace above `FULL` rises to at most so many thousandths of itself from one round to the next: a
+site whose claim is false comes late to its exchanges before the others have waited long."""
 MAJORITY = 3
 """Of so many sites two are a majority."""
 PERIOD_US = 60_000_000
@@ -65,7 +68,8 @@ def measured_paces(
     `before`: paces in force, if there are any. A site without step times keeps its own, or counts
     as a typical one. One of fewer than `ROUNDS` rounds, which has just come, is not what the others
     are measured by, unless too few others are there, and has no pace above `FULL`. A site counts as
-    at most `most` times as fast as the median of the others, and as the typical one.
+    at most `most` times as fast as the median of the others, and as the typical one. What is above
+    `FULL` comes step by step (`RISE`).
     """
     own = {site: middle(times[-rounds:]) for site, times in step_us.items() if times}
     bounded = {site: max(time, _least(site, own, most)) for site, time in own.items()}
@@ -78,6 +82,7 @@ def measured_paces(
         found[site] = old
         if site in own:
             new = int(min(FULL * typical // max(1, bounded[site]), FULL * most))
+            new = min(new, max(FULL, old) * RISE // FULL)
             if len(step_us[site]) < ROUNDS:
                 new = min(new, FULL)
             sure = old != FULL or len(step_us[site]) >= min(SURE, rounds)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from dilocox.outer.controller.pace import MOST_ROUNDS
+from dilocox.outer.controller.pace import FULL, MOST_ROUNDS
 from dilocox.outer.coordinator import doubts, early_end, fetching
 from dilocox.outer.coordinator import events as e
 from dilocox.outer.coordinator.exchanges import UNREACHABLE, Exchange, Member, Vote
@@ -234,18 +234,18 @@ class CoordinatorState(GivenState):
         self._say_of_paces(event, plan)
 
     def _say_of_paces(self, event: e.Planned, plan: RoundPlan) -> None:
-        """Say of whom much more, or much less, is expected than before."""
+        """Say of whom much more or less is expected than before, or twice what is typical."""
         before = self.plans.get(plan.round - 1)
         known = {} if before is None else before.members
         for name, member in plan.members.items():
             old = known[name].pace if name in known else member.pace
-            if not old <= 2 * member.pace <= 4 * old:
-                self._say(
-                    event,
-                    "phase",
+            twice = old < 2 * FULL <= member.pace
+            if twice or not old <= 2 * member.pace <= 4 * old:
+                text = (
                     f"{name} goes at {member.pace / 10:g} % of the typical site's speed from round "
-                    f"{plan.round + 1} on, before at {old / 10:g} %, by what sites measure",
+                    f"{plan.round} on, before at {old / 10:g} %, by what sites measure"
                 )
+                self._say(event, "phase", text)
 
     def _forget(self, oldest: int) -> None:
         for key in [key for key, item in self.exchanges.items() if item.round < oldest]:
