@@ -10,8 +10,8 @@ import pytest
 
 from dilocox import coordinating
 from dilocox.config import RunConfig, resolve_run
-from dilocox.outer.coordinator.endpoint import Endpoint
 from dilocox.errors import TrainingError
+from dilocox.outer.coordinator.endpoint import Endpoint
 from dilocox.outer.coordinator.transport import host_and_port
 from dilocox.record.one_writer import held
 

@@ -24,8 +24,8 @@ from dilocox.outer.coordinator.refusals import Refused
 from dilocox.record import statements as s
 from dilocox.record.acceptance import Acceptance
 from dilocox.record.anchor import Anchor
-from dilocox.record.canonical import dumps
 from dilocox.record.audits import BAD
+from dilocox.record.canonical import dumps
 from dilocox.record.digests import sealed
 from dilocox.record.handed_in import check_planned, taken_in
 from dilocox.record.held import taken_apart
