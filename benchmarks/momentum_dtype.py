@@ -22,7 +22,7 @@ import uneven_weights as lm
 from dilocox.compression import codec
 from dilocox.outer.averaging import average
 from dilocox.outer.calendar import boundary_slots
-from dilocox.outer.controller.pace import FULL
+from dilocox.outer.coordinator.step_share import FULL
 from dilocox.outer.optimizer import MOMENTUM_DTYPES
 from dilocox.outer.overlap import Rule
 

@@ -27,7 +27,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from dilocox.outer.averaging import average
 from dilocox.outer.calendar import boundary_slots
-from dilocox.outer.controller.pace import FULL, carried, site_weights, steps_taken
+from dilocox.outer.controller.pace import site_weights
+from dilocox.outer.coordinator.step_share import FULL, carried, steps_taken
 from dilocox.outer.layout import Layout, split_pieces
 from dilocox.outer.overlap import Rule
 from dilocox.outer.state import PieceState

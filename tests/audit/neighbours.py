@@ -25,10 +25,10 @@ from dilocox.determinism import facts_here
 from dilocox.outer.averaging import average
 from dilocox.outer.contribution import Contribution, Outcome
 from dilocox.outer.control import RankControl
-from dilocox.outer.controller.pace import FULL, steps_taken
 from dilocox.outer.coordinator import messages as m
 from dilocox.outer.coordinator.client import CoordinatorClient
 from dilocox.outer.coordinator.notary import Decision
+from dilocox.outer.coordinator.step_share import FULL, steps_taken
 from dilocox.outer.loop import OuterLoop
 from dilocox.persistence import Keeper, record_state
 from dilocox.rank_state import RankState

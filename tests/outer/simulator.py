@@ -16,8 +16,8 @@ from torch import Tensor
 
 from dilocox.compression import Compressor, LowRank
 from dilocox.outer.averaging import average, chunk_bounds, requantise
-from dilocox.outer.controller.pace import FULL, steps_taken
 from dilocox.outer.coordinator.messages import ExchangeKey
+from dilocox.outer.coordinator.step_share import FULL, steps_taken
 from dilocox.outer.exchange import advancing
 from dilocox.outer.layout import Layout, split_pieces
 from dilocox.outer.overlap import Rule

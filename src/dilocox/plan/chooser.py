@@ -9,7 +9,7 @@ from dilocox.config import RunConfig
 from dilocox.outer.controller.candidates import Menu
 from dilocox.outer.controller.choice import Choice
 from dilocox.outer.controller.deciding import Decided, Measurements, decide
-from dilocox.outer.controller.pace import carried, steps_taken
+from dilocox.outer.coordinator.step_share import carried, steps_taken
 
 
 @dataclass(frozen=True)

@@ -7,16 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dilocox.outer.controller.pace import (
-    FULL,
-    carried,
     declared_paces,
     limited,
     measured_paces,
     rounds_looked_at,
     site_weights,
-    step_within,
-    steps_taken,
 )
+from dilocox.outer.coordinator.step_share import FULL, carried, step_within, steps_taken
 
 paces = st.integers(1, 2500)
 carries = st.integers(0, 999)

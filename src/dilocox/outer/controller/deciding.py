@@ -13,13 +13,8 @@ from dilocox.outer.controller import by_link, by_rank
 from dilocox.outer.controller.candidates import Menu
 from dilocox.outer.controller.choice import Choice, as_the_run_file_says
 from dilocox.outer.controller.link import Estimate, Sample, declared, estimated
-from dilocox.outer.controller.pace import (
-    FULL,
-    declared_paces,
-    measured_paces,
-    middle,
-    rounds_looked_at,
-)
+from dilocox.outer.controller.pace import declared_paces, measured_paces, middle, rounds_looked_at
+from dilocox.outer.coordinator.step_share import FULL
 
 LOOK_BACK = 2
 """The plan of round t may use what was measured up to round t - 2: all sites are through with it,

@@ -1,10 +1,7 @@
 """How many inner steps each site takes, from how fast it is; and what its contribution weighs.
 
-A site's *pace* is its speed in thousandths of the typical site's. While the typical site takes c
-inner steps, a site of pace p takes (c * p + carry) // 1000: what is left of a step is carried into
-the next round, so that over many rounds a site trains exactly in proportion to its speed. Rounding
-down means that no site comes late to a boundary because of it; one with longer steps comes early,
-by less than a step.
+A site's *pace* is its speed in thousandths of the typical site's; `step_share` says which inner
+steps follow from that.
 
 The typical site is the fastest one where the run file declares speeds. A speed that is measured is
 a site's own word. So of three sites or more the typical one is the middle one, of an even number
@@ -19,10 +16,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-FULL = 1000
-"""Pace of the typical site."""
-MOST = 1000 * FULL
-"""The highest pace: what `control.max_speed` may be."""
+from dilocox.outer.coordinator.step_share import FULL
+
 ALIKE = 950
 """From this pace on, and up to its reciprocal, a site counts as equally fast: machines of one kind
 differ by a few per cent from round to round."""
@@ -104,28 +99,6 @@ def declared_paces(speeds: Mapping[str, float]) -> dict[str, int]:
     """Pace of every site from speeds in any unit, in thousandths of the fastest one's."""
     fastest = max(speeds.values())
     return {site: max(1, int(FULL * speed / fastest)) for site, speed in speeds.items()}
-
-
-def steps_taken(pace: int, carry: int, count: int) -> int:
-    """Inner steps of a site while the typical one takes `count` from the round's beginning."""
-    return (count * pace + carry) // FULL
-
-
-def carried(pace: int, carry: int, inner_steps: int) -> tuple[int, int]:
-    """(carry of this round, of the next), `carry` being what the round before has left.
-
-    Every site takes at least one step in a round of `inner_steps`; one that is too slow for that
-    is waited for.
-    """
-    if inner_steps and not steps_taken(pace, carry, inner_steps):
-        carry = FULL - pace * inner_steps
-    return carry, (pace * inner_steps + carry) % FULL
-
-
-def step_within(pace: int, carry: int, number: int) -> int:
-    """Which of the typical site's inner steps of the round, from 0, a site's step `number`, from 0,
-    ends with: its place in the schedule of the learning rate."""
-    return -(-((number + 1) * FULL - carry) // pace) - 1
 
 
 def site_weights(

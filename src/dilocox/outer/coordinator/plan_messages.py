@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from dilocox.config_site import SiteName
-from dilocox.outer.controller.pace import FULL, MOST, step_within, steps_taken
+from dilocox.outer.coordinator.step_share import FULL, MOST, step_within, steps_taken
 from dilocox.plain_text import plain
 
 Count = Annotated[int, Field(ge=0, le=2**53)]

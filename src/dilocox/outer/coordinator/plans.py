@@ -10,9 +10,10 @@ from dilocox.config import RunConfig
 from dilocox.outer.calendar import all_boundary_slots
 from dilocox.outer.controller.batch import shared_batches
 from dilocox.outer.controller.choice import Choice
-from dilocox.outer.controller.pace import FULL, carried, limited, site_weights, steps_taken
+from dilocox.outer.controller.pace import limited, site_weights
 from dilocox.outer.coordinator.ledger import Ledger, Range
 from dilocox.outer.coordinator.messages import LinkEstimate, MemberPlan, RoundPlan
+from dilocox.outer.coordinator.step_share import FULL, carried, steps_taken
 
 FLUSH_CODEC = "int8"
 """docs/algorithm.md §2: what is pending at the end of training goes through the 8-bit codec.

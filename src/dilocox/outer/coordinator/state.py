@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from dilocox.outer.controller.pace import FULL, MOST_ROUNDS
+from dilocox.outer.controller.pace import MOST_ROUNDS
 from dilocox.outer.coordinator import doubts, early_end, fetching
 from dilocox.outer.coordinator import events as e
 from dilocox.outer.coordinator.exchanges import UNREACHABLE, Exchange, Member, Vote
@@ -17,6 +17,7 @@ from dilocox.outer.coordinator.keys import ExchangeKey
 from dilocox.outer.coordinator.ledger import Ledger
 from dilocox.outer.coordinator.messages import Measured, RoundPlan
 from dilocox.outer.coordinator.site_state import CheckpointState, enrolled, stand
+from dilocox.outer.coordinator.step_share import FULL
 from dilocox.outer.coordinator.verdict_messages import Fetch, Opinion
 
 REMEMBERED = 4
