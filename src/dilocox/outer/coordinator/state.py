@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from dilocox.outer.controller.pace import MOST_ROUNDS
-from dilocox.outer.coordinator import doubts, early_end, fetching
+from dilocox.outer.coordinator import doubts, early_end, fetching, pace_lines
 from dilocox.outer.coordinator import events as e
 from dilocox.outer.coordinator.exchanges import UNREACHABLE, Exchange, Member, Vote
 from dilocox.outer.coordinator.given_state import GivenState
@@ -17,7 +17,6 @@ from dilocox.outer.coordinator.keys import ExchangeKey
 from dilocox.outer.coordinator.ledger import Ledger
 from dilocox.outer.coordinator.messages import Measured, RoundPlan
 from dilocox.outer.coordinator.site_state import CheckpointState, enrolled, stand
-from dilocox.outer.coordinator.step_share import FULL
 from dilocox.outer.coordinator.verdict_messages import Fetch, Opinion
 
 REMEMBERED = 4
@@ -232,21 +231,8 @@ class CoordinatorState(GivenState):
         self.plans = {r: known for r, known in self.plans.items() if r >= oldest}
         what = "flush" if plan.kind == "flush" else f"round {plan.round}"
         self._say(event, "plan", f"{what} planned for {', '.join(plan.members)}")
-        self._say_of_paces(event, plan)
-
-    def _say_of_paces(self, event: e.Planned, plan: RoundPlan) -> None:
-        """Say of whom much more or less is expected than before, or twice what is typical."""
-        before = self.plans.get(plan.round - 1)
-        known = {} if before is None else before.members
-        for name, member in plan.members.items():
-            old = known[name].pace if name in known else member.pace
-            twice = old < 2 * FULL <= member.pace
-            if twice or not old <= 2 * member.pace <= 4 * old:
-                text = (
-                    f"{name} goes at {member.pace / 10:g} % of the typical site's speed from round "
-                    f"{plan.round} on, before at {old / 10:g} %, by what sites measure"
-                )
-                self._say(event, "phase", text)
+        for line in pace_lines.changes(plan, self.plans.get(plan.round - 1)):
+            self._say(event, "phase", line)
 
     def _forget(self, oldest: int) -> None:
         for key in [key for key, item in self.exchanges.items() if item.round < oldest]:
