@@ -8,9 +8,9 @@ BIN := $(VENV)/bin
 # The lowest and the newest versions that are tested, each in an environment of its own.
 LOWEST ?= .venv-lowest
 HIGHEST ?= .venv-highest
-VERSION_TESTS := tests/site/test_site_model.py tests/site/test_precision.py tests/models/test_chunk.py \
-	tests/models/test_weights.py tests/models/test_export.py tests/plan/test_activations.py \
-	tests/test_checkpoint.py tests/test_versions.py tests/e2e/test_versions.py
+VERSION_TESTS := tests/inner/test_site_model.py tests/inner/test_precision.py tests/models/test_chunk.py \
+	tests/models/test_weights.py tests/models/test_export.py tests/tools/planner/test_activations.py \
+	tests/training/test_checkpoint_io.py tests/utils/test_versions.py tests/e2e/test_versions.py
 
 # What looks dependencies up, in an environment of its own.
 AUDIT ?= .venv-audit

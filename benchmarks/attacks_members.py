@@ -13,9 +13,9 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from dilocox.outer.attempt import Attempt
-from dilocox.outer.coordinator.client import CoordinatorClient
-from dilocox.outer.coordinator.messages import ExchangeKey
+from dilocox.coordinator.client.client import CoordinatorClient
+from dilocox.coordinator.protocol.messages import ExchangeKey
+from dilocox.transport.attempt import Attempt
 
 ALTERED = "rome"
 FALSE_FRAGMENT = 77

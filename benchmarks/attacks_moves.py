@@ -14,7 +14,7 @@ from attacks_lm import SYMBOLS
 from torch import Tensor
 
 from dilocox.compression import pack_frame
-from dilocox.compression.parts import Part
+from dilocox.compression.compressor import Part
 
 Values = Callable[[Tensor, Sequence[Tensor]], Tensor]
 """(own u, the honest sites' u) to the u that is contributed, flat fp32."""

@@ -23,12 +23,12 @@ from attacks_members import ALTERED, is_altered
 from torch import Tensor
 
 import dilocox
-from dilocox import assembly
+from dilocox.coordinator.server import events
+from dilocox.coordinator.server.event_log import EventLog
 from dilocox.errors import DilocoxError
-from dilocox.launch import prepare_data
-from dilocox.outer.coordinator import events
-from dilocox.outer.coordinator.log import EventLog
-from dilocox.outer.state import PieceState
+from dilocox.outer.fragment_state import PieceState
+from dilocox.training import builder
+from dilocox.training.launch.local import prepare_data
 
 SITES = ("paris", "lyon", "oslo", "rome")
 GATED = {"aggregation": "clip", "gate": True}
@@ -105,13 +105,13 @@ def at_the_altered_site(case: Case) -> Iterator[None]:
         with attacks_members.at_the_altered_site(case.member):
             yield
         return
-    honest = assembly.PieceState
+    honest = builder.PieceState
     if case.factor is not None:
-        assembly.PieceState = altered(case.factor)  # type: ignore[misc]
+        builder.PieceState = altered(case.factor)  # type: ignore[misc]
     try:
         yield
     finally:
-        assembly.PieceState = honest  # type: ignore[misc]
+        builder.PieceState = honest  # type: ignore[misc]
 
 
 def rows(

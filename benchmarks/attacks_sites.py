@@ -30,21 +30,21 @@ from dilocox.compression import (
     payload_digest,
     unpack_frame,
 )
-from dilocox.compression.parts import Part
+from dilocox.compression.compressor import Part
+from dilocox.coordinator.protocol.messages import EnrolRequest, ExchangeKey, Rank, Versions
+from dilocox.coordinator.protocol.verdicts import MICRO, Opinion
+from dilocox.coordinator.server.contribution_rules import Evidence, Judgement, judge
+from dilocox.coordinator.server.refusals import Refused
 from dilocox.errors import ExchangeError
-from dilocox.outer.admission.gate import Gate, Slope
-from dilocox.outer.admission.weighing import Weighing
 from dilocox.outer.contribution import Contribution, Probe
-from dilocox.outer.coordinator.judging import Evidence, Judgement, judge
-from dilocox.outer.coordinator.messages import EnrolRequest, ExchangeKey, Rank, Versions
-from dilocox.outer.coordinator.refusals import Refused
-from dilocox.outer.coordinator.verdict_messages import MICRO, Opinion
+from dilocox.outer.contribution_set import Weighing
+from dilocox.outer.fragment_state import PieceState
 from dilocox.outer.layout import Layout, split_pieces
+from dilocox.outer.loss_gate import Gate, Slope
 from dilocox.outer.overlap import Rule
-from dilocox.outer.state import PieceState
-from dilocox.record.acceptance import Acceptance, OwnFacts, digest_of_entry
-from dilocox.record.notary import LogNotary, contribution
-from dilocox.record.statements import Signer
+from dilocox.record.log.acceptance import Acceptance, OwnFacts, digest_of_entry
+from dilocox.record.log.statements import Signer
+from dilocox.record.writer.notary import LogNotary, contribution
 
 SITES = tuple(f"site-{number}" for number in range(8))
 ATTACKERS = SITES[-2:]

@@ -51,12 +51,12 @@ import common
 from chaos_rows import Blow, Row
 from chaos_run import HEARTBEAT, HUB, RATE, SITES, SMALL_DISK, HangError, Run
 
+from dilocox.coordinator.client.enrolment import enrol
+from dilocox.coordinator.protocol.timeouts import Timeouts
+from dilocox.coordinator.protocol.token_format import JoinToken
 from dilocox.errors import JoinError
-from dilocox.lab import LabError, Network, verify_links, why_not
-from dilocox.lab.netns import inside
-from dilocox.outer.coordinator.joining import enrol
-from dilocox.outer.coordinator.timeouts import Timeouts
-from dilocox.outer.coordinator.token_format import JoinToken
+from dilocox.tools.testbed import LabError, Network, verify_links, why_not
+from dilocox.tools.testbed.netns import inside
 
 BEFORE = 3
 """Rounds of all sites together before a fault."""

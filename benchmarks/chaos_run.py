@@ -21,9 +21,9 @@ from typing import Any
 import common
 from tiny_run import tiny_run
 
-from dilocox.config import load_run
-from dilocox.lab import Network
-from dilocox.lab.system import ip
+from dilocox.config.run_config import load_run
+from dilocox.tools.testbed import Network
+from dilocox.tools.testbed.commands import ip
 
 HUB = "hub"
 SITES = ("paris", "lyon", "oslo")

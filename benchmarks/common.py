@@ -102,7 +102,7 @@ def machine() -> dict[str, Any]:
     import transformers
 
     import dilocox
-    from dilocox import processes
+    from dilocox.utils import processes
 
     def quiet(_step: str, _share: float) -> None:
         """Both questions take a second at most."""

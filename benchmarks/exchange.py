@@ -37,13 +37,13 @@ from typing import Any
 import common
 from exchange_engine import HUB, Case, Turn, run_case
 
-from dilocox import trace_file
 from dilocox.compression import Geometry, compressor, frame_bytes
-from dilocox.lab import LabError, Network, verify_links, why_not
-from dilocox.lab.links import Line, Links
+from dilocox.tools.testbed import LabError, Network, verify_links, why_not
+from dilocox.tools.testbed.link_spec import Line, Links
+from dilocox.utils import chrome_trace
 
 BURST_SECONDS = 0.010
-"""What the shapers of dilocox.lab let through at once after a pause."""
+"""What the shapers of dilocox.tools.testbed let through at once after a pause."""
 MBIT = 1e6
 EVEN = "cubic"
 """Congestion control that shares links evenly; the machine's own is measured too."""
@@ -269,7 +269,7 @@ def measure(setting: Setting, rounds: int, root: Path) -> common.Row:
         network.shape(Links(setting.lines()))
         verify_links(network)
         turns, folder = run_case(network, case, root)
-    path = trace_file.merge_run(folder)
+    path = chrome_trace.merge_run(folder)
     assert path is not None
     return row(setting, rounds_of(turns, json.loads(path.read_text(encoding="utf-8"))))
 

@@ -18,24 +18,24 @@ from typing import Any
 
 import torch
 
-from dilocox import processes, timeline, trace_file
-from dilocox.assembly import Place
 from dilocox.compression import Geometry, compressor
-from dilocox.config import RunConfig, resolve_run
-from dilocox.lab import LabError, Network
+from dilocox.config.run_config import RunConfig, resolve_run
+from dilocox.coordinator.client.client import CoordinatorClient
+from dilocox.coordinator.client.endpoint import Endpoint
+from dilocox.coordinator.client.enrolment import enrol
+from dilocox.coordinator.client.heartbeat import RankControl
+from dilocox.coordinator.identity import Identity
+from dilocox.coordinator.protocol.messages import ExchangeKey
+from dilocox.coordinator.protocol.messages import Rank as RankName
+from dilocox.coordinator.protocol.timeouts import Timeouts
+from dilocox.coordinator.server.run_server import serve
 from dilocox.outer.contribution import Contribution, Outcome
-from dilocox.outer.control import RankControl
-from dilocox.outer.coordinator.client import CoordinatorClient
-from dilocox.outer.coordinator.endpoint import Endpoint
-from dilocox.outer.coordinator.identity import Identity
-from dilocox.outer.coordinator.joining import enrol
-from dilocox.outer.coordinator.messages import ExchangeKey
-from dilocox.outer.coordinator.messages import Rank as RankName
-from dilocox.outer.coordinator.serving import serve
-from dilocox.outer.coordinator.timeouts import Timeouts
-from dilocox.outer.link_endpoint import open_endpoint
-from dilocox.outer.worker import ExchangeWorker
-from dilocox.rank_network import Network as RankNetwork
+from dilocox.tools.testbed import LabError, Network
+from dilocox.training.builder import Place
+from dilocox.training.launch.exchange_backend import Network as RankNetwork
+from dilocox.transport.exchange_worker import ExchangeWorker
+from dilocox.transport.link.endpoint import open_endpoint
+from dilocox.utils import chrome_trace, processes, tracing
 
 HUB = "hub"
 LIMIT = 120.0
@@ -204,9 +204,9 @@ def _rank(
     told: Any,
 ) -> None:
     torch.set_num_threads(1)
-    part = trace_file.part_path(folder, place.site, place.stage, place.shard)
+    part = chrome_trace.part_path(folder, place.site, place.stage, place.shard)
     try:
-        with timeline.recording(part):
+        with tracing.recording(part):
             _exchange_rounds(config, case, place, url, identity, address, start, told)
     except BaseException:
         traceback.print_exc()

@@ -22,7 +22,7 @@ import common
 from tiny_run import tiny_run
 
 import dilocox
-from dilocox.handing_over import hand_over
+from dilocox.training.portable_checkpoint_export import hand_over
 
 
 @dataclass(frozen=True)

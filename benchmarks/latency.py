@@ -1,8 +1,8 @@
 """Tokens/s over links with a round trip of 30 and 100 ms, against sites without a network.
 
-Two sites in a lab (`dilocox.lab`) whose packets are held back on every way between them, by `netem`
-or by a relay in user space; round trips are measured before anything is reported. At each round
-trip, each in a run of its own:
+Two sites in a lab (`dilocox.tools.testbed`) whose packets are held back on every way between them,
+by `netem` or by a relay in user space; round trips are measured before anything is reported. At
+each round trip, each in a run of its own:
 
 - no exchange: every site by itself, at the same time, as `wan.py` has it;
 - `dilocox` as shipped, whose controller measures link and latency; the first half is not counted;
@@ -25,8 +25,8 @@ import wan_run
 from wan_grid import NONE, SITES, Settings
 
 from dilocox.errors import DilocoxError
-from dilocox.lab import Lab
-from dilocox.lab.lab import why_not
+from dilocox.tools.testbed import Lab
+from dilocox.tools.testbed.testbed import why_not
 
 RESULTS = Path(__file__).parent / "results" / "latency-cpu.json"
 LINK = "20mbit"

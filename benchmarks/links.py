@@ -25,13 +25,13 @@ import torch
 import torch.distributed as dist
 from rendezvous import MemoryStore
 
-from dilocox.config import NetworkSection
+from dilocox.config.run_config import NetworkSection
+from dilocox.coordinator.identity import Authority, Identity, new_request
+from dilocox.coordinator.protocol.timeouts import Timeouts
 from dilocox.errors import ExchangeError
-from dilocox.outer.coordinator.identity import Authority, Identity, new_request
-from dilocox.outer.coordinator.timeouts import Timeouts
-from dilocox.outer.doors import Door
-from dilocox.outer.groups import PeerGroup
-from dilocox.outer.link_endpoint import LinkEndpoint
+from dilocox.transport.groups import PeerGroup
+from dilocox.transport.link.addresses import Door
+from dilocox.transport.link.endpoint import LinkEndpoint
 
 CONTEXT = multiprocessing.get_context("fork")
 SITES = ("a", "b")

@@ -31,17 +31,17 @@ from typing import Any
 
 import common
 
-from dilocox.config import RunConfig, resolve_run
-from dilocox.outer.coordinator import messages as m
-from dilocox.outer.coordinator.core import Coordinator
-from dilocox.outer.coordinator.identity import new_request
-from dilocox.outer.coordinator.keys import ExchangeKey
-from dilocox.outer.coordinator.log import _SOFT, EventLog
-from dilocox.outer.coordinator.refusals import Caller
-from dilocox.record import statements as s
-from dilocox.record.acceptance import Acceptance, OwnFacts, digest_of_entry
-from dilocox.record.notary import LogNotary, commitment, contribution
-from dilocox.recorder import Recorder
+from dilocox.config.run_config import RunConfig, resolve_run
+from dilocox.coordinator.identity import new_request
+from dilocox.coordinator.metrics.run_metrics import Recorder
+from dilocox.coordinator.protocol import messages as m
+from dilocox.coordinator.protocol.exchange_key import ExchangeKey
+from dilocox.coordinator.server.event_log import _SOFT, EventLog
+from dilocox.coordinator.server.refusals import Caller
+from dilocox.coordinator.server.service import Coordinator
+from dilocox.record.log import statements as s
+from dilocox.record.log.acceptance import Acceptance, OwnFacts, digest_of_entry
+from dilocox.record.writer.notary import LogNotary, commitment, contribution
 from dilocox.version import __version__
 
 RESULTS = Path(__file__).parent / "results" / "long_run-cpu.json"
@@ -286,7 +286,7 @@ def restarted(config: RunConfig) -> common.Row:
 
 def verified(config: RunConfig) -> common.Row:
     """Read and judge the record, all but what needs payloads."""
-    from dilocox.record.verify import Places, verify
+    from dilocox.record.verify.verify import Places, verify
 
     began, busy = time.perf_counter(), processor_seconds()
     report = verify(Places(config.folder), lambda what, share: None)

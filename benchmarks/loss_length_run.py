@@ -23,9 +23,9 @@ from loss_length_model import (
 from torch import Tensor
 
 from dilocox.compression import LowRank, compressor
-from dilocox.compression.moments import PERIOD
-from dilocox.compression.parts import Part
-from dilocox.outer.controller import loss
+from dilocox.compression.compressor import Part
+from dilocox.compression.second_moments import PERIOD
+from dilocox.coordinator.controller import loss_model
 from dilocox.outer.optimizer import nesterov_step
 from dilocox.outer.overlap import Rule, local_view
 
@@ -69,7 +69,9 @@ class Outside:
             return cls(1.0, 0.0, 1.0, 0.0)
         asked = plan.inner_steps, plan.codec, steps
         return cls(
-            *loss.outer_rates(*asked), loss.residual_decay(*asked), loss.residual_view(*asked)
+            *loss_model.outer_rates(*asked),
+            loss_model.residual_decay(*asked),
+            loss_model.residual_view(*asked),
         )
 
 

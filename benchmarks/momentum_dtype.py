@@ -20,9 +20,9 @@ import torch
 import uneven_weights as lm
 
 from dilocox.compression import codec
+from dilocox.coordinator.protocol.schedule import boundary_slots
+from dilocox.coordinator.protocol.step_share import FULL
 from dilocox.outer.averaging import average
-from dilocox.outer.calendar import boundary_slots
-from dilocox.outer.coordinator.step_share import FULL
 from dilocox.outer.optimizer import MOMENTUM_DTYPES
 from dilocox.outer.overlap import Rule
 

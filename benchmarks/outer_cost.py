@@ -39,8 +39,8 @@ from typing import Any
 
 import common
 
-from dilocox.config import load_run
-from dilocox.memory import outer_bytes_per_parameter
+from dilocox.config.run_config import load_run
+from dilocox.inner.memory import outer_bytes_per_parameter
 from dilocox.models import count_parameters, load_model_config
 
 LINKS = ("1gbit", "100mbit", "20mbit", "5mbit")

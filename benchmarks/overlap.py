@@ -39,10 +39,10 @@ from typing import Any
 import common
 
 import dilocox
-from dilocox.config import RunConfig
-from dilocox.lab import LabError, Network, verify_links, why_not
-from dilocox.lab.netns import FRAME_BYTES, SEGMENT_BYTES
+from dilocox.config.run_config import RunConfig
 from dilocox.models import count_parameters, load_model_config
+from dilocox.tools.testbed import LabError, Network, verify_links, why_not
+from dilocox.tools.testbed.netns import FRAME_BYTES, SEGMENT_BYTES
 
 SITES = ("paris", "lyon")
 EXCHANGE_SHARE = 0.6

@@ -30,9 +30,9 @@ import wan_rows
 import wan_run
 
 import dilocox
-from dilocox.config import RunConfig
-from dilocox.plan.predict import predict
-from dilocox.plan.table import Device, Link, Table
+from dilocox.config.run_config import RunConfig
+from dilocox.tools.planner.hardware_table import Device, Link, Table
+from dilocox.tools.planner.predict import predict
 
 RESULTS = Path(__file__).parent / "results" / "overlap-cpu.json"
 WAN = Path(__file__).parent / "results" / "wan-cpu.json"

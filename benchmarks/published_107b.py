@@ -29,13 +29,13 @@ from typing import Any
 
 import common
 
-from dilocox.config import RunConfig, load_run
-from dilocox.plan.outline import Outline
-from dilocox.plan.parcels import ring_seconds
-from dilocox.plan.planning import plan_run
-from dilocox.plan.predict import predict
-from dilocox.plan.table import Host, Place, Table
-from dilocox.plan.variants import changed, with_method
+from dilocox.config.run_config import RunConfig, load_run
+from dilocox.tools.planner.hardware_table import Host, Place, Table
+from dilocox.tools.planner.model_outline import Outline
+from dilocox.tools.planner.payload_costs import ring_seconds
+from dilocox.tools.planner.plan import plan_run
+from dilocox.tools.planner.predict import predict
+from dilocox.tools.planner.variants import changed, with_method
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "qwen1.5-107b.toml"
 SYNCHRONOUS, DILOCOX = 10.4, 3728.0

@@ -53,11 +53,11 @@ from quality_jobs import SEEDS, Job, select
 from quality_rows import LEAD, LONG, REGIMES
 from quality_run import Row, configuration, parameters, train
 
+from dilocox.coordinator.controller import loss_model
 from dilocox.data import TokenFiles
 from dilocox.errors import DilocoxError
-from dilocox.outer.controller import loss
 
-LOSS_TABLE = Path(loss.__file__).with_name("loss_table.json")
+LOSS_TABLE = Path(loss_model.__file__).with_name("loss_table.json")
 RESULTS = Path(__file__).parent / "results"
 ROOT = Path(__file__).parents[1]
 QUICK_STEPS = 320
@@ -134,7 +134,7 @@ def write_loss_table(results: Path) -> None:
         f"{quality_grid.ABOUT} Runs of {', '.join(map(str, steps))} steps, seed "
         f"{rows[0]['seed']}, benchmarks/results/{results.name}."
     )
-    made = quality_grid.measured_table(rows, loss.committed(), about)
+    made = quality_grid.measured_table(rows, loss_model.committed(), about)
     LOSS_TABLE.write_text(quality_grid.as_text(made), encoding="utf-8")
 
 

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from dilocox import processes
-from dilocox.config import DataSection
+from dilocox.config.run_config import DataSection
 from dilocox.data import TokenFiles, prepare
-from dilocox.data.documents import cut_point
+from dilocox.data.readers import cut_point
 from dilocox.data.sources import STDLIB, read_source
+from dilocox.utils import processes
 
 PARTS = 4
 DOCUMENT = 4 * 1024

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from quality_report import Point
 from quality_rows import all_entries
 
-from dilocox.methods import EXCHANGE_GRADIENTS
+from dilocox.config.methods import EXCHANGE_GRADIENTS
 
 _MARKED = re.compile(
     r"(<!-- quality: begin (\S+) (\d+) (iid|non-iid) (core|muon|ablations) -->\n)"

@@ -24,7 +24,7 @@ from typing import Any
 
 from quality_rows import DENSE, LEAD, REGIMES, Entry, Settings
 
-from dilocox.outer.controller import loss
+from dilocox.coordinator.controller import loss_model
 
 Row = Mapping[str, Any]
 Table = dict[str, Any]
@@ -66,19 +66,19 @@ def label(inner_steps: int, codec: str, share: float = 0.0) -> str:
 
 def _entry(inner_steps: int, codec: str, share: float = 0.0) -> Entry:
     whole = REGIMES[LEAD[0]].steps
-    rate, momentum = loss.outer_rates(inner_steps, codec, whole)
+    rate, momentum = loss_model.outer_rates(inner_steps, codec, whole)
     settings: Settings = {
         "control.adapt": "off",
         "outer.inner_steps": inner_steps,
         "outer.fragments": 1,
         "outer.overlap": "keep" if share else "none",
         "outer.delay": round(share * inner_steps),
-        "outer.keep": loss.kept_progress(inner_steps, share, codec),
+        "outer.keep": loss_model.kept_progress(inner_steps, share, codec),
         "outer.learning_rate": rate,
         "outer.momentum": momentum,
         "compression.codec": codec,
-        "compression.residual_decay": loss.residual_decay(inner_steps, codec, whole),
-        "compression.residual_view": loss.residual_view(inner_steps, codec, whole),
+        "compression.residual_decay": loss_model.residual_decay(inner_steps, codec, whole),
+        "compression.residual_view": loss_model.residual_view(inner_steps, codec, whole),
     }
     return Entry(
         label(inner_steps, codec, share), "dilocox", settings, "dilocox", group="ablations"

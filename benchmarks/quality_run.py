@@ -17,7 +17,7 @@ from quality_jobs import Job
 from quality_rows import BATCH, MODEL, REGIMES, uplink
 
 import dilocox
-from dilocox.config import RunConfig
+from dilocox.config.run_config import RunConfig
 from dilocox.errors import DilocoxError
 from dilocox.models import count_parameters, load_model_config
 

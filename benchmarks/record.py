@@ -39,15 +39,15 @@ from typing import Any
 
 import common
 
-from dilocox.lab import cgroups
-from dilocox.lab.lab import MOST
-from dilocox.lab.results import rounds_by_site
-from dilocox.lab.system import PREFIX, LabError
-from dilocox.record import statements as s
-from dilocox.record.course import Course, read_course
-from dilocox.record.log import check_log, read_log
-from dilocox.record.note import NoteKey
-from dilocox.record.store import STATES
+from dilocox.record.log import statements as s
+from dilocox.record.log.blob_store import STATES
+from dilocox.record.log.signed_note import NoteKey
+from dilocox.record.log.transparency_log import check_log, read_log
+from dilocox.record.verify.run_history import Course, read_course
+from dilocox.tools.testbed import cgroups
+from dilocox.tools.testbed.commands import PREFIX, LabError
+from dilocox.tools.testbed.results import rounds_by_site
+from dilocox.tools.testbed.testbed import MOST
 
 SITES = ("paris", "lyon")
 SETTINGS: dict[str, dict[str, Any]] = {

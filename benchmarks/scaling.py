@@ -24,12 +24,12 @@ from typing import Any
 import common
 import scaling_plot
 
-from dilocox.config import RunConfig, resolve_run
-from dilocox.outer.controller.loss import loss_of
-from dilocox.plan.outline import Outline
-from dilocox.plan.predict import predict
-from dilocox.plan.step import step_time
-from dilocox.plan.table import Link, Place, Table
+from dilocox.config.run_config import RunConfig, resolve_run
+from dilocox.coordinator.controller.loss_model import loss_of
+from dilocox.tools.planner.hardware_table import Link, Place, Table
+from dilocox.tools.planner.model_outline import Outline
+from dilocox.tools.planner.predict import predict
+from dilocox.tools.planner.step_time import step_time
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "scaling.json"

@@ -1,8 +1,8 @@
 """The scaling simulation against runs in a lab, at two and at four sites.
 
-The same runs are made in a lab (`dilocox.lab`: shaped links, hard CPU quotas) and played by the
-simulation that `scaling.py` uses, which is given the run file, the link, and the time of a step
-without exchange as measured before and after. One number was set by these runs: how much more
+The same runs are made in a lab (`dilocox.tools.testbed`: shaped links, hard CPU quotas) and played
+by the simulation that `scaling.py` uses, which is given the run file, the link, and the time of a
+step without exchange as measured before and after. One number was set by these runs: how much more
 processor time exchanges take on cores that train (`SHARED_WORK`), which plans follow from.
 
 - `waits`: every site waits for its exchange at each round's end, payloads in 8 bits to everyone;
@@ -34,10 +34,10 @@ from wan_grid import SITES, Settings, link_of, synchronous_bits
 from wan_rows import TOKENS
 
 from dilocox.errors import DilocoxError
-from dilocox.lab import Lab
-from dilocox.lab.lab import why_not
 from dilocox.models import count_parameters, load_model_config
-from dilocox.plan.table import Table
+from dilocox.tools.planner.hardware_table import Table
+from dilocox.tools.testbed import Lab
+from dilocox.tools.testbed.testbed import why_not
 
 RESULTS = Path(__file__).parent / "results" / "scaling_check-cpu.json"
 RATIO = 40

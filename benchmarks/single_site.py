@@ -47,18 +47,18 @@ import torch
 from plain_loop import PlainLoop, Recipe
 
 import dilocox
-from dilocox import processes
-from dilocox.config import RunConfig
+from dilocox.config.run_config import RunConfig
 from dilocox.data import SequenceSpace, TokenFiles
-from dilocox.launch import prepare_data
-from dilocox.models import count_parameters, load_model_config
-from dilocox.site import (
+from dilocox.inner import (
     keep_freed_memory,
     mean_cross_entropy,
     resolve_device,
     resolve_precision,
     set_threads,
 )
+from dilocox.models import count_parameters, load_model_config
+from dilocox.training.launch.local import prepare_data
+from dilocox.utils import processes
 
 TARGET = 0.97
 IDLE_LIMIT = {"cpu": 0.01, "cuda": 0.25}
@@ -304,7 +304,7 @@ def alternate(sides: dict[str, Side], pairs: int, tokens: int) -> Result:
             used = {
                 each: cpu_seconds(sides[each].process.pid or 0) - before[each] for each in names
             }
-            # A rank's peak is set back after each round (dilocox.site.device_memory).
+            # A rank's peak is set back after each round (dilocox.inner.device_memory).
             peak[name] = max(peak.get(name, 0), turn.peak_bytes)
             loss = turn.loss if turn.loss is not None else loss
             if number < WARM_UP_TURNS:

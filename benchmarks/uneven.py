@@ -2,8 +2,8 @@
 
 Four real sites (coordinator, `dilocox join`, Gloo) in a lab on one machine, each on a host of its
 own and in a control group whose hard CPU quota stands for its speed: 1 : 0.8 : 0.5 : 0.25, together
-`dilocox.lab.MOST` of the machine at most. Links are shaped, links and quotas are measured before
-anything else.
+`dilocox.tools.testbed.MOST` of the machine at most. Links are shaped, links and quotas are measured
+before anything else.
 
 First every site trains in a run of its own, all at the same time: the sum of their tokens/s is what
 there is. Then all train one model together, by `control.steps`: `by-speed` gives each site as many
@@ -29,11 +29,11 @@ from typing import Any
 
 import common
 
-from dilocox.config import RunConfig, resolve_run
-from dilocox.lab import LabError
-from dilocox.lab.lab import MOST, Lab, why_not
-from dilocox.lab.results import RunResult
-from dilocox.lab.running import run, run_alone
+from dilocox.config.run_config import RunConfig, resolve_run
+from dilocox.tools.testbed import LabError
+from dilocox.tools.testbed.results import RunResult
+from dilocox.tools.testbed.run import run, run_alone
+from dilocox.tools.testbed.testbed import MOST, Lab, why_not
 
 SPEEDS = {"paris": 1.0, "lyon": 0.8, "oslo": 0.5, "rome": 0.25}
 LINK = "100mbit"
@@ -42,7 +42,7 @@ ALONE_STEPS = 4
 """Inner steps a round of a site by itself, whose rounds exchange nothing."""
 SETTLED = 12
 """Rounds until the paces are what was measured: a site of nearly full speed is held for one of the
-fastest until it has measured eight rounds (see `dilocox.outer.controller.pace`)."""
+fastest until it has measured eight rounds (see `dilocox.coordinator.controller.pace`)."""
 ASKED = 0.9
 
 

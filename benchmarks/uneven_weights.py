@@ -25,13 +25,13 @@ import common
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from dilocox.coordinator.controller.pace import site_weights
+from dilocox.coordinator.protocol.schedule import boundary_slots
+from dilocox.coordinator.protocol.step_share import FULL, carried, steps_taken
 from dilocox.outer.averaging import average
-from dilocox.outer.calendar import boundary_slots
-from dilocox.outer.controller.pace import site_weights
-from dilocox.outer.coordinator.step_share import FULL, carried, steps_taken
+from dilocox.outer.fragment_state import PieceState
 from dilocox.outer.layout import Layout, split_pieces
 from dilocox.outer.overlap import Rule
-from dilocox.outer.state import PieceState
 
 SPEEDS = (1.0, 0.8, 0.5, 0.25)
 ROUND = 20

@@ -1,9 +1,10 @@
 """Tokens/s of every method and of its peers over slow links, against sites without a network.
 
-Sites are hosts of a lab (`dilocox.lab`): network namespaces joined through a bridge, each with a
-shaped up- and downlink and a hard CPU quota, together 90 % of the machine, in the runs without
-exchange too. Links, round trips and quotas are measured before anything else; nothing is reported
-if a link is off by more than 5 %. The coordinator (and torchft's Lighthouse) has a host of its own.
+Sites are hosts of a lab (`dilocox.tools.testbed`): network namespaces joined through a bridge, each
+with a shaped up- and downlink and a hard CPU quota, together 90 % of the machine, in the runs
+without exchange too. Links, round trips and quotas are measured before anything else; nothing is
+reported if a link is off by more than 5 %. The coordinator (and torchft's Lighthouse) has a host of
+its own.
 
 Links are made for the machine at hand: the time of a step is measured first, and a link's ratio is
 the time in which fp32 gradients cross it over that of a step: 400 (at which `allreduce` keeps a
@@ -81,9 +82,9 @@ from wan_grid import (
 from wan_rows import TOKENS
 
 from dilocox.errors import DilocoxError
-from dilocox.lab import Lab
-from dilocox.lab.lab import why_not
 from dilocox.models import count_parameters, load_model_config
+from dilocox.tools.testbed import Lab
+from dilocox.tools.testbed.testbed import why_not
 
 Row = dict[str, Any]
 RESULTS = Path(__file__).parent / "results" / "wan-cpu.json"

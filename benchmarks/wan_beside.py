@@ -58,13 +58,13 @@ from wan_grid import (
     synchronous_bits,
 )
 
-from dilocox.config import RunConfig
+from dilocox.config.run_config import RunConfig
 from dilocox.errors import DilocoxError
-from dilocox.lab import Checked, Lab, LabError
-from dilocox.lab.lab import why_not
-from dilocox.lab.results import RunResult, rounds_by_site
-from dilocox.lab.running import Run, alone, check, finish, in_lab, of_sites, run_alone
 from dilocox.models import count_parameters, load_model_config
+from dilocox.tools.testbed import Checked, Lab, LabError
+from dilocox.tools.testbed.results import RunResult, rounds_by_site
+from dilocox.tools.testbed.run import Run, alone, check, finish, in_lab, of_sites, run_alone
+from dilocox.tools.testbed.testbed import why_not
 
 RESULTS = Path(__file__).parent / "results" / "wan-beside-cpu.json"
 BLOCKS, QUICK_BLOCKS = 8, 2

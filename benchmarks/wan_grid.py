@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from dilocox.lab.shaping import FRAME_BYTES, SEGMENT_BYTES
+from dilocox.tools.testbed.shaping import FRAME_BYTES, SEGMENT_BYTES
 
 Settings = dict[str, Any]
 

@@ -26,7 +26,7 @@ from wan_grid import (
     batch,
 )
 
-from dilocox.lab import HUB, Lab, LabError
+from dilocox.tools.testbed import HUB, Lab, LabError
 
 Row = dict[str, Any]
 PEERS = Path(__file__).with_name("peers")

@@ -23,7 +23,7 @@ from wan_grid import (
     synchronous_bits,
 )
 
-from dilocox.lab.links import show_rate
+from dilocox.tools.testbed.link_spec import show_rate
 
 Row = dict[str, Any]
 Place = tuple[int, int]

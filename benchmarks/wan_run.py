@@ -23,17 +23,17 @@ from wan_grid import (
 )
 
 import dilocox
-from dilocox.config import RunConfig
-from dilocox.lab import Lab, LabError
-from dilocox.lab.results import Record, RunResult, rounds_by_site
-from dilocox.lab.running import Run, check, finish, in_lab, run_alone
-from dilocox.lab.shaping import FRAME_BYTES
+from dilocox.config.run_config import RunConfig
+from dilocox.tools.testbed import Lab, LabError
+from dilocox.tools.testbed.results import Record, RunResult, rounds_by_site
+from dilocox.tools.testbed.run import Run, check, finish, in_lab, run_alone
+from dilocox.tools.testbed.shaping import FRAME_BYTES
 
 Row = dict[str, Any]
 LINK_TIMEOUT = 1800.0
 """Seconds. The whole model in fp32 takes minutes on the slowest link."""
 LEAST_QUEUE = 32
-"""Frames that a slow link's queue holds (see `dilocox.lab.shaping`)."""
+"""Frames that a slow link's queue holds (see `dilocox.tools.testbed.shaping`)."""
 MOST_EFFICIENT = 1.2
 """A bucket of 10 ms and the first frame make a payload of some frames seem faster than the link."""
 HEARTBEAT, QUEUES = 5.0, 20

@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 
-from dilocox import launch
-from dilocox.config import RunConfig
+from dilocox.config.run_config import RunConfig
 from dilocox.data import prepare
-from dilocox.launch import Result
-from tests.test_preflight import config, write_text
+from dilocox.training.launch import local
+from dilocox.training.launch.local import Result
+from tests.training.launch.test_preflight import config, write_text
+
+pytestmark = pytest.mark.waits
 
 
 class Shown:
@@ -41,7 +43,7 @@ def run(tmp_path: Path) -> RunConfig:
 
 def last_words(run: RunConfig) -> list[str]:
     shown: Any = Shown()
-    launch._last_words(run, Result("finished", "", {}, run.folder), shown)
+    local._last_words(run, Result("finished", "", {}, run.folder), shown)
     lines: list[str] = shown.lines
     assert any(line.startswith("model  ") for line in lines), "the rest is said in any case"
     return [line for line in lines if line.startswith("completion")]
@@ -49,10 +51,10 @@ def last_words(run: RunConfig) -> list[str]:
 
 def test_it_is_shown(run: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     def generate(folder: Path, prompt: str, **more: Any) -> str:
-        return f"{prompt} {more['tokens']} {more['device']} {launch.torch.get_num_threads()}"
+        return f"{prompt} {more['tokens']} {more['device']} {local.torch.get_num_threads()}"
 
-    monkeypatch.setattr(launch, "generate", generate)
-    monkeypatch.setattr(launch, "available_cores", lambda: 2)
+    monkeypatch.setattr(local, "generate", generate)
+    monkeypatch.setattr(local, "available_cores", lambda: 2)
     assert last_words(run) == ["completion        'def 3 cpu 2'"]
 
 
@@ -62,15 +64,15 @@ def test_a_model_that_cannot_be_sampled_ends_no_run(
     def generate(*_: Any, **__: Any) -> str:
         raise MemoryError("no room for 28 GB")
 
-    monkeypatch.setattr(launch, "generate", generate)
+    monkeypatch.setattr(local, "generate", generate)
     (line,) = last_words(run)
     assert "left out (_sample: MemoryError: no room for 28 GB)" in line
     assert line.endswith(f"; dilocox generate {run.folder} samples one")
 
 
 def test_a_large_model_is_not_loaded(run: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "generate", lambda *_, **__: time.sleep(60.0))
-    monkeypatch.setattr(launch, "count_parameters", lambda hf_config: 7_400_000_000)
+    monkeypatch.setattr(local, "generate", lambda *_, **__: time.sleep(60.0))
+    monkeypatch.setattr(local, "count_parameters", lambda hf_config: 7_400_000_000)
     assert last_words(run) == [
         "completion        left out, the model has 7.4G parameters; "
         f"dilocox generate {run.folder} samples one"

@@ -16,6 +16,8 @@ sys.path.insert(0, str(ROOT / "tools"))
 from audit_dependencies import judge  # noqa: E402
 from setup_venv import BUILD, SOURCES  # noqa: E402
 
+pytestmark = pytest.mark.waits
+
 
 def pins(name: str) -> dict[str, str]:
     """Versions by package, of lines such as `name==version ; marker`."""

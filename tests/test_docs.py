@@ -17,10 +17,12 @@ from typing import Any, get_args, get_origin
 import pytest
 from pydantic import BaseModel
 
-from dilocox.cli import _parser
-from dilocox.config import NetworkSection, RunConfig
-from dilocox.config_site import SiteOverride
-from dilocox.outer.coordinator.timeouts import Timeouts
+from dilocox.cli.main import _parser
+from dilocox.config.run_config import NetworkSection, RunConfig
+from dilocox.config.site import SiteOverride
+from dilocox.coordinator.protocol.timeouts import Timeouts
+
+pytestmark = pytest.mark.waits
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted(

@@ -11,6 +11,8 @@ TOOLS = Path(__file__).parent.parent / "tools"
 sys.path.insert(0, str(TOOLS))
 import torch_index  # noqa: E402
 
+pytestmark = pytest.mark.waits
+
 CPU = "https://download.pytorch.org/whl/cpu"
 
 

@@ -16,8 +16,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from dilocox.config import load_run
-from dilocox.display import Display
+from dilocox.config.run_config import load_run
+from dilocox.training.launch.console import Display
 
 
 def main() -> None:

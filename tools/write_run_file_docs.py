@@ -22,8 +22,9 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from dilocox import config, config_admission, config_keeping, config_rounds, config_site
-from dilocox.methods import METHODS, method_defaults
+from dilocox.config import admission, outputs, run_config, site
+from dilocox.config import outer as config_rounds
+from dilocox.config.methods import METHODS, method_defaults
 
 TARGET = Path(__file__).parents[1] / "docs" / "run-file.md"
 
@@ -71,7 +72,7 @@ PLAIN = {
 HEAD = """\
 # The run file
 
-<!-- Written by tools/write_run_file_docs.py from src/dilocox/config.py and -->
+<!-- Written by tools/write_run_file_docs.py from src/dilocox/config/run_config.py and -->
 <!-- its neighbours (config_site.py, config_rounds.py and so on). Change it there. -->
 
 One TOML file describes a run. Every key can also be given on the command line, as
@@ -91,8 +92,8 @@ A working one: [examples/quickstart.toml](../examples/quickstart.toml).
 METHODS_HEAD = """\
 ## Methods
 
-`outer.method` names a composition of the same parts (src/dilocox/methods.py). It sets these keys
-where the run file leaves them out; a run file may set every one of them itself.
+`outer.method` names a composition of the same parts (src/dilocox/config/methods.py). It sets these
+keys where the run file leaves them out; a run file may set every one of them itself.
 """
 
 METHODS_TAIL = """\
@@ -145,9 +146,9 @@ def document() -> str:
 
 def sections() -> Iterator[tuple[str, type[BaseModel]]]:
     """(table, model) in the order of the run file; one site's table is `sites.NAME`."""
-    for name, field in config.RunConfig.model_fields.items():
+    for name, field in run_config.RunConfig.model_fields.items():
         if name == "sites":
-            yield "sites.NAME", config_site.SiteOverride
+            yield "sites.NAME", site.SiteOverride
         else:
             model = field.annotation
             assert isinstance(model, type)
@@ -158,7 +159,7 @@ def sections() -> Iterator[tuple[str, type[BaseModel]]]:
 def source_texts() -> dict[tuple[str, str], str]:
     """(class, key) -> the text that stands below the key in the source, on one line."""
     texts: dict[tuple[str, str], str] = {}
-    sources = (config, config_admission, config_keeping, config_rounds, config_site)
+    sources = (run_config, admission, outputs, config_rounds, site)
     written = [inspect.getsource(module) for module in sources]
     for node in ast.parse("\n".join(written)).body:
         if not isinstance(node, ast.ClassDef):

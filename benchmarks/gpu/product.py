@@ -82,11 +82,11 @@ def raw_run(shape: Shape, cuda: bool, **sections: dict[str, Any]) -> dict[str, A
 def build_site(shape: Shape, cuda: bool, **sections: dict[str, Any]) -> Site:
     """A site's model as the product builds it, with no outer state."""
     import dilocox
-    from dilocox import assembly
     from dilocox.models import build_chunk
+    from dilocox.training import builder
 
     config = dilocox.resolve_run(raw_run(shape, cuda, **sections))
-    blueprint = assembly.Blueprint.of(config, None)
+    blueprint = builder.Blueprint.of(config, None)
     device = torch.device("cuda", 0) if cuda else torch.device("cpu")
     shapes: dict[str, torch.Size] = {}
 
@@ -102,12 +102,12 @@ def build_site(shape: Shape, cuda: bool, **sections: dict[str, Any]) -> Site:
 
     with ExitStack() as stack:
         stack.enter_context(
-            patch.object(assembly, "open_weights", lambda *_, **__: _Drawn(shapes_of, device))
+            patch.object(builder, "open_weights", lambda *_, **__: _Drawn(shapes_of, device))
         )
-        stack.enter_context(patch.object(assembly, "build_states", lambda *_, **__: []))
+        stack.enter_context(patch.object(builder, "build_states", lambda *_, **__: []))
         torch.manual_seed(7)
-        rank = assembly.build_rank(
-            config, blueprint, assembly.Place("north", 0, 0), assembly.Hooks(),
+        rank = builder.build_rank(
+            config, blueprint, builder.Place("north", 0, 0), builder.Hooks(),
             store=None, local_rank=0, ranks_here=1, timeout=600.0,
         )  # fmt: skip
     return Site(rank, *batch_of(shape), blueprint.cut[0].compute)
@@ -119,27 +119,27 @@ def sharded_gradients(shape: Shape, cuda: bool) -> list[Tensor]:
     The default process group of one rank is there.
     """
     import dilocox
-    from dilocox import assembly
+    from dilocox.inner import fsdp
     from dilocox.models import build_chunk, materialise
-    from dilocox.site import sharding
+    from dilocox.training import builder
 
     device = torch.device("cuda", 0) if cuda else torch.device("cpu")
     mesh = init_device_mesh(device.type, (1, 1), mesh_dim_names=("pp", "dp"))
     config = dilocox.resolve_run(raw_run(shape, cuda))
-    blueprint = assembly.Blueprint.of(config, None)
+    blueprint = builder.Blueprint.of(config, None)
     chunk = build_chunk(
         blueprint.hf_config, blueprint.cut[0], attention="sdpa", activation_checkpointing=False
     )
     shapes = {full: chunk.state_dict()[name].shape for name, full in chunk.full_names().items()}
-    sharding.shard_chunk(chunk, mesh["dp"], torch.bfloat16, True)
+    fsdp.shard_chunk(chunk, mesh["dp"], torch.bfloat16, True)
     materialise(chunk, _Drawn(lambda: shapes, device), device)
-    sharding.finish_sharding(chunk)
+    fsdp.finish_sharding(chunk)
     inputs, _ = batch_of(shape)
     logits: Tensor = chunk(inputs[: shape.micro].to(device))
     logits.float().square().mean().backward()
-    sharding.drop_gathered(chunk)
+    fsdp.drop_gathered(chunk)
     parameters = list(chunk.parameters())
-    found = [sharding.local(p.grad) for p in parameters if p.grad is not None]
+    found = [fsdp.local(p.grad) for p in parameters if p.grad is not None]
     if len(found) != len(parameters):
         raise RuntimeError(f"{len(parameters) - len(found)} parameters have no gradient")
     return found
@@ -169,8 +169,8 @@ def parameters_of(shape: Shape, cuda: bool) -> int:
 
 def compute_dtype(cuda: bool) -> torch.dtype:
     """What `site.precision = "auto"` takes on the device."""
-    from dilocox.config import resolve_run
-    from dilocox.site import resolve_precision
+    from dilocox.config.run_config import resolve_run
+    from dilocox.inner import resolve_precision
 
     device = torch.device("cuda", 0) if cuda else torch.device("cpu")
     run = resolve_run({"model": {"architecture": {"model_type": "qwen3"}}, "sites": {"a": {}}})
@@ -180,7 +180,7 @@ def compute_dtype(cuda: bool) -> torch.dtype:
 def prepare(run_file: Path, shared: Path) -> None:
     """Make the run's token files. Parts that run beside each other make them once."""
     import dilocox
-    from dilocox.launch import prepare_data, stay_forkable
+    from dilocox.training.launch.local import prepare_data, stay_forkable
 
     stay_forkable()
     shared.mkdir(parents=True, exist_ok=True)
@@ -192,7 +192,7 @@ def prepare(run_file: Path, shared: Path) -> None:
 @contextmanager
 def slower_learning(site: str) -> Iterator[None]:
     """Runs started inside: the ranks of `site` train with other rates than they sign for."""
-    from dilocox import rank_process
+    from dilocox.training.launch import rank as rank_process
 
     plain = rank_process.build_rank
 
@@ -217,11 +217,12 @@ def paced(bits_per_second: float) -> Iterator[None]:
 
     The kernel paces TCP by SO_MAX_PACING_RATE, so no `tc` and no namespace is needed.
     """
-    from dilocox import launch, site_process
-    from dilocox.outer import link_endpoint
+    from dilocox.training.launch import local
+    from dilocox.training.launch import site as site_process
+    from dilocox.transport.link import endpoint
 
     option = getattr(socket, "SO_MAX_PACING_RATE", 47)
-    begin = link_endpoint.LinkEndpoint.__init__
+    begin = endpoint.LinkEndpoint.__init__
 
     def pace(connection: socket.socket, _name: str) -> None:
         connection.setsockopt(socket.SOL_SOCKET, option, max(1000, int(bits_per_second / 8)))
@@ -230,9 +231,9 @@ def paced(bits_per_second: float) -> Iterator[None]:
         begin(self, *arguments, **{**options, "congestion": "paced"})
 
     with ExitStack() as stack:
-        stack.enter_context(patch.object(link_endpoint, "set_congestion", pace))
-        stack.enter_context(patch.object(link_endpoint.LinkEndpoint, "__init__", paced_begin))
-        for module in (launch, site_process):
+        stack.enter_context(patch.object(endpoint, "set_congestion", pace))
+        stack.enter_context(patch.object(endpoint.LinkEndpoint, "__init__", paced_begin))
+        for module in (local, site_process):
             if hasattr(module, "check_congestion"):
                 stack.enter_context(patch.object(module, "check_congestion", lambda _name: None))
         yield
@@ -244,7 +245,8 @@ def ranks_share_gpu(cuda: bool) -> Iterator[None]:
     import torch.distributed as dist
     from benchmarks.gpu import staged
 
-    from dilocox import assembly, rank_process
+    from dilocox.training import builder
+    from dilocox.training.launch import rank as rank_process
 
     def first_gpu(_site: Any, _local_rank: int = 0) -> torch.device:
         return torch.device("cuda", 0)
@@ -253,13 +255,13 @@ def ranks_share_gpu(cuda: bool) -> Iterator[None]:
         stack.enter_context(
             patch.object(dist, "init_process_group", staged.register("cuda" if cuda else "cpu"))
         )
-        for module in (assembly, rank_process) if cuda else ():
+        for module in (builder, rank_process) if cuda else ():
             stack.enter_context(patch.object(module, "resolve_device", first_gpu))
         yield
 
 
 def end_rank_after_error() -> None:
-    """End this process as a rank of a run ends after an error (`dilocox.rank_process`)."""
-    from dilocox import processes
+    """End this process as a rank of a run ends after an error (`dilocox.training.launch.rank`)."""
+    from dilocox.utils import processes
 
     processes.exit_now(1)

@@ -17,7 +17,7 @@ from benchmarks.gpu.sizes import Shape
 from benchmarks.plain_loop import PlainLoop, Recipe
 from torch import Tensor
 
-from dilocox import torch_internals
+from dilocox.utils import torch_internals
 
 WARM_UP = {"gpu": 3, "cpu": 1, "tiny": 1}
 """Steps that do not count: compilation is among them."""

@@ -1,6 +1,6 @@
 """`python -m dilocox`."""
 
-from dilocox.cli import main
+from dilocox.cli.main import main
 
 if __name__ == "__main__":
     main()

@@ -14,14 +14,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dilocox.config import RunConfig, load_run, load_written, resolve_run
-from dilocox.join_token import read_token
-from dilocox.model_files import export, generate, model_folder
+from dilocox.config.run_config import RunConfig, load_run, load_written, resolve_run
+from dilocox.models.hf_folder import export, generate, model_folder
+from dilocox.training.launch.join_token import read_token
 
 if TYPE_CHECKING:
-    from dilocox.assembly import Dataset, Hooks, Loss
-    from dilocox.launch import Result
-    from dilocox.site.own_optimizer import OptimizerFactory
+    from dilocox.inner.own_optimizer import OptimizerFactory
+    from dilocox.training.builder import Dataset, Hooks, Loss
+    from dilocox.training.launch.local import Result
 
 __all__ = [
     "RunConfig",
@@ -76,7 +76,7 @@ def train(
     Returns a `Result`; raises `DilocoxError`.
     """
     # Imported here: torch costs seconds, which loading a run file or showing help need not wait.
-    from dilocox.launch import train_here
+    from dilocox.training.launch.local import train_here
 
     hooks = _hooks(dataset, loss, validation, optimizer, schedule, on_evaluation)
     config = _with_permission(config, bool(hooks.replaced), resume)
@@ -115,11 +115,11 @@ def join(
     Returns 0 when the run is done, 130 if this site was asked to go, and 1 if it failed; the line
     that says why is on standard error. Raises `DilocoxError` before the first start.
     """
-    from dilocox import launch
+    from dilocox.training.launch import local
 
     hooks = _hooks(dataset, loss, validation, optimizer, schedule, on_evaluation)
     token = read_token(None if token_file is None else Path(token_file))
-    return launch.join(
+    return local.join(
         config,
         site=site,
         address=address,
@@ -145,7 +145,7 @@ def code_digest(
     Modules that these import, and values that closures hold, are not part of it. Raises
     `ConfigError` for a function without a source file.
     """
-    from dilocox import own_code
+    from dilocox.training import own_code
 
     hooks = _hooks(dataset, loss, validation, optimizer, schedule, None)
     return own_code.code_digest(hooks.functions)
@@ -159,8 +159,8 @@ def _hooks(
     schedule: Callable[[int, int], float] | None,
     on_evaluation: Callable[[int, float], Any] | None,
 ) -> Hooks:
-    from dilocox.assembly import Hooks
-    from dilocox.site import mean_cross_entropy
+    from dilocox.inner import mean_cross_entropy
+    from dilocox.training.builder import Hooks
 
     return Hooks(
         dataset, loss or mean_cross_entropy, on_evaluation, validation, optimizer, schedule

@@ -13,7 +13,7 @@ import chaos_run
 import pytest
 from chaos_rows import Blow
 
-from tests.mounting import need_mounts
+from tests.support.mounting import need_mounts
 
 
 def test_every_kind_comes_once_before_any_comes_again() -> None:

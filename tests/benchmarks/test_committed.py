@@ -21,9 +21,9 @@ import wan_docs
 import wan_rows
 from quality_data import Text
 
-from dilocox.outer.controller import by_link
-from dilocox.outer.controller.link import declared
-from dilocox.payloads import payload_sizes
+from dilocox.coordinator.controller import link_policy
+from dilocox.coordinator.controller.link_estimator import declared
+from dilocox.training.payload_sizes import payload_sizes
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -116,7 +116,7 @@ def test_rows_of_dilocox_are_of_the_plans_that_it_takes_today(tmp_path: Path) ->
         config = quality_run.configuration(job, text, tmp_path / "run")
         menu = payload_sizes(config, quality_data.VOCABULARY)
         assert menu is not None
-        plan = by_link.choose(config, menu, declared(config.control), row["sites"], None)
+        plan = link_policy.choose(config, menu, declared(config.control), row["sites"], None)
         codec, _, steps = row["plans"].split(" x")[0].partition(" H=")
         assert (codec.removesuffix("+moments"), int(steps)) == (plan.codec, plan.inner_steps), where
         assert row.get("fragments", plan.fragments) == plan.fragments, where

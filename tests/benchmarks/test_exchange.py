@@ -12,8 +12,8 @@ import pytest
 from exchange import Round, Setting
 from exchange_engine import Turn
 
-from dilocox.lab import why_not
-from dilocox.lab.links import Line
+from dilocox.tools.testbed import why_not
+from dilocox.tools.testbed.link_spec import Line
 
 TEN = Setting(2, "gather", "none", 1.0, 10, 10)
 

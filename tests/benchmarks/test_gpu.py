@@ -18,10 +18,11 @@ from benchmarks.gpu.results import Results, is_done, summary, table
 from benchmarks.gpu.runner import Setting, order, run_all
 
 import dilocox
-from dilocox import assembly, rank_process
+from dilocox.training import builder
+from dilocox.training.launch import rank
 
 MODEL = {"model": {"architecture": {"model_type": "qwen3"}}, "sites": {"a": {}}}
-HERE = "tests.benchmarks.gpu_parts"
+HERE = "tests.support.gpu_parts"
 QUICK = Part("quick", f"{HERE}:quick", ("passes", "figures", "raises"), 1, 60, "rows",
              aims=(("figures", Aim("speed", ">=", 3.0)),))  # fmt: skip
 CRASH = Part("crash", f"{HERE}:crash", ("never",), 1, 60, "no row")
@@ -289,7 +290,7 @@ def test_run_files_at_the_sizes_of_a_gpu_have_a_vocabulary_that_fits(tmp_path: P
 
 def test_all_ranks_of_a_site_take_the_first_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every module of a rank's start that asks for the device is told so."""
-    asking = [module for module in (assembly, rank_process) if hasattr(module, "resolve_device")]
+    asking = [module for module in (builder, rank) if hasattr(module, "resolve_device")]
     monkeypatch.setattr(staged, "register", lambda _device: dist.init_process_group)
     site = dilocox.resolve_run({**MODEL, "site": {"shards": 2}}).site
     with product.ranks_share_gpu(True):

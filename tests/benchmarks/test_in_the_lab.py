@@ -13,9 +13,9 @@ import pytest
 import scaling_check
 import wan_run
 
-from dilocox.config import RunConfig
-from dilocox.lab import LabError
-from dilocox.plan.table import Table
+from dilocox.config.run_config import RunConfig
+from dilocox.tools.planner.hardware_table import Table
+from dilocox.tools.testbed import LabError
 
 NONE_SPEED = 20_480.0
 

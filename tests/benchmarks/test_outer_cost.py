@@ -7,7 +7,7 @@ from typing import Any
 import outer_cost
 import pytest
 
-from dilocox.recorder import CHOSEN
+from dilocox.coordinator.metrics.run_metrics import CHOSEN
 
 
 def span(name: str, at: float, spent: float, pid: int = 1) -> dict[str, Any]:

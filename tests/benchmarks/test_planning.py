@@ -15,7 +15,7 @@ import pytest
 import scaling
 import scaling_plot
 
-from dilocox.plan.table import Table
+from dilocox.tools.planner.hardware_table import Table
 
 ROOT = Path(__file__).parents[2]
 TABLE = Table.load()

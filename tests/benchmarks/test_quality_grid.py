@@ -14,7 +14,7 @@ import quality_run
 from quality_data import Text
 from quality_grid import label
 
-from dilocox.outer.controller import loss
+from dilocox.coordinator.controller import loss_model
 
 
 def rows(**changed: float | None) -> list[dict[str, Any]]:
@@ -43,7 +43,7 @@ def test_every_run_of_the_grid_makes_a_run_file(tmp_path: Path) -> None:
 
 
 def test_parts_are_what_each_run_loses_over_the_one_without() -> None:
-    made = quality_grid.measured_table(rows(), loss.committed(), "made")
+    made = quality_grid.measured_table(rows(), loss_model.committed(), "made")
     assert made["about"] == "made"
     assert made["inner_steps"][:5] == [1, 2, 5, 10, 20]
     assert made["local"][:5] == [0.01, 0.02, 0.05, 0.1, 0.2]
@@ -65,7 +65,7 @@ def test_noise_does_not_turn_the_order_round() -> None:
         label(2, "topk:82"): 5.0,
         label(10, "none", 1.0): 2.1,
     }
-    made = quality_grid.measured_table(rows(**lucky), loss.committed(), "")
+    made = quality_grid.measured_table(rows(**lucky), loss_model.committed(), "")
     assert made["local"] == sorted(made["local"])
     for column in zip(*made["topk"]["loss"], strict=True):
         assert list(column) == sorted(column)
@@ -78,13 +78,13 @@ def test_noise_does_not_turn_the_order_round() -> None:
 
 def test_a_missing_or_diverged_run_makes_no_table() -> None:
     with pytest.raises(KeyError):
-        quality_grid.measured_table(rows()[1:], loss.committed(), "")
+        quality_grid.measured_table(rows()[1:], loss_model.committed(), "")
     with pytest.raises(ValueError, match="grid H=5 none has diverged"):
-        quality_grid.measured_table(rows(**{label(5, "none"): None}), loss.committed(), "")
+        quality_grid.measured_table(rows(**{label(5, "none"): None}), loss_model.committed(), "")
 
 
 def test_the_text_is_the_table() -> None:
-    made = quality_grid.measured_table(rows(), loss.committed(), "of, all [sorts]")
+    made = quality_grid.measured_table(rows(), loss_model.committed(), "of, all [sorts]")
     text = quality_grid.as_text(made)
     assert json.loads(text) == made
     assert max(map(len, text.splitlines())) < 120

@@ -16,6 +16,8 @@ from quality_jobs import Job
 
 from dilocox.errors import DilocoxError
 
+pytestmark = pytest.mark.runs
+
 
 def test_a_row_counts_bytes_and_rounds_as_they_were() -> None:
     def site(name: str, number: int, payload: int, ratio: float, steps: int) -> dict[str, Any]:

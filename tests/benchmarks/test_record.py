@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 import record
-from dilocox.config import load_run
-from dilocox.outer.coordinator.keys import ExchangeKey
-from dilocox.record import statements as s
-from dilocox.record.course import Course, Step
+from dilocox.config.run_config import load_run
+from dilocox.coordinator.protocol.exchange_key import ExchangeKey
+from dilocox.record.log import statements as s
+from dilocox.record.verify.run_history import Course, Step
 
 SIGNER = s.Signer.from_hex("01" * 32)
 

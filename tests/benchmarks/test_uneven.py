@@ -9,7 +9,7 @@ import pytest
 import uneven
 import uneven_weights
 
-from dilocox.lab.results import RunResult, SiteResult, Window
+from dilocox.tools.testbed.results import RunResult, SiteResult, Window
 
 
 def result() -> RunResult:

@@ -11,7 +11,7 @@ import pytest
 import wan
 from wan_grid import ALONE, BY_NAME, NONE, OURS, Case, Extent, cases
 
-from dilocox.lab import Checked, LabError, Measured
+from dilocox.tools.testbed import Checked, LabError, Measured
 
 EXTENT = Extent(2, 0, 1, 0, 100, 450, (400,), (2,), ("allreduce", OURS, "ddp"))
 SPEED = {NONE: 20_000.0, OURS: 19_800.0, "allreduce": 50.0, "ddp": 49.0, ALONE: 24_000.0}

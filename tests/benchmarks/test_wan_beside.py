@@ -12,8 +12,8 @@ import wan_run
 from common import course_of, tokens_at
 from wan_beside import VOCABULARY, Load, report, speeds
 
-from dilocox.lab import LabError
 from dilocox.models import count_parameters, load_model_config
+from dilocox.tools.testbed import LabError
 
 ROOT = Path(__file__).parents[2]
 

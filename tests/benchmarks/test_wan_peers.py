@@ -13,8 +13,10 @@ import wan_run
 from peers.peer import Outcome, PeerJob, allreduce_bytes
 from wan_grid import BY_NAME, METHODS, Extent
 
-from dilocox.lab import Lab, LabError
-from tests.lab.needs import needs_lab
+from dilocox.tools.testbed import Lab, LabError
+from tests.support.lab_needs import needs_lab
+
+pytestmark = pytest.mark.alone
 
 sys.path.insert(0, str(wan_peers.PEERS))
 PEERS = [method for method in METHODS if method.kind == "peer"]

@@ -9,9 +9,11 @@ import pytest
 import wan_run
 from wan_grid import BY_NAME, LIGHT, METHODS, NO_EXCHANGE, OURS, SITES
 
-from dilocox.config import RunConfig
-from dilocox.lab import LabError
-from dilocox.lab.results import RunResult, SiteResult, Window
+from dilocox.config.run_config import RunConfig
+from dilocox.tools.testbed import LabError
+from dilocox.tools.testbed.results import RunResult, SiteResult, Window
+
+pytestmark = pytest.mark.runs
 
 ENGINE = [method for method in METHODS if method.kind == "engine"]
 

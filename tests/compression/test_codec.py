@@ -13,7 +13,7 @@ from torch import Tensor
 from dilocox.compression.base import BLOCK, Codec, all_zero, first_non_finite, require_finite
 from dilocox.compression.registry import CODECS, codec
 from dilocox.errors import ConfigError, ExchangeError
-from tests.compression.patterns import patterns
+from tests.support.patterns import patterns
 
 ALL = pytest.mark.parametrize("name", list(CODECS))
 BLOCKED = pytest.mark.parametrize("name", ["int8", "int4", "int2"])

@@ -11,16 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from dilocox.compression.geometry import Geometry
-from tests.compression.patterns import (
-    ODD,
-    WIDE,
-    decoded,
-    digests,
-    everything,
-    save,
-    with_threads,
-)
+from dilocox.compression.buffer_layout import Geometry
+from tests.support.patterns import ODD, WIDE, decoded, digests, everything, save, with_threads
 
 GOLDEN = {
     "none": "f1c8d1b19bcb7625383399c9d9e1478bfb4d45bc4d0bb9a6e104481a4d1bd0a9",
@@ -63,7 +55,7 @@ def test_the_same_bytes_on_other_processors(capability: str, threads: str, tmp_p
         pytest.skip(f"this processor has no {capability}")
     save(tmp_path / "payloads")
     found = subprocess.run(
-        [sys.executable, "-m", "tests.compression.patterns", str(tmp_path / "payloads")],
+        [sys.executable, "-m", "tests.support.patterns", str(tmp_path / "payloads")],
         env={**os.environ, "ATEN_CPU_CAPABILITY": capability, "OMP_NUM_THREADS": threads},
         cwd=Path(__file__).parents[2],
         capture_output=True,

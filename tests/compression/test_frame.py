@@ -11,19 +11,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dilocox.codec_spec import FRAME_HEADER_BYTES
 from dilocox.compression.base import BLOCK
+from dilocox.compression.buffer_layout import Geometry
+from dilocox.compression.compressor import Part
 from dilocox.compression.frame import (
     frame_bytes,
     frame_digest,
     pack_frame,
     unpack_frame,
 )
-from dilocox.compression.geometry import Geometry
-from dilocox.compression.parts import Part
 from dilocox.compression.registry import CODECS
+from dilocox.config.codec_spec import FRAME_HEADER_BYTES
 from dilocox.errors import ExchangeError
-from tests.compression.patterns import single
+from tests.support.patterns import single
 
 N = 2 * BLOCK
 

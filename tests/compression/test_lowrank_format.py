@@ -18,12 +18,17 @@ from torch import Tensor
 
 from dilocox.compression.base import BLOCK
 from dilocox.compression.frame import pack_frame, payload_digest, unpack_frame
-from dilocox.compression.lowrank import LowRank
-from dilocox.compression.lowrank_arrangement import Stack, pays
-from dilocox.compression.lowrank_factors import basis_bytes, decode_basis, encode_basis, spread
+from dilocox.compression.lowrank.codec import LowRank
+from dilocox.compression.lowrank.layout import Stack, pays
+from dilocox.compression.lowrank.quantised_factors import (
+    basis_bytes,
+    decode_basis,
+    encode_basis,
+    spread,
+)
 from dilocox.compression.registry import codec
 from dilocox.errors import ConfigError, ExchangeError
-from tests.compression.lowrank_cases import (
+from tests.support.lowrank_cases import (
     INT4,
     SHAPES,
     crafted,
@@ -35,7 +40,7 @@ from tests.compression.lowrank_cases import (
     geometry_of,
     views,
 )
-from tests.compression.patterns import with_threads
+from tests.support.patterns import with_threads
 
 GOLDEN = {
     4: "577fe00055657f8c2925b6d795af438061c58e1c8e27443fe99f51f1ec804023",
@@ -175,7 +180,7 @@ def test_golden_bytes_in_this_process() -> None:
 @pytest.mark.parametrize(("capability", "threads"), [("default", "2"), ("avx2", "1")])
 def test_golden_bytes_on_lesser_processors(capability: str, threads: str) -> None:
     found = subprocess.run(
-        [sys.executable, "-m", "tests.compression.lowrank_cases"],
+        [sys.executable, "-m", "tests.support.lowrank_cases"],
         env={
             **os.environ,
             "ATEN_CPU_CAPABILITY": capability,

@@ -14,7 +14,7 @@ from dilocox.data import TokenFiles, prepare
 from dilocox.data import folder as folder_module
 from dilocox.errors import DataError
 from tests.data.conftest import section
-from tests.mounting import need_mounts
+from tests.support.mounting import need_mounts
 
 
 @contextmanager

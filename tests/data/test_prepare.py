@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from dilocox.config import DataSection
-from dilocox.data import SequenceSpace, TokenFiles, folder, packer, prepare, show, tokenizer
+from dilocox.config.run_config import DataSection
+from dilocox.data import SequenceSpace, TokenFiles, folder, packing, prepare, show, tokenizer
 from dilocox.data.sources import read_source
 from dilocox.errors import DataError
 from tests.data.conftest import section, story, write_corpus
-from tests.dying import die
+from tests.support.dying import die
 
 prepare_module = sys.modules["dilocox.data.prepare"]  # The name is the function's, too.
 
@@ -281,13 +281,13 @@ def test_progress_goes_from_reading_to_done(corpus: Path, tmp_path: Path) -> Non
 def _prepare_and_die(data: DataSection, target: Path) -> None:
     """Die as by SIGKILL in the middle of the first shard."""
 
-    def write_half(self: packer.Packer, part: np.ndarray) -> None:
+    def write_half(self: packing.Packer, part: np.ndarray) -> None:
         assert self._stream is not None
         self._stream.write(b"half")
         self._stream.flush()
         die()
 
-    packer.Packer._write = write_half  # type: ignore[method-assign]
+    packing.Packer._write = write_half  # type: ignore[method-assign]
     prepare(data, target, 0)
 
 

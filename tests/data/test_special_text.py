@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from tokenizers import AddedToken, Tokenizer, models
 
-from dilocox import cli
+from dilocox.cli import main
 from dilocox.data.special_text import LOOKED, SpecialText, warning
 from dilocox.data.tokenizer import END_OF_TEXT
 
@@ -57,7 +57,7 @@ def test_the_owner_of_rendered_chats_is_told(
 
     def typed(*words: str) -> tuple[str, str]:
         with pytest.raises(SystemExit) as end:
-            cli.main(list(words))
+            main.main(list(words))
         assert end.value.code == 0
         said = capfd.readouterr()
         return said.out, said.err

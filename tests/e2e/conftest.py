@@ -7,16 +7,18 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.e2e.harness import Workshop, write_corpus
+from tests.support.harness import Workshop, write_corpus
 
 if TYPE_CHECKING:
-    from tests.e2e.forked import Forge
+    from tests.support.forked import Forge
 
 
 @pytest.fixture(scope="session")
 def forge() -> Iterator[Forge]:
     """One interpreter that the processes of a session are forked from."""
-    from tests.e2e.forked import Forge  # torch and transformers: seconds that others need not wait
+    from tests.support.forked import (
+        Forge,  # torch and transformers: seconds that others need not wait
+    )
 
     forge = Forge()
     yield forge

@@ -6,10 +6,12 @@ import json
 
 import pytest
 
-from dilocox.record import statements as s
-from dilocox.record.log import read_log
-from tests.e2e.forked import Forge, ForkedRun
-from tests.e2e.harness import PATIENT, Workshop, verdicts
+from dilocox.record.log import statements as s
+from dilocox.record.log.transparency_log import read_log
+from tests.support.forked import Forge, ForkedRun
+from tests.support.harness import PATIENT, Workshop, verdicts
+
+pytestmark = pytest.mark.runs
 
 SITES = ("paris", "lyon", "oslo", "rome")
 GATED = (

@@ -15,10 +15,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from dilocox.checkpoint import load
 from dilocox.data import TokenFiles
 from dilocox.outer.layout import Layout, split_pieces
-from tests.e2e.harness import LIMIT, PATIENT, Workshop
+from dilocox.training.checkpoint_io import load
+from tests.support.harness import LIMIT, PATIENT, Workshop
+
+pytestmark = pytest.mark.runs
 
 SITES, ROUNDS, STEPS, BATCH, LENGTH = 2, 4, 8, 4, 32
 

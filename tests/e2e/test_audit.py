@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from dilocox.record import statements as s
-from dilocox.record.audits import paths_of, read_all
-from dilocox.record.log import read_log
-from tests.e2e.harness import PATIENT, Run, Workshop, verdicts
+from dilocox.record.log import statements as s
+from dilocox.record.log.audit_verdicts import paths_of, read_all
+from dilocox.record.log.transparency_log import read_log
+from tests.support.harness import PATIENT, Run, Workshop, verdicts
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.runs, pytest.mark.slow]
 KEPT = ("record.states_every=1", "checkpoint.every_rounds=0", PATIENT)
 SOON = "network.heartbeat=5"
 """A stop takes effect two beats later, which is not to be after the run."""

@@ -8,7 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.e2e.harness import PATIENT, Run, Workshop, verdicts
+from tests.support.harness import PATIENT, Run, Workshop, verdicts
+
+pytestmark = pytest.mark.runs
 
 WHOLE_ROUND = (
     "outer.rounds=4",

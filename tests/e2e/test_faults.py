@@ -9,9 +9,13 @@ import subprocess
 import time
 from pathlib import Path
 
-from tests.e2e.forked import Forge
-from tests.e2e.harness import Workshop
-from tests.mounting import need_mounts
+import pytest
+
+from tests.support.forked import Forge
+from tests.support.harness import Workshop
+from tests.support.mounting import need_mounts
+
+pytestmark = pytest.mark.alone
 
 LONG = ("outer.rounds=2000", "checkpoint.every_rounds=2")
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from tests.e2e.forked import Forge
-from tests.e2e.harness import Workshop, verdicts
+import pytest
+
+from tests.support.forked import Forge
+from tests.support.harness import Workshop, verdicts
+
+pytestmark = pytest.mark.alone
 
 
 def test_sites_refuse_another_theta_0_and_verify_finds_it(workshop: Workshop, forge: Forge) -> None:

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import json
 
-from tests.e2e.forked import Forge
-from tests.e2e.harness import Workshop, verdicts
+import pytest
+
+from tests.support.forked import Forge
+from tests.support.harness import Workshop, verdicts
+
+pytestmark = pytest.mark.alone
 
 
 def test_the_model_is_that_of_the_sites_that_were_there(workshop: Workshop, forge: Forge) -> None:

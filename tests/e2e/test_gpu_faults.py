@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from dilocox.audit.run import AuditedRun
-from dilocox.record.rounds import Document
-from tests.e2e.forked import Forge
-from tests.e2e.harness import PATIENT, Workshop, verdicts
+import pytest
+
+from dilocox.record.log.round_document import Document
+from dilocox.tools.audit.audited_run import AuditedRun
+from tests.support.forked import Forge
+from tests.support.harness import PATIENT, Workshop, verdicts
+
+pytestmark = pytest.mark.runs
 
 
 def test_an_operation_without_a_deterministic_kernel(workshop: Workshop, forge: Forge) -> None:

@@ -7,10 +7,12 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from dilocox.config_handover import MOMENTUM
-from dilocox.handover import Handover
-from tests.e2e.forked import Forge
-from tests.e2e.harness import Workshop, verdicts
+from dilocox.config.handover import MOMENTUM
+from dilocox.training.portable_checkpoint import Handover
+from tests.support.forked import Forge
+from tests.support.harness import Workshop, verdicts
+
+pytestmark = pytest.mark.alone
 
 SETS = ("outer.rounds=30", "outer.momentum=0.5", "checkpoint.every_rounds=3")
 STEPS = 128

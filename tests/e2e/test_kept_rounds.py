@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from dilocox.record.verify import Places, verify
-from tests.e2e.harness import PATIENT, Run, Workshop
+from dilocox.record.verify.verify import Places, verify
+from tests.support.harness import PATIENT, Run, Workshop
+
+pytestmark = pytest.mark.alone
 
 KEPT = ("outer.rounds=6", "record.keep=2", "checkpoint.every_rounds=0", PATIENT)
 

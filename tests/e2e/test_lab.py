@@ -18,13 +18,13 @@ from typing import Any
 
 import pytest
 
-from dilocox.lab import cgroups
-from dilocox.lab.lab import why_not
-from tests.e2e.harness import LIMIT, Run, Workshop
+from dilocox.tools.testbed import cgroups
+from dilocox.tools.testbed.testbed import why_not
 from tests.e2e.test_wire_bytes import FIXED_PER_PEER, HEADERS
+from tests.support.harness import LIMIT, Run, Workshop
 
 REASON = why_not()
-pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
+pytestmark = [pytest.mark.alone, pytest.mark.skipif(REASON is not None, reason=str(REASON))]
 SETS = ("site.stages=1", "checkpoint.every_rounds=0", "outer.rounds=4")
 
 

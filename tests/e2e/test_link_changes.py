@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from dilocox.codec_spec import parse_spec
-from dilocox.lab.lab import why_not
-from tests.e2e.harness import write_corpus
+from dilocox.config.codec_spec import parse_spec
+from dilocox.tools.testbed.testbed import why_not
+from tests.support.harness import write_corpus
 
 REASON = why_not()
-pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
+pytestmark = [pytest.mark.alone, pytest.mark.skipif(REASON is not None, reason=str(REASON))]
 LIMIT = 600.0
 WITHIN = 5
 """Plans are those of the rounds reported when a link changed, plus: 1 round that was going on, 1
@@ -37,7 +37,7 @@ def test_plans_follow_the_link_two_rounds_after_it_was_measured_and_rest_in_betw
 ) -> None:
     corpus = str(write_corpus(tmp_path))
     done = subprocess.run(
-        [sys.executable, "-m", "tests.e2e.link_run", str(tmp_path), corpus, "60mbit", "1mbit",
+        [sys.executable, "-m", "tests.support.link_run", str(tmp_path), corpus, "60mbit", "1mbit",
          "6", "15"],
         capture_output=True,
         text=True,

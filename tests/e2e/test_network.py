@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.harness import PATIENT, Run, Workshop, verdicts
+from tests.support.harness import PATIENT, Run, Workshop, verdicts
+
+pytestmark = pytest.mark.runs
 
 SETS = ("outer.rounds=4", "checkpoint.every_rounds=0", PATIENT)
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from tests.e2e.forked import Forge
-from tests.e2e.harness import PATIENT, Workshop, verdicts
+from tests.support.forked import Forge
+from tests.support.harness import PATIENT, Workshop, verdicts
+
+pytestmark = pytest.mark.runs
 
 ONE_STAGE = ("site.stages=1", "checkpoint.every_rounds=1", PATIENT)
 

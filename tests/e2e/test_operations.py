@@ -10,8 +10,10 @@ import sqlite3
 
 import pytest
 
-from tests.e2e.forked import Forge, ForkedRun
-from tests.e2e.harness import Workshop
+from tests.support.forked import Forge, ForkedRun
+from tests.support.harness import Workshop
+
+pytestmark = pytest.mark.alone
 
 SMALL = ("outer.rounds=12", "checkpoint.every_rounds=0", "site.stages=1")
 

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import re
 
+import pytest
+
 import dilocox
 from dilocox.data import TokenFiles
-from tests.e2e.forked import Forge, ForkedRun
-from tests.e2e.harness import PATIENT, Workshop, verdicts
-from tests.e2e.own_functions import FUNCTIONS
 from tests.e2e.test_operations import coordinate, flush_digests, join_lines
+from tests.support.forked import Forge, ForkedRun
+from tests.support.harness import PATIENT, Workshop, verdicts
+from tests.support.own_functions import FUNCTIONS
+
+pytestmark = pytest.mark.alone
 
 SETS = (
     "outer.rounds=400", "evaluation.every_rounds=1", "checkpoint.every_rounds=0", "site.stages=1",

@@ -12,13 +12,14 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from dilocox.lab import Network, why_not
-from dilocox.lab.system import ip
-from tests.e2e.forked import Forge, ForkedRun
-from tests.e2e.harness import Workshop
+from dilocox.tools.testbed import Network, why_not
+from dilocox.tools.testbed.commands import ip
+from tests.support.forked import Forge, ForkedRun
+from tests.support.harness import Workshop
 
 REASON = why_not()
 pytestmark = [
+    pytest.mark.alone,
     pytest.mark.skipif(REASON is not None, reason=str(REASON)),
     pytest.mark.slow,
 ]

@@ -18,10 +18,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import dilocox
-from dilocox import cli
-from dilocox.record.verify import Places, verify
-from dilocox.report.folder import read_run
-from tests.e2e.harness import PATIENT, Workshop
+from dilocox.cli import main
+from dilocox.record.verify.verify import Places, verify
+from dilocox.tools.report.folder import read_run
+from tests.support.harness import PATIENT, Workshop
+
+pytestmark = pytest.mark.alone
 
 SETS = (
     "outer.rounds=2",
@@ -105,7 +107,7 @@ def web_server(folder: Path) -> Iterator[str]:
 
 def typed(*words: str) -> int:
     with pytest.raises(SystemExit) as ended:
-        cli.main(list(words))
+        main.main(list(words))
     return int(ended.value.code or 0)
 
 

@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.harness import PATIENT, Workshop
+from tests.support.harness import PATIENT, Workshop
+
+pytestmark = pytest.mark.runs
 
 ROOT = Path(__file__).resolve().parents[2]
 CUT = (
@@ -37,8 +39,8 @@ RUN_ELSEWHERE = {
     "dilocox audit": "tests/audit",
     "dilocox handover": "tests/e2e/test_handover.py",
     "dilocox export --release": "tests/release",
-    "dilocox status RUN_FOLDER": "tests/report/test_status.py",
-    "dilocox publish RUN_FOLDER --to DIR": "tests/release/test_publish.py",
+    "dilocox status RUN_FOLDER": "tests/tools/report/test_status.py",
+    "dilocox publish RUN_FOLDER --to DIR": "tests/tools/release/test_publish.py",
     "python benchmarks/single_site.py --pairs 16": "tests/benchmarks",
     "python benchmarks/overlap.py --quick": "tests/benchmarks",
     "python benchmarks/wan.py --ratio 400 --sites 2 --json NEW.json": "tests/benchmarks",
@@ -156,7 +158,7 @@ def test_quickstart_writes_what_the_readme_says(quickstart: Path) -> None:
 
 
 def test_generate(quickstart: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from dilocox.cli import main
+    from dilocox.cli.main import main
 
     with pytest.raises(SystemExit) as end:
         main(["generate", str(quickstart), "--prompt", "def main():", "--tokens", "8"])
@@ -165,7 +167,7 @@ def test_generate(quickstart: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_verify(quickstart: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from dilocox.cli import main
+    from dilocox.cli.main import main
 
     with pytest.raises(SystemExit) as end:
         main(["verify", str(quickstart)])
@@ -175,7 +177,7 @@ def test_verify(quickstart: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_report(quickstart: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from dilocox.cli import main
+    from dilocox.cli.main import main
 
     with pytest.raises(SystemExit) as end:
         main(["report", str(quickstart)])
@@ -187,7 +189,7 @@ def test_report(quickstart: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_plan(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    from dilocox.cli import main
+    from dilocox.cli.main import main
 
     monkeypatch.chdir(ROOT)
     with pytest.raises(SystemExit) as end:

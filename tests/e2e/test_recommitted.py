@@ -7,12 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from dilocox.record.counts import told_commitments
-from dilocox.record.course import Course, read_course
-from dilocox.record.log import read_log
-from dilocox.record.note import NoteKey
-from tests.e2e.forked import Forge
-from tests.e2e.harness import PATIENT, Workshop, verdicts
+from dilocox.record.log.signed_note import NoteKey
+from dilocox.record.log.transparency_log import read_log
+from dilocox.record.verify.counts import told_commitments
+from dilocox.record.verify.run_history import Course, read_course
+from tests.support.forked import Forge
+from tests.support.harness import PATIENT, Workshop, verdicts
+
+pytestmark = pytest.mark.alone
 
 SITES = ("paris", "lyon", "oslo")
 SETS = ("outer.rounds=5", "checkpoint.every_rounds=2", "site.stages=1", PATIENT)

@@ -14,23 +14,25 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from safetensors.torch import load_file, save_file
 
-from dilocox.config import digest_of, load_run
+from dilocox.cli.verify import judged, run
+from dilocox.config.run_config import digest_of, load_run
 from dilocox.data import TokenFiles
 from dilocox.errors import DataError, RecordError
-from dilocox.record import statements as s
-from dilocox.record.command import judged, run
-from dilocox.record.consumed import command as seen_command
-from dilocox.record.consumed import from_ledger, seen_by
-from dilocox.record.log import CHECKPOINT, ENTRIES, PUBLIC, LogWriter, read_log
-from dilocox.record.report_json import as_json
-from dilocox.record.verify import Places, verify
-from dilocox.release.release import release
-from dilocox.release.signature import public_pem, signing_key
-from dilocox.report.folder import read_run
-from dilocox.report.page import build
-from dilocox.report.render import render
-from tests.e2e.harness import PATIENT, Workshop, verdicts
-from tests.record.older import log_key, resign, unpacked
+from dilocox.record.log import statements as s
+from dilocox.record.log.transparency_log import CHECKPOINT, ENTRIES, PUBLIC, LogWriter, read_log
+from dilocox.record.verify.consumed_data import command as seen_command
+from dilocox.record.verify.consumed_data import from_ledger, seen_by
+from dilocox.record.verify.report_json import as_json
+from dilocox.record.verify.verify import Places, verify
+from dilocox.tools.release.release import release
+from dilocox.tools.release.signature import public_pem, signing_key
+from dilocox.tools.report.folder import read_run
+from dilocox.tools.report.page import build
+from dilocox.tools.report.render import render
+from tests.support.harness import PATIENT, Workshop, verdicts
+from tests.support.older_record import log_key, resign, unpacked
+
+pytestmark = pytest.mark.runs
 
 Change = Callable[[Path], object]
 BLOBS = "record/store/sha256"
@@ -406,7 +408,7 @@ def test_a_dishonest_coordinator_is_found(copied: Path, name: str) -> None:
 
 
 def test_the_command_says_it(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from dilocox.cli import _parser
+    from dilocox.cli.main import _parser
 
     def ended(*more: str) -> tuple[int, str]:
         code = run(_parser().parse_args(["verify", str(copied), *more]))
@@ -439,7 +441,7 @@ def payload_in(store: Path, folder: Path) -> Path:
 def test_a_run_behind_a_url(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
     import fsspec
 
-    from dilocox.cli import _parser
+    from dilocox.cli.main import _parser
 
     files = fsspec.filesystem("memory")
     files_of = [*copied.glob("record/**/*"), *copied.glob("model/*"), *copied.glob("metrics.jsonl")]

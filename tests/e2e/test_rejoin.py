@@ -10,8 +10,10 @@ import time
 
 import pytest
 
-from tests.e2e.forked import Forge
-from tests.e2e.harness import Run, Workshop, verdicts
+from tests.support.forked import Forge
+from tests.support.harness import Run, Workshop, verdicts
+
+pytestmark = pytest.mark.alone
 
 
 def join_again(workshop: Workshop, run: Run, site: str, *sets: str) -> Run:

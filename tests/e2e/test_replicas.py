@@ -6,9 +6,11 @@ import json
 
 import pytest
 
-from tests.e2e.forked import Forge
-from tests.e2e.harness import LIMIT, PATIENT, Workshop, verdicts
 from tests.e2e.test_engine import largest_difference, model_of
+from tests.support.forked import Forge
+from tests.support.harness import LIMIT, PATIENT, Workshop, verdicts
+
+pytestmark = pytest.mark.runs
 
 SETS = (
     "site.batch_size=8",

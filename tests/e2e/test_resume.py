@@ -9,8 +9,10 @@ from collections.abc import Sequence
 
 import pytest
 
-from tests.e2e.forked import PLACES, Forge
-from tests.e2e.harness import Run, Workshop, verdicts
+from tests.support.forked import PLACES, Forge
+from tests.support.harness import Run, Workshop, verdicts
+
+pytestmark = pytest.mark.alone
 
 # A stop takes effect some two beats of slots later (the lease), so the run must outlast two, and in
 # the first case three deaths after them.

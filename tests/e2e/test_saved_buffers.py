@@ -8,8 +8,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.e2e.forked import Forge
-from tests.e2e.harness import Workshop, verdicts
+from tests.support.forked import Forge
+from tests.support.harness import Workshop, verdicts
+
+pytestmark = pytest.mark.alone
 
 MODEL = """\
 [model.architecture]

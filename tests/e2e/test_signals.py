@@ -13,11 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from dilocox.report.status import status_of
-from dilocox.report.status_command import ask
-from tests.e2e.forked import Forge
-from tests.e2e.harness import Workshop
+from dilocox.cli.status import ask
+from dilocox.tools.report.status import status_of
 from tests.e2e.test_operations import coordinate, join_all, join_lines
+from tests.support.forked import Forge
+from tests.support.harness import Workshop
+
+pytestmark = pytest.mark.alone
 
 SETS = ("outer.rounds=400", "checkpoint.every_rounds=0", "site.stages=1")
 

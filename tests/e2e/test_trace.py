@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.harness import PATIENT, Run, Workshop
+from tests.support.harness import PATIENT, Run, Workshop
+
+pytestmark = pytest.mark.runs
 
 SHORT = ("outer.rounds=2", "checkpoint.every_rounds=0", PATIENT)
 WAYS = ("send", "receive")

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.harness import ARCHITECTURE, LIMIT, RUN, write_corpus
+from tests.support.harness import ARCHITECTURE, LIMIT, RUN, write_corpus
 
 ROOT = Path(__file__).parents[2]
 THESE = Path(sys.prefix).name in (".venv-lowest", ".venv-highest")
@@ -26,9 +26,12 @@ STOPPED = (
     "outer.rounds=48", "record.states_every=1", "network.heartbeat=2", "sites.lyon.speed=0.5"
 )  # fmt: skip
 
-pytestmark = pytest.mark.skipif(
-    not PYTHON.exists(), reason="the lowest versions are not installed: make test does it"
-)
+pytestmark = [
+    pytest.mark.runs,
+    pytest.mark.skipif(
+        not PYTHON.exists(), reason="the lowest versions are not installed: make test does it"
+    ),
+]
 
 
 class Runs:

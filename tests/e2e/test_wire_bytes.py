@@ -26,11 +26,11 @@ from typing import Any
 
 import pytest
 
-from dilocox.lab import why_not
-from dilocox.lab.netns import SEGMENT_BYTES
+from dilocox.tools.testbed import why_not
+from dilocox.tools.testbed.netns import SEGMENT_BYTES
 
 REASON = why_not()
-pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
+pytestmark = [pytest.mark.runs, pytest.mark.skipif(REASON is not None, reason=str(REASON))]
 
 ROUNDS = 2
 PACKET_HEADER = 66
@@ -101,7 +101,7 @@ def ran(
     folder = tmp_path_factory.mktemp(exchange)
     corpus = Path(json.__file__).parent
     done = subprocess.run(
-        [sys.executable, "-m", "tests.e2e.wire_run", str(folder), str(corpus), exchange, "int4",
+        [sys.executable, "-m", "tests.support.wire_run", str(folder), str(corpus), exchange, "int4",
          str(sites)],
         capture_output=True,
         text=True,

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from dilocox.config import ModelSection
+from dilocox.config.run_config import ModelSection
 from dilocox.errors import ModelError
 from dilocox.models import load_model_config, probe_attention
-from tests.models.architectures import ARCHITECTURES, small_config
+from tests.support.architectures import ARCHITECTURES, small_config
 
 
 def _refusal(vocabulary: int | None = 96, **architecture: Any) -> str:

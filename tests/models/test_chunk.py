@@ -7,8 +7,8 @@ import torch
 
 from dilocox.errors import ModelError
 from dilocox.models import build_chunk, plan_cut, probe_cut, tied_pair
-from dilocox.models.probe import tiny_config
-from tests.models.architectures import (
+from dilocox.models.partition_probe import tiny_config
+from tests.support.architectures import (
     ARCHITECTURES,
     StateSource,
     cut_model,
@@ -145,7 +145,7 @@ def test_attention_that_the_type_lacks_is_refused_with_the_mend() -> None:
     from dilocox.models import load_model_config
 
     small = {k: v for k, v in ARCHITECTURES["qwen3"].items() if k != "model_type"}
-    from dilocox.config import ModelSection
+    from dilocox.config.run_config import ModelSection
 
     gemma2 = load_model_config(ModelSection(architecture={"model_type": "gemma2", **small}), 96)
     (spec,) = plan_cut(gemma2, 1, 16)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from dilocox.config import ModelSection
+from dilocox.config.run_config import ModelSection
 from dilocox.errors import CheckpointError
 from dilocox.models import (
     ModelChunk,
@@ -21,7 +21,7 @@ from dilocox.models import (
     stage_file_name,
     write_stage_file,
 )
-from tests.models.architectures import (
+from tests.support.architectures import (
     StateSource,
     cut_model,
     reference_model,

@@ -11,13 +11,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dilocox.config import ModelSection
+from dilocox.config.run_config import ModelSection
 from dilocox.errors import ModelError
 from dilocox.models import build_chunk, materialise, open_weights, plan_cut
+from dilocox.models.hf_weights import PretrainedWeights
 from dilocox.models.materialise import local_part, own_rows
-from dilocox.models.pretrained import PretrainedWeights
-from dilocox.models.source import FreshWeights
-from tests.models.architectures import StateSource, reference_model, small_config
+from dilocox.models.weight_source import FreshWeights
+from tests.support.architectures import StateSource, reference_model, small_config
 
 
 @contextmanager

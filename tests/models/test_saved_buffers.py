@@ -9,14 +9,14 @@ from typing import Any, cast
 import pytest
 import torch
 
-from dilocox.assembly import Blueprint, Place, Rank
-from dilocox.config import RunConfig, resolve_run
+from dilocox.config.run_config import RunConfig, resolve_run
 from dilocox.data import TokenFiles
 from dilocox.errors import ModelError
-from dilocox.handing_over import saved_buffers
 from dilocox.models import load_model_config
-from dilocox.persistence import Keeper
-from tests.models.architectures import BUFFERS, ROUTED, reference_model
+from dilocox.training.builder import Blueprint, Place, Rank
+from dilocox.training.checkpointing import Keeper
+from dilocox.training.portable_checkpoint_export import saved_buffers
+from tests.support.architectures import BUFFERS, ROUTED, reference_model
 
 
 def run_of(root: Path, stages: int = 1, **model: Any) -> RunConfig:

@@ -15,7 +15,7 @@ from torch import multiprocessing
 
 from dilocox.models import build_chunk, materialise, open_weights, plan_cut, tied_pair
 from dilocox.models.materialise import local_part
-from tests.models.architectures import (
+from tests.support.architectures import (
     StateSource,
     cut_model,
     reference_model,
@@ -24,6 +24,8 @@ from tests.models.architectures import (
     small_config,
     token_ids,
 )
+
+pytestmark = pytest.mark.runs
 
 
 def _sharded_chunks(rank: int, name: str, chunks: int) -> dict[str, Any]:

@@ -13,11 +13,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from dilocox.config import ModelSection
+from dilocox.config.run_config import ModelSection
 from dilocox.errors import ModelError
 from dilocox.models import load_model_config, open_weights, probe_weights
-from dilocox.models.source import FreshWeights
-from tests.models.architectures import (
+from dilocox.models.weight_source import FreshWeights
+from tests.support.architectures import (
     ARCHITECTURES,
     cut_model,
     reference_model,

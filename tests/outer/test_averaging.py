@@ -16,7 +16,9 @@ from dilocox.compression import BLOCK, Geometry, LowRank, Part, compressor
 from dilocox.errors import ExchangeError
 from dilocox.outer.averaging import average, chunk_bounds, requantise
 from dilocox.outer.optimizer import nesterov_step
-from tests.compression.patterns import patterns
+from tests.support.patterns import patterns
+
+pytestmark = pytest.mark.waits
 
 
 def parts(count: int, n: int = 256, seed: int = 0) -> list[Tensor]:

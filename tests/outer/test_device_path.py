@@ -8,9 +8,11 @@ import pytest
 import torch
 
 from dilocox.outer.contribution import Outcome
-from tests.outer.exchanging import MATRICES, run
-from tests.outer.failing import LINK, config_of, run_sites
-from tests.outer.streams import play_device
+from tests.support.exchanging import MATRICES, run
+from tests.support.failing_sites import LINK, config_of, run_sites
+from tests.support.streams import play_device
+
+pytestmark = pytest.mark.waits
 
 SITES = ("paris", "lyon")
 

@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from dilocox.entering import Newcomer
-from dilocox.outer.coordinator.messages import Entering
+from dilocox.coordinator.protocol.messages import Entering
 from dilocox.outer.first_state import FirstState, OtherStartError
 from dilocox.outer.snapshot import Snapshot
+from dilocox.training.join_run import Newcomer
+
+pytestmark = pytest.mark.waits
 
 OWN = torch.randn(1000, generator=torch.Generator().manual_seed(1))
 STILL = torch.zeros(1000)
@@ -93,7 +95,7 @@ def test_a_newcomer_refuses_before_it_says_that_it_is_ready(
             tensors = {"anchor": OWN * change, "momentum": STILL}
             on_piece(Snapshot(piece, 0, {} if kind == "same" else tensors))
 
-    monkeypatch.setattr("dilocox.entering.fetch", fetch)
+    monkeypatch.setattr("dilocox.training.join_run.fetch", fetch)
     entry = Entering(site="lyon", incarnation=1, donor="paris", from_round=0)
     first = FirstState("lyon", "paris", stored=False)
     form: Any = lambda *_: None  # noqa: E731

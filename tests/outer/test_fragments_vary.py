@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from concurrent.futures import Future
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dilocox.outer.contribution import Contribution, Outcome
+from dilocox.outer.fragment_state import PieceState
 from dilocox.outer.layout import Layout
 from dilocox.outer.loop import OuterLoop
-from dilocox.outer.state import PieceState
-from tests.outer.simulator import LoopbackExchange
 from tests.outer.test_loop import plan
+from tests.support.simulator import LoopbackExchange
+
+pytestmark = pytest.mark.waits
 
 SIZES = (300, 70, 200, 130)
 """Values of each piece's one tensor."""

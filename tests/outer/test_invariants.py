@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from dilocox.compression import CODECS
-from dilocox.outer.state import PieceState
-from tests.outer.problems import linear_site, loss_of, noisy_site
-from tests.outer.simulator import Settings, Simulation
+from dilocox.outer.fragment_state import PieceState
+from tests.support.convex_problems import linear_site, loss_of, noisy_site
+from tests.support.simulator import Settings, Simulation
+
+pytestmark = pytest.mark.waits
 
 # overlap, kappa, slots, fragments, delay
 RULES = [

@@ -11,6 +11,8 @@ from dilocox.compression import BLOCK
 from dilocox.errors import ConfigError, ExchangeError
 from dilocox.outer.layout import Layout, layer_number, split_pieces
 
+pytestmark = pytest.mark.waits
+
 SHAPES = st.lists(st.lists(st.integers(0, 13), max_size=3).map(tuple), min_size=0, max_size=8)
 
 

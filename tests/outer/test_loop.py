@@ -11,14 +11,16 @@ from typing import Any
 import pytest
 import torch
 
+from dilocox.coordinator.protocol.messages import ExchangeKey, MemberPlan, RoundPlan
 from dilocox.errors import ExchangeError, TrainingError
 from dilocox.outer.contribution import Contribution, Outcome
-from dilocox.outer.coordinator.messages import ExchangeKey, MemberPlan, RoundPlan
+from dilocox.outer.fragment_state import PieceState
+from dilocox.outer.in_flight import Pending
 from dilocox.outer.layout import Layout, split_pieces
 from dilocox.outer.loop import OuterLoop
-from dilocox.outer.pending import Pending
 from dilocox.outer.snapshot import Snapshot
-from dilocox.outer.state import PieceState
+
+pytestmark = pytest.mark.waits
 
 
 def plan(round_: int = 0, **changes: Any) -> RoundPlan:

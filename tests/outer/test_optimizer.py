@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 
 from dilocox.outer.optimizer import nesterov_step, round_to_bf16
 
+pytestmark = pytest.mark.waits
+
 
 def bits(value: int) -> torch.Tensor:
     """The fp32 value with these bits, [1]."""

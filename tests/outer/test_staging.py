@@ -8,24 +8,26 @@ from pathlib import Path
 import pytest
 import torch
 
-from dilocox import checkpoint
 from dilocox.compression import compressor, frame_bytes
+from dilocox.coordinator.protocol.exchange_key import ExchangeKey
 from dilocox.outer import staging
 from dilocox.outer.contribution import Contribution
-from dilocox.outer.coordinator.keys import ExchangeKey
+from dilocox.outer.fragment_state import PieceState, tensors_digest
 from dilocox.outer.layout import Layout
 from dilocox.outer.loop import OuterLoop
 from dilocox.outer.staging import HOST, sha256_of, snapshot, staging_of
-from dilocox.outer.state import PieceState, tensors_digest
-from dilocox.outer.worker import ExchangeWorker
-from dilocox.record.rounds import Document
-from dilocox.record.store import Store
-from tests.outer.exchanging import GEOMETRY, LENGTH, SharedBallot
-from tests.outer.sites import MemoryStore
-from tests.outer.streams import CPU, FakeDriver, play_device
+from dilocox.record.log.blob_store import Store
+from dilocox.record.log.round_document import Document
+from dilocox.training import checkpoint_io
+from dilocox.transport.exchange_worker import ExchangeWorker
 from tests.outer.test_loop import plan
-from tests.record.test_inner import inner_record, said
-from tests.record.test_recording import rank_record
+from tests.record.writer.test_rank_recorder import rank_record
+from tests.record.writer.test_state_recorder import inner_record, said
+from tests.support.exchanging import GEOMETRY, LENGTH, SharedBallot
+from tests.support.streams import CPU, FakeDriver, play_device
+from tests.support.thread_sites import MemoryStore
+
+pytestmark = pytest.mark.waits
 
 TENSORS = {
     "w": torch.randn(37, 11, generator=torch.Generator().manual_seed(1)),
@@ -120,7 +122,7 @@ def test_who_does_not_wait_would_spoil_a_snapshot(driver: FakeDriver) -> None:
 
 
 def test_a_checkpoint_holds_the_boundary(driver: FakeDriver, tmp_path: Path) -> None:
-    writer = checkpoint.RankCheckpointer(
+    writer = checkpoint_io.RankCheckpointer(
         str(tmp_path), "paris", 0, 0, 2, take=lambda tensors: snapshot(tensors).tensors
     )
     written: dict[int, str] = {}
@@ -129,7 +131,7 @@ def test_a_checkpoint_holds_the_boundary(driver: FakeDriver, tmp_path: Path) -> 
     staging_of(CPU).before_change()
     tensor.zero_()
     writer.wait()
-    loaded = checkpoint.load(str(tmp_path), 10, "paris", 0, 0, written[10])
+    loaded = checkpoint_io.load(str(tmp_path), 10, "paris", 0, 0, written[10])
     assert torch.equal(loaded.tensors["w"], torch.arange(5.0))
 
 

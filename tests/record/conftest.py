@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.record.scene import Scene
+from tests.support.record_scene import Scene
 
 
 @pytest.fixture

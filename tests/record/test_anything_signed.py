@@ -16,19 +16,19 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from dilocox.cli.verify import show
+from dilocox.coordinator.protocol import messages as m
+from dilocox.coordinator.protocol.exchange_key import ExchangeKey
+from dilocox.coordinator.server.refusals import Refused
 from dilocox.errors import TrainingError
-from dilocox.outer.coordinator import messages as m
-from dilocox.outer.coordinator.keys import ExchangeKey
-from dilocox.outer.coordinator.refusals import Refused
-from dilocox.record import statements as s
-from dilocox.record.acceptance import Acceptance, OwnFacts, digest_of_entry
-from dilocox.record.command import show
-from dilocox.record.log import LogWriter
-from dilocox.record.notary import commitment, contribution
-from dilocox.record.verify import Places, verify
-from tests.full_disk import FullDisk
-from tests.outer.coordinator.helpers import VERSIONS
-from tests.record.scene import KEY, ONE, SIGNERS, Scene, own_digest
+from dilocox.record.log import statements as s
+from dilocox.record.log.acceptance import Acceptance, OwnFacts, digest_of_entry
+from dilocox.record.log.transparency_log import LogWriter
+from dilocox.record.verify.verify import Places, verify
+from dilocox.record.writer.notary import commitment, contribution
+from tests.support.coordinator_driver import VERSIONS
+from tests.support.full_disk import FullDisk
+from tests.support.record_scene import KEY, ONE, SIGNERS, Scene, own_digest
 
 LIAR = "c"
 RANK = m.Rank(site=LIAR, stage=0, shard=0)

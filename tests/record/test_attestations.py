@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from dilocox.outer.coordinator import messages as m
-from dilocox.outer.coordinator.refusals import Refused
-from dilocox.record import statements as s
-from dilocox.record.states import Attestation
-from dilocox.record.verify import Places, verify
-from tests.record.scene import ONE, SIGNERS, Scene
+from dilocox.coordinator.protocol import messages as m
+from dilocox.coordinator.server.refusals import Refused
+from dilocox.record.log import statements as s
+from dilocox.record.log.state_statements import Attestation
+from dilocox.record.verify.verify import Places, verify
+from tests.support.record_scene import ONE, SIGNERS, Scene
 
 
 def signed(scene: Scene, site: str, subjects: dict[str, str], **said: Any) -> str:

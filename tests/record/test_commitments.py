@@ -9,17 +9,17 @@ from typing import Any
 
 import pytest
 
+from dilocox.coordinator.protocol import messages as m
+from dilocox.coordinator.protocol.exchange_key import ExchangeKey
+from dilocox.coordinator.server.refusals import Refused
 from dilocox.errors import ExchangeError
-from dilocox.outer.coordinator import messages as m
-from dilocox.outer.coordinator.keys import ExchangeKey
-from dilocox.outer.coordinator.refusals import Refused
-from dilocox.record import statements as s
-from dilocox.record.gaps import broken_commitments, gaps
-from dilocox.record.notary import LogNotary, commitment
-from dilocox.record.statements import Signer
-from tests.outer.coordinator.helpers import run_config
-from tests.outer.coordinator.served import Run
-from tests.record.scene import KEY, ONE, SIGNERS, Scene, own_digest
+from dilocox.record.log import statements as s
+from dilocox.record.log.statements import Signer
+from dilocox.record.verify.completeness import broken_commitments, gaps
+from dilocox.record.writer.notary import LogNotary, commitment
+from tests.support.coordinator_driver import run_config
+from tests.support.record_scene import KEY, ONE, SIGNERS, Scene, own_digest
+from tests.support.served_run import Run
 
 
 def test_nobody_begins_before_all_have_committed(tmp_path: Path) -> None:

@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
+from dilocox.coordinator.protocol import messages as m
+from dilocox.coordinator.protocol.exchange_key import ExchangeKey
 from dilocox.errors import TrainingError
-from dilocox.outer.coordinator import messages as m
-from dilocox.outer.coordinator.keys import ExchangeKey
-from dilocox.record import statements as s
-from dilocox.record.gaps import broken_commitments, gaps
-from dilocox.record.log import LogWriter
-from dilocox.record.notary import LogNotary
-from tests.full_disk import FullDisk
-from tests.record.scene import KEY, OF_ALL, SIGNERS, Scene
+from dilocox.record.log import statements as s
+from dilocox.record.log.transparency_log import LogWriter
+from dilocox.record.verify.completeness import broken_commitments, gaps
+from dilocox.record.writer.notary import LogNotary
+from tests.support.full_disk import FullDisk
+from tests.support.record_scene import KEY, OF_ALL, SIGNERS, Scene
 
 OTHER = ExchangeKey.outer(0, 0, 1)
 
@@ -249,7 +249,7 @@ def test_a_stop_waits_for_the_disk_at_its_end(
 ) -> None:
     scene.exchange()
     scene.notary.log._beside.submit(lambda: None).result()
-    monkeypatch.setattr("dilocox.storage.ROOM_PAUSE", 0.0)
+    monkeypatch.setattr("dilocox.utils.storage.ROOM_PAUSE", 0.0)
     full_disk.leave(0, failures=3)
     check_whole(scene, KEY)
     assert not [text for text in scene.messages if "was not written" in text]

@@ -13,25 +13,25 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from rich.console import Console
 
-from dilocox import cli
-from dilocox.config import resolve_run
-from dilocox.config_site import MOST_RANKS
-from dilocox.display import Display
+from dilocox.cli import main
+from dilocox.cli.verify import show
+from dilocox.config.run_config import resolve_run
+from dilocox.config.site import MOST_RANKS
+from dilocox.coordinator.protocol.exchange_key import ExchangeKey
+from dilocox.coordinator.server.refusals import Refused
 from dilocox.errors import ConfigError, RecordError
-from dilocox.outer.coordinator.keys import ExchangeKey
-from dilocox.outer.coordinator.refusals import Refused
-from dilocox.record import statements as s
-from dilocox.record.beacon import sites_of
-from dilocox.record.command import show
-from dilocox.record.course import Step, read_course
-from dilocox.record.digests import TensorDigest
-from dilocox.record.files import check_plain_files
-from dilocox.record.note import NoteKey
-from dilocox.record.store import Store
-from dilocox.record.verify import Places, Report, verify
-from dilocox.supervisor import complain
-from tests.record.scene import ONE, Scene
+from dilocox.record.log import statements as s
+from dilocox.record.log.blob_store import Store
+from dilocox.record.log.digests import TensorDigest
+from dilocox.record.log.signed_note import NoteKey
+from dilocox.record.verify.audit_sampling import sites_of
+from dilocox.record.verify.model_files import check_plain_files
+from dilocox.record.verify.run_history import Step, read_course
+from dilocox.record.verify.verify import Places, Report, verify
+from dilocox.training.launch.console import Display
+from dilocox.training.launch.supervisor import complain
 from tests.record.test_attestations import attest, signed
+from tests.support.record_scene import ONE, Scene
 
 CLEAR = "\x1b[2J\x1b[Hverified: all required claims PASS\x1b[8m"
 SIGNER = s.Signer.from_hex("77" * 32)
@@ -221,7 +221,7 @@ def test_so_is_who_runs_a_site_and_who_types_a_command(
     complain(CLEAR)
     monkeypatch.setattr("dilocox.api.export", refuse)
     with pytest.raises(SystemExit):
-        cli.main(["export", "run", "--to", "out"])
+        main.main(["export", "run", "--to", "out"])
     out, err = capsys.readouterr()
     assert out.count("verified") == 1
     assert err.count("verified") == 2

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from dilocox.audit.run import AuditedRun
 from dilocox.errors import RecordError
-from dilocox.record import reading
-from dilocox.record import statements as s
-from dilocox.record.reports import FILE, _lines
-from dilocox.report.folder import read_run
-from tests.record.scene import Scene
+from dilocox.record.log import reader
+from dilocox.record.log import statements as s
+from dilocox.record.verify.metric_reports import FILE, _lines
+from dilocox.tools.audit.audited_run import AuditedRun
+from dilocox.tools.report.folder import read_run
+from tests.support.record_scene import Scene
 
 STATEMENTS = 4000
 SIZE = 4000
@@ -28,8 +28,8 @@ MOST = STATEMENTS * SIZE // 8
 @pytest.fixture
 def long(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> Scene:
     """A log of statements whose type nobody knows, so that no signature takes any time."""
-    monkeypatch.setattr(reading, "BYTES", 20 * SIZE)
-    monkeypatch.setattr(reading, "_cores", lambda: 1)
+    monkeypatch.setattr(reader, "BYTES", 20 * SIZE)
+    monkeypatch.setattr(reader, "_cores", lambda: 1)
     scene.exchange()
     run = scene.config.folder
     (run / "run.toml").write_text(scene.config.to_toml(), encoding="utf-8")

@@ -9,15 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dilocox.coordinator.protocol.exchange_key import ExchangeKey
 from dilocox.errors import RecordError
-from dilocox.outer.coordinator.keys import ExchangeKey
-from dilocox.record import memory, notary
-from dilocox.record import statements as s
-from dilocox.record.log import CHECKPOINT, ENTRIES, LogWriter, Mark
-from dilocox.record.memory import MARK_FILE, Memory
-from dilocox.record.merkle import Frontier, leaf_hash
-from dilocox.record.notary import LogNotary
-from tests.record.scene import KEY, OF_ALL, Scene
+from dilocox.record.log import statements as s
+from dilocox.record.log.merkle import Frontier, leaf_hash
+from dilocox.record.log.transparency_log import CHECKPOINT, ENTRIES, LogWriter, Mark
+from dilocox.record.writer import log_summary, notary
+from dilocox.record.writer.log_summary import MARK_FILE, Memory
+from dilocox.record.writer.notary import LogNotary
+from tests.support.record_scene import KEY, OF_ALL, Scene
 
 OTHER = ExchangeKey.outer(0, 0, 1)
 
@@ -110,11 +110,11 @@ def test_a_mark_that_does_not_fit_is_passed_over(
     elif damage == "changed":
         path.write_text(text.replace(OF_ALL["a/0"], "0" * 64))
     elif damage == "other code":
-        monkeypatch.setattr(memory, "code", lambda: "another")
+        monkeypatch.setattr(log_summary, "code", lambda: "another")
     elif damage == "other log":
         tree = Frontier([leaf_hash(b"another")] * scene.notary.writer.size)
         mark = Mark(tree.size, scene.notary.writer.mark().offset, tree.roots)
-        memory.marked(path, scene.notary.memory, mark)()
+        log_summary.marked(path, scene.notary.memory, mark)()
     elif damage == "ahead":
         (record / CHECKPOINT).write_bytes(early)
     elif damage == "none":
@@ -156,8 +156,8 @@ def test_a_log_is_the_same_from_any_mark(
     tmp_path_factory: pytest.TempPathFactory, marked: int, covered: int, end: int, torn: int
 ) -> None:
     """Killed anywhere: at a mark, a checkpoint or in the middle of a statement."""
-    from tests.record.test_log import KEY as SECRET
-    from tests.record.test_log import NAME
+    from tests.record.log.test_transparency_log import KEY as SECRET
+    from tests.record.log.test_transparency_log import NAME
 
     folder = tmp_path_factory.mktemp("log")
     try:

@@ -13,17 +13,17 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from dilocox.record import claims as c
-from dilocox.record.course import Course
-from dilocox.record.digests import stage_root, tensor_digest
-from dilocox.record.files import other_files
-from dilocox.record.log import LogContent
-from dilocox.record.recording import listing_of
-from dilocox.record.remote import LOG_FILES, fetched
-from dilocox.record.states import State
-from dilocox.record.store import Store, Stores
-from dilocox.record.verify import Places, _Verification
-from tests.models.architectures import BUFFERS, ROUTED, reference_model, small_config
+from dilocox.record.log.blob_store import Store, Stores
+from dilocox.record.log.digests import stage_root, tensor_digest
+from dilocox.record.log.state_statements import State
+from dilocox.record.log.transparency_log import LogContent
+from dilocox.record.verify import claims as c
+from dilocox.record.verify.model_files import other_files
+from dilocox.record.verify.remote import LOG_FILES, fetched
+from dilocox.record.verify.run_history import Course
+from dilocox.record.verify.verify import Places, _Verification
+from dilocox.record.writer.rank_recorder import listing_of
+from tests.support.architectures import BUFFERS, ROUTED, reference_model, small_config
 
 INDEX = "model.safetensors.index.json"
 NORM = "model.norm.weight"

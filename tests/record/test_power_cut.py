@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from dilocox.outer.coordinator import events as e
-from dilocox.outer.coordinator import messages as m
-from dilocox.outer.coordinator.keys import ExchangeKey
-from dilocox.outer.coordinator.log import EventLog
-from dilocox.record import statements as s
-from dilocox.record.gaps import broken_commitments, gaps
-from dilocox.record.log import CHECKPOINT, ENTRIES
-from dilocox.record.notary import LogNotary
-from tests.record.scene import KEY, OF_ALL, ONE, SIGNERS, Scene
+from dilocox.coordinator.protocol import messages as m
+from dilocox.coordinator.protocol.exchange_key import ExchangeKey
+from dilocox.coordinator.server import events as e
+from dilocox.coordinator.server.event_log import EventLog
+from dilocox.record.log import statements as s
+from dilocox.record.log.transparency_log import CHECKPOINT, ENTRIES
+from dilocox.record.verify.completeness import broken_commitments, gaps
+from dilocox.record.writer.notary import LogNotary
+from tests.support.record_scene import KEY, OF_ALL, ONE, SIGNERS, Scene
 
 OTHER = ExchangeKey.outer(0, 0, 1)
 

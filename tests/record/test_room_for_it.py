@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 
-from dilocox import preflight
-from dilocox.assembly import Blueprint
-from dilocox.config import RunConfig
+from dilocox.config.run_config import RunConfig
 from dilocox.data import prepare
 from dilocox.errors import ConfigError, RecordError
-from dilocox.formatting import size
 from dilocox.models import count_parameters
-from dilocox.payloads import model_shapes
-from dilocox.record_volume import payload_bytes, record_bytes, record_line
-from tests.test_preflight import config, write_text
+from dilocox.training.builder import Blueprint
+from dilocox.training.launch import preflight
+from dilocox.training.payload_sizes import model_shapes
+from dilocox.training.record_volume import payload_bytes, record_bytes, record_line
+from dilocox.utils.formatting import size
+from tests.training.launch.test_preflight import config, write_text
 
 
 @pytest.fixture(scope="module")
@@ -155,9 +155,9 @@ def test_auto_is_never_refused_and_says_what_large_rounds_take(
     blueprint = Blueprint.of(run, 270)
     parameters = count_parameters(blueprint.hf_config)
     (payload,) = payload_bytes(run, blueprint, ["none"])
-    monkeypatch.setattr("dilocox.record.windows.WHOLE_BELOW", 0)
-    monkeypatch.setattr("dilocox.record.windows.AUTO_BYTES", 0)
-    monkeypatch.setattr("dilocox.record.windows.AUTO_BYTES_PER_PARAMETER", 64)
+    monkeypatch.setattr("dilocox.record.writer.windows.WHOLE_BELOW", 0)
+    monkeypatch.setattr("dilocox.record.writer.windows.AUTO_BYTES", 0)
+    monkeypatch.setattr("dilocox.record.writer.windows.AUTO_BYTES_PER_PARAMETER", 64)
     preflight.check_run(run, 270, sites_here=4)
     most = 3 * (4 * payload + 8 * parameters)
     assert most > 64 * parameters

@@ -1,9 +1,9 @@
 """Compression: one fp32 tensor to a payload of exactly known size, and back.
 
-`compressor` makes what a codec spec (see `dilocox.codec_spec`) names for a buffer of tensors; its
-parts encode and decode. `codec` gives a flat codec by name; a frame wraps a payload for the wire.
-Nothing here knows sites, rounds or networks. Decoding is a pure function of the payload: the same
-bytes on every machine.
+`compressor` makes what a codec spec (see `dilocox.config.codec_spec`) names for a buffer of
+tensors; its parts encode and decode. `codec` gives a flat codec by name; a frame wraps a payload
+for the wire. Nothing here knows sites, rounds or networks. Decoding is a pure function of the
+payload: the same bytes on every machine.
 """
 
 from dilocox.compression.base import (
@@ -15,6 +15,8 @@ from dilocox.compression.base import (
     refuse_unusable,
     require_finite,
 )
+from dilocox.compression.buffer_layout import Geometry
+from dilocox.compression.compressor import Compressor, Part
 from dilocox.compression.frame import (
     FramePart,
     frame_bytes,
@@ -24,9 +26,7 @@ from dilocox.compression.frame import (
     payload_digest,
     unpack_frame,
 )
-from dilocox.compression.geometry import Geometry
-from dilocox.compression.lowrank import LowRank
-from dilocox.compression.parts import Compressor, Part
+from dilocox.compression.lowrank.codec import LowRank
 from dilocox.compression.registry import CODECS, codec, compressor
 
 __all__ = [

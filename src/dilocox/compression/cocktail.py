@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dilocox.compression import device, device_sparse, sparse
+from dilocox.compression import sparse, tensor_ops, tensor_sparse
 from dilocox.compression.base import (
     check_count,
     check_payload,
@@ -63,7 +63,7 @@ class Cocktail:
         """See `Codec.encode`."""
         n = check_values(values)
         payload = output(out, self.payload_bytes(n), torch.uint8, values.device)
-        if not device.numpy_reaches(values):
+        if not tensor_ops.numpy_reaches(values):
             return self._encode_there(values, payload)
         given, records, done = values.numpy(), payload.numpy(), 0
         for start, rows, width in sparse.chunks(-(-n // _GROUP), _KEPT):
@@ -83,24 +83,24 @@ class Cocktail:
     def _encode_there(self, values: Tensor, payload: Tensor) -> Tensor:
         """`encode` in tensor operations."""
         n, done = values.numel(), 0
-        for start, rows, width in sparse.chunks(-(-n // _GROUP), _KEPT, device.PIECE):
+        for start, rows, width in sparse.chunks(-(-n // _GROUP), _KEPT, tensor_ops.PIECE):
             size = rows * sparse.record_bytes(width, _KEPT, _HEAD, _BITS)
             record = payload[done : done + size].view(rows, -1)
             done += size
             picked = self._positions_there(start, start + rows * width, n, values.device)
             some = values[picked].view(rows, width)
             magnitudes = some.view(torch.int32) & 0x7FFFFFFF
-            where = device_sparse.strongest(magnitudes, sparse.kept_of(width, _KEPT))
+            where = tensor_sparse.strongest(magnitudes, sparse.kept_of(width, _KEPT))
             scale, code = _to_codes(some.gather(1, where))
             record[:, :_HEAD] = scale.view(torch.uint8)
-            record[:, _HEAD:] = device_sparse.pack(where, code, width, _BITS)
+            record[:, _HEAD:] = tensor_sparse.pack(where, code, width, _BITS)
         return payload
 
     def decode(self, payload: Tensor, n: int, out: Tensor | None = None) -> Tensor:
         """See `Codec.decode`. Refuses indices that encoding does not make, too."""
         payload = check_payload(payload, self.payload_bytes(n), self.name, n)
         values = output(out, n, torch.float32, payload.device).zero_()
-        if not device.numpy_reaches(payload):
+        if not tensor_ops.numpy_reaches(payload):
             return self._decode_there(payload, values)
         made, records, done = values.numpy(), payload.numpy(), 0
         for start, rows, width in sparse.chunks(-(-n // _GROUP), _KEPT):
@@ -122,19 +122,19 @@ class Cocktail:
 
     def _decode_there(self, payload: Tensor, values: Tensor) -> Tensor:
         """`decode` in tensor operations; `values` are zeros."""
-        n, done, refusals = values.numel(), 0, device.Refusals(self.name)
-        for start, rows, width in sparse.chunks(-(-n // _GROUP), _KEPT, device.PIECE):
+        n, done, refusals = values.numel(), 0, tensor_ops.Refusals(self.name)
+        for start, rows, width in sparse.chunks(-(-n // _GROUP), _KEPT, tensor_ops.PIECE):
             size = rows * sparse.record_bytes(width, _KEPT, _HEAD, _BITS)
             record = payload[done : done + size].view(rows, -1)
             done += size
             head = record[:, :_HEAD].clone(memory_format=torch.contiguous_format)
             scale = head.view(torch.bfloat16)
             refusals.add(
-                device.bad_scales(scale, _SMALLEST_SCALE, _LARGEST_SCALE) | (scale == 0),
-                device.scale_reason(_SMALLEST_SCALE, _LARGEST_SCALE),
+                tensor_ops.bad_scales(scale, _SMALLEST_SCALE, _LARGEST_SCALE) | (scale == 0),
+                tensor_ops.scale_reason(_SMALLEST_SCALE, _LARGEST_SCALE),
             )
             k = sparse.kept_of(width, _KEPT)
-            where, code = device_sparse.unpack(record[:, _HEAD:], k, width, _BITS, refusals)
+            where, code = tensor_sparse.unpack(record[:, _HEAD:], k, width, _BITS, refusals)
             code = (code ^ 8) - 8
             refusals.add(code < -_LARGEST_CODE, "it has the code -8")
             picked = self._positions_there(start, start + rows * width, n, values.device)

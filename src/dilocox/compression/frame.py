@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from dilocox.codec_spec import FRAME_HEADER_BYTES
+from dilocox.config.codec_spec import FRAME_HEADER_BYTES
 from dilocox.errors import ExchangeError
 
 FORMAT_VERSION = 2

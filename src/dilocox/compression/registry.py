@@ -6,17 +6,17 @@ from functools import lru_cache
 
 import torch
 
-from dilocox.codec_spec import parse_spec
 from dilocox.compression.base import Codec
+from dilocox.compression.blockwise_int import Quantised
+from dilocox.compression.buffer_layout import Geometry
 from dilocox.compression.cocktail import Cocktail
+from dilocox.compression.compressor import Compressor
 from dilocox.compression.dense import Dense
-from dilocox.compression.geometry import Geometry
 from dilocox.compression.int2 import Int2
-from dilocox.compression.lowrank import LowRank
-from dilocox.compression.parts import Compressor
-from dilocox.compression.quantised import Quantised
+from dilocox.compression.lowrank.codec import LowRank
 from dilocox.compression.top1 import Top1
 from dilocox.compression.topk import TopK
+from dilocox.config.codec_spec import parse_spec
 from dilocox.errors import ConfigError
 
 _ALL: tuple[Codec, ...] = (

@@ -6,8 +6,8 @@ place in them takes log2 B bits, where one among K of a chunk as dense takes abo
 
 Payload: one record per 64 blocks of B consecutive values, and one for those that are left (r
 blocks, the last of them may be shorter). A record begins with two bf16 levels
-(`dilocox.compression.levels`) of its blocks' values that are not zero; then comes a stream of bits
-that starts with the lowest of the first byte:
+(`dilocox.compression.two_bit_levels`) of its blocks' values that are not zero; then comes a stream
+of bits that starts with the lowest of the first byte:
 
 - bit 0 of the r codes (1: negative), then bit 1 of them (1: the second level),
 - the places, four blocks at a time as one number of w bits, its lowest bit first: place 0 + place 1
@@ -28,8 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dilocox.codec_spec import LARGEST_BLOCK
-from dilocox.compression import device, device_levels
+from dilocox.compression import tensor_ops, tensor_two_bit_levels
 from dilocox.compression.base import (
     check_count,
     check_number,
@@ -37,8 +36,9 @@ from dilocox.compression.base import (
     check_values,
     output,
 )
-from dilocox.compression.levels import HEAD, from_codes, to_codes
 from dilocox.compression.sparse import Array, places_of
+from dilocox.compression.two_bit_levels import HEAD, from_codes, to_codes
+from dilocox.config.codec_spec import LARGEST_BLOCK
 from dilocox.errors import ExchangeError
 
 _BLOCKS = 64
@@ -83,7 +83,7 @@ class Top1:
         """See `Codec.encode`."""
         n = check_values(values)
         payload = output(out, self.payload_bytes(n), torch.uint8, values.device)
-        if not device.numpy_reaches(values):
+        if not tensor_ops.numpy_reaches(values):
             return self._encode_there(values, payload)
         bits, records, done = values.numpy().view(np.int32), payload.numpy(), 0
         for start, rows, width in self._records(n):
@@ -107,7 +107,7 @@ class Top1:
     def _encode_there(self, values: Tensor, payload: Tensor) -> Tensor:
         """`encode` in tensor operations."""
         bits, done = values.view(torch.int32), 0
-        for start, rows, width in self._records(values.numel(), device.PIECE):
+        for start, rows, width in self._records(values.numel(), tensor_ops.PIECE):
             piece = bits[start : start + rows * width * self.block]
             missing = rows * width * self.block - piece.numel()
             if missing:
@@ -120,7 +120,7 @@ class Top1:
             size = rows * self._record_bytes(width)
             record = payload[done : done + size].view(rows, -1)
             done += size
-            record[:, :HEAD], codes = device_levels.to_codes(chosen, zeros=False)
+            record[:, :HEAD], codes = tensor_two_bit_levels.to_codes(chosen, zeros=False)
             record[:, HEAD:] = self._packed_there(
                 torch.where(some, places.view(rows, width), self.block), torch.where(some, codes, 0)
             )
@@ -130,7 +130,7 @@ class Top1:
         """See `Codec.decode`. Refuses places and codes that encoding does not make, too."""
         payload = check_payload(payload, self.payload_bytes(n), self.name, n)
         values = output(out, n, torch.float32, payload.device).zero_()
-        if not device.numpy_reaches(payload):
+        if not tensor_ops.numpy_reaches(payload):
             return self._decode_there(payload, values)
         bits, records, done = values.numpy().view(np.int32), payload.numpy(), 0
         for start, rows, width in self._records(n):
@@ -148,14 +148,14 @@ class Top1:
 
     def _decode_there(self, payload: Tensor, values: Tensor) -> Tensor:
         """`decode` in tensor operations; `values` are zeros."""
-        n, done, refusals = values.numel(), 0, device.Refusals(self.name)
+        n, done, refusals = values.numel(), 0, tensor_ops.Refusals(self.name)
         bits = values.view(torch.int32)
-        for start, rows, width in self._records(n, device.PIECE):
+        for start, rows, width in self._records(n, tensor_ops.PIECE):
             size = rows * self._record_bytes(width)
             record = payload[done : done + size].view(rows, -1)
             done += size
             places, codes = self._unpacked_there(record[:, HEAD:], width, refusals)
-            found = device_levels.from_codes(record[:, :HEAD], codes, refusals)
+            found = tensor_two_bit_levels.from_codes(record[:, :HEAD], codes, refusals)
             some = places < self.block
             first = torch.arange(rows * width, device=values.device).view(rows, width) * self.block
             where = first + start + places
@@ -241,14 +241,14 @@ class Top1:
         above = stream[:, 2 * blocks :].unflatten(1, (fours, width))
         for place in range(width):
             above[:, :, place] = numbers >> place & 1
-        return device.pack_bits(stream)
+        return tensor_ops.pack_bits(stream)
 
     def _unpacked_there(
-        self, data: Tensor, blocks: int, refusals: device.Refusals
+        self, data: Tensor, blocks: int, refusals: tensor_ops.Refusals
     ) -> tuple[Tensor, Tensor]:
         """`_unpacked` in tensor operations: places and codes, int64 [rows, blocks]."""
         fours, width, radix = -(-blocks // _TOGETHER), self._place_bits, self.block + 1
-        stream = device.unpack_bits(data)
+        stream = tensor_ops.unpack_bits(data)
         refusals.add(stream[:, 2 * blocks + fours * width :] != 0, _BEHIND)
         codes = stream[:, :blocks] | stream[:, blocks : 2 * blocks] << 1
         above = stream[:, 2 * blocks : 2 * blocks + fours * width].unflatten(1, (fours, width))

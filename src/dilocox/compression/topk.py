@@ -7,7 +7,7 @@ with two bf16 levels; then come, as that module says, the indices and codes of 2
 makes them least: for K = 5, 16 and 64 of 4,096 that is 140 bytes for
 65,536 values, 100 for 16,384 and 84 for 4,096: 14.0, 12.5 and 10.5 bits per value that is sent.
 
-The levels are those of `dilocox.compression.levels`, of a chunk's kept values.
+The levels are those of `dilocox.compression.two_bit_levels`, of a chunk's kept values.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dilocox.codec_spec import LARGEST_KEPT
-from dilocox.compression import device, device_levels, device_sparse, sparse
+from dilocox.compression import sparse, tensor_ops, tensor_sparse, tensor_two_bit_levels
 from dilocox.compression.base import (
     check_count,
     check_number,
@@ -27,7 +26,8 @@ from dilocox.compression.base import (
     check_values,
     output,
 )
-from dilocox.compression.levels import HEAD, from_codes, to_codes
+from dilocox.compression.two_bit_levels import HEAD, from_codes, to_codes
+from dilocox.config.codec_spec import LARGEST_KEPT
 
 _BITS = 2
 
@@ -61,7 +61,7 @@ class TopK:
         """See `Codec.encode`."""
         n = check_values(values)
         payload = output(out, self.payload_bytes(n), torch.uint8, values.device)
-        if not device.numpy_reaches(values):
+        if not tensor_ops.numpy_reaches(values):
             return self._encode_there(values, payload)
         bits, records, done = values.numpy().view(np.int32), payload.numpy(), 0
         for start, rows, width in sparse.chunks(n, self.kept):
@@ -80,21 +80,21 @@ class TopK:
     def _encode_there(self, values: Tensor, payload: Tensor) -> Tensor:
         """`encode` in tensor operations."""
         bits, done = values.view(torch.int32), 0
-        for start, rows, width in sparse.chunks(values.numel(), self.kept, device.PIECE):
+        for start, rows, width in sparse.chunks(values.numel(), self.kept, tensor_ops.PIECE):
             piece = bits[start : start + rows * width].view(rows, width)
             size = rows * sparse.record_bytes(width, self.kept, HEAD, _BITS)
             record = payload[done : done + size].view(rows, -1)
             done += size
-            where = device_sparse.strongest(piece & 0x7FFFFFFF, sparse.kept_of(width, self.kept))
-            record[:, :HEAD], codes = device_levels.to_codes(piece.gather(1, where))
-            record[:, HEAD:] = device_sparse.pack(where, codes, width, _BITS)
+            where = tensor_sparse.strongest(piece & 0x7FFFFFFF, sparse.kept_of(width, self.kept))
+            record[:, :HEAD], codes = tensor_two_bit_levels.to_codes(piece.gather(1, where))
+            record[:, HEAD:] = tensor_sparse.pack(where, codes, width, _BITS)
         return payload
 
     def decode(self, payload: Tensor, n: int, out: Tensor | None = None) -> Tensor:
         """See `Codec.decode`. Refuses indices that encoding does not make, too."""
         payload = check_payload(payload, self.payload_bytes(n), self.name, n)
         values = output(out, n, torch.float32, payload.device).zero_()
-        if not device.numpy_reaches(payload):
+        if not tensor_ops.numpy_reaches(payload):
             return self._decode_there(payload, values)
         bits, records, done = values.numpy().view(np.int32), payload.numpy(), 0
         for start, rows, width in sparse.chunks(n, self.kept):
@@ -109,14 +109,16 @@ class TopK:
 
     def _decode_there(self, payload: Tensor, values: Tensor) -> Tensor:
         """`decode` in tensor operations; `values` are zeros."""
-        bits, done, refusals = values.view(torch.int32), 0, device.Refusals(self.name)
-        for start, rows, width in sparse.chunks(values.numel(), self.kept, device.PIECE):
+        bits, done, refusals = values.view(torch.int32), 0, tensor_ops.Refusals(self.name)
+        for start, rows, width in sparse.chunks(values.numel(), self.kept, tensor_ops.PIECE):
             size = rows * sparse.record_bytes(width, self.kept, HEAD, _BITS)
             record = payload[done : done + size].view(rows, -1)
             done += size
             k = sparse.kept_of(width, self.kept)
-            where, codes = device_sparse.unpack(record[:, HEAD:], k, width, _BITS, refusals)
+            where, codes = tensor_sparse.unpack(record[:, HEAD:], k, width, _BITS, refusals)
             piece = bits[start : start + rows * width].view(rows, width)
-            piece.scatter_(1, where, device_levels.from_codes(record[:, :HEAD], codes, refusals))
+            piece.scatter_(
+                1, where, tensor_two_bit_levels.from_codes(record[:, :HEAD], codes, refusals)
+            )
         refusals.settle()
         return values

@@ -10,13 +10,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from dilocox.config import DataSection, load_written
-from dilocox.data.files import TokenFiles
+from dilocox.config.run_config import DataSection, load_written
 from dilocox.data.manifest import MANIFEST
 from dilocox.data.sources import list_files
+from dilocox.data.token_files import TokenFiles
 from dilocox.errors import DataError
-from dilocox.processes import is_alive
-from dilocox.storage import sync_folder
+from dilocox.utils.processes import is_alive
+from dilocox.utils.storage import sync_folder
 
 
 def folder_of_run(run: Path) -> Path:

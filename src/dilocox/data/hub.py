@@ -8,8 +8,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from dilocox.config import DataSection
-from dilocox.data.documents import FIELD, clean
+from dilocox.config.run_config import DataSection
+from dilocox.data.readers import FIELD, clean
 from dilocox.errors import DataError
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from dilocox.errors import DataError
-from dilocox.storage import sha256_of
+from dilocox.utils.storage import sha256_of
 
 MANIFEST = "manifest.json"
 FORMAT = 1

@@ -14,16 +14,16 @@ from typing import Any
 
 import tokenizers
 
-from dilocox.config import DataSection
+from dilocox.config.run_config import DataSection
 from dilocox.data.croissant import write_croissant
-from dilocox.data.files import SPLITS, TOKENIZER, TokenFiles
 from dilocox.data.folder import check_place, partial_folder, publish, reuse
 from dilocox.data.hub import HubSource
 from dilocox.data.manifest import MANIFEST, hash_file, source_names, write_manifest
-from dilocox.data.packer import SHARD_BYTES, Packer, Place
+from dilocox.data.packing import SHARD_BYTES, Packer, Place
 from dilocox.data.sequences import check_lengths
 from dilocox.data.sources import Source, read_source
 from dilocox.data.special_text import SpecialText
+from dilocox.data.token_files import SPLITS, TOKENIZER, TokenFiles
 from dilocox.data.tokenizer import Encoder, load_tokenizer, train_tokenizer
 from dilocox.errors import DataError
 from dilocox.version import __version__

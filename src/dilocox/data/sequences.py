@@ -13,7 +13,7 @@ import hashlib
 import numpy as np
 import numpy.typing as npt
 
-from dilocox.data.files import SPLITS, TokenFiles
+from dilocox.data.token_files import SPLITS, TokenFiles
 from dilocox.errors import DataError
 
 ROUNDS = 8

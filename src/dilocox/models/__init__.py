@@ -9,7 +9,6 @@ transformers is imported only when one of them is called.
 
 from dilocox.models.architecture import load_model_config
 from dilocox.models.chunk import ModelChunk, build_chunk
-from dilocox.models.cut import ChunkSpec, plan_cut
 from dilocox.models.export import (
     Published,
     finish_model_folder,
@@ -17,9 +16,10 @@ from dilocox.models.export import (
     write_stage_file,
 )
 from dilocox.models.materialise import materialise
-from dilocox.models.probe import probe_attention, probe_cut, probe_weights
-from dilocox.models.skeleton import count_parameters, tied_pair
-from dilocox.models.source import WeightSource, open_weights, read_rows
+from dilocox.models.meta_model import count_parameters, tied_pair
+from dilocox.models.partition import ChunkSpec, plan_cut
+from dilocox.models.partition_probe import probe_attention, probe_cut, probe_weights
+from dilocox.models.weight_source import WeightSource, open_weights, read_rows
 
 __all__ = [
     "ChunkSpec",

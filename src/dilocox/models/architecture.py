@@ -11,7 +11,7 @@ from collections.abc import Container, Iterable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from dilocox.config import ModelSection
+from dilocox.config.run_config import ModelSection
 from dilocox.errors import ModelError
 
 if TYPE_CHECKING:

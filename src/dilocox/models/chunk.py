@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from dilocox.models.cut import ChunkSpec
-from dilocox.models.recompute import Checkpointing, recompute
-from dilocox.models.skeleton import Layout, build_skeleton, find_layout, tied_names
-from dilocox.models.unpacked import unpacked_rows
+from dilocox.models.activation_checkpointing import Checkpointing, recompute
+from dilocox.models.meta_model import Layout, build_skeleton, find_layout, tied_names
+from dilocox.models.partition import ChunkSpec
+from dilocox.models.unpacked_rows import unpacked_rows
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from dilocox.compression.rounding import round_to_bf16
-from dilocox.config import RunConfig
-from dilocox.config_section import parse_bytes
+from dilocox.config.base import parse_bytes
+from dilocox.config.run_config import RunConfig
 from dilocox.errors import CheckpointError
 from dilocox.models.architecture import one_line
-from dilocox.models.pretrained import INDEX_FILE, find_recipes
-from dilocox.models.skeleton import build_skeleton, tied_names
+from dilocox.models.hf_weights import INDEX_FILE, find_recipes
+from dilocox.models.meta_model import build_skeleton, tied_names
+from dilocox.utils.rounding import round_to_bf16
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

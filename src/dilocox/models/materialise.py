@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from dilocox.models.chunk import ModelChunk
-from dilocox.models.source import WeightSource, initialise_module, read_rows
+from dilocox.models.weight_source import WeightSource, initialise_module, read_rows
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor

@@ -8,7 +8,7 @@ from __future__ import annotations
 from importlib import metadata
 
 from dilocox.errors import ModelError
-from dilocox.torch_internals import missing_name
+from dilocox.utils.torch_internals import missing_name
 
 _LOADING = "transformers.core_model_loading"
 _AUTO = "transformers.models.auto.modeling_auto"

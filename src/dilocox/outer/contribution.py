@@ -9,8 +9,8 @@ from typing import Protocol
 import torch
 
 from dilocox.compression import Compressor, FramePart, LowRank, frame_bytes, pack_frame
-from dilocox.outer.coordinator.messages import ExchangeKey
-from dilocox.outer.coordinator.verdict_messages import Opinion
+from dilocox.coordinator.protocol.messages import ExchangeKey
+from dilocox.coordinator.protocol.verdicts import Opinion
 from dilocox.outer.staging import HOST, Mark, Staging
 
 Weights = Mapping[str, float]
@@ -45,7 +45,7 @@ class Contribution:
     warm: torch.Tensor | None = None
     """Q of a low-rank codec at the boundary, flat fp32; none for other codecs."""
     aggregation: str = "mean"
-    """See `dilocox.config_admission`."""
+    """See `dilocox.config.admission`."""
     examines: bool = False
     """The contributions are compared with each other before the vote."""
     probe: Probe | None = None

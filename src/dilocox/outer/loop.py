@@ -10,29 +10,29 @@ from dataclasses import dataclass
 
 import torch
 
-from dilocox import timeline
-from dilocox.codec_spec import parse_spec
 from dilocox.compression import LowRank
-from dilocox.compression.moments import carried
+from dilocox.compression.second_moments import carried
+from dilocox.config.codec_spec import parse_spec
+from dilocox.coordinator.protocol.fragment_groups import pieces_of
+from dilocox.coordinator.protocol.messages import ExchangeKey, RoundPlan
+from dilocox.coordinator.protocol.schedule import boundary_slots
 from dilocox.errors import TrainingError
-from dilocox.outer.admission.gate import Gate, Slope
-from dilocox.outer.calendar import boundary_slots
 from dilocox.outer.contribution import Contribution, Outcome, Probe
-from dilocox.outer.coordinator.messages import ExchangeKey, RoundPlan
-from dilocox.outer.fragment import Fragment, fragment_of
+from dilocox.outer.fragment_group import Fragment, fragment_of
+from dilocox.outer.fragment_state import PieceState
+from dilocox.outer.in_flight import Counts, Pending
 from dilocox.outer.layout import Layout
-from dilocox.outer.moments import Second, none_held, row_means, take_means, told_by
+from dilocox.outer.loss_gate import Gate, Slope
 from dilocox.outer.overlap import Rule
-from dilocox.outer.pending import Counts, Pending
-from dilocox.outer.pieces import pieces_of
+from dilocox.outer.second_moments import Second, none_held, row_means, take_means, told_by
 from dilocox.outer.snapshot import Snapshot
 from dilocox.outer.staging import staging_of
-from dilocox.outer.state import PieceState
+from dilocox.utils import tracing
 
 
 @dataclass(frozen=True)
 class Admission:
-    """How contributions are judged and averaged; see `dilocox.config_admission`."""
+    """How contributions are judged and averaged; see `dilocox.config.admission`."""
 
     aggregation: str = "mean"
     examines: bool = False
@@ -45,11 +45,12 @@ Submit = Callable[[Contribution], "Future[Outcome]"]
 class OuterLoop:
     """All pieces of one rank, and how they are exchanged.
 
-    `states` are those of the pieces; a plan's fragments are runs of them (`dilocox.outer.pieces`).
-    `live` are the rank's local parameters, full name to fp32 tensor, which landings change in
-    place. `touch` is called while waiting, so that the rank keeps counting as alive. `hash_beside`:
-    digests of what has landed are computed beside training, whose processor then is another.
-    `second`: gives the inner optimizer's second moments; asked for where plans share them.
+    `states` are those of the pieces; a plan's fragments are runs of them
+    (`dilocox.coordinator.protocol.fragment_groups`). `live` are the rank's local parameters, full
+    name to fp32 tensor, which landings change in place. `touch` is called while waiting, so that
+    the rank keeps counting as alive. `hash_beside`: digests of what has landed are computed beside
+    training, whose processor then is another. `second`: gives the inner optimizer's second moments;
+    asked for where plans share them.
     """
 
     def __init__(
@@ -144,7 +145,7 @@ class OuterLoop:
         state = self.states[0]
         before = self.land_gradients() if late else None
         weight = plan.members[self._me].weight
-        with timeline.span("boundary", key=key.text, values=state.layout.length):
+        with tracing.span("boundary", key=key.text, values=state.layout.length):
             u, finite = state.gradients(gradients, weight, plan.residual_decay)
         self.gradient = Pending.waiting(key, plan, 0, u, finite)
         self._hand_in(self.gradient)
@@ -167,7 +168,7 @@ class OuterLoop:
         outcome = self._wait(item)
         state = self.states[0]
         if item.contribution is not None:
-            with timeline.span("residual"):
+            with tracing.span("residual"):
                 state.committed(item.contribution, outcome.sent, outcome.second_error)
         self._count(outcome, state.layout.length)
         if outcome.average is None:
@@ -288,7 +289,7 @@ class OuterLoop:
         if member:
             weight = plan.members[self._me].weight
             contributes = not self.dropping
-            with timeline.span("boundary", key=key.text, values=whole.layout.length):
+            with tracing.span("boundary", key=key.text, values=whole.layout.length):
                 u, finite, bad = whole.boundary(self.live, weight, plan.residual_decay)
             contributes = contributes and finite
             if parse_spec(plan.codec).moments:
@@ -388,7 +389,7 @@ class OuterLoop:
             self.counts.payload_bytes += outcome.payload_bytes
             self.behind = True
             return
-        with timeline.span("landing", key=item.key.text, values=fragment.layout.length):
+        with tracing.span("landing", key=item.key.text, values=fragment.layout.length):
             self._apply(item, outcome, fragment, here)
         for piece in pieces:
             if piece not in self.awaiting:
@@ -401,7 +402,7 @@ class OuterLoop:
         # One that enters receives what it has no part in.
         if item.contribution is not None:
             weight = plan.members[self._me].weight
-            with timeline.span("residual"):
+            with tracing.span("residual"):
                 fragment.committed(item.contribution, outcome.sent, outcome.second_error, here)
         weights = [plan.members[site].weight for site in outcome.contributors]
         own = plan.members[self._me].weight if self._me in outcome.contributors else 0.0
@@ -417,7 +418,7 @@ class OuterLoop:
         average = outcome.average
         fragment.check(average, outcome.sent)
         for state, place in fragment.only(here):
-            with timeline.span("outer step", overlap=rule.overlap):
+            with tracing.span("outer step", overlap=rule.overlap):
                 state.land(self.live, None if average is None else average[place], rule)
         if not item.counted:
             self._share_moments(item, outcome, fragment.layout)
@@ -455,7 +456,7 @@ class OuterLoop:
 
     def _wait(self, item: Pending) -> Outcome:
         start = time.monotonic()
-        with timeline.span("wait for landing", key=item.key.text):
+        with tracing.span("wait for landing", key=item.key.text):
             while not wait_for([item.outcome], timeout=1.0).done:
                 self._touch()
             outcome = item.outcome.result()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dilocox.compression.rounding import round_to_bf16
+from dilocox.utils.rounding import round_to_bf16
 
 __all__ = ["MOMENTUM_DTYPES", "as_kept", "nesterov_step", "round_to_bf16"]
 

@@ -1,0 +1,1 @@
+"""The `dilocox` command: one module per subcommand parses, calls one function and prints."""

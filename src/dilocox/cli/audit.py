@@ -1,0 +1,327 @@
+"""`dilocox audit` and `dilocox auditor`: repeat rounds, say and sign what came of it."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from dilocox.errors import ConfigError, RecordError
+from dilocox.utils.plain_text import plain
+
+if TYPE_CHECKING:
+    from dilocox.record.log.audit_verdicts import Signed, Verdict
+    from dilocox.record.log.statements import Signer
+    from dilocox.tools.audit.audited_run import AuditedRun, Chosen
+    from dilocox.training.launch.verdict_hand_in import HandIn
+
+HELP = "repeat rounds of a site, from the states that it has kept"
+AUDITOR_HELP = "audit a run that goes on, as its log selects"
+COLOURS = {"EXACT": "green", "WITHIN_TOL": "green", "NOT_RUN": "yellow"}
+LOOK_EVERY = 1.0
+"""Seconds after which an auditor looks whether the log has grown."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `dilocox audit`."""
+    _add_common(parser)
+    parser.add_argument("--site", help="rounds of this site (default: all sites)")
+    parser.add_argument("--round", type=int, metavar="N", help="this round (default: all)")
+    parser.add_argument(
+        "--sample", type=share, metavar="SHARE",
+        help="only this share of them, 5%% or 0.05, as the log selects; at least one",
+    )  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="print the verdicts as JSON")
+    parser.set_defaults(call=run)
+
+
+def add_auditor_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `dilocox auditor`."""
+    _add_common(parser)
+    parser.add_argument(
+        "--sample", type=share, metavar="SHARE",
+        help="this share, 5%% or 0.05 (default: the run file's record.audit_rate)",
+    )  # fmt: skip
+    parser.set_defaults(call=run_auditor)
+
+
+def _add_common(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", metavar="RUN", help="a run's folder")
+    parser.add_argument(
+        "--key", type=Path, metavar="FILE",
+        help="the auditor's own key; made if it is not there (default: a key for this once)",
+    )  # fmt: skip
+    parser.add_argument("--log-key", metavar="NAME+HASH+KEY", help="the log's key, as told to you")
+    parser.add_argument(
+        "--store", action="append", default=[], metavar="PLACE",
+        help="a further store of states and payloads, folder or URL; may be given several times",
+    )  # fmt: skip
+    parser.add_argument("--data", type=Path, metavar="FOLDER", help="the run's token files")
+    parser.add_argument(
+        "--hand-in", action="store_true",
+        help="name the verdicts in the run's log, so that none can be taken away unseen",
+    )  # fmt: skip
+    parser.add_argument(
+        "--coordinator", metavar="HOST:PORT",
+        help="with --hand-in: the run's coordinator, while the run goes on (default: RUN is the "
+        "coordinator's own folder)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--token-file", type=Path, metavar="FILE",
+        help="with --coordinator: file with a site's join token (else: the variable "
+        "DILOCOX_TOKEN, else a prompt)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--randomness", type=Path, metavar="FILE",
+        help="public randomness that enters the selection, lines of `ROUND HEX`",
+    )  # fmt: skip
+
+
+def share(text: str) -> float:
+    """A share of a whole, `5%` or `0.05`. Raises `argparse.ArgumentTypeError`."""
+    try:
+        value = float(text.removesuffix("%")) / (100.0 if text.endswith("%") else 1.0)
+    except ValueError:
+        value = -1.0
+    if not 0.0 < value <= 1.0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no share: give 5% or 0.05")
+    return value
+
+
+def run(options: argparse.Namespace) -> int:
+    """Audit and print; exit code 0, 1 or 3."""
+    import torch
+
+    from dilocox.record.verify.audit_sampling import read_randomness
+    from dilocox.training.launch import verdict_hand_in
+
+    torch.set_num_threads(1)  # before forking: no thread pool that a child would miss
+    if options.sample is not None and (options.site or options.round is not None):
+        raise ConfigError("--sample: selects by itself; leave out --site and --round, or this")
+    if options.randomness is not None and options.sample is None:
+        raise ConfigError("--randomness: enters a selection; add --sample, or leave this out")
+    audited, signer = _opened(options), _signer(options.key)
+    _check_site(audited, options.site)
+    log = verdict_hand_in.opened(options, audited, signer)
+    console = Console(highlight=False, soft_wrap=True, quiet=options.json)
+    if options.sample is not None:
+        randomness = read_randomness(options.randomness) if options.randomness else {}
+        chosen = audited.sampled(options.sample, randomness)
+    else:
+        chosen = audited.requested(options.site, options.round)
+    found = [_audit(audited, each, signer, console, log).verdict for each in chosen]
+    code = exit_code(found, log)
+    if options.json:
+        print(json.dumps(as_json(audited, found, signer, log), indent=2))
+    else:
+        _conclude(audited, found, signer, console, options.key, log)
+    return code
+
+
+def run_auditor(options: argparse.Namespace) -> int:
+    """Audit what is selected until the run ends; exit code 0, 1 or 3."""
+    import torch
+
+    from dilocox.record.log.audit_verdicts import read_all
+    from dilocox.training.launch import verdict_hand_in
+
+    torch.set_num_threads(1)
+    audited, signer = _opened(options), _signer(options.key)
+    log = verdict_hand_in.opened(options, audited, signer)
+    rate = options.sample
+    if rate is None:
+        rate = float(audited.course.config["record"].get("audit_rate", 0.0))
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(
+        f"auditing {rate:.0%} of the rounds of run {audited.course.run[:12]} that keep states; "
+        "Ctrl-C ends it"
+    )
+    earlier = read_all(audited.folder, audited.course.run)
+    own = [each for each in earlier if each.auditor == signer.public]
+    found: list[Verdict] = []
+    done: set[tuple[int, int, int]] = set()
+    while True:
+        over = audited.over()
+        audited.refresh()
+        for chosen in _selected(audited, rate, options.randomness, done):
+            if not _is_audited(audited, chosen, own):
+                own.append(_audit(audited, chosen, signer, console, log))
+                found.append(own[-1].verdict)
+        if over:
+            break
+        time.sleep(LOOK_EVERY)
+    _conclude(audited, found, signer, console, options.key, log)
+    return exit_code(found, log) if found or (log is not None and log.failed) else 0
+
+
+def _selected(
+    audited: AuditedRun, rate: float, randomness: Path | None, done: set[tuple[int, int, int]]
+) -> Iterator[Chosen]:
+    """What is selected in rounds that are due and not `done`; they are, then.
+
+    A round counts as another one where the run was resumed since, or has decided it anew. Where
+    public randomness is to enter, a round waits for its own.
+    """
+    from dilocox.record.verify.audit_sampling import due_rounds, read_randomness, size_of
+
+    values = None if randomness is None else read_randomness(randomness)
+    for round_ in due_rounds(audited.course):
+        this = (round_, size_of(audited.course, round_), audited.course.since)
+        if this in done or (values is not None and round_ not in values):
+            continue
+        done.add(this)
+        value = b"" if values is None else values[round_]
+        for draw, chosen in audited.drawn(round_, rate, value):
+            if draw < rate:
+                yield chosen
+
+
+def _is_audited(audited: AuditedRun, chosen: Chosen, own: Sequence[Signed]) -> bool:
+    """Whether one of an auditor's `own` verdicts is about this and still stands."""
+    from dilocox.record.verify.verdict_validity import still_standing
+
+    where = (chosen.round, chosen.site)
+    there = [each for each in own if (each.verdict.round, each.verdict.site) == where]
+    return bool(still_standing(audited.course, audited.entries, there))
+
+
+def _opened(options: argparse.Namespace) -> AuditedRun:
+    from dilocox.tools.audit.audited_run import AuditedRun
+
+    if "://" in options.run:
+        raise RecordError(
+            f"{options.run}: an audit writes its verdicts into the run's folder; copy the run here"
+        )
+    return AuditedRun(Path(options.run), tuple(options.store), options.data, options.log_key)
+
+
+def _check_site(audited: AuditedRun, site: str | None) -> None:
+    names = sorted(audited.course.config["sites"])
+    if site is not None and site not in names:
+        raise ConfigError(f"--site {site}: not in the run, which names: {', '.join(names)}")
+
+
+def _signer(path: Path | None) -> Signer:
+    """The auditor's key."""
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+    from dilocox.coordinator.identity import write_private
+    from dilocox.record.log.statements import Signer
+
+    fresh = Ed25519PrivateKey.generate().private_bytes_raw().hex()
+    if path is None:
+        return Signer.from_hex(fresh)
+    try:
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_private(path, f"{fresh}\n".encode())
+        return Signer.from_hex(path.read_text(encoding="utf-8").strip())
+    except (OSError, ValueError) as error:
+        raise RecordError(f"--key {path}: not a key ({error}); name another file") from None
+
+
+def _audit(
+    audited: AuditedRun, chosen: Chosen, signer: Signer, console: Console, log: HandIn | None
+) -> Signed:
+    from dilocox.record.log.audit_verdicts import Signed, write
+    from dilocox.record.writer.notary import code_digest
+    from dilocox.tools.audit.judge import judge
+    from dilocox.tools.audit.site_replay import repeat_site
+
+    title, seen = f"round {chosen.round} of {chosen.site}", audited.seen()
+    with _bar(console, title, audited.steps_of(chosen.site, chosen.round)) as progress:
+        verdict = judge(audited.case(), chosen.site, chosen.round, repeat_site, progress)
+    signed = Signed(verdict, chosen.selection, signer.public, audited.course.run, seen)
+    path = write(audited.folder, signed, signer, code_digest())
+    if log is not None:
+        log.file(path)
+    _show(verdict, console)
+    return signed
+
+
+@contextlib.contextmanager
+def _bar(console: Console, title: str, steps: int) -> Iterator[Callable[[int], None]]:
+    if not console.is_terminal or console.quiet:
+        yield lambda step: None
+        return
+    bar = Progress(
+        TextColumn("{task.description}"), BarColumn(), TextColumn("step {task.completed}"),
+        TimeElapsedColumn(), console=console, transient=True,
+    )  # fmt: skip
+    with bar:
+        task = bar.add_task(title, total=steps)
+        yield lambda step: bar.update(task, completed=step)
+
+
+def _show(verdict: Verdict, console: Console) -> None:
+    colour = COLOURS.get(verdict.verdict, "bold red")
+    where = escape(plain(f"round {verdict.round:<4} {verdict.site}"))
+    step = verdict.first_bad_step
+    first = "" if step is None or step < 0 else f"first bad step {step}: "
+    console.print(
+        f"[{colour}]{verdict.verdict:<10}[/]  {where}: {first}{escape(plain(verdict.reason))}"
+    )
+
+
+def _conclude(
+    audited: AuditedRun,
+    found: Sequence[Verdict],
+    signer: Signer,
+    console: Console,
+    key: Path | None,
+    log: HandIn | None,
+) -> None:
+    _tell(log, console)
+    if not found:
+        console.print(
+            "nothing was audited: no round that keeps a state is decided and selected "
+            "(record.states_every)"
+        )
+        return
+    once = "" if key else " (made for this once: --key FILE keeps one)"
+    place = audited.folder / "record" / "audits"
+    verdicts = f"{len(found)} verdict" + ("" if len(found) == 1 else "s")
+    console.print(f"{verdicts} in {place}, signed by {signer.public}{once}")
+
+
+def _tell(log: HandIn | None, console: Console) -> None:
+    """What became of the verdicts that were to be handed in."""
+    if log is None:
+        return
+    console.print(f"named in the run's log: {log.done}")
+    for reason in log.failed:
+        console.print(f"[bold red]not named[/] in the run's log: {escape(plain(reason))}")
+
+
+def as_json(
+    audited: AuditedRun, found: Sequence[Verdict], signer: Signer, log: HandIn | None = None
+) -> dict[str, Any]:
+    """What `--json` prints."""
+    told = {} if log is None else {"handed_in": log.done, "not_handed_in": log.failed}
+    return {
+        "run": audited.course.run,
+        "auditor": signer.public,
+        "exit_code": exit_code(found, log),
+        **told,
+        "verdicts": [asdict(verdict) for verdict in found],
+    }
+
+
+def exit_code(found: Sequence[Verdict], log: HandIn | None = None) -> int:
+    """0: all that was audited is good; 1: something is not; 3: something, or all, was not run, or
+    was not handed in."""
+    from dilocox.record.log.audit_verdicts import BAD, GOOD
+
+    if any(verdict.verdict in BAD for verdict in found):
+        return 1
+    missed = log is not None and log.failed
+    return 0 if found and not missed and all(each.verdict in GOOD for each in found) else 3

@@ -1,0 +1,434 @@
+"""The `dilocox` command: parse, call one function, print."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from dilocox.cli import audit, plan, publish, report, status, verify
+from dilocox.cli import testbed as lab_command
+from dilocox.errors import ConfigError, DilocoxError
+from dilocox.utils.plain_text import plain, plain_lines
+from dilocox.version import __version__
+
+EXAMPLES = """\
+examples:
+  dilocox train examples/quickstart.toml
+  dilocox train run.toml --set outer.rounds=20 --set inner.learning_rate=2e-3
+  dilocox train run.toml --resume
+  dilocox train run.toml --trace             (a timeline: runs/NAME/trace.json)
+  dilocox coordinator run.toml               (prints the join line for every site)
+  dilocox join HOST:PORT --site lyon --run-file run.toml --token-file token
+  dilocox leave runs/run --site lyon         (after its round; where the coordinator runs)
+  dilocox leave runs/run --site lyon --ban   (at once and for good)
+  dilocox handover runs/run --to start       (to go on with other sites, stages or shards)
+  dilocox plan examples/two-sites.toml --gpu h100-80g:2 --link 1gbit
+  dilocox data prepare run.toml
+  dilocox data show runs/quickstart/data
+  dilocox generate runs/quickstart --prompt "def main():"
+  dilocox verify runs/quickstart             (how its model was made, from the record alone)
+  dilocox status runs/run                    (what it is doing; at the coordinator or at a site)
+  dilocox report runs/quickstart             (its page: runs/quickstart/report.html)
+  dilocox publish runs/run --to public       (all of it in one folder, without keys)
+  dilocox audit runs/run --sample 5%         (repeats rounds; needs record.states_every)
+  dilocox auditor runs/run --key mine        (the same beside a run, until it ends)
+  dilocox export runs/quickstart --to my-model
+  dilocox lab run.toml --link 20mbit         (on shaped links on this machine; needs root)
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Entry point of `dilocox` and `python -m dilocox`."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if not hasattr(options, "call"):
+        parser.print_help()
+        sys.exit(2)
+    try:
+        sys.exit(options.call(options))
+    except DilocoxError as error:
+        if options.debug:
+            traceback.print_exc()
+        print(f"dilocox: {plain_lines(str(error))}", file=sys.stderr)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        print("dilocox: interrupted", file=sys.stderr)
+        sys.exit(130)
+    except BrokenPipeError:
+        # The reader of our output has gone, as `dilocox ... | head` does.
+        sys.stderr.close()
+        sys.exit(1)
+    except Exception as error:
+        if options.debug:
+            traceback.print_exc()
+        text = " ".join(f"{type(error).__name__}: {error}".split())
+        print(f"dilocox: unexpected {plain(text)}; --debug shows where", file=sys.stderr)
+        sys.exit(1)
+
+
+def _parser() -> argparse.ArgumentParser:
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--debug", action="store_true", help="show tracebacks")
+    parser = argparse.ArgumentParser(
+        prog="dilocox",
+        description="Train one language model on GPUs in several places, over ordinary links.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"dilocox {__version__}")
+    commands: Any = parser.add_subparsers(
+        title="commands", metavar="COMMAND", parser_class=lab_command.Parser
+    )
+
+    run_file = argparse.ArgumentParser(add_help=False)
+    run_file.add_argument("run", metavar="RUN.toml", type=Path, help="run file")
+    run_file.add_argument(
+        "--set",
+        dest="overrides",
+        metavar="section.key=value",
+        action="append",
+        default=[],
+        help="override a key of the run file; may be given several times",
+    )
+
+    train = commands.add_parser(
+        "train", parents=[common, run_file], help="train a run, all of its sites on this machine"
+    )
+    train.add_argument("--resume", action="store_true", help="go on from the last checkpoint")
+    train.add_argument(
+        "--overwrite", action="store_true", help="replace an earlier run in the same folder"
+    )
+    _add_trace(train, "trace.json")
+    train.set_defaults(call=_train)
+
+    coordinator = commands.add_parser(
+        "coordinator",
+        parents=[common, run_file],
+        help="start the coordinator of a run over a real network",
+    )
+    coordinator.add_argument("--resume", action="store_true", help="go on with a stopped run")
+    coordinator.add_argument(
+        "--wait-for", type=int, metavar="N", help="begin with N sites (default: all of the file)"
+    )
+    coordinator.add_argument("--verbose", action="store_true", help="print all time-outs, too")
+    coordinator.add_argument(
+        "--wireguard", type=Path, metavar="DIR",
+        help="write WireGuard configurations for all sites into DIR, and start nothing",
+    )  # fmt: skip
+    coordinator.add_argument(
+        "--endpoint", dest="endpoints", metavar="NAME=HOST[:PORT]", action="append", default=[],
+        help="with --wireguard: where site NAME is reached from outside; may be left out for one",
+    )  # fmt: skip
+    coordinator.set_defaults(call=_coordinator)
+
+    join = commands.add_parser("join", parents=[common], help="join a run as one site")
+    join.add_argument("address", metavar="HOST:PORT", help="the coordinator's address")
+    join.add_argument("--site", required=True, help="name of this site in the run file")
+    join.add_argument(
+        "--run-file", required=True, type=Path, metavar="RUN.toml", help="the run file"
+    )
+    join.add_argument(
+        "--token-file", type=Path, metavar="FILE",
+        help="file with the site's join token, a copy of RUN_FOLDER/coordinator/tokens/SITE (else: "
+        "the variable DILOCOX_TOKEN, else a prompt)",
+    )  # fmt: skip
+    join.add_argument(
+        "--set", dest="overrides", metavar="section.key=value", action="append", default=[],
+        help="override a key of the run file",
+    )  # fmt: skip
+    join.add_argument(
+        "--key-file", type=Path, metavar="FILE",
+        help="where the site keeps its key, made if it is not there: for a site whose run folder "
+        "does not last (default: RUN_FOLDER/private/SITE.key)",
+    )  # fmt: skip
+    _add_trace(join, "trace-SITE.json")
+    join.set_defaults(call=_join)
+
+    leave = commands.add_parser(
+        "leave", parents=[common], help="let a site finish its round and leave the run"
+    )
+    leave.add_argument(
+        "run_folder", type=Path, metavar="RUN_FOLDER", help="the coordinator's run folder"
+    )
+    leave.add_argument("--site", required=True, help="name of the site")
+    kinds = leave.add_mutually_exclusive_group()
+    kinds.add_argument(
+        "--now", action="store_true", help="at once: its round is given to the others"
+    )
+    kinds.add_argument(
+        "--ban", dest="change", action="store_const", const="ban",
+        help="at once and for good: its join token is void, and nobody may join by its name",
+    )  # fmt: skip
+    kinds.add_argument(
+        "--unban", dest="change", action="store_const", const="unban",
+        help="take a ban back: with a new token, in coordinator/tokens, the site may join again",
+    )  # fmt: skip
+    kinds.add_argument(
+        "--forget-key", dest="change", action="store_const", const="forget-key",
+        help="let the site join with another key, once, where its own is lost",
+    )  # fmt: skip
+    leave.set_defaults(call=_leave)
+
+    handing = commands.add_parser(
+        "handover",
+        parents=[common],
+        help="a checkpoint as a folder that a run with other sites, stages or shards goes on from",
+    )
+    handing.add_argument("run_folder", type=Path, metavar="RUN_FOLDER")
+    handing.add_argument("--to", type=Path, required=True, metavar="FOLDER")
+    handing.add_argument(
+        "--checkpoint", type=int, metavar="SLOT", help="that of checkpoints/tick-SLOT (the newest)"
+    )
+    handing.set_defaults(call=_hand_over)
+
+    planning = commands.add_parser("plan", parents=[common], help=plan.HELP)
+    plan.add_arguments(planning)
+
+    data = commands.add_parser("data", help="prepare and show token files")
+    actions = data.add_subparsers(metavar="ACTION", required=True)
+    prepare = actions.add_parser(
+        "prepare", parents=[common, run_file], help="text to token files, as [data] says"
+    )
+    prepare.set_defaults(call=_data_prepare)
+    show = actions.add_parser(
+        "show", parents=[common], help="what token files hold, and what a run's model had seen"
+    )
+    show.add_argument("folder", type=Path, help="token files, or a run's folder")
+    at = show.add_mutually_exclusive_group()
+    at.add_argument(
+        "--round", type=int, metavar="N", help="of a run: documents seen in its first N rounds"
+    )
+    at.add_argument(
+        "--checkpoint", type=int, metavar="SLOT",
+        help="of a run: documents seen by checkpoints/tick-SLOT",
+    )  # fmt: skip
+    show.add_argument("--data", type=Path, metavar="FOLDER", help="of a run: its token files")
+    show.add_argument("--json", action="store_true", help="of a run: every document, as JSON")
+    show.add_argument("--verify", action="store_true", help="check every file against its digest")
+    show.set_defaults(call=_data_show)
+
+    export = commands.add_parser(
+        "export", parents=[common], help="copy a run's model as a Hugging Face folder"
+    )
+    export.add_argument("run_folder", type=Path, metavar="RUN_FOLDER")
+    target = export.add_mutually_exclusive_group(required=True)
+    target.add_argument("--to", type=Path, metavar="FOLDER", help="the model alone")
+    target.add_argument(
+        "--release", type=Path, metavar="FOLDER",
+        help="with a model card from the record, a description of the data, and a signature",
+    )  # fmt: skip
+    export.add_argument(
+        "--licence", metavar="ID", help="with --release: the weights' licence, such as apache-2.0"
+    )
+    export.add_argument(
+        "--signing-key", type=Path, metavar="FILE",
+        help="with --release: PEM file of an EC private key, made if it is not there (default: in "
+        "the coordinator's folder)",
+    )  # fmt: skip
+    export.add_argument(
+        "--model", type=Path, metavar="FOLDER", help="the model, if not RUN_FOLDER/model"
+    )
+    export.add_argument(
+        "--data", type=Path, metavar="FOLDER", help="with --release: token files, if not the run's"
+    )
+    export.add_argument("--dtype", choices=["fp32", "bf16", "fp16"], default="fp32")
+    export.set_defaults(call=_export)
+
+    verifying = commands.add_parser("verify", parents=[common], help=verify.HELP)
+    verify.add_arguments(verifying)
+
+    asking = commands.add_parser("status", parents=[common], help=status.HELP)
+    status.add_arguments(asking)
+    reporting = commands.add_parser("report", parents=[common], help=report.HELP)
+    report.add_arguments(reporting)
+    publishing = commands.add_parser("publish", parents=[common], help=publish.HELP)
+    publish.add_arguments(publishing)
+    auditing = commands.add_parser("audit", parents=[common], help=audit.HELP)
+    audit.add_arguments(auditing)
+    auditor = commands.add_parser("auditor", parents=[common], help=audit.AUDITOR_HELP)
+    audit.add_auditor_arguments(auditor)
+
+    generate = commands.add_parser(
+        "generate", parents=[common], help="sample text from a run's model"
+    )
+    generate.add_argument("model", type=Path, help="a run folder or a Hugging Face folder")
+    generate.add_argument("--prompt", default="")
+    generate.add_argument("--tokens", type=int, default=100)
+    generate.add_argument("--temperature", type=float, default=0.8, help="0: the likeliest token")
+    generate.add_argument("--seed", type=int, default=0)
+    generate.add_argument(
+        "--device", default="cpu", help="PyTorch's name of it, such as cuda (default: cpu)"
+    )
+    generate.set_defaults(call=_generate)
+    lab_command.add_to(commands, common, run_file)
+    return parser
+
+
+def _add_trace(command: argparse.ArgumentParser, name: str) -> None:
+    command.add_argument(
+        "--trace",
+        action="store_true",
+        help=f"record what every rank does when, as {name} in the run folder (a Chrome trace, for "
+        "ui.perfetto.dev or chrome://tracing)",
+    )
+
+
+def _train(options: argparse.Namespace) -> int:
+    from dilocox.api import load_run, train
+
+    result = train(
+        load_run(options.run, options.overrides),
+        resume=options.resume,
+        overwrite=options.overwrite,
+        debug=options.debug,
+        trace=options.trace,
+    )
+    return 0 if result.finished else 130 if result.stopped else 1
+
+
+def _coordinator(options: argparse.Namespace) -> int:
+    from dilocox.config.run_config import load_run
+
+    config = load_run(options.run, options.overrides)
+    if options.wireguard is not None:
+        from dilocox.utils import wireguard
+
+        endpoints = wireguard.parse_endpoints(options.endpoints)
+        sites = list(config.sites)
+        for path in wireguard.write(options.wireguard, config.run.name, sites, endpoints):
+            print(path)
+        print(
+            f"copy each to its site and start it there as root (wg-quick up ./{path.name}); then "
+            f"join with --set network.interface={wireguard.INTERFACE}"
+        )
+        return 0
+    if options.endpoints:
+        raise ConfigError("--endpoint: belongs to --wireguard DIR; add that, or leave this out")
+    from dilocox.training.launch.coordinator_process import coordinate
+
+    return coordinate(
+        config,
+        run_file=options.run,
+        overrides=options.overrides,
+        wait_for=options.wait_for,
+        resume=options.resume,
+        verbose=options.verbose,
+    )
+
+
+def _join(options: argparse.Namespace) -> int:
+    from dilocox.config.run_config import load_run
+    from dilocox.training.launch.join_token import read_token
+
+    config, token = load_run(options.run_file, options.overrides), read_token(options.token_file)
+    # Takes seconds: what is wrong with a file is said before.
+    from dilocox.training.launch.local import join
+
+    return join(
+        config,
+        site=options.site,
+        address=options.address,
+        token=token,
+        key_file=options.key_file,
+        debug=options.debug,
+        trace=options.trace,
+    )
+
+
+def _leave(options: argparse.Namespace) -> int:
+    from dilocox.training.launch.coordinator_process import leave
+
+    print(leave(options.run_folder, options.site, options.now, options.change))
+    return 0
+
+
+def _hand_over(options: argparse.Namespace) -> int:
+    from dilocox.training.portable_checkpoint_export import describe, hand_over
+
+    made = hand_over(options.run_folder, options.to, options.checkpoint)
+    print("\n".join(describe(made, options.to)))
+    return 0
+
+
+def _data_prepare(options: argparse.Namespace) -> int:
+    from dilocox.config.run_config import load_run
+    from dilocox.data import show
+    from dilocox.training.launch.local import prepare_data
+    from dilocox.training.launch.tokenizer_check import check_tokenizer
+
+    config = load_run(options.run, options.overrides)
+    check_tokenizer(config)
+    print(show(prepare_data(config)))
+    return 0
+
+
+def _data_show(options: argparse.Namespace) -> int:
+    from dilocox.data import TokenFiles, show
+
+    if (options.folder / "run.toml").is_file():
+        return _data_seen(options)
+    if options.round is not None or options.checkpoint is not None or options.json:
+        raise ConfigError(f"{options.folder}: token files; --round and the like are for runs")
+    files = TokenFiles.open(options.folder)
+    if options.verify:
+        files.verify()
+    print(show(files))
+    return 0
+
+
+def _data_seen(options: argparse.Namespace) -> int:
+    from dilocox.record.verify.consumed_data import command
+
+    if options.verify:
+        raise ConfigError(f"{options.folder}: a run's folder; --verify is for its token files")
+    print(command(options.folder, options.round, options.checkpoint, options.data, options.json))
+    return 0
+
+
+def _export(options: argparse.Namespace) -> int:
+    if options.release is not None:
+        return _release(options)
+    if options.licence or options.signing_key or options.data:
+        raise ConfigError("--licence, --signing-key and --data are for --release")
+    from dilocox.api import export
+
+    print(export(options.model or options.run_folder, options.to, options.dtype))
+    return 0
+
+
+def _release(options: argparse.Namespace) -> int:
+    from dilocox.tools.release.release import release
+
+    made = release(
+        options.run_folder,
+        options.release,
+        dtype=options.dtype,
+        licence=options.licence,
+        key=options.signing_key,
+        model=options.model,
+        data=options.data,
+    )
+    for line in made.unknown:
+        print(f"not in the card: {line}")
+    print(f"{made.folder}  signed; the key to tell others: {made.public_key}")
+    return 0
+
+
+def _generate(options: argparse.Namespace) -> int:
+    from dilocox.api import generate
+
+    print(
+        generate(
+            options.model,
+            options.prompt,
+            tokens=options.tokens,
+            temperature=options.temperature,
+            seed=options.seed,
+            device=options.device,
+        )
+    )
+    return 0

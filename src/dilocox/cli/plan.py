@@ -1,0 +1,233 @@
+"""`dilocox plan`: its arguments, and what it prints."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dilocox.errors import ConfigError
+
+if TYPE_CHECKING:
+    from dilocox.config.run_config import RunConfig
+    from dilocox.tools.planner.hardware_table import Link, Place, Table
+
+CALIBRATION = Path("runs/local-device.toml")
+"""Where `--calibrate` writes, and where `--gpu local` is looked for."""
+HELP = "memory, speed and cost of a run before any GPU is rented"
+DESCRIPTION = """\
+Says from the run file alone (no GPU, no weights) what every rank needs, what the controller would
+choose for the link, how fast each method would go, what a token budget takes, and what holds the
+run back. See docs/planner.md."""
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    """The arguments of `dilocox plan`."""
+    command.description = DESCRIPTION
+    command.add_argument("run", metavar="RUN.toml", type=Path, nargs="?", help="run file")
+    command.add_argument(
+        "--set", dest="overrides", metavar="section.key=value", action="append", default=[],
+        help="override a key of the run file; may be given several times",
+    )  # fmt: skip
+    command.add_argument(
+        "--sites", type=int, metavar="N", help="number of sites (default: those of the run file)"
+    )
+    command.add_argument(
+        "--gpu", action="append", default=[], metavar="NAME:GPUSxNODES",
+        help="what EACH site has, for example a800-40g:8x10 for ten nodes of eight; given once for "
+        "every site, it says what each one has",
+    )  # fmt: skip
+    command.add_argument(
+        "--link", action="append", default=[], metavar="RATE",
+        help="each site's link: 1gbit, up/down such as 100mbit/1gbit, or a name of the table; "
+        "once, or once for every site",
+    )  # fmt: skip
+    command.add_argument("--rtt", type=float, metavar="MS", help="round trip between sites, in ms")
+    command.add_argument(
+        "--egress", type=float, metavar="USD", help="price per GB that leaves a site"
+    )
+    command.add_argument(
+        "--fabric", metavar="RATE", help="network of a node inside its site (default 100gbit)"
+    )
+    command.add_argument(
+        "--utilisation", type=float, metavar="SHARE",
+        help="share of a GPU's peak that training reaches where nothing waits (default 0.4)",
+    )  # fmt: skip
+    command.add_argument(
+        "--host-memory", type=float, metavar="GIB",
+        help="memory of each machine; with it what is kept there is checked, too",
+    )  # fmt: skip
+    command.add_argument(
+        "--tokens", type=float, metavar="N", help="token budget of the run, for example 1e9"
+    )
+    command.add_argument(
+        "--table", type=Path, action="append", default=[], metavar="FILE",
+        help="a TOML file with more GPUs, hosts and links",
+    )  # fmt: skip
+    command.add_argument("--json", action="store_true", help="print JSON")
+    command.add_argument(
+        "--calibrate", action="store_true",
+        help="measure this machine and write it as --gpu local; with RUN.toml also plan with it",
+    )  # fmt: skip
+    command.add_argument(
+        "--peer", metavar="HOST:PORT",
+        help="with --calibrate: measure the link to the machine that answers there, too, and write "
+        "it as --link measured (without: the loopback, as --link loopback)",
+    )  # fmt: skip
+    command.add_argument(
+        "--answer", type=int, metavar="PORT",
+        help="let another machine measure the link to this one, once (--calibrate --peer there)",
+    )  # fmt: skip
+    command.add_argument(
+        "--to", type=Path, metavar="FILE", help=f"where --calibrate writes (default {CALIBRATION})"
+    )
+    command.set_defaults(call=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Carry out `dilocox plan`. Returns the exit code: 0, also where the run does not fit."""
+    # Imported here and below: help needs neither pydantic nor torch.
+    from dilocox.config.run_config import load_run
+
+    if options.answer is not None:
+        if options.run is not None or options.calibrate or options.peer is not None:
+            raise ConfigError("--answer: plans and measures nothing itself; give it alone")
+        return _answer(options.answer)
+    if options.run is None and not options.calibrate:
+        raise ConfigError("dilocox plan: give a run file, or --calibrate")
+    if options.peer is not None and not options.calibrate:
+        raise ConfigError("--peer: add --calibrate, which measures the link to it")
+    config = None if options.run is None else load_run(options.run, options.overrides)
+    from dilocox.utils.versions import check_versions
+
+    check_versions()
+    tables = list(options.table)
+    if options.calibrate:
+        tables.append(_calibrate(config, options.peer, options.to or CALIBRATION))
+        if config is None:
+            return 0
+    elif _wants_calibration(options) and CALIBRATION.exists():
+        tables.insert(0, CALIBRATION)
+    assert config is not None
+    _plan(config, options, tables)
+    return 0
+
+
+def _wants_calibration(options: argparse.Namespace) -> bool:
+    from dilocox.tools.planner.hardware_table import LOCAL, LOCAL_LINKS
+
+    devices = {text.partition(":")[0] for text in options.gpu}
+    return LOCAL in devices or not LOCAL_LINKS.isdisjoint(options.link)
+
+
+def _answer(port: int) -> int:
+    from dilocox.tools.planner.link_probe import answer, listen
+
+    listener = listen(port)
+    _say(f"waiting at port {port} for one measurement; Ctrl-C ends it")
+    answer(listener, lambda what: _say(f"measuring: {what} ..."))
+    _say("measured; the port is closed")
+    return 0
+
+
+def _calibrate(config: RunConfig | None, peer: str | None, path: Path) -> Path:
+    from dilocox.tools.planner.calibrate import calibrate, write
+    from dilocox.tools.planner.link_probe import parse_address
+
+    other = None if peer is None else parse_address(peer)
+    table = calibrate(config, lambda what: _say(f"measuring: {what} ..."), other)
+    write(table, path)
+    device, host = table["gpu"]["local"], table["host"]["local"]
+    ((link, measured),) = table["link"].items()
+    cores = f" on each of {device['cores']:g} cores" if device["shared"] else ""
+    rates = f"{measured['up']} up and {measured['down']} down, {measured['rtt_ms']:g} ms"
+    _say(
+        f"{path}: {1e3 * device['bf16_tflops']:,.0f} GFLOP/s in a real step{cores} in bf16, "
+        f"{1e3 * device['fp32_tflops']:,.0f} in fp32, int4 at {host['encode_gb_s']['int4']:.1f} "
+        f"GB/s, link {rates}; use it with --gpu local --link {link}"
+        + ("" if path == CALIBRATION else f" --table {path}")
+    )
+    if "peer_source" in device:
+        _say(
+            f"  of {device['stepped_parameters'] / 1e6:,.0f}M parameters; PCIe "
+            f"{device['pcie_gb_s']:.1f} GB/s; between GPUs {device['peer_gb_s']:.1f} GB/s "
+            f"({device['peer_source']})"
+        )
+    return path
+
+
+def _plan(config: RunConfig, options: argparse.Namespace, tables: Sequence[Path]) -> None:
+    from dilocox.tools.planner.hardware_table import Table
+    from dilocox.tools.planner.plan import plan_run
+    from dilocox.tools.planner.render import as_json, as_text
+
+    table = Table.load(*tables)
+    places, links = sites_of(config, options, table)
+    if options.tokens is not None and not (options.tokens >= 1 and math.isfinite(options.tokens)):
+        raise ConfigError(f"--tokens {options.tokens:g}: give a number of tokens, such as 1e9")
+    lively = sys.stderr.isatty()
+
+    def progress(what: str) -> None:
+        if lively:
+            print(f"\r\x1b[Kplanning: {what}", end="", file=sys.stderr, flush=True)
+
+    try:
+        plan = plan_run(
+            config, places, links, table.fabric(options.fabric), options.tokens, progress
+        )
+    finally:
+        if lively:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+    print(json.dumps(as_json(plan), indent=2) if options.json else as_text(plan))
+
+
+def sites_of(
+    config: RunConfig, options: argparse.Namespace, table: Table
+) -> tuple[list[Place], list[Link]]:
+    """What every site has: devices and links. Raises `ConfigError`."""
+    from dilocox.tools.planner.hardware_table import GIB, LOCAL, LOOPBACK, MEASURED
+
+    gpus = options.gpu or ([LOCAL] if options.calibrate else [])
+    if not gpus:
+        raise ConfigError(
+            f"--gpu: say what each site has, as NAME:GPUSxNODES; known: {', '.join(table.devices)}"
+        )
+    count = options.sites
+    if count is None:
+        count = max(len(gpus), len(options.link), len(config.sites))
+    if count < 1:
+        raise ConfigError(f"--sites {count}: give a number from 1 on")
+    measured = LOOPBACK if options.peer is None else MEASURED
+    links = options.link or ([measured] if options.calibrate else [])
+    if not links and count > 1:
+        raise ConfigError("--link: say how fast the sites' links are, for example --link 1gbit")
+    for name, given in (("--gpu", gpus), ("--link", links)):
+        if len(given) not in (0, 1, count):
+            raise ConfigError(
+                f"{name} is given {len(given)} times: once, or once for {count} sites"
+            )
+    share = options.utilisation
+    if share is not None and not 0 < share <= 1:
+        raise ConfigError(f"--utilisation {share:g}: give a share above 0 and up to 1")
+    for name, value in (("--rtt", options.rtt), ("--egress", options.egress)):
+        if value is not None and not (value >= 0 and math.isfinite(value)):
+            raise ConfigError(f"{name} {value:g}: give a number from 0 on")
+    memory = options.host_memory
+    if memory is not None and not (memory > 0 and math.isfinite(memory)):
+        raise ConfigError(f"--host-memory {memory:g}: give GiB above 0")
+    rtt = None if options.rtt is None else options.rtt / 1000
+    size = None if memory is None else int(memory * GIB)
+    places = [table.place(text, share, size) for text in gpus]
+    every = [table.link(text, rtt, options.egress) for text in links or ["1gbit"]]
+    return (
+        places * (count if len(places) == 1 else 1),
+        every * (count if len(every) == 1 else 1),
+    )
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,178 @@
+"""`dilocox verify`: judge a run's record and say so."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+from dilocox.utils.plain_text import plain
+
+if TYPE_CHECKING:
+    from dilocox.record.verify.claims import Finding
+    from dilocox.record.verify.verify import Places, Report
+
+HELP = "check, from its record alone, how a run's model was made"
+COLOURS = {"PASS": "green", "FAIL": "bold red", "NOT_RUN": "yellow"}
+NOBODY_PROVES = (
+    "No claim covers what happened inside a site: whether its inner steps were honest, on what "
+    "text, by what code."
+)
+
+AUDITS_PROVE = (
+    "Only the claim audits covers what happened inside a site, and only of the rounds that were "
+    "repeated."
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `dilocox verify`."""
+    parser.add_argument("run", metavar="RUN", help="a run's folder, or its URL (as fsspec knows)")
+    parser.add_argument("--json", action="store_true", help="print the verdicts as JSON")
+    parser.add_argument(
+        "--store", action="append", default=[], metavar="PLACE",
+        help="a further store of payloads, folder or URL; may be given several times",
+    )  # fmt: skip
+    parser.add_argument("--model", type=Path, metavar="FOLDER", help="the model, if not RUN/model")
+    parser.add_argument("--data", type=Path, metavar="FOLDER", help="token files to check, too")
+    parser.add_argument(
+        "--start", type=Path, metavar="FOLDER",
+        help="the model that the run began from (model.path), if it is not where the run file says",
+    )  # fmt: skip
+    parser.add_argument(
+        "--key", metavar="NAME+HASH+KEY", help="the log's key, as its owner has told it to you"
+    )
+    parser.add_argument(
+        "--seen", type=Path, metavar="FILE",
+        help="a checkpoint of the log that you kept: the log must have grown from it",
+    )  # fmt: skip
+    parser.add_argument(
+        "--release-key", type=Path, metavar="FILE",
+        help="public key (PEM) that has to have signed the model's folder (default: the one beside "
+        "a folder that is signed)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--auditor", action="append", default=[], metavar="KEY",
+        help="let only this auditor's verdicts count; may be given several times",
+    )  # fmt: skip
+    parser.add_argument(
+        "--randomness", type=Path, metavar="FILE",
+        help="public randomness as you have looked it up, lines of `ROUND HEX`: audits must have "
+        "been selected by it",
+    )  # fmt: skip
+    parser.set_defaults(call=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Judge and print; exit code 0, 1 or 3."""
+    # Not above: other commands need none of it.
+    from dilocox.record.verify.audit_sampling import read_randomness
+    from dilocox.record.verify.remote import fetched
+    from dilocox.record.verify.verify import Places
+
+    with contextlib.ExitStack() as held:
+        folder, stores = Path(options.run), list(options.store)
+        if "://" in options.run:
+            folder = held.enter_context(fetched(options.run))
+            stores.insert(0, f"{options.run.rstrip('/')}/record/store")
+        return _judge(
+            Places(
+                folder,
+                stores,
+                options.model,
+                options.data,
+                options.start,
+                options.key,
+                options.seen,
+                options.release_key,
+                options.auditor,
+                read_randomness(options.randomness) if options.randomness else {},
+            ),
+            options.json,
+        )
+
+
+def judged(
+    folder: Path,
+    stores: Sequence[str] = (),
+    model: Path | None = None,
+    data: Path | None = None,
+) -> dict[str, Any]:
+    """What `--json` prints of the run in `folder`. Raises `RecordError` without a record."""
+    from dilocox.record.verify.report_json import as_json
+    from dilocox.record.verify.verify import Places
+
+    places = Places(folder, list(stores), model, data)
+    return as_json(_verified(places, Console(stderr=True)))
+
+
+def _verified(places: Places, console: Console, quiet: bool = False) -> Report:
+    from dilocox.record.verify.verify import verify
+
+    if quiet or not console.is_terminal:
+        return verify(places, lambda what, share: None)
+    return _with_bar(places, console)
+
+
+def _judge(places: Places, as_json_text: bool) -> int:
+    console = Console(highlight=False, soft_wrap=True)
+    report = _verified(places, console, quiet=as_json_text)
+    if as_json_text:
+        from dilocox.record.verify.report_json import as_json
+
+        print(json.dumps(as_json(report), indent=2))
+    else:
+        show(report, console)
+    return report.exit_code
+
+
+def _with_bar(places: Places, console: Console) -> Report:
+    from dilocox.record.verify.verify import verify
+
+    bar = Progress(
+        TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn(),
+        console=console, transient=True,
+    )  # fmt: skip
+    with bar:
+        task = bar.add_task("reading the log", total=1.0)
+        return verify(
+            places, lambda what, share: bar.update(task, description=what, completed=share)
+        )
+
+
+def show(report: Report, console: Console) -> None:
+    """Print the table of claims."""
+    console.print(
+        f"run {escape(plain(report.run or '(unknown)'))}, log key {escape(plain(report.log))}"
+    )
+    for finding in report.findings:
+        _show_claim(finding, console)
+    audited = any(each.claim.name == "audits" for each in report.findings)
+    console.print(AUDITS_PROVE if audited else NOBODY_PROVES)
+    from dilocox.record.verify.claims import HISTORY
+
+    since = any(each.claim == HISTORY and each.verdict != "PASS" for each in report.findings)
+    ends = {
+        0: "verified: all required claims PASS"
+        + (", from a signed state on; what led to it is not verified (claim history)" * since),
+        1: "NOT verified: a claim is FAIL",
+        3: "not verified: a required claim is NOT_RUN",
+    }
+    colour = {0: "green", 1: "bold red", 3: "yellow"}[report.exit_code]
+    console.print(f"[{colour}]{ends[report.exit_code]}[/]")
+
+
+def _show_claim(finding: Finding, console: Console) -> None:
+    claim, colour = finding.claim, COLOURS[finding.verdict]
+    optional = "" if claim.required else " (not required)"
+    reason = escape(plain(finding.reason))
+    console.print(f"[{colour}]{finding.verdict:<7}[/]  {claim.name:<11} {reason}{optional}")
+    console.print(f"[dim]{'':9}proves: {escape(claim.proves)}[/]")
+    console.print(f"[dim]{'':9}not:    {escape(claim.not_proved)}[/]")

@@ -1,0 +1,389 @@
+"""Low rank in the form of PowerSGD (1905.13727), with quantised factors and error feedback outside.
+
+An exchange of u_i (one matrix each) over the sites i, all with the same warm start Q:
+
+    project        left_i = Quant(u_i Q)                   every site, to the owner
+    orthonormalise P      = Quant8(orth(Σ left_i))         the owner alone, to every site
+    encode         Q_i    = Quant(u_iᵀ P)                  every site, to every site
+    decode         sent_i = P Q_iᵀ                         everywhere, the same bytes
+    next_warm      Q      = Σ Q_i / Σ w_i                  everywhere, the same bytes
+
+QR differs between processors and thread counts, so only one site runs it, and what it finds is
+sent. Encoding may differ between machines as well; nothing depends on that. A site's residual
+is u_i - sent_i: it uses the site's own quantised factor and the basis that all have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dilocox.compression.base import check_payload, check_values, require_finite
+from dilocox.compression.blockwise_int import Quantised
+from dilocox.compression.buffer_layout import Geometry
+from dilocox.compression.frame import payload_digest
+from dilocox.compression.lowrank.layout import BATCH, DENSE, Arrangement, whole_blocks
+from dilocox.compression.lowrank.quantised_factors import (
+    basis_bytes,
+    decode_basis,
+    decode_factors,
+    encode_basis,
+    encode_factors,
+)
+from dilocox.compression.lowrank.warm_start import refreshed, seeded, strongest
+from dilocox.errors import ConfigError, ExchangeError
+
+FACTOR_IDENTIFIER = 16
+BASIS_IDENTIFIER = 17
+PAYLOAD_IDENTIFIER = 18
+
+MOST_ENERGY = 1e60
+"""No payload may say that its basis misses more of a matrix: squares of it are to be numbers."""
+_DIGEST_BYTES = 32
+_ENERGY_BYTES = 8
+
+
+@dataclass(frozen=True)
+class Message:
+    """One of the three messages, as frames see it."""
+
+    identifier: int
+    numbers: tuple[int, int]
+    """Rank and bits."""
+    name: str
+    values: int
+    payload_bytes: int
+
+
+class LowRank:
+    """Rank `rank` with factors of `bits` bits (4 or 8) for the tensors of `geometry`.
+
+    With r = min(rank, rows, columns) of each low-rank matrix, B(n) = ceil(n / 128) and
+    s = 2 + 16 bits bytes for 128 values, the three messages have exactly
+
+        factor:  Σ r B(rows) s                                  bytes
+        basis:   Σ r B(rows) 129
+        payload: 32 + Σ (8 + r B(columns) s) + 66 Σ B(size of a dense tensor)
+
+    The payload is the SHA-256 of the basis, a float64 for each matrix, the factors' scales and
+    codes, and the dense tensors' as int4. All methods work on the device of their first tensor
+    (`next_warm` on that of the warm start; a basis may be in host memory): sums that all sites must
+    have alike are exact, so a GPU's are the same bits. They raise `ExchangeError` for payloads of
+    another size or beyond the limits that keep decoding exact. Raises `ConfigError` for a rank or
+    bits that cannot be.
+    """
+
+    identifier = PAYLOAD_IDENTIFIER
+
+    def __init__(self, geometry: Geometry, rank: int, bits: int = 4) -> None:
+        if rank < 1 or bits not in (4, 8):
+            raise ConfigError(
+                f"compression.codec: low rank needs a rank from 1 and 4 or 8 bits, not {rank} and "
+                f"{bits}"
+            )
+        self.geometry = geometry
+        self.rank = rank
+        self.bits = bits
+        self.name = f"lowrank:{rank}" + (":int8" if bits == 8 else "")
+        self._codec = Quantised("int4", 5, bits=4) if bits == 4 else Quantised("int8", 4, bits=8)
+        self._arranged = Arrangement.of(geometry, rank, self._codec)
+        self._left = tuple(group.left for group in self._arranged.groups)
+        self._right = tuple(group.right for group in self._arranged.groups)
+        self.warm_length = self._arranged.right_length
+        """Values of the warm start: all Q, transposed, columns padded to whole blocks."""
+        self.matrices = sum(stack.count for stack in self._left)
+        """How many tensors go low rank."""
+        left = self._arranged.left_length
+        self.factor_bytes = self._codec.payload_bytes(left)
+        self.basis_bytes = basis_bytes(left)
+        self._cuts = (
+            _DIGEST_BYTES,
+            _ENERGY_BYTES * self.matrices,
+            self._codec.payload_bytes(self.warm_length),
+            DENSE.payload_bytes(self._arranged.dense_length),
+        )
+        self.payload_bytes = sum(self._cuts)
+        numbers = rank, bits
+        self.factor_part = Message(
+            FACTOR_IDENTIFIER, numbers, f"{self.name} factor", left, self.factor_bytes
+        )
+        self.basis_part = Message(
+            BASIS_IDENTIFIER, numbers, f"{self.name} basis", left, self.basis_bytes
+        )
+        self.payload_part = Message(
+            PAYLOAD_IDENTIFIER, numbers, self.name, geometry.length, self.payload_bytes
+        )
+
+    def first_warm(self) -> Tensor:
+        """Seeded warm start, fp32 [warm_length] on the CPU, the same on every machine."""
+        return seeded(self.warm_length, 0)
+
+    def fit_warm(self, warm: Tensor, before: LowRank) -> Tensor:
+        """The warm start that `before` (another rank, the same geometry) had, as this codec's.
+
+        Each matrix keeps its strongest columns, or all, and gets seeded ones for the rest; so does
+        a matrix that went dense before. fp32 [before.warm_length] to [warm_length].
+        """
+        if before.geometry != self.geometry:
+            raise ExchangeError("a warm start cannot be fitted to other tensors: start it anew")
+        before._check_warm(warm)
+        fitted = self.first_warm().to(warm.device)
+        known = {
+            offset: columns
+            for group in before._arranged.groups
+            for offset, columns in zip(group.offsets, group.right.view(warm), strict=True)
+        }
+        for group in self._arranged.groups:
+            for offset, columns in zip(group.offsets, group.right.view(fitted), strict=True):
+                if offset in known:
+                    kept = strongest(known[offset])[: len(columns)]
+                    columns[: len(kept)].copy_(kept)
+        return fitted
+
+    def project(self, u: Tensor, warm: Tensor) -> Tensor:
+        """This site's Quant(u Q): fp32 [length], fp32 [warm_length] to uint8 [factor_bytes].
+
+        Each column of Q is taken relative to its largest value: that leaves the space that is
+        spanned as it is, and the factor's size near that of u. Refuses what is not finite.
+        """
+        self._check(u)
+        self._check_warm(warm)
+        left = torch.zeros(self._arranged.left_length, device=u.device)
+        tiny = torch.finfo(torch.float32).tiny
+        for group in self._arranged.groups:
+            start = group.right.view(warm)
+            start = start / start.abs().amax(2, keepdim=True).clamp_(min=tiny)
+            found = group.left.view(left)
+            for first, last in group.batches():
+                some = group.stacked(u, first, last)
+                found[first:last] = torch.bmm(start[first:last], some.transpose(1, 2))
+        require_finite(left, "low-rank factor")
+        return encode_factors(left, self._left, self._codec)
+
+    def check_factor(self, factor: Tensor) -> None:
+        """Raise `ExchangeError` for a factor that `orthonormalise` would refuse."""
+        decode_factors(factor, self._left, self._arranged.left_length, self._codec)
+
+    def check_basis(self, basis: Tensor) -> None:
+        """Raise `ExchangeError` for a basis that `encode` and `decode` would refuse."""
+        self._basis(basis)
+
+    def orthonormalise(self, factors: Sequence[Tensor]) -> Tensor:
+        """The sites' factors, uint8 [factor_bytes] each, to the basis, uint8 [basis_bytes].
+
+        QR in float64 of their sum. Dependent or zero columns are completed by arbitrary ones.
+        """
+        if not factors:
+            raise ExchangeError("no site's low-rank factor is there: repeat the exchange")
+        length = self._arranged.left_length
+        total = torch.zeros(length, dtype=torch.float64, device=factors[0].device)
+        for factor in factors:
+            total += decode_factors(factor, self._left, length, self._codec)
+        basis = torch.zeros_like(total)
+        for group in self._arranged.groups:
+            summed, found = group.left.view(total), group.left.view(basis)
+            for first, last in group.batches():
+                columns = torch.linalg.qr(summed[first:last].transpose(1, 2)).Q
+                found[first:last] = columns.transpose(1, 2)
+        return encode_basis(basis, self._left)
+
+    def encode(self, u: Tensor, basis: Tensor) -> Tensor:
+        """This site's contribution: fp32 [length], uint8 [basis_bytes] to uint8 [payload_bytes].
+
+        For each matrix the payload holds ‖u‖² - ‖Pᵀu‖², at least 0: what the basis misses.
+        Refuses what is not finite.
+        """
+        self._check(u)
+        digest = self._digest(basis).to(u.device)
+        left = self._basis(basis.to(u.device)).to(torch.float32)
+        right = torch.zeros(self.warm_length, device=u.device)
+        missed = torch.zeros(self.matrices, dtype=torch.float64, device=u.device)
+        for group, energies in zip(self._arranged.groups, self._by_group(missed), strict=True):
+            columns, found = group.left.view(left), group.right.view(right)
+            for first, last in group.batches():
+                some = group.stacked(u, first, last)
+                found[first:last] = torch.bmm(columns[first:last], some)
+                energies[first:last] = _energy(some) - _energy(found[first:last])
+        require_finite(right, "low-rank factor")
+        require_finite(missed, "low-rank residual energy")
+        rest = torch.zeros(self._arranged.dense_length, device=u.device)
+        for place, start, size in self._dense():
+            rest[place : place + size].copy_(u[start : start + size])
+        sent = encode_factors(right, self._right, self._codec)
+        return torch.cat([digest, missed.clamp_(min=0).view(torch.uint8), sent, DENSE.encode(rest)])
+
+    def decode(self, payload: Tensor, basis: Tensor) -> Tensor:
+        """P Qᵀ and the dense tensors: uint8 [payload_bytes] to fp32 [length], zero in gaps.
+
+        The same bytes on every machine: sums are exact in float64, and rounded once.
+        """
+        _, factor, rest = self._split(payload, self._digest(basis))
+        left = self._basis(basis.to(payload.device))
+        right = factor.to(torch.float64)
+        flat = torch.zeros(self.geometry.length, device=payload.device)
+        for group in self._arranged.groups:
+            ps, qs = group.left.view(left), group.right.view(right)
+            step = max(1, BATCH // group.columns)
+            for first, last in group.batches():
+                for top in range(0, group.rows, step):
+                    rows = ps[first:last, :, top : top + step].transpose(1, 2)
+                    # Plus zero: the sign of an empty sum hangs on how it was begun.
+                    some = torch.bmm(rows, qs[first:last]).add_(0.0)
+                    for number in range(first, last):
+                        group.matrix(flat, number)[top : top + step].copy_(some[number - first])
+        for place, start, size in self._dense():
+            flat[start : start + size].copy_(rest[place : place + size])
+        return flat
+
+    def basis_digest(self, payload: Tensor) -> bytes:
+        """SHA-256 of the basis that a payload, uint8 [payload_bytes], was made with."""
+        payload = check_payload(payload, self.payload_bytes, self.name, self.geometry.length)
+        return payload.split(self._cuts)[0].cpu().numpy().tobytes()
+
+    def next_warm(
+        self,
+        payloads: Sequence[Tensor],
+        weights: Sequence[float],
+        basis: Tensor,
+        warm: Tensor,
+        count: int,
+    ) -> Tensor:
+        """The warm start after landing `count`, fp32 [warm_length], the same at every site.
+
+        The mean of the contributions' Q, summed in the order listed. A column of zeros stays as
+        it was in `warm`: a round without gradient says nothing. At every eighth landing the
+        weakest eighth of each matrix's columns (at least one) starts afresh from a seed.
+        """
+        self._check_warm(warm)
+        weight = sum(weights)
+        if not payloads or len(payloads) != len(weights) or not weight > 0:
+            raise ExchangeError(
+                f"cannot average {len(payloads)} low-rank factors of weights {list(weights)}: the "
+                "sites disagree about the contribution set"
+            )
+        digest = self._digest(basis)
+        mean = torch.zeros_like(warm)
+        for payload in payloads:
+            mean += self._split(payload.to(warm.device), digest)[1]
+        # A tensor on purpose: some devices turn division by a plain number into a product.
+        mean.div_(torch.full((1,), weight, device=warm.device))
+        return refreshed(mean, warm, self._right, count)
+
+    @property
+    def low_rank_values(self) -> int:
+        """Values of the fragment that go as low rank."""
+        return sum(group.size * len(group.offsets) for group in self._arranged.groups)
+
+    def effective_rank(self, payloads: Sequence[Tensor], basis: Tensor) -> float | None:
+        """How many equal singular values the averaged pseudo-gradient is worth; 0 if it is zero,
+        none if no matrix goes as low rank.
+
+        (Σs²)² / Σs⁴ over its singular values s, averaged over the low-rank matrices with their
+        numbers of values as weights. Unlike the entropy of s² it is nearly known from the factor
+        and the energy that the basis misses: Σs² exactly; Σs⁴ is the core's plus at most the missed
+        energy times the smallest s² of the core, as a basis of the largest directions misses none
+        above it. That most is taken, so the estimate errs on the low side; it is exact for equal
+        singular values, and exceeds the rank when the basis is too small (docs/algorithm.md §4).
+
+        What the mean misses is not sent: sites' differences are taken to average out of it as
+        they do within the basis. A report: its last digits may differ between machines.
+        """
+        digest = self._digest(basis)
+        device = payloads[0].device if payloads else basis.device
+        missed = torch.zeros(self.matrices, dtype=torch.float64, device=device)
+        inside = torch.zeros(self.matrices, dtype=torch.float64, device=device)
+        total = torch.zeros(self.warm_length, dtype=torch.float64, device=device)
+        for payload in payloads:
+            lost, right, _ = self._split(payload, digest)
+            missed += lost
+            for stack, energies in zip(self._right, self._by_group(inside), strict=True):
+                energies += _energy(stack.view(right))
+            total += right
+        worth, weight = 0.0, self.low_rank_values
+        for group, lost, apart in zip(
+            self._arranged.groups, self._by_group(missed), self._by_group(inside), strict=True
+        ):
+            columns = group.right.view(total)
+            core = torch.bmm(columns, columns.transpose(1, 2))
+            kept = core.diagonal(dim1=1, dim2=2).sum(1)
+            # Of the single sites' energy within the basis, the share that the sum still has.
+            lost = lost * torch.where(apart > 0, kept / apart, 1.0)
+            others = max(1, min(group.rows, group.columns) - group.right.rank)
+            worth += group.size * float(effective_ranks(core, lost, others).sum())
+        return worth / weight if weight else None
+
+    def _check(self, u: Tensor) -> None:
+        if check_values(u) != self.geometry.length:
+            raise ExchangeError(
+                f"{self.name} is for {self.geometry.length} values, got {u.numel()}: the sites "
+                "differ in their fragments"
+            )
+
+    def _check_warm(self, warm: Tensor) -> None:
+        if check_values(warm) != self.warm_length:
+            raise ExchangeError(
+                f"{self.name} has a warm start of {self.warm_length} values, got {warm.numel()}: "
+                "fit it when the rank changes"
+            )
+
+    def _dense(self) -> Iterator[tuple[int, int, int]]:
+        """Place among the dense values, start in the fragment and number of values of each."""
+        place = 0
+        for start, size in self._arranged.dense:
+            yield place, start, size
+            place += whole_blocks(size)
+
+    def _by_group(self, of_matrices: Tensor) -> Iterator[Tensor]:
+        """Views [count] for each group of a tensor with one entry for each low-rank matrix."""
+        return iter(of_matrices.split([stack.count for stack in self._left]))
+
+    def _digest(self, basis: Tensor) -> Tensor:
+        digest = payload_digest(basis.cpu())
+        return torch.frombuffer(bytearray(digest), dtype=torch.uint8)
+
+    def _basis(self, basis: Tensor) -> Tensor:
+        return decode_basis(basis, self._left, self._arranged.left_length)
+
+    def _split(self, payload: Tensor, digest: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Missed energies (float64), right factors and dense values (fp32) of a payload."""
+        payload = check_payload(payload, self.payload_bytes, self.name, self.geometry.length)
+        made_with, energies, factor, rest = payload.split(self._cuts)
+        if not torch.equal(made_with.cpu(), digest):
+            raise ExchangeError(
+                f"{self.name} payload refused: it was made with another basis than the one here; "
+                "the site must encode again"
+            )
+        missed = energies.clone().view(torch.float64)
+        if not bool(((missed >= 0) & (missed <= MOST_ENERGY)).all()):
+            raise ExchangeError(
+                f"{self.name} payload refused: a residual energy is no number, or beyond "
+                f"{MOST_ENERGY:g}"
+            )
+        return (
+            missed,
+            decode_factors(factor, self._right, self.warm_length, self._codec),
+            DENSE.decode(rest, self._arranged.dense_length),
+        )
+
+
+def _energy(matrices: Tensor) -> Tensor:
+    """Sum of squares of each of fp32 [count, rows, columns], float64 [count]; rows in fp32."""
+    rows = torch.linalg.vector_norm(matrices, dim=2)
+    return rows.to(torch.float64).square_().sum(1)
+
+
+def effective_ranks(core: Tensor, missed: Tensor, others: int) -> Tensor:
+    """(Σs²)² / Σs⁴ of singular values s, float64 [count], 0 where all are zero.
+
+    `core`: QᵀQ, [count, rank, rank], whose eigenvalues are the s² within the basis; `missed`: sum
+    of the other s², [count], which are `others` in number. They are taken to be as large as they
+    can be, see `LowRank.effective_rank`.
+    """
+    own = core.diagonal(dim1=1, dim2=2)
+    tail = torch.maximum(missed * torch.minimum(missed, own.amin(1)), missed.square() / others)
+    fourth = core.square().sum((1, 2)) + tail
+    worth = (own.sum(1) + missed).square() / fourth
+    return torch.where(fourth > 0, worth, 0.0)

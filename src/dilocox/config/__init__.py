@@ -1,0 +1,1 @@
+"""The run file: every section and key, with types, defaults and checks."""

@@ -1,0 +1,1 @@
+"""The ranks' side of the control plane: enrolment, calls with retries, heartbeats."""

@@ -1,0 +1,132 @@
+"""Enrolment of a site: from a join line to an identity."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+
+from pydantic import ValidationError
+
+from dilocox.config.run_config import RunConfig, digest_of
+from dilocox.coordinator.client.errors import CoordinatorError, CoordinatorUnreachableError
+from dilocox.coordinator.client.transport import Reply, Transport, pool_of_stranger
+from dilocox.coordinator.identity import Identity, new_request
+from dilocox.coordinator.protocol import audit_messages as am
+from dilocox.coordinator.protocol import messages as m
+from dilocox.coordinator.protocol.timeouts import Timeouts
+from dilocox.coordinator.protocol.token_format import JoinToken
+from dilocox.coordinator.record_keys import RecordKey
+from dilocox.errors import JoinError, NotNowError
+from dilocox.version import __version__
+
+
+def installed_versions() -> m.Versions:
+    """Of this process's interpreter, dilocox and torch (read without importing it)."""
+    return m.Versions(
+        dilocox=__version__,
+        torch=importlib.metadata.version("torch"),
+        python=platform.python_version(),
+        defaults=digest_of(RunConfig.model_json_schema())[:12],
+    )
+
+
+def enrol(
+    url: str,
+    token: str,
+    *,
+    site: str,
+    run_digest: str,
+    stages: int,
+    shards: int,
+    versions: m.Versions | None = None,
+    data_digest: str | None = None,
+    timeouts: Timeouts,
+    record_key: RecordKey | None = None,
+) -> tuple[Identity, m.EnrolReply]:
+    """Enrol a site, once per start of it: its identity, for all of its ranks, and the run file.
+
+    The server's certificate is checked against the token before the secret is said. `versions`
+    are those of this process if none. `record_key`: by which the site has joined before, if it has;
+    else it is a new one. An unreachable coordinator is tried for `timeouts.link`
+    seconds. Raises `JoinError`: `NotNowError` if it may be different later.
+    """
+    parsed = JoinToken.parse(token)
+    key, csr = new_request(site)
+    own = record_key or RecordKey.new()
+    try:
+        request = m.EnrolRequest(
+            site=site,
+            token=str(parsed),
+            run_digest=run_digest,
+            versions=versions or installed_versions(),
+            stages=stages,
+            shards=shards,
+            csr=csr,
+            data_digest=data_digest,
+            record_key=own.public,
+            record_proof=own.prove(site, parsed.fingerprint, csr),
+        )
+    except ValidationError as error:
+        problem = error.errors()[0]
+        where = ".".join(map(str, problem["loc"]))
+        raise JoinError(f"site {site!r}: {where}: {problem['msg'].lower()}") from None
+    transport = Transport(
+        pool_of_stranger(url, parsed.fingerprint),
+        request=timeouts.request,
+        away=timeouts.link,
+        pause=timeouts.beat,
+    )
+    try:
+        reply = transport.call("POST", "enrol", request, m.EnrolReply)
+    except CoordinatorUnreachableError as error:
+        raise NotNowError(str(error)) from None
+    except CoordinatorError as error:
+        raise JoinError(str(error)) from None
+    finally:
+        transport.close()
+    identity = Identity(
+        site,
+        reply.incarnation,
+        key,
+        reply.certificate,
+        reply.authority,
+        parsed.fingerprint,
+        own.private,
+        reply.record_run,
+    )
+    return identity, reply
+
+
+def look(url: str, token: str, timeouts: Timeouts) -> m.Status:
+    """The run in one picture, for who holds the join token of one of its sites; nothing changes.
+
+    The server's certificate is checked against the token before the secret is said. Raises
+    `JoinError`.
+    """
+    request = m.LookRequest(token=str(JoinToken.parse(token)))
+    return _asked(url, token, timeouts, "look", request, m.Status)
+
+
+def hand_in(url: str, token: str, timeouts: Timeouts, statement: str | None) -> am.HandInReply:
+    """Give an auditor's signed statement of a verdict to the run's record, by the join token of one
+    of its sites; in whose name that is. Raises `JoinError` as `look` does."""
+    request = am.TokenHandInRequest(token=str(JoinToken.parse(token)), statement=statement)
+    return _asked(url, token, timeouts, "verdict_by_token", request, am.HandInReply)
+
+
+def _asked(
+    url: str, token: str, timeouts: Timeouts, name: str, request: m.Message, reply: type[Reply]
+) -> Reply:
+    """What the coordinator answers to who holds a token, and has no certificate."""
+    transport = Transport(
+        pool_of_stranger(url, JoinToken.parse(token).fingerprint),
+        request=timeouts.request,
+        away=timeouts.coordinator,
+        pause=timeouts.beat,
+    )
+    try:
+        return transport.call("POST", name, request, reply)
+    except CoordinatorError as error:
+        raise JoinError(str(error)) from None
+    finally:
+        transport.close()

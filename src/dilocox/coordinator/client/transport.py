@@ -1,0 +1,204 @@
+"""One call to the coordinator with its retries, on kept-alive TLS connections."""
+
+from __future__ import annotations
+
+import os
+import ssl
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from typing import TypeVar
+from urllib.parse import urlsplit
+
+import urllib3
+from pydantic import ValidationError
+
+from dilocox.coordinator.client.errors import (
+    CoordinatorError,
+    CoordinatorUnreachableError,
+    EpochOverError,
+    SiteGoneError,
+)
+from dilocox.coordinator.identity import Identity
+from dilocox.coordinator.protocol import messages as m
+from dilocox.errors import (
+    DilocoxError,
+    JoinError,
+    NotNowError,
+    RunOverError,
+    RunStoppedError,
+)
+from dilocox.utils.backoff import pauses
+
+BUSY = 429
+"""Status of a refusal that passes."""
+Reply = TypeVar("Reply", bound=m.Message)
+
+
+class Transport:
+    """Calls with retries. Thread-safe."""
+
+    def __init__(
+        self,
+        pool: urllib3.HTTPSConnectionPool,
+        *,
+        request: float,
+        away: float,
+        pause: float,
+        now: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        """`request`: seconds for one request, its wait at the server not counted; `away`: seconds
+        for which connection errors are retried; `pause`: the longest between two tries."""
+        self._pool, self._request, self._away, self._pause = pool, request, away, pause
+        self._now, self._sleep = now, sleep
+        self._closed = threading.Event()
+
+    def close(self) -> None:
+        """Refuse further calls and retries, and drop idle connections."""
+        self._closed.set()
+        self._pool.close()
+
+    def call(
+        self,
+        method: str,
+        name: str,
+        body: m.Message | None,
+        reply: type[Reply],
+        wait: float = 0.0,
+        limit: float | None = None,
+    ) -> Reply:
+        """`method` `/v1/name` and its reply, which may take `wait` seconds longer than others.
+
+        `limit`: seconds for one try, instead of the usual ones.
+
+        Raises `SiteGoneError`, `JoinError`, `CoordinatorError` as the server says, and
+        `CoordinatorUnreachableError`.
+        """
+        content = None if body is None else body.model_dump_json().encode()
+        end = self._now() + wait + self._away
+        waits = pauses(self._pause / 20, self._pause)
+        request = self._request if limit is None else limit
+        while True:
+            if self._closed.is_set():
+                raise CoordinatorError(f"{name}: this client is closed")
+            try:
+                answer = self._pool.urlopen(
+                    method,
+                    f"/v1/{name}",
+                    body=content,
+                    headers={"Content-Type": "application/json"},
+                    timeout=urllib3.Timeout(connect=request, read=wait + request),
+                    retries=False,
+                )
+            except (urllib3.exceptions.HTTPError, OSError) as error:
+                cause: BaseException = error
+                if isinstance(error, urllib3.exceptions.SSLError) and "ingerprint" in str(error):
+                    raise CoordinatorError(
+                        f"coordinator {self._where}: its certificate is not the one of this run; "
+                        "use the join line that this run's coordinator printed"
+                    ) from None
+            else:
+                if answer.status < 400:
+                    return _parse(reply, answer.data, name)
+                # These come from a server that is closing, or from something in between; or this
+                # site asks too often.
+                if answer.status not in (BUSY, 502, 503, 504):
+                    raise _refusal(answer.status, answer.data, name)
+                cause = CoordinatorError(f"status {answer.status}")
+            pause = next(waits)
+            if self._now() + pause >= end:
+                raise CoordinatorUnreachableError(
+                    f"coordinator {self._where}: no answer for {self._away:g} s "
+                    f"({_short(cause)}); is it running, and does the network reach it?"
+                ) from None
+            self._sleep(pause)
+
+    @property
+    def _where(self) -> str:
+        return f"{self._pool.host}:{self._pool.port}"
+
+
+def pool_of_site(url: str, identity: Identity, connections: int) -> urllib3.HTTPSConnectionPool:
+    """Connections that prove `identity` and accept the run's own coordinator only."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_REQUIRED
+    context.load_verify_locations(cadata=identity.authority)
+    # The ssl module reads certificates and keys from files only; mkstemp makes them mode 0600.
+    descriptor, path = tempfile.mkstemp(suffix=".pem")
+    try:
+        with os.fdopen(descriptor, "w") as file:
+            file.write(identity.key + identity.certificate)
+        context.load_cert_chain(path)
+    finally:
+        os.unlink(path)
+    # The pinned certificate stands for the name: a coordinator may be reached under any.
+    return urllib3.HTTPSConnectionPool(
+        *host_and_port(url),
+        maxsize=connections,
+        ssl_context=context,
+        assert_fingerprint=identity.fingerprint,
+        assert_hostname=False,
+        retries=False,
+    )
+
+
+def pool_of_stranger(url: str, fingerprint: str) -> urllib3.HTTPSConnectionPool:
+    """A connection without an identity, to the server whose certificate has `fingerprint`."""
+    return urllib3.HTTPSConnectionPool(
+        *host_and_port(url),
+        maxsize=1,
+        cert_reqs="CERT_NONE",
+        ssl_minimum_version=ssl.TLSVersion.TLSv1_3,
+        assert_fingerprint=fingerprint,
+        assert_hostname=False,
+        retries=False,
+    )
+
+
+def host_and_port(url: str) -> tuple[str, int]:
+    """Of `https://HOST:PORT` or `HOST:PORT`. Raises `JoinError`."""
+    try:
+        parts = urlsplit(url if "//" in url else f"https://{url}")
+        port = parts.port
+    except ValueError:
+        parts, port = urlsplit(""), None
+    if parts.scheme != "https" or not parts.hostname or port is None:
+        raise JoinError(f"coordinator {url!r}: not an address; write it as HOST:PORT")
+    return parts.hostname, port
+
+
+def _parse(reply: type[Reply], content: bytes, name: str) -> Reply:
+    try:
+        return reply.model_validate_json(content)
+    except ValidationError as error:
+        raise CoordinatorError(
+            f"{name}: the coordinator's answer cannot be read "
+            f"({error.errors()[0]['msg']}); run the same dilocox version on both sides"
+        ) from None
+
+
+def _refusal(status: int, content: bytes, name: str) -> DilocoxError:
+    try:
+        refusal = m.Refusal.model_validate_json(content)
+    except ValidationError:
+        return CoordinatorError(
+            f"{name}: refused with status {status}, not by a dilocox coordinator; check the address"
+        )
+    kinds: dict[str, type[DilocoxError]] = {
+        "gone": SiteGoneError,
+        "join": JoinError,
+        "taken": NotNowError,
+        "ended": RunOverError,
+        "stopped": RunStoppedError,
+        "over": EpochOverError,
+    }
+    return kinds.get(refusal.kind, CoordinatorError)(refusal.error)
+
+
+def _short(error: BaseException) -> str:
+    text = str(error).split(": ", 1)[-1].strip()
+    return (text or type(error).__name__)[:200]

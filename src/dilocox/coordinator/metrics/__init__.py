@@ -1,0 +1,1 @@
+"""Metrics of a run: from the sites' reports to files, trackers and the display."""

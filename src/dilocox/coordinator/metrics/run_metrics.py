@@ -1,0 +1,428 @@
+"""Turns the sites' reports into the run's metrics, its summary and what a display shows."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dilocox.config.run_config import RunConfig
+from dilocox.coordinator.metrics.sinks import Metrics
+from dilocox.coordinator.protocol.site_reports import RESERVED, checked, settled_anchor
+from dilocox.errors import DifferentAnchorsError, TrainingError
+from dilocox.utils.plain_text import plain
+from dilocox.utils.storage import when_there_is_room
+
+Record = dict[str, Any]
+Emit = Callable[[Record], None]
+CHOSEN = (
+    "inner_steps", "slots", "fragments", "delay", "codec", "learning_rate", "momentum",
+    "residual_decay", "residual_view", "keep",
+)  # fmt: skip
+"""What of a plan may change from round to round."""
+REMEMBERED = 8
+"""Rounds that a late report can still be added to."""
+WRITTEN = 1000
+"""Rounds whose reports are known to be in the file: a site's latest one is handed on again after a
+restart, however long ago it was made."""
+SUMMED = (
+    "step", "tokens", "seconds", "wait_share", "payload_bytes", "allreduce_bytes", "loss",
+    "anchor_digest", "mfu", "peak_flops", "peak_memory_bytes", "peak_reserved_bytes",
+    "allocation_retries",
+)  # fmt: skip
+"""What of a round goes into the summary."""
+
+
+def combine(reports: Mapping[str, Record], members: int = 0) -> Record:
+    """One round of the run from its sites' reports (bytes per run, not per site).
+
+    Loss is weighted by tokens; tokens, tokens/s and bytes are sums; the waiting share is the
+    largest of a site; `waited_for` are the seconds that all others together waited for a site.
+    Raises `TrainingError` if all of `members` have reported, sites hold different anchors and no
+    anchor is that of most.
+    """
+    rows = list(reports.values())
+    settled = settled_anchor(reports, members)
+    if settled is None and len(reports) >= members:
+        held = ", ".join(
+            f"{site} {(row['anchor_digest'] or 'none')[:12]}" for site, row in reports.items()
+        )
+        raise TrainingError(
+            f"round {rows[0]['round']}: the sites hold different anchors ({held}); this is a "
+            "defect of dilocox or of a machine, the run was stopped"
+        )
+    tokens = sum(row["tokens"] for row in rows)
+    payload = sum(row["payload_bytes"] for row in rows)
+    dense = sum(row["allreduce_bytes"] for row in rows)
+    trained = [row for row in rows if "loss" in row]
+    weight = sum(row["tokens"] for row in trained)
+    combined: Record = {
+        "round": rows[0]["round"],
+        "step": max(row["step"] for row in rows),
+        "sites": len(rows),
+        "tokens": tokens,
+        "seconds": max(row["seconds"] for row in rows),
+        "tokens_per_second": sum(row["tokens_per_second"] for row in rows),
+        "wait_share": max(row["wait_share"] for row in rows),
+        "waited_for": _waited_for(rows),
+        "payload_bytes": payload,
+        "allreduce_bytes": dense,
+        "ratio_per_transfer": sum(row["ratio_per_transfer"] for row in rows) / len(rows),
+        "ratio_per_token": dense / payload if payload else 0.0,
+        "anchor_digest": None if settled is None else settled[0],
+    }
+    if weight:
+        combined["loss"] = sum(row["loss"] * row["tokens"] for row in trained) / weight
+    return combined | of_devices(rows)
+
+
+def of_devices(rows: Sequence[Record]) -> Record:
+    """What the sites' devices did together, as far as it is known: MFU over the GPUs whose peak is
+    known, the peak memory of the rank that needed most, retries of all allocators."""
+    found: Record = {}
+    measured = [row for row in rows if "mfu" in row and row.get("peak_flops")]
+    if measured:
+        peak = sum(row["peak_flops"] for row in measured)
+        found["mfu"] = sum(row["mfu"] * row["peak_flops"] for row in measured) / peak
+    for name, together in (
+        ("peak_memory_bytes", max),
+        ("peak_reserved_bytes", max),
+        ("allocation_retries", sum),
+    ):
+        values = [row[name] for row in rows if name in row]
+        if values:
+            found[name] = together(values)
+    return found
+
+
+def _waited_for(rows: Sequence[Record]) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for row in rows:
+        for site, seconds in row.get("waited_for", {}).items():
+            found[site] = found.get(site, 0.0) + seconds
+    return found
+
+
+class Recorder:
+    """Writes `metrics.jsonl` and `summary.json` in the run's folder and tells a display.
+
+    `emit` gets every record that a display may show. A resumed run appends and counts on.
+    """
+
+    def __init__(self, config: RunConfig, folder: Path, emit: Emit) -> None:
+        self._config = config
+        self._folder = folder
+        self._emit = emit
+        self._members: dict[int, int] = {}
+        """Sites of a round's plan, of the latest rounds."""
+        self._odd: set[tuple[int, str]] = set()
+        """(round, site) of those who hold another anchor than most."""
+        self._open: dict[int, dict[str, Record]] = {}
+        self._verdicts: dict[int, dict[str, dict[str, int]]] = {}
+        """How often, by round and site, by code and flag."""
+        self._said: set[tuple[int, str, str]] = set()
+        self._closed: dict[int, dict[str, Record]] = {}
+        self._rounds: dict[int, Record] = {}
+        self._evaluations: dict[int, float] = {}
+        self._flush: dict[str, Record] = {}
+        self._plan: Record = {}
+        self._reason = ""
+        """Of the latest plan, or of keeping it."""
+        self._sequences: dict[str, int] = {}
+        self._written: dict[int, set[tuple[str, str]]] = {}
+        """(kind, site) of the reports of this course of the run that are in the file, by round."""
+        for record in _read_lines(folder / "metrics.jsonl"):
+            # The file is of an earlier process, perhaps of an earlier version, and a site's word.
+            with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError):
+                self._recall(record)
+        self._metrics = Metrics(config, folder)
+
+    def _recall(self, record: Record) -> None:
+        """Take up a line that was written before this process began."""
+        # What was no number was written as null.
+        record = {
+            key: math.nan if value is None and key != "anchor_digest" else value
+            for key, value in record.items()
+        }
+        kind, round_, site = record.get("kind"), record.get("round", 0), record.get("site")
+        if site and kind in ("round", "flush"):
+            checked(kind, record)
+        if site and isinstance(round_, int):
+            first = record.get("after_round", 0) < 0
+            said = "first_evaluation" if first else str(kind)
+            self._written.setdefault(round_, set()).add((said, site))
+        if kind == "round" and site:
+            self._open.setdefault(round_, self._closed.pop(round_, {}))[site] = record
+        elif kind == "round":
+            self._rounds[round_] = _summed(record)
+            self._remember(round_, self._open.pop(round_, {}))
+        elif kind == "flush":
+            self._flush[str(site)] = record
+        elif kind == "evaluation":
+            self._evaluations[int(record["after_round"])] = float(record["val_loss"])
+        elif kind == "plan":
+            self._plan = {key: record[key] for key in CHOSEN if key in record}
+            self._reason = str(record.get("reason", ""))
+        elif kind == "plan_kept":
+            self._reason = str(record["reason"])
+        elif kind == "admission":
+            self._count_verdict(record)
+        elif kind == "resumed":
+            self._forget(round_)
+
+    def forget_after(self, round_: int) -> None:
+        """The run was resumed at `round_`: what came later on the abandoned course is not
+        counted (it stays in the file)."""
+        self._forget(round_)
+        self._write({"kind": "resumed", "round": round_})
+
+    def _forget(self, round_: int) -> None:
+        self._rounds = {r: row for r, row in self._rounds.items() if r < round_}
+        self._closed = {r: rows for r, rows in self._closed.items() if r < round_}
+        self._evaluations = {r: v for r, v in self._evaluations.items() if r < round_}
+        self._verdicts = {r: v for r, v in self._verdicts.items() if r < round_}
+        self._open, self._flush, self._plan, self._written = {}, {}, {}, {}
+        self._reason = ""
+
+    def report(self, site: str, round_: int, kind: str, metrics: Record) -> None:
+        """A site's report. One that is in the file already, from before a restart of the
+        coordinator, counts once; one that is not what its kind has is left out.
+
+        Raises `DifferentAnchorsError` for sites that hold another anchor than most, and
+        `TrainingError` if no anchor is that of most.
+        """
+        if kind == "admission":
+            self._admission(site, round_, metrics)
+            return
+        if kind != "warning" and (kind, site) in self._written.get(round_, ()):
+            return
+        try:
+            metrics = checked(kind, metrics)
+        except ValueError as error:
+            self.message(f"{site}, round {round_}: its report is left out: {error}")
+            return
+        if kind == "warning":
+            self.message(f"{site}: {metrics['text']}")
+            return
+        self._written.setdefault(round_, set()).add((kind, site))
+        said = {key: value for key, value in metrics.items() if key not in RESERVED}
+        record = {"kind": kind, "round": round_, "site": site, **said}
+        if kind in ("evaluation", "first_evaluation"):
+            record["kind"] = "evaluation"
+            record["step"] = self._step_after(metrics["after_round"])
+            self._evaluations[metrics["after_round"]] = metrics["val_loss"]
+            self._write(record)
+            return
+        self._write(record)
+        if "dropped" in metrics:
+            self.message(
+                f"{site}, round {round_}: {metrics['dropped']} is not finite; the contribution is "
+                "dropped, the site goes on from the anchor"
+            )
+        if kind == "flush":
+            self._flush[site] = record
+            members = self._expected(round_, self._flush)
+            combine(self._flush, members)
+            self._name_the_odd(round_, self._flush, members)
+        elif kind == "round":
+            # A report that comes after its round was closed completes it.
+            self._open.setdefault(round_, self._closed.pop(round_, {}))[site] = record
+            ready = [r for r in sorted(self._open) if r < round_]
+            if len(self._open[round_]) >= self._expected(round_, self._open[round_]):
+                ready.append(round_)
+            for number in ready:
+                self._close_round(number)
+
+    def _name_the_odd(self, round_: int, rows: Mapping[str, Record], members: int) -> None:
+        """Raise `DifferentAnchorsError` if some sites hold another anchor than most."""
+        settled = settled_anchor(rows, members)
+        # Once each: a site that has come again does not go for what it was before.
+        odd = [s for s in (settled[1] if settled else []) if (round_, s) not in self._odd]
+        self._odd.update((round_, site) for site in odd)
+        if odd:
+            raise DifferentAnchorsError(
+                f"round {round_}: it holds another anchor than most sites do", odd
+            )
+
+    def _expected(self, round_: int, rows: Mapping[str, Record]) -> int:
+        """Sites that are to report of a round: of its plan, or, as long as the process does not
+        know that, by the word of the site that says most."""
+        claims = (int(row["members"]) for row in rows.values())
+        return self._members.get(round_) or max(claims, default=0)
+
+    def _admission(self, site: str, round_: int, verdict: Record) -> None:
+        """What was decided about a contribution: written if it says anything, and said if new."""
+        code = verdict["code"]
+        said = set(verdict) > {"exchange", "code", "flags"}
+        if said or verdict["flags"] or code != "admitted":
+            record = {"kind": "admission", "round": round_, "site": site, **verdict}
+            self._write(record)
+            self._count_verdict(record)
+        # A site that withdraws has said why already.
+        if code not in ("admitted", "withdrawn") and (round_, site, code) not in self._said:
+            self._said.add((round_, site, code))
+            self.message(f"{site}, round {round_}: its contribution does not count: {code}")
+
+    def _count_verdict(self, record: Record) -> None:
+        counts = self._verdicts.setdefault(record["round"], {}).setdefault(record["site"], {})
+        for what in (record["code"], *record["flags"]):
+            if what != "admitted":
+                counts[what] = counts.get(what, 0) + 1
+
+    def plan(self, plan: Record) -> None:
+        """A plan was made: what was chosen is written down where it differs from the plan before,
+        and where that was kept, why, if anything new was known."""
+        if "members" in plan:
+            self._members[plan["round"]] = len(plan["members"])
+        if plan["kind"] == "flush":
+            return
+        chosen = {key: plan[key] for key in CHOSEN}
+        place = {"round": plan["round"], "step": plan["first_step"]}
+        if chosen != self._plan:
+            self._write({"kind": "plan", **place, **chosen, "reason": plan["reason"]})
+        elif plan["reason"] != self._reason:
+            self._write({"kind": "plan_kept", **place, "reason": plan["reason"]})
+        self._plan, self._reason = chosen, plan["reason"]
+
+    def message(self, text: str) -> None:
+        """Something that happened."""
+        self._write({"kind": "message", "text": plain(text)})
+
+    def happened(self, text: str) -> None:
+        """A site came or went, or the run went on to another phase."""
+        self._write({"kind": "message", "about": "members", "text": plain(text)})
+
+    def sequences(self, counts: Mapping[str, int], problem: str) -> None:
+        """What became of the sequences that were given out, by name, for the summary."""
+        self._sequences = {f"sequences_{name}": count for name, count in counts.items()}
+        if problem:
+            self.message(problem)
+
+    def finish(self, phase: str, reason: str) -> Record:
+        """Write `summary.json`; returns its content."""
+        for number in sorted(self._open):
+            # The run is over: nobody is to go for an anchor any more.
+            with contextlib.suppress(TrainingError):
+                self._close_round(number)
+        rounds = [self._rounds[number] for number in sorted(self._rounds)]
+        flush = combine(self._flush, len(self._flush) + 1) if self._flush else None
+        everything = [*rounds, flush] if flush else rounds
+        seconds = sum(row["seconds"] for row in rounds)
+        tokens = sum(row["tokens"] for row in rounds)
+        config = self._config
+        payload = sum(row["payload_bytes"] for row in everything)
+        dense = sum(row["allreduce_bytes"] for row in everything)
+        first = self._evaluations.get(-1)
+        after = max(self._evaluations, default=-1)
+        last = self._evaluations[after] if after >= 0 else None
+        summary: Record = {
+            "name": config.run.name,
+            "phase": phase,
+            "reason": reason,
+            "method": config.outer.method,
+            "sites": len(config.sites),
+            "stages": config.site.stages,
+            "shards": config.site.shards,
+            "rounds": len(rounds),
+            "steps": rounds[-1]["step"] if rounds else 0,
+            "val_loss_first": first,
+            "val_loss_last": last,
+            "loss_last": rounds[-1].get("loss") if rounds else None,
+            "tokens": tokens,
+            "seconds": seconds,
+            "tokens_per_second": tokens / seconds if seconds else 0.0,
+            "wait_share": sum(r["wait_share"] * r["seconds"] for r in rounds) / seconds
+            if seconds
+            else 0.0,
+            "payload_bytes": payload,
+            "allreduce_bytes": dense,
+            "ratio_per_token": dense / payload if payload else 0.0,
+            "anchor_digest": everything[-1]["anchor_digest"] if everything else None,
+            "admission": self._totals(),
+            **_over_time(rounds),
+            **self._sequences,
+        }
+        text = json.dumps(summary, indent=2) + "\n"
+        when_there_is_room(lambda: self._summarise(text), "summary.json")
+        self._metrics.close()
+        self._emit({"kind": "summary", **summary})
+        return summary
+
+    def _summarise(self, text: str) -> None:
+        part = self._folder / ".summary.json.part"
+        part.write_text(text, encoding="utf-8")
+        part.replace(self._folder / "summary.json")
+
+    def _totals(self) -> dict[str, dict[str, int]]:
+        """Contributions that did not count, and flags, by site: how often in the whole run."""
+        totals: dict[str, dict[str, int]] = {}
+        for sites in self._verdicts.values():
+            for site, counts in sites.items():
+                for what, count in counts.items():
+                    of_site = totals.setdefault(site, {})
+                    of_site[what] = of_site.get(what, 0) + count
+        return totals
+
+    def _step_after(self, round_: int) -> int:
+        """Inner steps of a site by the end of `round_`, of which a report is there; -1: none."""
+        if round_ < 0:
+            return 0
+        if round_ in self._rounds:
+            return int(self._rounds[round_]["step"])
+        rows = self._open.get(round_) or self._flush
+        return int(max((row["step"] for row in rows.values()), default=0))
+
+    def _close_round(self, number: int) -> None:
+        rows = self._open.pop(number)
+        self._remember(number, rows)
+        members = self._expected(number, rows)
+        combined = {"kind": "round", **combine(rows, members)}
+        self._rounds[number] = _summed(combined)
+        self._write(combined)
+        self._name_the_odd(number, rows, members)
+
+    def _remember(self, number: int, rows: dict[str, Record]) -> None:
+        self._closed[number] = rows
+        self._closed = {r: kept for r, kept in self._closed.items() if r > number - REMEMBERED}
+        self._members = {r: n for r, n in self._members.items() if r > number - REMEMBERED}
+        self._odd = {each for each in self._odd if each[0] > number - REMEMBERED}
+        self._said = {each for each in self._said if each[0] > number - REMEMBERED}
+        if len(self._written) > 2 * WRITTEN:  # not in every round: a restart goes through all
+            self._written = {r: own for r, own in self._written.items() if r > number - WRITTEN}
+
+    def _write(self, record: Record) -> None:
+        record = {"time": round(time.time(), 3), **record}
+        self._metrics.write(record)
+        self._emit(record)
+
+
+def _over_time(rounds: Sequence[Record]) -> Record:
+    """`of_devices` for a whole run, from its combined rounds: MFU is the mean over the time."""
+    found = of_devices([{k: v for k, v in row.items() if k != "mfu"} for row in rounds])
+    measured = [row for row in rounds if "mfu" in row]
+    spent = sum(row["seconds"] for row in measured)
+    if spent:
+        found["mfu"] = sum(row["mfu"] * row["seconds"] for row in measured) / spent
+    return found
+
+
+def _summed(record: Record) -> Record:
+    """A combined round without what no summary needs: all rounds of a run are kept so."""
+    return {key: record[key] for key in SUMMED if key in record}
+
+
+def _read_lines(path: Path) -> Iterator[Record]:
+    if not path.exists():
+        return
+    with path.open(encoding="utf-8", newline="\n") as file:
+        for line in file:
+            try:
+                record = json.loads(line)
+            except ValueError:
+                continue  # the last line of a run that was killed while writing it
+            if isinstance(record, dict):
+                yield record

@@ -1,0 +1,198 @@
+"""Where round metrics go: JSONL always, TensorBoard, Weights & Biases and Trackio by name.
+
+The coordinator's process writes them, since it hears from every site. None of this imports torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import logging
+import math
+import os
+from collections import deque
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from dilocox.config.run_config import RunConfig
+from dilocox.errors import ConfigError
+from dilocox.utils.append_file import AppendFile
+from dilocox.utils.storage import when_there_is_room
+
+log = logging.getLogger(__name__)
+
+KEPT = 100_000
+"""Lines that are kept in memory while the disk is full: of more, the latest."""
+_NOT_NUMBERS = ("step", "time", "after_round")
+_PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "trackio": "trackio"}
+
+
+class Sink(Protocol):
+    """A place that numbers are written to."""
+
+    def write(self, site: str, step: int, values: Mapping[str, float]) -> None:
+        """Numbers of one site after inner step `step`."""
+
+    def close(self) -> None:
+        """Flush and end."""
+
+
+class Metrics:
+    """`metrics.jsonl` in the run folder, and the sinks of `[metrics]`."""
+
+    def __init__(self, config: RunConfig, folder: Path) -> None:
+        path = folder / "metrics.jsonl"
+        torn = _is_torn(path)
+        self._file = AppendFile(path)
+        self._kept: deque[bytes] = deque(maxlen=KEPT)
+        """Lines that a full disk has kept from being written."""
+        self._full = False
+        if torn:
+            # A run was killed while it wrote: what follows must not be lost with that line.
+            self._kept.append(b"\n")
+        self._sinks: dict[str, Sink] = {}
+        for name in config.metrics.sinks:
+            try:
+                self._sinks[name] = _open(name, config, folder)
+            except Exception as error:  # other people's code, over a network
+                self._failed(name, error)
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """One record: `kind` and, for kind "round", site, round and numbers.
+
+        A sink that fails is left out from then on, and the record of that says so.
+        """
+        self._line(record)
+        if record.get("kind") not in ("round", "evaluation"):
+            return
+        values = {
+            key: float(value)
+            for key, value in record.items()
+            if isinstance(value, int | float)
+            and not isinstance(value, bool)
+            and key not in _NOT_NUMBERS
+        }
+        site, step = str(record.get("site", "")), int(record.get("step", 0))
+        # The held-out loss is the run's; the site that has measured it may be another one later.
+        places = [site, ""] if site and record["kind"] == "evaluation" else [site]
+        for name, sink in list(self._sinks.items()):
+            try:
+                for place in places:
+                    sink.write(place, step, values)
+            except Exception as error:  # other people's code, over a network
+                del self._sinks[name]
+                self._failed(name, error)
+
+    def close(self) -> None:
+        """Close all sinks and the file. A full disk is waited for."""
+        for name, sink in self._sinks.items():
+            try:
+                sink.close()
+            except Exception as error:
+                self._failed(name, error)
+        try:
+            when_there_is_room(self._flush, "metrics.jsonl")
+        except OSError as error:
+            log.error("metrics.jsonl: its last %d lines were not written (%s)",
+                      len(self._kept), error.strerror)  # fmt: skip
+        self._file.close()
+
+    def _failed(self, name: str, error: Exception) -> None:
+        text = f"metrics: {name} failed and is left out from now on ({error})"
+        log.warning("%s", text)
+        self._line({"kind": "message", "text": text})
+
+    def _line(self, record: Mapping[str, Any]) -> None:
+        # JSON has no NaN and no infinity: null says that there was no such number.
+        plain = {
+            key: None if isinstance(value, float) and not math.isfinite(value) else value
+            for key, value in record.items()
+        }
+        line = json.dumps(plain, sort_keys=True, allow_nan=False) + "\n"
+        self._kept.append(line.encode())
+        try:
+            self._flush()
+        except OSError as error:
+            if not self._full:
+                self._full = True
+                log.error(
+                    "metrics.jsonl: cannot be written (%s); its lines are kept until it can be: "
+                    "free the disk",
+                    error.strerror,
+                )
+
+    def _flush(self) -> None:
+        while self._kept:
+            self._file.append(self._kept[0])
+            self._kept.popleft()
+        if self._full:
+            self._full = False
+            log.warning("metrics.jsonl: is written again")
+
+
+def _is_torn(path: Path) -> bool:
+    """True if the last line of a file has no end."""
+    if not path.exists() or path.stat().st_size == 0:
+        return False
+    with path.open("rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read() != b"\n"
+
+
+def check_sinks(config: RunConfig) -> None:
+    """Raise `ConfigError` if a sink's package is not installed."""
+    for name in config.metrics.sinks:
+        found = importlib.util.find_spec(_PACKAGES[name])
+        # A folder of that name, such as the one that wandb itself writes, is no package.
+        if found is None or found.origin is None:
+            raise ConfigError(f"metrics.sinks: {name} is not installed; run: pip install {name}")
+
+
+def _open(name: str, config: RunConfig, folder: Path) -> Sink:
+    if name == "tensorboard":
+        return _TensorBoard(folder / "tensorboard")
+    if name == "wandb":
+        return _WandbLike("wandb", config)
+    return _WandbLike("trackio", config)
+
+
+class _TensorBoard:
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._writers: dict[str, Any] = {}
+
+    def write(self, site: str, step: int, values: Mapping[str, float]) -> None:
+        from tensorboard.summary import Writer
+
+        if site not in self._writers:
+            self._writers[site] = Writer(str(self._folder / (site or "run")))
+        for key, value in values.items():
+            self._writers[site].add_scalar(key, value, step)
+        self._writers[site].flush()
+
+    def close(self) -> None:
+        for writer in self._writers.values():
+            writer.close()
+
+
+class _WandbLike:
+    """Weights & Biases, and Trackio, whose interface is the same."""
+
+    def __init__(self, package: str, config: RunConfig) -> None:
+        module = importlib.import_module(package)
+        self._run = module.init(
+            project=config.metrics.project,
+            name=config.run.name,
+            config=config.model_dump(mode="json", exclude_none=True),
+        )
+
+    def write(self, site: str, step: int, values: Mapping[str, float]) -> None:
+        prefix = f"{site}/" if site else ""
+        # `step` itself is a reserved word there, and must not go back as it does between sites.
+        numbers = {f"{prefix}{key}": value for key, value in values.items()}
+        self._run.log({**numbers, "inner_step": step})
+
+    def close(self) -> None:
+        self._run.finish()

@@ -1,0 +1,126 @@
+"""The key by which a site signs in the run's record. The site keeps it; its name is bound to it.
+
+A site makes the key when it first joins, and joins with the same key after every crash. The
+coordinator refuses another key for the name until the operator forgets the first one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+
+from dilocox.coordinator.identity import write_private
+from dilocox.errors import JoinError
+
+FOLDER = "private"
+"""In a site's run folder, open to its owner only: `SITE.key`."""
+_LABEL = b"dilocox enrolment 1"
+
+
+@dataclass(frozen=True)
+class RecordKey:
+    """An Ed25519 key; both halves raw, hex."""
+
+    private: str
+    public: str
+
+    @classmethod
+    def new(cls) -> RecordKey:
+        """A fresh one."""
+        return cls.of(Ed25519PrivateKey.generate().private_bytes_raw().hex())
+
+    @classmethod
+    def of(cls, private: str) -> RecordKey:
+        """That of a private half. Raises `ValueError`."""
+        key = Ed25519PrivateKey.from_private_bytes(bytes.fromhex(private))
+        return cls(private, key.public_key().public_bytes_raw().hex())
+
+    @classmethod
+    def kept(cls, path: Path) -> RecordKey:
+        """The one in the file `path`, made if it is not there. Raises `JoinError`."""
+        try:
+            if not path.exists():
+                path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                _write_once(path, cls.new().private)
+            return cls.of(path.read_text(encoding="ascii").strip())
+        except OSError as error:
+            reason = error.strerror or str(error)
+            raise JoinError(
+                f"key file {path}: cannot be used ({reason}); make its folder writable, or give "
+                "another place by --key-file"
+            ) from None
+        except ValueError:
+            raise JoinError(
+                f"key file {path}: is not a key of a site; restore it, or remove it and have the "
+                "operator forget the old key (dilocox leave RUN_FOLDER --site SITE --forget-key)"
+            ) from None
+
+    def prove(self, site: str, fingerprint: str, csr: str) -> str:
+        """Signature that shows who enrols to hold the private half, hex."""
+        key = Ed25519PrivateKey.from_private_bytes(bytes.fromhex(self.private))
+        return key.sign(_said(site, fingerprint, csr)).hex()
+
+
+def key_file(folder: Path, site: str) -> Path:
+    """Where `site` keeps its key, in its run folder."""
+    return folder / FOLDER / f"{site}.key"
+
+
+def why_not(
+    bound: str, key: str | None, proof: str | None, site: str, fingerprint: str, csr: str
+) -> str | None:
+    """Why a request with `key` and `proof` may not enrol `site`, in one line; None where it may.
+
+    `bound`: the public key that the name is bound to, empty for none.
+    """
+    if proof is not None and not (key and _proves(key, proof, site, fingerprint, csr)):
+        return f"site {site}: the proof that it holds its key is wrong; update dilocox there"
+    if not bound:
+        return None
+    if key != bound:
+        return (
+            f"site {site}: its key is {'none' if key is None else key[:12]}, not {bound[:12]} by "
+            f"which it had joined; join where that key is (RUN_FOLDER/{FOLDER}/{site}.key, "
+            "--key-file); if the key is lost, the operator says: dilocox leave RUN_FOLDER --site "
+            f"{site} --forget-key"
+        )
+    if proof is None:
+        return f"site {site}: does not prove that it holds its key; update dilocox there"
+    return None
+
+
+def _proves(key: str, proof: str, site: str, fingerprint: str, csr: str) -> bool:
+    if not re.fullmatch("[0-9a-f]{64}", key) or not re.fullmatch("[0-9a-f]{128}", proof):
+        return False
+    try:
+        public = Ed25519PublicKey.from_public_bytes(bytes.fromhex(key))
+        public.verify(bytes.fromhex(proof), _said(site, fingerprint, csr))
+    except (InvalidSignature, ValueError):
+        return False
+    return True
+
+
+def _said(site: str, fingerprint: str, csr: str) -> bytes:
+    """What is signed: bound to the coordinator, the name, and the certificate that is asked for."""
+    asked = hashlib.sha256(csr.encode()).hexdigest()
+    return b"\0".join((_LABEL, fingerprint.encode(), site.encode(), asked.encode()))
+
+
+def _write_once(path: Path, content: str) -> None:
+    """Write `path` unless another process has done so meanwhile."""
+    ours = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    write_private(ours, f"{content}\n".encode())
+    try:
+        os.link(ours, path)
+    except FileExistsError:
+        pass  # of another start of the same site: both use that one
+    except OSError:  # a file system without links
+        ours.replace(path)
+    ours.unlink(missing_ok=True)

@@ -1,0 +1,1 @@
+"""The coordinator itself: requests come in, events are logged, replies go out."""

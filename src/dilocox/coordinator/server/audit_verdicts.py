@@ -1,0 +1,57 @@
+"""Verdicts of audits that members hand in for the record."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from dilocox.coordinator.protocol.audit_messages import (
+    HandInReply,
+    HandInRequest,
+    TokenHandInRequest,
+)
+from dilocox.coordinator.server.budgets import Budgets
+from dilocox.coordinator.server.notary import Witness
+from dilocox.coordinator.server.refusals import Caller, Refused
+from dilocox.coordinator.server.run_log import RunLog
+from dilocox.coordinator.server.tokens import SiteTokens
+
+
+class AuditVerdicts:
+    """Takes verdicts of members: of the operator, of a site, of who holds a site's token.
+
+    Raises `Refused` with one line.
+    """
+
+    def __init__(
+        self,
+        run: RunLog,
+        budgets: Budgets,
+        witness: Witness,
+        tokens: SiteTokens,
+        tell: Callable[[str], None],
+    ) -> None:
+        """`tell`: takes a message to the run's operator."""
+        self._run, self._budgets, self._witness = run, budgets, witness
+        self._tokens, self._tell = tokens, tell
+
+    def take(self, request: HandInRequest, caller: Caller) -> HandInReply:
+        """One by a certificate."""
+        return self._take(request.statement, "" if caller.operator else caller.site)
+
+    def take_by_token(self, request: TokenHandInRequest) -> HandInReply:
+        """One by a site's token, which is in force. The site may train meanwhile, or not."""
+        holder = self._tokens.holder(request.token, self._run.state.tokens_in_force)
+        if holder is None:
+            raise Refused("join", "token: not this run's, or not in force any more")
+        return self._take(request.statement, holder)
+
+    def _take(self, statement: str | None, by: str) -> HandInReply:
+        if not self._witness.run:
+            raise Refused("refused", "verdict: this run keeps no record (record.enabled = false)")
+        if statement is not None:
+            if by:  # the operator's disk is the operator's matter
+                self._budgets.spend(by, "verdicts")
+            text = self._witness.verdict(by, statement)
+            if text is not None:
+                self._tell(text)
+        return HandInReply(run=self._witness.run, by=by)

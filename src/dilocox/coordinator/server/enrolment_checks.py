@@ -1,0 +1,85 @@
+"""Who may join: every reason why a site is refused, with its mend."""
+
+from __future__ import annotations
+
+import hmac
+
+from dilocox.coordinator.protocol.messages import EnrolRequest
+from dilocox.coordinator.record_keys import why_not
+from dilocox.coordinator.server.refusals import Refused
+from dilocox.coordinator.server.site_state import BANNED
+from dilocox.coordinator.server.state import CoordinatorState
+from dilocox.coordinator.server.tokens import SiteTokens, mend
+from dilocox.version import __version__
+
+
+def check_admission(state: CoordinatorState, tokens: SiteTokens, request: EnrolRequest) -> None:
+    """Raise `Refused` unless the request is one of a site of this run. Nothing about the run is
+    told to a caller without a token."""
+    site = request.site
+    holder = tokens.holder(request.token, state.token_issues)
+    if holder is None:
+        raise Refused("join", tokens.unknown(request.token, site))
+    if site not in state.sites:
+        known = ", ".join(state.sites)
+        raise Refused("join", f"site {site}: not in the run file; use one of: {known}")
+    if holder != site:
+        raise Refused(
+            "join", f"token: that of site {holder}, which does not admit {site}; {mend(site)}"
+        )
+    if state.sites[site].standing.banned:
+        raise Refused("join", f"site {site}: {BANNED}; ask there why")
+    why = why_not(
+        state.sites[site].standing.bound_key, request.record_key, request.record_proof, site,
+        tokens.fingerprint, request.csr,
+    )  # fmt: skip
+    if why is not None:
+        raise Refused("join", why)
+    if not hmac.compare_digest(request.run_digest, state.digest):
+        raise Refused(
+            "join",
+            f"site {site}: its run file differs from this run's; use the same file and the same "
+            "--set options everywhere",
+        )
+    if state.over or state.phase == "stopping":
+        raise Refused("join", f"site {site}: the run is {state.phase}; resume it to go on")
+    if state.config.exchanges_gradients and state.phase != "enrolling":
+        raise Refused(
+            "join",
+            f"site {site}: with method {state.config.outer.method} a site cannot enter after the "
+            "start, since all inner optimizers are one; stop the run and resume it with this site",
+        )
+    wanted = (state.config.site.stages, state.config.site.shards)
+    if (request.stages, request.shards) != wanted:
+        raise Refused(
+            "join",
+            f"site {site}: {request.stages} stages x {request.shards} shards, but this run has "
+            f"{wanted[0]} x {wanted[1]} at every site; start it so",
+        )
+    theirs = request.versions.model_dump()
+    for name, version in {**(state.versions or {}), "dilocox": __version__}.items():
+        if _comparable(name, theirs[name]) != _comparable(name, version):
+            raise Refused(
+                "join",
+                f"site {site}: {name} {theirs[name]}, but this run has {version}; install the same "
+                "version at every site",
+            )
+    if request.data_digest is None or state.data_digest is None:
+        return
+    if request.data_digest != state.data_digest:
+        # Sites with text of their own have the shared files too: tokenizer and held-out text are
+        # those of all sites.
+        private = state.config.sites[site].data is not None
+        which = f"its shared token files (data.folder, not sites.{site}.data)"
+        raise Refused(
+            "join",
+            f"site {site}: {which if private else 'its token files'} differ from the first site's; "
+            "copy the data folder from there, or prepare it from the same source",
+        )
+
+
+def _comparable(name: str, version: str) -> str:
+    """What of a version has to be equal: torch without +cpu or +cu126, python major.minor."""
+    if name == "python":
+        return ".".join(version.split(".")[:2])
+    return version.split("+")[0] if name == "torch" else version

@@ -1,0 +1,189 @@
+"""The event log: one SQLite file, appended to before an event takes effect."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+
+from dilocox.coordinator.server import events as e
+from dilocox.errors import TrainingError
+
+log = logging.getLogger(__name__)
+
+FORMAT = 1
+NAME = "coordinator.sqlite"
+LOCK = "coordinator.lock"
+# Everything survives the death of the process. The death of the machine may take the last moments
+# of these kinds, which are many and cheap to lose: votes are sent again, and a decision that all
+# voters have heard is not asked for again. Epochs, plans, leases and stops wait for the disk. What
+# does not wait may get there all the same: what the record needs of a decision is there before it.
+_SOFT = (
+    e.Pinned, e.Voted, e.Fetching, e.Broke, e.Decided, e.Ready, e.RoundDone, e.Wrote, e.Reported,
+    e.Stored,
+)  # fmt: skip
+
+
+class EventLog:
+    """Append-only log in `folder`, held by one process at a time."""
+
+    def __init__(self, folder: Path) -> None:
+        """Open or create. Raises `TrainingError` if it is held elsewhere or damaged."""
+        folder.mkdir(parents=True, exist_ok=True)
+        self.path = folder / NAME
+        self._lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(self._lock)
+            raise TrainingError(
+                f"{folder}: another coordinator is running on this folder; stop it first"
+            ) from None
+        os.close(os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600))
+        try:
+            self._database = sqlite3.connect(
+                self.path, isolation_level=None, check_same_thread=False
+            )
+            self._database.execute("PRAGMA journal_mode=WAL")
+            self._database.execute("PRAGMA synchronous=FULL")
+            self._synchronous = True
+            (version,) = self._database.execute("PRAGMA user_version").fetchone()
+            if version not in (0, FORMAT):
+                raise self._damaged(f"format {version}, this dilocox reads {FORMAT}")
+            self._database.execute(f"PRAGMA user_version={FORMAT}")
+            self._database.execute(
+                "CREATE TABLE IF NOT EXISTS events ("
+                "number INTEGER PRIMARY KEY, time REAL NOT NULL, kind TEXT NOT NULL, "
+                "data TEXT NOT NULL)"
+            )
+            self._database.execute(
+                "CREATE TABLE IF NOT EXISTS snapshots ("
+                "number INTEGER PRIMARY KEY, code TEXT NOT NULL, digest TEXT NOT NULL, "
+                "data BLOB NOT NULL)"
+            )
+            (last,) = self._database.execute("SELECT max(number) FROM events").fetchone()
+            self.last: int = last or 0
+            """Number of the last event, from 1."""
+        except sqlite3.DatabaseError as error:
+            self.close()
+            raise self._damaged(str(error)) from None
+
+    def append(self, event: e.Event) -> None:
+        """Write one event before it takes effect. Raises `TrainingError`."""
+        hard = not isinstance(event, _SOFT)
+        data = json.dumps(event.to_json(), separators=(",", ":"))
+        try:
+            if hard != self._synchronous:
+                self._database.execute(f"PRAGMA synchronous={'FULL' if hard else 'NORMAL'}")
+                self._synchronous = hard
+            self._database.execute(
+                "INSERT INTO events (number, time, kind, data) VALUES (?, ?, ?, ?)",
+                (self.last + 1, event.time, type(event).__name__, data),
+            )
+            self.last += 1
+        except sqlite3.Error as error:
+            raise TrainingError(
+                f"{self.path}: cannot be written ({error}); free the disk, then start the "
+                "coordinator again: the sites go on from where they are"
+            ) from None
+
+    def events(self, after: int = 0, until: int | None = None) -> Iterator[e.Event]:
+        """The events with numbers above `after`, up to `until` (none: the last).
+
+        Raises `TrainingError` for what cannot be read.
+        """
+        try:
+            for number, kind, data in self._database.execute(
+                "SELECT number, kind, data FROM events WHERE number > ? AND number <= ? "
+                "ORDER BY number",
+                (after, self.last if until is None else until),
+            ):
+                try:
+                    yield e.Event.decode(kind, json.loads(data))
+                except (KeyError, TypeError, ValueError) as error:
+                    raise self._damaged(f"event {number}: {error!r}") from None
+        except sqlite3.DatabaseError as error:
+            raise self._damaged(str(error)) from None
+
+    def last_kept(self, tick: int) -> int:
+        """Number of the last event that says that the checkpoint at `tick` is complete.
+
+        Raises `TrainingError`.
+        """
+        try:
+            for number, data in self._database.execute(
+                "SELECT number, data FROM events WHERE kind = 'Kept' ORDER BY number DESC"
+            ):
+                if json.loads(data)["tick"] == tick:
+                    return int(number)
+        except (sqlite3.DatabaseError, KeyError, ValueError) as error:
+            raise self._damaged(str(error)) from None
+        raise self._damaged(f"no checkpoint at slot {tick} was completed")
+
+    def add_snapshot(self, code: str, data: bytes, most: int) -> None:
+        """Keep the state after the last event; of several the newest `most` stay.
+
+        Whatever happens meanwhile, the snapshot is there whole or not at all. Raises
+        `TrainingError`.
+        """
+        digest = hashlib.sha256(data).hexdigest()
+        try:
+            with self._transaction():
+                self._database.execute(
+                    "INSERT OR REPLACE INTO snapshots VALUES (?, ?, ?, ?)",
+                    (self.last, code, digest, data),
+                )
+                self._database.execute(
+                    "DELETE FROM snapshots WHERE number NOT IN "
+                    "(SELECT number FROM snapshots ORDER BY number DESC LIMIT ?)",
+                    (most,),
+                )
+        except sqlite3.Error as error:
+            raise TrainingError(
+                f"{self.path}: no snapshot was written ({error}); the next start takes longer"
+            ) from None
+
+    @contextlib.contextmanager
+    def _transaction(self) -> Iterator[None]:
+        self._database.execute("BEGIN")
+        try:
+            yield
+            self._database.execute("COMMIT")
+        except BaseException:
+            if self._database.in_transaction:
+                self._database.execute("ROLLBACK")
+            raise
+
+    def snapshots(self, code: str, until: int | None = None) -> Iterator[tuple[int, bytes]]:
+        """(number of the last event in it, state) of the snapshots that `code` has made, up to the
+        event `until` (none: the last), newest first; damaged ones are left out."""
+        last = self.last if until is None else until
+        try:
+            found = self._database.execute(
+                "SELECT number, digest, data FROM snapshots WHERE code = ? AND number <= ? "
+                "ORDER BY number DESC",
+                (code, last),
+            )
+            for number, digest, data in found.fetchall():
+                if hashlib.sha256(data).hexdigest() == digest:
+                    yield int(number), data
+        except (sqlite3.DatabaseError, TypeError) as error:
+            # The events are all that is needed; whether they can be read shows next.
+            log.warning("%s: snapshots cannot be read (%s)", self.path, error)
+
+    def close(self) -> None:
+        """Let go of the file and the lock."""
+        if hasattr(self, "_database"):
+            self._database.close()
+        os.close(self._lock)
+
+    def _damaged(self, reason: str) -> TrainingError:
+        return TrainingError(
+            f"{self.path}: not a readable event log ({reason}); restore it from a copy"
+        )

@@ -1,0 +1,61 @@
+"""What events about the state of an entering site change, and the feed of messages for people."""
+
+from __future__ import annotations
+
+from dilocox.coordinator.server import events as e
+from dilocox.coordinator.server.state_fields import Facts
+
+FEED = 1000
+"""So many messages of the feed are kept."""
+
+
+def version_of(key: str) -> tuple[str, int]:
+    """("STAGE/SHARD/PIECE", round that landed on it last) of a key of `Facts.shown`."""
+    stage, shard, piece, landed, _ = key.split("/", 4)
+    return f"{stage}/{shard}/{piece}", int(landed)
+
+
+class GivenState(Facts):
+    """Facts, with the digests that sites tell of what they hold (`entries`)."""
+
+    def _say(self, event: e.Event, kind: str, text: str) -> None:
+        self.sequence += 1
+        self.feed.append((self.sequence, event.time, kind, text))
+        del self.feed[:-FEED]
+
+    def _shown(self, event: e.Shown) -> None:
+        for key, digest in event.pieces.items():
+            self.shown.setdefault(key, {}).setdefault(event.site, digest)
+            piece, landed = version_of(key)
+            newest = self.newest.setdefault(piece, {})
+            newest[event.site] = max(landed, newest.get(event.site, landed))
+
+    def _doubted(self, event: e.Doubted) -> None:
+        site = self.sites[event.site]
+        site.distrusts.add(event.donor)
+        site.tried.add(event.donor)
+        text = "there is no other donor"
+        if event.other is not None:
+            site.donor = event.other
+            text = f"it enters from {event.other}"
+        self._say(
+            event, "join", f"{event.donor} gave {event.site} a state that most do not hold: {text}"
+        )
+
+    def _renewed(self, event: e.Renewed) -> None:
+        site = self.sites[event.site]
+        site.renewals += 1
+        text = f"{event.site} was given what the others have left behind: it fetches again"
+        self._say(event, "join", f"{text} from {site.donor}")
+
+    def _forget_shown(self, kept: int = 0) -> None:
+        """All of it if no site enters any more, else what is older by more than `kept` rounds than
+        the entry that began first: however long a state travels, its digests stay."""
+        entering = self.with_role("entering")
+        if not entering:
+            self.shown, self.newest = {}, {}
+            return
+        oldest = min(self.sites[name].from_round for name in entering) - kept
+        self.shown = {
+            key: own for key, own in self.shown.items() if not 0 <= version_of(key)[1] < oldest
+        }

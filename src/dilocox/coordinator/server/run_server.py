@@ -1,0 +1,196 @@
+"""Runs a coordinator in this process until its run is over."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import signal
+import socket
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from dilocox.config.run_config import RunConfig
+from dilocox.coordinator.client.endpoint import Endpoint
+from dilocox.coordinator.controller.candidates import Menu
+from dilocox.coordinator.identity import write_private
+from dilocox.coordinator.protocol import messages as m
+from dilocox.coordinator.server import replies
+from dilocox.coordinator.server.door import raise_open_files
+from dilocox.coordinator.server.http_server import CoordinatorServer
+from dilocox.coordinator.server.ledger import Ledger
+from dilocox.coordinator.server.notary import Notary
+from dilocox.coordinator.server.service import Coordinator, Report
+from dilocox.coordinator.server.startup import EarlierRun
+from dilocox.errors import TrainingError
+from dilocox.utils.processes import Requests
+from dilocox.utils.storage import ROOM_PAUSE
+
+_log = logging.getLogger(__name__)
+LINGER = 2.0
+"""Seconds that a coordinator stays, at most, when all ranks have said that they are done: less,
+once they have hung up."""
+
+
+def serve(
+    config: RunConfig,
+    folder: str | Path,
+    *,
+    host: str | None = None,
+    port: int | None = None,
+    wait_for: int | None = None,
+    payloads: Menu | None = None,
+    earlier: Callable[[], EarlierRun] | None = None,
+    resume: bool | int = False,
+    on_report: Report | None = None,
+    on_message: Callable[[str], None] | None = None,
+    on_plan: Callable[[m.RoundPlan], None] | None = None,
+    on_resumed: Callable[[int], None] | None = None,
+    notary: Notary | None = None,
+    on_ready: Callable[[Endpoint], None] | None = None,
+    on_ledger: Callable[[Ledger], None] | None = None,
+    ready_file: str | Path | None = None,
+) -> m.Status:
+    """Serve the run of `config` with its log and keys in `folder` until it is over; how it ended.
+
+    On a folder with a log it goes on where that ends; with `resume` it goes back to the latest
+    complete checkpoint (true) or the one at a tick. `host` and `port` default to `[network]`.
+    `payloads`, `earlier`: see `Coordinator`. `on_report` gets (site, round, kind, metrics); the
+    server waits for it, so it must return soon. `on_message` gets a line when sites come and go,
+    `on_plan` every plan when it is made, `on_resumed` the round that is resumed in, `on_ledger` the
+    ledger when the run is over. `notary` writes the run's record.
+    When it listens, `on_ready` is called and `ready_file` is written (mode 0600). The first SIGINT
+    or SIGTERM stops the run at a slot end, a second one, 2 s later or more, ends the server at
+    once. Blocks; raises
+    `TrainingError` (port taken, folder in use, log damaged) and `CheckpointError`.
+    """
+    raise_open_files()
+    coordinator = Coordinator(
+        config,
+        folder,
+        wait_for=wait_for,
+        payloads=payloads,
+        earlier=earlier,
+        on_report=on_report,
+        on_message=on_message,
+        on_plan=on_plan,
+        on_resumed=on_resumed,
+        notary=notary,
+    )
+    try:
+        if resume is not False:
+            coordinator.resume(None if resume is True else resume)
+        elif coordinator.state.over:
+            why = f" ({coordinator.state.reason})" if coordinator.state.reason else ""
+            raise TrainingError(
+                f"{folder}: its run is {coordinator.state.phase}{why}; add --resume to go back to "
+                "its last checkpoint, or start a new one in another folder"
+            )
+        elif coordinator.state.sequence:
+            _go_on(coordinator, on_message)
+        if ready_file is not None:
+            # One from an earlier start would be read as this one's.
+            Path(ready_file).unlink(missing_ok=True)
+        where = (host or config.network.host, config.network.port if port is None else port)
+
+        def ready(bound: int) -> None:
+            name = config.network.advertise or reachable_name(where[0])
+            if ":" in name:
+                name = f"[{name}]"
+            endpoint = Endpoint(
+                f"https://{name}:{bound}",
+                coordinator.hand_out(),
+                str(coordinator.authority.operator_path),
+            )
+            if ready_file is not None:
+                write_private(Path(ready_file), json.dumps(endpoint.to_json()).encode())
+            if on_ready is not None:
+                on_ready(endpoint)
+
+        asyncio.run(_serve(coordinator, *where, ready))
+        if on_ledger is not None:
+            on_ledger(coordinator.state.ledger)
+        return replies.status(coordinator.state, 0)
+    finally:
+        coordinator.close()
+
+
+def _go_on(coordinator: Coordinator, on_message: Callable[[str], None] | None) -> None:
+    """Hand on what the process before may have logged and no more; say where the run stands."""
+    state = coordinator.state
+    coordinator.reports.again()
+    if on_message is not None:
+        live = ", ".join(state.live) or "no site"
+        on_message(
+            f"coordinator restarted: the run is {state.phase}, next plan is round "
+            f"{state.next_round}, epoch {state.epoch}; {live} expected within "
+            f"{coordinator.timeouts.reconnect:g} s"
+        )
+
+
+def reachable_name(host: str) -> str:
+    """`host`, or for a wildcard address this machine's own on the way out.
+
+    Nothing is sent: connecting a datagram socket only looks up the route.
+    """
+    probes = {"0.0.0.0": (socket.AF_INET, "192.0.2.1"), "::": (socket.AF_INET6, "2001:db8::1")}  # noqa: S104
+    if host not in probes:
+        return host
+    family, far = probes[host]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((far, 9))
+        except OSError:
+            return socket.gethostname()
+        return str(probe.getsockname()[0])
+
+
+async def _serve(
+    coordinator: Coordinator, host: str, port: int, ready: Callable[[int], None]
+) -> None:
+    server = CoordinatorServer(coordinator)
+    bound = await server.start(host, port)
+    quit_now = asyncio.Event()
+    requests = Requests()
+
+    def interrupted() -> None:
+        if not requests.heard():
+            return
+        if requests.times > 1:
+            quit_now.set()
+        else:
+            stop()
+
+    def stop() -> None:
+        try:
+            coordinator.departures.stop(m.StopRequest(reason="interrupted at the coordinator"))
+        except TrainingError as error:
+            _log.error("%s; the run stops then", error)
+            if not quit_now.is_set():
+                loop.call_later(ROOM_PAUSE, stop)
+
+    loop = asyncio.get_running_loop()
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM):
+            # Ignored where a parent decides what a terminal's Ctrl-C means.
+            if signal.getsignal(number) != signal.SIG_IGN:
+                loop.add_signal_handler(number, interrupted)
+    try:
+        ready(bound)
+        ends = [asyncio.create_task(event.wait()) for event in (server.over, quit_now)]
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        for end in ends:
+            end.cancel()
+        if not quit_now.is_set():
+            # Ranks learn the end by their next call. Where all have said that they are done, and
+            # nobody was about to enter, they hang up and nobody calls any more.
+            state = coordinator.state
+            if state.phase != "failed" and not state.with_role("enrolled", "entering", "active"):
+                await server.hung_up(LINGER)
+            else:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(quit_now.wait(), 2 * coordinator.timeouts.beat)
+    finally:
+        await server.stop()

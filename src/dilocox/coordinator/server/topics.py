@@ -1,0 +1,15 @@
+"""What callers of the coordinator wait for, by the events that may have changed it."""
+
+from __future__ import annotations
+
+from dilocox.coordinator.server import events as e
+
+TOPICS: dict[type[e.Event], tuple[str, ...]] = {
+    e.Started: ("plan",),
+    e.Activated: ("plan", "exchange"),
+    e.Leaving: ("plan",),
+    e.Overtaken: ("plan", "exchange"),
+    e.Planned: ("plan",),
+    e.RoundDone: ("plan",),
+    **dict.fromkeys((e.Gone, e.Regathered, e.Resumed, e.Ended), ("plan", "exchange", "store")),
+}

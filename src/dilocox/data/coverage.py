@@ -1,0 +1,81 @@
+"""Which documents lie in given token ranges. Pure, but for reading the token files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from dilocox.data.sequences import SequenceSpace
+from dilocox.data.token_files import TokenFiles
+
+Offsets = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One document of the training split, of which something was read."""
+
+    source: int
+    """Number of its source in the manifest."""
+    file: str
+    """Its file there; empty for a data set from a hub."""
+    document: int
+    """Its number in the training split, from 0."""
+    tokens: int
+    seen: int
+    """Different tokens of it that were read at least once."""
+
+
+def seen_documents(
+    files: TokenFiles, space: SequenceSpace, ranges: Iterable[tuple[int, int]]
+) -> list[Seen]:
+    """The documents that the token ranges [start, start + count) touch, in order.
+
+    A sequence counts with its `sequence_length` input tokens.
+    """
+    parts = [space.positions(start, count) for start, count in ranges]
+    sequences = np.unique(np.concatenate(parts)) if parts else np.empty(0, dtype=np.int64)
+    ends = files.document_ends("train")
+    starts = np.concatenate([np.zeros(1, dtype=np.int64), ends[:-1]])
+    read = covered(sequences, space.sequence_length, ends) - covered(
+        sequences, space.sequence_length, starts
+    )
+    places = _Places(files)
+    return [
+        Seen(*places.of(int(n)), int(n), int(ends[n] - starts[n]), int(read[n]))
+        for n in np.flatnonzero(read)
+    ]
+
+
+def covered(sequences: Offsets, length: int, before: Offsets) -> Offsets:
+    """How many tokens at offsets below each of `before` lie in `sequences`.
+
+    `sequences`: rising numbers p, each of tokens p·length .. p·length + length - 1.
+    """
+    index, inside = np.divmod(before, length)
+    below = np.searchsorted(sequences, index)
+    within = np.zeros(len(before), dtype=np.int64)
+    if len(sequences):
+        at = np.minimum(below, len(sequences) - 1)
+        within = np.where(sequences[at] == index, inside, 0)
+    return below * length + within
+
+
+class _Places:
+    """Number of a training document to (source, file name)."""
+
+    def __init__(self, files: TokenFiles) -> None:
+        # Token files of before origins were kept have none.
+        self._origins = files.content["splits"]["train"].get("origins") or [[0, 0, 2**62]]
+        self._known = "origins" in files.content["splits"]["train"]
+        self._ends = np.cumsum([count for _, _, count in self._origins], dtype=np.int64)
+        self._sources = files.content["sources"]
+
+    def of(self, document: int) -> tuple[int, str]:
+        at = int(np.searchsorted(self._ends, document, side="right"))
+        source, file, _ = self._origins[at]
+        listed = self._sources[source].get("files")
+        return source, str(listed[file]["name"]) if listed and self._known else ""

@@ -1,0 +1,238 @@
+"""Token files: a folder of memory-mapped token shards, their tokenizer and their manifest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from dilocox.data.croissant import check_croissant
+from dilocox.data.list_files import HIDDEN, counted
+from dilocox.data.manifest import hash_file, read_manifest, source_names
+from dilocox.data.special_text import warning
+from dilocox.errors import DataError
+
+TOKENIZER = "tokenizer"
+"""Name of the tokenizer's folder inside the token files."""
+
+SCANNED = 1 << 24
+"""Tokens that are looked through at once."""
+
+SPLITS = ("train", "validation")
+
+
+class TokenArray:
+    """All tokens of one split, in order, mapped from its files; nothing is read until asked for.
+
+    Every file but the last holds `per_file` tokens.
+    """
+
+    def __init__(self, files: list[Path], counts: list[int], dtype: np.dtype[Any]) -> None:
+        self._maps = [np.memmap(file, dtype=dtype, mode="r") for file in files]
+        self._per_file = counts[0]
+        self._length = sum(counts)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def gather(self, offsets: npt.NDArray[np.int64], length: int) -> npt.NDArray[np.int64]:
+        """The `length` tokens at each offset: int64 [len(offsets), length].
+
+        Raises `IndexError` where a range leaves the split.
+        """
+        tokens = np.empty((len(offsets), length), dtype=np.int64)
+        for row, offset in zip(tokens, offsets.tolist(), strict=True):
+            if not 0 <= offset <= self._length - length:
+                raise IndexError(f"tokens {offset}..{offset + length} of {self._length}")
+            filled = 0
+            while filled < length:
+                file, start = divmod(offset + filled, self._per_file)
+                part = self._maps[file][start : start + length - filled]
+                row[filled : filled + len(part)] = part
+                filled += len(part)
+        return tokens
+
+    def places_of(self, token: int) -> npt.NDArray[np.int64]:
+        """Offsets of all occurrences of `token`, rising: int64 [n]. Reads all of the split."""
+        found, base = [], 0
+        for part in self._maps:
+            for start in range(0, len(part), SCANNED):
+                places = np.flatnonzero(part[start : start + SCANNED] == token)
+                found.append(places.astype(np.int64) + base + start)
+            base += len(part)
+        return np.concatenate(found)
+
+
+class TokenFiles:
+    """Prepared data, read-only. Make with `prepare`, open with `TokenFiles.open`."""
+
+    def __init__(self, folder: Path, manifest: dict[str, Any]) -> None:
+        self.folder = folder
+        self.manifest = manifest
+        self.content: dict[str, Any] = manifest["content"]
+        self.digest: str = manifest["digest"]
+        """sha256, as hex: one corpus, tokenizer and split have one digest on any machine."""
+        self.vocabulary_size: int = self.content["vocabulary_size"]
+        """Largest token id + 1; a model needs at least as many."""
+        self.end_of_text: int = self.content["end_of_text"]["id"]
+        self.tokenizer_folder = folder / TOKENIZER
+        """Loads with `AutoTokenizer.from_pretrained`."""
+        self.dtype = np.dtype(self.content["dtype"]).newbyteorder("<")
+        self._arrays: dict[str, TokenArray] = {}
+
+    @classmethod
+    def open(cls, folder: str | Path) -> TokenFiles:
+        """Open a folder; checks the manifest and that every file has its size, not its digest.
+
+        Raises `DataError`.
+        """
+        folder = Path(folder)
+        files = cls(folder, read_manifest(folder))
+        for name, size, _ in files._recorded():
+            path = folder / name
+            try:
+                found = path.stat().st_size
+            except OSError as error:
+                raise DataError(
+                    f"{path}: missing or unreadable ({error.strerror}); prepare the data again"
+                ) from None
+            if found != size:
+                raise DataError(
+                    f"{path}: {found:,} bytes instead of {size:,}; prepare the data again"
+                )
+        return files
+
+    def tokens(self, split: str) -> TokenArray:
+        """The tokens of `train` or `validation`."""
+        if split not in self._arrays:
+            shards = self.content["splits"][split]["shards"]
+            self._arrays[split] = TokenArray(
+                [self.folder / shard["file"] for shard in shards],
+                [shard["tokens"] for shard in shards],
+                self.dtype,
+            )
+        return self._arrays[split]
+
+    def token_count(self, split: str) -> int:
+        """Tokens in a split, end-of-text tokens counted."""
+        return int(self.content["splits"][split]["tokens"])
+
+    def document_count(self, split: str) -> int:
+        """Documents in a split."""
+        return int(self.content["splits"][split]["documents"])
+
+    def document_ends(self, split: str) -> npt.NDArray[np.int64]:
+        """Offset behind the end-of-text token of each document of a split: int64 [documents]."""
+        # Text never turns into that token: only the packer writes it.
+        return self.tokens(split).places_of(self.end_of_text) + 1
+
+    @property
+    def left_out(self) -> int:
+        """Files of its sources, hidden ones apart, that were not taken; `show` says why."""
+        by_source = self.manifest["made_with"].get("left_out", [])
+        other = sum(n for left in by_source for reason, n in left.items() if reason != HIDDEN)
+        return other + sum(each.get("skipped_files", 0) for each in self.content["sources"])
+
+    @property
+    def warnings(self) -> list[str]:
+        """What was found in the text that its owner should know, a line each."""
+        spelled = self.manifest["made_with"].get("special_text")
+        return [f"{self.folder}: {warning(spelled)}"] if spelled else []
+
+    def verify(self, progress: Callable[[str, float], None] | None = None) -> None:
+        """Hash every file again. Raises `DataError` that names the first bad one."""
+        check_croissant(self.folder, read_manifest(self.folder)["content"])
+        recorded = self._recorded()
+        total = sum(size for _, size, _ in recorded)
+        done = 0
+        for name, size, sha256 in recorded:
+            if hash_file(self.folder / name) != sha256:
+                raise DataError(
+                    f"{self.folder / name}: its digest is not the manifest's; prepare the data "
+                    "again"
+                )
+            done += size
+            if progress is not None:
+                progress("verifying", done / total)
+
+    def _recorded(self) -> list[tuple[str, int, str]]:
+        """(name below the folder, bytes, sha256) of every file but the manifest."""
+        shards = [shard for split in SPLITS for shard in self.content["splits"][split]["shards"]]
+        recorded = [
+            (shard["file"], shard["tokens"] * self.dtype.itemsize, shard["sha256"])
+            for shard in shards
+        ]
+        for name, file in sorted(self.content["tokenizer"]["files"].items()):
+            recorded.append((f"{TOKENIZER}/{name}", file["bytes"], file["sha256"]))
+        return recorded
+
+
+def show(files: TokenFiles) -> str:
+    """A few lines for people: counts, sources, licences, digests."""
+    content = files.content
+    tokenizer = content["tokenizer"]
+    lines = [f"token files  {files.folder}", f"digest       {files.digest}"]
+    for split in SPLITS:
+        part = content["splits"][split]
+        lines.append(
+            f"{split:<11}  {part['tokens']:,} tokens in {part['documents']:,} documents, "
+            f"{_size(part['bytes'])} of text, "
+            f"{_plural(len(part['shards']), 'file')} of {content['dtype']}"
+        )
+    origin = (
+        f"trained on {_size(tokenizer['sample']['bytes'])} of the text"
+        if tokenizer["kind"] == "trained"
+        else f"loaded from {files.manifest['made_with']['options']['tokenizer']}"
+    )
+    # Token files of before it was kept have none, nor those whose tokenizer writes none.
+    begin = [each["token"] for each in content.get("begin_of_text", [])]
+    lines.append(
+        f"tokenizer    {content['vocabulary_size']:,} tokens, {origin}, end of text "
+        f"{content['end_of_text']['token']}"
+        + (f", begin of text {' '.join(begin)}" if begin else "")
+    )
+    names = source_names(files.manifest["made_with"]["options"])
+    left_out = files.manifest["made_with"].get("left_out", [{}] * len(names))
+    without = files.manifest["made_with"].get("without_text", [0] * len(names))
+    rows = zip(names, content["sources"], left_out, without, strict=True)
+    for number, (name, source, left, empty) in enumerate(rows):
+        what = "source" if number < content.get("validation_from", len(names)) else "held out"
+        lines.append(f"{what:<11}  {name}: {_source_line(source)}")
+        if left:
+            lines.append(f"left out     {counted(left)}")
+        if empty:
+            lines.append(f"left out     {_plural(empty, 'record')} whose text is null or missing")
+    lines += [f"warning      {line}" for line in files.warnings]
+    return "\n".join(lines)
+
+
+def _source_line(source: dict[str, Any]) -> str:
+    parts = []
+    if source["kind"] == "hub":
+        documents = source["documents"]
+        parts.append(f"{documents['count']:,} documents, {_size(documents['bytes'])}")
+    else:
+        size = sum(file["bytes"] for file in source["files"])
+        parts.append(f"{_plural(len(source['files']), 'file')}, {_size(size)}")
+        if source["skipped_files"]:
+            parts.append(f"{_plural(source['skipped_files'], 'file')} skipped (not UTF-8 text)")
+    parts.append(f"revision {source['revision'] or 'not given'}")
+    parts.append(f"licence {source['licence'] or 'not given'}")
+    return ", ".join(parts)
+
+
+def _plural(count: int, noun: str) -> str:
+    return f"{count:,} {noun}" + ("" if count == 1 else "s")
+
+
+def _size(count: int) -> str:
+    """Bytes with a decimal unit."""
+    size = float(count)
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:.1f} TB"

@@ -1,0 +1,124 @@
+"""Whether layers are compiled, and whether `torch.compile` really did it.
+
+`torch.compile` falls back to eager execution silently. Dynamo's counters after the first step tell.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from typing import Literal
+
+import torch
+from torch import nn
+
+from dilocox.config.site import ZERO_BUBBLE, SiteSection
+from dilocox.errors import ConfigError
+
+Compile = bool | Literal["auto"]
+"""`model.compile` of the run file."""
+
+
+def compiles(setting: Compile, site: SiteSection, device: torch.device) -> bool:
+    """Whether a rank on `device` compiles its layers.
+
+    `auto`: on a GPU, unless the schedule splits the backward pass, which compiled layers cannot.
+    """
+    if setting == "auto":
+        return device.type == "cuda" and site.schedule not in ZERO_BUBBLE
+    return setting
+
+
+class Compilation:
+    """Compiles layers, and reports once whether `torch.compile` worked.
+
+    With `required` an error of the compiler ends the run. Otherwise the layer runs eagerly.
+    """
+
+    def __init__(self, *, required: bool) -> None:
+        self._required = required
+        self._before = _counts()
+        self._told = False
+        self._layers = 0
+        self._errors = _Errors()
+        _DYNAMO_LOG.addHandler(self._errors)
+        if not required:
+            # A switch of the whole process: a rank trains one model.
+            torch._dynamo.config.suppress_errors = True
+
+    def compile(self, layer: nn.Module) -> None:
+        """Compile `layer` in place; the compiler runs at its first forward pass."""
+        layer.compile()
+        self._layers += 1
+
+    def problem(self) -> str | None:
+        """After the first step: the reason why layers run eagerly. May be None.
+
+        Later calls return None. Raises `ConfigError` instead if compilation is required.
+        """
+        if self._told or self._layers == 0:
+            return None
+        self._told = True
+        _DYNAMO_LOG.removeHandler(self._errors)
+        counts = _counts()
+        if self._before["frames ok"] and counts["frames total"] == self._before["frames total"]:
+            return None  # all came from the cache: an equal model ran in this process before
+        reason = fallback(counts - self._before, self._errors.first)
+        if reason is None:
+            return None
+        if self._required:
+            raise ConfigError(
+                f'model.compile: {reason}; set it to "auto" or false to train without compilation'
+            )
+        return f'model.compile "auto": {reason}; such layers run without being compiled'
+
+
+def fallback(counts: Counter[str], error: str | None) -> str | None:
+    """The reason, by Dynamo's counters, why layers were not compiled. May be None.
+
+    `counts`: see `_counts`. `error`: the first error that Dynamo suppressed.
+    """
+    because = [error] if error else []
+    because += [key.partition("/")[2] for key in counts if key.startswith("graph break/")]
+    reason = f" ({because[0]})" if because else ""
+    for key in counts:
+        if "recompile limit" in key:
+            return "torch.compile reached its limit of recompilations (torch._dynamo.config)"
+    if counts["frames ok"] == 0:
+        return f"torch.compile compiled no layer{reason}"
+    if counts["frames ok"] < counts["frames total"] and error:
+        return f"torch.compile did not compile all of the layers{reason}"
+    return None
+
+
+def _counts() -> Counter[str]:
+    """Dynamo's counters: frames that it tried and compiled, and graph breaks by reason."""
+    counters = torch._dynamo.utils.counters
+    found = Counter({f"frames {key}": counters["frames"][key] for key in ("ok", "total")})
+    for kind in ("graph_break", "unimplemented"):
+        for text, count in counters[kind].items():
+            found[f"graph break/{_line(str(text))}"] += count
+    return found
+
+
+_DYNAMO_LOG = logging.getLogger("torch._dynamo.convert_frame")
+
+
+class _Errors(logging.Handler):
+    """Keeps the first exception that Dynamo suppresses."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.first: str | None = None
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """See `logging.Handler`."""
+        error = record.exc_info[1] if record.exc_info else None
+        if error is not None and self.first is None:
+            self.first = _line(f"{type(error).__name__}: {error}", lines=2)
+
+
+def _line(text: str, lines: int = 1) -> str:
+    """The first lines of `text` that are not empty as one, of at most 160 characters."""
+    found = [line.strip() for line in text.splitlines() if line.strip()]
+    return " ".join(found[:lines])[:160]

@@ -1,0 +1,167 @@
+"""The determinism class of a rank: all that the bits of its inner steps hang on beside their input.
+
+Two ranks of one class are expected to compute the same bits. It errs on the side of too many
+classes: a library may choose its kernels by the processor's model. The class of a rank on a GPU has
+the GPU's facts in place of the processor's, on which the bits of its steps do not hang.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.metadata
+import platform
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dilocox.config.run_config import ModelSection
+from dilocox.config.site import SiteSection
+from dilocox.inner.attention import sdpa_backends
+from dilocox.inner.compilation import compiles
+
+PACKAGES = ("torch", "transformers", "numpy")
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU and what computes on it. Texts are empty where the machine does not tell."""
+
+    name: str
+    capability: str
+    """Compute capability, such as "9.0"."""
+    driver: str
+    cuda: str
+    cublas: str
+    cudnn: str
+    nccl: str
+    attention: tuple[str, ...]
+    """Backends of PyTorch's own attention that it may choose from, in the order in which it asks
+    them."""
+    flash_attention: str
+    """Version of the package flash-attn."""
+
+    def facts(self, model: ModelSection) -> dict[str, Any]:
+        """What of it the class of a rank with `model` has, beside the name."""
+        return {
+            "capability": self.capability,
+            "driver": self.driver,
+            "cuda": self.cuda,
+            "cublas": self.cublas,
+            "cudnn": self.cudnn,
+            "nccl": self.nccl,
+            "attention": self.flash_attention
+            if model.attention == "flash_attention_2"
+            else list(self.attention),
+        }
+
+
+def gpu_here(device: torch.device) -> Gpu:
+    """The GPU `device` of this process."""
+    major, minor = torch.cuda.get_device_capability(device)
+    cuda = torch.version.cuda or ""
+    return Gpu(
+        name=torch.cuda.get_device_name(device),
+        capability=f"{major}.{minor}",
+        driver=_driver(),
+        cuda=cuda,
+        cublas=_cublas(cuda),
+        cudnn=str(torch.backends.cudnn.version() or ""),
+        nccl=".".join(map(str, torch.cuda.nccl.version())),
+        attention=sdpa_backends(),
+        flash_attention=_version("flash-attn"),
+    )
+
+
+def _driver() -> str:
+    """Version of the NVIDIA driver, such as "580.65.06"."""
+    try:
+        return Path("/sys/module/nvidia/version").read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError):
+        return ""
+
+
+def _cublas(cuda: str) -> str:
+    """Version of the cuBLAS that PyTorch has loaded, major.minor.patch, of the CUDA version."""
+    try:
+        library = ctypes.CDLL(f"libcublas.so.{cuda.partition('.')[0]}")
+    except OSError:
+        return ""
+    numbers = []
+    for which in range(3):
+        value = ctypes.c_int(-1)
+        if library.cublasGetProperty(which, ctypes.byref(value)) != 0:
+            return ""
+        numbers.append(value.value)
+    return ".".join(map(str, numbers))
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def determinism_facts(
+    site: SiteSection,
+    model: ModelSection,
+    device: torch.device,
+    precision: torch.dtype,
+    gpu: Gpu | None = None,
+) -> dict[str, Any]:
+    """The class of this process as it is set up now: plain texts, numbers and lists.
+
+    `precision` is the compute dtype. `gpu`: what `device` is, if it is a GPU; asked from the
+    machine if not given. To be called after threads and determinism were set and settled.
+    """
+    facts: dict[str, Any] = {
+        "machine": platform.machine(),
+        "system": platform.system(),
+        "python": platform.python_version(),
+        "packages": {name: importlib.metadata.version(name) for name in PACKAGES},
+        "precision": str(precision).removeprefix("torch."),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "matmul": torch.get_float32_matmul_precision(),
+        "layout": {
+            "stages": site.stages,
+            "shards": site.shards,
+            "chunks": site.chunks,
+            "schedule": site.schedule,
+            "micro_batch_size": site.micro_batch_size,
+            # Not there for one replica: earlier records do not have it either.
+            **({"replicas": site.replicas} if site.replicas > 1 else {}),
+        },
+        "attention": model.attention,
+        # A rank that falls back to eager execution keeps this fact: a fallback follows from the
+        # model, the versions and the machine, which are facts, too.
+        "compile": compiles(model.compile, site, device),
+    }
+    if precision is not torch.float32:
+        # Before, stages without shards computed by autocast, over fp32 parameters.
+        facts["computation"] = f"{facts['precision']} copies of parameters"
+    if device.type == "cuda":
+        found = gpu or gpu_here(device)
+        return {**facts, "device": found.name, "gpus": site.ranks, "gpu": found.facts(model)}
+    return {
+        **facts,
+        "processor": processor(),
+        "instructions": torch.backends.cpu.get_cpu_capability(),
+        "device": device.type,
+        "threads": torch.get_num_threads(),
+        "mkldnn": bool(torch.backends.mkldnn.enabled),
+    }
+
+
+def processor() -> str:
+    """The processor's name; empty where the system does not tell."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return platform.processor()
+    for line in text.splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() in ("model name", "CPU part"):
+            return value.strip()
+    return platform.processor()

@@ -1,0 +1,105 @@
+"""Deterministic kernels of one rank: the settings, and whether its model can be trained under them.
+
+On CUDA some operations of PyTorch have no deterministic kernel. In its strict mode PyTorch refuses
+such an operation, and a run would end in the middle of a step. In its warning mode it computes
+several others, attention's backward pass among them, in kernels that are *not* deterministic
+although deterministic kernels exist. So a rank on a GPU runs one training pass in the warning mode
+at its start, and collects the warnings. Then the rank takes the strict mode, or none.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import warnings
+from collections.abc import Callable
+
+import torch
+
+from dilocox.inner.mesh import SiteMesh
+
+_CPU = torch.device("cpu")
+_REFUSED = re.compile(r"^\s*(\S.*?) does not have a deterministic implementation")
+_CUBLAS = "Deterministic behavior was enabled with"
+"""Begins PyTorch's message about a value of CUBLAS_WORKSPACE_CONFIG that is not deterministic."""
+
+
+def set_determinism(
+    deterministic: bool, device: torch.device = _CPU, attention: str = "sdpa"
+) -> None:
+    """Ask PyTorch, cuBLAS, cuDNN, NCCL and FlashAttention for kernels that repeat their bits.
+
+    To be called before the first CUDA operation and before NCCL connects: cuBLAS and NCCL read
+    their settings once. What the user has set in the environment stays. An operation without a
+    deterministic kernel warns until `settle_determinism`; on CPUs for good, where the operations
+    that warn compute the same bits all the same.
+    """
+    if deterministic and device.type == "cuda":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        # NVLink SHARP sums in an order that differs from call to call (NVIDIA/nccl#1497), and the
+        # algorithm may be chosen anew with every communicator.
+        os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+        os.environ.setdefault("NCCL_ALGO", "Ring")
+        if attention == "flash_attention_2":
+            # The package has a switch of its own, which transformers reads at every call.
+            os.environ["FLASH_ATTENTION_DETERMINISTIC"] = "1"
+    torch.use_deterministic_algorithms(deterministic, warn_only=True)
+    # Filling every new tensor with NaN finds reads of memory nobody wrote, at the price of a
+    # pass over memory per allocation.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    if torch.cuda.is_available():
+        torch.backends.cudnn.deterministic = deterministic
+        torch.backends.cudnn.benchmark = not deterministic
+
+
+def lacks_kernels(device: torch.device) -> bool:
+    """Whether operations on `device` may lack a deterministic kernel: on GPUs."""
+    return device.type == "cuda"
+
+
+def settle_determinism(mesh: SiteMesh, training_pass: Callable[[], object]) -> tuple[str, ...]:
+    """Take PyTorch's strict mode, or none if the strict mode refuses an operation of the model.
+
+    `training_pass` runs the forward and the backward pass of training; its result is not used.
+    Returns the operations without a deterministic kernel, at any rank of the site. If there are
+    any, all ranks of the site train without deterministic kernels. Collective over the site. On
+    CPUs, and without `site.deterministic`, nothing is run.
+    """
+    if not torch.are_deterministic_algorithms_enabled() or not lacks_kernels(mesh.device):
+        return ()
+    # Compiled code would be compiled anew in the mode that is taken in the end.
+    with torch.compiler.set_stance("force_eager"):
+        own = operations_that_warn(training_pass)
+    found = tuple(sorted({name for names in mesh.gather_names(own) for name in names}))
+    if found:
+        torch.use_deterministic_algorithms(False)
+        torch.backends.cudnn.deterministic = False
+    else:
+        torch.use_deterministic_algorithms(True, warn_only=False)
+    return found
+
+
+def operations_that_warn(call: Callable[[], object]) -> list[str]:
+    """Names of the operations of `call` without a deterministic kernel, in PyTorch's words.
+
+    To be called in the warning mode. Other warnings are passed on.
+    """
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        call()
+    found: dict[str, None] = {}
+    for each in caught:
+        name = refused_operation(str(each.message))
+        if name is None:
+            warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
+        else:
+            found[name] = None
+    return list(found)
+
+
+def refused_operation(message: str) -> str | None:
+    """The operation without a deterministic kernel that a PyTorch message is about, if any."""
+    if message.lstrip().startswith(_CUBLAS):
+        return "cuBLAS with this CUBLAS_WORKSPACE_CONFIG"
+    match = _REFUSED.match(message)
+    return match and match[1]

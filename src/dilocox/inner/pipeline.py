@@ -1,0 +1,322 @@
+"""Micro-batches through the chunks of a stage, by schedule name.
+
+With one stage the micro-batches run in a plain loop. With more, PyTorch's pipeline schedules run
+them; shapes and dtypes at the cuts are told to the schedule beforehand, so it neither runs a trial
+pass nor sends objects between ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining.schedules import (
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+)
+
+from dilocox.config.site import ZERO_BUBBLE
+from dilocox.errors import ConfigError
+from dilocox.inner.fsdp import (
+    drop_gathered,
+    keep_gradient_sums_fp32,
+    reduce_gradients,
+    reduce_over_replicas,
+)
+from dilocox.inner.head_loss import HeadLoss
+from dilocox.inner.loss import mean_cross_entropy
+from dilocox.inner.mesh import SiteMesh
+from dilocox.inner.weight_copies import WeightCopies
+from dilocox.utils.torch_internals import LeanStage, weight_half_takes_functions
+
+LossFunction = Callable[[Tensor, Tensor], Tensor]
+
+_SCHEDULES: dict[str, type] = {
+    "gpipe": ScheduleGPipe,
+    "1f1b": Schedule1F1B,
+    "interleaved-1f1b": ScheduleInterleaved1F1B,
+    "interleaved-zero-bubble": ScheduleInterleavedZeroBubble,
+    "zbv": ScheduleZBVZeroBubble,
+}
+
+
+def chunks_of_stage(schedule: str, stages: int, chunks_per_stage: int, stage: int) -> list[int]:
+    """Numbers, in model order, of the chunks that `stage` holds (of stages x chunks_per_stage).
+
+    Looped schedules deal the chunks out in turn; `zbv` goes down the stages and back up, so that
+    stage i holds chunks i and 2 * stages - 1 - i.
+    """
+    if schedule == "zbv":
+        return [stage, 2 * stages - 1 - stage]
+    return [stage + turn * stages for turn in range(chunks_per_stage)]
+
+
+def stage_of_chunk(schedule: str, stages: int, chunks_per_stage: int, chunk: int) -> int:
+    """The stage that holds `chunk`: the inverse of `chunks_of_stage`."""
+    if schedule == "zbv" and chunk >= stages:
+        return 2 * stages - 1 - chunk
+    return chunk % stages
+
+
+class Computation:
+    """How forward passes compute: in fp32, or in bf16 with bf16 copies of fp32 parameters.
+
+    `prepare` gives a chunk its copies after the chunk was filled. Every `step()` begins by copying
+    the masters' values. FSDP makes such copies by itself, so a sharded stage gets none here. In
+    both cases all values between layers, stages and micro-batches are of the compute dtype.
+    """
+
+    def __init__(self, precision: torch.dtype, sharded: bool) -> None:
+        self.boundary_dtype = precision
+        self._copying = precision is not torch.float32 and not sharded
+        self._copies: dict[nn.Module, WeightCopies] = {}
+
+    def prepare(self, chunk: nn.Module) -> None:
+        """Give `chunk` its copies. Call this once for each chunk, after the chunk was filled."""
+        if self._copying:
+            self._copies[chunk] = WeightCopies(chunk, self.boundary_dtype)
+
+    def trained(self, chunk: nn.Module, parameter: nn.Parameter) -> nn.Parameter:
+        """The fp32 parameter that `parameter` of `chunk` is computed with as."""
+        return self._copies[chunk].master(parameter) if chunk in self._copies else parameter
+
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        """Around all micro-batches of a step."""
+        for copies in self._copies.values():
+            copies.refresh()
+        yield
+
+    def end_of_weight_half(self, chunk: nn.Module) -> None:
+        """Sum gradients in fp32 that a split backward pass has left at `chunk` without hooks."""
+        keep_gradient_sums_fp32(chunk)
+        if chunk in self._copies:
+            self._copies[chunk].collect()
+
+
+class _Stage(LeanStage):
+    """A chunk in PyTorch's terms, with this package's mixed precision."""
+
+    def __init__(self, computation: Computation, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._computation = computation
+
+    def backward_maybe_with_nosync(
+        self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
+    ) -> Any:
+        result = super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+        if backward_type == "weight":
+            self._computation.end_of_weight_half(self.submod)
+        return result
+
+
+def computes_head_with_loss(schedule: str) -> bool:
+    """Whether head and loss can be one function in this schedule.
+
+    Zero-bubble schedules split the backward pass, which not every PyTorch can do at a function.
+    Then the head gives all logits of a micro-batch.
+    """
+    return schedule not in ZERO_BUBBLE or weight_half_takes_functions()
+
+
+class Pipeline:
+    """Runs the micro-batches of one rank: training passes, and forward passes alone."""
+
+    def __init__(
+        self,
+        chunks: Sequence[nn.Module],
+        mesh: SiteMesh,
+        schedule: str,
+        computation: Computation,
+        loss: LossFunction,
+        micro_batch_size: int,
+        hidden_size: int,
+        whole_gradients: bool = False,
+        compiled: bool = False,
+    ) -> None:
+        self._chunks = list(chunks)
+        self._whole_gradients = whole_gradients
+        self._mesh = mesh
+        self._schedule_name = schedule
+        self._computation = computation
+        self.loss = loss
+        self._rows = micro_batch_size
+        self._hidden_size = hidden_size
+        self._numbers = chunks_of_stage(schedule, mesh.stages, len(chunks), mesh.stage)
+        self._total = mesh.stages * len(chunks)
+        self._built: dict[tuple[int, int], Any] = {}
+        self.is_first = self._numbers[0] == 0
+        self.is_last = self._numbers[-1] == self._total - 1
+        # A loss of the user's is given logits; the own one is computed with the head.
+        self._inside = (
+            loss is mean_cross_entropy
+            and hasattr(self._chunks[-1], "head_loss")
+            and computes_head_with_loss(schedule)
+        )
+        if self._inside and self.is_last:
+            self._chunks[-1].head_loss = HeadLoss(compiled=compiled)  # type: ignore[assignment]
+
+    def loss_of(self, chunk: nn.Module, value: Tensor, labels: Tensor) -> Tensor:
+        """The mean loss, fp32, of a micro-batch whose `value` goes into the last chunk."""
+        if self._inside:
+            loss: Tensor = chunk(value, labels=labels)
+            return loss.float()
+        return self.loss(chunk(value), labels).float()
+
+    def accumulate(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        """Add the gradients of the mean loss over the shard's rows to the parameters' `.grad`.
+
+        `input_ids`, `labels`: int64 [b, L], b a multiple of the micro-batch size; only the first
+        stage reads the one and only the last the other. Returns that mean loss, an fp32 scalar on
+        the device; 0 on ranks without the last chunk.
+        """
+        rows, length = input_ids.shape
+        if rows % self._rows or rows == 0:
+            raise ConfigError(
+                f"site.batch_size: {rows} rows per shard are not divisible into micro-batches of "
+                f"{self._rows}"
+            )
+        count = rows // self._rows
+        with self._computation.step():
+            if self._mesh.stages == 1:
+                losses = self._loop(input_ids, labels, count)
+            else:
+                losses = self._scheduled(input_ids, labels, count, length)
+        if not self.is_last:
+            return torch.zeros((), dtype=torch.float32, device=self._mesh.device)
+        # Each micro-batch's loss is already divided by their number.
+        return torch.stack(losses).sum() if len(losses) > 1 else losses[0]
+
+    def _loop(self, input_ids: Tensor, labels: Tensor, count: int) -> list[Tensor]:
+        chunk, losses = self._chunks[0], []
+        parts = zip(input_ids.split(self._rows), labels.split(self._rows), strict=True)
+        for number, (ids, targets) in enumerate(parts):
+            # Else FSDP adds every micro-batch into the sharded gradient: no rank ever holds a whole
+            # one.
+            if self._whole_gradients:
+                reduce_gradients(chunk, number == count - 1)
+            elif self._mesh.replicas > 1:
+                reduce_over_replicas(chunk, number == count - 1)
+            loss = self.loss_of(chunk, ids, targets)
+            if count > 1:
+                loss = loss / count
+            loss.backward()
+            losses.append(loss.detach())
+        return losses
+
+    def _scheduled(
+        self, input_ids: Tensor, labels: Tensor, count: int, length: int
+    ) -> list[Tensor]:
+        key = (count, length)
+        if key not in self._built:
+            self._built[key] = self._build(count, length)
+        losses: list[Tensor] = []
+        self._built[key].step(
+            *((input_ids,) if self.is_first else ()),
+            target=labels if self.is_last else None,
+            losses=losses if self.is_last else None,
+            return_outputs=False,
+            **({"labels": labels} if self._inside and self.is_last else {}),
+        )
+        return [loss.detach() for loss in losses]
+
+    def _build(self, count: int, length: int) -> Any:
+        ids = torch.empty(self._rows, length, dtype=torch.int64, device="meta")
+        hidden = torch.empty(
+            self._rows,
+            length,
+            self._hidden_size,
+            dtype=self._computation.boundary_dtype,
+            device="meta",
+            requires_grad=True,
+        )
+        stages = [
+            _Stage(
+                self._computation,
+                chunk,
+                number,
+                self._total,
+                self._mesh.device,
+                input_args=ids if number == 0 else hidden,
+                # What the last chunk puts out goes to nobody, so its shape is of no concern.
+                output_args=hidden,
+                group=self._mesh.pipeline_group,
+            )
+            for chunk, number in zip(self._chunks, self._numbers, strict=True)
+        ]
+
+        def loss_of_micro_batch(output: Tensor, targets: Tensor) -> Tensor:
+            loss = output if self._inside else self.loss(output, targets)
+            return loss.float() / count
+
+        kind = _SCHEDULES[self._schedule_name]
+        single = self._schedule_name in ("gpipe", "1f1b")
+        try:
+            return kind(
+                stages[0] if single else stages,
+                count,
+                loss_fn=loss_of_micro_batch,
+                scale_grads=False,
+            )
+        except ValueError as error:
+            raise ConfigError(
+                f'site.schedule: "{self._schedule_name}" cannot run {count} micro-batches over '
+                f"{self._mesh.stages} stages ({error}); change batch_size or micro_batch_size"
+            ) from error
+
+    @torch.no_grad()
+    def mean_loss(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        """Mean loss over the shard's rows, forward only; 0 on ranks without the last chunk.
+
+        Any number of rows. Micro-batches go through one after the other: looped schedules do not
+        overlap here, so that no two ranks ever wait to send to each other.
+        """
+        total = torch.zeros((), dtype=torch.float32, device=self._mesh.device)
+        with self._computation.step():
+            for ids, targets in zip(
+                input_ids.split(self._rows), labels.split(self._rows), strict=True
+            ):
+                passed: Tensor | None = None
+                for chunk, number in zip(self._chunks, self._numbers, strict=True):
+                    value = ids if number == 0 else self._receive(number, passed, ids)
+                    if number == self._total - 1:
+                        total += self.loss_of(chunk, value, targets) * len(ids)
+                    else:
+                        passed = chunk(value)
+                        self._send(number, passed)
+        for chunk in self._chunks:
+            drop_gathered(chunk)
+        return total / len(input_ids)
+
+    def _receive(self, number: int, passed: Tensor | None, ids: Tensor) -> Tensor:
+        source = self._stage_of(number - 1)
+        if source == self._mesh.stage and passed is not None:
+            return passed
+        buffer = torch.empty(
+            *ids.shape,
+            self._hidden_size,
+            dtype=self._computation.boundary_dtype,
+            device=self._mesh.device,
+        )
+        dist.recv(buffer, group=self._mesh.pipeline_group, group_src=source)
+        return buffer
+
+    def _send(self, number: int, hidden: Tensor) -> None:
+        target = self._stage_of(number + 1)
+        if target != self._mesh.stage:
+            dist.send(hidden.contiguous(), group=self._mesh.pipeline_group, group_dst=target)
+
+    def _stage_of(self, number: int) -> int:
+        return stage_of_chunk(self._schedule_name, self._mesh.stages, len(self._chunks), number)
+
+
+def cast_boundary(chunk: nn.Module, dtype: torch.dtype) -> None:
+    """Let `chunk` put out `dtype` and contiguous, as the next stage expects to receive it."""
+    chunk.register_forward_hook(lambda _module, _inputs, output: output.to(dtype).contiguous())

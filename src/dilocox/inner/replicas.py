@@ -1,0 +1,270 @@
+"""Further replicas of a site, which do what the first one orders (hybrid sharding).
+
+Only the first replica takes part in the run: its ranks exchange, keep checkpoints and write the
+record. A rank of another replica holds a part of the same model. It waits for an order from the
+rank of the first replica with the same stage and shard, takes over what that rank's weights and
+optimizer have become since the last order, and makes the same call on its own rows of the batch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Literal, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dilocox.errors import TrainingError
+from dilocox.inner.mesh import SiteMesh
+
+log = logging.getLogger(__name__)
+
+Call = Literal["inner_step", "loss_and_gradients", "evaluate", "end"]
+TiedState = Literal["weights", "moments"]
+
+
+@dataclass(frozen=True)
+class Order:
+    """What a rank of the first replica asks the same rank of the others to do."""
+
+    call: Call
+    rows: int = 0
+    """Of the batch, for all replicas together."""
+    length: int = 0
+    learning_rate: float = 0.0
+    averaged: bool = False
+    """Sites average gradients in this step."""
+    names: tuple[str, ...] = ()
+    weights: tuple[int, ...] = ()
+    """Which of the local tensors have changed: their places in the model's order."""
+    optimizer: bool = False
+    """The optimizer's state has changed."""
+    tied: TiedState | None = None
+    """The copy of a tied tensor was set from its owner, perhaps with its second moments."""
+    seed: int = 0
+    """Of random numbers, such as dropout's."""
+
+
+class ReplicatedModel(Protocol):
+    """A rank's part of the model, as replicas see it; see `dilocox.inner.site_model.SiteModel`."""
+
+    def evaluate(self, input_ids: Tensor, labels: Tensor) -> float:
+        """Mean loss over the rows of all shards."""
+
+    def loss_and_gradients(
+        self, input_ids: Tensor, labels: Tensor, names: Sequence[str]
+    ) -> tuple[float, dict[str, Tensor]]:
+        """Mean loss over the rows of all shards, and its gradients."""
+
+    def inner_step(
+        self,
+        input_ids: Tensor,
+        labels: Tensor,
+        learning_rate: float,
+        exchange_gradients: Callable[[dict[str, Tensor]], None] | None = None,
+    ) -> object:
+        """One optimizer step on this shard's rows of the site's batch."""
+
+    def compile_problem(self) -> str | None:
+        """After the first step, once: why layers run without being compiled, or None."""
+
+    def local_tensors(self) -> dict[str, Tensor]:
+        """Full name to this rank's fp32 storage, in model order."""
+
+    def optimizer_state(self) -> dict[str, Tensor]:
+        """Live inner-optimizer state."""
+
+    def load_optimizer_state(self, state: Mapping[str, Tensor]) -> None:
+        """Set the inner optimizer's state, bit for bit."""
+
+    def moments(self) -> list[Tensor]:
+        """The storage of the inner optimizer's moments."""
+
+    def sync_tied(self, moments: bool = False) -> None:
+        """Set the copy of a tied tensor from its owner; with `moments` its second moments, too."""
+
+
+class Leader:
+    """A rank of the first replica: tells the other replicas what it is about to do.
+
+    What this rank's weights and moments have become is found by PyTorch's version counters, which
+    count every write in place: whoever writes to the model need not know of replicas.
+    """
+
+    def __init__(self, model: ReplicatedModel, mesh: SiteMesh) -> None:
+        self._model, self._mesh = model, mesh
+        self._weights = list(model.local_tensors().values())
+        # Nothing is known of what the others hold: the first order sends everything.
+        self._seen: list[int] = [-1] * len(self._weights)
+        self._moments_seen: list[int] = []
+        self._tied: TiedState | None = None
+
+    def optimizer_replaced(self) -> None:
+        """The optimizer's state was loaded or reset."""
+        self._moments_seen = []
+
+    def tied_synced(self, moments: bool) -> None:
+        """The copy of the tied tensor was set from its owner."""
+        self._tied = "moments" if moments or self._tied == "moments" else "weights"
+
+    def order(
+        self,
+        call: Call,
+        input_ids: Tensor,
+        labels: Tensor,
+        *,
+        learning_rate: float = 0.0,
+        averaged: bool = False,
+        names: Sequence[str] = (),
+    ) -> tuple[Tensor, Tensor]:
+        """Order `call` on this batch, int64 [b, L] each; this rank's own rows of it, on the device.
+
+        Every replica gets b / replicas rows. Collective over the replicas. Raises `ValueError`
+        where b does not divide.
+        """
+        rows, length = input_ids.shape
+        if rows % self._mesh.replicas:
+            raise ValueError(f"{rows} rows do not divide by {self._mesh.replicas} replicas")
+        weights = [t._version for t in self._weights]
+        moments = self._moment_versions()
+        order = Order(
+            call,
+            rows,
+            length,
+            learning_rate,
+            averaged,
+            tuple(names),
+            tuple(n for n, seen in enumerate(self._seen) if seen != weights[n]),
+            optimizer=moments != self._moments_seen,
+            tied=self._tied,
+            seed=_seed(self._mesh.device),
+        )
+        _send(self._mesh, order)
+        _share_state(self._model, self._mesh, order)
+        batch = torch.stack(
+            [each.to(self._mesh.device, non_blocking=True) for each in (input_ids, labels)]
+        )
+        dist.broadcast(batch, group=self._mesh.replica_group, group_src=0)
+        self._tied = None
+        self.done()
+        return _own_rows(batch, self._mesh)
+
+    def done(self) -> None:
+        """What this rank holds now is what the others hold."""
+        self._seen = [t._version for t in self._weights]
+        self._moments_seen = self._moment_versions()
+
+    def end(self) -> None:
+        """Let the other replicas go."""
+        _send(self._mesh, Order("end"))
+
+    def _moment_versions(self) -> list[int]:
+        # Never an empty list: that one stands for "unknown".
+        return [0, *(t._version for t in self._model.moments())]
+
+
+def _seed(device: torch.device) -> int:
+    """A seed, below 2^63, that follows from the state of this rank's random numbers."""
+    state = torch.get_rng_state()
+    if device.type == "cuda":
+        state = torch.cat([state, torch.cuda.get_rng_state(device)])
+    digest = hashlib.sha256(state.numpy().tobytes()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
+
+
+def follow(model: ReplicatedModel, mesh: SiteMesh, step_done: Callable[[], None]) -> None:
+    """Do what the first replica orders, until it lets this rank go.
+
+    `step_done` is called after every inner step. Raises `TrainingError` if the first replica is
+    gone, and what the calls raise.
+    """
+    checked = False
+    while True:
+        order = _receive(mesh)
+        if order.call == "end":
+            return
+        _share_state(model, mesh, order)
+        batch = torch.empty(2, order.rows, order.length, dtype=torch.int64, device=mesh.device)
+        dist.broadcast(batch, group=mesh.replica_group, group_src=0)
+        input_ids, labels = _own_rows(batch, mesh)
+        # Another mask of dropout for every replica, and the same whenever the step is repeated.
+        torch.manual_seed((order.seed + mesh.replica) % 2**63)
+        if order.call == "evaluate":
+            model.evaluate(input_ids, labels)
+        elif order.call == "loss_and_gradients":
+            model.loss_and_gradients(input_ids, labels, order.names)
+        else:
+            gets = _nothing_of_its_own if order.averaged else None
+            model.inner_step(input_ids, labels, order.learning_rate, gets)
+            step_done()
+            if not checked and (problem := model.compile_problem()) is not None:
+                log.warning("%s", problem)
+            checked = True
+
+
+def _nothing_of_its_own(gradients: dict[str, Tensor]) -> None:
+    """The first replica exchanges; `SiteModel.inner_step` hands its gradients on."""
+
+
+def _own_rows(batch: Tensor, mesh: SiteMesh) -> tuple[Tensor, Tensor]:
+    share = batch.shape[1] // mesh.replicas
+    mine = batch[:, mesh.replica * share : (mesh.replica + 1) * share]
+    return mine[0], mine[1]
+
+
+def _share_state(model: ReplicatedModel, mesh: SiteMesh, order: Order) -> None:
+    """Bring the replicas to the first one's weights and optimizer, as far as these have changed."""
+    weights = list(model.local_tensors().values())
+    from_first_replica(mesh, [weights[number] for number in order.weights])
+    if order.optimizer:
+        state = model.optimizer_state()
+        on_device = {name: tensor.to(mesh.device) for name, tensor in state.items()}
+        # Moments are the optimizer's own storage; what `to` has copied is loaded below.
+        from_first_replica(mesh, list(on_device.values()))
+        if mesh.replica > 0:
+            model.load_optimizer_state(on_device)
+    if mesh.replica > 0 and order.tied is not None:
+        model.sync_tied(moments=order.tied == "moments")
+
+
+def from_first_replica(mesh: SiteMesh, tensors: Sequence[Tensor]) -> None:
+    """Set `tensors`, on the device, from the first replica's. Collective over the replicas."""
+    group = mesh.replica_group
+    with torch.no_grad():
+        works = [
+            dist.broadcast(tensor, group=group, group_src=0, async_op=True)
+            for tensor in tensors
+            if tensor.numel() > 0
+        ]
+        for work in works:
+            if work is not None:
+                work.wait()
+
+
+def _send(mesh: SiteMesh, order: Order) -> None:
+    text = json.dumps(asdict(order)).encode()
+    size = torch.tensor([len(text)])
+    dist.broadcast(size, group=mesh.orders, group_src=0)
+    dist.broadcast(
+        torch.frombuffer(bytearray(text), dtype=torch.uint8), group=mesh.orders, group_src=0
+    )
+
+
+def _receive(mesh: SiteMesh) -> Order:
+    size = torch.zeros(1, dtype=torch.int64)
+    try:
+        dist.broadcast(size, group=mesh.orders, group_src=0)
+        text = torch.empty(int(size.item()), dtype=torch.uint8)
+        dist.broadcast(text, group=mesh.orders, group_src=0)
+    except RuntimeError as error:
+        raise TrainingError(
+            f"replica {mesh.replica}: the same rank of the first replica is gone; its own message "
+            "says why"
+        ) from error
+    said: Mapping[str, object] = json.loads(text.numpy().tobytes())
+    return Order(**{**said, "names": tuple(said["names"]), "weights": tuple(said["weights"])})  # type: ignore[arg-type]

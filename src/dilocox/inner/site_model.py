@@ -1,0 +1,457 @@
+"""One rank's part of one site's model, and the inner step that trains it."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dilocox.compression.second_moments import SecondMoments
+from dilocox.config.site import InnerSection, SiteSection
+from dilocox.errors import ConfigError, ModelError, TrainingError
+from dilocox.inner.compilation import Compilation, Compile, compiles
+from dilocox.inner.fsdp import drop_gathered, finish_sharding, local, shard_chunk
+from dilocox.inner.loss import mean_cross_entropy
+from dilocox.inner.mesh import SiteMesh
+from dilocox.inner.optimizer import InnerOptimizer
+from dilocox.inner.own_optimizer import OptimizerFactory, OwnOptimizer
+from dilocox.inner.pipeline import (
+    Computation,
+    LossFunction,
+    Pipeline,
+    cast_boundary,
+    chunks_of_stage,
+    stage_of_chunk,
+)
+from dilocox.inner.replicas import Leader, follow, from_first_replica
+from dilocox.inner.step_result import StepResult, status_of_rank
+from dilocox.inner.tied_weights import TiedPair
+from dilocox.utils import tracing
+
+Fill = Callable[[nn.Module, torch.device], None]
+ExchangeGradients = Callable[[dict[str, Tensor]], None]
+
+
+class SiteModel:
+    """The chunks that one rank of a site holds, trained together with the site's other ranks.
+
+    `chunks` are this rank's chunks in model order, on the meta device. Each chunk has `layers`,
+    `embedding` and `closing`, the modules that FSDP wraps (see `sharding.Units`). The chunk's
+    `full_names()` maps local parameter names to full Hugging Face names. `fill(chunk, device)`
+    gives a chunk its values after sharding. `hidden_size` is the last dimension of the chunks'
+    outputs. `precision` is the compute dtype; parameters, gradients and optimizer state are fp32.
+    `tied` names (owner, copy) of a tensor that the first and the last chunk share. `loss(logits
+    [b, L, V], labels [b, L])` is the mean over a micro-batch. `optimizer`: in place of that of
+    `inner`.
+    `compile_layers`: `model.compile` of the run file.
+    `whole_gradients`: shards of one stage gather parameters and reduce gradients once per step,
+    and hold both whole until then. Otherwise the shards do so once per micro-batch.
+
+    Building is collective over the site. Raises `ConfigError` for combinations that cannot run,
+    `ModelError` for a tied tensor that is not where it should be.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[nn.Module],
+        fill: Fill,
+        mesh: SiteMesh,
+        site: SiteSection,
+        inner: InnerSection,
+        *,
+        hidden_size: int,
+        precision: torch.dtype = torch.float32,
+        tied: tuple[str, str] | None = None,
+        loss: LossFunction = mean_cross_entropy,
+        optimizer: OptimizerFactory | None = None,
+        compile_layers: Compile = False,
+        whole_gradients: bool = False,
+    ) -> None:
+        numbers = chunks_of_stage(site.schedule, mesh.stages, site.chunks, mesh.stage)
+        if len(chunks) != len(numbers):
+            raise ConfigError(
+                f"site.chunks: stage {mesh.stage} was given {len(chunks)} chunks and needs "
+                f"{len(numbers)}"
+            )
+        self._mesh = mesh
+        self._clip = inner.clip
+        self.whole_gradients = whole_gradients and mesh.stages == 1 and mesh.sharded
+        self._chunks = list(chunks)
+        computation = Computation(precision, sharded=mesh.sharded)
+        total = mesh.stages * site.chunks
+        self._compilation: Compilation | None = None
+        if compiles(compile_layers, site, mesh.device):
+            self._compilation = Compilation(required=compile_layers is True)
+        for number, chunk in zip(numbers, chunks, strict=True):
+            self._prepare(chunk, computation, number == total - 1, fill, precision)
+        self._pipeline = Pipeline(
+            chunks,
+            mesh,
+            site.schedule,
+            computation,
+            loss,
+            site.micro_batch_size,
+            hidden_size,
+            self.whole_gradients,
+            compiled=self._compilation is not None and mesh.device.type == "cuda",
+        )
+        self._parameters = _parameters_by_name(chunks, tied, computation)
+        self._trained = {n: p for n, p in self._parameters.items() if p.requires_grad}
+        self._last_stage = stage_of_chunk(site.schedule, mesh.stages, site.chunks, total - 1)
+        self._tied: TiedPair | None = None
+        self._owner, self._copy = self._find_tied(tied)
+        # Made once: a version counter of PyTorch's belongs to one of these, not to its storage.
+        self._held = {n: local(p) for n, p in self._parameters.items() if n != self._copy}
+        # FSDP keeps a shard's storage for good, so an optimizer may hold a plain view of it.
+        self._locals = {
+            name: nn.Parameter(local(parameter)) if mesh.sharded else parameter
+            for name, parameter in self._trained.items()
+        }
+        self._optimizer: InnerOptimizer | OwnOptimizer
+        if optimizer is not None:
+            self._optimizer = OwnOptimizer(self._locals, optimizer, inner.learning_rate)
+        else:
+            self._optimizer = InnerOptimizer(
+                self._locals,
+                inner,
+                shapes={name: parameter.shape for name, parameter in self._trained.items()},
+                group=mesh.shard_mesh.get_group() if mesh.shards > 1 else None,
+                precision=precision,
+            )
+        self._counted = [
+            name for name, p in self._locals.items() if p.numel() > 0 and name != self._copy
+        ]
+        self._names = mesh.gather_names(self._counted)
+        self._checked = False
+        self._leader: Leader | None = None
+        self.before_update: Callable[[], None] = lambda: None
+        """Called in every step when gradients are there, before anything that lasts changes."""
+        self.sync_tied()
+
+    def _prepare(
+        self,
+        chunk: nn.Module,
+        computation: Computation,
+        is_last: bool,
+        fill: Fill,
+        precision: torch.dtype,
+    ) -> None:
+        layers = [layer for layer in chunk.layers if isinstance(layer, nn.Module)]  # type: ignore[union-attr]
+        if self._compilation is not None:
+            for layer in layers:
+                self._compilation.compile(layer)
+        if not is_last:
+            cast_boundary(chunk, computation.boundary_dtype)
+        if self._mesh.sharded:
+            # Split backward passes need gathered parameters to stay: FSDP's hooks do not see the
+            # weight half, and gradients of parameters it has let go are lost without a word. In
+            # other pipelines a micro-batch is too short to gather a stage twice for it.
+            reshard = self._mesh.stages == 1 and not self.whole_gradients
+            shard_chunk(chunk, self._mesh.fsdp_mesh, precision, reshard)
+        fill(chunk, self._mesh.device)
+        finish_sharding(chunk)
+        computation.prepare(chunk)
+        chunk.train()
+
+    def _find_tied(self, tied: tuple[str, str] | None) -> tuple[str | None, str | None]:
+        """Full names of the owner and of the copy as far as this rank holds them."""
+        if tied is None:
+            return None, None
+        owner, copy = tied
+        if self._mesh.stages == 1:
+            if owner not in self._trained or copy in self._trained:
+                raise ModelError(
+                    f"{owner} and {copy} are tied, but the one chunk of this site does not hold "
+                    "them as one parameter; tie them before and after it is filled"
+                )
+            return None, None
+        holds = (owner in self._trained, copy in self._trained)
+        expected = (self._pipeline.is_first, self._pipeline.is_last)
+        if holds != expected:
+            raise ModelError(
+                f"stage {self._mesh.stage}: {owner} belongs to the first and {copy} to the last "
+                "chunk, but this cut has them elsewhere; untie them or use one stage"
+            )
+        self._tied = TiedPair(self._mesh, 0, self._last_stage)
+        return owner if holds[0] else None, copy if holds[1] else None
+
+    def local_tensors(self) -> dict[str, Tensor]:
+        """Full name to this rank's fp32 storage, in model order, to be read and written in place.
+
+        Under FSDP it is the rank's shard along the first dimension, possibly of 0 rows. The copy
+        of a tied tensor is left out: call `sync_tied` after the owner was written.
+        """
+        return dict(self._held)
+
+    def saved_buffers(self) -> dict[str, Tensor]:
+        """Full name to buffer that a checkpoint of the model holds, floating ones fp32; whole at
+        every shard.
+
+        They are not exchanged: no type of transformers that can be cut writes to one while it
+        trains (the bias of a router such as DeepSeek's is only read), so all sites keep those that
+        the run began with. A type that did would publish what this site has.
+        """
+        found: dict[str, Tensor] = {}
+        for chunk in self._chunks:
+            saved: Mapping[str, Tensor] = chunk.saved_buffers()  # type: ignore[operator]
+            for name, buffer in saved.items():
+                found[name] = buffer.float() if buffer.is_floating_point() else buffer
+        return found
+
+    def sync_tied(self, moments: bool = False) -> None:
+        """Set the copy of a tied tensor from its owner; with `moments` its second moments, too.
+
+        Collective between the owner's and the copy's rank, to be called at the same moment by all
+        ranks of the site; nothing is sent by the others or without a tied tensor.
+        """
+        if self._leader is not None:
+            self._leader.tied_synced(moments)
+        if self._tied is not None:
+            self._tied.send(self._storage(self._owner), self._storage(self._copy))
+            if moments:
+                second = self.second_moments().live
+                self._tied.send(second.get(self._owner or ""), second.get(self._copy or ""))
+
+    def _storage(self, name: str | None) -> Tensor | None:
+        return None if name is None else local(self._parameters[name])
+
+    def inner_step(
+        self,
+        input_ids: Tensor,
+        labels: Tensor,
+        learning_rate: float,
+        exchange_gradients: ExchangeGradients | None = None,
+    ) -> StepResult:
+        """One optimizer step on this shard's rows of the site's batch. Collective over the site.
+
+        `input_ids`, `labels`: int64 [b, L], the same shape on all ranks; the first stage reads the
+        one, the last the other. Gradients are means over the site's batch. `exchange_gradients`
+        is handed full name to local fp32 gradient before clipping and may change them in place.
+        If loss or norm is not finite no step is taken (after `exchange_gradients`: only if the
+        norm is not, so that all sites do the same), and the result says so.
+        Raises `TrainingError` naming a trained parameter that got no gradient.
+        """
+        averaged = exchange_gradients is not None
+        if self._leader is not None:
+            input_ids, labels = self._leader.order(
+                "inner_step", input_ids, labels, learning_rate=learning_rate, averaged=averaged
+            )
+        loss, gradients = self._backward(input_ids, labels)
+        loss = self._mesh.mean_of_replicas(loss)
+        owner = None if self._owner is None else gradients[self._owner]
+        copy = None if self._copy is None else gradients[self._copy]
+        self.before_update()
+        with torch.no_grad():
+            if exchange_gradients is not None:
+                exchange_gradients({n: g for n, g in gradients.items() if n != self._copy})
+                if self._tied is not None:
+                    self._tied.send(owner, copy)
+                if self._mesh.replicas > 1:
+                    from_first_replica(self._mesh, list(gradients.values()))
+            status = status_of_rank(loss, [gradients[name] for name in self._counted])
+            result = StepResult(
+                self._mesh.gather(status), self._mesh.shards, self._last_stage, self._names
+            )
+            with tracing.span("optimizer"):
+                divisor, skip = result.divisor_and_skip(self._clip, averaged)
+                self._optimizer.step(learning_rate, divisor, skip)
+        self._drop_gradients()
+        if self._leader is not None:
+            self._leader.done()
+        return result
+
+    def compile_problem(self) -> str | None:
+        """After the first step, once: why layers run without being compiled, or None.
+
+        Raises `ConfigError` instead where `model.compile` is true.
+        """
+        return None if self._compilation is None else self._compilation.problem()
+
+    def loss_and_gradients(
+        self, input_ids: Tensor, labels: Tensor, names: Sequence[str]
+    ) -> tuple[float, dict[str, Tensor]]:
+        """Mean loss over the rows of all shards, and its gradients; nothing is trained.
+
+        Collective over the site, with `input_ids` and `labels` as for `inner_step`. Gradients are
+        those of `names` that are trained, fp32 by full name, of the local part; a tied tensor's
+        are its owner's. The model is as in evaluation (no dropout).
+        """
+        if self._leader is not None:
+            input_ids, labels = self._leader.order(
+                "loss_and_gradients", input_ids, labels, names=names
+            )
+        for chunk in self._chunks:
+            chunk.eval()
+        loss, gradients = self._backward(input_ids, labels)
+        for chunk in self._chunks:
+            chunk.train()
+        found = {name: gradients[name] for name in names if name in gradients}
+        self._drop_gradients()
+        return self._mean_over_shards(loss), found
+
+    def _backward(self, input_ids: Tensor, labels: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """Mean loss over the shard's rows, 0 on ranks without the last chunk; local gradients."""
+        with tracing.span("forward and backward"):
+            loss = self._pipeline.accumulate(
+                input_ids.to(self._mesh.device, non_blocking=True),
+                labels.to(self._mesh.device, non_blocking=True),
+            )
+        with torch.no_grad():
+            gradients = self._gradients()
+            if self._tied is not None:
+                self._tied.sum_gradients(
+                    None if self._owner is None else gradients[self._owner],
+                    None if self._copy is None else gradients[self._copy],
+                )
+        return loss, gradients
+
+    def _drop_gradients(self) -> None:
+        for name, parameter in self._trained.items():
+            parameter.grad = None
+            self._locals[name].grad = None
+
+    def _mean_over_shards(self, loss: Tensor) -> float:
+        mean = self._mesh.mean_of_replicas(loss)
+        losses = self._mesh.gather(mean.double().unsqueeze(0))[:, 0]
+        return float(losses.sum().item()) / self._mesh.shards
+
+    def _gradients(self) -> dict[str, Tensor]:
+        """Local fp32 gradients by full name, also set as `.grad` of what the optimizer holds."""
+        for chunk in self._chunks:
+            drop_gathered(chunk)
+        missing = [name for name, p in self._trained.items() if p.grad is None]
+        self._refuse_missing(missing)
+        gradients: dict[str, Tensor] = {}
+        for name, parameter in self._trained.items():
+            assert parameter.grad is not None
+            gradients[name] = local(parameter.grad)
+            if self._mesh.sharded:
+                self._locals[name].grad = gradients[name]
+        return gradients
+
+    def _refuse_missing(self, missing: list[str]) -> None:
+        where = self._mesh.stage
+        # All ranks compare notes after the first step, when a wrong model or schedule shows.
+        # Later steps look at their own parameters only.
+        if not self._checked:
+            everywhere = self._mesh.gather_names(missing)
+            for rank, names in enumerate(everywhere):
+                if names:
+                    where, missing = rank // self._mesh.shards, names
+                    break
+        if missing:
+            raise TrainingError(
+                f"stage {where}: {missing[0]} got no gradient ({len(missing)} such tensors); it is "
+                "not used by the model's forward pass, freeze it (requires_grad = False)"
+            )
+        self._checked = True
+
+    def evaluate(self, input_ids: Tensor, labels: Tensor) -> float:
+        """Mean loss over the rows of all shards, forward only. Collective over the site.
+
+        `input_ids`, `labels`: int64 [b, L] with the same b and L on all ranks. The same number on
+        all ranks.
+        """
+        if self._leader is not None:
+            input_ids, labels = self._leader.order("evaluate", input_ids, labels)
+        for chunk in self._chunks:
+            chunk.eval()
+        loss = self._pipeline.mean_loss(
+            input_ids.to(self._mesh.device), labels.to(self._mesh.device)
+        )
+        for chunk in self._chunks:
+            chunk.train()
+        return self._mean_over_shards(loss)
+
+    def loss_beside(
+        self, input_ids: Tensor, labels: Tensor
+    ) -> Callable[[Mapping[str, Tensor]], float]:
+        """Mean loss over these rows of a whole model given by full name, in a copy of this one.
+
+        The copy computes in fp32 and may be used while this one trains, by one thread at a time.
+        `input_ids`, `labels`: int64 [b, L] on the device. For a rank that holds the whole model
+        alone.
+        """
+        assert self._mesh.stages == 1
+        assert not self._mesh.sharded
+        chunk = self._chunks[0]
+        # Buffers are fp32 in any case.
+        copied = copy.deepcopy(chunk).float().eval()
+        names = {full: name for name, full in copied.full_names().items()}  # type: ignore[operator]
+        parameters = dict(copied.named_parameters())
+        with torch.no_grad():
+            for full, parameter in self._parameters.items():
+                parameters[names[full]].copy_(parameter)
+
+        def compute(tensors: Mapping[str, Tensor]) -> float:
+            with torch.no_grad():
+                for full, tensor in tensors.items():
+                    parameters[names[full]].copy_(tensor)
+                return float(self._pipeline.loss_of(copied, input_ids, labels))
+
+        return compute
+
+    def optimizer_state(self) -> dict[str, Tensor]:
+        """Live inner-optimizer state by `moment/FULL NAME` and `step`, the tied copy's included."""
+        return self._optimizer.state()
+
+    def second_moments(self) -> SecondMoments:
+        """The inner optimizer's, of AdamW's tensors; of SGD and Muon's matrices there are none."""
+        live, weights = self._optimizer.second_moments()
+        first_rows = {}
+        if self._mesh.shards > 1:
+            for name, tensor in live.items():
+                whole = self._trained[name].shape
+                before = self._mesh.shard * -(-whole[0] // self._mesh.shards)
+                first_rows[name] = before * math.prod(tensor.shape[1:-1])
+        return SecondMoments(live, weights, first_rows)
+
+    def load_optimizer_state(self, state: Mapping[str, Tensor]) -> None:
+        """Set the inner optimizer's state, bit for bit. Raises `CheckpointError`."""
+        self._optimizer.load(state)
+        if self._leader is not None:
+            self._leader.optimizer_replaced()
+
+    def reset_optimizer(self) -> None:
+        """Start the inner optimizer anew: no moments, step 0."""
+        self._optimizer.reset()
+        if self._leader is not None:
+            self._leader.optimizer_replaced()
+
+    def moments(self) -> list[Tensor]:
+        """The storage of the inner optimizer's moments, see `InnerOptimizer.moments`."""
+        return self._optimizer.moments()
+
+    def lead(self) -> None:
+        """From now on further replicas do what this rank of the first one does (see `replicas`)."""
+        if self._mesh.replicas > 1:
+            self._leader = Leader(self, self._mesh)
+
+    def follow(self, step_done: Callable[[], None]) -> None:
+        """As a rank of a further replica, do what the first one does, until that `let_go`."""
+        follow(self, self._mesh, step_done)
+
+    def let_go(self) -> None:
+        """Let further replicas end."""
+        if self._leader is not None:
+            self._leader.end()
+
+
+def _parameters_by_name(
+    chunks: Sequence[nn.Module], tied: tuple[str, str] | None, computation: Computation
+) -> dict[str, nn.Parameter]:
+    parameters: dict[str, nn.Parameter] = {}
+    for chunk in chunks:
+        names: Any = chunk.full_names()  # type: ignore[operator]
+        for name, parameter in chunk.named_parameters():
+            parameters[names[name]] = computation.trained(chunk, parameter)
+    # In one chunk a tied tensor is one parameter, known by the owner's name.
+    if tied is not None and tied[0] not in parameters and len(chunks) == 1:
+        holds_both = any(True for name in chunks[0].full_names().values() if name == tied[0])  # type: ignore[operator]
+        if holds_both:
+            parameters = {tied[0] if n == tied[1] else n: p for n, p in parameters.items()}
+    return parameters

@@ -1,0 +1,108 @@
+"""What one inner step reports, and the one small exchange it is computed from."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from dilocox.utils.torch_internals import norms_of
+
+_NO_TENSOR = -1.0
+
+
+def status_of_rank(loss: Tensor, gradients: Sequence[Tensor]) -> Tensor:
+    """float64 [3]: this rank's loss, the sum of squares of `gradients`, the first bad one.
+
+    `gradients` are fp32 tensors, none of them empty. The last entry is the index of the first one
+    that is not finite, -1 if there is none.
+    """
+    if not gradients:
+        return torch.stack([loss.double(), loss.new_zeros((), dtype=torch.float64), _none(loss)])
+    norms = torch.stack(norms_of(list(gradients))).double()
+    bad = ~torch.isfinite(norms)
+    first = torch.where(bad.any(), bad.int().argmax().double(), _none(loss))
+    return torch.stack([loss.double(), norms.square().sum(), first])
+
+
+def _none(like: Tensor) -> Tensor:
+    return like.new_full((), _NO_TENSOR, dtype=torch.float64)
+
+
+class StepResult:
+    """Loss and gradient norm of one inner step of the site: the same on all of its ranks.
+
+    Numbers are read from the device when they are first asked for, so that a GPU need not be
+    waited for in every step.
+    """
+
+    def __init__(
+        self, statuses: Tensor, shards: int, last_stage: int, names: list[list[str]]
+    ) -> None:
+        self._statuses = statuses
+        self._shards = shards
+        self._last_stage = last_stage
+        self._names = names
+        first = last_stage * shards
+        self._loss = statuses[first : first + shards, 0].sum() / shards
+        self._norm = statuses[:, 1].sum().sqrt()
+        self._read: tuple[float, float] | None = None
+
+    def divisor_and_skip(self, clip: float, averaged: bool = False) -> tuple[Tensor, Tensor]:
+        """fp32 scalars on the device: the divisor of all gradients, and 1 to skip the step.
+
+        `averaged`: the gradients are a mean over sites that all take the same step, so that the
+        loss of one of them does not count.
+        """
+        bad = ~torch.isfinite(self._norm if averaged else self._norm + self._loss)
+        divisor = torch.ones_like(self._norm)
+        if clip > 0:
+            divisor = torch.where(bad, divisor, torch.clamp(self._norm / clip, min=1.0))
+        return divisor.float(), bad.float()
+
+    @property
+    def numbers(self) -> Tensor:
+        """float64 [2] on the device: `loss` and `grad_norm`, not waited for."""
+        return torch.stack([self._loss, self._norm])
+
+    @property
+    def loss(self) -> float:
+        """Mean loss over all tokens of the site's batch, before the step."""
+        return self._values()[0]
+
+    @property
+    def grad_norm(self) -> float:
+        """Global norm of the gradient over stages and shards, before clipping."""
+        return self._values()[1]
+
+    @property
+    def finite(self) -> bool:
+        """Whether loss and norm are finite. If not, no optimizer step was taken."""
+        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
+
+    @property
+    def culprit(self) -> str | None:
+        """Stage, shard and tensor of the first gradient that is not finite, in rank order.
+
+        The loss itself if all gradients are finite; none if everything is.
+        """
+        if self.finite:
+            return None
+        for rank, (_, square, first) in enumerate(self._statuses.tolist()):
+            stage, shard = divmod(rank, self._shards)
+            if first >= 0:
+                return f"stage {stage}, shard {shard}: gradient of {self._names[rank][int(first)]}"
+            if not math.isfinite(square):
+                return f"stage {stage}, shard {shard}: norm of all gradients"
+        return f"stage {self._last_stage}: loss"
+
+    def _values(self) -> tuple[float, float]:
+        if self._read is None:
+            loss, norm = self.numbers.tolist()
+            self._read = (loss, norm)
+        return self._read
+
+    def __repr__(self) -> str:
+        return f"StepResult(loss={self.loss:.6g}, grad_norm={self.grad_norm:.6g})"

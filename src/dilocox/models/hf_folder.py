@@ -1,0 +1,183 @@
+"""The model that a run has made: find it, copy it in another dtype, sample from it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from dilocox.errors import CheckpointError, ConfigError
+from dilocox.utils.storage import unsafe_reason
+
+DTYPES = ("fp32", "bf16", "fp16")
+INDEX = "model.safetensors.index.json"
+
+
+def model_folder(place: str | Path) -> Path:
+    """The Hugging Face folder of a run folder, or `place` itself if it is one.
+
+    Raises `CheckpointError` if neither is there.
+    """
+    place = Path(place)
+    for folder in (place / "model", place):
+        if (folder / "config.json").exists():
+            return folder
+    raise CheckpointError(f"{place}: no model is here; a run writes it to RUN_FOLDER/model")
+
+
+def export(run_folder: str | Path, to: str | Path, dtype: str = "fp32") -> Path:
+    """Copy a run's model to `to`, as a Hugging Face folder in `dtype` (fp32, bf16 or fp16).
+
+    `to` appears whole or not at all. Raises `CheckpointError` if the run has no model yet, `to`
+    holds something or cannot be written, `ConfigError` for another dtype.
+    """
+    if dtype not in DTYPES:
+        raise ConfigError(f"dtype {dtype!r}: use one of {', '.join(DTYPES)}")
+    source, target = model_folder(run_folder), Path(to)
+    partial = target.with_name(f".{target.name}.part")
+    try:
+        if target.exists() and (not target.is_dir() or any(target.iterdir())):
+            raise CheckpointError(f"{target}: is not empty; choose another folder")
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        _copy(source, partial, dtype)
+        partial.replace(target)
+    except OSError as error:
+        raise CheckpointError(
+            f"{target}: cannot be written ({error.strerror or error}); choose another folder"
+        ) from None
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return target
+
+
+def _copy(source: Path, target: Path, dtype: str) -> None:
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    from dilocox.utils.rounding import round_to_bf16
+
+    chosen = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
+    total = 0
+    check_plain_folder(source)
+    for file in sorted(source.iterdir()):
+        if file.suffix == ".safetensors":
+            tensors = load_file(file)
+            for name, tensor in tensors.items():
+                # One tensor at a time: a file may hold gigabytes.
+                if tensor.is_floating_point() and tensor.dtype != chosen:
+                    as_bf16 = chosen == torch.bfloat16
+                    tensors[name] = round_to_bf16(tensor.float()) if as_bf16 else tensor.to(chosen)
+            total += sum(tensor.nbytes for tensor in tensors.values())
+            save_file(tensors, target / file.name, metadata={"format": "pt"})
+            (target / file.name).chmod(0o644)  # as the files beside it: a web server may serve it
+        elif file.name == "config.json":
+            content = _read(file)
+            content["dtype"] = str(chosen).removeprefix("torch.")
+            content.pop("torch_dtype", None)  # the key's older name
+            _write(target / file.name, content)
+        elif file.is_dir():
+            shutil.copytree(file, target / file.name)
+        elif file.name != INDEX:
+            shutil.copy2(file, target / file.name)
+    if (source / INDEX).exists():
+        content = _read(source / INDEX)
+        content["metadata"]["total_size"] = total
+        _write(target / INDEX, content)
+
+
+def check_plain_folder(folder: Path) -> None:
+    """Raise `CheckpointError` where copying `folder` would copy what lies elsewhere, or never end.
+
+    A folder may be a stranger's: a link in it can name a private file of who copies the folder.
+    """
+    for path in sorted(folder.rglob("*")):
+        if path.is_dir() and not path.is_symlink():
+            continue
+        reason = unsafe_reason(path, folder)
+        if reason:
+            raise CheckpointError(f"{path}: {reason}; remove it, or put a copy of the file there")
+
+
+def _read(file: Path) -> dict[str, Any]:
+    return dict(json.loads(file.read_text(encoding="utf-8")))
+
+
+def _write(file: Path, content: dict[str, Any]) -> None:
+    file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def generate(
+    model: str | Path,
+    prompt: str,
+    *,
+    tokens: int = 100,
+    temperature: float = 0.8,
+    seed: int = 0,
+    device: str = "cpu",
+) -> str:
+    """Prompt and a sampled completion of up to `tokens` tokens.
+
+    `model` is a run folder or a Hugging Face folder; temperature 0 takes the likeliest token.
+    `device` is PyTorch's name of one; the model computes in its own dtype on "cpu", elsewhere in
+    bf16. After "cuda" this process can begin no run on GPUs any more (see `train`).
+    Raises `CheckpointError` if there is no model or it cannot be loaded, `ConfigError` for
+    numbers out of range.
+    """
+    if tokens < 1:
+        raise ConfigError(f"tokens {tokens}: give 1 or more")
+    if not 0 <= temperature < float("inf"):
+        raise ConfigError(f"temperature {temperature:g}: give 0 (likeliest token) or more")
+    folder = model_folder(model)
+    # Not before: the two take seconds, and there may be no model.
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    try:
+        with _no_progress_bar():
+            # Nothing in the folder, which may be a stranger's, is run.
+            tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+            config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+            options: dict[str, Any] = {} if device == "cpu" else {"dtype": torch.bfloat16}
+            # Named here: a folder's own choice may be code of a hub.
+            capped = getattr(config, "attn_logit_softcapping", None) is not None
+            network = AutoModelForCausalLM.from_pretrained(
+                folder,
+                trust_remote_code=False,
+                attn_implementation="eager" if capped else "sdpa",
+                use_safetensors=True,
+                **options,
+            ).eval()
+    except Exception as error:  # missing or damaged files: many kinds
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise CheckpointError(f"{folder}: cannot be loaded ({reason}); was it changed?") from None
+    text = prompt or tokenizer.eos_token or tokenizer.bos_token
+    if not text:
+        raise ConfigError(f"prompt: {folder} has no end-of-text token to begin with; give a prompt")
+    network.to(device)
+    inputs = tokenizer(text, return_tensors="pt", return_token_type_ids=False).to(device)
+    torch.manual_seed(seed)
+    choice: dict[str, Any] = {"do_sample": False}
+    if temperature > 0:
+        choice = {"do_sample": True, "temperature": temperature}
+    # Without an own padding token transformers takes the end-of-text token, and says so each time.
+    choice["pad_token_id"] = tokenizer.pad_token_id or tokenizer.eos_token_id
+    output = network.generate(**inputs, max_new_tokens=tokens, **choice)
+    return str(tokenizer.decode(output[0], skip_special_tokens=True))
+
+
+@contextlib.contextmanager
+def _no_progress_bar() -> Iterator[None]:
+    """Loading a model that was just written takes no time worth a bar."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()

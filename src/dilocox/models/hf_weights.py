@@ -1,0 +1,279 @@
+"""Safetensors checkpoints, read one tensor at a time under the model's own names.
+
+Checkpoints may store a tensor under another name, or in parts (experts, fused projections), than
+the model holds it. transformers knows these conversions; here they are applied per tensor, so
+that no rank reads more than it keeps.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from dilocox.errors import ModelError
+from dilocox.models.architecture import one_line
+from dilocox.models.meta_model import build_skeleton, tied_names
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+# Generation settings are published with what is made of the weights.
+_FETCHED = [
+    "*.safetensors",
+    INDEX_FILE,
+    "config.json",
+    "generation_config.json",
+    "*.bin.index.json",
+]
+
+
+@dataclass
+class Recipe:
+    """How one or more of the model's tensors are made from stored ones."""
+
+    first_name: str
+    converter: Any = None
+    """None: the one stored tensor as it is."""
+    parts: list[tuple[str, str]] = field(default_factory=list)
+    """(pattern of the converter, stored name), in the order in which they are joined."""
+
+
+class PretrainedWeights:
+    """A folder's safetensors as a `WeightSource`.
+
+    Raises `ModelError` when opened if a tensor of the model is missing there.
+    """
+
+    def __init__(self, folder: Path, hf_config: PretrainedConfig):
+        self._folder = folder
+        self._files = stored_names(folder)
+        self._model = build_skeleton(hf_config)
+        self._shapes = {name: t.shape for name, t in self._model.state_dict().items()}
+        self._recipes, self._unused = find_recipes(self._model, self._files)
+        self._open: dict[str, Any] = {}
+        pair = tied_names(self._model)
+        self._tied = pair
+        if pair is not None:
+            owner, copy = pair
+            # Some checkpoints store the head and leave the embedding out.
+            for name, other in ((owner, copy), (copy, owner)):
+                if name not in self._recipes and other in self._recipes:
+                    self._recipes[name] = self._recipes[other]
+        missing = sorted(set(self._shapes) - set(self._recipes))
+        if missing:
+            more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+            raise ModelError(
+                f"{folder}: the safetensors lack {missing[0]}{more}; the weights do not belong to "
+                "this config.json, or the download is incomplete: fetch it again"
+            )
+
+    @property
+    def names(self) -> list[str]:
+        """Full names of all that the model saves, but for the second name of tied weights."""
+        second = self._tied[1] if self._tied else None
+        return [name for name in self._shapes if name != second]
+
+    @property
+    def parameters(self) -> set[str]:
+        """Those of `names` that are parameters, not buffers. (Of tied weights one has a name.)"""
+        return {name for name, _ in self._model.named_parameters()} & set(self.names)
+
+    @property
+    def strays(self) -> list[str]:
+        """Stored names that give no tensor here: the model has no use for them, or another name
+        gives the same one."""
+        twice = [
+            stored
+            for recipe in self._recipes.values()
+            if recipe.converter is None
+            for _, stored in recipe.parts[1:]
+        ]
+        return sorted({*self._unused, *twice})
+
+    def tensor(self, full_name: str) -> torch.Tensor:
+        """See `WeightSource`. Raises `ModelError` at a wrong shape or an unreadable file."""
+        recipe = self._recipes.get(full_name)
+        if recipe is None:
+            raise ModelError(f"{full_name}: the model has no such parameter")
+        if self._tied is not None and full_name in self._tied:
+            self._check_tied(*self._tied)
+        value = self._make(recipe, full_name)
+        self._check_shape(full_name, value.shape)
+        return value.float() if value.is_floating_point() else value
+
+    def rows(self, full_name: str, rows: range) -> torch.Tensor:
+        """See `RowSource`. Raises as `tensor`.
+
+        Rows of a stored tensor are read and converted alone. A tensor that transformers makes from
+        others (fused projections, experts) is made as a whole and cut: its conversions are of whole
+        tensors.
+        """
+        recipe = self._recipes.get(full_name)
+        if recipe is None or recipe.converter is not None:
+            return self.tensor(full_name)[rows.start : rows.stop]
+        if self._tied is not None and full_name in self._tied:
+            # Together the shards compare all rows.
+            self._check_tied(*self._tied, rows)
+        stored = recipe.parts[0][1]
+        part = self._handle(stored).get_slice(stored)
+        self._check_shape(full_name, part.get_shape())
+        value: torch.Tensor = part[rows.start : rows.stop]
+        return value.float() if value.is_floating_point() else value
+
+    def _check_shape(self, full_name: str, shape: Sequence[int]) -> None:
+        if list(shape) != list(self._shapes[full_name]):
+            raise ModelError(
+                f"{self._folder}: {full_name} has the shape {list(shape)}, the configuration "
+                f"asks for {list(self._shapes[full_name])}; the two do not belong together"
+            )
+
+    def _make(self, recipe: Recipe, full_name: str) -> torch.Tensor:
+        if recipe.converter is None:
+            return self._stored(recipe.parts[0][1])
+        converter = deepcopy(recipe.converter)
+        for pattern, stored in recipe.parts:
+            read = partial(self._stored, stored)
+            converter.add_tensor(recipe.first_name, stored, pattern, read)
+        made = converter.convert(recipe.first_name, model=self._model, config=self._model.config)
+        value = made[full_name]
+        return value[0] if isinstance(value, list) else value
+
+    def _stored(self, name: str) -> torch.Tensor:
+        value: torch.Tensor = self._handle(name).get_tensor(name)
+        return value
+
+    def _handle(self, name: str) -> Any:
+        from safetensors import SafetensorError, safe_open
+
+        file = self._files[name]
+        if file not in self._open:
+            try:
+                self._open[file] = safe_open(self._folder / file, framework="pt", device="cpu")
+            except (OSError, SafetensorError) as error:
+                raise ModelError(
+                    f"{self._folder / file}: cannot be read ({one_line(error)}); fetch it again"
+                ) from None
+        return self._open[file]
+
+    def _check_tied(self, owner: str, copy: str, rows: range | None = None) -> None:
+        """A configuration that ties, with weights that differ, describes another model. `rows`: of
+        these alone."""
+        stored = [self._recipes[name] for name in (owner, copy)]
+        if stored[0] is stored[1] or any(recipe.converter is not None for recipe in stored):
+            return
+        names = [recipe.parts[0][1] for recipe in stored]
+        a, b = (self._handle(name).get_slice(name) for name in names)
+        rows = range(a.get_shape()[0]) if rows is None else rows
+        same = a.get_shape() == b.get_shape() and all(
+            torch.equal(a[at : (end := min(at + 4096, rows.stop))], b[at:end])
+            for at in range(rows.start, rows.stop, 4096)
+        )
+        if not same:
+            raise ModelError(
+                f"{self._folder}: config.json ties {copy} to {owner}, but the stored tensors "
+                "differ; set tie_word_embeddings to false there"
+            )
+
+
+def locate_weights(path: str, revision: str | None) -> Path:
+    """The local folder of `path`'s safetensors, downloaded first if `path` is a hub name.
+
+    Raises `ModelError` if there are none, or only pickled ones.
+    """
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        from huggingface_hub import snapshot_download
+
+        try:
+            folder = Path(
+                snapshot_download(
+                    path,
+                    revision=revision,
+                    allow_patterns=_FETCHED,
+                    ignore_patterns=["consolidated*", "*/*"],
+                )
+            )
+        except Exception as error:  # the hub client raises many kinds, none of ours
+            raise ModelError(
+                f"model.path {path}: no such folder, and the download failed "
+                f"({one_line(error)}); check the name and the network, or give a local folder"
+            ) from None
+    if (folder / INDEX_FILE).is_file() or (folder / SINGLE_FILE).is_file():
+        return folder
+    raise ModelError(
+        f"model.path {path}: no {SINGLE_FILE} or {INDEX_FILE} there; pickled weights (.bin) are "
+        "not read: convert them once with from_pretrained and save_pretrained, or set "
+        "model.pretrained = false"
+    )
+
+
+def stored_names(folder: Path) -> dict[str, str]:
+    """Stored tensor name -> file name. Raises `ModelError` if index or file cannot be read.
+
+    As in transformers, the one file comes before the index where both are there.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        if (folder / SINGLE_FILE).is_file():
+            with safe_open(folder / SINGLE_FILE, framework="pt") as file:
+                return dict.fromkeys(file.keys(), SINGLE_FILE)
+        text = (folder / INDEX_FILE).read_text(encoding="utf-8")
+        names: dict[str, str] = json.loads(text)["weight_map"]
+        for name in sorted(set(names.values())):
+            if Path(name).name != name or not (folder / name).is_file():
+                raise ModelError(f"{folder}: {name} is missing; fetch the model again")
+        return names
+    except (OSError, SafetensorError, ValueError, KeyError, AttributeError) as error:
+        raise ModelError(
+            f"{folder}: its safetensors cannot be read ({one_line(error)}); fetch the model again"
+        ) from None
+
+
+def find_recipes(model: nn.Module, stored: Iterable[str]) -> tuple[dict[str, Recipe], list[str]]:
+    """How each state-dict tensor of `model` is made from the `stored` names.
+
+    Second: stored names that the model has no use for.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import (
+        WeightConverter,
+        WeightRenaming,
+        dot_natural_key,
+        rename_source_key,
+    )
+
+    wanted = model.state_dict()
+    mapping = get_model_conversion_mapping(model)
+    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    by_pattern = {pattern: c for c in converters for pattern in c.source_patterns}
+    recipes: dict[str, Recipe] = {}
+    unused: list[str] = []
+    for name in sorted(stored, key=dot_natural_key):
+        target, pattern = rename_source_key(
+            name, renamings, converters, model.base_model_prefix, wanted
+        )
+        if target not in wanted and name in wanted:
+            target, pattern = name, None
+        if target not in wanted:
+            unused.append(name)
+            continue
+        converter = by_pattern[pattern] if pattern is not None else None
+        recipe = recipes.setdefault(target, Recipe(target, converter))
+        recipe.parts.append((pattern or name, name))
+        if converter is not None:
+            # One conversion may give several tensors; it is known under the first one's name.
+            for other in converter.target_patterns[1:]:
+                recipes[target.replace(converter.target_patterns[0], other)] = recipe
+    return recipes, unused

@@ -1,0 +1,84 @@
+"""What is made of the contributions that count: the same bits at every site and in every replay.
+
+Only elementwise operations, each rounded once, in a fixed order; sorting compares and never rounds.
+What floating point would have to decide (how much of a contribution counts) comes in as whole
+numbers that were agreed on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from dilocox.config.admission import BY_VALUE
+from dilocox.coordinator.protocol.verdicts import WHOLE
+from dilocox.errors import ExchangeError
+from dilocox.outer.averaging import average
+
+
+def aggregate(
+    aggregation: str,
+    decoded: Iterable[Tensor],
+    weights: Sequence[float],
+    shares: Sequence[Sequence[int]] = (),
+    offsets: Sequence[int] = (),
+) -> Tensor:
+    """Δ of the contribution set, flat fp32 [n].
+
+    `decoded` are the sent_i (flat fp32 [n], w_i in them) in the order of the set, which may be
+    changed; `weights` their w_i. `shares` (in 65,536ths) of each: one number per tensor for `clip`,
+    whose tensors begin at `offsets`; one for `rfa`. Raises `ExchangeError` for what does not fit.
+    """
+    if aggregation == "clip":
+        return average(_clipped(decoded, shares, offsets), weights)
+    if aggregation == "rfa":
+        return _weighted(decoded, weights, shares)
+    if aggregation in BY_VALUE:
+        return _by_value(aggregation, list(decoded), weights)
+    return average(decoded, weights)
+
+
+def _clipped(
+    decoded: Iterable[Tensor], shares: Sequence[Sequence[int]], offsets: Sequence[int]
+) -> Iterable[Tensor]:
+    for sent, own in zip(decoded, shares, strict=True):
+        starts = list(offsets) or [0]
+        if len(own) != len(starts):
+            raise ExchangeError(f"{len(own)} shares were agreed on for {len(starts)} tensors")
+        bounds = [*starts, sent.numel()]
+        for share, (start, end) in zip(own, pairwise(bounds), strict=True):
+            if share != WHOLE:
+                sent[start:end].mul_(share / WHOLE)  # 17 bits over a power of two: exact in fp32
+        yield sent
+
+
+def _weighted(
+    decoded: Iterable[Tensor], weights: Sequence[float], shares: Sequence[Sequence[int]]
+) -> Tensor:
+    """Mean in which a contribution counts by its share besides its weight."""
+    if any(len(own) != 1 for own in shares) or len(shares) != len(weights):
+        raise ExchangeError("the geometric median needs one share for each contribution")
+    parts = [own[0] / WHOLE for own in shares]
+    if not any(parts):
+        parts = [1.0] * len(parts)
+    scaled = (sent.mul_(part) for sent, part in zip(decoded, parts, strict=True))
+    return average(scaled, [w * part for w, part in zip(weights, parts, strict=True)])
+
+
+def _by_value(aggregation: str, decoded: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+    """Median, or mean without the outermost quarters (at least one each of three or more)."""
+    if not decoded or len(decoded) != len(weights):
+        raise ExchangeError(
+            f"cannot aggregate {len(decoded)} contributions of {len(weights)} sites"
+        )
+    count = len(decoded)
+    for sent, weight in zip(decoded, weights, strict=True):
+        # A tensor on purpose, as in `average`. Adding 0 turns -0 into 0: sorting ties them.
+        sent.div_(torch.full((1,), weight, dtype=sent.dtype, device=sent.device)).add_(0.0)
+    ordered = torch.sort(torch.stack(list(decoded)), dim=0).values
+    quarter = max(1, count // 4) if count > 2 else 0
+    cut = (count - 1) // 2 if aggregation == "median" else quarter
+    return average(ordered[cut : count - cut], [1.0] * (count - 2 * cut))

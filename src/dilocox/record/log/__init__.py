@@ -1,0 +1,1 @@
+"""The signed log: statements, digests, Merkle tree, content-addressed store."""

@@ -1,0 +1,191 @@
+"""What a site signs first: that it takes part in the run of this manifest, on this data.
+
+The log's first entry is the manifest: the run file, and digests of data and code. Its SHA-256 is
+the run's id, which every later statement names. So whoever holds the log's key cannot put another
+manifest under what the sites have signed. In its acceptance a site also signs its own data digest,
+versions and key, which else were the coordinator's word alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from dilocox.config.run_config import RunConfig
+from dilocox.coordinator.identity import Identity
+from dilocox.errors import RecordError
+from dilocox.record.log import statements as s
+from dilocox.record.log.digests import digest_text
+from dilocox.record.log.run_file_check import check_own_run_file
+from dilocox.record.log.signed_note import NoteKey
+from dilocox.record.log.state_statements import whole
+
+_CHOSEN = re.compile("[0-9a-f]{32}")
+"""Run ids of records before the id was a digest."""
+
+
+@dataclass(frozen=True)
+class OwnFacts:
+    """What a site says of itself when it joins."""
+
+    data: str | None
+    """Digest of the token files that all sites share, 64 hex digits."""
+    own_data: str | None
+    """Digest of token files of the site's own, if it trains on such (`sites.NAME.data`)."""
+    code: str
+    """SHA-256 over dilocox's own code there (see `code_digest`)."""
+    versions: Mapping[str, str]
+    """As in the site's request to join."""
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """One start of a site, which has signed what it takes part in."""
+
+    site: str
+    incarnation: int
+    key: str
+    """The site's public key, 64 hex digits."""
+    manifest: str
+    """SHA-256 of the log's first entry."""
+    facts: OwnFacts
+    number: int
+    """Which statement of the log this is, from 0."""
+
+    @classmethod
+    def of(cls, statement: s.Statement, number: int) -> Acceptance:
+        """Raises `RecordError` for a statement that is not whole."""
+        said = statement.predicate
+        with whole(statement):
+            return cls(
+                site=str(said["site"]),
+                incarnation=int(said["incarnation"]),
+                key=digest_text(said["key"]),
+                manifest=digest_text(statement.subjects["manifest"]),
+                facts=OwnFacts(
+                    data=None if said["data"] is None else digest_text(said["data"]),
+                    own_data=None if said["own_data"] is None else digest_text(said["own_data"]),
+                    code=digest_text(said["code"]),
+                    versions={str(name): str(one) for name, one in said["versions"].items()},
+                ),
+                number=number,
+            )
+
+    def statement(self, run: str) -> s.Statement:
+        """Inverse of `of`, about the run with this id."""
+        return s.Statement(
+            s.ACCEPTANCE,
+            {"manifest": self.manifest},
+            {
+                "run": run,
+                "site": self.site,
+                "incarnation": self.incarnation,
+                "key": self.key,
+                "data": self.facts.data,
+                "own_data": self.facts.own_data,
+                "code": self.facts.code,
+                "versions": dict(self.facts.versions),
+            },
+        )
+
+
+def digest_of_entry(entry: str) -> str:
+    """SHA-256, hex, of an entry of the log."""
+    return hashlib.sha256(entry.encode()).hexdigest()
+
+
+def is_bound(manifest: Mapping[str, Any]) -> bool:
+    """Whether the run's id is the digest of this manifest; in older records it is a random one."""
+    return "run" not in manifest
+
+
+def run_of(entry: str, manifest: Mapping[str, Any]) -> str:
+    """The run's id, by the log's first entry. Raises `RecordError`.
+
+    An older manifest names a random id of 32 digits. A manifest that names a digest is one that
+    somebody has put in the place of the entry with that digest.
+    """
+    if is_bound(manifest):
+        return digest_of_entry(entry)
+    named = str(manifest["run"])
+    if not _CHOSEN.fullmatch(named):
+        raise RecordError(
+            f"the manifest names run {named[:12]!r}: no id that a manifest may choose"
+        )
+    return named
+
+
+def accept(config: RunConfig, identity: Identity, entry: str, facts: OwnFacts) -> str:
+    """The acceptance of a site that has just joined, signed.
+
+    `entry`: the log's first entry, as the coordinator has shown it. Raises `RecordError` if that is
+    not the manifest of this run: another id, run file or data digest than the site's own.
+    """
+    statement, envelope = s.opened(entry)
+    manifest = statement.predicate
+    if statement.kind != s.MANIFEST or run_of(entry, manifest) != identity.record_run:
+        raise RecordError("the coordinator's manifest is not the one with the digest that it names")
+    s.check_signature(envelope, NoteKey.parse(str(manifest.get("log"))).public.hex())
+    with whole(statement):
+        check_own_run_file(config, manifest)
+        named = (manifest["data"] or {}).get("manifest")
+    if named is not None and facts.data is not None and named != facts.data:
+        raise RecordError(
+            f"token files: digest {facts.data[:12]}… here, {named[:12]}… in the coordinator's "
+            "manifest; copy the data folder from the other sites to the coordinator, or remove the "
+            "coordinator's"
+        )
+    signer = s.Signer.from_hex(identity.record_key)
+    said = Acceptance(
+        identity.site, identity.incarnation, signer.public, digest_of_entry(entry), facts, 0
+    )
+    return signer.sign(said.statement(identity.record_run))
+
+
+@dataclass
+class Acceptances:
+    """What the notary knows of them while a run goes on."""
+
+    manifest: str = ""
+    """The log's first entry."""
+    bound: bool = False
+    enrolments: dict[str, Mapping[str, Any]] = field(default_factory=dict)
+    """The latest by site."""
+    accepted: dict[str, Acceptance] = field(default_factory=dict)
+    """By site, since its latest enrolment."""
+
+    def begun(self, entry: str, manifest: Mapping[str, Any]) -> None:
+        """The log begins with this entry."""
+        self.manifest, self.bound = entry, is_bound(manifest)
+
+    def remember(self, statement: s.Statement) -> None:
+        """A statement is in the log."""
+        if statement.kind == s.ENROLMENT:
+            site = str(statement.predicate["site"])
+            self.enrolments[site] = statement.predicate
+            self.accepted.pop(site, None)
+        elif statement.kind == s.ACCEPTANCE:
+            found = Acceptance.of(statement, 0)
+            self.accepted[found.site] = found
+
+    def lacks(self, site: str) -> bool:
+        """The site may sign nothing else yet. (Sites of an older dilocox, which a run began with,
+        sign no acceptance.)"""
+        return self.bound and site not in self.accepted
+
+    def why_not(self, found: Acceptance) -> str | None:
+        """Why a site cannot say this; none if it can."""
+        enrolment = self.enrolments.get(found.site, {})
+        if found.manifest != digest_of_entry(self.manifest):
+            return "accepts another manifest"
+        for name, here in (
+            ("incarnation", found.incarnation), ("key", found.key), ("data", found.facts.data),
+            ("versions", dict(found.facts.versions)),
+        ):  # fmt: skip
+            if enrolment.get(name) != here:
+                return f"accepts with another {name} than it has joined with"
+        known = self.accepted.get(found.site)
+        return None if known in (None, found) else "has accepted before, and otherwise"

@@ -1,0 +1,66 @@
+"""The first statement of a run's log: the run file, the data, the code and the versions."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import platform
+from pathlib import Path
+from typing import Any
+
+from dilocox.config.methods import EXCHANGE_GRADIENTS
+from dilocox.config.run_config import RunConfig, digest_of
+from dilocox.data.croissant import render_croissant
+from dilocox.data.manifest import MANIFEST, read_manifest
+from dilocox.version import __version__
+
+PACKAGES = ("torch", "transformers", "numpy", "safetensors", "tokenizers")
+"""Whose versions the manifest names, beside dilocox's and Python's."""
+
+
+def manifest(config: RunConfig, log_key: str) -> dict[str, Any]:
+    """What is known of a run when it begins."""
+    return {
+        "name": config.run.name,
+        "config": config.shared(),
+        "config_digest": digest_of(config.shared()),
+        "log": log_key,
+        "commitments": config.outer.method not in EXCHANGE_GRADIENTS,
+        "flush_states": config.record.states_every > 0,
+        "start_class": True,
+        "kept_keys": True,
+        "reports": True,
+        "code": code_digest(),
+        "data": data_digests(config),
+        "versions": {
+            "dilocox": __version__,
+            "python": platform.python_version(),
+            **{name: importlib.metadata.version(name) for name in PACKAGES},
+        },
+    }
+
+
+def data_digests(config: RunConfig) -> dict[str, str] | None:
+    """Of the token files that all sites share: digest of their manifest, and SHA-256 of their
+    Croissant description. None where the coordinator has no token files: the sites name theirs.
+
+    Raises `DataError` for a manifest that cannot be read.
+    """
+    if not (config.data_folder / MANIFEST).exists():
+        return None
+    found = read_manifest(config.data_folder)
+    text = render_croissant(found["content"])
+    return {
+        "manifest": found["digest"],
+        "croissant": hashlib.sha256(text.encode()).hexdigest(),
+    }
+
+
+def code_digest() -> str:
+    """SHA-256 over the names and bytes of this dilocox's own source files, hex."""
+    root = Path(__file__).parents[2]
+    total = hashlib.sha256()
+    for path in sorted(root.rglob("*.py"), key=lambda path: path.relative_to(root).as_posix()):
+        name = path.relative_to(root).as_posix()
+        total.update(f"{name}\0{hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
+    return total.hexdigest()

@@ -1,0 +1,140 @@
+"""What a rank says of a round that can be repeated: the state it began in, and its inner steps.
+
+The document of a state is canonical JSON: its tensors by digest, its numbers, and the determinism
+class that the rank computes in. The fingerprint of an inner step is loss and gradient norm by their
+bits, and a checksum of the parameters after it; it says where a repetition begins to differ.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import rfc8785
+
+from dilocox.errors import RecordError
+from dilocox.record.log.digests import TensorDigest, stage_root, tensor_digest
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """Of one inner step."""
+
+    loss: str
+    """The site's mean loss, as the hex text of a float64 (`float.hex`)."""
+    norm: str
+    """The global norm of its gradient, before clipping, likewise."""
+    checksum: int
+    """`checksum` of the rank's own parameters after the step."""
+
+
+@dataclass(frozen=True)
+class Document:
+    """What is said of a state."""
+
+    state: Mapping[str, Any]
+    """Position, exchanges under way and other numbers, as `dilocox.training.checkpointing` captures
+    them."""
+    tensors: tuple[TensorDigest, ...]
+    facts: Mapping[str, Any]
+    """The determinism class (see `dilocox.inner.determinism`)."""
+    replaced: tuple[str, ...] = ()
+    """What the site's own program has put in place of dilocox's: `dataset`, `loss`."""
+
+    @classmethod
+    def of(
+        cls,
+        tensors: Mapping[str, Tensor],
+        state: Mapping[str, Any],
+        facts: Mapping[str, Any],
+        replaced: Sequence[str],
+    ) -> Document:
+        """Of tensors in any order."""
+        digests = tuple(tensor_digest(name, tensors[name]) for name in sorted(tensors))
+        return cls(json.loads(json.dumps(state)), digests, dict(facts), tuple(replaced))
+
+    @property
+    def root(self) -> str:
+        """Root over the tensors, hex."""
+        return stage_root(self.tensors).hex()
+
+    def to_bytes(self) -> bytes:
+        """Canonical JSON; what the store holds."""
+        return rfc8785.dumps(
+            {
+                "format": FORMAT,
+                "state": dict(self.state),
+                "tensors": [each.to_json() for each in self.tensors],
+                "class": dict(self.facts),
+                "replaced": list(self.replaced),
+            }
+        )
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Document:
+        """Inverse of `to_bytes`. Raises `RecordError`."""
+        try:
+            found = json.loads(data)
+            if found["format"] != FORMAT:
+                raise RecordError(f"a round's state of format {found['format']}; this is {FORMAT}")
+            tensors = tuple(TensorDigest.from_json(each) for each in found["tensors"])
+            return cls(
+                dict(found["state"]), tensors, dict(found["class"]), tuple(found["replaced"])
+            )
+        except (ValueError, KeyError, TypeError):
+            raise RecordError("not the document of a round's state") from None
+
+
+def class_digest(facts: Mapping[str, Any]) -> str:
+    """SHA-256 of a determinism class, hex."""
+    return hashlib.sha256(rfc8785.dumps(dict(facts))).hexdigest()
+
+
+def checksum(tensors: Iterable[Tensor]) -> Tensor:
+    """Sum of all fp32 `tensors`' bits taken as int32: an int64 scalar on their device.
+
+    Exact in any order, and nothing waits for it.
+    """
+    import torch
+
+    sums = [
+        tensor.detach().reshape(-1).view(torch.int32).sum(dtype=torch.int64) for tensor in tensors
+    ]
+    return torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.int64)
+
+
+def fingerprint(numbers: Tensor, total: Tensor) -> Fingerprint:
+    """From float64 [loss, norm] and a `checksum`."""
+    loss, norm = numbers.tolist()
+    return Fingerprint(float(loss).hex(), float(norm).hex(), int(total))
+
+
+def steps_to_bytes(steps: Iterable[Fingerprint]) -> bytes:
+    """Canonical JSON; what the store holds. Checksums are texts: JSON's numbers end at 2^53."""
+    rows = [[step.loss, step.norm, str(step.checksum)] for step in steps]
+    return rfc8785.dumps({"format": FORMAT, "steps": rows})
+
+
+def steps_from_bytes(data: bytes) -> list[Fingerprint]:
+    """Inverse of `steps_to_bytes`. Raises `RecordError`."""
+    try:
+        found = json.loads(data)
+        if found["format"] != FORMAT:
+            raise RecordError(f"fingerprints of format {found['format']}; this is {FORMAT}")
+        steps = [
+            Fingerprint(str(loss), str(norm), int(sums)) for loss, norm, sums in found["steps"]
+        ]
+        for step in steps:
+            float.fromhex(step.loss)
+            float.fromhex(step.norm)
+    except (ValueError, KeyError, TypeError):
+        raise RecordError("not the fingerprints of a round's inner steps") from None
+    return steps

@@ -1,0 +1,165 @@
+"""Verdicts of audits that the log names: who takes one out of the folder leaves its name there.
+
+A verdict itself is a file in `record/audits`, and needs nobody's leave. Its auditor signs a short
+statement of it for the log, with the digest of the file, and a member of the run hands that in.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+from dilocox.config.site import SITE_NAME
+from dilocox.errors import RecordError
+from dilocox.record.log import statements as s
+from dilocox.record.log.audit_verdicts import BAD, GOOD, AuditVerdict, Signed
+from dilocox.record.log.digests import digest_text, sha256
+from dilocox.record.log.state_statements import whole
+
+MOST_BYTES = 2048
+"""Of such a statement in its envelope: it has nothing whose length somebody chooses but names."""
+_SITE = re.compile(SITE_NAME)
+_LAST = 2**53
+
+
+@dataclass(frozen=True)
+class HandedIn:
+    """A verdict as the log names it, signed by its auditor."""
+
+    site: str
+    """Who was audited."""
+    round: int
+    verdict: AuditVerdict
+    auditor: str
+    """Public key, 64 hex digits."""
+    by: str
+    """The site by whose token it was handed in, which the coordinator has checked; empty: the
+    operator has."""
+    digest: str
+    """SHA-256 of the verdict's line in `record/audits`."""
+    seen: int
+    """Statements of the log that the auditor had read."""
+    number: int
+    """Which statement of the log this is, from 0."""
+
+    @classmethod
+    def of(cls, statement: s.Statement, number: int) -> HandedIn:
+        """Raises `RecordError` for a statement that is not whole."""
+        said = statement.predicate
+        with whole(statement):
+            found = cls(
+                site=str(said["site"]),
+                round=_count(said["round"]),
+                verdict=cast(AuditVerdict, str(said["verdict"])),
+                auditor=digest_text(said["auditor"]),
+                by=str(said["by"]),
+                digest=digest_text(statement.subjects["verdict"]),
+                seen=_count(said["seen"]),
+                number=number,
+            )
+            if found.verdict not in (*GOOD, *BAD, "NOT_RUN") or found.seen > number:
+                raise ValueError
+            if not all(_SITE.fullmatch(name) for name in (found.site, found.by or found.site)):
+                raise ValueError
+            return found
+
+    def statement(self, run: str) -> s.Statement:
+        """Inverse of `of`, about the run with this id."""
+        return s.Statement(
+            s.VERDICT,
+            {"verdict": self.digest},
+            {
+                "run": run,
+                "site": self.site,
+                "round": self.round,
+                "verdict": self.verdict,
+                "auditor": self.auditor,
+                "by": self.by,
+                "seen": self.seen,
+            },
+        )
+
+    @property
+    def file(self) -> tuple[str, ...]:
+        """What the file has to say and to be."""
+        return self.digest, self.auditor, self.site, str(self.round), self.verdict
+
+    @property
+    def text(self) -> str:
+        """What it says, and whose word that is."""
+        by = f"site {self.by}" if self.by else "the operator"
+        return (
+            f"round {self.round} of {self.site}: {self.verdict}, signed by {self.auditor[:12]}… "
+            f"and handed in by {by}"
+        )
+
+
+def of_file(signed: Signed, line: str, by: str) -> HandedIn:
+    """What the log is to name of a verdict whose file has this one line."""
+    verdict = signed.verdict
+    seen = 0 if signed.seen is None else signed.seen.size
+    digest = digest_of(line)
+    return HandedIn(
+        verdict.site, verdict.round, verdict.verdict, signed.auditor, by, digest, seen, seen
+    )
+
+
+def digest_of(line: str) -> str:
+    """SHA-256, hex, of a verdict's line."""
+    return sha256(line.strip().encode())
+
+
+def latest(handed_in: Iterable[HandedIn]) -> list[HandedIn]:
+    """Of each auditor, the newest verdict on a round of a site: a file, too, takes the place of
+    the one before."""
+    found = {(each.auditor, each.round, each.site): each for each in handed_in}
+    return sorted(found.values(), key=lambda each: (each.round, each.site, each.number))
+
+
+def taken_in(text: str, run: str, by: str, number: int) -> HandedIn:
+    """A verdict that is to become statement `number` of the run's log, handed in by a member.
+
+    Raises `RecordError` unless its auditor has signed just that.
+    """
+    if len(text) > MOST_BYTES:
+        raise RecordError(f"{len(text)} characters; it may have {MOST_BYTES}")
+    auditor = _auditor(s.opened(text)[0].predicate)
+    statement = s.open_signed(text, auditor, run=run, kinds=(s.VERDICT,))
+    found = HandedIn.of(statement, number)
+    if found.by != by:
+        raise RecordError(
+            f"it names {found.by or 'the operator'} as who hands it in, and "
+            f"{by or 'the operator'} does; sign it anew"
+        )
+    if statement != found.statement(run):
+        raise RecordError("it says more than a verdict does")
+    return found
+
+
+def check_planned(found: HandedIn, sites: Collection[str], last: int) -> None:
+    """Raise `RecordError` for a verdict on what nobody can have audited.
+
+    `sites` of the run; `last` round that was planned with states for audits, -1: none was.
+    """
+    if found.site not in sites:
+        raise RecordError(f"site {found.site}: not in the run file")
+    if found.round > last:
+        newest = f"the newest is round {last}" if last >= 0 else "none is (record.states_every)"
+        raise RecordError(
+            f"round {found.round} of {found.site}: not planned to be audited; {newest}"
+        )
+
+
+def _auditor(said: Mapping[str, Any]) -> str:
+    try:
+        return digest_text(said.get("auditor"))
+    except ValueError:
+        raise RecordError("it names no auditor's key") from None
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < _LAST:
+        raise ValueError(value)
+    return value

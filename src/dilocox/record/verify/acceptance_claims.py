@@ -1,0 +1,91 @@
+"""Who has signed the run file, the data and the code of a record: the sites, or the coordinator
+alone. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from dilocox.errors import DataError, RecordError
+from dilocox.record.log.acceptance import Acceptance
+from dilocox.record.log.state_statements import readable
+from dilocox.record.verify.claims import NotRunError
+from dilocox.record.verify.run_history import Course
+
+
+def counting(course: Course) -> list[str]:
+    """Sites of which a contribution is in the model, or that have signed a state of the model."""
+    found = {site for step in course.steps.values() for site in step.set}
+    return sorted(found | {state.site for state in course.states})
+
+
+@readable
+def accepted(course: Course, what: str) -> str:
+    """That every site that counts has signed the manifest, for the line of a claim.
+
+    Raises `RecordError` if one contradicts the manifest or what it has joined with, and
+    `NotRunError` if `what` is the coordinator's word alone, as in records of an older dilocox.
+    """
+    for each in course.acceptances:
+        _check(course, each)
+    sites = counting(course)
+    own = {each.site for each in course.acceptances}
+    lacking = [site for site in sites if site not in own or site in course.unaccepted]
+    if lacking and course.bound:
+        raise RecordError(f"{names(lacking)} signed statements without the acceptance of the "
+                          "manifest that comes first")  # fmt: skip
+    if lacking or not course.bound:
+        raise NotRunError(f"the coordinator's word: {what} is not signed by the sites (the record "
+                          "was begun by an older dilocox)")  # fmt: skip
+    return f"accepted by {names(sites)}"
+
+
+def _check(course: Course, found: Acceptance) -> None:
+    if found.manifest != course.first:
+        raise RecordError(f"{found.site} has accepted another manifest, {found.manifest[:12]}…")
+    enrolment = next(
+        (
+            each
+            for each in course.enrolments
+            if (each["site"], each["incarnation"]) == (found.site, found.incarnation)
+        ),
+        {},
+    )
+    for name, own in (("key", found.key), ("versions", dict(found.facts.versions))):
+        if enrolment.get(name) != own:
+            raise RecordError(f"{found.site} has accepted with another {name} than the coordinator "
+                              "says that it joined with")  # fmt: skip
+
+
+@readable
+def accepted_data(course: Course, digest: str, folder: str) -> str:
+    """That the token files in `folder`, of this digest, are those that every site that counts has
+    signed, for the line of the claim. Raises as `accepted` does, and `DataError`."""
+    named = {str(each["data"]) for each in course.enrolments}
+    own = {str(each.facts.data) for each in course.acceptances}
+    shared = course.manifest.get("data")
+    told = {str(shared["manifest"])} if shared else set()
+    if (named | own | told) - {digest}:
+        raise DataError(f"{folder}: digest {digest[:12]}…, the sites named others")
+    text = f"digest {digest[:12]}…, {accepted(course, 'which token files it was')}"
+    private = {each.site for each in course.acceptances if each.facts.own_data is not None}
+    return f"{text}; not the own token files of {names(private)}" if private else text
+
+
+@readable
+def accepted_code(course: Course) -> str:
+    """Which sites have signed that they ran the coordinator's code, for the line of the claim."""
+    there = {each.site: each.facts.code for each in course.acceptances}
+    if not there:
+        return "which code the sites ran is not signed"
+    theirs = str(course.manifest["code"])
+    other = [site for site, code in there.items() if code != theirs]
+    same = [site for site in there if site not in other]
+    told = [f"{names(same)} signed the same"] if same else []
+    if other:
+        told.append(f"{names(other)} signed other code")
+    return "; ".join(told)
+
+
+def names(sites: Iterable[str]) -> str:
+    """Sites for a line, in order."""
+    return ", ".join(sorted(sites))

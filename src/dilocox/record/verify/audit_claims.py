@@ -1,0 +1,192 @@
+"""What `dilocox verify` says of the audits whose verdicts lie in a run's folder."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from dilocox.errors import RecordError
+from dilocox.record.log.audit_verdicts import BAD, FOLDER, GOOD, Signed, paths_of, read, read_all
+from dilocox.record.log.transparency_log import read_text
+from dilocox.record.log.verdict_statements import HandedIn, latest, of_file
+from dilocox.record.verify.audit_sampling import Point, decided, due_rounds, points_of, sites_of
+from dilocox.record.verify.claims import NotRunError
+from dilocox.record.verify.run_history import Course
+from dilocox.record.verify.verdict_validity import stands, still_standing
+
+
+@dataclass(frozen=True)
+class Audits:
+    """The audits of one run. All methods raise `RecordError` (FAIL) and `NotRunError`."""
+
+    course: Course
+    entries: Sequence[str]
+    folder: Path
+    auditors: Sequence[str]
+    """Keys, hex, that count; none: all."""
+    randomness: Mapping[int, bytes] = field(default_factory=dict)
+    """Public randomness by round, as the reader has looked it up."""
+
+    def verdicts(self) -> str:
+        """Every verdict is about this log's states, none is bad, and a round of every site is good.
+
+        Those of a course that the run has left say nothing of it: their rounds are not audited.
+        """
+        everything = self._read()
+        signed = still_standing(self.course, self.entries, everything)
+        for each in signed:
+            self._check_states(each)
+        bad = [each for each in signed if each.verdict.verdict in BAD]
+        if bad:
+            first, more = bad[0].verdict, len(bad) - 1
+            others = f" (and {more} more)" if more else ""
+            raise RecordError(
+                f"round {first.round} of {first.site}: {first.verdict}, {first.reason}{others}"
+            )
+        handed_in = self._handed_in()
+        good = {(s.verdict.round, s.verdict.site) for s in signed if s.verdict.verdict in GOOD}
+        due = Counter(site for r in due_rounds(self.course) for site in sites_of(self.course, r))
+        if not good:
+            raise NotRunError(f"none of {due.total()} rounds of sites that keep states was audited")
+        by_site = self._by_site(due, Counter(site for _, site in good), signed)
+        counts = Counter(each.verdict.verdict for each in signed)
+        said = ", ".join(f"{count} {verdict}" for verdict, count in sorted(counts.items()))
+        keys = sorted({each.auditor for each in signed})
+        names = ", ".join(f"{key[:12]}…" for key in keys)
+        old = len(everything) - len(signed)
+        since = f"; {old} more of what was trained anew since" if old else ""
+        return (
+            f"{len(good)} of {due.total()} rounds of sites that keep states: {said}, by {names}; "
+            f"good, {by_site}{handed_in}{since}"
+        )
+
+    def _handed_in(self) -> str:
+        """How many verdicts the log names, all of which have to be in the folder.
+
+        Raises `RecordError` for a bad one that is not, `NotRunError` for any other.
+        """
+        named = [
+            each
+            for each in latest(self.course.verdicts)
+            if self._counts(each.auditor) and stands(self.course, each)
+        ]
+        gone = self._not_here(named)
+        bad = [each for each in gone if each.verdict in BAD]
+        if bad:
+            others = f" (and {len(bad) - 1} more)" if len(bad) > 1 else ""
+            raise RecordError(
+                f"{bad[0].text}, by the log (statement {bad[0].number}); this verdict is not in "
+                f"record/{FOLDER}{others}"
+            )
+        if gone:
+            what = "verdict that is" if len(gone) == 1 else "verdicts that are"
+            raise NotRunError(
+                f"the log names {len(gone)} {what} not here, the first: {gone[0].text}; get the "
+                f"file for record/{FOLDER} from its auditor, or say whose count (--auditor)"
+            )
+        return f"; {len(named)} by the log, and here" if named else ""
+
+    def _not_here(self, named: Sequence[HandedIn]) -> list[HandedIn]:
+        here = set()
+        for path in paths_of(self.folder) if named else ():
+            own = of_file(read(path, self.course.run), read_text(path), "")
+            here.add(own.file)
+        return [each for each in named if each.file not in here]
+
+    def _counts(self, auditor: str) -> bool:
+        return not self.auditors or auditor in self.auditors
+
+    def _by_site(
+        self, due: Mapping[str, int], good: Mapping[str, int], signed: Sequence[Signed]
+    ) -> str:
+        """How many of the rounds that are `due` are `good`, by site.
+
+        Raises `NotRunError` naming a site with none, whose rounds the run file lets be audited.
+        """
+        parts, unseen = [], []
+        for site, count in sorted(due.items()):
+            found, why = good.get(site, 0), self._exempt(site)
+            parts.append(f"{site} {found} of {count}{f' ({why})' if why and not found else ''}")
+            if not found and not why:
+                unseen.append(site)
+        told = f"of the verdicts in this folder: {', '.join(parts)}"
+        if unseen:
+            own = [each.verdict for each in signed if each.verdict.site == unseen[0]]
+            why = f" (round {own[0].round}: {own[0].verdict}, {own[0].reason})" if own else ""
+            who = " or ".join(unseen)
+            raise NotRunError(f"no round of {who} was found good; good, {told}{why}")
+        return told
+
+    def _exempt(self, site: str) -> str:
+        """Why no round of a site can be audited, by the run file that all sites agreed on."""
+        own = self.course.config["sites"].get(site, {})
+        if own.get("data"):
+            return "text of its own"
+        allowed = own.get("own_code") or self.course.config["run"].get("code")
+        return "code of its own" if allowed else ""
+
+    def beacon(self) -> str:
+        """What was to be audited was, and public randomness said so."""
+        signed = still_standing(self.course, self.entries, self._read())
+        drawn = [each for each in signed if each.selection.by == "beacon"]
+        there = {each.verdict.round for each in drawn if decided(self.course, each.verdict.round)}
+        points = points_of(self.course, self.entries, there)
+        for each in drawn:
+            self._check_drawn(each, points.get(each.verdict.round))
+        public = [each for each in drawn if each.selection.randomness]
+        if not public:
+            how = "the log alone has selected" if drawn else "no audit was selected by the log"
+            raise NotRunError(f"{how}: public randomness was not at hand")
+        judged = {(s.verdict.round, s.verdict.site) for s in public if s.verdict.verdict in GOOD}
+        rate = float(self.course.config["record"].get("audit_rate", 0.0))
+        values: dict[int, str] = {}
+        for each in public:
+            known = values.setdefault(each.verdict.round, each.selection.randomness)
+            if known != each.selection.randomness:
+                raise RecordError(f"two audits of round {each.verdict.round} name other randomness")
+        for round_, text in values.items():
+            if self.randomness.get(round_, bytes.fromhex(text)).hex() != text:
+                raise RecordError(f"round {round_} was selected by other randomness than was told")
+            point = points[round_]
+            for site in sites_of(self.course, round_):
+                if point.draw(bytes.fromhex(text), site) < rate and (round_, site) not in judged:
+                    raise NotRunError(f"round {round_} of {site} is selected and was not audited")
+        unknown = [round_ for round_ in due_rounds(self.course) if round_ not in values]
+        if unknown:
+            raise NotRunError(f"no public randomness is known of round {unknown[0]}")
+        told = sum(round_ in self.randomness for round_ in values)
+        return (
+            f"{len(judged)} rounds of sites, at a rate of {rate:.0%}; the randomness of {told} of "
+            f"{len(values)} rounds was told"
+        )
+
+    def _read(self) -> list[Signed]:
+        found = read_all(self.folder, self.course.run)
+        return [each for each in found if self._counts(each.auditor)]
+
+    def _check_states(self, signed: Signed) -> None:
+        verdict = signed.verdict
+        if verdict.verdict not in GOOD:
+            return
+        places = {
+            f"{stage}/{shard}": (stage, shard)
+            for stage in range(self.course.stages)
+            for shard in range(self.course.shards)
+        }
+        where = f"the audit of round {verdict.round} of {verdict.site}"
+        if set(verdict.states) != set(places):
+            raise RecordError(f"{where} is not about all of the site's ranks")
+        for name, (stage, shard) in places.items():
+            state = self.course.rounds.get((verdict.round, verdict.site, stage, shard))
+            if state is None or state.document != verdict.states[name]:
+                raise RecordError(f"{where} is about another state than the one in this log")
+
+    def _check_drawn(self, signed: Signed, point: Point | None) -> None:
+        verdict, chosen = signed.verdict, signed.selection
+        where = f"the audit of round {verdict.round} of {verdict.site}"
+        if point is None:
+            raise RecordError(f"{where}: this log does not decide the round")
+        if (point.size, point.root) != (chosen.size, chosen.root):
+            raise RecordError(f"{where} was selected by another log")

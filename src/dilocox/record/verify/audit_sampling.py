@@ -1,0 +1,126 @@
+"""Which rounds of which sites are audited: anyone can work it out, nobody before the round is over.
+
+The selection point of a round is the end of the shortest prefix of the log that decides all of its
+exchanges. Beacon = H(size, root of that prefix, public randomness); a site is selected if its draw,
+H(beacon, site) as a fraction of 2^256, is below the rate. By then the log holds the signed state in
+which the round began and every payload that was made in it. Without public randomness the holder
+of the log's key could try several logs until one selects what it likes; with it nobody can.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from dilocox.coordinator.protocol.exchange_key import ExchangeKey
+from dilocox.errors import RecordError
+from dilocox.record.log.merkle import roots_at
+from dilocox.record.log.transparency_log import leaves_of
+from dilocox.record.verify.run_history import Course, Step
+
+BEACON, DRAW = b"dilocox/beacon/v1\0", b"dilocox/draw/v1\0"
+
+
+@dataclass(frozen=True)
+class Point:
+    """Where a round's audits are selected."""
+
+    round: int
+    size: int
+    """Statements of the prefix."""
+    root: str
+    """Its Merkle root, hex."""
+
+    def beacon(self, randomness: bytes) -> bytes:
+        """32 bytes. `randomness`: public and unknown before the prefix was; may be empty."""
+        size = self.size.to_bytes(8, "big")
+        return hashlib.sha256(BEACON + size + bytes.fromhex(self.root) + randomness).digest()
+
+    def draw(self, randomness: bytes, site: str) -> float:
+        """What selects a site: evenly spread over [0, 1)."""
+        data = DRAW + self.beacon(randomness) + f"{self.round}/{site}".encode()
+        return int.from_bytes(hashlib.sha256(data).digest()[:6], "big") / 2**48
+
+
+def exchanges_of(course: Course, round_: int) -> list[str]:
+    """Keys of all exchanges whose boundaries lie in a round."""
+    fragments = int(course.plans[round_]["fragments"])
+    return [
+        ExchangeKey.outer(round_, stage, fragment).text
+        for stage in range(course.stages)
+        for fragment in range(fragments)
+    ]
+
+
+def decided(course: Course, round_: int) -> bool:
+    """True if the log holds the plan of a round, or the flush, and decides all of its exchanges."""
+    plan = course.plans.get(round_)
+    if plan is None:
+        return False
+    number = plan["fragments"]
+    # No log has steps for more: before as many names are made as it claims.
+    if not 1 <= number * course.stages <= len(course.steps):
+        return False
+    keys = exchanges_of(course, round_)
+    return all(key in course.steps and course.steps[key].fragments == number for key in keys)
+
+
+def size_of(course: Course, round_: int) -> int:
+    """Statements up to the selection point of a round that is `decided`."""
+    return 1 + max(course.numbers[key] for key in exchanges_of(course, round_))
+
+
+def points_of(course: Course, entries: Sequence[str], rounds: Collection[int]) -> dict[int, Point]:
+    """The selection points of rounds that are `decided`. `entries`: of the whole log, which is gone
+    through once."""
+    sizes = {round_: size_of(course, round_) for round_ in rounds}
+    roots = roots_at(leaves_of(entries), set(sizes.values()))
+    return {round_: Point(round_, size, roots[size].hex()) for round_, size in sizes.items()}
+
+
+def due_rounds(course: Course) -> list[int]:
+    """Rounds that are decided and whose states have to be there."""
+    return [n for n in sorted(course.plans) if course.keeps_state(n) and decided(course, n)]
+
+
+def sites_of(course: Course, round_: int) -> list[str]:
+    """Who trained a round, by name.
+
+    A member of its plan that has contributed to none of its exchanges, in whatever attempt, was
+    gone before it or was left behind: nothing of it is in the model, and it has no state to show.
+    """
+    members = sorted(course.plans[round_]["members"])
+    if not decided(course, round_):
+        return members
+    steps = [course.steps[key] for key in exchanges_of(course, round_)]
+    return [site for site in members if any(_has_part(course, step, site) for step in steps)]
+
+
+def _has_part(course: Course, step: Step, site: str) -> bool:
+    if site in step.set:
+        return True
+    # A log has a statement for each attempt and shard, whatever it names.
+    attempts = range(1, min(step.attempt, course.read) + 1)
+    return any(
+        (step.key.text, attempt, site, shard) in course.contributions
+        for attempt in attempts
+        if (step.key.text, attempt) in course.votes
+        for shard in range(min(course.shards, course.read))
+    )
+
+
+def read_randomness(path: Path) -> dict[int, bytes]:
+    """Public randomness by round, from lines `ROUND HEX`. Raises `RecordError`."""
+    found: dict[int, bytes] = {}
+    try:
+        for line in path.read_text(encoding="utf-8").splitlines():
+            if line.strip() and not line.startswith("#"):
+                number, value = line.split()
+                found[int(number)] = bytes.fromhex(value)
+    except (OSError, ValueError) as error:
+        raise RecordError(
+            f"{path}: no list of public randomness ({error}); give one line `ROUND HEX` per round"
+        ) from None
+    return found

@@ -1,0 +1,116 @@
+"""What is missing from a run's course, or does not fit together. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dilocox.config.codec_spec import names_payload
+from dilocox.record.log.digests import sealed
+from dilocox.record.verify.run_history import Course, Step
+
+
+def gaps(course: Course) -> list[str]:
+    """What is missing from a finished run, or does not fit together, one line each."""
+    if not course.steps:
+        return ["no outer step is signed"]
+    last = max(step.key.round for step in course.steps.values())
+    by_round: dict[tuple[int, int], list[Step]] = {}
+    for step in course.steps.values():
+        by_round.setdefault((step.key.stage, step.key.round), []).append(step)
+    found = []
+    for stage in range(course.stages):
+        for round_ in range(last + 1):
+            steps = by_round.get((stage, round_), [])
+            planned = course.plans.get(round_, {}).get("fragments")
+            found += _incomplete(stage, round_, steps, course.pieces, planned)
+            if any(step.flush != (round_ == last) for step in steps):
+                found.append(f"stage {stage}: round {round_} is the last one, or the flush, alone")
+            if not steps:
+                break  # of those that a log names after it there may be any number
+    for step in course.steps.values():
+        if step.key.stage >= course.stages:
+            found.append(f"{step.key.text}: no such fragment")
+        found += _unsigned(course, step)
+    found += _torn(course)
+    for kind in ("initial", "final"):
+        for stage in range(course.stages):
+            roots = {(state.root, state.published) for state in course.state(kind, stage)}
+            if len(roots) != 1:
+                found.append(f"stage {stage}: {len(roots)} different {kind} states are signed")
+    return found
+
+
+def _torn(course: Course) -> list[str]:
+    """States to replay from that sites have signed differently, one line each."""
+    roots: dict[tuple[int, int, int], dict[tuple[str, tuple[int, ...]], str]] = {}
+    for state in course.anchors:
+        place = (state.round, state.stage, state.shard)
+        roots.setdefault(place, {})[state.root, state.landed] = state.site
+    return [
+        f"stage {stage} shard {shard}: {' and '.join(sorted(by_root.values()))} have signed "
+        f"different anchors at the beginning of round {round_}"
+        for (round_, stage, shard), by_root in roots.items()
+        if len(by_root) > 1
+    ]
+
+
+def _incomplete(
+    stage: int, round_: int, steps: Sequence[Step], pieces: int, planned: int | None
+) -> list[str]:
+    """What is wrong with the outer steps that a stage of so many pieces has of a round, whose plan
+    has so many fragments, if it is in the log."""
+    if not steps:
+        return [f"stage {stage}: no outer step of round {round_}"]
+    number = steps[0].fragments
+    if any(step.fragments != number for step in steps):
+        return [f"stage {stage}: the outer steps of round {round_} do not agree on the number of "
+                "fragments"]  # fmt: skip
+    if not 1 <= number <= pieces:
+        return [f"{steps[0].key.text}: {number} fragments, where a stage has {pieces} pieces"]
+    if planned not in (None, number):
+        return [f"{steps[0].key.text}: {number} fragments, where the plan has {planned}"]
+    there = {step.key.fragment for step in steps}
+    found = [f"{step.key.text}: no such fragment" for step in steps if step.key.fragment >= number]
+    missing = next((fragment for fragment in range(number) if fragment not in there), None)
+    if missing is not None:
+        found.append(f"stage {stage} fragment {missing}: no outer step of round {round_}")
+    return found
+
+
+def broken_commitments(course: Course) -> list[str]:
+    """Contributions that count and were not committed to before any payload, one line each.
+
+    As the log has it: whoever votes had payloads, so all commitments come before all votes.
+    """
+    found = []
+    for step in course.steps.values():
+        key, first = step.key.text, course.votes.get((step.key.text, step.attempt), -1)
+        bound = names_payload(step.exchange, step.codec)
+        for site in step.set:
+            for shard in range(course.shards):
+                said = course.commitments.get((key, site, shard))
+                payload = step.payloads.get(f"{site}/{shard}", "")
+                if said is None:
+                    found.append(f"{key}: {site} has not committed to its contribution")
+                elif said.number >= first:
+                    found.append(f"{key}: {site} has committed only after payloads were sent")
+                elif bound and said.payload != sealed(payload, course.run, key, site, shard):
+                    found.append(f"{key}: {site} has committed to another payload")
+    return found
+
+
+def _unsigned(course: Course, step: Step) -> list[str]:
+    """Payloads of a step that count and that their site has not signed so."""
+    other = [f"{step.key.text}: its payloads are not those of its contribution set"]
+    if len(step.payloads) != len(step.set) * course.shards:
+        return other  # a log may name any number of sites and shards
+    places = {f"{site}/{shard}": (site, shard) for site in step.set
+              for shard in range(course.shards)}  # fmt: skip
+    if set(places) != set(step.payloads):
+        return other
+    return [
+        f"{step.key.text}: {site} has not signed the payload that counts"
+        for place, (site, shard) in places.items()
+        if course.contributions.get((step.key.text, step.attempt, site, shard))
+        != step.payloads[place]
+    ]

@@ -1,0 +1,196 @@
+"""What sites sign of the metrics that they report, and whether `metrics.jsonl` says the same.
+
+A site signs the digest of each report: the loss curve of a run's page is then its sites' own word,
+and the coordinator cannot show another one.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import rfc8785
+
+from dilocox.coordinator.protocol.site_reports import RESERVED, checked
+from dilocox.errors import RecordError
+from dilocox.record.log import statements as s
+from dilocox.record.log.digests import sha256
+from dilocox.record.log.entries import lines_of
+from dilocox.record.log.state_statements import SIGNED_REPORTS
+from dilocox.record.verify.claims import NotRunError
+from dilocox.record.verify.run_history import Course
+from dilocox.record.writer.rank_recorder import Author
+
+FILE = "metrics.jsonl"
+_EXACT = 2**53
+"""Largest integer that canonical JSON writes."""
+Line = Mapping[str, Any]
+Key = tuple[str, int, str]
+"""(kind, round, site); the evaluation before training is of round -1."""
+
+
+def report_digest(kind: str, metrics: Mapping[str, Any]) -> str:
+    """SHA-256, hex, of a report as `metrics.jsonl` has it, without what its writer adds."""
+    added = (*RESERVED, "step") if _is_evaluation(kind) else RESERVED
+    said = {key: _plain(value) for key, value in metrics.items() if key not in added}
+    return sha256(rfc8785.dumps(said))
+
+
+def _is_evaluation(kind: str) -> bool:
+    return kind in ("evaluation", "first_evaluation")
+
+
+def _plain(value: Any) -> Any:
+    """As JSON has it: no number is null, and a large integer a float."""
+    if isinstance(value, Mapping):
+        return {key: _plain(own) for key, own in value.items()}
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= _EXACT:
+        return float(value)
+    return value
+
+
+def signed_report(author: Author, kind: str, round_: int, metrics: Mapping[str, Any]) -> str | None:
+    """The signed statement of what a site's leading rank reports; None for what is not signed."""
+    if kind not in SIGNED_REPORTS:
+        return None
+    rank = author.rank
+    said = {"site": rank.site, "stage": rank.stage, "shard": rank.shard,
+            "round": round_, "kind": kind}  # fmt: skip
+    digest = report_digest(kind, checked(kind, metrics))
+    statement = s.Statement(s.REPORT, {"report": digest}, {"run": author.run, **said})
+    return author.signer.sign(statement)
+
+
+def judge_reports(course: Course, folder: Path) -> str:
+    """Are the lines of a run's `metrics.jsonl` what its sites have signed? What was compared.
+
+    Raises `RecordError` (FAIL) and `NotRunError`.
+    """
+    if not course.manifest.get("reports"):
+        raise NotRunError("the run was recorded by a dilocox whose sites signed no metrics")
+    path = folder / FILE
+    if not path.exists():
+        raise NotRunError(f"{path}: not there")
+    lines, rounds = _lines(lines_of(path))
+    unsigned = []
+    for key, line in lines.items():
+        signed = course.reports.get(key)
+        if not signed:
+            unsigned.append(key)
+        elif line.digest not in signed:
+            raise RecordError(f"{path}: {_named(key)} is not the one that {key[2]} has signed")
+    for key in course.reports:
+        if key not in lines:
+            raise RecordError(f"{path}: {_named(key)}, which {key[2]} has signed, is not there")
+    by_round: dict[int, list[_Told]] = {}
+    for (kind, number, _), own in lines.items():
+        if kind == "round":
+            by_round.setdefault(number, []).append(own)
+    partly = [number for number, line in rounds.items()
+              if not _combined(path, number, line, by_round.get(number, []))]  # fmt: skip
+    if unsigned:
+        more = f" and {len(unsigned) - 1} more" if unsigned[1:] else ""
+        raise NotRunError(f"{_named(unsigned[0])} of {unsigned[0][2]}{more}: not signed")
+    if partly:
+        raise NotRunError(f"round {partly[0]} of the run was made of some sites' reports alone")
+    if not lines:
+        raise NotRunError("no site has reported anything")
+    sites = sorted({site for _, _, site in lines})
+    count = sum(_is_evaluation(kind) for kind, _, _ in lines)
+    return (
+        f"{len(lines) - count} reports of rounds and {count} of the held-out loss, signed by "
+        f"{', '.join(sites)}"
+    )
+
+
+def _named(key: Key) -> str:
+    kind, round_, _ = key
+    if kind == "first_evaluation":
+        return "the held-out loss before training"
+    if kind == "evaluation":
+        return f"the held-out loss after round {round_}"
+    return f"the report of round {round_}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Told:
+    """What is needed of a line: a long run's lines are larger than memory."""
+
+    digest: str
+    """Of a site's report; empty: the line has none, and nobody can have signed it."""
+    tokens: Any
+    loss: Any
+    sites: Any
+
+    @classmethod
+    def of(cls, line: Line, kind: str | None) -> _Told:
+        """`kind`: of a site's report; None: the line is about the whole run."""
+        digest = ""
+        if kind is not None:
+            try:
+                digest = report_digest(kind, line)
+            except (ValueError, RecursionError, rfc8785.CanonicalizationError):
+                pass  # as above
+        return cls(digest, line.get("tokens"), line.get("loss"), line.get("sites"))
+
+
+def _lines(rows: Iterable[str]) -> tuple[dict[Key, _Told], dict[int, _Told]]:
+    """The sites' lines that count, and those of the whole run by round.
+
+    What was written before a resume counts as far as the run was kept.
+    """
+    lines: dict[Key, _Told] = {}
+    rounds: dict[int, _Told] = {}
+    for row in rows:
+        try:
+            line = json.loads(row)
+        except (ValueError, RecursionError):
+            continue  # the last line of a process that was killed
+        if not isinstance(line, dict):
+            continue
+        kind, site = str(line.get("kind")), line.get("site")
+        number = line.get("after_round" if kind == "evaluation" else "round", 0)
+        if not isinstance(number, int):
+            continue
+        if kind == "resumed":
+            lines = {key: each for key, each in lines.items() if key[1] < number}
+            rounds = {r: each for r, each in rounds.items() if r < number}
+        elif site and kind in SIGNED_REPORTS:
+            first = kind == "evaluation" and number < 0
+            said = "first_evaluation" if first else kind
+            lines[said, number, str(site)] = _Told.of(line, said)
+        elif kind == "round":
+            rounds[number] = _Told.of(line, None)
+    return lines, rounds
+
+
+def _combined(path: Path, number: int, line: _Told, rows: Sequence[_Told]) -> bool:
+    """Whether a round of the whole run is what the sites' own reports make, all of them.
+
+    Raises `RecordError` if its loss or its tokens are others.
+    """
+    if line.sites != len(rows):
+        return False
+    try:
+        with_loss = [(own.loss, own.tokens) for own in rows if own.loss is not None]
+        weight = sum(tokens for _, tokens in with_loss)
+        tokens = sum(own.tokens for own in rows)
+        loss = sum(loss * share for loss, share in with_loss) / weight if weight else None
+        same = tokens == line.tokens and _same(loss, line.loss)
+    except TypeError:  # what is no number makes none
+        same = False
+    if not same:
+        raise RecordError(f"{path}: loss or tokens of round {number} are not what its sites report")
+    return True
+
+
+def _same(ours: float | None, theirs: Any) -> bool:
+    if ours is None or not isinstance(theirs, int | float):
+        return ours is None and theirs is None
+    return math.isclose(ours, theirs, rel_tol=1e-9)

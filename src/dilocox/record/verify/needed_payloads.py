@@ -1,0 +1,92 @@
+"""Whether the stores have what a replay needs, asked for step by step: a long run's list of it is
+larger than memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from dilocox.errors import RecordError
+from dilocox.record.log.blob_store import MissingError
+from dilocox.record.log.digests import TensorDigest
+from dilocox.record.log.state_statements import State
+from dilocox.record.log.step_statements import Step
+from dilocox.record.verify.claims import NotRunError
+from dilocox.record.verify.origins import Origin, replays
+from dilocox.record.verify.replay import behind
+from dilocox.record.verify.run_history import Course
+
+REMEMBERED = 100_000
+"""Objects that are not read once more if they are needed again."""
+Listing = Callable[[State], list[TensorDigest]]
+"""The tensors of a signed state."""
+
+
+@dataclass
+class Needed:
+    """Reads and counts objects."""
+
+    get: Callable[[str], bytes]
+    """SHA-256, hex, to the bytes that have it. Raises `RecordError`."""
+    count: int = 0
+    """Objects, each once unless it is needed again much later."""
+    size: int = 0
+    """Their bytes."""
+    _seen: dict[str, None] = field(default_factory=dict)
+
+    def read(self, digest: str, name: str, step: Step | None = None) -> None:
+        """Read an object, and what it refers to as a payload of `step`.
+
+        Raises `NotRunError` for what no store has, `RecordError` for damaged bytes.
+        """
+        if digest in self._seen:
+            return
+        data = self._fetched(digest, name)
+        self._seen[digest] = None
+        if len(self._seen) > REMEMBERED:
+            del self._seen[next(iter(self._seen))]
+        self.count, self.size = self.count + 1, self.size + len(data)
+        for part in behind(step, data) if step is not None else ():
+            self.read(part, f"part of a {name}")
+
+    def _fetched(self, digest: str, name: str) -> bytes:
+        try:
+            return self.get(digest)
+        except MissingError as error:
+            raise NotRunError(f"{name}: {error}; name more stores with --store") from None
+        except RecordError as error:
+            raise RecordError(f"{name}: {error}") from None
+
+
+def read_needed(
+    course: Course,
+    origins: Mapping[tuple[int, int], Origin],
+    listing: Listing,
+    needed: Needed,
+    progress: Callable[[float], None],
+) -> None:
+    """Read all that a replay from `origins` needs. Raises as `Needed.read` does."""
+    for digest, name in _states(course, origins, listing):
+        needed.read(digest, name)
+    for number, step in enumerate(course.steps.values()):
+        for digest in step.payloads.values():
+            if not origins or replays(origins, digest, step):
+                needed.read(digest, f"payload of {step.key.text}", step)
+        progress((number + 1) / len(course.steps))
+
+
+def _states(
+    course: Course, origins: Mapping[tuple[int, int], Origin], listing: Listing
+) -> Iterator[tuple[str, str]]:
+    """What is needed beside payloads: digest and name."""
+    for origin in origins.values():
+        for each in origin.tensors.values():
+            yield each.sha256, f"the state of round {origin.state.round}, {each.name}"
+    for stage in range(course.stages):
+        for state in course.state("final", stage)[-1:]:
+            yield state.listing, f"list of stage {stage}'s final tensors"
+            if state.published is not None:
+                yield state.published[1], f"list of stage {stage}'s published tensors"
+        for state in course.state("initial", stage)[-1:]:
+            for each in listing(state):
+                yield each.sha256, f"theta_0, {each.name}"

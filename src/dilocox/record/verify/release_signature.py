@@ -1,0 +1,72 @@
+"""The signature over a released folder (OpenSSF Model Signing), judged by that project's code."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    PublicFormat,
+    load_pem_public_key,
+)
+
+from dilocox.errors import RecordError
+from dilocox.record.verify.claims import NotRunError
+
+SIGNATURE = "model.sig"
+"""In the folder that is signed, over all of its other files."""
+
+
+def is_released(folder: Path) -> bool:
+    """True if somebody has signed the folder."""
+    return (folder / SIGNATURE).is_file()
+
+
+def key_beside(folder: Path) -> Path:
+    """Where a release writes its public key: beside the folder, so that the two can part."""
+    return folder.resolve().with_name(f"{folder.resolve().name}.pub")
+
+
+def check_release(folder: Path, told: Path | None) -> str:
+    """What was found of the signature over `folder`, in words.
+
+    `told`: PEM file of the public key, as its owner has handed it out; none: the one beside the
+    folder. Raises `RecordError` for a signature that does not hold, and `NotRunError`.
+    """
+    path = told or key_beside(folder)
+    if not is_released(folder):
+        raise NotRunError(f"{folder / SIGNATURE}: not there, the folder is not signed")
+    if not path.is_file():
+        raise NotRunError(f"{path}: not there; say with --release-key who has to have signed")
+    try:
+        from model_signing import hashing, verifying
+    except ImportError:
+        raise NotRunError(
+            "needs the package model-signing; run: pip install model-signing pyopenssl"
+        ) from None
+    key = _fingerprint(path)
+    # The library compares the ignored path with absolute ones: a relative one matches nothing.
+    whole = folder.resolve()
+    covered = hashing.Config().set_ignored_paths(paths=[whole / SIGNATURE], ignore_git_paths=True)
+    try:
+        config = verifying.Config().use_elliptic_key_verifier(public_key=path)
+        config.set_hashing_config(covered).verify(whole, whole / SIGNATURE)
+    except Exception as error:  # another project's reader of a file that anybody may have written
+        reason = str(error) or type(error).__name__
+        raise RecordError(f"{folder}: not what key {key[:12]}… has signed ({reason})") from None
+    known = "" if told else "; it lay beside the folder: compare it with what its owner says"
+    return f"all files of {folder}, by key {key}{known}"
+
+
+def _fingerprint(path: Path) -> str:
+    """SHA-256 over a public key (DER), hex. Raises `NotRunError`."""
+    try:
+        key = load_pem_public_key(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise NotRunError(f"{path}: no public key ({error}); name another file") from None
+    if not isinstance(key, ec.EllipticCurvePublicKey):
+        raise NotRunError(f"{path}: not an elliptic-curve key; name another file")
+    data = key.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
+    return hashlib.sha256(data).hexdigest()

@@ -1,0 +1,138 @@
+"""A run behind a URL: what is verified of it besides the store, fetched to this machine.
+
+The URL is a stranger's. So nothing is read beyond what the record allows it: the log by the number
+of statements that its checkpoint names, the model by the states that were signed.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import fsspec
+
+from dilocox.errors import RecordError
+from dilocox.record.log import bounded_reads
+from dilocox.record.log import statements as s
+from dilocox.record.log.audit_verdicts import FOLDER
+from dilocox.record.log.blob_store import DOCUMENT_BYTES, Store, Stores
+from dilocox.record.log.signed_note import LogCheckpoint
+from dilocox.record.log.state_statements import State
+from dilocox.record.log.transparency_log import CHECKPOINT, ENTRIES, PUBLIC, open_log, read_text
+
+LOG_FILES = tuple(f"record/{name}" for name in (CHECKPOINT, PUBLIC, ENTRIES))
+"""Without these there is nothing to verify."""
+METRICS = "metrics.jsonl"
+AUDITS = f"record/{FOLDER}"
+NOTE_BYTES = 1 << 16
+"""Of the checkpoint, and of the public key."""
+STATEMENT_BYTES = 1 << 16
+"""Of a statement on average, and of what `metrics.jsonl` says beside it."""
+SMALL_BYTES = 1 << 24
+"""Of the run file, of a verdict of an audit, and what any log may have beside its statements."""
+VERDICTS = 10_000
+MODEL_FILES = 10_000
+BESIDE_WEIGHTS = 1 << 28
+"""Bytes of a model's folder beside its weights: tokenizer, settings."""
+LAST = 100_000
+"""Final states are among so many statements at the end."""
+
+
+@contextmanager
+def fetched(url: str) -> Iterator[Path]:
+    """A folder with the log, the run file and the model of the run at `url`, for as long as it is
+    needed. The store stays where it is. Raises `RecordError`, also for files that are larger, or
+    more, than the record allows."""
+    with tempfile.TemporaryDirectory(prefix="dilocox-verify-") as place:
+        folder = Path(place)
+        try:
+            files, root = fsspec.core.url_to_fs(url.rstrip("/"))
+            _fetch(_Remote(files, root, folder), url)
+        except (OSError, ValueError, ImportError) as error:
+            raise RecordError(f"{url}: cannot be fetched ({error})") from None
+        yield folder
+
+
+class _Remote:
+    """The files of a run elsewhere, and the folder that they are copied to."""
+
+    def __init__(self, files: Any, root: str, folder: Path) -> None:
+        self._files, self._root, self.folder = files, root, folder
+
+    def copy(self, path: str, most: int) -> int:
+        """Copy a file of at most `most` bytes; its bytes."""
+        target = self.folder / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        room = shutil.disk_usage(target.parent).free // 2
+        return bounded_reads.copy(self._files, f"{self._root}/{path}", target, min(most, room))
+
+    def has(self, path: str) -> bool:
+        """Whether there is such a file or folder."""
+        return bool(self._files.exists(f"{self._root}/{path}"))
+
+    def names(self, path: str, most: int) -> list[tuple[str, bool]]:
+        """What is in a folder, at most `most` names, and what of it is a folder."""
+        found = bounded_reads.names(self._files, f"{self._root}/{path}") if self.has(path) else []
+        if len(found) > most:
+            raise RecordError(f"{self._root}/{path}: names {len(found):,} files, not {most:,}")
+        return found
+
+
+def _fetch(remote: _Remote, url: str) -> None:
+    for name in (CHECKPOINT, PUBLIC):
+        remote.copy(f"record/{name}", NOTE_BYTES)
+    log = SMALL_BYTES + STATEMENT_BYTES * _statements(remote.folder)
+    remote.copy(f"record/{ENTRIES}", log)
+    for name, most in (("run.toml", SMALL_BYTES), (METRICS, log)):
+        if remote.has(name):
+            remote.copy(name, most)
+    for name, _ in remote.names(AUDITS, VERDICTS):
+        remote.copy(f"{AUDITS}/{name}", SMALL_BYTES)
+    names = remote.names("model", MODEL_FILES)
+    left = _weights(remote.folder, url) + BESIDE_WEIGHTS if names else 0
+    for name, is_folder in names:
+        if is_folder:  # that it is there is what is to be judged
+            (remote.folder / "model" / name).mkdir(parents=True, exist_ok=True)
+        else:
+            left -= remote.copy(f"model/{name}", left)
+
+
+def _statements(folder: Path) -> int:
+    """How many statements the log has by its checkpoint, whose signature is not looked at yet."""
+    text, _, _ = read_text(folder / "record" / CHECKPOINT).partition("\n\n")
+    try:
+        return LogCheckpoint.parse(text + "\n").size
+    except RecordError:  # said where the log is judged
+        return 0
+
+
+def _weights(folder: Path, url: str) -> int:
+    """Bytes of a published model by the final states that were signed, whose signatures are not
+    looked at yet. Where none is, or its list of tensors is not at `url`: what the disk takes."""
+    try:
+        size = _signed_bytes(folder, url)
+    except RecordError:  # what is wrong with the log or the list is said where they are judged
+        size = 0
+    return size or shutil.disk_usage(folder).free
+
+
+def _signed_bytes(folder: Path, url: str) -> int:
+    from dilocox.record.verify.replay import read_listing
+
+    entries = open_log(folder / "record").entries[-LAST:]
+    get = Stores([Store(f"{url.rstrip('/')}/record/store")], most=DOCUMENT_BYTES).get
+    sizes: dict[int, int] = {}
+    for number, line in enumerate(entries):
+        statement = s.opened(line)[0]
+        if statement.kind != s.CHECKPOINT or statement.predicate.get("kind") != "final":
+            continue
+        state = State.of(statement, number)
+        forms = [(state.root, state.listing), *filter(None, [state.published])]
+        listings = [read_listing(get, listing, root) for root, listing in forms]
+        size = max(sum(each.size for each in tensors) for tensors in listings)
+        sizes[state.stage] = max(size, sizes.get(state.stage, 0))
+    return sum(sizes.values())

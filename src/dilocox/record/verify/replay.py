@@ -1,0 +1,301 @@
+"""Replays outer steps exactly, from theta_0 and the payloads, with the engine's own pure code.
+
+Decoding, averages and the outer optimizer give the same bits on every machine (see
+`dilocox.compression`), so what comes out is the anchor itself or the record is not that of the
+model. Nothing that a site computed alone is repeated: not its inner steps, not a low-rank basis.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dilocox.compression import LowRank, compressor
+from dilocox.config.codec_spec import parse_spec
+from dilocox.coordinator.protocol.fragment_groups import apart
+from dilocox.errors import DilocoxError, RecordError
+from dilocox.outer.aggregation import aggregate
+from dilocox.outer.averaging import average, chunk_bounds, requantise
+from dilocox.outer.layout import Layout, local_shapes, split_pieces
+from dilocox.outer.optimizer import MOMENTUM_DTYPES, as_kept, nesterov_step
+from dilocox.record.log.digests import TensorDigest, stage_root, tensor_digest
+from dilocox.record.verify.run_history import Course, Step
+from dilocox.record.writer.rank_recorder import MOMENTUM_OF
+
+Get = Callable[[str], bytes]
+"""SHA-256, hex, to the bytes that have it. Raises `RecordError`."""
+DIGEST_BYTES = 32
+"""Of one chunk in the index that stands for a contribution in exchange `reduce`; a low-rank payload
+begins with that of its basis."""
+
+
+def read_listing(get: Get, digest: str, root: str) -> list[TensorDigest]:
+    """The tensors of a signed state, in model order, checked against its root.
+
+    Raises `RecordError`.
+    """
+    try:
+        tensors = [TensorDigest.from_json(each) for each in json.loads(get(digest))]
+    except (ValueError, TypeError):
+        raise RecordError(f"{digest[:12]}…: not a list of tensors") from None
+    if stage_root(tensors).hex() != root:
+        raise RecordError(f"{digest[:12]}…: a list of tensors with another root than was signed")
+    return tensors
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage's theta_0 and how it is divided."""
+
+    stage: int
+    shards: int
+    tensors: Mapping[str, TensorDigest]
+    """In model order."""
+    pieces: tuple[tuple[str, ...], ...]
+    """Names by piece: runs of these were exchanged as fragments."""
+    momenta: Mapping[str, TensorDigest]
+    """The outer momentum that the run begins with, by the same names; empty: zero."""
+
+    @classmethod
+    def of(cls, course: Course, stage: int, tensors: Sequence[TensorDigest]) -> Stage:
+        """Raises `RecordError` for tensors that are not fp32, and `ConfigError`."""
+        for each in tensors:
+            if each.dtype != "float32":
+                raise RecordError(f"{each.name}: an anchor is fp32, this is {each.dtype}")
+        known = {each.name: each for each in tensors}
+        theta = {n: each for n, each in known.items() if not n.startswith(MOMENTUM_OF)}
+        momenta = {n: known[MOMENTUM_OF + n] for n in theta if MOMENTUM_OF + n in known}
+        if len(theta) + len(momenta) != len(tensors) or len(momenta) not in (0, len(theta)):
+            raise RecordError(f"stage {stage}: its outer momentum is not one of its tensors")
+        sizes = {name: math.prod(each.shape) for name, each in theta.items()}
+        pieces = tuple(tuple(names) for names in split_pieces(sizes, course.pieces))
+        return cls(stage, course.shards, theta, pieces, momenta)
+
+    def layout(self, pieces: range, shard: int) -> Layout:
+        """How neighbouring pieces lie in a rank's buffer."""
+        layouts = []
+        for names in self.pieces[pieces.start : pieces.stop]:
+            shapes = {name: self.tensors[name].shape for name in names}
+            layouts.append(Layout.of(local_shapes(shapes, names, shard, self.shards)))
+        return Layout.joined(layouts)
+
+    def place(self, pieces: range, run: range, shard: int) -> slice:
+        """Where neighbouring pieces lie in the buffer of the `run` that they are of."""
+        first = self.layout(range(run.start, pieces.start), shard).length
+        return slice(first, first + self.layout(pieces, shard).length)
+
+    def names(self, pieces: range) -> list[str]:
+        """Of these pieces' tensors."""
+        return [name for names in self.pieces[pieces.start : pieces.stop] for name in names]
+
+    def blocks(self, steps: Sequence[Step]) -> list[tuple[range, list[Step]]]:
+        """Runs of pieces that can be replayed by themselves, and the steps of each: as small as
+        these steps' fragments allow. Raises `ConfigError` for a fragment that there is not."""
+        number = len(self.pieces)
+        found: list[tuple[range, list[Step]]] = [
+            (run, []) for run in apart({step.fragments for step in steps}, number)
+        ]
+        home = {piece: own for run, own in found for piece in run}
+        for step in steps:
+            home[step.pieces(number).start].append(step)
+        return found
+
+    def rows(self, whole: Mapping[str, Tensor], shard: int) -> dict[str, Tensor]:
+        """What a shard holds of whole tensors."""
+        if self.shards == 1:
+            return dict(whole)
+        found = {}
+        for name, tensor in whole.items():
+            run = -(-len(tensor) // self.shards)
+            found[name] = tensor[shard * run : (shard + 1) * run]
+        return found
+
+    def load(self, get: Get, name: str) -> Tensor:
+        """A whole tensor of theta_0, fp32. Raises `RecordError`."""
+        return self._tensor(get, name, self.tensors[name])
+
+    def momentum(self, get: Get, names: Sequence[str]) -> dict[str, Tensor]:
+        """Whole tensors of the outer momentum that the run begins with; none if it is zero.
+
+        Raises `RecordError`.
+        """
+        if not self.momenta:
+            return {}
+        return {name: self._tensor(get, name, self.momenta[name]) for name in names}
+
+    def _tensor(self, get: Get, name: str, about: TensorDigest) -> Tensor:
+        data = get(about.sha256)
+        if len(data) != 4 * math.prod(about.shape):
+            raise RecordError(f"{name}: {len(data)} bytes are not fp32 {list(about.shape)}")
+        if not data:
+            return torch.empty(about.shape)
+        return torch.frombuffer(bytearray(data), dtype=torch.float32).view(about.shape)
+
+
+def replay_stage(
+    course: Course,
+    stage: Stage,
+    get: Get,
+    on_step: Callable[[], None],
+    replay: Callable[[int, range, list[Step]], tuple[Tensor, Tensor]] | None = None,
+) -> dict[str, Tensor]:
+    """A stage's tensors after all outer steps of the run, whole fp32, in model order.
+
+    `on_step` is called after every step. `replay`: what does a shard's steps of a run of pieces,
+    and returns its flat anchor and momentum; none: from theta_0. Memory: this stage's tensors and
+    the buffers of the pieces that were exchanged together, or with others that were.
+    Raises `RecordError` naming the step that cannot be replayed.
+    """
+    whole = {}
+    for run, steps in stage.blocks(course.of(stage.stage)):
+        names = stage.names(run)
+        if replay is None:
+            start = {name: stage.load(get, name) for name in names}
+            moving = stage.momentum(get, names)
+        parts = []
+        for shard in range(stage.shards):
+            if replay is not None:
+                anchor, _ = replay(shard, run, steps)
+            else:
+                anchor, _ = replay_steps(
+                    steps, stage, run, start, moving, shard, get, course.momentum_dtype, on_step
+                )
+            parts.append(stage.layout(run, shard).views(anchor))
+        for name in names:
+            rows = [part[name] for part in parts]
+            whole[name] = rows[0] if len(rows) == 1 else torch.cat(rows)
+    return {name: whole[name] for name in stage.tensors}
+
+
+def replay_steps(
+    steps: Sequence[Step],
+    stage: Stage,
+    run: range,
+    start: Mapping[str, Tensor],
+    moving: Mapping[str, Tensor],
+    shard: int,
+    get: Get,
+    momentum_dtype: str,
+    on_step: Callable[[], None] = lambda: None,
+) -> tuple[Tensor, Tensor]:
+    """Anchor and momentum of a `run` of pieces at a rank after `steps`, each of some of these
+    pieces, in order, from whole tensors of theta_0 `start` and of the momentum `moving` (empty:
+    zero): flat fp32, the momentum flat as the run keeps it.
+
+    Raises `RecordError` naming the step that cannot be replayed.
+    """
+    layout = stage.layout(run, shard)
+    start, moving = stage.rows(start, shard), stage.rows(moving, shard)
+    anchor = layout.pack(start)
+    if momentum_dtype not in MOMENTUM_DTYPES:
+        raise RecordError(f"this dilocox knows no outer momentum in {momentum_dtype}")
+    kept = MOMENTUM_DTYPES[momentum_dtype]
+    momentum = (
+        as_kept(layout.pack(moving), kept) if moving else torch.zeros_like(anchor, dtype=kept)
+    )
+    replay_flat(steps, stage, run, anchor, momentum, shard, get, on_step)
+    return anchor, momentum
+
+
+def replay_flat(
+    steps: Sequence[Step],
+    stage: Stage,
+    run: range,
+    anchor: Tensor,
+    momentum: Tensor,
+    shard: int,
+    get: Get,
+    on_step: Callable[[], None] = lambda: None,
+) -> None:
+    """`steps` on a rank's flat `anchor` and `momentum` of a `run` of pieces, in place.
+
+    Raises `RecordError` naming the step that cannot be replayed.
+    """
+    number = len(stage.pieces)
+    places: dict[range, tuple[slice, Layout]] = {}
+    for step in steps:
+        pieces = step.pieces(number)
+        if pieces not in places:
+            places[pieces] = stage.place(pieces, run, shard), stage.layout(pieces, shard)
+        place, own = places[pieces]
+        try:
+            found = step_average(step, own, shard, get)
+        except DilocoxError as error:
+            raise RecordError(f"{step.key.text}: {error}") from None
+        if found is not None:
+            rates = step.learning_rate, step.momentum
+            nesterov_step(anchor[place], momentum[place], found, *rates)
+        on_step()
+
+
+def step_average(step: Step, layout: Layout, shard: int, get: Get) -> Tensor | None:
+    """Δ of one outer step at one rank, flat fp32 [layout.length]; none for an empty set.
+
+    Raises `RecordError` for a payload that is not there, `ExchangeError` for one that is no
+    payload of this step.
+    """
+    if not step.set:
+        return None
+    codec = compressor(step.codec, layout.geometry)
+    addresses = [step.payloads[f"{site}/{shard}"] for site in step.set]
+    if isinstance(codec, LowRank):
+        low_rank = codec
+        payloads = [payload_tensor(get(address)) for address in addresses]
+        basis = payload_tensor(get(low_rank.basis_digest(payloads[0]).hex()))
+        decoded = (low_rank.decode(payload, basis) for payload in payloads)
+        return _aggregated(step, decoded, layout, shard)
+    if step.exchange == "gather":
+        part = codec.part(0, layout.length, step.key.seed)
+        found = (part.decode(payload_tensor(get(each))) for each in addresses)
+        return _aggregated(step, found, layout, shard)
+    chunks = [
+        (start, end) for start, end in chunk_bounds(layout.length, len(step.owners)) if end > start
+    ]
+    indices = [get(address) for address in addresses]
+    if any(len(index) != DIGEST_BYTES * len(chunks) for index in indices):
+        raise RecordError("a contribution's index does not name one payload per chunk")
+    means = []
+    for number, (start, end) in enumerate(chunks):
+        part = codec.part(start, end, step.key.seed)
+        found = (part.decode(payload_tensor(get(each))) for each in _chunk(indices, number))
+        mean = average(found, step.weights)
+        means.append(requantise(part, mean, sum(step.weights)).decoded)
+    return torch.cat(means) if means else torch.empty(0)
+
+
+def _aggregated(step: Step, decoded: Iterator[Tensor], layout: Layout, shard: int) -> Tensor:
+    """Δ by the run's rule, of what was agreed to count."""
+    shares = [by_shard[shard] for by_shard in step.shares] or [()] * len(step.set)
+    return aggregate(step.aggregation, decoded, step.weights, shares, layout.offsets)
+
+
+def _chunk(indices: Sequence[bytes], number: int) -> Iterator[str]:
+    for index in indices:
+        yield index[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES].hex()
+
+
+def payload_tensor(data: bytes) -> Tensor:
+    """A payload's bytes as codecs take them, uint8 [n]."""
+    if not data:
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def digests_of(tensors: Mapping[str, Tensor]) -> list[TensorDigest]:
+    """What is signed of a stage's tensors."""
+    return [tensor_digest(name, tensor) for name, tensor in tensors.items()]
+
+
+def behind(step: Step, payload: bytes) -> list[str]:
+    """SHA-256 of what a replay needs besides a payload: chunks in `reduce`, a low-rank basis."""
+    if parse_spec(step.codec).kind == "lowrank":
+        return [payload[:DIGEST_BYTES].hex()]
+    if step.exchange == "reduce":
+        count = -(-len(payload) // DIGEST_BYTES)
+        return [digest for number in range(count) for digest in _chunk([payload], number)]
+    return []

@@ -1,0 +1,281 @@
+"""Is theta_0 what the run file says: the weights of `run.seed`, or those of `model.path`?
+
+Weights of a seed are made again, one module at a time. On another processor their last bits differ,
+under other versions all of them may: a difference counts only where it cannot be an honest one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dilocox.config.handover import MOMENTUM
+from dilocox.errors import DilocoxError, ModelError, RecordError
+from dilocox.record.log.digests import TensorDigest, tensor_digest
+from dilocox.record.log.state_statements import State
+from dilocox.record.verify.claims import NotRunError
+from dilocox.record.verify.run_history import Course
+from dilocox.record.writer.rank_recorder import MOMENTUM_OF
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from dilocox.models import WeightSource
+
+ROUNDING = 1e-3
+"""Norm of the difference between weights that two processors draw from one seed, over the norm of
+the weights: at most this. Measured: 1e-7."""
+_COMMIT = 40
+"""Hex digits of a revision that names one state of a hub's model for ever."""
+
+Get = Callable[[str], bytes]
+Listing = Callable[[State], Sequence[TensorDigest]]
+
+
+@dataclass(frozen=True)
+class Start:
+    """What the claim `start` is judged by."""
+
+    course: Course
+    listing: Listing
+    """The tensors of a signed state."""
+    get: Get
+    """An object of the record's stores, by SHA-256."""
+    folder: Path | None
+    """What the reader knows to be `model.path`; none: what this machine has under that name."""
+    progress: Callable[[str, float], None]
+
+    def judge(self) -> str:
+        """What was compared. Raises `RecordError` (FAIL) and `NotRunError`."""
+        states = self._states()
+        signed = [(state, each) for state in states for each in self.listing(state)]
+        said = self.course.config["model"]
+        handed_over = bool(said.get("handover"))
+        if handed_over != any(each.name.startswith(MOMENTUM_OF) for _, each in signed):
+            raise RecordError(
+                "theta_0 has no outer momentum, and model.handover is true"
+                if handed_over
+                else "theta_0 has an outer momentum, and model.handover is false"
+            )
+        tensors = {each.name: each for _, each in signed}
+        source = self._source(said, tensors)
+        for number, (state, each) in enumerate(signed):
+            self.progress("making theta_0 again", number / len(signed))
+            found = source.tensor(each.name)
+            if tensor_digest(each.name, found) != each:
+                self._unlike(source, state, each, found)
+        return f"{len(signed)} tensors, the same bits as {source.what}"
+
+    def _states(self) -> list[State]:
+        found = [self.course.state("initial", stage)[-1:] for stage in range(self.course.stages)]
+        if not all(found):
+            raise NotRunError("no theta_0 of every stage is signed: the run has not begun")
+        return [state for states in found for state in states]
+
+    def _source(self, said: Mapping[str, Any], tensors: Mapping[str, TensorDigest]) -> _Source:
+        """Where theta_0 comes from by the run file, and that `tensors` are all of its tensors."""
+        from dilocox.models.hf_weights import PretrainedWeights
+        from dilocox.models.weight_source import FreshWeights
+
+        path, pretrained = said.get("path"), bool(said.get("pretrained", True))
+        folder, sure = (None, True) if path is None else self._folder(said)
+        try:
+            config = _config_of(said, folder, tensors)
+            _check_names(config, tensors)
+            seed = int(self.course.config["run"]["seed"])
+            if folder is None or not pretrained:
+                return _Source(FreshWeights(config, seed), f"run.seed = {seed} gives", None, True)
+            weights = PretrainedWeights(folder, config)
+        except ModelError as error:
+            raise NotRunError(f"theta_0 cannot be made again here: {error}") from None
+        dtype = self.course.momentum_dtype
+        return _Source(weights, f"{folder} holds", folder, sure, dtype)
+
+    def _folder(self, said: Mapping[str, Any]) -> tuple[Path, bool]:
+        """The folder of `model.path`, and whether it is sure to be what the run began from."""
+        if self.folder is not None:
+            if not self.folder.is_dir():
+                raise NotRunError(f"{self.folder}: no such folder; name another one with --start")
+            return self.folder, True
+        path, revision = str(said["path"]), said.get("revision")
+        local = Path(path).expanduser()
+        if local.is_dir():
+            _check_plain(local)
+            return local, False
+        named = path if revision is None else f"{path} at {revision}"
+        cached = _cached(path, revision)
+        if cached is None:
+            raise NotRunError(
+                f"the run began from {named}, which is not on this machine: name its folder with "
+                "--start"
+            )
+        return cached, len(str(revision)) == _COMMIT
+
+    def _unlike(self, source: _Source, state: State, signed: TensorDigest, found: Tensor) -> None:
+        """What another tensor than the signed one means. Raises `RecordError`, `NotRunError`."""
+        where = f"{signed.name} of theta_0, which {state.site} signed, is not what {source.what}"
+        if source.folder is not None:
+            if source.sure:
+                raise RecordError(where)
+            raise NotRunError(
+                f"{where}: if the run began from other files of that name, name their folder with "
+                "--start"
+            )
+        self._unlike_fresh(where, state, signed, found)
+
+    def _unlike_fresh(self, where: str, state: State, signed: TensorDigest, found: Tensor) -> None:
+        from dilocox.models.weight_source import fresh_facts
+
+        theirs, ours = state.facts, fresh_facts()
+        if not theirs:
+            if self.course.manifest.get("start_class"):
+                raise RecordError(f"{where}, and {state.site} has not said what made it")
+            raise NotRunError(f"{where}; this record does not say what made it, and bits differ "
+                              "between processors and versions")  # fmt: skip
+        if theirs == ours:
+            raise RecordError(where)
+        run = str(self.course.manifest["versions"]["torch"])
+        if _base(theirs.get("torch")) != _base(run):
+            raise RecordError(f"{where}, and {state.site} names torch {theirs.get('torch')}, with "
+                              f"which it could not take part: the run has {run}")  # fmt: skip
+        libraries = [name for name in ("torch", "transformers", "fresh")
+                     if _base(theirs.get(name)) != _base(ours[name])]  # fmt: skip
+        if libraries:
+            named = ", ".join(f"{_LIBRARIES[name]} {theirs.get(name)}" for name in libraries)
+            raise NotRunError(f"{where}; it was made by {named}: verify with the same")
+        apart = self._apart(signed, found)
+        if apart is not None and not apart <= ROUNDING:
+            raise RecordError(f"{where}: it is {apart:.1g} of its size off, and processors differ "
+                              f"by {ROUNDING:g} at most")  # fmt: skip
+        size = "" if apart is None else f", by {apart:.1g} of its size"
+        made = f"{theirs.get('machine')} with {theirs.get('instructions')}"
+        raise NotRunError(f"{where}{size}; it was made on {made}: verify on such a machine")
+
+    def _apart(self, signed: TensorDigest, found: Tensor) -> float | None:
+        """Norm of the difference over that of `found`; none where the bytes are in no store."""
+        import torch
+
+        try:
+            data = self.get(signed.sha256)
+        except DilocoxError:
+            return None
+        theirs = torch.frombuffer(bytearray(data), dtype=torch.float32)
+        ours = found.detach().float().reshape(-1)
+        if signed.dtype != "float32" or theirs.shape != ours.shape:
+            return math.inf
+        norm = float(torch.linalg.vector_norm(ours, dtype=torch.float64))
+        off = float(torch.linalg.vector_norm(theirs - ours, dtype=torch.float64))
+        return off / norm if norm else (math.inf if off else 0.0)
+
+
+_LIBRARIES = {"torch": "torch", "transformers": "transformers", "fresh": "initialisation"}
+
+
+@dataclass
+class _Source:
+    """Where theta_0 comes from."""
+
+    weights: WeightSource
+    what: str
+    """For messages: `run.seed = 3 gives`."""
+    folder: Path | None
+    """Of stored weights; none: weights of a seed."""
+    sure: bool
+    """It is what the run began from, or nothing is."""
+    momentum_dtype: str = "fp32"
+
+    def tensor(self, name: str) -> Tensor:
+        """A tensor of theta_0, or of the outer momentum that a handover brings."""
+        if not name.startswith(MOMENTUM_OF):
+            return self.weights.tensor(name)
+        assert self.folder is not None
+        return _momentum(self.folder, name.removeprefix(MOMENTUM_OF), self.momentum_dtype)
+
+
+def _momentum(folder: Path, name: str, dtype: str) -> Tensor:
+    """A whole tensor of a handover's outer momentum, fp32, as a rank holds it."""
+    from safetensors import SafetensorError, safe_open
+
+    from dilocox.outer.optimizer import MOMENTUM_DTYPES
+
+    try:
+        with safe_open(folder / MOMENTUM, framework="pt") as file:
+            found: Tensor = file.get_tensor(name)
+    except (OSError, SafetensorError) as error:
+        raise NotRunError(f"{folder / MOMENTUM}: cannot be read ({error})") from None
+    return found.to(MOMENTUM_DTYPES[dtype]).float()
+
+
+def _config_of(
+    said: Mapping[str, Any], folder: Path | None, tensors: Mapping[str, TensorDigest]
+) -> Any:
+    """The model's configuration. Raises `ModelError`."""
+    from dilocox.config.run_config import ModelSection
+    from dilocox.models import load_model_config
+
+    if folder is not None:
+        pretrained = bool(said.get("pretrained", True))
+        model = ModelSection(path=str(folder), pretrained=pretrained)
+        return load_model_config(model, None)
+    model = ModelSection(architecture=dict(said["architecture"]))
+    _check_layers(said["architecture"], tensors)
+    config = load_model_config(model, None)
+    if "vocab_size" in said["architecture"]:
+        return config
+    # The tokenizer's, which has as many tokens as the embedding has rows.
+    from dilocox.models.meta_model import build_skeleton, find_layout
+
+    layout = find_layout(build_skeleton(config))
+    embedding = tensors.get(f"{layout.body}.{layout.embedding}.weight")
+    if embedding is None or not embedding.shape:
+        raise RecordError("theta_0 has no embedding")
+    return load_model_config(model, embedding.shape[0])
+
+
+def _check_layers(architecture: Mapping[str, Any], tensors: Mapping[str, TensorDigest]) -> None:
+    """A stranger's run file may ask for more layers than a reader can build."""
+    layers = architecture.get("num_hidden_layers")
+    if isinstance(layers, int) and layers > len(tensors):
+        raise RecordError(f"theta_0 has {len(tensors)} tensors, and the model {layers} layers")
+
+
+def _check_names(config: Any, tensors: Mapping[str, TensorDigest]) -> None:
+    """Raise `RecordError` unless `tensors` are the model's parameters, each in its shape."""
+    from dilocox.models.meta_model import build_skeleton, tied_names
+
+    model = build_skeleton(config)
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    pair = tied_names(model) or ("", "")
+    for name, each in tensors.items():
+        shape = shapes.get(name.removeprefix(MOMENTUM_OF))
+        if shape != each.shape:
+            has = "the model has no such tensor" if shape is None else f"the model has {shape}"
+            raise RecordError(f"{name} of theta_0 is {each.dtype} {each.shape}; {has}")
+    for name, _ in model.named_parameters():
+        if name not in tensors and not (name in pair and any(each in tensors for each in pair)):
+            raise RecordError(f"theta_0 has no {name}")
+
+
+def _check_plain(folder: Path) -> None:
+    """A stranger's run file may name any folder of this machine: of a pipe reading has no end."""
+    odd = [each.name for each in folder.iterdir() if not each.is_file() and not each.is_dir()]
+    if odd:
+        raise NotRunError(f"{folder / odd[0]}: not a file; name another folder with --start")
+
+
+def _cached(path: str, revision: str | None) -> Path | None:
+    """The folder of a hub's model that was fetched before; nothing is fetched."""
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(path, revision=revision, local_files_only=True))
+    except Exception:  # the hub client raises many kinds, none of ours: it is not there
+        return None
+
+
+def _base(version: Any) -> str:
+    """Without what a build adds, such as `+cpu`."""
+    return str(version).split("+")[0]

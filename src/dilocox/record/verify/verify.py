@@ -1,0 +1,472 @@
+"""Judges the record of a run: what its log says, what its store holds, what a replay gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dilocox.config.methods import EXCHANGE_GRADIENTS
+from dilocox.data import TokenFiles
+from dilocox.data.folder import folder_of_run
+from dilocox.errors import ConfigError, DilocoxError, RecordError
+from dilocox.record.log.audit_verdicts import FOLDER
+from dilocox.record.log.blob_store import DOCUMENT_BYTES, MissingError, Store, Stores
+from dilocox.record.log.run_file_check import agreed_run
+from dilocox.record.log.signed_note import NoteKey
+from dilocox.record.log.state_statements import State
+from dilocox.record.log.transparency_log import (
+    LogContent,
+    as_signed,
+    check_grown,
+    check_log,
+    open_log,
+)
+from dilocox.record.verify import claims as c
+from dilocox.record.verify.acceptance_claims import accepted, accepted_code, accepted_data
+from dilocox.record.verify.audit_claims import Audits
+from dilocox.record.verify.claims import NotRunError
+from dilocox.record.verify.completeness import broken_commitments, gaps
+from dilocox.record.verify.counts import told_commitments, told_complete, told_signers
+from dilocox.record.verify.further_claims import further
+from dilocox.record.verify.model_files import check_other_files, check_plain_files, published_files
+from dilocox.record.verify.release_signature import check_release, is_released
+from dilocox.record.verify.run_history import Course, read_course
+from dilocox.record.writer.notary import code_digest
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from dilocox.record.log.digests import TensorDigest
+    from dilocox.record.verify.origins import Origin
+    from dilocox.record.verify.replay import Stage
+    from dilocox.record.verify.run_history import Step
+
+Progress = Callable[[str, float], None]
+"""(what is done, share of it)."""
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where the parts of a run are."""
+
+    run: Path
+    """The run's folder: `record/`, `run.toml`, and whatever else is there."""
+    stores: Sequence[str] = ()
+    """More stores than the folder's own."""
+    model: Path | None = None
+    """The published model, if it is not the run folder's."""
+    data: Path | None = None
+    """Token files, if they are not where the run file says."""
+    start: Path | None = None
+    """What the reader knows to be `model.path`; none: what this machine has under that name."""
+    key: str | None = None
+    """The log's key, as it was told some other way."""
+    seen: Path | None = None
+    """A checkpoint of the log that was kept from an earlier look."""
+    release_key: Path | None = None
+    """Public key, PEM, of who has to have signed the model's folder; none: the one beside it."""
+    auditors: Sequence[str] = ()
+    """Public keys, hex, of auditors whose verdicts count; none: all."""
+    randomness: Mapping[int, bytes] = field(default_factory=dict)
+    """Public randomness by round, as the reader has looked it up."""
+
+
+@dataclass
+class Report:
+    """The verdicts of one verification."""
+
+    run: str
+    log: str
+    """The log's key."""
+    statements: int
+    rounds: int
+    checkpoint: str
+    """The log's newest signed checkpoint: keep it for `--seen`."""
+    findings: list[c.Finding]
+
+    @property
+    def exit_code(self) -> int:
+        """See `exit_code` of `dilocox.record.verify.claims`."""
+        return c.exit_code(self.findings)
+
+
+def verify(places: Places, progress: Progress) -> Report:
+    """Judge every claim. Raises `RecordError` where there is no record to judge."""
+    return _Verification(places, open_log(places.run / "record"), progress).report()
+
+
+@dataclass
+class _Verification:
+    places: Places
+    content: LogContent
+    progress: Progress
+    course: Course | None = None
+    bad: dict[str, str] = field(default_factory=dict)
+    """Verdicts so far that are not PASS, by claim."""
+    origins: dict[tuple[int, int], Origin] = field(default_factory=dict)
+    """Where replays begin, by (stage, shard); of the others with theta_0."""
+
+    def report(self) -> Report:
+        folder = self.places.run / "record"
+        own = str(folder / "store")
+        self.stores = Stores([*map(Store, (own, *self.places.stores))], most=DOCUMENT_BYTES)
+        checks: list[tuple[c.Claim, Callable[[], str]]] = [
+            (c.LOG, self.log),
+            (c.SIGNATURES, self.signatures),
+            (c.COMPLETE, self.complete),
+            (c.COMMITMENTS, self.commitments),
+            (c.RUN_FILE, self.run_file),
+            (c.PAYLOADS, self.payloads),
+            (c.REPLAY, self.replay),
+            (c.MODEL, self.model),
+        ]
+        if self.places.release_key is not None or is_released(self._model_folder()):
+            checks.append((c.RELEASE, self.release))
+        checks += [(c.DATA, self.data), (c.CODE, self.code)]
+        agreed = partial(self._need, c.LOG, c.SIGNATURES)
+        where = self.places.start, self.places.run
+        checks += further(agreed, self._listing, self._get, *where, self.progress)
+        findings = [self._judge(claim, check) for claim, check in checks]
+        course = self.course
+        if course is not None and course.keep != "all":
+            findings.insert(7, self._judge(c.HISTORY, self.history))
+        if course is not None and self._audited(course):
+            places = self.places
+            audits = Audits(
+                course, self.content.entries, places.run, places.auditors, places.randomness
+            )
+            findings.append(self._judge(c.AUDITS, audits.verdicts))
+            findings.append(self._judge(c.BEACON, audits.beacon))
+        if course is not None and course.attestations:
+            findings.append(self._judge(c.ATTESTATIONS, self.attestations))
+        rounds = {step.key.round for step in course.steps.values()} if course else set()
+        return Report(
+            run=course.run if course else "",
+            log=self.content.public,
+            statements=len(self.content.entries),
+            rounds=len(rounds),
+            checkpoint=self.content.note,
+            findings=findings,
+        )
+
+    def _audited(self, course: Course) -> bool:
+        every = course.states_every
+        return every > 0 or bool(course.verdicts) or (self.places.run / "record" / FOLDER).is_dir()
+
+    def _judge(self, claim: c.Claim, check: Callable[[], str]) -> c.Finding:
+        verdict: c.Verdict = "PASS"
+        try:
+            reason = check()
+        except NotRunError as why:
+            verdict, reason = "NOT_RUN", str(why)
+        except DilocoxError as error:
+            verdict, reason = "FAIL", str(error)
+        if verdict != "PASS":
+            self.bad[claim.name] = verdict
+        return c.Finding(claim, verdict, reason)
+
+    def _need(self, *claims: c.Claim) -> Course:
+        for claim in claims:
+            if claim.name in self.bad:
+                raise NotRunError(f"claim {claim.name} is {self.bad[claim.name]}")
+        assert self.course is not None
+        return self.course
+
+    def log(self) -> str:
+        """The log is what its key has signed."""
+        key = NoteKey.parse(self.places.key or self.content.public)
+        checkpoint = check_log(self.content, key)
+        text = f"{checkpoint.size} statements, signed by {key.name}"
+        if self.places.seen is not None:
+            try:
+                seen = self.places.seen.read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                raise RecordError(f"{self.places.seen}: cannot be read ({error})") from None
+            text += f"; grown from the {check_grown(self.content, key, seen).size} seen"
+        return text
+
+    def signatures(self) -> str:
+        """Every statement is signed by whom it must be."""
+        self._need_log()
+        key = NoteKey.parse(self.content.public)
+        self.course = read_course(as_signed(self.content, key), key)
+        return told_signers(self.course)
+
+    def _need_log(self) -> None:
+        if c.LOG.name in self.bad:
+            raise NotRunError(f"claim log is {self.bad[c.LOG.name]}")
+
+    def complete(self) -> str:
+        """Nothing is missing."""
+        course = self._need(c.LOG, c.SIGNATURES)
+        if not any(state.kind == "final" for state in course.states):
+            raise NotRunError("no final state is signed: the run has not finished")
+        if _by_gradient(course):
+            return "theta_0 and the final state of every stage"
+        problems = gaps(course)
+        if problems:
+            raise RecordError(f"{problems[0]}{_more(len(problems) - 1)}")
+        return told_complete(course)
+
+    def commitments(self) -> str:
+        """Nobody's contribution was made from another's payload."""
+        course = self._need(c.LOG, c.SIGNATURES)
+        if _by_gradient(course):
+            raise NotRunError("gradients are exchanged without commitments")
+        if not course.manifest.get("commitments"):
+            raise NotRunError("the run was recorded by a dilocox that asked for none")
+        self._need(c.COMPLETE)
+        problems = broken_commitments(course)
+        if problems:
+            raise RecordError(f"{problems[0]}{_more(len(problems) - 1)}")
+        return told_commitments(course)
+
+    def run_file(self) -> str:
+        """`run.toml` is the run's."""
+        course = self._need(c.LOG, c.SIGNATURES)
+        path = self.places.run / "run.toml"
+        if not path.exists():
+            raise NotRunError(f"{path}: not there")
+        agreed_run(path, course.manifest)
+        said = accepted(course, "which run file it was")
+        return f"digest {course.manifest['config_digest'][:12]}…, {said}"
+
+    def payloads(self) -> str:
+        """Everything that a replay needs is there."""
+        from dilocox.record.verify.needed_payloads import Needed, read_needed
+        from dilocox.record.verify.origins import may_lack, origins_of
+
+        course = self._need(c.LOG, c.SIGNATURES)
+        if may_lack(course, self._listing):
+            self.origins = origins_of(course, self.stores.has, self._get)
+        needed = Needed(self._get)
+        done = partial(self.progress, "checking payloads")
+        read_needed(course, self.origins, self._listing, needed, done)
+        return f"{needed.count} objects, {needed.size / 1e6:.1f} MB{self._since()}"
+
+    def _since(self) -> str:
+        """Which rounds a replay covers, if not all."""
+        first = max((origin.state.round for origin in self.origins.values()), default=0)
+        return f", of rounds from {first} on" if self.origins else ""
+
+    def history(self) -> str:
+        """The replay begins with theta_0."""
+        course = self._need(c.LOG, c.SIGNATURES, c.PAYLOADS)
+        if not self.origins:
+            return "the payloads of all rounds are there"
+        last = max(origin.state.round for origin in self.origins.values()) - 1
+        rounds = "round 0 is" if last == 0 else f"rounds 0 to {last} are"
+        raise NotRunError(
+            f"{rounds} not replayable: payloads were removed as record.keep = {course.keep} says; "
+            f"the replay begins with a state that {self._signers()} signed"
+        )
+
+    def _signers(self, stage: int | None = None) -> str:
+        """Sites that have signed what replays begin with, of one stage or of all."""
+        from dilocox.record.verify.origins import signers
+
+        course = self._need(c.LOG, c.SIGNATURES)
+        found = {
+            site
+            for (number, _), origin in self.origins.items()
+            if stage in (None, number)
+            for site in signers(course, origin.state)
+        }
+        return ", ".join(sorted(found))
+
+    def _get(self, digest: str) -> bytes:
+        return self.stores.get(digest)
+
+    def _listing(self, state: State, form: tuple[str, str] | None = None) -> list[TensorDigest]:
+        """Tensors of a signed state; `form`: as it was published (see `State.published`)."""
+        from dilocox.record.verify.replay import read_listing
+
+        try:
+            root, listing = (state.root, state.listing) if form is None else form
+            tensors = read_listing(self._get, listing, root)
+        except MissingError as error:
+            raise NotRunError(
+                f"list of stage {state.stage}'s {state.kind} tensors: {error}; name site "
+                f"{state.site}'s with --store"
+            ) from None
+        self.stores.allow(sum(each.size for each in tensors))
+        return tensors
+
+    def replay(self) -> str:
+        """All outer steps, from theta_0 to the final state."""
+        course = self._need(c.LOG, c.SIGNATURES)
+        if _by_gradient(course):
+            raise NotRunError(
+                f"method {course.config['outer']['method']} exchanges the gradients of every inner "
+                "step; there are no outer steps, and gradients are not kept"
+            )
+        self._need(c.COMPLETE, c.PAYLOADS)
+        from dilocox.record.verify.replay import Stage, replay_stage
+
+        done = 0
+        total = len(course.steps) * course.shards
+
+        def count() -> None:
+            nonlocal done
+            done += 1
+            self.progress("replaying outer steps", done / total)
+
+        for number in range(course.stages):
+            state = course.state("initial", number)[-1]
+            stage = Stage.of(course, number, self._listing(state))
+            whole = replay_stage(course, stage, self._get, count, self._replay_of(stage, count))
+            self._compare(course.state("final", number)[-1], whole)
+        stages = f"{course.stages} stages"
+        if self.origins:
+            return f"outer steps of {stages}{self._since()}, equal bit for bit"
+        return f"{len(course.steps)} outer steps of {stages}, equal bit for bit"
+
+    def _replay_of(
+        self, stage: Stage, count: Callable[[], None]
+    ) -> Callable[[int, range, list[Step]], tuple[Tensor, Tensor]] | None:
+        """What replays a shard's steps where not all begin with theta_0."""
+        if not any(number == stage.stage for number, _ in self.origins):
+            return None
+        from dilocox.record.verify.origins import replay_from
+
+        course = self._need(c.LOG, c.SIGNATURES)
+
+        def replay(shard: int, run: range, steps: list[Step]) -> tuple[Tensor, Tensor]:
+            origin = self.origins.get((stage.stage, shard))
+            dtype = course.momentum_dtype
+            return replay_from(origin, steps, stage, run, shard, self._get, dtype, count)
+
+        return replay
+
+    def _begun_from(self, stage: int) -> str:
+        """Whose state a stage's replay began with, if not with theta_0, for messages."""
+        first = max((o.state.round for (n, _), o in self.origins.items() if n == stage), default=-1)
+        if first < 0:
+            return ""
+        who = self._signers(stage)
+        return f"; the replay began with the anchor of round {first} that {who} signed"
+
+    def _compare(self, signed: State, whole: dict[str, Tensor]) -> None:
+        """What was signed of a final state, and of its published form, against a replay's."""
+        from dilocox.record.log.digests import stage_root
+        from dilocox.record.verify.replay import digests_of
+        from dilocox.utils.rounding import round_to_bf16
+
+        root = stage_root(digests_of(whole)).hex()
+        if root != signed.root:
+            raise RecordError(
+                f"stage {signed.stage}: the payloads lead to state {root[:12]}…, "
+                f"{signed.site} has signed {signed.root[:12]}…{self._begun_from(signed.stage)}"
+            )
+        if signed.published is None:
+            return
+        rounded = {name: round_to_bf16(tensor) for name, tensor in whole.items()}
+        root = stage_root(digests_of(rounded)).hex()
+        if root != signed.published[0]:
+            raise RecordError(
+                f"stage {signed.stage}: the final state, rounded to bf16, is {root[:12]}…, "
+                f"{signed.site} has signed {signed.published[0][:12]}… as published"
+            )
+
+    def model(self) -> str:
+        """The published folder is the final state."""
+        course = self._need(c.LOG, c.SIGNATURES)
+        folder = self._model_folder()
+        if not any(state.kind == "final" for state in course.states):
+            raise NotRunError("no final state is signed: the run has not finished")
+        if not folder.is_dir():
+            raise NotRunError(f"{folder}: not there; say where the model is with --model")
+        finals = [course.state("final", stage)[-1:] for stage in range(course.stages)]
+        if not all(finals):
+            raise NotRunError("the final states of some stages are not signed")
+        check_plain_files(folder)
+        published = published_files(course.state("final", 0))
+        check_other_files(folder, published)
+        count, unsigned = self._tensors(folder, [state for found in finals for state in found])
+        told = f"{count} tensors and {len(published)} other files of {folder}"
+        if not unsigned:
+            return told
+        first, more = unsigned[0], f" and {len(unsigned) - 1} more" if len(unsigned) > 1 else ""
+        return f"{told}; not {first}{more}: buffers that are not trained, and that nobody signs"
+
+    def _model_folder(self) -> Path:
+        return self.places.model or self.places.run / "model"
+
+    def release(self) -> str:
+        """The model's folder is what its release key has signed."""
+        check_plain_files(self._model_folder())
+        return check_release(self._model_folder(), self.places.release_key)
+
+    def _tensors(self, folder: Path, states: Sequence[State]) -> tuple[int, list[str]]:
+        """How many tensors of `folder` are those that were signed, and which ones nobody has."""
+        from dilocox.config.run_config import ModelSection
+        from dilocox.models import load_model_config
+        from dilocox.models.hf_weights import PretrainedWeights, stored_names
+        from dilocox.record.log.digests import tensor_digest
+        from dilocox.record.verify.model_weights import check_weights
+        from dilocox.utils.rounding import is_bf16, round_to_bf16
+
+        try:
+            signed = [each for state in states for each in self._listing(state, state.published)]
+        except RecordError:
+            self._need(c.PAYLOADS)
+            raise
+        check_weights(folder, stored_names(folder))
+        weights = PretrainedWeights(folder, load_model_config(ModelSection(path=str(folder)), None))
+        if weights.strays:
+            raise RecordError(f"{folder}: {weights.strays[0]} is stored there, none of the model's")
+        for number, each in enumerate(signed):
+            self.progress("comparing the model", number / len(signed))
+            found = weights.tensor(each.name)
+            if each.dtype == "bfloat16" and is_bf16(found):
+                found = round_to_bf16(found)
+            if tensor_digest(each.name, found) != each:
+                raise RecordError(f"{folder}: {each.name} is not the one that was signed")
+        known = {each.name for each in signed}
+        unsigned = [name for name in weights.names if name not in known]
+        trained = [name for name in unsigned if name in weights.parameters]
+        if trained:
+            raise RecordError(f"{folder}: nobody has signed {trained[0]}{_more(len(trained) - 1)}")
+        return len(signed), unsigned
+
+    def data(self) -> str:
+        """The token files are those that the sites named."""
+        course = self._need(c.LOG, c.SIGNATURES)
+        try:
+            folder = self.places.data or folder_of_run(self.places.run)
+        except ConfigError as error:
+            raise NotRunError(str(error)) from None
+        if not (folder / "manifest.json").exists():
+            raise NotRunError(f"{folder}: no token files there; say where with --data")
+        files = TokenFiles.open(folder)
+        files.verify(self.progress)
+        return accepted_data(course, files.digest, str(folder))
+
+    def attestations(self) -> str:
+        """Evidence is there, and nobody here to judge it."""
+        found = self._need(c.LOG, c.SIGNATURES).attestations
+        sites = ", ".join(sorted({each.site for each in found}))
+        formats = ", ".join(sorted({each.format for each in found}))
+        raise NotRunError(f"{len(found)} of {sites} ({formats}); this dilocox judges no evidence")
+
+    def code(self) -> str:
+        """This code is the run's."""
+        course = self._need(c.LOG, c.SIGNATURES)
+        theirs, ours = str(course.manifest["code"]), code_digest()
+        if theirs != ours:
+            version = course.manifest["versions"]["dilocox"]
+            raise NotRunError(
+                f"the run had dilocox {version} with code {theirs[:12]}…, this one has {ours[:12]}…"
+            )
+        return f"digest {ours[:12]}…; {accepted_code(course)}"
+
+
+def _by_gradient(course: Course) -> bool:
+    return course.config["outer"]["method"] in EXCHANGE_GRADIENTS
+
+
+def _more(count: int) -> str:
+    return f" (and {count} more)" if count > 0 else ""

@@ -1,0 +1,1 @@
+"""What stands beside a run: planner, audits, reports, releases, test networks."""

@@ -1,0 +1,478 @@
+"""Judges one round of one site: what it has signed, and what a repetition gives."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from dilocox.config.methods import EXCHANGE_GRADIENTS
+from dilocox.config.run_config import RunConfig
+from dilocox.config.site import GradientSync, SiteSection
+from dilocox.coordinator.protocol.exchange_key import ExchangeKey
+from dilocox.coordinator.protocol.messages import RoundPlan
+from dilocox.data import TokenFiles
+from dilocox.errors import DilocoxError, RecordError
+from dilocox.inner.compilation import Compile
+from dilocox.record.log.audit_verdicts import AuditVerdict, Verdict
+from dilocox.record.log.blob_store import DOCUMENT_BYTES, MissingError, Store, Stores, states_of
+from dilocox.record.log.digests import TensorDigest
+from dilocox.record.log.round_document import Document, Fingerprint, steps_from_bytes
+from dilocox.record.log.state_statements import RoundState
+from dilocox.record.verify.audit_sampling import decided, exchanges_of, sites_of
+from dilocox.record.verify.origins import Has
+from dilocox.record.verify.replay import Get
+from dilocox.record.verify.run_history import Course
+from dilocox.tools.audit.round_replay import Progress, RankJob, RankReplay
+from dilocox.tools.audit.start_state import under_way, wrong_start
+from dilocox.tools.audit.state_document import UNFIT, DocumentError, absent, replaced, unfit
+from dilocox.training.builder import Place
+
+TOLERANCE = 1e-4
+"""Largest relative difference of losses, gradient norms and parameters between classes, in fp32.
+Measured: see docs/notes/audit.md."""
+PAYLOAD_TOLERANCE = 2e-2
+"""Of payloads: a value at the edge of two codes may fall to either side."""
+STATE_TOLERANCE = 1e-1
+"""Of moments, residual and the rest of a state after the round: what fell to the other side of a
+code is whole in the residual."""
+
+_PRECISIONS = {"fp32": "float32", "bf16": "bfloat16"}
+"""What a determinism class calls a `site.precision`; `auto` is the site's own."""
+
+Repeat = Callable[[Sequence[RankJob], Progress], list[RankReplay]]
+"""All ranks of a site repeat a round, in the order given."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run whose rounds are judged."""
+
+    course: Course
+    config: RunConfig
+    get: Get
+    stores: tuple[str, ...]
+    data: Path
+    has: Has = lambda _: False
+    """Whether something of a SHA-256 is in a store."""
+    look_again: Callable[[], object] = lambda: None
+    """Bring `course` up to date, of a run that goes on."""
+    expect: Callable[[Iterable[TensorDigest]], None] = lambda _: None
+    """Tensors that a site has signed: `get` reads no more of each than it has."""
+
+    def of_round(self, round_: int) -> Case:
+        """With the states in which this round and the next one begin."""
+        stores = self.stores + tuple(
+            states_of(where, number) for number in (round_, round_ + 1) for where in self.stores
+        )
+        found = Stores([Store(each) for each in stores], most=DOCUMENT_BYTES)
+        return replace(self, stores=stores, get=found.get, has=found.has, expect=found.expect)
+
+
+@dataclass(frozen=True)
+class _Began:
+    """What a rank has signed of the round."""
+
+    place: Place
+    state: RoundState
+    start: Document
+    steps: list[Fingerprint] | None
+    after: RoundState | None
+    end: Document | None
+
+
+@dataclass(frozen=True)
+class Bad:
+    """Where a repetition begins to differ."""
+
+    step: int
+    """See `Verdict.first_bad_step`."""
+    what: str
+
+
+class JudgedError(Exception):
+    """No repetition is needed, or none is possible."""
+
+    def __init__(self, verdict: AuditVerdict, reason: str, step: int | None = None) -> None:
+        super().__init__(reason)
+        self.verdict: AuditVerdict = verdict
+        self.reason, self.step = reason, step
+
+
+def judge(case: Case, site: str, round_: int, repeat: Repeat, progress: Progress) -> Verdict:
+    """The verdict on one round of one site."""
+    case = case.of_round(round_)
+    states: dict[str, str] = {}
+    try:
+        _check_possible(case, site, round_)
+        _check_kept(case, round_)
+        began = [_began(case, site, place, round_) for place in _places(case.config, site)]
+        states |= {f"{b.place.stage}/{b.place.shard}": b.state.document for b in began}
+        _check_begun(case, began)
+        plan = RoundPlan.model_validate(case.course.plans[round_])
+        try:
+            replays = repeat([_job(case, each, plan) for each in began], progress)
+        except MissingError as error:
+            raise _missing(case, round_, error) from None
+        except DocumentError as error:
+            raise JudgedError(*unfit(case.course, site, error)) from None
+        except DilocoxError as error:
+            raise JudgedError("NOT_RUN", f"the round cannot be repeated here: {error}") from None
+        found = _compared(case.config, site, round_, plan, began, replays)
+    except JudgedError as judged:
+        found = Verdict(site, round_, judged.verdict, judged.reason, judged.step)
+    return replace(found, states=states)
+
+
+def _places(config: RunConfig, site: str) -> list[Place]:
+    layout = config.site
+    return [
+        Place(site, stage, shard)
+        for stage in range(layout.stages)
+        for shard in range(layout.shards)
+    ]
+
+
+def _check_possible(case: Case, site: str, round_: int) -> None:
+    course = case.course
+    method = course.config["outer"]["method"]
+    every = course.states_every
+    if method in EXCHANGE_GRADIENTS:
+        raise JudgedError("NOT_RUN", f"method {method} exchanges gradients, which are not kept")
+    if every == 0:
+        raise JudgedError("NOT_RUN", "this run kept no states (record.states_every = 0)")
+    if not decided(course, round_):
+        raise JudgedError("NOT_RUN", "the log does not decide all exchanges of this round")
+    if not course.keeps_state(round_):
+        raise JudgedError("NOT_RUN", f"no state is kept of this round: every {every} rounds only")
+    if site not in sites_of(course, round_):
+        raise JudgedError("NOT_RUN", "the site did not train this round: nothing of it is in it")
+    named = {str(each["data"]) for each in course.enrolments if each["site"] == site}
+    if course.config["sites"][site]["data"]:
+        raise JudgedError("NOT_RUN", "the site trains on text of its own, which does not leave it")
+    try:
+        digest = TokenFiles.open(case.data).digest
+    except DilocoxError as error:
+        raise JudgedError("NOT_RUN", f"{error}; say with --data where they are") from None
+    if digest not in named:
+        raise JudgedError("NOT_RUN", f"{case.data}: other token files than the site's")
+
+
+def _began(case: Case, site: str, place: Place, round_: int) -> _Began:
+    """Raises `JudgedError`: what should be there is withheld."""
+    rounds = case.course.rounds
+    where = (site, place.stage, place.shard)
+    state, after = rounds.get((round_, *where)), rounds.get((round_ + 1, *where))
+    if state is None or state.served == "no":
+        raise JudgedError("FAIL", f"{place} has signed no state of this round: withheld")
+    if state.served != "yes":
+        raise JudgedError("FAIL", f"{place} withholds its state ({state.served}) without a reason")
+    decisions = (
+        case.course.numbers[key]
+        for key in exchanges_of(case.course, round_)
+        if ExchangeKey.parse(key).stage == place.stage
+    )
+    if state.number > min(decisions):
+        raise JudgedError("FAIL", f"{place} has signed its state only after what was made from it")
+    start = _document(case, state, place)
+    missing, wrong = absent(start, case.get)
+    if wrong is not None:
+        raise JudgedError("FAIL", f"{place}: {wrong}")
+    if missing is not None and _dropped(case, round_):
+        keep = case.course.config["record"]["states_keep"]
+        what = f"the states of {keep} rounds are kept (record.states_keep), newer ones than this"
+        raise JudgedError("NOT_RUN", what)
+    if missing is not None:
+        raise JudgedError(
+            "FAIL", f"{place}: {missing.name} of its state is not in the store: withheld"
+        )
+    steps, end = None, None
+    course, before = case.course, math.inf if after is None else after.number
+    # Ranks that were started in between know nothing of the round's steps.
+    if not course.began_again(site, state.number, before):
+        if after is not None and after.steps is None:
+            raise JudgedError("FAIL", f"{place} has signed no fingerprints of its steps: withheld")
+        if after is None and course.contributed(*where, round_ + 1):
+            raise JudgedError("FAIL", f"{place} has not signed what the round ended in: withheld")
+    if after is not None and after.steps is not None:
+        try:
+            steps = steps_from_bytes(case.get(after.steps))
+        except RecordError as error:
+            raise JudgedError("FAIL", f"{place}: its fingerprints: {error}") from None
+        end = _document(case, after, place)
+    return _Began(place, state, start, steps, after, end)
+
+
+def _document(case: Case, state: RoundState, place: Place) -> Document:
+    try:
+        document = Document.from_bytes(case.get(state.document))
+    except RecordError as error:
+        raise JudgedError("FAIL", f"{place}: its state is withheld: {error}") from None
+    if document.root != state.root:
+        raise JudgedError("FAIL", f"{place}: its state has another root than it has signed")
+    case.expect(document.tensors)
+    return document
+
+
+def _dropped(case: Case, round_: int) -> bool:
+    """Whether so many rounds are planned since that its states may be gone. A rank drops states
+    when it begins a round, and by then the log covers that round's plan."""
+    keep = int(case.course.config["record"].get("states_keep", 0))
+    if keep == 0:
+        return False
+    case.look_again()
+    return max(case.course.plans) >= round_ + (keep + 1) * case.course.states_every
+
+
+def _check_kept(case: Case, round_: int) -> None:
+    """Raises `JudgedError` for a round whose payloads `record.keep` has let go."""
+    course = case.course
+    if course.keep == "all":
+        return
+    needed = [step for step in course.steps.values() if step.key.round == round_]
+    tick = course.plans[round_]["first_tick"]
+    for stage in range(course.stages):
+        needed += under_way(course, stage, round_, tick)
+    for step in needed:
+        gone = next((each for each in step.payloads.values() if not case.has(each)), None)
+        if gone is not None:
+            raise _missing(case, round_, MissingError(f"a payload of {step.key.text} is gone"))
+
+
+def _missing(case: Case, round_: int, error: MissingError) -> JudgedError:
+    """Why a round whose payloads are not all there is not repeated."""
+    keep = case.course.keep
+    if keep == "all":
+        return JudgedError("NOT_RUN", f"{error}; name more stores with --store")
+    return JudgedError(
+        "NOT_RUN",
+        f"payloads that round {round_} needs are in no store: older ones are removed as "
+        f"record.keep = {keep} says; name more stores with --store",
+    )
+
+
+def _check_begun(case: Case, began: Sequence[_Began]) -> None:
+    for each in began:
+        if each.start.replaced:
+            raise JudgedError(*replaced(case.course, each.place.site, each.start.replaced))
+        try:
+            wrong = wrong_start(case.course, each.place, each.state, each.start, case.get, case.has)
+        except MissingError as error:
+            raise _missing(case, each.state.round, error) from None
+        except DilocoxError as error:
+            raise JudgedError("NOT_RUN", str(error)) from None
+        except UNFIT as error:
+            what = f"{each.place}: its state is not one of this run ({error})"
+            raise JudgedError("FAIL", what) from None
+        if wrong:
+            raise JudgedError("MISMATCH", f"{each.place}: before the first step {wrong}", -1)
+
+
+def _job(case: Case, began: _Began, plan: RoundPlan) -> RankJob:
+    facts = began.start.facts
+    agreed = _PRECISIONS.get(case.config.site.precision)
+    if agreed not in (None, facts.get("precision")):
+        what = f"{began.place} says that it computes in {facts.get('precision')}"
+        raise JudgedError("FAIL", f"{what}; the run file says {agreed}")
+    try:
+        on_gpu = facts["device"] != "cpu"
+        site = case.config.site.model_copy(
+            update={
+                # Those of the processor are no fact of a rank on a GPU.
+                "threads": case.config.site.threads if on_gpu else int(facts["threads"]),
+                "precision": {dtype: name for name, dtype in _PRECISIONS.items()}[
+                    facts["precision"]
+                ],
+                "device": "auto" if on_gpu else "cpu",
+                "gradient_sync": gradient_sync_again(case.config.site, facts),
+            }
+        )
+    except (KeyError, TypeError, ValueError):
+        raise JudgedError("FAIL", f"{began.place} names no determinism class") from None
+    compiled = compile_again(case.config.model.compile, facts)
+    model = case.config.model.model_copy(update={"compile": compiled})
+    served = began.after is not None and began.after.served == "yes"
+    return RankJob(
+        config=case.config.model_copy(update={"site": site, "model": model}),
+        place=began.place,
+        course=case.course,
+        plan=plan,
+        start=began.start,
+        end=began.end if served else None,
+        stores=case.stores,
+        data=case.data,
+    )
+
+
+def compile_again(agreed: Compile, facts: Mapping[str, Any]) -> Compile:
+    """`model.compile` for the replay of a rank that has these `facts`.
+
+    Sites agree on `true` only: one may have `false` where another one has "auto".
+    """
+    if agreed is True:
+        return True
+    return "auto" if facts.get("compile") else False
+
+
+def gradient_sync_again(site: SiteSection, facts: Mapping[str, Any]) -> GradientSync:
+    """`site.gradient_sync` for the replay of a rank that has these `facts`.
+
+    `auto` depends on the memory of the site's GPUs. The auditor's GPUs may have less, or more.
+    """
+    if site.gradient_sync != "auto" or site.stages > 1:
+        return site.gradient_sync
+    layout = facts.get("layout")
+    whole = isinstance(layout, Mapping) and layout.get("gradient_sync") == "step"
+    return "step" if whole else "micro-batch"
+
+
+def _compared(
+    config: RunConfig,
+    site: str,
+    round_: int,
+    plan: RoundPlan,
+    began: Sequence[_Began],
+    replays: Sequence[RankReplay],
+) -> Verdict:
+    pairs = list(zip(began, replays, strict=True))
+    same = all(each.start.facts == replay.facts for each, replay in pairs)
+    bad = [b for each, replay in pairs for b in differences(plan, each, replay)]
+    if not bad:
+        signed = plan.kind == "flush" or all(each.end is not None for each in began)
+        more = "" if signed else "; it has signed no fingerprints of its steps"
+        count = sum(len(replay.payloads) for replay in replays)
+        reason = f"{plan.steps_of(site)} steps, {count} payloads, the same bits{more}"
+        return Verdict(site, round_, "EXACT", reason, same_class=same)
+    # The flush has no inner steps.
+    repeats = plan.kind == "flush" or all(_repeats(config, each) for each in began)
+    if not (same and repeats):
+        found = replace(_between_classes(site, round_, plan, pairs, repeats), same_class=same)
+        if found.verdict == "MISMATCH" and not repeats:
+            # A difference in its last bit may send a token to another expert, and so become any.
+            raise JudgedError("NOT_RUN", f"{_OWN_BITS} ({found.reason})")
+        return found
+    first = min(bad, key=lambda each: each.step)
+    return Verdict(site, round_, "MISMATCH", first.what, first.step, same_class=True)
+
+
+_OWN_BITS = "the site's kernels are not deterministic: it would not repeat its own bits itself"
+
+
+def _repeats(config: RunConfig, began: _Began) -> bool:
+    """Whether the rank would compute the same bits again, by what it says and what was agreed.
+
+    Where the run file asks for determinism only a rank on a GPU may be without: there an operation
+    may have no deterministic kernel.
+    """
+    facts = began.start.facts
+    may_lack = not config.site.deterministic or facts.get("device") != "cpu"
+    return facts.get("deterministic") is not False or not may_lack
+
+
+def differences(plan: RoundPlan, began: _Began, replay: RankReplay) -> Iterator[Bad]:
+    """Where bits differ, at one rank."""
+    where, count = began.place, plan.steps_of(began.place.site)
+    if began.steps is not None:
+        if len(began.steps) != count:
+            yield Bad(
+                min(len(began.steps), count) - 1,
+                f"{where}: {len(began.steps)} steps instead of {count}",
+            )
+        for number, (signed, found) in enumerate(zip(began.steps, replay.steps, strict=False)):
+            if signed != found:
+                yield Bad(number, f"{where}: {_unlike(signed, found)} of step {number}")
+                break
+    for check in replay.payloads:
+        when = f"after step {check.after - 1}" if check.after else "from before the round"
+        if not check.same:
+            yield Bad(check.after - 1, f"{where}: another payload of {check.key}, {when}")
+        elif not check.committed:
+            what = f"another contribution to {check.key} than it had committed to, {when}"
+            yield Bad(check.after - 1, f"{where}: {what}")
+    if began.end is not None and not _equal(began.end, replay.end):
+        yield Bad(count - 1, f"{where}: {_apart(began.end, replay.end)} after the round")
+
+
+def _equal(signed: Document, found: Document) -> bool:
+    """The class may be another: a run that was resumed may go on elsewhere."""
+    return (signed.state, signed.tensors) == (found.state, found.tensors)
+
+
+def _unlike(signed: Fingerprint, found: Fingerprint) -> str:
+    if signed.loss != found.loss:
+        return f"loss {float.fromhex(signed.loss):.9g} instead of {float.fromhex(found.loss):.9g}"
+    if signed.norm != found.norm:
+        norms = [float.fromhex(each.norm) for each in (signed, found)]
+        return f"gradient norm {norms[0]:.9g} instead of {norms[1]:.9g}"
+    return "other parameters at the end"
+
+
+def _apart(signed: Document, found: Document) -> str:
+    """What two states differ in."""
+    ours = {each.name: each for each in found.tensors}
+    names = [each.name for each in signed.tensors if ours.get(each.name) != each]
+    if names:
+        return f"another {names[0]} and {len(names) - 1} more tensors" if names[1:] else (
+            f"another {names[0]}"
+        )  # fmt: skip
+    return "another position or other exchanges under way"
+
+
+def _between_classes(
+    site: str,
+    round_: int,
+    plan: RoundPlan,
+    pairs: Sequence[tuple[_Began, RankReplay]],
+    repeats: bool = True,
+) -> Verdict:
+    """`repeats`: the site's kernels are deterministic."""
+    here = "auditor and site are of different determinism classes" if repeats else _OWN_BITS
+    if any(each.start.facts["precision"] != "float32" for each, _ in pairs):
+        raise JudgedError("NOT_RUN", f"{here}, and in bf16 honest differences say nothing")
+    if plan.kind != "flush" and any(each.steps is None for each, _ in pairs):
+        raise JudgedError("NOT_RUN", f"{here}, and no fingerprints were signed to compare")
+    largest, bad, count = 0.0, list[Bad](), plan.steps_of(site)
+    for each, replay in pairs:
+        steps = each.steps or []
+        if len(steps) != count:
+            bad.append(Bad(0, f"{each.place}: {len(steps)} steps instead of {count}"))
+        for number, (signed, found) in enumerate(zip(steps, replay.steps, strict=False)):
+            apart = max(relative(signed.loss, found.loss), relative(signed.norm, found.norm))
+            largest = max(largest, apart)
+            if apart > TOLERANCE:
+                bad.append(Bad(number, f"{each.place}: {_unlike(signed, found)} of step {number}"))
+        for check in replay.payloads:
+            if check.difference is not None and check.difference > PAYLOAD_TOLERANCE:
+                what = f"{each.place}: the payload of {check.key} is {check.difference:.1g} off"
+                bad.append(Bad(check.after - 1, what))
+            if not check.moments:
+                what = f"{each.place}: the payload of {check.key} carries other second moments"
+                bad.append(Bad(check.after - 1, what))
+        for kind, apart in replay.kept.items():
+            if apart > STATE_TOLERANCE:
+                what = f"{each.place}: its {kind} after the round is {apart:.1g} off"
+                bad.append(Bad(count - 1, what))
+        if replay.moved is not None:
+            largest = max(largest, replay.moved)
+            if replay.moved > TOLERANCE:
+                what = f"{each.place}: parameters after the round {replay.moved:.1g} off"
+                bad.append(Bad(count - 1, what))
+    if bad:
+        first = min(bad, key=lambda one: one.step)
+        return Verdict(
+            site, round_, "MISMATCH", f"{here}; {first.what}", first.step, largest, False
+        )
+    reason = f"{here}; relative difference {largest:.1g}, at most {TOLERANCE:g}"
+    return Verdict(site, round_, "WITHIN_TOL", reason, None, largest, False)
+
+
+def relative(signed: str, found: str) -> float:
+    """Relative difference of two float64 as hex texts; infinite where one is not finite."""
+    a, b = float.fromhex(signed), float.fromhex(found)
+    if a == b or (math.isnan(a) and math.isnan(b)):
+        return 0.0
+    if not (math.isfinite(a) and math.isfinite(b)):
+        return math.inf
+    return abs(a - b) / max(abs(a), abs(b))

@@ -1,0 +1,239 @@
+"""Is the state in which a round began the one that the log demands, as far as the log can tell?
+
+Anchor and momentum follow from theta_0 and the payloads, and so does what was under way and how it
+lands. Moments, residual and parameters of a site are its own: what they were is what the round
+before ended in. Of round 0 they are known. Later, what a landing at the end of the round before has
+set is known, too: reference points where nothing overlaps, and parameters at a boundary.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dilocox.coordinator.protocol.messages import RoundPlan
+from dilocox.errors import RecordError
+from dilocox.outer.layout import Layout
+from dilocox.outer.overlap import Rule, local_view
+from dilocox.record.log.digests import TensorDigest, tensor_digest
+from dilocox.record.log.round_document import Document
+from dilocox.record.log.state_statements import RoundState
+from dilocox.record.verify.origins import Has, origin_before, replay_from
+from dilocox.record.verify.replay import Get, Stage, read_listing
+from dilocox.record.verify.run_history import Course, Step
+from dilocox.tools.audit.round_replay import load_tensor
+from dilocox.training.builder import Place
+
+
+def wrong_start(
+    course: Course,
+    place: Place,
+    state: RoundState,
+    document: Document,
+    get: Get,
+    has: Has = lambda _: False,
+) -> str | None:
+    """What is not as it has to be, for people; none if nothing is.
+
+    `has`: whether something is in a store. Where the record keeps the newest rounds only, anchor
+    and momentum are replayed from a signed state that it keeps with them.
+
+    Raises `RecordError`, `MissingError` where the record does not hold what this needs.
+    """
+    if int(document.state.get("round", -1)) != state.round:
+        return f"the state is that of round {document.state.get('round')}"
+    if state.tick != course.plans[state.round]["first_tick"]:
+        return f"the state is that of slot {state.tick}, where the round does not begin"
+    expected = under_way(course, place.stage, state.round, state.tick)
+    odd = _wrongly_under_way(course, expected, document.state)
+    if odd is not None:
+        return odd
+    theta = course.state("initial", place.stage)
+    if not theta:
+        raise RecordError(f"no theta_0 of stage {place.stage} is signed")
+    stage = Stage.of(course, place.stage, read_listing(get, theta[-1].listing, theta[-1].root))
+    tensors = {each.name: each for each in document.tensors}
+    waiting = {step.key.text for step in expected}
+    before = _plan_before(course, state.round)
+    fixed = _at_their_boundary(course, place.stage, state, len(stage.pieces))
+    landed = [
+        step
+        for step in course.of(place.stage)
+        if step.key.round < state.round and step.key.text not in waiting
+    ]
+    origin = None
+    if course.keep != "all":
+        where = place.stage, place.shard
+        origin = origin_before(course, *where, state.tick, place.site, has, get)
+    for run, steps in stage.blocks(landed):
+        flats = replay_from(origin, steps, stage, run, place.shard, get, course.momentum_dtype)
+        for piece in run:
+            own = stage.place(range(piece, piece + 1), run, place.shard)
+            for name, flat in zip(("anchor", "momentum"), flats, strict=True):
+                full = f"outer/{piece}/{name}"
+                if tensors.get(full) != tensor_digest(full, flat[own]):
+                    return f"the {name} of piece {piece} is not what the payloads lead to"
+            layout = stage.layout(range(piece, piece + 1), place.shard)
+            anchor = flats[0][own]
+            if state.round == 0:
+                odd = _not_theta_0(piece, anchor, tensors)
+            elif before is not None:
+                odd = _wrong_reference(before, place, piece, anchor, tensors, get)
+            if odd is None and piece in fixed:
+                odd = _off_its_reference(piece, layout, tensors, get)
+            if odd is not None:
+                return odd
+        if state.round == 0:
+            start = {name: stage.load(get, name) for name in stage.names(run)}
+            for name, rows in stage.rows(start, place.shard).items():
+                if tensors.get(f"live/{name}") != tensor_digest(f"live/{name}", rows):
+                    return f"{name} is not theta_0's"
+    if state.round == 0:
+        odd = next((each.name for each in document.tensors if _begins_at_zero(each)), None)
+        if odd is not None:
+            return f"{odd} is not zero"
+    return None
+
+
+def _wrongly_under_way(
+    course: Course, expected: Sequence[Step], said: Mapping[str, Any]
+) -> str | None:
+    """What is wrong with what a state says of the exchanges under way, if anything is.
+
+    A repetition lands them by the plan that stands there: it has to be the one in the log. Raises
+    `RecordError` where the log has none.
+    """
+    try:
+        items = [
+            (str(item["key"]), int(item["lands_at"]), item["plan"]) for item in said["pending"]
+        ]
+    except (KeyError, TypeError, ValueError):
+        return "the exchanges under way are not named"
+    found = sorted((key, lands_at) for key, lands_at, _ in items)
+    if found != sorted((step.key.text, step.tick + step.delay) for step in expected):
+        return "other exchanges are under way than the log says"
+    rounds = {step.key.text: step.key.round for step in expected}
+    for key, _, own in items:
+        agreed = course.plans.get(rounds[key])
+        if agreed is None:
+            raise RecordError(f"the log has no plan by which {key} lands")
+        try:
+            # As a rank takes it up again.
+            plan = RoundPlan.model_validate_json(json.dumps(own))
+        except ValueError:
+            return f"{key} is under way without a plan"
+        if plan != RoundPlan.model_validate(agreed):
+            return f"{key} is to land by another plan than the log says"
+    return None
+
+
+def _plan_before(course: Course, round_: int) -> RoundPlan | None:
+    """The plan of the round before; none before round 0, or where the log has none."""
+    said = course.plans.get(round_ - 1)
+    return None if said is None else RoundPlan.model_validate(said)
+
+
+def _at_their_boundary(course: Course, stage: int, state: RoundState, pieces: int) -> set[int]:
+    """Pieces whose boundary was just where the state was taken: nothing was trained since."""
+    return {
+        piece
+        for step in course.of(stage)
+        if step.key.round == state.round - 1 and step.tick == state.tick
+        for piece in step.pieces(pieces)
+    }
+
+
+def _not_theta_0(piece: int, anchor: Tensor, tensors: Mapping[str, TensorDigest]) -> str | None:
+    """Before round 0 nothing has moved: what the first contributions are taken from is theta_0."""
+    name = f"outer/{piece}/reference"
+    if tensors.get(name) == tensor_digest(name, anchor):
+        return None
+    return f"the reference of piece {piece} is not theta_0"
+
+
+def _wrong_reference(
+    before: RoundPlan,
+    place: Place,
+    piece: int,
+    anchor: Tensor,
+    tensors: Mapping[str, TensorDigest],
+    get: Get,
+) -> str | None:
+    """What is wrong with a piece's reference point after the round of the plan `before`, if
+    anything is. It is known where nothing overlaps: a landing sets it, training does not move it.
+
+    `anchor`: of the piece, as the payloads lead to it.
+    """
+    if before.overlap != "none" or before.delay:
+        return None
+    name = f"outer/{piece}/reference"
+    landed = _landed(before, place, piece, anchor, tensors, get)
+    if any(tensors.get(name) == tensor_digest(name, view) for view in landed):
+        return None
+    return f"the reference of piece {piece} is not where it has landed"
+
+
+def _landed(
+    plan: RoundPlan,
+    place: Place,
+    piece: int,
+    anchor: Tensor,
+    tensors: Mapping[str, TensorDigest],
+    get: Get,
+) -> Iterator[Tensor]:
+    """Where a site may go on from after a landing of `plan` that nothing overlapped.
+
+    A site goes on from the anchor alone where it has given up a round, or has just entered.
+    """
+    yield anchor
+    residual, member = tensors.get(f"outer/{piece}/residual"), plan.members.get(place.site)
+    if residual is None or member is None or not plan.residual_view:
+        return
+    kept = load_tensor(residual, get)
+    if kept.shape != anchor.shape:
+        return
+    rule = Rule(plan.overlap, plan.learning_rate, plan.momentum,
+                residual=plan.residual_view / member.weight)  # fmt: skip
+    yield local_view(rule, anchor, torch.zeros_like(anchor), None, kept)
+
+
+def _off_its_reference(
+    piece: int, layout: Layout, tensors: Mapping[str, TensorDigest], get: Get
+) -> str | None:
+    """Which parameters of a piece are not at its reference point, if any are."""
+    about = tensors.get(f"outer/{piece}/reference")
+    if about is None or about.dtype != "float32" or about.shape != (layout.length,):
+        return f"the reference of piece {piece} is none"
+    for name, view in layout.views(load_tensor(about, get)).items():
+        if tensors.get(f"live/{name}") != tensor_digest(f"live/{name}", view):
+            return f"{name} is not at its reference, though its boundary was just before"
+    return None
+
+
+def _begins_at_zero(about: TensorDigest) -> bool:
+    """True for a tensor that has to be zero before the run, and is not."""
+    kind = about.name.rsplit("/", 1)[-1]
+    if not about.name.startswith("inner/") and kind not in ("residual", "previous", "own"):
+        return False
+    dtype = getattr(torch, about.dtype, None)
+    if not isinstance(dtype, torch.dtype):
+        return True
+    return tensor_digest(about.name, torch.zeros(about.shape, dtype=dtype)) != about
+
+
+def under_way(course: Course, stage: int, round_: int, tick: int) -> list[Step]:
+    """Exchanges of a stage that are between boundary and landing when a round begins.
+
+    `tick`: slots that have ended by then. What is under way of a piece lands at the piece's next
+    boundary at the latest, and every round has one.
+    """
+    return [
+        step
+        for step in course.steps.values()
+        if step.key.stage == stage and step.key.round == round_ - 1 and not step.flush
+        and step.tick + step.delay > tick
+    ]  # fmt: skip

@@ -1,0 +1,123 @@
+"""What a forward pass keeps for the backward pass, counted on tensors that have no memory.
+
+The model's own code runs one layer (and the head) on fake tensors, and every tensor that autograd
+saves is counted once, parameters left out. So the figures are those of the model that will run,
+not of a formula. The loss alone is a formula: most of what it needs is not what autograd saves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dilocox.config.run_config import RunConfig
+from dilocox.inner.head_loss import head_tokens
+from dilocox.inner.memory import activation_bytes, holds_whole_logits, logits_bytes
+from dilocox.models import ChunkSpec, build_chunk
+from dilocox.models.activation_checkpointing import SelectedBytes
+from dilocox.models.chunk import HeadLoss, Logits
+from dilocox.tools.planner.model_outline import Outline
+from dilocox.utils.torch_internals import storage_key, tensors_without_memory
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Bytes that one micro-batch keeps at a rank until its backward pass."""
+
+    layer: int
+    """Of a layer, all that it saves."""
+    entry: int
+    """Of a layer, its input alone: what activation checkpointing keeps."""
+    selected: int
+    """Of a layer, what `activation_checkpointing = "selective"` keeps."""
+    head: int
+    """Of norm and head, and what the loss needs in its backward pass."""
+    exact: bool
+    """Counted; otherwise a lower bound, because the model cannot run on fake tensors."""
+
+
+def kept(config: RunConfig, outline: Outline) -> Kept:
+    """What a micro-batch of the run keeps of a layer in the middle, and of the head."""
+    tokens = config.site.micro_batch_size * config.data.sequence_length
+    width = 4 if config.site.precision == "fp32" else 2
+    hidden = int(outline.hf_config.hidden_size)
+    entry = tokens * hidden * width
+    device = "cpu" if config.site.device == "cpu" else "cuda"
+    loss = logits_bytes(config, outline.hf_config, width, device)
+    try:
+        layer, selected = _saved(config, outline)
+        before, _ = _saved(config, outline, _hidden_alone)
+        # Such as a soft cap's: of the tokens that the head is multiplied with at a time.
+        of_logits = _saved(config, outline, _all_logits)[0] - before
+        if not holds_whole_logits(config):
+            vocabulary = int(outline.hf_config.vocab_size)
+            of_logits = of_logits * head_tokens(tokens, vocabulary, hidden, device) // tokens
+        head = max(0, before - layer) + of_logits
+        return Kept(layer, entry, min(layer, entry + selected), head + loss, exact=True)
+    except Exception:
+        # Modelling code may do what fake tensors cannot, such as looking at values.
+        site = config.site.model_copy(update={"stages": 1, "schedule": "1f1b"})
+        model = config.model.model_copy(update={"activation_checkpointing": False})
+        alone = config.model_copy(update={"site": site, "model": model})
+        least = activation_bytes(alone, outline.hf_config, 0, 1, False, width)
+        return Kept(least, entry, min(least, 2 * entry), loss, exact=False)
+
+
+def _all_logits(logits: Logits, hidden: torch.Tensor, *_: Any) -> torch.Tensor:
+    """Stands for a loss, and multiplies the head with all tokens."""
+    return logits(hidden)
+
+
+def _hidden_alone(_logits: Logits, hidden: torch.Tensor, *_: Any) -> torch.Tensor:
+    """Stands for a loss, and keeps its input as a matrix product does."""
+    return hidden.square()
+
+
+def _saved(config: RunConfig, outline: Outline, loss: HeadLoss | None = None) -> tuple[int, int]:
+    """Bytes that a chunk of one layer saves for a micro-batch; and those of its operations whose
+    outputs selective checkpointing saves. With a `loss` the chunk has the head, too."""
+    head = loss is not None
+    count = int(outline.hf_config.num_hidden_layers)
+    index = count - 1 if head else count // 2
+    spec = ChunkSpec(1, 3, index, index + 1, embeds=False, head=head, parameters=0)
+    rows, length = config.site.micro_batch_size, config.data.sequence_length
+    attention = "eager" if config.model.attention == "eager" else "sdpa"
+    # Parameters are used as bf16, by FSDP or by copies of them.
+    dtype = torch.bfloat16 if config.site.precision != "fp32" else torch.float32
+    chunk = build_chunk(
+        outline.hf_config, spec, attention=attention, activation_checkpointing=False, dtype=dtype
+    )
+    chunk.train()
+    chunk.head_loss = loss
+    with tensors_without_memory():
+        chunk.to_empty(device="cpu")
+        hidden = int(outline.hf_config.hidden_size)
+        inputs = torch.empty(rows, length, hidden, dtype=dtype, requires_grad=True)
+        selected = SelectedBytes()
+
+        def forward() -> Any:
+            with selected:
+                return chunk(inputs, torch.empty(rows, length, dtype=torch.int64))
+
+        return _count_saved(forward, chunk), selected.total
+
+
+def _count_saved(forward: Callable[[], Any], module: torch.nn.Module) -> int:
+    """Bytes of all storages that autograd saves in `forward`, parameters of `module` left out."""
+    own = {storage_key(parameter) for parameter in module.parameters()}
+    found: dict[int, int] = {}
+    alive: list[Any] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        key = storage_key(tensor)
+        if key not in own:
+            found[key] = tensor.untyped_storage().nbytes()
+            alive.append(tensor)  # so that no other storage gets the same address
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        alive.append(forward())
+    return sum(found.values())

@@ -1,0 +1,137 @@
+"""What to change in a run file whose ranks do not fit their GPUs."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from dilocox.config.run_config import RunConfig
+from dilocox.errors import DilocoxError
+from dilocox.tools.planner.hardware_table import Place
+from dilocox.tools.planner.memory_footprint import counted, footprints, needed
+from dilocox.tools.planner.model_outline import Outline
+from dilocox.tools.planner.variants import changed
+
+
+@dataclass(frozen=True)
+class Change:
+    """Something in the run file that lowers what a device needs."""
+
+    values: Mapping[str, Any]
+    """Value by key, such as `site.stages`."""
+    needed: int
+    """Bytes with it."""
+    fits: bool
+
+    @property
+    def text(self) -> str:
+        """As `--set` takes it."""
+        return " ".join(
+            f"--set {key}={json.dumps(value).strip(chr(34))}" for key, value in self.values.items()
+        )
+
+
+MOST_ADVICE = 3
+MOST_TOGETHER = 4
+
+
+def advice(config: RunConfig, outline: Outline, place: Place, gpus: int) -> list[Change]:
+    """What would make the run fit at `place`: single changes, in order of what they cost training.
+
+    `gpus`: as many as every site has.
+
+    If none suffices alone, the changes that come closest, taken together until they do; the last
+    one says whether they do.
+    """
+    singles = _tried({}, config, outline, place, gpus)
+    if any(change.fits for change in singles):
+        return [change for change in singles if change.fits][:MOST_ADVICE]
+    together: Change | None = None
+    while singles and (together is None or len(together.values) < MOST_TOGETHER):
+        best = min(singles, key=lambda change: change.needed)
+        if together is not None and best.needed >= together.needed:
+            break
+        together = best
+        if together.fits:
+            break
+        singles = _tried(together.values, config, outline, place, gpus)
+    return [] if together is None else [together]
+
+
+def _tried(
+    before: Mapping[str, Any], config: RunConfig, outline: Outline, place: Place, gpus: int
+) -> list[Change]:
+    """Every single change on top of `before`, with what it leaves needed."""
+    basis = changed(config, before) if before else config
+    tried: list[Change] = []
+    for change in _changes(basis, outline, place, gpus):
+        values = {**before, **change}
+        try:
+            run = changed(config, values)
+            reshaped = any(name in RESHAPES for name in values)
+            shape = Outline.of(run) if reshaped else Outline(run, outline.blueprint)
+        except DilocoxError:
+            continue  # what the run file cannot say is no advice
+        bytes_ = needed(footprints(run, shape, place, counted(run, shape)), place, run)
+        tried.append(Change(values, bytes_, bytes_ <= place.device.memory))
+        if sum(change.fits for change in tried) == MOST_ADVICE:
+            break
+    return tried
+
+
+RESHAPES = ("site.stages", "site.schedule", "data.sequence_length")
+"""Keys that change the cut."""
+
+
+def _changes(
+    config: RunConfig, outline: Outline, place: Place, gpus: int
+) -> Iterator[dict[str, Any]]:
+    """Single changes worth trying, those that cost training least first."""
+    site = config.site
+    for key, value in _smaller(config, place):
+        yield {key: value}
+    if not place.device.shared:
+        # The same GPUs, of which each holds less.
+        for factor in (2, 4, 8):
+            if site.replicas % factor == 0:
+                fewer = {"site.replicas": site.replicas // factor}
+                yield {**fewer, "site.shards": factor * site.shards}
+        most = min(gpus // site.parts, int(outline.hf_config.num_hidden_layers))
+        for share in (1.25, 1.5, 2, 3, 4, 8):
+            if site.chunks == 1 and site.stages < math.ceil(share * site.stages) <= most:
+                yield {"site.stages": math.ceil(share * site.stages)}
+        for factor in (2, 4, 8):
+            if factor * site.ranks <= gpus:
+                yield {"site.shards": factor * site.shards}
+    if config.inner.optimizer == "adamw":
+        yield {"inner.optimizer": "muon"}
+    if config.data.sequence_length > SHORT:
+        yield {"data.sequence_length": config.data.sequence_length // 2}
+
+
+def _smaller(config: RunConfig, place: Place) -> Iterator[tuple[str, Any]]:
+    """Of these changes those that leave the layout, the optimizer and the data as they are."""
+    site = config.site
+    if config.outer.device == "model" and not place.device.shared:
+        yield "outer.device", "cpu"
+        if config.outer.momentum_dtype == "fp32":
+            yield "outer.momentum_dtype", "bf16"
+    if site.schedule == "gpipe" and site.stages > 1:
+        yield "site.schedule", "1f1b"
+    if site.asks_for_whole_gradients:
+        yield "site.gradient_sync", "micro-batch"
+    smaller = site.micro_batch_size // 2
+    while smaller >= 1:
+        yield "site.micro_batch_size", smaller
+        smaller //= 2
+    if not config.model.activation_checkpointing:
+        yield "model.activation_checkpointing", "selective"
+    if config.model.activation_checkpointing is not True:
+        yield "model.activation_checkpointing", True
+
+
+SHORT = 512
+"""Shorter sequences than this are no advice."""

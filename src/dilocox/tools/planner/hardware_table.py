@@ -1,0 +1,435 @@
+"""What GPUs, hosts and links are like: a small table of figures, each with its source.
+
+The package's own table is `devices.toml`; a file of the user's adds to it. All rates are turned
+into bytes, operations and seconds here, so that nothing else deals in units of data sheets.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from dilocox.config.outer import RATE, rate_of
+from dilocox.errors import ConfigError
+
+GIB = 2**30
+LOCAL = "local"
+"""Name of the GPU or processor that `dilocox plan --calibrate` has measured."""
+MEASURED, LOOPBACK = "measured", "loopback"
+"""Of the link to another machine that it has measured, and of the one to itself where it was given
+no other machine."""
+LOCAL_LINKS = frozenset((MEASURED, LOOPBACK))
+WIRE_SHARE = 0.95
+"""Payload over what a link carries: TCP, IP and Ethernet headers take the rest (1,448 of 1,514
+bytes; 0.95 Gbit/s of Gloo were seen on a `tc tbf` link of 1 Gbit/s)."""
+_RATE = re.compile(RATE)
+
+
+@dataclass(frozen=True)
+class Host:
+    """What one core of a site's machines does for exchanges. Rates in bytes of fp32 per second."""
+
+    encode: Mapping[str, float]
+    """By codec without its numbers."""
+    decode: Mapping[str, float]
+    lowrank: float
+    """Multiply-adds per second with low-rank factors, beside `encode` and `decode`."""
+    average: float
+    digest: float
+    """SHA-256, bytes of payload per second."""
+    outer: float
+    """Seconds of the training's own thread per parameter and round: boundary and landing."""
+    exchange: float
+    """Seconds of an exchange beside its transfer and its codec."""
+    exchange_cpu: float
+    """Processor seconds of the same, of all threads."""
+    exchange_thread: float
+    """Of these, what the exchange's own thread has: the controller knows of no other."""
+    memory: int | None = None
+    """Bytes of one machine; not known unless a table or the command line says so."""
+    source: str = ""
+    boundary_copies: float = 0.0
+    """Seconds per parameter that values take between a GPU and this machine's memory at a boundary
+    (dilocox.tools.planner.outer_path)."""
+    landing_copies: float = 0.0
+    """The same of a landing."""
+    payload_copies: float = 0.0
+    """Seconds per byte of a payload that takes that way."""
+    codecs_beside: bool = True
+    """Codecs compute on this machine's processors, beside the training; otherwise on its GPUs,
+    which train no faster than the rest of their time allows."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """One GPU, or the processors of a site without GPUs."""
+
+    name: str
+    bf16: float
+    """Peak operations per second."""
+    fp32: float
+    utilisation: float
+    memory: int
+    """Bytes that training may use."""
+    memory_rate: float
+    """Bytes per second."""
+    peer_rate: float
+    """Bytes per second, one way, to another GPU of the node."""
+    pcie_rate: float
+    """Bytes per second, one way, between the GPU and pinned memory of its machine."""
+    host: Host
+    usd_per_hour: float | None = None
+    source: str = ""
+    price_source: str = ""
+    shared: bool = False
+    """All ranks of a site share it: processor cores, which compute and exchange. Rates are then
+    those of one core."""
+    cores: float = 1.0
+    """`shared`: processor cores, or the quota, of a site."""
+    multiplies_bf16: bool = True
+    """Natively: what `precision = "auto"` computes in. GPUs since Ampere do."""
+    reserved: int = 0
+    """Bytes of CUDA's context and NCCL's buffers, which `memory` is without."""
+    encode_bytes: Mapping[str, float] = field(default_factory=dict)
+    """By codec without its numbers: bytes of a GPU's memory that it reads and writes per value."""
+    decode_bytes: Mapping[str, float] = field(default_factory=dict)
+
+    def rate(self, bf16: bool) -> float:
+        """Operations per second that training reaches where nothing waits."""
+        count = self.cores if self.shared else 1.0
+        return (self.bf16 if bf16 else self.fp32) * self.utilisation * count
+
+
+@dataclass(frozen=True)
+class Link:
+    """A site's link to the others; bytes per second on the wire."""
+
+    up: float
+    down: float
+    rtt: float = 0.0
+    """Seconds to the other sites and back."""
+    usd_per_gb: float = 0.0
+    """Price of 10^9 bytes that leave the site."""
+    name: str = ""
+    source: str = ""
+
+    @property
+    def rate(self) -> float:
+        """Payload bytes per second both ways at a time: of the narrower direction."""
+        return WIRE_SHARE * min(self.up, self.down)
+
+
+@dataclass(frozen=True)
+class Place:
+    """One site: `nodes` machines with `per_node` GPUs each."""
+
+    device: Device
+    per_node: int
+    nodes: int
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of the site."""
+        return self.per_node * self.nodes
+
+    @property
+    def text(self) -> str:
+        """As it is written on the command line."""
+        return f"{self.device.name}:{self.per_node}x{self.nodes}"
+
+
+OF_TABLES = ("gpu", "host", "link")
+"""Sections whose entries are tables."""
+OF_CALIBRATIONS = frozenset(("stepped_parameters", "step_seconds", "peer_source"))
+"""What `dilocox plan --calibrate` writes beside what plans are made from."""
+
+
+MEMORY = "memory_gib"
+"""Of a device, and of a host where it is known."""
+
+
+class Table:
+    """All that is known of devices and links."""
+
+    def __init__(self, content: Mapping[str, Any], where: str) -> None:
+        self._content = content
+        self._where = where
+
+    @classmethod
+    def load(cls, *more: Path) -> Table:
+        """The package's table and those of the user, later ones on top.
+
+        Raises `ConfigError` for a file that cannot be read or has an entry that makes no sense.
+        """
+        own = files("dilocox.tools.planner").joinpath("devices.toml").read_text("utf-8")
+        content = tomllib.loads(own)
+        known_keys = _keys(content)
+        for path in more:
+            for section, entries in _read(path).items():
+                if section not in content or not isinstance(entries, dict):
+                    known = ", ".join(content)
+                    raise ConfigError(f"{path}: no table [{section}] is known; use {known}")
+                odd = None
+                if section in OF_TABLES:
+                    odd = next(
+                        (n for n, each in entries.items() if not isinstance(each, dict)), None
+                    )
+                if odd is not None:
+                    raise ConfigError(f"{path}: {section}.{odd} is no table: [{section}.{odd}]")
+                if section in OF_TABLES:
+                    for name, each in entries.items():
+                        _check_keys(f"{path}: {section}.{name}", each, known_keys[section])
+                elif section == "defaults":
+                    _check_keys(f"{path}: defaults", entries, known_keys[section])
+                content[section] = _merged(content[section], entries)
+        table = cls(content, ", ".join(map(str, more)) or "the planner's table")
+        for name in table.devices:
+            table.device(name)
+        for name in content["link"]:
+            table.link(name)
+        table.link("1gbit")  # by the defaults
+        return table
+
+    @property
+    def devices(self) -> list[str]:
+        """Names of the devices."""
+        return sorted(self._content["gpu"])
+
+    @property
+    def defaults(self) -> Mapping[str, Any]:
+        """What is taken where neither device, link nor command line say so."""
+        found: Mapping[str, Any] = self._content["defaults"]
+        return found
+
+    @cached_property
+    def host(self) -> Host:
+        """The machines of a site."""
+        return self._host("default")
+
+    def device(self, name: str) -> Device:
+        """The device of that name. Raises `ConfigError` with the names that there are."""
+        if name not in self._content["gpu"]:
+            near = difflib.get_close_matches(name, self.devices, n=1)
+            hint = f'; did you mean "{near[0]}"?' if near else ""
+            if name == LOCAL:
+                hint = "; `dilocox plan --calibrate` measures this machine and writes it"
+            raise ConfigError(
+                f'no GPU "{name}" in {self._where}{hint} (known: {", ".join(self.devices)}; '
+                "--table FILE adds others)"
+            )
+        entry, where = self._content["gpu"][name], f"gpu.{name}"
+        every = _merged(self.defaults, entry)
+        shared = entry.get("shared", False)
+        if not isinstance(shared, bool):
+            raise ConfigError(f"{self._where}: {where}.shared: {shared!r} is not true or false")
+        total = GIB * self._number(where, every, "memory_gib")
+        reserved = 0.0
+        if not shared:
+            reserved = GIB * self._number(where, every, "reserved_gib", zero=True)
+            lost = self._number(where, every, "fragmented", zero=True, most=1)
+            total = (total - reserved) * (1 - lost)
+        price = None
+        if "usd_per_hour" in entry:
+            price = self._number(where, entry, "usd_per_hour", zero=True)
+        return Device(
+            name=name,
+            bf16=1e12 * self._number(where, every, "bf16_tflops"),
+            fp32=1e12 * self._number(where, every, "fp32_tflops"),
+            utilisation=self._number(where, every, "utilisation", most=1),
+            memory=max(0, int(total)),
+            memory_rate=1e9 * self._number(where, every, "memory_gb_s"),
+            peer_rate=1e9 * self._number(where, every, "peer_gb_s"),
+            pcie_rate=1e9 * self._number(where, every, "pcie_gb_s"),
+            host=self._host(str(entry.get("host", "default"))),
+            usd_per_hour=price,
+            source=self._told(str(entry.get("source", ""))),
+            price_source=self._told(str(entry.get("price_source", ""))),
+            shared=shared,
+            cores=self._number(where, {"cores": 1.0, **entry}, "cores"),
+            multiplies_bf16=self._precision(where, entry) == "bfloat16",
+            reserved=int(reserved),
+            encode_bytes=self._of_kinds(where, every, "encode_bytes"),
+            decode_bytes=self._of_kinds(where, every, "decode_bytes"),
+        )
+
+    def link(self, text: str, rtt: float | None = None, usd_per_gb: float | None = None) -> Link:
+        """A link by name, rate (`1gbit`) or both ways (`up/down`: `100mbit/1gbit`).
+
+        `rtt` in seconds and `usd_per_gb` replace what the table has. Raises `ConfigError`.
+        """
+        entries = self._content["link"]
+        if text in entries:
+            entry, where = {**self.defaults, **entries[text]}, f"link.{text}"
+            found = Link(
+                up=float(self._rate(where, entry.get("up"))),
+                down=float(self._rate(where, entry.get("down"))),
+                rtt=self._number(where, entry, "rtt_ms", zero=True) / 1000,
+                usd_per_gb=self._number(where, entry, "usd_per_gb", zero=True),
+                name=text,
+                source=self._told(str(entry.get("source", ""))),
+            )
+        else:
+            up, slash, down = text.partition("/")
+            if not (_RATE.fullmatch(up) and (not slash or _RATE.fullmatch(down))):
+                hint = ""
+                if text == MEASURED:
+                    hint = "; `dilocox plan --calibrate --peer HOST:PORT` measures a link"
+                raise ConfigError(
+                    f'--link "{text}": give a rate such as 1gbit or 2.5mbit, up/down such as '
+                    f"100mbit/1gbit, or a name: {', '.join(sorted(entries))}{hint}"
+                )
+            found = Link(
+                up=float(rate_of(up)),
+                down=float(rate_of(down or up)),
+                rtt=self._number("defaults", self.defaults, "rtt_ms", zero=True) / 1000,
+                # Who names no cloud pays none: an office's line costs nothing by the byte.
+                usd_per_gb=0.0,
+                name=text,
+            )
+        if rtt is not None:
+            found = replace(found, rtt=rtt)
+        return found if usd_per_gb is None else replace(found, usd_per_gb=usd_per_gb)
+
+    def place(
+        self, text: str, utilisation: float | None = None, host_memory: int | None = None
+    ) -> Place:
+        """A site from `NAME:GPUSxNODES`, `NAME:GPUS` or `NAME`. Raises `ConfigError`.
+
+        `utilisation` and `host_memory`, bytes of a machine, replace what the table has.
+        """
+        name, colon, shape = text.partition(":")
+        found = re.fullmatch(r"([1-9][0-9]{0,5})(?:x([1-9][0-9]{0,5}))?", shape) if colon else None
+        if colon and found is None:
+            raise ConfigError(
+                f'--gpu "{text}": write NAME:GPUSxNODES for each site, for example h100-80g:8x4 '
+                "for four nodes of eight GPUs"
+            )
+        device = self.device(name)
+        if utilisation is not None:
+            device = replace(device, utilisation=utilisation)
+        if host_memory is not None:
+            device = replace(device, host=replace(device.host, memory=host_memory))
+        per_node, nodes = (int(found[1]), int(found[2] or 1)) if found else (1, 1)
+        return Place(device, per_node, nodes)
+
+    def fabric(self, text: str | None) -> float:
+        """Bytes per second, one way, of a node's network inside its site."""
+        chosen = str(self.defaults["fabric"]) if text is None else text
+        return float(self._rate("--fabric", chosen))
+
+    def _host(self, name: str) -> Host:
+        entry, where = self._content["host"].get(name), f"host.{name}"
+        if entry is None:
+            raise ConfigError(f"{self._where}: no [{where}]")
+        every = _merged(self._content["host"]["default"], entry)
+        return Host(
+            encode=self._rates(where, every, "encode_gb_s"),
+            decode=self._rates(where, every, "decode_gb_s"),
+            lowrank=1e9 * self._number(where, every, "lowrank_gmacs"),
+            average=1e9 * self._number(where, every, "average_gb_s"),
+            digest=1e9 * self._number(where, every, "sha256_gb_s"),
+            outer=1e-9 * self._number(where, every, "outer_ns", zero=True),
+            exchange=1e-3 * self._number(where, every, "exchange_ms", zero=True),
+            exchange_cpu=1e-3 * self._number(where, every, "exchange_cpu_ms", zero=True),
+            exchange_thread=1e-3 * self._number(where, every, "exchange_thread_ms", zero=True),
+            memory=(int(GIB * self._number(where, every, MEMORY)) if MEMORY in every else None),
+            source=self._told(str(every.get("source", ""))),
+        )
+
+    def _precision(self, where: str, entry: Mapping[str, Any]) -> str:
+        found = entry.get("precision", "bfloat16")
+        if found not in ("bfloat16", "float32"):
+            raise ConfigError(
+                f'{self._where}: {where}.precision: {found!r} is neither "bfloat16" nor "float32"'
+            )
+        return str(found)
+
+    def _rates(self, where: str, entry: Mapping[str, Any], key: str) -> dict[str, float]:
+        """Bytes per second by kind of codec."""
+        found = self._of_kinds(where, entry, key)
+        return {kind: 1e9 * rate for kind, rate in found.items()}
+
+    def _of_kinds(self, where: str, entry: Mapping[str, Any], key: str) -> dict[str, float]:
+        """A number by kind of codec."""
+        own = entry.get(key)
+        if not isinstance(own, dict):
+            raise ConfigError(f"{self._where}: {where}.{key}: is no table")
+        return {kind: self._number(f"{where}.{key}", own, kind) for kind in own}
+
+    def _told(self, source: str) -> str:
+        """`source` with the addresses of what it names in square brackets."""
+        known = self._content["sources"]
+        return re.sub(r"\[([a-z0-9-]+)\]", lambda m: str(known.get(m[1], m[0])), source)
+
+    def _rate(self, where: str, text: object) -> int:
+        if not isinstance(text, str) or not _RATE.fullmatch(text):
+            what = "a rate is missing" if text is None else f'"{text}" is no rate'
+            raise ConfigError(f"{where}: {what} such as 1gbit or 2.5mbit")
+        return rate_of(text)
+
+    def _number(
+        self,
+        where: str,
+        entry: Mapping[str, Any],
+        key: str,
+        *,
+        zero: bool = False,
+        most: float = math.inf,
+    ) -> float:
+        value = entry.get(key)
+        plain = isinstance(value, int | float) and not isinstance(value, bool)
+        found = float(value) if plain else math.nan  # type: ignore[arg-type]
+        if not (math.isfinite(found) and (found > 0 or (zero and found == 0)) and found <= most):
+            limits = "from 0" if zero else "above 0"
+            limits += "" if most == math.inf else f" to {most:g}"
+            what = "missing" if value is None else f"{value!r} is no number {limits}"
+            raise ConfigError(f"{self._where}: {where}.{key}: {what}")
+        return found
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise ConfigError(f"--table {path}: cannot be read ({reason})") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"--table {path}: not valid TOML: {error}") from None
+
+
+def _keys(content: Mapping[str, Any]) -> dict[str, set[str]]:
+    """Keys that entries of each section may have: those of the package's, and some more."""
+    known = {section: set().union(*content[section].values()) for section in OF_TABLES}
+    known["host"] |= {MEMORY}
+    known["defaults"] = set(content["defaults"])
+    known["gpu"] |= known["defaults"] | {"shared", "cores", "host", "precision"} | OF_CALIBRATIONS
+    return known
+
+
+def _check_keys(where: str, entry: Mapping[str, Any], known: set[str]) -> None:
+    for key in entry:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1, cutoff=0.4)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise ConfigError(
+                f"{where}.{key}: no such key{hint} (known: {', '.join(sorted(known))})"
+            )
+
+
+def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """`above` over `below`, table by table."""
+    merged = dict(below)
+    for key, value in above.items():
+        known = merged.get(key)
+        merged[key] = (
+            _merged(known, value) if isinstance(known, dict) and isinstance(value, dict) else value
+        )
+    return merged

@@ -1,0 +1,172 @@
+"""The model as a planner sees it: which parameters lie in which stage, and what a token costs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import Any
+
+from dilocox.config.run_config import RunConfig
+from dilocox.errors import DataError, ModelError
+from dilocox.inner import chunks_of_stage
+from dilocox.inner.fsdp import Units
+from dilocox.models import ChunkSpec, build_chunk
+from dilocox.models.meta_model import build_skeleton
+from dilocox.outer.layout import layer_number
+from dilocox.training.builder import Blueprint
+from dilocox.training.launch.tokenizer_check import check_trained_tokenizer, tokenizer_size
+from dilocox.training.payload_sizes import Shape, model_shapes
+
+
+@dataclass(frozen=True)
+class Outline:
+    """A model cut into the stages of a run file, on the meta device: no weights anywhere."""
+
+    config: RunConfig
+    blueprint: Blueprint
+
+    @classmethod
+    def of(cls, config: RunConfig) -> Outline:
+        """The outline of a run's model.
+
+        A tokenizer that is still to be trained will have `data.vocabulary_size` tokens; another one
+        is loaded where the model's vocabulary is to be as large as it. Raises `ConfigError` if the
+        model's weights do not know such a tokenizer, `DataError` if it cannot be loaded,
+        `ModelError` if the model cannot be trained or cut so.
+        """
+        check_trained_tokenizer(config)
+        return cls(config, Blueprint.of(config, _vocabulary(config)))
+
+    @cached_property
+    def stages(self) -> list[list[ChunkSpec]]:
+        """By stage: its chunks in model order."""
+        site = self.config.site
+        return [
+            [
+                self.blueprint.cut[index]
+                for index in chunks_of_stage(site.schedule, site.stages, site.chunks, stage)
+            ]
+            for stage in range(site.stages)
+        ]
+
+    @cached_property
+    def whole(self) -> dict[str, Shape]:
+        """Shapes of the uncut model's parameters by full name; tied ones once."""
+        model = build_skeleton(self.hf_config)
+        return {name: tuple(each.shape) for name, each in model.named_parameters()}
+
+    @cached_property
+    def shapes(self) -> list[dict[str, Shape]]:
+        """By stage: whole shapes of what it exchanges, by full name in model order.
+
+        Raises `ModelError` unless every parameter is in exactly one stage.
+        """
+        shapes = model_shapes(self.config, self.blueprint)
+        check_cut(shapes, self.whole)
+        return shapes
+
+    @property
+    def parameters(self) -> int:
+        """Of the model; tied ones count once."""
+        return sum(map(math.prod, self.whole.values()))
+
+    @property
+    def layer_parameters(self) -> int:
+        """Of the largest layer."""
+        return max(self._layers.values(), default=0)
+
+    @property
+    def inside_layers(self) -> int:
+        """Of all layers: what is left is outside them, as embedding and head are."""
+        return sum(self._layers.values())
+
+    @cached_property
+    def outer_units(self) -> tuple[int, int]:
+        """Parameters of the embedding, and of final norm and head, as FSDP gathers them in a model
+        of one chunk: 0 of what has no unit of its own."""
+        spec = ChunkSpec(0, 1, 0, 1, embeds=True, head=True, parameters=0)
+        attention = "eager" if self.config.model.attention == "eager" else "sdpa"
+        chunk = build_chunk(
+            self.hf_config, spec, attention=attention, activation_checkpointing=False
+        )
+        units = Units.of(chunk)
+        of_closing = {each for module in units.closing for each in module.parameters()}
+        embedding = set() if units.embedding is None else set(units.embedding.parameters())
+        return sum(p.numel() for p in embedding), sum(p.numel() for p in of_closing)
+
+    @cached_property
+    def _layers(self) -> dict[int, int]:
+        """Parameters by layer."""
+        sizes: dict[int, int] = {}
+        for name, shape in self.whole.items():
+            number = layer_number(name)
+            if number is not None:
+                sizes[number] = sizes.get(number, 0) + math.prod(shape)
+        return sizes
+
+    @property
+    def hf_config(self) -> Any:
+        """The model's own configuration."""
+        return self.blueprint.hf_config
+
+    @property
+    def stage_parameters(self) -> list[int]:
+        """What a stage's ranks hold together; the copy of a tied tensor counts where it is."""
+        return [sum(chunk.parameters for chunk in chunks) for chunks in self.stages]
+
+    @property
+    def compute(self) -> float:
+        """Multiply-adds per token of a forward pass, attention included."""
+        return sum(chunk.compute for chunk in self.blueprint.cut)
+
+    @property
+    def flops_per_token(self) -> float:
+        """Of training, without recomputation: two per multiply-add, three passes' worth."""
+        return self.blueprint.flops_per_token
+
+    def head_compute(self, chunk: ChunkSpec) -> float:
+        """Multiply-adds per token of the head, if `chunk` has it."""
+        return float(self.hf_config.hidden_size * self.hf_config.vocab_size) if chunk.head else 0.0
+
+
+def _vocabulary(config: RunConfig) -> int | None:
+    """The tokenizer's, where the model does not say its own."""
+    name, architecture = config.data.tokenizer, config.model.architecture
+    if name == "train":
+        return config.data.vocabulary_size
+    if architecture is None or "vocab_size" in architecture:
+        return None
+    try:
+        return _size_of(name)
+    except DataError as error:
+        raise DataError(
+            f"{error}; to plan without it, give model.architecture a vocab_size"
+        ) from None
+
+
+@cache
+def _size_of(name: str) -> int:
+    return tokenizer_size(name)
+
+
+def check_cut(stages: Sequence[Mapping[str, Shape]], whole: Mapping[str, Shape]) -> None:
+    """Raise `ModelError` unless every parameter of `whole` is in exactly one of `stages`.
+
+    Both are shapes by full name; so the sums are equal, too.
+    """
+    found: dict[str, int] = {}
+    for number, shapes in enumerate(stages):
+        for name, shape in shapes.items():
+            if name in found:
+                raise ModelError(f"{name} is in stage {found[name]} and in stage {number}")
+            if whole.get(name) != shape:
+                raise ModelError(
+                    f"stage {number}: {name} of shape {list(shape)} is not the model's "
+                    f"{list(whole[name]) if name in whole else 'at all'}"
+                )
+            found[name] = number
+    missing = [name for name in whole if name not in found]
+    if missing:
+        raise ModelError(f"{missing[0]} is in no stage ({len(missing)} such parameters)")

@@ -1,0 +1,318 @@
+"""Everything that `dilocox plan` says about a run, as plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from dilocox.config.codec_spec import SPARSE, parse_spec
+from dilocox.config.methods import METHODS
+from dilocox.config.run_config import RunConfig, with_sites
+from dilocox.config.site import SiteSection
+from dilocox.coordinator.controller.choice import Choice
+from dilocox.coordinator.controller.exchange_timing import Crowd
+from dilocox.coordinator.server.plan_builder import FLUSH_CODEC
+from dilocox.errors import ConfigError, DilocoxError
+from dilocox.tools.planner.advice import Change, advice
+from dilocox.tools.planner.hardware_table import Link, Place
+from dilocox.tools.planner.host_memory import HostMemory, host_memory
+from dilocox.tools.planner.hybrid import Hybrid, hybrid
+from dilocox.tools.planner.memory_footprint import Footprint, counted, footprints, needed
+from dilocox.tools.planner.model_outline import Outline
+from dilocox.tools.planner.options import Option, options
+from dilocox.tools.planner.payload_costs import parcels
+from dilocox.tools.planner.predict import Prediction, predict
+from dilocox.tools.planner.step_time import StepTime, compute_limit, step_time
+from dilocox.tools.planner.variants import at_site, changed, on_device, with_method
+from dilocox.training.portable_checkpoint import Handover
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class MethodRow:
+    """One method on the same sites, model and batch."""
+
+    method: str
+    prediction: Prediction | None
+    problem: str | None
+    """Why it cannot be used with this run."""
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What it takes to train on so many tokens."""
+
+    tokens: float
+    seconds: float
+    egress_bytes: float
+    """Payloads that leave all sites."""
+    egress_usd: float
+    compute_usd: float | None
+    """Rent of all GPUs; none where a price is not known."""
+
+    @property
+    def usd(self) -> float | None:
+        """Rent and egress."""
+        return None if self.compute_usd is None else self.compute_usd + self.egress_usd
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """What a run needs, how fast it goes, and what it costs."""
+
+    config: RunConfig
+    outline: Outline
+    places: list[Place]
+    links: list[Link]
+    fullest: Place
+    """The one whose devices are filled most; of it are the following."""
+    footprints: list[Footprint]
+    needed: int
+    """Bytes that the fullest device needs."""
+    available: int
+    """Bytes that training may use of it."""
+    host: HostMemory | None
+    """Of the machine that is filled most by what ranks keep beside their GPUs; none if that is the
+    device."""
+    exact: bool
+    """Activations were counted on the model's own code."""
+    advice: list[Change]
+    step: StepTime
+    """Of the site that the others wait for."""
+    prediction: Prediction
+    methods: list[MethodRow]
+    budget: Budget
+    limit: float
+    """Tokens per second of all GPUs if nothing ever waited."""
+    hybrid: Hybrid | None
+    """A faster layout of the slowest site. May be None."""
+    options: list[Option] = field(default_factory=list)
+    """Changes of the run file that fit, and buy speed or loss."""
+
+    @property
+    def fits_devices(self) -> bool:
+        """Every rank fits its device."""
+        return self.needed <= self.available
+
+    @property
+    def fits(self) -> bool:
+        """It does, and the outer state fits the machines' memory where that is known."""
+        return self.fits_devices and (self.host is None or self.host.fits)
+
+    @property
+    def slowest(self) -> int:
+        """Number of the site that the others wait for."""
+        return self.prediction.course.slowest
+
+
+def plan_run(
+    config: RunConfig,
+    places: Sequence[Place],
+    links: Sequence[Link],
+    fabric: float,
+    tokens: float | None = None,
+    progress: Progress = lambda _: None,
+    methods: Sequence[str] = tuple(METHODS),
+) -> RunPlan:
+    """Plan `config` at `places`, one site each, joined by `links`.
+
+    `fabric`: bytes per second of a node's network inside its site. With `tokens` the run is made
+    as long as that many tokens take; without, the budget is of the steps that are left to it.
+    Raises `ConfigError`, `CheckpointError` and `ModelError` for a run that cannot be, such as one
+    with more ranks than GPUs.
+    """
+    config = with_sites(config, len(places))
+    for place in places:
+        if not place.device.shared and place.gpus < config.site.ranks:
+            raise ConfigError(
+                f"--gpu {place.text}: {place.gpus} GPUs for {_product(config.site)} = "
+                f"{config.site.ranks} ranks at each site; lower them, or give more GPUs per site"
+            )
+    left = _steps_left(config) if tokens is None else 0
+    if tokens is not None:
+        batches = sum(config.site_batch(name) for name in config.sites)
+        config = _as_long_as(config, tokens, batches * config.data.sequence_length)
+    progress("the model's shape")
+    outline = Outline.of(config)
+    largest = at_site(config, max(config.sites, key=config.site_batch))
+    progress("the run's own plan")
+    prediction = _predict(config, places, links, fabric, outline)
+    guessed = config.total_steps
+    if tokens is not None:
+        # Sites may take fewer or more steps than the typical one, whose steps the run file counts.
+        config = _as_long_as(config, tokens, prediction.course.tokens_per_step)
+    if config.total_steps != guessed:
+        prediction = _predict(config, places, links, fabric, outline)
+    progress("memory")
+    fullest, stages, bytes_ = _fullest(largest, outline, places, prediction.choice)
+    there = on_device(largest, fullest.device)
+    available = fullest.device.memory
+    changes = []
+    if bytes_ > available:
+        fewest = min((p.gpus for p in places if not p.device.shared), default=fullest.gpus)
+        changes = advice(there, outline, fullest, fewest)
+    rows = []
+    for method in methods:
+        progress(f"method {method}")
+        rows.append(_row(config, method, places, links, fabric, outline, prediction))
+    progress("other settings")
+
+    def filled(run: RunConfig, rounds: Choice) -> tuple[int, int]:
+        largest = at_site(run, max(run.sites, key=run.site_batch))
+        place, _, most = _fullest(largest, outline, places, rounds)
+        return most, place.device.memory
+
+    others = options(
+        config,
+        places,
+        prediction,
+        lambda run: _predict(run, places, links, fabric, outline),
+        filled,
+    )
+    times = [
+        step_time(at_site(config, name), outline, place, fabric)
+        for name, place in zip(config.sites, places, strict=True)
+    ]
+    total = left * prediction.course.tokens_per_step if tokens is None else tokens
+    return RunPlan(
+        config=config,
+        outline=outline,
+        places=list(places),
+        links=list(links),
+        fullest=fullest,
+        footprints=stages,
+        needed=bytes_,
+        available=available,
+        host=host_memory(stages, places, largest),
+        exact=counted(there, outline).exact,
+        advice=changes,
+        step=times[prediction.course.slowest],
+        prediction=prediction,
+        methods=rows,
+        budget=budget(config, outline, prediction, places, links, total),
+        limit=compute_limit(config, outline, places),
+        hybrid=_hybrid(config, outline, places, fabric, prediction),
+        options=others,
+    )
+
+
+def _hybrid(
+    config: RunConfig,
+    outline: Outline,
+    places: Sequence[Place],
+    fabric: float,
+    prediction: Prediction,
+) -> Hybrid | None:
+    """Of the site that the others wait for."""
+    slowest = prediction.course.slowest
+    run = at_site(config, list(config.sites)[slowest])
+    return hybrid(run, outline, places[slowest], fabric, prediction.choice)
+
+
+def _product(site: SiteSection) -> str:
+    """What a site's ranks are the product of, as keys of the run file."""
+    return " x ".join(f"site.{factor}" for factor in site.product.split(" x "))
+
+
+def _steps_left(config: RunConfig) -> int:
+    """Inner steps of the typical site that the run takes itself: what it goes on from has taken the
+    others. Raises `CheckpointError` if that cannot be read, `ConfigError` if none are left."""
+    if not config.model.handover:
+        return config.total_steps
+    taken = Handover.read(config.model.path).steps
+    if taken >= config.total_steps:
+        raise ConfigError(
+            f"outer.steps {config.total_steps}: the run that model.path {config.model.path} comes "
+            f"from has taken {taken} already; raise outer.steps (or outer.rounds)"
+        )
+    return config.total_steps - taken
+
+
+def _fullest(
+    config: RunConfig, outline: Outline, places: Sequence[Place], rounds: Choice
+) -> tuple[Place, list[Footprint], int]:
+    """The place whose devices are filled most, with what the stages need there, and the largest."""
+    found: list[tuple[Place, list[Footprint], int]] = []
+    for place in places:
+        if all(place != known for known, *_ in found):
+            there = on_device(config, place.device)
+            stages = footprints(there, outline, place, counted(there, outline), rounds)
+            found.append((place, stages, needed(stages, place, there)))
+    return max(found, key=lambda item: item[2] / max(1, item[0].device.memory))
+
+
+def _as_long_as(config: RunConfig, tokens: float, per_step: float) -> RunConfig:
+    """The run made as long as `tokens` take, at so many for each inner step of the typical site."""
+    steps = max(1, round(tokens / per_step))
+    return changed(config, {"outer.rounds": None, "outer.steps": steps})
+
+
+def _predict(
+    config: RunConfig,
+    places: Sequence[Place],
+    links: Sequence[Link],
+    fabric: float,
+    outline: Outline,
+) -> Prediction:
+    return predict(config, places, links, list(config.sites), fabric=fabric, outline=outline)
+
+
+def _row(
+    config: RunConfig,
+    method: str,
+    places: Sequence[Place],
+    links: Sequence[Link],
+    fabric: float,
+    outline: Outline,
+    own: Prediction,
+) -> MethodRow:
+    if method == config.outer.method:
+        return MethodRow(method, own, None)
+    try:
+        run = with_method(config, method, int(outline.hf_config.hidden_size))
+        return MethodRow(method, _predict(run, places, links, fabric, outline), None)
+    except DilocoxError as error:
+        return MethodRow(method, None, str(error))
+
+
+def budget(
+    config: RunConfig,
+    outline: Outline,
+    prediction: Prediction,
+    places: Sequence[Place],
+    links: Sequence[Link],
+    tokens: float,
+) -> Budget:
+    """Time and cost of `tokens`: the simulated rounds as they were, with those in which nothing was
+    settled, the rest at the predicted speed, and the exchange at the end."""
+    sites, course = len(links), prediction.course
+    simulated = min(1.0, tokens / course.tokens)
+    rest = max(0.0, tokens - course.tokens)
+    sent = simulated * course.sent_bytes + prediction.payload_per_token * rest
+    sent_each = sent / sites
+    seconds = simulated * course.seconds + rest / prediction.tokens_per_second
+    if sites > 1 and not config.exchanges_gradients:
+        last = flushed_bytes(config, outline, prediction.choice.codec, sites)
+        sent_each += last
+        seconds += last / min(link.rate for link in links)
+    egress = sum(sent_each * link.usd_per_gb / 1e9 for link in links)
+    rents = [_rent(place) for place in places]
+    compute = None
+    if all(rent is not None for rent in rents):
+        compute = seconds / 3600 * sum(rent for rent in rents if rent is not None)
+    return Budget(tokens, seconds, sites * sent_each, egress, compute)
+
+
+def flushed_bytes(config: RunConfig, outline: Outline, codec: str, sites: int) -> int:
+    """Bytes that each of `sites` sites sends at the end of a run whose rounds had `codec`."""
+    last = codec if parse_spec(codec).kind in SPARSE else FLUSH_CODEC
+    payload = sum(each.payload for row in parcels(config, outline.shapes, last) for each in row)
+    swaps, size = Crowd(sites, config.outer.exchange).swaps(payload)
+    return swaps * size
+
+
+def _rent(place: Place) -> float | None:
+    """US dollars an hour for all GPUs of a site."""
+    price = place.device.usd_per_hour
+    return None if price is None else price * (1 if place.device.shared else place.gpus)

@@ -1,0 +1,235 @@
+"""How long an inner step takes at a site: computation, pipeline bubbles, traffic inside the site.
+
+Pure arithmetic. A token's forward pass is two operations per multiply-add, its backward pass four,
+and two more where activation checkpointing computes the layers again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dilocox.config.run_config import RunConfig
+from dilocox.inner import stage_of_chunk
+from dilocox.inner.memory import sums_whole_gradients
+from dilocox.inner.optimizer import is_hidden_matrix
+from dilocox.tools.planner.hardware_table import Device, Place
+from dilocox.tools.planner.model_outline import Outline
+from dilocox.tools.planner.variants import on_device
+
+OPTIMIZER_BYTES = {"adamw": 28, "muon": 20, "sgd": 12}
+"""Read and written per parameter and step: parameter, gradient and moments, fp32."""
+NEWTON_SCHULZ = 5
+"""Iterations of Muon's orthonormalisation (dilocox.inner.muon)."""
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """An inner step at one site, in seconds, by what it goes for. The parts add up."""
+
+    compute: float
+    """Of the busiest rank."""
+    bubble: float
+    """In which that rank waits for other stages."""
+    traffic: float
+    """Activations and FSDP, inside the site, as far as computation does not hide it."""
+    optimizer: float
+
+    @property
+    def seconds(self) -> float:
+        """The whole step."""
+        return self.compute + self.bubble + self.traffic + self.optimizer
+
+
+def step_time(config: RunConfig, outline: Outline, place: Place, fabric: float) -> StepTime:
+    """An inner step of the run's batch at `place`, whose nodes are joined at `fabric` bytes/s."""
+    config = on_device(config, place.device)
+    site, device = config.site, place.device
+    bf16 = site.precision != "fp32"
+    rate = device.rate(bf16)
+    tokens = site.micro_batch_size * config.data.sequence_length
+    forward, backward = chunk_seconds(config, outline, rate, tokens)
+    optimizer = optimizer_seconds(config, outline, place, rate)
+    if device.shared:
+        # One after the other on the same cores: what one rank leaves idle another one uses.
+        passes = site.parts * site.micro_batches
+        return StepTime(passes * (sum(forward) + sum(backward)), 0.0, 0.0, optimizer)
+    alone = makespan(config, forward, backward)
+    busiest = site.micro_batches * max(_by_stage(config, forward, backward))
+    hop = hop_seconds(config, outline, place, fabric, tokens)
+    with_hops = makespan(config, [f + hop for f in forward], [b + hop for b in backward])
+    inside = fsdp_seconds(config, outline, place, fabric)
+    between = replica_seconds(config, outline, place, fabric)
+    if site.stages == 1:
+        # Gathered and reduced layer by layer beside the computation. Replicas are averaged beside
+        # the last backward pass alone.
+        inside = max(0.0, inside - busiest) + max(0.0, between - sum(backward))
+    else:
+        inside += between
+    return StepTime(busiest, alone - busiest, with_hops - alone + inside, optimizer)
+
+
+RECOMPUTED: dict[bool | str, float] = {False: 0.0, True: 2.0, "selective": 1.0}
+"""Operations per multiply-add of a layer that the backward pass computes again."""
+
+
+def chunk_seconds(
+    config: RunConfig, outline: Outline, rate: float, tokens: int
+) -> tuple[list[float], list[float]]:
+    """(forward, backward) of a micro-batch of `tokens`, by chunk, at `rate` operations/s."""
+    again = RECOMPUTED[config.model.activation_checkpointing]
+    forward, backward = [], []
+    for chunk in outline.blueprint.cut:
+        layers = chunk.compute - outline.head_compute(chunk)
+        forward.append(2 * chunk.compute * tokens / rate)
+        backward.append((4 * chunk.compute + again * layers) * tokens / rate)
+    return forward, backward
+
+
+def makespan(config: RunConfig, forward: Sequence[float], backward: Sequence[float]) -> float:
+    """Seconds from the first micro-batch to the last; `forward`, `backward` of one by chunk.
+
+    `gpipe`, `1f1b`: the pipeline fills once and empties once. Interleaved schedules do so in steps
+    of one chunk (arXiv 2104.04473). Zero-bubble schedules fill the waits with the weights' half of
+    the backward pass, which costs what a forward pass does (arXiv 2401.10241).
+    """
+    site = config.site
+    count, stages = site.micro_batches, site.stages
+    every = _by_stage(config, forward, backward)
+    busiest = max(every)
+    if stages == 1:
+        return count * busiest
+    if site.chunks == 1:
+        return sum(every) + (count - 1) * busiest
+    waits = stages - 1
+    if site.schedule == "interleaved-1f1b":
+        return count * busiest + waits * busiest / site.chunks
+    weights = max(forward)
+    inputs = max(b - f for f, b in zip(forward, backward, strict=True))
+    if site.schedule == "interleaved-zero-bubble":
+        return count * busiest + waits * inputs
+    return count * busiest + waits * max(0.0, inputs - weights)
+
+
+def _by_stage(
+    config: RunConfig, forward: Sequence[float], backward: Sequence[float]
+) -> list[float]:
+    """Seconds of one micro-batch at each stage."""
+    site = config.site
+    every = [0.0] * site.stages
+    for chunk, (f, b) in enumerate(zip(forward, backward, strict=True)):
+        every[stage_of_chunk(site.schedule, site.stages, site.chunks, chunk)] += f + b
+    return every
+
+
+def hop_seconds(
+    config: RunConfig, outline: Outline, place: Place, fabric: float, tokens: int
+) -> float:
+    """Hidden states of a micro-batch from one stage to the next, over the slowest hop.
+
+    Ranks lie replica after replica, and stage after stage in each; where a stage's neighbour is on
+    another node, all its shards send through one node's network.
+    """
+    site = config.site
+    if site.stages == 1:
+        return 0.0
+    bf16 = site.precision != "fp32" and site.parts > 1
+    size = tokens * int(outline.hf_config.hidden_size) * (2 if bf16 else 4)
+    if stays_on_nodes(config, place, site.exchanging_ranks):
+        return size / place.device.peer_rate
+    return size * min(site.shards, place.per_node) / fabric
+
+
+def stays_on_nodes(config: RunConfig, place: Place, ranks: int) -> bool:
+    """Whether every `ranks` ranks of a site, counted from its first, are on one node."""
+    return config.site.ranks <= place.per_node or place.per_node % ranks == 0
+
+
+def reduces_once(config: RunConfig, outline: Outline, device: Device) -> bool:
+    """Whether FSDP gathers parameters and reduces gradients once per step, not per micro-batch."""
+    if config.site.stages > 1:
+        return True
+    memory = None if device.shared else device.memory
+    width = 4 if on_device(config, device).site.precision == "fp32" else 2
+    return sums_whole_gradients(config, outline.hf_config, outline.blueprint.cut, memory, width)
+
+
+def fsdp_seconds(config: RunConfig, outline: Outline, place: Place, fabric: float) -> float:
+    """Gathering parameters and reducing gradients among the shards of the largest stage.
+
+    Once per step in pipelines, and with `site.gradient_sync = "step"` (dilocox.inner.site_model:
+    gathered parameters stay); else for each micro-batch: parameters forward and backward, gradients
+    once. Shards of different replicas do so side by side.
+    """
+    site = config.site
+    if site.shards == 1:
+        return 0.0
+    width = 4 if site.precision == "fp32" else 2
+    once = reduces_once(config, outline, place.device)
+    gathers, times = (1, 1) if once else (2, site.micro_batches)
+    part = max(outline.stage_parameters) * (site.shards - 1) / site.shards
+    size = times * part * (gathers * width + 4)
+    if stays_on_nodes(config, place, site.shards):
+        return size / place.device.peer_rate
+    # A ring over several nodes crosses each node's network once.
+    return size / min(fabric, place.device.peer_rate)
+
+
+def replica_seconds(config: RunConfig, outline: Outline, place: Place, fabric: float) -> float:
+    """Averaging gradients over the replicas, once per step: every rank its own shard's, fp32.
+
+    A ring of the ranks with the same stage and shard. Where replicas are on several nodes, the
+    rings of all ranks of a node cross its network side by side.
+    """
+    site = config.site
+    if site.replicas == 1:
+        return 0.0
+    own = max(outline.stage_parameters) / site.shards
+    size = 2 * (site.replicas - 1) / site.replicas * 4 * own
+    return size / replica_rate(config, place, fabric)
+
+
+def replica_rate(config: RunConfig, place: Place, fabric: float) -> float:
+    """Bytes per second between ranks with the same stage and shard of different replicas, while all
+    ranks of a node do the same."""
+    site, peer_rate = config.site, place.device.peer_rate
+    if site.ranks <= place.per_node:
+        return peer_rate
+    return min(fabric / min(site.exchanging_ranks, place.per_node), peer_rate)
+
+
+def optimizer_seconds(config: RunConfig, outline: Outline, place: Place, rate: float) -> float:
+    """The inner optimizer of the busiest rank; of all ranks where they share the processor."""
+    site, kind = config.site, config.inner.optimizer
+    # What is known of shared processors is of one core; `rate` is of all.
+    cores = place.device.cores if place.device.shared else 1.0
+    every = []
+    for parameters, shapes in zip(outline.stage_parameters, outline.shapes, strict=True):
+        seconds = OPTIMIZER_BYTES[kind] * parameters / (place.device.memory_rate * cores)
+        if kind == "muon":
+            seconds += orthonormalising_flops(shapes) / rate
+        every.append(seconds)
+    if place.device.shared:
+        return site.replicas * sum(every)
+    return max(every) / site.shards
+
+
+def orthonormalising_flops(shapes: dict[str, tuple[int, ...]]) -> float:
+    """Operations of Muon's Newton-Schulz iterations over the matrices of some layers."""
+    total = 0.0
+    for name, shape in shapes.items():
+        if is_hidden_matrix(name, shape):
+            short, long = min(shape), max(shape)
+            total += NEWTON_SCHULZ * (4.0 * short * short * long + 2.0 * short**3)
+    return total
+
+
+def compute_limit(config: RunConfig, outline: Outline, places: Sequence[Place]) -> float:
+    """Tokens per second of all GPUs of all sites if nothing ever waited."""
+    total = 0.0
+    for place in places:
+        count = 1 if place.device.shared else place.gpus
+        bf16 = on_device(config, place.device).site.precision != "fp32"
+        total += count * place.device.rate(bf16)
+    return math.inf if outline.compute == 0 else total / outline.flops_per_token

@@ -1,0 +1,150 @@
+"""A run cut to one rank, so that its steps can be timed on this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from dilocox.config.run_config import RunConfig, resolve_run
+from dilocox.inner import SiteMesh, SiteModel
+from dilocox.models import build_chunk, materialise, open_weights
+from dilocox.tools.planner.model_outline import Outline
+from dilocox.tools.planner.step_time import OPTIMIZER_BYTES, orthonormalising_flops
+
+NARROWED = (
+    "hidden_size",
+    "intermediate_size",
+    "ffn_dim",
+    "word_embed_proj_dim",
+    "num_attention_heads",
+    "num_key_value_heads",
+)
+"""Keys of a model's configuration that a narrower model has less of."""
+
+
+def small_run() -> RunConfig:
+    """What is stepped where no run file is given: a Qwen3 of about 4M parameters."""
+    return resolve_run(
+        {
+            "model": {
+                "architecture": {
+                    "model_type": "qwen3",
+                    "hidden_size": 256,
+                    "intermediate_size": 768,
+                    "num_hidden_layers": 4,
+                    "num_attention_heads": 8,
+                    "num_key_value_heads": 4,
+                    "head_dim": 32,
+                    "vocab_size": 4096,
+                    "tie_word_embeddings": True,
+                }
+            },
+            "site": {"batch_size": 4, "micro_batch_size": 4},
+            "sites": {"here": {}},
+        }
+    )
+
+
+def alone(config: RunConfig, rows: int, length: int) -> dict[str, Any]:
+    """The run file of `config` for one rank and one micro-batch of `rows` sequences."""
+    raw = config.model_dump(mode="json", exclude_none=True)
+    raw["site"] |= {
+        "stages": 1,
+        "shards": 1,
+        "replicas": 1,
+        "chunks": 1,
+        "schedule": "1f1b",
+        "micro_batch_size": rows,
+        "batch_size": rows,
+    }
+    raw["data"]["sequence_length"] = length
+    raw["outer"] = {"steps": 1, "inner_steps": 1, "method": "diloco"}
+    raw["compression"], raw["control"], raw["sites"] = {}, {}, {"here": {}}
+    return raw
+
+
+def reshaped(
+    raw: Mapping[str, Any], outline: Outline, layers: int, vocabulary: int, factor: int = 1
+) -> RunConfig:
+    """The run of `raw` with `layers` layers, a vocabulary of that size, and a model that is
+    `factor` times narrower than that of `outline`. Raises `DilocoxError` if that cannot be."""
+    described, model = outline.hf_config.to_dict(), outline.config.model
+    architecture = {
+        "model_type": outline.hf_config.model_type,
+        "num_hidden_layers": layers,
+        "vocab_size": min(int(described["vocab_size"]), vocabulary),
+    }
+    for key in NARROWED:
+        if isinstance(described.get(key), int):
+            architecture[key] = max(1, described[key] // factor)
+    for key in ("head_dim", "tie_word_embeddings"):
+        if described.get(key) is not None:
+            architecture[key] = described[key]
+    shape = {
+        "architecture": architecture,
+        "attention": model.attention,
+        "activation_checkpointing": model.activation_checkpointing,
+        "compile": model.compile,
+    }
+    return resolve_run({**raw, "model": shape}, where="the model to calibrate with")
+
+
+def split(one: float, several: float, count: int) -> tuple[float, float]:
+    """Seconds of a micro-batch, and of the rest of a step, from steps of one and of `count`.
+
+    What grows with the micro-batches is computation, the rest is the optimizer. Noise may leave
+    less than nothing for the rest; then a hundredth is.
+    """
+    each = min((several - one) / (count - 1), several / count)
+    if not each > 0:
+        each = one
+    return each, max(one - each, one / 100)
+
+
+def optimizer_rate(run: RunConfig, outline: Outline, seconds: float, operations: float) -> float:
+    """Bytes per second that the inner optimizer reads and writes, if it takes `seconds`.
+
+    `operations`: per second, of Muon's products, which the cost model has by themselves.
+    """
+    moved = OPTIMIZER_BYTES[run.inner.optimizer] * outline.parameters
+    if run.inner.optimizer == "muon":
+        products = sum(orthonormalising_flops(shapes) for shapes in outline.shapes)
+        seconds = max(seconds - products / operations, seconds / 100)
+    return moved / seconds
+
+
+def named(precision: torch.dtype) -> str:
+    """`bfloat16`, `float32`."""
+    return str(precision).removeprefix("torch.")
+
+
+def build_model(
+    run: RunConfig,
+    outline: Outline,
+    device: torch.device,
+    precision: torch.dtype,
+    compiled: bool = False,
+) -> SiteModel:
+    """The whole model of a run of one rank, with new weights; `compiled` as the run file says, or
+    not at all."""
+    flash = run.model.attention == "flash_attention_2"
+    chunk = build_chunk(
+        outline.hf_config,
+        outline.blueprint.cut[0],
+        attention="sdpa" if flash and device.type == "cpu" else run.model.attention,
+        activation_checkpointing=run.model.activation_checkpointing,
+    )
+    source = open_weights(run.model, outline.hf_config, run.run.seed)
+    return SiteModel(
+        [chunk],
+        lambda module, where: materialise(module, source, where),  # type: ignore[arg-type]
+        SiteMesh.create(1, 1, device),
+        run.site,
+        run.inner,
+        hidden_size=int(outline.hf_config.hidden_size),
+        precision=precision,
+        tied=outline.blueprint.tied,
+        compile_layers=compiled and run.model.compile,
+    )

@@ -1,0 +1,196 @@
+"""The model card of a released model, filled from its run.
+
+Nothing is claimed that the run's folder does not say; what nobody has stated is said to be unknown.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dilocox.tools.report.folder import RunFiles
+from dilocox.tools.report.page import Page, is_hub_name
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What a release is, beside its run."""
+
+    dtype: str
+    """fp32, bf16 or fp16."""
+    licence: str | None
+    """Of the weights, as their owner states it."""
+    key: str
+    """SHA-256 of the public key that signs the folder (DER), hex."""
+
+
+def card(page: Page, files: RunFiles, terms: Terms) -> str:
+    """The text of README.md."""
+    parts = [
+        _front(files, terms),
+        f"# {_plain(page.name)}",
+        _plain(page.lead),
+        "Trained with dilocox: sites train apart and exchange compressed pseudo-gradients. "
+        "Everything below comes from the run's own record.",
+        "## Results\n\n" + _table(("figure", "value", ""), [
+            (tile.label, tile.value, tile.note) for tile in page.tiles
+        ]),
+        "## Training\n\n" + _table(("setting", "value"), _setup(files)),
+        "## Sites\n\n" + _table(("site", "share of the tokens", "tokens", "waited"), [
+            (row.name, f"{row.share:.1%}", dict(row.cells)["tokens"], dict(row.cells)["waited"])
+            for row in page.sites
+        ]),
+        "## Data\n\n" + _data(page),
+        "## Licence\n\n" + _licence(terms),
+        "## Verify\n\n" + _verify(page, terms),
+    ]  # fmt: skip
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _front(files: RunFiles, terms: Terms) -> str:
+    """The metadata block. JSON texts are YAML texts."""
+    lines = ["library_name: transformers", "pipeline_tag: text-generation", "tags:", "- dilocox"]
+    if terms.licence:
+        lines.append(f"license: {json.dumps(terms.licence)}")
+    names = [
+        each["name"]
+        for each in (files.data["content"]["sources"] if files.data else [])
+        if each.get("kind") == "hub" and each.get("name")
+    ]
+    if names:
+        lines += ["datasets:", *(f"- {json.dumps(name)}" for name in names)]
+    base = base_model(files.config)
+    if base:
+        lines.append(f"base_model: {json.dumps(base)}")
+    return "\n".join(["---", *lines, "---"])
+
+
+def base_model(config: Mapping[str, Any]) -> str:
+    """The hub's name of the weights that the run began from; empty where nobody has said one.
+
+    A folder is asked, as long as it is there: `_name_or_path` of its configuration.
+    """
+    model = config.get("model")
+    if not isinstance(model, Mapping) or not model.get("pretrained") or not model.get("path"):
+        return ""
+    path = str(model["path"])
+    try:
+        own = json.loads((Path(path).expanduser() / "config.json").read_text(encoding="utf-8"))
+        path = str(own.get("_name_or_path") or "")
+    except (OSError, ValueError, AttributeError):
+        pass  # no folder of this machine: a name, or a folder of another one
+    return path if "/" in path and is_hub_name(path) else ""
+
+
+REALISED = (
+    ("outer", "inner_steps"), ("outer", "fragments"), ("outer", "delay"),
+    ("outer", "learning_rate"), ("outer", "momentum"), ("compression", "codec"),
+)  # fmt: skip
+"""Keys that the controller may set otherwise than the run file."""
+
+
+def realised(files: RunFiles) -> dict[tuple[str, str], str]:
+    """What the rounds really had, of `REALISED`, where a plan was made that differs from the run
+    file: first and last."""
+    found: dict[tuple[str, str], str] = {}
+    plans = [each for each in files.metrics if each.get("kind") == "plan"]
+    for section, key in REALISED:
+        values = [str(plan[key]) for plan in plans if key in plan]
+        table = files.config.get(section)
+        stated = str(table[key]) if isinstance(table, Mapping) and key in table else ""
+        if not values or set(values) == {stated}:
+            continue
+        course = values[0] if len(set(values)) == 1 else f"first {values[0]}, last {values[-1]}"
+        found[section, key] = f"{course} (chosen for the link; the run file begins with {stated})"
+    return found
+
+
+def _setup(files: RunFiles) -> list[tuple[str, str]]:
+    keys = (
+        ("outer", "method"), ("outer", "inner_steps"), ("outer", "fragments"), ("outer", "delay"),
+        ("outer", "overlap"), ("outer", "learning_rate"), ("outer", "momentum"),
+        ("compression", "codec"), ("control", "adapt"), ("inner", "optimizer"),
+        ("inner", "learning_rate"), ("inner", "schedule"), ("inner", "weight_decay"),
+        ("data", "sequence_length"),
+        ("site", "batch_size"), ("site", "stages"), ("site", "shards"), ("site", "precision"),
+        ("run", "seed"),
+    )  # fmt: skip
+    rows = []
+    done = realised(files)
+    for section, key in keys:
+        table = files.config.get(section)
+        if isinstance(table, Mapping) and key in table:
+            rows.append((f"{section}.{key}", done.get((section, key), str(table[key]))))
+    return rows
+
+
+def _data(page: Page) -> str:
+    if not page.sources:
+        return "The manifest of the token files is not at hand: what the text was is unknown."
+    rows = [
+        (source.name, source.licence or "not stated", dict(source.cells)["revision"])
+        for source in page.sources
+    ]
+    facts = [(name, value) for name, value in page.data_facts]
+    return (
+        _table(("source", "licence", "revision"), rows)
+        + "\n\n"
+        + _table(("token files", ""), facts)
+        + "\n\nLicences are as the run's owner, or the data set's own card, has stated them. Every "
+        "file's SHA-256 is in `croissant.json`."
+    )
+
+
+def _licence(terms: Terms) -> str:
+    if terms.licence:
+        return f"{_plain(terms.licence)}, as the owner of these weights has stated it."
+    return "Nobody has stated a licence for these weights."
+
+
+def _verify(page: Page, terms: Terms) -> str:
+    lines = [
+        "The files of this folder are signed (OpenSSF Model Signing). Get the signer's public key "
+        "from the signer, not from here; the SHA-256 of the right one (DER) is "
+        f"`{terms.key}`.",
+        "```\npip install model-signing==1.1.1 pyopenssl\nmodel_signing verify key . --signature "
+        "model.sig --public_key KEY.pub\n```",
+    ]
+    if not page.identity:
+        return "\n\n".join([*lines, "The run has no record: how the weights came about cannot be "
+                            "verified."])  # fmt: skip
+    identity = dict(page.identity)
+    lines += [
+        "How the weights came about: with the run's folder, every outer step is repeated from "
+        "theta_0 and the payloads to these weights, bit for bit.",
+        "```\ndilocox verify RUN"
+        + (" --model ." if terms.dtype == "fp32" else "")
+        + f" --key '{identity['log key']}'\n```",
+        _table(("", ""), [("run", identity["run"]), ("log key", identity["log key"])]),
+    ]
+    if terms.dtype != "fp32":
+        lines.append(
+            f"These weights were rounded to {terms.dtype}; those that the record leads to are fp32."
+        )
+    lines.append(
+        "What happened inside a site (whether its steps were honest, on what text) is not proved "
+        "by this."
+    )
+    return "\n\n".join(lines)
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    if not rows:
+        return "Nothing is known."
+    lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
+    lines += [f"| {' | '.join(_plain(str(cell)) for cell in row)} |" for row in rows]
+    return "\n".join(lines)
+
+
+def _plain(text: str) -> str:
+    """One line in which nothing is Markdown or HTML."""
+    line = " ".join(text.split())
+    return re.sub(r"([\\`*_{}\[\]<>|#~!&$])", r"\\\1", line)

@@ -1,0 +1,149 @@
+"""The charts of a run, from its history. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+
+from dilocox.tools.report.charts import Chart, Series, bar_chart, line_chart
+from dilocox.tools.report.history import History, SiteRound
+from dilocox.utils.formatting import number, size
+
+LOOKS = 6
+"""Colours for sites, one after another and again from the first."""
+SHOWN_SITES = 8
+"""Sites that get a line of their own; with more, only the whole run is drawn."""
+
+
+def learning(history: History, sites: Sequence[str]) -> list[Chart]:
+    """Loss, and what the learning rate was. `sites`: in the order of their colours."""
+    rows = history.rounds
+    steps = [float(row.step) for row in rows]
+    charts = [
+        _loss(history, sites),
+        line_chart(
+            "learning-rate", "Learning rate of the inner steps", "step", steps,
+            [Series("learning rate", "look-all", _mean(history, lambda r: r.learning_rate))],
+            note="At the round's end, mean over the sites.",
+            from_zero=True, say=lambda v: f"{v:.3g}", x_label=_count,
+        ),
+    ]  # fmt: skip
+    return [chart for chart in charts if chart is not None]
+
+
+def _loss(history: History, sites: Sequence[str]) -> Chart | None:
+    """Of the training steps, by site and altogether, and of held-out text."""
+    rounds = {row.step: row for row in history.rounds}
+    held_out = {each.step: each.loss for each in history.evaluations}
+    steps = sorted(rounds.keys() | held_out.keys())
+    series = []
+    for order, site in enumerate(sites if 1 < len(sites) <= SHOWN_SITES else []):
+        values = [
+            next((r.loss for r in rounds[step].sites if r.site == site), None)
+            if step in rounds
+            else None
+            for step in steps
+        ]
+        series.append(Series(site, f"look-{order % LOOKS}", values))
+    whole = [rounds[step].loss if step in rounds else None for step in steps]
+    series.append(Series("all sites", "look-all", whole))
+    if held_out:
+        values = [held_out.get(step) for step in steps]
+        series.append(Series("held-out", "look-other", values, sparse=True))
+    return line_chart(
+        "loss", "Loss", "step", [float(step) for step in steps], series,
+        note="Nats per token. Sites: mean over a round's inner steps. Held-out: of the anchor, the "
+        "model that the sites share, on text that no site trains on.",
+        say=lambda v: f"{v:.3f}", axis=lambda v: f"{v:.4g}", x_label=_count,
+    )  # fmt: skip
+
+
+def traffic(history: History) -> list[Chart]:
+    """Bytes between the sites, and tokens."""
+    rows = history.rounds
+    steps = [float(row.step) for row in rows]
+    sent = list(accumulate(row.payload_bytes for row in rows))
+    dense = list(accumulate(row.allreduce_bytes for row in rows))
+    charts = [
+        line_chart(
+            "bytes", "Bytes between the sites, so far", "step", steps,
+            [Series("sent", "look-all", sent), Series("synchronous training", "look-other", dense)],
+            note="Synchronous training: an all-reduce of fp32 gradients in every inner step. The "
+            "scale is logarithmic; the final flush comes on top.",
+            logarithmic=True, say=size, axis=_short_size, x_label=_count,
+        ),
+        line_chart(
+            "tokens", "Tokens trained on, so far", "step", steps,
+            [Series("tokens", "look-all", list(accumulate(row.tokens for row in rows)))],
+            from_zero=True, say=lambda v: f"{v:,.0f}", axis=_count, x_label=_count,
+        ),
+    ]  # fmt: skip
+    return [chart for chart in charts if chart is not None]
+
+
+def times(history: History) -> list[Chart]:
+    """What the time of each round went into, and the speed."""
+    rows = history.rounds
+    rounds = [float(row.number) for row in rows]
+    unit, name = _unit(max((row.seconds for row in rows), default=0.0))
+    trained = _mean(history, lambda r: max(0.0, r.seconds - r.wait_seconds) / unit)
+    waited = _mean(history, lambda r: r.wait_seconds / unit)
+    charts = [
+        bar_chart(
+            "phases", "Time per round", "round", rounds,
+            [Series("training", "look-all", trained),
+             Series("waiting for the network", "look-wait", waited)],
+            note="Mean over the sites. Exchanges that hide behind training take no time here.",
+            say=lambda v: seconds(v * unit), axis=lambda v: f"{v:g} {name}",
+        ),
+        line_chart(
+            "speed", "Speed", "round", rounds,
+            [Series("tokens per second", "look-all", [row.tokens_per_second for row in rows])],
+            note="All sites together.", from_zero=True,
+            say=lambda v: f"{v:,.0f}", axis=_count,
+        ),
+        line_chart(
+            "mfu", "Model FLOPs utilisation", "round", rounds,
+            [Series("MFU", "look-all", [row.mfu for row in rows])],
+            note="The model's own operations over the GPUs' peak, waiting included. Operations "
+            "that are computed again for the backward pass do not count.",
+            from_zero=True, say=lambda v: f"{v:.1%}", axis=lambda v: f"{v:.0%}",
+        ),
+    ]  # fmt: skip
+    return [chart for chart in charts if chart is not None]
+
+
+def _mean(history: History, value: Callable[[SiteRound], float | None]) -> Sequence[float | None]:
+    """Mean over the sites that have one, round by round."""
+    means: list[float | None] = []
+    for row in history.rounds:
+        found = [v for each in row.sites if (v := value(each)) is not None]
+        means.append(sum(found) / len(found) if found else None)
+    return means
+
+
+def seconds(value: float) -> str:
+    """Seconds for people: `0.4 s`, `12 s`, `3 min 20 s`, `2 h 05 min`."""
+    if value < 10:
+        return f"{value:.1f} s" if value >= 0.05 else "0 s"
+    whole = round(value)
+    if whole < 120:
+        return f"{whole} s"
+    if whole < 7200:
+        return f"{whole // 60} min {whole % 60:02d} s" if whole % 60 else f"{whole // 60} min"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+def _unit(longest: float) -> tuple[float, str]:
+    """Seconds of the unit that an axis up to `longest` seconds is written in, and its sign."""
+    if longest >= 7200:
+        return 3600.0, "h"
+    return (60.0, "min") if longest >= 120 else (1.0, "s")
+
+
+def _count(value: float) -> str:
+    return number(value).replace(".0", "") if value >= 10_000 else f"{value:g}"
+
+
+def _short_size(value: float) -> str:
+    return size(value).replace(".0 ", " ")

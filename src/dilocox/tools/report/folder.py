@@ -1,0 +1,243 @@
+"""Reads from a run's folder what its page shows. What is missing or damaged is said, not raised."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dilocox.data.folder import folder_of_run
+from dilocox.data.manifest import MANIFEST, read_manifest
+from dilocox.errors import ConfigError, DataError, RecordError
+from dilocox.record.log.audit_verdicts import Signed, paths_of, read
+from dilocox.record.log.signed_note import NoteKey
+from dilocox.record.log.transparency_log import (
+    CHECKPOINT,
+    ENTRIES,
+    PUBLIC,
+    as_signed,
+    check_log,
+    read_covered,
+    read_text,
+)
+from dilocox.record.verify.run_history import Course, read_course
+from dilocox.tools.report.history import Record
+
+WATCHED = (
+    "metrics.jsonl", "summary.json", "run.toml", f"record/{CHECKPOINT}", "record/audits",
+    "model", "checkpoints",
+)  # fmt: skip
+"""What changes while a run goes on, below its folder."""
+
+
+@dataclass(frozen=True)
+class Written:
+    """A checkpoint to go on from, as it lies in the folder."""
+
+    tick: int
+    ranks: tuple[tuple[str, str], ...]
+    """(SITE/STAGE-SHARD, SHA-256 of the list of its files), sorted."""
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A run's record: its log was checked against its key, and every signature."""
+
+    course: Course
+    statements: int
+    checkpoint: str
+    """The log's signed checkpoint, as a text to keep."""
+
+
+@dataclass
+class RunFiles:
+    """What was found."""
+
+    folder: Path
+    config: Mapping[str, Any] = field(default_factory=dict)
+    """The run file, as plain values."""
+    config_text: str = ""
+    metrics: list[Record] = field(default_factory=list)
+    bad_lines: int = 0
+    summary: Mapping[str, Any] = field(default_factory=dict)
+    record: Recorded | None = None
+    data: Mapping[str, Any] | None = None
+    """The token files' manifest."""
+    data_folder: Path | None = None
+    model: list[tuple[str, int]] = field(default_factory=list)
+    """(name, bytes) of the published model's files."""
+    parameters: int | None = None
+    checkpoints: list[Written] = field(default_factory=list)
+    audits: list[Signed] = field(default_factory=list)
+    """Verdicts, each signed by the auditor's key that it names."""
+    missing: list[str] = field(default_factory=list)
+    """What could not be read and why, one line each."""
+
+
+def read_run(folder: Path, model: Path | None = None, data: Path | None = None) -> RunFiles:
+    """All that a page shows of the run in `folder`.
+
+    `model`, `data`: the published model and the token files (or their manifest), where these lie
+    elsewhere, as those of a run over a network do. Raises `ConfigError` if it is no run's folder:
+    neither a run file nor metrics are there.
+    """
+    if not (folder / "run.toml").is_file() and not (folder / "metrics.jsonl").is_file():
+        raise ConfigError(
+            f"{folder}: no run is here (no run.toml, no metrics.jsonl); name a run's folder, such "
+            "as runs/quickstart"
+        )
+    files = RunFiles(folder)
+    _read_config(files)
+    _read_metrics(files)
+    _read_summary(files)
+    _read_record(files)
+    _read_data(files, data)
+    _read_model(files, model)
+    _read_checkpoints(files)
+    _read_audits(files)
+    return files
+
+
+def stamp(folder: Path) -> str:
+    """Changes whenever something that a page shows has changed."""
+    total = hashlib.sha256()
+    for name in WATCHED:
+        try:
+            status = (folder / name).stat()
+        except OSError:
+            continue
+        total.update(f"{name} {status.st_size} {status.st_mtime_ns}\n".encode())
+    return total.hexdigest()[:16]
+
+
+def _read_config(files: RunFiles) -> None:
+    text = _text(files, "run.toml", "the run file")
+    try:
+        files.config, files.config_text = tomllib.loads(text), text
+    except tomllib.TOMLDecodeError as error:
+        files.missing.append(f"run.toml: not valid TOML ({error})")
+
+
+def _read_metrics(files: RunFiles) -> None:
+    for line in _text(files, "metrics.jsonl", "curves and events").splitlines():
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError):
+            record = None
+        if isinstance(record, dict):
+            files.metrics.append(record)
+        else:
+            files.bad_lines += 1
+
+
+def _read_summary(files: RunFiles) -> None:
+    text = _text(files, "summary.json", "how the run ended; it is written at the end", "")
+    try:
+        found = json.loads(text) if text else {}
+    except (ValueError, RecursionError):
+        found = None
+    if isinstance(found, dict):
+        files.summary = found
+    else:
+        files.missing.append("summary.json: damaged; totals are counted from the rounds")
+
+
+def _text(files: RunFiles, name: str, what: str, default: str = "") -> str:
+    try:
+        return (files.folder / name).read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        files.missing.append(f"{name}: not there ({what})")
+    except OSError as error:
+        files.missing.append(f"{name}: cannot be read ({error.strerror})")
+    return default
+
+
+def _read_record(files: RunFiles) -> None:
+    folder = files.folder / "record"
+    if not (folder / ENTRIES).is_file():
+        off = _below(files.config, "record").get("enabled") is False
+        files.missing.append(
+            "record: off in the run file (record.enabled = false); nobody can verify this run"
+            if off
+            else "record: not there; digests, keys and states are not shown"
+        )
+        return
+    try:
+        key = NoteKey.parse(read_text(folder / PUBLIC).strip())
+        content = read_covered(folder, key)
+        check_log(content, key)
+        course = read_course(as_signed(content, key), key)
+    except RecordError as error:
+        files.missing.append(f"record: not shown, it is damaged ({error})")
+        return
+    files.record = Recorded(course, len(content.entries), content.note)
+
+
+def _read_data(files: RunFiles, named: Path | None) -> None:
+    try:
+        folder = named or folder_of_run(files.folder)
+    except ConfigError as error:
+        files.missing.append(f"token files: {error}")
+        return
+    if not (folder / MANIFEST).is_file():
+        files.missing.append(
+            f"token files: no manifest in {folder} (sources, licences, digests); --data says where"
+        )
+        return
+    try:
+        files.data, files.data_folder = read_manifest(folder), folder
+    except DataError as error:
+        files.missing.append(f"token files: {error}")
+
+
+def _read_model(files: RunFiles, named: Path | None) -> None:
+    folder = named or files.folder / "model"
+    if not folder.is_dir():
+        # Of a run over a network the model is at its sites.
+        done = files.summary.get("phase") == "finished"
+        files.missing.append(
+            f"model: not in {folder}; --model says where, in a site's run folder"
+            if done or named
+            else "model: not published yet (model/ is not there)"
+        )
+        return
+    files.model = sorted(
+        (path.name, path.stat().st_size)
+        for path in folder.iterdir()
+        if path.is_file() and not path.name.startswith(".")
+    )
+    try:
+        index = json.loads((folder / "model.safetensors.index.json").read_text(encoding="utf-8"))
+        files.parameters = int(index["metadata"]["total_parameters"])
+    except (OSError, ValueError, KeyError, TypeError):
+        files.missing.append("model: its index does not say how many parameters it has")
+
+
+def _read_checkpoints(files: RunFiles) -> None:
+    found: dict[int, list[tuple[str, str]]] = {}
+    for path in (files.folder / "checkpoints").glob("tick-*/*/*/*/files.json"):
+        tick, site, rank = path.parts[-5:-2]
+        try:
+            digest = hashlib.sha256(path.read_bytes()).hexdigest()
+            found.setdefault(int(tick.removeprefix("tick-")), []).append((f"{site}/{rank}", digest))
+        except (OSError, ValueError):
+            continue  # just being written, or deleted for a newer one
+    files.checkpoints = [Written(tick, tuple(sorted(found[tick]))) for tick in sorted(found)]
+
+
+def _read_audits(files: RunFiles) -> None:
+    run = None if files.record is None else files.record.course.run
+    for path in paths_of(files.folder):
+        try:
+            files.audits.append(read(path, run))
+        except RecordError as error:
+            files.missing.append(f"record/audits/{path.name}: not shown ({error})")
+
+
+def _below(config: Mapping[str, Any], section: str) -> Mapping[str, Any]:
+    found = config.get(section)
+    return found if isinstance(found, dict) else {}

@@ -1,0 +1,150 @@
+"""Serves a run's page while the run goes on; the page asks for what is new.
+
+Read-only, and to this machine only unless it is told otherwise. A name in the request's `Host` that
+is not this server's is refused, so that no other site's page can read it through a browser.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+from dilocox.errors import ConfigError
+from dilocox.tools.report.folder import read_run, stamp
+from dilocox.tools.report.page import Page, build
+from dilocox.tools.report.render import render, sections, stamps
+
+NEWS = "news.json"
+
+
+class Source:
+    """A run's page as it is now, made again when its folder has changed. For several threads."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises `ConfigError` if no run is in `folder`."""
+        self._folder = folder
+        self._lock = threading.Lock()
+        self._version = ""
+        self._page: Page
+        self._parts: dict[str, str] = {}
+        self._renew()
+
+    def _renew(self) -> None:
+        version = stamp(self._folder)
+        if version != self._version:
+            self._page = build(read_run(self._folder), time.time(), live=True)
+            self._parts = sections(self._page)
+            self._version = version
+
+    def html(self) -> str:
+        """The whole page."""
+        with self._lock:
+            self._renew()
+            return render(self._page, NEWS)
+
+    def news(self, since: str) -> dict[str, Any]:
+        """What a page of version `since` does not know."""
+        with self._lock:
+            self._renew()
+            if since == self._version:
+                return {"version": self._version}
+            marks = stamps(self._parts)
+            return {
+                "version": self._version,
+                "made": self._page.made,
+                "sections": {
+                    id_: {"stamp": marks[id_], "html": html} for id_, html in self._parts.items()
+                },
+            }
+
+
+class Server(ThreadingHTTPServer):
+    """Answers for one run."""
+
+    daemon_threads = True
+
+    def __init__(self, folder: Path, host: str, port: int) -> None:
+        """Raises `ConfigError` if there is no run, or the address cannot be had."""
+        self.source = Source(folder)
+        try:
+            super().__init__((host, port), _Handler)
+        except (OSError, OverflowError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise ConfigError(
+                f"{host}:{port}: cannot be listened on ({reason}); name another one with --port, "
+                "or --port 0 for any free one"
+            ) from None
+        self.host = host
+
+    @property
+    def url(self) -> str:
+        """Where the page is."""
+        return f"http://{self.host}:{self.server_address[1]}/"
+
+    def known(self, host: str) -> bool:
+        """True if `host` of a request names this server: its own name, or an address."""
+        name = urlsplit(f"//{host}").hostname or ""
+        if name in ("localhost", self.host):
+            return True
+        try:
+            ipaddress.ip_address(name)
+        except ValueError:
+            return False
+        return True
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Server
+    timeout = 30
+
+    def do_GET(self) -> None:
+        """The page, what is new, or 404."""
+        place = urlsplit(self.path)
+        if not self.server.known(self.headers.get("Host", "")):
+            self._answer(403, "text/plain", "not the name of this server\n")
+        elif place.path == "/":
+            self._made("text/html", self.server.source.html)
+        elif place.path == f"/{NEWS}":
+            since = parse_qs(place.query).get("since", [""])[0]
+            self._made(
+                "application/json", lambda: json.dumps(self.server.source.news(since))
+            )  # fmt: skip
+        else:
+            self._answer(404, "text/plain", "nothing is here\n")
+
+    def _made(self, kind: str, make: Any) -> None:
+        try:
+            text = make()
+        except ConfigError as error:
+            self._answer(503, "text/plain", f"{error}\n")
+            return
+        self._answer(200, kind, text)
+
+    def _answer(self, status: int, kind: str, text: str) -> None:
+        body = text.encode()
+        self.send_response(status)
+        self.send_header("Content-Type", f"{kind}; charset=utf-8")
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Cache-Control", "no-store")
+        self.send_header("X-Content-Type-Options", "nosniff")
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
+        """Nothing: requests are no news."""
+
+
+def serve(folder: Path, host: str, port: int) -> None:
+    """Serve the page of the run in `folder` until Ctrl-C. Raises `ConfigError`."""
+    with Server(folder, host, port) as server:
+        try:
+            print(f"{server.url} shows {folder}; Ctrl-C ends it", flush=True)
+            server.serve_forever(poll_interval=0.2)
+        except KeyboardInterrupt:
+            print("ended", flush=True)

@@ -1,0 +1,303 @@
+"""What a run is doing now, from the files of its folder. Pure, but for reading the files.
+
+The folder is the coordinator's (`metrics.jsonl`) or a site's (`site-NAME.jsonl`, which
+`dilocox join` writes). Lines are read as a stranger's: what is malformed is passed over.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dilocox.config.run_config import load_written
+from dilocox.coordinator.protocol.site_reports import JOURNALS
+from dilocox.errors import ConfigError
+from dilocox.utils.processes import is_alive
+
+Record = dict[str, Any]
+QUIET_LEAST, QUIET_ROUNDS = 60.0, 3.0
+"""A site of a run that goes on is called silent after this many seconds, and at least after this
+many of its rounds."""
+ROUNDING = 1.0
+"""Seconds by which clocks of files and of lines may differ."""
+MESSAGES = 5
+"""Latest messages of the run that are shown as warnings, at most."""
+GOES_ON = ("waits for sites", "training", "joining", "stopping")
+STOPPED = ("stopped", "left")
+
+
+@dataclass
+class SiteNow:
+    """The latest of one site."""
+
+    name: str
+    role: str = ""
+    """As the coordinator answers; empty if nobody was asked."""
+    round: int | None = None
+    """The last that it has reported."""
+    step: int | None = None
+    last_word: float | None = None
+    """Unix seconds of its last report."""
+    seconds: float | None = None
+    """Of its last round."""
+    tokens_per_second: float | None = None
+    loss: float | None = None
+    wait_share: float | None = None
+
+
+@dataclass
+class Status:
+    """A run in one picture."""
+
+    folder: str
+    of: str
+    """`coordinator`, or the name of the site whose folder this is."""
+    state: str
+    """`waits for sites`, `joining`, `training`, `stopping`, `finished`, `stopped`, `left`, `failed`
+    or `ended without a word`: its process is gone, and has not said how the run ended."""
+    name: str = ""
+    reason: str = ""
+    round: int | None = None
+    """The last that is complete."""
+    step: int = 0
+    steps: int | None = None
+    """Inner steps of a site in the whole run."""
+    seconds_left: float | None = None
+    """At the pace of the last rounds."""
+    loss: float | None = None
+    held_out_loss: float | None = None
+    held_out_after: int | None = None
+    """The round after which it was measured; -1: before the first."""
+    held_out_first: float | None = None
+    plan: Record | None = None
+    """The latest, as in `metrics.jsonl`."""
+    coordinator: str = ""
+    """Address, where it is known."""
+    began: float | None = None
+    last: float | None = None
+    """Unix seconds of the first and the newest line."""
+    sites: list[SiteNow] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+    @property
+    def exit_code(self) -> int:
+        """0: it goes on or is finished; 3: stopped, or the site has left; 1: anything else."""
+        if self.state == "finished" or self.state in GOES_ON:
+            return 0
+        return 3 if self.state in STOPPED else 1
+
+
+def status_of(folder: Path, now: float) -> Status:
+    """What the run in `folder` is doing at `now` (Unix seconds).
+
+    Raises `ConfigError` if no run is there.
+    """
+    metrics, journals = folder / "metrics.jsonl", sorted(folder.glob(JOURNALS))
+    if metrics.is_file() or (folder / "coordinator").is_dir():
+        found = _of_coordinator(folder, metrics)
+    elif journals:
+        found = _of_site(folder, max(journals, key=lambda path: path.stat().st_mtime))
+    else:
+        raise ConfigError(
+            f"{folder}: no run is here (no metrics.jsonl, no {JOURNALS}); name the run folder of "
+            "the coordinator or of a site, such as runs/quickstart"
+        )
+    _warn_of_silence(found, now)
+    return found
+
+
+def _of_coordinator(folder: Path, metrics: Path) -> Status:
+    records, bad = _lines(metrics)
+    found = Status(str(folder), "coordinator", "training")
+    try:
+        config = load_written(folder / "run.toml")
+        found.name, found.steps = config.run.name, config.total_steps
+        found.sites = [SiteNow(name) for name in config.sites]
+    except ConfigError as error:
+        found.warnings.append(f"run file: {error}")
+    _take_up(found, records)
+    summary = _summary(folder / "summary.json", found.last or 0.0)
+    alive = _is_held(folder / "coordinator" / "coordinator.lock")
+    if summary and not alive:
+        found.state = str(summary.get("phase", "failed"))
+        found.reason = str(summary.get("reason", ""))
+        found.seconds_left = None
+    elif not alive:
+        found.state, found.seconds_left = "ended without a word", None
+        found.reason = (
+            "no coordinator runs on this folder; the same command again goes on from here "
+            "(dilocox coordinator; of dilocox train: with --resume)"
+        )
+    elif found.round is None:
+        found.state = "waits for sites"
+    if bad:
+        found.warnings.append(f"metrics.jsonl: {bad} damaged lines were passed over")
+    counts = summary.get("admission")
+    for site, flags in (counts if isinstance(counts, dict) else {}).items():
+        said = ", ".join(f"{what} {times}" for what, times in dict(flags).items())
+        found.warnings.append(f"{site}: contributions flagged or not counted: {said}")
+    return found
+
+
+def _of_site(folder: Path, journal: Path) -> Status:
+    records, bad = _lines(journal)
+    name = journal.stem.removeprefix("site-")
+    found = Status(str(folder), name, "joining", sites=[SiteNow(name)])
+    process: tuple[str, int] | None = None
+    for record in records:
+        kind = record.get("kind")
+        if kind == "joined":
+            found.state, found.reason = "joining", ""
+            found.name, found.steps = str(record.get("run", "")), whole(record, "steps")
+            found.coordinator = str(record.get("coordinator", ""))
+            process = (str(record.get("host", "")), whole(record, "process") or 0)
+        elif kind in ("begins", "round"):
+            found.state = "training"
+        elif kind == "ended":
+            code = whole(record, "code")
+            found.state = {0: "finished", 130: "left"}.get(1 if code is None else code, "failed")
+            found.reason = str(record.get("reason", ""))
+    _take_up(found, [{"site": name, **record} for record in records])
+    last = found.sites[0]
+    found.round, found.loss = last.round, last.loss
+    found.step = last.step or 0
+    if found.state in GOES_ON and process is not None and not _lives(*process):
+        found.state = "ended without a word"
+        found.reason = "the process of `dilocox join` is gone; run its join line again"
+    if bad:
+        found.warnings.append(f"{journal.name}: {bad} damaged lines were passed over")
+    return found
+
+
+def _take_up(found: Status, records: Iterable[Record]) -> None:
+    """Fill in rounds, losses, plan, sites and messages."""
+    sites = {site.name: site for site in found.sites}
+    rounds: list[Record] = []
+    messages: list[tuple[float, str]] = []
+    for record in records:
+        kind, site, time = record.get("kind"), record.get("site"), real(record, "time")
+        if time is not None:
+            found.began = time if found.began is None else found.began
+            found.last = time
+        if isinstance(site, str) and site and kind in ("round", "flush", "evaluation"):
+            each = sites.setdefault(site, SiteNow(site))
+            each.last_word = each.last_word if time is None else time
+            if kind == "round":
+                each.round, each.step = whole(record, "round"), whole(record, "step")
+                each.seconds, each.loss = real(record, "seconds"), real(record, "loss")
+                each.tokens_per_second = real(record, "tokens_per_second")
+                each.wait_share = real(record, "wait_share")
+        if kind == "round" and (not site or found.of == site):
+            rounds.append(record)
+        elif kind == "evaluation" and real(record, "val_loss") is not None:
+            found.held_out_loss = real(record, "val_loss")
+            found.held_out_after = whole(record, "after_round")
+            if found.held_out_after == -1:
+                found.held_out_first = found.held_out_loss
+        elif kind == "plan":
+            found.plan = record
+        elif kind in ("message", "warning") and record.get("about") != "members":
+            messages.append((time or 0.0, str(record.get("text", ""))))
+        elif kind == "resumed":
+            back = whole(record, "round") or 0
+            rounds = [row for row in rounds if (whole(row, "round") or 0) < back]
+    found.sites = list(sites.values())
+    if rounds:
+        newest = rounds[-1]
+        found.round, found.loss = whole(newest, "round"), real(newest, "loss")
+        found.step = whole(newest, "step") or 0
+        found.seconds_left = _left(found, rounds[-4:])
+    found.warnings += [text for _, text in messages[-MESSAGES:]]
+
+
+def _left(found: Status, rounds: list[Record]) -> float | None:
+    """Seconds to the end at the pace of `rounds`. None where it is not known."""
+    steps, begun = whole(rounds[-1], "step"), whole(rounds[0], "step")
+    seconds = sum(real(row, "seconds") or 0.0 for row in rounds[1:])
+    if found.steps is None or steps is None or begun is None or steps <= begun:
+        return None
+    return max(0.0, (found.steps - steps) * seconds / (steps - begun))
+
+
+def _warn_of_silence(found: Status, now: float) -> None:
+    if found.state != "training":
+        return
+    for site in found.sites:
+        limit = max(QUIET_LEAST, QUIET_ROUNDS * (site.seconds or 0.0))
+        if site.last_word is None and found.of == "coordinator":
+            found.warnings.append(f"{site.name}: has reported nothing yet")
+        elif site.last_word is not None and now - site.last_word > limit:
+            quiet = f"{now - site.last_word:.0f} s"
+            found.warnings.append(f"{site.name}: its last word is {quiet} old")
+
+
+def _summary(path: Path, last: float) -> Mapping[str, Any]:
+    """How the run ended, as it says; empty if it does not. `last`: time of the newest metrics; a
+    summary from before has been written by an earlier start of a resumed run."""
+    try:
+        if path.stat().st_mtime < last - ROUNDING:
+            return {}
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _is_held(lock: Path) -> bool:
+    """Whether a coordinator holds its lock."""
+    try:
+        descriptor = os.open(lock, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def _lives(host: str, process: int) -> bool:
+    """Whether a process lives. True if it is another machine's."""
+    if host != socket.gethostname() or process <= 0:
+        return True
+    return is_alive(process)
+
+
+def _lines(path: Path) -> tuple[list[Record], int]:
+    """All records of a file, and how many lines are none; the last one may be being written."""
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return [], 0
+    found: list[Record] = []
+    bad = 0
+    for line in text.splitlines():
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError):
+            record = None
+        if isinstance(record, dict):
+            found.append(record)
+        else:
+            bad += 1
+    return found, bad if text.endswith("\n") else max(0, bad - 1)
+
+
+def real(record: Record, key: str) -> float | None:
+    """A number of a record. None for what is none."""
+    value = record.get(key)
+    return None if isinstance(value, bool) or not isinstance(value, int | float) else float(value)
+
+
+def whole(record: Record, key: str) -> int | None:
+    """A whole number of a record. None for what is none."""
+    value = real(record, key)
+    return None if value is None or value != value or abs(value) > 2**62 else int(value)

@@ -1,0 +1,200 @@
+"""What a run in a lab came to, from its records and what the interfaces counted; pure."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dilocox.tools.testbed.commands import LabError
+from dilocox.tools.testbed.netns import Counters
+
+Record = dict[str, Any]
+Sample = tuple[float, Mapping[str, Counters]]
+"""When (seconds since 1970) and what every host's interface had counted by then."""
+WARM_UP = 2
+"""Rounds that are not measured: groups are formed in them, and caches fill up."""
+
+
+@dataclass(frozen=True)
+class Window:
+    """The rounds that are measured, and the time they took by the clock on the wall."""
+
+    first: int
+    last: int
+    """Both counted from 0."""
+    begin: float
+    end: float
+    """Seconds since 1970: the report of the last round before, and that of the last one."""
+
+    @property
+    def rounds(self) -> int:
+        """How many there are."""
+        return self.last - self.first + 1
+
+    @property
+    def seconds(self) -> float:
+        """How long they took."""
+        return self.end - self.begin
+
+
+@dataclass(frozen=True)
+class SiteResult:
+    """One site's part of a run."""
+
+    tokens_per_second: float
+    """In the measured rounds, by the clock on the wall."""
+    wait_share: float
+    """Of that time, training stood still for the network."""
+    payload_bytes: int
+    """Handed to the network in the whole run, the flush at its end included."""
+    wire_sent_bytes: int
+    wire_received_bytes: int
+    """What its interface counted in the whole run: payloads, protocol, control traffic."""
+    payload_per_round: float
+    wire_per_round: float
+    """Bytes sent per measured round."""
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """A run in a lab."""
+
+    name: str
+    method: str
+    window: Window
+    sites: dict[str, SiteResult]
+    control_bytes: int
+    """What the coordinator's interface counted, both ways."""
+    control_per_round: float
+    """Bytes that a site sends to the coordinator per measured round, mean over the sites; they
+    are part of its `wire_per_round`."""
+    exchange_wire_bytes: int
+    """What the sites sent each other, by their interfaces: without what went to the coordinator."""
+    summary: Record
+    records: list[Record] = field(repr=False)
+    """All of `metrics.jsonl`."""
+    folder: Path
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all sites together, in the measured rounds."""
+        return sum(site.tokens_per_second for site in self.sites.values())
+
+    @property
+    def payload_bytes(self) -> int:
+        """Of all sites together, in the whole run."""
+        return sum(site.payload_bytes for site in self.sites.values())
+
+    @property
+    def overhead(self) -> float:
+        """What the wire carried between sites beyond the payloads, as a share of them."""
+        return self.exchange_wire_bytes / self.payload_bytes - 1 if self.payload_bytes else 0.0
+
+
+def result_of(
+    name: str,
+    method: str,
+    sites: Sequence[str],
+    hub: str,
+    records: list[Record],
+    samples: Sequence[Sample],
+    summary: Record,
+    folder: Path,
+    warm_up: int = WARM_UP,
+) -> RunResult:
+    """A run of `sites` from its records and from counters from before its start to its end.
+
+    Raises `LabError` if a site was not there in every round.
+    """
+    rounds = rounds_by_site(records, sites)
+    window = window_of(rounds, warm_up)
+    flush = {r["site"]: r for r in records if r["kind"] == "flush"}
+    counted = {host: samples[-1][1][host].since(samples[0][1][host]) for host in [*sites, hub]}
+    found = {}
+    for site in sites:
+        every = rounds[site]
+        measured = [r for r in every if window.first <= r["round"] <= window.last]
+        payload = sum(r["payload_bytes"] for r in every)
+        sent = between(samples, site, "sent_bytes", window)
+        found[site] = SiteResult(
+            tokens_per_second=sum(r["tokens"] for r in measured) / window.seconds,
+            wait_share=sum(r["wait_seconds"] for r in measured) / window.seconds,
+            payload_bytes=payload + flush.get(site, {}).get("payload_bytes", 0),
+            wire_sent_bytes=counted[site].sent_bytes,
+            wire_received_bytes=counted[site].received_bytes,
+            payload_per_round=sum(r["payload_bytes"] for r in measured) / window.rounds,
+            wire_per_round=sent / window.rounds,
+        )
+    # What the hub receives is what the sites send to it; a site by itself sends nothing else, and
+    # the hub may hear others meanwhile.
+    host, field = (sites[0], "sent_bytes") if len(sites) == 1 else (hub, "received_bytes")
+    control = counted[host]
+    heard = between(samples, host, field, window)
+    return RunResult(
+        name=name,
+        method=method,
+        window=window,
+        sites=found,
+        control_bytes=control.sent_bytes + control.received_bytes,
+        control_per_round=heard / window.rounds / len(sites),
+        exchange_wire_bytes=sum(counted[s].sent_bytes for s in sites) - getattr(control, field),
+        summary=summary,
+        records=records,
+        folder=folder,
+    )
+
+
+def rounds_by_site(records: Sequence[Record], sites: Sequence[str]) -> dict[str, list[Record]]:
+    """Every site's records of its rounds, in order. Raises `LabError` if one is missing."""
+    found: dict[str, list[Record]] = {site: [] for site in sites}
+    for record in records:
+        if record["kind"] == "round" and record.get("site"):
+            found[record["site"]].append(record)
+    most = max(len(rows) for rows in found.values())
+    for site, rows in found.items():
+        rows.sort(key=lambda r: int(r["round"]))
+        if [r["round"] for r in rows] != list(range(most)) or not most:
+            raise LabError(
+                f"{site}: took part in {len(rows)} of {most} rounds; a run that a site left or "
+                "came late to is not measured"
+            )
+    return found
+
+
+def window_of(rounds: Mapping[str, Sequence[Record]], warm_up: int) -> Window:
+    """All rounds but the first `warm_up`, fewer if the run has no more, and without a last one that
+    is cut to the steps that were left: in that nothing hides, once per run. Raises `LabError`."""
+    count = min(len(rows) for rows in rounds.values())
+    if count < 2:
+        raise LabError("the run has one round only, in which groups are formed; train two or more")
+    first = min(max(warm_up, 1), count - 1)
+    if first < count - 1 and _is_cut(next(iter(rounds.values()))[:count]):
+        count -= 1
+    reports = [max(rows[number]["time"] for rows in rounds.values()) for number in range(count)]
+    return Window(first, count - 1, reports[first - 1], reports[-1])
+
+
+def _is_cut(rows: Sequence[Record]) -> bool:
+    """The last of three rounds or more has fewer of the typical site's inner steps than the one
+    before it."""
+    earlier, before, last = (row["step"] for row in rows[-3:])
+    return bool(last - before < before - earlier)
+
+
+def between(samples: Sequence[Sample], host: str, what: str, window: Window) -> float:
+    """How much a field of `Counters` grew in a window; between samples it is taken as even."""
+    first, last = (_until(samples, host, what, end) for end in (window.begin, window.end))
+    return last - first
+
+
+def _until(samples: Sequence[Sample], host: str, what: str, moment: float) -> float:
+    times = [when for when, _ in samples]
+    after = min(bisect.bisect_left(times, moment), len(samples) - 1)
+    before = max(0, after - 1)
+    low, high = (getattr(samples[place][1][host], what) for place in (before, after))
+    length = times[after] - times[before]
+    share = min(1.0, max(0.0, (moment - times[before]) / length)) if length > 0 else 0.0
+    return float(low + share * (high - low))

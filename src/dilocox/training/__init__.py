@@ -1,0 +1,1 @@
+"""One rank's training: builder, trainer, checkpoints, entry of a site."""

@@ -1,0 +1,445 @@
+"""Everything that one rank holds, put together from a run file: model, data, pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from dilocox.config.run_config import RunConfig
+from dilocox.config.site import SiteSection
+from dilocox.data import TokenFiles, held_out
+from dilocox.errors import ConfigError
+from dilocox.inner import (
+    SiteMesh,
+    SiteModel,
+    chunks_of_stage,
+    keep_freed_memory,
+    mean_cross_entropy,
+    place_of_rank,
+    rank_of_place,
+    resolve_device,
+    resolve_precision,
+    set_determinism,
+    set_sdpa_backends,
+    set_threads,
+    settle_determinism,
+    start_site_group,
+    use_expandable_segments,
+)
+from dilocox.inner.affinity import stay_near
+from dilocox.inner.lr_schedule import learning_rate
+from dilocox.inner.memory import check_gpu, sums_whole_gradients
+from dilocox.inner.own_optimizer import OptimizerFactory
+from dilocox.models import (
+    ChunkSpec,
+    WeightSource,
+    build_chunk,
+    load_model_config,
+    materialise,
+    open_weights,
+    plan_cut,
+    read_rows,
+    tied_pair,
+)
+from dilocox.outer.fragment_state import PieceState
+from dilocox.outer.layout import Layout, split_pieces
+from dilocox.outer.loop import Admission
+from dilocox.outer.loss_gate import Gate
+from dilocox.outer.optimizer import MOMENTUM_DTYPES
+from dilocox.training.batches import Batches as Batches
+from dilocox.training.batches import Dataset as Dataset
+from dilocox.training.batches import Sequences as Sequences
+from dilocox.training.own_code import check_code
+
+Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""(logits [b, L, V], labels int64 [b, L]) -> scalar mean."""
+
+
+@dataclass(frozen=True)
+class Hooks:
+    """What a user of the Python API may replace. All run in the ranks' processes."""
+
+    dataset: Dataset | None = None
+    """Instead of the token files; must give the same tokens at every site."""
+    loss: Loss = mean_cross_entropy
+    on_evaluation: Callable[[int, float], object] | None = None
+    """Called on the first rank of the first site with (round, held-out loss). True stops the run
+    with a checkpoint and publishes its anchor."""
+    validation: Dataset | None = None
+    """Sequences of evaluations, instead of the token files' held-out text."""
+    optimizer: OptimizerFactory | None = None
+    """Instead of `inner.optimizer`."""
+    schedule: Callable[[int, int], float] | None = None
+    """(inner step from 0, inner steps of the run) -> learning rate, instead of `inner.schedule`."""
+
+    @property
+    def functions(self) -> dict[str, Callable[..., Any]]:
+        """What the model's training and evaluation are computed by that is not dilocox's own."""
+        found = {
+            "dataset": self.dataset,
+            "loss": None if self.loss is mean_cross_entropy else self.loss,
+            "optimizer": self.optimizer,
+            "schedule": self.schedule,
+            "validation": self.validation,
+        }
+        return {name: each for name, each in found.items() if each is not None}
+
+    @property
+    def replaced(self) -> list[str]:
+        """What of dilocox's own inner steps is computed by other code: `dataset`, `loss` ..."""
+        return [name for name in self.functions if name != "validation"]
+
+    def check(self, config: RunConfig, *, required: bool) -> None:
+        """Raise `ConfigError` for functions that the run cannot take, or that are not the agreed
+        ones (see `own_code.check_code`)."""
+        check_code(config.run.code, self.functions, required=required)
+        if self.optimizer is None:
+            return
+        if config.inner.optimizer != "sgd":
+            raise ConfigError(
+                'optimizer: set inner.optimizer = "sgd" in the run file, so that no exchange and '
+                "no estimate of memory counts on AdamW's moments"
+            )
+        if config.site.replicas > 1:
+            raise ConfigError(
+                "optimizer: replicas move the moments of dilocox's own optimizers only; set "
+                "site.replicas = 1, and more shards"
+            )
+
+    def learning_rate(self, step: int, config: RunConfig) -> float:
+        """Of inner step `step` of the run, counted from 0."""
+        if self.schedule is not None:
+            return float(self.schedule(step, config.total_steps))
+        return learning_rate(step, config.total_steps, config.inner)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which rank of which site this is."""
+
+    site: str
+    stage: int
+    shard: int
+    replica: int = 0
+
+    @classmethod
+    def of_rank(cls, site: str, rank: int, layout: SiteSection) -> Place:
+        """The place of a `rank`, counted within the site."""
+        return cls(site, *place_of_rank(rank, layout.shards, layout.stages))
+
+    def rank_of(self, layout: SiteSection) -> int:
+        """The number of this rank within the site."""
+        return rank_of_place(
+            self.stage, self.shard, self.replica, shards=layout.shards, stages=layout.stages
+        )
+
+    @property
+    def exchanges(self) -> bool:
+        """The rank is one of those that other sites know: of the first replica."""
+        return self.replica == 0
+
+    @property
+    def leads(self) -> bool:
+        """The rank that speaks for its site."""
+        return self.stage == 0 and self.shard == 0 and self.exchanges
+
+    @property
+    def file_name(self) -> str:
+        """The name of the rank's process, and what names of the rank's files begin with."""
+        replica = "" if self.exchanges else f"-replica{self.replica}"
+        return f"{self.site}-stage{self.stage}-shard{self.shard}{replica}"
+
+    def __str__(self) -> str:
+        replica = "" if self.exchanges else f" replica {self.replica}"
+        return f"{self.site} stage {self.stage} shard {self.shard}{replica}"
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """The model's shape, known before any weight is: the same at every rank of a run."""
+
+    hf_config: Any
+    cut: tuple[ChunkSpec, ...]
+    tied: tuple[str, str] | None
+
+    @classmethod
+    def of(cls, config: RunConfig, vocabulary_size: int | None) -> Blueprint:
+        """Raises `ModelError` for a model that cannot be trained or cut, and `ConfigError` for
+        sequences that are too long for it."""
+        hf_config = load_model_config(config.model, vocabulary_size)
+        positions = getattr(hf_config, "max_position_embeddings", None)
+        if positions is not None and config.data.sequence_length > positions:
+            raise ConfigError(
+                f"data.sequence_length {config.data.sequence_length} is above the model's "
+                f"max_position_embeddings {positions}: lower it to at most {positions}, or raise "
+                "max_position_embeddings in model.architecture"
+            )
+        chunks = config.site.stages * config.site.chunks
+        cut = plan_cut(hf_config, chunks, config.data.sequence_length)
+        return cls(hf_config, cut, tied_pair(hf_config))
+
+    @property
+    def flops_per_token(self) -> float:
+        """Of training, without recomputation: two per multiply-add, three passes' worth."""
+        return 6 * sum(chunk.compute for chunk in self.cut)
+
+
+@dataclass
+class Rank:
+    """One rank's model and pieces."""
+
+    place: Place
+    blueprint: Blueprint
+    mesh: SiteMesh
+    model: SiteModel
+    live: dict[str, torch.Tensor]
+    shapes: dict[str, torch.Size]
+    """Whole shapes by full name, of what `live` holds parts of."""
+    states: list[PieceState] = field(default_factory=list)
+    not_deterministic: tuple[str, ...] = ()
+    """Operations of the model without a deterministic kernel, at any rank of the site."""
+
+
+def build_rank(
+    config: RunConfig,
+    blueprint: Blueprint,
+    place: Place,
+    hooks: Hooks,
+    *,
+    store: dist.Store | None,
+    local_rank: int,
+    ranks_here: int,
+    timeout: float,
+    progress: Callable[[], None] = lambda: None,
+) -> Rank:
+    """Build and fill this rank's part of the model. Collective over the site.
+
+    `store`: where the site's ranks meet; none if they have met already. `local_rank` of
+    `ranks_here` on this machine. `timeout` in seconds, of collectives inside the site. `progress`
+    is called before each tensor that is read.
+    """
+    set_threads(config.site.threads, ranks_here)
+    device = resolve_device(config.site, local_rank)
+    set_determinism(config.site.deterministic, device, config.model.attention)
+    set_sdpa_backends(config.model.attention, config.data.sequence_length, device)
+    if device.type == "cpu":
+        keep_freed_memory()
+    else:
+        use_expandable_segments()
+    stay_near(device, fit_threads=config.site.threads == 0)
+    mesh = start_site_group(
+        config.site.stages,
+        config.site.shards,
+        device,
+        timedelta(seconds=timeout),
+        replicas=config.site.replicas,
+        rank=place.rank_of(config.site),
+        store=store,
+    )
+    numbers = chunks_of_stage(
+        config.site.schedule, config.site.stages, config.site.chunks, place.stage
+    )
+    check_gpu(
+        config,
+        blueprint.hf_config,
+        [blueprint.cut[number] for number in numbers],
+        place.site,
+        place.stage,
+        device,
+        resolve_precision(config.site, device),
+        ranks_here,
+    )
+    chunks = [
+        build_chunk(
+            blueprint.hf_config,
+            blueprint.cut[number],
+            attention=config.model.attention,
+            activation_checkpointing=config.model.activation_checkpointing,
+        )
+        for number in numbers
+    ]
+    shapes = {
+        chunk.full_name(name): parameter.shape
+        for chunk in chunks
+        for name, parameter in chunk.named_parameters()
+    }
+    source = _Watched(open_weights(config.model, blueprint.hf_config, config.run.seed), progress)
+    model = SiteModel(
+        chunks,
+        lambda chunk, where: materialise(chunk, source, where),  # type: ignore[arg-type]
+        mesh,
+        config.site,
+        config.inner,
+        hidden_size=blueprint.hf_config.hidden_size,
+        precision=resolve_precision(config.site, device),
+        tied=blueprint.tied,
+        loss=hooks.loss,
+        optimizer=hooks.optimizer,
+        compile_layers=config.model.compile,
+        whole_gradients=_sums_whole_gradients(config, blueprint, mesh),
+    )
+    live = model.local_tensors()
+    if blueprint.tied is not None:
+        owner, copy = blueprint.tied
+        shapes.setdefault(owner, shapes.get(copy, torch.Size()))
+    rank = Rank(place, blueprint, mesh, model, live, {name: shapes[name] for name in live})
+    rank.states = build_states(config, rank)
+    rank.not_deterministic = _settle_determinism(config, rank)
+    return rank
+
+
+def _settle_determinism(config: RunConfig, rank: Rank) -> tuple[str, ...]:
+    """Settle the determinism mode, then the attention backends that the mode allows.
+
+    Returns the operations without a deterministic kernel. Collective over the site.
+    """
+    example = _example(config, rank.blueprint)
+    found = settle_determinism(rank.mesh, lambda: rank.model.loss_and_gradients(*example, []))
+    set_sdpa_backends(config.model.attention, config.data.sequence_length, rank.mesh.device)
+    return found
+
+
+def _example(config: RunConfig, blueprint: Blueprint) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs and labels, int64 [b, L] each, of the least that a training pass can run on: one
+    micro-batch for each stage."""
+    rows = config.site.micro_batch_size * config.site.stages
+    length, vocabulary = config.data.sequence_length, int(blueprint.hf_config.vocab_size)
+    tokens = (torch.arange(length + 1) % vocabulary).repeat(rows, 1)
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def _sums_whole_gradients(config: RunConfig, blueprint: Blueprint, mesh: SiteMesh) -> bool:
+    """See `memory.sums_whole_gradients`; the same at all ranks. Collective over the site."""
+    memory = None
+    if mesh.device.type == "cuda":
+        total = torch.cuda.get_device_properties(mesh.device).total_memory
+        found = mesh.gather(torch.tensor([total], device=mesh.device)).min()
+        memory = int(mesh.least_of_replicas(found).item())
+    width = resolve_precision(config.site, mesh.device).itemsize
+    return sums_whole_gradients(config, blueprint.hf_config, blueprint.cut, memory, width)
+
+
+@dataclass(frozen=True)
+class _Watched:
+    """Weights; `progress` is called whenever one is asked for."""
+
+    source: WeightSource
+    progress: Callable[[], None]
+
+    def tensor(self, full_name: str) -> torch.Tensor:
+        """See `WeightSource`."""
+        self.progress()
+        return self.source.tensor(full_name)
+
+    def rows(self, full_name: str, rows: range) -> torch.Tensor:
+        """See `RowSource`."""
+        self.progress()
+        return read_rows(self.source, full_name, rows)
+
+
+def build_states(config: RunConfig, rank: Rank) -> list[PieceState]:
+    """The outer state of this rank's pieces. Raises `ConfigError` for too many of them."""
+    fragments = 1 if config.exchanges_gradients else config.outer.fragments
+    sizes = {name: shape.numel() for name, shape in rank.shapes.items()}
+    device = torch.device("cpu") if config.outer.device == "cpu" else rank.mesh.device
+    states = []
+    for names in split_pieces(sizes, fragments):
+        layout = Layout.of({name: rank.live[name].shape for name in names})
+        states.append(
+            PieceState(
+                layout,
+                rank.live,
+                error_feedback=config.compression.error_feedback,
+                eager=config.outer.overlap == "eager",
+                device=device,
+                momentum_dtype=MOMENTUM_DTYPES[config.outer.momentum_dtype],
+            )
+        )
+    return states
+
+
+def validation_batches(
+    config: RunConfig, files: TokenFiles, shard: int, own: Dataset | None = None
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Held-out batches for this shard, each of whole micro-batches.
+
+    A last batch that would not be whole is left out; at least one batch is given by repeating
+    sequences where the held-out text is very small. `own`: a user's sequences, instead of the held-
+    out text; raises `ConfigError` if they have another shape.
+    """
+    group, length = _whole_group(config), config.data.sequence_length
+    if own is None:
+        sequences = held_out(files, length, config.data.validation_sequences)
+    else:
+        sequences = np.asarray(own(0, config.data.validation_sequences))
+        if sequences.ndim != 2 or sequences.shape[1] != length + 1 or not len(sequences):
+            raise ConfigError(
+                f"validation: gave an array of shape {sequences.shape}, not [sequences, "
+                f"{length + 1}] (data.sequence_length + 1)"
+            )
+        sequences = sequences.astype(np.int64, copy=False)
+    if len(sequences) < group:
+        sequences = np.resize(sequences, (group, sequences.shape[1]))
+    return [
+        _of_shard(config, sequences[start : start + group], shard)
+        for start in range(0, len(sequences) - group + 1, group)
+    ]
+
+
+def slope_batch(
+    config: RunConfig, files: TokenFiles, shard: int
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """What this shard's gate reads at a boundary, in whole micro-batches.
+
+    None without a gate, or where it tries contributions out (see `admission_of`).
+    """
+    section = config.admission
+    if not section.gate or config.site.ranks == 1:
+        return None
+    group = _whole_group(config)
+    count = -(-section.gate_sequences // group) * group
+    sequences = held_out(files, config.data.sequence_length, count)
+    # Only very little held-out text is read more than once.
+    return _of_shard(config, np.resize(sequences, (count, sequences.shape[1])), shard)
+
+
+def _whole_group(config: RunConfig) -> int:
+    """Sequences of one micro-batch for each stage, and for each shard of every replica."""
+    return config.site.micro_batch_size * config.site.parts * config.site.stages
+
+
+def _of_shard(
+    config: RunConfig, rows: np.ndarray[Any, Any], shard: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs and labels of a shard's part of `rows`, of which its replicas share the rows."""
+    share = len(rows) // config.site.shards
+    mine = torch.from_numpy(np.ascontiguousarray(rows[shard * share : (shard + 1) * share]))
+    return mine[:, :-1].contiguous(), mine[:, 1:].contiguous()
+
+
+def admission_of(config: RunConfig, rank: Rank, files: TokenFiles) -> Admission:
+    """How this rank judges contributions. A gate gets a copy of the model, in fp32, where one rank
+    holds all of it; else it goes by slopes (see `slope_batch`)."""
+    section = config.admission
+    gate = None
+    if section.gate and config.site.ranks == 1:
+        sequences = held_out(files, config.data.sequence_length, section.gate_sequences)
+        rows = torch.from_numpy(np.ascontiguousarray(sequences)).to(rank.mesh.device)
+        loss = rank.model.loss_beside(rows[:, :-1].contiguous(), rows[:, 1:].contiguous())
+        gate = Gate(loss)
+    return Admission(section.aggregation, section.examines, gate)
+
+
+def anchors(rank: Rank) -> Mapping[str, torch.Tensor]:
+    """This rank's part of the anchor, full name to fp32 view in the parameter's local shape."""
+    return {
+        name: view
+        for state in rank.states
+        for name, view in state.layout.views(state.anchor).items()
+    }

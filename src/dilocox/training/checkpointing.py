@@ -1,0 +1,427 @@
+"""What a rank keeps: checkpoints to go on from, and the model to hand out."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, TypeVar
+
+import torch
+from safetensors import safe_open
+from torch.distributed.tensor import DTensor
+
+from dilocox.config.handover import MOMENTUM as OUTER_MOMENTUM
+from dilocox.config.run_config import RunConfig
+from dilocox.coordinator.client.client import CoordinatorClient
+from dilocox.coordinator.protocol.messages import Checkpoint, RoundPlan, SiteStatus
+from dilocox.data import TokenFiles
+from dilocox.errors import CheckpointError, DilocoxError, RunOverError
+from dilocox.models import (
+    Published,
+    finish_model_folder,
+    stage_file_name,
+    write_stage_file,
+)
+from dilocox.outer.anchor_state import copy_anchor
+from dilocox.outer.staging import snapshot
+from dilocox.record.verify.model_files import other_files
+from dilocox.record.writer.rank_recorder import MOMENTUM_OF, RankRecord
+from dilocox.training import best_model, checkpoint_io
+from dilocox.training.builder import Rank, anchors
+from dilocox.training.rank_state import RankState, capture, restore
+from dilocox.utils import tracing
+from dilocox.utils.storage import begun
+
+if TYPE_CHECKING:
+    from dilocox.inner import SiteMesh
+    from dilocox.outer.loop import OuterLoop
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+MEETING = 5.0
+"""Seconds between two meetings of a site's ranks that wait for one another's disks, or for another
+site: far less than one meeting may last."""
+
+
+class Keeper:
+    """Writes this rank's checkpoints and its part of the published model."""
+
+    _form = Published()
+    """Of Hugging Face folders."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        rank: Rank,
+        files: TokenFiles,
+        shared: bool,
+        client: CoordinatorClient,
+        record: RankRecord | None,
+        touch: Callable[[], None],
+    ) -> None:
+        """`touch` is called while a disk is waited for, so that the rank keeps counting as alive:
+        that may take longer than a hanging rank is let live."""
+        place = rank.place
+        self._touch = touch
+        self._client = client
+        self._record = record
+        self._config = config
+        self._files, self._form = files, Published.of(config)
+        self._shared = shared
+        """All sites write to one run folder: only one publishes the model."""
+        self._root = config.checkpoint_store
+        self._recorded: int | None = None
+        """Tick of this rank's checkpoint that the coordinator knows."""
+        self.damage = ""
+        """What was wrong with the checkpoint that was to be taken up, at any rank of the site."""
+        self._writer = checkpoint_io.RankCheckpointer(
+            self._root,
+            place.site,
+            place.stage,
+            place.shard,
+            config.checkpoint.keep,
+            lambda: newest_whole(client.checkpoints()),
+            config.network.link_timeout,
+            lambda tensors: snapshot(tensors).tensors,
+        )
+
+    def save(self, own: RankState, plan: RoundPlan | None, *, last: bool = False) -> None:
+        """Copy this rank's state now and write it in the background.
+
+        While the write before is still going on, nothing is written, and that is reported: slow
+        storage must not hold training up. The `last` one is waited for.
+        What is recorded already is not written again: a run may stop where a checkpoint has just
+        been written, or where it was resumed.
+        """
+        at, client = own.at, self._client
+
+        def written(tick: int, digest: str) -> None:
+            client.checkpoint(tick, position[0], position[1], {"files.json": digest})
+            self._recorded = tick
+
+        def failed(tick: int, reason: str) -> None:
+            warn(f"checkpoint after slot {tick} was not written ({reason})")
+
+        def warn(text: str) -> None:
+            _warn(client, position[0], text)
+
+        position = (at.round, at.slot)
+        with tracing.span("checkpoint", tick=at.tick):
+            behind = None if last else self._writer.behind
+            if behind is not None and at.tick != self._recorded:
+                warn(
+                    f"checkpoint after slot {at.tick} was left out: that of slot {behind[0]} has "
+                    f"been being written for {behind[1]:.0f} s; the storage is slow"
+                )
+                return
+            self._writer.wait(self._touch)
+            if at.tick != self._recorded:
+                tensors, state = capture(own)
+                self._writer.save(at.tick, tensors, state, written, failed)
+        if plan is not None and self._config.checkpoint.hugging_face and plan.kind == "train":
+            folder = self._config.folder / f"model-tick-{at.tick:08d}"
+            first = next(iter(plan.members)) == own.site
+            problem = self._export(own.rank, folder) if first or not self._shared else ""
+            if problem and own.rank.place.leads:
+                warn(problem)
+
+    def keep_best(self, rank: Rank, round_: int, loss: float, *, first: bool) -> None:
+        """Write the anchor as `model-best/` if `checkpoint_io.best` asks for it and `loss`, its
+        held-out loss after `round_`, is the lowest so far.
+
+        In a folder of all sites only the `first` site of the plan does. Collective over the site.
+        A disk that fails is reported, and does not end the run.
+        """
+        run = self._config.folder
+        site, leads = rank.place.site, rank.place.leads
+        if not self._config.checkpoint.best or round_ < 0 or (self._shared and not first):
+            return
+        better = leads and best_model.improves(run, site, loss)
+        if not _first(rank.mesh.gather_names(["yes" if better else ""])):
+            return
+        with tracing.span("best model", after_round=round_):
+            clear = (lambda: best_model.clear(run, site)) if leads else None
+            put = (lambda: best_model.put(run, site, round_, loss)) if leads else None
+            target = best_model.partial(run, site)
+            problem = (
+                self._written(rank, target, clear)
+                or self._export(rank, target)
+                or self._written(rank, target, put)
+            )
+        if problem and leads:
+            _warn(self._client, round_, f"the best model was not written ({problem})")
+
+    def begin_round(self, outer: OuterLoop, plan: RoundPlan) -> None:
+        """A round begins: the record may begin to keep what follows from this anchor."""
+        if self._record is not None and plan.kind == "train":
+            self._record.begin_round(
+                plan.round, plan.first_tick, lambda: copy_anchor(outer, plan.round)
+            )
+
+    def wait(self) -> None:
+        """Wait for the write under way, and until the record has all payloads so far."""
+        self._writer.wait(self._touch)
+        if self._record is not None:
+            living(self._record.wait, self._touch)
+
+    def ends_run(self, rank: Rank, plan: RoundPlan) -> bool:
+        """Whether this site, which took part in the flush of `plan`, is the one that evaluates the
+        model and, in a folder of all sites, publishes it; see `part_in_the_end`.
+
+        In a folder of all sites it is known only when a site before this one is through, or lost:
+        until then this waits. Collective over the site. Raises `RunOverError` if the run fails
+        meanwhile.
+        """
+        client, seen = self._client, 0
+        with tracing.span("wait for the first site"):
+            while True:
+                part = ""
+                if rank.place.leads:
+                    status = client.status(seen, MEETING if seen else 0.0)
+                    if status.phase == "failed":
+                        raise RunOverError(f"the run has failed: {status.reason}")
+                    seen = status.sequence
+                    part = part_in_the_end(status.sites, plan, rank.place.site)
+                part = _first(rank.mesh.gather_names([part]))
+                self._touch()
+                if part != "waits" or not self._shared:
+                    return part == "speaks"
+
+    def publish(self, rank: Rank, plan: RoundPlan, ends_run: bool) -> None:
+        """Write the anchor as `model/`, a Hugging Face folder; in a folder of all sites only the
+        site that `ends_run` does. Collective over the site.
+
+        Raises `CheckpointError`, at all ranks of the site, if it cannot be written.
+        """
+        mine = ends_run or not self._shared
+        folder = self._config.folder / "model"
+        with tracing.span("publish"):
+            problem = self._export(rank, folder) if mine else ""
+        if problem:
+            raise CheckpointError(problem)
+        if mine:
+            files = other_files(folder)
+            touch, form = self._touch, self._form
+            record_state(self._record, "final", plan.round, rank, touch, files, form=form)
+
+    def _export(self, rank: Rank, folder: Path) -> str:
+        """Write a Hugging Face folder; why that failed at any rank of the site, or nothing."""
+        tensors, config = whole_anchor(rank) | rank.model.saved_buffers(), rank.blueprint.hf_config
+
+        def stage() -> None:
+            name = stage_file_name(rank.place.stage, rank.mesh.stages)
+            write_stage_file(folder / name, tensors, config, self._form)
+
+        def rest() -> None:
+            tokenizer, revision = self._files.tokenizer_folder, self._config.model.revision
+            finish_model_folder(folder, config, tokenizer, revision)
+
+        problem = self._written(rank, folder, stage if rank.place.shard == 0 else None)
+        if problem:
+            return problem
+        return self._written(rank, folder, rest if rank.place.leads else None)
+
+    def _written(self, rank: Rank, folder: Path, write: Callable[[], None] | None) -> str:
+        """Why `write` failed at any rank of the site, or nothing. Collective.
+
+        A rank does not wait in one meeting for another's disk: a meeting has a limit.
+        """
+        writing = None if write is None else begun(write)
+        while True:
+            busy, problem = "", ""
+            if writing is not None and not wait_for([writing], timeout=MEETING).done:
+                busy = "busy"
+            elif writing is not None:
+                problem = _why_not(writing, folder)
+            rows = rank.mesh.gather_names([problem, busy])
+            self._touch()
+            if not any(row[1] for row in rows):
+                return _first(rows)
+
+    def load(self, own: RankState, found: Checkpoint) -> bool:
+        """Take up the checkpoint `found`; False if this site does not hold all of it.
+
+        Collective over the site. If a file is damaged, `damage` says which and why.
+        """
+        place, mesh = own.rank.place, own.rank.mesh
+        digests = found.digests.get(str(place), {})
+        root = self._root
+        here = "files.json" in digests and checkpoint_io.exists(
+            root, found.tick, place.site, place.stage, place.shard
+        )
+        if not all(row[0] == "yes" for row in mesh.gather_names(["yes" if here else "no"])):
+            return False
+        loaded, damage = None, ""
+        try:
+            reading = begun(
+                lambda: checkpoint_io.load(
+                    root,
+                    found.tick,
+                    place.site,
+                    place.stage,
+                    place.shard,
+                    digests["files.json"],
+                    self._config.network.link_timeout,
+                )
+            )
+            loaded = wait_together(mesh, reading, self._touch)
+        except CheckpointError as error:
+            damage = str(error)
+        self.damage = _first(mesh.gather_names([damage]))
+        if loaded is None or self.damage:
+            log.error("%s", self.damage)
+            if place.leads:
+                self._client.report(found.round, {"text": self.damage}, kind="warning")
+            return False
+        restore(own, loaded)
+        self._recorded = found.tick
+        return True
+
+
+def _warn(client: CoordinatorClient, round_: int, text: str) -> None:
+    """Say it in the rank's log and at the coordinator."""
+    log.error("%s", text)
+    try:
+        client.report(round_, {"text": text}, kind="warning")
+    except DilocoxError as error:
+        log.error("the coordinator could not be told: %s", error)
+
+
+def living(call: Callable[[], T], touch: Callable[[], None]) -> T:
+    """What `call` returns or raises; `touch` says meanwhile that this rank lives."""
+    future = begun(call)
+    while not wait_for([future], timeout=checkpoint_io.LOOK).done:
+        touch()
+    return future.result()
+
+
+def wait_together(mesh: SiteMesh, mine: Future[T] | None, touch: Callable[[], None]) -> T | None:
+    """What `mine` returns or raises, once all ranks of the site have what they wait for; None at a
+    rank that waits for nothing itself. Collective over the site.
+
+    No rank waits in one meeting for another's disk: a meeting has a limit. `touch` says meanwhile
+    that this rank lives.
+    """
+    while True:
+        busy = mine is not None and not wait_for([mine], timeout=MEETING).done
+        rows = mesh.gather_names(["busy" if busy else ""])
+        touch()
+        if not any(row[0] for row in rows):
+            return None if mine is None else mine.result()
+
+
+def _why_not(writing: Future[None], folder: Path) -> str:
+    try:
+        writing.result()
+    except CheckpointError as error:
+        return str(error)
+    except OSError as error:
+        return f"{folder}: {error}"
+    return ""
+
+
+def _first(rows: list[list[str]]) -> str:
+    return next((row[0] for row in rows if row[0]), "")
+
+
+def part_in_the_end(
+    sites: Iterable[SiteStatus], plan: RoundPlan, me: str
+) -> Literal["speaks", "waits", "listens"]:
+    """What `me`, which took part in the flush of `plan`, does for all sites in the end, by what the
+    coordinator knows of them.
+
+    The first site of the plan speaks, of those that are in the run still: who was overtaken in the
+    flush enters again, and never gets to. A later one waits, since the first may be lost before it
+    is through; when one before it has finished, all is done.
+    """
+    roles = {site.site: site.role for site in sites}
+    before = [roles[name] for name in itertools.takewhile(lambda name: name != me, plan.members)]
+    if roles[me] != "active" or "finished" in before:
+        return "listens"
+    return "waits" if "active" in before else "speaks"
+
+
+def newest_whole(checkpoints: Iterable[Checkpoint]) -> int | None:
+    """Tick of the newest checkpoint that every rank has written."""
+    return max((item.tick for item in checkpoints if item.complete), default=None)
+
+
+def record_state(
+    record: RankRecord | None,
+    kind: str,
+    round_: int,
+    rank: Rank,
+    touch: Callable[[], None],
+    files: Mapping[str, str] | None = None,
+    momentum: bool = False,
+    form: Published | None = None,
+) -> None:
+    """Sign, if the run is recorded, what anchor the site holds; with `momentum` what outer
+    momentum, too. Collective over the site. `touch`: as for `living`, while it is kept. `form`:
+    in which it was published.
+
+    Hashing and keeping the state of a large stage takes longer than a collective may last.
+    """
+    if record is not None:
+        tensors = whole_anchor(rank)
+        if momentum:
+            momenta = {
+                name: view.float()
+                for state in rank.states
+                for name, view in state.layout.views(state.momentum).items()
+            }
+            tensors |= {MOMENTUM_OF + name: t for name, t in _whole(rank, momenta).items()}
+        keeping = None
+        if rank.place.shard == 0:
+            told = files if rank.place.leads else None
+            rounded = form.converted if form is not None and form.bf16 else None
+            keeping = begun(lambda: record.state(kind, round_, tensors, told, rounded))
+        wait_together(rank.mesh, keeping, touch)
+
+
+def take_momentum(rank: Rank, folder: str) -> None:
+    """Set this rank's outer momentum from the handover in `folder`.
+
+    `preflight` has checked the file's digest, once for all ranks of a machine.
+    """
+    with safe_open(Path(folder).expanduser() / OUTER_MOMENTUM, framework="pt") as file:
+        for state in rank.states:
+            rows = {}
+            for name, shape in zip(state.layout.names, state.layout.shapes, strict=True):
+                run = -(-rank.shapes[name][0] // rank.mesh.shards)
+                start = rank.mesh.shard * run
+                rows[name] = file.get_slice(name)[start : start + run].reshape(shape)
+            state.take_momentum(rows)
+
+
+def whole_anchor(rank: Rank) -> dict[str, torch.Tensor]:
+    """This stage's anchor in whole tensors, full name to fp32 on the CPU.
+
+    Collective over the stage's shards; only shard 0 gets the tensors.
+    """
+    return _whole(rank, anchors(rank))
+
+
+def _whole(rank: Rank, views: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    result = {}
+    for name, view in views.items():
+        if rank.mesh.shards == 1:
+            result[name] = view.detach().cpu()
+            continue
+        shape = rank.shapes[name]
+        sharded = DTensor.from_local(
+            view.to(rank.mesh.device),
+            rank.mesh.shard_mesh,
+            [torch.distributed.tensor.Shard(0)],
+            shape=shape,
+            stride=torch.empty(shape, device="meta").stride(),
+        )
+        tensor = sharded.full_tensor()
+        if rank.place.shard == 0:
+            result[name] = tensor.cpu()
+    return result

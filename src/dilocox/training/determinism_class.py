@@ -1,0 +1,26 @@
+"""What the bits of a rank's inner steps hang on beside their input."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from dilocox.config.run_config import RunConfig
+from dilocox.inner import determinism_facts, resolve_precision
+from dilocox.record.writer.notary import code_digest
+
+
+def facts_here(
+    config: RunConfig, device: torch.device, whole_gradients: bool = False
+) -> dict[str, Any]:
+    """The determinism class of this process: machine, libraries, settings, dilocox's own code.
+
+    `whole_gradients`: see `SiteModel`. Said only where it is so, since records of earlier versions
+    do not have it.
+    """
+    precision = resolve_precision(config.site, device)
+    facts = determinism_facts(config.site, config.model, device, precision)
+    if whole_gradients:
+        facts["layout"]["gradient_sync"] = "step"
+    return {**facts, "code": code_digest()}

@@ -1,0 +1,23 @@
+"""The exchange of gradients inside an inner step, for methods that exchange those."""
+
+from __future__ import annotations
+
+import torch
+
+from dilocox.coordinator.protocol.messages import ExchangeKey, RoundPlan
+from dilocox.training.rank_state import RankState
+
+
+class GradientExchange:
+    """Averages the gradients of an inner step between the sites."""
+
+    def __init__(self, own: RankState, plan: RoundPlan, step: int) -> None:
+        self._own = own
+        self._plan = plan
+        self._step = step
+
+    def __call__(self, gradients: dict[str, torch.Tensor]) -> None:
+        """Replace local gradients by the weighted mean over the sites."""
+        key = ExchangeKey.gradient(self._plan.round, self._step, self._own.rank.place.stage)
+        late = self._own.config.gradient_delay > 0
+        self._own.outer.average_gradients(self._plan, key, gradients, late)

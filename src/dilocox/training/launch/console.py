@@ -1,0 +1,156 @@
+"""What a person sees of a run: one line a round, what happened, and the end."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from dilocox.config.run_config import RunConfig
+from dilocox.utils.formatting import number, size
+from dilocox.utils.plain_text import plain, plain_lines
+
+Record = dict[str, Any]
+NOTABLE = 0.05
+"""Share of a round that others have to wait for a site before it is named."""
+
+
+def round_line(record: Record, steps: int) -> str:
+    """One combined round of a run of `steps` inner steps as a line of text."""
+    loss = f"{record['loss']:.3f}" if "loss" in record else "-"
+    waited = record.get("waited_for", {})
+    last = max(waited, key=lambda site: waited[site], default=None)
+    whom = f" ({last} came last)" if last and waited[last] > NOTABLE * record["seconds"] else ""
+    return (
+        f"round {record['round']:>3}  step {record['step']:>{len(str(steps))}}/{steps}  "
+        f"loss {loss}  "
+        f"{number(record['tokens_per_second']):>6} tokens/s  "
+        f"waited {record['wait_share']:5.1%}{whom}  "
+        f"{device_words(record)}"
+        f"sent {size(record['payload_bytes']):>8} (synchronous {size(record['allreduce_bytes'])}; "
+        f"{record['ratio_per_transfer']:.1f}x per transfer, "
+        f"{record['ratio_per_token']:.0f}x per token)"
+    )
+
+
+def device_words(record: Record) -> str:
+    """MFU and memory of a round, with what separates them from what follows; empty if not known."""
+    words = []
+    if "mfu" in record:
+        words.append(f"MFU {record['mfu']:.1%}")
+    if "peak_memory_bytes" in record:
+        words.append(f"memory {size(record['peak_memory_bytes'])}")
+    if retries := record.get("allocation_retries"):
+        words.append(f"(allocator retried {retries:.0f} times)")
+    return "".join(f"{word}  " for word in words)
+
+
+def plan_line(record: Record) -> str:
+    """What was chosen for the rounds to come."""
+    number = record["fragments"]
+    return (
+        f"round {record['round']:>3}  plan: {record['inner_steps']} inner steps, "
+        f"{number} fragment{'s' if number > 1 else ''}, codec {record['codec']}, "
+        f"landing {record['delay']} of {record['slots']} slots later "
+        f"({record['reason']})"
+    )
+
+
+class Display:
+    """Prints a run's records, a line per round and event. On a terminal with a bar below them."""
+
+    def __init__(self, config: RunConfig, console: Console | None = None) -> None:
+        self._steps = config.total_steps
+        self._adapts = config.control.adapt != "off"
+        self._console = console or Console(highlight=False, soft_wrap=True)
+        self._lively = self._console.is_terminal
+        self._progress: Progress | None = None
+        self._task: Any = None
+
+    def start(self) -> None:
+        """Show the bar, on a terminal."""
+        if not self._lively:
+            return
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=30),
+            TextColumn("{task.completed:.0f}/{task.total:.0f} steps"),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            console=self._console,
+            transient=True,
+        )
+        self._task = self._progress.add_task("training", total=self._steps)
+        self._progress.start()
+
+    def stop(self) -> None:
+        """Take the bar away."""
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+
+    def line(self, text: str) -> None:
+        """A line, or several, that are always shown, and in a log at once.
+
+        Nothing in the text is obeyed, whoever wrote it.
+        """
+        self._console.print(escape(plain_lines(text)))
+        self._console.file.flush()
+
+    def step(self, text: str, share: float | None = None) -> None:
+        """A step of the preparation, in place, on a terminal."""
+        if not self._lively:
+            return
+        done = "" if share is None else f" {share:4.0%}"
+        sys.stdout.write(f"\r\x1b[K{plain(text)}{done}")
+        sys.stdout.flush()
+
+    def step_done(self) -> None:
+        """Clear the line of `step`."""
+        if self._lively:
+            sys.stdout.write("\r\x1b[K")
+            sys.stdout.flush()
+
+    def show(self, record: Record) -> None:
+        """A record of the recorder (see `dilocox.coordinator.metrics.run_metrics`)."""
+        kind = record.get("kind")
+        if kind == "round" and not record.get("site"):
+            self.line(round_line(record, self._steps))
+            if self._progress is not None:
+                self._progress.update(self._task, completed=record["step"])
+        elif kind == "plan" and self._adapts:
+            self.line(plan_line(record))
+        elif kind == "evaluation":
+            when = "before training" if record["after_round"] < 0 else "of the anchor"
+            self.line(f"held-out loss {when}: {record['val_loss']:.4f}")
+        elif kind == "message":
+            self.line(plain(record["text"]))
+
+    def summary(self, record: Record) -> None:
+        """The end of a run, in a few lines."""
+        first, last = record.get("val_loss_first"), record.get("val_loss_last")
+        if record.get("phase") == "finished" and record.get("reason"):
+            self.line(f"ended early       {plain(record['reason'])}")
+        if first is not None and last is not None:
+            self.line(f"held-out loss     {first:.4f} before, {last:.4f} after")
+        elif first is not None:
+            self.line(
+                f"held-out loss     {first:.4f} before training, not measured since "
+                "(evaluation.every_rounds)"
+            )
+        self.line(
+            f"trained           {number(record['tokens'])} tokens in {record['seconds']:.0f} s, "
+            f"{number(record['tokens_per_second'])} tokens/s, "
+            f"waited for the network {record['wait_share']:.1%}"
+        )
+        if "mfu" in record:
+            self.line(f"GPUs              {record['mfu']:.1%} MFU")
+        if record["payload_bytes"]:
+            self.line(
+                f"sent              {size(record['payload_bytes'])} between sites; synchronous "
+                f"training would have sent {size(record['allreduce_bytes'])} "
+                f"({record['ratio_per_token']:.0f}x)"
+            )

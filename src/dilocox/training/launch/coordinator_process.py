@@ -1,0 +1,230 @@
+"""Serves a run to its end: `dilocox coordinator`, and the coordinator of a run on one machine."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shlex
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from dilocox.config.run_config import RunConfig, load_written
+from dilocox.coordinator.client.client import CoordinatorClient
+from dilocox.coordinator.client.endpoint import Endpoint
+from dilocox.coordinator.client.transport import host_and_port
+from dilocox.coordinator.controller.candidates import Menu
+from dilocox.coordinator.identity import Identity
+from dilocox.coordinator.metrics.run_metrics import Record, Recorder
+from dilocox.coordinator.protocol.messages import StandingChange
+from dilocox.coordinator.protocol.timeouts import Timeouts
+from dilocox.coordinator.server.ledger import Ledger
+from dilocox.coordinator.server.ledger_audit import audit
+from dilocox.coordinator.server.run_server import serve
+from dilocox.coordinator.server.startup import EarlierRun
+from dilocox.coordinator.server.tokens import FOLDER as TOKENS
+from dilocox.errors import ConfigError, TrainingError
+from dilocox.record.writer.notary import LogNotary
+from dilocox.record.writer.one_writer import held
+from dilocox.training.launch import preflight
+from dilocox.training.launch.console import Display
+from dilocox.training.launch.tokenizer_check import check_trained_tokenizer
+from dilocox.training.payload_sizes import payload_sizes
+from dilocox.training.portable_checkpoint import Handover
+
+ENDPOINT = "endpoint.json"
+"""In the coordinator's folder, readable by its owner: address, join tokens, operator's identity."""
+LOG_PATIENCE = 3.0
+"""Seconds that a start waits for who hands a verdict to the log of its folder just then."""
+LEDGER = "ledger.json"
+"""In the run's folder: who was given which token ranges, written at the end."""
+
+
+def coordinate(
+    config: RunConfig,
+    *,
+    run_file: Path,
+    overrides: Sequence[str],
+    wait_for: int | None,
+    resume: bool,
+    verbose: bool = False,
+) -> int:
+    """`dilocox coordinator`: serve a run whose sites join from other machines; exit code.
+
+    In a folder whose run has not ended it goes on from the event log, on the port that it had, and
+    the sites that train on meanwhile find it again. `resume` goes back to the last checkpoint.
+    `verbose`: print the table of time-outs, too.
+    """
+    display = Display(config)
+    folder = config.folder
+    begun = (folder / "run.toml").exists()
+    preflight.check_folder(config, resume or begun)
+    if begun:
+        refuse_finished(folder)
+        config = preflight.as_begun(config)
+    port = config.network.port or _port_before(folder)
+    preflight.check_coordinator(_with_port(config, port), wait_for)
+    if not (resume or begun):
+        check_trained_tokenizer(config)
+    known = config.data.vocabulary_size if config.data.tokenizer == "train" else None
+    payloads = payload_sizes(config, known)
+    preflight.claim_folder(config, resume or begun)
+
+    def ready(endpoint: Endpoint) -> None:
+        (folder / "run.toml").write_text(config.to_toml(), encoding="utf-8")
+        tokens = folder / "coordinator" / TOKENS
+        # With the brackets of an IPv6 address, as `dilocox join` wants it.
+        address = endpoint.url.removeprefix("https://")
+        display.line(f"coordinator of run {config.run.name} on {address}; at each site run")
+        sets = [part for item in overrides for part in ("--set", item)]
+        for site in config.sites:
+            if site not in endpoint.tokens:
+                again = f"dilocox leave {shlex.quote(str(folder))} --site {site} --unban"
+                display.line(f"  (site {site} is banned; {again} lets it join again)")
+                continue
+            words = ["dilocox", "join", address, "--site", site]
+            words += ["--run-file", str(run_file), *sets, "--token-file", str(tokens / site)]
+            display.line(f"  {shlex.join(words)}")
+        display.line(
+            f"each with a copy of its own file of {tokens}, readable by its owner only: who holds "
+            "it may join as that site (without --token-file it is asked for)"
+        )
+        if verbose:
+            display.line(Timeouts.derive(config.network).table())
+
+    end = serve_run(
+        config,
+        folder,
+        payloads,
+        resume=resume,
+        wait_for=wait_for,
+        port=port,
+        emit=display.show,
+        on_ready=ready,
+    )
+    display.summary(end["summary"])
+    if end["phase"] == "failed":
+        raise TrainingError(
+            f"run {config.run.name} failed: {end['reason']}; the same command with --resume goes "
+            "back to its last checkpoint"
+        )
+    return 0 if end["phase"] == "finished" else 130
+
+
+def leave(folder: Path, site: str, now: bool, change: StandingChange | None) -> str:
+    """`dilocox leave`: take a site out of the run in `folder`; what becomes of it, in one line.
+
+    `change`: for good, with its join token; or let it in again; or with another key.
+
+    To be called where the coordinator runs, by who may read its folder. Raises `DilocoxError`.
+    """
+    try:
+        endpoint = Endpoint.load(folder / "coordinator" / ENDPOINT)
+        config = load_written(folder / "run.toml")
+    except (OSError, ValueError, TypeError, ConfigError) as error:
+        raise TrainingError(
+            f"{folder}: no folder of a coordinator whose run goes on ({error}); give the run "
+            "folder on the coordinator's machine"
+        ) from None
+    timeouts = Timeouts.derive(config.network)
+    patience = replace(timeouts, coordinator=timeouts.heartbeat)
+    client = CoordinatorClient(endpoint.url, Identity.load(endpoint.operator), patience)
+    try:
+        if change is not None:
+            return client.change_standing(site, change)
+        return client.retire(site, "asked to by the operator", now=now)
+    finally:
+        client.close()
+
+
+def serve_run(
+    config: RunConfig,
+    folder: Path,
+    payloads: Menu | None,
+    *,
+    resume: bool,
+    wait_for: int | None,
+    emit: Callable[[Record], None],
+    on_ready: Callable[[Endpoint], None],
+    port: int | None = None,
+) -> dict[str, Any]:
+    """Serve a run to its end: phase, reason and summary. `port`: instead of `network.port`."""
+    with contextlib.ExitStack() as ends:
+        if not ends.enter_context(held(folder / "coordinator", LOG_PATIENCE)):
+            raise TrainingError(
+                f"{folder}: another coordinator is running on this folder; stop it first"
+            )
+        recorder = Recorder(config, folder, emit)
+        warning = config.admission.warning(len(config.sites))
+        if warning is not None:
+            recorder.message(warning)
+        notary = None
+        if config.record.enabled:
+            notary = LogNotary.open(config, folder / "coordinator", recorder.message)
+            ends.callback(notary.close)
+        status = serve(
+            config,
+            folder / "coordinator",
+            port=port,
+            wait_for=wait_for,
+            payloads=payloads,
+            earlier=lambda: earlier_run(config),
+            resume=resume,
+            on_report=recorder.report,
+            on_message=recorder.happened,
+            on_plan=lambda plan: recorder.plan(plan.model_dump(mode="json")),
+            on_resumed=recorder.forget_after,
+            notary=notary,
+            on_ready=on_ready,
+            on_ledger=lambda ledger: _check_ledger(folder, ledger, recorder),
+            ready_file=folder / "coordinator" / ENDPOINT,
+        )
+    summary = recorder.finish(status.phase, status.reason)
+    return {"phase": status.phase, "reason": status.reason, "summary": summary}
+
+
+def earlier_run(config: RunConfig) -> EarlierRun:
+    """The run that one with `model.handover` goes on from. Raises `CheckpointError`."""
+    found = Handover.read(config.model.path)
+    return EarlierRun(found.run, found.steps, found.ledger)
+
+
+def _check_ledger(folder: Path, ledger: Ledger, recorder: Recorder) -> None:
+    """Check the run's token ranges at its end, and write them as `ledger.json`."""
+    found = audit(ledger)
+    recorder.sequences(asdict(found), found.problem)
+    try:
+        text = json.dumps(ledger.to_json(), separators=(",", ":")) + "\n"
+        (folder / LEDGER).write_text(text, encoding="utf-8")
+    except OSError as error:
+        recorder.message(f"{folder / LEDGER} was not written ({error.strerror})")
+
+
+def refuse_finished(folder: Path) -> None:
+    """Raise `TrainingError` if the run in `folder` is complete."""
+    summary = folder / "summary.json"
+    if summary.exists() and json.loads(summary.read_text(encoding="utf-8"))["phase"] == "finished":
+        raise TrainingError(
+            f"{folder}: this run is finished, its model is in {folder / 'model'}; to train on, "
+            "begin a new run with model.path set to it"
+        )
+
+
+def _port_before(folder: Path) -> int:
+    """The port that the run's coordinator had, for which its sites look; 0 if it had none."""
+    try:
+        port = host_and_port(Endpoint.load(folder / "coordinator" / ENDPOINT).url)[1]
+    except FileNotFoundError:
+        return 0
+    except (OSError, ValueError, TypeError) as error:
+        raise TrainingError(
+            f"{folder / 'coordinator' / ENDPOINT}: cannot be read ({error}); set network.port to "
+            "the port of the join lines"
+        ) from None
+    return port
+
+
+def _with_port(config: RunConfig, port: int) -> RunConfig:
+    network = config.network.model_copy(update={"port": port})
+    return config.model_copy(update={"network": network})

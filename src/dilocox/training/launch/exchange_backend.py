@@ -1,0 +1,175 @@
+"""The groups that carry a rank's exchanges, and what the coordinator hears and says of them."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from dilocox.coordinator.client.client import CoordinatorClient
+from dilocox.coordinator.client.heartbeat import RankControl
+from dilocox.coordinator.protocol.messages import BeginReply, ExchangeKey, VoteReply
+from dilocox.coordinator.protocol.timeouts import Timeouts
+from dilocox.coordinator.protocol.verdicts import Opinion, VotePhase
+from dilocox.errors import ExchangeError
+from dilocox.outer.contribution import Contribution
+from dilocox.record.writer.rank_recorder import RankRecord
+from dilocox.record.writer.state_recorder import InnerRecord
+from dilocox.training.builder import Place
+from dilocox.transport.groups import LOOK, EpochChangedError, PeerGroup
+from dilocox.transport.link.endpoint import LinkEndpoint
+from dilocox.transport.unreached import UnreachedError
+from dilocox.utils import tracing
+
+GroupKey = tuple[int, tuple[str, ...]]
+"""Epoch and sites of a group."""
+KEPT_GROUPS = 3
+"""Groups of past epochs that stay open: a slower peer may still be reading from them."""
+
+
+@dataclass
+class Network:
+    """The groups that carry this rank's exchanges, and the coordinator's part in them."""
+
+    client: CoordinatorClient
+    control: RankControl
+    place: Place
+    timeouts: Timeouts
+    endpoint: LinkEndpoint
+    record: RankRecord | None = None
+    rounds: InnerRecord | None = None
+    groups: dict[GroupKey, PeerGroup] = field(default_factory=dict)
+    _unformed: dict[GroupKey, UnreachedError] = field(default_factory=dict)
+    _forming: dict[GroupKey, threading.Lock] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.begin = self.client.begin
+        self.attempt = self.client.attempt
+        self.observe = self.client.observe
+        self.report_broken = self.client.report_broken
+        self.epoch = self.control.epoch
+
+    def commit(self, what: Contribution, payload: bytes | None) -> str | None:
+        """See `Ballot`."""
+        if self.record is None or what.values is None or what.key.kind != "outer":
+            return None
+        if self.rounds is not None:
+            # The state comes into the log before what was made from it.
+            self.rounds.wait_signed()
+        return self.record.commit(what, payload)
+
+    def keep(self, key: ExchangeKey, payloads: Sequence[torch.Tensor]) -> Callable[[], None]:
+        """See `Ballot`."""
+        if self.record is None or key.kind != "outer" or not payloads:
+            return lambda: None
+        return self.record.keep(payloads)
+
+    def vote(
+        self,
+        key: ExchangeKey,
+        attempt: int,
+        *,
+        held: Sequence[str],
+        contributes: bool,
+        phase: VotePhase,
+        digests: Mapping[str, str],
+        opinions: Mapping[str, Opinion],
+    ) -> VoteReply:
+        """Vote with a signature under this rank's own payload, if the run is recorded."""
+        own = digests.get(self.place.site)
+        signed = None
+        if self.record is not None and own is not None and key.kind == "outer":
+            signed = self.record.sign(key, attempt, own)
+        return self.client.vote(
+            key,
+            attempt,
+            held=held,
+            contributes=contributes,
+            phase=phase,
+            digests=digests,
+            statement=signed,
+            opinions=opinions,
+        )
+
+    def group(self, begun: BeginReply, superseded: Callable[[], bool]) -> PeerGroup:
+        """The group of these members in an epoch; formed when it is first needed.
+
+        Two exchanges may ask at a time: for one group they wait for each other, for two they do
+        not, since their peers may form these in the other order. One that could not be formed never
+        will be: what its members told each other is of their first try.
+        """
+        sites = tuple(member.site for member in begun.members)
+        key = (begun.epoch, sites)
+        with self._forming.setdefault(key, threading.Lock()):
+            if key in self._unformed:
+                raise self._unformed[key]
+            if key not in self.groups:
+                with tracing.span("form group", epoch=begun.epoch, sites=len(sites)):
+                    self.groups[key] = self._form_or_wait(key, superseded)
+                for old in list(self.groups)[:-KEPT_GROUPS]:
+                    closing = self.groups.pop(old, None)
+                    if closing is not None:
+                        closing.close()
+            return self.groups[key]
+
+    def _form_or_wait(self, key: GroupKey, superseded: Callable[[], bool]) -> PeerGroup:
+        try:
+            return self._form(key, superseded)
+        except UnreachedError as error:
+            self._unformed[key] = error
+            # Who refuses may have died a moment ago, and who waits in vain may hear of it from the
+            # one that should have come. The coordinator knows within a heartbeat, and then this is
+            # no link's fault.
+            end = time.monotonic() + self.timeouts.heartbeat
+            while time.monotonic() < end:
+                if superseded():
+                    raise EpochChangedError("the members changed") from None
+                time.sleep(LOOK)
+            raise
+
+    def _form(self, key: GroupKey, superseded: Callable[[], bool]) -> PeerGroup:
+        epoch, sites = key
+        place = self.place
+        between = hashlib.sha256("/".join(sites).encode()).hexdigest()[:8]
+        return PeerGroup(
+            self.endpoint,
+            self.client,
+            f"epoch/{epoch}/{between}/{place.stage}/{place.shard}",
+            sites,
+            self.timeouts.form,
+            self.timeouts.link,
+            superseded,
+        )
+
+    def pair(self, name: str, donor: str, receiver: str) -> PeerGroup:
+        """The two ranks of an entry.
+
+        The donor comes at one of its slot ends: the receiver waits for its word in the store for as
+        long as it is the one to fetch from, and only then begins to count. Raises
+        `EpochChangedError` when it is not any more.
+        """
+        me, word = self.place.site, f"{name}/donor/{donor}"
+        if me == donor:
+            self.client.kv_set(word, b"")
+
+        def fetches() -> bool:
+            return (me, donor) in [(e.site, e.donor) for e in self.control.news.entering]
+
+        while me != donor and not self.client.kv_check([word]):
+            if not fetches():
+                raise EpochChangedError(f"{donor} is not to be fetched from any more")
+            with contextlib.suppress(ExchangeError):
+                self.client.kv_get([word], 1.0)
+
+        def ended() -> bool:
+            return me != donor and not fetches()
+
+        form, silence = self.timeouts.form, self.timeouts.stall
+        group = PeerGroup(self.endpoint, self.client, name, [donor, receiver], form, silence, ended)
+        group.watch(ended)
+        return group

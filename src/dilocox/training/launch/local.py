@@ -1,0 +1,495 @@
+"""Starts a run: all of its sites on this machine, or one that joins a coordinator elsewhere.
+
+Both ways are the same: a coordinator (see `dilocox.training.launch.coordinator_process`), and sites
+that join it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dilocox.config.run_config import RunConfig
+from dilocox.coordinator.client.client import CoordinatorClient
+from dilocox.coordinator.client.endpoint import Endpoint
+from dilocox.coordinator.client.transport import host_and_port
+from dilocox.coordinator.controller.candidates import Menu
+from dilocox.coordinator.identity import Identity
+from dilocox.coordinator.metrics.run_metrics import Record
+from dilocox.coordinator.protocol.timeouts import Timeouts
+from dilocox.data import TokenFiles
+from dilocox.data import prepare as prepare_token_files
+from dilocox.data.folder import check_place
+from dilocox.errors import ConfigError, DilocoxError, JoinError, TrainingError
+from dilocox.inner import available_cores
+from dilocox.models import count_parameters, load_model_config
+from dilocox.models.hf_folder import generate
+from dilocox.models.prefetch import fetch_weights
+from dilocox.training.builder import Hooks
+from dilocox.training.launch import preflight, site_log
+from dilocox.training.launch.console import Display
+from dilocox.training.launch.coordinator_process import ENDPOINT, refuse_finished, serve_run
+from dilocox.training.launch.cuda_driver import check_driver, machine_has_gpu
+from dilocox.training.launch.site import keep_site
+from dilocox.training.launch.supervisor import complain, listening
+from dilocox.training.launch.tokenizer_check import check_handed_tokenizer, check_tokenizer
+from dilocox.training.launch.torchrun import join_as_rank
+from dilocox.training.launch.torchrun_env import rank_variables
+from dilocox.training.payload_sizes import payload_sizes
+from dilocox.training.portable_checkpoint import check_handover
+from dilocox.transport.link.endpoint import check_ports
+from dilocox.transport.link.tcp import check_congestion, congestion_hint
+from dilocox.utils import chrome_trace, processes
+from dilocox.utils.formatting import number
+from dilocox.utils.versions import check_versions
+
+SAMPLED = 3 * 10**9
+"""Parameters of the largest model of which a finished run samples a completion: in fp32 they take
+12 GB, and a processor some seconds per token."""
+BAD_FORK = 3
+"""Exit code of a child in which CUDA would refuse to work."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a run ended."""
+
+    phase: str
+    """`finished`, `stopped` (it can be resumed) or `failed`."""
+    reason: str
+    summary: Record
+    folder: Path
+
+    @property
+    def finished(self) -> bool:
+        """The run is complete."""
+        return self.phase == "finished"
+
+    @property
+    def failed(self) -> bool:
+        """The run could not go on."""
+        return self.phase == "failed"
+
+    @property
+    def stopped(self) -> bool:
+        """The run was stopped with a checkpoint."""
+        return self.phase == "stopped"
+
+
+def prepare_data(
+    config: RunConfig, display: Display | None = None, begun: bool = False
+) -> TokenFiles:
+    """The run's token files, made in a child process if they are not there yet.
+
+    `begun`: the run may have begun with those that are there, whatever their sources hold now.
+    """
+
+    def progress(step: str, share: float) -> None:
+        if display is not None:
+            display.step(step, share)
+
+    folder, said = processes.call_in_child(_prepare, config, begun, on_progress=progress)
+    if display is not None:
+        display.step_done()
+    for line in said:
+        complain(line) if display is None else display.line(line)
+    return TokenFiles.open(folder)
+
+
+def have_files(
+    config: RunConfig, display: Display | None = None, begun: bool = False
+) -> TokenFiles:
+    """Refuse what cannot be trained; then the model's weights and the token files are here.
+
+    All that needs no text is asked before: preparing it may take hours. `begun`: see
+    `prepare_data`.
+    """
+    check_place(config.data_folder)
+    check_handover(config)
+    check_handed_tokenizer(config)
+    preflight.check_model(config)
+    if display is None:
+        fetch_weights(config)
+    else:
+        fetch_weights(config, display.step)
+    return prepare_data(config, display, begun)
+
+
+def _prepare(
+    config: RunConfig, begun: bool, progress: Callable[[str, float], None]
+) -> tuple[Path, list[str]]:
+    said: list[str] = []
+    files = prepare_token_files(
+        config.data, config.data_folder, config.run.seed, progress, said.append if begun else None
+    )
+    return files.folder, said + files.warnings
+
+
+def train_here(
+    config: RunConfig,
+    hooks: Hooks,
+    *,
+    resume: bool,
+    overwrite: bool,
+    debug: bool,
+    trace: bool = False,
+) -> Result:
+    """Train a run with all of its sites on this machine.
+
+    Ctrl-C, or SIGTERM, stops the run at a slot end with a checkpoint; a second one ends it at once.
+    `trace`: what every rank does when is recorded, as `trace.json` in the run folder.
+    """
+    check_versions()
+    check_driver(config)
+    hooks.check(config, required=False)
+    stay_forkable(config.site.device)
+    display = Display(config)
+    folder = config.folder
+    preflight.check_folder(config, resume, overwrite)
+    if resume:
+        refuse_finished(folder)
+        config = preflight.as_begun(config)
+    preflight.check_coordinator(config)
+    if not resume:
+        check_tokenizer(config)
+    files = have_files(config, display, begun=resume)
+    preflight.check_run(
+        config,
+        files.vocabulary_size,
+        sites_here=len(config.sites),
+        own_dataset=hooks.dataset is not None,
+    )
+    check_congestion(config.network.congestion)
+    for name, own in config.sites.items():
+        address = own.interface or config.network.interface or config.network.host
+        check_ports(name, own, config.site.exchanging_ranks, address)
+    display.line(preflight.headline(config, files))
+    payloads = payload_sizes(config, files.vocabulary_size)
+    preflight.claim_folder(config, resume, overwrite)
+    chrome_trace.discard(folder)
+    try:
+        with processes.term_as_interrupt():
+            return _run_here(config, hooks, display, payloads, resume, debug, trace)
+    finally:
+        _show_trace(display, lambda: chrome_trace.merge_run(folder))
+
+
+def _run_here(
+    config: RunConfig,
+    hooks: Hooks,
+    display: Display,
+    payloads: Menu | None,
+    resume: bool,
+    debug: bool,
+    trace: bool,
+) -> Result:
+    """Coordinator and sites in processes of their own, to the end of the run."""
+    folder = config.folder
+    ours, theirs = processes.CONTEXT.Pipe(duplex=False)
+    coordinator = processes.start(
+        _coordinate_in_child, config, folder, payloads, resume, theirs, name="coordinator"
+    )
+    theirs.close()
+    sites: dict[str, BaseProcess] = {}
+    grace = 10.0
+    try:
+        endpoint = _first_word(ours, coordinator, display)
+        (folder / "run.toml").write_text(config.to_toml(), encoding="utf-8")
+        for site in endpoint.tokens:
+            own = endpoint.of(site)
+            sites[site] = processes.start(
+                _site_in_child, config, site, own, hooks, debug, folder, trace, name=site
+            )
+        display.start()
+        end = _watch(ours, coordinator, sites, endpoint, config, display)
+        if end["phase"] == "failed":
+            # The coordinator stays for two beats more; who looks for it later looks in vain.
+            grace = min(grace, 4 * Timeouts.derive(config.network).beat)
+    except KeyboardInterrupt:
+        grace = 0.0
+        raise
+    finally:
+        display.stop()
+        ours.close()
+        processes.end([*sites.values(), coordinator], grace)
+    display.summary(end["summary"])
+    result = Result(end["phase"], end["reason"], end["summary"], folder)
+    if result.failed:
+        raise TrainingError(f"run {config.run.name} failed: {end['reason']}")
+    _last_words(config, result, display)
+    return result
+
+
+def _show_trace(display: Display, merge: Callable[[], Path | None]) -> None:
+    """Write the timeline that was recorded, if one was. It is not worth a run's failure."""
+    try:
+        path = merge()
+    except OSError as error:
+        display.line(f"timeline          not written: {error}")
+        return
+    if path is not None:
+        display.line(f"timeline          {path} (for ui.perfetto.dev or chrome://tracing)")
+
+
+def _last_words(config: RunConfig, result: Result, display: Display) -> None:
+    """What a user does next: look at the model, or go on."""
+    folder = result.folder
+    if result.stopped:
+        display.line(f"stopped; the same command with --resume goes on ({config.checkpoint_store})")
+        return
+    if config.evaluation.completion_tokens:
+        display.line(f"completion        {_completion(config, folder, display)}")
+    display.line(f"model             {folder / 'model'}")
+    display.line(f"checkpoints       {config.checkpoint_store}")
+    display.line(f"metrics           {folder / 'metrics.jsonl'}, {folder / 'summary.json'}")
+    if config.record.enabled:
+        display.line(f"record            {folder / 'record'}; check it: dilocox verify {folder}")
+
+
+def _completion(config: RunConfig, folder: Path, display: Display) -> str:
+    """What the model makes of the prompt, quoted; or why that is not shown, and how to see it.
+
+    The run is finished: nothing that goes wrong here is its failure.
+    """
+    command = f"dilocox generate {folder} samples one"
+    try:
+        vocabulary = TokenFiles.open(config.data_folder).vocabulary_size
+        parameters = count_parameters(load_model_config(config.model, vocabulary))
+        if parameters > SAMPLED:
+            return f"left out, the model has {number(parameters)} parameters; {command}"
+        text = processes.call_in_child(_sample, config, folder, on_progress=display.step)
+    except DilocoxError as error:
+        return f"left out ({error}); {command}"
+    finally:
+        display.step_done()
+    return repr(text)
+
+
+def _sample(config: RunConfig, folder: Path, progress: Callable[[str, float], None]) -> str:
+    progress("sampling a completion", 0.0)
+    # This process has no children, and the ranks are gone.
+    torch.set_num_threads(available_cores())
+    on_gpu = config.site.device != "cpu" and torch.cuda.is_available()
+    evaluation = config.evaluation
+    return generate(
+        folder,
+        evaluation.prompt,
+        tokens=evaluation.completion_tokens,
+        seed=config.run.seed,
+        device="cuda" if on_gpu else "cpu",
+    )
+
+
+def _first_word(pipe: Connection, coordinator: BaseProcess, display: Display) -> Endpoint:
+    """Wait until the coordinator listens."""
+    while True:
+        try:
+            kind, value = pipe.recv()
+        except EOFError:
+            coordinator.join()
+            raise TrainingError(f"the coordinator {processes.why_ended(coordinator)}") from None
+        if kind == "ready":
+            return Endpoint(**value)
+        if kind != "record":
+            raise TrainingError(value)
+        display.show(value)
+
+
+def _watch(
+    pipe: Connection,
+    coordinator: BaseProcess,
+    sites: dict[str, BaseProcess],
+    endpoint: Endpoint,
+    config: RunConfig,
+    display: Display,
+) -> dict[str, Any]:
+    """Show what comes until the coordinator says how the run ended.
+
+    Raises `KeyboardInterrupt` when a person asks twice to end, and `TrainingError`.
+    """
+    running, stopping = dict(sites), False
+    with listening(second_interrupts=True) as asked:
+        while True:
+            if asked.times and not stopping:
+                stopping = True
+                display.line("stopping at the next slot end with a checkpoint (again: at once)")
+                _operator(endpoint, config).stop("interrupted")
+            try:
+                sentinels = [process.sentinel for process in running.values()]
+                for ready in wait([pipe, *sentinels], timeout=0.5):
+                    if ready is pipe:
+                        kind, value = pipe.recv()
+                        if kind == "record":
+                            display.show(value)
+                        elif kind == "end":
+                            return dict(value)
+                        else:
+                            raise TrainingError(value)
+                for site in [name for name, process in running.items() if not process.is_alive()]:
+                    del running[site]
+            except EOFError:
+                coordinator.join()
+                raise TrainingError(f"the coordinator {processes.why_ended(coordinator)}") from None
+
+
+def _operator(endpoint: Endpoint, config: RunConfig) -> CoordinatorClient:
+    identity = Identity.load(endpoint.operator)
+    return CoordinatorClient(endpoint.url, identity, Timeouts.derive(config.network))
+
+
+def _coordinate_in_child(
+    config: RunConfig, folder: Path, payloads: Menu | None, resume: bool, pipe: Connection
+) -> None:
+    # Where the reader has gone this process is about to end with it.
+    def tell(kind: str, value: Any) -> None:
+        with contextlib.suppress(BrokenPipeError):
+            pipe.send((kind, value))
+
+    try:
+        end = serve_run(
+            config,
+            folder,
+            payloads,
+            resume=resume,
+            wait_for=None,
+            emit=lambda record: tell("record", record),
+            on_ready=lambda endpoint: tell("ready", vars(endpoint)),
+        )
+    except DilocoxError as error:
+        tell("error", str(error))
+        sys.exit(1)
+    except Exception as error:
+        (folder / "logs").mkdir(exist_ok=True)
+        (folder / "logs" / "coordinator.log").write_text(traceback.format_exc(), encoding="utf-8")
+        tell("error", f"coordinator: {type(error).__name__}: {error} (see logs/coordinator.log)")
+        sys.exit(1)
+    tell("end", end)
+
+
+def _site_in_child(
+    config: RunConfig,
+    site: str,
+    endpoint: Endpoint,
+    hooks: Hooks,
+    debug: bool,
+    folder: Path,
+    trace: bool,
+) -> None:
+    try:
+        code = keep_site(config, site, endpoint, hooks, debug, folder, True, trace)
+    except DilocoxError as error:
+        print(f"dilocox: site {site}: {error}", file=sys.stderr)
+        code = 1
+    sys.exit(code)
+
+
+def stay_forkable(device: str = "auto") -> None:
+    """To be called before anything else by a process that forks others.
+
+    `device` is the run's `site.device`. Raises `ConfigError` if this process has used a GPU: the
+    ranks that are forked from it could not.
+    """
+    if device != "cpu" and processes.CONTEXT.get_start_method() == "fork" and _has_used_gpu():
+        raise ConfigError(
+            "this process has used CUDA already, and ranks that are forked from it could not use a "
+            "GPU any more; begin the run before anything else asks for a GPU (in a notebook: "
+            'restart its kernel), or in a process of its own by "dilocox train RUN_FILE", or set '
+            'site.device = "cpu"'
+        )
+    torch.set_num_threads(1)  # no thread pool that a child would miss
+    # Whoever asks whether there is a GPU must not start CUDA: no child could use it then.
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+
+
+def _has_used_gpu() -> bool:
+    """Whether CUDA would refuse to work in a child of this process.
+
+    Asking how many GPUs there are, as `torch.cuda.is_available()` does, is enough for that, and
+    only a child knows of it.
+    """
+    if torch.cuda.is_initialized():
+        return True
+    if not machine_has_gpu():
+        return False
+    child = processes.start(_tell_bad_fork, name="cuda")
+    child.join()
+    return child.exitcode == BAD_FORK
+
+
+def _tell_bad_fork() -> None:
+    processes.exit_now(BAD_FORK if torch.cuda._is_in_bad_fork() else 0)
+
+
+def _check_site(
+    config: RunConfig, site: str, display: Display | None, hooks: Hooks, here: int | None = None
+) -> None:
+    """Refuse what cannot run at `site`, and have its weights and token files here.
+
+    `here`: ranks of the site on this machine, if not all of them.
+    """
+    # The coordinator compares their digest with that of the token files that the run began with.
+    files = have_files(config, display, begun=True)
+    preflight.check_run(config, files.vocabulary_size, sites_here=1, ranks_here=here)
+    preflight.check_data(config, files, [site], hooks.dataset is not None)
+
+
+def join(
+    config: RunConfig,
+    *,
+    site: str,
+    address: str,
+    token: str,
+    debug: bool,
+    trace: bool = False,
+    key_file: Path | None = None,
+    hooks: Hooks | None = None,
+) -> int:
+    """`dilocox join`: take part in a run as `site`; exit code.
+
+    Under torchrun or Slurm this process is one rank of the site; else it starts all of them.
+    `trace`: as for `train_here`, of this site alone and as `trace-SITE.json`. `key_file`: where the
+    site keeps its key, if not in its run folder. `hooks`: functions in place of dilocox's own; the
+    run file has to agree on their code.
+    """
+    hooks = hooks or Hooks()
+    if site not in config.sites:
+        known = ", ".join(config.sites)
+        raise JoinError(f"site {site!r}: not in the run file, which names: {known}")
+    check_versions()
+    check_driver(config)
+    hooks.check(config, required=True)
+    stay_forkable(config.site.device)
+    url = f"https://{address.removeprefix('https://')}"
+    host_and_port(url)
+    endpoint = Endpoint(url, {site: token}, "", key_file)
+    variables = rank_variables()
+    if variables is not None:
+        return join_as_rank(
+            config, site, endpoint, variables,
+            lambda: _check_site(config, site, None, hooks, variables.local_world),
+            lambda: fetch_weights(config), debug, trace, hooks,
+        )  # fmt: skip
+    display = Display(config)
+    _check_site(config, site, display, hooks)
+    hint = congestion_hint(len(config.sites), config.network.congestion)
+    if hint is not None:
+        display.line(hint)
+    shared = (config.folder / "coordinator" / ENDPOINT).exists()
+    try:
+        code = keep_site(config, site, endpoint, hooks, debug, config.folder, shared, trace)
+        if code == 0:
+            display.line(site_log.end(config, site))
+        return code
+    finally:
+        if trace:
+            _show_trace(display, lambda: chrome_trace.merge_site(config.folder, site))

@@ -1,0 +1,465 @@
+"""The process of one rank: put together, enter the run, train, leave."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import functools
+import hashlib
+import logging
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TextIO
+
+import torch
+import torch.distributed as dist
+
+from dilocox.config.run_config import RunConfig
+from dilocox.coordinator.client.client import CoordinatorClient
+from dilocox.coordinator.client.heartbeat import RankControl
+from dilocox.coordinator.identity import Identity
+from dilocox.coordinator.protocol.messages import Checkpoint, Entering
+from dilocox.coordinator.protocol.messages import Rank as RankName
+from dilocox.coordinator.protocol.timeouts import Timeouts
+from dilocox.data import TokenFiles
+from dilocox.errors import (
+    CheckpointError,
+    DilocoxError,
+    RecordError,
+    RunOverError,
+    RunStoppedError,
+)
+from dilocox.inner import resolve_device
+from dilocox.inner.flight_recorder import record_collectives
+from dilocox.inner.garbage import Collector
+from dilocox.models import count_parameters
+from dilocox.outer.first_state import FirstState
+from dilocox.outer.loop import OuterLoop
+from dilocox.record.log.blob_store import Store
+from dilocox.record.log.statements import Signer
+from dilocox.record.writer.rank_recorder import Author, RankRecord
+from dilocox.record.writer.state_recorder import InnerRecord, Manner
+from dilocox.record.writer.windows import Windows, bound_of
+from dilocox.training.builder import (
+    Batches,
+    Blueprint,
+    Hooks,
+    Place,
+    Rank,
+    admission_of,
+    build_rank,
+    slope_batch,
+    validation_batches,
+)
+from dilocox.training.checkpointing import Keeper, record_state, take_momentum
+from dilocox.training.determinism_class import facts_here
+from dilocox.training.join_run import Newcomer
+from dilocox.training.launch import site_log
+from dilocox.training.launch.exchange_backend import Network
+from dilocox.training.rank_errors import explained
+from dilocox.training.rank_state import RankState
+from dilocox.training.trainer import Stopped, Trainer
+from dilocox.transport.exchange_worker import ExchangeWorker
+from dilocox.transport.link.endpoint import LinkEndpoint, open_endpoint
+from dilocox.transport.link.times import LinkTimes
+from dilocox.utils import library_warnings, tracing
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RankJob:
+    """All that a rank's process is told."""
+
+    config: RunConfig
+    place: Place
+    url: str
+    identity: Identity
+    hooks: Hooks
+    address: str
+    """Interface name or IP address that the exchange binds to."""
+    meeting: str | dist.Store | None
+    """File or store in which the site's ranks meet."""
+    local_rank: int
+    ranks_here: int
+    shared_folder: bool
+    """All sites of the run write to the same run folder."""
+    log_file: Path | None
+    debug: bool = False
+    trace: Path | None = None
+    """Where the rank's timeline is recorded, if it is."""
+    tell: site_log.Say | None = None
+    """Gets a line per event and per round, if the rank leads a site that shows them itself."""
+
+
+STOPPED = 130
+"""Exit code of a rank whose run was stopped where it stood."""
+_REPLACED: list[TextIO] = []
+"""What a rank's process printed to before it had its log."""
+
+Errors = Callable[[str, bool], None]
+"""(the one line that says why a rank failed, whether another start would fail in the same way)."""
+
+
+def run_rank(job: RankJob, errors: Errors) -> int:
+    """Run one rank to its end; the process's exit code: 0, 1 if it has failed, or `STOPPED`.
+
+    A rank that has failed keeps its process group: destroying one waits for its peers, which may
+    be in a collective until its time limit. The caller ends the process by `processes.exit_now`.
+    """
+    _set_up_log(job)
+    try:
+        with tracing.recording(job.trace):
+            _train(job, errors)
+    except Stopped:
+        _leave_group()
+        return 0
+    except RunStoppedError as error:
+        log.warning("%s", error)
+        return STOPPED
+    except DilocoxError as error:
+        _say_failed(errors, str(error), error.lasting)
+        return 1
+    except Exception as error:
+        _say_failed(errors, f"{job.place}: {type(error).__name__}: {error}", False)
+        return 1
+    _leave_group()
+    return 0
+
+
+def _leave_group() -> None:
+    if dist.is_initialized():
+        with contextlib.suppress(RuntimeError):
+            dist.destroy_process_group()
+
+
+def _say_failed(errors: Errors, line: str, lasting: bool) -> None:
+    log.error("%s", line)
+    log.error("%s", traceback.format_exc())
+    errors(line, lasting)
+
+
+def _train(job: RankJob, errors: Errors) -> None:
+    config, place = job.config, job.place
+    timeouts = Timeouts.derive(config.network)
+    files = TokenFiles.open(config.data_folder)
+    blueprint = Blueprint.of(config, files.vocabulary_size)
+    if not place.exchanges:
+        _follow(job, blueprint, timeouts)
+        return
+    number = place.rank_of(config.site)
+    endpoint = open_endpoint(
+        config.sites,
+        job.identity,
+        number,
+        config.site.exchanging_ranks,
+        job.address,
+        timeouts,
+        config.network.congestion,
+    )
+    client = site_log.TellingClient(
+        job.url,
+        job.identity,
+        timeouts,
+        RankName(site=place.site, stage=place.stage, shard=place.shard),
+    )
+    if place.leads and job.tell is not None:
+        client.tell = job.tell
+        client.journal = functools.partial(site_log.note, config, place.site)
+
+    def stuck(error: DilocoxError) -> None:
+        log.error("%s; the training loop does not answer, it hangs here:", error)
+        faulthandler.dump_traceback()
+        errors(f"{place}: {error}", error.lasting)
+        os._exit(1)
+
+    control = RankControl(client, timeouts.beat, timeouts.stall, timeouts.heartbeat, stuck)
+    try:
+        # Building takes minutes where the model is large, and the coordinator waits for beats.
+        control.start(building=True)
+        rank = _build(job, blueprint, timeouts, control.touch)
+        control.built()
+        if rank.not_deterministic:
+            _say_not_deterministic(rank, client)
+        rank.model.lead()
+        # After an error nobody is let go: other replicas may be in a collective that never ends.
+        try:
+            _take_part(job, rank, files, client, control, timeouts, endpoint)
+        except Stopped:
+            rank.model.let_go()
+            raise
+        rank.model.let_go()
+    except DilocoxError as error:
+        if place.leads or not isinstance(error, Stopped):
+            with contextlib.suppress(DilocoxError):
+                client.leave(str(error), failed=True)
+        raise
+    finally:
+        endpoint.close()
+        control.close()
+        client.close()
+
+
+def _build(
+    job: RankJob, blueprint: Blueprint, timeouts: Timeouts, progress: Callable[[], None]
+) -> Rank:
+    """This rank's part of the model. Collective over the site."""
+    config, place, store = job.config, job.place, job.meeting
+    if isinstance(store, str):
+        store = dist.FileStore(store, config.site.ranks) if config.site.ranks > 1 else None
+    if config.site.ranks > 1 and resolve_device(config.site, job.local_rank).type == "cuda":
+        record_collectives(_flight_records(job))
+    with explained(config, place):
+        rank = build_rank(
+            config,
+            blueprint,
+            place,
+            job.hooks,
+            store=store,
+            local_rank=job.local_rank,
+            ranks_here=job.ranks_here,
+            timeout=timeouts.stall,
+            progress=progress,
+        )
+    torch.manual_seed(random_seed(config, place))
+    return rank
+
+
+def random_seed(config: RunConfig, place: Place) -> int:
+    """Seed of a rank's default generator, which dropout draws from: a stream of its own for every
+    rank of every site, in 0..2**63-1."""
+    name = f"dilocox/random/1|{config.run.seed}|{place.site}|{place.rank_of(config.site)}"
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little") >> 1
+
+
+def _follow(job: RankJob, blueprint: Blueprint, timeouts: Timeouts) -> None:
+    """The life of a rank of a further replica. Neither other sites nor the coordinator know it."""
+    rank = _build(job, blueprint, timeouts, lambda: None)
+    collector, steps = Collector(), 0
+
+    def step_done() -> None:
+        nonlocal steps
+        steps += 1
+        collector.step()
+
+    with explained(job.config, job.place, lambda: steps == 0):
+        rank.model.follow(step_done)
+
+
+def _take_part(
+    job: RankJob,
+    rank: Rank,
+    files: TokenFiles,
+    client: site_log.TellingClient,
+    control: RankControl,
+    timeouts: Timeouts,
+    endpoint: LinkEndpoint,
+) -> None:
+    config, place = job.config, job.place
+    record = _open_record(job, rank, client)
+    client.author = _author(job) if record is not None else None
+    rounds = _open_rounds(job, rank, client)
+    network = Network(client, control, place, timeouts, endpoint, record, rounds)
+    times = LinkTimes(timeouts.link)
+    worker = ExchangeWorker(network, place.site, _beside_training(rank), times)
+    outer = OuterLoop(
+        rank.states,
+        rank.live,
+        place.site,
+        place.stage,
+        config.site.stages,
+        worker.submit if record is None else record.watching(worker.submit),
+        control.touch,
+        hash_beside=rank.mesh.device.type != "cpu",
+        admission=admission_of(config, rank, files),
+        second=rank.model.second_moments,
+    )
+    trainer = Trainer(
+        state=RankState(config, rank, outer),
+        control=control,
+        client=client,
+        batches=Batches.open(
+            config, place.site, place.shard, files, rank.mesh.device, job.hooks.dataset
+        ),
+        validation=validation_batches(config, files, place.shard, job.hooks.validation),
+        keeper=Keeper(config, rank, files, job.shared_folder, client, record, control.touch),
+        hooks=job.hooks,
+        form_group=network.pair,
+        donor_pause=timeouts.entry,
+        donor_patience=2 * timeouts.heartbeat,
+        watch=rounds,
+        collector=Collector(),
+        slope_batch=slope_batch(config, files, place.shard),
+    )
+    control.wait_while_role("enrolled")
+    with explained(config, place, lambda: trainer.rounds_ended == 0):
+        newcomer = _enter(trainer)
+        if newcomer is None and trainer.at.tick == 0:
+            record_state(record, "initial", 0, rank, control.touch, momentum=config.model.handover)
+        if job.tell is not None and place.leads:
+            job.tell(site_log.begins(place.site, None if newcomer else trainer.at.round))
+            site_log.note(config, place.site, "begins", round=trainer.at.round)
+        trainer.run(newcomer)
+    worker.close()
+
+
+def _say_not_deterministic(rank: Rank, client: CoordinatorClient) -> None:
+    names = ", ".join(rank.not_deterministic)
+    text = (
+        f"no deterministic kernel on this GPU for {names}: the site trains without deterministic "
+        "kernels, and audits of its rounds may be NOT_RUN (site.deterministic = false says so for "
+        "all sites)"
+    )
+    log.warning("%s", text)
+    if rank.place.leads:
+        _warning(client)(text)
+
+
+def _open_record(job: RankJob, rank: Rank, client: CoordinatorClient) -> RankRecord | None:
+    """This rank's part in the run's record; none if the run is not recorded."""
+    if not job.identity.record_run:
+        return None
+    patience = job.config.network.link_timeout
+    store = Store(job.config.record_store, patience)
+    windows = _open_windows(job, rank, store, _warning(client))
+    return RankRecord(_author(job), store, client, _warning(client), patience, windows)
+
+
+def _open_windows(
+    job: RankJob, rank: Rank, store: Store, warn: Callable[[str], None]
+) -> Windows | None:
+    """Where this rank's payloads go, if old ones are removed one day."""
+    place = job.place
+    bound = bound_of(job.config, count_parameters(rank.blueprint.hf_config))
+    if bound is None:
+        return None
+    name = f"{place.site}/{place.stage}.{place.shard}"
+    try:
+        return Windows(store, name, bound.for_one_of(job.config.site.exchanging_ranks))
+    except RecordError as error:  # a store that cannot be reached does not end the run
+        warn(f"record: {error}; all payloads stay")
+        return None
+
+
+def _open_rounds(job: RankJob, rank: Rank, client: CoordinatorClient) -> InnerRecord | None:
+    """What keeps this rank's states; none if no round is to be repeated."""
+    config, place = job.config, job.place
+    if not job.identity.record_run or config.record.states_every == 0:
+        return None
+    manner = Manner(
+        every=config.record.states_every,
+        keep=config.record.states_keep,
+        private=config.sites[place.site].data is not None,
+        facts=facts_here(config, rank.mesh.device, rank.model.whole_gradients),
+        replaced=job.hooks.replaced,
+    )
+    patience = config.network.link_timeout
+    store = Store(config.record_store, patience)
+    return InnerRecord(_author(job), manner, store, client, _warning(client), patience)
+
+
+def _author(job: RankJob) -> Author:
+    place, identity = job.place, job.identity
+    name = RankName(site=place.site, stage=place.stage, shard=place.shard)
+    return Author(identity.record_run, name, Signer.from_hex(identity.record_key))
+
+
+def _warning(client: CoordinatorClient) -> Callable[[str], None]:
+    def warn(text: str) -> None:
+        with contextlib.suppress(DilocoxError):
+            client.report(0, {"text": text}, kind="warning")
+
+    return warn
+
+
+def _beside_training(rank: Rank) -> Callable[[], None] | None:
+    """How the exchange's thread prepares itself, if training computes on the CPU.
+
+    With threads of its own it would own more OpenMP threads together with the training than there
+    are cores. The runtime then lets all of them sleep at every barrier instead of spinning, which
+    costs the inner steps a quarter of their speed.
+    """
+    if rank.mesh.device.type != "cpu":
+        return None
+    # PyTorch sets the calling thread's number, and what threads begin with that have not asked for
+    # theirs yet: the training's thread asks now, so that it keeps its own.
+    torch.get_num_threads()
+    return lambda: torch.set_num_threads(1)
+
+
+def _enter(trainer: Trainer) -> Newcomer | None:
+    """Take up a checkpoint, be the founder, or begin to fetch from a donor."""
+    news, first = trainer.control.news, None
+    if news.phase == "starting":
+        found = _last_complete(trainer.client.checkpoints())
+        if found is not None and trainer.keeper.load(trainer.state, found):
+            trainer.client.ready()
+            return None
+        if found is not None and news.donor is None and trainer.keeper.damage:
+            trainer.client.spoiled(found.tick, trainer.keeper.damage)
+            raise CheckpointError(f"{trainer.keeper.damage}; the run goes back to the one before")
+        if found is not None and news.donor is None:
+            reason = (
+                f"site {trainer.me} holds no whole part of the checkpoint at slot {found.tick} in "
+                f"{trainer.config.checkpoint_store}, and the others would take theirs from "
+                "it; put the folder back, or begin a new run from the model"
+            )
+            trainer.client.fail(reason)
+            raise RunOverError(reason)
+        if found is None and trainer.config.model.handover:
+            take_momentum(trainer.rank, str(trainer.config.model.path))
+        if news.donor is None:
+            trainer.client.ready()
+            return None
+        if found is None:
+            stored = trainer.config.model.path is not None and trainer.config.model.pretrained
+            first = FirstState(trainer.me, news.donor, stored)
+    entry = next(
+        (e for e in news.entering if e.site == trainer.me),
+        Entering(site=trainer.me, incarnation=0, donor=None, from_round=0),
+    )
+    return trainer.newcomer(entry, first)
+
+
+def _last_complete(checkpoints: list[Checkpoint]) -> Checkpoint | None:
+    whole = [item for item in checkpoints if item.complete]
+    return max(whole, key=lambda item: item.tick, default=None)
+
+
+def _flight_records(job: RankJob) -> Path:
+    """What the names of NCCL's flight records of this rank begin with: beside its log."""
+    logs = job.config.folder / "logs" if job.log_file is None else job.log_file.parent
+    place = job.place
+    return logs / f"{place.file_name}-nccl-"
+
+
+def _lines_to(descriptor: int) -> TextIO:
+    """Text, line by line, to a descriptor that stays open."""
+    return open(
+        descriptor, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False
+    )
+
+
+def _set_up_log(job: RankJob) -> None:
+    library_warnings.silence()
+    if job.log_file is not None:
+        job.log_file.parent.mkdir(parents=True, exist_ok=True)
+        stream = os.open(job.log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        os.dup2(stream, 1)
+        os.dup2(stream, 2)
+        if stream > 2:
+            os.close(stream)
+        # A notebook, or whoever captures output, has put something without a descriptor there. It
+        # stays referenced: what owns descriptor 1 would close it in the end.
+        _REPLACED.extend((sys.stdout, sys.stderr))
+        sys.stdout, sys.stderr = _lines_to(1), _lines_to(2)
+    logging.basicConfig(
+        level=logging.DEBUG if job.debug else logging.INFO,
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        stream=sys.stderr,
+        force=True,
+    )

@@ -1,0 +1,133 @@
+"""What `dilocox join` prints of its site: a line per event and per round, in a log, too.
+
+Everything that a site's leading rank reports to the coordinator is also a line at the site.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import math
+import os
+import socket
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from dilocox.config.run_config import RunConfig
+from dilocox.coordinator.client.client import CoordinatorClient
+from dilocox.coordinator.protocol.messages import ReportKind
+from dilocox.coordinator.protocol.site_reports import JOURNALS, RESERVED
+from dilocox.errors import DilocoxError
+from dilocox.record.verify.metric_reports import signed_report
+from dilocox.record.writer.rank_recorder import Author
+from dilocox.utils.formatting import number, size
+from dilocox.utils.plain_text import plain_lines
+
+log = logging.getLogger(__name__)
+
+Say = Callable[[str], None]
+
+
+def say(line: str) -> None:
+    """A line that is there at once, off a terminal, too."""
+    print(plain_lines(line), flush=True)
+
+
+def note(config: RunConfig, site: str, kind: str, /, **fields: Any) -> None:
+    """Append a line to the site's journal. A disk that fails costs the line, not the run."""
+    path = config.folder / JOURNALS.replace("*", site)
+    finite = {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value
+        for key, value in fields.items()
+    }
+    line = json.dumps({"time": round(time.time(), 3), "kind": kind, **finite}, allow_nan=False)
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
+
+
+def note_joined(config: RunConfig, site: str, coordinator: str) -> None:
+    """Say in the journal that this process has taken the site into the run."""
+    note(
+        config, site, "joined", run=config.run.name, steps=config.total_steps,
+        coordinator=coordinator, process=os.getpid(), host=socket.gethostname(),
+    )  # fmt: skip
+
+
+class TellingClient(CoordinatorClient):
+    """A `CoordinatorClient` whose reports are shown at the site as well."""
+
+    tell: Say | None = None
+    author: Author | None = None
+    """In whose name reports are signed; None if the run is not recorded."""
+    journal: Callable[..., None] | None = None
+    """Gets kind and fields of every report, if there is a journal."""
+
+    def report(self, round_: int, metrics: Mapping[str, Any], kind: ReportKind = "round") -> None:
+        """Metrics (JSON values) of this site's round."""
+        super().report(round_, metrics, kind)
+        self._sign(round_, metrics, kind)
+        line = line_of(kind, round_, metrics)
+        if self.tell is not None and line is not None:
+            self.tell(line)
+        if self.journal is not None and line is not None:
+            known = "evaluation" if kind == "first_evaluation" else kind
+            said = {key: value for key, value in metrics.items() if key not in RESERVED}
+            self.journal(known, round=round_, **said)
+
+    def _sign(self, round_: int, metrics: Mapping[str, Any], kind: str) -> None:
+        """Sign a report that the coordinator has. What cannot be signed ends no run."""
+        if self.author is None:
+            return
+        try:
+            statement = signed_report(self.author, kind, round_, metrics)
+            if statement is not None:
+                self.record_state(statement)
+        except (DilocoxError, ValueError) as error:
+            log.warning("the report of round %d is not signed: %s", round_, error)
+
+
+def line_of(kind: str, round_: int, metrics: Mapping[str, Any]) -> str | None:
+    """A report in words. None for a kind that is for the coordinator alone."""
+    if kind == "warning":
+        return str(metrics["text"])
+    if kind in ("evaluation", "first_evaluation"):
+        when = "before training" if metrics["after_round"] < 0 else "of the anchor"
+        return f"held-out loss {when}: {metrics['val_loss']:.4f}"
+    if kind == "flush":
+        return f"round {round_:>3}  flush: what was still under way has landed"
+    if kind != "round":
+        return None
+    loss = f"{metrics['loss']:.3f}" if "loss" in metrics else "-"
+    return (
+        f"round {round_:>3}  step {metrics['step']}  loss {loss}  "
+        f"{number(metrics['tokens_per_second']):>6} tokens/s  "
+        f"waited {metrics['wait_share']:5.1%}  sent {size(metrics['payload_bytes'])}"
+    )
+
+
+def joined(site: str, run: str, coordinator: str) -> str:
+    """The line of a site that the coordinator has taken in."""
+    return f"site {site} has joined run {run} at {coordinator}; its ranks build the model"
+
+
+def begins(site: str, round_: int | None) -> str:
+    """The line of a site whose ranks are ready. `round_`: the first that it trains; None while it
+    still has to fetch the model."""
+    if round_ is None:
+        return f"site {site} takes over the model from another site"
+    return f"site {site} takes part from round {round_} on"
+
+
+def end(config: RunConfig, site: str) -> str:
+    """The last line of a site that has ended well: where the model is."""
+    model = config.folder / "model"
+    if model.is_dir():
+        return f"site {site} is done; model {model}"
+    return (
+        f"site {site} is done; no model was published here: the run has stopped, another site of "
+        f"this folder publishes it, or the site was taken out ({config.checkpoint_store})"
+    )

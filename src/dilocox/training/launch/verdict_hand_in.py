@@ -1,0 +1,177 @@
+"""Hands verdicts to the log of their run: to its coordinator, or, once that has ended, by the key
+in the coordinator's folder."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from dilocox.config.run_config import NetworkSection, RunConfig, load_written
+from dilocox.coordinator.client.client import CoordinatorClient
+from dilocox.coordinator.client.enrolment import hand_in
+from dilocox.coordinator.client.errors import CoordinatorUnreachableError
+from dilocox.coordinator.identity import Identity
+from dilocox.coordinator.protocol.audit_messages import HandInReply
+from dilocox.coordinator.protocol.timeouts import Timeouts
+from dilocox.coordinator.server.event_log import LOCK
+from dilocox.coordinator.server.refusals import Refused
+from dilocox.coordinator.server.run_server import Endpoint
+from dilocox.errors import ConfigError, DilocoxError, RecordError
+from dilocox.record.log.audit_verdicts import Signed, paths_of, read
+from dilocox.record.log.statements import Signer
+from dilocox.record.log.transparency_log import read_text
+from dilocox.record.log.verdict_statements import of_file
+from dilocox.record.writer.notary import KEY_FILE, LogNotary
+from dilocox.record.writer.one_writer import LOCK as LOG_LOCK
+from dilocox.record.writer.one_writer import held
+from dilocox.tools.audit.audited_run import AuditedRun
+from dilocox.training.launch.join_token import read_token
+
+PATIENCE = 2.0
+"""Seconds in which a coordinator on this machine has to answer, before its folder is looked at
+again."""
+_ADDRESS = re.compile(r"[^/]+:[0-9]{1,5}")
+Call = Callable[[str | None], HandInReply]
+"""Gives a statement to the log; of none, says by whom it would be."""
+
+
+@dataclass
+class HandIn:
+    """Hands in the verdicts of one auditor."""
+
+    call: Call
+    signer: Signer
+    run: str
+    by: str
+    """In whose name: a site's, or the operator's (empty)."""
+    done: int = 0
+    failed: list[str] = field(default_factory=list)
+    """Why verdicts are not in the log; their files are there."""
+
+    @classmethod
+    def open(cls, call: Call, signer: Signer, run: str) -> HandIn:
+        """Raises `DilocoxError` if nothing can be handed in."""
+        reply = call(None)
+        if reply.run != run:
+            raise RecordError(
+                f"--hand-in: this coordinator's run is {reply.run[:12]}…, the audited one "
+                f"{run[:12]}…; name its own coordinator"
+            )
+        return cls(call, signer, run, reply.by)
+
+    def file(self, path: Path) -> None:
+        """Hand in the verdict in a file. What goes wrong is in `failed`."""
+        try:
+            signed, line = read(path, self.run), read_text(path)
+            self._statement(signed, line)
+        except DilocoxError as error:
+            self.failed.append(f"{path.name}: {error}")
+        else:
+            self.done += 1
+
+    def _statement(self, signed: Signed, line: str) -> None:
+        said = of_file(signed, line, self.by).statement(self.run)
+        self.call(self.signer.sign(said))
+
+    def earlier(self, audited: AuditedRun) -> None:
+        """Hand in what this auditor's key has signed before and the log does not name."""
+        named = {each.file for each in audited.course.verdicts}
+        for path in paths_of(audited.folder):
+            signed = read(path, self.run)
+            own = signed.auditor == self.signer.public
+            if own and of_file(signed, read_text(path), self.by).file not in named:
+                self.file(path)
+
+
+def opened(options: argparse.Namespace, audited: AuditedRun, signer: Signer) -> HandIn | None:
+    """By the options of a command; None if it hands in nothing. Raises `DilocoxError`."""
+    if not options.hand_in:
+        given = "--coordinator" if options.coordinator else "--token-file"
+        if options.coordinator or options.token_file:
+            raise ConfigError(f"{given}: is for --hand-in; add that, or leave it out")
+        return None
+    run = audited.course.run
+    if options.coordinator is None:
+        if options.token_file is not None:
+            raise ConfigError("--token-file: is for --coordinator HOST:PORT; add that")
+        found = HandIn.open(_own(audited.folder), signer, run)
+    else:
+        token = read_token(options.token_file)
+        found = HandIn.open(_by_token(options.coordinator, token), signer, run)
+    found.earlier(audited)
+    return found
+
+
+def _by_token(address: str, token: str) -> Call:
+    if not _ADDRESS.fullmatch(address):
+        raise ConfigError(f"--coordinator {address}: not an address; give HOST:PORT")
+    usual = Timeouts.derive(NetworkSection())
+    patience = replace(usual, coordinator=usual.heartbeat)
+    return lambda statement: hand_in(f"https://{address}", token, patience, statement)
+
+
+def _own(run: Path) -> Call:
+    """By the operator: whoever may read the coordinator's folder."""
+    place = run / "coordinator"
+    try:
+        config = load_written(run / "run.toml")
+        (place / KEY_FILE).read_bytes()
+    except (OSError, ConfigError) as error:
+        raise RecordError(
+            f"--hand-in: {run} is not the folder of the run's coordinator ({error}); give its "
+            "address with --coordinator HOST:PORT, and --token-file"
+        ) from None
+    # The folder may have been moved since.
+    section = config.run.model_copy(update={"folder": str(run)})
+    here = config.model_copy(update={"run": section})
+
+    def call(statement: str | None) -> HandInReply:
+        end = time.monotonic() + Timeouts.derive(config.network).heartbeat
+        while True:
+            try:
+                with contextlib.ExitStack() as locks:
+                    # A coordinator of an older dilocox knows the second lock alone. It is not
+                    # touched while one starts that knows both.
+                    names = (LOG_LOCK, LOCK)
+                    if all(locks.enter_context(held(place, name=name)) for name in names):
+                        return _appended(here, place, statement)
+                return _asked(here, place, statement)
+            except OSError as error:
+                raise RecordError(f"{place}: cannot be written ({error.strerror})") from None
+            except CoordinatorUnreachableError:
+                # It may be about to end, and then the log is free.
+                if time.monotonic() >= end:
+                    raise
+
+    return call
+
+
+def _asked(config: RunConfig, place: Path, statement: str | None) -> HandInReply:
+    """By the coordinator, which runs."""
+    try:
+        endpoint = Endpoint.load(place / "endpoint.json")
+        identity = Identity.load(endpoint.operator)
+    except (OSError, ValueError, TypeError) as error:
+        raise RecordError(f"{place}: its coordinator cannot be asked ({error})") from None
+    timeouts = Timeouts.derive(config.network)
+    patience = replace(timeouts, coordinator=PATIENCE)
+    with contextlib.closing(CoordinatorClient(endpoint.url, identity, patience)) as client:
+        return client.hand_in(statement)
+
+
+def _appended(config: RunConfig, place: Path, statement: str | None) -> HandInReply:
+    """By the log's own key, where no coordinator runs."""
+    notary = LogNotary.open(config, place, lambda text: None)
+    try:
+        if statement is not None:
+            notary.verdict("", statement)
+    except Refused as refused:
+        raise RecordError(str(refused)) from None
+    finally:
+        notary.close()
+    return HandInReply(run=notary.run, by="")

@@ -1,0 +1,244 @@
+"""`dilocox handover`: a run's checkpoint as a folder that a run of another layout goes on from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from dilocox.config.handover import MOMENTUM
+from dilocox.config.run_config import RunConfig, load_written
+from dilocox.coordinator.protocol.messages import RoundPlan
+from dilocox.coordinator.server import events as e
+from dilocox.coordinator.server.event_log import NAME as LOG
+from dilocox.coordinator.server.event_log import EventLog
+from dilocox.coordinator.server.ledger import Ledger
+from dilocox.coordinator.server.ledger_audit import union
+from dilocox.coordinator.server.restore import restored
+from dilocox.coordinator.server.resume import resume_point
+from dilocox.coordinator.server.state import CoordinatorState
+from dilocox.data import TokenFiles
+from dilocox.data.manifest import MANIFEST
+from dilocox.errors import CheckpointError, DataError
+from dilocox.models import (
+    Published,
+    finish_model_folder,
+    open_weights,
+    stage_file_name,
+    write_stage_file,
+)
+from dilocox.outer.layout import Layout, local_shapes
+from dilocox.training import checkpoint_io
+from dilocox.training.builder import Blueprint
+from dilocox.training.payload_sizes import bare_chunks, model_shapes, piece_names
+from dilocox.training.portable_checkpoint import Handover
+from dilocox.utils.storage import sha256_of
+
+Tensors = dict[str, torch.Tensor]
+
+
+def hand_over(folder: Path, target: Path, tick: int | None = None) -> Handover:
+    """Write `target` from the checkpoint at `tick` (none: the newest whole one) of the run in
+    `folder`, which must not be going on; what was handed over.
+
+    Raises `CheckpointError` for a run whose event log, token files or whole checkpoint are not
+    here and for a `target` that is taken, `TrainingError` for a run that is going on, `ModelError`
+    without the weights that it began with where buffers are to be taken from them.
+    """
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise CheckpointError(f"{target}: is there already; name a new folder")
+    config = load_written(folder / "run.toml", [f'run.folder="{folder}"'])
+    if config.exchanges_gradients:
+        raise CheckpointError(
+            f"{folder}: method {config.outer.method} has no outer state; export its model"
+        )
+    files, (point, site, digests, state) = _parts(config, folder, tick)
+    blueprint = Blueprint.of(config, files.vocabulary_size)
+    shapes = model_shapes(config, blueprint)
+    buffers = saved_buffers(config, blueprint)
+    momenta: Tensors = {}
+    target.mkdir(parents=True, exist_ok=True)
+    for stage, whole_shapes in enumerate(shapes):
+        parts = _load_stage(config, site, digests, point.tick, stage)
+        whole = whole_state(config, whole_shapes, parts)
+        name = stage_file_name(stage, len(shapes))
+        tensors = whole["anchor"] | buffers[stage]
+        # fp32 in any case: the next run goes on from these values.
+        form = replace(Published.of(config), bf16=False)
+        write_stage_file(target / name, tensors, blueprint.hf_config, form)
+        momenta |= whole["momentum"]
+    finish_model_folder(target, blueprint.hf_config, files.tokenizer_folder, config.model.revision)
+    save_file(momenta, target / MOMENTUM)
+    plan = state.plans.get(point.round)
+    made = Handover(
+        run=config.run.name,
+        tick=point.tick,
+        steps=steps_taken_by(point, plan, state.plans.get(point.round - 1)),
+        seed=config.run.seed,
+        sequence_length=config.data.sequence_length,
+        data_digest=files.digest,
+        momentum=sha256_of(target / MOMENTUM),
+        ledger=ledger_of(Ledger.from_json(point.ledger), plan, point.slot).to_json(),
+        tokenizer=config.data.tokenizer,
+        vocabulary_size=config.data.vocabulary_size,
+    )
+    made.write(target)
+    return made
+
+
+Point = tuple[e.Resumed, str, dict[tuple[int, int], str], CoordinatorState]
+
+
+def _parts(config: RunConfig, folder: Path, tick: int | None) -> tuple[TokenFiles, Point]:
+    """Token files and checkpoint of the run. Raises `CheckpointError` that lists all that is
+    missing, with the folder where each belongs."""
+    missing: list[str] = []
+    files, point = None, None
+    if not (folder / "coordinator" / LOG).is_file():
+        missing.append(f"{folder / 'coordinator'}: the coordinator's event log")
+    else:
+        try:
+            point = _point(config, folder, tick)
+        except CheckpointError as error:
+            missing.append(str(error))
+    try:
+        files = TokenFiles.open(config.data_folder)
+    except DataError as error:
+        damage = f" ({error})" if (config.data_folder / MANIFEST).is_file() else ""
+        missing.append(
+            f"{config.data_folder}: the token files that the run trained on, a copy of a site's "
+            f"data folder{damage}"
+        )
+    if files is None or point is None:
+        raise CheckpointError(f"a handover of {folder} needs also: {'; and '.join(missing)}")
+    return files, point
+
+
+def _point(config: RunConfig, folder: Path, tick: int | None) -> Point:
+    """Where the run would be resumed, a site whose part of that checkpoint is here, digests of the
+    part by (stage, shard), and the state of then."""
+    log = EventLog(folder / "coordinator")
+    try:
+        state = restored(config, log)
+        point = resume_point(config, log, state, 0.0, tick)
+    finally:
+        log.close()
+    kept = state.checkpoints[point.tick]
+    for site in kept.sites or []:
+        if all(
+            checkpoint_io.exists(config.checkpoint_store, point.tick, site, *rank)
+            for rank in state.ranks
+        ):
+            digests = {rank: kept.written[site, *rank]["files.json"] for rank in state.ranks}
+            state.apply(point)
+            return point, site, digests, state
+    raise CheckpointError(
+        f"{config.checkpoint_store}: no site's part of the checkpoint at slot {point.tick} is "
+        "here as a whole; copy that of one site, or run this there"
+    )
+
+
+def saved_buffers(config: RunConfig, blueprint: Blueprint) -> list[Tensors]:
+    """By stage: full name to buffer that the model saves, as the run began with it.
+
+    Checkpoints hold none, since no step changes one (see `SiteModel.saved_buffers`). Raises
+    `ModelError` where the weights that the run began with are not there any more.
+    """
+    stages = [
+        [name for chunk in bare_chunks(config, blueprint, stage) for name in chunk.saved_buffers()]
+        for stage in range(config.site.stages)
+    ]
+    if not any(stages):
+        return [{} for _ in stages]
+    begun_with = open_weights(config.model, blueprint.hf_config, config.run.seed)
+    return [{name: begun_with.tensor(name) for name in names} for names in stages]
+
+
+def _load_stage(
+    config: RunConfig, site: str, digests: Mapping[tuple[int, int], str], tick: int, stage: int
+) -> list[Mapping[str, torch.Tensor]]:
+    """The tensors of every shard of a stage."""
+    store, patience = config.checkpoint_store, config.network.link_timeout
+    return [
+        checkpoint_io.load(store, tick, site, stage, shard, digests[stage, shard], patience).tensors
+        for shard in range(config.site.shards)
+    ]
+
+
+def whole_state(
+    config: RunConfig,
+    shapes: Mapping[str, tuple[int, ...]],
+    parts: Sequence[Mapping[str, torch.Tensor]],
+) -> dict[str, Tensors]:
+    """`anchor` and `momentum` of a stage in whole tensors, from its shards' checkpoints.
+
+    `shapes`: whole, by full name in model order. Raises `CheckpointError` if they do not fit.
+    """
+    whole: dict[str, Tensors] = {"anchor": {}, "momentum": {}}
+    shards = len(parts)
+    for number, names in enumerate(piece_names(config, shapes)):
+        layouts = [Layout.of(local_shapes(shapes, names, s, shards)) for s in range(shards)]
+        for kind, tensors in whole.items():
+            flats = [part[f"outer/{number}/{kind}"].float() for part in parts]
+            if [len(flat) for flat in flats] != [layout.length for layout in layouts]:
+                raise CheckpointError(
+                    f"piece {number}: the checkpoint's {kind} does not fit the run file's model"
+                )
+            views = [layout.views(flat) for layout, flat in zip(layouts, flats, strict=True)]
+            for name in names:
+                tensors[name] = torch.cat([each[name] for each in views])
+    return {kind: {name: tensors[name] for name in shapes} for kind, tensors in whole.items()}
+
+
+def steps_taken_by(point: e.Resumed, plan: RoundPlan | None, before: RoundPlan | None) -> int:
+    """Inner steps of the typical site up to a checkpoint, `plan` being that of the round it lies
+    in and `before` that of the round before; none where there is none."""
+    if plan is not None:
+        done = point.slot * plan.inner_steps // plan.slots if plan.slots else 0
+        return plan.first_step + done
+    return before.first_step + before.inner_steps if before is not None else 0
+
+
+def ledger_of(ledger: Ledger, plan: RoundPlan | None, slot: int) -> Ledger:
+    """The ledger that a run begins with after a checkpoint `slot` slots into the round of `plan`.
+
+    What was trained on by then counts as such, whoever did it; the rest is to be given out again.
+    """
+    done: dict[str, list[tuple[int, int]]] = {}
+    back = Ledger(next=dict(ledger.next), pool={s: list(p) for s, p in ledger.pool.items()})
+    trained = {}
+    for site, member in (plan.members if plan is not None else {}).items():
+        steps = member.steps(slot * plan.inner_steps // plan.slots) if plan and plan.slots else 0
+        trained[site] = steps * member.batch
+    for entry in ledger.entries:
+        if entry.state == "returned":
+            continue
+        whole = entry.state == "committed"
+        count = entry.count if whole else min(entry.count, trained.get(entry.site, 0))
+        if not whole:
+            trained[entry.site] = trained.get(entry.site, 0) - count
+        if count:
+            done.setdefault(entry.space, []).append((entry.start, count))
+        if count < entry.count:
+            back.give_back_range(entry.space, entry.start + count, entry.count - count)
+    for space, ranges in done.items():
+        back.note_committed("handover", space, union(ranges))
+    return back
+
+
+def describe(made: Handover, target: Path) -> list[str]:
+    """What `dilocox handover` prints."""
+    committed = sum(entry["count"] for entry in made.ledger["entries"])
+    waiting: Any = [count for items in made.ledger["pool"].values() for _, count in items]
+    return [
+        f"{target}: anchor and outer momentum of run {made.run} at slot {made.tick}, after "
+        f"{made.steps} inner steps; {committed} sequences trained on, {sum(waiting)} to be given "
+        "out again",
+        f'go on with model.path = "{target}" and model.handover = true in the run file of a new '
+        "run, with any sites, stages and shards; residuals, inner moments and what had not landed "
+        "yet (a round at most) stay behind",
+    ]

@@ -1,0 +1,167 @@
+"""One rank's state: all that makes the rank go on bit for bit, as tensors and numbers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from dilocox.config.run_config import RunConfig
+from dilocox.coordinator.protocol.messages import ExchangeKey, RoundPlan
+from dilocox.outer.in_flight import Pending
+from dilocox.outer.loop import OuterLoop
+from dilocox.training import checkpoint_io
+from dilocox.training.builder import Rank
+from dilocox.training.round_meter import RoundMeter
+
+
+@dataclass
+class RunPosition:
+    """Where a rank stands. `slot`: slots of round `round` that are finished."""
+
+    round: int = 0
+    slot: int = 0
+    tick: int = 0
+
+
+@dataclass
+class RankState:
+    """What one rank holds, and where the rank stands in the run."""
+
+    config: RunConfig
+    rank: Rank
+    outer: OuterLoop
+    at: RunPosition = field(default_factory=RunPosition)
+    dropped_round: int = -2
+    """Last round in which this site met a non-finite value."""
+    weight: float = 1.0
+    """This site's in the last round that it trained."""
+
+    def __post_init__(self) -> None:
+        self.meter = RoundMeter(self.config, self.rank)
+
+    @property
+    def site(self) -> str:
+        """Name of the rank's site."""
+        return self.rank.place.site
+
+
+def capture(own: RankState, probes: bool = True) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """All tensors and numbers that make this rank go on bit for bit.
+
+    `probes`: with what a gate goes by, on which no training of this site depends.
+    """
+    rank, outer = own.rank, own.outer
+    tensors = {f"live/{name}": tensor for name, tensor in rank.live.items()}
+    tensors |= {f"inner/{name}": tensor for name, tensor in rank.model.optimizer_state().items()}
+    for number, fragment in enumerate(rank.states):
+        tensors |= {f"outer/{number}/{name}": t for name, t in fragment.state_tensors().items()}
+    tensors["random/cpu"] = torch.get_rng_state()
+    if rank.mesh.device.type == "cuda":
+        tensors["random/cuda"] = torch.cuda.get_rng_state(rank.mesh.device)
+    pending = []
+    for number, item in enumerate(outer.under_way_now()):
+        if item.contribution is not None:
+            tensors[f"pending/{number}"] = item.contribution
+        if item.moments is not None:
+            tensors[f"moments/{number}"] = item.moments
+        if probes and item.probe is not None:
+            kept = item.probe.tensors(outer.anchors())
+            tensors |= {f"probe/{number}/{name}": tensor for name, tensor in kept.items()}
+        pending.append(
+            {
+                "key": item.key.text,
+                "plan": item.plan.model_dump(mode="json"),
+                "lands_at": item.lands_at,
+                "contributes": item.contributes,
+                "contribution": item.contribution is not None,
+            }
+        )
+    at = own.at
+    state = {
+        "round": at.round,
+        "slot": at.slot,
+        "pending": pending,
+        "warm_codecs": [fragment.warm_codec for fragment in rank.states],
+        "owner_landings": outer.owner_landings,
+        "dropping": outer.dropping,
+        "dropped_round": own.dropped_round,
+        "weight": own.weight,
+        "round_so_far": own.meter.so_far(outer),
+        "non_finite": own.meter.non_finite(),
+        "dropped": own.meter.dropped,
+        "stages": rank.mesh.stages,
+        "shards": rank.mesh.shards,
+    }
+    return tensors, state
+
+
+OF_A_ROUND = ("round_so_far", "non_finite", "dropped", "weight")
+"""What `capture` says of the part of a round that was trained, or of the round before."""
+
+
+def capture_round(own: RankState) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """`capture` between two rounds: no times, the same numbers for the same training."""
+    tensors, state = capture(own, probes=False)
+    return tensors, {name: said for name, said in state.items() if name not in OF_A_ROUND}
+
+
+def restore_round(
+    own: RankState, tensors: dict[str, torch.Tensor], state: Mapping[str, Any], tick: int
+) -> None:
+    """The inverse of `capture_round`, `tick` slots into the run."""
+    restore(own, checkpoint_io.Loaded(tensors, {**state, "tick": tick}))
+
+
+def restore(own: RankState, loaded: checkpoint_io.Loaded) -> None:
+    """The inverse of `capture`; exchanges that were under way begin again with the run."""
+    rank, outer, tensors, state = own.rank, own.outer, loaded.tensors, loaded.state
+    for name, tensor in rank.live.items():
+        tensor.copy_(tensors[f"live/{name}"])
+    rank.model.sync_tied()
+    rank.model.load_optimizer_state(_below(tensors, "inner/"))
+    for number, fragment in enumerate(rank.states):
+        fragment.load(_below(tensors, f"outer/{number}/"), state["warm_codecs"][number])
+    torch.set_rng_state(tensors["random/cpu"])
+    if rank.mesh.device.type == "cuda":
+        torch.cuda.set_rng_state(tensors["random/cuda"], rank.mesh.device)
+    outer.owner_landings = list(state["owner_landings"])
+    outer.dropping = bool(state["dropping"])
+    own.dropped_round = int(state["dropped_round"])
+    own.weight = _weight(state, rank.place.site)
+    if "round_so_far" in state:
+        own.meter.go_on(state["round_so_far"], state["non_finite"], state["dropped"])
+    own.at.round = int(state["round"])
+    own.at.slot = int(state["slot"])
+    own.at.tick = int(state["tick"])
+    for number, item in enumerate(state["pending"]):
+        key = ExchangeKey.parse(item["key"])
+        plan = RoundPlan.model_validate_json(json.dumps(item["plan"]))
+        outer.restored.append(
+            Pending.waiting(
+                key,
+                plan,
+                int(item["lands_at"]),
+                tensors[f"pending/{number}"] if item["contribution"] else None,
+                bool(item["contributes"]),
+                outer.probe_again(key, plan, _below(tensors, f"probe/{number}/")),
+                tensors.get(f"moments/{number}"),
+            )
+        )
+
+
+def _weight(state: Mapping[str, Any], site: str) -> float:
+    """Of `site` in the last round that it trained before the state; what a plan of an exchange
+    under way says, where a checkpoint of an earlier version has it nowhere else; else 1."""
+    if "weight" in state:
+        return float(state["weight"])
+    plans = [item["plan"] for item in state["pending"] if site in item["plan"]["members"]]
+    latest = max(plans, key=lambda plan: plan["round"], default=None)
+    return 1.0 if latest is None else float(latest["members"][site]["weight"])
+
+
+def _below(tensors: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
+    return {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}

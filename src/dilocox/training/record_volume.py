@@ -1,0 +1,141 @@
+"""Size of a run's record: bytes in the store, and bytes a day."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dilocox.config.run_config import RunConfig
+from dilocox.coordinator.controller.candidates import INNER_STEPS, codecs
+from dilocox.models import count_parameters
+from dilocox.record.writer.windows import PARTS, Bound, bound_of, start_bytes_per_parameter
+from dilocox.training.builder import Blueprint
+from dilocox.training.payload_sizes import model_shapes, sizes_by_codec
+from dilocox.utils.formatting import size
+
+STATE_BYTES = 32
+"""Per parameter, of the state in which a round begins: fp32 parameters, two moments, anchor, outer
+momentum, reference, residual, and what is under way. Less with SGD or without error feedback."""
+DAY = 86_400
+PER_GBIT = 10**9 // 8
+"""Bytes a second of a link of 1 Gbps."""
+
+
+def record_bytes(config: RunConfig, blueprint: Blueprint, parameters: int) -> int:
+    """Bytes of theta_0, of all sites' payloads, and of the states that are kept, at least.
+
+    Rounds and codec are those of the run file. Where the controller chooses them by the link, they
+    are the fewest rounds and the smallest payloads that it may choose: what it will send depends on
+    the link. `record.keep` bounds what stays of the payloads. `parameters`: of which the states and
+    theta_0 are kept here.
+    """
+    if config.exchanges_gradients:
+        return 4 * parameters
+    rounds = 1 + -(-config.total_steps // _most_inner_steps(config))
+    payloads = rounds * min(payload_bytes(config, blueprint, _codecs(config)))
+    every = config.record.states_every
+    kept = -(-(rounds - 1) // every) if every else 0
+    if config.record.states_keep:
+        kept = min(kept, config.record.states_keep + 1)
+    states = kept * STATE_BYTES * parameters
+    bound = bound_of(config, count_parameters(blueprint.hf_config))
+    if bound is not None:
+        payloads = min(payloads, _bounded(config, bound, parameters, payloads // rounds))
+    return 4 * parameters + len(config.sites) * (payloads + states)
+
+
+def payload_bytes(config: RunConfig, blueprint: Blueprint, names: Sequence[str]) -> list[int]:
+    """Bytes of one site's payloads of a round, by codec of `names`."""
+    sizes = sizes_by_codec(config, model_shapes(config, blueprint), names)
+    return [sum(map(sum, sizes[name])) for name in names]
+
+
+def _bounded(config: RunConfig, bound: Bound, parameters: int, of_round: int) -> int:
+    """Bytes per site that `bound` lets stay, of payloads of so many bytes a round."""
+    if bound.bytes is not None:
+        sites = len(config.sites)
+        return _kept_bytes(config, bound.bytes, parameters, sites * of_round) // sites
+    assert bound.rounds is not None
+    window = max(1, -(-bound.rounds // PARTS))
+    starts = -(-bound.rounds // window) + 1
+    rounds = bound.rounds + 2 * window
+    return rounds * of_round + starts * start_bytes_per_parameter(config) * parameters
+
+
+def _kept_bytes(config: RunConfig, budget: int, parameters: int, of_round: int) -> int:
+    """Bytes that stay at a site with a byte `budget`, at most. `of_round`: of all sites' payloads
+    of a round. Two windows always stay, while a third one is written."""
+    window = start_bytes_per_parameter(config) * parameters + of_round
+    return max(budget, (PARTS - 1) * window if PARTS * window > budget else 0)
+
+
+@dataclass(frozen=True)
+class SmallBudget:
+    """A byte budget of which a quarter does not hold a round."""
+
+    of_round: int
+    """Bytes of all sites' payloads of a round."""
+    least: int
+    """Bytes that would do."""
+
+
+def budget_below_rounds(
+    config: RunConfig, blueprint: Blueprint, parameters: int
+) -> SmallBudget | None:
+    """Why `record.keep` in bytes cannot be kept to, or none. `parameters`: of the whole model.
+
+    A window holds a state and a round at least, and its part of the budget is a quarter. Where the
+    controller chooses the codec, the smallest payloads count. "auto" is no promise of the user's:
+    what it keeps with large rounds is more than its budget.
+    """
+    bound = bound_of(config, parameters)
+    if bound is None or bound.bytes is None or config.record.keep == "auto":
+        return None
+    of_round = len(config.sites) * min(payload_bytes(config, blueprint, _codecs(config)))
+    least = PARTS * (start_bytes_per_parameter(config) * parameters + of_round)
+    return SmallBudget(of_round, least) if bound.bytes < least else None
+
+
+def _codecs(config: RunConfig) -> list[str]:
+    """Codecs of which the run may choose one."""
+    own = config.compression.codec
+    return codecs(config) if config.control.adapt == "link" else [own]
+
+
+def _most_inner_steps(config: RunConfig) -> int:
+    own = config.outer.inner_steps
+    free = config.control.adapt == "link" and "inner_steps" not in config.control.pinned
+    return max(own, INNER_STEPS[-1]) if free else own
+
+
+def record_line(config: RunConfig, blueprint: Blueprint, parameters: int) -> str:
+    """One line for people: the size of each site's record."""
+    codec, sites = config.compression.codec, len(config.sites)
+    (own,) = payload_bytes(config, blueprint, [codec])
+    # A site keeps its own payload and those of all others.
+    of_round = sites * own
+    line = (
+        f"record: {size(of_round)} a round and site with codec {codec}, {_by_day(config, of_round)}"
+    )
+    bound = bound_of(config, parameters)
+    if bound is None:
+        return f"{line}; all of it stays"
+    if bound.bytes is None:
+        stays = f"{bound.rounds} rounds"
+    else:
+        stays = size(_kept_bytes(config, bound.bytes, parameters, of_round))
+    return f"{line}; the newest {stays} stay (record.keep)"
+
+
+def _by_day(config: RunConfig, of_round: int) -> str:
+    """Bytes a day at the declared step time or link; else an upper bound by the link."""
+    control, sites = config.control, len(config.sites)
+    if control.step_seconds is not None:
+        rounds = DAY / (control.step_seconds * config.outer.inner_steps)
+        return f"{size(of_round * rounds)} a day at control.step_seconds"
+    # With gather a site's uplink carries its payload to every other site.
+    share = sites / max(1, sites - 1)
+    if control.link_rate is not None:
+        most = control.link_rate * share * DAY
+        return f"{size(most)} a day at most over control.link = {control.link}"
+    return f"{size(PER_GBIT * share * DAY)} a day at most for each Gbps of a site's uplink"

@@ -1,0 +1,500 @@
+"""The training loop of one rank: rounds of slots of inner steps (docs/algorithm.md §2).
+
+Every rank of every site runs this same loop. A single site is the case D = 1; a site that enters
+late runs it without inner steps until a plan counts it in.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import NoReturn
+
+import torch
+
+from dilocox.coordinator.client.client import CoordinatorClient
+from dilocox.coordinator.client.heartbeat import RankControl
+from dilocox.coordinator.protocol.messages import Entering, PlanReply, RoundPlan
+from dilocox.errors import DilocoxError, RunOverError
+from dilocox.inner.garbage import PythonCollects
+from dilocox.outer.first_state import FirstState
+from dilocox.outer.loss_gate import Slope
+from dilocox.outer.staging import before_change
+from dilocox.record.writer.state_recorder import RoundWatch
+from dilocox.training import checkpointing
+from dilocox.training.builder import Batches, Hooks, anchors
+from dilocox.training.gradient_exchange import GradientExchange
+from dilocox.training.join_run import Donors, EntryStopped, FormGroup, Newcomer
+from dilocox.training.own_code import evaluated
+from dilocox.training.rank_state import RankState, capture_round
+from dilocox.utils import tracing
+from dilocox.utils.background import Errands
+
+log = logging.getLogger(__name__)
+
+
+class Stopped(Exception):  # noqa: N818 - not an error: the run was asked to stop and has
+    """The run stops here, with a checkpoint, or this site was asked to leave it and has."""
+
+
+@dataclass
+class Trainer:
+    """One rank's training, from its entry to the end of the run."""
+
+    state: RankState
+    control: RankControl
+    client: CoordinatorClient
+    batches: Batches
+    validation: list[tuple[torch.Tensor, torch.Tensor]]
+    keeper: checkpointing.Keeper
+    hooks: Hooks
+    form_group: FormGroup
+    donor_pause: float
+    """Seconds after which a donor with nothing to offer says so."""
+    donor_patience: float
+    """Seconds that a donor whose link broke may take to be replaced."""
+    errands: Errands = field(default_factory=Errands)
+    """What the coordinator is told and asked beside training: a round trip may take longer than an
+    inner step."""
+    counted_from: int = -1
+    """The round from which on this site counts since it entered last."""
+    ahead: Future[PlanReply] | None = None
+    """The plan of the next round, asked for while this one ends."""
+    watch: RoundWatch | None = None
+    """Who looks on, so that rounds can be repeated and compared."""
+    rounds_ended: int = 0
+    """Rounds that this process has trained to their ends."""
+    collector: PythonCollects = field(default_factory=PythonCollects)
+    slope_batch: tuple[torch.Tensor, torch.Tensor] | None = None
+    """What the gate reads at a boundary; none without a gate that goes by slopes."""
+
+    def __post_init__(self) -> None:
+        own = self.state
+        self.config, self.rank, self.outer = own.config, own.rank, own.outer
+        self.meter, self.at, self.me = own.meter, own.at, own.site
+        self.donors = Donors(
+            own, self.control, self.client, self.errands, self.form_group, self.donor_pause
+        )
+        self.rank.model.before_update = before_change
+
+    def run(self, newcomer: Newcomer | None) -> None:
+        """Train to the end of the run. `newcomer`: the fetching of state, if this site enters.
+
+        Raises `Stopped` when the run was stopped, and whatever ended it otherwise.
+        """
+        if newcomer is not None:
+            self.follow(newcomer)
+        self.control.at(self.at.tick, self.at.round, self.at.slot, None)
+        while True:
+            with tracing.span("wait for plan", round=self.at.round):
+                plan = self.next_plan()
+            self.outer.take_up_again()
+            if plan.kind == "flush":
+                if self.me not in plan.members or self.overtaken(plan.round - 1) is not None:
+                    raise self.ends_without_it()
+                break
+            if self.me not in plan.members:
+                self.catch_up()
+                continue
+            if plan.round == 0 and self.at.slot == 0:
+                self.evaluate(plan, -1)
+            self.train_round(plan)
+        self.finish(plan)
+
+    def next_plan(self) -> RoundPlan:
+        """The plan of the round this rank stands in; serves entering sites while it waits."""
+        ahead, self.ahead = self.ahead, None
+        while True:
+            if ahead is not None:
+                reply, ahead = ahead.result(), None
+            else:
+                reply = self.client.poll_plan(self.at.round, 0.0 if self.donors.busy else 1.0)
+            self.control.touch()
+            self.donors.serve()
+            # Raises when the run has failed or this site was declared gone.
+            news = self.control.news
+            # A resumed run has plans before all of its sites are back.
+            started = news.phase != "starting"
+            if reply.leave:
+                self.depart()
+            if reply.plan is not None and started:
+                return reply.plan
+            if news.stop_tick == self.at.tick and started:
+                self.stop()
+            if not started:
+                self.control.hurry()
+            self.collector.rest()
+            if self.donors.busy or reply.plan is not None:
+                time.sleep(0.02)
+
+    def train_round(self, plan: RoundPlan) -> None:
+        """From the slot where this rank stands to the round's end."""
+        self.meter.begin(plan, self.at.slot)
+        if self.at.slot == 0:
+            self.show_state(plan)
+        tracing.mark(
+            f"round {plan.round}", inner_steps=plan.inner_steps, codec=plan.codec, delay=plan.delay
+        )
+        self.state.weight = plan.members[self.me].weight
+        for slot in range(self.at.slot + 1, plan.slots + 1):
+            start = time.monotonic()
+            with tracing.span("wait for lease"):
+                leased = self.control.may_finish(plan.first_tick + slot)
+            if not leased:
+                self.stop()
+            self.meter.held(time.monotonic() - start)
+            self.train_slot(plan, slot)
+            self.end_slot(plan, slot)
+        self.end_round(plan)
+
+    def show_state(self, plan: RoundPlan) -> None:
+        """The round of `plan` is about to begin."""
+        self.keeper.begin_round(self.outer, plan)
+        if self.watch is not None:
+            self.watch.boundary(
+                plan.round,
+                plan.first_tick,
+                plan.kind == "train",
+                lambda: capture_round(self.state),
+            )
+
+    def look_ahead(self, round_: int) -> None:
+        """Ask for the plan of the next round, beside the last inner step of this one.
+
+        Not earlier: who joins or leaves until then is in it, or not.
+        """
+
+        def ask() -> PlanReply:
+            with tracing.span("ask for plan", round=round_):
+                return self.client.poll_plan(round_)
+
+        self.ahead = self.errands.do(ask)
+
+    def train_slot(self, plan: RoundPlan, slot: int) -> None:
+        """The inner steps of one slot; a slow site may have none in it."""
+        member = plan.members[self.me]
+        steps = plan.inner_steps // plan.slots
+        last = member.steps(plan.inner_steps) - 1
+        for number in range(member.steps((slot - 1) * steps), member.steps(slot * steps)):
+            if number == last:
+                self.look_ahead(plan.round + 1)
+            step = plan.first_step + member.place(number)
+            rate = self.hooks.learning_rate(step, self.config)
+            exchange = None
+            if self.config.exchanges_gradients:
+                exchange = GradientExchange(self.state, plan, number)
+            tokens = member.batch * self.config.data.sequence_length
+            with self.meter.first_step(self.outer.counts):
+                with tracing.span("batch"):
+                    inputs, labels = self.batches.step(member.ranges, member.batch, number)
+                with tracing.span("inner step", step=step, site_tokens=tokens):
+                    result = self.rank.model.inner_step(inputs, labels, rate, exchange)
+            self.tell_of_compilation()
+            if self.watch is not None:
+                self.watch.step(result.numbers, self.rank.live.values())
+            self.meter.add(result, rate)
+            self.collector.step()
+            self.control.touch()
+
+    def tell_of_compilation(self) -> None:
+        """Warn once, after the first step, if `torch.compile` fell back to eager execution."""
+        problem = self.rank.model.compile_problem()
+        if problem is not None:
+            log.warning("%s: %s", self.rank.place, problem)
+            text = f"stage {self.rank.place.stage} shard {self.rank.place.shard}: {problem}"
+            self.errands.do(lambda: self.client.report(0, {"text": text}, kind="warning"))
+
+    def end_slot(self, plan: RoundPlan, slot: int) -> None:
+        """Landings and boundaries; then this rank says where it stands, and how long a slot takes
+        it."""
+        before_change()
+        if not self.config.exchanges_gradients:
+            if self.outer.has_boundary(plan, slot) or slot == plan.slots:
+                self.check_finite(plan)
+            due = self.outer.has_due(plan, slot)
+            with self.meter.working(self.outer.counts if due else None):
+                if self.slope_batch is not None and self.outer.has_boundary(plan, slot):
+                    self.outer.land_before(plan, slot)
+                    self.measure_slope(plan, self.outer.begins(plan, slot))
+                if self.outer.end_of_slot(plan, slot):
+                    self.rank.model.sync_tied(moments=self.config.shares_moments)
+            self.check_pseudo_gradients(plan)
+        elif slot == plan.slots:
+            self.check_finite(plan)
+            for state in self.rank.states:
+                state.take_anchor_from(self.rank.live)
+        self.at.slot, self.at.tick = slot, plan.first_tick + slot
+        if slot < plan.slots:
+            self.control.at(self.at.tick, plan.round, slot, self.meter.slot_seconds(slot))
+            self.donors.serve()
+
+    def check_finite(self, plan: RoundPlan) -> None:
+        """Drop this site's contributions of the round if a loss or gradient was not finite.
+
+        The site goes on from the anchor; twice in a row, or alone, it ends the run.
+        """
+        bad = self.meter.non_finite()
+        if bad is None or self.outer.dropping:
+            return
+        self.drop(plan, bad)
+        if self.config.exchanges_gradients:
+            return  # left out of the mean step by step: all sites took the same steps
+        self.outer.dropping = True
+        self.outer.reset_to_anchor()
+        self.rank.model.sync_tied()
+
+    def check_pseudo_gradients(self, plan: RoundPlan) -> None:
+        """Say which contribution was dropped at a boundary because it was not finite.
+
+        Only this rank knows; its fragment has gone back to the anchor already.
+        """
+        bad, self.outer.non_finite = self.outer.non_finite, None
+        if bad is not None:
+            self.drop(plan, bad)
+
+    def drop(self, plan: RoundPlan, bad: str) -> None:
+        """A contribution is dropped because `bad` is not finite.
+
+        Raises `RunOverError` for a second round in a row, or at a site alone.
+        """
+        where = f"site {self.me}, round {plan.round}: {bad} is not finite"
+        if len(plan.members) == 1 or self.state.dropped_round == plan.round - 1:
+            again = " for the second round in a row" if len(plan.members) > 1 else ""
+            reason = (
+                f"{where}{again}; the last checkpoint is whole: lower inner.learning_rate and "
+                "resume, or look at the data of these steps"
+            )
+            # Every rank says so: if one left first, the others would go on without this site.
+            with contextlib.suppress(DilocoxError):
+                self.client.fail(reason)
+            raise RunOverError(reason)
+        log.warning("%s: its contribution is dropped, it goes on from the anchor", where)
+        self.meter.dropped = bad
+
+    def end_round(self, plan: RoundPlan) -> None:
+        """Report, evaluate and write a checkpoint as the plan says; then the next round."""
+        self.outer.dropping = False
+        self.at.round, self.at.slot = plan.round + 1, 0
+        self.rounds_ended += 1
+        with tracing.span("account"), self.meter.working():
+            self.outer.behind = self.outer.behind or self.overtaken(plan.round) is not None
+            metrics = self.meter.end(plan, self.outer, self.rank)
+        if self.meter.dropped is not None:
+            self.state.dropped_round = plan.round
+        leads, measured = self.rank.place.leads, self.meter.measured
+
+        def tell() -> None:
+            with tracing.span("report", round=plan.round):
+                if leads:
+                    self.client.report(plan.round, metrics)
+                self.client.round_done(plan.round, measured if leads else None)
+
+        self.errands.do(tell)
+        self.control.at(self.at.tick, self.at.round, 0, self.meter.slot_seconds(0))
+        if self.meter.behind:
+            self.catch_up()
+            return
+        if plan.evaluate or plan.checkpoint or self.donors.busy:
+            self.errands.wait()
+        if plan.evaluate:
+            self.evaluate(plan, plan.round)
+        if plan.checkpoint:
+            self.keeper.save(self.state, plan)
+        self.donors.serve()
+
+    def overtaken(self, round_: int) -> Entering | None:
+        """How this site enters again, if the others go on without it after `round_`."""
+        for entry in self.control.news.entering:
+            # Not the entry that it has behind it, which the last beat may still tell of.
+            if entry.site == self.me and entry.from_round > max(round_, self.counted_from):
+                return entry
+        return None
+
+    def ends_without_it(self) -> RunOverError:
+        """What this site ends with if it is left behind when the run ends: its anchor is not the
+        run's, and there is no round left to catch up in."""
+        return RunOverError(
+            f"site {self.me}: the run ends while it is left behind; the model is at the others"
+        )
+
+    def catch_up(self) -> None:
+        """Enter again: the others have gone on without this site.
+
+        What it has trained since stays in its residual, and the inner optimizer as it is.
+        """
+        log.warning("site %s is left behind: it sets its work aside and catches up", self.me)
+        self.errands.wait()
+        self.ahead = None
+        # It may have trained one round more before it heard of it.
+        while (entry := self.overtaken(-1)) is None:
+            self.control.hurry()
+            self.control.touch()
+            time.sleep(0.02)
+        if entry.from_round > self.at.round:
+            # The round of the last exchange that was begun without it: nothing follows a flush.
+            begun = self.client.poll_plan(entry.from_round - 1).plan
+            if begun is not None and begun.kind == "flush":
+                raise self.ends_without_it()
+        before_change()
+        with tracing.span("catch up", from_round=entry.from_round):
+            self.outer.set_aside(self.state.weight)
+            self.follow(self.newcomer(entry))
+        self.control.at(self.at.tick, self.at.round, self.at.slot, None)
+
+    def newcomer(self, entry: Entering, first: FirstState | None = None) -> Newcomer:
+        """Begin to fetch this rank's pieces. `first`: see `Newcomer`."""
+        return Newcomer(
+            self.state,
+            self.control,
+            self.client,
+            entry,
+            self.form_group,
+            self.donor_patience,
+            first,
+        )
+
+    def follow(self, newcomer: Newcomer) -> None:
+        """See `Newcomer.follow`. Raises `Stopped` where that raises `EntryStopped`."""
+        self.collector.rest()
+        try:
+            newcomer.follow()
+        except EntryStopped as stop:
+            self.turn_back(stop.leaves)
+        self.counted_from = self.at.round
+
+    def evaluate(self, plan: RoundPlan, round_: int) -> None:
+        """Held-out loss of the anchor, at the first site of the plan; round -1: before training.
+
+        With `evaluation.patience` at all sites, since one alone must not end the run.
+        """
+        if next(iter(plan.members)) == self.me:
+            self.tell_loss(round_)
+        elif self.config.evaluation.patience and round_ >= 0:
+            loss = self.held_out_loss(round_)
+            if self.rank.place.leads:
+                found = {"val_loss": loss, "after_round": round_}
+                self.client.report(round_, found, kind="peer_evaluation")
+            self.keeper.keep_best(self.rank, round_, loss, first=False)
+
+    def tell_loss(self, round_: int) -> None:
+        """Evaluate the anchor after `round_` and report that."""
+        loss = self.held_out_loss(round_)
+        if self.rank.place.leads:
+            evaluated(self.client, self.hooks.on_evaluation, round_, loss)
+        self.keeper.keep_best(self.rank, round_, loss, first=True)
+
+    def held_out_loss(self, round_: int) -> float:
+        """Mean held-out loss of the anchor after `round_`; what this rank trains on stays as it
+        is."""
+        losses = []
+        span = tracing.span("evaluation", after_round=round_)
+        with span, self.standing_at(anchors(self.rank)):
+            for inputs, labels in self.validation:
+                losses.append(self.rank.model.evaluate(inputs, labels))
+                self.control.touch()
+        return sum(losses) / len(losses)
+
+    def measure_slope(self, plan: RoundPlan, fragments: Sequence[int]) -> None:
+        """Where the held-out loss goes along these fragments of the plan at this rank, if any, for
+        a gate that goes by slopes.
+
+        Taken half-way from their anchors to what this site has trained itself, as a midpoint rule
+        does: an anchor may lie on an edge whose slope leads nowhere. The rest of the model is the
+        anchor. All ranks of the site do so at the same moment, whichever has a boundary.
+        """
+        if self.slope_batch is None:
+            return
+        names = self.outer.names(plan, fragments)
+        model, live = self.rank.model, self.rank.live
+        where = dict(anchors(self.rank))
+        for name in names:
+            own = live[name].detach()
+            where[name] = where[name].to(own.device).lerp(own, 0.5)
+        with tracing.span("gate"), self.standing_at(where):
+            loss, gradients = model.loss_and_gradients(*self.slope_batch, names)
+        self.control.touch()
+        self.outer.slope = Slope(loss, {name: each.cpu() for name, each in gradients.items()})
+
+    @contextlib.contextmanager
+    def standing_at(self, values: Mapping[str, torch.Tensor]) -> Iterator[None]:
+        """The model is `values`; what this rank trains on is put back in the end."""
+        before_change()
+        own = {name: tensor.detach().clone() for name, tensor in self.rank.live.items()}
+        self._fill(values)
+        yield
+        self._fill(own)
+
+    def _fill(self, values: Mapping[str, torch.Tensor]) -> None:
+        with torch.no_grad():
+            for name, tensor in values.items():
+                self.rank.live[name].copy_(tensor)
+            self.rank.model.sync_tied()
+
+    def wait_for_record(self) -> None:
+        """Return when checkpoints and the record have all that there is so far."""
+        self.keeper.wait()
+        if self.watch is not None:
+            self.watch.wait()
+
+    def stop(self) -> None:
+        """Write a checkpoint where the whole run stands still. Raises `Stopped`."""
+        self.errands.wait()
+        plan = self.client.poll_plan(self.at.round, 0.0).plan
+        self.keeper.save(self.state, plan, last=True)
+        self._go(lambda: self.client.finish(complete=False))
+
+    def depart(self) -> None:
+        """Leave the run: what this rank owed the others is decided. Raises `Stopped`."""
+        self.errands.wait()
+        self.outer.settle()
+        self._go(self.client.depart)
+
+    def turn_back(self, leaves: bool) -> NoReturn:
+        """Go before this site has trained a round since it entered (again): the run stops, or the
+        site `leaves`. Raises `Stopped`."""
+        self.errands.wait()
+        self._go(self.client.depart if leaves else lambda: self.client.finish(complete=False))
+
+    def _go(self, say: Callable[[], object]) -> NoReturn:
+        self.wait_for_record()
+        say()
+        raise Stopped
+
+    def finish(self, plan: RoundPlan) -> None:
+        """Flush, evaluate, publish the model.
+
+        The last checkpoint is from before the flush, so that a resumed run flushes once. Raises
+        `RunOverError` if the others have flushed without this site.
+        """
+        self.errands.wait()
+        self.keeper.save(self.state, plan, last=True)
+        self.show_state(plan)
+        if self.watch is not None:
+            # An auditor may look for it as soon as the flush is decided, and that is at once.
+            self.watch.wait()
+        before_change()
+        if self.config.exchanges_gradients:
+            self.outer.land_gradients()
+        elif self.me in plan.members:
+            tracing.mark("flush", codec=plan.codec)
+            if self.slope_batch is not None:
+                self.outer.land_due(2**62)
+                self.measure_slope(plan, range(plan.fragments))
+            self.outer.flush(plan)
+        self.meter.begin(plan, 0)
+        self.check_pseudo_gradients(plan)
+        metrics = self.meter.end(plan, self.outer, self.rank)
+        if self.rank.place.leads:
+            self.client.report(plan.round, metrics, kind="flush")
+        if self.meter.behind:
+            raise self.ends_without_it()
+        ends_run = self.keeper.ends_run(self.rank, plan)
+        if ends_run:
+            self.tell_loss(plan.round)
+        self.keeper.publish(self.rank, plan, ends_run)
+        self.wait_for_record()
+        self.client.finish(complete=True)

@@ -1,0 +1,400 @@
+"""One exchange of one fragment between the sites: swap payloads, agree on the set, average.
+
+`gather`: every site receives every payload; no second quantisation. `reduce`: each site owns a
+chunk, averages it, quantises the mean again and hands it round: 2(D-1)/D payloads per site.
+A low-rank codec needs two messages before that: the sites' factors to one owner, and from him the
+basis that all project on (docs/algorithm.md §2, §3). What counts is decided by the coordinator from
+what every live rank holds; transfers that a change of members cancelled are repeated in the new
+group.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+
+from dilocox.compression import (
+    FramePart,
+    LowRank,
+    Part,
+    all_zero,
+    frame_digest,
+    frame_payload,
+    payload_digest,
+    refuse_unusable,
+)
+from dilocox.coordinator.protocol.messages import ExchangeKey
+from dilocox.coordinator.protocol.verdicts import Opinion
+from dilocox.errors import ExchangeError
+from dilocox.outer.averaging import chunk_bounds, requantise
+from dilocox.outer.contribution import Contribution, Outcome
+from dilocox.outer.contribution_set import Weighing
+from dilocox.transport.attempt import Attempt, Ballot, RepeatError, Turn
+from dilocox.transport.groups import EpochChangedError
+from dilocox.transport.link.times import LinkTimes
+from dilocox.transport.payload_fetch import fetch
+from dilocox.utils import tracing
+
+log = logging.getLogger(__name__)
+
+OWNER_PATIENCE = 0.75
+"""Of a low-rank codec's owner: all others wait for its basis, and would take it for the slow one
+after a whole time-out."""
+
+__all__ = ["Ballot", "exchange"]
+
+
+def exchange(
+    ballot: Ballot,
+    me: str,
+    contribution: Contribution,
+    turn: Turn,
+    times: LinkTimes | None = None,
+) -> Outcome:
+    """Carry one exchange to its decision, over as many attempts as it takes.
+
+    Before its `turn` it encodes, commits to what it will send and learns the members, after its
+    turn it votes and averages.
+    It waits for as long as the coordinator answers: who lets the others wait for too long, or is
+    gone, is no member any more. `times`: of earlier transfers of this rank, which limit those to
+    come. Raises `ExchangeError` for what cannot be.
+    """
+    what = contribution
+    with tracing.span(
+        "exchange",
+        key=what.key.text,
+        codec=what.compressor.name,
+        mode=what.mode,
+        values=what.length,
+    ) as at:
+        outcome = _carry(ballot, me, contribution, turn, times)
+        at.note(payload_bytes=outcome.payload_bytes, attempts=outcome.attempts)
+    return outcome
+
+
+def _carry(
+    ballot: Ballot, me: str, contribution: Contribution, turn: Turn, times: LinkTimes | None
+) -> Outcome:
+    start, work = time.monotonic(), time.thread_time()
+    sent_bytes = 0
+    attempts = 0
+    frame = _frame_for_all(contribution)
+    commitment = ballot.commit(contribution, None if frame is None else frame_digest(frame))
+    while True:
+        attempts += 1
+        with tracing.span("ask for members"):
+            begun = ballot.begin(contribution.key, commitment)
+        roles = {member.site: member.role for member in begun.members}
+        # What is decided is sent to nobody any more.
+        if me not in roles or (begun.decided and roles[me] == "entering"):
+            took = time.monotonic() - start
+            return Outcome(None, (), None, None, sent_bytes, took, attempts, True)
+        attempt = Attempt(ballot, me, contribution, begun, turn, times)
+        try:
+            if isinstance(contribution.compressor, LowRank):
+                outcome = low_rank(attempt, contribution.compressor)
+            elif contribution.mode == "gather":
+                outcome = gather(attempt, frame)
+            else:
+                outcome = reduce(attempt)
+        except (RepeatError, EpochChangedError):
+            sent_bytes += attempt.sent_bytes
+            continue
+        return replace(
+            outcome,
+            payload_bytes=sent_bytes + attempt.sent_bytes,
+            seconds=time.monotonic() - start - turn.waited,
+            attempts=attempts,
+            link=tuple(attempt.link),
+            work_seconds=time.thread_time() - work,
+            arrivals={
+                site: start + seconds - attempt.late.get(me, 0.0)
+                for site, seconds in attempt.late.items()
+            },
+        )
+
+
+def _frame_for_all(what: Contribution) -> torch.Tensor | None:
+    """What a site will send to all others, if that is the same whoever they are."""
+    if what.values is None or what.mode != "gather" or isinstance(what.compressor, LowRank):
+        return None
+    part = what.compressor.part(0, what.length, what.seed)
+    with tracing.span("encode", values=what.length):
+        return what.pack(part, part.encode(what.values))
+
+
+def advancing(
+    codec: LowRank,
+    key: ExchangeKey,
+    chosen: Sequence[torch.Tensor],
+    weights: Sequence[float],
+    basis: torch.Tensor,
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """What becomes of a warm start, fp32 [codec.warm_length], when the exchange `key` lands: of the
+    payloads `chosen`, uint8 each, with their `weights`, all made with `basis`."""
+    # Landings count from 1, rounds from 0.
+    return lambda warm: codec.next_warm(chosen, weights, basis, warm, key.round + 1)
+
+
+def gather(attempt: Attempt, own: torch.Tensor | None) -> Outcome:
+    """Every payload to every site. `own`: this site's frame; none if it only receives."""
+    what = attempt.what
+    assert not isinstance(what.compressor, LowRank)
+    part = what.compressor.part(0, what.length, what.seed)
+    return _to_everyone(attempt, part, None if attempt.observes else own, part.decode, phase=1)[0]
+
+
+def low_rank(attempt: Attempt, codec: LowRank) -> Outcome:
+    """Factors to one owner, its basis to all, then every projection to every site.
+
+    The owner changes from exchange to exchange, so that the work is shared. A factor that does not
+    come whole, or is none, is left out of the basis: any basis will do that all sites have. An
+    owner that sends something else has broken the exchange.
+    """
+    what, me, there = attempt.what, attempt.me, attempt.what.staging.to_device
+    owner = attempt.senders[what.seed % len(attempt.senders)]
+    factors: dict[str, torch.Tensor] = {}
+    if not attempt.observes:
+        assert what.values is not None
+        assert what.warm is not None
+        with tracing.span("encode", values=what.length):
+            factors[me] = what.pack(codec.factor_part, codec.project(what.values, what.warm))
+    factors |= attempt.swap(
+        outgoing={} if attempt.observes else {owner: factors[me]},
+        incoming=dict.fromkeys(attempt.senders, codec.factor_part) if me == owner else {},
+        phase=1,
+        patience=OWNER_PATIENCE if me == owner else 1.0,
+    )
+    frames: dict[str, torch.Tensor] = {}
+    if me == owner:
+        parts = dict.fromkeys(attempt.senders, codec.factor_part)
+        whole = attempt.unpack(
+            factors, parts, check=lambda factor: codec.check_factor(there(factor))
+        )
+        with tracing.span("orthonormalise"):
+            basis = codec.orthonormalise(
+                [there(whole[site]) for site in attempt.senders if site in whole]
+            )
+        frames[owner] = what.pack(codec.basis_part, basis)
+    frames |= attempt.swap(
+        outgoing=dict.fromkeys(attempt.receivers, frames[me]) if me == owner else {},
+        incoming={owner: codec.basis_part},
+        phase=2,
+    )
+    bases = attempt.unpack(frames, {owner: codec.basis_part}, check=codec.check_basis)
+    if owner not in bases:
+        raise attempt.broken([owner])
+    basis = bases[owner]
+    own = None
+    if not attempt.observes:
+        assert what.values is not None
+        with tracing.span("encode", values=what.length):
+            own = what.pack(codec.payload_part, codec.encode(what.values, basis))
+    outcome, chosen = _to_everyone(
+        attempt, codec.payload_part, own, lambda payload: codec.decode(payload, basis), phase=3
+    )
+    if not chosen:
+        return outcome
+    weights = [what.weights[site] for site in outcome.contributors]
+    worth = codec.effective_rank([there(payload) for payload in chosen], basis)
+    return replace(
+        outcome,
+        payloads=(*chosen, basis),
+        advance=advancing(codec, what.key, chosen, weights, basis),
+        effective_rank=None if worth is None else (worth, codec.low_rank_values),
+    )
+
+
+def _to_everyone(
+    attempt: Attempt,
+    part: FramePart,
+    own: torch.Tensor | None,
+    decode: Callable[[torch.Tensor], torch.Tensor],
+    phase: int,
+) -> tuple[Outcome, list[torch.Tensor]]:
+    """Payloads of `part` to every site; the outcome, and the payloads that count in their order.
+
+    `own`: this site's frame, none if it only receives.
+    """
+    me = attempt.me
+    frames = {} if own is None else {me: own}
+    received = attempt.swap(
+        outgoing={} if own is None else dict.fromkeys(attempt.receivers, frames[me]),
+        incoming=dict.fromkeys(attempt.senders, part),
+        phase=phase,
+    )
+    frames |= received
+    payloads, weighing = _weighed(attempt, part, frames, decode)
+    digest = None if own is None else frame_digest(own)
+    decision = attempt.decide("held", weighing.held, digest)
+    if decision.decision == "fetch":
+        fetched = fetch(attempt, decision.fetches, frames, part)
+        if fetched:
+            payloads, weighing = _weighed(attempt, part, frames | fetched, decode)
+        decision = attempt.decide("fetched", weighing.held, digest)
+    counted = attempt.counted(decision, weighing.held)
+    with tracing.span("average", values=attempt.what.length, sites=len(counted)):
+        average = weighing.settled(counted, decision.shares)
+    sent = weighing.own if me in counted else None
+    chosen = [payloads[site] for site in counted]
+    return replace(_outcome(attempt, average, counted, sent), payloads=tuple(chosen)), chosen
+
+
+def _weighed(
+    attempt: Attempt,
+    part: FramePart,
+    frames: Mapping[str, torch.Tensor],
+    decode: Callable[[torch.Tensor], torch.Tensor],
+) -> tuple[dict[str, torch.Tensor], Weighing]:
+    """Payloads by site of the `frames` that are whole, and what is to be said of all with the vote.
+
+    What was to be said before is forgotten.
+    """
+    attempt.opinions = {}
+    parts = dict.fromkeys(attempt.senders, part)
+    payloads = attempt.unpack(frames, parts, contributions=True)
+    there = attempt.what.staging.to_device
+    weighing = Weighing(attempt.what, attempt.me, attempt.senders, lambda each: decode(there(each)))
+    with tracing.span("decode and average", values=attempt.what.length, sites=len(payloads)):
+        opinions = weighing.examined(payloads)
+    for site in weighing.held:
+        told = opinions.get(site, Opinion())
+        digest = frame_digest(frames[site]).hex()
+        attempt.opinions[site] = told.model_copy(update={"digest": digest})
+    attempt.opinions |= {s: each for s, each in opinions.items() if s not in weighing.held}
+    return payloads, weighing
+
+
+def reduce(attempt: Attempt) -> Outcome:
+    """Each owner averages its chunk and hands it round."""
+    what, me, there = attempt.what, attempt.me, attempt.what.staging.to_device
+    assert not isinstance(what.compressor, LowRank)
+    owners = attempt.senders
+    bounds = dict(zip(owners, chunk_bounds(what.length, len(owners)), strict=True))
+    chunks = {
+        site: what.compressor.part(start, end, what.seed)
+        for site, (start, end) in bounds.items()
+        if end > start
+    }
+    mine: dict[str, torch.Tensor] = {}
+    frames: dict[str, torch.Tensor] = {}
+    if not attempt.observes:
+        assert what.values is not None
+        with tracing.span("encode", values=what.length):
+            for site, part in chunks.items():
+                start, end = bounds[site]
+                mine[site] = part.encode(what.values[start:end])
+                frames[site] = what.pack(part, mine[site])
+    own = chunks.get(me)
+    arrived = attempt.swap(
+        outgoing=frames, incoming={} if own is None else dict.fromkeys(owners, own), phase=1
+    )
+    if own is None:
+        payloads = dict.fromkeys(owners, torch.empty(0, dtype=torch.uint8))
+    else:
+        payloads = attempt.unpack(
+            {**arrived, me: frames[me]},
+            dict.fromkeys(owners, own),
+            contributions=True,
+            check=lambda payload: _usable(own, there(payload)),
+        )
+    index = None if attempt.observes else chunk_index(frames.values())
+    if what.values is not None and all_zero(what.values):
+        attempt.opinions[me] = Opinion(code="zero")
+    decision = attempt.decide("held", payloads, None if index is None else payload_digest(index))
+    if decision.decision == "commit":
+        # Decided in an attempt that this rank missed the end of: only the mean is left to get.
+        raise ExchangeError(f"{what.key.text}: was committed without this site; it must join again")
+    counted = decision.set
+    alone = []
+    if index is not None and me in counted:
+        # Nobody else has these: it counts once all have said that they are done, even if this site
+        # dies then.
+        alone = [index, *(frame_payload(frame) for site, frame in frames.items() if site == me)]
+    kept = attempt.keep(alone)
+    means: dict[str, torch.Tensor] = {}
+    second = None
+    if own is not None and counted:
+        with tracing.span("decode and average", values=own.values, sites=len(counted)):
+            mean = attempt.average((own.decode(there(payloads[site])) for site in counted), counted)
+        assert mean is not None
+        with tracing.span("encode", values=own.values):
+            again = requantise(own, mean, sum(what.weights[site] for site in counted))
+            means[me] = what.pack(own, again.payload)
+        second = (bounds[me][0], again.second_error)
+    means |= attempt.swap(
+        outgoing=dict.fromkeys(attempt.receivers, means[me]) if me in means else {},
+        incoming=chunks if counted else {},
+        phase=2,
+    )
+    averaged = attempt.unpack(means, chunks)
+    with tracing.span("decode", values=what.length):
+        # Before anybody says that he is done: an owner's mean that is none is as good as none.
+        decoded = _decoded(what.key, chunks, {s: there(each) for s, each in averaged.items()})
+    lost = [site for site in chunks if site not in decoded] if counted else []
+    if lost:
+        raise attempt.broken(lost)
+    kept()
+    decision = attempt.decide("done", payloads)
+    if decision.decision != "commit":
+        raise ExchangeError(f"{what.key.text}: reduce was answered {decision.decision}")
+    with tracing.span("decode", values=what.length):
+        result = _joined(decoded) if counted else None
+        sent = None
+        if me in decision.set:
+            sent = _joined({site: part.decode(mine[site]) for site, part in chunks.items()})
+    others = (payload for site, payload in payloads.items() if site != me)
+    own_payloads = map(frame_payload, frames.values())
+    passed = [] if index is None else [index, *own_payloads, *others]
+    outcome = _outcome(attempt, result, decision.set, sent, second)
+    return replace(outcome, payloads=tuple(passed))
+
+
+def chunk_index(frames: Iterable[torch.Tensor]) -> torch.Tensor:
+    """What stands for a contribution in `reduce`: SHA-256 of its chunks' payloads in the owners'
+    order, uint8 [32 x chunks]."""
+    digests = b"".join(frame_digest(frame) for frame in frames)
+    if not digests:
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(bytearray(digests), dtype=torch.uint8)
+
+
+def _decoded(
+    key: ExchangeKey, chunks: Mapping[str, Part], payloads: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Chunks by owner, in the order of `chunks`, without those that do not decode to numbers of
+    use."""
+    found = {}
+    for site, part in chunks.items():
+        if site in payloads:
+            try:
+                found[site] = _usable(part, payloads[site])
+            except ExchangeError as error:
+                log.warning("%s, averaged by %s: %s", key.text, site, error)
+    return found
+
+
+def _usable(part: Part, payload: torch.Tensor) -> torch.Tensor:
+    """What `payload` decodes to. Raises `ExchangeError` for what is of no use."""
+    values = part.decode(payload)
+    refuse_unusable(values, part.name)
+    return values
+
+
+def _joined(decoded: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """All chunks, one after the other; nothing of a fragment without values."""
+    return torch.cat(list(decoded.values())) if decoded else torch.empty(0)
+
+
+def _outcome(
+    attempt: Attempt,
+    result: torch.Tensor | None,
+    counted: list[str],
+    sent: torch.Tensor | None,
+    second: tuple[int, torch.Tensor] | None = None,
+) -> Outcome:
+    return Outcome(result, tuple(counted), sent, second, attempt.sent_bytes, 0.0, 1)

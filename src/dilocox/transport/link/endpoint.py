@@ -1,0 +1,332 @@
+"""Where one rank's links begin: one port, and TLS 1.3 that both ends certify.
+
+The end that connects names a route, which is a group at the other rank. The end that listens
+answers with one byte; from there on frames travel (link_frames.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import errno
+import ipaddress
+import logging
+import os
+import secrets
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from dilocox.coordinator.identity import Identity
+from dilocox.coordinator.protocol.timeouts import Timeouts
+from dilocox.errors import ConfigError, ExchangeError
+from dilocox.transport.link.addresses import Announcement, Door, SiteKeys, door_of
+from dilocox.transport.link.interfaces import interface_address
+from dilocox.transport.link.link import Link, UnreachableError
+from dilocox.transport.link.secure_stream import SecureStream
+from dilocox.transport.link.tcp import set_congestion
+from dilocox.transport.link.tls import StrangerError, contexts, site_of, tune
+from dilocox.utils.unauthenticated import Strangers
+
+log = logging.getLogger(__name__)
+
+FIRST_WORD = 3.0
+"""Seconds in which a connection must begin with TLS."""
+_ROUTE_BYTES = 32
+_OUT_OF_FILES_PAUSE = 0.5
+_WELCOME, _UNKNOWN = b"1", b"0"
+
+
+@dataclass(eq=False)
+class _Stranger:
+    """A connection that has not shown yet who it is."""
+
+    socket: socket.socket
+    turned_away: bool = False
+
+
+def open_endpoint(
+    sites: Mapping[str, SiteKeys],
+    identity: Identity,
+    number: int,
+    ranks: int,
+    address: str,
+    timeouts: Timeouts,
+    congestion: str | None = None,
+) -> LinkEndpoint:
+    """The endpoint of rank `number` of `ranks` of `identity`'s site.
+
+    `sites` is the run file's; `address` the interface name or IP address to listen on. Raises
+    `ConfigError`.
+    """
+    door = door_of(identity.site, sites[identity.site], number, ranks)
+    return LinkEndpoint(identity, door, address, timeouts, congestion=congestion)
+
+
+def check_ports(name: str, site: SiteKeys, ranks: int, address: str) -> None:
+    """Raise the `ConfigError` that a rank of a site on this machine would meet as it listens.
+
+    `address` is the interface name or IP address that the site's exchange binds to.
+    """
+    doors = [door_of(name, site, number, ranks) for number in range(ranks)]
+    if site.ports is not None:
+        host = interface_address(name, address)
+        for door in doors:
+            listener_at(name, host, door.bind_port).close()
+
+
+class LinkEndpoint:
+    """Listens for the links of one rank until `close`, and connects to peers. Thread-safe."""
+
+    def __init__(
+        self,
+        identity: Identity,
+        door: Door,
+        address: str,
+        timeouts: Timeouts,
+        congestion: str | None = None,
+    ) -> None:
+        """`congestion`: TCP congestion control between the sites, if not the machine's.
+
+        Raises `ConfigError` if the door's port is taken or `address` is not this machine's."""
+        self.site = identity.site
+        self.timeouts = timeouts
+        self._authority = identity.authority
+        self._chosen = door.chosen
+        self._congestion = congestion
+        self._server, self._client = contexts(identity)
+        self._lock = threading.Lock()
+        self._routes: dict[str, dict[str, Link]] = {}
+        self._open: set[socket.socket] = set()
+        self._threads: set[threading.Thread] = set()
+        self._closed = False
+        self._strangers: Strangers[_Stranger] = Strangers()
+        host = interface_address(self.site, address)
+        if door.host is None and ipaddress.ip_address(host).is_unspecified:
+            raise ConfigError(
+                f"sites.{self.site}.interface: {host} is no address that others could reach; "
+                f"set sites.{self.site}.advertise"
+            )
+        self._listener = listener_at(self.site, host, door.bind_port)
+        port = int(self._listener.getsockname()[1])
+        self.host, self.port = door.host or host, door.port or port
+        self._start(self._accept, name="links-door")
+        log.info("links: listens at %s:%d, reached as %s:%d", host, port, self.host, self.port)
+
+    def announcement(self) -> Announcement:
+        """What a new group's members are told of this rank."""
+        return Announcement(self.host, self.port, secrets.token_hex(16), self._chosen)
+
+    def offer(self, route: str, links: Mapping[str, Link]) -> None:
+        """Lead connections of sites that name `route` to `links`, by site."""
+        with self._lock:
+            self._routes[route] = dict(links)
+
+    def withdraw(self, route: str) -> None:
+        """Take no new connections on `route`."""
+        with self._lock:
+            self._routes.pop(route, None)
+
+    def dial(self, site: str, peer: Announcement) -> SecureStream:
+        """A connection that `site` has welcomed.
+
+        Raises `UnreachableError`, and `StrangerError` if the other end is not that site or does not
+        accept this one.
+        """
+        limit = self.timeouts.dial
+        try:
+            connection = socket.create_connection((peer.host, peer.port), timeout=limit)
+        except (OSError, ValueError) as error:  # the name is the peer's word
+            gone = isinstance(error, ConnectionRefusedError)
+            raise UnreachableError(_reason(error), gone) from None
+        stream = self._secured(connection, server_side=False)
+        with contextlib.ExitStack() as held:
+            held.callback(stream.close)
+            try:
+                stream.handshake(limit)
+                found = site_of(stream.certificate, self._authority, _now())
+                if found != site:
+                    raise StrangerError(f"site {found} answers there")
+                stream.send(peer.route.encode())
+                answer = stream.receive(1, limit)
+            except (ssl.SSLEOFError, ssl.SSLZeroReturnError) as error:
+                raise UnreachableError(_reason(error)) from None
+            except ssl.SSLError as error:
+                raise StrangerError(f"no rank of this run answers ({_reason(error)})") from None
+            except OSError as error:
+                raise UnreachableError(_reason(error)) from None
+            if answer != _WELCOME:
+                why = "its group is closed" if answer else "it closed the connection"
+                raise UnreachableError(why, gone=bool(answer))
+            held.pop_all()
+        return stream
+
+    def refuses(self, peer: Announcement) -> bool:
+        """True if nobody listens where `peer` said: its process has ended."""
+        try:
+            with socket.create_connection((peer.host, peer.port), timeout=1.0):
+                return False
+        except ConnectionRefusedError:
+            return True
+        except (OSError, ValueError):
+            return False
+
+    def close_links(self, links: Sequence[Link]) -> None:
+        """End links without waiting for it; `close` does."""
+        for link in links:
+            self._start(link.close, name=f"close-{link.site}")
+
+    def close(self) -> None:
+        """End all links and threads; what was sent still goes out."""
+        with self._lock:
+            left = [link for links in self._routes.values() for link in links.values()]
+            self._routes.clear()
+        self.close_links(left)
+        with self._lock:
+            closing = [each for each in self._threads if each.name.startswith("close-")]
+        _join(closing, self.timeouts.parting + 1.0)
+        with self._lock:
+            self._closed = True
+            for item in (self._listener, *self._open):
+                _shut(item)
+            threads = list(self._threads)
+        _join(threads, self.timeouts.greeting)
+
+    def _start(self, function: Callable[..., None], *arguments: object, name: str) -> None:
+        def run() -> None:
+            try:
+                function(*arguments)
+            finally:
+                with self._lock:
+                    self._threads.discard(thread)
+
+        thread = threading.Thread(target=run, name=name, daemon=True)
+        with self._lock:
+            self._threads.add(thread)
+        thread.start()
+
+    def _accept(self) -> None:
+        with contextlib.closing(self._listener):
+            while not self._closed:
+                try:
+                    connection, where = self._listener.accept()
+                except OSError as error:
+                    if not self._closed:
+                        log.warning("links: a connection could not be taken: %s", error)
+                        time.sleep(_OUT_OF_FILES_PAUSE)
+                    continue
+                stranger = _Stranger(connection)
+                with self._lock:
+                    self._open.add(connection)
+                    oldest = self._strangers.add(stranger, where[0], time.monotonic())
+                    if oldest is not None:
+                        # Its thread wakes, and ends it.
+                        oldest.turned_away = True
+                        _shut(oldest.socket)
+                self._start(self._meet, stranger, where[0], name="links-from")
+
+    def _meet(self, stranger: _Stranger, where: str) -> None:
+        """Check who comes and where to, and hand the connection to its link."""
+        stream: SecureStream | None = None
+        try:
+            self._first_word(stranger.socket)
+            stream = self._secured(stranger.socket, server_side=True)
+            link = self._greet(stream)
+            with self._lock:
+                self._strangers.discard(stranger)
+                self._open.discard(stranger.socket)
+                kept = not stranger.turned_away and not self._closed
+            if not kept:
+                raise ConnectionError("too many strangers")
+            link.attach(stream)
+        except (ExchangeError, OSError) as error:
+            # A peer looks so whether this process is there (`refuses`).
+            silent = stream is None and isinstance(error, ConnectionError)
+            with self._lock:
+                self._strangers.discard(stranger)
+                self._open.discard(stranger.socket)
+            if stream is not None:
+                stream.close()
+            stranger.socket.close()
+            if not self._closed:
+                why = "too many strangers" if stranger.turned_away else _reason(error)
+                level = logging.DEBUG if silent else logging.WARNING
+                log.log(level, "links: refused a connection from %s: %s", where, why)
+
+    def _first_word(self, connection: socket.socket) -> None:
+        connection.settimeout(min(FIRST_WORD, self.timeouts.greeting))
+        if self._closed or not connection.recv(1, socket.MSG_PEEK):
+            raise ConnectionError("it went without a word")
+
+    def _greet(self, stream: SecureStream) -> Link:
+        limit = self.timeouts.greeting
+        stream.handshake(limit)
+        site = site_of(stream.certificate, self._authority, _now())
+        name = stream.receive(_ROUTE_BYTES, limit)
+        if len(name) < _ROUTE_BYTES:
+            raise StrangerError(f"site {site} went without a word")
+        with self._lock:
+            link = self._routes.get(name.decode("ascii", "replace"), {}).get(site)
+        if link is None:
+            stream.send(_UNKNOWN)
+            raise StrangerError(f"site {site} asks for a group that is not here or not its own")
+        stream.send(_WELCOME)
+        return link
+
+    def _secured(self, connection: socket.socket, *, server_side: bool) -> SecureStream:
+        """TLS on a TCP connection, not greeted yet."""
+        try:
+            tune(connection, self.timeouts.link / 4)
+            if self._congestion is not None:
+                set_congestion(connection, self._congestion)
+        except OSError as error:
+            connection.close()
+            raise UnreachableError(_reason(error)) from None
+        context = self._server if server_side else self._client
+        return SecureStream(connection, context, server_side=server_side)
+
+
+def listener_at(site: str, host: str, port: int) -> socket.socket:
+    """A listening socket of `site`. Raises `ConfigError` if the port is taken or not allowed."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=128)
+    except OSError as error:
+        reason = os.strerror(error.errno) if error.errno else str(error)
+        if error.errno == errno.EADDRNOTAVAIL:
+            raise ConfigError(
+                f'interface "{host}" cannot be used ({reason}); set network.interface or '
+                f"sites.{site}.interface to an address of this machine"
+            ) from None
+        raise ConfigError(
+            f"sites.{site}.ports: port {port} on {host} cannot be listened at ({reason}); choose "
+            f"other ports or another sites.{site}.interface, or end what holds the port"
+        ) from None
+
+
+def _shut(item: socket.socket) -> None:
+    """Wake the thread that waits on a socket."""
+    with contextlib.suppress(OSError):
+        item.shutdown(socket.SHUT_RDWR)
+
+
+def _join(threads: Iterable[threading.Thread], limit: float) -> None:
+    """Wait `limit` seconds for all."""
+    end = time.monotonic() + limit
+    for thread in threads:
+        thread.join(max(0.0, end - time.monotonic()))
+
+
+def _now() -> datetime.datetime:
+    return datetime.datetime.now(datetime.UTC)
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, ssl.SSLError):
+        return f"TLS: {error.reason or error.strerror or 'ended'}".replace("_", " ").lower()
+    if isinstance(error, TimeoutError):
+        return "no answer"
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)

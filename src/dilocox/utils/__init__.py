@@ -1,0 +1,1 @@
+"""Small general tools: files, processes, retries, tracing. Nothing here knows training."""

@@ -1,0 +1,172 @@
+"""What a process does when, for `--trace`: spans of time, and marks. Without it, nothing.
+
+    with timeline.span("encode", codec="int4") as at:
+        ...
+        at.note(bytes=payload.numel())
+
+Like a log, the timeline is the process's own: whoever has something to show opens a span, and need
+not know whether anybody looks. Spans of one thread nest, since they are blocks of code. What is
+recorded goes to a file as one line of JSON per span, from which `dilocox.utils.chrome_trace` makes
+a Chrome trace. Spans that have not ended when the recording ends are left out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol
+
+log = logging.getLogger(__name__)
+
+KEPT_EVENTS = 256
+"""Events that are held before they are written together; a killed process loses as many."""
+
+Event = tuple[str, int, int, int, int, "dict[str, Any]"]
+"""Name, thread, begin (ns), length (ns), processor time of the thread (ns), arguments."""
+MARK = -1
+"""Length of an event that is a mark; its processor time is that of the whole process so far."""
+
+
+class Span(Protocol):
+    """A span that is going on."""
+
+    def __enter__(self) -> Span: ...
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None: ...
+
+    def note(self, **arguments: Any) -> None:
+        """Add arguments that were not known when it began."""
+
+
+class _Nothing:
+    """The span of a process that records nothing."""
+
+    def __enter__(self) -> _Nothing:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return
+
+    def note(self, **_: Any) -> None:
+        return
+
+
+class _Timed:
+    __slots__ = ("_arguments", "_began", "_name", "_recorder", "_work")
+
+    def __init__(self, recorder: _Recorder, name: str, arguments: dict[str, Any]) -> None:
+        self._recorder = recorder
+        self._name = name
+        self._arguments = arguments
+
+    def __enter__(self) -> _Timed:
+        self._work = time.thread_time_ns()
+        self._began = time.monotonic_ns()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        length = time.monotonic_ns() - self._began
+        work = time.thread_time_ns() - self._work
+        self._recorder.add(self._name, self._began, length, work, self._arguments)
+
+    def note(self, **arguments: Any) -> None:
+        self._arguments.update(arguments)
+
+
+class _Recorder:
+    """Writes the events of all threads to one file. A file that fails ends the recording only."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("w", encoding="utf-8")
+        self._lock = threading.Lock()
+        self._events: list[Event] = []
+        self._threads: list[str] = []
+        self._own = threading.local()
+        # By it the lines of several machines can be laid beside each other.
+        self._line({"clock": [time.time_ns(), time.monotonic_ns()]})
+
+    def add(self, name: str, began: int, length: int, work: int, arguments: dict[str, Any]) -> None:
+        number = getattr(self._own, "number", None)
+        with self._lock:
+            if number is None:
+                # A thread's identifier is used again after its end; this number is not.
+                number = self._own.number = len(self._threads)
+                self._threads.append(threading.current_thread().name)
+                self._line({"thread": number, "name": self._threads[number]})
+            self._events.append((name, number, began, length, work, arguments))
+            if len(self._events) >= KEPT_EVENTS:
+                self._write()
+
+    def close(self) -> None:
+        with self._lock:
+            self._write()
+            with contextlib.suppress(OSError):
+                self._file.close()
+
+    def _write(self) -> None:
+        events, self._events = self._events, []
+        self._line(*events)
+
+    def _line(self, *items: Any) -> None:
+        if self._file.closed:
+            return
+        try:
+            self._file.write("".join(json.dumps(item) + "\n" for item in items))
+            self._file.flush()
+        except OSError as error:
+            log.warning("the timeline is not recorded any more (%s)", error)
+            with contextlib.suppress(OSError):
+                self._file.close()
+
+
+_NOTHING = _Nothing()
+_recorder: _Recorder | None = None
+
+
+def span(name: str, **arguments: Any) -> Span:
+    """A span of time, from entering to leaving the block.
+
+    Arguments are numbers and short texts, as JSON has them; units are in their names.
+    """
+    recorder = _recorder
+    return _NOTHING if recorder is None else _Timed(recorder, name, arguments)
+
+
+def recording_now() -> bool:
+    """True while this process's timeline is recorded."""
+    return _recorder is not None
+
+
+def mark(name: str, **arguments: Any) -> None:
+    """A moment that concerns the whole process, such as the beginning of a round."""
+    if _recorder is not None:
+        _recorder.add(name, time.monotonic_ns(), MARK, time.process_time_ns(), arguments)
+
+
+@contextlib.contextmanager
+def recording(path: Path | None) -> Iterator[None]:
+    """Record this process's timeline to `path` for as long as the block runs; not at all if none.
+
+    An earlier file there is replaced. Raises `OSError` if it cannot be made.
+    """
+    global _recorder
+    if path is None:
+        yield
+        return
+    _recorder = recorder = _Recorder(path)
+    try:
+        yield
+    finally:
+        _recorder = None
+        recorder.close()

@@ -1,1 +1,0 @@
-"""Tests of `dilocox.outer.admission`."""

@@ -1,1 +1,0 @@
-"""Tests of the site room."""  # noqa: A005

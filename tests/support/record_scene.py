@@ -1,0 +1,123 @@
+"""A coordinator with a notary, and sites that sign: what tests of the record share."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+from dilocox.coordinator.protocol import messages as m
+from dilocox.coordinator.protocol.exchange_key import ExchangeKey
+from dilocox.coordinator.record_keys import RecordKey
+from dilocox.coordinator.server.notary import Decision
+from dilocox.record.log import statements as s
+from dilocox.record.log.acceptance import Acceptance, OwnFacts, digest_of_entry
+from dilocox.record.log.signed_note import NoteKey
+from dilocox.record.log.transparency_log import check_log, read_log
+from dilocox.record.verify.run_history import Course, read_course
+from dilocox.record.writer.notary import LogNotary, commitment, contribution
+from tests.support.coordinator_driver import VERSIONS, Driver, run_config
+
+KEYS = {name: RecordKey.of(f"{number:02x}" * 32) for number, name in enumerate("abc", 1)}
+SIGNERS = {name: s.Signer.from_hex(key.private) for name, key in KEYS.items()}
+ONE = "1" * 64
+KEY = ExchangeKey.outer(0, 0, 0)
+
+
+def own_digest(site: str, key: ExchangeKey = KEY) -> str:
+    """Of the payload that a site has for an exchange: no other is the same."""
+    return hashlib.sha256(f"{site} {key.text}".encode()).hexdigest()
+
+
+OF_ALL = {f"{site}/0": own_digest(site) for site in "abc"}
+
+
+class Scene:
+    """A coordinator with a notary, and sites that sign."""
+
+    def __init__(self, root: Path, **sections: Any) -> None:
+        self.config = run_config(run={"folder": str(root / "run")}, **sections)
+        self.folder, self.messages = root / "coordinator", list[str]()
+        self.notary = LogNotary.open(self.config, self.folder, self.messages.append)
+        self.driver = Driver(self.folder, self.config, notary=self.notary)
+
+    def enrol(self) -> None:
+        for site, key in KEYS.items():
+            self.driver.enrol(site, key)
+            self.accept(site)
+        for site in SIGNERS:
+            self.driver.ready(site)
+
+    def accept(self, site: str, /, **changes: Any) -> None:
+        """Sign what the site takes part in, fields of the acceptance changed."""
+        manifest = changes.pop("entry", self.notary.manifest)
+        facts = {"data": None, "own_data": None, "code": ONE, "versions": VERSIONS.model_dump(),
+                 **changes.pop("facts", {})}  # fmt: skip
+        said = {
+            "site": site, "incarnation": self.driver.incarnations[site],
+            "key": SIGNERS[site].public, "manifest": digest_of_entry(manifest),
+            "facts": OwnFacts(**facts), "number": 0,
+        }  # fmt: skip
+        signer = SIGNERS[changes.pop("signer", site)]
+        statement = Acceptance(**{**said, **changes}).statement(self.notary.run)
+        request = m.StateRequest(
+            rank=m.Rank(site=site, stage=0, shard=0), statement=signer.sign(statement)
+        )
+        self.driver.core.witness.state(request)
+
+    def reopen(self) -> None:
+        self.notary.close()
+        self.notary = LogNotary.open(self.config, self.folder, self.messages.append)
+        self.driver.options["notary"] = self.notary
+        self.driver.reopen()
+
+    def signed(self, site: str, key: ExchangeKey = KEY, attempt: int = 1, digest: str = ONE,
+               run: str | None = None, signer: str | None = None) -> str:  # fmt: skip
+        rank = m.Rank(site=site, stage=key.stage, shard=0)
+        said = contribution(run or self.notary.run, rank, key, attempt, digest)
+        return SIGNERS[signer or site].sign(said)
+
+    def vote(self, site: str, key: ExchangeKey = KEY, **changes: Any) -> m.VoteReply:
+        fields: dict[str, Any] = {
+            "held": list("abc"), "digests": {site: own_digest(site, key)},
+            "statement": self.signed(site, key, digest=own_digest(site, key)),
+        }  # fmt: skip
+        return self.driver.vote(key, site, **{**fields, **changes})
+
+    def commit(self, site: str, key: ExchangeKey = KEY, **changes: Any) -> m.BeginReply:
+        """Begin with a commitment, whose fields may be changed; the reply."""
+        said: dict[str, Any] = {
+            "run": self.notary.run, "rank": m.Rank(site=site, stage=key.stage, shard=0), "key": key,
+            "values": own_digest("values of " + site), "payload": own_digest(site, key),
+        }  # fmt: skip
+        signer = SIGNERS[changes.pop("signer", site)]
+        text = signer.sign(commitment(**{**said, **changes}))
+        return self.driver.begin(key, site, commitment=text)
+
+    def begin(self, key: ExchangeKey = KEY) -> None:
+        for site in "abc":
+            self.commit(site, key)
+
+    def exchange(self, key: ExchangeKey = KEY) -> None:
+        self.begin(key)
+        for site in "abc":
+            self.vote(site, key)
+
+    def entries(self) -> list[str]:
+        return (self.config.folder / "record/statements.jsonl").read_text().splitlines()
+
+    def kinds(self) -> list[str]:
+        return [s.opened(entry)[0].kind for entry in self.entries()]
+
+    def last_decision(self) -> Decision:
+        state = self.driver.core.state
+        exchange = state.exchanges[KEY.text]
+        assert exchange.decision is not None
+        return Decision(KEY, exchange.attempt, exchange.decision, list("abc"), state.plans[0])
+
+    def course(self) -> Course:
+        self.notary.close()
+        content = read_log(self.config.folder / "record")
+        key = NoteKey.parse(content.public)
+        check_log(content, key)
+        return read_course(content.entries, key)

@@ -1,0 +1,372 @@
+"""A whole plan: what it says, its JSON form, and its costs by hand."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.support.planned_runs import ARCHITECTURE, TABLE, device, link, run
+
+from dilocox.config.methods import METHODS
+from dilocox.config.run_config import RunConfig, load_run
+from dilocox.errors import ConfigError
+from dilocox.tools.planner import plan as planning
+from dilocox.tools.planner.bottleneck import sentence, shares
+from dilocox.tools.planner.hardware_table import Link, Place
+from dilocox.tools.planner.plan import RunPlan, flushed_bytes, plan_run
+from dilocox.tools.planner.render import SCHEMA, as_json, as_text, grouped
+from dilocox.training.portable_checkpoint import Handover
+
+ROOT = Path(__file__).parents[3]
+KEYS: dict[str, Any] = {
+    "schema": None,
+    "run": None,
+    "model": {"type", "parameters", "flops_per_token"},
+    "layout": {"sites", "stages", "shards", "schedule", "tokens_per_step"},
+    "sites": None,
+    "memory": {
+        "fits", "needed_bytes", "available_bytes", "exact", "inner_bytes_per_parameter",
+        "outer_bytes_per_parameter", "stages", "advice",
+    },
+    "step": {"seconds", "compute", "bubble", "traffic", "optimizer"},
+    "prediction": {
+        "tokens_per_second", "share_of_no_network", "waited_share", "inner_steps", "slots",
+        "delay", "fragments", "codec", "reason", "round_seconds", "exchange_seconds",
+        "payload_bytes", "work_seconds",
+    },
+    "methods": None,
+    "limit_tokens_per_second": None,
+    "shares": {"compute", "bubble", "traffic", "optimizer", "network", "exchange"},
+    "budget": {"tokens", "seconds", "compute_usd", "egress_usd", "egress_bytes"},
+    "bottleneck": None,
+    "sources": None,
+}  # fmt: skip
+"""The JSON form: keys may be added; one that goes or changes its meaning raises `SCHEMA`."""
+
+
+def planned(place: Place | None = None, rate: float = 1e6, **options: Any) -> RunPlan:
+    sections = options.pop("sections", {})
+    places = [place or Place(device(), 4, 1)] * 2
+    return plan_run(run(**sections), places, [link(rate)] * 2, 1e10, **options)
+
+
+@pytest.fixture(scope="module")
+def plan() -> RunPlan:
+    return planned()
+
+
+def test_the_json_form_is_stable(plan: RunPlan) -> None:
+    assert SCHEMA == 1
+    content = json.loads(json.dumps(as_json(plan)))
+    assert content["schema"] == 1
+    for key, inner in KEYS.items():
+        assert key in content
+        if inner is not None:
+            assert inner <= set(content[key])
+    assert [row["method"] for row in content["methods"]] == list(METHODS)
+    assert {"name", "device", "gpus", "up_bytes_per_second"} <= set(content["sites"][0])
+    assert {"stage", "parameters", "device", "host"} <= set(content["memory"]["stages"][0])
+    assert sum(content["shares"].values()) == pytest.approx(1.0)
+    own = next(row for row in content["methods"] if row["method"] == "dilocox")
+    assert own["tokens_per_second"] == content["prediction"]["tokens_per_second"]
+
+
+def test_the_text_says_all_of_it(plan: RunPlan) -> None:
+    text = as_text(plan)
+    assert "llama, 45.3k parameters, 2 sites x 1 stage x 1 shard" in text
+    assert "lyon, paris: plain:4x1, 1 of 4 GPUs used" in text
+    for method in METHODS:
+        assert f"\n{method} " in text
+    for said in ("fits:", "controller:", "predicted:", "tokens:", "egress for", "inner step:"):
+        assert said in text
+    assert text.endswith(sentence(plan))
+    assert all(len(line) < 260 for line in text.splitlines())
+
+
+def test_a_budget_by_hand(plan: RunPlan) -> None:
+    # 4,000 steps of 2 x 8 sequences of 16 tokens.
+    budget = plan.budget
+    assert budget.tokens == 4000 * 2 * 8 * 16
+    prediction = plan.prediction
+    training = budget.tokens / prediction.tokens_per_second
+    assert budget.seconds >= training
+    assert budget.seconds == pytest.approx(training, rel=0.5)
+    # Two sites of four GPUs at $2 an hour each.
+    assert budget.compute_usd == pytest.approx(budget.seconds / 3600 * 8 * 2.0)
+    rounds = 4000 / prediction.choice.inner_steps
+    assert budget.egress_bytes >= 2 * rounds * prediction.payload_bytes
+    assert budget.egress_usd == 0.0
+
+
+@pytest.mark.parametrize(("exchange", "payloads"), [("gather", 7.0), ("reduce", 1.75)])
+def test_the_end_of_a_run_is_exchanged_like_its_rounds(exchange: str, payloads: float) -> None:
+    """Among eight sites, whose dense rounds are followed by one payload in eight bits."""
+    config = run(outer={"method": "diloco", "exchange": exchange})
+    outline = planned(methods=()).outline
+    one = flushed_bytes(config, outline, "none", 2)
+    assert one == pytest.approx(outline.parameters * 8.125 / 8, rel=0.03)  # whole blocks
+    assert flushed_bytes(config, outline, "none", 8) == pytest.approx(payloads * one, rel=1e-3)
+
+
+def test_a_short_run_pays_for_the_rounds_before_the_plan_has_settled() -> None:
+    """All of it is simulated: what it takes and sends is known round by round."""
+    found = planned(rate=2e3, methods=(), sections={"outer": {"steps": 300}})
+    course, budget = found.prediction.course, found.budget
+    assert course.choices[0].codec != found.prediction.choice.codec
+    assert course.tokens == budget.tokens == 300 * 2 * 8 * 16
+    assert sum(choice.inner_steps for choice in course.choices) == 300
+    assert budget.seconds >= course.seconds
+    assert budget.egress_bytes >= course.sent_bytes
+    settled = found.prediction
+    assert budget.egress_bytes > 1.2 * settled.payload_per_token * budget.tokens
+
+
+def test_a_last_round_that_is_cut_says_nothing_of_the_plan() -> None:
+    """1,040 steps are two rounds of 500 and one of 40, which is no plan of DiLoCo's."""
+    diloco = {"method": "diloco"}
+    cut = planned(rate=1e5, methods=(), sections={"outer": {**diloco, "steps": 1040}})
+    whole = planned(rate=1e5, methods=(), sections={"outer": {**diloco, "steps": 1000}})
+    assert cut.prediction.course.choices[-1].inner_steps == 40
+    assert cut.prediction.choice.inner_steps == 500
+    assert cut.prediction.tokens_per_second == pytest.approx(whole.prediction.tokens_per_second)
+    assert cut.prediction.payload_bytes == whole.prediction.payload_bytes
+    only = planned(rate=1e5, methods=(), sections={"outer": {**diloco, "steps": 40}})
+    assert only.prediction.choice.inner_steps == 40
+
+
+def test_a_site_with_a_larger_batch_needs_its_own_memory_and_time() -> None:
+    site = {"stages": 2, "schedule": "gpipe"}
+    found, every = (
+        planned(methods=(), sections={"site": {**site, **own}, "sites": sites})
+        for own, sites in (
+            ({}, {"lyon": {"batch_size": 32}, "paris": {}}),
+            ({"batch_size": 32}, {"lyon": {}, "paris": {}}),
+        )
+    )
+    assert found.needed == every.needed
+    assert found.step == every.step
+    assert found.slowest == 0
+    steps = [each.step for each in found.prediction.course.sites]
+    assert steps[0] == every.prediction.course.sites[0].step > steps[1]
+
+
+def test_a_declared_speed_that_is_too_low_is_named() -> None:
+    sites = {"lyon": {"speed": 0.1}, "paris": {}}
+    found = planned(
+        Place(device(memory_rate=1e18), 4, 1),
+        1e12,
+        methods=(),
+        sections={"sites": sites, "outer": {"steps": 10**5}},
+    )
+    assert "most at lyon" in sentence(found)
+    assert "sites.lyon.speed" in sentence(found)
+
+
+def test_egress_is_paid_by_the_gigabyte() -> None:
+    wire = Link(1e6, 1e6, 0.0, usd_per_gb=0.5)
+    found = plan_run(run(), [Place(device(), 1, 1)] * 2, [wire] * 2, 1e10, methods=())
+    budget = found.budget
+    assert budget.egress_usd == pytest.approx(budget.egress_bytes / 1e9 * 0.5)
+    assert budget.usd == pytest.approx((budget.compute_usd or 0) + budget.egress_usd)
+    unpriced = Place(device(usd_per_hour=None), 1, 1)
+    assert plan_run(run(), [unpriced], [wire], 1e10, methods=()).budget.usd is None
+
+
+def test_a_token_budget_sets_the_length_of_the_run() -> None:
+    found = planned(tokens=1e6, methods=())
+    assert found.config.total_steps == round(1e6 / (2 * 8 * 16))
+    assert found.budget.tokens == 1e6
+
+
+def uneven(steps: str, tokens: float | None = None) -> RunPlan:
+    """Two sites, one of a quarter of the other's speed."""
+    places = [Place(device(memory_rate=1e18, utilisation=share), 1, 1) for share in (1.0, 0.25)]
+    config = run(control={"steps": steps}, outer={"steps": 4000})
+    return plan_run(config, places, [link(1e9)] * 2, 1e10, tokens=tokens, methods=())
+
+
+@pytest.mark.parametrize(("steps", "both"), [("by-speed", 1.25), ("equal", 2.0)])
+def test_a_slower_site_trains_on_fewer_tokens(steps: str, both: float) -> None:
+    """The run file counts the fastest site's steps, of 8 sequences of 16 tokens."""
+    found = uneven(steps)
+    budget, course = found.budget, found.prediction.course
+    assert budget.tokens == pytest.approx(4000 * both * 8 * 16, rel=0.02)
+    fastest = course.step_seconds_of(0)
+    assert budget.seconds == pytest.approx(4000 * fastest, rel=0.06)
+
+
+@pytest.mark.parametrize(("steps", "both"), [("by-speed", 1.25), ("equal", 2.0)])
+def test_a_token_budget_counts_what_each_site_trains_on(steps: str, both: float) -> None:
+    found = uneven(steps, tokens=1e7)
+    assert found.budget.tokens == 1e7
+    assert found.config.total_steps == pytest.approx(1e7 / (both * 8 * 16), rel=0.02)
+
+
+def test_more_ranks_than_gpus_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"plain:2x1: 2 GPUs for site\.stages x site\.shards = 4"):
+        planned(Place(device(), 2, 1), sections={"site": {"stages": 4, "batch_size": 8}})
+
+
+def test_what_does_not_fit_is_said_with_what_to_change() -> None:
+    small = Place(device(memory=800_000), 4, 1)
+    found = planned(small, methods=(), sections={"site": {"micro_batch_size": 8}})
+    assert not found.fits
+    text = as_text(found)
+    assert "DOES NOT FIT" in text
+    assert "--set site.micro_batch_size=" in text
+    assert sentence(found).startswith("Memory: stage 0 needs")
+    content = as_json(found)["memory"]
+    assert content["fits"] is False
+    assert content["advice"][0]["set"]
+
+
+def test_the_bottleneck_is_named() -> None:
+    deep = {
+        "site": {"stages": 4, "batch_size": 4, "micro_batch_size": 1},
+        "outer": {"steps": 10**6},
+    }
+    assert "Pipeline bubbles" in sentence(
+        planned(Place(device(peer_rate=1e18), 4, 1), methods=(), sections=deep, rate=1e12)
+    )
+    # The whole model in fp32 every 500 steps, on a link of 1 B/s.
+    slow = {"outer": {"method": "diloco", "steps": 10**6}}
+    found = planned(methods=(), sections=slow, rate=1e3)
+    assert "The link between the sites" in sentence(found)
+    assert shares(found).network > 0.5
+    # No exchange to speak of, no pipeline, an optimizer for nothing.
+    quick = Place(device(memory_rate=1e18), 1, 1)
+    fast = {"outer": {"method": "diloco", "steps": 10**6, "overlap": "naive"}}
+    assert sentence(planned(quick, methods=(), sections=fast, rate=1e12)).startswith("Computation:")
+
+
+def test_no_faster_link_is_recommended_where_round_trips_hold_the_run_up() -> None:
+    far = [replace(link(1e12), rtt=5.0)] * 2
+    config = run(outer={"method": "diloco", "inner_steps": 10, "steps": 10**6})
+    found = plan_run(config, [Place(device(), 4, 1)] * 2, far, 1e10, methods=())
+    assert shares(found).network > 0.5
+    assert "bit/s" not in sentence(found)
+    assert "Round trips" in sentence(found)
+
+
+@pytest.mark.parametrize("rate", [2e3, 1e5, 1e6])
+def test_the_link_that_is_recommended_does(rate: float) -> None:
+    """DiLoCo stands still while it exchanges, however long its rounds are."""
+    blocking = {"outer": {"method": "diloco", "steps": 10**6}}
+    quick = Place(device(memory_rate=1e18), 1, 1)
+    found = planned(quick, methods=(), sections=blocking, rate=rate)
+    assert shares(found).network > 0.1
+    told = re.search(r"about ([0-9.e+]+) ([kMG]?)bit/s", sentence(found))
+    assert told is not None
+    assert "e" not in told[1]
+    wire = float(told[1]) * {"k": 1e3, "M": 1e6, "G": 1e9}[told[2]] / 8
+    better = planned(quick, methods=(), sections=blocking, rate=0.95 * wire)
+    assert shares(better).network == pytest.approx(0.05, abs=0.01)
+
+
+def test_a_run_that_keeps_its_states_is_compared_with_all_methods() -> None:
+    """Gradients cannot be kept like that; the comparison is about speed."""
+    kept = {"record": {"states_every": 1}, "outer": {"steps": 10**6}}
+    found = planned(methods=("allreduce", "cocktailsgd"), sections=kept)
+    assert [row.prediction is not None for row in found.methods] == [True, True]
+
+
+def test_memory_is_that_of_the_fullest_site_of_all() -> None:
+    """A GPU that is hardly smaller than another site's processors, which hold all ranks at once."""
+    config = run(site={"stages": 2, "batch_size": 8}, outer={"steps": 10**6})
+    roomy = planned(Place(device(memory=10**9), 2, 1), methods=(), sections={"site": {"stages": 2}})
+    enough = roomy.needed + 1
+    gpus = Place(device(memory=enough), 2, 1)
+    processors = Place(device(memory=enough + 1, shared=True), 1, 1)
+    for places in ([gpus, processors], [processors, gpus]):
+        found = plan_run(config, places, [link(1e12)] * 2, 1e10, methods=())
+        assert not found.fits
+        assert found.available == enough + 1
+
+
+def test_precision_auto_is_what_each_site_multiplies_natively() -> None:
+    """Older GPUs compute in fp32: slower, without casts, with wider activations."""
+    older = Place(device(multiplies_bf16=False), 4, 1)
+    newer = Place(device(), 4, 1)
+    by_precision = {
+        precision: planned(older, sections={"site": {"precision": precision}}, methods=())
+        for precision in ("auto", "fp32", "bf16")
+    }
+    assert by_precision["auto"].needed == by_precision["fp32"].needed
+    assert by_precision["auto"].step == by_precision["fp32"].step
+    assert by_precision["auto"].limit == by_precision["fp32"].limit
+    assert by_precision["auto"].step != by_precision["bf16"].step
+    mixed = plan_run(
+        run(site={"precision": "auto"}), [newer, older], [link(1e6)] * 2, 1e10, methods=()
+    )
+    assert mixed.slowest == 1
+    assert mixed.step == by_precision["fp32"].step
+
+
+def test_advice_is_for_the_site_with_fewest_gpus() -> None:
+    config = run(site={"shards": 2, "batch_size": 8}, outer={"steps": 10**6})
+    small, big = (Place(device(memory=size), count, 1) for size, count in ((1, 8), (10**9, 2)))
+    found = plan_run(config, [small, big], [link(1e12)] * 2, 1e10, methods=())
+    assert not found.fits
+    assert found.advice
+    for change in found.advice:
+        stages = change.values.get("site.stages", 1)
+        assert stages * change.values.get("site.shards", 2) <= 2, change.values
+
+
+def test_uneven_sites_are_named() -> None:
+    places = [Place(device(memory_rate=1e18), 1, 1),
+              Place(device(memory_rate=1e18, utilisation=0.25), 1, 1)]  # fmt: skip
+    config = run(outer={"method": "diloco", "steps": 10**6, "overlap": "naive"})
+    found = plan_run(config, places, [link(1e12)] * 2, 1e10, methods=())
+    assert found.slowest == 1
+    assert "Uneven sites: the others wait for paris" in sentence(found)
+
+
+def test_stages_that_need_the_same_are_shown_once() -> None:
+    found = planned(methods=(), sections={"site": {"stages": 4, "batch_size": 8}})
+    runs = grouped(found.footprints)
+    assert [(first, last) for first, last, _ in runs] == [(0, 0), (1, 2), (3, 3)]
+    text = as_text(found)
+    assert "stages 1-2" in text
+
+
+def test_a_method_that_cannot_be_used_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(*_: Any) -> RunConfig:
+        raise ConfigError("no such luck")
+
+    monkeypatch.setattr(planning, "with_method", refuses)
+    found = planned(methods=("dilocox", "diloco"))
+    assert [row.problem for row in found.methods] == [None, "no such luck"]
+    assert "diloco: cannot be used here (no such luck)" in as_text(found)
+    assert as_json(found)["methods"][1] == {"method": "diloco", "problem": "no such luck"}
+
+
+def test_the_two_site_example_can_be_planned() -> None:
+    config = load_run(ROOT / "examples" / "two-sites.toml")
+    place = TABLE.place("h100-80g:2")
+    found = plan_run(config, [place] * 2, [TABLE.link("1gbit")] * 2, 12.5e9, methods=())
+    assert found.fits
+    assert found.prediction.share > 0.5
+
+
+def test_the_budget_of_a_run_that_goes_on_is_of_the_steps_that_are_left(tmp_path: Path) -> None:
+    from transformers import CONFIG_MAPPING
+
+    keys = {key: value for key, value in ARCHITECTURE.items() if key != "model_type"}
+    CONFIG_MAPPING["llama"](**keys).save_pretrained(tmp_path)
+    Handover(
+        run="first", tick=1500, steps=1500, seed=0, sequence_length=16, data_digest="",
+        momentum="", ledger={},
+    ).write(tmp_path)  # fmt: skip
+    model = {"architecture": None, "path": str(tmp_path)}
+    whole = planned(sections={"model": model})
+    rest = planned(sections={"model": {**model, "handover": True}})
+    assert rest.budget.tokens == whole.budget.tokens * (4000 - 1500) / 4000
+    assert rest.budget.seconds < whole.budget.seconds
+    over = {"model": {**model, "handover": True}, "outer": {"steps": 1500}}
+    with pytest.raises(ConfigError, match=r"has taken 1500 already; raise outer\.steps"):
+        planned(sections=over)

@@ -1,0 +1,495 @@
+"""What is refused before any process starts; and that a refused start changes nothing."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import shutil
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dilocox.config.run_config import RunConfig
+from dilocox.data import TokenFiles, prepare
+from dilocox.errors import ConfigError, DataError, ModelError, TrainingError
+from dilocox.inner import memory
+from dilocox.training.builder import Hooks
+from dilocox.training.launch import coordinator_process, local, preflight
+from tests.support.process_starts import ARCHITECTURE, config, prepared, refusal, write_text
+
+pytestmark = pytest.mark.waits
+
+GEMMA2 = {
+    "model_type": "gemma2", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+}  # fmt: skip
+"""Transformers builds it with eager attention alone."""
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Text and token files, shared by the tests of this module."""
+    return prepared(tmp_path_factory.mktemp("preflight"))
+
+
+def begun(root: Path, **sections: Any) -> RunConfig:
+    """A run that has written something."""
+    run = config(root, **sections)
+    run.folder.mkdir()
+    (run.folder / "run.toml").write_text(run.to_toml(), encoding="utf-8")
+    (run.folder / "metrics.jsonl").write_text("{}\n", encoding="utf-8")
+    for folder in (
+        "checkpoints/tick-00000008", "model", "coordinator", "model-best", "model-tick-00000008",
+    ):  # fmt: skip
+        (run.folder / folder).mkdir(parents=True)
+        (run.folder / folder / "file").write_text(folder, encoding="utf-8")
+    return run
+
+
+def content(folder: Path) -> dict[str, str]:
+    """Every file below a folder, by its digest."""
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
+# --- the folder ---
+
+
+def test_a_new_folder_is_made(tmp_path: Path) -> None:
+    run = config(tmp_path)
+    assert preflight.claim_folder(run, resume=False) == run.folder
+    assert run.folder.is_dir()
+    assert not list(run.folder.iterdir())
+
+
+def test_a_folder_with_a_run_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
+    run = begun(tmp_path)
+    before = content(run.folder)
+    text = refusal(preflight.claim_folder, run, resume=False)
+    assert text.startswith(f"{run.folder}: holds a run already; add --resume to go on, --overwrite")
+    assert content(run.folder) == before
+
+
+def test_resuming_another_run_names_the_key_that_differs(tmp_path: Path) -> None:
+    run = begun(tmp_path)
+    before = content(run.folder)
+    other = config(tmp_path, inner={"learning_rate": 0.5})
+    text = refusal(preflight.claim_folder, other, resume=True)
+    assert "was begun with inner.learning_rate = 0.001, the run file says 0.5" in text
+    text = refusal(preflight.claim_folder, config(tmp_path, sites={"oslo": {}}), resume=True)
+    assert "was begun with other sites" in text
+    # Places may change: a resumed run may be given more threads or another port.
+    moved = config(tmp_path, site={"threads": 2}, network={"port": 4711})
+    preflight.claim_folder(moved, resume=True)
+    assert content(run.folder) == before
+
+
+def test_a_run_of_an_older_version_goes_on_as_it_was_begun(tmp_path: Path) -> None:
+    run = begun(tmp_path)
+    path = run.folder / "run.toml"
+    path.write_text(path.read_text().replace("moments = true\n", ""))
+    text = refusal(preflight.claim_folder, run, resume=True)
+    assert "compression.moments = false, the run file says true; resume with --set" in text
+    preflight.claim_folder(config(tmp_path, compression={"moments": False}), resume=True)
+
+
+@pytest.mark.parametrize("start", ["train", "coordinator"])
+def test_a_run_from_before_a_new_default_goes_on_with_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start: str
+) -> None:
+    begun(tmp_path, model={"architecture": ARCHITECTURE, "compile": False})
+    run, taken = config(tmp_path), []
+
+    def take(config: RunConfig, wait_for: int | None = None) -> None:
+        taken.append(config.model.compile)
+        raise ConfigError("as far as this test goes")
+
+    def begin() -> None:
+        if start == "train":
+            local.train_here(run, Hooks(), resume=True, overwrite=False, debug=False)
+        file = tmp_path / "run.toml"
+        coordinator_process.coordinate(run, run_file=file, overrides=[], wait_for=None, resume=True)
+
+    monkeypatch.setattr(preflight, "check_coordinator", take)
+    refusal(begin)
+    assert taken == [False], "the record of the run says that it is not compiled"
+
+
+@pytest.mark.parametrize("damage", ["not [toml", "[outer]\nrounds = 'x'\n"])
+def test_a_damaged_run_file_in_the_folder(tmp_path: Path, damage: str) -> None:
+    run = begun(tmp_path)
+    (run.folder / "run.toml").write_text(damage, encoding="utf-8")
+    assert str(run.folder / "run.toml") in refusal(preflight.claim_folder, run, resume=True)
+
+
+def test_nothing_to_resume(tmp_path: Path) -> None:
+    run = config(tmp_path)
+    assert "no run to resume" in refusal(preflight.claim_folder, run, resume=True)
+    assert not run.folder.exists()
+
+
+def test_overwriting_takes_the_run_away_and_nothing_else(tmp_path: Path) -> None:
+    run = begun(tmp_path, data={"folder": "{run}/my-tokens"})
+    (run.folder / "my-tokens").mkdir()
+    (run.folder / "my-tokens" / "manifest.json").write_text("{}", encoding="utf-8")
+    (run.folder / "notes.txt").write_text("keep me", encoding="utf-8")
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "file").write_text("x", encoding="utf-8")
+    (run.folder / "logs").symlink_to(outside)
+    preflight.check_folder(run, resume=False, overwrite=True)
+    assert (run.folder / "run.toml").exists(), "the check alone takes nothing away"
+    preflight.claim_folder(run, resume=False, overwrite=True)
+    assert sorted(e.name for e in run.folder.iterdir()) == ["my-tokens", "notes.txt"]
+    assert (outside / "file").exists()
+
+
+@pytest.mark.parametrize("options", [{"resume": True}, {"resume": False, "overwrite": True}])
+def test_a_run_that_is_going_on_is_left_alone(tmp_path: Path, options: dict[str, bool]) -> None:
+    run = begun(tmp_path)
+    with (run.folder / "coordinator" / "coordinator.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        before = content(run.folder)
+        assert "its run is going on right now" in refusal(preflight.claim_folder, run, **options)
+        assert content(run.folder) == before
+    preflight.claim_folder(run, **options)
+
+
+def test_files_of_no_run_are_not_mixed_with_one(tmp_path: Path) -> None:
+    run = config(tmp_path)
+    run.folder.mkdir()
+    (run.folder / "thesis.tex").write_text("x", encoding="utf-8")
+    text = refusal(preflight.claim_folder, run, resume=False)
+    assert "holds files that are not of a run (thesis.tex)" in text
+
+
+def test_token_files_that_were_prepared_before_are_no_hindrance(tmp_path: Path) -> None:
+    run = config(tmp_path, data={"folder": "{run}/tokens/first"})
+    (run.folder / "tokens" / "first").mkdir(parents=True)
+    (run.folder / ".tokens.partial-host-1").mkdir()
+    preflight.claim_folder(run, resume=False)
+
+
+def test_a_place_that_cannot_be_written_to(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x", encoding="utf-8")
+    text = refusal(preflight.claim_folder, config(tmp_path / "file"), resume=False)
+    assert "cannot be written to (Not a directory); choose another run.folder" in text
+    (tmp_path / "run").write_text("x", encoding="utf-8")
+    text = refusal(preflight.claim_folder, config(tmp_path), resume=False)
+    assert "cannot be written to (Not a directory)" in text
+
+
+def test_a_read_only_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Whoever runs the tests may be allowed everything: the file system says no here.
+    def refuse(**_: object) -> None:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(preflight.tempfile, "TemporaryFile", refuse)
+    text = refusal(preflight.claim_folder, config(tmp_path), resume=False)
+    assert "cannot be written to (Read-only file system); choose another run.folder" in text
+
+
+# --- the coordinator's address ---
+
+
+def test_a_port_that_is_taken(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        run = config(tmp_path, network={"port": port})
+        text = refusal(preflight.check_coordinator, run)
+        assert text.startswith(f"network.port {port} on 127.0.0.1: cannot be listened on (")
+        assert "choose another network.port (0 takes a free one)" in text
+    preflight.check_coordinator(run)
+
+
+def test_an_address_that_is_not_of_this_machine(tmp_path: Path) -> None:
+    run = config(tmp_path, network={"host": "192.0.2.1"})
+    assert "network.port 0 on 192.0.2.1: cannot" in refusal(preflight.check_coordinator, run)
+
+
+@pytest.mark.parametrize("count", [-1, 0, 3])
+def test_wait_for_out_of_range(tmp_path: Path, count: int) -> None:
+    text = refusal(preflight.check_coordinator, config(tmp_path), wait_for=count)
+    assert text == (
+        f"--wait-for {count}: give a number of sites from outer.min_sites = 1 to the 2 of the "
+        "run file"
+    )
+    preflight.check_coordinator(config(tmp_path), wait_for=2)
+
+
+# --- the model ---
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "expected"),
+    [
+        ({"site": {"stages": 5, "batch_size": 16}}, ModelError, "= 5 is above the model's 4 lay"),
+        (
+            {"model": {"architecture": {**ARCHITECTURE, "hiden_size": 3}}},
+            ModelError,
+            'model.architecture.hiden_size: "qwen3" has no such key; did you mean "hidden_size"?',
+        ),
+        (
+            {"model": {"architecture": {**ARCHITECTURE, "model_type": "qwem3"}}},
+            ModelError,
+            'no model type "qwem3" in transformers; did you mean',
+        ),
+        (
+            {"model": {"architecture": {"model_type": "gpt2"}}},
+            ModelError,
+            "has no pipeline plan (base_model_pp_plan)",
+        ),
+        (
+            {"model": {"architecture": GEMMA2}},
+            ModelError,
+            'which attention "sdpa" cannot; set model.attention = "eager"',
+        ),
+        (
+            {"model": {"architecture": {**ARCHITECTURE, "vocab_size": 200}}},
+            ModelError,
+            "the tokenizer has 270 tokens, the model's vocabulary 200",
+        ),
+        (
+            {"data": {"sequence_length": 65}},
+            ConfigError,
+            "data.sequence_length 65 is above the model's max_position_embeddings 64",
+        ),
+        (
+            {"outer": {"fragments": 60, "inner_steps": 60}},
+            ConfigError,
+            "outer.fragments: a stage of",
+        ),
+        (
+            {"model": {"architecture": None, "path": "./no-such-folder"}},
+            ModelError,
+            "model.path ./no-such-folder: no usable configuration there",
+        ),
+    ],
+)
+def test_models_that_cannot_be_trained_so(
+    tmp_path: Path, change: dict[str, Any], kind: type[Exception], expected: str
+) -> None:
+    run = config(tmp_path, **change)
+    with pytest.raises(kind) as caught:
+        preflight.check_model(run)
+    assert expected in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert not list(tmp_path.iterdir()), "the check writes nothing"
+
+
+def test_a_good_model(tmp_path: Path) -> None:
+    preflight.check_model(config(tmp_path))
+
+
+# --- the tokenizer ---
+
+
+def test_a_good_run(place: Path) -> None:
+    preflight.check_run(config(place), 270, sites_here=2)
+
+
+def test_missing_and_empty_data(tmp_path: Path) -> None:
+    run = config(tmp_path)
+    text = refusal(prepare, run.data, run.data_folder, 0)
+    assert "data.source" in text
+    assert "no such file or folder" in text
+    (tmp_path / "text").mkdir()
+    assert "no file with text" in refusal(prepare, run.data, run.data_folder, 0)
+    (tmp_path / "text" / "a.txt").write_text("", encoding="utf-8")
+    assert "no text in it" in refusal(prepare, run.data, run.data_folder, 0)
+    assert "no token files here" in refusal(preflight.check_run, run, 270, sites_here=2)
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_a_batch_above_the_sequences_there_are(place: Path, own: bool) -> None:
+    sites = {"lyon": {"batch_size": 40000}} if own else {}
+    site = {} if own else {"batch_size": 40000}
+    run = config(place, site=site, sites=sites)
+    text = refusal(preflight.check_run, run, 270, sites_here=2)
+    key = "sites.lyon.batch_size" if own else "site.batch_size"
+    assert text.startswith(f"{key} 40000 is above the ")
+    assert "lower it or data.sequence_length, or give more text" in text
+    # A dataset of the user's own is as long as it likes.
+    preflight.check_run(run, 270, sites_here=2, own_dataset=True)
+
+
+def private(place: Path, folder: str, **data: Any) -> RunConfig:
+    """A run whose site lyon has text of its own, prepared as `data` says."""
+    if not (place / folder).exists():
+        write_text(place / f"{folder}-text", 5)
+        section = config(place, data={"source": str(place / f"{folder}-text"), **data}).data
+        prepare(section, place / folder, 0)
+    return config(place, sites={"lyon": {"data": str(place / folder)}})
+
+
+def test_private_text_with_the_runs_tokenizer(place: Path) -> None:
+    tokenizer = str(TokenFiles.open(place / "tokens").tokenizer_folder)
+    run = private(place, "same", tokenizer=tokenizer)
+    preflight.check_run(run, 270, sites_here=2)
+
+
+def test_private_text_with_another_vocabulary(place: Path) -> None:
+    run = private(place, "larger", vocabulary_size=275)
+    text = refusal(preflight.check_run, run, 270, sites_here=2)
+    assert text.startswith(f"sites.lyon.data {place / 'larger'}: its vocabulary_size is 275, the")
+    assert f'prepare it with data.tokenizer = "{place / "tokens" / "tokenizer"}"' in text
+
+
+def test_private_text_with_another_tokenizer_of_the_same_size(place: Path) -> None:
+    run = private(place, "other")
+    with pytest.raises(DataError, match="made with another tokenizer than the run's"):
+        preflight.check_data(run, TokenFiles.open(place / "tokens"), ["lyon"])
+    # The other site does not have lyon's files, and need not.
+    shutil.rmtree(place / "other")
+    preflight.check_data(run, TokenFiles.open(place / "tokens"), ["paris"])
+    preflight.check_run(run, 270, sites_here=1)
+
+
+def test_a_tokenizer_larger_than_the_models_vocabulary(place: Path) -> None:
+    run = config(place, model={"architecture": {**ARCHITECTURE, "vocab_size": 269}})
+    with pytest.raises(
+        ModelError, match="the tokenizer has 270 tokens, the model's vocabulary 269"
+    ):
+        preflight.check_run(run, 270, sites_here=2)
+
+
+# --- the machine ---
+
+
+def test_too_little_memory(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "available_memory", lambda: 1000)
+    text = refusal(preflight.check_run, config(place), 270, sites_here=2)
+    assert text.startswith("2 sites here need ")
+    assert "use a smaller model, or put the sites on machines of their own" in text
+
+
+def test_attention_that_is_not_there(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranks alone would find out, after the text was prepared and the site had enrolled."""
+    run = config(place, model={"attention": "flash_attention_2"})
+    assert "needs a GPU, ranks here have none" in refusal(preflight.check_model, run)
+    monkeypatch.setattr(preflight, "ranks_use_gpu", lambda _: True)
+    monkeypatch.setattr(preflight.importlib.util, "find_spec", lambda name: None)
+    assert "needs the package flash-attn" in refusal(preflight.check_model, run)
+    monkeypatch.setattr(preflight.importlib.util, "find_spec", lambda name: object())
+    preflight.check_model(run)
+
+
+def test_too_little_disk(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Usage:
+        free = 1000
+
+    monkeypatch.setattr(preflight.shutil, "disk_usage", lambda _: Usage)
+    with pytest.raises(
+        ConfigError, match=r"need 0\.0 GiB, 0\.0 GiB are free; lower checkpoint\.ke"
+    ):
+        preflight.check_run(config(place), 270, sites_here=2)
+
+
+def test_of_a_site_on_several_machines_each_holds_its_ranks(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = config(place, site={"stages": 2, "shards": 2, "batch_size": 8})
+    asked: list[list[int]] = []
+    monkeypatch.setattr(
+        memory, "host_problem", lambda _run, parameters, *_: asked.append(parameters)
+    )
+    for ranks in (None, 4, 3, 1):
+        preflight.check_run(run, 270, sites_here=1, ranks_here=ranks)
+    whole, every, three, one = asked
+    assert whole == every
+    assert three == [whole[0], whole[1] // 2]
+    assert one == [whole[0] // 2, 0]
+
+
+@pytest.mark.parametrize(("keep", "bounded"), [("all", False), ("auto", False), (20, True)])
+def test_free_memory_is_judged_with_what_a_bounded_record_copies(
+    place: Path, keep: str | int, bounded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[bool] = []
+    monkeypatch.setattr(memory, "host_problem", lambda *given: asked.append(given[5]))
+    preflight.check_run(config(place, record={"keep": keep}), 270, sites_here=2)
+    assert asked == [bounded]
+
+
+def test_free_memory_is_a_number_of_bytes() -> None:
+    available = preflight.available_memory()
+    assert available is None or 2**20 < available < 2**50
+
+
+def test_a_full_start_that_is_refused_late_loses_nothing(place: Path, tmp_path: Path) -> None:
+    """With --overwrite: whatever is refused before `claim_folder`, the earlier run is whole."""
+    run = begun(tmp_path)
+    before = content(run.folder)
+    bad = config(
+        tmp_path,
+        site={"stages": 4, "chunks": 1, "batch_size": 16},
+        outer={"fragments": 99, "inner_steps": 99},
+    )
+    preflight.check_folder(bad, resume=False, overwrite=True)
+    preflight.check_coordinator(bad)
+    with pytest.raises(ConfigError, match=r"outer\.fragments"):
+        preflight.check_model(bad)
+    assert content(run.folder) == before
+
+
+def test_the_headline_says_what_is_trained(place: Path) -> None:
+    text = preflight.headline(config(place), TokenFiles.open(place / "tokens"))
+    assert text.startswith("run run: qwen3, ")
+    assert "2 sites x 2 stages x 1 shard" in text
+    assert "vocabulary 270" in text
+
+
+def test_errors_of_the_folder_are_of_the_right_kind(tmp_path: Path) -> None:
+    with pytest.raises(TrainingError):
+        preflight.check_folder(config(tmp_path), resume=True)
+    assert memory.GIB == 2**30
+
+
+# --- all of it, by the function that starts a run ---
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"site": {"stages": 5, "batch_size": 20}}, "is above the model's 4 layers"),
+        ({"site": {"batch_size": 40000}}, "site.batch_size 40000 is above the"),
+        ({"data": {"sequence_length": 65}}, "above the model's max_position_embeddings 64"),
+        ({"data": {"source": "/nowhere/at-all"}}, "data.source"),
+        ({"network": {"host": "192.0.2.1"}}, "cannot be listened on"),
+        ({"metrics": {"sinks": ["wandb"]}}, "wandb is not installed"),
+        ({"run": {"folder": "/proc/{name}"}}, "cannot be written to"),
+        ({"sites": {"lyon": {"data": "/nowhere"}}}, "/nowhere: no token files here"),
+    ],
+)
+def test_a_start_is_refused_before_any_process_of_the_run(
+    place: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], expected: str
+) -> None:
+    start = local.processes.start
+    started = []
+
+    def watched(*arguments: Any, name: str) -> Any:
+        started.append(name)
+        return start(*arguments, name=name)
+
+    monkeypatch.setattr(local.processes, "start", watched)
+    monkeypatch.setattr(preflight, "check_sinks", _without_wandb)
+    if expected == "data.source":
+        change["data"]["folder"] = str(place / "never")
+    run = config(place, "refused", **change)
+    text = refusal(local.train_here, run, Hooks(), resume=False, overwrite=False, debug=False)
+    assert expected in text
+    assert set(started) <= {"_prepare"}
+    # The same name can be used for the next try.
+    assert not (run.folder / "run.toml").exists()
+
+
+def _without_wandb(run: RunConfig) -> None:
+    if "wandb" in run.metrics.sinks:
+        raise ConfigError("metrics.sinks: wandb is not installed; run: pip install wandb")

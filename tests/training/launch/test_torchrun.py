@@ -1,0 +1,405 @@
+"""Ranks that a launcher has started: they wait for each other, and fork before they start more."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from dilocox.config.run_config import RunConfig, resolve_run
+from dilocox.coordinator.client.endpoint import Endpoint
+from dilocox.errors import ConfigError, JoinError
+from dilocox.training.launch import local, torchrun
+from dilocox.training.launch import rank as rank_process
+from dilocox.training.launch.supervisor import listening
+from dilocox.training.launch.torchrun import Seal, agree, meeting_place
+from dilocox.training.launch.torchrun_env import RankVariables
+
+pytestmark = pytest.mark.waits
+
+SOON = timedelta(seconds=30)
+TOKEN = f"dilocox1-{'a' * 64}-{'5' * 32}"
+
+
+@pytest.fixture(autouse=True)
+def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torchrun, "LOOK", 0.005)
+
+
+def free_port() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return str(server.getsockname()[1])
+
+
+def variables(rank: int, world: int, port: str = "1") -> RankVariables:
+    return RankVariables(rank, world, rank, world, "127.0.0.1", port)
+
+
+def nothing() -> None:
+    return
+
+
+def all_agree(
+    prepares: list[Callable[[], object]], enrol: Callable[[], str], store: Any = None
+) -> list[Any]:
+    """What every rank gets, or the error that it raises."""
+    store = dist.HashStore() if store is None else store
+    seal = Seal(TOKEN, "paris")
+
+    def one(rank: int) -> object:
+        try:
+            return agree(store, rank, len(prepares), prepares[rank], enrol, seal)
+        except JoinError as error:
+            return error
+
+    with ThreadPoolExecutor(len(prepares)) as pool:
+        return list(pool.map(one, range(len(prepares))))
+
+
+def test_the_site_enrols_when_every_rank_is_through() -> None:
+    order: list[str] = []
+    first = threading.Event()
+
+    def check() -> None:
+        order.append("checked")
+        first.set()
+
+    def fetch() -> None:
+        assert first.wait(10.0)
+        order.append("fetched")
+
+    def enrol() -> str:
+        order.append("enrolled")
+        return "identity"
+
+    assert all_agree([check, fetch, fetch], enrol) == ["identity"] * 3
+    assert order == ["checked", "fetched", "fetched", "enrolled"]
+
+
+@pytest.mark.parametrize("culprit", [0, 1, 2])
+def test_what_one_rank_cannot_do_ends_all(culprit: int) -> None:
+    def refuse() -> None:
+        raise ConfigError("no room: buy some")
+
+    prepares: list[Callable[[], object]] = [nothing] * 3
+    prepares[culprit] = refuse
+
+    def enrol() -> str:
+        raise AssertionError("enrolled")
+
+    said = all_agree(prepares, enrol)
+    assert [str(error) for error in said] == ["no room: buy some"] * 3
+
+
+class Open:
+    """A store as a stranger in the site's network sees it: without a key, and for all its life."""
+
+    def __init__(self) -> None:
+        self.store = dist.HashStore()
+        self.seen: list[bytes] = []
+
+    def set(self, key: str, value: str) -> None:
+        self.store.set(key, value)
+        self.seen.append(self.store.get(key))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.store, name)
+
+
+def test_a_stranger_in_the_store_does_not_learn_who_the_site_is() -> None:
+    store = Open()
+    identity = '{"key": "-----BEGIN PRIVATE KEY-----"}'
+    assert all_agree([nothing] * 3, lambda: identity, store) == [identity] * 3
+    assert len(store.seen) == 3
+    assert not any(b"PRIVATE" in value or TOKEN.encode() in value for value in store.seen)
+    assert not store.check(["enrolled"]), "when all have read it, the sealed text goes, too"
+
+
+@pytest.mark.parametrize("damage", ["token", "site", "bit", "rubbish"])
+def test_what_was_not_sealed_with_the_join_token_is_refused(damage: str) -> None:
+    sealed = Seal(TOKEN, "paris").close("identity")
+    seal = Seal(TOKEN, "paris")
+    if damage == "token":
+        seal = Seal(TOKEN.replace("5", "6"), "paris")
+    elif damage == "site":
+        seal = Seal(TOKEN, "lyon")
+    elif damage == "bit":
+        sealed = sealed[:-1] + ("0" if sealed[-1] != "0" else "1")
+    else:
+        sealed = "é not hex"
+    with pytest.raises(JoinError, match="not sealed with this site's join token") as caught:
+        seal.open(sealed)
+    assert TOKEN not in str(caught.value)
+    assert Seal(TOKEN, "paris").close("identity") != Seal(TOKEN, "paris").close("identity")
+
+
+def test_a_site_of_one_rank_meets_nobody() -> None:
+    with meeting_place(variables(0, 1), SOON) as store:
+        assert store is None
+        assert agree(store, 0, 1, nothing, lambda: "me", Seal(TOKEN, "paris")) == "me"
+
+
+@pytest.mark.waits
+def test_ranks_meet_in_a_store_that_ends_with_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    port = free_port()
+    with meeting_place(variables(0, 2, port), SOON) as first:
+        assert first is not None
+        # Nothing here that a fork would harm: the store's own thread is in another process.
+        with meeting_place(variables(1, 2, port), SOON) as second:
+            assert second is not None
+            first.set("key", "value")
+            assert second.get("key") == b"value"
+            assert not second.check(["other"])
+            # As if the first rank had died.
+            torchrun.processes.end(_children("meeting"), grace=0.0)
+            with pytest.raises(JoinError, match="the first rank of this site is gone"):
+                torchrun._hear(second, "other")
+
+
+def _children(name: str) -> list[Any]:
+    import multiprocessing
+
+    ours: list[Any] = [each for each in multiprocessing.active_children() if each.name == name]
+    assert len(ours) == 1
+    for each in ours:
+        each.kill()
+    return ours
+
+
+def test_a_port_that_is_taken_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    with socket.create_server(("", 0)) as server:
+        port = str(server.getsockname()[1])
+        with (
+            pytest.raises(JoinError, match=f"127.0.0.1:{port}: the ranks cannot meet there"),
+            meeting_place(variables(0, 2, port), SOON),
+        ):
+            pass
+
+
+def test_torchruns_own_store_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    agent = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    for attempt in ("0", "1"):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
+        with meeting_place(variables(0, 2, str(agent.port)), SOON) as store:
+            assert store is not None
+            # What an earlier attempt has said is not heard.
+            assert not store.check(["enrolled"])
+            store.set("enrolled", "+")
+
+
+def run(tmp_path: Path, **site: Any) -> RunConfig:
+    return resolve_run(
+        {
+            "run": {"folder": str(tmp_path)},
+            "model": {"architecture": {"model_type": "qwen3"}},
+            "site": {"batch_size": 4, "micro_batch_size": 2, **site},
+            "sites": {"paris": {}, "lyon": {}},
+        }
+    )
+
+
+def test_a_wrong_number_of_ranks_is_refused(tmp_path: Path) -> None:
+    config = run(tmp_path, stages=2)
+    endpoint = Endpoint("https://localhost:1", {"paris": "token"}, "")
+    with pytest.raises(JoinError, match="3 ranks were started, the run file asks for stages x"):
+        torchrun.join_as_rank(
+            config, "paris", endpoint, variables(0, 3), nothing, nothing, debug=False
+        )
+
+
+def test_all_is_checked_before_a_group_or_cuda_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under a launcher as without one: model, weights, data, memory; then enrolment, then more."""
+    done: list[str] = []
+
+    def step(name: str, answer: object = None) -> Callable[..., Any]:
+        def noted(*_: object, **options: Any) -> Any:
+            assert not dist.is_initialized()
+            done.append(name)
+            if name == "check_run":
+                assert options == {"sites_here": 1, "ranks_here": 1}
+            return answer
+
+        return noted
+
+    class Files:
+        vocabulary_size = 270
+
+    class Identity:
+        def to_text(self) -> str:
+            return "identity"
+
+    for name in ("check_model", "check_run", "check_data"):
+        monkeypatch.setattr(local.preflight, name, step(name))
+    monkeypatch.setattr(local, "fetch_weights", step("fetch_weights"))
+    monkeypatch.setattr(local, "prepare_data", step("prepare_data", Files()))
+    monkeypatch.setattr(local, "rank_variables", lambda: variables(0, 1))
+    monkeypatch.setattr(torchrun, "enrol_site", step("enrol_site", Identity()))
+    monkeypatch.setattr(torchrun.Identity, "from_text", lambda text: text)
+    monkeypatch.setattr(torchrun, "run_rank", step("run_rank", 0))
+    monkeypatch.setattr(RankVariables, "export", nothing_of)
+    code = local.join(run(tmp_path), site="paris", address="localhost:1", token="t", debug=False)
+    assert code == 0
+    expected = ["check_model", "fetch_weights", "prepare_data", "check_run", "check_data"]
+    assert done == [*expected, "enrol_site", "run_rank"]
+
+
+def nothing_of(_: RankVariables) -> None:
+    return
+
+
+def test_a_rank_says_that_it_lives_before_it_builds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank's process listens for links, says that it is alive, and only then builds."""
+    done: list[str] = []
+    store = dist.HashStore()
+
+    class StopError(Exception):
+        pass
+
+    class Control:
+        def __init__(self, *_: object) -> None:
+            return
+
+        def start(self, *, building: bool) -> None:
+            done.append(f"beats, building {building}")
+
+        def touch(self) -> None:
+            return
+
+        def close(self) -> None:
+            return
+
+    class Links:
+        def __init__(self) -> None:
+            done.append("links")
+
+        def close(self) -> None:
+            done.append("links closed")
+
+    class Client:
+        def __init__(self, *_: object) -> None:
+            done.append("client")
+
+        def close(self) -> None:
+            done.append("closed")
+
+    def build(*_: object, **options: Any) -> None:
+        assert options["store"] is store
+        done.append("build")
+        raise StopError
+
+    class Opened:
+        @staticmethod
+        def open(_: object) -> Any:
+            return type("Files", (), {"vocabulary_size": 270})
+
+    monkeypatch.setattr(rank_process, "TokenFiles", Opened)
+    monkeypatch.setattr(rank_process.Blueprint, "of", lambda *_: None)
+    monkeypatch.setattr(rank_process, "open_endpoint", lambda *_: Links())
+    monkeypatch.setattr(rank_process, "RankControl", Control)
+    monkeypatch.setattr(rank_process.site_log, "TellingClient", Client)
+    monkeypatch.setattr(rank_process, "build_rank", build)
+    job = rank_process.RankJob(
+        config=run(tmp_path, stages=2),
+        place=rank_process.Place("paris", 0, 0),
+        url="https://localhost:1",
+        identity=None,  # type: ignore[arg-type]
+        hooks=rank_process.Hooks(),
+        address="127.0.0.1",
+        meeting=store,
+        local_rank=0,
+        ranks_here=2,
+        shared_folder=False,
+        log_file=None,
+    )
+    with pytest.raises(StopError):
+        rank_process._train(job, lambda *_: None)
+    assert done == [
+        "links", "client", "beats, building True", "build", "links closed", "closed",
+    ]  # fmt: skip
+
+
+class Line:
+    """What a rank says to its coordinator, which may not let the site go."""
+
+    def __init__(self, can_retire: bool = True) -> None:
+        self.said: list[str] = []
+        self._can = can_retire
+
+    def retire(self, reason: str) -> bool:
+        self.said.append(f"retire: {reason}")
+        return self._can
+
+    def leave(self, reason: str, *, failed: bool) -> None:
+        self.said.append(f"leave: {reason}, failed {failed}")
+
+
+def test_a_launchers_sigterm_has_the_site_leave_and_the_rank_trains_on() -> None:
+    moment, ended, line = 100.0, list[int](), Line()
+    going = torchrun.Going(line, ended.append, now=lambda: moment)  # type: ignore[arg-type]
+    with listening(asked=going):
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
+        until(lambda: bool(line.said))
+        # Both were one request, and nothing has ended.
+        assert (line.said, going.times, ended) == (["retire: asked to go (signal 15)"], 1, [])
+        moment += 3.0
+        os.kill(os.getpid(), signal.SIGTERM)
+        until(lambda: bool(ended))
+    assert line.said[1:] == ["leave: asked to go (signal 15), failed False"]
+    assert ended == [130]
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_a_rank_that_cannot_ask_ends_at_once() -> None:
+    ended, line = list[int](), Line(can_retire=False)
+    going = torchrun.Going(line, ended.append)  # type: ignore[arg-type]
+    going(signal.SIGTERM, None)
+    until(lambda: bool(ended))
+    assert ended == [130]
+    assert len(line.said) == 2
+
+
+def test_a_rank_that_was_asked_to_go_says_so_in_its_exit_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def told(*_: object) -> int:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return 0
+
+    line = Line()
+    monkeypatch.setattr(torchrun, "enrol_site", lambda *_: SimpleNamespace(to_text=lambda: "id"))
+    monkeypatch.setattr(torchrun.Identity, "from_text", lambda text: text)
+    monkeypatch.setattr(torchrun, "run_rank", told)
+    monkeypatch.setattr(torchrun, "SiteLine", lambda *_: line)
+    monkeypatch.setattr(RankVariables, "export", nothing_of)
+    endpoint = Endpoint("https://localhost:1", {"paris": "token"}, "")
+    code = torchrun.join_as_rank(
+        run(tmp_path), "paris", endpoint, variables(0, 1), nothing, nothing, debug=False
+    )
+    assert code == 130
+    until(lambda: bool(line.said))
+
+
+def until(true: Callable[[], bool]) -> None:
+    end = time.monotonic() + 20.0
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.005)

@@ -1,0 +1,192 @@
+"""The model with the lowest held-out loss: which one it is, and that it is replaced as a whole."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from dilocox.config.run_config import RunConfig, resolve_run
+from dilocox.data import TokenFiles
+from dilocox.errors import ConfigError
+from dilocox.models import load_model_config
+from dilocox.training import best_model
+from dilocox.training.builder import Blueprint, Place, Rank
+from dilocox.training.checkpointing import Keeper
+from tests.support.architectures import reference_model
+
+pytestmark = pytest.mark.waits
+
+
+def run_of(root: Path, **sections: Any) -> RunConfig:
+    return resolve_run(
+        {
+            "run": {"name": "best", "folder": str(root / "run")},
+            "model": {
+                "architecture": {
+                    "model_type": "llama",
+                    "hidden_size": 16,
+                    "intermediate_size": 16,
+                    "num_hidden_layers": 1,
+                    "num_attention_heads": 2,
+                }
+            },
+            "sites": {"paris": {}, "lyon": {}},
+            "checkpoint": {"best": True},
+            "evaluation": {"every_rounds": 1},
+            **sections,
+        }
+    )
+
+
+class Told:
+    """What a rank has reported to the coordinator."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    def report(self, round_: int, metrics: dict[str, Any], kind: str = "round") -> None:
+        assert kind == "warning"
+        self.texts.append(metrics["text"])
+
+
+class Site:
+    """A site of one rank whose anchor holds one number everywhere."""
+
+    def __init__(self, run: RunConfig, name: str = "paris", shared: bool = False) -> None:
+        self.run, self.told = run, Told()
+        model = reference_model(load_model_config(run.model, 96))
+        self.anchor = {name: p.detach() for name, p in model.named_parameters()}
+        rank = SimpleNamespace(
+            place=Place(name, 0, 0),
+            blueprint=Blueprint.of(run, 96),
+            mesh=SimpleNamespace(stages=1, shards=1, gather_names=lambda names: [names]),
+            model=SimpleNamespace(saved_buffers=dict),
+            states=[
+                SimpleNamespace(
+                    layout=SimpleNamespace(views=lambda _: self.anchor), anchor=None
+                )
+            ],
+        )  # fmt: skip
+        files = cast(TokenFiles, SimpleNamespace(tokenizer_folder=None))
+        self.keeper = Keeper(
+            run, cast(Rank, rank), files, shared, cast(Any, self.told), None, lambda: None
+        )
+        self.rank = cast(Rank, rank)
+
+    def evaluate(self, round_: int, loss: float, first: bool = True) -> None:
+        """An evaluation of an anchor that is full of the round's number."""
+        for tensor in self.anchor.values():
+            tensor.fill_(float(round_))
+        self.keeper.keep_best(self.rank, round_, loss, first=first)
+
+    @property
+    def kept(self) -> tuple[int, float] | None:
+        """(round, loss) of the model in `model-best/`, which has the values of that round."""
+        folder = self.run.folder / "model-best"
+        if not folder.exists():
+            return None
+        said = json.loads((folder / "held_out.json").read_text())
+        files = sorted(folder.glob("*.safetensors"))
+        assert files
+        for tensor in (t for file in files for t in load_file(file).values()):
+            assert torch.equal(tensor, torch.full_like(tensor, said["after_round"]))
+        assert (folder / "config.json").exists()
+        return said["after_round"], said["val_loss"]
+
+
+def test_the_lowest_loss_stays(tmp_path: Path) -> None:
+    site = Site(run_of(tmp_path))
+    site.run.folder.mkdir()
+    site.evaluate(-1, 0.5)
+    assert site.kept is None, "the model before training is no model of the run"
+    for round_, loss, best in [
+        (0, 4.0, 0), (1, float("nan"), 0), (2, 3.0, 2), (3, 3.0, 2), (4, 3.5, 2), (5, 2.0, 5),
+    ]:  # fmt: skip
+        site.evaluate(round_, loss)
+        assert site.kept is not None
+        assert site.kept[0] == best
+    # A run that is resumed knows it from the folder.
+    again = Site(site.run)
+    again.evaluate(3, 2.5)
+    assert again.kept == (5, 2.0)
+    again.evaluate(6, 1.5)
+    assert again.kept == (6, 1.5)
+    assert sorted(path.name for path in site.run.folder.iterdir()) == ["model-best"]
+    assert site.told.texts == again.told.texts == []
+
+
+def test_nothing_is_written_unasked(tmp_path: Path) -> None:
+    site = Site(run_of(tmp_path, checkpoint={}))
+    site.run.folder.mkdir()
+    site.evaluate(0, 4.0)
+    assert list(site.run.folder.iterdir()) == []
+
+
+def test_in_a_folder_of_all_sites_only_the_first_writes(tmp_path: Path) -> None:
+    run = run_of(tmp_path)
+    run.folder.mkdir()
+    paris, lyon = Site(run, shared=True), Site(run, "lyon", shared=True)
+    paris.evaluate(0, 4.0)
+    lyon.evaluate(0, 3.9, first=False)
+    assert paris.kept == (0, 4.0)
+    # The first site is lost, and the other one evaluates.
+    lyon.evaluate(1, 3.0)
+    assert lyon.kept == (1, 3.0)
+    own = Site(run_of(tmp_path / "own"), "lyon")
+    own.run.folder.mkdir(parents=True)
+    own.evaluate(0, 3.0, first=False)
+    assert own.kept == (0, 3.0)
+
+
+@pytest.mark.parametrize("crash", ["before the first", "between the two"])
+def test_a_replacement_that_was_cut_off_is_completed(tmp_path: Path, crash: str) -> None:
+    site = Site(run_of(tmp_path))
+    run = site.run.folder
+    run.mkdir()
+    site.evaluate(0, 4.0)
+    if crash == "between the two":
+        # The new one is whole, and the old one has been renamed already.
+        site.evaluate(1, 3.0)
+        (run / "model-best").rename(best_model.partial(run, "paris"))
+        (run / "model-best.paris.old").mkdir()
+        assert best_model.lowest(run, "paris") == 3.0
+        assert site.kept == (1, 3.0)
+    else:
+        part = best_model.partial(run, "paris")
+        part.mkdir()
+        (part / "model.safetensors").write_text("half")
+        (part / "left.txt").write_text("")
+        site.evaluate(1, 3.0)
+        assert site.kept == (1, 3.0)
+        assert not (run / "model-best" / "left.txt").exists()
+    assert sorted(path.name for path in run.iterdir()) == ["model-best"]
+
+
+def test_a_note_that_cannot_be_read_is_replaced(tmp_path: Path) -> None:
+    site = Site(run_of(tmp_path))
+    site.run.folder.mkdir()
+    site.evaluate(0, 4.0)
+    for text in ("", "[]", '{"val_loss": "x"}', '{"val_loss": NaN}'):
+        (site.run.folder / "model-best" / "held_out.json").write_text(text)
+        assert best_model.lowest(site.run.folder, "paris") is None
+    site.evaluate(1, 5.0)
+    assert site.kept == (1, 5.0)
+
+
+def test_a_disk_that_fails_is_reported_and_training_goes_on(tmp_path: Path) -> None:
+    site = Site(run_of(tmp_path))
+    site.run.folder.write_text("a file where the run folder should be")
+    site.evaluate(0, 4.0)
+    assert len(site.told.texts) == 1
+    assert "the best model was not written" in site.told.texts[0]
+
+
+def test_best_without_evaluations_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="set every_rounds, or leave best out"):
+        run_of(tmp_path, evaluation={})

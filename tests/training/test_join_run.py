@@ -1,0 +1,209 @@
+"""How a site that enters follows the rounds, without a model and a network."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from dilocox.coordinator.protocol.entry_messages import CheckPiecesReply
+from dilocox.coordinator.protocol.messages import Entering
+from dilocox.errors import RunOverError
+from dilocox.outer.in_flight import Counts
+from dilocox.outer.snapshot import Snapshot
+from dilocox.training import join_run
+from dilocox.training.join_run import EntryStopped, Newcomer
+
+pytestmark = pytest.mark.waits
+
+ENTRY = Entering(site="new", incarnation=1, donor="old", from_round=3)
+
+
+def news(phase: str, **more: Any) -> SimpleNamespace:
+    """What a beat brings back."""
+    told = {"lease": 1000, "stop_tick": None, "role": "active", "entering": [], **more}
+    return SimpleNamespace(phase=phase, **told)
+
+
+def answer(plan: Any, receive: bool = False, leave: bool = False) -> SimpleNamespace:
+    """What the coordinator says of a round's plan."""
+    return SimpleNamespace(plan=plan, receive=receive, leave=leave)
+
+
+class Followed:
+    """A rank whose rounds are only counted, in a run that starts after some looks."""
+
+    site = "new"
+
+    def __init__(self, phases: list[str]) -> None:
+        self.phases, self.asked, self.ends, self.touched = phases, 0, list[tuple[int, str]](), 0
+        self.at = SimpleNamespace(round=0, slot=0, tick=0)
+        self.config = SimpleNamespace(shares_moments=True)
+        state = SimpleNamespace(
+            anchor=torch.zeros(1), agreed=dict, digest_of=lambda agreed: "0" * 64
+        )
+        self.rank = SimpleNamespace(
+            states=[state],
+            place=SimpleNamespace(site="new", stage=0, shard=0),
+            model=SimpleNamespace(sync_tied=lambda moments: None),
+        )
+        self.control = SimpleNamespace(touch=self._touch, hurry=lambda: None)
+        self.outer = SimpleNamespace(
+            awaiting=set(), end_of_slot=self._end_of_slot, reset_to_anchor=lambda: None,
+            counts=Counts(wait_seconds=7.0, exchanges=3),
+        )  # fmt: skip
+        self.client = SimpleNamespace(
+            poll_plan=self._plan, ready=lambda: None, check_pieces=self._check
+        )
+
+    def _check(self, entry: Entering, pieces: Any, all_came: bool) -> CheckPiecesReply:
+        """Most hold what has come."""
+        return CheckPiecesReply(
+            same=[each.piece for each in pieces], different=[], donor=entry.donor
+        )
+
+    def _touch(self) -> None:
+        self.touched += 1
+
+    def _end_of_slot(self, plan: Any, slot: int) -> None:
+        # What the coordinator says to an exchange that is begun before.
+        assert self.control.news.phase == "running", "the run is starting: nothing to exchange"
+        self.ends.append((self.at.round, self.control.news.phase))
+
+    def _plan(self, round_: int, wait: float) -> Any:
+        """A recorded plan is there from the start; the site counts from round 4 on."""
+        self.asked += 1
+        members = {"old": None, "new": None} if round_ == 4 else {"old": None}
+        plan = SimpleNamespace(
+            kind="train", first_tick=2 * round_, slots=1, members=members,
+            model_copy=lambda update: plan,
+        )  # fmt: skip
+        return answer(plan)
+
+
+def newcomer_of(followed: Any) -> Newcomer:
+    """Its newcomer, which would fetch from a donor that is there."""
+    form: Any = lambda *_: None  # noqa: E731
+    return Newcomer(followed, followed.control, followed.client, ENTRY, form, 1.0)
+
+
+@pytest.fixture(autouse=True)
+def fetched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All has come already, and nobody needs to pause."""
+    monkeypatch.setattr(join_run, "PAUSE", 0.0)
+    monkeypatch.setattr(Newcomer, "_fetch", lambda self: None)
+    monkeypatch.setattr(Newcomer, "adopt", lambda self: self._own.outer.awaiting.clear())
+
+
+def test_nothing_is_followed_before_the_run_has_started() -> None:
+    """A resumed run has plans from the start; the site asks on, and lives."""
+    followed: Any = Followed(["starting"] * 3 + ["running"])
+
+    class Control(SimpleNamespace):
+        looks = 0
+
+        @property
+        def news(self) -> Any:
+            phase = followed.phases[min(followed.asked, len(followed.phases) - 1)]
+            return news(phase)
+
+    followed.control = Control(touch=followed._touch, hurry=lambda: None)
+    newcomer_of(followed).follow()
+    assert followed.ends == [(3, "running")]
+    assert followed.asked == 3 + 2
+    assert followed.touched >= 3
+    assert followed.at.round == 4
+
+
+def test_what_was_waited_for_on_the_way_is_not_in_the_first_round() -> None:
+    followed: Any = Followed(["running"])
+    followed.control.news = news("running")
+    newcomer_of(followed).follow()
+    assert followed.outer.counts == Counts()
+
+
+class Leased(SimpleNamespace):
+    """News whose lease goes on by a slot with every look, as far as `most`."""
+
+    looks, most, told = 0, 1000, dict[str, Any]()
+
+    @property
+    def news(self) -> Any:
+        self.looks += 1
+        return news("running", **{"lease": min(self.looks, self.most), **self.told})
+
+
+def turns_back(followed: Any, **control: Any) -> bool | None:
+    """Whether the site leaves if it turns back; None if it does not turn back."""
+    followed.control = Leased(touch=followed._touch, hurry=lambda: None, **control)
+    try:
+        newcomer_of(followed).follow()
+    except EntryStopped as stop:
+        return stop.leaves
+    return None
+
+
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(join_run, "GLANCE", 0.0)
+
+
+def test_it_goes_no_further_than_the_lease(at_once: None) -> None:
+    """Else it would say that it stands where nobody may be yet, and be refused."""
+    followed: Any = Followed(["running"])
+    ends: list[tuple[int, int]] = []
+
+    def end_of_slot(plan: Any, slot: int) -> None:
+        ends.append((plan.first_tick + slot, followed.control.looks))
+
+    followed.outer.end_of_slot = end_of_slot
+    assert turns_back(followed) is None
+    assert [tick for tick, _ in ends] == [7]
+    assert all(tick <= looks for tick, looks in ends)
+    assert followed.at.tick == 8 <= followed.control.looks
+
+
+def test_it_turns_back_where_the_run_stops(at_once: None) -> None:
+    """At a slot of a round that it follows, and before one that will not be planned any more."""
+    followed: Any = Followed(["running"])
+    assert turns_back(followed, most=6, told={"stop_tick": 6}) is False
+    assert followed.ends == []
+    waiting: Any = Followed(["running"])
+    waiting.client.poll_plan = lambda round_, wait: answer(None)
+    assert turns_back(waiting, told={"stop_tick": 6}) is False
+
+
+def test_a_site_that_is_to_leave_does_not_enter_again(at_once: None) -> None:
+    followed: Any = Followed(["running"])
+    followed.client.poll_plan = lambda round_, wait: answer(None, leave=True)
+    assert turns_back(followed) is True
+
+
+def test_a_site_that_the_flush_leaves_out_publishes_nothing(at_once: None) -> None:
+    followed: Any = Followed(["running"])
+    flush = SimpleNamespace(kind="flush", first_tick=6, slots=1, members={"old": None})
+    followed.client.poll_plan = lambda round_, wait: answer(flush, receive=True)
+    with pytest.raises(RunOverError, match="site new: the run ends before it has entered"):
+        turns_back(followed)
+
+
+def test_of_two_donors_the_first_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What has landed since on a piece that was taken over is not undone by another's copy."""
+    followed: Any = Followed(["running"])
+    taken: list[int] = []
+
+    def adopt(snapshot: Any) -> None:
+        taken.append(snapshot.tick)
+        followed.outer.awaiting.discard(snapshot.piece)
+
+    followed.outer.adopt = adopt
+    followed.control.news = news("running")
+    monkeypatch.undo()
+    monkeypatch.setattr(Newcomer, "_fetch", lambda self: None)
+    newcomer = newcomer_of(followed)
+    for tick in (3, 6):
+        newcomer._take(0, Snapshot(0, tick, {}, ""))
+        newcomer.adopt()
+    assert taken == [3]
