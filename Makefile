@@ -57,28 +57,28 @@ types: $(VENV)/.ready-dev
 setup: $(VENV)/.ready
 setup-dev: $(VENV)/.ready-dev
 
-$(VENV)/.ready: pyproject.toml constraints.txt tools/setup_venv.py tools/torch_index.py
-	$(PYTHON) tools/setup_venv.py $(VENV)
+$(VENV)/.ready: pyproject.toml constraints.txt scripts/setup_venv.py scripts/torch_index.py
+	$(PYTHON) scripts/setup_venv.py $(VENV)
 	@touch $@
 
-$(VENV)/.ready-dev: pyproject.toml constraints.txt tools/setup_venv.py tools/torch_index.py
-	$(PYTHON) tools/setup_venv.py $(VENV) --dev
+$(VENV)/.ready-dev: pyproject.toml constraints.txt scripts/setup_venv.py scripts/torch_index.py
+	$(PYTHON) scripts/setup_venv.py $(VENV) --dev
 	@touch $(VENV)/.ready $@
 
-$(LOWEST)/.ready: pyproject.toml constraints-lowest.txt tools/setup_venv.py tools/torch_index.py
-	$(PYTHON) tools/setup_venv.py $(LOWEST) --tests --constraints constraints-lowest.txt
+$(LOWEST)/.ready: pyproject.toml constraints-lowest.txt scripts/setup_venv.py scripts/torch_index.py
+	$(PYTHON) scripts/setup_venv.py $(LOWEST) --tests --constraints constraints-lowest.txt
 	@touch $@
 
-$(HIGHEST)/.ready: pyproject.toml constraints-highest.txt tools/setup_venv.py tools/torch_index.py
-	$(PYTHON) tools/setup_venv.py $(HIGHEST) --tests --constraints constraints-highest.txt
+$(HIGHEST)/.ready: pyproject.toml constraints-highest.txt scripts/setup_venv.py scripts/torch_index.py
+	$(PYTHON) scripts/setup_venv.py $(HIGHEST) --tests --constraints constraints-highest.txt
 	@touch $@
 
 # requirements-hashed.txt anew, after a change of pyproject.toml or constraints.txt.
 lock: $(AUDIT)/.ready
-	PATH="$(AUDIT)/bin:$$PATH" $(AUDIT)/bin/python tools/lock_requirements.py
+	PATH="$(AUDIT)/bin:$$PATH" $(AUDIT)/bin/python scripts/lock_requirements.py
 
 audit-dependencies: $(AUDIT)/.ready
-	$(AUDIT)/bin/python tools/audit_dependencies.py
+	$(AUDIT)/bin/python scripts/audit_dependencies.py
 
 # What a release is published with: CycloneDX, from the file with hashes.
 sbom: $(AUDIT)/.ready
@@ -86,9 +86,9 @@ sbom: $(AUDIT)/.ready
 	$(AUDIT)/bin/cyclonedx-py requirements requirements-hashed.txt --pyproject pyproject.toml \
 		--output-reproducible -o dist/sbom.cdx.json
 
-$(AUDIT)/.ready: tools/audit-requirements.txt
+$(AUDIT)/.ready: scripts/audit-requirements.txt
 	$(PYTHON) -m venv $(AUDIT)
-	$(AUDIT)/bin/pip install --quiet -r tools/audit-requirements.txt
+	$(AUDIT)/bin/pip install --quiet -r scripts/audit-requirements.txt
 	@touch $@
 
 clean:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "tools"))
+sys.path.insert(0, str(ROOT / "scripts"))
 
 from audit_dependencies import judge  # noqa: E402
 from setup_venv import BUILD, SOURCES  # noqa: E402

@@ -269,7 +269,7 @@ def test_keys_are_seen() -> None:
 
 def tool(name: str) -> ModuleType:
     """tools/NAME.py as a module."""
-    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
+    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -280,7 +280,7 @@ def tool(name: str) -> ModuleType:
 def test_run_file_reference_is_what_its_script_writes() -> None:
     written = (ROOT / "docs" / "run-file.md").read_text(encoding="utf-8")
     assert written == tool("write_run_file_docs").document(), (
-        "run python tools/write_run_file_docs.py"
+        "run python scripts/write_run_file_docs.py"
     )
 
 
@@ -288,7 +288,7 @@ def test_pictures_and_the_gpu_table_are_of_the_committed_results() -> None:
     drawn = tool("draw_measured").pictures()
     assert [path.name for path in drawn] == ["measured.md", "loss.svg", "speed.svg"]
     for path, text in drawn.items():
-        assert path.read_text(encoding="utf-8") == text, "run python tools/draw_measured.py"
+        assert path.read_text(encoding="utf-8") == text, "run python scripts/draw_measured.py"
 
 
 def test_every_key_is_explained_once() -> None:

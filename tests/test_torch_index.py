@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-TOOLS = Path(__file__).parent.parent / "tools"
+TOOLS = Path(__file__).parent.parent / "scripts"
 sys.path.insert(0, str(TOOLS))
 import torch_index  # noqa: E402
 

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dilocox.config.run_config import RunConfig, load_run, load_written, resolve_run
-from dilocox.models.hf_folder import export, generate, model_folder
 from dilocox.training.launch.join_token import read_token
+from dilocox.training.run_model import export, generate, model_folder
 
 if TYPE_CHECKING:
     from dilocox.inner.own_optimizer import OptimizerFactory

@@ -56,7 +56,7 @@ RUN_ELSEWHERE = {
     "python benchmarks/wan_beside.py --ratio 40 --blocks 2 --json NEW.json": "tests/benchmarks",
     QUALITY: "tests/benchmarks",
     "python -m benchmarks.gpu --minutes 9 --json FILE": "tests/benchmarks",
-    "python tools/draw_measured.py": "tests/test_docs.py",
+    "python scripts/draw_measured.py": "tests/test_docs.py",
     "python benchmarks/codecs.py": "tests/benchmarks",
     "python benchmarks/latency.py": "tests/benchmarks",
     "python benchmarks/exchange.py": "tests/benchmarks",
@@ -90,7 +90,7 @@ def commands() -> list[str]:
 def quickstart(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """`make quickstart` in a copy of the checkout, with the interpreter that runs the tests."""
     place = tmp_path_factory.mktemp("readme")
-    for name in ("Makefile", "examples", "constraints.txt", "pyproject.toml", "tools"):
+    for name in ("Makefile", "examples", "constraints.txt", "pyproject.toml", "scripts"):
         source = ROOT / name
         if source.is_dir():
             shutil.copytree(source, place / name)

@@ -34,12 +34,14 @@ import dilocox.api
 from dilocox.cli import main as cli
 from dilocox.coordinator.client.client import CoordinatorClient
 from dilocox.inner import SiteModel, determinism_mode, mean_cross_entropy
-from dilocox.models import hf_folder  # noqa: F401 - imported once, for all
 from dilocox.models.weight_source import FreshWeights
 from dilocox.outer.fragment_state import PieceState
 from dilocox.outer.snapshot import Snapshot
 from dilocox.tools.testbed.netns import enter_namespace
-from dilocox.training import checkpoint_io
+from dilocox.training import (
+    checkpoint_io,
+    run_model,  # noqa: F401 - imported once, for all
+)
 from dilocox.training.builder import Batches, Hooks, Sequences
 from dilocox.training.checkpointing import Keeper
 from dilocox.training.launch import local

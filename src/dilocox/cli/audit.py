@@ -111,7 +111,7 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError("--randomness: enters a selection; add --sample, or leave this out")
     audited, signer = _opened(options), _signer(options.key)
     _check_site(audited, options.site)
-    log = verdict_hand_in.opened(options, audited, signer)
+    log = verdict_hand_in.opened(options, audited.folder, audited.course, signer)
     console = Console(highlight=False, soft_wrap=True, quiet=options.json)
     if options.sample is not None:
         randomness = read_randomness(options.randomness) if options.randomness else {}
@@ -136,7 +136,7 @@ def run_auditor(options: argparse.Namespace) -> int:
 
     torch.set_num_threads(1)
     audited, signer = _opened(options), _signer(options.key)
-    log = verdict_hand_in.opened(options, audited, signer)
+    log = verdict_hand_in.opened(options, audited.folder, audited.course, signer)
     rate = options.sample
     if rate is None:
         rate = float(audited.course.config["record"].get("audit_rate", 0.0))

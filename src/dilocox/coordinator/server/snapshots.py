@@ -27,8 +27,9 @@ KEPT = 8
 def code() -> str:
     """SHA-256, hex, of the code that makes states of events: another one may make other states."""
     total = hashlib.sha256()
-    here = Path(__file__).parent
-    for path in sorted([*here.glob("*.py"), here.parent / "controller" / "pace.py"]):
+    server, coordinator = Path(__file__).parent, Path(__file__).parents[1]
+    rules = [*(coordinator / "protocol").glob("*.py"), coordinator / "controller" / "pace.py"]
+    for path in sorted([*server.glob("*.py"), *rules]):
         total.update(hashlib.sha256(path.read_bytes()).digest())
     return total.hexdigest()
 

@@ -140,12 +140,23 @@ class Memory:
         self.filed = {each: round_ for each, round_ in self.filed.items() if round_ >= oldest}
 
 
+CODE = (
+    "writer/log_summary.py",
+    "log/acceptance.py",
+    "writer/state_rules.py",
+    "log/state_statements.py",
+    "log/statements.py",
+    "log/merkle.py",
+)
+"""Modules below `record` whose code makes this knowledge."""
+
+
 @functools.cache
 def code() -> str:
     """SHA-256, hex, of the code that makes this knowledge of a log."""
     total = hashlib.sha256()
-    for name in ("memory", "acceptance", "held", "states", "statements", "merkle"):
-        total.update(Path(__file__).with_name(f"{name}.py").read_bytes())
+    for name in CODE:
+        total.update((Path(__file__).parents[1] / name).read_bytes())
     return total.hexdigest()
 
 

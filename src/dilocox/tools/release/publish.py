@@ -21,7 +21,6 @@ from dilocox.coordinator.record_keys import FOLDER as PRIVATE
 from dilocox.data.croissant import CROISSANT, render_croissant
 from dilocox.data.manifest import MANIFEST, read_manifest
 from dilocox.errors import CheckpointError, ConfigError, DilocoxError, RecordError
-from dilocox.models.hf_folder import check_plain_folder
 from dilocox.record.log.blob_store import BF16, STATES
 from dilocox.record.log.transparency_log import CHECKPOINT, ENTRIES, PUBLIC
 from dilocox.record.verify.report_json import as_json
@@ -30,6 +29,7 @@ from dilocox.tools.release.check_text import CHECK, check_text
 from dilocox.tools.report.folder import read_run
 from dilocox.tools.report.page import build
 from dilocox.tools.report.render import render
+from dilocox.training.run_model import check_plain_folder
 from dilocox.utils.storage import is_local, opened, sha256_of, unsafe_reason
 
 LOG_FILES = (ENTRIES, CHECKPOINT, PUBLIC)

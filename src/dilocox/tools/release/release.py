@@ -9,7 +9,6 @@ from pathlib import Path
 
 from dilocox.data.croissant import CROISSANT, render_croissant
 from dilocox.errors import CheckpointError, ConfigError
-from dilocox.models.hf_folder import check_plain_folder, export, model_folder
 from dilocox.record.verify.release_signature import key_beside
 from dilocox.tools.release.card import Terms, card
 from dilocox.tools.release.signature import (
@@ -21,6 +20,7 @@ from dilocox.tools.release.signature import (
 )
 from dilocox.tools.report.folder import read_run
 from dilocox.tools.report.page import build
+from dilocox.training.run_model import check_plain_folder, export, model_folder
 
 KEY = "release-key.pem"
 """In the coordinator's folder, which is never published."""

@@ -33,7 +33,6 @@ from dilocox.data.folder import check_place
 from dilocox.errors import ConfigError, DilocoxError, JoinError, TrainingError
 from dilocox.inner import available_cores
 from dilocox.models import count_parameters, load_model_config
-from dilocox.models.hf_folder import generate
 from dilocox.models.prefetch import fetch_weights
 from dilocox.training.builder import Hooks
 from dilocox.training.launch import preflight, site_log
@@ -47,6 +46,7 @@ from dilocox.training.launch.torchrun import join_as_rank
 from dilocox.training.launch.torchrun_env import rank_variables
 from dilocox.training.payload_sizes import payload_sizes
 from dilocox.training.portable_checkpoint import check_handover
+from dilocox.training.run_model import generate
 from dilocox.transport.link.endpoint import check_ports
 from dilocox.transport.link.tcp import check_congestion, congestion_hint
 from dilocox.utils import chrome_trace, processes

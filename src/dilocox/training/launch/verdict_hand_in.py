@@ -13,6 +13,7 @@ from pathlib import Path
 
 from dilocox.config.run_config import NetworkSection, RunConfig, load_written
 from dilocox.coordinator.client.client import CoordinatorClient
+from dilocox.coordinator.client.endpoint import Endpoint
 from dilocox.coordinator.client.enrolment import hand_in
 from dilocox.coordinator.client.errors import CoordinatorUnreachableError
 from dilocox.coordinator.identity import Identity
@@ -20,16 +21,15 @@ from dilocox.coordinator.protocol.audit_messages import HandInReply
 from dilocox.coordinator.protocol.timeouts import Timeouts
 from dilocox.coordinator.server.event_log import LOCK
 from dilocox.coordinator.server.refusals import Refused
-from dilocox.coordinator.server.run_server import Endpoint
 from dilocox.errors import ConfigError, DilocoxError, RecordError
 from dilocox.record.log.audit_verdicts import Signed, paths_of, read
 from dilocox.record.log.statements import Signer
 from dilocox.record.log.transparency_log import read_text
 from dilocox.record.log.verdict_statements import of_file
+from dilocox.record.verify.run_history import Course
 from dilocox.record.writer.notary import KEY_FILE, LogNotary
 from dilocox.record.writer.one_writer import LOCK as LOG_LOCK
 from dilocox.record.writer.one_writer import held
-from dilocox.tools.audit.audited_run import AuditedRun
 from dilocox.training.launch.join_token import read_token
 
 PATIENCE = 2.0
@@ -78,32 +78,37 @@ class HandIn:
         said = of_file(signed, line, self.by).statement(self.run)
         self.call(self.signer.sign(said))
 
-    def earlier(self, audited: AuditedRun) -> None:
+    def earlier(self, folder: Path, course: Course) -> None:
         """Hand in what this auditor's key has signed before and the log does not name."""
-        named = {each.file for each in audited.course.verdicts}
-        for path in paths_of(audited.folder):
+        named = {each.file for each in course.verdicts}
+        for path in paths_of(folder):
             signed = read(path, self.run)
             own = signed.auditor == self.signer.public
             if own and of_file(signed, read_text(path), self.by).file not in named:
                 self.file(path)
 
 
-def opened(options: argparse.Namespace, audited: AuditedRun, signer: Signer) -> HandIn | None:
-    """By the options of a command; None if it hands in nothing. Raises `DilocoxError`."""
+def opened(
+    options: argparse.Namespace, folder: Path, course: Course, signer: Signer
+) -> HandIn | None:
+    """By the options of a command, for the run in `folder`; None if nothing is handed in.
+
+    Raises `DilocoxError`.
+    """
     if not options.hand_in:
         given = "--coordinator" if options.coordinator else "--token-file"
         if options.coordinator or options.token_file:
             raise ConfigError(f"{given}: is for --hand-in; add that, or leave it out")
         return None
-    run = audited.course.run
+    run = course.run
     if options.coordinator is None:
         if options.token_file is not None:
             raise ConfigError("--token-file: is for --coordinator HOST:PORT; add that")
-        found = HandIn.open(_own(audited.folder), signer, run)
+        found = HandIn.open(_own(folder), signer, run)
     else:
         token = read_token(options.token_file)
         found = HandIn.open(_by_token(options.coordinator, token), signer, run)
-    found.earlier(audited)
+    found.earlier(folder, course)
     return found
 
 

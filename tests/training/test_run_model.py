@@ -15,8 +15,8 @@ from safetensors import safe_open
 
 import dilocox
 from dilocox.errors import CheckpointError, ConfigError
-from dilocox.models.hf_folder import export, generate, model_folder
 from dilocox.tools.release import release
+from dilocox.training.run_model import export, generate, model_folder
 
 pytestmark = pytest.mark.waits
 

@@ -1,7 +1,7 @@
 """Write requirements-hashed.txt: what dilocox needs, as tested, with the SHA-256 of every file.
 
     pip install uv
-    python tools/lock_requirements.py
+    python scripts/lock_requirements.py
 
 `uv` resolves pyproject.toml under constraints.txt for all platforms, from wheels alone, and takes
 the hashes from the package index. For a machine with a build of PyTorch from PyTorch's own index
@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LOCK = "requirements-hashed.txt"
 HEADER = """\
 # Every file that `pip install --require-hashes` may take, for all platforms (docs/install.md).
-# Written by tools/lock_requirements.py from pyproject.toml and constraints.txt; do not edit.
+# Written by scripts/lock_requirements.py from pyproject.toml and constraints.txt; do not edit.
 """
 OPTIONS = (
     "--universal", "--python-version", "3.11", "--generate-hashes", "--no-build", "--no-config",

@@ -3,8 +3,8 @@
 Types, limits and defaults come from the pydantic models, meanings from the text below each key in
 the source; what a key's name says by itself has its line in `PLAIN` here.
 
-    python tools/write_run_file_docs.py           writes the file
-    python tools/write_run_file_docs.py --check   says whether it is up to date
+    python scripts/write_run_file_docs.py           writes the file
+    python scripts/write_run_file_docs.py --check   says whether it is up to date
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ PLAIN = {
 HEAD = """\
 # The run file
 
-<!-- Written by tools/write_run_file_docs.py from src/dilocox/config/run_config.py and -->
+<!-- Written by scripts/write_run_file_docs.py from src/dilocox/config/run_config.py and -->
 <!-- its neighbours (config_site.py, config_rounds.py and so on). Change it there. -->
 
 One TOML file describes a run. Every key can also be given on the command line, as
@@ -115,7 +115,7 @@ def main() -> int:
     if "--check" in sys.argv[1:]:
         if TARGET.exists() and TARGET.read_text(encoding="utf-8") == text:
             return 0
-        print(f"{TARGET.name} is not up to date: run python tools/write_run_file_docs.py")
+        print(f"{TARGET.name} is not up to date: run python scripts/write_run_file_docs.py")
         return 1
     TARGET.write_text(text, encoding="utf-8")
     return 0

@@ -1,6 +1,6 @@
 """Draw what a finished run printed on a terminal, from its records, as an SVG picture.
 
-    python tools/draw_run.py runs/quickstart docs/quickstart.svg
+    python scripts/draw_run.py runs/quickstart docs/quickstart.svg
 
 Nothing is invented: the lines come from the run's own metrics.jsonl and summary.json, through the
 code that prints them on a terminal.

@@ -1,8 +1,8 @@
 """Draws the pictures of README from committed results: loss against bytes, speed on a slow link.
 Writes the table of the GPU runs in docs/measured.md.
 
-python tools/draw_measured.py           writes docs/loss.svg, docs/speed.svg, docs/measured.md
-python tools/draw_measured.py --check   says whether they are up to date
+python scripts/draw_measured.py           writes docs/loss.svg, docs/speed.svg, docs/measured.md
+python scripts/draw_measured.py --check   says whether they are up to date
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def main() -> int:
         return 0
     stale = [path for path, text in pictures().items() if path.read_text(encoding="utf-8") != text]
     for path in stale:
-        print(f"{path.relative_to(ROOT)} is out of date: run python tools/draw_measured.py")
+        print(f"{path.relative_to(ROOT)} is out of date: run python scripts/draw_measured.py")
     return 1 if stale else 0
 
 
