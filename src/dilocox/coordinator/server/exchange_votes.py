@@ -48,7 +48,7 @@ class Exchange:
     votes: dict[RankKey, Vote] = field(default_factory=dict)
     done: set[RankKey] = field(default_factory=set)
     fetches: list[Fetch] = field(default_factory=list)
-    """What ranks fetch from each other in this attempt, once all have voted (`fetching`)."""
+    """What ranks fetch from each other in this attempt, once all have voted (`payload_fetches`)."""
     fetched: set[RankKey] = field(default_factory=set)
     """Who is through with that, and has voted again."""
     averaging: list[str] | None = None

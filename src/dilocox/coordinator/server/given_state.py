@@ -16,7 +16,7 @@ def version_of(key: str) -> tuple[str, int]:
 
 
 class GivenState(Facts):
-    """Facts, with the digests that sites tell of what they hold (`entries`)."""
+    """Facts, with the digests that sites tell of what they hold (`entry_requests`)."""
 
     def _say(self, event: e.Event, kind: str, text: str) -> None:
         self.sequence += 1
