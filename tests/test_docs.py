@@ -82,7 +82,7 @@ def broken_links(path: Path, text: str) -> list[str]:
 def missing_paths(text: str) -> list[str]:
     """Files of this repository that are named and not there."""
     named = re.findall(
-        r"(?<![\w./-])(?:src|tests|tools|benchmarks|examples|docs)/[\w./-]*\w", prose(text)
+        r"(?<![\w./-])(?:src|tests|scripts|benchmarks|examples|docs)/[\w./-]*\w", prose(text)
     )
     return [name for name in named if not (ROOT / name).exists()]
 
@@ -268,7 +268,7 @@ def test_keys_are_seen() -> None:
 
 
 def tool(name: str) -> ModuleType:
-    """tools/NAME.py as a module."""
+    """scripts/NAME.py as a module."""
     spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
