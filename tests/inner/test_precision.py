@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dilocox.errors import ConfigError
-from tests.support import site_cases
+from tests.support import site_cases, toy_model
 from tests.support.worker_pool import Pool
 
 pytestmark = pytest.mark.waits
@@ -105,4 +105,4 @@ def test_compiled_layers_train_alike(pool: Pool, backend: str) -> None:
 
 def test_rows_that_are_no_micro_batches_are_refused() -> None:
     with pytest.raises(ConfigError, match="not divisible into micro-batches of 2"):
-        site_cases.build(rows=4, micro=2).inner_step(*site_cases.toy.batch(3, seed=0), 0.1)
+        site_cases.build(rows=4, micro=2).inner_step(*toy_model.batch(3, seed=0), 0.1)

@@ -19,7 +19,7 @@ SCRIPT = """\
 import threading
 from types import SimpleNamespace
 import torch
-from dilocox import rank_process
+from dilocox.training.launch import rank as rank_process
 torch.set_num_threads(2)
 rank = SimpleNamespace(mesh=SimpleNamespace(device=torch.device("cpu")))
 prepare = rank_process._beside_training(rank)

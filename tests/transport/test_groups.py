@@ -423,7 +423,7 @@ def test_a_change_of_members_ends_the_forming() -> None:
 
 
 def test_another_version_s_announcement_is_refused() -> None:
-    store = MemoryStore({"epoch/1/1": b"a Gloo address"})
+    store = MemoryStore({"epoch/1/b": b"a Gloo address"})
     with pytest.raises(ExchangeError, match="run the same dilocox version at all sites"):
         group_of(store, "epoch/1", ["a", "b"], "a")
 

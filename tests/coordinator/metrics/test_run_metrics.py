@@ -362,7 +362,7 @@ def test_a_lone_anchor_is_its_own_sites_fault(tmp_path: Path) -> None:
     # Two of four say nothing yet: of the two that do nobody is right.
     run.report("a", 0, members=4)
     run.report("b", 0, members=4)
-    with pytest.raises(DifferentAnchorsError, match="round 1: it holds another anchor") as caught:
+    with pytest.raises(DifferentAnchorsError, match="round 0: it holds another anchor") as caught:
         run.report("c", 0, members=4)
     assert caught.value.sites == ["m"]
     (closed,) = run.rounds()
