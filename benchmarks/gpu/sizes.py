@@ -11,7 +11,10 @@ PEAK_BF16 = {
     "H100": 989e12, "H200": 989e12, "GH200": 989e12, "A100": 312e12, "A800": 312e12,
     "B200": 2250e12, "L40S": 362e12, "4090": 165.2e12,
 }  # fmt: skip
-"""Dense bf16 operations per second by a part of the GPU's name (src/dilocox/tools/planner/devices.toml)."""
+"""Dense bf16 operations per second by a part of the GPU's name.
+
+Source: src/dilocox/tools/planner/devices.toml.
+"""
 
 
 def peak_of(gpu: str) -> float | None:

@@ -176,7 +176,7 @@ def build_chunk(
     """Build one chunk on the meta device; `materialise` fills it.
 
     `attention` is an attention implementation of transformers. With `activation_checkpointing`
-    each layer is computed again in the backward pass, wholly or in part (see `activation_checkpointing`).
+    each layer is computed again in the backward pass, wholly or in part.
 
     Raises `ModelError` if the model cannot be built or cut.
     """
