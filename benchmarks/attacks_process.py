@@ -26,7 +26,7 @@ import dilocox
 from dilocox.coordinator.server import events
 from dilocox.coordinator.server.event_log import EventLog
 from dilocox.errors import DilocoxError
-from dilocox.outer.fragment_state import PieceState
+from dilocox.outer.fragment_state import FragmentState
 from dilocox.training import builder
 from dilocox.training.launch.local import prepare_data
 
@@ -79,10 +79,10 @@ CASES = (
 )
 
 
-def altered(factor: float) -> type[PieceState]:
+def altered(factor: float) -> type[FragmentState]:
     """A fragment state whose contributions are multiplied at the altered site."""
 
-    class Altered(PieceState):
+    class Altered(FragmentState):
         def boundary(
             self, live: Mapping[str, Tensor], weight: float, decay: float
         ) -> tuple[Tensor, bool]:
@@ -105,13 +105,13 @@ def at_the_altered_site(case: Case) -> Iterator[None]:
         with attacks_members.at_the_altered_site(case.member):
             yield
         return
-    honest = builder.PieceState
+    honest = builder.FragmentState
     if case.factor is not None:
-        builder.PieceState = altered(case.factor)  # type: ignore[misc]
+        builder.FragmentState = altered(case.factor)  # type: ignore[misc]
     try:
         yield
     finally:
-        builder.PieceState = honest  # type: ignore[misc]
+        builder.FragmentState = honest  # type: ignore[misc]
 
 
 def rows(
@@ -158,7 +158,7 @@ def left_behind(folder: Path) -> list[str]:
     log = EventLog(folder / "coordinator")
     try:
         return sorted(
-            {e.site for e in log.events() if isinstance(e, events.Overtaken | events.Gone)}
+            {e.site for e in log.events() if isinstance(e, events.Overtaken | events.SiteLost)}
         )
     finally:
         log.close()

@@ -31,20 +31,20 @@ from dilocox.compression import (
     unpack_frame,
 )
 from dilocox.compression.compressor import Part
-from dilocox.coordinator.protocol.messages import EnrolRequest, ExchangeKey, Rank, Versions
-from dilocox.coordinator.protocol.verdicts import MICRO, Opinion
+from dilocox.coordinator.protocol.messages import EnrolRequest, ExchangeKey, RankId, Versions
+from dilocox.coordinator.protocol.verdicts import MICRO, RankOpinion
 from dilocox.coordinator.server.contribution_rules import Evidence, Judgement, judge
 from dilocox.coordinator.server.refusals import Refused
 from dilocox.errors import ExchangeError
 from dilocox.outer.contribution import Contribution, Probe
 from dilocox.outer.contribution_set import Weighing
-from dilocox.outer.fragment_state import PieceState
+from dilocox.outer.fragment_state import FragmentState
 from dilocox.outer.layout import Layout, split_pieces
-from dilocox.outer.loss_gate import Gate, Slope
+from dilocox.outer.loss_gate import Gate, GradientProbe
 from dilocox.outer.overlap import Rule
 from dilocox.record.log.acceptance import Acceptance, OwnFacts, digest_of_entry
 from dilocox.record.log.statements import Signer
-from dilocox.record.writer.notary import LogNotary, contribution
+from dilocox.record.writer.notary import TransparencyLogSink, contribution
 
 SITES = tuple(f"site-{number}" for number in range(8))
 ATTACKERS = SITES[-2:]
@@ -121,7 +121,9 @@ class Door:
             "site": {"batch_size": BATCH, "micro_batch_size": BATCH},
             "sites": {site: {} for site in SITES},
         }
-        self._notary = LogNotary.open(dilocox.resolve_run(raw), folder / "c", lambda text: None)
+        self._notary = TransparencyLogSink.open(
+            dilocox.resolve_run(raw), folder / "c", lambda text: None
+        )
         self.signers = {site: Signer(Ed25519PrivateKey.generate()) for site in SITES}
         versions = Versions(dilocox=dilocox.__version__, torch="", python="")
         for site, signer in self.signers.items():
@@ -138,17 +140,17 @@ class Door:
         facts = OwnFacts(None, None, "0" * 64, versions.model_dump())
         said = Acceptance(site, 1, signer.public, digest_of_entry(manifest), facts, 0)
         signed = signer.sign(said.statement(self._notary.run))
-        self._notary.checkpoint(Rank(site=site, stage=0, shard=0), signed)
+        self._notary.checkpoint(RankId(site=site, stage=0, shard=0), signed)
 
     def signed(self, site: str, key: ExchangeKey, digest: str) -> str:
         """The statement that goes with a vote, by `site` about its own payload."""
-        rank = Rank(site=site, stage=0, shard=0)
+        rank = RankId(site=site, stage=0, shard=0)
         return self.signers[site].sign(contribution(self._notary.run, rank, key, 1, digest))
 
     def lets_in(self, site: str, key: ExchangeKey, digest: str, statement: str) -> bool:
         """Whether the vote is counted."""
         try:
-            rank = Rank(site=site, stage=0, shard=0)
+            rank = RankId(site=site, stage=0, shard=0)
             self._notary.contribution(rank, key, 1, digest, statement)
         except Refused:
             return False
@@ -186,7 +188,7 @@ class Course:
             for names in split_pieces(sizes, FRAGMENTS)
         ]
         self.states = {
-            site: [PieceState(each, live, error_feedback=True) for each in self.layouts]
+            site: [FragmentState(each, live, error_feedback=True) for each in self.layouts]
             for site, live in self.live.items()
         }
         self.gate = Gate(lambda model: loss_of(model, text.gate))
@@ -247,7 +249,7 @@ class Course:
             try:
                 payloads[site] = unpack_frame(frame, part)
             except ExchangeError:
-                opinions[site] = Opinion(code="malformed")
+                opinions[site] = RankOpinion(code="malformed")
         weights = dict.fromkeys(SITES, 1.0)
         what = Contribution(
             key, layout.length, None, codec, "gather", weights, aggregation=self.aggregation,
@@ -276,7 +278,7 @@ class Course:
         if self.judges_by == "slope":
             where, live = self._anchors(), self.live[SITES[0]]
             where |= {name: where[name].lerp(live[name], 0.5) for name in layout.names}
-            return Slope(*slope_of(where, self.text.gate)).probe(layout)
+            return GradientProbe(*slope_of(where, self.text.gate)).probe(layout)
         return None
 
     def _frames(
@@ -304,7 +306,7 @@ class Course:
         key: ExchangeKey,
         door: Door,
         frames: Mapping[str, Tensor],
-        opinions: Mapping[str, Opinion],
+        opinions: Mapping[str, RankOpinion],
         held: Sequence[str],
     ) -> Evidence:
         digests = {site: frame_digest(frame).hex() for site, frame in frames.items()}

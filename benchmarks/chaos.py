@@ -55,7 +55,7 @@ from dilocox.coordinator.client.enrolment import enrol
 from dilocox.coordinator.protocol.timeouts import Timeouts
 from dilocox.coordinator.protocol.token_format import JoinToken
 from dilocox.errors import JoinError
-from dilocox.tools.testbed import LabError, Network, verify_links, why_not
+from dilocox.tools.testbed import LabError, Network, unsupported_reason, verify_links
 from dilocox.tools.testbed.netns import inside
 
 BEFORE = 3
@@ -336,7 +336,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, help="per part (200 with --quick, else 300)")
     options = parser.parse_args()
     common.end_on_signals()
-    if common.cannot("chaos", why_not()):
+    if common.cannot("chaos", unsupported_reason()):
         return common.CANNOT
     usual = QUICK if options.quick else FULL
     extent = Extent(

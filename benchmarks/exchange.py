@@ -38,7 +38,7 @@ import common
 from exchange_engine import HUB, Case, Turn, run_case
 
 from dilocox.compression import Geometry, compressor, frame_bytes
-from dilocox.tools.testbed import LabError, Network, verify_links, why_not
+from dilocox.tools.testbed import LabError, Network, unsupported_reason, verify_links
 from dilocox.tools.testbed.link_spec import Line, Links
 from dilocox.utils import chrome_trace
 
@@ -146,7 +146,7 @@ def least_seconds(sent: Mapping[str, int], received: Mapping[str, int],
                   lines: Mapping[str, Line], pauses: int) -> float:  # fmt: skip
     """Seconds that the busiest line needs for payload bytes alone, sent and received by site.
 
-    The shaper's burst, once after each of `pauses`, is taken off.
+    The shaper's burst, once after each of `backoff_delays`, is taken off.
     """
     longest = 0.0
     for site, line in lines.items():
@@ -278,7 +278,7 @@ def main() -> int:
     """Measure, print, write."""
     options = common.parser(__doc__ or "").parse_args()
     common.end_on_signals()
-    if common.cannot("exchange", why_not()):
+    if common.cannot("exchange", unsupported_reason()):
         return common.CANNOT
     on, default = common.machine(), common.congestion()
     root = Path(tempfile.mkdtemp(prefix="dilocox-exchange-"))

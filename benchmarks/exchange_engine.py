@@ -26,13 +26,13 @@ from dilocox.coordinator.client.enrolment import enrol
 from dilocox.coordinator.client.heartbeat import RankControl
 from dilocox.coordinator.identity import Identity
 from dilocox.coordinator.protocol.messages import ExchangeKey
-from dilocox.coordinator.protocol.messages import Rank as RankName
+from dilocox.coordinator.protocol.messages import RankId as RankName
 from dilocox.coordinator.protocol.timeouts import Timeouts
 from dilocox.coordinator.server.run_server import serve
 from dilocox.outer.contribution import Contribution, Outcome
 from dilocox.tools.testbed import LabError, Network
-from dilocox.training.builder import Place
-from dilocox.training.launch.exchange_backend import Network as RankNetwork
+from dilocox.training.builder import RankPlace
+from dilocox.training.launch.exchange_backend import LinkBackend as RankNetwork
 from dilocox.transport.exchange_worker import ExchangeWorker
 from dilocox.transport.link.endpoint import open_endpoint
 from dilocox.utils import chrome_trace, processes, tracing
@@ -173,7 +173,7 @@ def _site(
         address = network.address(site)
         ranks = [
             processes.start(
-                _rank, config, case, Place(site, stage, 0), endpoint.url, identity, address,
+                _rank, config, case, RankPlace(site, stage, 0), endpoint.url, identity, address,
                 folder, start, told, name=f"{site}-{stage}",
             )
             for stage in range(case.stages)
@@ -195,7 +195,7 @@ def _logged(path: Path) -> Any:
 def _rank(
     config: RunConfig,
     case: Case,
-    place: Place,
+    place: RankPlace,
     url: str,
     identity: Identity,
     address: str,
@@ -217,7 +217,7 @@ def _rank(
 def _exchange_rounds(
     config: RunConfig,
     case: Case,
-    place: Place,
+    place: RankPlace,
     url: str,
     identity: Identity,
     address: str,

@@ -26,7 +26,7 @@ from wan_grid import NONE, SITES, Settings
 
 from dilocox.errors import DilocoxError
 from dilocox.tools.testbed import Lab
-from dilocox.tools.testbed.testbed import why_not
+from dilocox.tools.testbed.testbed import unsupported_reason
 
 RESULTS = Path(__file__).parent / "results" / "latency-cpu.json"
 LINK = "20mbit"
@@ -97,7 +97,7 @@ def main() -> int:
     """Measure, print, write; 1 if something could not be measured."""
     options = common.parser(__doc__ or "").parse_args()
     common.end_on_signals()
-    if common.cannot("latency", why_not()):
+    if common.cannot("latency", unsupported_reason()):
         return common.CANNOT
     on = common.machine()
     rows: list[common.Row] = []

@@ -33,7 +33,7 @@ import common
 
 from dilocox.config.run_config import RunConfig, resolve_run
 from dilocox.coordinator.identity import new_request
-from dilocox.coordinator.metrics.run_metrics import Recorder
+from dilocox.coordinator.metrics.run_metrics import RunMetrics
 from dilocox.coordinator.protocol import messages as m
 from dilocox.coordinator.protocol.exchange_key import ExchangeKey
 from dilocox.coordinator.server.event_log import _SOFT, EventLog
@@ -41,7 +41,7 @@ from dilocox.coordinator.server.refusals import Caller
 from dilocox.coordinator.server.service import Coordinator
 from dilocox.record.log import statements as s
 from dilocox.record.log.acceptance import Acceptance, OwnFacts, digest_of_entry
-from dilocox.record.writer.notary import LogNotary, commitment, contribution
+from dilocox.record.writer.notary import TransparencyLogSink, commitment, contribution
 from dilocox.version import __version__
 
 RESULTS = Path(__file__).parent / "results" / "long_run-cpu.json"
@@ -67,12 +67,12 @@ def run_config(folder: Path, rounds: int) -> RunConfig:
     )
 
 
-def opened(config: RunConfig) -> tuple[Coordinator, LogNotary, Recorder]:
+def opened(config: RunConfig) -> tuple[Coordinator, TransparencyLogSink, RunMetrics]:
     """The coordinator as `dilocox coordinator` opens it."""
     config.folder.mkdir(parents=True, exist_ok=True)
     folder = config.folder / "coordinator"
-    recorder = Recorder(config, config.folder, lambda record: None)
-    notary = LogNotary.open(config, folder, recorder.message)
+    recorder = RunMetrics(config, config.folder, lambda record: None)
+    notary = TransparencyLogSink.open(config, folder, recorder.message)
     core = Coordinator(
         config,
         folder,
@@ -93,7 +93,7 @@ class Sites:
         self.signers = {n: s.Signer.from_hex(f"{i:02x}" * 32) for i, n in enumerate(SITES, 1)}
         self.ranks = {
             site: [
-                m.Rank(site=site, stage=i, shard=j) for i in range(STAGES) for j in range(SHARDS)
+                m.RankId(site=site, stage=i, shard=j) for i in range(STAGES) for j in range(SHARDS)
             ]
             for site in SITES
         }
@@ -164,7 +164,7 @@ class Sites:
                 m.VoteRequest(
                     key=key.text, rank=rank, attempt=1, wait=0.0, held=list(SITES),
                     digests={rank.site: digest}, statement=signed,
-                    opinions={n: m.Opinion(norm=1000, cosine=500) for n in SITES},
+                    opinions={n: m.RankOpinion(norm=1000, cosine=500) for n in SITES},
                 )
             )  # fmt: skip
 

@@ -41,7 +41,7 @@ import common
 import dilocox
 from dilocox.config.run_config import RunConfig
 from dilocox.models import count_parameters, load_model_config
-from dilocox.tools.testbed import LabError, Network, verify_links, why_not
+from dilocox.tools.testbed import LabError, Network, unsupported_reason, verify_links
 from dilocox.tools.testbed.netns import FRAME_BYTES, SEGMENT_BYTES
 
 SITES = ("paris", "lyon")
@@ -343,7 +343,7 @@ def main() -> int:
     """Measure, print, write."""
     options = common.parser(__doc__ or "").parse_args()
     common.end_on_signals()
-    reason = why_not()
+    reason = unsupported_reason()
     if reason is None and len(os.sched_getaffinity(0)) < len(SITES):
         reason = "each site needs a CPU core of its own, there is one"
     if common.cannot("overlap", reason):

@@ -31,7 +31,7 @@ import wan_run
 
 import dilocox
 from dilocox.config.run_config import RunConfig
-from dilocox.tools.planner.hardware_table import Device, Link, Table
+from dilocox.tools.planner.hardware_table import Device, HardwareTable, Link
 from dilocox.tools.planner.predict import predict
 
 RESULTS = Path(__file__).parent / "results" / "overlap-cpu.json"
@@ -40,13 +40,13 @@ ROUNDS, ROUNDS_CHOSEN = 12, 60
 """Simulated: where the run file says how long rounds are, and where the controller does."""
 
 
-def processor(cores: float, table: Table) -> Device:
+def processor(cores: float, table: HardwareTable) -> Device:
     """A site without GPUs, of so many cores; its speed is told by the step's time."""
     some = table.device(table.devices[0])
     return replace(some, name="processor", shared=True, cores=cores)
 
 
-def check_overlap(measured: dict[str, Any], table: Table) -> list[common.Row]:
+def check_overlap(measured: dict[str, Any], table: HardwareTable) -> list[common.Row]:
     """Predicted and measured tokens/s for every overlap rule of the results."""
     rows, settings = measured["rows"], measured["settings"]
     alone = next(row for row in rows if row["overlap"] == "alone")
@@ -85,7 +85,7 @@ def check_overlap(measured: dict[str, Any], table: Table) -> list[common.Row]:
     return compared
 
 
-def check_wan(measured: dict[str, Any], table: Table) -> list[common.Row]:
+def check_wan(measured: dict[str, Any], table: HardwareTable) -> list[common.Row]:
     """Predicted and measured tokens/s of the engine's methods in a result of `wan.py`, or in the
     single measurements that it keeps beside one."""
     settings = measured["settings"]
@@ -119,7 +119,7 @@ def compare(
     link: float,
     step: float,
     cores: float,
-    table: Table,
+    table: HardwareTable,
     rtt: float = 0.0,
 ) -> common.Row:
     """A row of predicted and measured: `link` in bits per second, `step` and `rtt` in seconds,
@@ -173,7 +173,7 @@ def main() -> int:
     parser = common.parser(__doc__ or "")
     parser.add_argument("--wan", type=Path, metavar="FILE", help=f"rows of wan.py ({WAN.name})")
     options = parser.parse_args()
-    table = Table.load()
+    table = HardwareTable.load()
     rows = check_overlap(json.loads(RESULTS.read_text(encoding="utf-8")), table)
     show(rows)
     against = [RESULTS.name]

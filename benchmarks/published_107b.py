@@ -30,8 +30,8 @@ from typing import Any
 import common
 
 from dilocox.config.run_config import RunConfig, load_run
-from dilocox.tools.planner.hardware_table import Host, Place, Table
-from dilocox.tools.planner.model_outline import Outline
+from dilocox.tools.planner.hardware_table import GpuPlacement, HardwareTable, Host
+from dilocox.tools.planner.model_outline import ModelOutline
 from dilocox.tools.planner.payload_costs import ring_seconds
 from dilocox.tools.planner.plan import plan_run
 from dilocox.tools.planner.predict import predict
@@ -71,7 +71,7 @@ PUBLISHED: tuple[tuple[str, float, str, dict[str, Any]], ...] = (
 )  # fmt: skip
 
 
-def assumptions(outline: Outline, place: Place, rate: float) -> list[common.Row]:
+def assumptions(outline: ModelOutline, place: GpuPlacement, rate: float) -> list[common.Row]:
     """Tokens per step, step time and utilisation that the two speeds imply, by assumption."""
     rows: list[common.Row] = []
     peak = place.device.bf16 * GPUS
@@ -118,10 +118,10 @@ def as_published(config: RunConfig) -> RunConfig:
     )
 
 
-def published(config: RunConfig, table: Table) -> list[common.Row]:
+def published(config: RunConfig, table: HardwareTable) -> list[common.Row]:
     """Predicted against published, under the assumptions that agree best."""
     run = as_published(config)
-    outline = Outline.of(run)
+    outline = ModelOutline.of(run)
     place, link = table.place("a800-40g:8x10", UTILISATION), table.link("paper")
     rows: list[common.Row] = []
     for name, speed, method, values in PUBLISHED:
@@ -159,7 +159,7 @@ def fast_host(host: Host) -> Host:
     return replace(host, **rates)  # type: ignore[arg-type]
 
 
-def today(config: RunConfig, table: Table) -> list[common.Row]:
+def today(config: RunConfig, table: HardwareTable) -> list[common.Row]:
     """Today's method, at the published batch and as the example has it."""
     rows: list[common.Row] = []
     link = table.link("paper")
@@ -198,10 +198,10 @@ def main() -> int:
     """Compute, print, write."""
     options = common.parser(__doc__ or "").parse_args()
     on = common.machine()
-    table, config = Table.load(), load_run(EXAMPLE)
+    table, config = HardwareTable.load(), load_run(EXAMPLE)
     place = table.place("a800-40g:8x10")
     common.say("the model's shape")
-    tried = assumptions(Outline.of(config), place, table.link("paper").rate)
+    tried = assumptions(ModelOutline.of(config), place, table.link("paper").rate)
     common.say("the published figures")
     known = published(config, table)
     common.say("today's plans")

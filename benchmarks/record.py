@@ -43,7 +43,7 @@ from dilocox.record.log import statements as s
 from dilocox.record.log.blob_store import STATES
 from dilocox.record.log.signed_note import NoteKey
 from dilocox.record.log.transparency_log import check_log, read_log
-from dilocox.record.verify.run_history import Course, read_course
+from dilocox.record.verify.run_history import RunHistory, read_history
 from dilocox.tools.testbed import cgroups
 from dilocox.tools.testbed.commands import PREFIX, LabError
 from dilocox.tools.testbed.results import rounds_by_site
@@ -208,12 +208,12 @@ def speeds(*runs: Sequence[dict[str, Any]]) -> tuple[list[float], float, float]:
     return found, begin, end
 
 
-def read_record(folder: Path) -> tuple[Course, list[str]]:
+def read_record(folder: Path) -> tuple[RunHistory, list[str]]:
     """What the log of a run says, signatures checked, and its lines."""
     content = read_log(folder / "record")
     key = NoteKey.parse(content.public)
     check_log(content, key)
-    return read_course(content.entries, key), list(content.entries)
+    return read_history(content.entries, key), list(content.entries)
 
 
 def kept(folder: Path) -> dict[str, int]:
@@ -230,7 +230,7 @@ def state_bytes(folder: Path) -> int:
 
 
 def bytes_of(
-    course: Course, entries: Sequence[str], sizes: Mapping[str, int]
+    course: RunHistory, entries: Sequence[str], sizes: Mapping[str, int]
 ) -> dict[str, float | int]:
     """Bytes of a record per training round, over both sites; `sizes`: as `kept` has them.
 
@@ -335,7 +335,7 @@ def main() -> int:
     options.add_argument("--rounds", type=int, help="measured rounds per run (default: 20)")
     told = options.parse_args()
     common.end_on_signals()
-    if common.cannot("record", cgroups.why_not(cgroups.find())):
+    if common.cannot("record", cgroups.unsupported_reason(cgroups.find())):
         return common.CANNOT
     on = common.machine()
     rounds = told.rounds or 20

@@ -26,8 +26,8 @@ import scaling_plot
 
 from dilocox.config.run_config import RunConfig, resolve_run
 from dilocox.coordinator.controller.loss_model import loss_of
-from dilocox.tools.planner.hardware_table import Link, Place, Table
-from dilocox.tools.planner.model_outline import Outline
+from dilocox.tools.planner.hardware_table import GpuPlacement, HardwareTable, Link
+from dilocox.tools.planner.model_outline import ModelOutline
 from dilocox.tools.planner.predict import predict
 from dilocox.tools.planner.step_time import step_time
 
@@ -92,11 +92,11 @@ def run_of(scenario: Scenario, sites: int) -> RunConfig:
     )
 
 
-def row(scenario: Scenario, sites: int, outline: Outline, table: Table) -> common.Row:
+def row(scenario: Scenario, sites: int, outline: ModelOutline, table: HardwareTable) -> common.Row:
     """One scenario with so many sites."""
     config = run_of(scenario, sites)
     fast = table.place("h100-80g:8")
-    slow = Place(replace(fast.device, utilisation=fast.device.utilisation / 2), 8, 1)
+    slow = GpuPlacement(replace(fast.device, utilisation=fast.device.utilisation / 2), 8, 1)
     wide = table.link("1gbit", rtt=0.03)
     narrow = Link(wide.up / 4, wide.down / 4, wide.rtt)
     odd = [scenario.uneven and number % 2 == 1 for number in range(sites)]
@@ -137,8 +137,8 @@ def row(scenario: Scenario, sites: int, outline: Outline, table: Table) -> commo
 
 def rows(counts: Sequence[int]) -> list[common.Row]:
     """All scenarios."""
-    table = Table.load()
-    outline = Outline.of(run_of(SCENARIOS[0], 2))
+    table = HardwareTable.load()
+    outline = ModelOutline.of(run_of(SCENARIOS[0], 2))
     found = []
     for scenario in SCENARIOS:
         common.say(scenario.name)

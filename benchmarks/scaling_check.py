@@ -35,9 +35,9 @@ from wan_rows import TOKENS
 
 from dilocox.errors import DilocoxError
 from dilocox.models import count_parameters, load_model_config
-from dilocox.tools.planner.hardware_table import Table
+from dilocox.tools.planner.hardware_table import HardwareTable
 from dilocox.tools.testbed import Lab
-from dilocox.tools.testbed.testbed import why_not
+from dilocox.tools.testbed.testbed import unsupported_reason
 
 RESULTS = Path(__file__).parent / "results" / "scaling_check-cpu.json"
 RATIO = 40
@@ -85,7 +85,9 @@ CASES = (
 QUICK = ("waits", "hides")
 
 
-def measure(sites: int, cases: tuple[Case, ...], folder: Path, table: Table) -> list[common.Row]:
+def measure(
+    sites: int, cases: tuple[Case, ...], folder: Path, table: HardwareTable
+) -> list[common.Row]:
     """Make all runs with so many sites, and play them. Raises `LabError`."""
     names = list(SITES[:sites])
     parameters = parameters_of(folder)
@@ -125,7 +127,7 @@ def measure(sites: int, cases: tuple[Case, ...], folder: Path, table: Table) -> 
     return rows
 
 
-def played_again(known: Mapping[str, Any], table: Table) -> list[common.Row]:
+def played_again(known: Mapping[str, Any], table: HardwareTable) -> list[common.Row]:
     """The rows of a results file with what is predicted of their runs now."""
     cases, rows = {case.name: case for case in CASES}, []
     with tempfile.TemporaryDirectory(prefix="dilocox-scaling-") as folder:
@@ -165,16 +167,16 @@ def main() -> int:
     common.end_on_signals()
     if options.again is not None:
         known = json.loads(options.again.read_text(encoding="utf-8"))
-        rows = played_again(known, Table.load())
+        rows = played_again(known, HardwareTable.load())
         plan_check.show(rows)
         if options.json:
             common.write_json(
                 options.json, "scaling_check", known["machine"], known["settings"], rows
             )
         return 0
-    if common.cannot("scaling_check", why_not()):
+    if common.cannot("scaling_check", unsupported_reason()):
         return common.CANNOT
-    on, table = common.machine(), Table.load()
+    on, table = common.machine(), HardwareTable.load()
     cases = tuple(case for case in CASES if not options.quick or case.name in QUICK)
     rows, code = [], 0
     with tempfile.TemporaryDirectory(prefix="dilocox-scaling-") as folder:

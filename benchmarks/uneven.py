@@ -33,7 +33,7 @@ from dilocox.config.run_config import RunConfig, resolve_run
 from dilocox.tools.testbed import LabError
 from dilocox.tools.testbed.results import RunResult
 from dilocox.tools.testbed.run import run, run_alone
-from dilocox.tools.testbed.testbed import MOST, Lab, why_not
+from dilocox.tools.testbed.testbed import MOST, Lab, unsupported_reason
 
 SPEEDS = {"paris": 1.0, "lyon": 0.8, "oslo": 0.5, "rome": 0.25}
 LINK = "100mbit"
@@ -160,7 +160,7 @@ def main() -> int:
     arguments.add_argument("--width", type=int, default=256, help="hidden size of the model")
     told = arguments.parse_args()
     common.end_on_signals()
-    if common.cannot("uneven", why_not()):
+    if common.cannot("uneven", unsupported_reason()):
         return common.CANNOT
     rounds = told.rounds or (6 if told.quick else 30)
     on = common.machine()

@@ -29,7 +29,7 @@ from dilocox.coordinator.controller.pace import site_weights
 from dilocox.coordinator.protocol.schedule import boundary_slots
 from dilocox.coordinator.protocol.step_share import FULL, carried, steps_taken
 from dilocox.outer.averaging import average
-from dilocox.outer.fragment_state import PieceState
+from dilocox.outer.fragment_state import FragmentState
 from dilocox.outer.layout import Layout, split_pieces
 from dilocox.outer.overlap import Rule
 
@@ -112,7 +112,7 @@ class Site:
         self.inner = torch.optim.AdamW(self.net.parameters(), lr=INNER_RATE, betas=(0.9, 0.95))
         sizes = {name: tensor.numel() for name, tensor in self.live.items()}
         self.states = [
-            PieceState(
+            FragmentState(
                 Layout.of({name: self.live[name].shape for name in names}),
                 self.live,
                 error_feedback=error_feedback,

@@ -84,7 +84,7 @@ from wan_rows import TOKENS
 from dilocox.errors import DilocoxError
 from dilocox.models import count_parameters, load_model_config
 from dilocox.tools.testbed import Lab
-from dilocox.tools.testbed.testbed import why_not
+from dilocox.tools.testbed.testbed import unsupported_reason
 
 Row = dict[str, Any]
 RESULTS = Path(__file__).parent / "results" / "wan-cpu.json"
@@ -111,7 +111,7 @@ def main() -> int:
     """Measure what is missing, print and write; 1 if something could not be measured."""
     options = arguments().parse_args()
     common.end_on_signals()
-    if common.cannot("wan", why_not()):
+    if common.cannot("wan", unsupported_reason()):
         return common.CANNOT
     extent = SHORT if options.quick else FULL
     if options.json is None and not options.quick:

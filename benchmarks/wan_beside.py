@@ -64,7 +64,7 @@ from dilocox.models import count_parameters, load_model_config
 from dilocox.tools.testbed import Checked, Lab, LabError
 from dilocox.tools.testbed.results import RunResult, rounds_by_site
 from dilocox.tools.testbed.run import Run, alone, check, finish, in_lab, of_sites, run_alone
-from dilocox.tools.testbed.testbed import why_not
+from dilocox.tools.testbed.testbed import unsupported_reason
 
 RESULTS = Path(__file__).parent / "results" / "wan-beside-cpu.json"
 BLOCKS, QUICK_BLOCKS = 8, 2
@@ -352,7 +352,7 @@ def main() -> int:
     options = parser.parse_args()
     load = Load(options.batch, options.width)
     common.end_on_signals()
-    if common.cannot("wan_beside", why_not()):
+    if common.cannot("wan_beside", unsupported_reason()):
         return common.CANNOT
     blocks = options.blocks or (QUICK_BLOCKS if options.quick else BLOCKS)
     results = options.json or (None if options.quick else RESULTS)

@@ -86,7 +86,7 @@ def build_site(shape: Shape, cuda: bool, **sections: dict[str, Any]) -> Site:
     from dilocox.training import builder
 
     config = dilocox.resolve_run(raw_run(shape, cuda, **sections))
-    blueprint = builder.Blueprint.of(config, None)
+    blueprint = builder.ModelPlan.of(config, None)
     device = torch.device("cuda", 0) if cuda else torch.device("cpu")
     shapes: dict[str, torch.Size] = {}
 
@@ -107,7 +107,7 @@ def build_site(shape: Shape, cuda: bool, **sections: dict[str, Any]) -> Site:
         stack.enter_context(patch.object(builder, "build_states", lambda *_, **__: []))
         torch.manual_seed(7)
         rank = builder.build_rank(
-            config, blueprint, builder.Place("north", 0, 0), builder.Hooks(),
+            config, blueprint, builder.RankPlace("north", 0, 0), builder.Hooks(),
             store=None, local_rank=0, ranks_here=1, timeout=600.0,
         )  # fmt: skip
     return Site(rank, *batch_of(shape), blueprint.cut[0].compute)
@@ -126,7 +126,7 @@ def sharded_gradients(shape: Shape, cuda: bool) -> list[Tensor]:
     device = torch.device("cuda", 0) if cuda else torch.device("cpu")
     mesh = init_device_mesh(device.type, (1, 1), mesh_dim_names=("pp", "dp"))
     config = dilocox.resolve_run(raw_run(shape, cuda))
-    blueprint = builder.Blueprint.of(config, None)
+    blueprint = builder.ModelPlan.of(config, None)
     chunk = build_chunk(
         blueprint.hf_config, blueprint.cut[0], attention="sdpa", activation_checkpointing=False
     )

@@ -4,38 +4,38 @@
 class DilocoxError(Exception):
     """Base of every error that dilocox raises on purpose."""
 
-    lasting = False
+    permanent = False
     """What failed would fail again in the same way: starting it again is of no use."""
 
 
 class ConfigError(DilocoxError):
     """A run file or an override that cannot be used."""
 
-    lasting = True
+    permanent = True
 
 
 class ModelError(DilocoxError):
     """A model that cannot be loaded, cut or trained."""
 
-    lasting = True
+    permanent = True
 
 
 class DataError(DilocoxError):
     """Text, tokenizer or token files that cannot be used."""
 
-    lasting = True
+    permanent = True
 
 
 class JoinError(DilocoxError):
     """A site that may not, or cannot, take part in a run."""
 
-    lasting = True
+    permanent = True
 
 
-class NotNowError(JoinError):
+class RetryLaterError(JoinError):
     """A site that cannot join at this moment, but may be able to later."""
 
-    lasting = False
+    permanent = False
 
 
 class ExchangeError(DilocoxError):
@@ -58,13 +58,13 @@ class DifferentAnchorsError(TrainingError):
         self.sites = sites
 
 
-class RunOverError(TrainingError):
+class RunEndedError(TrainingError):
     """The run has ended: nothing can take part in it any more."""
 
-    lasting = True
+    permanent = True
 
 
-class RunStoppedError(RunOverError):
+class RunStoppedError(RunEndedError):
     """The run was stopped where it stands: the site ends, and nothing has failed."""
 
 

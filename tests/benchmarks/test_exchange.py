@@ -12,7 +12,7 @@ import pytest
 from exchange import Round, Setting
 from exchange_engine import Turn
 
-from dilocox.tools.testbed import why_not
+from dilocox.tools.testbed import unsupported_reason
 from dilocox.tools.testbed.link_spec import Line
 
 TEN = Setting(2, "gather", "none", 1.0, 10, 10)
@@ -105,7 +105,9 @@ def test_one_line_and_code_3_where_networks_cannot_be_made(
 
 @pytest.mark.slow
 @pytest.mark.alone
-@pytest.mark.skipif(why_not() is not None, reason=f"no namespaces: {why_not()}")
+@pytest.mark.skipif(
+    unsupported_reason() is not None, reason=f"no namespaces: {unsupported_reason()}"
+)
 @pytest.mark.parametrize(("sites", "rate"), [(2, 20), (4, 10), (8, 5)])
 def test_reduce_sends_what_a_ring_would(sites: int, rate: float, tmp_path: Path) -> None:
     """2 (D - 1) / D payloads per site, within 2 %, and nine tenths of the link, less what a busy
@@ -122,7 +124,9 @@ def test_reduce_sends_what_a_ring_would(sites: int, rate: float, tmp_path: Path)
 
 @pytest.mark.slow
 @pytest.mark.alone
-@pytest.mark.skipif(why_not() is not None, reason=f"no namespaces: {why_not()}")
+@pytest.mark.skipif(
+    unsupported_reason() is not None, reason=f"no namespaces: {unsupported_reason()}"
+)
 def test_no_stage_waits_for_another(tmp_path: Path) -> None:
     """Four of them share a line. Were they served in turn, the first would be through after a
     quarter of the exchange."""

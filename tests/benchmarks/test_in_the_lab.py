@@ -14,7 +14,7 @@ import scaling_check
 import wan_run
 
 from dilocox.config.run_config import RunConfig
-from dilocox.tools.planner.hardware_table import Table
+from dilocox.tools.planner.hardware_table import HardwareTable
 from dilocox.tools.testbed import LabError
 
 NONE_SPEED = 20_480.0
@@ -118,8 +118,8 @@ def test_one_line_and_code_3_where_labs_cannot_be_made(
 
 def test_the_simulation_plays_the_runs_that_were_made(asked: list[Any], tmp_path: Path) -> None:
     waits = scaling_check.CASES[:1]
-    (two,) = scaling_check.measure(2, waits, tmp_path, Table.load())
-    (four,) = scaling_check.measure(4, waits, tmp_path, Table.load())
+    (two,) = scaling_check.measure(2, waits, tmp_path, HardwareTable.load())
+    (four,) = scaling_check.measure(4, waits, tmp_path, HardwareTable.load())
     assert [settings for settings, *_ in asked] == [scaling_check.WAITS] * 2
     assert (two["step_ms"], two["step_drift"]) == (50.0, 0.0)
     # 20 steps, then 8 bits and a scale in 128 values of what takes 40 steps in 32, on a link that
@@ -132,7 +132,7 @@ def test_the_simulation_plays_the_runs_that_were_made(asked: list[Any], tmp_path
     seconds = 1.0 + 80 * 0.05 * 8.125 / 32 / 0.95 + 0.065 + 0.02 / 0.45
     assert four["predicted"] == pytest.approx(1024 * 20 / seconds, rel=0.05)
     assert 40 <= two["comm_to_compute"] <= 44
-    again = scaling_check.played_again({"rows": [two, four]}, Table.load())
+    again = scaling_check.played_again({"rows": [two, four]}, HardwareTable.load())
     for row, played in zip((two, four), again, strict=True):
         assert played["predicted"] == pytest.approx(row["predicted"], rel=1e-3)
         assert (played["measured"], played["plan"]) == (row["measured"], row["plan"])

@@ -15,10 +15,10 @@ import pytest
 import scaling
 import scaling_plot
 
-from dilocox.tools.planner.hardware_table import Table
+from dilocox.tools.planner.hardware_table import HardwareTable
 
 ROOT = Path(__file__).parents[2]
-TABLE = Table.load()
+TABLE = HardwareTable.load()
 
 
 def test_predictions_are_near_the_measured_overlap_rules() -> None:

@@ -11,7 +11,7 @@ import record
 from dilocox.config.run_config import load_run
 from dilocox.coordinator.protocol.exchange_key import ExchangeKey
 from dilocox.record.log import statements as s
-from dilocox.record.verify.run_history import Course, Step
+from dilocox.record.verify.run_history import RunHistory, Step
 
 SIGNER = s.Signer.from_hex("01" * 32)
 
@@ -70,7 +70,7 @@ def step(round_: int, flush: bool, payloads: dict[str, str]) -> Step:
 
 
 def test_bytes_are_per_training_round_and_of_both_sites() -> None:
-    course = Course("run", "log", {})
+    course = RunHistory("run", "log", {})
     steps = (
         step(0, False, {"paris/0": "a", "lyon/0": "b"}),
         step(1, False, {"paris/0": "c", "lyon/0": "b"}),

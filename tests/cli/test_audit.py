@@ -35,7 +35,7 @@ from dilocox.record.verify.verify import Places, verify
 from dilocox.record.writer.one_writer import held
 from dilocox.tools.audit.audited_run import AuditedRun
 from dilocox.tools.audit.start_state import under_way, wrong_start
-from dilocox.training.builder import Place
+from dilocox.training.builder import RankPlace
 from dilocox.training.launch import verdict_hand_in
 from dilocox.training.launch.verdict_hand_in import HandIn
 from tests.support.neighbours import trained_in
@@ -449,7 +449,7 @@ def changed(document: Document, name: str) -> Document:
 )
 def test_a_state_that_does_not_follow(folder: Path, round_: int, name: str, found: str) -> None:
     case = AuditedRun(folder, (), None).case().of_round(round_)
-    place = Place("paris", 0, 0)
+    place = RankPlace("paris", 0, 0)
     state = case.course.rounds[(round_, "paris", 0, 0)]
     document = Document.from_bytes(case.get(state.document))
     assert wrong_start(case.course, place, state, document, case.get) is None

@@ -19,11 +19,11 @@ from typing import Any
 import pytest
 
 from dilocox.tools.testbed import cgroups
-from dilocox.tools.testbed.testbed import why_not
+from dilocox.tools.testbed.testbed import unsupported_reason
 from tests.e2e.test_wire_bytes import FIXED_PER_PEER, HEADERS
 from tests.support.harness import LIMIT, Run, Workshop
 
-REASON = why_not()
+REASON = unsupported_reason()
 pytestmark = [pytest.mark.alone, pytest.mark.skipif(REASON is not None, reason=str(REASON))]
 SETS = ("site.stages=1", "checkpoint.every_rounds=0", "outer.rounds=4")
 

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from dilocox.config.codec_spec import parse_spec
-from dilocox.tools.testbed.testbed import why_not
+from dilocox.tools.testbed.testbed import unsupported_reason
 from tests.support.harness import write_corpus
 
-REASON = why_not()
+REASON = unsupported_reason()
 pytestmark = [pytest.mark.alone, pytest.mark.skipif(REASON is not None, reason=str(REASON))]
 LIMIT = 600.0
 WITHIN = 5

@@ -12,12 +12,12 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from dilocox.tools.testbed import Network, why_not
+from dilocox.tools.testbed import Network, unsupported_reason
 from dilocox.tools.testbed.commands import ip
 from tests.support.forked import Forge, ForkedRun
 from tests.support.harness import Workshop
 
-REASON = why_not()
+REASON = unsupported_reason()
 pytestmark = [
     pytest.mark.alone,
     pytest.mark.skipif(REASON is not None, reason=str(REASON)),

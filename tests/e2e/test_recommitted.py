@@ -10,7 +10,7 @@ import pytest
 from dilocox.record.log.signed_note import NoteKey
 from dilocox.record.log.transparency_log import read_log
 from dilocox.record.verify.counts import told_commitments
-from dilocox.record.verify.run_history import Course, read_course
+from dilocox.record.verify.run_history import RunHistory, read_history
 from tests.support.forked import Forge
 from tests.support.harness import PATIENT, Workshop, verdicts
 
@@ -22,9 +22,9 @@ KILLED = "kill/step/28/paris-stage0-shard0"
 """Round 3: the checkpoint is of the end of round 1, and round 2 is known to all."""
 
 
-def course_of(run: Path) -> Course:
+def course_of(run: Path) -> RunHistory:
     content = read_log(run / "record")
-    return read_course(content.entries, NoteKey.parse(content.public))
+    return read_history(content.entries, NoteKey.parse(content.public))
 
 
 @pytest.mark.parametrize(("hooks", "again"), [("none", set()), ("other-lyon", {"lyon"})])

@@ -26,10 +26,10 @@ from typing import Any
 
 import pytest
 
-from dilocox.tools.testbed import why_not
+from dilocox.tools.testbed import unsupported_reason
 from dilocox.tools.testbed.netns import SEGMENT_BYTES
 
-REASON = why_not()
+REASON = unsupported_reason()
 pytestmark = [pytest.mark.runs, pytest.mark.skipif(REASON is not None, reason=str(REASON))]
 
 ROUNDS = 2

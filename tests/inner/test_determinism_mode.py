@@ -21,7 +21,7 @@ from dilocox.inner.determinism_mode import (
     settle_determinism,
 )
 from dilocox.training import builder
-from dilocox.training.builder import Blueprint, Hooks, Place, Rank, build_rank
+from dilocox.training.builder import Hooks, ModelPlan, RankParts, RankPlace, build_rank
 from dilocox.training.determinism_class import facts_here
 from tests.support.neighbours import run_config
 
@@ -170,16 +170,16 @@ def loss_that_writes(logits: Tensor, labels: Tensor) -> Tensor:
     return mean_cross_entropy(passed, labels)
 
 
-def built(tmp_path: Path, hooks: Hooks) -> tuple[Rank, dict[str, Any]]:
+def built(tmp_path: Path, hooks: Hooks) -> tuple[RankParts, dict[str, Any]]:
     config = run_config(tmp_path, "run")
     rank = build_rank(
-        config, Blueprint.of(config, 270), Place("paris", 0, 0), hooks,
+        config, ModelPlan.of(config, 270), RankPlace("paris", 0, 0), hooks,
         store=None, local_rank=0, ranks_here=1, timeout=60.0,
     )  # fmt: skip
     return rank, facts_here(config, CPU)
 
 
-def step(rank: Rank) -> float:
+def step(rank: RankParts) -> float:
     tokens = torch.arange(4 * 33).reshape(4, 33) % 270
     return rank.model.inner_step(tokens[:, :-1], tokens[:, 1:], 1e-3).loss
 

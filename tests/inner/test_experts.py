@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from dilocox.inner.pipeline import Computation
 from dilocox.models import ModelChunk, build_chunk, materialise, open_weights, plan_cut
 from dilocox.tools.planner import activations
-from dilocox.tools.planner.model_outline import Outline
+from dilocox.tools.planner.model_outline import ModelOutline
 from tests.support.architectures import ARCHITECTURES, section, small_config, token_ids
 from tests.support.planned_runs import run
 
@@ -131,7 +131,7 @@ def test_compiled_layers_with_experts() -> None:
 
 def test_the_planner_counts_what_the_experts_keep() -> None:
     architecture = {**ARCHITECTURES["qwen3_moe"], "vocab_size": 96}
-    tokens = [activations.kept(each, Outline.of(each)) for each in (
+    tokens = [activations.kept(each, ModelOutline.of(each)) for each in (
         run(model={"architecture": architecture}, site={"micro_batch_size": rows})
         for rows in (1, 2, 4)
     )]  # fmt: skip

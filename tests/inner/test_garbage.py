@@ -91,7 +91,7 @@ def test_a_trainer_counts_its_steps_and_rests_while_it_fetches() -> None:
                                 first_step=0)  # fmt: skip
     trainer: Any = SimpleNamespace(
         me="lyon", collector=collector, watch=None, config=run(),
-        rank=SimpleNamespace(model=model), look_ahead=lambda _round: None,
+        rank=SimpleNamespace(model=model), prefetch_plan=lambda _round: None,
         batches=SimpleNamespace(step=lambda *_: (None, None)),
         meter=SimpleNamespace(add=lambda *_: None, first_step=lambda _counts: nullcontext()),
         outer=SimpleNamespace(counts=None), tell_of_compilation=lambda: None,

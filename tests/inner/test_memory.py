@@ -17,7 +17,7 @@ from dilocox.inner import memory
 from dilocox.inner.optimizer import InnerOptimizer
 from dilocox.models import ChunkSpec
 from dilocox.outer.anchor_state import copy_anchor
-from dilocox.outer.fragment_state import PieceState
+from dilocox.outer.fragment_state import FragmentState
 from dilocox.outer.layout import Layout
 from dilocox.outer.optimizer import MOMENTUM_DTYPES
 from dilocox.outer.overlap import Rule
@@ -91,7 +91,7 @@ def test_the_outer_state_is_as_large_as_said() -> None:
                 "sites": {"a": {}},
             }
         )
-        state = PieceState(
+        state = FragmentState(
             Layout.of({"w": live["w"].shape}),
             live,
             error_feedback=feedback,
@@ -109,7 +109,7 @@ def test_what_a_landing_takes_in_one_block_as_on_a_gpu(
 ) -> None:
     monkeypatch.setattr(cache_blocks, "PER_THREAD", 1 << 40)
     live = {"w": torch.ones(64, 1024)}
-    state = PieceState(
+    state = FragmentState(
         Layout.of({"w": live["w"].shape}),
         live,
         error_feedback=True,
@@ -138,7 +138,7 @@ class Standing:
         matrix = torch.nn.Parameter(torch.ones(128, 128))
         live = {"w": matrix.detach()}
         inner = InnerOptimizer({"w": matrix}, run.inner)
-        state = PieceState(Layout.of({"w": matrix.shape}), live, error_feedback=True)
+        state = FragmentState(Layout.of({"w": matrix.shape}), live, error_feedback=True)
         model = SimpleNamespace(optimizer_state=inner.state, sync_tied=lambda: None)
         mesh = SimpleNamespace(device=torch.device("cpu"), stages=1, shards=1)
         self.rank = SimpleNamespace(live=live, states=[state], model=model, mesh=mesh)
@@ -325,7 +325,7 @@ def test_a_window_of_the_record_begins_with_a_copy_of_the_anchor(
 ) -> None:
     run = config(outer={"method": "dilocox", "inner_steps": 4, "momentum_dtype": dtype})
     live = {"w": torch.ones(128, 128)}
-    state = PieceState(
+    state = FragmentState(
         Layout.of({"w": live["w"].shape}),
         live,
         error_feedback=True,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dilocox.inner.peaks import peak_of, utilisation
-from dilocox.tools.planner.hardware_table import Table
+from dilocox.tools.planner.hardware_table import HardwareTable
 
 pytestmark = pytest.mark.waits
 
@@ -25,7 +25,7 @@ NAMES = {
 
 
 def test_the_peaks_are_those_of_the_planner() -> None:
-    table = Table.load()
+    table = HardwareTable.load()
     gpus = {name for name in table.devices if not table.device(name).shared}
     assert gpus == NAMES.keys()
     for name, called in NAMES.items():

@@ -13,8 +13,8 @@ from dilocox.config.run_config import RunConfig, resolve_run
 from dilocox.data import TokenFiles
 from dilocox.errors import ModelError
 from dilocox.models import load_model_config
-from dilocox.training.builder import Blueprint, Place, Rank
-from dilocox.training.checkpointing import Keeper
+from dilocox.training.builder import ModelPlan, RankParts, RankPlace
+from dilocox.training.checkpointing import Checkpointer
 from dilocox.training.portable_checkpoint_export import saved_buffers
 from tests.support.architectures import BUFFERS, ROUTED, reference_model
 
@@ -47,8 +47,8 @@ def test_an_export_holds_saved_buffers_beside_the_anchor(tmp_path: Path) -> None
     anchor = {name: parameter.detach() for name, parameter in model.named_parameters()}
     state = SimpleNamespace(layout=SimpleNamespace(views=lambda _: anchor), anchor=None)
     rank = SimpleNamespace(
-        place=Place("paris", 0, 0),
-        blueprint=Blueprint.of(run, 96),
+        place=RankPlace("paris", 0, 0),
+        blueprint=ModelPlan.of(run, 96),
         mesh=SimpleNamespace(stages=1, shards=1, gather_names=lambda names: [names]),
         model=SimpleNamespace(
             saved_buffers=lambda: {name: model.get_buffer(name) for name in BUFFERS}
@@ -56,10 +56,16 @@ def test_an_export_holds_saved_buffers_beside_the_anchor(tmp_path: Path) -> None
         states=[state],
     )
     files = SimpleNamespace(tokenizer_folder=None)
-    keeper = Keeper(
-        run, cast(Rank, rank), cast(TokenFiles, files), True, cast(Any, None), None, lambda: None
+    checkpointer = Checkpointer(
+        run,
+        cast(RankParts, rank),
+        cast(TokenFiles, files),
+        True,
+        cast(Any, None),
+        None,
+        lambda: None,
     )
-    assert keeper._export(cast(Rank, rank), tmp_path / "model") == ""
+    assert checkpointer._export(cast(RankParts, rank), tmp_path / "model") == ""
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model").state_dict()
     expected = model.state_dict()
     assert loaded.keys() == expected.keys()
@@ -71,11 +77,11 @@ def test_a_handover_takes_them_from_what_the_run_began_with(tmp_path: Path) -> N
     model.save_pretrained(tmp_path / "in")  # type: ignore[operator]
     for stages in (1, 2):
         fresh = run_of(tmp_path, stages)
-        found = saved_buffers(fresh, Blueprint.of(fresh, 96))
+        found = saved_buffers(fresh, ModelPlan.of(fresh, 96))
         assert [name for stage in found for name in stage] == BUFFERS
         assert all(not tensor.any() for stage in found for tensor in stage.values())
         trained = run_of(tmp_path, stages, path=str(tmp_path / "in"))
-        blueprint = Blueprint.of(trained, None)
+        blueprint = ModelPlan.of(trained, None)
         found = saved_buffers(trained, blueprint)
         assert [name for stage in found for name in stage] == BUFFERS
         for name, tensor in (item for stage in found for item in stage.items()):
@@ -92,4 +98,4 @@ def test_nothing_is_read_for_a_model_without_any(tmp_path: Path) -> None:
     plain = run_of(tmp_path, architecture={"model_type": "llama", **keys})
     load_model_config(plain.model, 96).save_pretrained(tmp_path / "in")
     run = run_of(tmp_path, path=str(tmp_path / "in"))
-    assert saved_buffers(run, Blueprint.of(run, None)) == [{}]
+    assert saved_buffers(run, ModelPlan.of(run, None)) == [{}]

@@ -11,7 +11,7 @@ import torch
 from dilocox.coordinator.protocol.messages import Entering
 from dilocox.outer.first_state import FirstState, OtherStartError
 from dilocox.outer.snapshot import Snapshot
-from dilocox.training.join_run import Newcomer
+from dilocox.training.join_run import JoiningSite
 
 pytestmark = pytest.mark.waits
 
@@ -56,7 +56,7 @@ def test_another_state_is_refused(snapshot: Snapshot, said: str) -> None:
     with pytest.raises(OtherStartError, match=said) as caught:
         off(snapshot)
     assert "site lyon: paris begins the run from another state" in str(caught.value)
-    assert caught.value.lasting, "another start of this site would end in the same way"
+    assert caught.value.permanent, "another start of this site would end in the same way"
 
 
 def test_once_the_run_has_begun_rounds_have_changed_the_state() -> None:
@@ -99,14 +99,14 @@ def test_a_newcomer_refuses_before_it_says_that_it_is_ready(
     entry = Entering(site="lyon", incarnation=1, donor="paris", from_round=0)
     first = FirstState("lyon", "paris", stored=False)
     form: Any = lambda *_: None  # noqa: E731
-    newcomer = Newcomer(own, control, client, entry, form, 1.0, first)
-    newcomer._thread.join(10)
+    joining_site = JoiningSite(own, control, client, entry, form, 1.0, first)
+    joining_site._thread.join(10)
     if kind == "other":
         with pytest.raises(OtherStartError):
-            newcomer.adopt()
+            joining_site.adopt()
         assert (told, adopted) == ([], [])
         return
-    newcomer.adopt()
+    joining_site.adopt()
     assert adopted == [0, 1]
     assert told.pop() == "ready"
     assert len(told) == (kind == "near"), "told once"

@@ -8,8 +8,8 @@ import torch
 from dilocox.coordinator.protocol.messages import ExchangeKey
 from dilocox.errors import ExchangeError, TrainingError
 from dilocox.outer.contribution import Outcome
-from dilocox.outer.fragment_group import Fragment, fragment_of
-from dilocox.outer.fragment_state import PieceState
+from dilocox.outer.fragment_group import FragmentGroup, fragment_of
+from dilocox.outer.fragment_state import FragmentState
 from dilocox.outer.in_flight import Pending
 from dilocox.outer.layout import Layout
 from dilocox.outer.snapshot import Snapshot
@@ -18,10 +18,10 @@ from tests.outer.test_loop import Rank, plan
 pytestmark = pytest.mark.waits
 
 
-def states(*sizes: int) -> tuple[dict[str, torch.Tensor], list[PieceState]]:
+def states(*sizes: int) -> tuple[dict[str, torch.Tensor], list[FragmentState]]:
     live = {f"t{number}": torch.zeros(size) for number, size in enumerate(sizes)}
     held = [
-        PieceState(Layout.of({name: (len(tensor),)}), live, error_feedback=True)
+        FragmentState(Layout.of({name: (len(tensor),)}), live, error_feedback=True)
         for name, tensor in live.items()
     ]
     return live, held
@@ -74,7 +74,7 @@ def test_a_value_that_is_not_finite_keeps_its_whole_fragment_at_home() -> None:
 
 def test_pieces_with_a_basis_each_are_not_exchanged_together() -> None:
     _, held = states(3, 3)
-    assert Fragment(held[:1]).compressor("lowrank:2")
+    assert FragmentGroup(held[:1]).compressor("lowrank:2")
     with pytest.raises(TrainingError, match="cannot be exchanged together"):
         fragment_of(held, 0, 1).compressor("lowrank:2")
 
@@ -169,7 +169,7 @@ def test_gradients_are_of_all_that_a_rank_holds_whatever_the_plan_calls_it() -> 
     assert rank.loop.probe_again(key, several, {}) is None
     u = torch.ones(128)
     rank.loop.restored.append(Pending.waiting(key, several, 0, u, True))
-    rank.loop.take_up_again()
+    rank.loop.resume_in_flight()
     assert rank.wire.keys == [key.text]
 
 
@@ -178,7 +178,7 @@ def test_an_exchange_of_a_checkpoint_begins_again_as_its_own_plan_had_it() -> No
     u = torch.cat([torch.full((128,), 2.0), torch.full((128,), 3.0)])
     key = ExchangeKey.outer(0, 0, 0)
     rank.loop.restored.append(Pending.waiting(key, plan(fragments=1), 4, u, True))
-    rank.loop.take_up_again()
+    rank.loop.resume_in_flight()
     rank.wire.answer("paris", "lyon")
     rank.loop.land_due(4)
     assert (rank.anchor(0), rank.anchor(1)) == (-2.0, -3.0)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dilocox.compression import Compressor, LowRank, codec
 from dilocox.errors import CheckpointError, ExchangeError, TrainingError
-from dilocox.outer.fragment_state import PieceState, tensors_digest
+from dilocox.outer.fragment_state import FragmentState, tensors_digest
 from dilocox.outer.layout import Layout
 from dilocox.outer.optimizer import nesterov_step
 from dilocox.outer.overlap import Rule, local_view
@@ -47,8 +47,8 @@ def make(
     error_feedback: bool = True,
     eager: bool = False,
     momentum_dtype: torch.dtype = torch.float32,
-) -> PieceState:
-    return PieceState(
+) -> FragmentState:
+    return FragmentState(
         LAYOUT, live, error_feedback=error_feedback, eager=eager, momentum_dtype=momentum_dtype
     )
 
@@ -215,7 +215,7 @@ def test_what_no_model_comes_back_from_is_given_up(value: float, usable: bool) -
     """And what a low-rank codec is given, it can send."""
     layout = Layout.of({"a": (64, 130)})
     live = {"a": torch.zeros(64, 130)}
-    state = PieceState(layout, live, error_feedback=True)
+    state = FragmentState(layout, live, error_feedback=True)
     live["a"].add_(value)
     u, finite = state.boundary(live, -1.0, 1.0)
     assert finite == usable
@@ -286,7 +286,7 @@ def test_saved_and_loaded_it_goes_on_the_same(
 ) -> None:
     rule = Rule(overlap, 0.7, 0.9, keep=0.6, share=0.5)  # type: ignore[arg-type]
 
-    def round_of(state: PieceState, live: dict[str, Tensor], number: int) -> None:
+    def round_of(state: FragmentState, live: dict[str, Tensor], number: int) -> None:
         move(live, 0.01 * number)
         u, _ = state.boundary(live, 1.25, 0.95)
         sent = codec("int4").decode(codec("int4").encode(u), LAYOUT.length)
@@ -313,8 +313,8 @@ def test_the_warm_start_of_low_rank_is_agreed_saved_and_fitted() -> None:
     live = {"matrix": torch.zeros(96, 64), "bias": torch.zeros(64)}
     layout = Layout.of({name: tensor.shape for name, tensor in live.items()})
 
-    def fresh() -> PieceState:
-        return PieceState(layout, live, error_feedback=True)
+    def fresh() -> FragmentState:
+        return FragmentState(layout, live, error_feedback=True)
 
     state = fresh()
     before = state.digest()
@@ -391,7 +391,7 @@ def test_digest_sees_names_shapes_dtypes_and_bits() -> None:
     ids=["land", "take_anchor_from", "adopt", "load", "compressor"],
 )
 def test_a_digest_computed_beside_training_is_of_the_state_as_it_is(
-    change: Callable[[PieceState], object],
+    change: Callable[[FragmentState], object],
 ) -> None:
     state, twin = make(live_of(0)), make(live_of(0))
     before = twin.digest()
@@ -434,19 +434,19 @@ def test_blocks_change_no_bit(
 
 def test_a_fragment_without_values_works() -> None:
     live = {"empty": torch.empty(0, 3)}
-    state = PieceState(Layout.of({"empty": (0, 3)}), live, error_feedback=True)
+    state = FragmentState(Layout.of({"empty": (0, 3)}), live, error_feedback=True)
     u, finite = state.boundary(live, 1.0, 1.0)
     assert finite
     assert u.numel() == 0
     state.committed(u, u, (0, u))
     state.land(live, u, PLAIN)
-    assert state.digest() == PieceState(state.layout, live, error_feedback=False).digest()
+    assert state.digest() == FragmentState(state.layout, live, error_feedback=False).digest()
 
 
 def test_a_run_begins_with_a_momentum_as_it_keeps_it() -> None:
     taken = {name: tensor / 3 for name, tensor in live_of(5).items()}
     for dtype in (torch.float32, torch.bfloat16):
-        state = PieceState(LAYOUT, live_of(1), error_feedback=False, momentum_dtype=dtype)
+        state = FragmentState(LAYOUT, live_of(1), error_feedback=False, momentum_dtype=dtype)
         state.take_momentum(taken)
         assert state.momentum.dtype == dtype
         assert torch.equal(state.momentum, LAYOUT.pack(taken).to(dtype))

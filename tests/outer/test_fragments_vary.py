@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dilocox.outer.contribution import Contribution, Outcome
-from dilocox.outer.fragment_state import PieceState
+from dilocox.outer.fragment_state import FragmentState
 from dilocox.outer.layout import Layout
 from dilocox.outer.loop import OuterLoop
 from tests.outer.test_loop import plan
@@ -44,7 +44,7 @@ class Sites:
     def _loop(self, site: str) -> OuterLoop:
         live = self.live[site]
         states = [
-            PieceState(Layout.of({name: (len(tensor),)}), live, error_feedback=True)
+            FragmentState(Layout.of({name: (len(tensor),)}), live, error_feedback=True)
             for name, tensor in live.items()
         ]
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dilocox.compression import CODECS
-from dilocox.outer.fragment_state import PieceState
+from dilocox.outer.fragment_state import FragmentState
 from tests.support.convex_problems import linear_site, loss_of, noisy_site
 from tests.support.simulator import Settings, Simulation
 
@@ -46,7 +46,7 @@ def settings_of(rule: tuple[str, float, int, int, int], **more: object) -> Setti
     )
 
 
-def residual_of(state: PieceState) -> Tensor:
+def residual_of(state: FragmentState) -> Tensor:
     assert state.residual is not None
     return state.residual.double()
 
@@ -141,12 +141,12 @@ def test_error_feedback_identity(
 @pytest.mark.parametrize("mode", ["gather", "reduce"])
 def test_second_error_would_be_missed(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The identity fails by far if the owner forgets the second quantisation (`reduce` only)."""
-    whole = PieceState.committed
+    whole = FragmentState.committed
 
-    def forgetful(state: PieceState, u: Tensor, sent: Tensor | None, _: object) -> None:
+    def forgetful(state: FragmentState, u: Tensor, sent: Tensor | None, _: object) -> None:
         whole(state, u, sent)
 
-    monkeypatch.setattr(PieceState, "committed", forgetful)
+    monkeypatch.setattr(FragmentState, "committed", forgetful)
     run = simulation(Settings(codec="int4", exchange=mode, error_feedback=True), sites=3)
     run.run(3)
     expected = run.contributed[0]

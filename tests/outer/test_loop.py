@@ -14,7 +14,7 @@ import torch
 from dilocox.coordinator.protocol.messages import ExchangeKey, MemberPlan, RoundPlan
 from dilocox.errors import ExchangeError, TrainingError
 from dilocox.outer.contribution import Contribution, Outcome
-from dilocox.outer.fragment_state import PieceState
+from dilocox.outer.fragment_state import FragmentState
 from dilocox.outer.in_flight import Pending
 from dilocox.outer.layout import Layout, split_pieces
 from dilocox.outer.loop import OuterLoop
@@ -91,7 +91,7 @@ class Rank:
         groups = split_pieces({"a": 3, "b": 3}, 2)
         assert [list(group) for group in groups] == [["a"], ["b"]]
         states = [
-            PieceState(Layout.of({name: (3,)}), self.live, error_feedback=error_feedback)
+            FragmentState(Layout.of({name: (3,)}), self.live, error_feedback=error_feedback)
             for name in ("a", "b")
         ]
         self.loop = OuterLoop(
@@ -234,7 +234,7 @@ def test_an_overtaken_site_keeps_all_its_work_as_residual() -> None:
     rank.wire.answer("lyon", missed=True)
     assert rank.loop.behind
     assert (rank.anchor(0), rank.anchor(1)) == (0.0, 0.0)
-    rank.loop.set_aside(1.0)
+    rank.loop.fold_into_residual(1.0)
     residuals = [state.residual for state in rank.loop.states]
     assert [None if each is None else float(each[0]) for each in residuals] == [4.0, 4.0]
     assert not rank.loop.pending
@@ -317,7 +317,7 @@ def test_bytes_of_who_is_overtaken_count() -> None:
     assert rank.loop.counts.payload_bytes == 100
     rank.loop.end_of_slot(plan(), 4)
     rank.wire.answer("lyon", missed=True)
-    rank.loop.set_aside(1.0)
+    rank.loop.fold_into_residual(1.0)
     assert rank.loop.counts.payload_bytes == 200
     assert rank.loop.counts.contributors == []
 
@@ -349,7 +349,7 @@ def test_entering_where_the_rank_of_the_codec_has_changed_meanwhile() -> None:
     rank = Rank()
     shapes = {"a": (64, 64)}
     live = {"a": torch.zeros(64, 64)}
-    donor, own = (PieceState(Layout.of(shapes), live, error_feedback=True) for _ in range(2))
+    donor, own = (FragmentState(Layout.of(shapes), live, error_feedback=True) for _ in range(2))
     donor.compressor("lowrank:8")
     rank.loop.states, rank.loop.live = [own], live
     rank.loop.awaiting = {0}
@@ -378,11 +378,11 @@ def test_restored_exchanges_are_handed_in_once_the_run_goes_on() -> None:
     key = ExchangeKey.outer(0, 0, 0)
     rank.loop.restored.append(Pending.waiting(key, plan(), 4, u, True))
     assert not rank.wire.given
-    rank.loop.take_up_again()
+    rank.loop.resume_in_flight()
     rank.wire.answer("paris", "lyon")
     rank.loop.land_due(4)
     assert rank.anchor(0) == -2.0
-    rank.loop.take_up_again()
+    rank.loop.resume_in_flight()
     assert rank.wire.keys == ["outer/0/0/0"]
 
 

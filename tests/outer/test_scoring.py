@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dilocox.coordinator.protocol.verdicts import WHOLE, Opinion
+from dilocox.coordinator.protocol.verdicts import WHOLE, RankOpinion
 from dilocox.outer.layout import Layout
-from dilocox.outer.loss_gate import Gate, Slope
+from dilocox.outer.loss_gate import Gate, GradientProbe
 from dilocox.outer.scoring import examine, gram, rfa_shares
 
 pytestmark = pytest.mark.waits
@@ -90,7 +90,7 @@ def test_the_gate_tries_each_contribution_alone() -> None:
     anchors["x"].zero_()  # training goes on: the gate has copies
     good, bad = torch.zeros(128), torch.zeros(128)
     good[:2], bad[:2] = torch.tensor([6.0, 8.0]), torch.tensor([-3.0, -4.0])
-    found = {"good": Opinion(), "bad": Opinion(shares=[WHOLE // 2])}
+    found = {"good": RankOpinion(), "bad": RankOpinion(shares=[WHOLE // 2])}
     told = probe.opinions({"good": good, "bad": bad}, found, {"good": 2.0, "bad": 1.0})
     # Alone, half of it is sent: x = 0, loss 1 instead of 26.
     assert (told["good"].gain, told["good"].loss) == (25_000_000, 26_000_000)
@@ -102,7 +102,7 @@ def test_a_loss_that_is_no_number_is_the_worst() -> None:
     layout = Layout.of({"x": (1,)})
     gate = Gate(lambda model: 1.0 if float(model["x"]) == 0 else float("nan"))
     probe = gate.probe({"x": torch.zeros(1)}, layout)
-    told = probe.opinions({"a": torch.ones(128)}, {"a": Opinion()}, {"a": 1.0})
+    told = probe.opinions({"a": torch.ones(128)}, {"a": RankOpinion()}, {"a": 1.0})
     assert told["a"].gain == -(2**53)
 
 
@@ -122,12 +122,12 @@ def test_along_a_slope_is_what_a_trial_gains_where_the_loss_is_a_plane() -> None
     sent = {site: torch.randn(layout.length, generator=draw) for site in "abc"}
     weights = {"a": 1.0, "b": 2.0, "c": 0.5}
     found = {
-        "a": Opinion(),
-        "b": Opinion(shares=[WHOLE, 0, WHOLE // 4]),
-        "c": Opinion(shares=[WHOLE // 2]),
+        "a": RankOpinion(),
+        "b": RankOpinion(shares=[WHOLE, 0, WHOLE // 4]),
+        "c": RankOpinion(shares=[WHOLE // 2]),
     }
     tried = Gate(plane).probe(anchors, layout).opinions(sent, found, weights)
-    along = Slope(plane(anchors), gradients).probe(layout).opinions(sent, found, weights)
+    along = GradientProbe(plane(anchors), gradients).probe(layout).opinions(sent, found, weights)
     for site in "abc":
         assert along[site].loss == tried[site].loss
         assert along[site].gain == pytest.approx(tried[site].gain, abs=20)
@@ -137,8 +137,8 @@ def test_along_a_slope_is_what_a_trial_gains_where_the_loss_is_a_plane() -> None
 
 def test_a_slope_that_is_no_number_is_the_worst() -> None:
     layout = Layout.of({"x": (1,)})
-    slope = Slope(float("nan"), {"x": torch.tensor([float("nan")])})
-    told = slope.probe(layout).opinions({"a": torch.ones(128)}, {"a": Opinion()}, {"a": 1.0})
+    slope = GradientProbe(float("nan"), {"x": torch.tensor([float("nan")])})
+    told = slope.probe(layout).opinions({"a": torch.ones(128)}, {"a": RankOpinion()}, {"a": 1.0})
     assert (told["a"].gain, told["a"].loss) == (-(2**53), 0)
 
 
@@ -147,7 +147,7 @@ def test_a_probe_is_made_again_of_a_checkpoint() -> None:
     layout = Layout.of({"x": (2,)})
     anchors = {"x": torch.tensor([3.0, 4.0]), "y": torch.tensor([1.0]), "z": torch.tensor([5.0])}
     gate = Gate(lambda model: float(sum((each**2).sum() for each in model.values())))
-    sent, found, weights = {"a": torch.ones(128)}, {"a": Opinion()}, {"a": 1.0}
+    sent, found, weights = {"a": torch.ones(128)}, {"a": RankOpinion()}, {"a": 1.0}
     probe = gate.probe(anchors, layout)
     anchors["x"].mul_(2)
     anchors["z"].zero_()
@@ -158,9 +158,11 @@ def test_a_probe_is_made_again_of_a_checkpoint() -> None:
     assert gate.probe(anchors, layout).opinions(sent, found, weights) != again.opinions(
         sent, found, weights
     )
-    slope = Slope(0.1, {"x": torch.tensor([1.0, 2.0]), "y": torch.tensor([4.0])}).probe(layout)
+    slope = GradientProbe(0.1, {"x": torch.tensor([1.0, 2.0]), "y": torch.tensor([4.0])}).probe(
+        layout
+    )
     kept = slope.tensors(anchors)
     assert "y" not in kept, "no other fragment's"
-    along = Slope.again(kept, layout)
+    along = GradientProbe.again(kept, layout)
     assert along.opinions(sent, found, weights) == slope.opinions(sent, found, weights)
     assert along.opinions(sent, found, weights)["a"].gain == 3_000_000

@@ -10,7 +10,7 @@ import torch
 from dilocox.compression import Compressor
 from dilocox.compression.second_moments import PERIOD, SecondMoments, due_rows, from_bytes
 from dilocox.outer.contribution import Contribution, Outcome
-from dilocox.outer.fragment_state import PieceState
+from dilocox.outer.fragment_state import FragmentState
 from dilocox.outer.layout import Layout
 from dilocox.outer.loop import OuterLoop
 from dilocox.outer.second_moments import row_means, take_means, told_by
@@ -166,7 +166,7 @@ class Pair:
 
     def _loop(self, site: str) -> OuterLoop:
         live = {"a": torch.zeros(70, 4)}
-        states = [PieceState(Layout.of({"a": (70, 4)}), live, error_feedback=True)]
+        states = [FragmentState(Layout.of({"a": (70, 4)}), live, error_feedback=True)]
         second = grown(self.second[site])
         return OuterLoop(
             states, live, site, 0, 1, lambda given: self._submit(site, given), lambda: None,

@@ -12,7 +12,7 @@ from dilocox.compression import compressor, frame_bytes
 from dilocox.coordinator.protocol.exchange_key import ExchangeKey
 from dilocox.outer import staging
 from dilocox.outer.contribution import Contribution
-from dilocox.outer.fragment_state import PieceState, tensors_digest
+from dilocox.outer.fragment_state import FragmentState, tensors_digest
 from dilocox.outer.layout import Layout
 from dilocox.outer.loop import OuterLoop
 from dilocox.outer.staging import HOST, sha256_of, snapshot, staging_of
@@ -181,7 +181,7 @@ def alone(codec: str) -> tuple[OuterLoop, dict[str, torch.Tensor], ExchangeWorke
     live = {"a": torch.zeros(96, 64)}
     ballot = SharedBallot(MemoryStore({}), "paris", members=["paris"])
     worker = ExchangeWorker(ballot, "paris")
-    states = [PieceState(Layout.of({"a": (96, 64)}), live, error_feedback=True)]
+    states = [FragmentState(Layout.of({"a": (96, 64)}), live, error_feedback=True)]
     loop = OuterLoop(
         states, live, "paris", 0, 1, worker.submit, lambda: None, hash_beside=True
     )  # fmt: skip

@@ -31,7 +31,7 @@ from tests.support.full_disk import FullDisk
 from tests.support.record_scene import KEY, ONE, SIGNERS, Scene, own_digest
 
 LIAR = "c"
-RANK = m.Rank(site=LIAR, stage=0, shard=0)
+RANK = m.RankId(site=LIAR, stage=0, shard=0)
 SECOND = ExchangeKey.outer(0, 0, 1)
 KINDS = (*s.BY_SITE, *s.BY_LOG, *s.BY_AUDITOR, "https://example.org/other")
 ODD: tuple[Any, ...] = (

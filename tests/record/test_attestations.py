@@ -20,7 +20,7 @@ def signed(scene: Scene, site: str, subjects: dict[str, str], **said: Any) -> st
 
 
 def attest(scene: Scene, site: str, text: str) -> None:
-    rank = m.Rank(site=site, stage=0, shard=0)
+    rank = m.RankId(site=site, stage=0, shard=0)
     scene.driver.core.witness.state(m.StateRequest(rank=rank, statement=text))
 
 

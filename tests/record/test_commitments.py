@@ -16,7 +16,7 @@ from dilocox.errors import ExchangeError
 from dilocox.record.log import statements as s
 from dilocox.record.log.statements import Signer
 from dilocox.record.verify.completeness import broken_commitments, gaps
-from dilocox.record.writer.notary import LogNotary, commitment
+from dilocox.record.writer.notary import TransparencyLogSink, commitment
 from tests.support.coordinator_driver import run_config
 from tests.support.record_scene import KEY, ONE, SIGNERS, Scene, own_digest
 from tests.support.served_run import Run
@@ -24,11 +24,11 @@ from tests.support.served_run import Run
 
 def test_nobody_begins_before_all_have_committed(tmp_path: Path) -> None:
     config = run_config("ab", run={"folder": str(tmp_path / "run")})
-    notary = LogNotary.open(config, tmp_path / "coordinator", print)
+    notary = TransparencyLogSink.open(config, tmp_path / "coordinator", print)
     run = Run(tmp_path / "coordinator", notary=notary)
 
     def signed(site: str) -> str:
-        rank = m.Rank(site=site, stage=0, shard=0)
+        rank = m.RankId(site=site, stage=0, shard=0)
         said = commitment(notary.run, rank, KEY, "1" * 64, "2" * 64)
         return Signer.from_hex(run.identities[site].record_key).sign(said)
 
@@ -89,7 +89,7 @@ def test_a_site_that_goes_is_not_waited_for(scene: Scene) -> None:
         ({"signer": "b"}, "not one of key"),
         ({"run": "0" * 32}, "is of run"),
         ({"key": ExchangeKey.outer(1, 0, 0)}, "signed commitment for outer/0/0/0 is another"),
-        ({"rank": m.Rank(site="a", stage=0, shard=1)}, "is another"),
+        ({"rank": m.RankId(site="a", stage=0, shard=1)}, "is another"),
         ({"payload": None}, "is another"),
     ],
 )
@@ -97,7 +97,7 @@ def test_a_commitment_is_its_rank_s_own(scene: Scene, changes: dict[str, Any], r
     scene.driver.begin(KEY, "a")
     key = changes.pop("key", KEY)
     text = SIGNERS[changes.pop("signer", "a")].sign(
-        commitment(**{"run": scene.notary.run, "rank": m.Rank(site="a", stage=0, shard=0),
+        commitment(**{"run": scene.notary.run, "rank": m.RankId(site="a", stage=0, shard=0),
                       "key": key, "values": ONE, "payload": ONE, **changes}))  # fmt: skip
     with pytest.raises(Refused, match=reason):
         scene.driver.begin(KEY, "a", commitment=text)
@@ -242,7 +242,7 @@ def test_broken_commitments_are_named(scene: Scene) -> None:
 def test_after_a_resume_sites_commit_again(scene: Scene) -> None:
     scene.exchange()
     scene.notary.resumed(0, 0)
-    rank = m.Rank(site="a", stage=0, shard=0)
+    rank = m.RankId(site="a", stage=0, shard=0)
     again = commitment(scene.notary.run, rank, KEY, ONE, own_digest("a"))
     assert scene.notary.committed(rank, KEY, SIGNERS["a"].sign(again), bound=True)
     course = scene.course()
@@ -251,9 +251,9 @@ def test_after_a_resume_sites_commit_again(scene: Scene) -> None:
 
 def test_a_commitment_of_another_s_is_worth_nothing(scene: Scene) -> None:
     """Whoever copies it, and then the payload behind it, has committed to something else."""
-    honest = commitment(scene.notary.run, m.Rank(site="a", stage=0, shard=0), KEY, ONE,
+    honest = commitment(scene.notary.run, m.RankId(site="a", stage=0, shard=0), KEY, ONE,
                         own_digest("a"))  # fmt: skip
-    said = commitment(scene.notary.run, m.Rank(site="b", stage=0, shard=0), KEY, "", None)
+    said = commitment(scene.notary.run, m.RankId(site="b", stage=0, shard=0), KEY, "", None)
     copied = SIGNERS["b"].sign(replace(said, subjects=honest.subjects))
     scene.driver.begin(KEY, "a", commitment=SIGNERS["a"].sign(honest))
     scene.driver.begin(KEY, "b", commitment=copied)

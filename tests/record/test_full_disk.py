@@ -16,7 +16,7 @@ from dilocox.errors import TrainingError
 from dilocox.record.log import statements as s
 from dilocox.record.log.transparency_log import LogWriter
 from dilocox.record.verify.completeness import broken_commitments, gaps
-from dilocox.record.writer.notary import LogNotary
+from dilocox.record.writer.notary import TransparencyLogSink
 from tests.support.full_disk import FullDisk
 from tests.support.record_scene import KEY, OF_ALL, SIGNERS, Scene
 
@@ -84,13 +84,13 @@ def test_nobody_hears_of_a_decision_that_is_not_in_the_record(
     scene.begin()
     for site in "ab":
         scene.vote(site)
-    notary, decided = scene.notary, LogNotary.decided
+    notary, decided = scene.notary, TransparencyLogSink.decided
 
-    def full(self: LogNotary, decision: object) -> None:
+    def full(self: TransparencyLogSink, decision: object) -> None:
         full_disk.leave(room)
         decided(self, decision)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(LogNotary, "decided", full)
+    monkeypatch.setattr(TransparencyLogSink, "decided", full)
     refused(lambda: scene.vote("c"))
     monkeypatch.undo()
     assert scene.driver.core.state.exchanges[KEY.text].decision == ["a", "b", "c"]
@@ -198,7 +198,7 @@ def test_a_resume_that_was_not_written_is_said_after_a_restart(
     scene.notary.log._beside.shutdown()
     scene.notary.writer.release()
     full_disk.free()
-    scene.notary = LogNotary.open(scene.config, scene.folder, scene.messages.append)
+    scene.notary = TransparencyLogSink.open(scene.config, scene.folder, scene.messages.append)
     scene.driver.options["notary"] = scene.notary
     scene.driver.reopen()
     assert scene.kinds().count(s.RESUME) == 1

@@ -26,10 +26,10 @@ from dilocox.record.log.digests import TensorDigest
 from dilocox.record.log.signed_note import NoteKey
 from dilocox.record.verify.audit_sampling import sites_of
 from dilocox.record.verify.model_files import check_plain_files
-from dilocox.record.verify.run_history import Step, read_course
+from dilocox.record.verify.run_history import Step, read_history
 from dilocox.record.verify.verify import Places, Report, verify
 from dilocox.training.launch.console import Display
-from dilocox.training.launch.supervisor import complain
+from dilocox.training.launch.supervisor import print_error
 from tests.record.test_attestations import attest, signed
 from tests.support.record_scene import ONE, Scene
 
@@ -64,8 +64,8 @@ def manifest(stages: Any = 1, shards: Any = 1, fragments: Any = 1) -> str:
 )
 def test_a_run_of_more_ranks_than_there_can_be_is_refused(sizes: Any, said: str) -> None:
     with pytest.raises(RecordError, match=said):
-        read_course([manifest(**sizes)], LOG)
-    assert read_course([manifest(stages=255, shards=257)], LOG).stages == 255
+        read_history([manifest(**sizes)], LOG)
+    assert read_history([manifest(stages=255, shards=257)], LOG).stages == 255
 
 
 def test_an_exchange_of_more_attempts_than_statements_has_an_end(
@@ -85,7 +85,7 @@ def test_an_exchange_of_more_attempts_than_statements_has_an_end(
             said = {**found.predicate, "attempt": 2**53 - 1, "set": ["a"], "weights": {"a": 1.0}}
             line = scene.notary.signer.sign(s.Statement(s.STEP, found.subjects, said))
         entries.append(line)
-    course = read_course(entries, NoteKey.parse(scene.course().log))
+    course = read_history(entries, NoteKey.parse(scene.course().log))
     assert sites_of(course, 0) == ["a", "c"]
 
 
@@ -189,7 +189,7 @@ def test_an_attestation_has_a_plain_format(scene: Scene, kind: str) -> None:
 def test_a_site_has_a_name_that_a_run_file_can_give(site: str) -> None:
     said = {"site": site, "key": SIGNER.public}
     with pytest.raises(RecordError, match="not a name that a run file can give") as caught:
-        read_course([manifest(), entry(s.ENROLMENT, said)], LOG)
+        read_history([manifest(), entry(s.ENROLMENT, said)], LOG)
     assert "\x1b" not in str(caught.value)
 
 
@@ -218,7 +218,7 @@ def test_so_is_who_runs_a_site_and_who_types_a_command(
         raise RecordError(CLEAR)
 
     Display(scene.config).line(CLEAR)
-    complain(CLEAR)
+    print_error(CLEAR)
     monkeypatch.setattr("dilocox.api.export", refuse)
     with pytest.raises(SystemExit):
         main.main(["export", "run", "--to", "out"])

@@ -16,7 +16,7 @@ from dilocox.record.log.merkle import Frontier, leaf_hash
 from dilocox.record.log.transparency_log import CHECKPOINT, ENTRIES, LogWriter, Mark
 from dilocox.record.writer import log_summary, notary
 from dilocox.record.writer.log_summary import MARK_FILE, Memory
-from dilocox.record.writer.notary import LogNotary
+from dilocox.record.writer.notary import TransparencyLogSink
 from tests.support.record_scene import KEY, OF_ALL, Scene
 
 OTHER = ExchangeKey.outer(0, 0, 1)
@@ -54,7 +54,7 @@ def taken(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> int:
     scene.notary.writer.release()
     with monkeypatch.context() as patched:
         patched.setattr(Memory, "take", counted)
-        scene.notary = LogNotary.open(scene.config, scene.folder, scene.messages.append)
+        scene.notary = TransparencyLogSink.open(scene.config, scene.folder, scene.messages.append)
     holds = scene.notary.memory.holds
     # Plans reach it from the event log.
     holds.first, holds.flush, holds.begun = before.holds.first, before.holds.flush, True
@@ -125,7 +125,7 @@ def test_a_mark_that_does_not_fit_is_passed_over(
         entries = scene.entries()
         (record / ENTRIES).write_text("\n".join(entries[:-3]) + "\n")
         with pytest.raises(RecordError, match="not what its checkpoint was signed for"):
-            LogNotary.open(scene.config, scene.folder, print)
+            TransparencyLogSink.open(scene.config, scene.folder, print)
         return
     assert taken(scene, monkeypatch) == count
 

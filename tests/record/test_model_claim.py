@@ -20,7 +20,7 @@ from dilocox.record.log.transparency_log import LogContent
 from dilocox.record.verify import claims as c
 from dilocox.record.verify.model_files import other_files
 from dilocox.record.verify.remote import LOG_FILES, fetched
-from dilocox.record.verify.run_history import Course
+from dilocox.record.verify.run_history import RunHistory
 from dilocox.record.verify.verify import Places, _Verification
 from dilocox.record.writer.rank_recorder import listing_of
 from tests.support.architectures import BUFFERS, ROUTED, reference_model, small_config
@@ -67,7 +67,7 @@ def judged(
         for site, each in zip("abc", signed or (published,), strict=False)
     ]
     config = {"site": {"stages": 1, "shards": 1}}
-    course = Course("run", "log", {"config": config}, states=states)
+    course = RunHistory("run", "log", {"config": config}, states=states)
     places = Places(folder.parent, model=folder)
     found = _Verification(places, LogContent([], "", ""), lambda what, share: None, course)
     found.stores = Stores([store])

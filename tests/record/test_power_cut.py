@@ -18,7 +18,7 @@ from dilocox.coordinator.server.event_log import EventLog
 from dilocox.record.log import statements as s
 from dilocox.record.log.transparency_log import CHECKPOINT, ENTRIES
 from dilocox.record.verify.completeness import broken_commitments, gaps
-from dilocox.record.writer.notary import LogNotary
+from dilocox.record.writer.notary import TransparencyLogSink
 from tests.support.record_scene import KEY, OF_ALL, ONE, SIGNERS, Scene
 
 OTHER = ExchangeKey.outer(0, 0, 1)
@@ -69,7 +69,7 @@ def cut_power(scene: Scene, disk: Disk) -> None:
     scene.notary.writer.release()
     with disk.path.open("r+b") as file:
         file.truncate(disk.size)
-    scene.notary = LogNotary.open(scene.config, scene.folder, scene.messages.append)
+    scene.notary = TransparencyLogSink.open(scene.config, scene.folder, scene.messages.append)
     scene.driver.options["notary"] = scene.notary
     scene.driver.reopen()
 
@@ -179,7 +179,7 @@ def test_states_and_resumes_are_kept(scene: Scene, disk: Disk) -> None:
     said = {"run": scene.notary.run, "site": "a", "stage": 0, "round": 0, "kind": "initial",
             "files": {}}  # fmt: skip
     text = SIGNERS["a"].sign(s.Statement(s.CHECKPOINT, {"state": ONE, "tensors": ONE}, said))
-    rank = m.Rank(site="a", stage=0, shard=0)
+    rank = m.RankId(site="a", stage=0, shard=0)
     scene.driver.core.witness.state(m.StateRequest(rank=rank, statement=text))
     assert disk.kinds[-1] == s.CHECKPOINT
     scene.notary.resumed(0, 0)
@@ -193,7 +193,7 @@ def test_blocks_that_were_never_written(scene: Scene, disk: Disk, tmp_path: Path
     scene.notary.log._beside.shutdown()
     scene.notary.writer.release()
     disk.path.write_bytes(whole + b"\0" * 100 + b'\n{"half"}\n' + b"\0" * 20)
-    scene.notary = LogNotary.open(scene.config, scene.folder, scene.messages.append)
+    scene.notary = TransparencyLogSink.open(scene.config, scene.folder, scene.messages.append)
     scene.driver.options["notary"] = scene.notary
     scene.driver.reopen()
     assert disk.path.read_bytes() == whole

@@ -12,7 +12,7 @@ from dilocox.config.run_config import RunConfig
 from dilocox.data import prepare
 from dilocox.errors import ConfigError, RecordError
 from dilocox.models import count_parameters
-from dilocox.training.builder import Blueprint
+from dilocox.training.builder import ModelPlan
 from dilocox.training.launch import preflight
 from dilocox.training.payload_sizes import model_shapes
 from dilocox.training.record_volume import payload_bytes, record_bytes, record_line
@@ -34,7 +34,7 @@ def test_too_little_disk_for_the_record(prepared: Path, monkeypatch: pytest.Monk
     """The disk has room for checkpoints and model, not for all payloads of many rounds."""
     many = config(prepared, outer={"rounds": 10**6}, compression={"codec": "none"})
     few = config(prepared, compression={"codec": "none"})
-    blueprint = Blueprint.of(few, 270)
+    blueprint = ModelPlan.of(few, 270)
     parameters = sum(preflight._check_blueprint(few, blueprint))
     needed = preflight.record_bytes(few, blueprint, parameters)
     # theta_0, and three times (two rounds and the flush) two sites' payloads, dense and a little
@@ -78,7 +78,7 @@ def test_nothing_is_refused_for_what_the_controller_would_not_send(
     long = {"outer": {"rounds": 10**5}}
     fixed = config(prepared, **long, compression={"codec": "none"})
     by_link = config(prepared, **long, control={"adapt": "link", "pinned": []})
-    blueprint = Blueprint.of(fixed, 270)
+    blueprint = ModelPlan.of(fixed, 270)
     parameters = sum(preflight._check_blueprint(fixed, blueprint))
     most, least = (record_bytes(each, blueprint, parameters) for each in (fixed, by_link))
     assert least < most / 20
@@ -98,7 +98,7 @@ def test_a_bound_bounds_what_the_record_needs(prepared: Path) -> None:
     whole, rounds, budget = (
         config(prepared, **many, record={"keep": keep}) for keep in ("auto", 8, "10MB")
     )
-    blueprint = Blueprint.of(whole, 270)
+    blueprint = ModelPlan.of(whole, 270)
     parameters = sum(preflight._check_blueprint(whole, blueprint))
     assert record_bytes(budget, blueprint, parameters) <= 4 * parameters + 2 * 10**7
     # 8 rounds in windows of 2, two of which may be under way; 5 states of 8 bytes per parameter.
@@ -121,7 +121,7 @@ def test_a_budget_whose_quarter_holds_no_round_is_refused(prepared: Path) -> Non
     """Two windows always stay: with larger rounds there would be more than the budget."""
     dense = {"compression": {"codec": "none"}, "sites": FOUR}
     run = config(prepared, **dense)
-    blueprint = Blueprint.of(run, 270)
+    blueprint = ModelPlan.of(run, 270)
     parameters = count_parameters(blueprint.hf_config)
     (payload,) = payload_bytes(run, blueprint, ["none"])
     least = 4 * (4 * payload + 8 * parameters)
@@ -152,7 +152,7 @@ def test_auto_is_never_refused_and_says_what_large_rounds_take(
 ) -> None:
     dense = {"compression": {"codec": "none"}, "sites": FOUR}
     run = config(prepared, outer={"rounds": 10**6}, **dense)
-    blueprint = Blueprint.of(run, 270)
+    blueprint = ModelPlan.of(run, 270)
     parameters = count_parameters(blueprint.hf_config)
     (payload,) = payload_bytes(run, blueprint, ["none"])
     monkeypatch.setattr("dilocox.record.writer.windows.WHOLE_BELOW", 0)
@@ -168,9 +168,9 @@ def test_auto_is_never_refused_and_says_what_large_rounds_take(
 def test_the_start_says_what_the_record_will_be(prepared: Path) -> None:
     def line(**sections: Any) -> str:
         run = config(prepared, **sections)
-        return record_line(run, Blueprint.of(run, 270), 10**10)
+        return record_line(run, ModelPlan.of(run, 270), 10**10)
 
-    (payload,) = payload_bytes(config(prepared), Blueprint.of(config(prepared), 270), ["int4"])
+    (payload,) = payload_bytes(config(prepared), ModelPlan.of(config(prepared), 270), ["int4"])
     of_round = f"record: {size(2 * payload)} a round and site with codec int4, "
     codec = {"compression": {"codec": "int4"}}
     assert line(**codec) == (

@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from dilocox.coordinator.client.client import CoordinatorClient
-from dilocox.coordinator.protocol.verdicts import Opinion
-from dilocox.outer.fragment_state import PieceState
+from dilocox.coordinator.protocol.verdicts import RankOpinion
+from dilocox.outer.fragment_state import FragmentState
 from dilocox.training import builder
 from dilocox.transport.groups import PeerGroup
 from dilocox.transport.link.transfer import Transfer
@@ -20,7 +20,7 @@ def contributions_times(factors: Mapping[str, float]) -> None:
     """From now on, ranks forked from this process contribute their u times the factor of their
     site; sites that are not named stay honest."""
 
-    class Altered(PieceState):
+    class Altered(FragmentState):
         def boundary(
             self, live: Mapping[str, Tensor], weight: float, decay: float
         ) -> tuple[Tensor, bool]:
@@ -33,7 +33,7 @@ def contributions_times(factors: Mapping[str, float]) -> None:
             # What did not count must not come back and be altered again.
             super().committed(u, u if _site() in factors else sent, second_error)
 
-    builder.PieceState = Altered  # type: ignore[misc]
+    builder.FragmentState = Altered  # type: ignore[misc]
 
 
 def holds_only_its_own(site: str) -> None:
@@ -49,7 +49,7 @@ def saw_other_payloads(site: str) -> None:
     """From now on, the ranks of `site` vote that all others have sent them something else."""
 
     def lie(fields: dict[str, Any]) -> None:
-        other = Opinion(digest="0" * 64)
+        other = RankOpinion(digest="0" * 64)
         fields["opinions"] |= {name: other for name in fields["held"] if name != site}
 
     _in_votes_of(site, lie)

@@ -83,11 +83,11 @@ class Driver:
         known = site if site in issues else next(iter(issues))
         return str(self.core.tokens.of(known, issues[known]))
 
-    def ranks(self, site: str) -> list[m.Rank]:
+    def ranks(self, site: str) -> list[m.RankId]:
         """All ranks of a site."""
-        return [m.Rank(site=site, stage=i, shard=j) for i, j in self.core.state.ranks]
+        return [m.RankId(site=site, stage=i, shard=j) for i, j in self.core.state.ranks]
 
-    def check(self, rank: m.Rank) -> m.Rank:
+    def check(self, rank: m.RankId) -> m.RankId:
         """What the server does before every call."""
         self.core.check(Caller(rank.site, self.incarnations[rank.site]), rank)
         return rank
@@ -137,20 +137,20 @@ class Driver:
         self, key: m.ExchangeKey, site: str, shard: int = 0, commitment: str | None = None
     ) -> m.BeginReply:
         """One rank begins."""
-        rank = self.check(m.Rank(site=site, stage=key.stage, shard=shard))
+        rank = self.check(m.RankId(site=site, stage=key.stage, shard=shard))
         return self.core.begin(m.BeginRequest(key=key.text, rank=rank, commitment=commitment))
 
     def vote(
         self, key: m.ExchangeKey, site: str, attempt: int = 1, shard: int = 0, **fields: Any
     ) -> m.VoteReply:
         """One rank votes."""
-        rank = self.check(m.Rank(site=site, stage=key.stage, shard=shard))
+        rank = self.check(m.RankId(site=site, stage=key.stage, shard=shard))
         request = m.VoteRequest(key=key.text, rank=rank, attempt=attempt, wait=0.0, **fields)
         return self.core.vote(request)
 
     def leave(self, site: str, reason: str = "told to", failed: bool = False) -> None:
         """A site goes."""
-        rank = self.check(m.Rank(site=site, stage=0, shard=0))
+        rank = self.check(m.RankId(site=site, stage=0, shard=0))
         self.core.departures.leave(m.LeaveRequest(rank=rank, reason=reason, failed=failed))
 
     def write_checkpoint(self, site: str, tick: int, round_: int, slot: int) -> None:

@@ -20,12 +20,12 @@ from dilocox.compression import (
 )
 from dilocox.config.codec_spec import parse_spec
 from dilocox.coordinator.protocol.messages import BeginReply, ExchangeKey, ExchangeMember, VoteReply
-from dilocox.coordinator.protocol.verdicts import Opinion, VotePhase
+from dilocox.coordinator.protocol.verdicts import RankOpinion, VotePhase
 from dilocox.errors import ExchangeError
 from dilocox.outer.contribution import Contribution, Outcome
 from dilocox.outer.staging import HOST, staging_of
 from dilocox.transport.exchange import exchange
-from dilocox.transport.exchange_worker import LinkTurn, Turns
+from dilocox.transport.exchange_worker import LinkSlot, OrderedLock
 from dilocox.transport.groups import PeerGroup
 from tests.support.linked import group_of
 from tests.support.thread_sites import MemoryStore, run_each, shared_store
@@ -82,7 +82,7 @@ class SharedBallot:
         contributes: bool,
         phase: VotePhase,
         digests: Mapping[str, str],
-        opinions: Mapping[str, Opinion],
+        opinions: Mapping[str, RankOpinion],
     ) -> VoteReply:
         self.votes.append(list(held))
         self.events.append((phase, ()))
@@ -173,7 +173,7 @@ def run(
                 contributes=me not in abstain,
                 staging=staging_of(torch.device("cpu")) if on_device else HOST,
             )
-            return plain(exchange(ballot, me, what, LinkTurn(Turns(), 0)), what.warm)
+            return plain(exchange(ballot, me, what, LinkSlot(OrderedLock(), 0)), what.warm)
 
         return go
 

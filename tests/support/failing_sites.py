@@ -27,17 +27,17 @@ from dilocox.coordinator.client.enrolment import enrol
 from dilocox.coordinator.client.heartbeat import RankControl
 from dilocox.coordinator.identity import Identity
 from dilocox.coordinator.protocol.messages import BeginReply, ExchangeKey, RoundPlan, VoteReply
-from dilocox.coordinator.protocol.messages import Rank as RankName
+from dilocox.coordinator.protocol.messages import RankId as RankName
 from dilocox.coordinator.protocol.timeouts import Timeouts
 from dilocox.coordinator.server.ledger_audit import Audit, audit
 from dilocox.coordinator.server.run_server import serve
 from dilocox.errors import DilocoxError
 from dilocox.outer.contribution import Contribution, Outcome
-from dilocox.outer.fragment_state import PieceState, tensors_digest
+from dilocox.outer.fragment_state import FragmentState, tensors_digest
 from dilocox.outer.layout import Layout, split_pieces
 from dilocox.outer.loop import OuterLoop
-from dilocox.training.builder import Place
-from dilocox.training.launch.exchange_backend import Network
+from dilocox.training.builder import RankPlace
+from dilocox.training.launch.exchange_backend import LinkBackend
 from dilocox.transport.exchange_worker import ExchangeWorker
 from dilocox.transport.groups import PeerGroup
 from dilocox.transport.link.endpoint import open_endpoint
@@ -127,7 +127,7 @@ def config_of(
     )  # fmt: skip
 
 
-class FailingNetwork(Network):
+class FailingNetwork(LinkBackend):
     """A rank's network that fails where it is told to."""
 
     faults: Sequence[Fault] = ()
@@ -228,7 +228,7 @@ class Site:
         )
         self.control = RankControl(self.client, limits.beat, limits.stall, LINK, _end)
         self.control.start()
-        place = Place(me, 0, 0)
+        place = RankPlace(me, 0, 0)
         links = open_endpoint(config.sites, identity, 0, 1, "127.0.0.1", limits)
         self.network = FailingNetwork(self.client, self.control, place, limits, links)
         self.network.faults, self.network.mode = faults, config.outer.exchange
@@ -237,7 +237,7 @@ class Site:
         self.moved = {name: torch.zeros(shape).double() for name, shape in SHAPES.items()}
         names = split_pieces(dict.fromkeys(SHAPES, 960), 2)
         self.layouts = [Layout.of({name: SHAPES[name] for name in group}) for group in names]
-        states = [PieceState(each, self.live, error_feedback=True) for each in self.layouts]
+        states = [FragmentState(each, self.live, error_feedback=True) for each in self.layouts]
         self.loop = OuterLoop(states, self.live, me, 0, 1, self.submit, self.control.touch)
         for number, layout in enumerate(self.layouts):
             for sums in (self.told.given, self.told.sent):

@@ -35,7 +35,7 @@ from dilocox.cli import main as cli
 from dilocox.coordinator.client.client import CoordinatorClient
 from dilocox.inner import SiteModel, determinism_mode, mean_cross_entropy
 from dilocox.models.weight_source import FreshWeights
-from dilocox.outer.fragment_state import PieceState
+from dilocox.outer.fragment_state import FragmentState
 from dilocox.outer.snapshot import Snapshot
 from dilocox.tools.testbed.netns import enter_namespace
 from dilocox.training import (
@@ -43,7 +43,7 @@ from dilocox.training import (
     run_model,  # noqa: F401 - imported once, for all
 )
 from dilocox.training.builder import Batches, Hooks, Sequences
-from dilocox.training.checkpointing import Keeper
+from dilocox.training.checkpointing import Checkpointer
 from dilocox.training.launch import local
 from dilocox.transport.groups import PeerGroup
 from dilocox.transport.state_transfer import Donor
@@ -168,9 +168,9 @@ def replica_dies() -> dict[str, Any]:
 
 def late_at_the_flush() -> dict[str, Any]:
     """The last checkpoint of paris, the first site, takes until the others go on without it."""
-    original = Keeper.save
+    original = Checkpointer.save
 
-    def save(self: Keeper, own: Any, plan: Any, *, last: bool = False) -> None:
+    def save(self: Checkpointer, own: Any, plan: Any, *, last: bool = False) -> None:
         original(self, own, plan, last=last)
         told, end = _disk.with_name("metrics.jsonl"), time.monotonic() + 60.0
         while last and me().startswith("paris") and "paris is left behind" not in told.read_text():
@@ -178,7 +178,7 @@ def late_at_the_flush() -> dict[str, Any]:
             self._touch()
             time.sleep(0.05)
 
-    Keeper.save = save  # type: ignore[method-assign]
+    Checkpointer.save = save  # type: ignore[method-assign]
     return {}
 
 
@@ -294,7 +294,7 @@ PLACES: dict[str, tuple[Any, str]] = {
     "write": (checkpoint_io.dcp, "save"),
     "send": (PeerGroup, "send"),
     "vote": (CoordinatorClient, "vote"),
-    "landing": (PieceState, "land"),
+    "landing": (FragmentState, "land"),
 }
 """What `killed_at` counts. Behind `dcp.save` a checkpoint has its tensors and is not whole yet;
 behind `send` a payload travels."""

@@ -30,12 +30,12 @@ from dilocox.outer.loop import OuterLoop
 from dilocox.record.log.acceptance import Acceptance, OwnFacts, digest_of_entry
 from dilocox.record.log.blob_store import Store
 from dilocox.record.log.statements import Signer
-from dilocox.record.writer.notary import LogNotary, code_digest
-from dilocox.record.writer.rank_recorder import Author, RankRecord
-from dilocox.record.writer.state_recorder import InnerRecord, Manner
-from dilocox.tools.audit.round_replay import Alone, RepeatingTrainer
-from dilocox.training.builder import Batches, Blueprint, Hooks, Place, Rank, build_rank
-from dilocox.training.checkpointing import Keeper, record_state
+from dilocox.record.writer.notary import TransparencyLogSink, code_digest
+from dilocox.record.writer.rank_recorder import RankRecord, SigningIdentity
+from dilocox.record.writer.state_recorder import InnerRecord, RecordingPolicy
+from dilocox.tools.audit.round_replay import NullControlPlane, RepeatingTrainer
+from dilocox.training.builder import Batches, Hooks, ModelPlan, RankParts, RankPlace, build_rank
+from dilocox.training.checkpointing import Checkpointer, record_state
 from dilocox.training.determinism_class import facts_here
 from dilocox.training.rank_state import RankState
 from dilocox.training.trainer import Trainer
@@ -56,7 +56,7 @@ class Registry:
         self.config, self.paces, self.fragments = config, paces, fragments
         self.gone: set[str] = set()
         """Sites that are still in plans and do nothing any more."""
-        self.notary = LogNotary.open(config, config.folder / "coordinator", print)
+        self.notary = TransparencyLogSink.open(config, config.folder / "coordinator", print)
         self.plans: dict[int, m.RoundPlan] = {}
         self._lock = threading.Lock()
         self._in: dict[str, dict[str, tuple[Contribution, Future[Outcome]]]] = {}
@@ -65,7 +65,7 @@ class Registry:
     def record_state(self, statement: str) -> None:
         """What a rank has signed, whoever it is."""
         for site in self.config.sites:
-            rank = m.Rank(site=site, stage=0, shard=0)
+            rank = m.RankId(site=site, stage=0, shard=0)
             if f'"site":"{site}"' in _payload(statement):
                 with self._lock:
                     self.notary.checkpoint(rank, statement)
@@ -95,14 +95,14 @@ class Registry:
             assert values is not None
             payloads[site] = parts[site].encode(values)
             digest = payload_digest(payloads[site]).hex()
-            rank = m.Rank(site=site, stage=0, shard=0)
+            rank = m.RankId(site=site, stage=0, shard=0)
             said = self.sites[site].record.commit(there[site][0], bytes.fromhex(digest))
             self.notary.committed(rank, what.key, said, bound=True)
         for site in names:
             digest = payload_digest(payloads[site]).hex()
             self.sites[site].store.put(bytes(payloads[site].numpy()))
             signed = self.sites[site].record.sign(what.key, 1, digest)
-            rank = m.Rank(site=site, stage=0, shard=0)
+            rank = m.RankId(site=site, stage=0, shard=0)
             self.notary.contribution(rank, what.key, 1, digest, signed)
         self.notary.decided(Decision(what.key, 1, names, names, plan))
         seen = {site: parts[site].decode(payloads[site]) for site in names}
@@ -183,7 +183,7 @@ class Neighbour:
     """One site."""
 
     def __init__(self, registry: Registry, name: str, number: int, files: TokenFiles) -> None:
-        config, place = registry.config, Place(name, 0, 0)
+        config, place = registry.config, RankPlace(name, 0, 0)
         signer = Signer.from_hex(f"{number + 1:02x}" * 32)
         versions = m.Versions(dilocox="0", torch="0", python="0")
         registry.notary.enrolled(
@@ -195,23 +195,23 @@ class Neighbour:
             ),
             1,
         )
-        rank = m.Rank(site=name, stage=0, shard=0)
+        rank = m.RankId(site=name, stage=0, shard=0)
         own = OwnFacts(files.digest, None, code_digest(), versions.model_dump())
         manifest = registry.notary.manifest
         said = Acceptance(name, 1, signer.public, digest_of_entry(manifest), own, 0)
         registry.notary.checkpoint(rank, signer.sign(said.statement(registry.notary.run)))
         registry.sites[name] = self
         self.name = name
-        self.rank: Rank = build_rank(
-            config, Blueprint.of(config, files.vocabulary_size), place, Hooks(),
+        self.rank: RankParts = build_rank(
+            config, ModelPlan.of(config, files.vocabulary_size), place, Hooks(),
             store=None, local_rank=0, ranks_here=1, timeout=60.0,
         )  # fmt: skip
-        author = Author(registry.notary.run, rank, signer)
+        author = SigningIdentity(registry.notary.run, rank, signer)
         self.store = Store(config.record_store)
         self.record = RankRecord(author, self.store, registry, print, 60.0)
         facts = facts_here(config, self.rank.mesh.device)
         self.watch = InnerRecord(
-            author, Manner(1, 0, False, facts), self.store, registry, print, 60.0
+            author, RecordingPolicy(1, 0, False, facts), self.store, registry, print, 60.0
         )
         self.change: Callable[[Tensor], Tensor] = lambda u: u
         """What it makes of a contribution before it is sent."""
@@ -222,14 +222,14 @@ class Neighbour:
             lambda given: registry.exchange(name, self._given(given)), lambda: None,
             second=self.rank.model.second_moments,
         )  # fmt: skip
-        nobody = Alone()
+        nobody = NullControlPlane()
         self.trainer: Trainer = RepeatingTrainer(
             state=RankState(config, self.rank, self.outer),
             control=cast(RankControl, nobody),
             client=cast(CoordinatorClient, nobody),
             batches=Batches.open(config, place.site, place.shard, files),
             validation=[],
-            keeper=cast(Keeper, nobody),
+            checkpointer=cast(Checkpointer, nobody),
             hooks=Hooks(),
             form_group=cast(Any, None),
             donor_pause=0.0,
@@ -285,7 +285,7 @@ def train(
     # What the last round ended in, as a run says when it has no more rounds to train.
     end = registry.flush(rounds)
     for site in sites:
-        site.trainer.show_state(end)
+        site.trainer.record_round_start(end)
         site.watch.wait()
     if flush is not None:
         with ThreadPoolExecutor(len(sites)) as pool:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from dilocox.config.run_config import RunConfig, resolve_run
-from dilocox.tools.planner.hardware_table import Device, Host, Link, Table
+from dilocox.tools.planner.hardware_table import Device, HardwareTable, Host, Link
 
 KINDS = ("none", "fp16", "bf16", "int8", "int4", "int2", "topk", "top1", "cocktail", "lowrank")
 FREE = Host(
@@ -74,4 +74,4 @@ def link(payload_rate: float, rtt: float = 0.0) -> Link:
     return Link(wire, wire, rtt)
 
 
-TABLE = Table.load()
+TABLE = HardwareTable.load()

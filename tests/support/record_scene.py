@@ -14,8 +14,8 @@ from dilocox.record.log import statements as s
 from dilocox.record.log.acceptance import Acceptance, OwnFacts, digest_of_entry
 from dilocox.record.log.signed_note import NoteKey
 from dilocox.record.log.transparency_log import check_log, read_log
-from dilocox.record.verify.run_history import Course, read_course
-from dilocox.record.writer.notary import LogNotary, commitment, contribution
+from dilocox.record.verify.run_history import RunHistory, read_history
+from dilocox.record.writer.notary import TransparencyLogSink, commitment, contribution
 from tests.support.coordinator_driver import VERSIONS, Driver, run_config
 
 KEYS = {name: RecordKey.of(f"{number:02x}" * 32) for number, name in enumerate("abc", 1)}
@@ -38,7 +38,7 @@ class Scene:
     def __init__(self, root: Path, **sections: Any) -> None:
         self.config = run_config(run={"folder": str(root / "run")}, **sections)
         self.folder, self.messages = root / "coordinator", list[str]()
-        self.notary = LogNotary.open(self.config, self.folder, self.messages.append)
+        self.notary = TransparencyLogSink.open(self.config, self.folder, self.messages.append)
         self.driver = Driver(self.folder, self.config, notary=self.notary)
 
     def enrol(self) -> None:
@@ -61,19 +61,19 @@ class Scene:
         signer = SIGNERS[changes.pop("signer", site)]
         statement = Acceptance(**{**said, **changes}).statement(self.notary.run)
         request = m.StateRequest(
-            rank=m.Rank(site=site, stage=0, shard=0), statement=signer.sign(statement)
+            rank=m.RankId(site=site, stage=0, shard=0), statement=signer.sign(statement)
         )
         self.driver.core.witness.state(request)
 
     def reopen(self) -> None:
         self.notary.close()
-        self.notary = LogNotary.open(self.config, self.folder, self.messages.append)
+        self.notary = TransparencyLogSink.open(self.config, self.folder, self.messages.append)
         self.driver.options["notary"] = self.notary
         self.driver.reopen()
 
     def signed(self, site: str, key: ExchangeKey = KEY, attempt: int = 1, digest: str = ONE,
                run: str | None = None, signer: str | None = None) -> str:  # fmt: skip
-        rank = m.Rank(site=site, stage=key.stage, shard=0)
+        rank = m.RankId(site=site, stage=key.stage, shard=0)
         said = contribution(run or self.notary.run, rank, key, attempt, digest)
         return SIGNERS[signer or site].sign(said)
 
@@ -87,7 +87,8 @@ class Scene:
     def commit(self, site: str, key: ExchangeKey = KEY, **changes: Any) -> m.BeginReply:
         """Begin with a commitment, whose fields may be changed; the reply."""
         said: dict[str, Any] = {
-            "run": self.notary.run, "rank": m.Rank(site=site, stage=key.stage, shard=0), "key": key,
+            "run": self.notary.run, "key": key,
+            "rank": m.RankId(site=site, stage=key.stage, shard=0),
             "values": own_digest("values of " + site), "payload": own_digest(site, key),
         }  # fmt: skip
         signer = SIGNERS[changes.pop("signer", site)]
@@ -115,9 +116,9 @@ class Scene:
         assert exchange.decision is not None
         return Decision(KEY, exchange.attempt, exchange.decision, list("abc"), state.plans[0])
 
-    def course(self) -> Course:
+    def course(self) -> RunHistory:
         self.notary.close()
         content = read_log(self.config.folder / "record")
         key = NoteKey.parse(content.public)
         check_log(content, key)
-        return read_course(content.entries, key)
+        return read_history(content.entries, key)

@@ -103,7 +103,7 @@ class Run:
         return str(self.core.tokens.of(known, issues[known]))
 
     def client(self, site: str, shard: int = 0, **options: Any) -> CoordinatorClient:
-        rank = m.Rank(site=site, stage=0, shard=shard)
+        rank = m.RankId(site=site, stage=0, shard=shard)
         made = CoordinatorClient(
             self.url, self.identities[site], self.core.timeouts, rank, **options
         )

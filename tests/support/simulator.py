@@ -18,7 +18,7 @@ from dilocox.compression import Compressor, LowRank
 from dilocox.coordinator.protocol.messages import ExchangeKey
 from dilocox.coordinator.protocol.step_share import FULL, steps_taken
 from dilocox.outer.averaging import average, chunk_bounds, requantise
-from dilocox.outer.fragment_state import PieceState
+from dilocox.outer.fragment_state import FragmentState
 from dilocox.outer.layout import Layout, split_pieces
 from dilocox.outer.overlap import Rule
 from dilocox.transport.exchange import advancing
@@ -110,7 +110,7 @@ class Site:
     live: dict[str, Tensor]
     inner_step: Callable[[dict[str, Tensor], int], None]
     """(live, step) changes `live` in place."""
-    states: list[PieceState] = field(default_factory=list)
+    states: list[FragmentState] = field(default_factory=list)
     moved: dict[str, Tensor] = field(default_factory=dict)
     """Sum of inner displacements since the last boundary, float64, by tensor."""
 
@@ -153,7 +153,7 @@ class Simulation:
         for site in self.sites.values():
             site.moved = {name: t.double().zero_() for name, t in site.live.items()}
             site.states = [
-                PieceState(
+                FragmentState(
                     layout,
                     site.live,
                     error_feedback=settings.error_feedback,

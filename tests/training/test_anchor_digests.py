@@ -11,24 +11,24 @@ import torch
 from dilocox.coordinator.protocol.entry_messages import CheckPiecesReply
 from dilocox.coordinator.protocol.messages import Entering
 from dilocox.errors import ExchangeError, TrainingError
-from dilocox.outer.fragment_state import PieceState
+from dilocox.outer.fragment_state import FragmentState
 from dilocox.outer.layout import Layout
 from dilocox.outer.snapshot import Snapshot
 from dilocox.training import anchor_digests
 from dilocox.training.anchor_digests import UNFIT, ShownPieces
-from dilocox.training.join_run import Newcomer, entry_name
+from dilocox.training.join_run import JoiningSite, entry_name
 
 pytestmark = pytest.mark.waits
 
 ENTRY = Entering(site="new", incarnation=1, donor="old", from_round=3)
 
 
-def piece(value: float) -> PieceState:
+def piece(value: float) -> FragmentState:
     live = {"w": torch.full((4,), value)}
-    return PieceState(Layout.of({"w": (4,)}), live, error_feedback=False)
+    return FragmentState(Layout.of({"w": (4,)}), live, error_feedback=False)
 
 
-def rank(*pieces: PieceState, phase: str = "running", entering: Any = ()) -> Any:
+def rank(*pieces: FragmentState, phase: str = "running", entering: Any = ()) -> Any:
     """A rank of two pieces, in a run that a site enters."""
     told: list[list[Any]] = []
     return SimpleNamespace(
@@ -37,7 +37,7 @@ def rank(*pieces: PieceState, phase: str = "running", entering: Any = ()) -> Any
         ),
         outer=SimpleNamespace(landed=[-1] * len(pieces), awaiting=set()),
         control=SimpleNamespace(news=SimpleNamespace(phase=phase, entering=list(entering))),
-        errands=SimpleNamespace(do=lambda call: call()),
+        background=SimpleNamespace(submit=lambda call: call()),
         client=SimpleNamespace(show_pieces=told.append),
         told=told,
     )
@@ -45,7 +45,7 @@ def rank(*pieces: PieceState, phase: str = "running", entering: Any = ()) -> Any
 
 def shown_by(own: Any) -> ShownPieces:
     """What this rank tells."""
-    return ShownPieces(own, own.control, own.client, own.errands)
+    return ShownPieces(own, own.control, own.client, own.background)
 
 
 def test_what_is_agreed_has_the_same_digest_at_both_ends() -> None:
@@ -87,7 +87,7 @@ class Entered:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *others: str) -> None:
         monkeypatch.setattr(anchor_digests, "PAUSE", 0.0)
-        monkeypatch.setattr(Newcomer, "_fetch", self._fetch)
+        monkeypatch.setattr(JoiningSite, "_fetch", self._fetch)
         self.true, self.others, self.donor = piece(1.0), list(others), "old"
         self.own = rank(piece(0.0), piece(0.0), entering=[ENTRY])
         self.own.client = SimpleNamespace(check_pieces=self._check, ready=self._ready)
@@ -97,9 +97,9 @@ class Entered:
         self.settled, self.adopted, self.fetches, self.readies = True, list[int](), list[str](), 0
         form: Any = lambda *_: None  # noqa: E731
         own = self.own
-        self.newcomer = Newcomer(own, own.control, own.client, ENTRY, form, 1.0)
+        self.joining_site = JoiningSite(own, own.control, own.client, ENTRY, form, 1.0)
 
-    def _fetch(self, newcomer: Any = None) -> Any:
+    def _fetch(self, joining_site: Any = None) -> Any:
         self.fetches.append(self.donor)
         return None
 
@@ -130,8 +130,10 @@ class Entered:
     def arrives(self, number: int, value: float | None = None) -> None:
         """A piece comes, true or with its anchor at `value`."""
         state = self.true if value is None else piece(value)
-        self.newcomer._take(self.newcomer._tries, Snapshot(number, 9, dict(state.agreed()), "", 2))
-        self.newcomer.adopt()
+        self.joining_site._take(
+            self.joining_site._tries, Snapshot(number, 9, dict(state.agreed()), "", 2)
+        )
+        self.joining_site.adopt()
 
 
 def test_a_piece_is_taken_over_when_most_hold_the_same_and_not_before(
@@ -141,17 +143,17 @@ def test_a_piece_is_taken_over_when_most_hold_the_same_and_not_before(
     entered.settled = False
     entered.arrives(0)
     entered.arrives(1)
-    entered.newcomer._is_through(0)
-    entered.newcomer.adopt()
+    entered.joining_site._is_through(0)
+    entered.joining_site.adopt()
     assert (entered.adopted, entered.readies) == ([], 0)
     assert "too few active sites have told" not in caplog.text
     monkeypatch.setattr(anchor_digests, "LONG", -1.0)
-    entered.newcomer.adopt()
-    entered.newcomer.adopt()
+    entered.joining_site.adopt()
+    entered.joining_site.adopt()
     assert caplog.text.count("2 pieces have come, but too few active sites have told") == 1
     entered.settled = True
-    entered.newcomer.adopt()
-    entered.newcomer.adopt()
+    entered.joining_site.adopt()
+    entered.joining_site.adopt()
     assert (entered.adopted, entered.readies) == ([0, 1], 1)
 
 
@@ -163,11 +165,11 @@ def test_a_false_piece_is_not_taken_over_and_comes_from_another_donor(
     entered.arrives(1, value=7.0)
     assert entered.adopted == [0]
     assert entered.own.outer.awaiting == {1}
-    entered.newcomer.adopt()
+    entered.joining_site.adopt()
     assert entered.fetches == ["old", "other"]
     entered.arrives(1)
-    entered.newcomer._is_through(0)
-    entered.newcomer.adopt()
+    entered.joining_site._is_through(0)
+    entered.joining_site.adopt()
     assert (entered.adopted, entered.readies) == ([0, 1], 1)
 
 
@@ -182,8 +184,8 @@ def test_without_another_donor_the_entry_ends_in_one_line(
 def test_tensors_of_another_piece_are_no_state_of_most(monkeypatch: pytest.MonkeyPatch) -> None:
     entered = Entered(monkeypatch, "other")
     snapshot = Snapshot(0, 9, {"anchor": torch.zeros(3), "momentum": torch.zeros(3)})
-    entered.newcomer._checks.add(snapshot)
-    assert entered.newcomer._checks._waiting[0][1].sha256 == UNFIT
+    entered.joining_site._checks.add(snapshot)
+    assert entered.joining_site._checks._waiting[0][1].sha256 == UNFIT
 
 
 def test_what_comes_at_the_start_is_taken_over_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,10 +195,10 @@ def test_what_comes_at_the_start_is_taken_over_as_it_is(monkeypatch: pytest.Monk
     entered.settled = False
     entered.own.outer.awaiting, entered.own.client.ready = {0, 1}, lambda: None
     for number in (0, 1):
-        entered.newcomer._take(0, Snapshot(number, 0, dict(piece(5.0).agreed()), ""))
-    entered.newcomer._is_through(0)
+        entered.joining_site._take(0, Snapshot(number, 0, dict(piece(5.0).agreed()), ""))
+    entered.joining_site._is_through(0)
     entered.own.control.news.phase = "running"
-    entered.newcomer.adopt()
+    entered.joining_site.adopt()
     assert entered.adopted == [0, 1]
 
 
@@ -208,21 +210,21 @@ def test_what_the_others_have_left_behind_is_fetched_again(
     entered.settled = False
     entered.arrives(1)
     assert entered.asked is False
-    entered.newcomer._is_through(0)
-    entered.newcomer.adopt()
+    entered.joining_site._is_through(0)
+    entered.joining_site.adopt()
     assert entered.asked is True
     assert entered.fetches == ["old"]
     again = ENTRY.model_copy(update={"renewals": 1})
     entered.own.control.news.entering = [again]
-    entered.newcomer.adopt()
-    entered.newcomer.adopt()
+    entered.joining_site.adopt()
+    entered.joining_site.adopt()
     assert entered.fetches == ["old", "old"]
     assert "old gave what the others have left behind: fetching from old" in caplog.text
     assert entry_name(again, 0, 0) != entry_name(ENTRY, 0, 0)
     entered.settled = True
-    entered.newcomer._tries += 1
+    entered.joining_site._tries += 1
     entered.arrives(1)
     assert (entered.adopted, entered.readies) == ([0, 1], 0)
-    entered.newcomer._is_through(1)
-    entered.newcomer.adopt()
+    entered.joining_site._is_through(1)
+    entered.joining_site.adopt()
     assert (entered.adopted, entered.readies) == ([0, 1], 1)

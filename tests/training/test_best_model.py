@@ -16,8 +16,8 @@ from dilocox.data import TokenFiles
 from dilocox.errors import ConfigError
 from dilocox.models import load_model_config
 from dilocox.training import best_model
-from dilocox.training.builder import Blueprint, Place, Rank
-from dilocox.training.checkpointing import Keeper
+from dilocox.training.builder import ModelPlan, RankParts, RankPlace
+from dilocox.training.checkpointing import Checkpointer
 from tests.support.architectures import reference_model
 
 pytestmark = pytest.mark.waits
@@ -63,8 +63,8 @@ class Site:
         model = reference_model(load_model_config(run.model, 96))
         self.anchor = {name: p.detach() for name, p in model.named_parameters()}
         rank = SimpleNamespace(
-            place=Place(name, 0, 0),
-            blueprint=Blueprint.of(run, 96),
+            place=RankPlace(name, 0, 0),
+            blueprint=ModelPlan.of(run, 96),
             mesh=SimpleNamespace(stages=1, shards=1, gather_names=lambda names: [names]),
             model=SimpleNamespace(saved_buffers=dict),
             states=[
@@ -74,16 +74,16 @@ class Site:
             ],
         )  # fmt: skip
         files = cast(TokenFiles, SimpleNamespace(tokenizer_folder=None))
-        self.keeper = Keeper(
-            run, cast(Rank, rank), files, shared, cast(Any, self.told), None, lambda: None
+        self.checkpointer = Checkpointer(
+            run, cast(RankParts, rank), files, shared, cast(Any, self.told), None, lambda: None
         )
-        self.rank = cast(Rank, rank)
+        self.rank = cast(RankParts, rank)
 
     def evaluate(self, round_: int, loss: float, first: bool = True) -> None:
         """An evaluation of an anchor that is full of the round's number."""
         for tensor in self.anchor.values():
             tensor.fill_(float(round_))
-        self.keeper.keep_best(self.rank, round_, loss, first=first)
+        self.checkpointer.keep_best(self.rank, round_, loss, first=first)
 
     @property
     def kept(self) -> tuple[int, float] | None:

@@ -393,15 +393,17 @@ def test_a_rank_lives_while_it_waits_for_a_disk_at_the_end(
     died = list[object]()
     control = RankControl(beats, 0.02, stall, 60.0, died.append)
     control.start()
-    keeper = object.__new__(checkpointing.Keeper)
-    keeper._writer, keeper._recorded = RankCheckpointer(str(tmp_path), *RANK, 2), None
-    keeper._touch, keeper._shared = touch, False
-    keeper._record = cast(Any, SimpleNamespace(wait=slowly if slow == "record" else lambda: None))
-    keeper._config = cast(
+    checkpointer = object.__new__(checkpointing.Checkpointer)
+    checkpointer._writer, checkpointer._recorded = RankCheckpointer(str(tmp_path), *RANK, 2), None
+    checkpointer._touch, checkpointer._shared = touch, False
+    checkpointer._record = cast(
+        Any, SimpleNamespace(wait=slowly if slow == "record" else lambda: None)
+    )
+    checkpointer._config = cast(
         Any, SimpleNamespace(checkpoint=SimpleNamespace(hugging_face=slow == "export"),
                              folder=tmp_path, model=SimpleNamespace(revision=None))
     )  # fmt: skip
-    keeper._files = cast(Any, SimpleNamespace(tokenizer_folder=None))
+    checkpointer._files = cast(Any, SimpleNamespace(tokenizer_folder=None))
     rank = SimpleNamespace(
         place=SimpleNamespace(site="paris", stage=0, shard=0, leads=True),
         mesh=SimpleNamespace(stages=1, gather_names=lambda names: [names]),
@@ -409,12 +411,12 @@ def test_a_rank_lives_while_it_waits_for_a_disk_at_the_end(
     )  # fmt: skip
     at = SimpleNamespace(tick=16, round=2, slot=0)
     own: Any = SimpleNamespace(at=at, rank=rank, site="paris")
-    keeper._client = cast(
+    checkpointer._client = cast(
         Any, SimpleNamespace(checkpoint=lambda tick, *_: written.append(tick), report=print)
     )
     plan: Any = SimpleNamespace(kind="train", members={"paris": None})
-    keeper.save(own, plan, last=True)
-    keeper.wait()
+    checkpointer.save(own, plan, last=True)
+    checkpointer.wait()
     control.close()
     assert now[0] > 3 * stall
     assert written == [16]
@@ -426,20 +428,20 @@ def test_ranks_meet_again_while_one_of_them_writes(monkeypatch: pytest.MonkeyPat
     """No meeting waits for a disk; what failed at one is said at all."""
     monkeypatch.setattr(checkpointing, "MEETING", 0.01)
     said = [["", "busy"], ["", "busy"], ["disk full", ""]]
-    keeper = object.__new__(checkpointing.Keeper)
+    checkpointer = object.__new__(checkpointing.Checkpointer)
     touched: list[int] = []
-    keeper._touch = lambda: touched.append(1)
+    checkpointer._touch = lambda: touched.append(1)
     rank: Any = SimpleNamespace(
         mesh=SimpleNamespace(gather_names=lambda names: [names, said.pop(0)])
     )
-    assert keeper._written(rank, Path("model"), None) == "disk full"
+    assert checkpointer._written(rank, Path("model"), None) == "disk full"
     assert (said, len(touched)) == ([], 3)
 
     def fails() -> None:
         raise OSError("read-only")
 
     rank.mesh.gather_names = lambda names: [names]
-    assert keeper._written(rank, Path("model"), fails) == "model: read-only"
+    assert checkpointer._written(rank, Path("model"), fails) == "model: read-only"
 
 
 def test_slow_storage_does_not_hold_training_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -453,18 +455,18 @@ def test_slow_storage_does_not_hold_training_up(monkeypatch: pytest.MonkeyPatch)
         wait=lambda touch: waited.append(1),
         save=lambda tick, *rest: saved.append(tick),
     )
-    keeper = object.__new__(checkpointing.Keeper)
-    keeper._writer, keeper._recorded = writer, None  # type: ignore[assignment]
-    keeper._touch = lambda: None
+    checkpointer = object.__new__(checkpointing.Checkpointer)
+    checkpointer._writer, checkpointer._recorded = writer, None  # type: ignore[assignment]
+    checkpointer._touch = lambda: None
     own: Any = SimpleNamespace(at=SimpleNamespace(tick=16, round=2, slot=0))
-    keeper._client = cast(
+    checkpointer._client = cast(
         Any, SimpleNamespace(report=lambda round_, what, kind: said.append(what["text"]))
     )
-    keeper.save(own, None)
+    checkpointer.save(own, None)
     assert (saved, waited) == ([], [])
     assert said == [
         "checkpoint after slot 16 was left out: that of slot 8 has been being written for 42 s; "
         "the storage is slow"
     ]
-    keeper.save(own, None, last=True)
+    checkpointer.save(own, None, last=True)
     assert (saved, waited) == ([16], [1]), "the last one is waited for"

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from dilocox.coordinator.protocol.messages import Entering
-from dilocox.errors import RunOverError
+from dilocox.errors import RunEndedError
 from dilocox.training import checkpointing, rank_state
-from dilocox.training.checkpointing import Keeper, part_in_the_end
+from dilocox.training.checkpointing import Checkpointer, part_in_the_end
 from dilocox.training.join_run import EntryStopped
 from dilocox.training.trainer import Stopped, Trainer
 
@@ -49,17 +49,17 @@ class Ending:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *roles: str, shared: bool) -> None:
         self.roles, self.asked, self.exported = list(roles), list[tuple[int, float]](), list[str]()
-        self.keeper = object.__new__(Keeper)
-        self.keeper._shared, self.keeper._touch = shared, lambda: None
-        self.keeper._record, self.keeper._form = None, cast(Any, None)
-        self.keeper._config = cast(Any, SimpleNamespace(folder=Path("run")))
-        monkeypatch.setattr(self.keeper, "_export", self._export)
+        self.checkpointer = object.__new__(Checkpointer)
+        self.checkpointer._shared, self.checkpointer._touch = shared, lambda: None
+        self.checkpointer._record, self.checkpointer._form = None, cast(Any, None)
+        self.checkpointer._config = cast(Any, SimpleNamespace(folder=Path("run")))
+        monkeypatch.setattr(self.checkpointer, "_export", self._export)
         monkeypatch.setattr(checkpointing, "other_files", lambda folder: {})
         rank = SimpleNamespace(
             place=SimpleNamespace(site="b", leads=True),
             mesh=SimpleNamespace(gather_names=lambda names: [names]),
         )
-        self.keeper._client = cast(Any, SimpleNamespace(status=self._status))
+        self.checkpointer._client = cast(Any, SimpleNamespace(status=self._status))
         self.rank: Any = rank
 
     def _export(self, rank: object, folder: Path) -> str:
@@ -76,7 +76,7 @@ class Ending:
 
     def publishes(self) -> list[str]:
         """Which folders it writes."""
-        self.keeper.publish(self.rank, PLAN, self.keeper.ends_run(self.rank, PLAN))
+        self.checkpointer.publish(self.rank, PLAN, self.checkpointer.ends_run(self.rank, PLAN))
         return self.exported
 
 
@@ -89,17 +89,17 @@ def test_in_a_folder_of_all_sites_the_next_one_publishes_what_the_first_did_not(
     assert ending.asked == [(0, 0.0), (7, checkpointing.MEETING), (7, checkpointing.MEETING)]
     assert Ending(monkeypatch, "entering", shared=True).publishes() == ["run/model"]
     assert Ending(monkeypatch, "active", "gone", shared=True).publishes() == ["run/model"]
-    with pytest.raises(RunOverError, match="the run has failed: why"):
+    with pytest.raises(RunEndedError, match="the run has failed: why"):
         Ending(monkeypatch, "active", "failed", shared=True).publishes()
 
 
 def test_with_folders_of_their_own_nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     ending = Ending(monkeypatch, "active", shared=False)
-    assert not ending.keeper.ends_run(ending.rank, PLAN)
-    ending.keeper.publish(ending.rank, PLAN, ends_run=False)
+    assert not ending.checkpointer.ends_run(ending.rank, PLAN)
+    ending.checkpointer.publish(ending.rank, PLAN, ends_run=False)
     assert ending.exported == ["run/model"]
     lost = Ending(monkeypatch, "gone", shared=False)
-    assert lost.keeper.ends_run(lost.rank, PLAN), "it evaluates then"
+    assert lost.checkpointer.ends_run(lost.rank, PLAN), "it evaluates then"
 
 
 class Calls:
@@ -130,8 +130,8 @@ def at_the_end(behind: bool, made: list[str], **changes: Any) -> Trainer:
         "slope_batch": None,
         "outer": Calls(made),
         "meter": Calls(made, end={}),
-        "errands": Calls(made),
-        "keeper": Calls(made, ends_run=True),
+        "background": Calls(made),
+        "checkpointer": Calls(made, ends_run=True),
         "collector": Calls([]),
         "client": Calls(made),
         "counted_from": -1,
@@ -141,14 +141,14 @@ def at_the_end(behind: bool, made: list[str], **changes: Any) -> Trainer:
     trainer.__dict__.update(fields)
     trainer.meter.behind = behind
     trainer.outer.non_finite = None
-    trainer.tell_loss = lambda round_: made.append(f"loss {round_}")  # type: ignore[method-assign]
+    trainer.report_eval_loss = lambda round_: made.append(f"loss {round_}")  # type: ignore[method-assign]
     return trainer
 
 
 def test_who_was_overtaken_in_the_flush_publishes_nothing() -> None:
     """Its anchor lacks the flush: it says so, and neither evaluates nor finishes."""
     made: list[str] = []
-    with pytest.raises(RunOverError, match="site b: the run ends while it is left behind"):
+    with pytest.raises(RunEndedError, match="site b: the run ends while it is left behind"):
         at_the_end(True, made).finish(PLAN)
     assert "report" in made
     assert not {"publish", "finish", "ends_run", "loss 4"} & set(made)
@@ -170,12 +170,12 @@ def test_a_site_that_has_entered_is_told_once_that_it_was_overtaken(from_round: 
     trainer = at_the_end(False, made, control=entering(from_round))
     trainer.next_plan = lambda: PLAN  # type: ignore[method-assign]
     trainer.finish = lambda plan: made.append("finish")  # type: ignore[method-assign]
-    newcomer: Any = SimpleNamespace(follow=lambda: None)
+    joining_site: Any = SimpleNamespace(catch_up=lambda: None)
     if from_round == 5:
-        with pytest.raises(RunOverError, match="left behind"):
-            trainer.run(newcomer)
+        with pytest.raises(RunEndedError, match="left behind"):
+            trainer.run(joining_site)
     else:
-        trainer.run(newcomer)
+        trainer.run(joining_site)
     assert ("finish" in made) == (from_round == 4)
 
 
@@ -189,7 +189,7 @@ def test_who_is_overtaken_by_the_flush_has_no_round_to_enter_with() -> None:
 
     client = SimpleNamespace(poll_plan=poll_plan)
     trainer = at_the_end(False, [], control=entering(5), client=client)
-    with pytest.raises(RunOverError, match="the run ends while it is left behind"):
+    with pytest.raises(RunEndedError, match="the run ends while it is left behind"):
         trainer.catch_up()
     assert asked == [4]
 
@@ -199,23 +199,23 @@ def test_who_trained_a_round_more_before_he_heard_of_it_enters_again() -> None:
     made: list[str] = []
     at = SimpleNamespace(round=5, slot=0, tick=9)
     trainer: Any = at_the_end(False, made, control=entering(4), at=at)
-    trainer.newcomer = lambda entry: entry
-    trainer.follow = lambda entry: made.append(f"follow {entry.from_round}")
+    trainer.joining_site = lambda entry: entry
+    trainer.enter = lambda entry: made.append(f"enter {entry.from_round}")
     trainer.catch_up()
-    assert "follow 4" in made
+    assert "enter 4" in made
 
 
 @pytest.mark.parametrize(("leaves", "said"), [(True, "depart"), (False, "finish")])
 def test_who_goes_before_its_entry_is_through_says_so_and_stops(leaves: bool, said: str) -> None:
     made: list[str] = []
 
-    def follow() -> None:
+    def catch_up() -> None:
         raise EntryStopped(leaves)
 
-    newcomer: Any = SimpleNamespace(follow=follow)
+    joining_site: Any = SimpleNamespace(catch_up=catch_up)
     with pytest.raises(Stopped):
-        at_the_end(False, made).follow(newcomer)
-    assert made == ["wait", "wait", said], "errands first, then the record"
+        at_the_end(False, made).enter(joining_site)
+    assert made == ["wait", "wait", said], "what runs beside the training first, then the record"
 
 
 class Restored:

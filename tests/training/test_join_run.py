@@ -10,11 +10,11 @@ import torch
 
 from dilocox.coordinator.protocol.entry_messages import CheckPiecesReply
 from dilocox.coordinator.protocol.messages import Entering
-from dilocox.errors import RunOverError
+from dilocox.errors import RunEndedError
 from dilocox.outer.in_flight import Counts
 from dilocox.outer.snapshot import Snapshot
 from dilocox.training import join_run
-from dilocox.training.join_run import EntryStopped, Newcomer
+from dilocox.training.join_run import EntryStopped, JoiningSite
 
 pytestmark = pytest.mark.waits
 
@@ -83,18 +83,18 @@ class Followed:
         return answer(plan)
 
 
-def newcomer_of(followed: Any) -> Newcomer:
-    """Its newcomer, which would fetch from a donor that is there."""
+def joining_site_of(followed: Any) -> JoiningSite:
+    """Its joining site, which would fetch from a donor that is there."""
     form: Any = lambda *_: None  # noqa: E731
-    return Newcomer(followed, followed.control, followed.client, ENTRY, form, 1.0)
+    return JoiningSite(followed, followed.control, followed.client, ENTRY, form, 1.0)
 
 
 @pytest.fixture(autouse=True)
 def fetched(monkeypatch: pytest.MonkeyPatch) -> None:
     """All has come already, and nobody needs to pause."""
     monkeypatch.setattr(join_run, "PAUSE", 0.0)
-    monkeypatch.setattr(Newcomer, "_fetch", lambda self: None)
-    monkeypatch.setattr(Newcomer, "adopt", lambda self: self._own.outer.awaiting.clear())
+    monkeypatch.setattr(JoiningSite, "_fetch", lambda self: None)
+    monkeypatch.setattr(JoiningSite, "adopt", lambda self: self._own.outer.awaiting.clear())
 
 
 def test_nothing_is_followed_before_the_run_has_started() -> None:
@@ -110,7 +110,7 @@ def test_nothing_is_followed_before_the_run_has_started() -> None:
             return news(phase)
 
     followed.control = Control(touch=followed._touch, hurry=lambda: None)
-    newcomer_of(followed).follow()
+    joining_site_of(followed).catch_up()
     assert followed.ends == [(3, "running")]
     assert followed.asked == 3 + 2
     assert followed.touched >= 3
@@ -120,7 +120,7 @@ def test_nothing_is_followed_before_the_run_has_started() -> None:
 def test_what_was_waited_for_on_the_way_is_not_in_the_first_round() -> None:
     followed: Any = Followed(["running"])
     followed.control.news = news("running")
-    newcomer_of(followed).follow()
+    joining_site_of(followed).catch_up()
     assert followed.outer.counts == Counts()
 
 
@@ -139,7 +139,7 @@ def turns_back(followed: Any, **control: Any) -> bool | None:
     """Whether the site leaves if it turns back; None if it does not turn back."""
     followed.control = Leased(touch=followed._touch, hurry=lambda: None, **control)
     try:
-        newcomer_of(followed).follow()
+        joining_site_of(followed).catch_up()
     except EntryStopped as stop:
         return stop.leaves
     return None
@@ -185,7 +185,7 @@ def test_a_site_that_the_flush_leaves_out_publishes_nothing(at_once: None) -> No
     followed: Any = Followed(["running"])
     flush = SimpleNamespace(kind="flush", first_tick=6, slots=1, members={"old": None})
     followed.client.poll_plan = lambda round_, wait: answer(flush, receive=True)
-    with pytest.raises(RunOverError, match="site new: the run ends before it has entered"):
+    with pytest.raises(RunEndedError, match="site new: the run ends before it has entered"):
         turns_back(followed)
 
 
@@ -201,9 +201,9 @@ def test_of_two_donors_the_first_counts(monkeypatch: pytest.MonkeyPatch) -> None
     followed.outer.adopt = adopt
     followed.control.news = news("running")
     monkeypatch.undo()
-    monkeypatch.setattr(Newcomer, "_fetch", lambda self: None)
-    newcomer = newcomer_of(followed)
+    monkeypatch.setattr(JoiningSite, "_fetch", lambda self: None)
+    joining_site = joining_site_of(followed)
     for tick in (3, 6):
-        newcomer._take(0, Snapshot(0, tick, {}, ""))
-        newcomer.adopt()
+        joining_site._take(0, Snapshot(0, tick, {}, ""))
+        joining_site.adopt()
     assert taken == [3]

@@ -12,7 +12,7 @@ from dilocox.config.run_config import RunConfig, resolve_run
 from dilocox.coordinator.controller.candidates import codecs
 from dilocox.errors import ConfigError
 from dilocox.training import payload_sizes as payloads
-from dilocox.training.builder import Blueprint
+from dilocox.training.builder import ModelPlan
 from dilocox.training.payload_sizes import message_bytes, payload_sizes, stage_shapes
 from tests.support.process_starts import ARCHITECTURE
 
@@ -53,7 +53,7 @@ def test_every_codec_that_may_be_chosen_has_its_sizes() -> None:
 
 def test_dense_sizes_are_the_parameters_with_their_padding_and_frames() -> None:
     run = config()
-    blueprint = Blueprint.of(run, VOCABULARY)
+    blueprint = ModelPlan.of(run, VOCABULARY)
     assert blueprint.tied is not None
     expected = 0
     rows = 0
@@ -118,7 +118,7 @@ def test_shapes_are_known_where_no_gpu_is(monkeypatch: pytest.MonkeyPatch) -> No
 
     plain = config()
     flash = config(model={"attention": "flash_attention_2"})
-    expected = payloads.model_shapes(plain, Blueprint.of(plain, None))
+    expected = payloads.model_shapes(plain, ModelPlan.of(plain, None))
     monkeypatch.setattr(torch.cuda, "is_available", looks)
-    blueprint = Blueprint.of(flash, None)
+    blueprint = ModelPlan.of(flash, None)
     assert payloads.model_shapes(flash, blueprint) == expected

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dilocox.config.run_config import RunConfig, resolve_run
-from dilocox.training.builder import Place
+from dilocox.training.builder import RankPlace
 from dilocox.training.launch import rank
 from dilocox.training.launch.rank import RankJob, random_seed
 
@@ -28,7 +28,7 @@ def config(seed: int) -> RunConfig:
 
 
 def test_every_rank_has_a_stream_of_its_own_and_the_same_in_every_run() -> None:
-    places = [Place(site, 0, shard, replica)
+    places = [RankPlace(site, 0, shard, replica)
               for site in ("paris", "lyon") for shard in (0, 1) for replica in (0, 1)]  # fmt: skip
     seeds = [random_seed(config(seed), place) for seed in (0, 1) for place in places]
     assert len(set(seeds)) == len(seeds)
@@ -44,7 +44,7 @@ def test_a_rank_draws_from_its_own_stream(tmp_path: Path, monkeypatch: pytest.Mo
         return "rank"
 
     monkeypatch.setattr(rank, "build_rank", build)
-    place = Place("lyon", 0, 1)
+    place = RankPlace("lyon", 0, 1)
     job = cast(Any, RankJob)(config(3), place, "", None, None, "", None, 0, 2, False, None)
     drawn = []
     with torch.random.fork_rng(devices=[]):

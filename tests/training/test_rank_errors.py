@@ -12,7 +12,7 @@ import torch
 
 from dilocox.config.run_config import RunConfig, resolve_run
 from dilocox.training import rank_errors
-from dilocox.training.builder import Place
+from dilocox.training.builder import RankPlace
 from dilocox.training.launch import site
 from dilocox.training.launch.supervisor import Ended, keep_in_run
 from dilocox.training.rank_errors import LibraryError, explained
@@ -21,7 +21,7 @@ from dilocox.utils import processes
 pytestmark = pytest.mark.waits
 
 GIB = 2**30
-PLACE = Place("lyon", 0, 1)
+PLACE = RankPlace("lyon", 0, 1)
 
 
 def config(micro_batch_size: int = 4, activation_checkpointing: bool | str = False) -> RunConfig:
@@ -101,12 +101,12 @@ def test_what_was_too_much_in_the_first_round_is_too_much_again(gpu: None) -> No
     def start(first: bool) -> Ended:
         error = said(FULL, config(), first)
         starts.append(1)
-        return Ended(1, str(error), error.lasting, took_part=True)
+        return Ended(1, str(error), error.permanent, took_part=True)
 
     timeouts: Any = SimpleNamespace(retry=0.0, retry_most=0.0, rejoin=1.0)
     ended = keep_in_run("lyon", lambda: start(True), timeouts, lambda line: None)
-    assert (ended.lasting, len(starts)) == (True, 1)
-    assert not said(FULL, config(), first=False).lasting
+    assert (ended.permanent, len(starts)) == (True, 1)
+    assert not said(FULL, config(), first=False).permanent
 
 
 def test_a_machine_that_is_full() -> None:
@@ -133,7 +133,7 @@ def test_an_operation_that_was_not_heard_of_at_the_start() -> None:
         "lyon stage 0 shard 1: put_ has no deterministic kernel on this device; set "
         "site.deterministic = false"
     )
-    assert caught.value.lasting
+    assert caught.value.permanent
 
 
 def test_other_errors_pass() -> None:
@@ -153,7 +153,7 @@ def test_who_was_killed_may_have_been_so_for_memory() -> None:
     assert site._died(cast(Any, other)) == "lyon-stage0-shard0 was killed (signal 11)"
 
 
-def test_a_rank_tells_that_its_failure_is_lasting(
+def test_a_rank_tells_that_its_failure_is_permanent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Building and training are both explained."""
@@ -169,5 +169,5 @@ def test_a_rank_tells_that_its_failure_is_lasting(
     monkeypatch.setattr(rank_process, "_train", train)
     job: Any = SimpleNamespace(trace=None, place=PLACE)
     assert rank_process.run_rank(job, lambda *given: told.append(given)) == 1
-    assert [lasting for _, lasting in told] == [True]
+    assert [permanent for _, permanent in told] == [True]
     assert "its GPU is out of memory" in told[0][0]

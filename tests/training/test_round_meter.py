@@ -15,7 +15,7 @@ from dilocox.inner import StepResult
 from dilocox.inner.device_memory import MemoryUse
 from dilocox.outer.in_flight import Counts
 from dilocox.training import round_meter
-from dilocox.training.round_meter import NOTHING, Devices, RoundMeter
+from dilocox.training.round_meter import NOTHING, Devices, RoundMetrics
 from tests.support.planned_runs import run
 
 pytestmark = pytest.mark.waits
@@ -74,7 +74,7 @@ class Readings:
 
 def round_on(
     kind: str, clocks: Clocks, training: Callable[[], None] = lambda: None
-) -> tuple[RoundMeter, dict[str, Any]]:
+) -> tuple[RoundMetrics, dict[str, Any]]:
     """A round of one step: exchange threads compute 3 s; the training's own thread spends 5 s at
     the slot's end and computes for 1 s of them, waits 2 s for a site, and 0.5 s for the account."""
     rank: Any = SimpleNamespace(
@@ -84,7 +84,7 @@ def round_on(
         mesh=SimpleNamespace(device=torch.device(kind), gather_names=lambda names: [names]),
     )
     outer: Any = SimpleNamespace(counts=Counts(work_seconds=3.0), behind=False)
-    measured = RoundMeter(run(), rank)
+    measured = RoundMetrics(run(), rank)
     measured.begin(PLAN, 0)
     clocks.wall += 10.0
     training()
@@ -147,7 +147,7 @@ def test_a_rank_that_waits_for_the_last_landing_ends_the_round_for_all(clocks: C
         ),
     )
     outer: Any = SimpleNamespace(counts=Counts(), behind=False)
-    measured = RoundMeter(run(), rank)
+    measured = RoundMetrics(run(), rank)
     measured.begin(PLAN, 0)
     clocks.wall += 1.0
     measured.add(StepResult(torch.tensor([[1.0, 1.0, 0.0]]), 1, 0, [["loss"]]), 0.1)
@@ -167,7 +167,7 @@ def test_swaps_of_all_shards_count_once(clocks: Clocks) -> None:
         mesh=SimpleNamespace(device=torch.device("cpu"), gather_names=lambda names: [names, names]),
     )
     outer: Any = SimpleNamespace(counts=Counts(link=[(0.0, 1.0, 8), (2.0, 3.0, 8)]), behind=False)
-    measured = RoundMeter(run(site={"shards": 2}), rank)
+    measured = RoundMetrics(run(site={"shards": 2}), rank)
     measured.begin(PLAN, 0)
     clocks.wall += 4.0
     measured.add(StepResult(torch.tensor([[1.0, 1.0, 0.0]]), 1, 0, [["loss"]]), 0.1)
@@ -186,7 +186,7 @@ def test_a_slot_is_as_long_as_the_rank_takes_with_its_waits_for_others(clocks: C
         mesh=SimpleNamespace(device=torch.device("cpu"), gather_names=lambda names: [names]),
     )
     outer: Any = SimpleNamespace(counts=Counts(), behind=False)
-    measured = RoundMeter(run(), rank)
+    measured = RoundMetrics(run(), rank)
     step = StepResult(torch.tensor([[1.0, 1.0, 0.0]]), 1, 0, [["loss"]])
     plan = PLAN.model_copy(update={"slots": 4})
     measured.begin(plan, 0)
@@ -251,7 +251,7 @@ def lyon(kind: str = "cpu") -> Any:
 STEP = StepResult(torch.tensor([[1.0, 1.0, 0.0]]), 1, 0, [["loss"]])
 
 
-def steps_of(measured: RoundMeter, clocks: Clocks, outer: Any, *seconds: float) -> None:
+def steps_of(measured: RoundMetrics, clocks: Clocks, outer: Any, *seconds: float) -> None:
     for each in seconds:
         with measured.first_step(outer.counts):
             clocks.wall += each
@@ -263,7 +263,7 @@ def test_the_first_step_of_a_process_is_not_its_pace(clocks: Clocks, kind: str) 
     """It compiles, and connects the ranks: plans and leases are made from the others. What it did
     is in the round's seconds all the same."""
     outer: Any = SimpleNamespace(counts=Counts(), behind=False)
-    measured, plan = RoundMeter(run(), lyon(kind)), PLAN.model_copy(update={"slots": 4})
+    measured, plan = RoundMetrics(run(), lyon(kind)), PLAN.model_copy(update={"slots": 4})
     measured.begin(plan, 0)
     clocks.ahead = 10.0 if kind == "cuda" else 0.0  # which the device still computes
     steps_of(measured, clocks, outer, 50.0 if kind == "cuda" else 60.0)
@@ -286,7 +286,7 @@ def test_the_first_step_of_a_process_is_not_its_pace(clocks: Clocks, kind: str) 
 
 def test_a_round_of_the_first_step_alone_tells_nothing(clocks: Clocks) -> None:
     outer: Any = SimpleNamespace(counts=Counts(), behind=False)
-    measured = RoundMeter(run(), lyon())
+    measured = RoundMetrics(run(), lyon())
     measured.begin(PLAN, 0)
     steps_of(measured, clocks, outer, 60.0)
     record = measured.end(PLAN, outer, lyon())
@@ -302,7 +302,7 @@ def test_a_round_of_the_first_step_alone_tells_nothing(clocks: Clocks) -> None:
 
 def test_what_the_first_step_waits_for_other_sites_is_left_out_once(clocks: Clocks) -> None:
     outer: Any = SimpleNamespace(counts=Counts(), behind=False)
-    measured, plan = RoundMeter(run(), lyon()), PLAN.model_copy(update={"slots": 2})
+    measured, plan = RoundMetrics(run(), lyon()), PLAN.model_copy(update={"slots": 2})
     measured.begin(plan, 0)
     with measured.first_step(outer.counts):
         clocks.wall += 60.0
@@ -316,7 +316,7 @@ def test_what_the_first_step_waits_for_other_sites_is_left_out_once(clocks: Cloc
 
 def test_a_round_of_the_first_step_alone_tells_no_pace(clocks: Clocks) -> None:
     outer: Any = SimpleNamespace(counts=Counts(), behind=False)
-    measured, plan = RoundMeter(run(), lyon()), PLAN.model_copy(update={"slots": 1})
+    measured, plan = RoundMetrics(run(), lyon()), PLAN.model_copy(update={"slots": 1})
     measured.begin(plan, 0)
     steps_of(measured, clocks, outer, 60.0)
     measured.end(plan, outer, lyon())

@@ -23,7 +23,7 @@ from dilocox.coordinator.protocol.messages import ExchangeKey, VoteReply
 from dilocox.outer.averaging import average
 from dilocox.outer.contribution import Contribution
 from dilocox.transport.exchange import exchange
-from dilocox.transport.exchange_worker import LinkTurn, Turns
+from dilocox.transport.exchange_worker import LinkSlot, OrderedLock
 from tests.support.exchanging import (
     GEOMETRY,
     KEY,
@@ -341,7 +341,7 @@ def test_what_is_committed_to_is_what_is_sent(mode: str, codec: str, named: bool
     chosen = compressor(codec, GEOMETRY)
     warm = chosen.first_warm() if isinstance(chosen, LowRank) else None
     what = Contribution(KEY, LENGTH, values_of("paris"), chosen, mode, WEIGHTS, warm=warm)
-    outcome = exchange(ballot, "paris", what, LinkTurn(Turns(), 0))
+    outcome = exchange(ballot, "paris", what, LinkSlot(OrderedLock(), 0))
     assert outcome.contributors == ("paris",)
     digest = ballot.named[KEY.text]
     assert (digest is not None) == named
@@ -357,7 +357,7 @@ def test_what_nobody_else_has_is_kept_before_it_can_count() -> None:
     what = Contribution(
         KEY, LENGTH, values_of("paris"), compressor("int4", GEOMETRY), "reduce", WEIGHTS
     )
-    outcome = exchange(ballot, "paris", what, LinkTurn(Turns(), 0))
+    outcome = exchange(ballot, "paris", what, LinkSlot(OrderedLock(), 0))
     index, chunk = (payload_digest(payload) for payload in outcome.payloads[:2])
     assert index.hex() == ballot.voted["paris"]
     own = (index, chunk)
@@ -367,6 +367,6 @@ def test_what_nobody_else_has_is_kept_before_it_can_count() -> None:
 def test_an_exchange_from_before_this_site_was_there(mode: str) -> None:
     ballot = SharedBallot(MemoryStore({}), "oslo", members=["paris", "lyon"])
     what = Contribution(KEY, LENGTH, None, compressor("none", GEOMETRY), mode, WEIGHTS)
-    outcome = exchange(ballot, "oslo", what, LinkTurn(Turns(), 0))
+    outcome = exchange(ballot, "oslo", what, LinkSlot(OrderedLock(), 0))
     assert outcome.missed
     assert outcome.average is None

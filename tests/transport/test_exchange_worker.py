@@ -14,10 +14,10 @@ import torch
 
 from dilocox.compression import compressor
 from dilocox.coordinator.protocol.messages import BeginReply, ExchangeKey, VoteReply
-from dilocox.coordinator.protocol.verdicts import Opinion, VotePhase
+from dilocox.coordinator.protocol.verdicts import RankOpinion, VotePhase
 from dilocox.errors import ExchangeError
 from dilocox.outer.contribution import Contribution
-from dilocox.transport.exchange_worker import ExchangeWorker, LinkTurn, Turns
+from dilocox.transport.exchange_worker import ExchangeWorker, LinkSlot, OrderedLock
 from tests.support.exchanging import GEOMETRY, LENGTH, WEIGHTS, SharedBallot, values_of
 from tests.support.thread_sites import MemoryStore, run_each, shared_store
 
@@ -48,7 +48,7 @@ class Later(SharedBallot):
         contributes: bool,
         phase: VotePhase,
         digests: Mapping[str, str],
-        opinions: Mapping[str, Opinion],
+        opinions: Mapping[str, RankOpinion],
     ) -> VoteReply:
         """Every second exchange is decided only when its payloads and the next one's are here."""
         self.voted.setdefault(key.text, threading.Event()).set()
@@ -147,16 +147,16 @@ def test_the_time_of_an_exchange_does_not_hold_the_wait_for_its_turn(
 ) -> None:
     ballot = SlowLink(MemoryStore({}), "paris", members=["paris"])
     clock = SimpleNamespace(monotonic=lambda: ballot.now, thread_time=time.thread_time)
-    wait_for = Turns.wait_for
+    wait_for = OrderedLock.wait_for
 
-    def watched(turns: Turns, number: int) -> None:
+    def watched(turns: OrderedLock, number: int) -> None:
         if number == 1:
             ballot.waited_for.set()
         wait_for(turns, number)
 
     monkeypatch.setattr("dilocox.transport.exchange.time", clock)
     monkeypatch.setattr("dilocox.transport.exchange_worker.time", clock)
-    monkeypatch.setattr(Turns, "wait_for", watched)
+    monkeypatch.setattr(OrderedLock, "wait_for", watched)
     worker = ExchangeWorker(ballot, "paris")
     futures = [worker.submit(contribution(key, "paris")) for key in KEYS[:2]]
     assert [future.result(LIMIT).seconds for future in futures] == [300.0, 0.0]
@@ -165,9 +165,9 @@ def test_the_time_of_an_exchange_does_not_hold_the_wait_for_its_turn(
 
 @pytest.mark.parametrize("order", [[0, 1, 2], [2, 1, 0], [1, 0, 2], [1, 2, 0]])
 def test_turns_come_in_order_whoever_is_first_to_be_through(order: list[int]) -> None:
-    turns = Turns()
+    turns = OrderedLock()
     taken: list[int] = []
-    mine = [LinkTurn(turns, number) for number in range(4)]
+    mine = [LinkSlot(turns, number) for number in range(4)]
     last = threading.Thread(target=lambda: (mine[3].take(), taken.append(3)))
     last.start()
     for count, number in enumerate(order):
@@ -180,8 +180,8 @@ def test_turns_come_in_order_whoever_is_first_to_be_through(order: list[int]) ->
 
 
 def test_who_waits_for_a_turn_learns_of_a_failure() -> None:
-    turns = Turns()
+    turns = OrderedLock()
     turns.fail(ExchangeError("first"))
     turns.fail(ExchangeError("second"))
     with pytest.raises(ExchangeError, match="first"):
-        LinkTurn(turns, 5).take()
+        LinkSlot(turns, 5).take()

@@ -20,7 +20,7 @@ from dilocox.transport.groups import EpochChangedError, PeerGroup
 from dilocox.transport.link import link
 from dilocox.transport.link.addresses import Announcement, Door, announce
 from dilocox.transport.link.endpoint import LinkEndpoint
-from dilocox.transport.link.frames import PIECE_BYTES
+from dilocox.transport.link.frames import CHUNK_BYTES
 from dilocox.transport.unreached import UnreachedError
 from tests.support.linked import endpoint_of, group_of
 from tests.support.thread_sites import CONTEXT, MemoryStore, run_each, shared_store, until
@@ -61,7 +61,7 @@ def epochs(store: MemoryStore, sites: str, me: str) -> dict[str, object]:
         return PeerGroup(endpoint, store, name, members, LIMIT, LIMIT, lambda: False)
 
     groups = [form(f"epoch/{n}", list(sites)) for n in (1, 2)]
-    same = [swap(group, 3 * PIECE_BYTES + 1, tag) for group in groups for tag in (1, 2)]
+    same = [swap(group, 3 * CHUNK_BYTES + 1, tag) for group in groups for tag in (1, 2)]
     together(store, "swapped", sites, me)
     for group in groups:
         group.close()
@@ -155,7 +155,7 @@ def through_a_tap(
 
 
 def test_a_connection_that_breaks_goes_on_where_it_broke_and_nothing_is_in_the_clear() -> None:
-    size, cuts = 8 * PIECE_BYTES, [1, 100, PIECE_BYTES + 77, 5 * PIECE_BYTES, 9 * PIECE_BYTES]
+    size, cuts = 8 * CHUNK_BYTES, [1, 100, CHUNK_BYTES + 77, 5 * CHUNK_BYTES, 9 * CHUNK_BYTES]
     with shared_store() as store:
         found = run_each({me: partial(through_a_tap, store, me, size, cuts) for me in "ab"})
     assert found == {"a": (True, 0, False), "b": (True, len(cuts) + 1, False)}
@@ -206,9 +206,9 @@ def test_a_connection_outlasts_a_round_in_which_nothing_is_sent() -> None:
 
 
 def test_a_connection_has_no_key_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(link, "RENEW_BYTES", 3 * PIECE_BYTES)
+    monkeypatch.setattr(link, "RENEW_BYTES", 3 * CHUNK_BYTES)
     with shared_store() as store:
-        parts = {me: partial(through_a_tap, store, me, 8 * PIECE_BYTES, [1 << 40]) for me in "ab"}
+        parts = {me: partial(through_a_tap, store, me, 8 * CHUNK_BYTES, [1 << 40]) for me in "ab"}
         found = run_each(parts)
     assert found["a"] == (True, 0, False)
     assert found["b"][0]
@@ -282,7 +282,7 @@ def outlives(store: MemoryStore, me: str) -> bool:
     formed = threading.Event()
     group = group_of(store, "epoch/1", ["a", "b"], me, cancelled=formed.is_set)
     formed.set()
-    same = swap(group, 3 * PIECE_BYTES + 1, 1)
+    same = swap(group, 3 * CHUNK_BYTES + 1, 1)
     together(store, "swapped", "ab", me)
     return same
 

@@ -10,12 +10,12 @@ import torch
 
 from dilocox.compression import compressor, frame_payload, pack_frame
 from dilocox.coordinator.protocol.messages import BeginReply, ExchangeKey, VoteReply
-from dilocox.coordinator.protocol.verdicts import Fetch, Opinion, VotePhase
+from dilocox.coordinator.protocol.verdicts import Fetch, RankOpinion, VotePhase
 from dilocox.coordinator.server.exchange_votes import Exchange, Vote
 from dilocox.coordinator.server.payload_fetches import wanted
 from dilocox.outer.contribution import Contribution, Outcome
 from dilocox.transport.exchange import exchange
-from dilocox.transport.exchange_worker import LinkTurn, Turns
+from dilocox.transport.exchange_worker import LinkSlot, OrderedLock
 from dilocox.transport.groups import PeerGroup
 from tests.support.exchanging import (
     GEOMETRY,
@@ -52,7 +52,7 @@ class Settled(SharedBallot):
         contributes: bool,
         phase: VotePhase,
         digests: Mapping[str, str],
-        opinions: Mapping[str, Opinion],
+        opinions: Mapping[str, RankOpinion],
     ) -> VoteReply:
         self.votes.append(list(held))
         said = {site: each.model_dump() for site, each in opinions.items()}
@@ -60,7 +60,7 @@ class Settled(SharedBallot):
         votes = {site: self._vote("held", site) for site in SITES}
         found = Exchange(key.text, key.round, 0, 1, [])
         for site, (holds, digest, seen) in votes.items():
-            read = {name: Opinion.model_validate(each) for name, each in seen.items()}
+            read = {name: RankOpinion.model_validate(each) for name, each in seen.items()}
             found.votes[site, 0, 0] = Vote(holds, True, digest, read)
         asked = wanted(found, list(found.votes), 0.0)
         fetches = [] if asked is None else [Fetch.model_validate(each) for each in asked.fetches]
@@ -119,7 +119,7 @@ def run(
                 KEY, GEOMETRY.length, values_of(me), compressor(name, GEOMETRY), "gather",
                 dict.fromkeys(SITES, 1.0), warm=warm,
             )  # fmt: skip
-            outcome = exchange(ballot, me, what, LinkTurn(Turns(), 0))
+            outcome = exchange(ballot, me, what, LinkSlot(OrderedLock(), 0))
             return {"outcome": plain(outcome, warm), "votes": ballot.votes}
 
         return go

@@ -21,10 +21,10 @@ from dilocox.transport.groups import PeerGroup
 from dilocox.transport.state_transfer import (
     BESIDE_TENSORS,
     HEADER_BYTES,
+    AckHeader,
     Donor,
     Held,
     PieceHeader,
-    Thanks,
     check_header,
     digest_of,
     fetch,
@@ -294,7 +294,7 @@ headers = st.fixed_dictionaries(
 
 @given(st.binary(max_size=200) | headers.map(lambda h: json.dumps(h).encode()))
 def test_a_header_is_read_or_refused(data: bytes) -> None:
-    for kind in (Held, PieceHeader, Thanks):
+    for kind in (Held, PieceHeader, AckHeader):
         with contextlib.suppress(ExchangeError):
             found = read_header(kind, data.ljust(HEADER_BYTES), "old")
             if isinstance(found, PieceHeader):

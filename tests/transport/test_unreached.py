@@ -21,10 +21,10 @@ from dilocox.coordinator.protocol.exchange_key import ExchangeKey
 from dilocox.coordinator.protocol.timeouts import Timeouts
 from dilocox.errors import DilocoxError
 from dilocox.outer.contribution import Contribution, Outcome
-from dilocox.training.builder import Place
-from dilocox.training.launch.exchange_backend import Network
+from dilocox.training.builder import RankPlace
+from dilocox.training.launch.exchange_backend import LinkBackend
 from dilocox.transport.exchange import exchange
-from dilocox.transport.exchange_worker import LinkTurn, Turns
+from dilocox.transport.exchange_worker import LinkSlot, OrderedLock
 from dilocox.transport.groups import EpochChangedError, PeerGroup
 from dilocox.transport.link.endpoint import LinkEndpoint
 from dilocox.transport.unreached import UnreachedError
@@ -47,13 +47,13 @@ def closed_door(drops: bool) -> Iterator[int]:
     """A port at `BELOW` that refuses, or one at which packets get lost."""
     ours, theirs = CONTEXT.Pipe(duplex=False)
     # In a process of its own: what is connected to the door here would count as a link.
-    keeper = CONTEXT.Process(target=keep_closed, args=(drops, theirs), daemon=True)
-    keeper.start()
+    checkpointer = CONTEXT.Process(target=keep_closed, args=(drops, theirs), daemon=True)
+    checkpointer.start()
     try:
         yield int(ours.recv())
     finally:
-        keeper.kill()
-        keeper.join()
+        checkpointer.kill()
+        checkpointer.join()
 
 
 def keep_closed(drops: bool, pipe: Connection) -> None:
@@ -102,11 +102,11 @@ def entered_in_vain(folder: Path, drops: bool, mode: str) -> dict[str, Any]:
     def part(site: str) -> Outcome:
         control: Any = SimpleNamespace(epoch=lambda: run.core.state.epoch)
         endpoint = behind(door if site == "new" else None, site, limits)
-        own = Network(clients[site], control, Place(site, 0, 0), limits, endpoint)
+        own = LinkBackend(clients[site], control, RankPlace(site, 0, 0), limits, endpoint)
         values = None if site == "new" else values_of({"a": "paris", "c": "lyon"}[site])
         weights = {"a": 1.0, "c": 1.0}
         what = Contribution(key, LENGTH, values, compressor("int8", GEOMETRY), mode, weights)
-        return exchange(own, site, what, LinkTurn(Turns(), 0))
+        return exchange(own, site, what, LinkSlot(OrderedLock(), 0))
 
     try:
         for site in ("a", "c"):
@@ -157,12 +157,12 @@ def test_who_could_not_be_reached_is_named(drops: bool) -> None:
     assert all(found[site] == ["new"] for site in ("a", "c"))
 
 
-def network(me: str, client: Any, control: Any, form: float) -> Network:
+def network(me: str, client: Any, control: Any, form: float) -> LinkBackend:
     for name in ("begin", "attempt", "observe", "report_broken"):
         setattr(client, name, None)
     limits = replace(TIMEOUTS, form=form)
-    return Network(
-        cast(CoordinatorClient, client), control, Place(me, 0, 0), limits, endpoint_of(me, HERE)
+    return LinkBackend(
+        cast(CoordinatorClient, client), control, RankPlace(me, 0, 0), limits, endpoint_of(me, HERE)
     )
 
 
@@ -231,4 +231,4 @@ def test_what_is_decided_is_not_waited_for() -> None:
     begun = SimpleNamespace(epoch=1, attempt=2, decided=True, members=[member, late])
     ballot: Any = SimpleNamespace(commit=lambda *_: None, begin=lambda *_: begun, epoch=lambda: 1)
     what = Contribution(KEY, LENGTH, None, compressor("none", GEOMETRY), "gather", WEIGHTS)
-    assert exchange(ballot, "oslo", what, LinkTurn(Turns(), 0)).missed
+    assert exchange(ballot, "oslo", what, LinkSlot(OrderedLock(), 0)).missed

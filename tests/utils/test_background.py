@@ -7,50 +7,50 @@ import threading
 import pytest
 
 from dilocox.coordinator.client.errors import CoordinatorUnreachableError
-from dilocox.utils.background import Errands
+from dilocox.utils.background import BackgroundQueue
 
 pytestmark = pytest.mark.waits
 
 
 def test_calls_run_in_order_beside_the_caller() -> None:
-    errands, go, seen = Errands(), threading.Event(), []
+    background, go, seen = BackgroundQueue(), threading.Event(), []
 
     def first() -> str:
         assert go.wait(10)
         seen.append((1, threading.current_thread().name))
         return "one"
 
-    one = errands.do(first)
-    two = errands.do(lambda: seen.append((2, threading.current_thread().name)))
+    one = background.submit(first)
+    two = background.submit(lambda: seen.append((2, threading.current_thread().name)))
     assert not one.done()
     assert not two.done()
     go.set()
-    errands.wait()
-    assert seen == [(1, "errands"), (2, "errands")]
+    background.wait()
+    assert seen == [(1, "background"), (2, "background")]
     assert one.result() == "one"
     assert two.done()
 
 
 def test_after_a_failure_nothing_is_run_and_everybody_hears_of_it() -> None:
-    errands, ran = Errands(), []
+    background, ran = BackgroundQueue(), []
 
     def fail() -> None:
         raise CoordinatorUnreachableError("coordinator: no answer")
 
-    failed = errands.do(fail)
-    later = errands.do(lambda: ran.append(1))
+    failed = background.submit(fail)
+    later = background.submit(lambda: ran.append(1))
     for future in (failed, later):
         with pytest.raises(CoordinatorUnreachableError, match="no answer"):
             future.result(10)
     with pytest.raises(CoordinatorUnreachableError):
-        errands.wait()
+        background.wait()
     with pytest.raises(CoordinatorUnreachableError):
-        errands.do(lambda: ran.append(2)).result(10)
+        background.submit(lambda: ran.append(2)).result(10)
     assert ran == []
 
 
 def test_a_process_with_nothing_to_do_has_no_thread_more() -> None:
     before = threading.active_count()
-    errands = Errands()
-    errands.wait()
+    background = BackgroundQueue()
+    background.wait()
     assert threading.active_count() == before

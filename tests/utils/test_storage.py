@@ -16,7 +16,7 @@ from dilocox.errors import CheckpointError, RecordError
 from dilocox.record.log.blob_store import Store
 from dilocox.record.log.digests import sha256
 from dilocox.training.checkpoint_io import RankCheckpointer, load
-from dilocox.utils.storage import patiently
+from dilocox.utils.storage import retry
 
 pytestmark = [pytest.mark.waits, pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
 
@@ -41,7 +41,7 @@ def flaky(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
     """The file system is known to fsspec; pauses are noted, not taken."""
     fsspec.register_implementation("flaky", FlakyFileSystem, clobber=True)
     pauses: list[float] = []
-    monkeypatch.setitem(patiently.__kwdefaults__, "sleep", pauses.append)
+    monkeypatch.setitem(retry.__kwdefaults__, "sleep", pauses.append)
     yield pauses
     FlakyFileSystem.failures = 0
 
@@ -57,7 +57,7 @@ def test_pauses_double_until_the_time_is_over() -> None:
         raise OSError("gone")
 
     with pytest.raises(OSError, match="gone"):
-        patiently(fail, "memory://x", 10.0, clock=lambda: now[0], sleep=sleep)
+        retry(fail, "memory://x", 10.0, clock=lambda: now[0], sleep=sleep)
     # 0.5 + 1 + 2 + 4 are 7.5 s; 8 more would be too many.
     assert pauses == [0.5, 1.0, 2.0, 4.0]
 
@@ -70,7 +70,7 @@ def test_what_is_wrong_for_good_is_not_tried_again() -> None:
         raise CheckpointError("changed since it was written")
 
     with pytest.raises(CheckpointError):
-        patiently(refuse, "memory://x", 10.0, sleep=lambda _: None)
+        retry(refuse, "memory://x", 10.0, sleep=lambda _: None)
     assert len(calls) == 1
 
 

@@ -14,7 +14,7 @@ from dilocox.errors import ConfigError
 
 if TYPE_CHECKING:
     from dilocox.config.run_config import RunConfig
-    from dilocox.tools.planner.hardware_table import Link, Place, Table
+    from dilocox.tools.planner.hardware_table import GpuPlacement, HardwareTable, Link
 
 CALIBRATION = Path("runs/local-device.toml")
 """Where `--calibrate` writes, and where `--gpu local` is looked for."""
@@ -161,11 +161,11 @@ def _calibrate(config: RunConfig | None, peer: str | None, path: Path) -> Path:
 
 
 def _plan(config: RunConfig, options: argparse.Namespace, tables: Sequence[Path]) -> None:
-    from dilocox.tools.planner.hardware_table import Table
+    from dilocox.tools.planner.hardware_table import HardwareTable
     from dilocox.tools.planner.plan import plan_run
     from dilocox.tools.planner.render import as_json, as_text
 
-    table = Table.load(*tables)
+    table = HardwareTable.load(*tables)
     places, links = sites_of(config, options, table)
     if options.tokens is not None and not (options.tokens >= 1 and math.isfinite(options.tokens)):
         raise ConfigError(f"--tokens {options.tokens:g}: give a number of tokens, such as 1e9")
@@ -186,8 +186,8 @@ def _plan(config: RunConfig, options: argparse.Namespace, tables: Sequence[Path]
 
 
 def sites_of(
-    config: RunConfig, options: argparse.Namespace, table: Table
-) -> tuple[list[Place], list[Link]]:
+    config: RunConfig, options: argparse.Namespace, table: HardwareTable
+) -> tuple[list[GpuPlacement], list[Link]]:
     """What every site has: devices and links. Raises `ConfigError`."""
     from dilocox.tools.planner.hardware_table import GIB, LOCAL, LOOPBACK, MEASURED
 

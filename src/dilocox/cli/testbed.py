@@ -13,7 +13,7 @@ from typing import Any
 from dilocox.tools.testbed import cleanup, registry
 from dilocox.tools.testbed.commands import LabError
 from dilocox.tools.testbed.link_spec import Links, parse_line, show_rate
-from dilocox.tools.testbed.testbed import why_not
+from dilocox.tools.testbed.testbed import unsupported_reason
 
 EPILOG = """\
 RATE is 200kbit, 1.5mbit, 1gbit or none; LINE is a RATE, or UP/DOWN.
@@ -127,7 +127,7 @@ def _delay(text: str) -> float:
 
 
 def _run(options: argparse.Namespace) -> int:
-    reason = why_not()
+    reason = unsupported_reason()
     if reason is not None:
         raise LabError(f"a lab cannot be made here: {reason}")
     # Imported here: torch costs seconds, which the other actions need not wait for.

@@ -44,7 +44,7 @@ Progress = Callable[[str, float], None]
 
 
 @dataclass(frozen=True)
-class Held:
+class HoldoutSplit:
     """Which documents are held out: those whose score is below `below`.
 
     The score is a hash of the seed and the text, so it does not hang on a document's position,
@@ -71,7 +71,7 @@ class Held:
         digest = hashlib.sha256(f"dilocox/held-out/1|{self.seed}|".encode() + raw).digest()
         return int.from_bytes(digest[:8], "little"), int.from_bytes(digest[8:16], "little")
 
-    def settled(self, documents: Iterator[str]) -> Held:
+    def settled(self, documents: Iterator[str]) -> HoldoutSplit:
         """With `below` moved as little as needed for both splits to have a document.
 
         Reads no further than that takes. Raises `DataError` if no boundary can do it.
@@ -88,7 +88,7 @@ class Held:
             raise DataError(
                 "data.source: one document is not enough, some must be held out; give more text"
             )
-        return Held(self.seed, min(max(self.below, least + 1), most))
+        return HoldoutSplit(self.seed, min(max(self.below, least + 1), most))
 
 
 def prepare(
@@ -158,17 +158,19 @@ def _names(data: DataSection) -> tuple[list[str], int | None]:
     return names + own, len(names) if own else None
 
 
-def _held(data: DataSection, seed: int, sources: list[Source], own_from: int | None) -> Held:
+def _held(
+    data: DataSection, seed: int, sources: list[Source], own_from: int | None
+) -> HoldoutSplit:
     if own_from is not None:
-        return Held(seed, 0, own_from)
+        return HoldoutSplit(seed, 0, own_from)
     below = int(data.validation_fraction * RANGE)
-    return Held(seed, below).settled(_documents(sources, data))
+    return HoldoutSplit(seed, below).settled(_documents(sources, data))
 
 
 def _fill(
     partial: Path,
     data: DataSection,
-    held: Held,
+    held: HoldoutSplit,
     sources: list[Source],
     total: int | None,
     report: Progress,
@@ -206,7 +208,7 @@ def _make_tokenizer(
     folder: Path,
     data: DataSection,
     sources: list[Source],
-    held: Held,
+    held: HoldoutSplit,
     total: int | None,
     report: Progress,
 ) -> tuple[Encoder, dict[str, Any]]:
@@ -243,7 +245,7 @@ class Sample:
         self,
         sources: list[Source],
         data: DataSection,
-        held: Held,
+        held: HoldoutSplit,
         total: int | None,
         report: Progress,
     ) -> None:
@@ -277,7 +279,7 @@ def _encode(
     partial: Path,
     data: DataSection,
     sources: list[Source],
-    held: Held,
+    held: HoldoutSplit,
     encoder: Encoder,
     begin: tuple[int, ...],
     total: int | None,

@@ -10,7 +10,7 @@ import torch
 
 from dilocox.compression import Compressor, FramePart, LowRank, frame_bytes, pack_frame
 from dilocox.coordinator.protocol.messages import ExchangeKey
-from dilocox.coordinator.protocol.verdicts import Opinion
+from dilocox.coordinator.protocol.verdicts import RankOpinion
 from dilocox.outer.staging import HOST, Mark, Staging
 
 Weights = Mapping[str, float]
@@ -21,8 +21,8 @@ class Probe(Protocol):
     """The gate's model as it was at a boundary."""
 
     def opinions(
-        self, sent: Mapping[str, torch.Tensor], found: Mapping[str, Opinion], weights: Weights
-    ) -> dict[str, Opinion]:
+        self, sent: Mapping[str, torch.Tensor], found: Mapping[str, RankOpinion], weights: Weights
+    ) -> dict[str, RankOpinion]:
         """`found`, with what each contribution alone does to the held-out loss."""
 
     def tensors(self, anchors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dilocox.compression import all_zero, refuse_unusable
 from dilocox.config.codec_spec import PICKED, parse_spec
-from dilocox.coordinator.protocol.verdicts import Opinion
+from dilocox.coordinator.protocol.verdicts import RankOpinion
 from dilocox.errors import ExchangeError
 from dilocox.outer.aggregation import aggregate
 from dilocox.outer.averaging import average
@@ -46,10 +46,10 @@ class Weighing:
         self.own: Tensor | None = None
         """What the others see of this site, as it was sent; none if it only receives."""
 
-    def examined(self, payloads: Mapping[str, Tensor]) -> dict[str, Opinion]:
+    def examined(self, payloads: Mapping[str, Tensor]) -> dict[str, RankOpinion]:
         """What is to be said of `payloads`, by site. Nothing is said of what is in order."""
         self._payloads = payloads
-        opinions: dict[str, Opinion] = {}
+        opinions: dict[str, RankOpinion] = {}
         if self._what.examines:
             self._kept = {site: each for site, each, _ in self._decoded(opinions)}
             picked = parse_spec(self._what.compressor.name).kind in PICKED
@@ -86,7 +86,7 @@ class Weighing:
         sent = (self._copy_of(site) for site in counted)
         return aggregate(self._what.aggregation, sent, weights, own, self._offsets())
 
-    def _decoded(self, opinions: dict[str, Opinion]) -> Iterator[tuple[str, Tensor, bool]]:
+    def _decoded(self, opinions: dict[str, RankOpinion]) -> Iterator[tuple[str, Tensor, bool]]:
         """(site, sent, whether it is all zero) of what decodes; what does not goes to opinions."""
         for site in self._senders:
             if site not in self._payloads:
@@ -96,14 +96,14 @@ class Weighing:
                 refuse_unusable(sent, self._what.compressor.name)
             except ExchangeError as error:
                 log.warning("%s from %s: %s", self._what.key.text, site, error)
-                opinions[site] = Opinion(code="not-finite")
+                opinions[site] = RankOpinion(code="not-finite")
                 continue
             self.held.append(site)
             if site == self._me:
                 self.own = sent
             empty = all_zero(sent)
             if empty:
-                opinions[site] = Opinion(code="zero")
+                opinions[site] = RankOpinion(code="zero")
             yield site, sent, empty
 
     def _copy_of(self, site: str) -> Tensor:

@@ -10,17 +10,17 @@ from torch import Tensor
 from dilocox.compression import Compressor, LowRank, compressor
 from dilocox.coordinator.protocol.fragment_groups import pieces_of
 from dilocox.errors import ExchangeError, TrainingError
-from dilocox.outer.fragment_state import PieceState
+from dilocox.outer.fragment_state import FragmentState
 from dilocox.outer.layout import Layout
 
 
-class Fragment:
+class FragmentGroup:
     """Neighbouring pieces, whose vectors lie one behind the other in what is exchanged.
 
     Each keeps its own state: pieces that are exchanged together in one round may part in the next.
     """
 
-    def __init__(self, states: Sequence[PieceState]) -> None:
+    def __init__(self, states: Sequence[FragmentState]) -> None:
         self._states = states
         self.layout = Layout.joined([state.layout for state in states])
 
@@ -29,7 +29,7 @@ class Fragment:
         """Q of a low-rank codec; none for other codecs."""
         return self._states[0].warm
 
-    def slices(self) -> Iterator[tuple[PieceState, slice]]:
+    def slices(self) -> Iterator[tuple[FragmentState, slice]]:
         """Each piece's state, and where it lies in the fragment's vector."""
         start = 0
         for state in self._states:
@@ -37,7 +37,7 @@ class Fragment:
             start += state.layout.length
 
     def compressor(self, name: str) -> Compressor | LowRank:
-        """The codec `name` for this fragment; see `PieceState.compressor`.
+        """The codec `name` for this fragment; see `FragmentState.compressor`.
 
         Raises `TrainingError` for a low-rank codec and several pieces: Q is one piece's.
         """
@@ -52,7 +52,7 @@ class Fragment:
         self, live: Mapping[str, Tensor], weight: float, decay: float
     ) -> tuple[Tensor, bool, str | None]:
         """The contribution u, flat fp32 [layout.length]; whether it may be contributed; and the
-        value that is not finite, if one is (see `PieceState.boundary`)."""
+        value that is not finite, if one is (see `FragmentState.boundary`)."""
         parts, bad = [], None
         for state in self._states:
             u, finite = state.boundary(live, weight, decay)
@@ -70,7 +70,7 @@ class Fragment:
                     f"{list(vector.shape)} values cannot land on a fragment of {length}"
                 )
 
-    def only(self, pieces: Collection[PieceState]) -> list[tuple[PieceState, slice]]:
+    def only(self, pieces: Collection[FragmentState]) -> list[tuple[FragmentState, slice]]:
         """`slices` of some of its pieces."""
         chosen = {id(state) for state in pieces}
         return [(state, place) for state, place in self.slices() if id(state) in chosen]
@@ -80,9 +80,9 @@ class Fragment:
         u: Tensor,
         sent: Tensor | None,
         second_error: tuple[int, Tensor] | None = None,
-        pieces: Collection[PieceState] | None = None,
+        pieces: Collection[FragmentState] | None = None,
     ) -> None:
-        """The contribution set is fixed: see `PieceState.committed`. `pieces`: of these alone,
+        """The contribution set is fixed: see `FragmentState.committed`. `pieces`: of these alone,
         none for all."""
         for state, place in self.slices() if pieces is None else self.only(pieces):
             state.committed(
@@ -90,9 +90,9 @@ class Fragment:
             )
 
 
-def fragment_of(states: Sequence[PieceState], fragment: int, fragments: int) -> Fragment:
+def fragment_of(states: Sequence[FragmentState], fragment: int, fragments: int) -> FragmentGroup:
     """`fragment` of `fragments` of a rank with these pieces. Raises `ConfigError`."""
-    return Fragment([states[piece] for piece in pieces_of(fragment, fragments, len(states))])
+    return FragmentGroup([states[piece] for piece in pieces_of(fragment, fragments, len(states))])
 
 
 def _one(parts: Sequence[Tensor]) -> Tensor:

@@ -37,7 +37,7 @@ _HASHING = ThreadPoolExecutor(max_workers=1, thread_name_prefix="digest")
 """Its thread begins with the first digest that is started, not before."""
 
 
-class PieceState:
+class FragmentState:
     """Flat fp32 buffers of one piece, all [layout.length] on `device`; the momentum may be bf16.
 
     `live` arguments are this rank's parameters by full name (fp32, any device, a superset of
@@ -245,7 +245,7 @@ class PieceState:
         if self.residual is not None and not keep_residual:
             self.residual.zero_()
 
-    def set_aside(self, live: Mapping[str, Tensor], weight: float) -> None:
+    def fold_into_residual(self, live: Mapping[str, Tensor], weight: float) -> None:
         """All that was trained since the last boundary goes into the residual, if there is one."""
         u, _ = self.boundary(live, weight, 1.0)
         self.committed(u, None)

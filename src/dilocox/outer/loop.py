@@ -18,11 +18,11 @@ from dilocox.coordinator.protocol.messages import ExchangeKey, RoundPlan
 from dilocox.coordinator.protocol.schedule import boundary_slots
 from dilocox.errors import TrainingError
 from dilocox.outer.contribution import Contribution, Outcome, Probe
-from dilocox.outer.fragment_group import Fragment, fragment_of
-from dilocox.outer.fragment_state import PieceState
+from dilocox.outer.fragment_group import FragmentGroup, fragment_of
+from dilocox.outer.fragment_state import FragmentState
 from dilocox.outer.in_flight import Counts, Pending
 from dilocox.outer.layout import Layout
-from dilocox.outer.loss_gate import Gate, Slope
+from dilocox.outer.loss_gate import Gate, GradientProbe
 from dilocox.outer.overlap import Rule
 from dilocox.outer.second_moments import Second, none_held, row_means, take_means, told_by
 from dilocox.outer.snapshot import Snapshot
@@ -55,7 +55,7 @@ class OuterLoop:
 
     def __init__(
         self,
-        states: Sequence[PieceState],
+        states: Sequence[FragmentState],
         live: Mapping[str, torch.Tensor],
         me: str,
         stage: int,
@@ -76,7 +76,7 @@ class OuterLoop:
         self.counts = Counts()
         self.dropping = False
         """This site's contributions do not count until the round ends (non-finite values)."""
-        self.slope: Slope | None = None
+        self.slope: GradientProbe | None = None
         """What a gate without a model of its own goes by, at the next boundaries."""
         self.non_finite: str | None = None
         """The value that was not finite in the pseudo-gradient of a boundary, until it is read."""
@@ -225,7 +225,7 @@ class OuterLoop:
         for item in self.under_way_now():
             self._wait(item)
 
-    def set_aside(self, weight: float) -> None:
+    def fold_into_residual(self, weight: float) -> None:
         """This site was overtaken and will enter again: what it has trained and no average holds
         goes into the residual. Nothing that is under way lands here."""
         for item in self.under_way_now():
@@ -236,7 +236,7 @@ class OuterLoop:
                 fragment.committed(item.contribution, outcome.sent, outcome.second_error)
         self.pending = []
         for state in self.states:
-            state.set_aside(self.live, weight)
+            state.fold_into_residual(self.live, weight)
         self.behind, self.returning = False, True
 
     def flush(self, plan: RoundPlan) -> None:
@@ -256,13 +256,13 @@ class OuterLoop:
         layouts = [self._fragment(plan, fragment).layout for fragment in fragments]
         return [name for layout in layouts for name in layout.names]
 
-    def _fragment(self, plan: RoundPlan, fragment: int) -> Fragment:
+    def _fragment(self, plan: RoundPlan, fragment: int) -> FragmentGroup:
         return fragment_of(self.states, fragment, plan.fragments)
 
-    def _whole(self, key: ExchangeKey, plan: RoundPlan) -> Fragment:
+    def _whole(self, key: ExchangeKey, plan: RoundPlan) -> FragmentGroup:
         """What an exchange is of: gradients are of all that there is."""
         if key.kind == "gradient":
-            return Fragment(self.states)
+            return FragmentGroup(self.states)
         return self._fragment(plan, key.fragment)
 
     def pieces_of(self, item: Pending) -> range:
@@ -306,7 +306,7 @@ class OuterLoop:
         else:
             self.pending.append(item)
 
-    def take_up_again(self) -> None:
+    def resume_in_flight(self) -> None:
         """Hand in the exchanges that a checkpoint held; once the run goes on."""
         restored, self.restored = self.restored, []
         for item in restored:
@@ -361,7 +361,7 @@ class OuterLoop:
         layout, gate = self._whole(key, plan).layout, self._admission.gate
         if gate is not None:
             return gate.again(tensors, self.anchors(), layout)
-        return Slope.again(tensors, layout) if tensors else None
+        return GradientProbe.again(tensors, layout) if tensors else None
 
     def anchors(self) -> dict[str, torch.Tensor]:
         """All anchors as they are now: full name to fp32 view."""
@@ -396,7 +396,11 @@ class OuterLoop:
                 self.landed[piece] = item.key.round
 
     def _apply(
-        self, item: Pending, outcome: Outcome, fragment: Fragment, here: Sequence[PieceState]
+        self,
+        item: Pending,
+        outcome: Outcome,
+        fragment: FragmentGroup,
+        here: Sequence[FragmentState],
     ) -> None:
         plan, weight = item.plan, None
         # One that enters receives what it has no part in.

@@ -1,8 +1,8 @@
 """The gate: what a contribution alone does to the held-out loss.
 
 A rank that holds the whole model tries it out (`Gate`). Of several ranks none can: there each
-measures its part of the contribution along the gradient of the held-out loss (`Slope`), and the
-coordinator adds the parts.
+measures its part of the contribution along the gradient of the held-out loss (`GradientProbe`), and
+the coordinator adds the parts.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dilocox.coordinator.protocol.verdicts import CAP, MICRO, WHOLE, Opinion
+from dilocox.coordinator.protocol.verdicts import CAP, MICRO, WHOLE, RankOpinion
 from dilocox.outer.layout import Layout
 
 _LOSS = "/loss"
@@ -65,8 +65,11 @@ class GateProbe:
         }
 
     def opinions(
-        self, sent: Mapping[str, Tensor], found: Mapping[str, Opinion], weights: Mapping[str, float]
-    ) -> dict[str, Opinion]:
+        self,
+        sent: Mapping[str, Tensor],
+        found: Mapping[str, RankOpinion],
+        weights: Mapping[str, float],
+    ) -> dict[str, RankOpinion]:
         """`found`, with the loss at the anchors and what each contribution of `sent` gains.
 
         What is tried is what would count: a pseudo-gradient clipped as the opinion says, taken
@@ -83,7 +86,7 @@ class GateProbe:
 
 
 @dataclass(frozen=True)
-class Slope:
+class GradientProbe:
     """The held-out loss in nats near the anchors of one boundary, and some of its gradients."""
 
     loss: float
@@ -99,24 +102,27 @@ class Slope:
     def probe(self, layout: Layout) -> SlopeProbe:
         """For an exchange of the fragment of `layout`."""
         known = {name: self.gradients[name] for name in layout.names if name in self.gradients}
-        return SlopeProbe(Slope(self.loss, known), layout)
+        return SlopeProbe(GradientProbe(self.loss, known), layout)
 
 
 @dataclass(frozen=True)
 class SlopeProbe:
     """A slope, and the fragment that is exchanged."""
 
-    slope: Slope
+    slope: GradientProbe
     layout: Layout
 
     def tensors(self, anchors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What makes it again, whatever the anchors have become; see `Slope.again`."""
+        """What makes it again, whatever the anchors have become; see `GradientProbe.again`."""
         loss = torch.tensor(self.slope.loss, dtype=torch.float64)
         return {_LOSS: loss, **self.slope.gradients}
 
     def opinions(
-        self, sent: Mapping[str, Tensor], found: Mapping[str, Opinion], weights: Mapping[str, float]
-    ) -> dict[str, Opinion]:
+        self,
+        sent: Mapping[str, Tensor],
+        found: Mapping[str, RankOpinion],
+        weights: Mapping[str, float],
+    ) -> dict[str, RankOpinion]:
         """`found`, with that loss and what this rank's part of each contribution of `sent` gains
         to first order: its inner product with the gradient, clipped as the opinion
         says and taken whole.
@@ -134,7 +140,7 @@ class SlopeProbe:
 
 
 def _counted(
-    layout: Layout, sent: Tensor, opinion: Opinion, weight: float
+    layout: Layout, sent: Tensor, opinion: RankOpinion, weight: float
 ) -> Iterator[tuple[str, Tensor, float]]:
     """(full name, what was sent, factor to what would count of it) by tensor."""
     shares = opinion.shares
@@ -143,7 +149,7 @@ def _counted(
         yield name, view, share / weight
 
 
-def _told(opinion: Opinion, gain: float, loss: float) -> Opinion:
+def _told(opinion: RankOpinion, gain: float, loss: float) -> RankOpinion:
     return opinion.model_copy(update={"gain": _micro(gain), "loss": max(0, _micro(loss))})
 
 

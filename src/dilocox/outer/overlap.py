@@ -24,7 +24,7 @@ learned waits in its residual, and the site would go on as if it had not learned
 (docs/notes/quality.md).
 
 A rule moves x by a jump, and a jump is no displacement: what d counts is the same before and
-after, so all of d, undamped, is in the next pseudo-gradient (see `PieceState.land`).
+after, so all of d, undamped, is in the next pseudo-gradient (see `FragmentState.land`).
 """
 
 from __future__ import annotations

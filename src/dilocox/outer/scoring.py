@@ -14,7 +14,7 @@ from statistics import median_low
 import torch
 from torch import Tensor
 
-from dilocox.coordinator.protocol.verdicts import CAP, MILLI, WHOLE, Opinion
+from dilocox.coordinator.protocol.verdicts import CAP, MILLI, WHOLE, RankOpinion
 
 _PIECE = 1 << 18
 """Values that are looked at at a time, as fp64."""
@@ -30,7 +30,7 @@ def examine(
     offsets: Sequence[int],
     aggregation: str,
     picked: bool = False,
-) -> dict[str, Opinion]:
+) -> dict[str, RankOpinion]:
     """Opinions of `sent`, decoded and finite, flat fp32 [n] each, by site.
 
     A site's pseudo-gradient is what it sent over its weight w_i. `offsets` are where tensors begin
@@ -57,7 +57,7 @@ def examine(
         shares = [[] for _ in sites]
     found = {}
     for number, site in enumerate(sites):
-        found[site] = Opinion(
+        found[site] = RankOpinion(
             code="zero" if norms[number] == 0 else "admitted",
             norm=_milli(norms[number] / middle) if middle > 0 else None,
             cosine=_cosine(total, number),

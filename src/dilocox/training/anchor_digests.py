@@ -18,7 +18,7 @@ from dilocox.coordinator.protocol.messages import Entering
 from dilocox.errors import ExchangeError
 from dilocox.outer.snapshot import Snapshot
 from dilocox.training.rank_state import RankState
-from dilocox.utils.background import Errands
+from dilocox.utils.background import BackgroundQueue
 
 log = logging.getLogger(__name__)
 
@@ -34,11 +34,15 @@ class ShownPieces:
     """What an active rank tells while a site enters; to be called at its slot ends."""
 
     def __init__(
-        self, own: RankState, control: RankControl, client: CoordinatorClient, errands: Errands
+        self,
+        own: RankState,
+        control: RankControl,
+        client: CoordinatorClient,
+        background: BackgroundQueue,
     ) -> None:
-        """`errands`: in which the coordinator is told."""
+        """`background`: in which the coordinator is told."""
         self._own, self._control = own, control
-        self._client, self._errands = client, errands
+        self._client, self._background = client, background
         self._entering: set[tuple[str, int, int, int]] = set()
         self._told: dict[int, tuple[int, str]] = {}
 
@@ -62,7 +66,7 @@ class ShownPieces:
                 self._told[piece] = version
                 found.append(digest_as_told(piece, *version, state.digest()))
         if found:
-            self._errands.do(lambda: self._client.show_pieces(found))
+            self._background.submit(lambda: self._client.show_pieces(found))
 
 
 class CheckedPieces:

@@ -12,7 +12,7 @@ import torch
 
 from dilocox.config.run_config import RunConfig
 from dilocox.data import SequenceSpace, TokenFiles
-from dilocox.utils.background import Errands
+from dilocox.utils.background import BackgroundQueue
 
 Sequences = npt.NDArray[np.int64]
 Dataset = Callable[[int, int], Sequences]
@@ -38,7 +38,7 @@ class Batches:
         self._shard = shard
         self._shards = shards
         self._device = device or torch.device("cpu")
-        self._reader = Errands()
+        self._reader = BackgroundQueue()
         self._began = False
         self._ahead: tuple[tuple[tuple[int, int], ...], Future[Batch | Exception]] | None = None
         """The next step's parts, and what is read of them."""
@@ -94,8 +94,8 @@ class Batches:
                 # A reader with a team of threads of its own would slow the training's team down.
                 # PyTorch sets what threads begin with that have not asked: this one asks now.
                 torch.get_num_threads()
-                self._reader.do(lambda: torch.set_num_threads(1))
-        return self._reader.do(lambda: self._outcome(parts))
+                self._reader.submit(lambda: torch.set_num_threads(1))
+        return self._reader.submit(lambda: self._outcome(parts))
 
     def _outcome(self, parts: tuple[tuple[int, int], ...]) -> Batch | Exception:
         """The batch, or the error of `read`, which only the step that needs the batch raises."""

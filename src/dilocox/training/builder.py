@@ -47,7 +47,7 @@ from dilocox.models import (
     read_rows,
     tied_pair,
 )
-from dilocox.outer.fragment_state import PieceState
+from dilocox.outer.fragment_state import FragmentState
 from dilocox.outer.layout import Layout, split_pieces
 from dilocox.outer.loop import Admission
 from dilocox.outer.loss_gate import Gate
@@ -120,7 +120,7 @@ class Hooks:
 
 
 @dataclass(frozen=True)
-class Place:
+class RankPlace:
     """Which rank of which site this is."""
 
     site: str
@@ -129,7 +129,7 @@ class Place:
     replica: int = 0
 
     @classmethod
-    def of_rank(cls, site: str, rank: int, layout: SiteSection) -> Place:
+    def of_rank(cls, site: str, rank: int, layout: SiteSection) -> RankPlace:
         """The place of a `rank`, counted within the site."""
         return cls(site, *place_of_rank(rank, layout.shards, layout.stages))
 
@@ -161,7 +161,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Blueprint:
+class ModelPlan:
     """The model's shape, known before any weight is: the same at every rank of a run."""
 
     hf_config: Any
@@ -169,7 +169,7 @@ class Blueprint:
     tied: tuple[str, str] | None
 
     @classmethod
-    def of(cls, config: RunConfig, vocabulary_size: int | None) -> Blueprint:
+    def of(cls, config: RunConfig, vocabulary_size: int | None) -> ModelPlan:
         """Raises `ModelError` for a model that cannot be trained or cut, and `ConfigError` for
         sequences that are too long for it."""
         hf_config = load_model_config(config.model, vocabulary_size)
@@ -191,25 +191,25 @@ class Blueprint:
 
 
 @dataclass
-class Rank:
+class RankParts:
     """One rank's model and pieces."""
 
-    place: Place
-    blueprint: Blueprint
+    place: RankPlace
+    blueprint: ModelPlan
     mesh: SiteMesh
     model: SiteModel
     live: dict[str, torch.Tensor]
     shapes: dict[str, torch.Size]
     """Whole shapes by full name, of what `live` holds parts of."""
-    states: list[PieceState] = field(default_factory=list)
+    states: list[FragmentState] = field(default_factory=list)
     not_deterministic: tuple[str, ...] = ()
     """Operations of the model without a deterministic kernel, at any rank of the site."""
 
 
 def build_rank(
     config: RunConfig,
-    blueprint: Blueprint,
-    place: Place,
+    blueprint: ModelPlan,
+    place: RankPlace,
     hooks: Hooks,
     *,
     store: dist.Store | None,
@@ -217,7 +217,7 @@ def build_rank(
     ranks_here: int,
     timeout: float,
     progress: Callable[[], None] = lambda: None,
-) -> Rank:
+) -> RankParts:
     """Build and fill this rank's part of the model. Collective over the site.
 
     `store`: where the site's ranks meet; none if they have met already. `local_rank` of
@@ -288,13 +288,13 @@ def build_rank(
     if blueprint.tied is not None:
         owner, copy = blueprint.tied
         shapes.setdefault(owner, shapes.get(copy, torch.Size()))
-    rank = Rank(place, blueprint, mesh, model, live, {name: shapes[name] for name in live})
+    rank = RankParts(place, blueprint, mesh, model, live, {name: shapes[name] for name in live})
     rank.states = build_states(config, rank)
     rank.not_deterministic = _settle_determinism(config, rank)
     return rank
 
 
-def _settle_determinism(config: RunConfig, rank: Rank) -> tuple[str, ...]:
+def _settle_determinism(config: RunConfig, rank: RankParts) -> tuple[str, ...]:
     """Settle the determinism mode, then the attention backends that the mode allows.
 
     Returns the operations without a deterministic kernel. Collective over the site.
@@ -305,7 +305,7 @@ def _settle_determinism(config: RunConfig, rank: Rank) -> tuple[str, ...]:
     return found
 
 
-def _example(config: RunConfig, blueprint: Blueprint) -> tuple[torch.Tensor, torch.Tensor]:
+def _example(config: RunConfig, blueprint: ModelPlan) -> tuple[torch.Tensor, torch.Tensor]:
     """Inputs and labels, int64 [b, L] each, of the least that a training pass can run on: one
     micro-batch for each stage."""
     rows = config.site.micro_batch_size * config.site.stages
@@ -314,7 +314,7 @@ def _example(config: RunConfig, blueprint: Blueprint) -> tuple[torch.Tensor, tor
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
-def _sums_whole_gradients(config: RunConfig, blueprint: Blueprint, mesh: SiteMesh) -> bool:
+def _sums_whole_gradients(config: RunConfig, blueprint: ModelPlan, mesh: SiteMesh) -> bool:
     """See `memory.sums_whole_gradients`; the same at all ranks. Collective over the site."""
     memory = None
     if mesh.device.type == "cuda":
@@ -343,7 +343,7 @@ class _Watched:
         return read_rows(self.source, full_name, rows)
 
 
-def build_states(config: RunConfig, rank: Rank) -> list[PieceState]:
+def build_states(config: RunConfig, rank: RankParts) -> list[FragmentState]:
     """The outer state of this rank's pieces. Raises `ConfigError` for too many of them."""
     fragments = 1 if config.exchanges_gradients else config.outer.fragments
     sizes = {name: shape.numel() for name, shape in rank.shapes.items()}
@@ -352,7 +352,7 @@ def build_states(config: RunConfig, rank: Rank) -> list[PieceState]:
     for names in split_pieces(sizes, fragments):
         layout = Layout.of({name: rank.live[name].shape for name in names})
         states.append(
-            PieceState(
+            FragmentState(
                 layout,
                 rank.live,
                 error_feedback=config.compression.error_feedback,
@@ -423,7 +423,7 @@ def _of_shard(
     return mine[:, :-1].contiguous(), mine[:, 1:].contiguous()
 
 
-def admission_of(config: RunConfig, rank: Rank, files: TokenFiles) -> Admission:
+def admission_of(config: RunConfig, rank: RankParts, files: TokenFiles) -> Admission:
     """How this rank judges contributions. A gate gets a copy of the model, in fp32, where one rank
     holds all of it; else it goes by slopes (see `slope_batch`)."""
     section = config.admission
@@ -436,7 +436,7 @@ def admission_of(config: RunConfig, rank: Rank, files: TokenFiles) -> Admission:
     return Admission(section.aggregation, section.examines, gate)
 
 
-def anchors(rank: Rank) -> Mapping[str, torch.Tensor]:
+def anchors(rank: RankParts) -> Mapping[str, torch.Tensor]:
     """This rank's part of the anchor, full name to fp32 view in the parameter's local shape."""
     return {
         name: view

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint import CheckpointException
 from dilocox.errors import CheckpointError, DilocoxError
 from dilocox.training import checkpoint_index
 from dilocox.utils import tracing
-from dilocox.utils.storage import is_local, opened, patiently, unsafe_reason
+from dilocox.utils.storage import is_local, opened, retry, unsafe_reason
 from dilocox.utils.torch_internals import checkpoint_writer
 
 log = logging.getLogger(__name__)
@@ -128,7 +128,7 @@ class RankCheckpointer:
         def write() -> None:
             try:
                 with tracing.span("write checkpoint", tick=tick):
-                    attempt, digest = patiently(
+                    attempt, digest = retry(
                         lambda: _attempt(folder, snapshot(), document),
                         folder,
                         self._patience,
@@ -275,7 +275,7 @@ def load(
     storage does not answer.
     """
     try:
-        return patiently(
+        return retry(
             lambda: _load(root, tick, site, stage, shard, digest),
             root,
             patience,

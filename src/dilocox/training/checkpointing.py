@@ -19,7 +19,7 @@ from dilocox.config.run_config import RunConfig
 from dilocox.coordinator.client.client import CoordinatorClient
 from dilocox.coordinator.protocol.messages import Checkpoint, RoundPlan, SiteStatus
 from dilocox.data import TokenFiles
-from dilocox.errors import CheckpointError, DilocoxError, RunOverError
+from dilocox.errors import CheckpointError, DilocoxError, RunEndedError
 from dilocox.models import (
     Published,
     finish_model_folder,
@@ -31,10 +31,10 @@ from dilocox.outer.staging import snapshot
 from dilocox.record.verify.model_files import other_files
 from dilocox.record.writer.rank_recorder import MOMENTUM_OF, RankRecord
 from dilocox.training import best_model, checkpoint_io
-from dilocox.training.builder import Rank, anchors
+from dilocox.training.builder import RankParts, anchors
 from dilocox.training.rank_state import RankState, capture, restore
 from dilocox.utils import tracing
-from dilocox.utils.storage import begun
+from dilocox.utils.storage import run_in_thread
 
 if TYPE_CHECKING:
     from dilocox.inner import SiteMesh
@@ -48,7 +48,7 @@ MEETING = 5.0
 site: far less than one meeting may last."""
 
 
-class Keeper:
+class Checkpointer:
     """Writes this rank's checkpoints and its part of the published model."""
 
     _form = Published()
@@ -57,7 +57,7 @@ class Keeper:
     def __init__(
         self,
         config: RunConfig,
-        rank: Rank,
+        rank: RankParts,
         files: TokenFiles,
         shared: bool,
         client: CoordinatorClient,
@@ -130,7 +130,7 @@ class Keeper:
             if problem and own.rank.place.leads:
                 warn(problem)
 
-    def keep_best(self, rank: Rank, round_: int, loss: float, *, first: bool) -> None:
+    def keep_best(self, rank: RankParts, round_: int, loss: float, *, first: bool) -> None:
         """Write the anchor as `model-best/` if `checkpoint_io.best` asks for it and `loss`, its
         held-out loss after `round_`, is the lowest so far.
 
@@ -169,12 +169,12 @@ class Keeper:
         if self._record is not None:
             living(self._record.wait, self._touch)
 
-    def ends_run(self, rank: Rank, plan: RoundPlan) -> bool:
+    def ends_run(self, rank: RankParts, plan: RoundPlan) -> bool:
         """Whether this site, which took part in the flush of `plan`, is the one that evaluates the
         model and, in a folder of all sites, publishes it; see `part_in_the_end`.
 
         In a folder of all sites it is known only when a site before this one is through, or lost:
-        until then this waits. Collective over the site. Raises `RunOverError` if the run fails
+        until then this waits. Collective over the site. Raises `RunEndedError` if the run fails
         meanwhile.
         """
         client, seen = self._client, 0
@@ -184,7 +184,7 @@ class Keeper:
                 if rank.place.leads:
                     status = client.status(seen, MEETING if seen else 0.0)
                     if status.phase == "failed":
-                        raise RunOverError(f"the run has failed: {status.reason}")
+                        raise RunEndedError(f"the run has failed: {status.reason}")
                     seen = status.sequence
                     part = part_in_the_end(status.sites, plan, rank.place.site)
                 part = _first(rank.mesh.gather_names([part]))
@@ -192,7 +192,7 @@ class Keeper:
                 if part != "waits" or not self._shared:
                     return part == "speaks"
 
-    def publish(self, rank: Rank, plan: RoundPlan, ends_run: bool) -> None:
+    def publish(self, rank: RankParts, plan: RoundPlan, ends_run: bool) -> None:
         """Write the anchor as `model/`, a Hugging Face folder; in a folder of all sites only the
         site that `ends_run` does. Collective over the site.
 
@@ -209,7 +209,7 @@ class Keeper:
             touch, form = self._touch, self._form
             record_state(self._record, "final", plan.round, rank, touch, files, form=form)
 
-    def _export(self, rank: Rank, folder: Path) -> str:
+    def _export(self, rank: RankParts, folder: Path) -> str:
         """Write a Hugging Face folder; why that failed at any rank of the site, or nothing."""
         tensors, config = whole_anchor(rank) | rank.model.saved_buffers(), rank.blueprint.hf_config
 
@@ -226,12 +226,12 @@ class Keeper:
             return problem
         return self._written(rank, folder, rest if rank.place.leads else None)
 
-    def _written(self, rank: Rank, folder: Path, write: Callable[[], None] | None) -> str:
+    def _written(self, rank: RankParts, folder: Path, write: Callable[[], None] | None) -> str:
         """Why `write` failed at any rank of the site, or nothing. Collective.
 
         A rank does not wait in one meeting for another's disk: a meeting has a limit.
         """
-        writing = None if write is None else begun(write)
+        writing = None if write is None else run_in_thread(write)
         while True:
             busy, problem = "", ""
             if writing is not None and not wait_for([writing], timeout=MEETING).done:
@@ -258,7 +258,7 @@ class Keeper:
             return False
         loaded, damage = None, ""
         try:
-            reading = begun(
+            reading = run_in_thread(
                 lambda: checkpoint_io.load(
                     root,
                     found.tick,
@@ -294,7 +294,7 @@ def _warn(client: CoordinatorClient, round_: int, text: str) -> None:
 
 def living(call: Callable[[], T], touch: Callable[[], None]) -> T:
     """What `call` returns or raises; `touch` says meanwhile that this rank lives."""
-    future = begun(call)
+    future = run_in_thread(call)
     while not wait_for([future], timeout=checkpoint_io.LOOK).done:
         touch()
     return future.result()
@@ -355,7 +355,7 @@ def record_state(
     record: RankRecord | None,
     kind: str,
     round_: int,
-    rank: Rank,
+    rank: RankParts,
     touch: Callable[[], None],
     files: Mapping[str, str] | None = None,
     momentum: bool = False,
@@ -380,11 +380,11 @@ def record_state(
         if rank.place.shard == 0:
             told = files if rank.place.leads else None
             rounded = form.converted if form is not None and form.bf16 else None
-            keeping = begun(lambda: record.state(kind, round_, tensors, told, rounded))
+            keeping = run_in_thread(lambda: record.state(kind, round_, tensors, told, rounded))
         wait_together(rank.mesh, keeping, touch)
 
 
-def take_momentum(rank: Rank, folder: str) -> None:
+def take_momentum(rank: RankParts, folder: str) -> None:
     """Set this rank's outer momentum from the handover in `folder`.
 
     `preflight` has checked the file's digest, once for all ranks of a machine.
@@ -399,7 +399,7 @@ def take_momentum(rank: Rank, folder: str) -> None:
             state.take_momentum(rows)
 
 
-def whole_anchor(rank: Rank) -> dict[str, torch.Tensor]:
+def whole_anchor(rank: RankParts) -> dict[str, torch.Tensor]:
     """This stage's anchor in whole tensors, full name to fp32 on the CPU.
 
     Collective over the stage's shards; only shard 0 gets the tensors.
@@ -407,7 +407,7 @@ def whole_anchor(rank: Rank) -> dict[str, torch.Tensor]:
     return _whole(rank, anchors(rank))
 
 
-def _whole(rank: Rank, views: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _whole(rank: RankParts, views: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     result = {}
     for name, view in views.items():
         if rank.mesh.shards == 1:

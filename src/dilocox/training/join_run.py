@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dilocox.coordinator.client.client import CoordinatorClient
 from dilocox.coordinator.client.heartbeat import RankControl
 from dilocox.coordinator.protocol.messages import Entering
-from dilocox.errors import DilocoxError, ExchangeError, RunOverError, TrainingError
+from dilocox.errors import DilocoxError, ExchangeError, RunEndedError, TrainingError
 from dilocox.outer.first_state import FirstState, OtherStartError
 from dilocox.outer.in_flight import Counts
 from dilocox.outer.snapshot import Snapshot
@@ -26,7 +26,7 @@ from dilocox.training.anchor_digests import CheckedPieces, ShownPieces
 from dilocox.training.rank_state import RankState
 from dilocox.transport.groups import PeerGroup
 from dilocox.transport.state_transfer import Donor, digest_of, fetch
-from dilocox.utils.background import Errands
+from dilocox.utils.background import BackgroundQueue
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ class Donors:
         own: RankState,
         control: RankControl,
         client: CoordinatorClient,
-        errands: Errands,
+        background: BackgroundQueue,
         form_group: FormGroup,
         pause: float,
     ) -> None:
@@ -77,7 +77,7 @@ class Donors:
         self._form_group = form_group
         self._pause = pause
         self._serving: dict[tuple[str, int, int, int], Donor] = {}
-        self._shown = ShownPieces(own, control, client, errands)
+        self._shown = ShownPieces(own, control, client, background)
 
     @property
     def busy(self) -> bool:
@@ -133,7 +133,7 @@ class Donors:
         )
 
 
-class Newcomer:
+class JoiningSite:
     """Fetches this rank's pieces and follows the rounds until the site is counted in.
 
     If its donor goes, or gives a state that most sites do not hold, it fetches what is missing from
@@ -219,11 +219,11 @@ class Newcomer:
         if starting:
             self._client.ready()
 
-    def follow(self) -> None:
+    def catch_up(self) -> None:
         """Return when the next plan counts this site in; the anchor is then the run's.
 
-        Raises `RunOverError` if the run ends before, `EntryStopped` if the run stops or the site is
-        to leave.
+        Raises `RunEndedError` if the run ends before, `EntryStopped` if the run stops or the site
+        is to leave.
         """
         own = self._own
         own.at.round = self._entry.from_round
@@ -246,7 +246,7 @@ class Newcomer:
                 continue
             # The flush may name a site that was left behind since it was planned.
             if plan.kind == "flush" and (own.site not in plan.members or reply.receive):
-                raise RunOverError(f"site {own.site}: the run ends before it has entered")
+                raise RunEndedError(f"site {own.site}: the run ends before it has entered")
             self._reach(plan.first_tick)
             if plan.kind == "flush" or (own.site in plan.members and not reply.receive):
                 break

@@ -17,12 +17,12 @@ from dilocox.errors import ConfigError
 from dilocox.inner import chunks_of_stage
 from dilocox.models import ModelChunk, build_chunk
 from dilocox.outer.layout import Layout, local_shapes, split_pieces
-from dilocox.training.builder import Blueprint
+from dilocox.training.builder import ModelPlan
 
 Shape = tuple[int, ...]
 
 
-def bare_chunks(config: RunConfig, blueprint: Blueprint, stage: int) -> Iterator[ModelChunk]:
+def bare_chunks(config: RunConfig, blueprint: ModelPlan, stage: int) -> Iterator[ModelChunk]:
     """The chunks of a stage, in order, on the meta device: names and shapes without weights."""
     site = config.site
     for index in chunks_of_stage(site.schedule, site.stages, site.chunks, stage):
@@ -34,7 +34,7 @@ def bare_chunks(config: RunConfig, blueprint: Blueprint, stage: int) -> Iterator
         )
 
 
-def stage_shapes(config: RunConfig, blueprint: Blueprint, stage: int) -> dict[str, Shape]:
+def stage_shapes(config: RunConfig, blueprint: ModelPlan, stage: int) -> dict[str, Shape]:
     """Whole shapes of a stage's parameters by full name, in model order; builds no weights."""
     shapes: dict[str, Shape] = {}
     for chunk in bare_chunks(config, blueprint, stage):
@@ -48,13 +48,13 @@ def payload_sizes(
     """Bytes of one site's payloads, frames included, by codec, stage and piece.
 
     Summed over the shards of a stage. For every codec that the controller may choose; none where
-    it does not look at the link. `vocabulary_size` as for `Blueprint.of`. Raises `ModelError` and
+    it does not look at the link. `vocabulary_size` as for `ModelPlan.of`. Raises `ModelError` and
     `ConfigError` as a rank would, and `ConfigError` where the controller goes by effective ranks
     and no matrix has one.
     """
     if config.control.adapt == "off":
         return None
-    shapes = model_shapes(config, Blueprint.of(config, vocabulary_size))
+    shapes = model_shapes(config, ModelPlan.of(config, vocabulary_size))
     if config.control.adapt == "effective-rank":
         _refuse_without_ranks(config, shapes)
         return None
@@ -78,7 +78,7 @@ def _refuse_without_ranks(config: RunConfig, stages: Sequence[Mapping[str, Shape
     )
 
 
-def model_shapes(config: RunConfig, blueprint: Blueprint) -> list[dict[str, Shape]]:
+def model_shapes(config: RunConfig, blueprint: ModelPlan) -> list[dict[str, Shape]]:
     """Whole shapes of what each stage exchanges, by full name in model order."""
     copy = None if blueprint.tied is None else blueprint.tied[1]
     stages = []

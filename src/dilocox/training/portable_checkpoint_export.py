@@ -33,7 +33,7 @@ from dilocox.models import (
 )
 from dilocox.outer.layout import Layout, local_shapes
 from dilocox.training import checkpoint_io
-from dilocox.training.builder import Blueprint
+from dilocox.training.builder import ModelPlan
 from dilocox.training.payload_sizes import bare_chunks, model_shapes, piece_names
 from dilocox.training.portable_checkpoint import Handover
 from dilocox.utils.storage import sha256_of
@@ -57,7 +57,7 @@ def hand_over(folder: Path, target: Path, tick: int | None = None) -> Handover:
             f"{folder}: method {config.outer.method} has no outer state; export its model"
         )
     files, (point, site, digests, state) = _parts(config, folder, tick)
-    blueprint = Blueprint.of(config, files.vocabulary_size)
+    blueprint = ModelPlan.of(config, files.vocabulary_size)
     shapes = model_shapes(config, blueprint)
     buffers = saved_buffers(config, blueprint)
     momenta: Tensors = {}
@@ -142,7 +142,7 @@ def _point(config: RunConfig, folder: Path, tick: int | None) -> Point:
     )
 
 
-def saved_buffers(config: RunConfig, blueprint: Blueprint) -> list[Tensors]:
+def saved_buffers(config: RunConfig, blueprint: ModelPlan) -> list[Tensors]:
     """By stage: full name to buffer that the model saves, as the run began with it.
 
     Checkpoints hold none, since no step changes one (see `SiteModel.saved_buffers`). Raises

@@ -10,7 +10,7 @@ import torch
 from dilocox.config.run_config import RunConfig
 from dilocox.errors import TrainingError
 from dilocox.inner.determinism_mode import refused_operation
-from dilocox.training.builder import Place
+from dilocox.training.builder import RankPlace
 
 GIB = 2**30
 _GPU_IS_FULL = ("CUDA out of memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
@@ -19,21 +19,21 @@ HOST_MEND = "run fewer ranks or sites on this machine, or give it more memory"
 
 
 class LibraryError(TrainingError):
-    """A library's error in the words of a user. `lasting`: another start would end alike."""
+    """A library's error in the words of a user. `permanent`: another start would end alike."""
 
-    def __init__(self, line: str, lasting: bool) -> None:
+    def __init__(self, line: str, permanent: bool) -> None:
         super().__init__(line)
-        self.lasting = lasting
+        self.permanent = permanent
 
 
 @contextlib.contextmanager
 def explained(
-    config: RunConfig, place: Place, first_round: Callable[[], bool] = lambda: True
+    config: RunConfig, place: RankPlace, first_round: Callable[[], bool] = lambda: True
 ) -> Iterator[None]:
     """Raise `LibraryError` in place of errors of libraries with a known mend. Other errors pass.
 
     `first_round`: whether this process has not ended a round yet. A lack of memory in the first
-    round is lasting: the next start would fail alike.
+    round is permanent: the next start would fail alike.
     """
     try:
         yield
@@ -51,7 +51,7 @@ def explained(
         raise LibraryError(line, True) from error
 
 
-def shortage(config: RunConfig, place: Place, error: Exception) -> str | None:
+def shortage(config: RunConfig, place: RankPlace, error: Exception) -> str | None:
     """The line for an `error` that means a lack of memory. None for any other error."""
     text = str(error)
     first = (text.splitlines() or [""])[0]

@@ -14,8 +14,8 @@ from dilocox.coordinator.protocol.messages import ExchangeKey, RoundPlan
 from dilocox.outer.in_flight import Pending
 from dilocox.outer.loop import OuterLoop
 from dilocox.training import checkpoint_io
-from dilocox.training.builder import Rank
-from dilocox.training.round_meter import RoundMeter
+from dilocox.training.builder import RankParts
+from dilocox.training.round_meter import RoundMetrics
 
 
 @dataclass
@@ -32,7 +32,7 @@ class RankState:
     """What one rank holds, and where the rank stands in the run."""
 
     config: RunConfig
-    rank: Rank
+    rank: RankParts
     outer: OuterLoop
     at: RunPosition = field(default_factory=RunPosition)
     dropped_round: int = -2
@@ -41,7 +41,7 @@ class RankState:
     """This site's in the last round that it trained."""
 
     def __post_init__(self) -> None:
-        self.meter = RoundMeter(self.config, self.rank)
+        self.meter = RoundMetrics(self.config, self.rank)
 
     @property
     def site(self) -> str:

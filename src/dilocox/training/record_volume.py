@@ -9,7 +9,7 @@ from dilocox.config.run_config import RunConfig
 from dilocox.coordinator.controller.candidates import INNER_STEPS, codecs
 from dilocox.models import count_parameters
 from dilocox.record.writer.windows import PARTS, Bound, bound_of, start_bytes_per_parameter
-from dilocox.training.builder import Blueprint
+from dilocox.training.builder import ModelPlan
 from dilocox.training.payload_sizes import model_shapes, sizes_by_codec
 from dilocox.utils.formatting import size
 
@@ -21,7 +21,7 @@ PER_GBIT = 10**9 // 8
 """Bytes a second of a link of 1 Gbps."""
 
 
-def record_bytes(config: RunConfig, blueprint: Blueprint, parameters: int) -> int:
+def record_bytes(config: RunConfig, blueprint: ModelPlan, parameters: int) -> int:
     """Bytes of theta_0, of all sites' payloads, and of the states that are kept, at least.
 
     Rounds and codec are those of the run file. Where the controller chooses them by the link, they
@@ -44,7 +44,7 @@ def record_bytes(config: RunConfig, blueprint: Blueprint, parameters: int) -> in
     return 4 * parameters + len(config.sites) * (payloads + states)
 
 
-def payload_bytes(config: RunConfig, blueprint: Blueprint, names: Sequence[str]) -> list[int]:
+def payload_bytes(config: RunConfig, blueprint: ModelPlan, names: Sequence[str]) -> list[int]:
     """Bytes of one site's payloads of a round, by codec of `names`."""
     sizes = sizes_by_codec(config, model_shapes(config, blueprint), names)
     return [sum(map(sum, sizes[name])) for name in names]
@@ -80,7 +80,7 @@ class SmallBudget:
 
 
 def budget_below_rounds(
-    config: RunConfig, blueprint: Blueprint, parameters: int
+    config: RunConfig, blueprint: ModelPlan, parameters: int
 ) -> SmallBudget | None:
     """Why `record.keep` in bytes cannot be kept to, or none. `parameters`: of the whole model.
 
@@ -108,7 +108,7 @@ def _most_inner_steps(config: RunConfig) -> int:
     return max(own, INNER_STEPS[-1]) if free else own
 
 
-def record_line(config: RunConfig, blueprint: Blueprint, parameters: int) -> str:
+def record_line(config: RunConfig, blueprint: ModelPlan, parameters: int) -> str:
     """One line for people: the size of each site's record."""
     codec, sites = config.compression.codec, len(config.sites)
     (own,) = payload_bytes(config, blueprint, [codec])

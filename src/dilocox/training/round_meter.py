@@ -22,7 +22,7 @@ from dilocox.inner.peaks import peak_of, utilisation
 from dilocox.models import count_parameters
 from dilocox.outer.in_flight import Counts
 from dilocox.outer.loop import OuterLoop
-from dilocox.training.builder import Rank
+from dilocox.training.builder import RankParts
 
 Interval = tuple[float, float, int]
 """(start, end, bytes): when payloads came in."""
@@ -33,10 +33,10 @@ NOTHING = dict.fromkeys(
 """Sums over the part of a round that was trained before a stop."""
 
 
-class RoundMeter:
+class RoundMetrics:
     """Collects a round's losses, times and bytes; `end` makes the site's record of it."""
 
-    def __init__(self, config: RunConfig, rank: Rank) -> None:
+    def __init__(self, config: RunConfig, rank: RankParts) -> None:
         self._config = config
         self._parameters = count_parameters(rank.blueprint.hf_config)
         self._results: list[StepResult] = []
@@ -185,7 +185,7 @@ class RoundMeter:
         )
         return 1.0 + waited / ran if ran > 0 else 1.0
 
-    def end(self, plan: RoundPlan, outer: OuterLoop, rank: Rank) -> dict[str, Any]:
+    def end(self, plan: RoundPlan, outer: OuterLoop, rank: RankParts) -> dict[str, Any]:
         """The round's record, the same on all ranks of the site. Collective over the site."""
         sums = self.so_far(outer)
         steps = int(sums["steps"])
@@ -308,7 +308,7 @@ class Devices:
             None if None in peaks else sum(peak for peak in peaks if peak is not None),
         )
 
-    def record(self, rank: Rank, tokens_per_second: float) -> dict[str, float]:
+    def record(self, rank: RankParts, tokens_per_second: float) -> dict[str, float]:
         """What of it is known, as figures of a round's record."""
         found: dict[str, float | None] = {
             "peak_memory_bytes": self.memory.peak,
@@ -351,8 +351,9 @@ class Shared:
     the training's own does for them."""
     lost_seconds: float
     """Seconds that training loses to exchanges, beside waits, at the rank that loses most. On CPUs
-    the exchanges' work counts, in the time that the work takes there (see `RoundMeter._crowding`).
-    On GPUs boundaries and landings count, during which a GPU stands still."""
+    the exchanges' work counts, in the time that the work takes there (see
+    `RoundMetrics._crowding`). On GPUs boundaries and landings count, during which a GPU stands
+    still."""
     effective_rank: float | None
     """Mean of all landings, by values."""
     devices: Devices
@@ -375,7 +376,7 @@ class _Own:
     peak: float | None
 
 
-def _over_ranks(rank: Rank, dropped: str | None, mine: _Own) -> Shared:
+def _over_ranks(rank: RankParts, dropped: str | None, mine: _Own) -> Shared:
     own = hashlib.sha256()
     for state in rank.states:
         own.update(state.digest().encode())

@@ -19,20 +19,20 @@ import torch
 from dilocox.coordinator.client.client import CoordinatorClient
 from dilocox.coordinator.client.heartbeat import RankControl
 from dilocox.coordinator.protocol.messages import Entering, PlanReply, RoundPlan
-from dilocox.errors import DilocoxError, RunOverError
+from dilocox.errors import DilocoxError, RunEndedError
 from dilocox.inner.garbage import PythonCollects
 from dilocox.outer.first_state import FirstState
-from dilocox.outer.loss_gate import Slope
+from dilocox.outer.loss_gate import GradientProbe
 from dilocox.outer.staging import before_change
 from dilocox.record.writer.state_recorder import RoundWatch
 from dilocox.training import checkpointing
 from dilocox.training.builder import Batches, Hooks, anchors
 from dilocox.training.gradient_exchange import GradientExchange
-from dilocox.training.join_run import Donors, EntryStopped, FormGroup, Newcomer
+from dilocox.training.join_run import Donors, EntryStopped, FormGroup, JoiningSite
 from dilocox.training.own_code import evaluated
 from dilocox.training.rank_state import RankState, capture_round
 from dilocox.utils import tracing
-from dilocox.utils.background import Errands
+from dilocox.utils.background import BackgroundQueue
 
 log = logging.getLogger(__name__)
 
@@ -50,14 +50,14 @@ class Trainer:
     client: CoordinatorClient
     batches: Batches
     validation: list[tuple[torch.Tensor, torch.Tensor]]
-    keeper: checkpointing.Keeper
+    checkpointer: checkpointing.Checkpointer
     hooks: Hooks
     form_group: FormGroup
     donor_pause: float
     """Seconds after which a donor with nothing to offer says so."""
     donor_patience: float
     """Seconds that a donor whose link broke may take to be replaced."""
-    errands: Errands = field(default_factory=Errands)
+    background: BackgroundQueue = field(default_factory=BackgroundQueue)
     """What the coordinator is told and asked beside training: a round trip may take longer than an
     inner step."""
     counted_from: int = -1
@@ -77,22 +77,22 @@ class Trainer:
         self.config, self.rank, self.outer = own.config, own.rank, own.outer
         self.meter, self.at, self.me = own.meter, own.at, own.site
         self.donors = Donors(
-            own, self.control, self.client, self.errands, self.form_group, self.donor_pause
+            own, self.control, self.client, self.background, self.form_group, self.donor_pause
         )
         self.rank.model.before_update = before_change
 
-    def run(self, newcomer: Newcomer | None) -> None:
-        """Train to the end of the run. `newcomer`: the fetching of state, if this site enters.
+    def run(self, joining_site: JoiningSite | None) -> None:
+        """Train to the end of the run. `joining_site`: the fetching of state, if this site enters.
 
         Raises `Stopped` when the run was stopped, and whatever ended it otherwise.
         """
-        if newcomer is not None:
-            self.follow(newcomer)
+        if joining_site is not None:
+            self.enter(joining_site)
         self.control.at(self.at.tick, self.at.round, self.at.slot, None)
         while True:
             with tracing.span("wait for plan", round=self.at.round):
                 plan = self.next_plan()
-            self.outer.take_up_again()
+            self.outer.resume_in_flight()
             if plan.kind == "flush":
                 if self.me not in plan.members or self.overtaken(plan.round - 1) is not None:
                     raise self.ends_without_it()
@@ -135,7 +135,7 @@ class Trainer:
         """From the slot where this rank stands to the round's end."""
         self.meter.begin(plan, self.at.slot)
         if self.at.slot == 0:
-            self.show_state(plan)
+            self.record_round_start(plan)
         tracing.mark(
             f"round {plan.round}", inner_steps=plan.inner_steps, codec=plan.codec, delay=plan.delay
         )
@@ -151,9 +151,9 @@ class Trainer:
             self.end_slot(plan, slot)
         self.end_round(plan)
 
-    def show_state(self, plan: RoundPlan) -> None:
+    def record_round_start(self, plan: RoundPlan) -> None:
         """The round of `plan` is about to begin."""
-        self.keeper.begin_round(self.outer, plan)
+        self.checkpointer.begin_round(self.outer, plan)
         if self.watch is not None:
             self.watch.boundary(
                 plan.round,
@@ -162,7 +162,7 @@ class Trainer:
                 lambda: capture_round(self.state),
             )
 
-    def look_ahead(self, round_: int) -> None:
+    def prefetch_plan(self, round_: int) -> None:
         """Ask for the plan of the next round, beside the last inner step of this one.
 
         Not earlier: who joins or leaves until then is in it, or not.
@@ -172,7 +172,7 @@ class Trainer:
             with tracing.span("ask for plan", round=round_):
                 return self.client.poll_plan(round_)
 
-        self.ahead = self.errands.do(ask)
+        self.ahead = self.background.submit(ask)
 
     def train_slot(self, plan: RoundPlan, slot: int) -> None:
         """The inner steps of one slot; a slow site may have none in it."""
@@ -181,7 +181,7 @@ class Trainer:
         last = member.steps(plan.inner_steps) - 1
         for number in range(member.steps((slot - 1) * steps), member.steps(slot * steps)):
             if number == last:
-                self.look_ahead(plan.round + 1)
+                self.prefetch_plan(plan.round + 1)
             step = plan.first_step + member.place(number)
             rate = self.hooks.learning_rate(step, self.config)
             exchange = None
@@ -206,7 +206,7 @@ class Trainer:
         if problem is not None:
             log.warning("%s: %s", self.rank.place, problem)
             text = f"stage {self.rank.place.stage} shard {self.rank.place.shard}: {problem}"
-            self.errands.do(lambda: self.client.report(0, {"text": text}, kind="warning"))
+            self.background.submit(lambda: self.client.report(0, {"text": text}, kind="warning"))
 
     def end_slot(self, plan: RoundPlan, slot: int) -> None:
         """Landings and boundaries; then this rank says where it stands, and how long a slot takes
@@ -259,7 +259,7 @@ class Trainer:
     def drop(self, plan: RoundPlan, bad: str) -> None:
         """A contribution is dropped because `bad` is not finite.
 
-        Raises `RunOverError` for a second round in a row, or at a site alone.
+        Raises `RunEndedError` for a second round in a row, or at a site alone.
         """
         where = f"site {self.me}, round {plan.round}: {bad} is not finite"
         if len(plan.members) == 1 or self.state.dropped_round == plan.round - 1:
@@ -271,7 +271,7 @@ class Trainer:
             # Every rank says so: if one left first, the others would go on without this site.
             with contextlib.suppress(DilocoxError):
                 self.client.fail(reason)
-            raise RunOverError(reason)
+            raise RunEndedError(reason)
         log.warning("%s: its contribution is dropped, it goes on from the anchor", where)
         self.meter.dropped = bad
 
@@ -293,17 +293,17 @@ class Trainer:
                     self.client.report(plan.round, metrics)
                 self.client.round_done(plan.round, measured if leads else None)
 
-        self.errands.do(tell)
+        self.background.submit(tell)
         self.control.at(self.at.tick, self.at.round, 0, self.meter.slot_seconds(0))
         if self.meter.behind:
             self.catch_up()
             return
         if plan.evaluate or plan.checkpoint or self.donors.busy:
-            self.errands.wait()
+            self.background.wait()
         if plan.evaluate:
             self.evaluate(plan, plan.round)
         if plan.checkpoint:
-            self.keeper.save(self.state, plan)
+            self.checkpointer.save(self.state, plan)
         self.donors.serve()
 
     def overtaken(self, round_: int) -> Entering | None:
@@ -314,10 +314,10 @@ class Trainer:
                 return entry
         return None
 
-    def ends_without_it(self) -> RunOverError:
+    def ends_without_it(self) -> RunEndedError:
         """What this site ends with if it is left behind when the run ends: its anchor is not the
         run's, and there is no round left to catch up in."""
-        return RunOverError(
+        return RunEndedError(
             f"site {self.me}: the run ends while it is left behind; the model is at the others"
         )
 
@@ -327,7 +327,7 @@ class Trainer:
         What it has trained since stays in its residual, and the inner optimizer as it is.
         """
         log.warning("site %s is left behind: it sets its work aside and catches up", self.me)
-        self.errands.wait()
+        self.background.wait()
         self.ahead = None
         # It may have trained one round more before it heard of it.
         while (entry := self.overtaken(-1)) is None:
@@ -341,13 +341,13 @@ class Trainer:
                 raise self.ends_without_it()
         before_change()
         with tracing.span("catch up", from_round=entry.from_round):
-            self.outer.set_aside(self.state.weight)
-            self.follow(self.newcomer(entry))
+            self.outer.fold_into_residual(self.state.weight)
+            self.enter(self.joining_site(entry))
         self.control.at(self.at.tick, self.at.round, self.at.slot, None)
 
-    def newcomer(self, entry: Entering, first: FirstState | None = None) -> Newcomer:
-        """Begin to fetch this rank's pieces. `first`: see `Newcomer`."""
-        return Newcomer(
+    def joining_site(self, entry: Entering, first: FirstState | None = None) -> JoiningSite:
+        """Begin to fetch this rank's pieces. `first`: see `JoiningSite`."""
+        return JoiningSite(
             self.state,
             self.control,
             self.client,
@@ -357,11 +357,11 @@ class Trainer:
             first,
         )
 
-    def follow(self, newcomer: Newcomer) -> None:
-        """See `Newcomer.follow`. Raises `Stopped` where that raises `EntryStopped`."""
+    def enter(self, joining_site: JoiningSite) -> None:
+        """See `JoiningSite.catch_up`. Raises `Stopped` where that raises `EntryStopped`."""
         self.collector.rest()
         try:
-            newcomer.follow()
+            joining_site.catch_up()
         except EntryStopped as stop:
             self.turn_back(stop.leaves)
         self.counted_from = self.at.round
@@ -372,20 +372,20 @@ class Trainer:
         With `evaluation.patience` at all sites, since one alone must not end the run.
         """
         if next(iter(plan.members)) == self.me:
-            self.tell_loss(round_)
+            self.report_eval_loss(round_)
         elif self.config.evaluation.patience and round_ >= 0:
             loss = self.held_out_loss(round_)
             if self.rank.place.leads:
                 found = {"val_loss": loss, "after_round": round_}
                 self.client.report(round_, found, kind="peer_evaluation")
-            self.keeper.keep_best(self.rank, round_, loss, first=False)
+            self.checkpointer.keep_best(self.rank, round_, loss, first=False)
 
-    def tell_loss(self, round_: int) -> None:
+    def report_eval_loss(self, round_: int) -> None:
         """Evaluate the anchor after `round_` and report that."""
         loss = self.held_out_loss(round_)
         if self.rank.place.leads:
             evaluated(self.client, self.hooks.on_evaluation, round_, loss)
-        self.keeper.keep_best(self.rank, round_, loss, first=True)
+        self.checkpointer.keep_best(self.rank, round_, loss, first=True)
 
     def held_out_loss(self, round_: int) -> float:
         """Mean held-out loss of the anchor after `round_`; what this rank trains on stays as it
@@ -417,7 +417,9 @@ class Trainer:
         with tracing.span("gate"), self.standing_at(where):
             loss, gradients = model.loss_and_gradients(*self.slope_batch, names)
         self.control.touch()
-        self.outer.slope = Slope(loss, {name: each.cpu() for name, each in gradients.items()})
+        self.outer.slope = GradientProbe(
+            loss, {name: each.cpu() for name, each in gradients.items()}
+        )
 
     @contextlib.contextmanager
     def standing_at(self, values: Mapping[str, torch.Tensor]) -> Iterator[None]:
@@ -436,27 +438,27 @@ class Trainer:
 
     def wait_for_record(self) -> None:
         """Return when checkpoints and the record have all that there is so far."""
-        self.keeper.wait()
+        self.checkpointer.wait()
         if self.watch is not None:
             self.watch.wait()
 
     def stop(self) -> None:
         """Write a checkpoint where the whole run stands still. Raises `Stopped`."""
-        self.errands.wait()
+        self.background.wait()
         plan = self.client.poll_plan(self.at.round, 0.0).plan
-        self.keeper.save(self.state, plan, last=True)
+        self.checkpointer.save(self.state, plan, last=True)
         self._go(lambda: self.client.finish(complete=False))
 
     def depart(self) -> None:
         """Leave the run: what this rank owed the others is decided. Raises `Stopped`."""
-        self.errands.wait()
+        self.background.wait()
         self.outer.settle()
         self._go(self.client.depart)
 
     def turn_back(self, leaves: bool) -> NoReturn:
         """Go before this site has trained a round since it entered (again): the run stops, or the
         site `leaves`. Raises `Stopped`."""
-        self.errands.wait()
+        self.background.wait()
         self._go(self.client.depart if leaves else lambda: self.client.finish(complete=False))
 
     def _go(self, say: Callable[[], object]) -> NoReturn:
@@ -468,11 +470,11 @@ class Trainer:
         """Flush, evaluate, publish the model.
 
         The last checkpoint is from before the flush, so that a resumed run flushes once. Raises
-        `RunOverError` if the others have flushed without this site.
+        `RunEndedError` if the others have flushed without this site.
         """
-        self.errands.wait()
-        self.keeper.save(self.state, plan, last=True)
-        self.show_state(plan)
+        self.background.wait()
+        self.checkpointer.save(self.state, plan, last=True)
+        self.record_round_start(plan)
         if self.watch is not None:
             # An auditor may look for it as soon as the flush is decided, and that is at once.
             self.watch.wait()
@@ -492,9 +494,9 @@ class Trainer:
             self.client.report(plan.round, metrics, kind="flush")
         if self.meter.behind:
             raise self.ends_without_it()
-        ends_run = self.keeper.ends_run(self.rank, plan)
+        ends_run = self.checkpointer.ends_run(self.rank, plan)
         if ends_run:
-            self.tell_loss(plan.round)
-        self.keeper.publish(self.rank, plan, ends_run)
+            self.report_eval_loss(plan.round)
+        self.checkpointer.publish(self.rank, plan, ends_run)
         self.wait_for_record()
         self.client.finish(complete=True)

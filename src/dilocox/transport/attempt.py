@@ -18,7 +18,7 @@ from dilocox.compression import (
 )
 from dilocox.coordinator.client.errors import CoordinatorError
 from dilocox.coordinator.protocol.messages import BeginReply, ExchangeKey, VoteReply
-from dilocox.coordinator.protocol.verdicts import Opinion, VotePhase
+from dilocox.coordinator.protocol.verdicts import RankOpinion, VotePhase
 from dilocox.errors import ExchangeError
 from dilocox.outer.averaging import average
 from dilocox.outer.contribution import Contribution
@@ -34,7 +34,7 @@ LOOK = 0.1
 """Seconds between two looks whether members changed, or a link broke, while payloads travel."""
 
 
-class Ballot(Protocol):
+class ExchangeBackend(Protocol):
     """The coordinator, as an exchange sees it."""
 
     def commit(self, what: Contribution, payload: bytes | None) -> str | None:
@@ -64,7 +64,7 @@ class Ballot(Protocol):
         contributes: bool,
         phase: VotePhase,
         digests: Mapping[str, str],
-        opinions: Mapping[str, Opinion],
+        opinions: Mapping[str, RankOpinion],
     ) -> VoteReply:
         """Say what is held here, and what is thought of it, and wait for the decision."""
 
@@ -103,7 +103,7 @@ class Attempt:
 
     def __init__(
         self,
-        ballot: Ballot,
+        ballot: ExchangeBackend,
         me: str,
         contribution: Contribution,
         begun: BeginReply,
@@ -113,7 +113,7 @@ class Attempt:
         """`times`: of this rank's transfers, where each of them has a limit."""
         self._ballot = ballot
         self.me = me
-        self.what = contribution
+        self.contribution = contribution
         self._begun = begun
         self._turn, self._times = turn, times
         self._group: PeerGroup | None = None
@@ -124,7 +124,7 @@ class Attempt:
         self.observes = me not in self.senders
         """This site receives only."""
         self.sent_bytes = 0
-        self.opinions: dict[str, Opinion] = {}
+        self.opinions: dict[str, RankOpinion] = {}
         """What is to be said of contributions with the vote."""
         self.link: list[tuple[float, float, int]] = []
         self.late: Mapping[str, float] = {}
@@ -136,7 +136,7 @@ class Attempt:
         if newest == self._epoch_seen:
             return False
         self._epoch_seen = newest
-        return self._ballot.attempt(self.what.key) != self._begun.attempt
+        return self._ballot.attempt(self.contribution.key) != self._begun.attempt
 
     def swap(
         self,
@@ -156,9 +156,9 @@ class Attempt:
             self._turn.take()
             self._group = self._formed()
         group = self._group
-        tag = _tag(f"{self.what.key.text}#{self._begun.attempt}#{phase}")
+        tag = _tag(f"{self.contribution.key.text}#{self._begun.attempt}#{phase}")
         buffers = {
-            site: self.what.staging.empty(frame_bytes(part))
+            site: self.contribution.staging.empty(frame_bytes(part))
             for site, part in incoming.items()
             if site != self.me
         }
@@ -183,7 +183,7 @@ class Attempt:
         try:
             return self._ballot.group(self._begun, self.superseded)
         except UnreachedError as error:
-            log.warning("%s: %s", self.what.key.text, error)
+            log.warning("%s: %s", self.contribution.key.text, error)
             raise self.broken(error.sites) from None
 
     def _complete(self, transfers: list[Transfer], patience: float) -> None:
@@ -208,7 +208,7 @@ class Attempt:
                     else:
                         left.append(transfer)
                 except ExchangeError as error:
-                    log.warning("%s: %s", self.what.key.text, error)
+                    log.warning("%s: %s", self.contribution.key.text, error)
                     failed.append(transfer.site)
             waiting = left
         if failed:
@@ -225,7 +225,7 @@ class Attempt:
             return False
         problem = self._times.overdue(transfer, seconds, patience)
         if problem is not None:
-            log.warning("%s: %s", self.what.key.text, problem)
+            log.warning("%s: %s", self.contribution.key.text, problem)
             transfer.give_up()
         return problem is not None
 
@@ -240,7 +240,7 @@ class Attempt:
         if slow:
             # It may have been decided without this site meanwhile.
             with contextlib.suppress(CoordinatorError):
-                self._ballot.report_broken(self.what.key, self._begun.attempt, sorted(slow))
+                self._ballot.report_broken(self.contribution.key, self._begun.attempt, sorted(slow))
 
     def unpack(
         self,
@@ -265,22 +265,22 @@ class Attempt:
                     code = "not-finite"
                     check(payload)
                 except ExchangeError as error:
-                    log.warning("%s from %s: %s", self.what.key.text, site, error)
+                    log.warning("%s from %s: %s", self.contribution.key.text, site, error)
                     if contributions:
-                        self.opinions[site] = Opinion(code=code)
+                        self.opinions[site] = RankOpinion(code=code)
                 else:
                     payloads[site] = payload
         return payloads
 
     def keep(self, payloads: Sequence[torch.Tensor]) -> Callable[[], None]:
-        """See `Ballot.keep`."""
-        return self._ballot.keep(self.what.key, payloads)
+        """See `ExchangeBackend.keep`."""
+        return self._ballot.keep(self.contribution.key, payloads)
 
     def broken(self, failed: Sequence[str]) -> RepeatError:
         """Tell the coordinator whose links broke; the error to raise."""
         sites = sorted(set(failed))
-        self._ballot.report_broken(self.what.key, self._begun.attempt, sites)
-        return RepeatError(f"{self.what.key.text}: no link to {', '.join(sites)}")
+        self._ballot.report_broken(self.contribution.key, self._begun.attempt, sites)
+        return RepeatError(f"{self.contribution.key.text}: no link to {', '.join(sites)}")
 
     def decide(
         self,
@@ -290,7 +290,7 @@ class Attempt:
     ) -> VoteReply:
         """Vote and wait. `own_digest`: of the payload that this site has sent to all, for the
         coordinator's log. Raises `RepeatError`."""
-        key, attempt = self.what.key, self._begun.attempt
+        key, attempt = self.contribution.key, self._begun.attempt
         with tracing.span("vote", phase=phase):
             if self.observes:
                 reply = self._ballot.observe(key, attempt, phase=phase)
@@ -300,7 +300,7 @@ class Attempt:
                     key,
                     attempt,
                     held=[site for site in self.senders if site in whole],
-                    contributes=self.what.contributes,
+                    contributes=self.contribution.contributes,
                     phase=phase,
                     digests={} if own_digest is None else {self.me: own_digest.hex()},
                     opinions=self.opinions,
@@ -310,19 +310,21 @@ class Attempt:
         self.late = reply.late
         return reply
 
-    def counted(self, decision: VoteReply, held: Iterable[str]) -> list[str]:
+    def commit_vote(self, decision: VoteReply, held: Iterable[str]) -> list[str]:
         """The sites whose payloads, by `decision`, make the average by themselves.
 
         Raises `ExchangeError` unless all of them are among those `held` here.
         """
         here = set(held)
         if decision.decision != "commit":
-            raise ExchangeError(f"{self.what.key.text}: gather was answered {decision.decision}")
+            raise ExchangeError(
+                f"{self.contribution.key.text}: gather was answered {decision.decision}"
+            )
         missing = [site for site in decision.set if site not in here]
         if missing:
             raise ExchangeError(
-                f"{self.what.key.text}: the contribution of {', '.join(missing)} counts but is "
-                "not here; this site must join again"
+                f"{self.contribution.key.text}: the contribution of {', '.join(missing)} counts "
+                "but is not here; this site must join again"
             )
         return decision.set
 
@@ -330,7 +332,7 @@ class Attempt:
         """Weighted mean of what `sites` sent, in that order; none if there are none."""
         if not sites:
             return None
-        return average(decoded, [self.what.weights[site] for site in sites])
+        return average(decoded, [self.contribution.weights[site] for site in sites])
 
 
 def _tag(name: str) -> int:

@@ -28,12 +28,12 @@ from dilocox.compression import (
     refuse_unusable,
 )
 from dilocox.coordinator.protocol.messages import ExchangeKey
-from dilocox.coordinator.protocol.verdicts import Opinion
+from dilocox.coordinator.protocol.verdicts import RankOpinion
 from dilocox.errors import ExchangeError
 from dilocox.outer.averaging import chunk_bounds, requantise
 from dilocox.outer.contribution import Contribution, Outcome
 from dilocox.outer.contribution_set import Weighing
-from dilocox.transport.attempt import Attempt, Ballot, RepeatError, Turn
+from dilocox.transport.attempt import Attempt, ExchangeBackend, RepeatError, Turn
 from dilocox.transport.groups import EpochChangedError
 from dilocox.transport.link.times import LinkTimes
 from dilocox.transport.payload_fetch import fetch
@@ -45,11 +45,11 @@ OWNER_PATIENCE = 0.75
 """Of a low-rank codec's owner: all others wait for its basis, and would take it for the slow one
 after a whole time-out."""
 
-__all__ = ["Ballot", "exchange"]
+__all__ = ["ExchangeBackend", "exchange"]
 
 
 def exchange(
-    ballot: Ballot,
+    ballot: ExchangeBackend,
     me: str,
     contribution: Contribution,
     turn: Turn,
@@ -77,7 +77,11 @@ def exchange(
 
 
 def _carry(
-    ballot: Ballot, me: str, contribution: Contribution, turn: Turn, times: LinkTimes | None
+    ballot: ExchangeBackend,
+    me: str,
+    contribution: Contribution,
+    turn: Turn,
+    times: LinkTimes | None,
 ) -> Outcome:
     start, work = time.monotonic(), time.thread_time()
     sent_bytes = 0
@@ -142,7 +146,7 @@ def advancing(
 
 def gather(attempt: Attempt, own: torch.Tensor | None) -> Outcome:
     """Every payload to every site. `own`: this site's frame; none if it only receives."""
-    what = attempt.what
+    what = attempt.contribution
     assert not isinstance(what.compressor, LowRank)
     part = what.compressor.part(0, what.length, what.seed)
     return _to_everyone(attempt, part, None if attempt.observes else own, part.decode, phase=1)[0]
@@ -155,7 +159,7 @@ def low_rank(attempt: Attempt, codec: LowRank) -> Outcome:
     come whole, or is none, is left out of the basis: any basis will do that all sites have. An
     owner that sends something else has broken the exchange.
     """
-    what, me, there = attempt.what, attempt.me, attempt.what.staging.to_device
+    what, me, there = attempt.contribution, attempt.me, attempt.contribution.staging.to_device
     owner = attempt.senders[what.seed % len(attempt.senders)]
     factors: dict[str, torch.Tensor] = {}
     if not attempt.observes:
@@ -236,8 +240,8 @@ def _to_everyone(
         if fetched:
             payloads, weighing = _weighed(attempt, part, frames | fetched, decode)
         decision = attempt.decide("fetched", weighing.held, digest)
-    counted = attempt.counted(decision, weighing.held)
-    with tracing.span("average", values=attempt.what.length, sites=len(counted)):
+    counted = attempt.commit_vote(decision, weighing.held)
+    with tracing.span("average", values=attempt.contribution.length, sites=len(counted)):
         average = weighing.settled(counted, decision.shares)
     sent = weighing.own if me in counted else None
     chosen = [payloads[site] for site in counted]
@@ -257,12 +261,16 @@ def _weighed(
     attempt.opinions = {}
     parts = dict.fromkeys(attempt.senders, part)
     payloads = attempt.unpack(frames, parts, contributions=True)
-    there = attempt.what.staging.to_device
-    weighing = Weighing(attempt.what, attempt.me, attempt.senders, lambda each: decode(there(each)))
-    with tracing.span("decode and average", values=attempt.what.length, sites=len(payloads)):
+    there = attempt.contribution.staging.to_device
+    weighing = Weighing(
+        attempt.contribution, attempt.me, attempt.senders, lambda each: decode(there(each))
+    )
+    with tracing.span(
+        "decode and average", values=attempt.contribution.length, sites=len(payloads)
+    ):
         opinions = weighing.examined(payloads)
     for site in weighing.held:
-        told = opinions.get(site, Opinion())
+        told = opinions.get(site, RankOpinion())
         digest = frame_digest(frames[site]).hex()
         attempt.opinions[site] = told.model_copy(update={"digest": digest})
     attempt.opinions |= {s: each for s, each in opinions.items() if s not in weighing.held}
@@ -271,7 +279,7 @@ def _weighed(
 
 def reduce(attempt: Attempt) -> Outcome:
     """Each owner averages its chunk and hands it round."""
-    what, me, there = attempt.what, attempt.me, attempt.what.staging.to_device
+    what, me, there = attempt.contribution, attempt.me, attempt.contribution.staging.to_device
     assert not isinstance(what.compressor, LowRank)
     owners = attempt.senders
     bounds = dict(zip(owners, chunk_bounds(what.length, len(owners)), strict=True))
@@ -304,7 +312,7 @@ def reduce(attempt: Attempt) -> Outcome:
         )
     index = None if attempt.observes else chunk_index(frames.values())
     if what.values is not None and all_zero(what.values):
-        attempt.opinions[me] = Opinion(code="zero")
+        attempt.opinions[me] = RankOpinion(code="zero")
     decision = attempt.decide("held", payloads, None if index is None else payload_digest(index))
     if decision.decision == "commit":
         # Decided in an attempt that this rank missed the end of: only the mean is left to get.

@@ -16,12 +16,12 @@ from dataclasses import replace
 
 from dilocox.coordinator.protocol.schedule import AT_ONCE
 from dilocox.outer.contribution import Contribution, Outcome
-from dilocox.transport.exchange import Ballot, exchange
+from dilocox.transport.exchange import ExchangeBackend, exchange
 from dilocox.transport.link.times import LinkTimes
 from dilocox.utils import tracing
 
 
-class Turns:
+class OrderedLock:
     """In what order exchanges, numbered from 0, use the link. Thread-safe."""
 
     def __init__(self) -> None:
@@ -60,10 +60,10 @@ class Turns:
         return self._failure
 
 
-class LinkTurn:
+class LinkSlot:
     """The turn of one exchange."""
 
-    def __init__(self, turns: Turns, number: int) -> None:
+    def __init__(self, turns: OrderedLock, number: int) -> None:
         self._turns = turns
         self._number = number
         self.waited = 0.0
@@ -90,7 +90,7 @@ class ExchangeWorker:
 
     def __init__(
         self,
-        ballot: Ballot,
+        ballot: ExchangeBackend,
         me: str,
         prepare: Callable[[], None] | None = None,
         times: LinkTimes | None = None,
@@ -100,7 +100,7 @@ class ExchangeWorker:
         self._me = me
         self._prepare, self._times = prepare, times
         self._queue: queue.Queue[tuple[Contribution, Future[Outcome]] | None] = queue.Queue()
-        self._turns = Turns()
+        self._turns = OrderedLock()
         self._count = 0
         self._counting = threading.Lock()
         self._threads = [
@@ -134,7 +134,7 @@ class ExchangeWorker:
             if item is None:
                 return
             contribution, future = item
-            turn = LinkTurn(self._turns, number)
+            turn = LinkSlot(self._turns, number)
             try:
                 if self._turns.failure is not None:
                     raise self._turns.failure
@@ -145,7 +145,7 @@ class ExchangeWorker:
             finally:
                 turn.pass_on()
 
-    def _carry(self, given: Contribution, turn: LinkTurn) -> Outcome:
+    def _carry(self, given: Contribution, turn: LinkSlot) -> Outcome:
         """Beside training on its device, too: after what it is given, and marking what it gives."""
         staging = given.staging
         with staging.beside():

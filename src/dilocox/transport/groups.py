@@ -19,7 +19,7 @@ from dilocox.errors import ExchangeError
 from dilocox.transport.link.addresses import Announcement, announce, connects, read_announcement
 from dilocox.transport.link.endpoint import LinkEndpoint
 from dilocox.transport.link.link import Link, UnreachableError, Ways
-from dilocox.transport.link.tls import StrangerError
+from dilocox.transport.link.tls import UnauthenticatedPeerError
 from dilocox.transport.link.transfer import Transfer
 from dilocox.transport.unreached import UnreachedError
 
@@ -217,7 +217,7 @@ class _Forming:
                 if error.gone or time.monotonic() + _PAUSE >= end:
                     self._failed[site] = _unreached(site, peer, str(error))
                     return
-            except (StrangerError, ExchangeError) as error:
+            except (UnauthenticatedPeerError, ExchangeError) as error:
                 self._failed[site] = _unreached(site, peer, str(error))
                 return
             time.sleep(_PAUSE)

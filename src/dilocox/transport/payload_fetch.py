@@ -44,7 +44,7 @@ def fetch(
                 _check(frame, part, each.digest)
             except ExchangeError as error:
                 what = f"what {each.sender} sent, from {holder}"
-                log.warning("%s: %s: %s", attempt.what.key.text, what, error)
+                log.warning("%s: %s: %s", attempt.contribution.key.text, what, error)
             else:
                 found[each.sender] = frame
     return found

@@ -41,13 +41,13 @@ BESIDE_TENSORS = 1 << 16
 Sha256 = Annotated[str, StringConstraints(pattern="^[0-9a-f]{64}$")]
 
 
-class Said(BaseModel):
+class WireHeader(BaseModel):
     """One JSON header: these keys, of these types, and no others."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
 
-class Held(Said):
+class Held(WireHeader):
     """What the receiver says first."""
 
     anchors: list[Sha256]
@@ -61,7 +61,7 @@ def held_bytes(pieces: int) -> int:
     return max(HEADER_BYTES, 64 + 80 * pieces)
 
 
-class PieceHeader(Said):
+class PieceHeader(WireHeader):
     """What the donor says before each piece."""
 
     piece: Annotated[int, Field(ge=0)]
@@ -80,13 +80,13 @@ class PieceHeader(Said):
 WAIT = PieceHeader(piece=0, tick=0, codec="", bytes=0, sha256="0" * 64, wait=True)
 
 
-class Thanks(Said):
+class AckHeader(WireHeader):
     """What the receiver says last."""
 
     done: bool
 
 
-AnyHeader = TypeVar("AnyHeader", bound=Said)
+AnyHeader = TypeVar("AnyHeader", bound=WireHeader)
 
 
 def digest_of(anchor: torch.Tensor) -> str:
@@ -160,7 +160,7 @@ class Donor:
                 channel.send_header(header)
                 if body:
                     channel.send(torch.frombuffer(bytearray(body), dtype=torch.uint8))
-            channel.receive_header(Thanks)
+            channel.receive_header(AckHeader)
         except ExchangeError as error:
             self.failure = str(error)
 
@@ -202,7 +202,7 @@ def fetch(
         if header.bytes:
             tensors = read_body(channel.receive(header.bytes).numpy().tobytes(), header, donor)
         on_piece(Snapshot(header.piece, header.tick, tensors, header.codec, header.landed))
-    channel.send_header(Thanks(done=True))
+    channel.send_header(AckHeader(done=True))
 
 
 def read_header(kind: type[AnyHeader], data: bytes, site: str) -> AnyHeader:
@@ -255,7 +255,7 @@ class Channel:
         data = self.receive(size)
         return read_header(kind, data.numpy().tobytes(), self._site)
 
-    def send_header(self, said: Said, size: int = HEADER_BYTES) -> None:
+    def send_header(self, said: WireHeader, size: int = HEADER_BYTES) -> None:
         """Send a header. Raises `ExchangeError`."""
         text = said.model_dump_json().encode()
         if len(text) > size:

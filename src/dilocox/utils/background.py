@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
-class Errands:
+class BackgroundQueue:
     """Runs calls in a thread of its own, one after the other, in the order given.
 
     The first that fails is the last that is run: later ones, and `wait`, raise its error. So
@@ -23,11 +23,11 @@ class Errands:
         self._last: Future[Any] | None = None
         self._thread: threading.Thread | None = None
 
-    def do(self, call: Callable[[], T]) -> Future[T]:
+    def submit(self, call: Callable[[], T]) -> Future[T]:
         """Run `call` when those before it are done; what it returns or raises."""
         if self._thread is None:
             # Not earlier: a process that still forks must have one thread.
-            self._thread = threading.Thread(target=self._run, name="errands", daemon=True)
+            self._thread = threading.Thread(target=self._run, name="background", daemon=True)
             self._thread.start()
         future: Future[T] = Future()
         self._last = future

@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Iterator
 
 
-def pauses(
+def backoff_delays(
     first: float, most: float, uniform: Callable[[float, float], float] = random.uniform
 ) -> Iterator[float]:
     """Seconds before each further try: doubling from `first` up to `most`, each less up to a half.

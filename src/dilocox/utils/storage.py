@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import fsspec
 
 from dilocox.errors import DilocoxError
-from dilocox.utils.backoff import pauses
+from dilocox.utils.backoff import backoff_delays
 
 log = logging.getLogger(__name__)
 
@@ -141,7 +141,7 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def begun(call: Callable[[], T]) -> Future[T]:
+def run_in_thread(call: Callable[[], T]) -> Future[T]:
     """What `call` will return or raise, in a thread that keeps no process from ending."""
     future: Future[T] = Future()
 
@@ -155,7 +155,7 @@ def begun(call: Callable[[], T]) -> Future[T]:
     return future
 
 
-def patiently(
+def retry(
     action: Callable[[], T],
     where: str,
     seconds: float,
@@ -172,7 +172,7 @@ def patiently(
     what is wrong for good, at once.
     """
     deadline = None
-    for pause in pauses(FIRST_PAUSE, math.inf, lambda _, most: most):
+    for pause in backoff_delays(FIRST_PAUSE, math.inf, lambda _, most: most):
         try:
             return action()
         except DilocoxError:

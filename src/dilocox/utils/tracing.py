@@ -64,7 +64,7 @@ class _Nothing:
 class _Timed:
     __slots__ = ("_arguments", "_began", "_name", "_recorder", "_work")
 
-    def __init__(self, recorder: _Recorder, name: str, arguments: dict[str, Any]) -> None:
+    def __init__(self, recorder: _Tracer, name: str, arguments: dict[str, Any]) -> None:
         self._recorder = recorder
         self._name = name
         self._arguments = arguments
@@ -83,7 +83,7 @@ class _Timed:
         self._arguments.update(arguments)
 
 
-class _Recorder:
+class _Tracer:
     """Writes the events of all threads to one file. A file that fails ends the recording only."""
 
     def __init__(self, path: Path) -> None:
@@ -131,7 +131,7 @@ class _Recorder:
 
 
 _NOTHING = _Nothing()
-_recorder: _Recorder | None = None
+_recorder: _Tracer | None = None
 
 
 def span(name: str, **arguments: Any) -> Span:
@@ -164,7 +164,7 @@ def recording(path: Path | None) -> Iterator[None]:
     if path is None:
         yield
         return
-    _recorder = recorder = _Recorder(path)
+    _recorder = recorder = _Tracer(path)
     try:
         yield
     finally:

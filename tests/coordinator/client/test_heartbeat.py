@@ -231,7 +231,7 @@ def test_an_unexpected_exception_of_the_beats_ends_the_loop(
         coordinator.answer = ValueError("not an answer")
         with pytest.raises(TrainingError, match=UNEXPECTED) as raised:
             control.may_finish(100)
-        assert not raised.value.lasting, "a fresh process may have better luck"
+        assert not raised.value.permanent, "a fresh process may have better luck"
         control._thread.join(10.0)
         assert not control._thread.is_alive()
     assert not stuck

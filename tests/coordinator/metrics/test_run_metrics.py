@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from dilocox.config.run_config import RunConfig, resolve_run
 from dilocox.coordinator.metrics import run_metrics
-from dilocox.coordinator.metrics.run_metrics import Recorder, combine
+from dilocox.coordinator.metrics.run_metrics import RunMetrics, combine
 from dilocox.errors import DifferentAnchorsError, TrainingError
 
 pytestmark = pytest.mark.waits
@@ -126,7 +126,7 @@ class Run:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.emitted: list[dict[str, Any]] = []
-        self.recorder = Recorder(config(), folder, self.emitted.append)
+        self.recorder = RunMetrics(config(), folder, self.emitted.append)
 
     def report(self, site: str, round_: int, **changes: Any) -> None:
         values = row(round_, **changes)
@@ -290,7 +290,7 @@ def test_plans_are_written_down_where_they_change(tmp_path: Path) -> None:
         (1, 20, "said otherwise"),
     ]
     # A coordinator that starts again and is asked for the plan of the round repeats nothing.
-    again = Recorder(run.recorder._config, tmp_path, lambda record: None)
+    again = RunMetrics(run.recorder._config, tmp_path, lambda record: None)
     again.plan(PLAN | changed | {"round": 3, "first_step": 45, "reason": "why"})
     assert [line["kind"] for line in run.lines()] == ["plan", "plan_kept", "plan"]
 
@@ -384,16 +384,16 @@ def test_reports_of_a_long_run_are_remembered_for_some_rounds(
 ) -> None:
     monkeypatch.setattr(run_metrics, "WRITTEN", 5)
 
-    def told(where: Recorder, *rounds: int) -> int:
+    def told(where: RunMetrics, *rounds: int) -> int:
         for round_ in rounds:
             for site in ("paris", "lyon"):
                 where.report(site, round_, "round", row(round_))
         return (tmp_path / "metrics.jsonl").read_text().count('"site"')
 
-    first = Recorder(config(), tmp_path, lambda record: None)
+    first = RunMetrics(config(), tmp_path, lambda record: None)
     assert told(first, *range(40)) == 80
     assert len(first._written) <= 2 * 5 + 1
-    again = Recorder(config(), tmp_path, lambda record: None)
+    again = RunMetrics(config(), tmp_path, lambda record: None)
     assert len(again._written) <= 2 * 5 + 1
     for each in (first, again):
         assert told(each, *range(35, 40)) == 80, "they are in the file"

@@ -19,7 +19,7 @@ from aiohttp import web
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from dilocox.coordinator.metrics.run_metrics import Recorder
+from dilocox.coordinator.metrics.run_metrics import RunMetrics
 from dilocox.coordinator.protocol import audit_messages as am
 from dilocox.coordinator.protocol import entry_messages as em
 from dilocox.coordinator.protocol import messages as m
@@ -31,8 +31,8 @@ from dilocox.record.log import statements as s
 from dilocox.record.log.signed_note import NoteKey
 from dilocox.record.log.transparency_log import check_log, read_log
 from dilocox.record.log.verdict_statements import HandedIn
-from dilocox.record.verify.run_history import read_course
-from dilocox.record.writer.notary import LogNotary
+from dilocox.record.verify.run_history import read_history
+from dilocox.record.writer.notary import TransparencyLogSink
 from tests.support.coordinator_driver import Driver, replayed, run_config
 from tests.support.served_run import Run
 
@@ -168,13 +168,13 @@ verdicts = st.fixed_dictionaries(
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     folder = tmp_path_factory.mktemp("run")
-    metrics: list[Recorder] = []
-    record: list[LogNotary] = []
+    metrics: list[RunMetrics] = []
+    record: list[TransparencyLogSink] = []
     sections = {"folder": str(folder / "runs"), "name": "said"}
     config = run_config("ab", run=sections, record=KEPT)
     config.folder.mkdir(parents=True)
-    record.append(LogNotary.open(config, folder, print))
-    metrics.append(Recorder(config, config.folder, lambda record: None))
+    record.append(TransparencyLogSink.open(config, folder, print))
+    metrics.append(RunMetrics(config, config.folder, lambda record: None))
     made = Run(
         folder,
         run=sections,
@@ -251,14 +251,14 @@ def test_what_was_made_of_it_is_read_again(run: Run, tmp_path: Path) -> None:
     # Whatever it says, a speaks for itself.
     assert {line["site"] for line in lines if "site" in line} <= {"a"}
     shutil.copytree(folder, tmp_path / "runs")
-    recorder = Recorder(run.config, tmp_path / "runs", lambda record: None)
+    recorder = RunMetrics(run.config, tmp_path / "runs", lambda record: None)
     recorder.finish("stopped", "")
     json.loads((tmp_path / "runs" / "summary.json").read_text())
     run.options["notary"].writer.cover()
     content = read_log(folder / "record")
     key = NoteKey.parse(content.public)
     check_log(content, key)
-    course = read_course(content.entries, key)
+    course = read_history(content.entries, key)
     assert {(each.site, each.round) for each in course.verdicts} <= {("a", 0), ("b", 0)}
 
 
@@ -278,8 +278,8 @@ def test_what_ends_a_run_is_read_again(tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
     config = run_config("abc", run={"folder": str(tmp_path / "runs"), "name": "ends"})
     config.folder.mkdir(parents=True)
-    recorder = Recorder(config, config.folder, lambda record: None)
-    notary = LogNotary.open(config, tmp_path, print)
+    recorder = RunMetrics(config, config.folder, lambda record: None)
+    notary = TransparencyLogSink.open(config, tmp_path, print)
     driver = Driver(tmp_path, config, notary=notary, on_message=recorder.happened)
     for site in "abc":
         driver.enrol(site, RecordKey.new())
@@ -298,7 +298,7 @@ def test_what_ends_a_run_is_read_again(tmp_path: Path, seed: int) -> None:
         request = model.model_validate({name: said[name] for name in model.model_fields})
         caller = Caller(site, driver.incarnations[site])
         with contextlib.suppress(Refused):
-            driver.check(m.Rank(site=site, stage=0, shard=0))
+            driver.check(m.RankId(site=site, stage=0, shard=0))
             act = getattr(departures, path)
             act(request, caller) if path in ("retire", "stop") else act(request)
     state = driver.core.state
@@ -306,7 +306,7 @@ def test_what_ends_a_run_is_read_again(tmp_path: Path, seed: int) -> None:
     driver.core.close()
     notary.close()
     recorder.finish(state.phase, state.reason)
-    again = LogNotary.open(config, tmp_path, print)
+    again = TransparencyLogSink.open(config, tmp_path, print)
     driver.options["notary"] = again
     driver.core = Coordinator(config, tmp_path, **driver.options)
     assert driver.core.state == state
@@ -314,4 +314,4 @@ def test_what_ends_a_run_is_read_again(tmp_path: Path, seed: int) -> None:
     again.close()
     text = (config.folder / "metrics.jsonl").read_text() + state.reason
     assert not set(text) & set("\x1b\u202e")
-    Recorder(config, config.folder, lambda record: None).finish(state.phase, state.reason)
+    RunMetrics(config, config.folder, lambda record: None).finish(state.phase, state.reason)

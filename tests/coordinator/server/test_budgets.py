@@ -120,7 +120,7 @@ def test_a_full_store_still_deletes_and_sums_go_with_their_keys(
 
 
 def report(driver: Driver, site: str, round_: int, text: str, kind: m.ReportKind) -> None:
-    rank = driver.check(m.Rank(site=site, stage=0, shard=0))
+    rank = driver.check(m.RankId(site=site, stage=0, shard=0))
     driver.core.report(m.ReportRequest(rank=rank, round=round_, kind=kind, metrics={"text": text}))
 
 
@@ -178,7 +178,7 @@ def test_no_site_places_a_checkpoint_where_no_plan_has_it(
 
 
 def test_signed_states_have_an_end(two: Driver) -> None:
-    rank = two.check(m.Rank(site="a", stage=0, shard=0))
+    rank = two.check(m.RankId(site="a", stage=0, shard=0))
     said = m.StateRequest(rank=rank, statement="x")
     count, refused = until_refused(lambda _: two.core.saves.state(said))
     assert count == budgets.EVENTS["signed states"]

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dilocox.coordinator.protocol.verdicts import WHOLE, Opinion
+from dilocox.coordinator.protocol.verdicts import WHOLE, RankOpinion
 from dilocox.coordinator.server.contribution_rules import Evidence, judge
 
 pytestmark = pytest.mark.waits
@@ -26,7 +26,7 @@ def evidence(
     found: Mapping[str, Mapping[str, Any]], sites: Sequence[str] = SITES, **more: Any
 ) -> Evidence:
     """All ranks of one shard think the same."""
-    opinions = {site: Opinion(**found.get(site, {})) for site in sites}
+    opinions = {site: RankOpinion(**found.get(site, {})) for site in sites}
     digests = {site: [digest(site)] for site in sites}
     given = Evidence(whole=list(sites), opinions=[[opinions] * len(sites)], digests=digests)
     return replace(given, **more)
@@ -88,8 +88,8 @@ def test_last_rounds_bytes_are_stale() -> None:
 
 def test_who_sends_different_payloads_equivocates() -> None:
     given = evidence({})
-    other = {**given.opinions[0][0], "b": Opinion(digest=digest("else"))}
-    true = {**given.opinions[0][0], "b": Opinion(digest=digest("b"))}
+    other = {**given.opinions[0][0], "b": RankOpinion(digest=digest("else"))}
+    true = {**given.opinions[0][0], "b": RankOpinion(digest=digest("b"))}
     assert codes(replace(given, opinions=[[true, other, other, true]])) == {"b": "equivocation"}
     assert codes(replace(given, opinions=[[true] * 4])) == {}
     # One rank's word condemns nobody, unless there are two in all.
@@ -108,7 +108,7 @@ def test_what_is_missing_has_a_reason() -> None:
 
 
 def test_the_reason_is_the_one_that_most_give() -> None:
-    said = [Opinion(code=code) for code in ("not-finite", "malformed", "malformed")]
+    said = [RankOpinion(code=code) for code in ("not-finite", "malformed", "malformed")]
     given = evidence({}, whole=["a", "b", "c"], missing=["d"])
     given = replace(given, opinions=[[{"d": each} for each in said]])
     assert codes(given) == {"d": "malformed"}
@@ -158,9 +158,9 @@ def test_the_gate(
 def test_gains_of_shards_add_up() -> None:
     """Half a contribution may look harmful where the whole is not, and the other way round."""
 
-    def shard(gains: Sequence[int | None]) -> list[dict[str, Opinion]]:
+    def shard(gains: Sequence[int | None]) -> list[dict[str, RankOpinion]]:
         said = zip(SITES, gains, strict=True)
-        return [{site: Opinion(gain=gain, loss=3_000_000) for site, gain in said}] * 4
+        return [{site: RankOpinion(gain=gain, loss=3_000_000) for site, gain in said}] * 4
 
     one, other = (-90_000, 50_000, 45_000, 50_000), (200_000, 55_000, 50_000, -150_000)
     given = replace(evidence({}, tolerance=2000), opinions=[shard(one), shard(other)])
@@ -178,9 +178,9 @@ def test_gains_of_shards_add_up() -> None:
 
 def test_shares_are_the_middle_of_what_ranks_propose() -> None:
     ranks = [
-        {"a": Opinion(shares=[10, WHOLE]), "b": Opinion(shares=[50, 60])},
-        {"a": Opinion(shares=[30, 5]), "b": Opinion(shares=[50, 60])},
-        {"a": Opinion(shares=[20, 9]), "b": Opinion(shares=[50])},
+        {"a": RankOpinion(shares=[10, WHOLE]), "b": RankOpinion(shares=[50, 60])},
+        {"a": RankOpinion(shares=[30, 5]), "b": RankOpinion(shares=[50, 60])},
+        {"a": RankOpinion(shares=[20, 9]), "b": RankOpinion(shares=[50])},
     ]
     found = judge(Evidence(whole=["a", "b"], opinions=[ranks]))
     assert found.shares == {"a": [[20, 9]], "b": [[50, 60]]}
@@ -188,7 +188,7 @@ def test_shares_are_the_middle_of_what_ranks_propose() -> None:
 
 def test_shares_of_nothing_are_shares() -> None:
     """They say that nothing counts, not that all does."""
-    ranks = [{"a": Opinion(shares=[0, 0]), "b": Opinion(code="zero", shares=[WHOLE] * 2)}]
+    ranks = [{"a": RankOpinion(shares=[0, 0]), "b": RankOpinion(code="zero", shares=[WHOLE] * 2)}]
     found = judge(Evidence(whole=["a", "b"], opinions=[ranks]))
     assert found.set == ["a"]
     assert found.shares == {"a": [[0, 0]]}
@@ -213,20 +213,20 @@ HALF, TENTH = WHOLE // 2, WHOLE // 10
 def test_who_has_withdrawn_does_not_say_how_much_of_the_others_counts(
     proposed: tuple[int, ...], withdrawn: str, left: tuple[int, ...]
 ) -> None:
-    said = {site: Opinion(shares=[n, WHOLE]) for site, n in zip(SITES, proposed, strict=True)}
+    said = {site: RankOpinion(shares=[n, WHOLE]) for site, n in zip(SITES, proposed, strict=True)}
     others = [site for site in SITES if site not in withdrawn]
     found = judge(Evidence(others, [[said] * 4], withdrawn=list(withdrawn)))
     assert found.set == others
     for site, share in zip(others, left, strict=True):
         assert found.shares[site][0] == pytest.approx([share, WHOLE], rel=1e-3)
     # One of four that makes up sites, or shares of other tensors, does not change that.
-    lies = {site: Opinion(shares=[WHOLE]) for site in [*SITES, "nobody"]}
+    lies = {site: RankOpinion(shares=[WHOLE]) for site in [*SITES, "nobody"]}
     again = judge(Evidence(others, [[said, said, said, lies]], withdrawn=list(withdrawn)))
     assert again.shares == found.shares
 
 
 LIES = st.builds(
-    Opinion,
+    RankOpinion,
     code=st.sampled_from(["admitted", "zero"]),
     norm=st.integers(0, 10**9),
     cosine=st.integers(-1000, 1000),
@@ -238,11 +238,13 @@ LIES = st.builds(
 
 @given(st.lists(LIES, min_size=5, max_size=5), st.lists(LIES, min_size=5, max_size=5))
 @settings(max_examples=80, deadline=None, derandomize=True)
-def test_two_liars_of_five_decide_nothing(first: list[Opinion], second: list[Opinion]) -> None:
+def test_two_liars_of_five_decide_nothing(
+    first: list[RankOpinion], second: list[RankOpinion]
+) -> None:
     """Whatever they say of whom: no verdict and no share leaves what the honest ranks say."""
     sites = [*SITES, "e"]
     honest = {
-        site: Opinion(norm=1000, cosine=500, gain=1000 * number, loss=3_000_000, shares=[WHOLE])
+        site: RankOpinion(norm=1000, cosine=500, gain=1000 * number, loss=3_000_000, shares=[WHOLE])
         for number, site in enumerate(sites)
     }
     lies = [dict(zip(sites, said, strict=True)) for said in (first, second)]

@@ -33,7 +33,7 @@ def tell(
     first = next(iter(driver.config.sites))
     known: m.ReportKind = kind or ("evaluation" if site == first else "peer_evaluation")
     metrics = {"val_loss": loss, "after_round": round_, **more}
-    rank = driver.check(m.Rank(site=site, stage=0, shard=0))
+    rank = driver.check(m.RankId(site=site, stage=0, shard=0))
     driver.core.report(m.ReportRequest(rank=rank, round=round_, kind=known, metrics=metrics))
 
 

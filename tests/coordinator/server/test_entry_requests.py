@@ -103,7 +103,7 @@ def test_a_site_that_was_left_behind_and_leaves_is_gone(tmp_path: Path) -> None:
     driver.join("c")
     site = driver.core.state.sites["c"]
     site.role, site.leave_round = "entering", 1
-    rank = m.Rank(site="c", stage=0, shard=0)
+    rank = m.RankId(site="c", stage=0, shard=0)
     driver.core.departures.depart(m.DepartRequest(rank=rank))
     assert site.role == "gone"
 

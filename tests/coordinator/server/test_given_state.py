@@ -36,7 +36,7 @@ def entering(folder: Path, sites: str = "abcd", **sections: Any) -> Driver:
 
 
 def show(driver: Driver, site: str, *pieces: em.PieceDigest) -> None:
-    rank = driver.check(m.Rank(site=site, stage=0, shard=0))
+    rank = driver.check(m.RankId(site=site, stage=0, shard=0))
     driver.core.entries.show(em.ShowPiecesRequest(rank=rank, pieces=list(pieces)))
 
 
@@ -48,7 +48,7 @@ def check(
     renewals: int = 0,
     all_came: bool = False,
 ) -> em.CheckPiecesReply:
-    rank = driver.check(m.Rank(site=site, stage=0, shard=0))
+    rank = driver.check(m.RankId(site=site, stage=0, shard=0))
     request = em.CheckPiecesRequest(
         rank=rank, donor=donor, pieces=list(pieces), renewals=renewals, all_came=all_came
     )

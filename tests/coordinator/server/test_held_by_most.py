@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dilocox.coordinator.protocol import messages as m
-from dilocox.coordinator.protocol.verdicts import Opinion
+from dilocox.coordinator.protocol.verdicts import RankOpinion
 from dilocox.coordinator.server.refusals import Caller
 from tests.support.coordinator_driver import Driver, replayed, run_config
 
@@ -40,7 +40,7 @@ def vote(
 ) -> m.VoteReply:
     """The vote of a site that holds the payloads of the sites in `held`; `saw` names payloads that
     are not the ones that their senders name."""
-    opinions = {s: Opinion(digest={**OWN, **(saw or {})}[s]) for s in held}
+    opinions = {s: RankOpinion(digest={**OWN, **(saw or {})}[s]) for s in held}
     said = {"digests": {site: OWN[site]}, "opinions": opinions, **fields}
     return driver.vote(KEY, site, attempt, held=list(held), **said)
 
@@ -263,7 +263,7 @@ def test_what_is_denied_twice_by_one_and_nobody_else_is_told(tmp_path: Path) -> 
     key = m.ExchangeKey.outer(round_, 0, 0)
     for site, held in (("a", "abcm"), ("b", "abcm"), ("c", "abcm"), ("m", "bcm")):
         driver.begin(key, site)
-        opinions = {name: Opinion(digest=OWN[name]) for name in held}
+        opinions = {name: RankOpinion(digest=OWN[name]) for name in held}
         driver.vote(key, site, held=list(held), digests={site: OWN[site]}, opinions=opinions)
     assert told(driver)[-1].startswith("what a sent: m alone has denied it 2 times")
     driver.core.close()

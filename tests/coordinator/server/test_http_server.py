@@ -107,7 +107,7 @@ def test_certificate_of_another_run_is_not_accepted(run: Run, tmp_path: Path) ->
         )  # fmt: skip
         clock = iter(range(0, 10_000, 30))
         client = CoordinatorClient(
-            run.url, mixed, run.core.timeouts, m.Rank(site="a", stage=0, shard=0),
+            run.url, mixed, run.core.timeouts, m.RankId(site="a", stage=0, shard=0),
             now=lambda: float(next(clock)), sleep=lambda _: None,
         )  # fmt: skip
         with pytest.raises(CoordinatorUnreachableError):
@@ -439,7 +439,7 @@ def test_serve_until_the_run_is_over_and_resume(tmp_path: Path) -> None:
         )  # fmt: skip
         timeouts = Timeouts.derive(config.network)
         client = CoordinatorClient(
-            endpoint[-1].url, identity, timeouts, m.Rank(site="a", stage=0, shard=0)
+            endpoint[-1].url, identity, timeouts, m.RankId(site="a", stage=0, shard=0)
         )
         client.ready()
         assert client.plan(0).round == 0

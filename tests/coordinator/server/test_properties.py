@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dilocox.coordinator.protocol import messages as m
-from dilocox.coordinator.protocol.verdicts import Opinion
+from dilocox.coordinator.protocol.verdicts import RankOpinion
 from dilocox.coordinator.server.events import Decided, Event, Resumed
 from dilocox.coordinator.server.exchange_votes import Exchange, Vote
 from dilocox.coordinator.server.ledger import Ledger
@@ -115,7 +115,7 @@ class Watched(Driver):
     ) -> None:
         attempt = self.begin(key, site, shard).attempt
         digests = {site: DIGESTS[site]} if says else {}
-        opinions = {name: Opinion(digest=DIGESTS[name]) for name in held}
+        opinions = {name: RankOpinion(digest=DIGESTS[name]) for name in held}
         self.vote(
             key, site, attempt, shard, held=held, contributes=says, digests=digests,
             opinions=opinions,
@@ -266,7 +266,7 @@ def test_key_text(round_: int, step: int, stage: int, fragment: int) -> None:
         m.ExchangeKey.gradient(round_, step, stage, fragment),
     ):
         assert m.ExchangeKey.parse(made.text) == made
-        m.BeginRequest(key=made.text, rank=m.Rank(site="a", stage=stage, shard=0))
+        m.BeginRequest(key=made.text, rank=m.RankId(site="a", stage=stage, shard=0))
 
 
 def test_every_event_survives_json() -> None:

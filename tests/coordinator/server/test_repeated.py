@@ -26,7 +26,7 @@ class Commitments:
         self.signed: dict[tuple[str, int], str] = {}
         self.written = 0
 
-    def committed(self, rank: m.Rank, key: m.ExchangeKey, statement: str, *, bound: bool) -> bool:
+    def committed(self, rank: m.RankId, key: m.ExchangeKey, statement: str, *, bound: bool) -> bool:
         news = (rank.site, rank.shard) not in self.there
         self.written += news
         return self.there.setdefault((rank.site, rank.shard), statement) is statement and news
@@ -35,7 +35,7 @@ class Commitments:
         return self.there.keys()
 
     def contribution(
-        self, rank: m.Rank, key: m.ExchangeKey, attempt: int, digest: str, *said: Any, **how: Any
+        self, rank: m.RankId, key: m.ExchangeKey, attempt: int, digest: str, *said: Any, **how: Any
     ) -> bool:
         self.signed[rank.site, rank.shard] = digest
         return True

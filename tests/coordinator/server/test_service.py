@@ -218,7 +218,7 @@ def test_rejoin_has_a_new_incarnation_and_contributes_from_the_next_plan(driver:
     assert driver.enrol("b").incarnation == 2
     assert driver.core.state.epoch == before
     with pytest.raises(Refused, match="replaced by a newer one"):
-        driver.core.check(Caller("b", 1), m.Rank(site="b", stage=0, shard=0))
+        driver.core.check(Caller("b", 1), m.RankId(site="b", stage=0, shard=0))
     reply = driver.beat("b")
     assert (reply.role, reply.donor, reply.epoch.id) == ("entering", "a", before + 1)
     key = OUTER(0, 0, 0)

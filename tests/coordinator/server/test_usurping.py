@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from dilocox.coordinator.metrics.run_metrics import Recorder
+from dilocox.coordinator.metrics.run_metrics import RunMetrics
 from dilocox.coordinator.protocol import messages as m
 from dilocox.coordinator.server.refusals import Refused
 from tests.support.coordinator_driver import Driver, replayed, run_config
@@ -147,7 +147,7 @@ def recorded(tmp_path: Path) -> Driver:
     """Four sites, with a recorder behind the coordinator."""
     config = run_config("abcm", run={"folder": str(tmp_path)})
     (tmp_path / config.run.name).mkdir()
-    recorder = Recorder(config, config.folder, lambda record: None)
+    recorder = RunMetrics(config, config.folder, lambda record: None)
     return Driver(
         tmp_path / "coordinator",
         config,
@@ -163,7 +163,7 @@ def report(driver: Driver, site: str, round_: int, digit: str) -> None:
          "allreduce_bytes", "ratio_per_transfer"), 1,
     )  # fmt: skip
     said = {**numbers, "members": 4, "anchor_digest": digit * 64}
-    rank = driver.check(m.Rank(site=site, stage=0, shard=0))
+    rank = driver.check(m.RankId(site=site, stage=0, shard=0))
     driver.core.report(m.ReportRequest(rank=rank, round=round_, metrics=said))
 
 
@@ -179,7 +179,7 @@ def test_a_false_anchor_digest_costs_its_sender_not_the_run(tmp_path: Path) -> N
         "a": "active", "b": "active", "c": "active", "m": "gone",
     }  # fmt: skip
     assert state.sites["m"].reason == "round 0: it holds another anchor than most sites do"
-    far = m.ReportRequest(rank=m.Rank(site="a", stage=0, shard=0), round=9, metrics={})
+    far = m.ReportRequest(rank=m.RankId(site="a", stage=0, shard=0), round=9, metrics={})
     with pytest.raises(Refused, match="reports of round 9"):
         driver.core.report(far)
     driver.core.close()

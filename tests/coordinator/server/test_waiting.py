@@ -29,7 +29,7 @@ def test_all_are_waited_for_however_long_that_takes(run: Run) -> None:
         return 1e4 * len(calls)  # hours between any two looks
 
     limits = replace(run.core.timeouts, poll=0.02)
-    rank = m.Rank(site="a", stage=0, shard=0)
+    rank = m.RankId(site="a", stage=0, shard=0)
     patient = CoordinatorClient(run.url, run.identities["a"], limits, rank, now=later)
     run.clients.append(patient)
     with ThreadPoolExecutor(3) as pool:

@@ -13,7 +13,7 @@ from dilocox.coordinator.client.endpoint import Endpoint
 from dilocox.coordinator.identity import Identity
 from dilocox.coordinator.protocol import messages as m
 from dilocox.coordinator.server.refusals import Refused
-from dilocox.errors import DataError, JoinError, NotNowError, RecordError
+from dilocox.errors import DataError, JoinError, RecordError, RetryLaterError
 from dilocox.record.log import statements as s
 from dilocox.record.log.acceptance import OwnFacts, accept, digest_of_entry
 from dilocox.record.log.manifest import manifest
@@ -21,8 +21,8 @@ from dilocox.record.log.signed_note import NoteKey
 from dilocox.record.log.transparency_log import read_log
 from dilocox.record.verify.acceptance_claims import accepted, accepted_code, accepted_data
 from dilocox.record.verify.claims import NotRunError
-from dilocox.record.verify.run_history import Course, read_course
-from dilocox.record.writer.notary import LogNotary, commitment
+from dilocox.record.verify.run_history import RunHistory, read_history
+from dilocox.record.writer.notary import TransparencyLogSink, commitment
 from dilocox.training.launch.site import _accept
 from tests.support.coordinator_driver import VERSIONS, run_config
 from tests.support.harness import verdicts
@@ -74,14 +74,14 @@ def test_other_token_files_than_an_older_record_s_are_still_found(tmp_path: Path
     assert verdicts(run, data=tmp_path / "data")["data"] == "FAIL"
 
 
-def read(scene: Scene, change: Any = None) -> Course:
+def read(scene: Scene, change: Any = None) -> RunHistory:
     """The log of a scene, its entries changed, as whoever holds its key could."""
     scene.notary.close()
     content = read_log(scene.config.folder / "record")
     entries = list(content.entries)
     if change is not None:
         change(entries, s.Signer.from_hex((scene.folder / "record-key").read_text().strip()))
-    return read_course(entries, NoteKey.parse(content.public))
+    return read_history(entries, NoteKey.parse(content.public))
 
 
 def test_what_sites_sign_names_the_manifest(scene: Scene) -> None:
@@ -133,7 +133,7 @@ def test_a_site_signs_nothing_before_it_has_accepted(tmp_path: Path) -> None:
     scene.commit("c")
     scene.driver.leave("b")
     scene.driver.enrol("b", KEYS["b"])
-    rank = m.Rank(site="b", stage=0, shard=0)
+    rank = m.RankId(site="b", stage=0, shard=0)
     text = SIGNERS["b"].sign(commitment(scene.notary.run, rank, KEY, ONE, ONE))
     with pytest.raises(Refused, match="has not signed yet"):
         scene.notary.committed(rank, KEY, text, bound=True)
@@ -296,7 +296,7 @@ def test_a_default_that_was_another_when_the_run_was_begun_is_accepted(tmp_path:
 def test_a_site_that_does_not_accept_leaves(tmp_path: Path) -> None:
     """The others do not wait for it, and it says why."""
     config = run_config("ab", run={"folder": str(tmp_path / "run")})
-    notary = LogNotary.open(config, tmp_path / "coordinator", print)
+    notary = TransparencyLogSink.open(config, tmp_path / "coordinator", print)
     served = Run(tmp_path / "coordinator", notary=notary)
     try:
         served.enrol("a")
@@ -308,7 +308,7 @@ def test_a_site_that_does_not_accept_leaves(tmp_path: Path) -> None:
         assert found.role == "gone"
         assert "does not accept the run's manifest" in found.reason
         # One that has gone meanwhile may come again.
-        with pytest.raises(NotNowError):
+        with pytest.raises(RetryLaterError):
             _accept(config, endpoint, served.identities["a"], notary.manifest, FACTS)
     finally:
         served.close()

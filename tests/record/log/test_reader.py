@@ -15,7 +15,7 @@ from dilocox.record.log import reader
 from dilocox.record.log import statements as s
 from dilocox.record.log.reader import Line, read_lines
 from dilocox.record.log.signed_note import NoteKey
-from dilocox.record.verify.run_history import Course, read_course
+from dilocox.record.verify.run_history import RunHistory, read_history
 from tests.support.record_scene import SIGNERS, Scene
 
 WORKERS = 2
@@ -80,9 +80,9 @@ def test_lines_are_opened_alike(log: list[str]) -> None:
     assert any(each.statement is None for each in here)
 
 
-def course(entries: list[str], key: NoteKey) -> Course | str:
+def course(entries: list[str], key: NoteKey) -> RunHistory | str:
     try:
-        return read_course(entries, key)
+        return read_history(entries, key)
     except RecordError as error:
         return str(error)
 
@@ -102,7 +102,7 @@ def test_verdicts_are_alike(scene: Scene, log: list[str], monkeypatch: pytest.Mo
         monkeypatch.setattr(reader, "_cores", lambda cores=cores: cores)
         found[cores] = [course(each, key) for each in logs]
     assert found[0] == found[WORKERS]
-    assert isinstance(found[0][0], Course)
+    assert isinstance(found[0][0], RunHistory)
     assert found[0][0].unknown_types == {"https://example.org/other"}
     assert str(found[0][-2]).startswith("statement 11: the signature is not one of key")
     assert str(found[0][-1]).startswith("statement 9: not a signed statement")

@@ -15,7 +15,7 @@ from dilocox.record.log.recommitments import Base, Recommitments
 from dilocox.record.log.step_statements import Commitment, Step
 from dilocox.record.verify.completeness import broken_commitments
 from dilocox.record.verify.counts import told_commitments, told_complete
-from dilocox.record.verify.run_history import Course
+from dilocox.record.verify.run_history import RunHistory
 from tests.support.record_scene import KEYS, SIGNERS, Scene, own_digest
 
 TWO = "2" * 64
@@ -132,7 +132,7 @@ def test_a_second_resume_asks_for_the_first_commitment(tmp_path: Path) -> None:
     exchange(scene, FIRST, "c")
     scene.notary.resumed(1, 5)
     plan = scene.driver.core.state.plans[1]
-    rank = m.Rank(site="c", stage=0, shard=0)
+    rank = m.RankId(site="c", stage=0, shard=0)
     course = scene.course()
     places = {(FIRST.text, site, 0): course.commitments[FIRST.text, site, 0] for site in "abc"}
     base = Base.of_plan(FIRST, plan, 1)
@@ -220,6 +220,6 @@ def test_nothing_is_kept_of_rounds_that_are_over() -> None:
 
 def test_a_course_without_a_resume_has_none(scene: Scene) -> None:
     scene.exchange()
-    course: Course = scene.course()
+    course: RunHistory = scene.course()
     assert "recommitted" not in told_commitments(course)
     assert "resume" not in told_complete(course)

@@ -14,18 +14,18 @@ from dilocox.errors import RecordError
 from dilocox.record.log.signed_note import NoteKey
 from dilocox.record.log.site_keys import SiteKeys
 from dilocox.record.verify.counts import told_signers
-from dilocox.record.verify.run_history import Course, read_course
+from dilocox.record.verify.run_history import RunHistory, read_history
 from tests.support.record_scene import KEYS, Scene
 
 OTHER = RecordKey.of("09" * 32)
 
 
-def course_of(scene: Scene) -> Course:
+def course_of(scene: Scene) -> RunHistory:
     scene.notary.cover()
     scene.notary.close()
     writer = scene.notary.writer
     lines = (scene.config.folder / "record" / "statements.jsonl").read_text().splitlines()
-    return read_course(lines, NoteKey.parse(str(writer.public)))
+    return read_history(lines, NoteKey.parse(str(writer.public)))
 
 
 @pytest.fixture

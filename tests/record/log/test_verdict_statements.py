@@ -20,7 +20,7 @@ from dilocox.coordinator.server.service import Coordinator
 from dilocox.errors import DilocoxError, JoinError
 from dilocox.record.log import statements as s
 from dilocox.record.log.verdict_statements import MOST_BYTES, HandedIn, latest
-from dilocox.record.writer.notary import LogNotary
+from dilocox.record.writer.notary import TransparencyLogSink
 from tests.support.coordinator_driver import run_config
 from tests.support.record_scene import ONE, SIGNERS, Scene
 from tests.support.served_run import Run
@@ -188,11 +188,11 @@ def test_readers_of_before_pass_over_it() -> None:
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Run, LogNotary]]:
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Run, TransparencyLogSink]]:
     folder = tmp_path_factory.mktemp("served")
     sections = {"folder": str(folder / "run")}
     config = run_config("ab", run=sections, record={"states_every": 1})
-    notary = LogNotary.open(config, folder, print)
+    notary = TransparencyLogSink.open(config, folder, print)
     run = Run(folder, run=sections, record={"states_every": 1}, notary=notary)
     try:
         run.start()["a"].plan(0)
@@ -202,7 +202,9 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Run, LogN
         notary.close()
 
 
-def test_it_is_handed_in_by_a_token_or_by_the_operator(served: tuple[Run, LogNotary]) -> None:
+def test_it_is_handed_in_by_a_token_or_by_the_operator(
+    served: tuple[Run, TransparencyLogSink],
+) -> None:
     run, notary = served
     limits = run.core.timeouts
     by = hand_in(run.url, run.token("a"), limits, None)
@@ -221,7 +223,9 @@ def test_it_is_handed_in_by_a_token_or_by_the_operator(served: tuple[Run, LogNot
         hand_in(run.url, run.token("b"), limits, AUDITOR.sign(GOOD.statement(notary.run)))
 
 
-def test_without_certificate_and_token_nobody_hands_in(served: tuple[Run, LogNotary]) -> None:
+def test_without_certificate_and_token_nobody_hands_in(
+    served: tuple[Run, TransparencyLogSink],
+) -> None:
     run, notary = served
     stranger = f"dilocox1-{run.core.tokens.fingerprint}-{'0' * 32}"
     size = notary.writer.size

@@ -15,11 +15,11 @@ from dilocox.coordinator.server.refusals import Caller
 from dilocox.errors import RecordError
 from dilocox.record.log import statements as s
 from dilocox.record.verify.counts import told_commitments, told_complete, told_signers, told_sites
-from dilocox.record.verify.run_history import Course
+from dilocox.record.verify.run_history import RunHistory
 from tests.support.record_scene import KEY, SIGNERS, Scene
 
 
-def held_out(scene: Scene) -> Course:
+def held_out(scene: Scene) -> RunHistory:
     """b withdraws from the first exchange; in the second nobody but a counts, who says so."""
     scene.begin()
     for site in "abc":

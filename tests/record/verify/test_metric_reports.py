@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from dilocox.coordinator.metrics.run_metrics import Recorder
+from dilocox.coordinator.metrics.run_metrics import RunMetrics
 from dilocox.coordinator.protocol import messages as m
 from dilocox.coordinator.server.refusals import Refused
 from dilocox.errors import RecordError
 from dilocox.record.log import statements as s
 from dilocox.record.verify.claims import NotRunError
 from dilocox.record.verify.metric_reports import FILE, judge_reports, report_digest, signed_report
-from dilocox.record.writer.rank_recorder import Author
+from dilocox.record.writer.rank_recorder import SigningIdentity
 from tests.coordinator.metrics.test_run_metrics import row
 from tests.support.record_scene import ONE, SIGNERS, Scene
 
@@ -27,13 +27,13 @@ class Reported:
 
     def __init__(self, scene: Scene) -> None:
         self.scene, self.folder = scene, scene.config.folder
-        self.recorder = Recorder(scene.config, self.folder, lambda record: None)
+        self.recorder = RunMetrics(scene.config, self.folder, lambda record: None)
 
     def report(self, site: str, round_: int, metrics: dict[str, Any], kind: str = "round") -> None:
         self.recorder.report(site, round_, kind, json.loads(json.dumps(metrics)))
-        rank = m.Rank(site=site, stage=0, shard=0)
+        rank = m.RankId(site=site, stage=0, shard=0)
         text = signed_report(
-            Author(self.scene.notary.run, rank, SIGNERS[site]), kind, round_, metrics
+            SigningIdentity(self.scene.notary.run, rank, SIGNERS[site]), kind, round_, metrics
         )
         assert text is not None
         self.scene.driver.core.witness.state(m.StateRequest(rank=rank, statement=text))
@@ -162,7 +162,7 @@ def test_what_is_no_report_of_the_caller_is_refused(scene: Scene, changes: dict[
     text = SIGNERS["a"].sign(s.Statement(s.REPORT, {"report": ONE}, said))
     with pytest.raises(Refused):
         scene.driver.core.witness.state(
-            m.StateRequest(rank=m.Rank(site="a", stage=0, shard=0), statement=text)
+            m.StateRequest(rank=m.RankId(site="a", stage=0, shard=0), statement=text)
         )
 
 
@@ -178,5 +178,5 @@ def test_digests_are_of_what_a_line_says() -> None:
 
 
 def test_warnings_are_not_signed(tmp_path: Path) -> None:
-    author = Author("run", m.Rank(site="a", stage=0, shard=0), SIGNERS["a"])
+    author = SigningIdentity("run", m.RankId(site="a", stage=0, shard=0), SIGNERS["a"])
     assert signed_report(author, "warning", 0, {"text": "x"}) is None

@@ -17,7 +17,7 @@ from dilocox.record.log.step_statements import Step
 from dilocox.record.verify import needed_payloads
 from dilocox.record.verify.claims import NotRunError
 from dilocox.record.verify.needed_payloads import Needed, read_needed
-from dilocox.record.verify.run_history import Course
+from dilocox.record.verify.run_history import RunHistory
 
 PLACES = [f"site{number}/{shard}" for number in range(8) for shard in range(4)]
 
@@ -36,12 +36,12 @@ def step_of(number: int, **changes: object) -> Step:
     return packed_step(replace(step, **changes))  # type: ignore[arg-type]
 
 
-def course_of(steps: list[Step]) -> Course:
+def course_of(steps: list[Step]) -> RunHistory:
     manifest = {"config": {"site": {"stages": 1, "shards": 4}}}
-    return Course("run", "log", manifest, steps={step.key.text: step for step in steps})
+    return RunHistory("run", "log", manifest, steps={step.key.text: step for step in steps})
 
 
-def read(course: Course, get: Needed) -> list[float]:
+def read(course: RunHistory, get: Needed) -> list[float]:
     shares: list[float] = []
     read_needed(course, {}, lambda state: [], get, shares.append)
     return shares

@@ -21,7 +21,7 @@ from dilocox.outer.layout import Layout, local_shapes, split_pieces
 from dilocox.outer.optimizer import MOMENTUM_DTYPES, nesterov_step
 from dilocox.record.log.digests import sha256, stage_root, tensor_bytes, tensor_digest
 from dilocox.record.verify.replay import Stage, digests_of, read_listing, replay_stage, step_average
-from dilocox.record.verify.run_history import Course, Step
+from dilocox.record.verify.run_history import RunHistory, Step
 from dilocox.record.writer.rank_recorder import listing_of
 from dilocox.transport.exchange import chunk_index
 
@@ -87,7 +87,7 @@ class Made:
         self.codec, self.exchange, self.shards = codec, exchange, shards
         outer = {"method": "dilocox", "momentum_dtype": momentum_dtype, "fragments": pieces}
         config = {"site": {"stages": 1, "shards": shards}, "outer": outer}
-        self.course = Course("run", "log", {"config": config})
+        self.course = RunHistory("run", "log", {"config": config})
         start = {name: numbers(torch.Size(s).numel(), 7).view(s) for name, s in SHAPES.items()}
         self.theta = [tensor_digest(name, tensor) for name, tensor in start.items()]
         for tensor in start.values():

@@ -24,7 +24,7 @@ from dilocox.record.log.digests import stage_root, tensor_digest
 from dilocox.record.log.state_statements import State
 from dilocox.record.verify import start_weights as judging
 from dilocox.record.verify.claims import NotRunError
-from dilocox.record.verify.run_history import Course
+from dilocox.record.verify.run_history import RunHistory
 from dilocox.record.verify.start_weights import Start
 from dilocox.record.writer.rank_recorder import MOMENTUM_OF, listing_of
 from tests.support.architectures import reference_model, small_config
@@ -62,7 +62,7 @@ def judged(
     store = Store(str(folder / "store"))
     names = list(tensors)
     size = -(-len(names) // stages)
-    course = Course("run", "", {
+    course = RunHistory("run", "", {
         **manifest,
         "config": {
             "site": {"stages": stages, "shards": 1},
@@ -276,7 +276,7 @@ def test_a_handover_brings_its_momentum(tmp_path: Path, published: Path, dtype: 
 
 
 def test_a_run_that_has_not_begun_has_no_theta_0(tmp_path: Path) -> None:
-    course = Course("run", "", {"config": {"site": {"stages": 1, "shards": 1}}})
+    course = RunHistory("run", "", {"config": {"site": {"stages": 1, "shards": 1}}})
     start = Start(course, lambda state: [], lambda digest: b"", None, lambda what, share: None)
     with pytest.raises(NotRunError, match="the run has not begun"):
         start.judge()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from dilocox.record.log.signed_note import LogCheckpoint, NoteKey, open_note
 from dilocox.record.log.transparency_log import CHECKPOINT, check_log, read_log
-from dilocox.record.writer.checkpoint_publisher import Anchor
+from dilocox.record.writer.checkpoint_publisher import CheckpointPublisher
 from tests.support.record_scene import Scene
 
 COPY = "import sys; open(sys.argv[1], 'a').write(sys.stdin.read() + '--\\n')"
@@ -22,7 +22,7 @@ def kept(at: Path) -> list[str]:
 
 
 def test_the_last_checkpoint_is_anchored_before_it_closes(tmp_path: Path) -> None:
-    anchor = Anchor(copying(tmp_path / "kept"), 60.0)
+    anchor = CheckpointPublisher(copying(tmp_path / "kept"), 60.0)
     for number in range(5):
         anchor.take(f"checkpoint {number}\n")
     anchor.close()
@@ -34,7 +34,7 @@ def test_the_last_checkpoint_is_anchored_before_it_closes(tmp_path: Path) -> Non
 
 
 def test_a_checkpoint_is_anchored_once(tmp_path: Path) -> None:
-    anchor = Anchor(copying(tmp_path / "kept"), 60.0)
+    anchor = CheckpointPublisher(copying(tmp_path / "kept"), 60.0)
     for _ in range(3):
         anchor.take("the same\n")
     anchor.close()
@@ -47,7 +47,7 @@ def test_trouble_is_told_once(tmp_path: Path) -> None:
         ([str(tmp_path / "missing")], "cannot be started (No such file or directory)"),
         (["/bin/sh", "-c", "echo no money >&2; exit 3"], "ended with 3 (no money)"),
     ):
-        anchor = Anchor(command, 60.0)
+        anchor = CheckpointPublisher(command, 60.0)
         anchor.take("one")
         anchor.close()
         assert anchor.trouble() == f"record.anchor: {command[0]} {why}"
@@ -55,7 +55,7 @@ def test_trouble_is_told_once(tmp_path: Path) -> None:
 
 
 def test_a_command_that_hangs_is_ended() -> None:
-    anchor = Anchor(["/bin/sleep", "600"], 0.2)
+    anchor = CheckpointPublisher(["/bin/sleep", "600"], 0.2)
     anchor.take("one")
     anchor.close()
     assert anchor.trouble() == "record.anchor: /bin/sleep took longer than 0.2 s"

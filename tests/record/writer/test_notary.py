@@ -16,7 +16,13 @@ from dilocox.coordinator.server.refusals import Refused
 from dilocox.errors import RecordError
 from dilocox.record.log import statements as s
 from dilocox.record.verify.completeness import gaps
-from dilocox.record.writer.notary import KEY_FILE, LogNotary, code_digest, commitment, contribution
+from dilocox.record.writer.notary import (
+    KEY_FILE,
+    TransparencyLogSink,
+    code_digest,
+    commitment,
+    contribution,
+)
 from tests.support.coordinator_driver import Driver, run_config
 from tests.support.record_scene import KEY, OF_ALL, ONE, SIGNERS, Scene, own_digest
 
@@ -108,7 +114,7 @@ def test_a_payload_counts_only_with_its_signature(
 def test_true_is_not_one(scene: Scene, changes: dict[str, Any]) -> None:
     """To Python they are equal. Readers make other names of them, and so did a restart."""
     scene.begin()
-    rank = m.Rank(site="a", stage=0, shard=0)
+    rank = m.RankId(site="a", stage=0, shard=0)
     said = contribution(scene.notary.run, rank, KEY, 1, own_digest("a"))
     odd = replace(said, predicate={**said.predicate, **changes})
     with pytest.raises(Refused, match="its signed contribution to outer/0/0/0 is another"):
@@ -143,7 +149,7 @@ def test_nothing_is_asked_of_sites_where_nothing_is_recorded(tmp_path: Path) -> 
 def test_the_same_vote_again_is_said_once(scene: Scene) -> None:
     """A reply was lost on its way, or the coordinator died between log and record."""
     scene.begin()
-    rank, digest = m.Rank(site="a", stage=0, shard=0), own_digest("a")
+    rank, digest = m.RankId(site="a", stage=0, shard=0), own_digest("a")
     scene.notary.contribution(rank, KEY, 1, digest, scene.signed("a", digest=digest))
     for site in "aabbcc":
         scene.vote(site)
@@ -171,7 +177,7 @@ def test_a_decision_said_again_without_its_owners_is_no_news(scene: Scene) -> No
 
 def test_a_restart_says_what_was_not_said(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     """The coordinator dies after it has logged a decision, before the record has it."""
-    monkeypatch.setattr(LogNotary, "decided", lambda self, decision: None)
+    monkeypatch.setattr(TransparencyLogSink, "decided", lambda self, decision: None)
     scene.exchange()
     assert s.STEP not in scene.kinds()
     monkeypatch.undo()
@@ -183,7 +189,7 @@ def test_a_log_is_not_gone_on_with_under_a_new_key(scene: Scene) -> None:
     scene.notary.close()
     (scene.folder / KEY_FILE).unlink()
     with pytest.raises(RecordError, match="put it back"):
-        LogNotary.open(scene.config, scene.folder, print)
+        TransparencyLogSink.open(scene.config, scene.folder, print)
 
 
 def decision(round_: int, tick: int, chosen: str = "abc") -> Decision:
@@ -231,7 +237,7 @@ def test_a_state_is_signed_by_the_rank_that_holds_it(scene: Scene) -> None:
                      "kind": "initial", "files": {}, **changes}  # fmt: skip
         statement = s.Statement(s.CHECKPOINT, {"state": ONE, "tensors": ONE}, predicate)
         text = SIGNERS["a"].sign(statement)
-        return m.StateRequest(rank=m.Rank(site="a", stage=0, shard=0), statement=text)
+        return m.StateRequest(rank=m.RankId(site="a", stage=0, shard=0), statement=text)
 
     scene.driver.core.witness.state(said())
     for changes in ({"stage": 1}, {"site": "b"}, {"run": "other"}):
@@ -271,7 +277,7 @@ def test_the_first_state_of_a_round_counts(scene: Scene) -> None:
         subjects = {"state": digest * 64, "document": digest * 64}
         if steps:
             subjects["steps"] = digest * 64
-        rank = m.Rank(site="a", stage=0, shard=0)
+        rank = m.RankId(site="a", stage=0, shard=0)
         said = {"run": scene.notary.run, "site": "a", "stage": 0, "shard": 0, "round": round_,
                 "tick": tick, "served": "yes", **changes}  # fmt: skip
         text = SIGNERS["a"].sign(s.Statement(s.ROUND, subjects, said))

@@ -16,7 +16,7 @@ import torch
 
 from dilocox.compression import Geometry, compressor
 from dilocox.coordinator.protocol.exchange_key import ExchangeKey
-from dilocox.coordinator.protocol.messages import Rank
+from dilocox.coordinator.protocol.messages import RankId
 from dilocox.errors import RecordError
 from dilocox.outer.contribution import Contribution, Outcome
 from dilocox.record.log import statements as s
@@ -24,12 +24,12 @@ from dilocox.record.log.blob_store import Store
 from dilocox.record.log.digests import sealed, sha256, stage_root, tensor_bytes, tensor_digest
 from dilocox.record.log.state_statements import State
 from dilocox.record.writer import rank_recorder
-from dilocox.record.writer.rank_recorder import WAITING, Author, RankRecord, listing_of
+from dilocox.record.writer.rank_recorder import WAITING, RankRecord, SigningIdentity, listing_of
 from dilocox.utils.storage import Room
 from tests.support.thread_sites import until
 
 SIGNER = s.Signer.from_hex("07" * 32)
-RANK = Rank(site="paris", stage=1, shard=0)
+RANK = RankId(site="paris", stage=1, shard=0)
 KEY = ExchangeKey.outer(3, 1, 0)
 
 
@@ -70,7 +70,7 @@ def contribution(key: ExchangeKey) -> Contribution:
 
 def rank_record(store: Store, patience: float = 60.0) -> tuple[RankRecord, Notebook, list[str]]:
     notebook, warnings = Notebook(), list[str]()
-    author = Author("run", RANK, SIGNER)
+    author = SigningIdentity("run", RANK, SIGNER)
     return RankRecord(author, store, notebook, warnings.append, patience), notebook, warnings
 
 

@@ -11,17 +11,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from dilocox.coordinator.protocol.messages import Rank
+from dilocox.coordinator.protocol.messages import RankId
 from dilocox.errors import RecordError
 from dilocox.record.log import statements as s
 from dilocox.record.log.blob_store import Store
 from dilocox.record.log.digests import sha256, tensor_bytes
 from dilocox.record.log.round_document import Document, steps_from_bytes
-from dilocox.record.writer.rank_recorder import Author
-from dilocox.record.writer.state_recorder import InnerRecord, Manner
+from dilocox.record.writer.rank_recorder import SigningIdentity
+from dilocox.record.writer.state_recorder import InnerRecord, RecordingPolicy
 from tests.record.writer.test_rank_recorder import SIGNER, Notebook, check_returns
 
-RANK = Rank(site="paris", stage=1, shard=0)
+RANK = RankId(site="paris", stage=1, shard=0)
 LIVE = {"live/w": torch.arange(4.0)}
 
 
@@ -33,8 +33,8 @@ def inner_record(
     store: Store, every: int = 1, private: bool = False, patience: float = 30.0, keep: int = 0
 ) -> tuple[InnerRecord, Notebook, list[str]]:
     notebook, warnings = Notebook(), list[str]()
-    manner = Manner(every, keep, private, {"threads": 1})
-    author = Author("run", RANK, SIGNER)
+    manner = RecordingPolicy(every, keep, private, {"threads": 1})
+    author = SigningIdentity("run", RANK, SIGNER)
     return (
         InnerRecord(author, manner, store, notebook, warnings.append, patience), notebook, warnings,
     )  # fmt: skip

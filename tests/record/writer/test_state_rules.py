@@ -26,13 +26,13 @@ def held(scene: Scene, site: str, kind: str, root: str = ONE, **changes: Any) ->
     said = {"run": scene.notary.run, "site": site, "stage": 0, "round": 0, "kind": kind,
             "files": {}, **changes}  # fmt: skip
     text = SIGNERS[site].sign(s.Statement(s.CHECKPOINT, {"state": root, "tensors": root}, said))
-    scene.notary.checkpoint(m.Rank(site=site, stage=0, shard=0), text)
+    scene.notary.checkpoint(m.RankId(site=site, stage=0, shard=0), text)
     return text
 
 
 def signed(scene: Scene, type_: str, subjects: dict[str, Any], **said: Any) -> None:
     statement = s.Statement(type_, subjects, {"run": scene.notary.run, "site": "b", **said})
-    scene.notary.checkpoint(m.Rank(site="b", stage=0, shard=0), SIGNERS["b"].sign(statement))
+    scene.notary.checkpoint(m.RankId(site="b", stage=0, shard=0), SIGNERS["b"].sign(statement))
 
 
 STATE = {"state": ONE, "document": ONE}

@@ -26,8 +26,13 @@ from dilocox.record.verify.origins import (
     replay_from,
 )
 from dilocox.record.verify.replay import Stage, digests_of, replay_stage
-from dilocox.record.verify.run_history import Course
-from dilocox.record.writer.rank_recorder import Author, RankRecord, anchor_state, listing_of
+from dilocox.record.verify.run_history import RunHistory
+from dilocox.record.writer.rank_recorder import (
+    RankRecord,
+    SigningIdentity,
+    anchor_state,
+    listing_of,
+)
 from dilocox.record.writer.windows import Bound, Windows, bound_of, small_budget
 from tests.record.verify.test_replay import Made
 from tests.record.writer.test_rank_recorder import (
@@ -158,7 +163,7 @@ def test_bounds_of_run_files() -> None:
 def test_a_window_begins_with_a_signed_anchor(tmp_path: Path) -> None:
     store, notebook, warnings = Store(str(tmp_path)), Notebook(), list[str]()
     windows = Windows(store, PLACE, Bound(rounds=1))
-    author = Author("run", RANK, SIGNER)
+    author = SigningIdentity("run", RANK, SIGNER)
     record = RankRecord(author, store, notebook, warnings.append, 60.0, windows)
     tensors = {"anchor/0": torch.ones(128), "momentum/0": torch.zeros(128, dtype=torch.bfloat16)}
     ended: Future[Outcome] = Future()
@@ -203,7 +208,7 @@ def test_an_exchange_that_ends_while_the_anchor_is_copied_is_kept_in_the_new_win
 ) -> None:
     store = Store(str(tmp_path))
     windows = Windows(store, PLACE, Bound(rounds=1))
-    author = Author("run", RANK, SIGNER)
+    author = SigningIdentity("run", RANK, SIGNER)
     record = RankRecord(author, store, Notebook(), lambda _: None, 60.0, windows)
     future: Future[Outcome] = Future()
     record.watching(lambda _: future)(contribution(ExchangeKey.outer(3, 1, 0)))
@@ -224,7 +229,7 @@ def test_windows_that_stay_are_warned_of_once(
     store, warnings = Store(str(tmp_path)), list[str]()
     windows = Windows(store, PLACE, Bound(rounds=1))
     record = RankRecord(
-        Author("run", RANK, SIGNER), store, Notebook(), warnings.append, 60.0, windows
+        SigningIdentity("run", RANK, SIGNER), store, Notebook(), warnings.append, 60.0, windows
     )
 
     def refuse(*_: object, **__: object) -> None:
@@ -382,7 +387,7 @@ def test_states_of_a_course_that_was_left_behind_do_not_count(scene: Scene) -> N
 
 def test_records_of_earlier_versions_keep_all() -> None:
     manifest = {"config": {"outer": {"method": "dilocox"}, "record": {"enabled": True}}}
-    course = Course("run", "log", manifest)
+    course = RunHistory("run", "log", manifest)
     assert course.keep == "all"
     course.anchors.append(AnchorState("a", 0, 0, 1, 1, (0,), "1" * 64, "2" * 64))
     assert course.keep == "auto", "a later version went on with it"

@@ -11,7 +11,7 @@ from tests.tools.audit.test_cheats import audit
 from dilocox.record.log.round_document import Document
 from dilocox.tools.audit.audited_run import AuditedRun
 from dilocox.tools.audit.start_state import under_way, wrong_start
-from dilocox.training.builder import Place
+from dilocox.training.builder import RankPlace
 
 TOGETHER = {1: 1, 3: 1, 4: 1}
 """Rounds with one fragment, of five."""
@@ -34,7 +34,7 @@ def test_what_lands_together_or_apart_is_repeated_exactly(trained: Path) -> None
 
 def test_anchors_follow_from_payloads_of_both_kinds(trained: Path) -> None:
     case = AuditedRun(trained, (), None).case()
-    place = Place("paris", 0, 0)
+    place = RankPlace("paris", 0, 0)
     for round_ in range(5):
         state = case.course.rounds[(round_, "paris", 0, 0)]
         document = Document.from_bytes(case.get(state.document))

@@ -15,18 +15,18 @@ from dilocox.coordinator.protocol.messages import RoundPlan
 from dilocox.inner.memory import sums_whole_gradients
 from dilocox.record.log.round_document import Document
 from dilocox.record.log.state_statements import RoundState
-from dilocox.record.verify.run_history import Course
+from dilocox.record.verify.run_history import RunHistory
 from dilocox.tools.audit.judge import Case, _Began, _job
-from dilocox.training.builder import Place
+from dilocox.training.builder import RankPlace
 
 FACTS: dict[str, Any] = {"device": "cpu", "threads": 1, "precision": "float32"}
 
 
 def replayed(config: RunConfig, facts: dict[str, Any]) -> RunConfig:
     """The run file with which an auditor repeats a round of a rank that has these `facts`."""
-    case = Case(cast(Course, None), config, lambda _: b"", (), Path())
+    case = Case(cast(RunHistory, None), config, lambda _: b"", (), Path())
     start = Document({}, (), facts)
-    began = _Began(Place("paris", 0, 0), cast(RoundState, None), start, None, None, None)
+    began = _Began(RankPlace("paris", 0, 0), cast(RoundState, None), start, None, None, None)
     return _job(case, began, cast(RoundPlan, None)).config
 
 

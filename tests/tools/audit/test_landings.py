@@ -20,13 +20,13 @@ from tests.tools.audit.test_cheats import audit
 from dilocox.config.run_config import RunConfig
 from dilocox.coordinator.protocol import messages as m
 from dilocox.record.log.round_document import Document
-from dilocox.record.writer.state_recorder import Manner
+from dilocox.record.writer.state_recorder import RecordingPolicy
 from dilocox.tools.audit.audited_run import AuditedRun
 from dilocox.tools.audit.judge import Case
 from dilocox.tools.audit.start_state import wrong_start
-from dilocox.training.builder import Place
+from dilocox.training.builder import RankPlace
 
-LYON = Place("lyon", 0, 0)
+LYON = RankPlace("lyon", 0, 0)
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def every_second(monkeypatch: pytest.MonkeyPatch) -> None:
         return config.model_copy(update={"record": record})
 
     monkeypatch.setattr(neighbours, "run_config", run_config)
-    monkeypatch.setattr(neighbours, "Manner", lambda every, *more: Manner(2, *more))
+    monkeypatch.setattr(neighbours, "Manner", lambda every, *more: RecordingPolicy(2, *more))
 
 
 def planned_with(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:

@@ -77,7 +77,7 @@ class Resumed:
             site.watch._steps = None
             restore_round(site.trainer.state, tensors, state, 2 * SLOTS)
         with ThreadPoolExecutor(len(self.sites)) as pool:
-            list(pool.map(lambda site: site.outer.take_up_again(), self.sites))
+            list(pool.map(lambda site: site.outer.resume_in_flight(), self.sites))
         self.train(2, cheats)
         self.train(3)
         self.registry.notary.sync()

@@ -20,7 +20,7 @@ from dilocox.record.log import statements as s
 from dilocox.record.log.audit_verdicts import GOOD, Signed, write
 from dilocox.record.verify.audit_claims import Audits
 from dilocox.record.verify.audit_sampling import sites_of
-from dilocox.record.verify.run_history import Course
+from dilocox.record.verify.run_history import RunHistory
 from dilocox.tools.audit import judge as judging
 from dilocox.tools.audit.audited_run import AuditedRun
 from dilocox.tools.audit.judge import judge
@@ -118,7 +118,7 @@ def test_what_was_left_behind_by_a_resume_is_no_part(trained: Path) -> None:
     assert ("outer/0/0/0", 1, "lyon", 0) in again.contributions, "what stays keeps its payloads"
 
 
-def resumed(course: Course, round_: int, tick: int) -> Course:
+def resumed(course: RunHistory, round_: int, tick: int) -> RunHistory:
     from dilocox.record.verify.run_history import _resumed
 
     said = {"run": course.run, "round": round_, "tick": tick}

@@ -13,10 +13,10 @@ ROOT = Path(__file__).parents[3]
 SCRIPT = """
 import json, resource, sys
 from dilocox.config.run_config import load_run
-from dilocox.tools.planner.model_outline import Outline
+from dilocox.tools.planner.model_outline import ModelOutline
 from dilocox.tools.planner.plan import plan_run
-from dilocox.tools.planner.hardware_table import Table
-table = Table.load()
+from dilocox.tools.planner.hardware_table import HardwareTable
+table = HardwareTable.load()
 config = load_run(sys.argv[1])
 place, link = table.place("a800-40g:8x10"), table.link("paper")
 plan = plan_run(config, [place] * 2, [link] * 2, table.fabric(None))

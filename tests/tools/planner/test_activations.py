@@ -14,14 +14,14 @@ from dilocox.inner.pipeline import Computation
 from dilocox.models import build_chunk, materialise, open_weights, plan_cut
 from dilocox.tools.planner import activations
 from dilocox.tools.planner.memory_footprint import counted
-from dilocox.tools.planner.model_outline import Outline
+from dilocox.tools.planner.model_outline import ModelOutline
 
 CAPPED = {**ARCHITECTURE, "model_type": "gemma3_text", "vocab_size": 1024}
 
 
 def really_saved(config: Any, bf16: bool) -> int:
     """Bytes that autograd saves of one layer with real values, parameters left out."""
-    outline = Outline.of(config)
+    outline = ModelOutline.of(config)
     (spec,) = [c for c in plan_cut(outline.hf_config, 4, 16) if c.index == 2]
     chunk = build_chunk(outline.hf_config, spec, attention="sdpa", activation_checkpointing=False)
     materialise(chunk, open_weights(config.model, outline.hf_config, 0), "cpu")
@@ -50,7 +50,7 @@ def really_saved(config: Any, bf16: bool) -> int:
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 def test_a_layers_activations_are_those_of_real_tensors(precision: str) -> None:
     config = run(site={"precision": precision}, data={"sequence_length": 15, "tokenizer": "given"})
-    found = activations.kept(config, Outline.of(config))
+    found = activations.kept(config, ModelOutline.of(config))
     assert found.exact
     assert found.layer == really_saved(config, precision == "bf16")
     assert found.entry == 2 * 15 * 32 * (2 if precision == "bf16" else 4)
@@ -58,7 +58,7 @@ def test_a_layers_activations_are_those_of_real_tensors(precision: str) -> None:
 
 def test_the_head_needs_its_logits_three_times_and_its_inputs() -> None:
     config = run(site={"precision": "fp32"})
-    found = activations.kept(config, Outline.of(config))
+    found = activations.kept(config, ModelOutline.of(config))
     logits = 2 * 16 * 128 * 4
     # Beside what the loss needs: the norm's input, its square's mean, and the head's input.
     assert 3 * logits < found.head < 4 * logits
@@ -73,7 +73,7 @@ def test_of_many_logits_those_of_a_chunk_count(
     config = run(
         site={**site, "device": device}, data={"sequence_length": 64, "tokenizer": "given"}
     )
-    found = activations.kept(config, Outline.of(config))
+    found = activations.kept(config, ModelOutline.of(config))
     tokens = 16384 * 64
     assert found.head > chunk * 2 * logit
     # ... in fp32, too, and what norm and head save, less than 18 bytes of 32 values for each token.
@@ -88,7 +88,7 @@ def test_a_soft_cap_keeps_logits_of_a_chunk_alone() -> None:
     plain = {"architecture": {**CAPPED, "final_logit_softcapping": None}}
     data = {"sequence_length": 64, "tokenizer": "given"}
     capped, without = (
-        activations.kept(config, Outline.of(config)).head
+        activations.kept(config, ModelOutline.of(config)).head
         for config in (run(site=site, data=data, model=each) for each in (model, plain))
     )
     chunk = 2**27 * 2  # bytes of bf16
@@ -105,7 +105,7 @@ def test_schedules_that_cannot_join_head_and_loss_hold_all_logits(
     data = {"sequence_length": 64, "tokenizer": "given"}
     model = {"architecture": {**CAPPED, "final_logit_softcapping": 30.0}}
     config = run(site={**site, "schedule": schedule, "device": "cuda"}, data=data, model=model)
-    outline = Outline.of(config)
+    outline = ModelOutline.of(config)
     heads, bounds = [], []
     for joins in (True, False):
         monkeypatch.setattr("dilocox.inner.pipeline.weight_half_takes_functions", lambda j=joins: j)
@@ -127,11 +127,11 @@ def test_schedules_that_cannot_join_head_and_loss_hold_all_logits(
 
 def test_more_tokens_keep_more_and_the_bound_is_below() -> None:
     found = [
-        activations.kept(config, Outline.of(config)).layer
+        activations.kept(config, ModelOutline.of(config)).layer
         for config in (run(), run(site={"micro_batch_size": 4}))
     ]
     assert found[1] == pytest.approx(2 * found[0], rel=0.1)
-    bound = activation_bytes(run(), Outline.of(run()).hf_config, 0, 1, False, 2)
+    bound = activation_bytes(run(), ModelOutline.of(run()).hf_config, 0, 1, False, 2)
     assert bound < found[0]
 
 
@@ -142,7 +142,7 @@ def test_a_model_that_cannot_run_on_fake_tensors_has_a_lower_bound(
         raise RuntimeError("data-dependent")
 
     monkeypatch.setattr(activations, "_saved", refuses)
-    outline = Outline.of(run())
+    outline = ModelOutline.of(run())
     found = activations.kept(run(), outline)
     assert not found.exact
     assert found.layer == activation_bytes(run(), outline.hf_config, 0, 1, False, 2)
@@ -160,7 +160,7 @@ def test_a_model_that_cannot_run_on_fake_tensors_has_a_lower_bound(
 
 def test_selective_checkpointing_keeps_a_part_of_a_layer() -> None:
     config = run(site={"precision": "fp32"}, model={"attention": "sdpa"})
-    found = activations.kept(config, Outline.of(config))
+    found = activations.kept(config, ModelOutline.of(config))
     tokens = 2 * 16
     # The outputs of q, v, the attention, gate and down; k, o and up are computed again.
     products = 32 + 16 + 32 + 64 + 32

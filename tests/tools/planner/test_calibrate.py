@@ -11,21 +11,21 @@ from dilocox.config.run_config import load_run
 from dilocox.errors import TrainingError
 from dilocox.tools.planner import host_benchmark
 from dilocox.tools.planner.calibrate import LARGEST, cut_down, small_run, split, write
-from dilocox.tools.planner.model_outline import Outline
+from dilocox.tools.planner.model_outline import ModelOutline
 
 ROOT = Path(__file__).parents[3]
 
 
 def test_a_small_model_is_stepped_as_it_is() -> None:
     found = cut_down(run(site={"stages": 2, "batch_size": 16, "micro_batch_size": 8}))
-    assert Outline.of(found).parameters == Outline.of(run()).parameters
+    assert ModelOutline.of(found).parameters == ModelOutline.of(run()).parameters
     assert (found.site.stages, found.site.shards) == (1, 1)
     assert found.site.batch_size == found.site.micro_batch_size == 4
 
 
 def test_a_large_model_keeps_its_type_and_proportions() -> None:
     found = cut_down(load_run(ROOT / "examples" / "qwen1.5-107b.toml"))
-    outline = Outline.of(found)
+    outline = ModelOutline.of(found)
     assert outline.parameters <= LARGEST
     described = outline.hf_config
     assert described.model_type == "qwen2"

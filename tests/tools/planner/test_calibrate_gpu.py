@@ -13,8 +13,8 @@ from tests.support.planned_runs import EMBEDDING, LAYER, TABLE, run
 from dilocox.config.run_config import RunConfig, load_run
 from dilocox.errors import TrainingError
 from dilocox.tools.planner import calibrate, calibrate_gpu
-from dilocox.tools.planner.hardware_table import GIB, Table
-from dilocox.tools.planner.model_outline import Outline
+from dilocox.tools.planner.hardware_table import GIB, HardwareTable
+from dilocox.tools.planner.model_outline import ModelOutline
 
 ROOT = Path(__file__).parents[3]
 WHOLE = 4 * LAYER + 2 * EMBEDDING + 32
@@ -27,7 +27,7 @@ def test_a_model_that_fits_is_stepped_as_it_is() -> None:
         model={"activation_checkpointing": True},
     )
     found = calibrate_gpu.sized(config, GIB)
-    assert Outline.of(found).parameters == WHOLE
+    assert ModelOutline.of(found).parameters == WHOLE
     assert (found.site.stages, found.site.shards) == (1, 1)
     assert found.site.batch_size == found.site.micro_batch_size == 8
     assert found.data.sequence_length == config.data.sequence_length
@@ -37,7 +37,7 @@ def test_a_model_that_fits_is_stepped_as_it_is() -> None:
 def test_a_large_model_keeps_the_width_of_its_layers() -> None:
     config = load_run(ROOT / "examples" / "qwen1.5-107b.toml")
     found = calibrate_gpu.sized(config, TABLE.device("h100-80g").memory)
-    outline = Outline.of(found)
+    outline = ModelOutline.of(found)
     described = outline.hf_config
     assert (described.hidden_size, described.intermediate_size) == (8192, 49152)
     # A layer alone has more than a thousand million parameters: embedding and head are cut.
@@ -58,10 +58,10 @@ def test_layers_make_a_thousand_million_parameters() -> None:
 def test_a_small_gpu_gets_fewer_layers_then_smaller_micro_batches() -> None:
     config = run(site={"batch_size": 16, "micro_batch_size": 16})
     full = calibrate_gpu.sized(config, 64 * GIB)
-    assert (full.site.micro_batch_size, Outline.of(full).parameters) == (16, WHOLE)
+    assert (full.site.micro_batch_size, ModelOutline.of(full).parameters) == (16, WHOLE)
     fewer = calibrate_gpu.sized(config, 2_500_000)
     assert fewer.site.micro_batch_size == 16
-    assert Outline.of(fewer).parameters < WHOLE
+    assert ModelOutline.of(fewer).parameters < WHOLE
     tight = calibrate_gpu.sized(config, 900_000)
     assert 1 <= tight.site.micro_batch_size < 16
     assert tight.site.batch_size == tight.site.micro_batch_size
@@ -71,11 +71,11 @@ def test_a_small_gpu_gets_fewer_layers_then_smaller_micro_batches() -> None:
 
 def test_without_a_run_file_the_model_is_one_that_fills_a_gpu() -> None:
     found = calibrate_gpu.large_run()
-    outline = Outline.of(found)
+    outline = ModelOutline.of(found)
     assert 5e8 < outline.parameters < calibrate_gpu.PARAMETERS
     # All of it on a large GPU, of its width on a small one.
     large, small = (
-        Outline.of(calibrate_gpu.sized(found, TABLE.device(name).memory))
+        ModelOutline.of(calibrate_gpu.sized(found, TABLE.device(name).memory))
         for name in ("h100-80g", "rtx4090")
     )
     assert large.parameters == outline.parameters
@@ -116,7 +116,7 @@ def test_steps_are_waited_for_together(step: float, count: int) -> None:
 
 def test_rates_from_times_by_hand() -> None:
     config = run(site={"batch_size": 2}, model={"activation_checkpointing": True})
-    outline = Outline.of(config)
+    outline = ModelOutline.of(config)
     operations = 8 * outline.compute * 16 * 2
     found = calibrate_gpu.entry_of(config, outline, torch.bfloat16, (1.5, 3.5, 4.5))
     # A second for each micro-batch, half of one for the optimizer.
@@ -180,7 +180,7 @@ def test_a_measured_gpu_can_be_planned_with(
     asked: list[tuple[str, tuple[int, ...]]] = []
 
     def seconds(
-        run_: RunConfig, outline: Outline, device: Any, precision: Any, counts: tuple[int, ...]
+        run_: RunConfig, outline: ModelOutline, device: Any, precision: Any, counts: tuple[int, ...]
     ) -> list[float]:
         asked.append((str(precision), counts))
         return [0.1 + 0.2 * count for count in counts]
@@ -192,7 +192,7 @@ def test_a_measured_gpu_can_be_planned_with(
     assert asked == [("torch.bfloat16", (1, 3)), ("torch.float32", (1,))]
     assert any("0M parameters in bfloat16" in line for line in said)
     calibrate.write(written, tmp_path / "local.toml")
-    found = Table.load(tmp_path / "local.toml").device("local")
+    found = HardwareTable.load(tmp_path / "local.toml").device("local")
     assert (found.pcie_rate, found.peer_rate) == (5e10, 450e9)
     assert not found.shared
     assert found.reserved > 0

@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 
 from dilocox.errors import ConfigError
-from dilocox.tools.planner.hardware_table import WIRE_SHARE, Table
+from dilocox.tools.planner.hardware_table import WIRE_SHARE, HardwareTable
 
-KNOWN = Table.load()
+KNOWN = HardwareTable.load()
 
 
-def more(folder: Path, text: str) -> Table:
+def more(folder: Path, text: str) -> HardwareTable:
     path = folder / "more.toml"
     path.write_text(text, encoding="utf-8")
-    return Table.load(path)
+    return HardwareTable.load(path)
 
 
 def test_every_entry_can_be_used_and_has_its_source() -> None:
@@ -155,7 +155,7 @@ def test_what_may_be_nothing_may_be_nothing(tmp_path: Path) -> None:
 
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
-        Table.load(tmp_path / "none.toml")
+        HardwareTable.load(tmp_path / "none.toml")
 
 
 def test_links_by_rate_both_ways_and_name() -> None:

@@ -15,7 +15,7 @@ from tests.support.lab_needs import needs_network
 from dilocox.errors import ConfigError, DilocoxError, TrainingError
 from dilocox.tools.planner import link_probe
 from dilocox.tools.planner.calibrate import link_entry, write
-from dilocox.tools.planner.hardware_table import Table
+from dilocox.tools.planner.hardware_table import HardwareTable
 from dilocox.tools.planner.link_probe import (
     MeasuredLink,
     answer,
@@ -157,7 +157,7 @@ def test_as_an_entry_of_a_table() -> None:
     assert entry == {"up": "8000kbit", "down": "16000kbit", "rtt_ms": 12.3}
     assert link_entry(MeasuredLink(up=1.0, down=1.0, rtt=0.1))["up"] == "1kbit"
     # What was counted comes out again.
-    assert Table.load().link("8000kbit/16000kbit").rate == pytest.approx(0.95e6)
+    assert HardwareTable.load().link("8000kbit/16000kbit").rate == pytest.approx(0.95e6)
 
 
 @pytest.mark.parametrize("rate", [1.0, 0.95e6, 118.7e6, 118.8e6, 2.4e9, 100e9])
@@ -166,7 +166,7 @@ def test_an_entry_of_any_rate_is_one_that_a_table_may_have(rate: float, tmp_path
     entry = link_entry(MeasuredLink(rate, rate, 5e-5))
     file = tmp_path / "local-device.toml"
     write({"link": {"loopback": {**entry, "usd_per_gb": 0.0, "source": "measured"}}}, file)
-    found = Table.load(file).link("loopback")
+    found = HardwareTable.load(file).link("loopback")
     assert found.rate == pytest.approx(rate, rel=1e-4, abs=120)
 
 

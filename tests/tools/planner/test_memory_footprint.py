@@ -12,17 +12,17 @@ from dilocox.config.run_config import RunConfig
 from dilocox.coordinator.controller.choice import as_the_run_file_says
 from dilocox.tools.planner.activations import Kept
 from dilocox.tools.planner.advice import advice
-from dilocox.tools.planner.hardware_table import Device, Place
+from dilocox.tools.planner.hardware_table import Device, GpuPlacement
 from dilocox.tools.planner.host_memory import host_memory, machine_bytes
 from dilocox.tools.planner.memory_footprint import Footprint, counted, footprints, needed
-from dilocox.tools.planner.model_outline import Outline
+from dilocox.tools.planner.model_outline import ModelOutline
 
 EACH = Kept(layer=200_000, entry=90_000, selected=120_000, head=500_000, exact=True)
 L, E, H = EACH.layer, EACH.entry, EACH.head
 
 
-def of(config: RunConfig, place: Place | None = None) -> list[Footprint]:
-    return footprints(config, Outline.of(config), place or Place(device(), 8, 1), EACH)
+def of(config: RunConfig, place: GpuPlacement | None = None) -> list[Footprint]:
+    return footprints(config, ModelOutline.of(config), place or GpuPlacement(device(), 8, 1), EACH)
 
 
 def test_one_rank_by_hand() -> None:
@@ -88,7 +88,7 @@ def test_a_landing_on_the_gpu_may_take_more_than_a_step() -> None:
         outer={"method": "diloco", "device": "model"},
         site={"precision": "fp32", "micro_batch_size": 8},
     )
-    (found,) = footprints(config, Outline.of(config), Place(device(), 8, 1), small)
+    (found,) = footprints(config, ModelOutline.of(config), GpuPlacement(device(), 8, 1), small)
     whole = found.parameters
     assert found.landing == found.peak == 16 * whole
     assert found.device == (4 + 8 + 12) * whole + found.exchanges + 16 * whole
@@ -100,9 +100,9 @@ def test_states_for_the_record_are_a_second_copy() -> None:
     (recorded,) = of(run(record={"states_every": 2}))
     assert recorded.record_copy == recorded.snapshot == plain.snapshot
     assert recorded.host - plain.host == recorded.record_copy
-    (processors,) = of(run(record={"states_every": 2}), Place(device(shared=True), 1, 1))
+    (processors,) = of(run(record={"states_every": 2}), GpuPlacement(device(shared=True), 1, 1))
     assert processors.staging == processors.host == 0
-    (without,) = of(run(), Place(device(shared=True), 1, 1))
+    (without,) = of(run(), GpuPlacement(device(shared=True), 1, 1))
     assert processors.device - without.device == processors.record_copy
 
 
@@ -115,7 +115,7 @@ def test_a_bounded_record_copies_the_anchor(dtype: str, start: int) -> None:
     assert plain.window_copy == 0
     assert bounded.window_copy == start * plain.parameters
     assert bounded.host - plain.host == bounded.window_copy
-    place = Place(device(shared=True), 1, 1)
+    place = GpuPlacement(device(shared=True), 1, 1)
     (plain,), (bounded,) = (
         of(run(outer=outer, record=record), place) for record in ({}, {"keep": 20})
     )
@@ -143,7 +143,7 @@ def test_the_machine_that_holds_what_gpus_do_not() -> None:
     assert first.gathered == 4 * EMBEDDING
     assert first.published == 4 * first.parameters
     assert last.parameters > first.parameters
-    found = host_memory(stages, [Place(device(), 4, 1)], config)
+    found = host_memory(stages, [GpuPlacement(device(), 4, 1)], config)
     assert found is not None
     assert (found.ranks, found.available) == (4, None)
     exchanges = last.under_way + last.flush
@@ -152,7 +152,7 @@ def test_the_machine_that_holds_what_gpus_do_not() -> None:
     assert machine_bytes(stages, 3, 2) == 3 * last.host_lasting + max(
         3 * exchanges, 2 * last.published
     )
-    assert host_memory(stages, [Place(device(shared=True), 1, 1)], config) is None
+    assert host_memory(stages, [GpuPlacement(device(shared=True), 1, 1)], config) is None
 
 
 def test_shards_in_a_pipeline_gather_parameters_and_sum_whole_gradients() -> None:
@@ -206,8 +206,10 @@ def test_shards_of_one_stage_hold_it_whole_where_they_reduce_once_per_step() -> 
     (found,) = of(run(site=site))
     assert found == asked, "there is room enough"
     config = run(site={**site, "gradient_sync": "step"})
-    outline = Outline.of(config)
-    place = Place(device(memory=needed([asked], Place(device(), 8, 1), config) - 1), 8, 1)
+    outline = ModelOutline.of(config)
+    place = GpuPlacement(
+        device(memory=needed([asked], GpuPlacement(device(), 8, 1), config) - 1), 8, 1
+    )
     changes = [dict(each.values) for each in advice(config, outline, place, place.gpus)]
     assert changes[0] == {"site.gradient_sync": "micro-batch"}
 
@@ -234,10 +236,10 @@ def test_selective_checkpointing_keeps_what_was_selected_and_one_layer() -> None
 def test_the_newest_bf16_gradient_counts_where_little_else_is_held() -> None:
     """It is there beside its master's, of one parameter after the other."""
     small = Kept(layer=10, entry=1, selected=2, head=20, exact=True)
-    place, config = Place(device(), 8, 1), run()
+    place, config = GpuPlacement(device(), 8, 1), run()
 
     def activations(config: RunConfig) -> int:
-        (found,) = footprints(config, Outline.of(config), place, small)
+        (found,) = footprints(config, ModelOutline.of(config), place, small)
         return found.activations
 
     assert activations(config) == 2 * EMBEDDING
@@ -254,7 +256,7 @@ def test_gpipe_holds_the_logits_of_all_micro_batches() -> None:
 
 def test_the_later_it_lands_the_more_is_under_way() -> None:
     config = run()
-    outline, place = Outline.of(config), Place(device(), 8, 1)
+    outline, place = ModelOutline.of(config), GpuPlacement(device(), 8, 1)
     rounds = as_the_run_file_says(config)
     assert (rounds.fragments, rounds.slots) == (4, 20)
     for delay, waiting in ((1, 1), (5, 1), (6, 2), (20, 4)):
@@ -265,14 +267,14 @@ def test_the_later_it_lands_the_more_is_under_way() -> None:
 
 def test_layers_of_different_sizes_leave_embedding_and_head_outside() -> None:
     """The first layers of many mixtures of experts are dense, and smaller than the largest."""
-    whole = Outline.of(run())
-    uneven = Outline.of(run())
+    whole = ModelOutline.of(run())
+    uneven = ModelOutline.of(run())
     uneven.__dict__["_layers"] = {**whole._layers, 0: whole._layers[0] // 2}
     even, odd = (
         footprints(
             run(site={"shards": 4, "micro_batch_size": 2, "gradient_sync": "micro-batch"}),
             each,
-            Place(device(), 8, 1),
+            GpuPlacement(device(), 8, 1),
             EACH,
         )
         for each in (whole, uneven)
@@ -283,11 +285,11 @@ def test_layers_of_different_sizes_leave_embedding_and_head_outside() -> None:
 
 def test_a_processor_holds_all_ranks_of_its_site() -> None:
     config = run(site={"stages": 2, "shards": 2, "batch_size": 8, "micro_batch_size": 1})
-    place = Place(device(shared=True), 1, 1)
+    place = GpuPlacement(device(shared=True), 1, 1)
     found = of(config, place)
     assert all(each.outer_on_device for each in found)
     assert needed(found, place, config) == 2 * sum(each.device for each in found)
-    gpu = Place(device(), 4, 1)
+    gpu = GpuPlacement(device(), 4, 1)
     ranks = of(config, gpu)
     assert needed(ranks, gpu, config) == max(each.device for each in ranks)
 
@@ -295,13 +297,13 @@ def test_a_processor_holds_all_ranks_of_its_site() -> None:
 # --- what to change ------------------------------------------------------------------------------
 
 
-def tight(config: RunConfig, share: float) -> tuple[Outline, Place]:
+def tight(config: RunConfig, share: float) -> tuple[ModelOutline, GpuPlacement]:
     """A place whose GPUs have `share` of what the run needs."""
-    outline = Outline.of(config)
-    place = Place(device(), 8, 1)
+    outline = ModelOutline.of(config)
+    place = GpuPlacement(device(), 8, 1)
     bytes_ = needed(footprints(config, outline, place, counted(config, outline)), place, config)
     smaller: Device = device(memory=int(bytes_ * share))
-    return outline, Place(smaller, 8, 1)
+    return outline, GpuPlacement(smaller, 8, 1)
 
 
 def test_advice_is_computed_and_makes_it_fit() -> None:

@@ -6,18 +6,18 @@ from tests.support.planned_runs import device, run
 
 from dilocox.inner.memory import GIB
 from dilocox.tools.planner.activations import Kept
-from dilocox.tools.planner.hardware_table import Place
+from dilocox.tools.planner.hardware_table import GpuPlacement
 from dilocox.tools.planner.memory_footprint import Footprint, footprints
 from dilocox.tools.planner.memory_parts import Part, parts, parts_text
-from dilocox.tools.planner.model_outline import Outline
+from dilocox.tools.planner.model_outline import ModelOutline
 
 EACH = Kept(layer=200_000, entry=90_000, selected=120_000, head=500_000, exact=True)
 
 
 def of(shared: bool = False, **sections: object) -> Footprint:
     config = run(**sections)
-    place = Place(device(shared=shared), 8, 1)
-    return footprints(config, Outline.of(config), place, EACH)[-1]
+    place = GpuPlacement(device(shared=shared), 8, 1)
+    return footprints(config, ModelOutline.of(config), place, EACH)[-1]
 
 
 def by_kind(rows: list[Part], where: str) -> tuple[int, int, int]:

@@ -6,11 +6,11 @@ import pytest
 from tests.support.planned_runs import EMBEDDING, LAYER, run
 
 from dilocox.errors import ModelError
-from dilocox.tools.planner.model_outline import Outline, check_cut
+from dilocox.tools.planner.model_outline import ModelOutline, check_cut
 
 
 def test_parameters_and_compute_by_hand() -> None:
-    outline = Outline.of(run())
+    outline = ModelOutline.of(run())
     assert outline.layer_parameters == LAYER
     assert outline.parameters == 4 * LAYER + 2 * EMBEDDING + 32
     assert outline.stage_parameters == [outline.parameters]
@@ -33,7 +33,7 @@ def test_every_parameter_is_in_exactly_one_stage(
         model={"architecture": {**run().model.architecture, "tie_word_embeddings": tied}},
         site={"stages": stages, "chunks": chunks, "schedule": schedule},
     )
-    outline = Outline.of(config)
+    outline = ModelOutline.of(config)
     assert sum(len(shapes) for shapes in outline.shapes) == len(outline.whole)
     assert len(outline.shapes) == stages
     held = sum(outline.stage_parameters)

@@ -12,7 +12,7 @@ from tests.support.planned_runs import device, run
 from dilocox.config.run_config import RunConfig
 from dilocox.coordinator.controller.choice import Choice, as_the_run_file_says
 from dilocox.errors import ConfigError
-from dilocox.tools.planner.hardware_table import Place
+from dilocox.tools.planner.hardware_table import GpuPlacement
 from dilocox.tools.planner.options import Option, loss_rise, options
 from dilocox.tools.planner.predict import Prediction
 
@@ -37,7 +37,7 @@ def tried(
         assert rounds is with_it.choice
         return needed, 10
 
-    places = [Place(device(**kind), 4, 1)] * sites
+    places = [GpuPlacement(device(**kind), 4, 1)] * sites
     return options(config, places, prediction(100.0, 80), predicted, filled)
 
 
@@ -73,7 +73,7 @@ def test_what_cannot_be_is_left_out() -> None:
     def refuses(_: RunConfig) -> Prediction:
         raise ConfigError("cannot be")
 
-    places = [Place(device(), 4, 1)] * 2
+    places = [GpuPlacement(device(), 4, 1)] * 2
     assert options(run(), places, prediction(100.0, 80), refuses, lambda *_: (1, 2)) == []
 
 

@@ -9,11 +9,11 @@ from tests.support.tracking import Tracker
 
 from dilocox.compression import Geometry, LowRank, compressor
 from dilocox.outer.averaging import average
-from dilocox.outer.fragment_state import PieceState
+from dilocox.outer.fragment_state import FragmentState
 from dilocox.outer.layout import Layout
 from dilocox.outer.overlap import Rule
 from dilocox.tools.planner.outer_path import AVERAGE_BYTES, OUTER_BYTES, outer_path
-from dilocox.tools.planner.payload_costs import Parcel, toil
+from dilocox.tools.planner.payload_costs import PayloadCost, toil
 from dilocox.utils import cache_blocks
 
 VALUES = 1 << 18
@@ -22,7 +22,7 @@ VALUES = 1 << 18
 def test_a_boundary_and_a_landing_move_what_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache_blocks, "PER_THREAD", 1 << 40)  # as on a GPU: few launches
     live = {"w": torch.ones(VALUES // 1024, 1024)}
-    state = PieceState(Layout.of({"w": live["w"].shape}), live, error_feedback=True)
+    state = FragmentState(Layout.of({"w": live["w"].shape}), live, error_feedback=True)
     rule = Rule(overlap="keep", learning_rate=0.5, momentum=0.5, residual=0.5)
     with Tracker() as tracker:
         u, _ = state.boundary(live, 1.0, 1.0)
@@ -54,7 +54,7 @@ def test_an_average_moves_what_is_said() -> None:
 
 def test_values_cross_pcie_where_the_outer_state_is_in_the_hosts_memory() -> None:
     gpu = device(pcie_rate=100.0, memory_rate=1024.0)
-    parcel = Parcel(payload=50, values=100, own=50, products=0)
+    parcel = PayloadCost(payload=50, values=100, own=50, products=0)
     found = toil(parcel, "int4", outer_path(run(), gpu), 3, "gather")
     # 4 bytes of each of 100 values down; down again, and up.
     assert (found.begin, found.land) == pytest.approx((4.0, 8.0))
@@ -73,7 +73,7 @@ def test_payloads_alone_cross_where_it_is_on_the_gpu() -> None:
         decode_bytes={"int4": 10.24},
     )
     path = outer_path(run(outer={"device": "model"}), gpu)
-    parcel = Parcel(payload=50, values=100, own=50, products=0)
+    parcel = PayloadCost(payload=50, values=100, own=50, products=0)
     found = toil(parcel, "int4", path, 3, "gather")
     outer, encode, decode = 100 * 256 / 1024 / 2, 100 * 20.48 / 1024, 100 * 10.24 / 1024
     # The GPU cannot train while it computes for an exchange.

@@ -9,9 +9,9 @@ from tests.support.planned_runs import FREE, KINDS, run
 from dilocox.compression import LowRank, compressor, frame_bytes, pack_frame
 from dilocox.outer.layout import Layout, split_pieces
 from dilocox.tools.planner.hardware_table import Host
-from dilocox.tools.planner.model_outline import Outline
+from dilocox.tools.planner.model_outline import ModelOutline
 from dilocox.tools.planner.payload_costs import (
-    Parcel,
+    PayloadCost,
     joined,
     parcels,
     ring_seconds,
@@ -26,7 +26,7 @@ from dilocox.training.payload_sizes import factor_bytes
 )
 def test_payloads_are_what_codecs_really_make(codec: str) -> None:
     config = run(site={"stages": 2})
-    outline = Outline.of(config)
+    outline = ModelOutline.of(config)
     found = parcels(config, outline.shapes, codec)
     assert [len(row) for row in found] == [4, 4]
     for row, shapes in zip(found, outline.shapes, strict=True):
@@ -44,7 +44,7 @@ def test_payloads_are_what_codecs_really_make(codec: str) -> None:
 
 def test_shards_send_their_own_parts() -> None:
     config = run(site={"shards": 2})
-    shapes = Outline.of(config).shapes
+    shapes = ModelOutline.of(config).shapes
     (row,) = parcels(config, shapes, "int8")
     (whole,) = parcels(run(), shapes, "int8")
     for parcel, one in zip(row, whole, strict=True):
@@ -54,16 +54,20 @@ def test_shards_send_their_own_parts() -> None:
 
 
 def test_pieces_that_travel_together() -> None:
-    pieces = [Parcel(200, 10, 110, 3), Parcel(300, 20, 160, 4), Parcel(400, 30, 210, 5)]
-    assert joined(pieces, 2) == Parcel(900 - 2 * 2 * 64, 60, 480 - 2 * 64, 12)
+    pieces = [
+        PayloadCost(200, 10, 110, 3),
+        PayloadCost(300, 20, 160, 4),
+        PayloadCost(400, 30, 210, 5),
+    ]
+    assert joined(pieces, 2) == PayloadCost(900 - 2 * 2 * 64, 60, 480 - 2 * 64, 12)
     assert joined(pieces[:1], 2) == pieces[0]
-    factors = [Parcel(200, 10, 110, 3, 150), Parcel(300, 20, 160, 4, 170)]
+    factors = [PayloadCost(200, 10, 110, 3, 150), PayloadCost(300, 20, 160, 4, 170)]
     assert joined(factors, 2).ahead == 150 + 170 - 2 * 64
 
 
 def test_low_rank_by_hand() -> None:
     config = run()
-    outline = Outline.of(config)
+    outline = ModelOutline.of(config)
     found = parcels(config, outline.shapes, "lowrank:2")
     # The large matrices of 32 x 64 = 2,048 values are below 4,096: all dense, nothing to multiply.
     assert sum(parcel.products for parcel in found[0]) == 2 * 128 * 32 * 2
@@ -78,7 +82,7 @@ def test_low_rank_by_hand() -> None:
 
 def test_methods_that_exchange_gradients_have_one_fragment() -> None:
     config = run(outer={"method": "allreduce"})
-    ((parcel,),) = parcels(config, Outline.of(config).shapes, "none")
+    ((parcel,),) = parcels(config, ModelOutline.of(config).shapes, "none")
     assert parcel.payload == 4 * parcel.values + 64
 
 
@@ -91,7 +95,7 @@ def host(**values: float) -> Host:
 
 
 def test_work_of_an_exchange_by_hand() -> None:
-    parcel = Parcel(payload=4000, values=1000, own=500, products=0)
+    parcel = PayloadCost(payload=4000, values=1000, own=500, products=0)
     own = host(encode=1e3, decode=2e3, average=4e3, digest=1e3, outer=0.01, exchange_cpu=0.25,
                exchange_thread=0.125)  # fmt: skip
     found = toil(parcel, "int4", own, 3, "gather")
@@ -112,7 +116,7 @@ def test_work_of_an_exchange_by_hand() -> None:
 
 
 def test_low_rank_work_by_hand() -> None:
-    parcel = Parcel(payload=4000, values=1000, own=500, products=6000)
+    parcel = PayloadCost(payload=4000, values=1000, own=500, products=6000)
     own = host(lowrank=1e3)
     found = toil(parcel, "lowrank:4", own, 2, "gather")
     assert found.encode == pytest.approx(12.0)

@@ -16,7 +16,7 @@ from dilocox.config.run_config import RunConfig, load_run
 from dilocox.errors import ConfigError
 from dilocox.tools.planner import plan as planning
 from dilocox.tools.planner.bottleneck import sentence, shares
-from dilocox.tools.planner.hardware_table import Link, Place
+from dilocox.tools.planner.hardware_table import GpuPlacement, Link
 from dilocox.tools.planner.plan import RunPlan, flushed_bytes, plan_run
 from dilocox.tools.planner.render import SCHEMA, as_json, as_text, grouped
 from dilocox.training.portable_checkpoint import Handover
@@ -48,9 +48,9 @@ KEYS: dict[str, Any] = {
 """The JSON form: keys may be added; one that goes or changes its meaning raises `SCHEMA`."""
 
 
-def planned(place: Place | None = None, rate: float = 1e6, **options: Any) -> RunPlan:
+def planned(place: GpuPlacement | None = None, rate: float = 1e6, **options: Any) -> RunPlan:
     sections = options.pop("sections", {})
-    places = [place or Place(device(), 4, 1)] * 2
+    places = [place or GpuPlacement(device(), 4, 1)] * 2
     return plan_run(run(**sections), places, [link(rate)] * 2, 1e10, **options)
 
 
@@ -157,7 +157,7 @@ def test_a_site_with_a_larger_batch_needs_its_own_memory_and_time() -> None:
 def test_a_declared_speed_that_is_too_low_is_named() -> None:
     sites = {"lyon": {"speed": 0.1}, "paris": {}}
     found = planned(
-        Place(device(memory_rate=1e18), 4, 1),
+        GpuPlacement(device(memory_rate=1e18), 4, 1),
         1e12,
         methods=(),
         sections={"sites": sites, "outer": {"steps": 10**5}},
@@ -168,11 +168,11 @@ def test_a_declared_speed_that_is_too_low_is_named() -> None:
 
 def test_egress_is_paid_by_the_gigabyte() -> None:
     wire = Link(1e6, 1e6, 0.0, usd_per_gb=0.5)
-    found = plan_run(run(), [Place(device(), 1, 1)] * 2, [wire] * 2, 1e10, methods=())
+    found = plan_run(run(), [GpuPlacement(device(), 1, 1)] * 2, [wire] * 2, 1e10, methods=())
     budget = found.budget
     assert budget.egress_usd == pytest.approx(budget.egress_bytes / 1e9 * 0.5)
     assert budget.usd == pytest.approx((budget.compute_usd or 0) + budget.egress_usd)
-    unpriced = Place(device(usd_per_hour=None), 1, 1)
+    unpriced = GpuPlacement(device(usd_per_hour=None), 1, 1)
     assert plan_run(run(), [unpriced], [wire], 1e10, methods=()).budget.usd is None
 
 
@@ -184,7 +184,9 @@ def test_a_token_budget_sets_the_length_of_the_run() -> None:
 
 def uneven(steps: str, tokens: float | None = None) -> RunPlan:
     """Two sites, one of a quarter of the other's speed."""
-    places = [Place(device(memory_rate=1e18, utilisation=share), 1, 1) for share in (1.0, 0.25)]
+    places = [
+        GpuPlacement(device(memory_rate=1e18, utilisation=share), 1, 1) for share in (1.0, 0.25)
+    ]
     config = run(control={"steps": steps}, outer={"steps": 4000})
     return plan_run(config, places, [link(1e9)] * 2, 1e10, tokens=tokens, methods=())
 
@@ -208,11 +210,11 @@ def test_a_token_budget_counts_what_each_site_trains_on(steps: str, both: float)
 
 def test_more_ranks_than_gpus_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"plain:2x1: 2 GPUs for site\.stages x site\.shards = 4"):
-        planned(Place(device(), 2, 1), sections={"site": {"stages": 4, "batch_size": 8}})
+        planned(GpuPlacement(device(), 2, 1), sections={"site": {"stages": 4, "batch_size": 8}})
 
 
 def test_what_does_not_fit_is_said_with_what_to_change() -> None:
-    small = Place(device(memory=800_000), 4, 1)
+    small = GpuPlacement(device(memory=800_000), 4, 1)
     found = planned(small, methods=(), sections={"site": {"micro_batch_size": 8}})
     assert not found.fits
     text = as_text(found)
@@ -230,7 +232,7 @@ def test_the_bottleneck_is_named() -> None:
         "outer": {"steps": 10**6},
     }
     assert "Pipeline bubbles" in sentence(
-        planned(Place(device(peer_rate=1e18), 4, 1), methods=(), sections=deep, rate=1e12)
+        planned(GpuPlacement(device(peer_rate=1e18), 4, 1), methods=(), sections=deep, rate=1e12)
     )
     # The whole model in fp32 every 500 steps, on a link of 1 B/s.
     slow = {"outer": {"method": "diloco", "steps": 10**6}}
@@ -238,7 +240,7 @@ def test_the_bottleneck_is_named() -> None:
     assert "The link between the sites" in sentence(found)
     assert shares(found).network > 0.5
     # No exchange to speak of, no pipeline, an optimizer for nothing.
-    quick = Place(device(memory_rate=1e18), 1, 1)
+    quick = GpuPlacement(device(memory_rate=1e18), 1, 1)
     fast = {"outer": {"method": "diloco", "steps": 10**6, "overlap": "naive"}}
     assert sentence(planned(quick, methods=(), sections=fast, rate=1e12)).startswith("Computation:")
 
@@ -246,7 +248,7 @@ def test_the_bottleneck_is_named() -> None:
 def test_no_faster_link_is_recommended_where_round_trips_hold_the_run_up() -> None:
     far = [replace(link(1e12), rtt=5.0)] * 2
     config = run(outer={"method": "diloco", "inner_steps": 10, "steps": 10**6})
-    found = plan_run(config, [Place(device(), 4, 1)] * 2, far, 1e10, methods=())
+    found = plan_run(config, [GpuPlacement(device(), 4, 1)] * 2, far, 1e10, methods=())
     assert shares(found).network > 0.5
     assert "bit/s" not in sentence(found)
     assert "Round trips" in sentence(found)
@@ -256,7 +258,7 @@ def test_no_faster_link_is_recommended_where_round_trips_hold_the_run_up() -> No
 def test_the_link_that_is_recommended_does(rate: float) -> None:
     """DiLoCo stands still while it exchanges, however long its rounds are."""
     blocking = {"outer": {"method": "diloco", "steps": 10**6}}
-    quick = Place(device(memory_rate=1e18), 1, 1)
+    quick = GpuPlacement(device(memory_rate=1e18), 1, 1)
     found = planned(quick, methods=(), sections=blocking, rate=rate)
     assert shares(found).network > 0.1
     told = re.search(r"about ([0-9.e+]+) ([kMG]?)bit/s", sentence(found))
@@ -277,10 +279,12 @@ def test_a_run_that_keeps_its_states_is_compared_with_all_methods() -> None:
 def test_memory_is_that_of_the_fullest_site_of_all() -> None:
     """A GPU that is hardly smaller than another site's processors, which hold all ranks at once."""
     config = run(site={"stages": 2, "batch_size": 8}, outer={"steps": 10**6})
-    roomy = planned(Place(device(memory=10**9), 2, 1), methods=(), sections={"site": {"stages": 2}})
+    roomy = planned(
+        GpuPlacement(device(memory=10**9), 2, 1), methods=(), sections={"site": {"stages": 2}}
+    )
     enough = roomy.needed + 1
-    gpus = Place(device(memory=enough), 2, 1)
-    processors = Place(device(memory=enough + 1, shared=True), 1, 1)
+    gpus = GpuPlacement(device(memory=enough), 2, 1)
+    processors = GpuPlacement(device(memory=enough + 1, shared=True), 1, 1)
     for places in ([gpus, processors], [processors, gpus]):
         found = plan_run(config, places, [link(1e12)] * 2, 1e10, methods=())
         assert not found.fits
@@ -289,8 +293,8 @@ def test_memory_is_that_of_the_fullest_site_of_all() -> None:
 
 def test_precision_auto_is_what_each_site_multiplies_natively() -> None:
     """Older GPUs compute in fp32: slower, without casts, with wider activations."""
-    older = Place(device(multiplies_bf16=False), 4, 1)
-    newer = Place(device(), 4, 1)
+    older = GpuPlacement(device(multiplies_bf16=False), 4, 1)
+    newer = GpuPlacement(device(), 4, 1)
     by_precision = {
         precision: planned(older, sections={"site": {"precision": precision}}, methods=())
         for precision in ("auto", "fp32", "bf16")
@@ -308,7 +312,9 @@ def test_precision_auto_is_what_each_site_multiplies_natively() -> None:
 
 def test_advice_is_for_the_site_with_fewest_gpus() -> None:
     config = run(site={"shards": 2, "batch_size": 8}, outer={"steps": 10**6})
-    small, big = (Place(device(memory=size), count, 1) for size, count in ((1, 8), (10**9, 2)))
+    small, big = (
+        GpuPlacement(device(memory=size), count, 1) for size, count in ((1, 8), (10**9, 2))
+    )
     found = plan_run(config, [small, big], [link(1e12)] * 2, 1e10, methods=())
     assert not found.fits
     assert found.advice
@@ -318,8 +324,8 @@ def test_advice_is_for_the_site_with_fewest_gpus() -> None:
 
 
 def test_uneven_sites_are_named() -> None:
-    places = [Place(device(memory_rate=1e18), 1, 1),
-              Place(device(memory_rate=1e18, utilisation=0.25), 1, 1)]  # fmt: skip
+    places = [GpuPlacement(device(memory_rate=1e18), 1, 1),
+              GpuPlacement(device(memory_rate=1e18, utilisation=0.25), 1, 1)]  # fmt: skip
     config = run(outer={"method": "diloco", "steps": 10**6, "overlap": "naive"})
     found = plan_run(config, places, [link(1e12)] * 2, 1e10, methods=())
     assert found.slowest == 1

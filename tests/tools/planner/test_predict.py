@@ -13,11 +13,11 @@ from tests.support.planned_runs import TABLE, device, link, run
 from dilocox.config.methods import METHODS
 from dilocox.config.run_config import RunConfig, with_sites
 from dilocox.errors import ConfigError
-from dilocox.tools.planner.model_outline import Outline
+from dilocox.tools.planner.model_outline import ModelOutline
 from dilocox.tools.planner.predict import Prediction, menu_of, predict
 from dilocox.tools.planner.variants import with_method
 
-OUTLINE = Outline.of(run())
+OUTLINE = ModelOutline.of(run())
 SOME = settings(max_examples=12, deadline=None, derandomize=True)
 
 

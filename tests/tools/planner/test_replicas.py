@@ -14,10 +14,10 @@ from dilocox.tools.planner import step_time as timing
 from dilocox.tools.planner.activations import Kept
 from dilocox.tools.planner.advice import advice
 from dilocox.tools.planner.bottleneck import sentence
-from dilocox.tools.planner.hardware_table import Place
+from dilocox.tools.planner.hardware_table import GpuPlacement
 from dilocox.tools.planner.host_memory import host_memory
 from dilocox.tools.planner.memory_footprint import Footprint, counted, footprints, needed
-from dilocox.tools.planner.model_outline import Outline
+from dilocox.tools.planner.model_outline import ModelOutline
 from dilocox.tools.planner.outer_path import outer_path
 from dilocox.tools.planner.plan import plan_run
 from dilocox.tools.planner.predict import predict
@@ -25,7 +25,7 @@ from dilocox.tools.planner.render import as_json, as_text
 from dilocox.tools.planner.trial_run import alone
 
 EACH = Kept(layer=200_000, entry=90_000, selected=120_000, head=500_000, exact=True)
-NODES = Place(device(), 4, 2)
+NODES = GpuPlacement(device(), 4, 2)
 """Two nodes of four GPUs."""
 FABRIC = 1e8
 """Bytes per second between nodes; 1e10 inside one."""
@@ -35,15 +35,15 @@ def site(**values: Any) -> RunConfig:
     return run(site={"batch_size": 16, "micro_batch_size": 1, **values})
 
 
-def of(config: RunConfig, place: Place = NODES) -> list[Footprint]:
-    return footprints(config, Outline.of(config), place, EACH)
+def of(config: RunConfig, place: GpuPlacement = NODES) -> list[Footprint]:
+    return footprints(config, ModelOutline.of(config), place, EACH)
 
 
 def test_all_replicas_have_gpus() -> None:
     config = site(replicas=4, stages=2, shards=1)
     product = r"site\.replicas x site\.stages x site\.shards = 8"
     with pytest.raises(ConfigError, match=rf"plain:4x1: 4 GPUs for {product} ranks"):
-        plan_run(config, [Place(device(), 4, 1)] * 2, [link(1e6)] * 2, FABRIC)
+        plan_run(config, [GpuPlacement(device(), 4, 1)] * 2, [link(1e6)] * 2, FABRIC)
     plan = plan_run(config, [NODES] * 2, [link(1e6)] * 2, FABRIC, methods=())
     text = as_text(plan)
     assert "2 sites x 4 replicas x 2 stages x 1 shard\n" in text
@@ -55,13 +55,13 @@ def test_all_replicas_have_gpus() -> None:
 
 def test_each_replica_computes_its_part_of_the_batch() -> None:
     configs = [site(shards=8), site(replicas=2, shards=4), site(replicas=8)]
-    outline = Outline.of(configs[0])
+    outline = ModelOutline.of(configs[0])
     times = [timing.step_time(each, outline, NODES, FABRIC) for each in configs]
     assert len({each.compute for each in times}) == 1
     # Every replica's optimizer steps over all of the model.
     assert times[1].optimizer == pytest.approx(2 * times[0].optimizer)
     assert times[2].optimizer == pytest.approx(8 * times[0].optimizer)
-    cores = Place(device(shared=True, cores=8.0), 1, 1)
+    cores = GpuPlacement(device(shared=True, cores=8.0), 1, 1)
     shared = [timing.step_time(each, outline, cores, FABRIC) for each in configs]
     assert len({each.compute for each in shared}) == 1
     assert shared[1].optimizer == pytest.approx(2 * shared[0].optimizer)
@@ -69,7 +69,7 @@ def test_each_replica_computes_its_part_of_the_batch() -> None:
 
 def test_traffic_of_replicas_by_hand() -> None:
     config = site(replicas=2, shards=4, gradient_sync="step")
-    outline = Outline.of(config)
+    outline = ModelOutline.of(config)
     whole = outline.parameters
     # Shards stay on a node: parameters once in bf16, gradients in fp32.
     inside = timing.fsdp_seconds(config, outline, NODES, FABRIC)
@@ -78,7 +78,7 @@ def test_traffic_of_replicas_by_hand() -> None:
     ring = 2 * (2 - 1) / 2 * 4 * whole / 4
     between = timing.replica_seconds(config, outline, NODES, FABRIC)
     assert between == pytest.approx(4 * ring / FABRIC)
-    together = timing.replica_seconds(config, outline, Place(device(), 8, 1), FABRIC)
+    together = timing.replica_seconds(config, outline, GpuPlacement(device(), 8, 1), FABRIC)
     assert together == pytest.approx(ring / 1e10)
     assert timing.replica_seconds(site(shards=8), outline, NODES, FABRIC) == 0.0
     # What a site of one stage hides of it: the last micro-batch's backward pass.
@@ -88,7 +88,7 @@ def test_traffic_of_replicas_by_hand() -> None:
     assert found.compute < inside
     assert sum(backward) < between
     assert found.traffic == pytest.approx(unhidden)
-    slow = Place(device(bf16=1e9), 4, 2)
+    slow = GpuPlacement(device(bf16=1e9), 4, 2)
     _, backward = timing.chunk_seconds(config, outline, 1e9, 16)
     found = timing.step_time(config, outline, slow, FABRIC)
     assert inside < found.compute
@@ -98,11 +98,11 @@ def test_traffic_of_replicas_by_hand() -> None:
 def test_pipelines_of_replicas_stay_on_their_nodes() -> None:
     """Ranks lie replica by replica: each pipeline of four stages has a node of its own."""
     pipes = site(replicas=2, stages=4)
-    outline = Outline.of(pipes)
+    outline = ModelOutline.of(pipes)
     hop = timing.hop_seconds(pipes, outline, NODES, FABRIC, 16)
     assert hop == pytest.approx(16 * 32 * 2 / 1e10), "bf16, as FSDP's chunks compute"
     sharded = site(stages=4, shards=2)
-    across = timing.hop_seconds(sharded, Outline.of(sharded), NODES, FABRIC, 16)
+    across = timing.hop_seconds(sharded, ModelOutline.of(sharded), NODES, FABRIC, 16)
     assert across == pytest.approx(2 * 16 * 32 * 2 / FABRIC)
     found = timing.step_time(pipes, outline, NODES, FABRIC)
     between = timing.replica_seconds(pipes, outline, NODES, FABRIC)
@@ -115,7 +115,7 @@ def test_replicas_are_faster_where_shards_gather_between_nodes(sync: str) -> Non
     rates = []
     for layout in ({"shards": 8}, {"replicas": 2, "shards": 4}):
         config = site(gradient_sync=sync, **layout)
-        outline = Outline.of(config)
+        outline = ModelOutline.of(config)
         assert needed(of(config), NODES, config) <= NODES.device.memory
         found = predict(config, NODES, link(1e12), 2, fabric=FABRIC, outline=outline)
         rates.append(found.tokens_per_second)
@@ -136,7 +136,7 @@ def test_every_replica_holds_its_own_weights() -> None:
 
 
 def test_further_replicas_exchange_nothing() -> None:
-    config, place = site(replicas=4, stages=2), Place(device(shared=True), 1, 1)
+    config, place = site(replicas=4, stages=2), GpuPlacement(device(shared=True), 1, 1)
     ranks = of(config, place)
     first = sum(each.device for each in ranks)
     others = sum(
@@ -146,10 +146,10 @@ def test_further_replicas_exchange_nothing() -> None:
     assert needed(ranks, place, config) == first + 3 * others
     assert others < first
     # Beside GPUs the first replica's ranks alone have state: those of a node, not of all.
-    host = host_memory(of(config), [Place(device(), 8, 1)], config)
+    host = host_memory(of(config), [GpuPlacement(device(), 8, 1)], config)
     assert host is not None
     assert host.ranks == 2
-    host = host_memory(of(config), [Place(device(), 1, 8)], config)
+    host = host_memory(of(config), [GpuPlacement(device(), 1, 8)], config)
     assert host is not None
     assert host.ranks == 1
 
@@ -183,19 +183,19 @@ def test_where_shards_gather_between_nodes_replicas_are_named() -> None:
     assert text.startswith("Traffic inside the site:")
     assert "--set site.replicas=2 --set site.shards=4" in text
     # Not where a replica on one node needs more than its GPUs have, nor where there is one node.
-    outline = Outline.of(config)
+    outline = ModelOutline.of(config)
     most = needed(footprints(config, outline, NODES, counted(config, outline)), NODES, config)
-    full = Place(device(memory=most), 4, 2)
+    full = GpuPlacement(device(memory=most), 4, 2)
     assert plan_run(config, [full] * 2, [link(1e12)] * 2, FABRIC, methods=()).hybrid is None
-    one = Place(device(), 8, 1)
+    one = GpuPlacement(device(), 8, 1)
     assert plan_run(config, [one] * 2, [link(1e12)] * 2, FABRIC, methods=()).hybrid is None
 
 
 def test_replicas_that_do_not_fit_become_shards() -> None:
     config = site(replicas=8, gradient_sync="micro-batch", batch_size=8)
-    outline, place = Outline.of(config), NODES
+    outline, place = ModelOutline.of(config), NODES
     bytes_ = needed(footprints(config, outline, place, counted(config, outline)), place, config)
-    small = Place(device(memory=int(0.7 * bytes_)), 4, 2)
+    small = GpuPlacement(device(memory=int(0.7 * bytes_)), 4, 2)
     found = [dict(change.values) for change in advice(config, outline, small, small.gpus)]
     assert {"site.replicas": 4, "site.shards": 2} in found
 

@@ -14,8 +14,8 @@ from dilocox.coordinator.controller.candidates import codecs
 from dilocox.coordinator.controller.link_estimator import Estimate
 from dilocox.coordinator.controller.link_policy import choose
 from dilocox.tools.planner.hardware_table import Host
-from dilocox.tools.planner.payload_costs import Parcel
-from dilocox.tools.planner.simulated_run import Course, SimSite
+from dilocox.tools.planner.payload_costs import PayloadCost
+from dilocox.tools.planner.simulated_run import SimSite, SimulatedRun
 from dilocox.tools.planner.simulator import SHARED_WORK, simulate
 
 SIZE = 1000
@@ -30,7 +30,7 @@ def site(name: str, step: float = 1.0, **values: Any) -> SimSite:
 
 def menu(config: RunConfig, size: int = SIZE, values: int = 1) -> dict[str, Any]:
     fragments = 1 if config.exchanges_gradients else config.outer.fragments
-    row = [Parcel(size, values, size, 0) for _ in range(fragments)]
+    row = [PayloadCost(size, values, size, 0) for _ in range(fragments)]
     return {config.compression.codec: [row for _ in range(config.site.stages)]}
 
 
@@ -38,11 +38,11 @@ def fixed(**outer: Any) -> RunConfig:
     return run(outer={"steps": 10**6, **outer}, control={"adapt": "off"})
 
 
-def play(config: RunConfig, *sites: SimSite, size: int = SIZE, rounds: int = 8) -> Course:
+def play(config: RunConfig, *sites: SimSite, size: int = SIZE, rounds: int = 8) -> SimulatedRun:
     return simulate(config, list(sites), menu(config, size), rounds)
 
 
-def round_seconds(course: Course) -> list[float]:
+def round_seconds(course: SimulatedRun) -> list[float]:
     """From the end of a round to the end of the next, at the first site; the first is left out."""
     ends = [each.end for each in course.rounds[0]]
     return [b - a for a, b in pairwise(ends[1:])]
@@ -50,7 +50,7 @@ def round_seconds(course: Course) -> list[float]:
 
 def test_factors_reach_their_owner_before_he_can_send() -> None:
     config = fixed(method="diloco", inner_steps=5)
-    factors = {"none": [[Parcel(SIZE, 1, SIZE, 0, 300)]]}
+    factors = {"none": [[PayloadCost(SIZE, 1, SIZE, 0, 300)]]}
     course = simulate(config, [site("a"), site("b")], factors, 8)
     assert round_seconds(course) == pytest.approx([5.0 + 3.0 + 10.0] * 6)
 
@@ -215,7 +215,7 @@ def test_plans_are_the_controllers() -> None:
     for codec in codecs(config):
         kept = int(codec.partition(":")[2] or 0)
         size = sizes.get(codec, max(8, kept))
-        menus[codec] = [[Parcel(size, 1, size, 0) for _ in range(4)]]
+        menus[codec] = [[PayloadCost(size, 1, size, 0) for _ in range(4)]]
     course = simulate(config, [site("a"), site("b")], menus, 10)
     assert course.choices[0].reason == course.choices[1].reason == "nothing is measured yet"
     final = course.choices[-1]
@@ -232,7 +232,7 @@ def test_plans_are_the_controllers() -> None:
 def test_pieces_are_exchanged_as_the_plan_has_them() -> None:
     """Where headers are most of it, all four travel as one."""
     config = run(outer={"steps": 4000})
-    menus = {codec: [[Parcel(65, 1, 65, 0) for _ in range(4)]] for codec in codecs(config)}
+    menus = {codec: [[PayloadCost(65, 1, 65, 0) for _ in range(4)]] for codec in codecs(config)}
     course = simulate(config, [site("a"), site("b")], menus, 10)
     final = course.choices[-1]
     assert final.fragments == 1

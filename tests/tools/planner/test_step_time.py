@@ -17,9 +17,9 @@ from torch.distributed.pipelining.stage import _PipelineStageBase
 from dilocox.config.run_config import RunConfig
 from dilocox.inner import chunks_of_stage, stage_of_chunk
 from dilocox.tools.planner import step_time as timing
-from dilocox.tools.planner.hardware_table import Place
+from dilocox.tools.planner.hardware_table import GpuPlacement
 from dilocox.tools.planner.memory_footprint import in_flight
-from dilocox.tools.planner.model_outline import Outline
+from dilocox.tools.planner.model_outline import ModelOutline
 
 MATRICES = LAYER - 2 * 32 + 16 * 32
 """Multiply-adds per token of a layer."""
@@ -42,20 +42,20 @@ def pipeline(
 
 def test_one_gpu_by_hand() -> None:
     # 8 sequences of 16 tokens, 1 TFLOP/s: 6 operations per multiply-add and token.
-    outline = Outline.of(run())
-    found = timing.step_time(run(), outline, Place(device(), 1, 1), 1e10)
+    outline = ModelOutline.of(run())
+    found = timing.step_time(run(), outline, GpuPlacement(device(), 1, 1), 1e10)
     operations = 6 * (4 * MATRICES + EMBEDDING) * 8 * 16
     assert found.compute == pytest.approx(operations / 1e12)
     assert found.bubble == found.traffic == 0.0
     assert found.optimizer == pytest.approx(28 * outline.parameters / 1e12)
     again = run(model={"activation_checkpointing": True})
-    found = timing.step_time(again, outline, Place(device(), 1, 1), 1e10)
+    found = timing.step_time(again, outline, GpuPlacement(device(), 1, 1), 1e10)
     more = 2 * 4 * MATRICES * 8 * 16
     assert found.compute == pytest.approx((operations + more) / 1e12)
     # Processors: reading and writing is shared by the cores, operations are those of all of them.
     muon, one, eight = (
         run(inner={"optimizer": "muon"}),
-        *(Place(device(shared=True, cores=cores), 1, 1) for cores in (1.0, 8.0)),
+        *(GpuPlacement(device(shared=True, cores=cores), 1, 1) for cores in (1.0, 8.0)),
     )
     took = [
         timing.optimizer_seconds(muon, outline, place, place.device.rate(bf16=True))
@@ -63,15 +63,15 @@ def test_one_gpu_by_hand() -> None:
     ]
     assert took[0] == pytest.approx(8 * took[1])
     slower = timing.step_time(
-        run(site={"precision": "fp32"}), outline, Place(device(utilisation=0.5), 1, 1), 1e10
+        run(site={"precision": "fp32"}), outline, GpuPlacement(device(utilisation=0.5), 1, 1), 1e10
     )
     assert slower.compute == pytest.approx(operations / 5e10)
 
 
 def test_a_pipeline_fills_once_by_hand() -> None:
     config = pipeline("1f1b", 4, 1, 8)
-    outline = Outline.of(config)
-    found = timing.step_time(config, outline, Place(device(), 4, 1), 1e10)
+    outline = ModelOutline.of(config)
+    found = timing.step_time(config, outline, GpuPlacement(device(), 4, 1), 1e10)
     middle = 6 * MATRICES * 16 / 1e12
     last = 6 * (MATRICES + EMBEDDING) * 16 / 1e12
     assert found.compute == pytest.approx(8 * last)
@@ -80,12 +80,12 @@ def test_a_pipeline_fills_once_by_hand() -> None:
     # fp32 hidden states of 16 tokens, from stage to stage, both ways, on every one's way.
     hop = 16 * 32 * 4 / 1e10
     assert found.traffic == pytest.approx(2 * hop * (4 + 7))
-    across = timing.step_time(config, outline, Place(device(), 2, 2), 1e6)
+    across = timing.step_time(config, outline, GpuPlacement(device(), 2, 2), 1e6)
     assert across.traffic == pytest.approx(found.traffic * 1e10 / 1e6)
 
 
 def test_fsdp_traffic_by_hand() -> None:
-    place = Place(device(), 4, 1)
+    place = GpuPlacement(device(), 4, 1)
     for stages, sync, gathers, times in (
         (2, "auto", 1, 1), (1, "micro-batch", 2, 4), (1, "step", 1, 1), (1, "auto", 1, 1),
     ):  # fmt: skip
@@ -93,19 +93,21 @@ def test_fsdp_traffic_by_hand() -> None:
             site={"stages": stages, "shards": 2, "batch_size": 8, "micro_batch_size": 1,
                   "gradient_sync": sync}
         )  # fmt: skip
-        outline = Outline.of(config)
+        outline = ModelOutline.of(config)
         size = max(outline.stage_parameters) / 2 * (2 * gathers + 4)
         found = timing.fsdp_seconds(config, outline, place, 1e9)
         assert found == pytest.approx(times * size / 1e10)
         # Shards of one stage on two nodes: through the node's network.
-        apart = timing.fsdp_seconds(config, outline, Place(device(), 1, 4), 1e9)
+        apart = timing.fsdp_seconds(config, outline, GpuPlacement(device(), 1, 4), 1e9)
         assert apart == pytest.approx(times * size / 1e9)
 
 
 def test_cores_that_all_ranks_share_have_no_bubbles() -> None:
     config = pipeline("1f1b", 4, 1, 8)
-    outline = Outline.of(config)
-    alone = timing.step_time(config, outline, Place(device(shared=True, cores=0.5), 1, 1), 1e10)
+    outline = ModelOutline.of(config)
+    alone = timing.step_time(
+        config, outline, GpuPlacement(device(shared=True, cores=0.5), 1, 1), 1e10
+    )
     assert alone.compute == pytest.approx(outline.flops_per_token * 8 * 16 / 0.5e12)
     assert alone.bubble == alone.traffic == 0.0
     assert alone.optimizer == pytest.approx(28 * sum(outline.stage_parameters) / 0.5e12)
@@ -123,11 +125,11 @@ def test_muons_products_by_hand() -> None:
 
 
 def test_the_compute_limit_counts_all_gpus_of_all_sites() -> None:
-    outline = Outline.of(run())
-    places = [Place(device(utilisation=0.5), 8, 2), Place(device(), 4, 1)]
+    outline = ModelOutline.of(run())
+    places = [GpuPlacement(device(utilisation=0.5), 8, 2), GpuPlacement(device(), 4, 1)]
     expected = (16 * 0.5e12 + 4 * 1e12) / outline.flops_per_token
     assert timing.compute_limit(run(), outline, places) == pytest.approx(expected)
-    older = [Place(device(multiplies_bf16=False), 4, 1)]
+    older = [GpuPlacement(device(multiplies_bf16=False), 4, 1)]
     auto = run(site={"precision": "auto"})
     limit = timing.compute_limit(auto, outline, older)
     assert limit == pytest.approx(4 * 1e11 / outline.flops_per_token)

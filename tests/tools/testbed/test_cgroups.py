@@ -63,8 +63,8 @@ def test_a_group_of_version_1_gets_quota_and_period(tmp_path: Path) -> None:
 
 
 def test_the_reason_is_said_where_groups_cannot_be_made(tmp_path: Path) -> None:
-    assert "not mounted here" in str(cgroups.why_not(None))
-    said = str(cgroups.why_not(Hierarchy(tmp_path / "missing", 1)))
+    assert "not mounted here" in str(cgroups.unsupported_reason(None))
+    said = str(cgroups.unsupported_reason(Hierarchy(tmp_path / "missing", 1)))
     assert "a CPU quota cannot be set (No such file or directory)" in said
     with pytest.raises(LabError, match="cannot be entered"):
         cgroups.enter(tmp_path / "missing")

@@ -12,7 +12,7 @@ from tests.support.lab_needs import needs_network
 
 from dilocox.tools.testbed import Counters, LabError, Network, link_measurement, netns, verify_links
 from dilocox.tools.testbed.commands import call
-from dilocox.tools.testbed.netns import why_not
+from dilocox.tools.testbed.netns import unsupported_reason
 
 pytestmark = pytest.mark.alone
 
@@ -137,7 +137,7 @@ def test_all_connections_have_the_congestion_control_that_is_set() -> None:
 def test_without_root_the_reason_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(netns.sys, "platform", "linux")
     monkeypatch.setattr(netns.os, "geteuid", lambda: 1000)
-    assert why_not() == "network namespaces need root"
+    assert unsupported_reason() == "network namespaces need root"
 
 
 def test_counters_are_subtracted_field_by_field() -> None:

@@ -13,7 +13,7 @@ from rich.console import Console
 from dilocox.config.run_config import resolve_run
 from dilocox.coordinator.protocol import messages as m
 from dilocox.training.launch.console import Display, round_line
-from dilocox.training.launch.supervisor import complain
+from dilocox.training.launch.supervisor import print_error
 from dilocox.utils.formatting import number, size
 from tests.support.coordinator_driver import run_config
 
@@ -142,8 +142,8 @@ def test_a_member_moves_nobodys_cursor() -> None:
 
 
 def test_reasons_of_members_are_plain(capsys: pytest.CaptureFixture[str]) -> None:
-    rank = m.Rank(site="lyon", stage=0, shard=0)
+    rank = m.RankId(site="lyon", stage=0, shard=0)
     said = m.LeaveRequest(rank=rank, reason="\x1b[31mbroken\x1b[0m\r\n")
     assert said.reason == "\ufffd[31mbroken\ufffd[0m "
-    complain("gone: \x1b[2Jx")
+    print_error("gone: \x1b[2Jx")
     assert capsys.readouterr().err == "dilocox: gone: \ufffd[2Jx\n"

@@ -13,7 +13,7 @@ from typing import cast
 
 import pytest
 
-from dilocox.training.builder import Place
+from dilocox.training.builder import RankPlace
 from dilocox.training.launch import rank as rank_process
 
 pytestmark = pytest.mark.waits
@@ -58,7 +58,7 @@ def test_flight_records_lie_beside_the_log(tmp_path: Path, started_here: bool) -
     job = SimpleNamespace(
         log_file=log if started_here else None,
         config=SimpleNamespace(folder=tmp_path / "run"),
-        place=Place("lyon", 1, 2),
+        place=RankPlace("lyon", 1, 2),
     )
     found = rank_process._flight_records(cast(rank_process.RankJob, job))
     folder = log.parent if started_here else tmp_path / "run" / "logs"

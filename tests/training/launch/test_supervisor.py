@@ -14,15 +14,15 @@ from hypothesis import strategies as st
 
 from dilocox.config.run_config import NetworkSection
 from dilocox.coordinator.protocol.timeouts import Timeouts
-from dilocox.errors import ConfigError, JoinError, NotNowError
+from dilocox.errors import ConfigError, JoinError, RetryLaterError
 from dilocox.training.launch.supervisor import FRUITLESS, Asked, Ended, keep_in_run, listening
-from dilocox.utils.backoff import pauses
+from dilocox.utils.backoff import backoff_delays
 
 pytestmark = pytest.mark.waits
 
 LIMITS = Timeouts.derive(NetworkSection(link_timeout=20.0, heartbeat=5.0))
 CRASH = Ended(1, "lyon-stage1-shard0 was killed (signal 9)")
-UNKNOWN = NotNowError("coordinator there:1: no answer")
+UNKNOWN = RetryLaterError("coordinator there:1: no answer")
 
 
 class Play:
@@ -79,7 +79,7 @@ def test_an_error_of_the_first_start_is_raised() -> None:
 
 
 def test_what_would_fail_again_is_not_tried_again() -> None:
-    failed = Ended(1, "the run has failed: loss is not finite", lasting=True)
+    failed = Ended(1, "the run has failed: loss is not finite", permanent=True)
     play = Play(CRASH, failed)
     assert play.run() == failed
     refused = Play(CRASH, JoinError("site lyon: the run is finished; resume it to go on"))
@@ -92,7 +92,7 @@ def test_incarnations_that_never_take_part_are_counted() -> None:
     early = Ended(1, "out of memory", took_part=False)
     play = Play(CRASH, *[early] * (FRUITLESS - 1), CRASH, *[early] * FRUITLESS)
     end = play.run()
-    assert end.lasting
+    assert end.permanent
     assert f"failed {FRUITLESS} times in a row before it took part" in end.reason
     assert "out of memory" in end.reason
     assert play.starts == 1 + FRUITLESS - 1 + 1 + FRUITLESS
@@ -104,7 +104,7 @@ def test_incarnations_that_never_take_part_are_counted() -> None:
 def test_a_coordinator_that_is_away_is_looked_for_and_named_in_the_end() -> None:
     play = Play(CRASH, *itertools.repeat(UNKNOWN, 1000))
     end = play.run()
-    assert end.lasting
+    assert end.permanent
     assert end.reason.startswith(f"site lyon: gave up after {LIMITS.rejoin:g} s (coordinator there")
     assert LIMITS.rejoin < play.time <= LIMITS.rejoin + LIMITS.retry_most
     assert max(play.slept) <= LIMITS.retry_most
@@ -149,11 +149,13 @@ def test_handlers_of_the_caller_stay_in_place() -> None:
 @settings(max_examples=50, deadline=None, derandomize=True)
 @given(st.floats(0.01, 10.0), st.floats(1.0, 100.0), st.floats(0.0, 1.0))
 def test_pauses_double_up_to_a_limit(first: float, times: float, where: float) -> None:
-    made = list(itertools.islice(pauses(first, first * times, lambda a, b: a + where * (b - a)), 9))
+    made = list(
+        itertools.islice(backoff_delays(first, first * times, lambda a, b: a + where * (b - a)), 9)
+    )
     share = 0.5 + where / 2
     for number, pause in enumerate(made):
         assert pause == pytest.approx(share * min(first * 2**number, first * times))
 
 
 def test_pauses_differ() -> None:
-    assert len(set(itertools.islice(pauses(1.0, 8.0), 20))) == 20
+    assert len(set(itertools.islice(backoff_delays(1.0, 8.0), 20))) == 20

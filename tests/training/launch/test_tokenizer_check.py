@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dilocox.tools.planner.model_outline import Outline
+from dilocox.tools.planner.model_outline import ModelOutline
 from dilocox.training.builder import Hooks
 from dilocox.training.launch import coordinator_process, local, preflight
 from dilocox.training.launch.tokenizer_check import check_tokenizer
@@ -42,7 +42,7 @@ def test_pretrained_weights_refuse_a_tokenizer_of_their_own(place: Path, tmp_pat
     assert "leave out data.tokenizer" in text
     assert "set model.pretrained = false" in text
     # A plan of what would be refused is no plan.
-    assert refusal(Outline.of, trained) == text
+    assert refusal(ModelOutline.of, trained) == text
     fresh = {**model, "pretrained": False}
     check_tokenizer(config(tmp_path, model=fresh, data={"tokenizer": "train"}))
     # What goes on with a run of its own goes on with that run's tokenizer.
@@ -101,14 +101,14 @@ def test_a_plan_takes_the_vocabulary_of_a_tokenizer_that_is_given(
 ) -> None:
     """As the run will: a type's own default is another model's, of 150,000 tokens or so."""
     given = {"tokenizer": str(place / "tokens" / "tokenizer")}
-    outline = Outline.of(config(tmp_path, data=given))
+    outline = ModelOutline.of(config(tmp_path, data=given))
     assert outline.hf_config.vocab_size == 270
     assert outline.whole["model.embed_tokens.weight"][0] == 270
-    text = refusal(Outline.of, config(tmp_path, data={"tokenizer": str(tmp_path / "none")}))
+    text = refusal(ModelOutline.of, config(tmp_path, data={"tokenizer": str(tmp_path / "none")}))
     assert text.endswith("; to plan without it, give model.architecture a vocab_size")
     known = {"architecture": {**ARCHITECTURE, "vocab_size": 300}}
     away = config(tmp_path, model=known, data={"tokenizer": str(tmp_path / "none")})
-    assert Outline.of(away).hf_config.vocab_size == 300
+    assert ModelOutline.of(away).hf_config.vocab_size == 300
 
 
 # --- the data ---

@@ -311,14 +311,14 @@ def test_a_rank_says_that_it_lives_before_it_builds(
             return type("Files", (), {"vocabulary_size": 270})
 
     monkeypatch.setattr(rank_process, "TokenFiles", Opened)
-    monkeypatch.setattr(rank_process.Blueprint, "of", lambda *_: None)
+    monkeypatch.setattr(rank_process.ModelPlan, "of", lambda *_: None)
     monkeypatch.setattr(rank_process, "open_endpoint", lambda *_: Links())
     monkeypatch.setattr(rank_process, "RankControl", Control)
     monkeypatch.setattr(rank_process.site_log, "TellingClient", Client)
     monkeypatch.setattr(rank_process, "build_rank", build)
     job = rank_process.RankJob(
         config=run(tmp_path, stages=2),
-        place=rank_process.Place("paris", 0, 0),
+        place=rank_process.RankPlace("paris", 0, 0),
         url="https://localhost:1",
         identity=None,  # type: ignore[arg-type]
         hooks=rank_process.Hooks(),

@@ -20,7 +20,7 @@ from dilocox.transport.link.addresses import Announcement
 from dilocox.transport.link.endpoint import LinkEndpoint, check_ports, open_endpoint
 from dilocox.transport.link.interfaces import interface_address
 from dilocox.transport.link.link import Link, UnreachableError
-from dilocox.transport.link.tls import StrangerError, contexts, site_of
+from dilocox.transport.link.tls import UnauthenticatedPeerError, contexts, site_of
 from dilocox.transport.link.transfer import Transfer
 from dilocox.utils.unauthenticated import Strangers
 from tests.support.linked import AUTHORITY, CLOSED_DOOR
@@ -97,7 +97,7 @@ def test_members_of_a_group_are_let_in_and_nobody_else(
 def test_the_wrong_site_at_an_address_is_refused(endpoints: Callable[..., LinkEndpoint]) -> None:
     door, member = endpoints("c"), endpoints("b")
     offered(door, "b")
-    with pytest.raises(StrangerError, match="site c answers there"):
+    with pytest.raises(UnauthenticatedPeerError, match="site c answers there"):
         dial(member, door.port, "a")
 
 
@@ -108,7 +108,7 @@ def test_a_stranger_s_certificate_is_refused_and_logged(
     door, stranger = endpoints("a"), endpoints("b", another_run)
     link = offered(door, "b")
     # The stranger notices first that it does not know the one that it called.
-    with pytest.raises(StrangerError, match="its certificate is not of this run"):
+    with pytest.raises(UnauthenticatedPeerError, match="its certificate is not of this run"):
         dial(stranger, door.port, "a")
     # One that does not care is refused by TLS, before it can name a route.
     _, careless = contexts(identity_of(another_run, "b"))
@@ -188,7 +188,7 @@ def test_another_service_at_the_address_is_no_rank(endpoints: Callable[..., Link
 
         thread = threading.Thread(target=answer)
         thread.start()
-        with pytest.raises(StrangerError, match="no rank of this run answers"):
+        with pytest.raises(UnauthenticatedPeerError, match="no rank of this run answers"):
             dial(member, listener.getsockname()[1], "a")
         thread.join()
 
@@ -261,7 +261,7 @@ def test_certificates_that_are_no_site_s_are_refused(authority: Authority) -> No
         (good[:-1] + bytes([good[-1] ^ 1]), now, "not of this run"),
         (b"\x30\x00", now, "not of this run"),
     ]:
-        with pytest.raises(StrangerError, match=why):
+        with pytest.raises(UnauthenticatedPeerError, match=why):
             site_of(shown, authority.pem, when)
 
 

@@ -13,8 +13,8 @@ from dilocox.errors import ExchangeError
 from dilocox.transport.link import state as link_state
 from dilocox.transport.link import transfer as transfers
 from dilocox.transport.link.frames import (
+    CHUNK_BYTES,
     HEADER_BYTES,
-    PIECE_BYTES,
     Frame,
     FrameError,
     Kind,
@@ -25,7 +25,7 @@ from dilocox.transport.link.transfer import STEP_BYTES, Transfer
 
 pytestmark = pytest.mark.waits
 
-SIZES = st.lists(st.integers(1, 3 * PIECE_BYTES), min_size=1, max_size=4)
+SIZES = st.lists(st.integers(1, 3 * CHUNK_BYTES), min_size=1, max_size=4)
 
 
 def transfer(tensor: torch.Tensor, what: str = "receive") -> Transfer:
@@ -165,7 +165,7 @@ def test_a_header_is_a_frame_or_refused(data: bytes) -> None:
     except FrameError:
         return
     assert frame.pack() == data
-    assert frame.length <= (PIECE_BYTES if frame.kind is Kind.DATA else 1 << 48)
+    assert frame.length <= (CHUNK_BYTES if frame.kind is Kind.DATA else 1 << 48)
 
 
 @settings(max_examples=200)
@@ -206,8 +206,8 @@ def test_whatever_a_peer_says_no_byte_goes_beside_its_tensor(
 def test_messages_take_turns() -> None:
     near = LinkState()
     for tag in (1, 2):
-        near.send(tag, transfer(noise(2 * PIECE_BYTES, tag), "send"))
-        near.heard(Frame(Kind.WANT, tag, 0, 2 * PIECE_BYTES))
+        near.send(tag, transfer(noise(2 * CHUNK_BYTES, tag), "send"))
+        near.heard(Frame(Kind.WANT, tag, 0, 2 * CHUNK_BYTES))
     order = []
     while (piece := near.piece()) is not None:
         order.append(piece.frame.tag)

@@ -17,7 +17,7 @@ from dilocox.outer.contribution import Contribution
 from dilocox.transport import attempt as attempts
 from dilocox.transport.attempt import Attempt, RepeatError
 from dilocox.transport.exchange import exchange
-from dilocox.transport.exchange_worker import LinkTurn, Turns
+from dilocox.transport.exchange_worker import LinkSlot, OrderedLock
 from dilocox.transport.link import state
 from dilocox.transport.link import times as link_times
 from dilocox.transport.link import transfer as transfers
@@ -82,8 +82,8 @@ class Slow:
 
 @dataclass
 class Ballot(SharedBallot):
-    """Its group is silent for `SILENCE` at most; `pauses` by round slow what this site sends, in a
-    process of its own."""
+    """Its group is silent for `SILENCE` at most; `backoff_delays` by round slow what this site
+    sends, in a process of its own."""
 
     pauses: Sequence[float] = ()
     slow: Slow = field(default_factory=Slow)
@@ -100,18 +100,19 @@ class Ballot(SharedBallot):
 def course(
     monkeypatch: pytest.MonkeyPatch, pauses: Sequence[float], usual: float | None = None
 ) -> Mapping[str, Any]:
-    """Seconds of every exchange of three sites, or what ended it; `pauses` of the last by round.
+    """Seconds of every exchange of three sites, or what ended it; `backoff_delays` of the last by
+    round.
 
     `usual`: seconds that transfers have taken before, if there were any.
     """
-    monkeypatch.setattr(state, "PIECE_BYTES", PIECE)
+    monkeypatch.setattr(state, "CHUNK_BYTES", PIECE)
     for module in (transfers, link_times):
         monkeypatch.setattr(module, "STEP_BYTES", PIECE)
 
     def site(me: str, store: MemoryStore) -> Callable[[], Any]:
         def go() -> Any:
             ballot = Ballot(store, me, pauses=pauses if me == "oslo" else ())
-            times, turns, took = LinkTimes(SILENCE), Turns(), []
+            times, turns, took = LinkTimes(SILENCE), OrderedLock(), []
             for site in () if usual is None else 2 * len(pauses) * list(WEIGHTS):
                 for sends in (False, True):
                     times.note(transfer(LENGTH * 4, usual, site, sends))
@@ -120,7 +121,7 @@ def course(
                 what = Contribution(
                     key, LENGTH, values_of(me), compressor("none", GEOMETRY), "gather", WEIGHTS
                 )
-                exchange(ballot, me, what, LinkTurn(turns, 0), times)
+                exchange(ballot, me, what, LinkSlot(turns, 0), times)
                 took.append(time.monotonic() - start)
             return took
 
@@ -188,7 +189,7 @@ def test_what_hangs_is_told_when_another_was_the_first_to_say_so(
     begun = BeginReply(epoch=1, attempt=1, members=members, decided=False)
     times = LinkTimes(0.4)
     times.note(transfer(LENGTH * 4, 0.01))
-    attempt = Attempt(cast(Any, ballot), "a", what, begun, LinkTurn(Turns(), 0), times)
+    attempt = Attempt(cast(Any, ballot), "a", what, begun, LinkSlot(OrderedLock(), 0), times)
     part = cast(Any, what.compressor).part(0, LENGTH, 0)
     with pytest.raises(RepeatError, match="members changed"):
         attempt.swap({}, {"b": part}, 1)

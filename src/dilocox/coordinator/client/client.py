@@ -16,7 +16,7 @@ from dilocox.coordinator.protocol import audit_messages as am
 from dilocox.coordinator.protocol import entry_messages as em
 from dilocox.coordinator.protocol import messages as m
 from dilocox.coordinator.protocol.timeouts import Timeouts
-from dilocox.coordinator.protocol.verdicts import Opinion, VotePhase
+from dilocox.coordinator.protocol.verdicts import RankOpinion, VotePhase
 from dilocox.errors import ExchangeError
 
 
@@ -35,7 +35,7 @@ class CoordinatorClient:
         url: str,
         identity: Identity,
         timeouts: Timeouts,
-        rank: m.Rank | None = None,
+        rank: m.RankId | None = None,
         *,
         connections: int = 8,
         now: Callable[[], float] = time.monotonic,
@@ -54,7 +54,7 @@ class CoordinatorClient:
         )
 
     @property
-    def rank(self) -> m.Rank:
+    def rank(self) -> m.RankId:
         """The rank that speaks. Raises `CoordinatorError` if the client was made without one."""
         if self._rank is None:
             raise CoordinatorError("this client was made without a rank: give one to make the call")
@@ -213,7 +213,7 @@ class CoordinatorClient:
         phase: VotePhase = "held",
         digests: Mapping[str, str] | None = None,
         statement: str | None = None,
-        opinions: Mapping[str, Opinion] | None = None,
+        opinions: Mapping[str, RankOpinion] | None = None,
         limit: float | None = None,
     ) -> m.VoteReply:
         """Vote and wait for the decision: "commit", "average", "fetch" or "repeat".

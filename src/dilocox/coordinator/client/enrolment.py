@@ -16,7 +16,7 @@ from dilocox.coordinator.protocol import messages as m
 from dilocox.coordinator.protocol.timeouts import Timeouts
 from dilocox.coordinator.protocol.token_format import JoinToken
 from dilocox.coordinator.record_keys import RecordKey
-from dilocox.errors import JoinError, NotNowError
+from dilocox.errors import JoinError, RetryLaterError
 from dilocox.version import __version__
 
 
@@ -48,7 +48,7 @@ def enrol(
     The server's certificate is checked against the token before the secret is said. `versions`
     are those of this process if none. `record_key`: by which the site has joined before, if it has;
     else it is a new one. An unreachable coordinator is tried for `timeouts.link`
-    seconds. Raises `JoinError`: `NotNowError` if it may be different later.
+    seconds. Raises `JoinError`: `RetryLaterError` if it may be different later.
     """
     parsed = JoinToken.parse(token)
     key, csr = new_request(site)
@@ -79,7 +79,7 @@ def enrol(
     try:
         reply = transport.call("POST", "enrol", request, m.EnrolReply)
     except CoordinatorUnreachableError as error:
-        raise NotNowError(str(error)) from None
+        raise RetryLaterError(str(error)) from None
     except CoordinatorError as error:
         raise JoinError(str(error)) from None
     finally:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from dilocox.coordinator.protocol.messages import BeatReply
-from dilocox.errors import DilocoxError, RunOverError, RunStoppedError, TrainingError
+from dilocox.errors import DilocoxError, RunEndedError, RunStoppedError, TrainingError
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ class RankControl:
     not look alive. While the run waits for sites no loop makes progress, and all ranks are alive.
 
     All waiting methods raise what ended the rank's part in the run: `SiteGone`,
-    `CoordinatorUnreachable`, `RunOverError` when the run has failed, or `RunStoppedError` when the
+    `CoordinatorUnreachable`, `RunEndedError` when the run has failed, or `RunStoppedError` when the
     run has stopped where it stands. If the training loop has
     not taken notice of it `patience` seconds later, `on_stuck` is called with it in this thread: a
     loop that waits for a neighbour which is gone would hang for as long as the neighbour may.
@@ -189,7 +189,7 @@ class RankControl:
                     self._reply = reply
                     self._changed.notify_all()
                 if reply.phase == "failed":
-                    self._end(RunOverError(f"the run has failed: {reply.reason}"))
+                    self._end(RunEndedError(f"the run has failed: {reply.reason}"))
                     return
                 # An active site of a run that stops at a slot end writes its checkpoint there.
                 here = reply.role != "active" or reply.stop_tick is None
@@ -197,7 +197,7 @@ class RankControl:
                     self._end(RunStoppedError(f"the run is stopped: {reply.reason}"))
                     return
                 if reply.role != "active" and reply.phase == "finished":
-                    self._end(RunOverError("the run is finished: this site never entered"))
+                    self._end(RunEndedError("the run is finished: this site never entered"))
                     return
             else:
                 log.error("no progress for %.0f s: this rank no longer counts as alive", silent)

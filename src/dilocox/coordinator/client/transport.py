@@ -25,11 +25,11 @@ from dilocox.coordinator.protocol import messages as m
 from dilocox.errors import (
     DilocoxError,
     JoinError,
-    NotNowError,
-    RunOverError,
+    RetryLaterError,
+    RunEndedError,
     RunStoppedError,
 )
-from dilocox.utils.backoff import pauses
+from dilocox.utils.backoff import backoff_delays
 
 BUSY = 429
 """Status of a refusal that passes."""
@@ -78,7 +78,7 @@ class Transport:
         """
         content = None if body is None else body.model_dump_json().encode()
         end = self._now() + wait + self._away
-        waits = pauses(self._pause / 20, self._pause)
+        waits = backoff_delays(self._pause / 20, self._pause)
         request = self._request if limit is None else limit
         while True:
             if self._closed.is_set():
@@ -191,8 +191,8 @@ def _refusal(status: int, content: bytes, name: str) -> DilocoxError:
     kinds: dict[str, type[DilocoxError]] = {
         "gone": SiteGoneError,
         "join": JoinError,
-        "taken": NotNowError,
-        "ended": RunOverError,
+        "taken": RetryLaterError,
+        "ended": RunEndedError,
         "stopped": RunStoppedError,
         "over": EpochOverError,
     }

@@ -31,7 +31,7 @@ from typing import Any
 from dilocox.config.codec_spec import Spec, parse_spec
 
 ADAMW = "adamw"
-Table = Mapping[str, Any]
+LossTable = Mapping[str, Any]
 LARGEST = ("topk", "top1")
 """Kinds that send the largest values."""
 LOSSLESS = ("fp16", "bf16")
@@ -63,7 +63,7 @@ def table(optimizer: str = ADAMW, steps: int | None = None) -> dict[str, Any]:
     whole = committed()
     if steps is not None and steps not in run_lengths():
         raise ValueError(f"steps {steps}: the table is of runs of {run_lengths()} inner steps")
-    longer: Table = next((known for known in whole["longer"] if known["steps"] == steps), {})
+    longer: LossTable = next((known for known in whole["longer"] if known["steps"] == steps), {})
     own = whole["optimizers"].get(optimizer)
     if own is None:
         return {**whole, **longer}
@@ -81,7 +81,7 @@ def loss_of(
     run. Raises `ConfigError` for a `codec` that is no spec.
     """
 
-    def local_and_late(known: Table) -> float:
+    def local_and_late(known: LossTable) -> float:
         delay = known["delay"]
         late = [_line(delay_share, delay["share"], row) for row in delay["loss"]]
         return _at(inner_steps, known["local"]) + _at(inner_steps, late)
@@ -113,7 +113,7 @@ def codec_loss(inner_steps: int, codec: str, steps: int, optimizer: str = ADAMW)
     """The codec's part of `loss_of`."""
     spec = parse_spec(codec)
 
-    def of_table(known: Table) -> float:
+    def of_table(known: LossTable) -> float:
         if spec.kind not in LARGEST:
             rows = known["flat"].get(spec.kind)
             return 0.0 if rows is None else _at(inner_steps, rows)
@@ -138,7 +138,7 @@ def outer_rates(inner_steps: int, codec: str, steps: int) -> tuple[float, float]
     """
     spec = parse_spec(codec)
 
-    def rate(known: Table) -> float:
+    def rate(known: LossTable) -> float:
         rates = known["outer"][_family(spec)]
         found = _at(inner_steps, rates["learning_rate"])
         if spec.kind not in LARGEST:
@@ -148,7 +148,7 @@ def outer_rates(inner_steps: int, codec: str, steps: int) -> tuple[float, float]
         by_density = min(rise["most"], fewer ** rise["power"])
         return found * (1 + (by_density - 1) * _at(inner_steps, rise["share"]))
 
-    def momentum(known: Table) -> float:
+    def momentum(known: LossTable) -> float:
         return _at(inner_steps, known["outer"][_family(spec)]["momentum"])
 
     return round(_over_lengths(steps, rate), 4), round(_over_lengths(steps, momentum), 4)
@@ -190,14 +190,14 @@ def _by_kind(
     """What the table has under `name` for the codec's kind, `otherwise` if it has nothing."""
     spec = parse_spec(codec)
 
-    def of_table(known: Table) -> float:
+    def of_table(known: LossTable) -> float:
         rows = known[name].get(_family(spec))
         return otherwise if rows is None else _at(inner_steps, rows)
 
     return round(_over_lengths(steps, of_table, optimizer), 4)
 
 
-def _over_lengths(steps: int, read: Callable[[Table], float], optimizer: str = ADAMW) -> float:
+def _over_lengths(steps: int, read: Callable[[LossTable], float], optimizer: str = ADAMW) -> float:
     """What `read` finds in the tables of the run lengths, read at `steps`."""
     lengths = run_lengths()
     found = [read(table(optimizer, length)) for length in lengths]

@@ -107,7 +107,7 @@ def _waited_for(rows: Sequence[Record]) -> dict[str, float]:
     return found
 
 
-class Recorder:
+class RunMetrics:
     """Writes `metrics.jsonl` and `summary.json` in the run's folder and tells a display.
 
     `emit` gets every record that a display may show. A resumed run appends and counts on.

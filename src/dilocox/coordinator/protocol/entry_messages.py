@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from dilocox.coordinator.protocol.messages import Digest, Rank, SiteName
+from dilocox.coordinator.protocol.messages import Digest, RankId, SiteName
 from dilocox.coordinator.protocol.round_plan import Count, Message
 
 MOST = 1024
@@ -14,7 +14,7 @@ MOST = 1024
 
 
 class PieceDigest(Message):
-    """SHA-256 of what all sites agree on of one piece (`PieceState.digest`), in one version."""
+    """SHA-256 of what all sites agree on of one piece (`FragmentState.digest`), in one version."""
 
     piece: Annotated[int, Field(ge=0, lt=65536)]
     landed: Annotated[int, Field(ge=-1, lt=1 << 31)]
@@ -30,14 +30,14 @@ Pieces = Annotated[list[PieceDigest], Field(max_length=MOST)]
 class ShowPiecesRequest(Message):
     """`pieces/show`: what this rank of an active site holds, while another site enters."""
 
-    rank: Rank
+    rank: RankId
     pieces: Pieces
 
 
 class CheckPiecesRequest(Message):
     """`pieces/check`: what `donor` has given to this rank of an entering site."""
 
-    rank: Rank
+    rank: RankId
     donor: SiteName
     pieces: Pieces
     renewals: Count = 0

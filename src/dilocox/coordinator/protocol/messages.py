@@ -31,7 +31,7 @@ from dilocox.coordinator.protocol.round_plan import LinkEstimate as LinkEstimate
 from dilocox.coordinator.protocol.round_plan import Measured as Measured
 from dilocox.coordinator.protocol.round_plan import MemberPlan as MemberPlan
 from dilocox.coordinator.protocol.round_plan import RoundPlan as RoundPlan
-from dilocox.coordinator.protocol.verdicts import Fetch, Opinion, Shares, VotePhase
+from dilocox.coordinator.protocol.verdicts import Fetch, RankOpinion, Shares, VotePhase
 
 MAX_BODY = 1 << 20
 """Largest request that is read, in bytes."""
@@ -43,7 +43,7 @@ KeyText = Annotated[str, Field(pattern=KEY_PATTERN)]
 SignedText = Annotated[str, Field(max_length=8192)]
 
 
-class Rank(Message):
+class RankId(Message):
     """One process of one site."""
 
     site: SiteName
@@ -137,7 +137,7 @@ class EnrolReply(Message):
 class ReadyRequest(Message):
     """`ready`: this rank of an entering site holds the full state."""
 
-    rank: Rank
+    rank: RankId
 
 
 class Entering(Message):
@@ -155,7 +155,7 @@ class Entering(Message):
 class BeatRequest(Message):
     """`beat`: this rank is alive. `tick` = slots it has finished since the start of the run."""
 
-    rank: Rank
+    rank: RankId
     tick: Count
     round: Count
     slot: Count
@@ -193,7 +193,7 @@ class BeatReply(Message):
 class LeaveRequest(Message):
     """`leave`: this site goes, at once. `failed`: because something broke."""
 
-    rank: Rank
+    rank: RankId
     reason: Line
     failed: bool = False
 
@@ -226,7 +226,7 @@ class RetireReply(Message):
 class DepartRequest(Message):
     """`depart`: this rank of a leaving site owes the run nothing any more."""
 
-    rank: Rank
+    rank: RankId
 
 
 class StopRequest(Message):
@@ -244,14 +244,14 @@ class StopReply(Message):
 class FailRequest(Message):
     """`fail`: this run cannot go on."""
 
-    rank: Rank
+    rank: RankId
     reason: Line
 
 
 class FinishRequest(Message):
     """`finish`: this rank is done. `complete`: with the whole run (not only up to a stop)."""
 
-    rank: Rank
+    rank: RankId
     complete: bool = True
 
 
@@ -272,7 +272,7 @@ class PlanReply(Message):
 class RoundDoneRequest(Message):
     """`round_done`: this rank is through with a round and its ranges are trained on."""
 
-    rank: Rank
+    rank: RankId
     round: Count
     measured: Measured | None = None
     """From the site's leading rank."""
@@ -297,7 +297,7 @@ class BeginRequest(Message):
     """
 
     key: KeyText
-    rank: Rank
+    rank: RankId
     commitment: SignedText | None = None
     """This rank's signed statement of what it will contribute, if the run is recorded."""
     wait: Wait = 0.0
@@ -326,7 +326,7 @@ class VoteRequest(Message):
     """
 
     key: KeyText
-    rank: Rank
+    rank: RankId
     attempt: Count
     phase: VotePhase = "held"
     held: Sites = Field(default_factory=list)
@@ -337,7 +337,7 @@ class VoteRequest(Message):
     """SHA-256 of each held payload; the own one is logged."""
     statement: SignedText | None = None
     """The own payload's signed statement, if the run is recorded."""
-    opinions: Annotated[dict[SiteName, Opinion], Field(max_length=4096, default_factory=dict)]
+    opinions: Annotated[dict[SiteName, RankOpinion], Field(max_length=4096, default_factory=dict)]
     broken: bool = False
     """The attempt cannot be completed here; `failed` says by whose link, if known."""
     failed: Sites = Field(default_factory=list)
@@ -374,7 +374,7 @@ class VoteReply(Message):
 class CheckpointRequest(Message):
     """`checkpoint`: this rank's part of a checkpoint is on disk."""
 
-    rank: Rank
+    rank: RankId
     tick: Count
     round: Count
     slot: Count
@@ -386,7 +386,7 @@ class CheckpointRequest(Message):
 class SpoiledRequest(Message):
     """`spoiled`: this rank's part of the checkpoint at `tick` is not what was recorded."""
 
-    rank: Rank
+    rank: RankId
     tick: Count
     reason: Line
 
@@ -394,7 +394,7 @@ class SpoiledRequest(Message):
 class StateRequest(Message):
     """`state`: this rank's signed statement of the model state that it holds."""
 
-    rank: Rank
+    rank: RankId
     statement: SignedText
 
 
@@ -427,7 +427,7 @@ class ReportRequest(Message):
     """`report`: metrics of a site's round, from one rank of the site. The same (round, kind)
     twice counts once."""
 
-    rank: Rank
+    rank: RankId
     round: Count
     kind: ReportKind = "round"
     metrics: Annotated[dict[str, Any], Field(max_length=1000)]

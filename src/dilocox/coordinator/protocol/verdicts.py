@@ -41,7 +41,7 @@ Share = Annotated[int, Field(ge=0, le=WHOLE)]
 Shares = Annotated[list[Share], Field(max_length=65536)]
 
 
-class Opinion(Message):
+class RankOpinion(Message):
     """What one rank found in one site's contribution to one exchange."""
 
     code: Literal["admitted", "malformed", "not-finite", "zero"] = "admitted"

@@ -10,7 +10,7 @@ from dilocox.coordinator.protocol.audit_messages import (
     TokenHandInRequest,
 )
 from dilocox.coordinator.server.budgets import Budgets
-from dilocox.coordinator.server.notary import Witness
+from dilocox.coordinator.server.notary import RecordHook
 from dilocox.coordinator.server.refusals import Caller, Refused
 from dilocox.coordinator.server.run_log import RunLog
 from dilocox.coordinator.server.tokens import SiteTokens
@@ -26,7 +26,7 @@ class AuditVerdicts:
         self,
         run: RunLog,
         budgets: Budgets,
-        witness: Witness,
+        witness: RecordHook,
         tokens: SiteTokens,
         tell: Callable[[str], None],
     ) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dilocox.coordinator.protocol import messages as m
 from dilocox.coordinator.server import events as e
 from dilocox.coordinator.server.budgets import Budgets
-from dilocox.coordinator.server.notary import Witness
+from dilocox.coordinator.server.notary import RecordHook
 from dilocox.coordinator.server.refusals import Refused
 from dilocox.coordinator.server.run_log import RunLog
 from dilocox.coordinator.server.startup import goes_on
@@ -19,7 +19,7 @@ class Saves:
     """Checkpoints that were written, and that are damaged. Raises `Refused` with one line."""
 
     def __init__(
-        self, run: RunLog, budgets: Budgets, witness: Witness, resume: Callable[[], object]
+        self, run: RunLog, budgets: Budgets, witness: RecordHook, resume: Callable[[], object]
     ) -> None:
         """`resume`: goes back to the latest complete checkpoint. Raises `CheckpointError`."""
         self._run, self._budgets, self._witness = run, budgets, witness
@@ -41,7 +41,7 @@ class Saves:
             raise Refused("conflict", f"{rank}: writes no checkpoint in round {request.round}")
         if known is None or (rank.site, rank.stage, rank.shard) not in known.written:
             self._budgets.spend(rank.site, "checkpoints")
-            event = e.Wrote(
+            event = e.CheckpointWritten(
                 run.wall(), rank.site, rank.stage, rank.shard, request.tick, request.round,
                 request.slot, dict(request.digests),
             )  # fmt: skip
@@ -70,10 +70,12 @@ class Saves:
             # One site does not send the run back again and again: it comes in from another.
             reason = f"its part of the checkpoint at slot {request.tick} is damaged, too"
             incarnation = state.sites[rank.site].incarnation
-            run.append(e.Gone(run.wall(), rank.site, incarnation, reason, True))
+            run.append(e.SiteLost(run.wall(), rank.site, incarnation, reason, True))
             return m.Done()
         run.append(
-            e.Spoiled(run.wall(), rank.site, rank.stage, rank.shard, request.tick, request.reason)
+            e.CheckpointCorrupt(
+                run.wall(), rank.site, rank.stage, rank.shard, request.tick, request.reason
+            )
         )
         try:
             self._resume()

@@ -20,7 +20,7 @@ from dilocox.coordinator.protocol.verdicts import (
     WHOLE,
     Code,
     Flag,
-    Opinion,
+    RankOpinion,
     Verdict,
 )
 
@@ -29,7 +29,7 @@ LARGE, SMALL = 3 * MILLI, MILLI // 3
 SPREADS = 3
 """Of the gate: median deviations from the sites' median gain."""
 
-Opinions = Mapping[str, Opinion]
+Opinions = Mapping[str, RankOpinion]
 """What one rank found, by site."""
 
 
@@ -113,16 +113,16 @@ def _admitted(codes: Mapping[str, Code]) -> list[str]:
     return [site for site, code in codes.items() if code == "admitted"]
 
 
-def _about(site: str, voters: Iterable[Opinions]) -> list[Opinion]:
+def _about(site: str, voters: Iterable[Opinions]) -> list[RankOpinion]:
     return [said[site] for said in voters if site in said]
 
 
-def _is_zero(about: Sequence[Opinion]) -> bool:
+def _is_zero(about: Sequence[RankOpinion]) -> bool:
     """Most ranks have found nothing but zeros in it."""
     return 2 * sum(each.code == "zero" for each in about) > len(about)
 
 
-def _settled(site: str, opinions: Sequence[Sequence[Opinions]]) -> Opinion:
+def _settled(site: str, opinions: Sequence[Sequence[Opinions]]) -> RankOpinion:
     """One opinion of the whole contribution: of several shards, the most suspicious number.
 
     Gains are of each shard's part, and add up.
@@ -136,7 +136,7 @@ def _settled(site: str, opinions: Sequence[Sequence[Opinions]]) -> Opinion:
         cosines += _middle(each.cosine for each in about)
         gains += _middle(each.gain for each in about)
         losses += _middle(each.loss for each in about)
-    return Opinion(
+    return RankOpinion(
         code="zero" if zero else "admitted",
         norm=max(norms, default=None, key=lambda norm: abs(norm - MILLI)),
         cosine=min(cosines, default=None),
@@ -155,7 +155,7 @@ def _middle(numbers: Iterable[int | None]) -> list[int]:
     return [median_low(known)] if known else []
 
 
-def _of_bytes(given: Evidence, settled: Mapping[str, Opinion]) -> dict[str, Code]:
+def _of_bytes(given: Evidence, settled: Mapping[str, RankOpinion]) -> dict[str, Code]:
     """What the bytes alone tell: zeros, payloads sent before, payloads that are another's."""
     zeros = [site for site in given.whole if settled[site].code == "zero"]
     if given.training and len(zeros) < len(given.whole):
@@ -196,7 +196,7 @@ def _copied(given: Evidence, chosen: Sequence[str]) -> set[str]:
 
 
 def _gated(
-    settled: Mapping[str, Opinion], tolerance: int, usual: int | None
+    settled: Mapping[str, RankOpinion], tolerance: int, usual: int | None
 ) -> tuple[int | None, list[str]]:
     """The running mean after this exchange, and the sites whose contribution does harm.
 
@@ -222,7 +222,7 @@ def _gated(
     return (now if usual is None else (usual + now) // 2), worse
 
 
-def _flags(found: Opinion, copied: bool) -> list[Flag]:
+def _flags(found: RankOpinion, copied: bool) -> list[Flag]:
     flags: list[Flag] = ["copied"] if copied else []
     if found.norm is not None and found.norm > LARGE:
         flags.append("large")

@@ -22,7 +22,7 @@ class Departures:
         site = run.state.sites[request.rank.site]
         if site.role != "finished" and not run.state.over:
             run.append(
-                e.Gone(run.wall(), site.name, site.incarnation, request.reason, request.failed)
+                e.SiteLost(run.wall(), site.name, site.incarnation, request.reason, request.failed)
             )
         return m.Done()
 
@@ -44,7 +44,7 @@ class Departures:
         if site.role in ("absent", "gone", "finished"):
             raise Refused("conflict", f"site {name}: is not in the run now (it is {site.role})")
         if request.now or site.role != "active":
-            run.append(e.Gone(run.wall(), name, site.incarnation, request.reason, False))
+            run.append(e.SiteLost(run.wall(), name, site.incarnation, request.reason, False))
             return m.RetireReply(text=f"site {name} is out of the run")
         if not [other for other in state.staying(state.next_round) if other != name]:
             self.stop(m.StopRequest(reason=f"{name}, the only active site, is to leave"))
@@ -54,7 +54,7 @@ class Departures:
         if state.waits_for_sites:
             # What it owes the others is decided only when more sites are there.
             reason = f"{request.reason}, while the run waits for sites"
-            run.append(e.Gone(run.wall(), name, site.incarnation, reason, False))
+            run.append(e.SiteLost(run.wall(), name, site.incarnation, reason, False))
             return m.RetireReply(text=f"site {name} is out of the run, which waits for sites")
         if site.leave_round is None:
             event = e.Leaving(run.wall(), name, site.incarnation, state.next_round, request.reason)
@@ -71,7 +71,7 @@ class Departures:
             raise Refused("conflict", f"{rank}: nobody has asked its site to leave")
         if (rank.stage, rank.shard) not in site.left:
             self._liveness.forget(rank.site, (rank.stage, rank.shard))
-            run.append(e.Left(run.wall(), rank.site, rank.stage, rank.shard))
+            run.append(e.RankLeft(run.wall(), rank.site, rank.stage, rank.shard))
         return m.Done()
 
     def stop(self, request: m.StopRequest, caller: Caller | None = None) -> m.StopReply:
@@ -110,5 +110,5 @@ class Departures:
             run.append(e.Finished(run.wall(), rank.site, rank.stage, rank.shard, request.complete))
         elif site.role in ("enrolled", "entering") and not run.state.over:
             reason = "finished before it had entered"
-            run.append(e.Gone(run.wall(), site.name, site.incarnation, reason, False))
+            run.append(e.SiteLost(run.wall(), site.name, site.incarnation, reason, False))
         return m.Done()

@@ -19,7 +19,7 @@ from dilocox.coordinator.server.run_log import RunLog
 from dilocox.coordinator.server.site_state import SiteState
 
 
-def key_of(rank: m.Rank, piece: em.PieceDigest) -> str:
+def key_of(rank: m.RankId, piece: em.PieceDigest) -> str:
     """Names one version of one piece, the same at all sites."""
     return f"{rank.stage}/{rank.shard}/{piece.piece}/{piece.landed}/{piece.codec}"
 

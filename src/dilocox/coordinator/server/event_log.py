@@ -25,8 +25,8 @@ LOCK = "coordinator.lock"
 # voters have heard is not asked for again. Epochs, plans, leases and stops wait for the disk. What
 # does not wait may get there all the same: what the record needs of a decision is there before it.
 _SOFT = (
-    e.Pinned, e.Voted, e.Fetching, e.Broke, e.Decided, e.Ready, e.RoundDone, e.Wrote, e.Reported,
-    e.Stored,
+    e.Pinned, e.Voted, e.Fetching, e.Broke, e.Decided, e.Ready, e.RoundDone, e.CheckpointWritten,
+    e.Reported, e.Stored,
 )  # fmt: skip
 
 
@@ -84,7 +84,7 @@ class EventLog:
                 self._synchronous = hard
             self._database.execute(
                 "INSERT INTO events (number, time, kind, data) VALUES (?, ?, ?, ?)",
-                (self.last + 1, event.time, type(event).__name__, data),
+                (self.last + 1, event.time, event.stored_as, data),
             )
             self.last += 1
         except sqlite3.Error as error:

@@ -15,10 +15,13 @@ class Event:
     """Base of all events. `time`: Unix seconds, for people only; no decision reads it."""
 
     kinds: ClassVar[dict[str, type[Event]]] = {}
+    stored_as: ClassVar[str]
+    """Name of the class in the event log. It never changes: runs outlast the names in the code."""
     time: float
 
-    def __init_subclass__(cls) -> None:
-        Event.kinds[cls.__name__] = cls
+    def __init_subclass__(cls, kind: str | None = None) -> None:
+        cls.stored_as = kind or cls.__name__
+        Event.kinds[cls.stored_as] = cls
 
     def to_json(self) -> dict[str, Any]:
         """The fields, by name. Inverse: `decode`."""
@@ -26,7 +29,8 @@ class Event:
 
     @staticmethod
     def decode(kind: str, data: dict[str, Any]) -> Event:
-        """The event of class `kind`. Raises KeyError or TypeError for what no version wrote."""
+        """The event that is stored as `kind`. Raises KeyError or TypeError for what no version
+        wrote."""
         return Event.kinds[kind](**data)
 
 
@@ -84,7 +88,7 @@ class Entered(Event):
 
 
 @dataclass(frozen=True)
-class Lacking(Event):
+class CheckpointMissing(Event, kind="Lacking"):
     """A site that was to go on from a checkpoint has no part of it: the others start without it,
     and it enters."""
 
@@ -92,7 +96,7 @@ class Lacking(Event):
 
 
 @dataclass(frozen=True)
-class Regathered(Event):
+class StartupRestarted(Event, kind="Regathered"):
     """No start will come of the sites that are left: `sites`, which have begun to fetch state,
     have to join again, and the run waits for as many sites as at its beginning."""
 
@@ -159,7 +163,7 @@ class Overtaken(Event):
 
 
 @dataclass(frozen=True)
-class Gone(Event):
+class SiteLost(Event, kind="Gone"):
     """A site has left, or is taken for dead. `failed`: not on purpose. `donor`: whose state it had
     entered with, if that was not what most sites hold."""
 
@@ -203,7 +207,7 @@ class KeyForgotten(Event):
 
 
 @dataclass(frozen=True)
-class Left(OfRank):
+class RankLeft(OfRank, kind="Left"):
     """A rank of a leaving site is through with all that it takes part in."""
 
 
@@ -271,7 +275,7 @@ class Voted(OfRank):
     contributes: bool
     digest: str | None
     opinions: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """An `Opinion` as JSON by site."""
+    """An `RankOpinion` as JSON by site."""
     committed: bool = True
     """The payload is the one that its rank had committed to, as far as the run demands it."""
     recommitted: bool = False
@@ -354,7 +358,7 @@ class Stopping(Event):
 
 
 @dataclass(frozen=True)
-class Wrote(OfRank):
+class CheckpointWritten(OfRank, kind="Wrote"):
     """A rank's part of a checkpoint is on disk."""
 
     tick: int
@@ -364,7 +368,7 @@ class Wrote(OfRank):
 
 
 @dataclass(frozen=True)
-class Kept(Event):
+class CheckpointCommitted(Event, kind="Kept"):
     """The checkpoint at `tick` is complete for `sites`."""
 
     tick: int
@@ -372,7 +376,7 @@ class Kept(Event):
 
 
 @dataclass(frozen=True)
-class Spoiled(OfRank):
+class CheckpointCorrupt(OfRank, kind="Spoiled"):
     """A rank found its part of the checkpoint at `tick` damaged: nobody goes on from it."""
 
     tick: int

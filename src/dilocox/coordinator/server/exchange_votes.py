@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dilocox.coordinator.protocol.verdicts import Fetch, Opinion, Verdict
+from dilocox.coordinator.protocol.verdicts import Fetch, RankOpinion, Verdict
 
 RankKey = tuple[str, int, int]
 """(site, stage, shard)."""
@@ -28,7 +28,7 @@ class Vote:
     contributes: bool
     digest: str | None = None
     """SHA-256 of its own payload, if it was given."""
-    opinions: Mapping[str, Opinion] = field(default_factory=dict)
+    opinions: Mapping[str, RankOpinion] = field(default_factory=dict)
     committed: bool = True
     """Its own payload is the one that it had committed to before any was sent."""
     recommitted: bool = False

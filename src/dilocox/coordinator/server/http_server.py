@@ -211,7 +211,7 @@ class CoordinatorServer:
             caller = _caller(request)
             message = await _read(request, model)
             rank = getattr(message, "rank", None)
-            if isinstance(rank, m.Rank):
+            if isinstance(rank, m.RankId):
                 self.coordinator.check(caller, rank)
             else:
                 self.coordinator.check_site(caller)

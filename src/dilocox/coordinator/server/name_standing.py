@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from dilocox.coordinator.protocol import messages as m
 from dilocox.coordinator.server import events as e
-from dilocox.coordinator.server.notary import Witness
+from dilocox.coordinator.server.notary import RecordHook
 from dilocox.coordinator.server.refusals import Caller, Refused
 from dilocox.coordinator.server.run_log import RunLog
 
@@ -17,7 +17,7 @@ from dilocox.coordinator.server.run_log import RunLog
 class Standings:
     """The operator's word on names. Raises `Refused` with one line."""
 
-    def __init__(self, run: RunLog, witness: Witness, hand_out: Callable[[], object]) -> None:
+    def __init__(self, run: RunLog, witness: RecordHook, hand_out: Callable[[], object]) -> None:
         """`hand_out`: writes the join tokens that are in force. Raises `OSError`."""
         self._run, self._witness, self._hand_out = run, witness, hand_out
 

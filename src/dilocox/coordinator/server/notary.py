@@ -12,7 +12,7 @@ from dilocox.coordinator.protocol.messages import (
     BeginRequest,
     Done,
     EnrolRequest,
-    Rank,
+    RankId,
     RoundPlan,
     StandingChange,
     StateRequest,
@@ -41,7 +41,7 @@ class Decision:
     """What counts of each site by shard, in 65,536ths; empty: all of it."""
 
 
-class Notary(Protocol):
+class RecordSink(Protocol):
     """Signs and keeps what it is told. No call may raise but with what it says here, and with
     `TrainingError` where its disk is full or fails: then it has kept nothing, and is told again.
     """
@@ -64,7 +64,7 @@ class Notary(Protocol):
     def standing(self, site: str, change: StandingChange) -> None:
         """The operator bans a name, lets it in again, or lets it have another key."""
 
-    def committed(self, rank: Rank, key: ExchangeKey, statement: str, *, bound: bool) -> bool:
+    def committed(self, rank: RankId, key: ExchangeKey, statement: str, *, bound: bool) -> bool:
         """A rank says what it will contribute, before any payload is sent; whether that is news.
 
         `bound`: the payload follows from the contribution alone, and has to be named. Raises
@@ -76,7 +76,7 @@ class Notary(Protocol):
 
     def contribution(
         self,
-        rank: Rank,
+        rank: RankId,
         key: ExchangeKey,
         attempt: int,
         digest: str,
@@ -91,14 +91,14 @@ class Notary(Protocol):
         Raises `Refused` unless the statement says just that and the site's key has signed it.
         """
 
-    def recommitted(self, rank: Rank, key: ExchangeKey, plan: RoundPlan) -> bool:
+    def recommitted(self, rank: RankId, key: ExchangeKey, plan: RoundPlan) -> bool:
         """Whether a rank has committed to another contribution than before a resume, to an
         exchange of this plan that the run repeats as it was."""
 
     def contributions(self, key: ExchangeKey, attempt: int) -> Mapping[tuple[str, int], str]:
         """SHA-256 of the payloads of an attempt that are kept, by (site, shard)."""
 
-    def checkpoint(self, rank: Rank, statement: str) -> None:
+    def checkpoint(self, rank: RankId, statement: str) -> None:
         """A rank says what model state it holds. Raises `Refused` as `contribution` does."""
 
     def verdict(self, by: str, statement: str) -> str | None:
@@ -131,10 +131,10 @@ class Notary(Protocol):
         """A round begins: what was said so far is complete."""
 
 
-class Witness:
+class RecordHook:
     """Tells a notary, if there is one, what it has to know."""
 
-    def __init__(self, notary: Notary | None) -> None:
+    def __init__(self, notary: RecordSink | None) -> None:
         self._notary = notary
         self.run = "" if notary is None else notary.run
         """The run's id in its record; empty if nothing is recorded."""

@@ -103,4 +103,4 @@ class Reports:
         run, site = self._run, self._run.state.sites[name]
         donor = site.entered_from if round_ <= site.active_from else None
         text = reason if donor is None else f"{reason}; it entered with the state of {donor}"
-        run.append(e.Gone(run.wall(), name, site.incarnation, text, True, donor))
+        run.append(e.SiteLost(run.wall(), name, site.incarnation, text, True, donor))

@@ -21,7 +21,7 @@ from dilocox.coordinator.server import replies
 from dilocox.coordinator.server.door import raise_open_files
 from dilocox.coordinator.server.http_server import CoordinatorServer
 from dilocox.coordinator.server.ledger import Ledger
-from dilocox.coordinator.server.notary import Notary
+from dilocox.coordinator.server.notary import RecordSink
 from dilocox.coordinator.server.service import Coordinator, Report
 from dilocox.coordinator.server.startup import EarlierRun
 from dilocox.errors import TrainingError
@@ -48,7 +48,7 @@ def serve(
     on_message: Callable[[str], None] | None = None,
     on_plan: Callable[[m.RoundPlan], None] | None = None,
     on_resumed: Callable[[int], None] | None = None,
-    notary: Notary | None = None,
+    notary: RecordSink | None = None,
     on_ready: Callable[[Endpoint], None] | None = None,
     on_ledger: Callable[[Ledger], None] | None = None,
     ready_file: str | Path | None = None,

@@ -30,7 +30,7 @@ from dilocox.coordinator.server.exchange_votes import Exchange
 from dilocox.coordinator.server.kv_store import Store
 from dilocox.coordinator.server.liveness import Liveness
 from dilocox.coordinator.server.name_standing import Standings
-from dilocox.coordinator.server.notary import Notary, Witness
+from dilocox.coordinator.server.notary import RecordHook, RecordSink
 from dilocox.coordinator.server.plan_inputs import sizes_to_log
 from dilocox.coordinator.server.refusals import Caller, Refused, ended
 from dilocox.coordinator.server.reports import Report as Report
@@ -60,7 +60,7 @@ class Coordinator:
         on_message: Callable[[str], None] | None = None,
         on_plan: Callable[[m.RoundPlan], None] | None = None,
         on_resumed: Callable[[int], None] | None = None,
-        notary: Notary | None = None,
+        notary: RecordSink | None = None,
         now: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
@@ -81,7 +81,7 @@ class Coordinator:
                 f"{config.outer.min_sites} to the {len(config.sites)} of the run file"
             )
         self._on_message, self._on_plan, self._on_resumed = on_message, on_plan, on_resumed
-        self.witness = Witness(notary)
+        self.witness = RecordHook(notary)
         self.on_change: Callable[[str], None] = lambda topic: None
         """Called with a topic when something that callers wait for may have happened."""
         self.budgets = Budgets(config.site.exchanging_ranks, now)
@@ -155,7 +155,7 @@ class Coordinator:
             replies.report_verdicts(self.state, event, self.reports.hand_on)
         if isinstance(event, e.Enrolled):
             self._expect(event.site, self.timeouts.first_beat)
-        if isinstance(event, e.Gone | e.Regathered | e.Resumed):
+        if isinstance(event, e.SiteLost | e.StartupRestarted | e.Resumed):
             for site in self.state.with_role("gone"):
                 self.liveness.forget(site)
                 self.arrivals.forget(site)
@@ -194,7 +194,7 @@ class Coordinator:
         for site, reason in self.liveness.overdue(self.run.now()).items():
             if site in self.state.live:
                 incarnation = self.state.sites[site].incarnation
-                self.run.append(e.Gone(self.run.wall(), site, incarnation, reason, True))
+                self.run.append(e.SiteLost(self.run.wall(), site, incarnation, reason, True))
         # Catches up with what a full disk kept from being recorded.
         self.witness.tend()
         self.run.follow()
@@ -203,7 +203,7 @@ class Coordinator:
 
     # --- who may speak ----------------------------------------------------------------------
 
-    def check(self, caller: Caller, rank: m.Rank) -> None:
+    def check(self, caller: Caller, rank: m.RankId) -> None:
         """Raise `Refused` unless `caller` may speak for `rank` now."""
         if rank.site != caller.site or caller.operator:
             raise Refused(
@@ -227,7 +227,7 @@ class Coordinator:
     def check_site(self, caller: Caller) -> None:
         """Raise `Refused` unless `caller` is the operator or the present incarnation of a site."""
         if not caller.operator:
-            self.check(caller, m.Rank(site=caller.site, stage=0, shard=0))
+            self.check(caller, m.RankId(site=caller.site, stage=0, shard=0))
 
     def _check_running(self) -> None:
         if self.state.phase in ("stopped", "failed"):

@@ -61,7 +61,9 @@ def entered(state: CoordinatorState, site: str, time: float) -> e.Entered | None
     return e.Entered(time, site, donor, entry_round(state), starting and goes_on(state, site))
 
 
-def lacking(state: CoordinatorState, site: str, round_: int, time: float) -> e.Lacking | None:
+def lacking(
+    state: CoordinatorState, site: str, round_: int, time: float
+) -> e.CheckpointMissing | None:
     """What follows if an entering site asks for the plan of `round_` while the run starts.
 
     Who has taken up its checkpoint asks for the round in which that lies; who has found none
@@ -72,7 +74,7 @@ def lacking(state: CoordinatorState, site: str, round_: int, time: float) -> e.L
         return None
     if own.role != "entering" or own.donor is None or round_ <= state.first_round:
         return None
-    return None if state.is_ready(site) else e.Lacking(time, site)
+    return None if state.is_ready(site) else e.CheckpointMissing(time, site)
 
 
 def begun(state: CoordinatorState, wait_for: int, time: float) -> e.Event | None:
@@ -86,7 +88,7 @@ def begun(state: CoordinatorState, wait_for: int, time: float) -> e.Event | None
     ready = [name for name in state.with_role("entering") if state.is_ready(name)]
     if state.phase == "starting":
         if _stranded(state):
-            return e.Regathered(time, state.with_role("entering"))
+            return e.StartupRestarted(time, state.with_role("entering"))
         late = [name for name in state.live if name not in ready and not starts(state, name)]
         enough = len(ready) + len(late) >= state.config.outer.min_sites
         if not enough or not all(name in ready for name in state.starters):

@@ -11,7 +11,7 @@ from typing import Any
 from dilocox.coordinator.controller.pace import MOST_ROUNDS
 from dilocox.coordinator.protocol.exchange_key import ExchangeKey
 from dilocox.coordinator.protocol.messages import Measured, RoundPlan
-from dilocox.coordinator.protocol.verdicts import Fetch, Opinion
+from dilocox.coordinator.protocol.verdicts import Fetch, RankOpinion
 from dilocox.coordinator.server import doubts, early_end, pace_lines, payload_fetches
 from dilocox.coordinator.server import events as e
 from dilocox.coordinator.server.exchange_votes import UNREACHABLE, Exchange, Member, Vote
@@ -88,7 +88,7 @@ class CoordinatorState(GivenState):
         begun = (exchange.round for exchange in self.exchanges.values())
         site.from_round = max(begun, default=self.first_round - 1) + 1
 
-    def _lacking(self, event: e.Lacking) -> None:
+    def _lacking(self, event: e.CheckpointMissing) -> None:
         site = self.sites[event.site]
         site.lacks = True
         self.starters = [name for name in self.starters if name != event.site]
@@ -98,7 +98,7 @@ class CoordinatorState(GivenState):
             f"{event.site} has no part of the checkpoint: it enters from {site.donor}",
         )
 
-    def _regathered(self, event: e.Regathered) -> None:
+    def _regathered(self, event: e.StartupRestarted) -> None:
         for name in event.sites:
             self._let_go(name, "the start begins anew")
         self.phase, self.founder, self.starters = "enrolling", None, []
@@ -151,7 +151,7 @@ class CoordinatorState(GivenState):
     def _members_of(self, round_: int) -> dict[str, Any]:
         return dict(self.plans[round_].members) if round_ in self.plans else {}
 
-    def _gone(self, event: e.Gone) -> None:
+    def _gone(self, event: e.SiteLost) -> None:
         member = (event.site, event.incarnation)
         if event.donor is not None:
             self.sites[event.site].distrusts.add(event.donor)
@@ -197,7 +197,7 @@ class CoordinatorState(GivenState):
     def _stood(self, event: e.Banned | e.Unbanned | e.KeyForgotten) -> None:
         self._say(event, *stand(self.sites[event.site], event))
 
-    def _left(self, event: e.Left) -> None:
+    def _left(self, event: e.RankLeft) -> None:
         self.sites[event.site].left.add((event.stage, event.shard))
 
     def _new_donors(self, gone: str) -> None:
@@ -361,7 +361,7 @@ class CoordinatorState(GivenState):
         self.stop_tick = self.lease = event.tick
         self._say(event, "phase", event.line)
 
-    def _wrote(self, event: e.Wrote) -> None:
+    def _wrote(self, event: e.CheckpointWritten) -> None:
         if event.tick not in self.checkpoints:
             for text in doubts.of_unwritten(self.doubts, *self.unwritten(event.tick)):
                 self._say(event, "phase", text)
@@ -370,7 +370,7 @@ class CoordinatorState(GivenState):
         )
         checkpoint.written[event.site, event.stage, event.shard] = dict(event.digests)
 
-    def _kept(self, event: e.Kept) -> None:
+    def _kept(self, event: e.CheckpointCommitted) -> None:
         where = self.checkpoints[event.tick]
         where.sites = list(event.sites)
         self._forget_checkpoints()
@@ -383,7 +383,7 @@ class CoordinatorState(GivenState):
             if tick != self.first_tick:
                 del self.checkpoints[tick]
 
-    def _spoiled(self, event: e.Spoiled) -> None:
+    def _spoiled(self, event: e.CheckpointCorrupt) -> None:
         del self.checkpoints[event.tick]
         self.sites[event.site].spoiled = True
         self._say(event, "phase", f"checkpoint at slot {event.tick} is spoiled: {event.reason}")
@@ -441,8 +441,8 @@ class CoordinatorState(GivenState):
         self._say(event, "phase", f"resumed at round {event.round} slot {event.slot}")
 
 
-def _opinions(event: e.Voted) -> dict[str, Opinion]:
-    return {site: Opinion.model_validate(said) for site, said in event.opinions.items()}
+def _opinions(event: e.Voted) -> dict[str, RankOpinion]:
+    return {site: RankOpinion.model_validate(said) for site, said in event.opinions.items()}
 
 
 _APPLY: dict[type[e.Event], Callable[[CoordinatorState, Any], None]] = {
@@ -450,18 +450,18 @@ _APPLY: dict[type[e.Event], Callable[[CoordinatorState, Any], None]] = {
     e.Enrolled: CoordinatorState._enrolled,
     e.Started: CoordinatorState._started,
     e.Entered: CoordinatorState._entered,
-    e.Lacking: CoordinatorState._lacking,
-    e.Regathered: CoordinatorState._regathered,
+    e.CheckpointMissing: CoordinatorState._lacking,
+    e.StartupRestarted: CoordinatorState._regathered,
     e.Ready: CoordinatorState._ready,
     e.Shown: CoordinatorState._shown,
     e.Doubted: CoordinatorState._doubted,
     e.Renewed: CoordinatorState._renewed,
     e.Activated: CoordinatorState._activated,
     e.Overtaken: CoordinatorState._overtaken,
-    e.Gone: CoordinatorState._gone,
+    e.SiteLost: CoordinatorState._gone,
     e.Leaving: CoordinatorState._leaving,
     **dict.fromkeys((e.Banned, e.Unbanned, e.KeyForgotten), CoordinatorState._stood),
-    e.Left: CoordinatorState._left,
+    e.RankLeft: CoordinatorState._left,
     e.Planned: CoordinatorState._planned,
     e.Sized: CoordinatorState._sized,
     e.HandedOver: CoordinatorState._handed_over,
@@ -476,9 +476,9 @@ _APPLY: dict[type[e.Event], Callable[[CoordinatorState, Any], None]] = {
     e.Leased: CoordinatorState._leased,
     e.EndingEarly: CoordinatorState._ending_early,
     e.Stopping: CoordinatorState._stopping,
-    e.Wrote: CoordinatorState._wrote,
-    e.Kept: CoordinatorState._kept,
-    e.Spoiled: CoordinatorState._spoiled,
+    e.CheckpointWritten: CoordinatorState._wrote,
+    e.CheckpointCommitted: CoordinatorState._kept,
+    e.CheckpointCorrupt: CoordinatorState._spoiled,
     e.Reported: CoordinatorState._reported,
     e.Finished: CoordinatorState._finished,
     e.Ended: CoordinatorState._ended,

@@ -72,7 +72,7 @@ class StepClock:
             self._decided.setdefault(event.key, now)
         elif isinstance(event, e.Leased):
             self._leases = [*self._leases[-1000:], (event.tick, now)]
-        elif isinstance(event, e.Entered | e.Overtaken | e.Activated | e.Gone | e.Resumed):
+        elif isinstance(event, e.Entered | e.Overtaken | e.Activated | e.SiteLost | e.Resumed):
             self._told, self._done, self._arrived = {}, {}, {}
             if isinstance(event, e.Resumed):
                 self._judged = -1

@@ -11,5 +11,7 @@ TOPICS: dict[type[e.Event], tuple[str, ...]] = {
     e.Overtaken: ("plan", "exchange"),
     e.Planned: ("plan",),
     e.RoundDone: ("plan",),
-    **dict.fromkeys((e.Gone, e.Regathered, e.Resumed, e.Ended), ("plan", "exchange", "store")),
+    **dict.fromkeys(
+        (e.SiteLost, e.StartupRestarted, e.Resumed, e.Ended), ("plan", "exchange", "store")
+    ),
 }

@@ -34,7 +34,7 @@ def decide(
         return None
     for name in state.live:
         if state.sites[name].standing.banned:
-            return e.Gone(time, name, state.sites[name].incarnation, BANNED, False)
+            return e.SiteLost(time, name, state.sites[name].incarnation, BANNED, False)
     # A run does not wait for names that may not come.
     wait_for = min(wait_for, max(len(state.admissible), state.config.outer.min_sites))
     started = begun(state, wait_for, time)
@@ -43,7 +43,7 @@ def decide(
     for name in state.with_role("entering", "active"):
         site = state.sites[name]
         if site.left and len(site.left) == state.config.site.exchanging_ranks:
-            return e.Gone(time, name, site.incarnation, "asked to leave, and done", False)
+            return e.SiteLost(time, name, site.incarnation, "asked to leave, and done", False)
     # One that enters makes up the number: what it waits for lands only after these decisions.
     if state.running and len(state.with_role("entering", "active")) >= state.config.outer.min_sites:
         for text in [key] if key in state.undecided else [] if key else state.undecided:
@@ -114,7 +114,7 @@ def _decide_exchange(state: CoordinatorState, exchange: Exchange, time: float) -
         drop = exchange.site_to_drop(sites, state.disputes(exchange.round))
         if drop is not None:
             name, reason = drop
-            return e.Gone(time, name, state.sites[name].incarnation, reason, True)
+            return e.SiteLost(time, name, state.sites[name].incarnation, reason, True)
         if exchange.exhausted:
             who = {site for reports in exchange.broken.values() for site, *_ in reports}
             return e.Ended(
@@ -169,7 +169,7 @@ def _set_aside(
     reason = f"most hold {sent}, and it says that it does not"
     donors = [name for name in state.staying(state.next_round) if name != site]
     if state.phase != "running" or state.config.exchanges_gradients or not donors:
-        return e.Gone(time, site, incarnation, reason, True)
+        return e.SiteLost(time, site, incarnation, reason, True)
     doubted = state.sites[site].distrusts
     donor = min(donors, key=lambda name: (name in doubted, name in senders))
     reason = f"{reason}; it enters again from {donor}"
@@ -231,7 +231,7 @@ def _checkpoint(state: CoordinatorState, time: float) -> e.Event | None:
         ]
         expected: list[RankKey] = [(site, *rank) for site in sites for rank in state.ranks]
         if expected and all(rank in checkpoint.written for rank in expected):
-            return e.Kept(time, tick, sites)
+            return e.CheckpointCommitted(time, tick, sites)
     return None
 
 

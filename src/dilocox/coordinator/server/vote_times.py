@@ -44,7 +44,7 @@ class VoteTimes:
         elif isinstance(event, e.Decided | e.Retried):
             self._began.pop(event.key, None)
             self._voted.pop(event.key, None)
-        elif isinstance(event, e.Gone):
+        elif isinstance(event, e.SiteLost):
             self._took.pop(event.site, None)
 
     def look(self, now: float, limit: float) -> None:

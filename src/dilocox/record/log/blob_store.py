@@ -18,7 +18,7 @@ from pathlib import Path
 from dilocox.errors import DilocoxError, RecordError
 from dilocox.record.log import bounded_reads
 from dilocox.record.log.digests import TensorDigest, digest_text, sha256
-from dilocox.utils.storage import Room, is_local, opened, patiently, sync_folder, unsafe_reason
+from dilocox.utils.storage import Room, is_local, opened, retry, sync_folder, unsafe_reason
 
 log = logging.getLogger(__name__)
 
@@ -118,7 +118,7 @@ class Store:
 
     def _keep(self, path: str, data: bytes | memoryview) -> None:
         def write() -> None:
-            patiently(lambda: self._write(path, data), self.where, self._patience)
+            retry(lambda: self._write(path, data), self.where, self._patience)
 
         try:
             self.room.wait_for(write, self.where)

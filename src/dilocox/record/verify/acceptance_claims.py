@@ -9,17 +9,17 @@ from dilocox.errors import DataError, RecordError
 from dilocox.record.log.acceptance import Acceptance
 from dilocox.record.log.state_statements import readable
 from dilocox.record.verify.claims import NotRunError
-from dilocox.record.verify.run_history import Course
+from dilocox.record.verify.run_history import RunHistory
 
 
-def counting(course: Course) -> list[str]:
+def counting(course: RunHistory) -> list[str]:
     """Sites of which a contribution is in the model, or that have signed a state of the model."""
     found = {site for step in course.steps.values() for site in step.set}
     return sorted(found | {state.site for state in course.states})
 
 
 @readable
-def accepted(course: Course, what: str) -> str:
+def accepted(course: RunHistory, what: str) -> str:
     """That every site that counts has signed the manifest, for the line of a claim.
 
     Raises `RecordError` if one contradicts the manifest or what it has joined with, and
@@ -39,7 +39,7 @@ def accepted(course: Course, what: str) -> str:
     return f"accepted by {names(sites)}"
 
 
-def _check(course: Course, found: Acceptance) -> None:
+def _check(course: RunHistory, found: Acceptance) -> None:
     if found.manifest != course.first:
         raise RecordError(f"{found.site} has accepted another manifest, {found.manifest[:12]}…")
     enrolment = next(
@@ -57,7 +57,7 @@ def _check(course: Course, found: Acceptance) -> None:
 
 
 @readable
-def accepted_data(course: Course, digest: str, folder: str) -> str:
+def accepted_data(course: RunHistory, digest: str, folder: str) -> str:
     """That the token files in `folder`, of this digest, are those that every site that counts has
     signed, for the line of the claim. Raises as `accepted` does, and `DataError`."""
     named = {str(each["data"]) for each in course.enrolments}
@@ -72,7 +72,7 @@ def accepted_data(course: Course, digest: str, folder: str) -> str:
 
 
 @readable
-def accepted_code(course: Course) -> str:
+def accepted_code(course: RunHistory) -> str:
     """Which sites have signed that they ran the coordinator's code, for the line of the claim."""
     there = {each.site: each.facts.code for each in course.acceptances}
     if not there:

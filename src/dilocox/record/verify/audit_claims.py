@@ -13,7 +13,7 @@ from dilocox.record.log.transparency_log import read_text
 from dilocox.record.log.verdict_statements import HandedIn, latest, of_file
 from dilocox.record.verify.audit_sampling import Point, decided, due_rounds, points_of, sites_of
 from dilocox.record.verify.claims import NotRunError
-from dilocox.record.verify.run_history import Course
+from dilocox.record.verify.run_history import RunHistory
 from dilocox.record.verify.verdict_validity import stands, still_standing
 
 
@@ -21,7 +21,7 @@ from dilocox.record.verify.verdict_validity import stands, still_standing
 class Audits:
     """The audits of one run. All methods raise `RecordError` (FAIL) and `NotRunError`."""
 
-    course: Course
+    course: RunHistory
     entries: Sequence[str]
     folder: Path
     auditors: Sequence[str]

@@ -18,7 +18,7 @@ from dilocox.coordinator.protocol.exchange_key import ExchangeKey
 from dilocox.errors import RecordError
 from dilocox.record.log.merkle import roots_at
 from dilocox.record.log.transparency_log import leaves_of
-from dilocox.record.verify.run_history import Course, Step
+from dilocox.record.verify.run_history import RunHistory, Step
 
 BEACON, DRAW = b"dilocox/beacon/v1\0", b"dilocox/draw/v1\0"
 
@@ -44,7 +44,7 @@ class Point:
         return int.from_bytes(hashlib.sha256(data).digest()[:6], "big") / 2**48
 
 
-def exchanges_of(course: Course, round_: int) -> list[str]:
+def exchanges_of(course: RunHistory, round_: int) -> list[str]:
     """Keys of all exchanges whose boundaries lie in a round."""
     fragments = int(course.plans[round_]["fragments"])
     return [
@@ -54,7 +54,7 @@ def exchanges_of(course: Course, round_: int) -> list[str]:
     ]
 
 
-def decided(course: Course, round_: int) -> bool:
+def decided(course: RunHistory, round_: int) -> bool:
     """True if the log holds the plan of a round, or the flush, and decides all of its exchanges."""
     plan = course.plans.get(round_)
     if plan is None:
@@ -67,12 +67,14 @@ def decided(course: Course, round_: int) -> bool:
     return all(key in course.steps and course.steps[key].fragments == number for key in keys)
 
 
-def size_of(course: Course, round_: int) -> int:
+def size_of(course: RunHistory, round_: int) -> int:
     """Statements up to the selection point of a round that is `decided`."""
     return 1 + max(course.numbers[key] for key in exchanges_of(course, round_))
 
 
-def points_of(course: Course, entries: Sequence[str], rounds: Collection[int]) -> dict[int, Point]:
+def points_of(
+    course: RunHistory, entries: Sequence[str], rounds: Collection[int]
+) -> dict[int, Point]:
     """The selection points of rounds that are `decided`. `entries`: of the whole log, which is gone
     through once."""
     sizes = {round_: size_of(course, round_) for round_ in rounds}
@@ -80,12 +82,12 @@ def points_of(course: Course, entries: Sequence[str], rounds: Collection[int]) -
     return {round_: Point(round_, size, roots[size].hex()) for round_, size in sizes.items()}
 
 
-def due_rounds(course: Course) -> list[int]:
+def due_rounds(course: RunHistory) -> list[int]:
     """Rounds that are decided and whose states have to be there."""
     return [n for n in sorted(course.plans) if course.keeps_state(n) and decided(course, n)]
 
 
-def sites_of(course: Course, round_: int) -> list[str]:
+def sites_of(course: RunHistory, round_: int) -> list[str]:
     """Who trained a round, by name.
 
     A member of its plan that has contributed to none of its exchanges, in whatever attempt, was
@@ -98,7 +100,7 @@ def sites_of(course: Course, round_: int) -> list[str]:
     return [site for site in members if any(_has_part(course, step, site) for step in steps)]
 
 
-def _has_part(course: Course, step: Step, site: str) -> bool:
+def _has_part(course: RunHistory, step: Step, site: str) -> bool:
     if site in step.set:
         return True
     # A log has a statement for each attempt and shard, whatever it names.

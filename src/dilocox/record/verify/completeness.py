@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from dilocox.config.codec_spec import names_payload
 from dilocox.record.log.digests import sealed
-from dilocox.record.verify.run_history import Course, Step
+from dilocox.record.verify.run_history import RunHistory, Step
 
 
-def gaps(course: Course) -> list[str]:
+def gaps(course: RunHistory) -> list[str]:
     """What is missing from a finished run, or does not fit together, one line each."""
     if not course.steps:
         return ["no outer step is signed"]
@@ -40,7 +40,7 @@ def gaps(course: Course) -> list[str]:
     return found
 
 
-def _torn(course: Course) -> list[str]:
+def _torn(course: RunHistory) -> list[str]:
     """States to replay from that sites have signed differently, one line each."""
     roots: dict[tuple[int, int, int], dict[tuple[str, tuple[int, ...]], str]] = {}
     for state in course.anchors:
@@ -77,7 +77,7 @@ def _incomplete(
     return found
 
 
-def broken_commitments(course: Course) -> list[str]:
+def broken_commitments(course: RunHistory) -> list[str]:
     """Contributions that count and were not committed to before any payload, one line each.
 
     As the log has it: whoever votes had payloads, so all commitments come before all votes.
@@ -99,7 +99,7 @@ def broken_commitments(course: Course) -> list[str]:
     return found
 
 
-def _unsigned(course: Course, step: Step) -> list[str]:
+def _unsigned(course: RunHistory, step: Step) -> list[str]:
     """Payloads of a step that count and that their site has not signed so."""
     other = [f"{step.key.text}: its payloads are not those of its contribution set"]
     if len(step.payloads) != len(step.set) * course.shards:

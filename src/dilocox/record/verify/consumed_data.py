@@ -15,7 +15,7 @@ from dilocox.data.folder import folder_of_run
 from dilocox.errors import DataError, RecordError
 from dilocox.record.log.signed_note import NoteKey
 from dilocox.record.log.transparency_log import ENTRIES, check_log, open_log
-from dilocox.record.verify.run_history import read_course
+from dilocox.record.verify.run_history import read_history
 
 SHARED = "shared"
 """The space of token ranges that all sites share; others are a site's own."""
@@ -129,7 +129,7 @@ def _steps(folder: Path) -> list[Mapping[str, Any]]:
     content = open_log(folder / "record")
     key = NoteKey.parse(content.public)
     check_log(content, key)
-    steps = [step.said for step in read_course(content.entries, key).steps.values()]
+    steps = [step.said for step in read_history(content.entries, key).steps.values()]
     if not all("ranges" in each for each in steps):
         raise RecordError(f"{folder}: its record is of a dilocox that did not note token ranges")
     return steps

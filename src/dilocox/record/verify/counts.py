@@ -7,14 +7,14 @@ from collections.abc import Iterable
 
 from dilocox.errors import RecordError
 from dilocox.record.log.state_statements import readable
-from dilocox.record.verify.run_history import Course, Step
+from dilocox.record.verify.run_history import RunHistory, Step
 
 _NAMED = 3
 """Things that a line names before it counts the rest."""
 
 
 @readable
-def told_complete(course: Course) -> str:
+def told_complete(course: RunHistory) -> str:
     """How much of the planned run was done, and whose contributions count in it."""
     rounds = {step.key.round: step for step in course.steps.values() if not step.flush}
     done = sum(int(step.said.get("inner_steps", 0)) for step in rounds.values())
@@ -31,7 +31,7 @@ def told_complete(course: Course) -> str:
     return text
 
 
-def told_sites(course: Course) -> str:
+def told_sites(course: RunHistory) -> str:
     """By site: how many of its contributions count, of those that could have, and why not all."""
     could: Counter[str] = Counter()
     counted: Counter[str] = Counter()
@@ -71,7 +71,7 @@ def _reason(step: Step, site: str) -> str:
 
 
 @readable
-def told_commitments(course: Course) -> str:
+def told_commitments(course: RunHistory) -> str:
     """Whose commitments there are, and which ones were made anew after a resume.
 
     Raises `RecordError` for one of those that counts though contributions are compared, without
@@ -91,7 +91,7 @@ def told_commitments(course: Course) -> str:
     return f"{text}; recommitted after a resume, when the site could know the others': {named}"
 
 
-def _check_flagged(course: Course, step: Step, site: str) -> None:
+def _check_flagged(course: RunHistory, step: Step, site: str) -> None:
     admission = course.config.get("admission", {})
     robust = admission.get("gate") or admission.get("aggregation", "mean") != "mean"
     verdict = (step.said.get("verdicts") or {}).get(site) or {}
@@ -107,7 +107,7 @@ def _check_flagged(course: Course, step: Step, site: str) -> None:
 
 
 @readable
-def told_signers(course: Course) -> str:
+def told_signers(course: RunHistory) -> str:
     """Whose statements they are: sites by name, their keys, and what no reader has looked at."""
     keys: dict[str, set[str]] = {}
     for each in course.enrolments:

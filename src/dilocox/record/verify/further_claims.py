@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from dilocox.record.log.state_statements import State
 from dilocox.record.verify import claims as c
-from dilocox.record.verify.run_history import Course
+from dilocox.record.verify.run_history import RunHistory
 
 if TYPE_CHECKING:
     from dilocox.record.log.digests import TensorDigest
@@ -18,7 +18,7 @@ Check = tuple[c.Claim, Callable[[], str]]
 
 
 def further(
-    course: Callable[[], Course],
+    course: Callable[[], RunHistory],
     listing: Callable[[State], Sequence[TensorDigest]],
     get: Callable[[str], bytes],
     start: Path | None,

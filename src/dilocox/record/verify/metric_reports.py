@@ -22,8 +22,8 @@ from dilocox.record.log.digests import sha256
 from dilocox.record.log.entries import lines_of
 from dilocox.record.log.state_statements import SIGNED_REPORTS
 from dilocox.record.verify.claims import NotRunError
-from dilocox.record.verify.run_history import Course
-from dilocox.record.writer.rank_recorder import Author
+from dilocox.record.verify.run_history import RunHistory
+from dilocox.record.writer.rank_recorder import SigningIdentity
 
 FILE = "metrics.jsonl"
 _EXACT = 2**53
@@ -55,7 +55,9 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def signed_report(author: Author, kind: str, round_: int, metrics: Mapping[str, Any]) -> str | None:
+def signed_report(
+    author: SigningIdentity, kind: str, round_: int, metrics: Mapping[str, Any]
+) -> str | None:
     """The signed statement of what a site's leading rank reports; None for what is not signed."""
     if kind not in SIGNED_REPORTS:
         return None
@@ -67,7 +69,7 @@ def signed_report(author: Author, kind: str, round_: int, metrics: Mapping[str, 
     return author.signer.sign(statement)
 
 
-def judge_reports(course: Course, folder: Path) -> str:
+def judge_reports(course: RunHistory, folder: Path) -> str:
     """Are the lines of a run's `metrics.jsonl` what its sites have signed? What was compared.
 
     Raises `RecordError` (FAIL) and `NotRunError`.

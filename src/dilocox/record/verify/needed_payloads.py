@@ -14,7 +14,7 @@ from dilocox.record.log.step_statements import Step
 from dilocox.record.verify.claims import NotRunError
 from dilocox.record.verify.origins import Origin, replays
 from dilocox.record.verify.replay import behind
-from dilocox.record.verify.run_history import Course
+from dilocox.record.verify.run_history import RunHistory
 
 REMEMBERED = 100_000
 """Objects that are not read once more if they are needed again."""
@@ -59,7 +59,7 @@ class Needed:
 
 
 def read_needed(
-    course: Course,
+    course: RunHistory,
     origins: Mapping[tuple[int, int], Origin],
     listing: Listing,
     needed: Needed,
@@ -76,7 +76,7 @@ def read_needed(
 
 
 def _states(
-    course: Course, origins: Mapping[tuple[int, int], Origin], listing: Listing
+    course: RunHistory, origins: Mapping[tuple[int, int], Origin], listing: Listing
 ) -> Iterator[tuple[str, str]]:
     """What is needed beside payloads: digest and name."""
     for origin in origins.values():

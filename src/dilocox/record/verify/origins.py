@@ -30,7 +30,7 @@ from dilocox.record.verify.replay import (
     replay_flat,
     replay_steps,
 )
-from dilocox.record.verify.run_history import Course, Step
+from dilocox.record.verify.run_history import RunHistory, Step
 from dilocox.record.writer import windows
 from dilocox.record.writer.rank_recorder import MOMENTUM_OF
 
@@ -91,7 +91,7 @@ class Origin:
         return torch.cat(flats["anchor"]), torch.cat(flats["momentum"])
 
 
-def may_lack(course: Course, listed: Callable[[State], list[TensorDigest]]) -> bool:
+def may_lack(course: RunHistory, listed: Callable[[State], list[TensorDigest]]) -> bool:
     """Whether `record.keep` may have removed payloads of this run.
 
     With "auto" the model's size decides. An anchor that a site signs of a smaller model excuses no
@@ -105,7 +105,7 @@ def may_lack(course: Course, listed: Callable[[State], list[TensorDigest]]) -> b
     return sum(own) >= windows.WHOLE_BELOW
 
 
-def lost_payloads(course: Course, has: Has, get: Get) -> set[tuple[str, int]]:
+def lost_payloads(course: RunHistory, has: Has, get: Get) -> set[tuple[str, int]]:
     """(exchange key, shard) of each counted payload that no store has.
 
     Reads payloads that name other payloads. Raises `RecordError` for bytes with another digest.
@@ -121,7 +121,7 @@ def lost_payloads(course: Course, has: Has, get: Get) -> set[tuple[str, int]]:
 
 
 def origin_of(
-    course: Course, stage: int, shard: int, lost: Lost, has: Has, get: Get
+    course: RunHistory, stage: int, shard: int, lost: Lost, has: Has, get: Get
 ) -> Origin | None:
     """Oldest state that includes every step with a lost payload. None: theta_0.
 
@@ -149,7 +149,7 @@ def origin_of(
     raise MissingError(f"payloads of {steps[-1].key.text} are in no store")
 
 
-def signers(course: Course, state: AnchorState) -> list[str]:
+def signers(course: RunHistory, state: AnchorState) -> list[str]:
     """Sites that have signed the same root for the same rank and round, sorted."""
     place = (state.stage, state.shard, state.round, state.root)
     return sorted(
@@ -161,7 +161,7 @@ def signers(course: Course, state: AnchorState) -> list[str]:
     )
 
 
-def origins_of(course: Course, has: Has, get: Get) -> dict[tuple[int, int], Origin]:
+def origins_of(course: RunHistory, has: Has, get: Get) -> dict[tuple[int, int], Origin]:
     """Origins of the replays by (stage, shard), of a run that removes old payloads. Each (stage,
     shard) that is left out begins with theta_0.
 
@@ -198,7 +198,7 @@ def replays(origins: Mapping[tuple[int, int], Origin], digest: str, step: Step) 
 
 
 def origin_before(
-    course: Course, stage: int, shard: int, tick: int, besides: str, has: Has, get: Get
+    course: RunHistory, stage: int, shard: int, tick: int, besides: str, has: Has, get: Get
 ) -> Origin | None:
     """The newest usable state of at most `tick` slots into the run that another site than `besides`
     has signed, too; None: theta_0.
@@ -225,7 +225,7 @@ def origin_before(
     return None
 
 
-def _states(course: Course, stage: int, shard: int) -> list[AnchorState]:
+def _states(course: RunHistory, stage: int, shard: int) -> list[AnchorState]:
     """States of a rank on which all who have signed them agree, oldest first, each list of tensors
     once: a site may sign the right root with a list that is in no store."""
     known: dict[int, list[AnchorState]] = {}

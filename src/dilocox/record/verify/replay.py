@@ -24,7 +24,7 @@ from dilocox.outer.averaging import average, chunk_bounds, requantise
 from dilocox.outer.layout import Layout, local_shapes, split_pieces
 from dilocox.outer.optimizer import MOMENTUM_DTYPES, as_kept, nesterov_step
 from dilocox.record.log.digests import TensorDigest, stage_root, tensor_digest
-from dilocox.record.verify.run_history import Course, Step
+from dilocox.record.verify.run_history import RunHistory, Step
 from dilocox.record.writer.rank_recorder import MOMENTUM_OF
 
 Get = Callable[[str], bytes]
@@ -62,7 +62,7 @@ class Stage:
     """The outer momentum that the run begins with, by the same names; empty: zero."""
 
     @classmethod
-    def of(cls, course: Course, stage: int, tensors: Sequence[TensorDigest]) -> Stage:
+    def of(cls, course: RunHistory, stage: int, tensors: Sequence[TensorDigest]) -> Stage:
         """Raises `RecordError` for tensors that are not fp32, and `ConfigError`."""
         for each in tensors:
             if each.dtype != "float32":
@@ -138,7 +138,7 @@ class Stage:
 
 
 def replay_stage(
-    course: Course,
+    course: RunHistory,
     stage: Stage,
     get: Get,
     on_step: Callable[[], None],

@@ -43,7 +43,7 @@ MOST_TYPES = 100
 
 
 @dataclass
-class Course:
+class RunHistory:
     """A whole run."""
 
     run: str
@@ -196,27 +196,27 @@ class Course:
         return early[-1:]
 
 
-def read_course(entries: Iterable[str], key: NoteKey) -> Course:
+def read_history(entries: Iterable[str], key: NoteKey) -> RunHistory:
     """What a log's entries say, each signed by whom it has to be and about this run; signatures are
     checked on all cores.
 
     Raises `RecordError` naming the first entry that is not.
     """
-    reader = CourseReader(key)
+    reader = HistoryReader(key)
     reader.take(entries)
     return reader.course
 
 
-class CourseReader:
+class HistoryReader:
     """Reads the entries of a log that grows."""
 
     def __init__(self, key: NoteKey) -> None:
         self._key = key
         self._keys: dict[str, str] = {}
-        self._course: Course | None = None
+        self._course: RunHistory | None = None
 
     @property
-    def course(self) -> Course:
+    def course(self) -> RunHistory:
         """What was read so far. Raises `RecordError` if that is nothing."""
         if self._course is None:
             raise RecordError("the log holds no statement")
@@ -234,7 +234,7 @@ class CourseReader:
                 self._course.read = number + 1
 
 
-def _take(course: Course | None, keys: dict[str, str], line: Line, log: NoteKey) -> Course:
+def _take(course: RunHistory | None, keys: dict[str, str], line: Line, log: NoteKey) -> RunHistory:
     statement = line.statement
     if statement is None:
         raise RecordError(line.fault)
@@ -248,7 +248,7 @@ def _take(course: Course | None, keys: dict[str, str], line: Line, log: NoteKey)
         _check_bounds(said)
         held = SiteKeys(kept=said.get("kept_keys") is True)
         first = digest_of_entry(line.text)
-        return Course(run_of(line.text, said), str(log), said, first=first, keys=held)
+        return RunHistory(run_of(line.text, said), str(log), said, first=first, keys=held)
     if not statement.known:
         course.unknown += 1
         if len(course.unknown_types) < MOST_TYPES:
@@ -299,11 +299,11 @@ def _check_bounds(manifest: Mapping[str, Any]) -> None:
                           f"has {MOST_RANKS} at the most")  # fmt: skip
 
 
-def _again(course: Course, keys: dict[str, str], statement: s.Statement) -> None:
+def _again(course: RunHistory, keys: dict[str, str], statement: s.Statement) -> None:
     raise RecordError("a second manifest")
 
 
-def _enrolled(course: Course, keys: dict[str, str], statement: s.Statement) -> None:
+def _enrolled(course: RunHistory, keys: dict[str, str], statement: s.Statement) -> None:
     said = statement.predicate
     if not _SITE.fullmatch(str(said["site"])):
         raise RecordError(f"site {str(said['site'])[:40]!r}: not a name that a run file can give")
@@ -314,17 +314,17 @@ def _enrolled(course: Course, keys: dict[str, str], statement: s.Statement) -> N
     course.starts.setdefault(str(said["site"]), []).append(course.read)
 
 
-def _accepted(course: Course, keys: dict[str, str], statement: s.Statement) -> None:
+def _accepted(course: RunHistory, keys: dict[str, str], statement: s.Statement) -> None:
     found = Acceptance.of(statement, course.read)
     course.acceptances.append(found)
     course.accepted.add(found.site)
 
 
-def _stood(course: Course, keys: dict[str, str], statement: s.Statement) -> None:
+def _stood(course: RunHistory, keys: dict[str, str], statement: s.Statement) -> None:
     course.keys.standing(statement.predicate)
 
 
-def _committed(course: Course, keys: dict[str, str], statement: s.Statement) -> None:
+def _committed(course: RunHistory, keys: dict[str, str], statement: s.Statement) -> None:
     said, subjects = statement.predicate, statement.subjects
     key = _key_of(said)
     found = commitment_of(subjects, course.read)
@@ -347,7 +347,7 @@ def _key_of(said: Mapping[str, Any]) -> ExchangeKey:
     return key
 
 
-def _contributed(course: Course, keys: dict[str, str], statement: s.Statement) -> None:
+def _contributed(course: RunHistory, keys: dict[str, str], statement: s.Statement) -> None:
     said = statement.predicate
     key, attempt = _key_of(said), int(said["attempt"])
     where = (key.text, attempt, str(said["site"]), int(said["shard"]))
@@ -356,19 +356,19 @@ def _contributed(course: Course, keys: dict[str, str], statement: s.Statement) -
         course.votes[key.text, attempt] = course.read
 
 
-def _stepped(course: Course, keys: dict[str, str], statement: s.Statement) -> None:
+def _stepped(course: RunHistory, keys: dict[str, str], statement: s.Statement) -> None:
     step = packed_step(Step.of(statement))
     course.recommitments.stepped(step, course.commitments, course.shards)
     course.steps[step.key.text] = step
     course.numbers[step.key.text] = course.read
 
 
-def _planned(course: Course, keys: dict[str, str], statement: s.Statement) -> None:
+def _planned(course: RunHistory, keys: dict[str, str], statement: s.Statement) -> None:
     plan = RoundPlan.model_validate(statement.predicate["plan"])
     course.plans[plan.round] = plan.model_dump(mode="json")
 
 
-def _began(course: Course, keys: dict[str, str], statement: s.Statement) -> None:
+def _began(course: RunHistory, keys: dict[str, str], statement: s.Statement) -> None:
     state = RoundState.of(statement, course.read)
     key = (state.round, state.site, state.stage, state.shard)
     known = course.rounds.get(key)
@@ -381,28 +381,28 @@ def _began(course: Course, keys: dict[str, str], statement: s.Statement) -> None
         course.rounds[key] = replace(state, steps=state.steps or known.steps)
 
 
-def _held(course: Course, keys: dict[str, str], statement: s.Statement) -> None:
+def _held(course: RunHistory, keys: dict[str, str], statement: s.Statement) -> None:
     course.states.append(State.of(statement, course.read))
 
 
-def _anchored(course: Course, keys: dict[str, str], statement: s.Statement) -> None:
+def _anchored(course: RunHistory, keys: dict[str, str], statement: s.Statement) -> None:
     course.anchors.append(AnchorState.of(statement))
 
 
-def _attested(course: Course, keys: dict[str, str], statement: s.Statement) -> None:
+def _attested(course: RunHistory, keys: dict[str, str], statement: s.Statement) -> None:
     course.attestations.append(Attestation.of(statement))
 
 
-def _reported(course: Course, keys: dict[str, str], statement: s.Statement) -> None:
+def _reported(course: RunHistory, keys: dict[str, str], statement: s.Statement) -> None:
     found = Report.of(statement)
     course.reports.setdefault((found.kind, found.round, found.site), set()).add(found.digest)
 
 
-def _judged(course: Course, keys: dict[str, str], statement: s.Statement) -> None:
+def _judged(course: RunHistory, keys: dict[str, str], statement: s.Statement) -> None:
     course.verdicts.append(HandedIn.of(statement, course.read))
 
 
-def _resumed(course: Course, keys: dict[str, str], statement: s.Statement) -> None:
+def _resumed(course: RunHistory, keys: dict[str, str], statement: s.Statement) -> None:
     tick = int(statement.predicate["tick"])
     course.since = course.read
     course.resumes.append(course.read)

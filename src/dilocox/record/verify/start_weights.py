@@ -17,7 +17,7 @@ from dilocox.errors import DilocoxError, ModelError, RecordError
 from dilocox.record.log.digests import TensorDigest, tensor_digest
 from dilocox.record.log.state_statements import State
 from dilocox.record.verify.claims import NotRunError
-from dilocox.record.verify.run_history import Course
+from dilocox.record.verify.run_history import RunHistory
 from dilocox.record.writer.rank_recorder import MOMENTUM_OF
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ Listing = Callable[[State], Sequence[TensorDigest]]
 class Start:
     """What the claim `start` is judged by."""
 
-    course: Course
+    course: RunHistory
     listing: Listing
     """The tensors of a signed state."""
     get: Get

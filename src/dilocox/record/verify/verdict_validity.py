@@ -14,7 +14,7 @@ from dilocox.record.log.merkle import roots_at
 from dilocox.record.log.transparency_log import leaves_of
 from dilocox.record.log.verdict_statements import HandedIn
 from dilocox.record.verify.audit_sampling import decided, exchanges_of
-from dilocox.record.verify.run_history import Course
+from dilocox.record.verify.run_history import RunHistory
 
 
 def prefixes_of(entries: Sequence[str], sizes: Collection[int]) -> dict[int, Prefix]:
@@ -25,7 +25,7 @@ def prefixes_of(entries: Sequence[str], sizes: Collection[int]) -> dict[int, Pre
 
 
 def still_standing(
-    course: Course, entries: Sequence[str], signed: Collection[Signed]
+    course: RunHistory, entries: Sequence[str], signed: Collection[Signed]
 ) -> list[Signed]:
     """Those of the verdicts that are about the run's course, and not about one that it has left.
 
@@ -43,12 +43,12 @@ def still_standing(
     ]
 
 
-def stands(course: Course, handed_in: HandedIn) -> bool:
+def stands(course: RunHistory, handed_in: HandedIn) -> bool:
     """Whether what the log names of a verdict is about the run's course."""
     return not _left_behind(course, handed_in.round, handed_in.site, handed_in.seen)
 
 
-def _left_behind(course: Course, round_: int, site: str, read: int) -> bool:
+def _left_behind(course: RunHistory, round_: int, site: str, read: int) -> bool:
     """Whether a round of a site, or the state that it begins or ends in, was signed anew since an
     auditor has read so many statements."""
     resumed = min((number for number in course.resumes if number >= read), default=None)
@@ -65,7 +65,7 @@ def _left_behind(course: Course, round_: int, site: str, read: int) -> bool:
     return max(numbers) > resumed
 
 
-def _read(course: Course, signed: Signed) -> int:
+def _read(course: RunHistory, signed: Signed) -> int:
     """Statements that the auditor had read. Of a verdict that does not say it, those before the
     latest resume."""
     if signed.seen is not None:

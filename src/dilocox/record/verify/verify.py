@@ -33,7 +33,7 @@ from dilocox.record.verify.counts import told_commitments, told_complete, told_s
 from dilocox.record.verify.further_claims import further
 from dilocox.record.verify.model_files import check_other_files, check_plain_files, published_files
 from dilocox.record.verify.release_signature import check_release, is_released
-from dilocox.record.verify.run_history import Course, read_course
+from dilocox.record.verify.run_history import RunHistory, read_history
 from dilocox.record.writer.notary import code_digest
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ class _Verification:
     places: Places
     content: LogContent
     progress: Progress
-    course: Course | None = None
+    course: RunHistory | None = None
     bad: dict[str, str] = field(default_factory=dict)
     """Verdicts so far that are not PASS, by claim."""
     origins: dict[tuple[int, int], Origin] = field(default_factory=dict)
@@ -152,7 +152,7 @@ class _Verification:
             findings=findings,
         )
 
-    def _audited(self, course: Course) -> bool:
+    def _audited(self, course: RunHistory) -> bool:
         every = course.states_every
         return every > 0 or bool(course.verdicts) or (self.places.run / "record" / FOLDER).is_dir()
 
@@ -168,7 +168,7 @@ class _Verification:
             self.bad[claim.name] = verdict
         return c.Finding(claim, verdict, reason)
 
-    def _need(self, *claims: c.Claim) -> Course:
+    def _need(self, *claims: c.Claim) -> RunHistory:
         for claim in claims:
             if claim.name in self.bad:
                 raise NotRunError(f"claim {claim.name} is {self.bad[claim.name]}")
@@ -192,7 +192,7 @@ class _Verification:
         """Every statement is signed by whom it must be."""
         self._need_log()
         key = NoteKey.parse(self.content.public)
-        self.course = read_course(as_signed(self.content, key), key)
+        self.course = read_history(as_signed(self.content, key), key)
         return told_signers(self.course)
 
     def _need_log(self) -> None:
@@ -464,7 +464,7 @@ class _Verification:
         return f"digest {ours[:12]}…; {accepted_code(course)}"
 
 
-def _by_gradient(course: Course) -> bool:
+def _by_gradient(course: RunHistory) -> bool:
     return course.config["outer"]["method"] in EXCHANGE_GRADIENTS
 
 

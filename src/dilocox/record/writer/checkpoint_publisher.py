@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 
-class Anchor:
+class CheckpointPublisher:
     """Runs the command beside everything else, one call at a time."""
 
     def __init__(self, command: Sequence[str], patience: float) -> None:

@@ -16,7 +16,7 @@ from dilocox.config.methods import EXCHANGE_GRADIENTS
 from dilocox.config.run_config import RunConfig
 from dilocox.coordinator.identity import write_private
 from dilocox.coordinator.protocol.exchange_key import ExchangeKey
-from dilocox.coordinator.protocol.messages import EnrolRequest, Rank, RoundPlan
+from dilocox.coordinator.protocol.messages import EnrolRequest, RankId, RoundPlan
 from dilocox.coordinator.protocol.schedule import boundary_slots
 from dilocox.coordinator.server.notary import Decision
 from dilocox.coordinator.server.refusals import Refused
@@ -31,7 +31,7 @@ from dilocox.record.log.manifest import manifest
 from dilocox.record.log.recommitments import Base
 from dilocox.record.log.transparency_log import ENTRIES, LogWriter
 from dilocox.record.log.verdict_statements import check_planned, taken_in
-from dilocox.record.writer.checkpoint_publisher import Anchor
+from dilocox.record.writer.checkpoint_publisher import CheckpointPublisher
 from dilocox.record.writer.log_summary import MARK_EVERY, MARK_FILE, Memory, marked, read_mark
 from dilocox.record.writer.patient_log import PatientLog
 from dilocox.record.writer.state_rules import taken_apart
@@ -44,8 +44,9 @@ KEY_FILE = "record-key"
 
 
 @dataclass
-class LogNotary:
-    """A `Notary` that writes the log below `folder`. A disk that fails keeps the run waiting."""
+class TransparencyLogSink:
+    """A `RecordSink` that writes the log below `folder`. A disk that fails keeps the run
+    waiting."""
 
     config: RunConfig
     writer: LogWriter
@@ -62,18 +63,18 @@ class LogNotary:
 
     @property
     def run(self) -> str:
-        """See `Notary`."""
+        """See `RecordSink`."""
         return self.memory.run
 
     @property
     def resumes(self) -> int:
-        """See `Notary`."""
+        """See `RecordSink`."""
         return self.memory.resumes
 
     @classmethod
     def open(
         cls, config: RunConfig, coordinator: Path, on_message: Callable[[str], None]
-    ) -> LogNotary:
+    ) -> TransparencyLogSink:
         """Begin the log of a run, or go on with it.
 
         `coordinator`: folder of the coordinator's own files. Raises `RecordError`.
@@ -97,7 +98,9 @@ class LogNotary:
         if memory.resumed_lately:
             notary._look_back()
         if config.record.anchor:
-            notary.log.anchor = Anchor(config.record.anchor, config.network.link_timeout)
+            notary.log.anchor = CheckpointPublisher(
+                config.record.anchor, config.network.link_timeout
+            )
         return notary
 
     def _first(self, said: Mapping[str, Any]) -> str:
@@ -109,7 +112,7 @@ class LogNotary:
 
     @property
     def manifest(self) -> str:
-        """See `Notary`."""
+        """See `RecordSink`."""
         return self.memory.acceptances.manifest
 
     def close(self) -> None:
@@ -117,7 +120,7 @@ class LogNotary:
         self.log.close()
 
     def enrolled(self, request: EnrolRequest, incarnation: int) -> None:
-        """See `Notary`."""
+        """See `RecordSink`."""
         if request.record_key is None:
             raise Refused("join", f"site {request.site}: it has no key for the run's record")
         said = {
@@ -137,12 +140,12 @@ class LogNotary:
         self.sync()
 
     def standing(self, site: str, change: str) -> None:
-        """See `Notary`."""
+        """See `RecordSink`."""
         self._say(s.STANDING, {"site": site, "change": change}, {})
         self.sync()
 
-    def committed(self, rank: Rank, key: ExchangeKey, statement: str, *, bound: bool) -> bool:
-        """See `Notary`."""
+    def committed(self, rank: RankId, key: ExchangeKey, statement: str, *, bound: bool) -> bool:
+        """See `RecordSink`."""
         found = self._signed(rank, statement, s.COMMITMENT)
         named = {"values", "payload"} if bound else {"values"}
         said = dict(commitment(self.run, rank, key, "", None).predicate)
@@ -157,12 +160,12 @@ class LogNotary:
         return known is None
 
     def commitments(self, key: ExchangeKey) -> Collection[tuple[str, int]]:
-        """See `Notary`."""
+        """See `RecordSink`."""
         return self.memory.commitments.get(key.text, {}).keys()
 
     def contribution(
         self,
-        rank: Rank,
+        rank: RankId,
         key: ExchangeKey,
         attempt: int,
         digest: str,
@@ -170,7 +173,7 @@ class LogNotary:
         *,
         in_time: bool = True,
     ) -> bool:
-        """See `Notary`."""
+        """See `RecordSink`."""
         found = self._signed(rank, statement, s.CONTRIBUTION)
         expected = contribution(self.run, rank, key, attempt, digest)
         # By their bytes: to Python true is 1, and what is made of the two differs.
@@ -184,13 +187,13 @@ class LogNotary:
         return before.get("payload", bound) == bound
 
     def contributions(self, key: ExchangeKey, attempt: int) -> Mapping[tuple[str, int], str]:
-        """See `Notary`."""
+        """See `RecordSink`."""
         known = self.memory.payloads.get(f"{key.text}#{attempt}", {})
         places = {place: place.rsplit("/", 1) for place in known}
         return {(site, int(shard)): known[place] for place, (site, shard) in places.items()}
 
-    def checkpoint(self, rank: Rank, statement: str) -> None:
-        """See `Notary`. An attestation is about a site, the others about a rank.
+    def checkpoint(self, rank: RankId, statement: str) -> None:
+        """See `RecordSink`. An attestation is about a site, the others about a rank.
 
         What no reader of the log could take apart is not kept: one such statement would keep all
         others from being read.
@@ -221,7 +224,7 @@ class LogNotary:
         if found.kind != s.REPORT:
             self.sync()
 
-    def _accept(self, rank: Rank, text: str, statement: s.Statement) -> None:
+    def _accept(self, rank: RankId, text: str, statement: s.Statement) -> None:
         try:
             found = Acceptance.of(statement, 0)
         except RecordError as error:
@@ -233,7 +236,7 @@ class LogNotary:
         self.sync()
 
     def verdict(self, by: str, statement: str) -> str | None:
-        """See `Notary`."""
+        """See `RecordSink`."""
         known = self.memory
         try:
             found = taken_in(statement, self.run, by, self.writer.size)
@@ -245,14 +248,14 @@ class LogNotary:
         return f"audit: {found.text}" if news and found.verdict in BAD else None
 
     def planned(self, plan: RoundPlan) -> None:
-        """See `Notary`. Who repeats a round takes its plan as given; else nobody needs it."""
+        """See `RecordSink`. Who repeats a round takes its plan as given; else nobody needs it."""
         self.memory.holds.planned(plan)
         said = {"round": plan.round, "plan": plan.model_dump(mode="json")}
         if self.config.record.states_every and self.memory.plans.get(plan.round) != said["plan"]:
             self._say(s.PLAN, said, {})
 
     def decided(self, decision: Decision) -> None:
-        """See `Notary`."""
+        """See `RecordSink`."""
         if decision.key.kind != "outer":
             return
         attempt = f"{decision.key.text}#{decision.attempt}"
@@ -280,7 +283,7 @@ class LogNotary:
         return [name for name in decision.plan.members if name in decision.set or name in kept]
 
     def resumed(self, round_: int, tick: int) -> None:
-        """See `Notary`."""
+        """See `RecordSink`."""
         self._say(s.RESUME, {"round": round_, "tick": tick}, {}, synced=True)
         self._look_back()
 
@@ -295,8 +298,8 @@ class LogNotary:
                 "than before the resume is not noticed in this run, but by verify"
             )
 
-    def recommitted(self, rank: Rank, key: ExchangeKey, plan: RoundPlan) -> bool:
-        """See `Notary`."""
+    def recommitted(self, rank: RankId, key: ExchangeKey, plan: RoundPlan) -> bool:
+        """See `RecordSink`."""
         said = self.memory.commitments.get(key.text, {}).get((rank.site, rank.shard))
         if self.memory.courses is None or said is None:
             return False
@@ -304,19 +307,19 @@ class LogNotary:
         return self.memory.courses.again((key.text, rank.site, rank.shard), said, base)
 
     def sync(self) -> None:
-        """See `Notary`."""
+        """See `RecordSink`."""
         self.log.sync()
 
     def settle(self) -> None:
-        """See `Notary`."""
+        """See `RecordSink`."""
         self.log.settle()
 
     def tend(self) -> None:
-        """See `Notary`."""
+        """See `RecordSink`."""
         self.log.tend()
 
     def cover(self) -> None:
-        """See `Notary`."""
+        """See `RecordSink`."""
         mark = None
         if self.marks is not None and self.writer.size >= self._next_mark and self.log.settled:
             self._next_mark = self.writer.size + MARK_EVERY
@@ -324,7 +327,7 @@ class LogNotary:
                 mark = marked(self.marks, self.memory, self.writer.mark())
         self.log.cover(mark)
 
-    def _signed(self, rank: Rank, text: str, *kinds: str) -> s.Statement:
+    def _signed(self, rank: RankId, text: str, *kinds: str) -> s.Statement:
         try:
             public = self.memory.keys.get(rank.site, "")
             found = s.open_signed(text, public, run=self.run, kinds=kinds)
@@ -376,7 +379,7 @@ def _opened(
 
 
 def commitment(
-    run: str, rank: Rank, key: ExchangeKey, values: str, payload: str | None
+    run: str, rank: RankId, key: ExchangeKey, values: str, payload: str | None
 ) -> s.Statement:
     """What a rank signs before any payload of an exchange is sent, whatever the attempt.
 
@@ -400,7 +403,9 @@ def commitment(
     )
 
 
-def contribution(run: str, rank: Rank, key: ExchangeKey, attempt: int, digest: str) -> s.Statement:
+def contribution(
+    run: str, rank: RankId, key: ExchangeKey, attempt: int, digest: str
+) -> s.Statement:
     """What a rank signs when it votes with a payload of this SHA-256."""
     return s.Statement(
         s.CONTRIBUTION,

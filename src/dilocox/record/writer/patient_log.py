@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from dilocox.errors import TrainingError
 from dilocox.record.log.transparency_log import LogWriter
-from dilocox.record.writer.checkpoint_publisher import Anchor
+from dilocox.record.writer.checkpoint_publisher import CheckpointPublisher
 from dilocox.utils.storage import when_there_is_room
 
 log = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ class PatientLog:
     def __init__(self, writer: LogWriter, say: Callable[[str], None]) -> None:
         """`say` is told in one line when the disk fails, and when it is written again."""
         self.writer, self._say = writer, say
-        self.anchor: Anchor | None = None
+        self.anchor: CheckpointPublisher | None = None
         """Takes checkpoints elsewhere."""
         self._owed: deque[str] = deque()
         self._heard = True

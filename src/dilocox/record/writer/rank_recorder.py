@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from dilocox.coordinator.protocol.exchange_key import ExchangeKey
-from dilocox.coordinator.protocol.messages import Rank
+from dilocox.coordinator.protocol.messages import RankId
 from dilocox.errors import DilocoxError, RecordError
 from dilocox.models.weight_source import fresh_facts
 from dilocox.outer.anchor_state import AnchorCopy
@@ -69,11 +69,11 @@ class Coordinator(Protocol):
 
 
 @dataclass(frozen=True)
-class Author:
+class SigningIdentity:
     """In whose name statements are signed."""
 
     run: str
-    rank: Rank
+    rank: RankId
     signer: s.Signer
 
 
@@ -82,7 +82,7 @@ class RankRecord:
 
     def __init__(
         self,
-        author: Author,
+        author: SigningIdentity,
         store: Store,
         coordinator: Coordinator,
         warn: Callable[[str], None],
@@ -300,7 +300,7 @@ def _in_bf16(tensor: Tensor) -> bool:
 
 def anchor_state(
     run: str,
-    rank: Rank,
+    rank: RankId,
     round_: int,
     tick: int,
     landed: Sequence[int],

@@ -25,9 +25,9 @@ from dilocox.record.log import statements as s
 from dilocox.record.log.blob_store import Removals, Store
 from dilocox.record.log.digests import tensor_bytes
 from dilocox.record.log.round_document import Document, checksum, fingerprint, steps_to_bytes
-from dilocox.record.writer.rank_recorder import Author, Coordinator
+from dilocox.record.writer.rank_recorder import Coordinator, SigningIdentity
 from dilocox.utils import tracing
-from dilocox.utils.storage import begun
+from dilocox.utils.storage import run_in_thread
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class RoundWatch(Protocol):
 
 
 @dataclass(frozen=True)
-class Manner:
+class RecordingPolicy:
     """How a rank computes and what it shows."""
 
     every: int
@@ -70,8 +70,8 @@ class InnerRecord:
 
     def __init__(
         self,
-        author: Author,
-        manner: Manner,
+        author: SigningIdentity,
+        manner: RecordingPolicy,
         store: Store,
         coordinator: Coordinator,
         warn: Callable[[str], None],
@@ -101,7 +101,9 @@ class InnerRecord:
         if begins:
             self._steps = []
         self._signed.clear()
-        self._keeping = begun(lambda: self._keep(round_, tick, begins, copies, state, steps))
+        self._keeping = run_in_thread(
+            lambda: self._keep(round_, tick, begins, copies, state, steps)
+        )
 
     def step(self, numbers: Tensor, parameters: Iterable[Tensor]) -> None:
         """See `RoundWatch`."""

@@ -24,7 +24,7 @@ from dilocox.record.log.transparency_log import (
     read_text,
 )
 from dilocox.record.verify.audit_sampling import Point, due_rounds, points_of, sites_of
-from dilocox.record.verify.run_history import Course, CourseReader
+from dilocox.record.verify.run_history import HistoryReader, RunHistory
 from dilocox.tools.audit.judge import Case
 
 
@@ -48,7 +48,7 @@ class AuditedRun:
         self._stores = (str(folder / "record" / "store"), *stores)
         self._data = data
         self._key = NoteKey.parse(key or read_text(folder / "record" / PUBLIC).strip())
-        self._reader = CourseReader(self._key)
+        self._reader = HistoryReader(self._key)
         self.entries: Sequence[str] = ()
         self._tree = Frontier()
         self._points: dict[int, Point] = {}
@@ -56,7 +56,7 @@ class AuditedRun:
         self._config = agreed_run(folder / "run.toml", self.course.manifest)
 
     @property
-    def course(self) -> Course:
+    def course(self) -> RunHistory:
         """What the log says so far."""
         return self._reader.course
 

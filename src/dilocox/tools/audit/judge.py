@@ -24,11 +24,11 @@ from dilocox.record.log.state_statements import RoundState
 from dilocox.record.verify.audit_sampling import decided, exchanges_of, sites_of
 from dilocox.record.verify.origins import Has
 from dilocox.record.verify.replay import Get
-from dilocox.record.verify.run_history import Course
+from dilocox.record.verify.run_history import RunHistory
 from dilocox.tools.audit.round_replay import Progress, RankJob, RankReplay
 from dilocox.tools.audit.start_state import under_way, wrong_start
 from dilocox.tools.audit.state_document import UNFIT, DocumentError, absent, replaced, unfit
-from dilocox.training.builder import Place
+from dilocox.training.builder import RankPlace
 
 TOLERANCE = 1e-4
 """Largest relative difference of losses, gradient norms and parameters between classes, in fp32.
@@ -50,7 +50,7 @@ Repeat = Callable[[Sequence[RankJob], Progress], list[RankReplay]]
 class Case:
     """A run whose rounds are judged."""
 
-    course: Course
+    course: RunHistory
     config: RunConfig
     get: Get
     stores: tuple[str, ...]
@@ -75,7 +75,7 @@ class Case:
 class _Began:
     """What a rank has signed of the round."""
 
-    place: Place
+    place: RankPlace
     state: RoundState
     start: Document
     steps: list[Fingerprint] | None
@@ -126,10 +126,10 @@ def judge(case: Case, site: str, round_: int, repeat: Repeat, progress: Progress
     return replace(found, states=states)
 
 
-def _places(config: RunConfig, site: str) -> list[Place]:
+def _places(config: RunConfig, site: str) -> list[RankPlace]:
     layout = config.site
     return [
-        Place(site, stage, shard)
+        RankPlace(site, stage, shard)
         for stage in range(layout.stages)
         for shard in range(layout.shards)
     ]
@@ -160,7 +160,7 @@ def _check_possible(case: Case, site: str, round_: int) -> None:
         raise JudgedError("NOT_RUN", f"{case.data}: other token files than the site's")
 
 
-def _began(case: Case, site: str, place: Place, round_: int) -> _Began:
+def _began(case: Case, site: str, place: RankPlace, round_: int) -> _Began:
     """Raises `JudgedError`: what should be there is withheld."""
     rounds = case.course.rounds
     where = (site, place.stage, place.shard)
@@ -205,7 +205,7 @@ def _began(case: Case, site: str, place: Place, round_: int) -> _Began:
     return _Began(place, state, start, steps, after, end)
 
 
-def _document(case: Case, state: RoundState, place: Place) -> Document:
+def _document(case: Case, state: RoundState, place: RankPlace) -> Document:
     try:
         document = Document.from_bytes(case.get(state.document))
     except RecordError as error:

@@ -24,8 +24,8 @@ from dilocox.outer.layout import Layout
 from dilocox.outer.staging import sha256_of
 from dilocox.record.log.digests import sealed
 from dilocox.record.verify.replay import DIGEST_BYTES, Get, payload_tensor, step_average
-from dilocox.record.verify.run_history import Course, Step
-from dilocox.training.builder import Place
+from dilocox.record.verify.run_history import RunHistory, Step
+from dilocox.training.builder import RankPlace
 from dilocox.transport.exchange import advancing, chunk_index
 
 
@@ -66,8 +66,8 @@ class RecordedExchanges:
 
     def __init__(
         self,
-        course: Course,
-        place: Place,
+        course: RunHistory,
+        place: RankPlace,
         layouts: Sequence[Layout],
         get: Get,
         taken: Callable[[], int],

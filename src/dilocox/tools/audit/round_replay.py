@@ -26,12 +26,12 @@ from dilocox.record.log.blob_store import DOCUMENT_BYTES, Store, Stores
 from dilocox.record.log.digests import TensorDigest
 from dilocox.record.log.round_document import Document, Fingerprint, checksum, fingerprint
 from dilocox.record.verify.replay import Get
-from dilocox.record.verify.run_history import Course
+from dilocox.record.verify.run_history import RunHistory
 from dilocox.record.writer.state_recorder import Capture
 from dilocox.tools.audit.recorded_exchanges import PayloadCheck, RecordedExchanges
 from dilocox.tools.audit.state_document import UNFIT, DocumentError, check_tensors
-from dilocox.training.builder import Batches, Blueprint, Hooks, Place, Rank, build_rank
-from dilocox.training.checkpointing import Keeper
+from dilocox.training.builder import Batches, Hooks, ModelPlan, RankParts, RankPlace, build_rank
+from dilocox.training.checkpointing import Checkpointer
 from dilocox.training.determinism_class import facts_here
 from dilocox.training.rank_state import RankState, capture_round, restore_round
 from dilocox.training.trainer import Trainer
@@ -46,8 +46,8 @@ class RankJob:
 
     config: RunConfig
     """With device, threads and precision as the site had them, where they are to be had."""
-    place: Place
-    course: Course
+    place: RankPlace
+    course: RunHistory
     plan: RoundPlan
     start: Document
     end: Document | None
@@ -77,7 +77,7 @@ class RankReplay:
     it counts in the same units and is less: residuals of fine codecs are rounding errors."""
 
 
-class Onlooker:
+class StepTracer:
     """A `RoundWatch` that keeps fingerprints to itself."""
 
     def __init__(self, progress: Progress) -> None:
@@ -105,8 +105,8 @@ class Onlooker:
         return tuple(fingerprint(numbers, total) for numbers, total in self._steps)
 
 
-class Alone:
-    """Control, coordinator and keeper of a rank that has none: nobody waits, nobody hears."""
+class NullControlPlane:
+    """Control, coordinator and checkpointer of a rank that has none: nobody waits, nobody hears."""
 
     news = SimpleNamespace(entering=[], phase="running")
 
@@ -161,13 +161,13 @@ def follow(job: RankJob) -> None:
     _build(job).model.follow(lambda: None)
 
 
-def _build(job: RankJob) -> Rank:
+def _build(job: RankJob) -> RankParts:
     place, config = job.place, job.config
     files = TokenFiles.open(job.data)
     store = None if job.meeting is None else dist.FileStore(job.meeting, config.site.ranks)
     return build_rank(
         config,
-        Blueprint.of(config, files.vocabulary_size),
+        ModelPlan.of(config, files.vocabulary_size),
         place,
         Hooks(),
         store=store if config.site.ranks > 1 else None,
@@ -177,19 +177,19 @@ def _build(job: RankJob) -> Rank:
     )
 
 
-def _repeat(job: RankJob, rank: Rank, progress: Progress) -> RankReplay:
+def _repeat(job: RankJob, rank: RankParts, progress: Progress) -> RankReplay:
     place, config = job.place, job.config
     files = TokenFiles.open(job.data)
     stores = Stores([Store(each) for each in job.stores], most=DOCUMENT_BYTES)
     stores.expect([*job.start.tensors, *(() if job.end is None else job.end.tensors)])
     get = stores.get
-    watch = Onlooker(progress)
+    watch = StepTracer(progress)
     device = rank.mesh.device
     layouts = [state.layout for state in rank.states]
     exchanges = RecordedExchanges(
         job.course, place, layouts, get, lambda: watch.taken, device.type == "cpu"
     )
-    nobody = Alone()
+    nobody = NullControlPlane()
     outer = OuterLoop(
         rank.states, rank.live, place.site, place.stage, config.site.stages,
         exchanges.submit, nobody.touch,
@@ -201,7 +201,7 @@ def _repeat(job: RankJob, rank: Rank, progress: Progress) -> RankReplay:
         client=cast(CoordinatorClient, nobody),
         batches=Batches.open(config, place.site, place.shard, files, device),
         validation=[],
-        keeper=cast(Keeper, nobody),
+        checkpointer=cast(Checkpointer, nobody),
         hooks=Hooks(),
         form_group=_no_group,
         donor_pause=0.0,
@@ -227,7 +227,7 @@ def _take_up(trainer: Trainer, job: RankJob, get: Get) -> None:
         tensors.pop("random/cuda", None)
     try:
         restore_round(trainer.state, tensors, job.start.state, job.plan.first_tick)
-        trainer.outer.take_up_again()
+        trainer.outer.resume_in_flight()
     except (*UNFIT, CheckpointError, ExchangeError) as error:
         raise DocumentError(f"its state is not one of this run ({error})") from None
 

@@ -14,7 +14,7 @@ from typing import Any
 from dilocox.data import TokenFiles
 from dilocox.errors import DilocoxError, RecordError
 from dilocox.tools.audit.round_replay import Progress, RankJob, RankReplay, follow, repeat
-from dilocox.training.builder import Blueprint
+from dilocox.training.builder import ModelPlan
 from dilocox.utils import processes
 
 
@@ -24,7 +24,7 @@ def repeat_site(jobs: Sequence[RankJob], progress: Progress) -> list[RankReplay]
     `jobs` are those of the ranks that exchange. Ranks of further replicas are started beside them.
     """
     # What is imported before a fork need not be imported after it, by every rank of every round.
-    Blueprint.of(jobs[0].config, TokenFiles.open(jobs[0].data).vocabulary_size)
+    ModelPlan.of(jobs[0].config, TokenFiles.open(jobs[0].data).vocabulary_size)
     with tempfile.TemporaryDirectory(prefix="dilocox-audit-") as name:
         meeting = str(Path(name) / "meeting")
         pipes: dict[Connection, int] = {}

@@ -24,14 +24,14 @@ from dilocox.record.log.round_document import Document
 from dilocox.record.log.state_statements import RoundState
 from dilocox.record.verify.origins import Has, origin_before, replay_from
 from dilocox.record.verify.replay import Get, Stage, read_listing
-from dilocox.record.verify.run_history import Course, Step
+from dilocox.record.verify.run_history import RunHistory, Step
 from dilocox.tools.audit.round_replay import load_tensor
-from dilocox.training.builder import Place
+from dilocox.training.builder import RankPlace
 
 
 def wrong_start(
-    course: Course,
-    place: Place,
+    course: RunHistory,
+    place: RankPlace,
     state: RoundState,
     document: Document,
     get: Get,
@@ -100,7 +100,7 @@ def wrong_start(
 
 
 def _wrongly_under_way(
-    course: Course, expected: Sequence[Step], said: Mapping[str, Any]
+    course: RunHistory, expected: Sequence[Step], said: Mapping[str, Any]
 ) -> str | None:
     """What is wrong with what a state says of the exchanges under way, if anything is.
 
@@ -131,13 +131,13 @@ def _wrongly_under_way(
     return None
 
 
-def _plan_before(course: Course, round_: int) -> RoundPlan | None:
+def _plan_before(course: RunHistory, round_: int) -> RoundPlan | None:
     """The plan of the round before; none before round 0, or where the log has none."""
     said = course.plans.get(round_ - 1)
     return None if said is None else RoundPlan.model_validate(said)
 
 
-def _at_their_boundary(course: Course, stage: int, state: RoundState, pieces: int) -> set[int]:
+def _at_their_boundary(course: RunHistory, stage: int, state: RoundState, pieces: int) -> set[int]:
     """Pieces whose boundary was just where the state was taken: nothing was trained since."""
     return {
         piece
@@ -157,7 +157,7 @@ def _not_theta_0(piece: int, anchor: Tensor, tensors: Mapping[str, TensorDigest]
 
 def _wrong_reference(
     before: RoundPlan,
-    place: Place,
+    place: RankPlace,
     piece: int,
     anchor: Tensor,
     tensors: Mapping[str, TensorDigest],
@@ -179,7 +179,7 @@ def _wrong_reference(
 
 def _landed(
     plan: RoundPlan,
-    place: Place,
+    place: RankPlace,
     piece: int,
     anchor: Tensor,
     tensors: Mapping[str, TensorDigest],
@@ -225,7 +225,7 @@ def _begins_at_zero(about: TensorDigest) -> bool:
     return tensor_digest(about.name, torch.zeros(about.shape, dtype=dtype)) != about
 
 
-def under_way(course: Course, stage: int, round_: int, tick: int) -> list[Step]:
+def under_way(course: RunHistory, stage: int, round_: int, tick: int) -> list[Step]:
     """Exchanges of a stage that are between boundary and landing when a round begins.
 
     `tick`: slots that have ended by then. What is under way of a piece lands at the piece's next

@@ -13,7 +13,7 @@ from dilocox.record.log.audit_verdicts import AuditVerdict
 from dilocox.record.log.digests import TensorDigest
 from dilocox.record.log.round_document import Document
 from dilocox.record.verify.replay import Get
-from dilocox.record.verify.run_history import Course
+from dilocox.record.verify.run_history import RunHistory
 from dilocox.record.writer.notary import code_digest
 
 _ON_GPUS = "random/cuda"
@@ -78,7 +78,7 @@ def _of_a_round(name: str) -> bool:
     return kind == "outer" and rest[1:] == ["warm"]
 
 
-def unfit(course: Course, site: str, error: Exception) -> tuple[AuditVerdict, str]:
+def unfit(course: RunHistory, site: str, error: Exception) -> tuple[AuditVerdict, str]:
     """Of a state that no rank of the run can have, as far as this dilocox knows the run's states.
 
     The code that counts is the coordinator's: what a site says of its own is no excuse.
@@ -89,7 +89,7 @@ def unfit(course: Course, site: str, error: Exception) -> tuple[AuditVerdict, st
     return "NOT_RUN", f"{site}: {error}; audit with the run's dilocox ({version}, code {run[:12]}…)"
 
 
-def replaced(course: Course, site: str, what: Sequence[str]) -> tuple[AuditVerdict, str]:
+def replaced(course: RunHistory, site: str, what: Sequence[str]) -> tuple[AuditVerdict, str]:
     """Of a site that says that its steps are other code's: the run file says who may."""
     said = f"the site's own program replaces {' and '.join(what)}"
     allowed, key = course.config["sites"][site].get("own_code"), f"sites.{site}.own_code"

@@ -19,7 +19,7 @@ from dilocox.inner.memory import activation_bytes, holds_whole_logits, logits_by
 from dilocox.models import ChunkSpec, build_chunk
 from dilocox.models.activation_checkpointing import SelectedBytes
 from dilocox.models.chunk import HeadLoss, Logits
-from dilocox.tools.planner.model_outline import Outline
+from dilocox.tools.planner.model_outline import ModelOutline
 from dilocox.utils.torch_internals import storage_key, tensors_without_memory
 
 
@@ -39,7 +39,7 @@ class Kept:
     """Counted; otherwise a lower bound, because the model cannot run on fake tensors."""
 
 
-def kept(config: RunConfig, outline: Outline) -> Kept:
+def kept(config: RunConfig, outline: ModelOutline) -> Kept:
     """What a micro-batch of the run keeps of a layer in the middle, and of the head."""
     tokens = config.site.micro_batch_size * config.data.sequence_length
     width = 4 if config.site.precision == "fp32" else 2
@@ -76,7 +76,9 @@ def _hidden_alone(_logits: Logits, hidden: torch.Tensor, *_: Any) -> torch.Tenso
     return hidden.square()
 
 
-def _saved(config: RunConfig, outline: Outline, loss: HeadLoss | None = None) -> tuple[int, int]:
+def _saved(
+    config: RunConfig, outline: ModelOutline, loss: HeadLoss | None = None
+) -> tuple[int, int]:
     """Bytes that a chunk of one layer saves for a micro-batch; and those of its operations whose
     outputs selective checkpointing saves. With a `loss` the chunk has the head, too."""
     head = loss is not None

@@ -10,9 +10,9 @@ from typing import Any
 
 from dilocox.config.run_config import RunConfig
 from dilocox.errors import DilocoxError
-from dilocox.tools.planner.hardware_table import Place
+from dilocox.tools.planner.hardware_table import GpuPlacement
 from dilocox.tools.planner.memory_footprint import counted, footprints, needed
-from dilocox.tools.planner.model_outline import Outline
+from dilocox.tools.planner.model_outline import ModelOutline
 from dilocox.tools.planner.variants import changed
 
 
@@ -38,7 +38,9 @@ MOST_ADVICE = 3
 MOST_TOGETHER = 4
 
 
-def advice(config: RunConfig, outline: Outline, place: Place, gpus: int) -> list[Change]:
+def advice(
+    config: RunConfig, outline: ModelOutline, place: GpuPlacement, gpus: int
+) -> list[Change]:
     """What would make the run fit at `place`: single changes, in order of what they cost training.
 
     `gpus`: as many as every site has.
@@ -62,7 +64,11 @@ def advice(config: RunConfig, outline: Outline, place: Place, gpus: int) -> list
 
 
 def _tried(
-    before: Mapping[str, Any], config: RunConfig, outline: Outline, place: Place, gpus: int
+    before: Mapping[str, Any],
+    config: RunConfig,
+    outline: ModelOutline,
+    place: GpuPlacement,
+    gpus: int,
 ) -> list[Change]:
     """Every single change on top of `before`, with what it leaves needed."""
     basis = changed(config, before) if before else config
@@ -72,7 +78,7 @@ def _tried(
         try:
             run = changed(config, values)
             reshaped = any(name in RESHAPES for name in values)
-            shape = Outline.of(run) if reshaped else Outline(run, outline.blueprint)
+            shape = ModelOutline.of(run) if reshaped else ModelOutline(run, outline.blueprint)
         except DilocoxError:
             continue  # what the run file cannot say is no advice
         bytes_ = needed(footprints(run, shape, place, counted(run, shape)), place, run)
@@ -87,7 +93,7 @@ RESHAPES = ("site.stages", "site.schedule", "data.sequence_length")
 
 
 def _changes(
-    config: RunConfig, outline: Outline, place: Place, gpus: int
+    config: RunConfig, outline: ModelOutline, place: GpuPlacement, gpus: int
 ) -> Iterator[dict[str, Any]]:
     """Single changes worth trying, those that cost training least first."""
     site = config.site
@@ -112,7 +118,7 @@ def _changes(
         yield {"data.sequence_length": config.data.sequence_length // 2}
 
 
-def _smaller(config: RunConfig, place: Place) -> Iterator[tuple[str, Any]]:
+def _smaller(config: RunConfig, place: GpuPlacement) -> Iterator[tuple[str, Any]]:
     """Of these changes those that leave the layout, the optimizer and the data as they are."""
     site = config.site
     if config.outer.device == "model" and not place.device.shared:

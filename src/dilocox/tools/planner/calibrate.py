@@ -27,7 +27,7 @@ from dilocox.tools.planner.calibrate_gpu import measure_gpu
 from dilocox.tools.planner.hardware_table import GIB, LOCAL, LOOPBACK, MEASURED, WIRE_SHARE
 from dilocox.tools.planner.host_benchmark import measure_host, measure_loopback, timed
 from dilocox.tools.planner.link_probe import MeasuredLink, measure_link
-from dilocox.tools.planner.model_outline import Outline
+from dilocox.tools.planner.model_outline import ModelOutline
 from dilocox.tools.planner.step_time import RECOMPUTED
 from dilocox.tools.planner.trial_run import (
     alone,
@@ -122,12 +122,12 @@ def cut_down(config: RunConfig) -> RunConfig:
         min(TOKENS, config.data.sequence_length),
     )
     run = resolve_run(raw, where="the run to calibrate with")
-    whole = outline = Outline.of(run)
+    whole = outline = ModelOutline.of(run)
     factor = 1
     while outline.parameters > LARGEST and factor <= MOST_NARROWED:
         try:
             run = reshaped(raw, whole, 2, 8192, factor)
-            outline = Outline.of(run)
+            outline = ModelOutline.of(run)
         except DilocoxError:
             return small_run()
         factor *= 2
@@ -150,7 +150,7 @@ def _measure_core(config: RunConfig, device: torch.device, progress: Progress) -
     cannot multiply bf16 take long for it.
     """
     run = cut_down(config)
-    outline = Outline.of(run)
+    outline = ModelOutline.of(run)
     precision = resolve_precision(run.site, device)
     usual = resolve_precision(run.site.model_copy(update={"precision": "auto"}), device)
     keep_freed_memory()

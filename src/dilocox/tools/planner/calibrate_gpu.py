@@ -20,9 +20,9 @@ from dilocox.config.run_config import RunConfig, resolve_run
 from dilocox.errors import DilocoxError, TrainingError
 from dilocox.inner import resolve_precision
 from dilocox.tools.planner.activations import Kept
-from dilocox.tools.planner.hardware_table import GIB, Place, Table
+from dilocox.tools.planner.hardware_table import GIB, GpuPlacement, HardwareTable
 from dilocox.tools.planner.memory_footprint import counted, footprints
-from dilocox.tools.planner.model_outline import Outline
+from dilocox.tools.planner.model_outline import ModelOutline
 from dilocox.tools.planner.step_time import RECOMPUTED
 from dilocox.tools.planner.trial_run import (
     alone,
@@ -89,7 +89,7 @@ def sized(config: RunConfig, memory: int) -> RunConfig:
     rows = config.site.micro_batch_size
     while rows >= 1:
         raw = alone(config, rows, config.data.sequence_length)
-        whole = Outline.of(resolve_run(raw, where="the run to calibrate with"))
+        whole = ModelOutline.of(resolve_run(raw, where="the run to calibrate with"))
         if whole.parameters <= PARAMETERS and fits(whole, memory, kept_by_precision(whole)):
             return whole.config
         for vocabulary in vocabularies(int(whole.hf_config.vocab_size)):
@@ -108,17 +108,19 @@ def vocabularies(own: int) -> list[int]:
     return [own, *(size for size in VOCABULARIES if size < own)]
 
 
-def _cut(raw: dict[str, Any], whole: Outline, vocabulary: int, memory: int) -> RunConfig | None:
+def _cut(
+    raw: dict[str, Any], whole: ModelOutline, vocabulary: int, memory: int
+) -> RunConfig | None:
     """The run with as many layers as it may have with this vocabulary; none if none fits."""
     try:
-        outline = Outline.of(reshaped(raw, whole, 1, vocabulary))
+        outline = ModelOutline.of(reshaped(raw, whole, 1, vocabulary))
     except DilocoxError:
         return None  # its configuration needs more than the keys that are kept
     rest = outline.parameters - outline.layer_parameters
     most = int(whole.hf_config.num_hidden_layers)
     each = kept_by_precision(outline)  # the same of every layer, however many there are
     for layers in range(layers_of(rest, outline.layer_parameters, most), 0, -1):
-        outline = Outline.of(reshaped(raw, whole, layers, vocabulary))
+        outline = ModelOutline.of(reshaped(raw, whole, layers, vocabulary))
         if outline.parameters <= MOST_PARAMETERS and fits(outline, memory, each):
             return outline.config
     return None
@@ -130,22 +132,22 @@ def layers_of(outside: int, layer: int, most: int) -> int:
     return max(1, min(most, (PARAMETERS - outside) // max(1, layer)))
 
 
-def in_precision(outline: Outline, precision: str) -> Outline:
+def in_precision(outline: ModelOutline, precision: str) -> ModelOutline:
     """The same model in another `site.precision`."""
     site = outline.config.site.model_copy(update={"precision": precision})
-    return Outline(outline.config.model_copy(update={"site": site}), outline.blueprint)
+    return ModelOutline(outline.config.model_copy(update={"site": site}), outline.blueprint)
 
 
-def kept_by_precision(outline: Outline) -> dict[str, Kept]:
+def kept_by_precision(outline: ModelOutline) -> dict[str, Kept]:
     """What a micro-batch keeps until its backward pass, by `site.precision`."""
     shapes = {precision: in_precision(outline, precision) for precision in ("bf16", "fp32")}
     return {precision: counted(shape.config, shape) for precision, shape in shapes.items()}
 
 
-def fits(outline: Outline, memory: int, each: Mapping[str, Kept]) -> bool:
+def fits(outline: ModelOutline, memory: int, each: Mapping[str, Kept]) -> bool:
     """Whether a step fits in every precision. `each`: as `kept_by_precision` gives it."""
-    table = Table.load()
-    place = Place(table.device(table.devices[0]), 1, 1)
+    table = HardwareTable.load()
+    place = GpuPlacement(table.device(table.devices[0]), 1, 1)
     for precision, kept in each.items():
         shape = in_precision(outline, precision)
         (found,) = footprints(shape.config, shape, place, kept)
@@ -183,7 +185,7 @@ def batch_of(seconds: float) -> int:
     return min(MOST, max(LEAST, math.ceil(SECONDS / max(seconds, 1e-9))))
 
 
-def table_name(name: str, memory: int, table: Table) -> str | None:
+def table_name(name: str, memory: int, table: HardwareTable) -> str | None:
     """The entry of the table that a GPU is, by the driver's name of it and its bytes; or none."""
     words = re.findall("[a-z0-9]+", name.lower())
     pairs = [first + second for first, second in pairwise(words)]  # `rtx 4090`
@@ -196,7 +198,7 @@ def table_name(name: str, memory: int, table: Table) -> str | None:
 
 
 def peer_rate(
-    name: str, memory: int, measured: float | None, pcie: float, table: Table
+    name: str, memory: int, measured: float | None, pcie: float, table: HardwareTable
 ) -> tuple[float, str]:
     """Bytes per second between two GPUs of a node, and where the figure comes from.
 
@@ -214,7 +216,7 @@ def peer_rate(
 
 def entry_of(
     run: RunConfig,
-    outline: Outline,
+    outline: ModelOutline,
     precision: torch.dtype,
     seconds: tuple[float, float, float],
 ) -> dict[str, Any]:
@@ -247,7 +249,7 @@ def measure_gpu(
     it `large_run`. Raises `TrainingError` if the model does not fit or its loss is not finite."""
     free, _ = torch.cuda.mem_get_info(device)
     run = sized(config or large_run(), free)
-    outline = Outline.of(run)
+    outline = ModelOutline.of(run)
     precision = resolve_precision(run.site, device)
     other = torch.float32 if precision == torch.bfloat16 else torch.bfloat16
     usual = resolve_precision(run.site.model_copy(update={"precision": "auto"}), device)
@@ -258,7 +260,7 @@ def measure_gpu(
     progress("copies over PCIe and between GPUs")
     pcie, peer = _copy_rates(device)
     about = torch.cuda.get_device_properties(device)
-    rate, source = peer_rate(about.name, about.total_memory, peer, pcie, Table.load())
+    rate, source = peer_rate(about.name, about.total_memory, peer, pcie, HardwareTable.load())
     return {
         **entry_of(run, outline, precision, (one, several, other_one)),
         "memory_gib": about.total_memory / GIB,
@@ -273,7 +275,7 @@ def measure_gpu(
 
 def _step_seconds(
     run: RunConfig,
-    outline: Outline,
+    outline: ModelOutline,
     device: torch.device,
     precision: torch.dtype,
     micro_batches: tuple[int, ...],

@@ -128,7 +128,7 @@ class Link:
 
 
 @dataclass(frozen=True)
-class Place:
+class GpuPlacement:
     """One site: `nodes` machines with `per_node` GPUs each."""
 
     device: Device
@@ -156,7 +156,7 @@ MEMORY = "memory_gib"
 """Of a device, and of a host where it is known."""
 
 
-class Table:
+class HardwareTable:
     """All that is known of devices and links."""
 
     def __init__(self, content: Mapping[str, Any], where: str) -> None:
@@ -164,7 +164,7 @@ class Table:
         self._where = where
 
     @classmethod
-    def load(cls, *more: Path) -> Table:
+    def load(cls, *more: Path) -> HardwareTable:
         """The package's table and those of the user, later ones on top.
 
         Raises `ConfigError` for a file that cannot be read or has an entry that makes no sense.
@@ -300,7 +300,7 @@ class Table:
 
     def place(
         self, text: str, utilisation: float | None = None, host_memory: int | None = None
-    ) -> Place:
+    ) -> GpuPlacement:
         """A site from `NAME:GPUSxNODES`, `NAME:GPUS` or `NAME`. Raises `ConfigError`.
 
         `utilisation` and `host_memory`, bytes of a machine, replace what the table has.
@@ -318,7 +318,7 @@ class Table:
         if host_memory is not None:
             device = replace(device, host=replace(device.host, memory=host_memory))
         per_node, nodes = (int(found[1]), int(found[2] or 1)) if found else (1, 1)
-        return Place(device, per_node, nodes)
+        return GpuPlacement(device, per_node, nodes)
 
     def fabric(self, text: str | None) -> float:
         """Bytes per second, one way, of a node's network inside its site."""

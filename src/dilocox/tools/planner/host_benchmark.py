@@ -15,7 +15,7 @@ import torch
 from dilocox.compression import Geometry, LowRank, compressor
 from dilocox.errors import TrainingError
 from dilocox.outer.averaging import average
-from dilocox.outer.fragment_state import PieceState
+from dilocox.outer.fragment_state import FragmentState
 from dilocox.outer.layout import Layout
 from dilocox.outer.overlap import Rule
 
@@ -83,7 +83,7 @@ def _low_rank(values: torch.Tensor, geometry: Geometry) -> dict[str, float]:
 def _outer_step(values: torch.Tensor) -> Callable[[], object]:
     """Boundary and landing of one fragment, as the training's thread does them."""
     live = {"w": values.clone().view(-1, 1024)}
-    state = PieceState(Layout.of({"w": live["w"].shape}), live, error_feedback=True)
+    state = FragmentState(Layout.of({"w": live["w"].shape}), live, error_feedback=True)
     sent, mean = values * 0.5, values * 0.1
     rule = Rule(overlap="keep", learning_rate=0.8, momentum=0.5)
 

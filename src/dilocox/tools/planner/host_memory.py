@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dilocox.config.run_config import RunConfig
-from dilocox.tools.planner.hardware_table import Place
+from dilocox.tools.planner.hardware_table import GpuPlacement
 from dilocox.tools.planner.memory_footprint import Footprint
 
 
@@ -14,7 +14,7 @@ from dilocox.tools.planner.memory_footprint import Footprint
 class HostMemory:
     """What the ranks of one machine take of its memory, beside their GPUs."""
 
-    place: Place
+    place: GpuPlacement
     ranks: int
     """Of the first replica of one site, on that machine: others keep nothing there."""
     needed: int
@@ -28,7 +28,7 @@ class HostMemory:
 
 
 def host_memory(
-    stages: Sequence[Footprint], places: Sequence[Place], config: RunConfig
+    stages: Sequence[Footprint], places: Sequence[GpuPlacement], config: RunConfig
 ) -> HostMemory | None:
     """The machine that is filled most by what ranks keep outside their GPUs, the largest of them
     side by side; of machines whose memory is not known that which needs most. None where every

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from dilocox.config.run_config import RunConfig
 from dilocox.coordinator.controller.choice import Choice
 from dilocox.errors import DilocoxError
-from dilocox.tools.planner.hardware_table import Place
+from dilocox.tools.planner.hardware_table import GpuPlacement
 from dilocox.tools.planner.host_memory import host_memory
 from dilocox.tools.planner.memory_footprint import counted, footprints, needed
-from dilocox.tools.planner.model_outline import Outline
+from dilocox.tools.planner.model_outline import ModelOutline
 from dilocox.tools.planner.step_time import StepTime, stays_on_nodes, step_time
 from dilocox.tools.planner.variants import changed, on_device
 
@@ -28,7 +28,7 @@ class Hybrid:
 
 
 def hybrid(
-    config: RunConfig, outline: Outline, place: Place, fabric: float, rounds: Choice
+    config: RunConfig, outline: ModelOutline, place: GpuPlacement, fabric: float, rounds: Choice
 ) -> Hybrid | None:
     """The fastest such layout that fits the GPUs. None if none is faster than the run's own.
 
@@ -48,7 +48,7 @@ def hybrid(
         except DilocoxError:
             continue  # a gate, or anything else that does not go with replicas
         run = on_device(run, device)
-        shape = Outline(run, outline.blueprint)
+        shape = ModelOutline(run, outline.blueprint)
         places = footprints(run, shape, place, counted(run, shape), rounds)
         host = host_memory(places, [place], run)
         if needed(places, place, run) <= device.memory and (host is None or host.fits):

@@ -31,8 +31,8 @@ from dilocox.inner.memory import (
 from dilocox.inner.optimizer import is_hidden_matrix
 from dilocox.record.writer.windows import has_windows
 from dilocox.tools.planner.activations import Kept, kept
-from dilocox.tools.planner.hardware_table import Place
-from dilocox.tools.planner.model_outline import Outline
+from dilocox.tools.planner.hardware_table import GpuPlacement
+from dilocox.tools.planner.model_outline import ModelOutline
 from dilocox.tools.planner.step_time import reduces_once
 
 
@@ -136,7 +136,11 @@ class Footprint:
 
 
 def footprints(
-    config: RunConfig, outline: Outline, place: Place, each: Kept, rounds: Choice | None = None
+    config: RunConfig,
+    outline: ModelOutline,
+    place: GpuPlacement,
+    each: Kept,
+    rounds: Choice | None = None,
 ) -> list[Footprint]:
     """Every stage's rank. `each`: what a micro-batch keeps (dilocox.tools.planner.activations);
     `rounds`: as they are exchanged, without it as the run file says."""
@@ -188,12 +192,14 @@ def footprints(
     return found
 
 
-def _largest(outline: Outline, stage: int) -> int:
+def _largest(outline: ModelOutline, stage: int) -> int:
     """Values of the stage's largest tensor."""
     return max(math.prod(shape) for shape in outline.shapes[stage].values())
 
 
-def _stepped(config: RunConfig, outline: Outline, stage: int, once: bool) -> tuple[int, int, int]:
+def _stepped(
+    config: RunConfig, outline: ModelOutline, stage: int, once: bool
+) -> tuple[int, int, int]:
     """Bytes of a rank's gradients, of copies that a step makes of parameters, and of those copies
     that stay between steps. `once`: shards reduce gradients once per step."""
     site = config.site
@@ -219,7 +225,7 @@ def _stepped(config: RunConfig, outline: Outline, stage: int, once: bool) -> tup
     return gradients, copies + gate, lasting + gate
 
 
-def _gathered_at_a_time(outline: Outline, parameters: int, width: int) -> int:
+def _gathered_at_a_time(outline: ModelOutline, parameters: int, width: int) -> int:
     """Bytes of what FSDP gathers of one stage with so many `parameters`, and of gradients until
     they are reduced, where both happen for each micro-batch (dilocox.inner.fsdp.Units).
 
@@ -280,7 +286,7 @@ def _exchanged(config: RunConfig, rounds: Choice, shared: bool) -> _Exchanged:
     return _Exchanged(waiting, outer, values, payloads + probes, flush)
 
 
-def _moments(config: RunConfig, outline: Outline, stage: int) -> int:
+def _moments(config: RunConfig, outline: ModelOutline, stage: int) -> int:
     """Bytes of the inner optimizer's moments, of a whole stage: two of AdamW, none of SGD; one of
     Muon for the layers' matrices, whose other tensors AdamW trains, copies of tied ones, too."""
     parameters = outline.stage_parameters[stage]
@@ -293,7 +299,7 @@ def _moments(config: RunConfig, outline: Outline, stage: int) -> int:
     return 4 * matrices + 8 * (parameters - matrices)
 
 
-def needed(places: Sequence[Footprint], place: Place, config: RunConfig) -> int:
+def needed(places: Sequence[Footprint], place: GpuPlacement, config: RunConfig) -> int:
     """Bytes that a device needs: of the largest rank, or of all ranks that share it."""
     if place.device.shared:
         first = sum(each.device for each in places)
@@ -324,7 +330,7 @@ def in_flight(config: RunConfig, stage: int) -> int:
     return min(count * chunks, warm)
 
 
-def _activations(config: RunConfig, outline: Outline, stage: int, each: Kept) -> int:
+def _activations(config: RunConfig, outline: ModelOutline, stage: int, each: Kept) -> int:
     chunks = outline.stages[stage]
     layers = max(chunk.end_layer - chunk.first_layer for chunk in chunks)
     has_head = any(chunk.head for chunk in chunks)
@@ -348,7 +354,7 @@ def _activations(config: RunConfig, outline: Outline, stage: int, each: Kept) ->
     return held + max(0, _newest_gradient(config, outline, stage) - layers * kept - head)
 
 
-def _newest_gradient(config: RunConfig, outline: Outline, stage: int) -> int:
+def _newest_gradient(config: RunConfig, outline: ModelOutline, stage: int) -> int:
     """The largest gradient of a bf16 copy, which is there until it is added to its master's.
 
     FSDP's are counted with what it gathers.
@@ -358,7 +364,7 @@ def _newest_gradient(config: RunConfig, outline: Outline, stage: int) -> int:
     return 2 * max(math.prod(shape) for shape in outline.shapes[stage].values())
 
 
-def counted(config: RunConfig, outline: Outline) -> Kept:
+def counted(config: RunConfig, outline: ModelOutline) -> Kept:
     """`dilocox.tools.planner.activations.kept`, remembered: most changes leave it as it is."""
     return _counted(_Question(config, outline))
 
@@ -366,7 +372,7 @@ def counted(config: RunConfig, outline: Outline) -> Kept:
 class _Question:
     """Arguments of `kept`; equal where its answer is."""
 
-    def __init__(self, config: RunConfig, outline: Outline) -> None:
+    def __init__(self, config: RunConfig, outline: ModelOutline) -> None:
         self.config, self.outline = config, outline
         self._key = (
             config.site.micro_batch_size,

@@ -15,20 +15,20 @@ from dilocox.inner.fsdp import Units
 from dilocox.models import ChunkSpec, build_chunk
 from dilocox.models.meta_model import build_skeleton
 from dilocox.outer.layout import layer_number
-from dilocox.training.builder import Blueprint
+from dilocox.training.builder import ModelPlan
 from dilocox.training.launch.tokenizer_check import check_trained_tokenizer, tokenizer_size
 from dilocox.training.payload_sizes import Shape, model_shapes
 
 
 @dataclass(frozen=True)
-class Outline:
+class ModelOutline:
     """A model cut into the stages of a run file, on the meta device: no weights anywhere."""
 
     config: RunConfig
-    blueprint: Blueprint
+    blueprint: ModelPlan
 
     @classmethod
-    def of(cls, config: RunConfig) -> Outline:
+    def of(cls, config: RunConfig) -> ModelOutline:
         """The outline of a run's model.
 
         A tokenizer that is still to be trained will have `data.vocabulary_size` tokens; another one
@@ -37,7 +37,7 @@ class Outline:
         `ModelError` if the model cannot be trained or cut so.
         """
         check_trained_tokenizer(config)
-        return cls(config, Blueprint.of(config, _vocabulary(config)))
+        return cls(config, ModelPlan.of(config, _vocabulary(config)))
 
     @cached_property
     def stages(self) -> list[list[ChunkSpec]]:

@@ -10,7 +10,7 @@ from dilocox.config.run_config import RunConfig
 from dilocox.coordinator.controller.choice import Choice
 from dilocox.coordinator.controller.loss_model import loss_of
 from dilocox.errors import DilocoxError
-from dilocox.tools.planner.hardware_table import Place
+from dilocox.tools.planner.hardware_table import GpuPlacement
 from dilocox.tools.planner.predict import Prediction
 from dilocox.tools.planner.variants import changed
 
@@ -41,7 +41,7 @@ class Option:
 
 def options(
     config: RunConfig,
-    places: Sequence[Place],
+    places: Sequence[GpuPlacement],
     own: Prediction,
     predicted: Callable[[RunConfig], Prediction],
     filled: Callable[[RunConfig, Choice], tuple[int, int]],
@@ -65,7 +65,7 @@ def options(
     return found
 
 
-def _changes(config: RunConfig, places: Sequence[Place]) -> Iterator[tuple[str, Any]]:
+def _changes(config: RunConfig, places: Sequence[GpuPlacement]) -> Iterator[tuple[str, Any]]:
     if len(places) < 2:
         return
     if config.outer.device == "cpu" and not any(place.device.shared for place in places):

@@ -14,7 +14,7 @@ from dilocox.training.payload_sizes import Shape, factor_bytes, geometries, mess
 
 
 @dataclass(frozen=True)
-class Parcel:
+class PayloadCost:
     """One piece of one stage, or several together, as one codec sends them."""
 
     payload: int
@@ -32,15 +32,15 @@ class Parcel:
 
 def parcels(
     config: RunConfig, stages: Sequence[dict[str, Shape]], codec: str
-) -> list[list[Parcel]]:
-    """By stage and piece. `stages`: whole shapes by full name, as `Outline.shapes`.
+) -> list[list[PayloadCost]]:
+    """By stage and piece. `stages`: whole shapes by full name, as `ModelOutline.shapes`.
 
     `codec`: as it is sent, with moments or without (`RunConfig.sent_as`).
     """
     return [[_parcel(codec, shards) for shards in geometries(config, shapes)] for shapes in stages]
 
 
-def _parcel(codec: str, shards: Sequence[Geometry]) -> Parcel:
+def _parcel(codec: str, shards: Sequence[Geometry]) -> PayloadCost:
     sizes = [message_bytes(codec, geometry) for geometry in shards]
     largest = max(shards, key=lambda geometry: geometry.length)
     spec = parse_spec(codec)
@@ -49,13 +49,13 @@ def _parcel(codec: str, shards: Sequence[Geometry]) -> Parcel:
         for group in Arrangement.of(largest, spec.rank, DENSE).groups:
             products += group.size * group.left.rank * len(group.offsets)
         ahead = sum(factor_bytes(codec, geometry) for geometry in shards)
-    return Parcel(sum(sizes), largest.length, max(sizes), products, ahead)
+    return PayloadCost(sum(sizes), largest.length, max(sizes), products, ahead)
 
 
-def joined(pieces: Sequence[Parcel], shards: int) -> Parcel:
+def joined(pieces: Sequence[PayloadCost], shards: int) -> PayloadCost:
     """Pieces of one stage that are exchanged together, in one frame for each of its `shards`."""
     less = FRAME_HEADER_BYTES * (len(pieces) - 1)
-    return Parcel(
+    return PayloadCost(
         sum(each.payload for each in pieces) - shards * less,
         sum(each.values for each in pieces),
         sum(each.own for each in pieces) - less,
@@ -65,7 +65,7 @@ def joined(pieces: Sequence[Parcel], shards: int) -> Parcel:
 
 
 @dataclass(frozen=True)
-class Toil:
+class ExchangeCost:
     """Seconds of one exchange at one rank, beside its transfer."""
 
     begin: float
@@ -83,8 +83,8 @@ class Toil:
 
 
 def toil(
-    parcel: Parcel, codec: str, host: Host, sites: int, exchange: str, commits: bool = False
-) -> Toil:
+    parcel: PayloadCost, codec: str, host: Host, sites: int, exchange: str, commits: bool = False
+) -> ExchangeCost:
     """What a parcel costs each of `sites` sites. `exchange`: `gather` or `reduce`; `commits`: the
     values are hashed before anything is sent, for the run's record.
 
@@ -117,7 +117,7 @@ def toil(
         # A GPU does one thing after another: training loses what codecs take of its time.
         begin, land = begin + encode, land + computed
     coding = before + after
-    return Toil(
+    return ExchangeCost(
         begin, before, after, land, coding + host.exchange_cpu, coding + host.exchange_thread
     )
 

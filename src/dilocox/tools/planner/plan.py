@@ -14,11 +14,11 @@ from dilocox.coordinator.controller.exchange_timing import Crowd
 from dilocox.coordinator.server.plan_builder import FLUSH_CODEC
 from dilocox.errors import ConfigError, DilocoxError
 from dilocox.tools.planner.advice import Change, advice
-from dilocox.tools.planner.hardware_table import Link, Place
+from dilocox.tools.planner.hardware_table import GpuPlacement, Link
 from dilocox.tools.planner.host_memory import HostMemory, host_memory
 from dilocox.tools.planner.hybrid import Hybrid, hybrid
 from dilocox.tools.planner.memory_footprint import Footprint, counted, footprints, needed
-from dilocox.tools.planner.model_outline import Outline
+from dilocox.tools.planner.model_outline import ModelOutline
 from dilocox.tools.planner.options import Option, options
 from dilocox.tools.planner.payload_costs import parcels
 from dilocox.tools.planner.predict import Prediction, predict
@@ -62,10 +62,10 @@ class RunPlan:
     """What a run needs, how fast it goes, and what it costs."""
 
     config: RunConfig
-    outline: Outline
-    places: list[Place]
+    outline: ModelOutline
+    places: list[GpuPlacement]
     links: list[Link]
-    fullest: Place
+    fullest: GpuPlacement
     """The one whose devices are filled most; of it are the following."""
     footprints: list[Footprint]
     needed: int
@@ -108,7 +108,7 @@ class RunPlan:
 
 def plan_run(
     config: RunConfig,
-    places: Sequence[Place],
+    places: Sequence[GpuPlacement],
     links: Sequence[Link],
     fabric: float,
     tokens: float | None = None,
@@ -134,7 +134,7 @@ def plan_run(
         batches = sum(config.site_batch(name) for name in config.sites)
         config = _as_long_as(config, tokens, batches * config.data.sequence_length)
     progress("the model's shape")
-    outline = Outline.of(config)
+    outline = ModelOutline.of(config)
     largest = at_site(config, max(config.sites, key=config.site_batch))
     progress("the run's own plan")
     prediction = _predict(config, places, links, fabric, outline)
@@ -199,8 +199,8 @@ def plan_run(
 
 def _hybrid(
     config: RunConfig,
-    outline: Outline,
-    places: Sequence[Place],
+    outline: ModelOutline,
+    places: Sequence[GpuPlacement],
     fabric: float,
     prediction: Prediction,
 ) -> Hybrid | None:
@@ -230,10 +230,10 @@ def _steps_left(config: RunConfig) -> int:
 
 
 def _fullest(
-    config: RunConfig, outline: Outline, places: Sequence[Place], rounds: Choice
-) -> tuple[Place, list[Footprint], int]:
+    config: RunConfig, outline: ModelOutline, places: Sequence[GpuPlacement], rounds: Choice
+) -> tuple[GpuPlacement, list[Footprint], int]:
     """The place whose devices are filled most, with what the stages need there, and the largest."""
-    found: list[tuple[Place, list[Footprint], int]] = []
+    found: list[tuple[GpuPlacement, list[Footprint], int]] = []
     for place in places:
         if all(place != known for known, *_ in found):
             there = on_device(config, place.device)
@@ -250,10 +250,10 @@ def _as_long_as(config: RunConfig, tokens: float, per_step: float) -> RunConfig:
 
 def _predict(
     config: RunConfig,
-    places: Sequence[Place],
+    places: Sequence[GpuPlacement],
     links: Sequence[Link],
     fabric: float,
-    outline: Outline,
+    outline: ModelOutline,
 ) -> Prediction:
     return predict(config, places, links, list(config.sites), fabric=fabric, outline=outline)
 
@@ -261,10 +261,10 @@ def _predict(
 def _row(
     config: RunConfig,
     method: str,
-    places: Sequence[Place],
+    places: Sequence[GpuPlacement],
     links: Sequence[Link],
     fabric: float,
-    outline: Outline,
+    outline: ModelOutline,
     own: Prediction,
 ) -> MethodRow:
     if method == config.outer.method:
@@ -278,9 +278,9 @@ def _row(
 
 def budget(
     config: RunConfig,
-    outline: Outline,
+    outline: ModelOutline,
     prediction: Prediction,
-    places: Sequence[Place],
+    places: Sequence[GpuPlacement],
     links: Sequence[Link],
     tokens: float,
 ) -> Budget:
@@ -304,7 +304,7 @@ def budget(
     return Budget(tokens, seconds, sites * sent_each, egress, compute)
 
 
-def flushed_bytes(config: RunConfig, outline: Outline, codec: str, sites: int) -> int:
+def flushed_bytes(config: RunConfig, outline: ModelOutline, codec: str, sites: int) -> int:
     """Bytes that each of `sites` sites sends at the end of a run whose rounds had `codec`."""
     last = codec if parse_spec(codec).kind in SPARSE else FLUSH_CODEC
     payload = sum(each.payload for row in parcels(config, outline.shapes, last) for each in row)
@@ -312,7 +312,7 @@ def flushed_bytes(config: RunConfig, outline: Outline, codec: str, sites: int) -
     return swaps * size
 
 
-def _rent(place: Place) -> float | None:
+def _rent(place: GpuPlacement) -> float | None:
     """US dollars an hour for all GPUs of a site."""
     price = place.device.usd_per_hour
     return None if price is None else price * (1 if place.device.shared else place.gpus)

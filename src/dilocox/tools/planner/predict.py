@@ -12,11 +12,11 @@ from dilocox.coordinator.controller.choice import Choice
 from dilocox.coordinator.controller.exchange_timing import Crowd, together
 from dilocox.coordinator.protocol.schedule import AT_ONCE
 from dilocox.errors import ConfigError
-from dilocox.tools.planner.hardware_table import Device, Link, Place
-from dilocox.tools.planner.model_outline import Outline
+from dilocox.tools.planner.hardware_table import Device, GpuPlacement, Link
+from dilocox.tools.planner.model_outline import ModelOutline
 from dilocox.tools.planner.outer_path import outer_path
 from dilocox.tools.planner.payload_costs import parcels
-from dilocox.tools.planner.simulated_run import Course, SimSite
+from dilocox.tools.planner.simulated_run import SimSite, SimulatedRun
 from dilocox.tools.planner.simulator import Menu, simulate
 from dilocox.tools.planner.step_time import replica_rate, step_time
 from dilocox.tools.planner.variants import at_site
@@ -49,7 +49,7 @@ class Prediction:
     """Of an inner step at the slowest site."""
     tokens_per_step: int
     """Of all sites."""
-    course: Course
+    course: SimulatedRun
 
     @property
     def share(self) -> float:
@@ -66,7 +66,7 @@ class Prediction:
 
 def predict(
     config: RunConfig,
-    device: Device | Place | Sequence[Device | Place],
+    device: Device | GpuPlacement | Sequence[Device | GpuPlacement],
     link: Link | Sequence[Link],
     sites: int | Sequence[str],
     *,
@@ -75,23 +75,24 @@ def predict(
     pair_rate: float | None = None,
     rounds: int = ROUNDS,
     at_once: int = AT_ONCE,
-    outline: Outline | None = None,
+    outline: ModelOutline | None = None,
 ) -> Prediction:
     """Predict the speed of `config` among `sites` sites: their number, or their names.
 
-    `device` (a whole `Place`, or a single one per rank), `link` and `step_seconds` are one for
-    all sites or one for each. `step_seconds`, if known, replaces the cost model's step. `fabric`
-    and `pair_rate` are bytes per second: of a node's network inside its site, and of the
+    `device` (a whole `GpuPlacement`, or a single one per rank), `link` and `step_seconds` are one
+    for all sites or one for each. `step_seconds`, if known, replaces the cost model's step.
+    `fabric` and `pair_rate` are bytes per second: of a node's network inside its site, and of the
     narrowest path between two sites if that is narrower than their links. `at_once`: exchange
     threads of a rank. `outline`: of the same model and layout, if it is there already. Raises
     `ConfigError` and `ModelError`.
     """
     config = with_sites(config, sites)
-    outline = Outline.of(config) if outline is None else outline
+    outline = ModelOutline.of(config) if outline is None else outline
     count = len(config.sites)
-    devices: list[Device | Place] = _each(device, count, "devices")
+    devices: list[Device | GpuPlacement] = _each(device, count, "devices")
     places = [
-        each if isinstance(each, Place) else Place(each, config.site.ranks, 1) for each in devices
+        each if isinstance(each, GpuPlacement) else GpuPlacement(each, config.site.ranks, 1)
+        for each in devices
     ]
     links = _each(link, count, "links")
     if step_seconds is None:
@@ -119,7 +120,7 @@ def predict(
     return _settled(config, menu, simulate(config, sim_sites, menu, rounds, pair_rate, at_once))
 
 
-def menu_of(config: RunConfig, outline: Outline) -> Menu:
+def menu_of(config: RunConfig, outline: ModelOutline) -> Menu:
     """Parcels of every codec that the run may use."""
     names = [config.compression.codec]
     if config.control.adapt == "link":
@@ -130,7 +131,7 @@ def menu_of(config: RunConfig, outline: Outline) -> Menu:
     }
 
 
-def _settled(config: RunConfig, menu: Menu, course: Course) -> Prediction:
+def _settled(config: RunConfig, menu: Menu, course: SimulatedRun) -> Prediction:
     sites = course.sites
     first, end = course.settled(), course.whole
     last = [each[end - 1] for each in course.rounds]

@@ -51,7 +51,7 @@ class Round:
 
 
 @dataclass
-class Course:
+class SimulatedRun:
     """A simulated run: its plans, and its rounds by site."""
 
     sites: Sequence[SimSite]

@@ -21,10 +21,10 @@ from dilocox.coordinator.controller.link_estimator import Sample
 from dilocox.coordinator.protocol.fragment_groups import pieces_of
 from dilocox.coordinator.protocol.schedule import AT_ONCE, boundary_slots
 from dilocox.inner.memory import MOMENTUM_BYTES
-from dilocox.tools.planner.payload_costs import Parcel, Toil, joined, round_trips, toil
+from dilocox.tools.planner.payload_costs import ExchangeCost, PayloadCost, joined, round_trips, toil
 from dilocox.tools.planner.plan_source import Chooser, SimPlan
 from dilocox.tools.planner.shared_link import SharedLink
-from dilocox.tools.planner.simulated_run import Course, Round, SimSite
+from dilocox.tools.planner.simulated_run import Round, SimSite, SimulatedRun
 from dilocox.training.round_meter import busy_seconds
 
 SHARED_SLOWDOWN = 2.0
@@ -33,7 +33,7 @@ SHARED_WORK = 1.6
 """There its work takes so many times the processor time that it takes on a core of its own: caches
 are cold, and hardware threads share a core (1.5 to 2 in benchmarks/results/scaling_check-cpu.json).
 """
-Menu = Mapping[str, Sequence[Sequence[Parcel]]]
+Menu = Mapping[str, Sequence[Sequence[PayloadCost]]]
 """Parcels by codec, stage and piece."""
 
 
@@ -44,14 +44,14 @@ def simulate(
     rounds: int,
     pair_rate: float | None = None,
     at_once: int = AT_ONCE,
-) -> Course:
+) -> SimulatedRun:
     """Play at most `rounds` rounds of a run, or all that it has.
 
     `menu` holds the parcels of every codec that may be chosen; `pair_rate` is the narrowest link
     between any two sites, if one is narrower than the sites' own; `at_once` is the number of
     exchange threads of a rank. Raises KeyError for a codec that is not in the menu.
     """
-    return _Play(config, sites, menu, rounds, pair_rate, at_once).run()
+    return _Simulator(config, sites, menu, rounds, pair_rate, at_once).run()
 
 
 @dataclass(eq=False)
@@ -61,7 +61,7 @@ class _Exchange:
     stage: int
     fragment: int
     pieces: range
-    parcel: Parcel
+    parcel: PayloadCost
     codec: str
     round: int
     ready: int = 0
@@ -76,7 +76,7 @@ class _Exchange:
     """Seconds that it waited for the one before it."""
     done: set[int] = field(default_factory=set)
     """Sites that have decoded."""
-    toils: list[Toil] = field(default_factory=list)
+    toils: list[ExchangeCost] = field(default_factory=list)
 
 
 @dataclass
@@ -103,7 +103,7 @@ class _Site:
     rounds: list[Round] = field(default_factory=list)
 
 
-class _Play:
+class _Simulator:
     def __init__(
         self,
         config: RunConfig,
@@ -131,7 +131,7 @@ class _Play:
         self._line: dict[int, _Exchange] = {}
         """By stage: the last exchange that was begun."""
         self._at_once = at_once
-        self._toils: dict[tuple[int, int, str], list[Toil]] = {}
+        self._toils: dict[tuple[int, int, str], list[ExchangeCost]] = {}
         self._samples: dict[int, dict[str, Sample]] = {}
         self._calendars: dict[tuple[int, int], dict[int, list[tuple[int, int]]]] = {}
         self._parked: list[_Site] = []
@@ -143,14 +143,14 @@ class _Play:
             rates.append(pair_rate * (len(sites) - 1))
         self._link = SharedLink(min(rates), self._at)
 
-    def run(self) -> Course:
+    def run(self) -> SimulatedRun:
         """Until all sites are through."""
         for site in self._sites:
             self._begin_round(site)
         while self._events:
             self._now, _, act = heapq.heappop(self._events)
             act()
-        return Course(
+        return SimulatedRun(
             [site.about for site in self._sites],
             [plan.choice for plan in self._plans],
             [site.rounds for site in self._sites],
@@ -359,7 +359,7 @@ class _Play:
             )
         return self._exchanges[key]
 
-    def _all_toils(self, parcel: Parcel, codec: str) -> list[Toil]:
+    def _all_toils(self, parcel: PayloadCost, codec: str) -> list[ExchangeCost]:
         key = (parcel.payload, parcel.values, codec)
         if key not in self._toils:
             commits = self._config.record.enabled and not self._gradients
@@ -371,7 +371,7 @@ class _Play:
             ]
         return self._toils[key]
 
-    def _toil(self, each: _Exchange, site: _Site) -> Toil:
+    def _toil(self, each: _Exchange, site: _Site) -> ExchangeCost:
         return each.toils[site.number]
 
     def _work_on(self, site: _Site, stage: int) -> None:

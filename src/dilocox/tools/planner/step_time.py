@@ -14,8 +14,8 @@ from dilocox.config.run_config import RunConfig
 from dilocox.inner import stage_of_chunk
 from dilocox.inner.memory import sums_whole_gradients
 from dilocox.inner.optimizer import is_hidden_matrix
-from dilocox.tools.planner.hardware_table import Device, Place
-from dilocox.tools.planner.model_outline import Outline
+from dilocox.tools.planner.hardware_table import Device, GpuPlacement
+from dilocox.tools.planner.model_outline import ModelOutline
 from dilocox.tools.planner.variants import on_device
 
 OPTIMIZER_BYTES = {"adamw": 28, "muon": 20, "sgd": 12}
@@ -42,7 +42,9 @@ class StepTime:
         return self.compute + self.bubble + self.traffic + self.optimizer
 
 
-def step_time(config: RunConfig, outline: Outline, place: Place, fabric: float) -> StepTime:
+def step_time(
+    config: RunConfig, outline: ModelOutline, place: GpuPlacement, fabric: float
+) -> StepTime:
     """An inner step of the run's batch at `place`, whose nodes are joined at `fabric` bytes/s."""
     config = on_device(config, place.device)
     site, device = config.site, place.device
@@ -75,7 +77,7 @@ RECOMPUTED: dict[bool | str, float] = {False: 0.0, True: 2.0, "selective": 1.0}
 
 
 def chunk_seconds(
-    config: RunConfig, outline: Outline, rate: float, tokens: int
+    config: RunConfig, outline: ModelOutline, rate: float, tokens: int
 ) -> tuple[list[float], list[float]]:
     """(forward, backward) of a micro-batch of `tokens`, by chunk, at `rate` operations/s."""
     again = RECOMPUTED[config.model.activation_checkpointing]
@@ -124,7 +126,7 @@ def _by_stage(
 
 
 def hop_seconds(
-    config: RunConfig, outline: Outline, place: Place, fabric: float, tokens: int
+    config: RunConfig, outline: ModelOutline, place: GpuPlacement, fabric: float, tokens: int
 ) -> float:
     """Hidden states of a micro-batch from one stage to the next, over the slowest hop.
 
@@ -141,12 +143,12 @@ def hop_seconds(
     return size * min(site.shards, place.per_node) / fabric
 
 
-def stays_on_nodes(config: RunConfig, place: Place, ranks: int) -> bool:
+def stays_on_nodes(config: RunConfig, place: GpuPlacement, ranks: int) -> bool:
     """Whether every `ranks` ranks of a site, counted from its first, are on one node."""
     return config.site.ranks <= place.per_node or place.per_node % ranks == 0
 
 
-def reduces_once(config: RunConfig, outline: Outline, device: Device) -> bool:
+def reduces_once(config: RunConfig, outline: ModelOutline, device: Device) -> bool:
     """Whether FSDP gathers parameters and reduces gradients once per step, not per micro-batch."""
     if config.site.stages > 1:
         return True
@@ -155,7 +157,9 @@ def reduces_once(config: RunConfig, outline: Outline, device: Device) -> bool:
     return sums_whole_gradients(config, outline.hf_config, outline.blueprint.cut, memory, width)
 
 
-def fsdp_seconds(config: RunConfig, outline: Outline, place: Place, fabric: float) -> float:
+def fsdp_seconds(
+    config: RunConfig, outline: ModelOutline, place: GpuPlacement, fabric: float
+) -> float:
     """Gathering parameters and reducing gradients among the shards of the largest stage.
 
     Once per step in pipelines, and with `site.gradient_sync = "step"` (dilocox.inner.site_model:
@@ -176,7 +180,9 @@ def fsdp_seconds(config: RunConfig, outline: Outline, place: Place, fabric: floa
     return size / min(fabric, place.device.peer_rate)
 
 
-def replica_seconds(config: RunConfig, outline: Outline, place: Place, fabric: float) -> float:
+def replica_seconds(
+    config: RunConfig, outline: ModelOutline, place: GpuPlacement, fabric: float
+) -> float:
     """Averaging gradients over the replicas, once per step: every rank its own shard's, fp32.
 
     A ring of the ranks with the same stage and shard. Where replicas are on several nodes, the
@@ -190,7 +196,7 @@ def replica_seconds(config: RunConfig, outline: Outline, place: Place, fabric: f
     return size / replica_rate(config, place, fabric)
 
 
-def replica_rate(config: RunConfig, place: Place, fabric: float) -> float:
+def replica_rate(config: RunConfig, place: GpuPlacement, fabric: float) -> float:
     """Bytes per second between ranks with the same stage and shard of different replicas, while all
     ranks of a node do the same."""
     site, peer_rate = config.site, place.device.peer_rate
@@ -199,7 +205,9 @@ def replica_rate(config: RunConfig, place: Place, fabric: float) -> float:
     return min(fabric / min(site.exchanging_ranks, place.per_node), peer_rate)
 
 
-def optimizer_seconds(config: RunConfig, outline: Outline, place: Place, rate: float) -> float:
+def optimizer_seconds(
+    config: RunConfig, outline: ModelOutline, place: GpuPlacement, rate: float
+) -> float:
     """The inner optimizer of the busiest rank; of all ranks where they share the processor."""
     site, kind = config.site, config.inner.optimizer
     # What is known of shared processors is of one core; `rate` is of all.
@@ -225,7 +233,9 @@ def orthonormalising_flops(shapes: dict[str, tuple[int, ...]]) -> float:
     return total
 
 
-def compute_limit(config: RunConfig, outline: Outline, places: Sequence[Place]) -> float:
+def compute_limit(
+    config: RunConfig, outline: ModelOutline, places: Sequence[GpuPlacement]
+) -> float:
     """Tokens per second of all GPUs of all sites if nothing ever waited."""
     total = 0.0
     for place in places:

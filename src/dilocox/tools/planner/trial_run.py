@@ -10,7 +10,7 @@ import torch
 from dilocox.config.run_config import RunConfig, resolve_run
 from dilocox.inner import SiteMesh, SiteModel
 from dilocox.models import build_chunk, materialise, open_weights
-from dilocox.tools.planner.model_outline import Outline
+from dilocox.tools.planner.model_outline import ModelOutline
 from dilocox.tools.planner.step_time import OPTIMIZER_BYTES, orthonormalising_flops
 
 NARROWED = (
@@ -66,7 +66,7 @@ def alone(config: RunConfig, rows: int, length: int) -> dict[str, Any]:
 
 
 def reshaped(
-    raw: Mapping[str, Any], outline: Outline, layers: int, vocabulary: int, factor: int = 1
+    raw: Mapping[str, Any], outline: ModelOutline, layers: int, vocabulary: int, factor: int = 1
 ) -> RunConfig:
     """The run of `raw` with `layers` layers, a vocabulary of that size, and a model that is
     `factor` times narrower than that of `outline`. Raises `DilocoxError` if that cannot be."""
@@ -103,7 +103,9 @@ def split(one: float, several: float, count: int) -> tuple[float, float]:
     return each, max(one - each, one / 100)
 
 
-def optimizer_rate(run: RunConfig, outline: Outline, seconds: float, operations: float) -> float:
+def optimizer_rate(
+    run: RunConfig, outline: ModelOutline, seconds: float, operations: float
+) -> float:
     """Bytes per second that the inner optimizer reads and writes, if it takes `seconds`.
 
     `operations`: per second, of Muon's products, which the cost model has by themselves.
@@ -122,7 +124,7 @@ def named(precision: torch.dtype) -> str:
 
 def build_model(
     run: RunConfig,
-    outline: Outline,
+    outline: ModelOutline,
     device: torch.device,
     precision: torch.dtype,
     compiled: bool = False,

@@ -24,7 +24,7 @@ from dilocox.record.log.transparency_log import (
     read_covered,
     read_text,
 )
-from dilocox.record.verify.run_history import Course, read_course
+from dilocox.record.verify.run_history import RunHistory, read_history
 from dilocox.tools.report.history import Record
 
 WATCHED = (
@@ -47,7 +47,7 @@ class Written:
 class Recorded:
     """A run's record: its log was checked against its key, and every signature."""
 
-    course: Course
+    course: RunHistory
     statements: int
     checkpoint: str
     """The log's signed checkpoint, as a text to keep."""
@@ -170,7 +170,7 @@ def _read_record(files: RunFiles) -> None:
         key = NoteKey.parse(read_text(folder / PUBLIC).strip())
         content = read_covered(folder, key)
         check_log(content, key)
-        course = read_course(as_signed(content, key), key)
+        course = read_history(as_signed(content, key), key)
     except RecordError as error:
         files.missing.append(f"record: not shown, it is damaged ({error})")
         return

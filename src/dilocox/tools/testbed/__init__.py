@@ -1,7 +1,7 @@
 """Shaped networks on one machine: what benchmarks and tests measure sites on."""
 
 from dilocox.tools.testbed.link_measurement import Measured, verify_links
-from dilocox.tools.testbed.netns import Counters, LabError, Network, why_not
+from dilocox.tools.testbed.netns import Counters, LabError, Network, unsupported_reason
 from dilocox.tools.testbed.testbed import HUB, Checked, Lab
 
 __all__ = [
@@ -12,6 +12,6 @@ __all__ = [
     "LabError",
     "Measured",
     "Network",
+    "unsupported_reason",
     "verify_links",
-    "why_not",
 ]

@@ -52,7 +52,7 @@ def find(mounts: Path = Path("/proc/self/mounts")) -> Hierarchy | None:
     return None
 
 
-def why_not(hierarchy: Hierarchy | None) -> str | None:
+def unsupported_reason(hierarchy: Hierarchy | None) -> str | None:
     """Why no quota can be given here, in one line; none if it can."""
     if hierarchy is None:
         return "CPU quotas need the cpu controller of control groups, which is not mounted here"

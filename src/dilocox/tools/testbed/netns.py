@@ -29,7 +29,7 @@ from dilocox.tools.testbed.commands import PREFIX, LabError, call, ip, tc
 from dilocox.tools.testbed.link_spec import Line, Links
 from dilocox.tools.testbed.shaping import FRAME_BYTES, MTU, SEGMENT_BYTES, apply
 
-__all__ = ["FRAME_BYTES", "SEGMENT_BYTES", "Counters", "LabError", "Network", "why_not"]
+__all__ = ["FRAME_BYTES", "SEGMENT_BYTES", "Counters", "LabError", "Network", "unsupported_reason"]
 _CLONE_NEWNET = 0x40000000
 
 
@@ -48,7 +48,7 @@ class Counters:
         return Counters(*(getattr(self, f) - getattr(earlier, f) for f in vars(self)))
 
 
-def why_not() -> str | None:
+def unsupported_reason() -> str | None:
     """Why no network can be made here, in one line; none if it can."""
     if not sys.platform.startswith("linux"):
         return "network namespaces need Linux"

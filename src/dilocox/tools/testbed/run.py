@@ -33,7 +33,7 @@ from dilocox.training.launch.console import Display
 from dilocox.training.launch.coordinator_process import ENDPOINT, coordinate
 from dilocox.training.launch.local import have_files, stay_forkable
 from dilocox.training.launch.site import run_site
-from dilocox.training.launch.supervisor import complain
+from dilocox.training.launch.supervisor import print_error
 from dilocox.training.launch.tokenizer_check import check_tokenizer
 from dilocox.utils import chrome_trace, processes
 
@@ -309,7 +309,7 @@ def _serve(config: RunConfig, run_file: Path) -> int:
 def _take_part(config: RunConfig, site: str, endpoint: Endpoint, folder: Path, trace: bool) -> int:
     ended = run_site(config, site, endpoint, Hooks(), False, folder, True, trace)
     if ended.reason:
-        complain(ended.reason)
+        print_error(ended.reason)
     return ended.code
 
 

@@ -104,7 +104,7 @@ class Lab:
         self._checked: tuple[int, Checked] | None = None
 
     def __enter__(self) -> Lab:
-        reason = why_not()
+        reason = unsupported_reason()
         if reason is not None:
             raise LabError(f"a lab cannot be made here: {reason}")
         cleanup.remove_left_over()
@@ -281,9 +281,9 @@ class Lab:
         return found
 
 
-def why_not() -> str | None:
+def unsupported_reason() -> str | None:
     """Why no lab can be made here, in one line; none if it can."""
-    return netns.why_not() or cgroups.why_not(cgroups.find())
+    return netns.unsupported_reason() or cgroups.unsupported_reason(cgroups.find())
 
 
 def _enter_and_call(

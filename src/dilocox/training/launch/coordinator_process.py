@@ -16,7 +16,7 @@ from dilocox.coordinator.client.endpoint import Endpoint
 from dilocox.coordinator.client.transport import host_and_port
 from dilocox.coordinator.controller.candidates import Menu
 from dilocox.coordinator.identity import Identity
-from dilocox.coordinator.metrics.run_metrics import Record, Recorder
+from dilocox.coordinator.metrics.run_metrics import Record, RunMetrics
 from dilocox.coordinator.protocol.messages import StandingChange
 from dilocox.coordinator.protocol.timeouts import Timeouts
 from dilocox.coordinator.server.ledger import Ledger
@@ -25,7 +25,7 @@ from dilocox.coordinator.server.run_server import serve
 from dilocox.coordinator.server.startup import EarlierRun
 from dilocox.coordinator.server.tokens import FOLDER as TOKENS
 from dilocox.errors import ConfigError, TrainingError
-from dilocox.record.writer.notary import LogNotary
+from dilocox.record.writer.notary import TransparencyLogSink
 from dilocox.record.writer.one_writer import held
 from dilocox.training.launch import preflight
 from dilocox.training.launch.console import Display
@@ -155,13 +155,13 @@ def serve_run(
             raise TrainingError(
                 f"{folder}: another coordinator is running on this folder; stop it first"
             )
-        recorder = Recorder(config, folder, emit)
+        recorder = RunMetrics(config, folder, emit)
         warning = config.admission.warning(len(config.sites))
         if warning is not None:
             recorder.message(warning)
         notary = None
         if config.record.enabled:
-            notary = LogNotary.open(config, folder / "coordinator", recorder.message)
+            notary = TransparencyLogSink.open(config, folder / "coordinator", recorder.message)
             ends.callback(notary.close)
         status = serve(
             config,
@@ -190,7 +190,7 @@ def earlier_run(config: RunConfig) -> EarlierRun:
     return EarlierRun(found.run, found.steps, found.ledger)
 
 
-def _check_ledger(folder: Path, ledger: Ledger, recorder: Recorder) -> None:
+def _check_ledger(folder: Path, ledger: Ledger, recorder: RunMetrics) -> None:
     """Check the run's token ranges at its end, and write them as `ledger.json`."""
     found = audit(ledger)
     recorder.sequences(asdict(found), found.problem)

@@ -15,12 +15,12 @@ from dilocox.coordinator.client.client import CoordinatorClient
 from dilocox.coordinator.client.heartbeat import RankControl
 from dilocox.coordinator.protocol.messages import BeginReply, ExchangeKey, VoteReply
 from dilocox.coordinator.protocol.timeouts import Timeouts
-from dilocox.coordinator.protocol.verdicts import Opinion, VotePhase
+from dilocox.coordinator.protocol.verdicts import RankOpinion, VotePhase
 from dilocox.errors import ExchangeError
 from dilocox.outer.contribution import Contribution
 from dilocox.record.writer.rank_recorder import RankRecord
 from dilocox.record.writer.state_recorder import InnerRecord
-from dilocox.training.builder import Place
+from dilocox.training.builder import RankPlace
 from dilocox.transport.groups import LOOK, EpochChangedError, PeerGroup
 from dilocox.transport.link.endpoint import LinkEndpoint
 from dilocox.transport.unreached import UnreachedError
@@ -33,12 +33,12 @@ KEPT_GROUPS = 3
 
 
 @dataclass
-class Network:
+class LinkBackend:
     """The groups that carry this rank's exchanges, and the coordinator's part in them."""
 
     client: CoordinatorClient
     control: RankControl
-    place: Place
+    place: RankPlace
     timeouts: Timeouts
     endpoint: LinkEndpoint
     record: RankRecord | None = None
@@ -55,7 +55,7 @@ class Network:
         self.epoch = self.control.epoch
 
     def commit(self, what: Contribution, payload: bytes | None) -> str | None:
-        """See `Ballot`."""
+        """See `ExchangeBackend`."""
         if self.record is None or what.values is None or what.key.kind != "outer":
             return None
         if self.rounds is not None:
@@ -64,7 +64,7 @@ class Network:
         return self.record.commit(what, payload)
 
     def keep(self, key: ExchangeKey, payloads: Sequence[torch.Tensor]) -> Callable[[], None]:
-        """See `Ballot`."""
+        """See `ExchangeBackend`."""
         if self.record is None or key.kind != "outer" or not payloads:
             return lambda: None
         return self.record.keep(payloads)
@@ -78,7 +78,7 @@ class Network:
         contributes: bool,
         phase: VotePhase,
         digests: Mapping[str, str],
-        opinions: Mapping[str, Opinion],
+        opinions: Mapping[str, RankOpinion],
     ) -> VoteReply:
         """Vote with a signature under this rank's own payload, if the run is recorded."""
         own = digests.get(self.place.site)

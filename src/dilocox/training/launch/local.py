@@ -40,7 +40,7 @@ from dilocox.training.launch.console import Display
 from dilocox.training.launch.coordinator_process import ENDPOINT, refuse_finished, serve_run
 from dilocox.training.launch.cuda_driver import check_driver, machine_has_gpu
 from dilocox.training.launch.site import keep_site
-from dilocox.training.launch.supervisor import complain, listening
+from dilocox.training.launch.supervisor import listening, print_error
 from dilocox.training.launch.tokenizer_check import check_handed_tokenizer, check_tokenizer
 from dilocox.training.launch.torchrun import join_as_rank
 from dilocox.training.launch.torchrun_env import rank_variables
@@ -102,7 +102,7 @@ def prepare_data(
     if display is not None:
         display.step_done()
     for line in said:
-        complain(line) if display is None else display.line(line)
+        print_error(line) if display is None else display.line(line)
     return TokenFiles.open(folder)
 
 

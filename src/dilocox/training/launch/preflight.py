@@ -40,7 +40,7 @@ from dilocox.models.transformers_internals import check as check_transformers
 from dilocox.outer.layout import split_pieces
 from dilocox.record.log.blob_store import Store
 from dilocox.record.writer.windows import has_windows, small_budget
-from dilocox.training.builder import Blueprint
+from dilocox.training.builder import ModelPlan
 from dilocox.training.launch.cuda_driver import ranks_use_gpu
 from dilocox.training.launch.tokenizer_check import read_vocabulary, tokenizer_size
 from dilocox.training.payload_sizes import stage_shapes
@@ -242,7 +242,7 @@ def check_model(config: RunConfig) -> None:
     check_transformers()
     _check_attention(config)
     known = config.data.vocabulary_size if config.data.tokenizer == "train" else None
-    blueprint = Blueprint.of(config, known)
+    blueprint = ModelPlan.of(config, known)
     _check_blueprint(config, blueprint)
     if config.model.path is None or not config.model.pretrained:
         probe_weights(blueprint.hf_config)
@@ -317,7 +317,7 @@ def check_run(
     check_data(config, files, everyone, own_dataset)
     if config.model.handover:
         check_handed_data(config, files)
-    blueprint = Blueprint.of(config, vocabulary_size)
+    blueprint = ModelPlan.of(config, vocabulary_size)
     parameters = _check_blueprint(config, blueprint)
     if ranks_here is not None:
         parameters = _held_by_first(config, parameters, ranks_here)
@@ -360,7 +360,7 @@ def _has_tokenizer_of(files: TokenFiles, model: Path) -> bool:
     return theirs.is_file() and read_vocabulary(theirs) == read_vocabulary(ours)
 
 
-def _check_store(config: RunConfig, blueprint: Blueprint, parameters: int) -> None:
+def _check_store(config: RunConfig, blueprint: ModelPlan, parameters: int) -> None:
     """Raise `RecordError` for a store that cannot be used, `ConfigError` for one that will fill."""
     whole = count_parameters(blueprint.hf_config)
     least = small_budget(config, whole)
@@ -391,7 +391,7 @@ def _check_store(config: RunConfig, blueprint: Blueprint, parameters: int) -> No
         )
 
 
-def _check_blueprint(config: RunConfig, blueprint: Blueprint) -> list[int]:
+def _check_blueprint(config: RunConfig, blueprint: ModelPlan) -> list[int]:
     """Parameters of each stage, after showing that the model can be cut and trained so."""
     chunks = config.site.stages * config.site.chunks
     if chunks > 1:
@@ -401,7 +401,7 @@ def _check_blueprint(config: RunConfig, blueprint: Blueprint) -> list[int]:
     return [_stage_parameters(config, blueprint, stage) for stage in range(config.site.stages)]
 
 
-def _stage_parameters(config: RunConfig, blueprint: Blueprint, stage: int) -> int:
+def _stage_parameters(config: RunConfig, blueprint: ModelPlan, stage: int) -> int:
     """Parameters of a stage, which is also shown to divide into fragments."""
     shapes = stage_shapes(config, blueprint, stage)
     sizes = {name: math.prod(shape) for name, shape in shapes.items()}
@@ -460,7 +460,7 @@ def _check_disk(config: RunConfig, parameters: int, sites_here: int) -> None:
 
 def headline(config: RunConfig, files: TokenFiles) -> str:
     """What is about to be trained, in a few lines."""
-    blueprint = Blueprint.of(config, files.vocabulary_size)
+    blueprint = ModelPlan.of(config, files.vocabulary_size)
     hf: Any = blueprint.hf_config
     outer, site = config.outer, config.site
     counts = [("site", len(config.sites)), ("stage", site.stages), ("shard", site.shards)]

@@ -23,14 +23,14 @@ from dilocox.coordinator.client.client import CoordinatorClient
 from dilocox.coordinator.client.heartbeat import RankControl
 from dilocox.coordinator.identity import Identity
 from dilocox.coordinator.protocol.messages import Checkpoint, Entering
-from dilocox.coordinator.protocol.messages import Rank as RankName
+from dilocox.coordinator.protocol.messages import RankId as RankName
 from dilocox.coordinator.protocol.timeouts import Timeouts
 from dilocox.data import TokenFiles
 from dilocox.errors import (
     CheckpointError,
     DilocoxError,
     RecordError,
-    RunOverError,
+    RunEndedError,
     RunStoppedError,
 )
 from dilocox.inner import resolve_device
@@ -41,25 +41,25 @@ from dilocox.outer.first_state import FirstState
 from dilocox.outer.loop import OuterLoop
 from dilocox.record.log.blob_store import Store
 from dilocox.record.log.statements import Signer
-from dilocox.record.writer.rank_recorder import Author, RankRecord
-from dilocox.record.writer.state_recorder import InnerRecord, Manner
+from dilocox.record.writer.rank_recorder import RankRecord, SigningIdentity
+from dilocox.record.writer.state_recorder import InnerRecord, RecordingPolicy
 from dilocox.record.writer.windows import Windows, bound_of
 from dilocox.training.builder import (
     Batches,
-    Blueprint,
     Hooks,
-    Place,
-    Rank,
+    ModelPlan,
+    RankParts,
+    RankPlace,
     admission_of,
     build_rank,
     slope_batch,
     validation_batches,
 )
-from dilocox.training.checkpointing import Keeper, record_state, take_momentum
+from dilocox.training.checkpointing import Checkpointer, record_state, take_momentum
 from dilocox.training.determinism_class import facts_here
-from dilocox.training.join_run import Newcomer
+from dilocox.training.join_run import JoiningSite
 from dilocox.training.launch import site_log
-from dilocox.training.launch.exchange_backend import Network
+from dilocox.training.launch.exchange_backend import LinkBackend
 from dilocox.training.rank_errors import explained
 from dilocox.training.rank_state import RankState
 from dilocox.training.trainer import Stopped, Trainer
@@ -76,7 +76,7 @@ class RankJob:
     """All that a rank's process is told."""
 
     config: RunConfig
-    place: Place
+    place: RankPlace
     url: str
     identity: Identity
     hooks: Hooks
@@ -122,7 +122,7 @@ def run_rank(job: RankJob, errors: Errors) -> int:
         log.warning("%s", error)
         return STOPPED
     except DilocoxError as error:
-        _say_failed(errors, str(error), error.lasting)
+        _say_failed(errors, str(error), error.permanent)
         return 1
     except Exception as error:
         _say_failed(errors, f"{job.place}: {type(error).__name__}: {error}", False)
@@ -137,17 +137,17 @@ def _leave_group() -> None:
             dist.destroy_process_group()
 
 
-def _say_failed(errors: Errors, line: str, lasting: bool) -> None:
+def _say_failed(errors: Errors, line: str, permanent: bool) -> None:
     log.error("%s", line)
     log.error("%s", traceback.format_exc())
-    errors(line, lasting)
+    errors(line, permanent)
 
 
 def _train(job: RankJob, errors: Errors) -> None:
     config, place = job.config, job.place
     timeouts = Timeouts.derive(config.network)
     files = TokenFiles.open(config.data_folder)
-    blueprint = Blueprint.of(config, files.vocabulary_size)
+    blueprint = ModelPlan.of(config, files.vocabulary_size)
     if not place.exchanges:
         _follow(job, blueprint, timeouts)
         return
@@ -174,7 +174,7 @@ def _train(job: RankJob, errors: Errors) -> None:
     def stuck(error: DilocoxError) -> None:
         log.error("%s; the training loop does not answer, it hangs here:", error)
         faulthandler.dump_traceback()
-        errors(f"{place}: {error}", error.lasting)
+        errors(f"{place}: {error}", error.permanent)
         os._exit(1)
 
     control = RankControl(client, timeouts.beat, timeouts.stall, timeouts.heartbeat, stuck)
@@ -205,8 +205,8 @@ def _train(job: RankJob, errors: Errors) -> None:
 
 
 def _build(
-    job: RankJob, blueprint: Blueprint, timeouts: Timeouts, progress: Callable[[], None]
-) -> Rank:
+    job: RankJob, blueprint: ModelPlan, timeouts: Timeouts, progress: Callable[[], None]
+) -> RankParts:
     """This rank's part of the model. Collective over the site."""
     config, place, store = job.config, job.place, job.meeting
     if isinstance(store, str):
@@ -229,14 +229,14 @@ def _build(
     return rank
 
 
-def random_seed(config: RunConfig, place: Place) -> int:
+def random_seed(config: RunConfig, place: RankPlace) -> int:
     """Seed of a rank's default generator, which dropout draws from: a stream of its own for every
     rank of every site, in 0..2**63-1."""
     name = f"dilocox/random/1|{config.run.seed}|{place.site}|{place.rank_of(config.site)}"
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little") >> 1
 
 
-def _follow(job: RankJob, blueprint: Blueprint, timeouts: Timeouts) -> None:
+def _follow(job: RankJob, blueprint: ModelPlan, timeouts: Timeouts) -> None:
     """The life of a rank of a further replica. Neither other sites nor the coordinator know it."""
     rank = _build(job, blueprint, timeouts, lambda: None)
     collector, steps = Collector(), 0
@@ -252,7 +252,7 @@ def _follow(job: RankJob, blueprint: Blueprint, timeouts: Timeouts) -> None:
 
 def _take_part(
     job: RankJob,
-    rank: Rank,
+    rank: RankParts,
     files: TokenFiles,
     client: site_log.TellingClient,
     control: RankControl,
@@ -263,7 +263,7 @@ def _take_part(
     record = _open_record(job, rank, client)
     client.author = _author(job) if record is not None else None
     rounds = _open_rounds(job, rank, client)
-    network = Network(client, control, place, timeouts, endpoint, record, rounds)
+    network = LinkBackend(client, control, place, timeouts, endpoint, record, rounds)
     times = LinkTimes(timeouts.link)
     worker = ExchangeWorker(network, place.site, _beside_training(rank), times)
     outer = OuterLoop(
@@ -286,7 +286,9 @@ def _take_part(
             config, place.site, place.shard, files, rank.mesh.device, job.hooks.dataset
         ),
         validation=validation_batches(config, files, place.shard, job.hooks.validation),
-        keeper=Keeper(config, rank, files, job.shared_folder, client, record, control.touch),
+        checkpointer=Checkpointer(
+            config, rank, files, job.shared_folder, client, record, control.touch
+        ),
         hooks=job.hooks,
         form_group=network.pair,
         donor_pause=timeouts.entry,
@@ -297,17 +299,17 @@ def _take_part(
     )
     control.wait_while_role("enrolled")
     with explained(config, place, lambda: trainer.rounds_ended == 0):
-        newcomer = _enter(trainer)
-        if newcomer is None and trainer.at.tick == 0:
+        joining_site = _enter(trainer)
+        if joining_site is None and trainer.at.tick == 0:
             record_state(record, "initial", 0, rank, control.touch, momentum=config.model.handover)
         if job.tell is not None and place.leads:
-            job.tell(site_log.begins(place.site, None if newcomer else trainer.at.round))
+            job.tell(site_log.begins(place.site, None if joining_site else trainer.at.round))
             site_log.note(config, place.site, "begins", round=trainer.at.round)
-        trainer.run(newcomer)
+        trainer.run(joining_site)
     worker.close()
 
 
-def _say_not_deterministic(rank: Rank, client: CoordinatorClient) -> None:
+def _say_not_deterministic(rank: RankParts, client: CoordinatorClient) -> None:
     names = ", ".join(rank.not_deterministic)
     text = (
         f"no deterministic kernel on this GPU for {names}: the site trains without deterministic "
@@ -319,7 +321,7 @@ def _say_not_deterministic(rank: Rank, client: CoordinatorClient) -> None:
         _warning(client)(text)
 
 
-def _open_record(job: RankJob, rank: Rank, client: CoordinatorClient) -> RankRecord | None:
+def _open_record(job: RankJob, rank: RankParts, client: CoordinatorClient) -> RankRecord | None:
     """This rank's part in the run's record; none if the run is not recorded."""
     if not job.identity.record_run:
         return None
@@ -330,7 +332,7 @@ def _open_record(job: RankJob, rank: Rank, client: CoordinatorClient) -> RankRec
 
 
 def _open_windows(
-    job: RankJob, rank: Rank, store: Store, warn: Callable[[str], None]
+    job: RankJob, rank: RankParts, store: Store, warn: Callable[[str], None]
 ) -> Windows | None:
     """Where this rank's payloads go, if old ones are removed one day."""
     place = job.place
@@ -345,12 +347,12 @@ def _open_windows(
         return None
 
 
-def _open_rounds(job: RankJob, rank: Rank, client: CoordinatorClient) -> InnerRecord | None:
+def _open_rounds(job: RankJob, rank: RankParts, client: CoordinatorClient) -> InnerRecord | None:
     """What keeps this rank's states; none if no round is to be repeated."""
     config, place = job.config, job.place
     if not job.identity.record_run or config.record.states_every == 0:
         return None
-    manner = Manner(
+    manner = RecordingPolicy(
         every=config.record.states_every,
         keep=config.record.states_keep,
         private=config.sites[place.site].data is not None,
@@ -362,10 +364,10 @@ def _open_rounds(job: RankJob, rank: Rank, client: CoordinatorClient) -> InnerRe
     return InnerRecord(_author(job), manner, store, client, _warning(client), patience)
 
 
-def _author(job: RankJob) -> Author:
+def _author(job: RankJob) -> SigningIdentity:
     place, identity = job.place, job.identity
     name = RankName(site=place.site, stage=place.stage, shard=place.shard)
-    return Author(identity.record_run, name, Signer.from_hex(identity.record_key))
+    return SigningIdentity(identity.record_run, name, Signer.from_hex(identity.record_key))
 
 
 def _warning(client: CoordinatorClient) -> Callable[[str], None]:
@@ -376,7 +378,7 @@ def _warning(client: CoordinatorClient) -> Callable[[str], None]:
     return warn
 
 
-def _beside_training(rank: Rank) -> Callable[[], None] | None:
+def _beside_training(rank: RankParts) -> Callable[[], None] | None:
     """How the exchange's thread prepares itself, if training computes on the CPU.
 
     With threads of its own it would own more OpenMP threads together with the training than there
@@ -391,17 +393,19 @@ def _beside_training(rank: Rank) -> Callable[[], None] | None:
     return lambda: torch.set_num_threads(1)
 
 
-def _enter(trainer: Trainer) -> Newcomer | None:
+def _enter(trainer: Trainer) -> JoiningSite | None:
     """Take up a checkpoint, be the founder, or begin to fetch from a donor."""
     news, first = trainer.control.news, None
     if news.phase == "starting":
         found = _last_complete(trainer.client.checkpoints())
-        if found is not None and trainer.keeper.load(trainer.state, found):
+        if found is not None and trainer.checkpointer.load(trainer.state, found):
             trainer.client.ready()
             return None
-        if found is not None and news.donor is None and trainer.keeper.damage:
-            trainer.client.spoiled(found.tick, trainer.keeper.damage)
-            raise CheckpointError(f"{trainer.keeper.damage}; the run goes back to the one before")
+        if found is not None and news.donor is None and trainer.checkpointer.damage:
+            trainer.client.spoiled(found.tick, trainer.checkpointer.damage)
+            raise CheckpointError(
+                f"{trainer.checkpointer.damage}; the run goes back to the one before"
+            )
         if found is not None and news.donor is None:
             reason = (
                 f"site {trainer.me} holds no whole part of the checkpoint at slot {found.tick} in "
@@ -409,7 +413,7 @@ def _enter(trainer: Trainer) -> Newcomer | None:
                 "it; put the folder back, or begin a new run from the model"
             )
             trainer.client.fail(reason)
-            raise RunOverError(reason)
+            raise RunEndedError(reason)
         if found is None and trainer.config.model.handover:
             take_momentum(trainer.rank, str(trainer.config.model.path))
         if news.donor is None:
@@ -422,7 +426,7 @@ def _enter(trainer: Trainer) -> Newcomer | None:
         (e for e in news.entering if e.site == trainer.me),
         Entering(site=trainer.me, incarnation=0, donor=None, from_round=0),
     )
-    return trainer.newcomer(entry, first)
+    return trainer.joining_site(entry, first)
 
 
 def _last_complete(checkpoints: list[Checkpoint]) -> Checkpoint | None:

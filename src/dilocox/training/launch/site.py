@@ -27,17 +27,17 @@ from dilocox.coordinator.client.errors import (
 )
 from dilocox.coordinator.client.transport import host_and_port
 from dilocox.coordinator.identity import Identity
-from dilocox.coordinator.protocol.messages import Rank as RankName
+from dilocox.coordinator.protocol.messages import RankId as RankName
 from dilocox.coordinator.protocol.timeouts import Timeouts
 from dilocox.coordinator.record_keys import RecordKey, key_file
 from dilocox.data import TokenFiles
-from dilocox.errors import DilocoxError, JoinError, NotNowError, RecordError
+from dilocox.errors import DilocoxError, JoinError, RecordError, RetryLaterError
 from dilocox.record.log.acceptance import OwnFacts, accept
 from dilocox.record.log.manifest import code_digest
-from dilocox.training.builder import Hooks, Place
+from dilocox.training.builder import Hooks, RankPlace
 from dilocox.training.launch import site_log
 from dilocox.training.launch.rank import STOPPED, RankJob, run_rank
-from dilocox.training.launch.supervisor import Ended, complain, keep_in_run, listening
+from dilocox.training.launch.supervisor import Ended, keep_in_run, listening, print_error
 from dilocox.training.rank_errors import HOST_MEND
 from dilocox.transport.link.endpoint import check_ports
 from dilocox.transport.link.tcp import check_congestion
@@ -80,7 +80,7 @@ def run_site(
     private = tempfile.mkdtemp(prefix=f"dilocox-{site}-")
     try:
         for number in range(config.site.ranks):
-            place = Place.of_rank(site, number, config.site)
+            place = RankPlace.of_rank(site, number, config.site)
             job = RankJob(
                 config=config,
                 place=place,
@@ -122,17 +122,17 @@ def keep_site(
         site,
         lambda: run_site(config, site, endpoint, hooks, debug, folder, shared_folder, trace),
         Timeouts.derive(config.network),
-        complain,
+        print_error,
     )
     if ended.code == 1:
-        complain(ended.reason)
+        print_error(ended.reason)
     if not endpoint.operator:
         site_log.note(config, site, "ended", code=ended.code, reason=ended.reason)
     return ended.code
 
 
 def _rank_in_child(job: RankJob, errors: Any) -> None:
-    code = run_rank(job, lambda line, lasting: errors.put((line, lasting)))
+    code = run_rank(job, lambda line, permanent: errors.put((line, permanent)))
     if code:
         processes.exit_now(code)
     sys.exit(code)
@@ -176,7 +176,7 @@ def _accept(
     try:
         client.record_state(accept(config, identity, manifest, facts))
     except (CoordinatorUnreachableError, SiteGoneError) as error:
-        raise NotNowError(str(error)) from None
+        raise RetryLaterError(str(error)) from None
     except (CoordinatorError, RecordError) as error:
         with contextlib.suppress(DilocoxError):
             client.leave(f"does not accept the run's manifest: {error}", failed=True)
@@ -219,7 +219,7 @@ class SiteLine:
     def retire(self, reason: str) -> bool:
         """Ask to leave when the round is done; whether that could be said."""
         with contextlib.suppress(DilocoxError), self._open() as client:
-            complain(f"{client.retire(self.site, reason)} (again: at once)")
+            print_error(f"{client.retire(self.site, reason)} (again: at once)")
             return True
         return False
 
@@ -263,11 +263,11 @@ def _watch(line: SiteLine, ranks: list[BaseProcess], errors: Any, news: Any = No
                 if any(rank.exitcode == STOPPED for rank in ranks):
                     return Ended(130 if heard else 0, "the run was stopped")
                 killed = [rank for rank in ranks if (rank.exitcode or 0) < 0]
-                said, lasting = (None, False) if killed or errors.empty() else errors.get()
+                said, permanent = (None, False) if killed or errors.empty() else errors.get()
                 reason = said or _died((killed or failed)[0])
                 took_part = line.took_part()
                 line.leave(reason, failed=True)
-                return Ended(130 if heard else 1, reason, lasting, took_part)
+                return Ended(130 if heard else 1, reason, permanent, took_part)
             if not alive:
                 return Ended(130 if heard else 0)
             wait([rank.sentinel for rank in alive], timeout=0.5)
@@ -301,6 +301,6 @@ def exchange_address(config: RunConfig, site: str, url: str) -> str:
             probe.connect(where)
             return str(probe.getsockname()[0])
     except OSError as error:
-        raise NotNowError(
+        raise RetryLaterError(
             f"coordinator {host}:{port}: no way there ({error.strerror}); check the address"
         ) from None

@@ -21,7 +21,7 @@ from dilocox.coordinator.protocol.messages import ReportKind
 from dilocox.coordinator.protocol.site_reports import JOURNALS, RESERVED
 from dilocox.errors import DilocoxError
 from dilocox.record.verify.metric_reports import signed_report
-from dilocox.record.writer.rank_recorder import Author
+from dilocox.record.writer.rank_recorder import SigningIdentity
 from dilocox.utils.formatting import number, size
 from dilocox.utils.plain_text import plain_lines
 
@@ -61,7 +61,7 @@ class TellingClient(CoordinatorClient):
     """A `CoordinatorClient` whose reports are shown at the site as well."""
 
     tell: Say | None = None
-    author: Author | None = None
+    author: SigningIdentity | None = None
     """In whose name reports are signed; None if the run is not recorded."""
     journal: Callable[..., None] | None = None
     """Gets kind and fields of every report, if there is a journal."""

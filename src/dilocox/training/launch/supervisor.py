@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from dilocox.coordinator.protocol.timeouts import Timeouts
-from dilocox.errors import DilocoxError, JoinError, NotNowError
-from dilocox.utils.backoff import pauses
+from dilocox.errors import DilocoxError, JoinError, RetryLaterError
+from dilocox.utils.backoff import backoff_delays
 from dilocox.utils.plain_text import plain_lines
 from dilocox.utils.processes import Requests
 
@@ -27,7 +27,7 @@ class Ended:
     code: int
     """Exit code: 0 done, 130 asked to go, 1 failed."""
     reason: str = ""
-    lasting: bool = False
+    permanent: bool = False
     """Another incarnation would end the same way."""
     took_part: bool = True
     """It contributed to the run before it ended."""
@@ -95,20 +95,20 @@ def keep_in_run(
     returns whether it was asked to go.
     """
     ended = start()
-    waits = pauses(timeouts.retry, timeouts.retry_most)
+    waits = backoff_delays(timeouts.retry, timeouts.retry_most)
     fruitless, joined, sleep = 0, now(), sleep or _sleep
     while True:
-        if ended.code != 1 or ended.lasting:
+        if ended.code != 1 or ended.permanent:
             return ended
         fruitless = 0 if ended.took_part else fruitless + 1
         if ended.took_part:
-            waits = pauses(timeouts.retry, timeouts.retry_most)
+            waits = backoff_delays(timeouts.retry, timeouts.retry_most)
         if fruitless == FRUITLESS:
             return Ended(
                 1,
                 f"site {site}: failed {FRUITLESS} times in a row before it took part in the run, "
                 f"the last time so: {ended.reason}; mend that and start it again",
-                lasting=True,
+                permanent=True,
             )
         say(ended.reason)
         while True:
@@ -120,13 +120,13 @@ def keep_in_run(
                 ended = start()
                 joined = now()
                 break
-            except NotNowError as error:
+            except RetryLaterError as error:
                 if now() - joined > timeouts.rejoin:
                     return Ended(
                         1,
                         f"site {site}: gave up after {timeouts.rejoin:g} s ({error}); run the join "
                         "line again when the run is there",
-                        lasting=True,
+                        permanent=True,
                     )
                 say(str(error))
             except JoinError:
@@ -146,6 +146,6 @@ def _sleep(seconds: float) -> bool:
         return asked.times > 0
 
 
-def complain(line: str) -> None:
+def print_error(line: str) -> None:
     """A line for the person at the terminal, or in its log."""
     print(f"dilocox: {plain_lines(line)}", file=sys.stderr, flush=True)

@@ -28,11 +28,11 @@ from dilocox.coordinator.client.endpoint import Endpoint
 from dilocox.coordinator.identity import Identity
 from dilocox.coordinator.protocol.timeouts import Timeouts
 from dilocox.errors import DilocoxError, JoinError
-from dilocox.training.builder import Hooks, Place
+from dilocox.training.builder import Hooks, RankPlace
 from dilocox.training.launch import site_log
 from dilocox.training.launch.rank import RankJob, run_rank
 from dilocox.training.launch.site import SiteLine, enrol_site, exchange_address
-from dilocox.training.launch.supervisor import Asked, complain, listening
+from dilocox.training.launch.supervisor import Asked, listening, print_error
 from dilocox.training.launch.torchrun_env import RankVariables
 from dilocox.utils import processes
 from dilocox.utils.chrome_trace import merge_rank, part_path
@@ -67,7 +67,7 @@ def join_as_rank(
             "[site]; if no launcher started this: unset RANK SLURM_PROCID"
         )
     variables.export()
-    place = Place.of_rank(site, variables.rank, config.site)
+    place = RankPlace.of_rank(site, variables.rank, config.site)
     patience = timedelta(seconds=Timeouts.derive(config.network).stall)
     with meeting_place(variables, patience) as store:
         text = agree(
@@ -100,9 +100,9 @@ def join_as_rank(
             site_log.note_joined(config, site, endpoint.url.removeprefix("https://"))
         errors: list[str] = []
 
-        def failed(line: str, _lasting: bool) -> None:
+        def failed(line: str, _permanent: bool) -> None:
             errors.append(line)
-            complain(line)
+            print_error(line)
 
         going = Going(SiteLine(config, site, endpoint, job.identity))
         with listening(asked=going):
@@ -113,7 +113,7 @@ def join_as_rank(
         try:
             merge_rank(config.folder, site, place.stage, place.shard)
         except OSError as error:  # not worth a run's failure
-            complain(f"the timeline was not written: {error}")
+            print_error(f"the timeline was not written: {error}")
     if place.leads:
         site_log.note(config, site, "ended", code=code, reason="; ".join(errors))
     if code == 0 and place.leads:

@@ -26,8 +26,8 @@ from dilocox.record.log.audit_verdicts import Signed, paths_of, read
 from dilocox.record.log.statements import Signer
 from dilocox.record.log.transparency_log import read_text
 from dilocox.record.log.verdict_statements import of_file
-from dilocox.record.verify.run_history import Course
-from dilocox.record.writer.notary import KEY_FILE, LogNotary
+from dilocox.record.verify.run_history import RunHistory
+from dilocox.record.writer.notary import KEY_FILE, TransparencyLogSink
 from dilocox.record.writer.one_writer import LOCK as LOG_LOCK
 from dilocox.record.writer.one_writer import held
 from dilocox.training.launch.join_token import read_token
@@ -78,7 +78,7 @@ class HandIn:
         said = of_file(signed, line, self.by).statement(self.run)
         self.call(self.signer.sign(said))
 
-    def earlier(self, folder: Path, course: Course) -> None:
+    def earlier(self, folder: Path, course: RunHistory) -> None:
         """Hand in what this auditor's key has signed before and the log does not name."""
         named = {each.file for each in course.verdicts}
         for path in paths_of(folder):
@@ -89,7 +89,7 @@ class HandIn:
 
 
 def opened(
-    options: argparse.Namespace, folder: Path, course: Course, signer: Signer
+    options: argparse.Namespace, folder: Path, course: RunHistory, signer: Signer
 ) -> HandIn | None:
     """By the options of a command, for the run in `folder`; None if nothing is handed in.
 
@@ -171,7 +171,7 @@ def _asked(config: RunConfig, place: Path, statement: str | None) -> HandInReply
 
 def _appended(config: RunConfig, place: Path, statement: str | None) -> HandInReply:
     """By the log's own key, where no coordinator runs."""
-    notary = LogNotary.open(config, place, lambda text: None)
+    notary = TransparencyLogSink.open(config, place, lambda text: None)
     try:
         if statement is not None:
             notary.verdict("", statement)

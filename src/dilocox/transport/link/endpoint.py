@@ -28,7 +28,7 @@ from dilocox.transport.link.interfaces import interface_address
 from dilocox.transport.link.link import Link, UnreachableError
 from dilocox.transport.link.secure_stream import SecureStream
 from dilocox.transport.link.tcp import set_congestion
-from dilocox.transport.link.tls import StrangerError, contexts, site_of, tune
+from dilocox.transport.link.tls import UnauthenticatedPeerError, contexts, site_of, tune
 from dilocox.utils.unauthenticated import Strangers
 
 log = logging.getLogger(__name__)
@@ -133,8 +133,8 @@ class LinkEndpoint:
     def dial(self, site: str, peer: Announcement) -> SecureStream:
         """A connection that `site` has welcomed.
 
-        Raises `UnreachableError`, and `StrangerError` if the other end is not that site or does not
-        accept this one.
+        Raises `UnreachableError`, and `UnauthenticatedPeerError` if the other end is not that site
+        or does not accept this one.
         """
         limit = self.timeouts.dial
         try:
@@ -149,13 +149,15 @@ class LinkEndpoint:
                 stream.handshake(limit)
                 found = site_of(stream.certificate, self._authority, _now())
                 if found != site:
-                    raise StrangerError(f"site {found} answers there")
+                    raise UnauthenticatedPeerError(f"site {found} answers there")
                 stream.send(peer.route.encode())
                 answer = stream.receive(1, limit)
             except (ssl.SSLEOFError, ssl.SSLZeroReturnError) as error:
                 raise UnreachableError(_reason(error)) from None
             except ssl.SSLError as error:
-                raise StrangerError(f"no rank of this run answers ({_reason(error)})") from None
+                raise UnauthenticatedPeerError(
+                    f"no rank of this run answers ({_reason(error)})"
+                ) from None
             except OSError as error:
                 raise UnreachableError(_reason(error)) from None
             if answer != _WELCOME:
@@ -267,12 +269,14 @@ class LinkEndpoint:
         site = site_of(stream.certificate, self._authority, _now())
         name = stream.receive(_ROUTE_BYTES, limit)
         if len(name) < _ROUTE_BYTES:
-            raise StrangerError(f"site {site} went without a word")
+            raise UnauthenticatedPeerError(f"site {site} went without a word")
         with self._lock:
             link = self._routes.get(name.decode("ascii", "replace"), {}).get(site)
         if link is None:
             stream.send(_UNKNOWN)
-            raise StrangerError(f"site {site} asks for a group that is not here or not its own")
+            raise UnauthenticatedPeerError(
+                f"site {site} asks for a group that is not here or not its own"
+            )
         stream.send(_WELCOME)
         return link
 

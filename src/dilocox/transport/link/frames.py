@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from dilocox.errors import ExchangeError
 
-PIECE_BYTES = 1 << 18
+CHUNK_BYTES = 1 << 18
 """Most payload bytes of one frame. Between two pieces the messages of a link take turns."""
 _HEADER = struct.Struct(">BQQQ")
 HEADER_BYTES = _HEADER.size
@@ -66,7 +66,7 @@ def read_frame(data: bytes | memoryview) -> Frame:
         raise FrameError(
             f"a frame of kind {kind}; run the same dilocox version at all sites"
         ) from None
-    most = {Kind.WANT: _MOST, Kind.DATA: PIECE_BYTES}.get(frame.kind, 0)
+    most = {Kind.WANT: _MOST, Kind.DATA: CHUNK_BYTES}.get(frame.kind, 0)
     least = 1 if most else 0
     if not least <= length <= most or offset > _MOST or (offset and not most):
         raise FrameError(

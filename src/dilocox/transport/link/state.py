@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from typing import NamedTuple
 
-from dilocox.transport.link.frames import PIECE_BYTES, Frame, FrameError, Kind
+from dilocox.transport.link.frames import CHUNK_BYTES, Frame, FrameError, Kind
 from dilocox.transport.link.transfer import Transfer
 
 REMEMBERED = 256
@@ -154,7 +154,7 @@ class LinkState:
             return None
         tag = self._turn.popleft()
         transfer = self._sends[tag]
-        length = min(PIECE_BYTES, transfer.size - transfer.offset)
+        length = min(CHUNK_BYTES, transfer.size - transfer.offset)
         return Piece(transfer, Frame(Kind.DATA, tag, transfer.offset, length))
 
     def sent(self, piece: Piece) -> None:

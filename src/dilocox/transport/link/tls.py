@@ -25,7 +25,7 @@ NOT_SENT_BYTES = 1 << 19
 """Bytes that the kernel takes beyond those that are on the way."""
 
 
-class StrangerError(ExchangeError):
+class UnauthenticatedPeerError(ExchangeError):
     """The other end is not who it has to be."""
 
 
@@ -56,21 +56,21 @@ def contexts(identity: Identity) -> tuple[ssl.SSLContext, ssl.SSLContext]:
 
 
 def site_of(certificate: bytes | None, authority: str, now: datetime.datetime) -> str:
-    """The site that a certificate (DER) names. Raises `StrangerError` unless the run's authority
-    (PEM) has issued it to a site and it is valid at `now` (with time zone)."""
+    """The site that a certificate (DER) names. Raises `UnauthenticatedPeerError` unless the run's
+    authority (PEM) has issued it to a site and it is valid at `now` (with time zone)."""
     if certificate is None:
-        raise StrangerError("it showed no certificate")
+        raise UnauthenticatedPeerError("it showed no certificate")
     try:
         shown = x509.load_der_x509_certificate(certificate)
         shown.verify_directly_issued_by(x509.load_pem_x509_certificate(authority.encode()))
         usage = shown.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value
         names = shown.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
     except (ValueError, TypeError, InvalidSignature, x509.ExtensionNotFound):
-        raise StrangerError("its certificate is not of this run") from None
+        raise UnauthenticatedPeerError("its certificate is not of this run") from None
     if ExtendedKeyUsageOID.CLIENT_AUTH not in usage or len(names) != 1:
-        raise StrangerError("its certificate is not a site's")
+        raise UnauthenticatedPeerError("its certificate is not a site's")
     if not shown.not_valid_before_utc <= now <= shown.not_valid_after_utc:
-        raise StrangerError("its certificate has expired, or the clocks differ")
+        raise UnauthenticatedPeerError("its certificate has expired, or the clocks differ")
     return str(names[0].value)
 
 
