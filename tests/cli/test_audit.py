@@ -220,7 +220,7 @@ def test_other_verdicts_that_are_missing_are_named(folder: Path) -> None:
     with pytest.raises(NotRunError, match="the log names 1 verdict "):
         audits(folder).verdicts()
     again = handed_in(folder)
-    again.earlier(AuditedRun(folder, (), None))
+    again.earlier(folder, AuditedRun(folder, (), None).course)
     assert again.done == 1, "what the log names already is not handed in again"
     with pytest.raises(NotRunError, match="no round of paris was found good"):
         audits(folder).verdicts()

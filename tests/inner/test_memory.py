@@ -22,7 +22,7 @@ from dilocox.outer.layout import Layout
 from dilocox.outer.optimizer import MOMENTUM_DTYPES
 from dilocox.outer.overlap import Rule
 from dilocox.training import checkpoint_io, rank_state
-from dilocox.training.trainer import Trainer
+from dilocox.training.evaluator import Evaluator
 from dilocox.utils import cache_blocks
 from tests.support.tracking import Tracker
 
@@ -185,8 +185,8 @@ def test_a_checkpoint_is_written_from_a_copy_as_large_as_said(
 
 def test_an_evaluation_holds_a_copy_of_what_is_trained() -> None:
     rank = Standing(config()).rank
-    trainer: Any = SimpleNamespace(rank=rank, _fill=lambda values: None, before_change=lambda: None)
-    with Tracker() as tracker, Trainer.standing_at(trainer, {}):
+    evaluator = Evaluator(rank, SimpleNamespace(touch=lambda: None), [], None)
+    with Tracker() as tracker, evaluator.standing_at({}):
         assert tracker.held == 128 * 128 * memory.EVALUATION
 
 

@@ -127,7 +127,7 @@ def at_the_end(behind: bool, made: list[str], **changes: Any) -> Trainer:
         ),
         "config": SimpleNamespace(exchanges_gradients=False),
         "watch": None,
-        "slope_batch": None,
+        "evaluator": SimpleNamespace(probe_batch=None),
         "outer": Calls(made),
         "meter": Calls(made, end={}),
         "background": Calls(made),

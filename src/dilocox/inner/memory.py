@@ -52,7 +52,7 @@ LANDING_BLOCK_EAGER = 20
 """... and of overlap `eager`, whatever that dtype."""
 EVALUATION = 4
 """Bytes per parameter of a rank, fp32: the copy of what the rank trains on while the anchor is
-evaluated (`Trainer.standing_at`)."""
+evaluated (`Evaluator.standing_at`)."""
 CAST = 2
 """Bytes per parameter of a stage without shards that computes in bf16: the weights' bf16 copies."""
 STAGING = 4

@@ -9,12 +9,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import NoReturn
-
-import torch
 
 from dilocox.coordinator.client.client import CoordinatorClient
 from dilocox.coordinator.client.heartbeat import RankControl
@@ -22,11 +20,11 @@ from dilocox.coordinator.protocol.messages import Entering, PlanReply, RoundPlan
 from dilocox.errors import DilocoxError, RunEndedError
 from dilocox.inner.garbage import PythonCollects
 from dilocox.outer.first_state import FirstState
-from dilocox.outer.loss_gate import GradientProbe
 from dilocox.outer.staging import before_change
 from dilocox.record.writer.state_recorder import RoundWatch
 from dilocox.training import checkpointing
-from dilocox.training.builder import Batches, Hooks, anchors
+from dilocox.training.builder import Batches, Hooks
+from dilocox.training.evaluator import Evaluator
 from dilocox.training.gradient_exchange import GradientExchange
 from dilocox.training.join_run import Donors, EntryStopped, FormGroup, JoiningSite
 from dilocox.training.own_code import evaluated
@@ -49,7 +47,7 @@ class Trainer:
     control: RankControl
     client: CoordinatorClient
     batches: Batches
-    validation: list[tuple[torch.Tensor, torch.Tensor]]
+    evaluator: Evaluator
     checkpointer: checkpointing.Checkpointer
     hooks: Hooks
     form_group: FormGroup
@@ -69,8 +67,6 @@ class Trainer:
     rounds_ended: int = 0
     """Rounds that this process has trained to their ends."""
     collector: PythonCollects = field(default_factory=PythonCollects)
-    slope_batch: tuple[torch.Tensor, torch.Tensor] | None = None
-    """What the gate reads at a boundary; none without a gate that goes by slopes."""
 
     def __post_init__(self) -> None:
         own = self.state
@@ -217,9 +213,9 @@ class Trainer:
                 self.check_finite(plan)
             due = self.outer.has_due(plan, slot)
             with self.meter.working(self.outer.counts if due else None):
-                if self.slope_batch is not None and self.outer.has_boundary(plan, slot):
+                if self.evaluator.probe_batch is not None and self.outer.has_boundary(plan, slot):
                     self.outer.land_before(plan, slot)
-                    self.measure_slope(plan, self.outer.begins(plan, slot))
+                    self.probe_gradients(plan, self.outer.begins(plan, slot))
                 if self.outer.end_of_slot(plan, slot):
                     self.rank.model.sync_tied(moments=self.config.shares_moments)
             self.check_pseudo_gradients(plan)
@@ -374,7 +370,7 @@ class Trainer:
         if next(iter(plan.members)) == self.me:
             self.report_eval_loss(round_)
         elif self.config.evaluation.patience and round_ >= 0:
-            loss = self.held_out_loss(round_)
+            loss = self.evaluator.held_out_loss(round_)
             if self.rank.place.leads:
                 found = {"val_loss": loss, "after_round": round_}
                 self.client.report(round_, found, kind="peer_evaluation")
@@ -382,59 +378,15 @@ class Trainer:
 
     def report_eval_loss(self, round_: int) -> None:
         """Evaluate the anchor after `round_` and report that."""
-        loss = self.held_out_loss(round_)
+        loss = self.evaluator.held_out_loss(round_)
         if self.rank.place.leads:
             evaluated(self.client, self.hooks.on_evaluation, round_, loss)
         self.checkpointer.keep_best(self.rank, round_, loss, first=True)
 
-    def held_out_loss(self, round_: int) -> float:
-        """Mean held-out loss of the anchor after `round_`; what this rank trains on stays as it
-        is."""
-        losses = []
-        span = tracing.span("evaluation", after_round=round_)
-        with span, self.standing_at(anchors(self.rank)):
-            for inputs, labels in self.validation:
-                losses.append(self.rank.model.evaluate(inputs, labels))
-                self.control.touch()
-        return sum(losses) / len(losses)
-
-    def measure_slope(self, plan: RoundPlan, fragments: Sequence[int]) -> None:
-        """Where the held-out loss goes along these fragments of the plan at this rank, if any, for
-        a gate that goes by slopes.
-
-        Taken half-way from their anchors to what this site has trained itself, as a midpoint rule
-        does: an anchor may lie on an edge whose slope leads nowhere. The rest of the model is the
-        anchor. All ranks of the site do so at the same moment, whichever has a boundary.
-        """
-        if self.slope_batch is None:
-            return
-        names = self.outer.names(plan, fragments)
-        model, live = self.rank.model, self.rank.live
-        where = dict(anchors(self.rank))
-        for name in names:
-            own = live[name].detach()
-            where[name] = where[name].to(own.device).lerp(own, 0.5)
-        with tracing.span("gate"), self.standing_at(where):
-            loss, gradients = model.loss_and_gradients(*self.slope_batch, names)
-        self.control.touch()
-        self.outer.slope = GradientProbe(
-            loss, {name: each.cpu() for name, each in gradients.items()}
-        )
-
-    @contextlib.contextmanager
-    def standing_at(self, values: Mapping[str, torch.Tensor]) -> Iterator[None]:
-        """The model is `values`; what this rank trains on is put back in the end."""
-        before_change()
-        own = {name: tensor.detach().clone() for name, tensor in self.rank.live.items()}
-        self._fill(values)
-        yield
-        self._fill(own)
-
-    def _fill(self, values: Mapping[str, torch.Tensor]) -> None:
-        with torch.no_grad():
-            for name, tensor in values.items():
-                self.rank.live[name].copy_(tensor)
-            self.rank.model.sync_tied()
+    def probe_gradients(self, plan: RoundPlan, fragments: Sequence[int]) -> None:
+        """Where the held-out loss goes along these fragments of the plan, for a gate that goes by
+        gradients."""
+        self.outer.slope = self.evaluator.gradient_probe(self.outer.names(plan, fragments))
 
     def wait_for_record(self) -> None:
         """Return when checkpoints and the record have all that there is so far."""
@@ -483,9 +435,9 @@ class Trainer:
             self.outer.land_gradients()
         elif self.me in plan.members:
             tracing.mark("flush", codec=plan.codec)
-            if self.slope_batch is not None:
+            if self.evaluator.probe_batch is not None:
                 self.outer.land_due(2**62)
-                self.measure_slope(plan, range(plan.fragments))
+                self.probe_gradients(plan, range(plan.fragments))
             self.outer.flush(plan)
         self.meter.begin(plan, 0)
         self.check_pseudo_gradients(plan)

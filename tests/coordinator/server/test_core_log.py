@@ -208,6 +208,8 @@ def test_unknown_event_in_the_log_is_refused(driver: Driver) -> None:
 class Strange:
     """An event of some other program."""
 
+    stored_as = "Strange"
+
     def __init__(self, time: float) -> None:
         self.time = time
 

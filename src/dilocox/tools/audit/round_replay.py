@@ -33,6 +33,7 @@ from dilocox.tools.audit.state_document import UNFIT, DocumentError, check_tenso
 from dilocox.training.builder import Batches, Hooks, ModelPlan, RankParts, RankPlace, build_rank
 from dilocox.training.checkpointing import Checkpointer
 from dilocox.training.determinism_class import facts_here
+from dilocox.training.evaluator import Evaluator
 from dilocox.training.rank_state import RankState, capture_round, restore_round
 from dilocox.training.trainer import Trainer
 
@@ -200,7 +201,7 @@ def _repeat(job: RankJob, rank: RankParts, progress: Progress) -> RankReplay:
         control=cast(RankControl, nobody),
         client=cast(CoordinatorClient, nobody),
         batches=Batches.open(config, place.site, place.shard, files, device),
-        validation=[],
+        evaluator=Evaluator(rank, cast(RankControl, nobody), [], None),
         checkpointer=cast(Checkpointer, nobody),
         hooks=Hooks(),
         form_group=_no_group,

@@ -220,7 +220,7 @@ def _stepped(
     gate = gate_model_bytes_per_parameter(config) * parameters
     if config.admission.gate and site.ranks > 1:
         # Slopes are measured with gradients, beside a copy of what is trained and the points
-        # where they are measured (Trainer.measure_slope).
+        # where they are measured (Evaluator.gradient_probe).
         copies += EVALUATION * own + 4 * own // config.outer.fragments
     return gradients, copies + gate, lasting + gate
 

@@ -57,6 +57,7 @@ from dilocox.training.builder import (
 )
 from dilocox.training.checkpointing import Checkpointer, record_state, take_momentum
 from dilocox.training.determinism_class import facts_here
+from dilocox.training.evaluator import Evaluator
 from dilocox.training.join_run import JoiningSite
 from dilocox.training.launch import site_log
 from dilocox.training.launch.exchange_backend import LinkBackend
@@ -285,7 +286,12 @@ def _take_part(
         batches=Batches.open(
             config, place.site, place.shard, files, rank.mesh.device, job.hooks.dataset
         ),
-        validation=validation_batches(config, files, place.shard, job.hooks.validation),
+        evaluator=Evaluator(
+            rank,
+            control,
+            validation_batches(config, files, place.shard, job.hooks.validation),
+            slope_batch(config, files, place.shard),
+        ),
         checkpointer=Checkpointer(
             config, rank, files, job.shared_folder, client, record, control.touch
         ),
@@ -295,7 +301,6 @@ def _take_part(
         donor_patience=2 * timeouts.heartbeat,
         watch=rounds,
         collector=Collector(),
-        slope_batch=slope_batch(config, files, place.shard),
     )
     control.wait_while_role("enrolled")
     with explained(config, place, lambda: trainer.rounds_ended == 0):

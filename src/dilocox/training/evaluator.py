@@ -1,0 +1,78 @@
+"""Held-out loss at one rank: of the anchor, and where it goes along a fragment."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+
+from dilocox.coordinator.client.heartbeat import RankControl
+from dilocox.outer.loss_gate import GradientProbe
+from dilocox.outer.staging import before_change
+from dilocox.training.builder import RankParts, anchors
+from dilocox.utils import tracing
+
+Batch = tuple[torch.Tensor, torch.Tensor]
+"""(inputs, labels), int64, sequences x tokens."""
+
+
+class Evaluator:
+    """Evaluates other parameters than those that the rank trains on, and puts these back."""
+
+    def __init__(
+        self,
+        rank: RankParts,
+        control: RankControl,
+        validation: Sequence[Batch],
+        probe_batch: Batch | None,
+    ) -> None:
+        """`validation`: this rank's part of the held-out batches. `probe_batch`: what the gate
+        reads at a boundary; may be None, then nothing is probed."""
+        self._rank, self._control = rank, control
+        self._validation, self.probe_batch = validation, probe_batch
+
+    def held_out_loss(self, round_: int) -> float:
+        """Mean held-out loss of the anchor after `round_`, nats per token."""
+        losses = []
+        span = tracing.span("evaluation", after_round=round_)
+        with span, self.standing_at(anchors(self._rank)):
+            for inputs, labels in self._validation:
+                losses.append(self._rank.model.evaluate(inputs, labels))
+                self._control.touch()
+        return sum(losses) / len(losses)
+
+    def gradient_probe(self, names: Sequence[str]) -> GradientProbe | None:
+        """Where the held-out loss goes along the tensors `names`; None without a probe batch.
+
+        Taken half-way from their anchors to what this site has trained itself, as a midpoint rule
+        does: an anchor may lie on an edge whose slope leads nowhere. The rest of the model is the
+        anchor. `names` may be empty: all ranks of the site evaluate at the same moment, whichever
+        has a boundary.
+        """
+        if self.probe_batch is None:
+            return None
+        model, live = self._rank.model, self._rank.live
+        where = dict(anchors(self._rank))
+        for name in names:
+            own = live[name].detach()
+            where[name] = where[name].to(own.device).lerp(own, 0.5)
+        with tracing.span("gate"), self.standing_at(where):
+            loss, gradients = model.loss_and_gradients(*self.probe_batch, names)
+        self._control.touch()
+        return GradientProbe(loss, {name: each.cpu() for name, each in gradients.items()})
+
+    @contextlib.contextmanager
+    def standing_at(self, values: Mapping[str, torch.Tensor]) -> Iterator[None]:
+        """The model is `values`; what this rank trains on is put back in the end."""
+        before_change()
+        own = {name: tensor.detach().clone() for name, tensor in self._rank.live.items()}
+        self._fill(values)
+        yield
+        self._fill(own)
+
+    def _fill(self, values: Mapping[str, torch.Tensor]) -> None:
+        with torch.no_grad():
+            for name, tensor in values.items():
+                self._rank.live[name].copy_(tensor)
+            self._rank.model.sync_tied()
