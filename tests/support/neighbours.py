@@ -37,6 +37,7 @@ from dilocox.tools.audit.round_replay import NullControlPlane, RepeatingTrainer
 from dilocox.training.builder import Batches, Hooks, ModelPlan, RankParts, RankPlace, build_rank
 from dilocox.training.checkpointing import Checkpointer, record_state
 from dilocox.training.determinism_class import facts_here
+from dilocox.training.evaluator import Evaluator
 from dilocox.training.rank_state import RankState
 from dilocox.training.trainer import Trainer
 
@@ -228,7 +229,7 @@ class Neighbour:
             control=cast(RankControl, nobody),
             client=cast(CoordinatorClient, nobody),
             batches=Batches.open(config, place.site, place.shard, files),
-            validation=[],
+            evaluator=Evaluator(self.rank, cast(RankControl, nobody), [], None),
             checkpointer=cast(Checkpointer, nobody),
             hooks=Hooks(),
             form_group=cast(Any, None),
