@@ -117,7 +117,7 @@ def test_one_line_and_code_3_where_networks_cannot_be_made(
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["chaos.py", "--quick"])
     monkeypatch.setattr(chaos.common, "end_on_signals", lambda: None)
-    monkeypatch.setattr(chaos, "why_not", lambda: "network namespaces need root")
+    monkeypatch.setattr(chaos, "unsupported_reason", lambda: "network namespaces need root")
     assert chaos.main() == 3
     said = capsys.readouterr().err.splitlines()
     assert said == ["chaos: cannot be measured here: network namespaces need root"]

@@ -97,7 +97,7 @@ def test_one_line_and_code_3_where_networks_cannot_be_made(
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["exchange.py", "--quick"])
     monkeypatch.setattr(exchange.common, "end_on_signals", lambda: None)
-    monkeypatch.setattr(exchange, "why_not", lambda: "network namespaces need root")
+    monkeypatch.setattr(exchange, "unsupported_reason", lambda: "network namespaces need root")
     assert exchange.main() == 3
     said = capsys.readouterr().err.splitlines()
     assert said == ["exchange: cannot be measured here: network namespaces need root"]

@@ -65,7 +65,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[dict[str, Any], int, An
     alone = {"tokens_per_second": NONE_SPEED, "inner_steps": 60, "wire_bytes": 0.0}
     for module in (latency, scaling_check):
         monkeypatch.setattr(module, "Lab", FakeLab)
-        monkeypatch.setattr(module, "why_not", lambda: None)
+        monkeypatch.setattr(module, "unsupported_reason", lambda: None)
     monkeypatch.setattr(wan_run, "measure_none", lambda *_: dict(alone))
     monkeypatch.setattr(wan_run, "measure_run", run)
     monkeypatch.setattr(latency.common, "machine", lambda: {"cores": 2})
@@ -108,7 +108,7 @@ def test_a_round_trip_that_cannot_be_made_leaves_the_others(
 def test_one_line_and_code_3_where_labs_cannot_be_made(
     module: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(module, "why_not", lambda: "network namespaces need root")
+    monkeypatch.setattr(module, "unsupported_reason", lambda: "network namespaces need root")
     monkeypatch.setattr(module.common, "end_on_signals", lambda: None)
     monkeypatch.setattr(sys, "argv", ["x"])
     assert module.main() == 3

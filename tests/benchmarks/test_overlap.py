@@ -48,7 +48,7 @@ def test_one_line_and_code_3_where_networks_cannot_be_made(
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["overlap.py", "--quick"])
     monkeypatch.setattr(overlap.common, "end_on_signals", lambda: None)
-    monkeypatch.setattr(overlap, "why_not", lambda: "network namespaces need root")
+    monkeypatch.setattr(overlap, "unsupported_reason", lambda: "network namespaces need root")
     assert overlap.main() == 3
     said = capsys.readouterr().err.splitlines()
     assert said == ["overlap: cannot be measured here: network namespaces need root"]

@@ -129,7 +129,7 @@ def test_what_ends_the_lab_ends_the_benchmark_in_one_line(
 
     monkeypatch.setattr(sys, "argv", ["wan.py", "--quick"])
     monkeypatch.setattr(wan.common, "end_on_signals", lambda: None)
-    monkeypatch.setattr(wan, "why_not", lambda: None)
+    monkeypatch.setattr(wan, "unsupported_reason", lambda: None)
     monkeypatch.setattr(wan.wan_run, "measure_none", refuse)
     assert wan.main() == 1
     assert capsys.readouterr().err.splitlines()[-1] == "wan: paris up: 2.1 Mbit/s instead of 1.6"
@@ -169,7 +169,7 @@ def test_a_method_that_does_not_exist_is_refused(
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["wan.py", "--quick", "--only", "diloxo"])
     monkeypatch.setattr(wan.common, "end_on_signals", lambda: None)
-    monkeypatch.setattr(wan, "why_not", lambda: None)
+    monkeypatch.setattr(wan, "unsupported_reason", lambda: None)
     assert wan.main() == 2
     said = capsys.readouterr().err
     assert "--only 'diloxo': no such method" in said
@@ -189,7 +189,7 @@ def test_one_line_and_code_3_where_labs_cannot_be_made(
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["wan.py", "--quick"])
     monkeypatch.setattr(wan.common, "end_on_signals", lambda: None)
-    monkeypatch.setattr(wan, "why_not", lambda: "network namespaces need root")
+    monkeypatch.setattr(wan, "unsupported_reason", lambda: "network namespaces need root")
     assert wan.main() == 3
     assert capsys.readouterr().err.splitlines() == [
         "wan: cannot be measured here: network namespaces need root"
