@@ -100,5 +100,5 @@ def test_a_trainer_counts_its_steps_and_rests_while_it_fetches() -> None:
     )  # fmt: skip
     Trainer.train_slot(trainer, plan, 1)
     assert told == ["step"] * 3
-    Trainer.follow(trainer, SimpleNamespace(follow=lambda: told.append("fetched")))  # type: ignore[arg-type]
+    Trainer.enter(trainer, SimpleNamespace(catch_up=lambda: told.append("fetched")))  # type: ignore[arg-type]
     assert told[3:] == ["rest", "fetched"]
