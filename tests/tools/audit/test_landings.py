@@ -39,7 +39,9 @@ def every_second(monkeypatch: pytest.MonkeyPatch) -> None:
         return config.model_copy(update={"record": record})
 
     monkeypatch.setattr(neighbours, "run_config", run_config)
-    monkeypatch.setattr(neighbours, "RecordingPolicy", lambda every, *more: RecordingPolicy(2, *more))
+    monkeypatch.setattr(
+        neighbours, "RecordingPolicy", lambda every, *more: RecordingPolicy(2, *more)
+    )
 
 
 def planned_with(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
