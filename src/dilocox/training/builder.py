@@ -392,7 +392,7 @@ def validation_batches(
     ]
 
 
-def slope_batch(
+def probe_batch(
     config: RunConfig, files: TokenFiles, shard: int
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
     """What this shard's gate reads at a boundary, in whole micro-batches.
@@ -425,7 +425,7 @@ def _of_shard(
 
 def admission_of(config: RunConfig, rank: RankParts, files: TokenFiles) -> Admission:
     """How this rank judges contributions. A gate gets a copy of the model, in fp32, where one rank
-    holds all of it; else it goes by slopes (see `slope_batch`)."""
+    holds all of it; else it goes by slopes (see `probe_batch`)."""
     section = config.admission
     gate = None
     if section.gate and config.site.ranks == 1:

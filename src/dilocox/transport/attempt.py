@@ -310,7 +310,7 @@ class Attempt:
         self.late = reply.late
         return reply
 
-    def commit_vote(self, decision: VoteReply, held: Iterable[str]) -> list[str]:
+    def committed_sites(self, decision: VoteReply, held: Iterable[str]) -> list[str]:
         """The sites whose payloads, by `decision`, make the average by themselves.
 
         Raises `ExchangeError` unless all of them are among those `held` here.

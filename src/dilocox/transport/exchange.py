@@ -240,7 +240,7 @@ def _to_everyone(
         if fetched:
             payloads, weighing = _weighed(attempt, part, frames | fetched, decode)
         decision = attempt.decide("fetched", weighing.held, digest)
-    counted = attempt.commit_vote(decision, weighing.held)
+    counted = attempt.committed_sites(decision, weighing.held)
     with tracing.span("average", values=attempt.contribution.length, sites=len(counted)):
         average = weighing.settled(counted, decision.shares)
     sent = weighing.own if me in counted else None

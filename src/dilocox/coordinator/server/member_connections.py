@@ -1,7 +1,7 @@
-"""Connections of callers that have shown a certificate: each site may have so many and no more.
+"""Limit on the open connections of each site, whose callers have shown a certificate.
 
-A member pays for its requests (`budgets`), but an idle connection asks for nothing, and each takes
-a file descriptor that all others need.
+Budgets (`budgets`) bound a member's requests. An idle connection makes no request, but holds one of
+the coordinator's file descriptors, which all members share.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import asyncio
 from typing import Any
 
 FEW, OF_A_RANK = 64, 16
-"""Connections that a site may have, and more for each of its ranks: far beyond what ranks open."""
+"""A site may have FEW connections, and OF_A_RANK more for each rank. Ranks open far fewer."""
 
 
 class Members:

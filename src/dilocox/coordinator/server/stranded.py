@@ -12,7 +12,7 @@ from dilocox.coordinator.server.state import REMEMBERED, CoordinatorState
 
 
 def ended(state: CoordinatorState, time: float) -> e.Ended | None:
-    """The event that ends such a run, or None.
+    """The event that ends a run whose stop waits for a site that is gone; None for other runs.
 
     With fewer sites than `outer.min_sites` nothing is decided. Where the others still need a
     decision, or a plan, before the slot at which all write a checkpoint, they would wait for ever.

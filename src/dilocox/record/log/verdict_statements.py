@@ -1,7 +1,8 @@
-"""Verdicts of audits that the log names: who takes one out of the folder leaves its name there.
+"""Statements by which a run's log names verdicts of audits.
 
-A verdict itself is a file in `record/audits`, and needs nobody's leave. Its auditor signs a short
-statement of it for the log, with the digest of the file, and a member of the run hands that in.
+A verdict is a file in `record/audits`. Its auditor also signs a short statement with the digest of
+that file, and a member of the run hands the statement in. The log then names the verdict, even if
+somebody deletes the file.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from dilocox.record.log.digests import digest_text, sha256
 from dilocox.record.log.state_statements import whole
 
 MOST_BYTES = 2048
-"""Of such a statement in its envelope: it has nothing whose length somebody chooses but names."""
+"""Largest statement with its envelope, bytes. Names of sites are all that varies in length."""
 _SITE = re.compile(SITE_NAME)
 _LAST = 2**53
 
@@ -35,8 +36,8 @@ class HandedIn:
     auditor: str
     """Public key, 64 hex digits."""
     by: str
-    """The site by whose token it was handed in, which the coordinator has checked; empty: the
-    operator has."""
+    """Site whose token handed the verdict in, as the coordinator has checked; empty for the run's
+    operator."""
     digest: str
     """SHA-256 of the verdict's line in `record/audits`."""
     seen: int

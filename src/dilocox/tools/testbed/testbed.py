@@ -127,7 +127,7 @@ class Lab:
 
     def _build(self) -> None:
         hierarchy = cgroups.find()
-        assert hierarchy is not None, "why_not has looked"
+        assert hierarchy is not None, "unsupported_reason has looked"
         for host in self.network.hosts:
             cores = self.quotas.get(host)
             name = f"{self.network.layout.stem}at-{host}"

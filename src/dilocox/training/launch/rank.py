@@ -52,7 +52,7 @@ from dilocox.training.builder import (
     RankPlace,
     admission_of,
     build_rank,
-    slope_batch,
+    probe_batch,
     validation_batches,
 )
 from dilocox.training.checkpointing import Checkpointer, record_state, take_momentum
@@ -290,7 +290,7 @@ def _take_part(
             rank,
             control,
             validation_batches(config, files, place.shard, job.hooks.validation),
-            slope_batch(config, files, place.shard),
+            probe_batch(config, files, place.shard),
         ),
         checkpointer=Checkpointer(
             config, rank, files, job.shared_folder, client, record, control.touch
