@@ -154,6 +154,37 @@ def test_a_reader_that_sleeps_wakes_when_the_connection_ends(
         assert reader.ended
 
 
+class Early:
+    """A poll that returns with the first byte, as the kernel's may."""
+
+    def __init__(self, line: socket.socket) -> None:
+        self._line = line
+
+    def poll(self) -> None:
+        assert until(lambda: unread(self._line) > 0)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere each packet wakes the reader")
+def test_a_reader_that_is_woken_early_does_not_wait_for_what_it_has_taken(
+    ends: tuple[SecureStream, SecureStream, socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A read that sleeps in the kernel is woken by unread bytes alone: less than it asked for
+    may be all that is left."""
+    near, far, line = ends
+    payload = bytes(range(200)) * 100
+    assert RECORD_BYTES < len(payload) < 2 * RECORD_BYTES
+    held = Held(near._socket)
+    monkeypatch.setattr(near, "_socket", held)
+    monkeypatch.setattr(far, "_poll", Early(line))
+    near.send(payload)
+    reader = Reader(far, len(payload))
+    held.let(len(payload) // 2)
+    assert until(lambda: unread(line) == 0)
+    held.let(len(held.held))
+    assert until(lambda: reader.filled == len(payload))
+    assert reader.data == payload
+
+
 def test_whatever_sizes_are_sent_and_read_all_arrives(
     ends: tuple[SecureStream, SecureStream, socket.socket],
 ) -> None:

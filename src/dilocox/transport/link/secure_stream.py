@@ -136,13 +136,29 @@ class SecureStream:
     def _take(self, coming: int = 1) -> int:
         """Bytes that came from the socket; 0 at its end. `coming`: so many plain bytes will come
         for sure."""
-        if self._poll is not None:
-            self._sleep_until(self._poll, self._wanted(coming))
-        count = self._socket.recv_into(self._block)
+        count = None
+        while count is None:
+            if self._poll is not None:
+                self._sleep_until(self._poll, self._wanted(coming))
+            count = self._read_block()
         self._records.passed(self._block[:count])
         with self._using:
             self._incoming.write(self._block[:count])
         return count
+
+    def _read_block(self) -> int | None:
+        """Bytes read into the block, 0 at the end of the connection; None if nothing is there.
+
+        Where the kernel was told to wake this thread for many bytes, the read does not sleep: once
+        it has taken some of them, only as many again would wake it, and they may never come. The
+        kernel ends a poll early when its buffer is nearly full.
+        """
+        try:
+            return self._socket.recv_into(
+                self._block, 0, socket.MSG_DONTWAIT if self._least > 1 else 0
+            )
+        except BlockingIOError:
+            return None
 
     def _wanted(self, coming: int) -> int:
         """For how many bytes this thread should sleep."""
