@@ -9,9 +9,10 @@ import time
 from pathlib import Path
 
 import torch
+from torch import Tensor
+
 from benchmarks.gpu import product, sizes
 from benchmarks.gpu.child import Context, Outcome
-from torch import Tensor
 
 TOO_MUCH = 1 << 46
 """Bytes that no GPU has."""

@@ -7,9 +7,10 @@ import time
 from functools import partial
 from pathlib import Path
 
+from torch import Tensor
+
 from benchmarks.gpu import product, runs, sizes
 from benchmarks.gpu.child import Context, Outcome
-from torch import Tensor
 
 LAYOUTS = {"two stages": {"stages": 2}, "two shards": {"shards": 2}}
 DIES_AT = 6

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+
 from benchmarks.gpu import product, sizes
 from benchmarks.gpu.child import Context, Outcome
 from benchmarks.gpu.clock import wait

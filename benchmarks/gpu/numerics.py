@@ -7,10 +7,11 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
+
 from benchmarks.gpu.child import Context, Outcome
 from benchmarks.gpu.clock import median_seconds
 from benchmarks.gpu.parts import CODECS
-from torch import Tensor
 
 ROWS = {"gpu": 1 << 14, "cpu": 1 << 7, "tiny": 4}
 COLUMNS = 1 << 12

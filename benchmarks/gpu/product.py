@@ -15,9 +15,10 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from benchmarks.gpu.sizes import Shape
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+
+from benchmarks.gpu.sizes import Shape
 
 
 class Site:
@@ -243,8 +244,8 @@ def paced(bits_per_second: float) -> Iterator[None]:
 def ranks_share_gpu(cuda: bool) -> Iterator[None]:
     """Runs started inside: the ranks of a site share GPU 0 through the staged process group."""
     import torch.distributed as dist
-    from benchmarks.gpu import staged
 
+    from benchmarks.gpu import staged
     from dilocox.training import builder
     from dilocox.training.launch import rank as rank_process
 

@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
+
 from benchmarks.gpu import product, sizes
 from benchmarks.gpu.child import Context, Outcome
 from benchmarks.gpu.clock import wait
 from benchmarks.gpu.sizes import Shape
 from benchmarks.plain_loop import PlainLoop, Recipe
-from torch import Tensor
-
 from dilocox.utils import torch_internals
 
 WARM_UP = {"gpu": 3, "cpu": 1, "tiny": 1}

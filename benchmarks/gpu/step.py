@@ -11,10 +11,11 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
 from benchmarks.gpu import product, sizes
 from benchmarks.gpu.child import Context, Outcome
 from benchmarks.gpu.clock import wait
-from torch.utils._python_dispatch import TorchDispatchMode
 
 REPEATS = 5
 _ATTENTION = "aten::_scaled_dot_product_"
