@@ -49,7 +49,8 @@ def _audit(folder: Path, site: str | None) -> dict[str, Any]:
     """`dilocox audit` of one round: its verdicts, or what it said instead."""
     words: list[str | Path] = ["audit", folder, "--round", str(ROUND), "--json"]
     began = time.monotonic()
-    done = runs.command(*words, *(["--site", site] if site else []))
+    log = folder.with_name(f"audit-{site or 'all'}.log")
+    done = runs.command(*words, *(["--site", site] if site else []), log=log)
     took = time.monotonic() - began
     try:
         found: dict[str, Any] = json.loads(done.stdout)

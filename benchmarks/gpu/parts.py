@@ -151,6 +151,10 @@ PARTS: tuple[Part, ...] = (
         ),
     ),
     Part(
+        "kernels", f"{_HERE}.kernels:run", ("kernels, dilocox", "kernels, compiled loop"), 40, 120,
+        "kernels of a step of the 0.6B shape, and of the compiled plain loop", (5,),
+    ),
+    Part(
         "copies", f"{_HERE}.numerics:copies", ("copies",), 15, 60,
         "copies to and from the GPU, pageable and pinned; SHA-256", (2,),
     ),

@@ -136,8 +136,10 @@ def _attempt(part: Part, waiting: list[str], results: Results, setting: Setting)
     follower = _Follower(rows, waiting, add)
     try:
         killed = follower.until_end(process, began + limit)
-    finally:
+    except BaseException:
         _end(process)
+        raise
+    _end(process, stacks=killed)
     took = time.monotonic() - began
     if not killed:
         follower.read()
@@ -196,12 +198,13 @@ class _Follower:
             time.sleep(LOOK)
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _end(process: subprocess.Popen[bytes], stacks: bool = False) -> None:
     """End the part's process and all that it has started.
 
+    `stacks`: every process first writes where each of its threads is (PYTHONFAULTHANDLER).
     A process that the system does not end, as one that waits for a driver, is left behind.
     """
-    for number in (signal.SIGTERM, signal.SIGKILL):
+    for number in (signal.SIGABRT if stacks else signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, number)
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -245,6 +248,8 @@ def environment(path: str) -> dict[str, str]:
         **os.environ,
         "PYTHONPATH": os.pathsep.join(each for each in folders if each),
         "PYTHONUNBUFFERED": "1",
+        # A part that is killed says where it was.
+        "PYTHONFAULTHANDLER": "1",
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",

@@ -27,12 +27,16 @@ LONGEST = 240.0
 Record = dict[str, Any]
 
 
-def command(*words: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
-    """A `dilocox` command to its end."""
-    return subprocess.run(
-        [sys.executable, "-m", "dilocox", *map(str, words)],
-        capture_output=True, text=True, timeout=LONGEST, **options,
-    )  # fmt: skip
+def command(*words: str | Path, log: Path) -> subprocess.CompletedProcess[str]:
+    """A `dilocox` command to its end. What it says on stderr is in `log` as soon as it is said."""
+    with log.open("w+", encoding="utf-8", errors="replace") as errors:
+        done = subprocess.run(
+            [sys.executable, "-m", "dilocox", *map(str, words)],
+            stdout=subprocess.PIPE, stderr=errors, text=True, timeout=LONGEST,
+        )  # fmt: skip
+        errors.seek(0)
+        done.stderr = errors.read()
+    return done
 
 
 def begin(
@@ -100,7 +104,7 @@ def train(path: Path, **options: Any) -> Any:
 
 def verified(folder: Path) -> Outcome:
     """`dilocox verify` of a run."""
-    done = command("verify", folder)
+    done = command("verify", folder, log=folder.with_name(f"{folder.name}-verify.log"))
     return Outcome(done.returncode == 0, last_line(done))
 
 
@@ -158,7 +162,7 @@ def _resumed(context: Context) -> Outcome:
         os.kill(process.pid, signal.SIGINT)
         stopped = process.wait(LONGEST)
         before = len(rounds(folder, "north"))
-        again = command("train", paths["parts"], "--resume")
+        again = command("train", paths["parts"], "--resume", log=context.folder / "again.log")
         whole.wait(LONGEST)
     finally:
         for each in (process, whole):

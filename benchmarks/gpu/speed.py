@@ -135,7 +135,7 @@ def larger(context: Context) -> None:
     context.check("speed 1.3B", lambda: _beside(sizes.DENSE_13B[context.scale], context))
 
 
-def _loop(shape: Shape, cuda: bool, compiled: bool) -> Side:
+def loop(shape: Shape, cuda: bool, compiled: bool) -> Side:
     """What a user of one GPU writes: `benchmarks/plain_loop.py`, with PyTorch's own settings."""
     before = _held(cuda)
     torch.use_deterministic_algorithms(False)
@@ -158,7 +158,7 @@ def _loop(shape: Shape, cuda: bool, compiled: bool) -> Side:
     return Side(step, flags, _held(cuda) - before, _flops(shape, cuda))
 
 
-def _ours(shape: Shape, cuda: bool, **sections: dict[str, Any]) -> Side:
+def ours(shape: Shape, cuda: bool, **sections: dict[str, Any]) -> Side:
     """dilocox as shipped but for `sections`."""
     before = _held(cuda)
     site = product.build_site(shape, cuda, **sections)
@@ -195,7 +195,7 @@ def _flops(shape: Shape, cuda: bool) -> float:
 
 def _plain(shape: Shape, context: Context) -> Outcome:
     """The plain loop with no compiled layers."""
-    side, steps = _loop(shape, context.cuda, False), TURN[context.scale]
+    side, steps = loop(shape, context.cuda, False), TURN[context.scale]
     _turn(side, WARM_UP[context.scale], shape.tokens, context.cuda)
     end = time.perf_counter() + SECONDS[context.scale] / 2
     while len(side.rates) < LEAST_PAIRS or time.perf_counter() < end:
@@ -208,10 +208,10 @@ def _beside(shape: Shape, context: Context) -> Outcome:
     torch._dynamo.reset()
     # Where the compiler fails, both loops run eagerly, and the row's message says why.
     torch._dynamo.config.suppress_errors = True
-    plain = _loop(shape, context.cuda, True)
-    ours = _ours(shape, context.cuda)
-    ratios = alternate(ours, plain, shape, context)
-    found = _figures(ours, context.cuda)
+    plain = loop(shape, context.cuda, True)
+    own = ours(shape, context.cuda)
+    ratios = alternate(own, plain, shape, context)
+    found = _figures(own, context.cuda)
     found |= {f"compiled_loop_{key}": value for key, value in _figures(plain, context.cuda).items()}
     found |= {
         "share_of_compiled_loop": statistics.median(ratios),
@@ -219,14 +219,14 @@ def _beside(shape: Shape, context: Context) -> Outcome:
         "share_most": max(ratios),
         "pairs": len(ratios),
     }
-    return Outcome(None, "; ".join(filter(None, (_about(shape), ours.note))), found)
+    return Outcome(None, "; ".join(filter(None, (_about(shape), own.note))), found)
 
 
 def _determinism(shape: Shape, context: Context) -> Outcome:
     """What equal bits cost: seconds of a deterministic step over those of one that is not."""
     torch._dynamo.reset()
-    strict = _ours(shape, context.cuda)
-    free = _ours(shape, context.cuda, site={"deterministic": False})
+    strict = ours(shape, context.cuda)
+    free = ours(shape, context.cuda, site={"deterministic": False})
     ratios = alternate(free, strict, shape, context)
     found = {
         "deterministic_tokens_per_second": strict.rate,

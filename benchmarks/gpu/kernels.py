@@ -1,0 +1,77 @@
+"""Where the GPU's time of a step goes: kernels of dilocox as shipped, and of the compiled loop."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections import Counter
+from typing import Any
+
+import torch
+
+from benchmarks.gpu import sizes, speed
+from benchmarks.gpu.child import Context, Outcome
+from benchmarks.gpu.clock import wait
+
+STEPS = {"gpu": 2, "cpu": 1, "tiny": 1}
+"""Steps that are recorded, after two that are not."""
+SHOWN = 24
+"""Kernels in the log."""
+GROUPS = (
+    ("attention", ("flash", "attention", "fmha", "sdpa")),
+    ("matrices", ("gemm", "nvjet", "cutlass", "xmma", "cublas", "mm")),
+    ("compiled", ("triton",)),
+    ("copies", ("memcpy", "memset", "copy")),
+)
+"""Parts of kernels' names, lower case; the first group that has one counts."""
+
+
+def run(context: Context) -> None:
+    """Two rows."""
+    shape = sizes.QWEN_06B[context.scale]
+    context.check("kernels, dilocox", lambda: _of(speed.ours(shape, context.cuda), context))
+    gc.collect()
+    context.check(
+        "kernels, compiled loop", lambda: _of(speed.loop(shape, context.cuda, True), context)
+    )
+
+
+def _of(side: speed.Side, context: Context) -> Outcome:
+    """Milliseconds of a step by group of kernels; the kernels that take longest, in the log."""
+    side.flags.set()
+    for _ in range(2):
+        side.step()
+    wait(context.cuda)
+    kinds = [torch.profiler.ProfilerActivity.CPU]
+    kinds += [torch.profiler.ProfilerActivity.CUDA] if context.cuda else []
+    steps = STEPS[context.scale]
+    began = time.perf_counter()
+    with torch.profiler.profile(activities=kinds) as profile:
+        for _ in range(steps):
+            side.step()
+        wait(context.cuda)
+    took = time.perf_counter() - began
+    each: Counter[str] = Counter()
+    calls: Counter[str] = Counter()
+    on_gpu = torch.autograd.DeviceType.CUDA
+    for event in profile.events() or ():
+        if (event.device_type == on_gpu) == context.cuda:
+            each[event.name] += event.time_range.elapsed_us()
+            calls[event.name] += 1
+    figures: dict[str, Any] = {"step_ms": 1e3 * took / steps}
+    figures |= {f"{name}_ms": us / 1e3 / steps for name, us in _grouped(each).items()}
+    if context.cuda:
+        figures["gpu_busy_share"] = sum(each.values()) / 1e6 / took
+    for name, us in each.most_common(SHOWN):
+        print(f"{us / 1e3 / steps:9.2f} ms {calls[name] // steps:6d} calls  {name[:150]}")
+    return Outcome(None, "", figures)
+
+
+def _grouped(each: Counter[str]) -> dict[str, float]:
+    """Microseconds by group."""
+    found: Counter[str] = Counter()
+    for name, us in each.items():
+        low = name.lower()
+        group = next((g for g, parts in GROUPS if any(part in low for part in parts)), "other")
+        found[group] += us
+    return dict(found)
