@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import benchmarks.gpu as package
-from benchmarks.gpu import wheels
+from benchmarks.gpu import logs, wheels
 from benchmarks.gpu.parts import PARTS, Part, selected
 from benchmarks.gpu.results import FAIL, Results, Row, summary, table
 from benchmarks.gpu.runner import ROOT, Job, Setting, order, run_all, run_part
@@ -85,7 +85,7 @@ def run(
     run_part(first, list(first.rows), probe, setting)
     found = probe.rows[FIRST]
     if found["verdict"] == FAIL:
-        said = found.get("log", "")
+        said = logs.tail(setting.work / FIRST / "log.txt", logs.LAST)
         raise SystemExit(f"{said}\nthe machine could not be asked: {found['message']}")
     results.set_head(found["figures"])
     results.add(first, {key: found[key] for key in ROW})

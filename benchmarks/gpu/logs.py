@@ -1,4 +1,4 @@
-"""What parts and their runs printed: its end in a row that FAILs, and one file beside the results.
+"""What parts and their runs printed, in one file beside the results.
 
 A machine with a GPU may be at hand once, and its files are gone afterwards.
 """
@@ -7,12 +7,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
-IN_ROW = 3000
-"""Bytes of a part's log in a row that FAILs."""
+LAST = 3000
+"""Bytes of a log in which its last line is looked for."""
 OF_PART = 40_000
 """Bytes of a part's log in the file."""
 OF_RUN = 6_000
 """Bytes of each log of a run in the file."""
+OF_STACKS = 30_000
+"""Bytes of the threads' places in a log, of a process that was killed."""
+_STACKS = "Fatal Python error"
+_MODULES = "Extension modules:"
 RUNS = 24
 """Logs of runs, for each part."""
 LARGEST = 8_000_000
@@ -33,8 +37,21 @@ def tail(log: Path, size: int) -> str:
 
 def last_line(log: Path) -> str:
     """What was printed last."""
-    lines = tail(log, IN_ROW).splitlines()
+    lines = tail(log, LAST).splitlines()
     return lines[-1].strip()[:300] if lines else "it printed nothing"
+
+
+def stacks(log: Path) -> str:
+    """Where the threads of processes were that were killed, if a log says so."""
+    try:
+        text = log.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+    begin = text.find(_STACKS)
+    if begin < 0:
+        return ""
+    lines = [each for each in text[begin:].splitlines() if not each.startswith(_MODULES)]
+    return "\n".join(lines)[:OF_STACKS]
 
 
 def append(file: Path, part: str, folder: Path) -> None:
@@ -47,6 +64,6 @@ def append(file: Path, part: str, folder: Path) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("a", encoding="utf-8") as out:
         for log, size in sizes:
-            text = tail(log, size)
+            text = stacks(log) or tail(log, size)
             if text:
                 out.write(f"===== {part}: {log.relative_to(folder)}\n{text}\n\n")

@@ -1,15 +1,18 @@
 """Boundary and landing in rounds of two steps, with the outer state on the model's device.
 
 One site, so that no network and no second site on the GPU enter the time. The share is that of the
-spans `boundary` and `landing` of the run's own timeline in the rounds after the first. The share
-that everything together loses (spans, data, plans) is measured against bare steps of the same model
-in the same process, after the run.
+spans `boundary` and `landing` in the rounds after the first: on a GPU by the GPU's own clock, since
+the host waits in these spans for the step before them; else by the run's timeline. The share that
+everything together loses (spans, data, plans) is measured against bare steps of the same model in
+the same process, after the run.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,7 @@ from benchmarks.gpu.child import Context, Outcome
 ROUNDS = {"gpu": 6, "cpu": 4, "tiny": 3}
 BARE_STEPS = {"gpu": 4, "cpu": 4, "tiny": 1}
 SPANS = ("boundary", "landing")
+HASHED = "wait for digest"
 
 
 def run(context: Context) -> None:
@@ -35,10 +39,13 @@ def _outer(context: Context) -> Outcome:
         control={"adapt": "off"}, checkpoint={"every_rounds": 0}, record={"enabled": False},
     )  # fmt: skip
     product.prepare(path, context.shared)
-    runs.train(path, trace=True)
-    folder = path.parent / "outer"
+    folder, clock = path.parent / "outer", path.parent / "spans.jsonl"
+    clock.unlink(missing_ok=True)
+    with product.gpu_time_of_spans(SPANS, clock) if context.cuda else contextlib.nullcontext():
+        runs.train(path, trace=True)
     later = [each for each in runs.rounds(folder, "north") if each["round"] >= 1]
-    spans = seconds_of_spans(folder / "trace.json")
+    by_host = seconds_of_spans(folder / "trace.json", (*SPANS, HASHED))
+    spans = seconds_by_gpu(clock) if context.cuda else by_host
     stood = sum(spans.values()) / len(later)
     took = sum(each["seconds"] for each in later) / len(later)
     bare = _bare(context)
@@ -49,18 +56,36 @@ def _outer(context: Context) -> Outcome:
         "all_lost_share": 1.0 - 2.0 * bare / took,
     }
     figures |= {f"{name}_ms": 1e3 * spans[name] / len(later) for name in SPANS}
+    figures |= {f"{name}_host_ms": 1e3 * by_host[name] / len(later) for name in SPANS}
+    # Of the landing: until the digest of the landing before it is there.
+    figures["digest_wait_ms"] = 1e3 * by_host[HASHED] / len(later)
     return Outcome(None, f"{product.parameters_of(shape, context.cuda):,} parameters", figures)
 
 
-def seconds_of_spans(trace: Path) -> dict[str, float]:
-    """Seconds in `SPANS` of exchanges of the rounds from 1 on, in a run's timeline."""
+def seconds_by_gpu(clock: Path) -> dict[str, float]:
+    """Seconds in `SPANS` of exchanges of the rounds from 1 on, by `product.gpu_time_of_spans`."""
     found = dict.fromkeys(SPANS, 0.0)
+    for line in clock.read_text(encoding="utf-8").splitlines():
+        event = json.loads(line)
+        if _counts(event["key"]):
+            found[event["name"]] += event["ms"] / 1e3
+    return found
+
+
+def _counts(key: str) -> bool:
+    kind, number = key.split("/")[:2]
+    return kind == "outer" and int(number) >= 1
+
+
+def seconds_of_spans(trace: Path, names: Sequence[str] = SPANS) -> dict[str, float]:
+    """Seconds in spans of the rounds from 1 on, in a run's timeline."""
+    found = dict.fromkeys(names, 0.0)
     events = json.loads(trace.read_text(encoding="utf-8"))
     for event in events["traceEvents"] if isinstance(events, dict) else events:
         if event.get("ph") != "X" or event["name"] not in found:
             continue
-        kind, round_ = event["args"]["key"].split("/")[:2]
-        if kind == "outer" and int(round_) >= 1:
+        # Who waits for a digest waits for that of an earlier round.
+        if "key" not in event["args"] or _counts(event["args"]["key"]):
             found[event["name"]] += event["dur"] / 1e6
     return found
 

@@ -40,9 +40,9 @@ class Part:
     """Rows that one process measures.
 
     `function` is `module:name` of a callable that takes a `child.Context`. `seconds` is what the
-    part takes on one H100, `limit` the seconds after which its process is killed. A part that is
-    `alone` has the machine for itself: it measures time, takes all of the GPU's memory, or comes
-    first.
+    part takes on one H100 or H200, `limit` the seconds after which its process is killed. A part
+    that is `alone` has the machine for itself: it measures time, takes all of the GPU's memory,
+    compiles, or comes first.
     """
 
     name: str
@@ -68,22 +68,21 @@ _HERE = "benchmarks.gpu"
 
 PARTS: tuple[Part, ...] = (
     Part(
-        "machine", f"{_HERE}.machine:run", ("machine",), 15, 240,
+        "machine", f"{_HERE}.machine:run", ("machine",), 8, 240,
         "versions, driver and memory; the first touch of host memory that is not there yet", (0,),
     ),
     Part(
-        "two", f"{_HERE}.runs:two", ("two sites", "two sites, verify"), 45, 180,
+        "two", f"{_HERE}.runs:two", ("two sites", "two sites, verify"), 60, 180,
         "two sites of one stage on one GPU, four rounds, verified", (7,),
     ),
     Part(
         "audit", f"{_HERE}.audits:run",
-        ("audit of an honest site", "the same audit again", "audit of a tampered site"), 70, 200,
-        "an honest round is EXACT twice, a tampered one MISMATCH", (9,), alone=False,
+        ("audit of an honest site", "audit of a tampered site", "the same audit again"), 90, 180,
+        "an honest round is EXACT twice, a tampered one MISMATCH", (9,),
     ),
     Part(
-        "resume", f"{_HERE}.runs:resume", ("resume",), 75, 200,
+        "resume", f"{_HERE}.runs:resume", ("resume",), 90, 200,
         "SIGINT in round 2 and --resume against the unbroken run: the same bits", (8,),
-        alone=False,
     ),
     Part(
         "nccl", f"{_HERE}.nccl:run", ("nccl, one rank", "nccl, a peer dies"), 25, 90,
@@ -92,7 +91,7 @@ PARTS: tuple[Part, ...] = (
     ),
     Part(
         "speed", f"{_HERE}.speed:run",
-        ("plain loop", "speed 0.6B", "determinism"), 100, 240,
+        ("plain loop", "speed 0.6B", "determinism"), 70, 240,
         "a Qwen3-0.6B shape as shipped beside a plain loop, eager and compiled", (5,),
         aims=(
             ("speed 0.6B", Aim("share_of_compiled_loop", ">=", 0.97)),
@@ -106,7 +105,7 @@ PARTS: tuple[Part, ...] = (
             "exact gradients", "attention", "host syncs", "compiled layers",
             "compiled layers, checkpointing",
         ),
-        45, 180, "one inner step: equal bits, attention kernels, host syncs, graphs", (3, 4),
+        35, 180, "one inner step: equal bits, attention kernels, host syncs, graphs", (3, 4),
     ),
     Part(
         "link", f"{_HERE}.link:run",
@@ -119,7 +118,7 @@ PARTS: tuple[Part, ...] = (
         ),
     ),
     Part(
-        "outer", f"{_HERE}.outer:run", ("boundary and landing",), 45, 120,
+        "outer", f"{_HERE}.outer:run", ("boundary and landing",), 80, 150,
         'boundary and landing in rounds of two steps with outer.device = "model"', (10,),
         aims=(("boundary and landing", Aim("share_of_round", "<", 0.01)),),
     ),
@@ -129,7 +128,7 @@ PARTS: tuple[Part, ...] = (
     ),
     Part(
         "codecs", f"{_HERE}.numerics:codecs",
-        (*(f"codec {name}" for name in CODECS), "codec lowrank:64", "outer step"), 25, 90,
+        (*(f"codec {name}" for name in CODECS), "codec lowrank:64", "outer step"), 35, 90,
         "bytes of every codec on the GPU against those of the CPU, and GB/s", (1,),
     ),
     Part(

@@ -7,8 +7,9 @@ the packages that it needs, and PyTorch reads some settings only once.
 from __future__ import annotations
 
 import fcntl
+import json
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -237,6 +238,47 @@ def paced(bits_per_second: float) -> Iterator[None]:
         for module in (local, site_process):
             if hasattr(module, "check_congestion"):
                 stack.enter_context(patch.object(module, "check_congestion", lambda _name: None))
+        yield
+
+
+class _OnGpu:
+    """A span whose time on the GPU is measured: from when its stream comes to the span's first
+    operation until it has done the last one. The host may be far ahead of the GPU."""
+
+    def __init__(self, inner: Any, name: str, key: str, write: Callable[[str], None]) -> None:
+        self._inner, self._about, self._write = inner, {"name": name, "key": key}, write
+
+    def __enter__(self) -> Any:
+        self._begin = torch.cuda.Event(enable_timing=True)
+        self._begin.record()
+        return self._inner.__enter__()
+
+    def __exit__(self, *raised: object) -> Any:
+        done = self._inner.__exit__(*raised)
+        end = torch.cuda.Event(enable_timing=True)
+        end.record()
+        end.synchronize()
+        self._write(json.dumps({**self._about, "ms": self._begin.elapsed_time(end)}) + "\n")
+        return done
+
+
+@contextmanager
+def gpu_time_of_spans(names: Sequence[str], file: Path) -> Iterator[None]:
+    """Runs started inside write the GPU's time in spans of an exchange to `file`, as JSON lines of
+    name, key and ms."""
+    from dilocox.utils import tracing
+
+    plain = tracing.span
+
+    def write(line: str) -> None:
+        with file.open("a", encoding="utf-8") as out:
+            out.write(line)
+
+    def span(name: str, **arguments: Any) -> Any:
+        inner = plain(name, **arguments)
+        return _OnGpu(inner, name, arguments["key"], write) if name in names else inner
+
+    with patch.object(tracing, "span", span):
         yield
 
 

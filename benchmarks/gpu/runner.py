@@ -130,8 +130,7 @@ def _attempt(part: Part, waiting: list[str], results: Results, setting: Setting)
 
     def add(row: Row) -> None:
         waiting.remove(row["name"])
-        said = {"log": logs.tail(log, logs.IN_ROW)} if row["verdict"] == FAIL else {}
-        setting.show(results.add(part, {**row, **said}))
+        setting.show(results.add(part, row))
 
     follower = _Follower(rows, waiting, add)
     try:
@@ -150,7 +149,7 @@ def _attempt(part: Part, waiting: list[str], results: Results, setting: Setting)
     elif waiting:
         code = process.returncode
         why = f"killed after {limit:.0f} s" if killed else f"exit code {code}"
-        said = f"{why}{';' if killed else ':'} {logs.last_line(log)}"
+        said = why if killed else f"{why}: {logs.last_line(log)}"
         for name in [begun] if begun is not None else list(waiting):
             if killed or begun is not None or code != NEXT:
                 add(_row(name, FAIL, said, took))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -117,6 +118,18 @@ def test_token_files_that_are_not_there(folder: Path, capsys: pytest.CaptureFixt
     )  # fmt: skip
     assert code == 3
     assert "say with --data where they are" in text
+
+
+def test_an_auditor_does_not_start_cuda_before_it_forks(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its ranks, which are forked from it, could not use a GPU."""
+    for command in (["audit", str(folder)], ["auditor", str(folder)]):
+        monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "0")
+        options = _parser().parse_args([*command, "--key", str(folder)])
+        with pytest.raises(RecordError, match="not a key"):
+            options.call(options)
+        assert os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] == "1"
 
 
 def test_wrong_arguments(folder: Path, tmp_path: Path) -> None:

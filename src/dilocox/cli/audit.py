@@ -99,12 +99,11 @@ def share(text: str) -> float:
 
 def run(options: argparse.Namespace) -> int:
     """Audit and print; exit code 0, 1 or 3."""
-    import torch
-
     from dilocox.record.verify.audit_sampling import read_randomness
     from dilocox.training.launch import verdict_hand_in
+    from dilocox.training.launch.local import stay_forkable
 
-    torch.set_num_threads(1)  # before forking: no thread pool that a child would miss
+    stay_forkable()
     if options.sample is not None and (options.site or options.round is not None):
         raise ConfigError("--sample: selects by itself; leave out --site and --round, or this")
     if options.randomness is not None and options.sample is None:
@@ -129,12 +128,11 @@ def run(options: argparse.Namespace) -> int:
 
 def run_auditor(options: argparse.Namespace) -> int:
     """Audit what is selected until the run ends; exit code 0, 1 or 3."""
-    import torch
-
     from dilocox.record.log.audit_verdicts import read_all
     from dilocox.training.launch import verdict_hand_in
+    from dilocox.training.launch.local import stay_forkable
 
-    torch.set_num_threads(1)
+    stay_forkable()
     audited, signer = _opened(options), _signer(options.key)
     log = verdict_hand_in.opened(options, audited.folder, audited.course, signer)
     rate = options.sample

@@ -20,6 +20,8 @@ from dilocox.inner.mesh import SiteMesh
 
 _CPU = torch.device("cpu")
 _REFUSED = re.compile(r"^\s*(\S.*?) does not have a deterministic implementation")
+_OF_THE_MODE = "defaults to a non-deterministic algorithm"
+"""In PyTorch's message about attention in the warning mode: the strict mode has another kernel."""
 _CUBLAS = "Deterministic behavior was enabled with"
 """Begins PyTorch's message about a value of CUBLAS_WORKSPACE_CONFIG that is not deterministic."""
 
@@ -82,7 +84,7 @@ def settle_determinism(mesh: SiteMesh, training_pass: Callable[[], object]) -> t
 def operations_that_warn(call: Callable[[], object]) -> list[str]:
     """Names of the operations of `call` without a deterministic kernel, in PyTorch's words.
 
-    To be called in the warning mode. Other warnings are passed on.
+    To be called in the warning mode. Warnings about this mode are left out, others passed on.
     """
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -90,9 +92,9 @@ def operations_that_warn(call: Callable[[], object]) -> list[str]:
     found: dict[str, None] = {}
     for each in caught:
         name = refused_operation(str(each.message))
-        if name is None:
+        if name is None and _OF_THE_MODE not in str(each.message):
             warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
-        else:
+        elif name is not None:
             found[name] = None
     return list(found)
 

@@ -334,7 +334,8 @@ class FragmentState:
 
     def _settle(self) -> None:
         if self._hashed is not None:
-            self._hashed.result()
+            with tracing.span("wait for digest", values=self.layout.length):
+                self._hashed.result()
             self._hashed = None
 
     def digest_of(self, agreed: Mapping[str, Tensor]) -> str:
