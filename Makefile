@@ -1,4 +1,5 @@
 # Two commands to begin with: `make quickstart` and `make test`. Both set up .venv themselves.
+# `make check` is quick: style, types and unit tests.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -15,7 +16,11 @@ VERSION_TESTS := tests/inner/test_site_model.py tests/inner/test_precision.py te
 # What looks dependencies up, in an environment of its own.
 AUDIT ?= .venv-audit
 
-.PHONY: lock audit-dependencies sbom quickstart test test-all test-waits test-computing test-versions lint style types setup setup-dev clean
+# Packages whose tests start no processes and load no model.
+UNITS := tests/test_layout.py tests/test_skips.py tests/compression tests/config tests/coordinator/controller \
+	tests/coordinator/protocol tests/outer tests/record/log tests/utils
+
+.PHONY: check test-units lock audit-dependencies sbom quickstart test test-all test-waits test-computing test-versions lint style types setup setup-dev clean
 
 quickstart: $(VENV)/.ready
 	$(BIN)/dilocox train examples/quickstart.toml --overwrite $(SET)
@@ -27,6 +32,13 @@ test: $(VENV)/.ready-dev style
 	$(MAKE) --no-print-directory -j 2 types test-waits
 	$(BIN)/python -m pytest -m "not slow and runs" -n 2 --dist loadfile
 	$(BIN)/python -m pytest -m "not slow and alone"
+
+# Before a commit: under 90 seconds on two cores.
+check: $(VENV)/.ready-dev style
+	$(MAKE) --no-print-directory -j 2 types test-units
+
+test-units: $(VENV)/.ready-dev
+	$(BIN)/python -m pytest -m "not slow and not waits and not runs and not alone" $(UNITS)
 
 test-computing: $(VENV)/.ready-dev
 	$(BIN)/python -m pytest -m "not slow and not waits and not runs and not alone" -n 2

@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -25,6 +26,43 @@ BUILD = ("hatchling", "editables", "setuptools")
 """What builds dilocox itself, and `SOURCES`."""
 SOURCES = ("jsonpath-rw",)
 """What has no wheel anywhere (for the tests alone: mlcroissant needs it)."""
+LOG = "setup.log"
+"""In the environment's folder: what pip says beside the lines of this script."""
+SHOWN = 15
+"""Lines of the log that a failure shows."""
+
+
+class Pip:
+    """pip of an environment. What pip prints goes to a log file."""
+
+    def __init__(self, python: Path, log: Path, constraints: Path) -> None:
+        self.constraints = constraints
+        self._python, self._log = python, log
+        log.write_bytes(b"")
+
+    def install(self, *words: str, constrained: bool = True) -> bool:
+        """Install; whether that went well."""
+        command = [
+            str(self._python),
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--no-compile",  # what is imported is compiled then; everything takes half a minute
+            "--disable-pip-version-check",
+            *(["-c", str(self.constraints)] if constrained else []),
+            *words,
+        ]
+        with self._log.open("ab") as out:
+            done = subprocess.run(command, stdout=out, stderr=out, check=False)
+        return done.returncode == 0
+
+    def need(self, *words: str) -> None:
+        """Install, or end the setup with the end of the log."""
+        if not self.install(*words):
+            lines = self._log.read_text(encoding="utf-8", errors="replace").splitlines()
+            told = "\n".join(lines[-SHOWN:])
+            sys.exit(f"{told}\nsetup: pip failed; all that it said: {self._log}")
 
 
 def main() -> None:
@@ -40,21 +78,12 @@ def main() -> None:
             f"dilocox needs Python 3.11 or newer, this is {sys.version.split()[0]}; "
             "set PYTHON, for example: make PYTHON=python3.12 quickstart"
         )
+    began = time.monotonic()
     python = arguments.folder / "bin" / "python"
     if not python.exists():
         say(f"creating {arguments.folder} with Python {sys.version.split()[0]}")
         subprocess.run([sys.executable, "-m", "venv", str(arguments.folder)], check=True)
-    pip = [
-        str(python),
-        "-m",
-        "pip",
-        "install",
-        "--quiet",
-        "--no-compile",  # what is imported is compiled then; everything takes half a minute
-        "--disable-pip-version-check",
-        "-c",
-        str(ROOT / arguments.constraints),
-    ]
+    pip = Pip(python, arguments.folder / LOG, ROOT / arguments.constraints)
     # The system's packages come beside Python's: neither waits for the other.
     system = start_system_packages() if arguments.dev and os.environ.get("CI") else None
     with tempfile.TemporaryDirectory() as folder:
@@ -64,9 +93,10 @@ def main() -> None:
         install_itself(pip, extra)
     if system is not None:
         finish_system_packages(*system)
+    say(f"ready in {time.monotonic() - began:.0f} s; what pip said: {arguments.folder / LOG}")
 
 
-def install_torch(python: Path, pip: list[str], scratch: Path) -> None:
+def install_torch(python: Path, pip: Pip, scratch: Path) -> None:
     """Install the build of PyTorch that this machine can run, unless some PyTorch is there.
 
     Where no build of the constraints' PyTorch fits, `pip` names changed constraints afterwards.
@@ -74,10 +104,9 @@ def install_torch(python: Path, pip: list[str], scratch: Path) -> None:
     have = subprocess.run([str(python), "-c", "import torch"], capture_output=True, check=False)
     if have.returncode == 0:
         return
-    at = pip.index("-c") + 1
-    constraints = Path(pip[at]).read_text()
+    constraints = pip.constraints.read_text()
     pin = re.search(r"^torch[=<]\S+", constraints, re.MULTILINE)
-    assert pin, f"{pip[at]} names torch"
+    assert pin, f"{pip.constraints} names torch"
     smi, capabilities = ask_nvidia_smi()
     override = os.environ.get(VARIABLE)
     try:
@@ -86,13 +115,11 @@ def install_torch(python: Path, pip: list[str], scratch: Path) -> None:
         sys.exit(f"setup: {error}")
     wanted = choice.requirement or pin[0]
     if choice.requirement is not None:
-        pip[at] = str(scratch / "constraints.txt")
-        Path(pip[at]).write_text(with_torch(constraints, choice.requirement))
+        pip.constraints = scratch / "constraints.txt"
+        pip.constraints.write_text(with_torch(constraints, choice.requirement))
     if choice.index is not None and (override or reachable(f"{choice.index}/torch/")):
         say(f"installing {wanted} from {choice.index} ({choice.why})")
-        plain = [*pip[: at - 1], *pip[at + 1 :]]
-        done = subprocess.run([*plain, wanted, "--index-url", choice.index], check=False)
-        if done.returncode == 0:
+        if pip.install(wanted, "--index-url", choice.index, constrained=False):
             return
         if override:
             sys.exit(f"setup: {VARIABLE}={override}: {wanted} cannot be installed from there")
@@ -101,22 +128,21 @@ def install_torch(python: Path, pip: list[str], scratch: Path) -> None:
         if smi is not None:
             say(f"its build needs a driver for CUDA 13; set {VARIABLE} if yours is older")
     say(f"installing {wanted}")
-    subprocess.run([*pip, wanted], check=True)
+    pip.need(wanted)
 
 
-def install_itself(pip: list[str], extra: str) -> None:
+def install_itself(pip: Pip, extra: str) -> None:
     """Install dilocox with what it needs, from wheels, built by the constraints' build tools.
 
     A build in isolation takes the newest tools, whatever the constraints say. Where some package
     has no wheel for this machine it is built from its source like that.
     """
-    subprocess.run([*pip, *BUILD], check=True)
-    itself = ["-e", f"{ROOT}{extra}"]
-    strict = [*pip, "--no-build-isolation", "--only-binary", ":all:"]
-    strict += ["--no-binary", ",".join(SOURCES), *itself]
-    if subprocess.run(strict, check=False).returncode != 0:
+    pip.need(*BUILD)
+    itself = ("-e", f"{ROOT}{extra}")
+    wheels = ("--no-build-isolation", "--only-binary", ":all:", "--no-binary", ",".join(SOURCES))
+    if not pip.install(*wheels, *itself):
         say("not everything is there as a wheel for this machine; building from sources, too")
-        subprocess.run([*pip, *itself], check=True)
+        pip.need(*itself)
 
 
 def reachable(url: str) -> bool:

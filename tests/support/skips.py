@@ -1,0 +1,22 @@
+"""Skips that CI does not allow."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+AVOIDABLE = re.compile(r"not installed|could not import|No module named|no Chromium")
+"""Reasons of skips for a package or a program that the setup brings. Other reasons are of the
+machine: its processor, its kernel, the rights of its user."""
+
+
+def as_in_ci(report: pytest.TestReport) -> pytest.TestReport:
+    """The report of a test, failed if the setup should have brought what the test lacks."""
+    if not report.skipped or hasattr(report, "wasxfail"):
+        return report
+    reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longreprtext
+    if AVOIDABLE.search(reason):
+        report.outcome = "failed"
+        report.longrepr = f"{reason}: in CI nothing that the setup brings may be missing"
+    return report
