@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import attacks_members
 import attacks_texts
@@ -105,13 +106,9 @@ def at_the_altered_site(case: Case) -> Iterator[None]:
         with attacks_members.at_the_altered_site(case.member):
             yield
         return
-    honest = builder.FragmentState
-    if case.factor is not None:
-        builder.FragmentState = altered(case.factor)  # type: ignore[misc]
-    try:
+    fragment_state = FragmentState if case.factor is None else altered(case.factor)
+    with patch.object(builder, "FragmentState", fragment_state):
         yield
-    finally:
-        builder.FragmentState = honest  # type: ignore[misc]
 
 
 def rows(

@@ -36,6 +36,7 @@ from dilocox.coordinator.identity import new_request
 from dilocox.coordinator.metrics.run_metrics import RunMetrics
 from dilocox.coordinator.protocol import messages as m
 from dilocox.coordinator.protocol.exchange_key import ExchangeKey
+from dilocox.coordinator.protocol.verdicts import RankOpinion
 from dilocox.coordinator.server.event_log import _SOFT, EventLog
 from dilocox.coordinator.server.refusals import Caller
 from dilocox.coordinator.server.service import Coordinator
@@ -164,7 +165,7 @@ class Sites:
                 m.VoteRequest(
                     key=key.text, rank=rank, attempt=1, wait=0.0, held=list(SITES),
                     digests={rank.site: digest}, statement=signed,
-                    opinions={n: m.RankOpinion(norm=1000, cosine=500) for n in SITES},
+                    opinions={n: RankOpinion(norm=1000, cosine=500) for n in SITES},
                 )
             )  # fmt: skip
 

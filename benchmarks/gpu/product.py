@@ -194,9 +194,8 @@ def prepare(run_file: Path, shared: Path) -> None:
 @contextmanager
 def slower_learning(site: str) -> Iterator[None]:
     """Runs started inside: the ranks of `site` train with other rates than they sign for."""
+    from dilocox.training.builder import build_rank as plain
     from dilocox.training.launch import rank as rank_process
-
-    plain = rank_process.build_rank
 
     def build(*arguments: Any, **options: Any) -> Any:
         rank: Any = plain(*arguments, **options)

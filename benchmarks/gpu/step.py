@@ -71,7 +71,7 @@ class _Reads(TorchDispatchMode):
     """Counts reads of a device value by the host, by the line that asks."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.found: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

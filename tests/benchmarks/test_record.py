@@ -11,7 +11,8 @@ import record
 from dilocox.config.run_config import load_run
 from dilocox.coordinator.protocol.exchange_key import ExchangeKey
 from dilocox.record.log import statements as s
-from dilocox.record.verify.run_history import RunHistory, Step
+from dilocox.record.log.step_statements import Step
+from dilocox.record.verify.run_history import RunHistory
 
 SIGNER = s.Signer.from_hex("01" * 32)
 

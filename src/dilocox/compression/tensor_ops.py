@@ -52,7 +52,7 @@ def pack_bits(stream: Tensor) -> Tensor:
     if missing:
         stream = torch.nn.functional.pad(stream, (0, missing))
     eights = stream.unflatten(-1, (-1, 8))
-    packed = eights[..., 0].clone()
+    packed: Tensor = eights[..., 0].clone()
     for place in range(1, 8):
         packed |= eights[..., place] << place
     return packed
@@ -68,7 +68,8 @@ def bad_scales(scales: Tensor, smallest: float, largest: float) -> Tensor:
     """Which of bf16 `scales` are neither 0 nor from `smallest` to `largest`: as `check_scales`."""
     bits = scales.view(torch.int16)
     limits = torch.tensor([smallest, largest], dtype=torch.bfloat16).view(torch.int16).tolist()
-    return (bits != 0) & ((bits < limits[0]) | (bits > limits[1]))
+    bad: Tensor = (bits != 0) & ((bits < limits[0]) | (bits > limits[1]))
+    return bad
 
 
 def scale_reason(smallest: float, largest: float) -> str:

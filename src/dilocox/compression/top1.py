@@ -180,7 +180,8 @@ class Top1:
     @property
     def _place_bits(self) -> int:
         """w: bits of a number of four places."""
-        return ((self.block + 1) ** _TOGETHER - 1).bit_length()
+        most: int = (self.block + 1) ** _TOGETHER - 1
+        return most.bit_length()
 
     def _record_bytes(self, blocks: int) -> int:
         return HEAD + -(-(2 * blocks + self._place_bits * -(-blocks // _TOGETHER)) // 8)

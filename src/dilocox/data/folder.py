@@ -154,5 +154,5 @@ def _change(name: str, source: dict[str, Any], data: DataSection, complete: bool
     other = sorted(key for key in recorded if recorded[key] != found.get(key))
     added = len(found) - len(recorded) - source["skipped_files"]
     if other:
-        return other[0]
+        return str(other[0])
     return f"{added:+,} files" if added and complete else ""

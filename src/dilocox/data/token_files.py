@@ -134,7 +134,8 @@ class TokenFiles:
         """Files of its sources, hidden ones apart, that were not taken; `show` says why."""
         by_source = self.manifest["made_with"].get("left_out", [])
         other = sum(n for left in by_source for reason, n in left.items() if reason != HIDDEN)
-        return other + sum(each.get("skipped_files", 0) for each in self.content["sources"])
+        skipped = sum(each.get("skipped_files", 0) for each in self.content["sources"])
+        return int(other + skipped)
 
     @property
     def warnings(self) -> list[str]:

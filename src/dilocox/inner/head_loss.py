@@ -61,7 +61,7 @@ class HeadLoss:
         heads = head_tokens(labels.numel(), vocabulary, hidden.shape[-1], hidden.device.type)
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         wanted = torch.is_grad_enabled()
-        found: Tensor = _Chunked.apply(
+        found: Tensor = _Chunked.apply(  # type: ignore[no-untyped-call]
             self._loss, logits, (heads, count), wanted, hidden, labels, *trained
         )
         return found

@@ -25,7 +25,7 @@ def mean_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     rows, targets = logits.flatten(0, -2), labels.flatten()
     if rows.numel() <= AT_ONCE:
         return F.cross_entropy(rows.float(), targets)
-    likelihoods: Tensor = _Likelihoods.apply(rows, targets)
+    likelihoods: Tensor = _Likelihoods.apply(rows, targets)  # type: ignore[no-untyped-call]
     # Not `mean`: cross_entropy sums in this order, and leaves out the same labels (those below 0).
     return F.nll_loss(likelihoods.unsqueeze(1), targets.clamp(max=0))
 

@@ -181,7 +181,7 @@ def _own_group(
     groups: list[range], backend: str | None = None, timeout: timedelta | None = None
 ) -> Group:
     """The one of `groups` that this rank is in. Every rank makes all of them, in one order."""
-    found = None
+    found: Group | None = None
     for ranks in groups:
         group = dist.new_group(list(ranks), backend=backend, timeout=timeout)
         if dist.get_rank() in ranks:

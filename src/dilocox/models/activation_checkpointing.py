@@ -48,7 +48,7 @@ class SelectedBytes(TorchDispatchMode):
     """Counts the bytes that `selective` saves of the operations that run inside."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._policy = _SaveSome()
         self.total = 0
 

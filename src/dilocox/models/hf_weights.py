@@ -146,7 +146,8 @@ class PretrainedWeights:
             converter.add_tensor(recipe.first_name, stored, pattern, read)
         made = converter.convert(recipe.first_name, model=self._model, config=self._model.config)
         value = made[full_name]
-        return value[0] if isinstance(value, list) else value
+        tensor: torch.Tensor = value[0] if isinstance(value, list) else value
+        return tensor
 
     def _stored(self, name: str) -> torch.Tensor:
         value: torch.Tensor = self._handle(name).get_tensor(name)

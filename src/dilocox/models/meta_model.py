@@ -69,7 +69,7 @@ def build_skeleton(
         )
     try:
         with torch.device(device):
-            model = AutoModelForCausalLM.from_config(
+            model: nn.Module = AutoModelForCausalLM.from_config(
                 config, attn_implementation=attention, dtype=dtype, trust_remote_code=False
             )
     except Exception as error:  # modelling code may raise anything at values it cannot use
@@ -153,7 +153,7 @@ def count_parameters(hf_config: PretrainedConfig) -> int:
 def _name_of(model: nn.Module, wanted: nn.Module) -> str:
     for name, module in model.named_modules():
         if module is wanted:
-            return name
+            return str(name)
     raise ModelError(f"{type(model).__name__} has no output projection; it cannot be trained")
 
 

@@ -181,5 +181,5 @@ def _active_experts(config: Any) -> float:
     for key in ("num_experts", "num_local_experts", "n_routed_experts"):
         experts = getattr(config, key, None)
         if active and experts:
-            return min(1.0, active / experts)
+            return float(min(1.0, active / experts))
     return 1.0

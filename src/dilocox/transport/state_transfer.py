@@ -236,7 +236,8 @@ def read_body(body: bytes, header: PieceHeader, site: str) -> dict[str, torch.Te
     if hashlib.sha256(body).hexdigest() != header.sha256:
         raise JoinError(f"piece {header.piece} from {site} does not match its digest; join again")
     try:
-        return safetensors.torch.load(body)
+        tensors: dict[str, torch.Tensor] = safetensors.torch.load(body)
+        return tensors
     except (SafetensorError, KeyError, ValueError, RuntimeError) as error:
         raise JoinError(
             f"piece {header.piece} from {site} cannot be read ({error}); join again"

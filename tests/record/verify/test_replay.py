@@ -20,8 +20,9 @@ from dilocox.outer.averaging import average, chunk_bounds, requantise
 from dilocox.outer.layout import Layout, local_shapes, split_pieces
 from dilocox.outer.optimizer import MOMENTUM_DTYPES, nesterov_step
 from dilocox.record.log.digests import sha256, stage_root, tensor_bytes, tensor_digest
+from dilocox.record.log.step_statements import Step
 from dilocox.record.verify.replay import Stage, digests_of, read_listing, replay_stage, step_average
-from dilocox.record.verify.run_history import RunHistory, Step
+from dilocox.record.verify.run_history import RunHistory
 from dilocox.record.writer.rank_recorder import listing_of
 from dilocox.transport.exchange import chunk_index
 

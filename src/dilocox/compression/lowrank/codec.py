@@ -241,7 +241,8 @@ class LowRank:
     def basis_digest(self, payload: Tensor) -> bytes:
         """SHA-256 of the basis that a payload, uint8 [payload_bytes], was made with."""
         payload = check_payload(payload, self.payload_bytes, self.name, self.geometry.length)
-        return payload.split(self._cuts)[0].cpu().numpy().tobytes()
+        basis: Tensor = payload.split(self._cuts)[0]
+        return basis.cpu().numpy().tobytes()
 
     def next_warm(
         self,
@@ -372,7 +373,8 @@ class LowRank:
 def _energy(matrices: Tensor) -> Tensor:
     """Sum of squares of each of fp32 [count, rows, columns], float64 [count]; rows in fp32."""
     rows = torch.linalg.vector_norm(matrices, dim=2)
-    return rows.to(torch.float64).square_().sum(1)
+    energy: Tensor = rows.to(torch.float64).square_().sum(1)
+    return energy
 
 
 def effective_ranks(core: Tensor, missed: Tensor, others: int) -> Tensor:

@@ -15,6 +15,7 @@ from dilocox.coordinator.identity import Identity
 from dilocox.coordinator.protocol import audit_messages as am
 from dilocox.coordinator.protocol import entry_messages as em
 from dilocox.coordinator.protocol import messages as m
+from dilocox.coordinator.protocol.round_plan import Message
 from dilocox.coordinator.protocol.timeouts import Timeouts
 from dilocox.coordinator.protocol.verdicts import RankOpinion, VotePhase
 from dilocox.errors import ExchangeError
@@ -354,7 +355,7 @@ class CoordinatorClient:
 
     # --- transport --------------------------------------------------------------------------
 
-    def _post(self, name: str, request: m.Message, reply: type[Reply], wait: float = 0.0) -> Reply:
+    def _post(self, name: str, request: Message, reply: type[Reply], wait: float = 0.0) -> Reply:
         return self._transport.call("POST", name, request, reply, wait)
 
     def _get(self, name: str, reply: type[Reply], wait: float = 0.0) -> Reply:

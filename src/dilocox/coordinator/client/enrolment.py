@@ -13,6 +13,7 @@ from dilocox.coordinator.client.transport import Reply, Transport, pool_of_stran
 from dilocox.coordinator.identity import Identity, new_request
 from dilocox.coordinator.protocol import audit_messages as am
 from dilocox.coordinator.protocol import messages as m
+from dilocox.coordinator.protocol.round_plan import Message
 from dilocox.coordinator.protocol.timeouts import Timeouts
 from dilocox.coordinator.protocol.token_format import JoinToken
 from dilocox.coordinator.record_keys import RecordKey
@@ -115,7 +116,7 @@ def hand_in(url: str, token: str, timeouts: Timeouts, statement: str | None) -> 
 
 
 def _asked(
-    url: str, token: str, timeouts: Timeouts, name: str, request: m.Message, reply: type[Reply]
+    url: str, token: str, timeouts: Timeouts, name: str, request: Message, reply: type[Reply]
 ) -> Reply:
     """What the coordinator answers to who holds a token, and has no certificate."""
     transport = Transport(

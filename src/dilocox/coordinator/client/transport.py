@@ -22,6 +22,7 @@ from dilocox.coordinator.client.errors import (
 )
 from dilocox.coordinator.identity import Identity
 from dilocox.coordinator.protocol import messages as m
+from dilocox.coordinator.protocol.round_plan import Message
 from dilocox.errors import (
     DilocoxError,
     JoinError,
@@ -33,7 +34,7 @@ from dilocox.utils.backoff import backoff_delays
 
 BUSY = 429
 """Status of a refusal that passes."""
-Reply = TypeVar("Reply", bound=m.Message)
+Reply = TypeVar("Reply", bound=Message)
 
 
 class Transport:
@@ -64,7 +65,7 @@ class Transport:
         self,
         method: str,
         name: str,
-        body: m.Message | None,
+        body: Message | None,
         reply: type[Reply],
         wait: float = 0.0,
         limit: float | None = None,

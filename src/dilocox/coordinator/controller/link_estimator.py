@@ -21,7 +21,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from dilocox.config.codec_spec import parse_spec
-from dilocox.config.run_config import ControlSection
+from dilocox.config.outer import ControlSection
 
 BAND = (5, 4)
 """A measurement may differ from the estimate by this ratio, up or down: noise of +-10 % passes."""

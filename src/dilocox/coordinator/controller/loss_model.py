@@ -140,12 +140,12 @@ def outer_rates(inner_steps: int, codec: str, steps: int) -> tuple[float, float]
 
     def rate(known: LossTable) -> float:
         rates = known["outer"][_family(spec)]
-        found = _at(inner_steps, rates["learning_rate"])
+        found = float(_at(inner_steps, rates["learning_rate"]))
         if spec.kind not in LARGEST:
             return found
         rise = known["rise"]
         fewer = max(1.0, _at(inner_steps, rise["kept"]) / spec.density)
-        by_density = min(rise["most"], fewer ** rise["power"])
+        by_density = float(min(rise["most"], fewer ** rise["power"]))
         return found * (1 + (by_density - 1) * _at(inner_steps, rise["share"]))
 
     def momentum(known: LossTable) -> float:

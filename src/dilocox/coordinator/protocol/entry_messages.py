@@ -6,7 +6,8 @@ from typing import Annotated
 
 from pydantic import Field
 
-from dilocox.coordinator.protocol.messages import Digest, RankId, SiteName
+from dilocox.config.site import SiteName
+from dilocox.coordinator.protocol.messages import Digest, RankId
 from dilocox.coordinator.protocol.round_plan import Count, Message
 
 MOST = 1024

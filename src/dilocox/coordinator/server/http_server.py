@@ -17,6 +17,7 @@ from dilocox.coordinator.client.transport import BUSY
 from dilocox.coordinator.protocol import audit_messages as am
 from dilocox.coordinator.protocol import entry_messages as em
 from dilocox.coordinator.protocol import messages as m
+from dilocox.coordinator.protocol.round_plan import Message
 from dilocox.coordinator.protocol.timeouts import LOOKS
 from dilocox.coordinator.server import replies
 from dilocox.coordinator.server.background_tasks import repeat
@@ -37,8 +38,8 @@ MEMBER_BODY_SECONDS = 60.0
 """A member's link may be slow, and a body has a megabyte at the most."""
 _log = logging.getLogger(__name__)
 _DOOR: web.AppKey[Callable[[web.Request], None]] = web.AppKey("door")
-Model = TypeVar("Model", bound=m.Message)
-Answer = TypeVar("Answer", bound=m.Message)
+Model = TypeVar("Model", bound=Message)
+Answer = TypeVar("Answer", bound=Message)
 Asked = TypeVar("Asked", m.BeginRequest, m.VoteRequest)
 
 
@@ -166,7 +167,7 @@ class CoordinatorServer:
     def _routes(self) -> list[web.RouteDef]:
         core, store = self.coordinator, self.coordinator.store
         departures = core.departures
-        posts: list[tuple[str, type[m.Message], Callable[[Any, Caller], Any]]] = [
+        posts: list[tuple[str, type[Message], Callable[[Any, Caller], Any]]] = [
             ("ready", m.ReadyRequest, lambda r, c: core.ready(r)),
             ("beat", m.BeatRequest, lambda r, c: core.beat(r)),
             ("leave", m.LeaveRequest, lambda r, c: departures.leave(r)),
@@ -205,7 +206,7 @@ class CoordinatorServer:
         ]
 
     def _post(
-        self, model: type[m.Message], act: Callable[[Any, Caller], Any]
+        self, model: type[Message], act: Callable[[Any, Caller], Any]
     ) -> Callable[[web.Request], Awaitable[web.Response]]:
         async def handle(request: web.Request) -> web.Response:
             caller = _caller(request)
@@ -222,7 +223,7 @@ class CoordinatorServer:
 
         return handle
 
-    def _view(self, look: Callable[[], m.Message]) -> Any:
+    def _view(self, look: Callable[[], Message]) -> Any:
         async def handle(request: web.Request) -> web.Response:
             caller = _caller(request)
             self.coordinator.check_site(caller)
@@ -312,8 +313,8 @@ class CoordinatorServer:
         topics = ("store", *(f"store/{key}" for key in request.keys))
         return await self._waiters.poll(topics, request.wait, look, lambda reply: not reply.missing)
 
-    def _store_change(self, change: Callable[[Any, Caller], m.Message]) -> Any:
-        def act(request: Any, caller: Caller) -> m.Message:
+    def _store_change(self, change: Callable[[Any, Caller], Message]) -> Any:
+        def act(request: Any, caller: Caller) -> Message:
             reply = change(request, caller)
             self._waiters.wake(f"store/{request.key}")
             return reply
@@ -358,7 +359,7 @@ def _not_now(error: Exception) -> web.Response:
     return _reply(m.Refusal(error=str(error), kind="conflict"), 503)
 
 
-def _reply(message: m.Message, status: int = 200) -> web.Response:
+def _reply(message: Message, status: int = 200) -> web.Response:
     return web.Response(
         body=message.model_dump_json().encode(), status=status, content_type="application/json"
     )

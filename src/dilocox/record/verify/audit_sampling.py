@@ -17,8 +17,9 @@ from pathlib import Path
 from dilocox.coordinator.protocol.exchange_key import ExchangeKey
 from dilocox.errors import RecordError
 from dilocox.record.log.merkle import roots_at
+from dilocox.record.log.step_statements import Step
 from dilocox.record.log.transparency_log import leaves_of
-from dilocox.record.verify.run_history import RunHistory, Step
+from dilocox.record.verify.run_history import RunHistory
 
 BEACON, DRAW = b"dilocox/beacon/v1\0", b"dilocox/draw/v1\0"
 

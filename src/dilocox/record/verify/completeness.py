@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from dilocox.config.codec_spec import names_payload
 from dilocox.record.log.digests import sealed
-from dilocox.record.verify.run_history import RunHistory, Step
+from dilocox.record.log.step_statements import Step
+from dilocox.record.verify.run_history import RunHistory
 
 
 def gaps(course: RunHistory) -> list[str]:

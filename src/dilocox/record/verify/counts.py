@@ -7,7 +7,8 @@ from collections.abc import Iterable
 
 from dilocox.errors import RecordError
 from dilocox.record.log.state_statements import readable
-from dilocox.record.verify.run_history import RunHistory, Step
+from dilocox.record.log.step_statements import Step
+from dilocox.record.verify.run_history import RunHistory
 
 _NAMED = 3
 """Things that a line names before it counts the rest."""

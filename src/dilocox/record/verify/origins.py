@@ -20,6 +20,7 @@ from dilocox.outer.optimizer import MOMENTUM_DTYPES
 from dilocox.record.log.blob_store import MissingError
 from dilocox.record.log.digests import TensorDigest
 from dilocox.record.log.state_statements import AnchorState, State
+from dilocox.record.log.step_statements import Step
 from dilocox.record.verify.claims import NotRunError
 from dilocox.record.verify.replay import (
     Get,
@@ -30,7 +31,7 @@ from dilocox.record.verify.replay import (
     replay_flat,
     replay_steps,
 )
-from dilocox.record.verify.run_history import RunHistory, Step
+from dilocox.record.verify.run_history import RunHistory
 from dilocox.record.writer import windows
 from dilocox.record.writer.rank_recorder import MOMENTUM_OF
 

@@ -24,7 +24,8 @@ from dilocox.outer.averaging import average, chunk_bounds, requantise
 from dilocox.outer.layout import Layout, local_shapes, split_pieces
 from dilocox.outer.optimizer import MOMENTUM_DTYPES, as_kept, nesterov_step
 from dilocox.record.log.digests import TensorDigest, stage_root, tensor_digest
-from dilocox.record.verify.run_history import RunHistory, Step
+from dilocox.record.log.step_statements import Step
+from dilocox.record.verify.run_history import RunHistory
 from dilocox.record.writer.rank_recorder import MOMENTUM_OF
 
 Get = Callable[[str], bytes]

@@ -40,9 +40,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from dilocox.record.log.digests import TensorDigest
+    from dilocox.record.log.step_statements import Step
     from dilocox.record.verify.origins import Origin
     from dilocox.record.verify.replay import Stage
-    from dilocox.record.verify.run_history import Step
 
 Progress = Callable[[str, float], None]
 """(what is done, share of it)."""

@@ -23,8 +23,9 @@ from dilocox.outer.contribution import Contribution, Outcome
 from dilocox.outer.layout import Layout
 from dilocox.outer.staging import sha256_of
 from dilocox.record.log.digests import sealed
+from dilocox.record.log.step_statements import Step
 from dilocox.record.verify.replay import DIGEST_BYTES, Get, payload_tensor, step_average
-from dilocox.record.verify.run_history import RunHistory, Step
+from dilocox.record.verify.run_history import RunHistory
 from dilocox.training.builder import RankPlace
 from dilocox.transport.exchange import advancing, chunk_index
 

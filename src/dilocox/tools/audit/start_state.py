@@ -22,9 +22,10 @@ from dilocox.outer.overlap import Rule, local_view
 from dilocox.record.log.digests import TensorDigest, tensor_digest
 from dilocox.record.log.round_document import Document
 from dilocox.record.log.state_statements import RoundState
+from dilocox.record.log.step_statements import Step
 from dilocox.record.verify.origins import Has, origin_before, replay_from
 from dilocox.record.verify.replay import Get, Stage, read_listing
-from dilocox.record.verify.run_history import RunHistory, Step
+from dilocox.record.verify.run_history import RunHistory
 from dilocox.tools.audit.round_replay import load_tensor
 from dilocox.training.builder import RankPlace
 
